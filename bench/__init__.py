@@ -1,0 +1,1 @@
+"""Benchmarks of gsd_kernels (private)."""

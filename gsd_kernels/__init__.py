@@ -1,0 +1,61 @@
+"""Graph-structured speculative decoding: the same output from a LLaMA-family model, sooner.
+
+``patch(model, assistant_model=draft)`` makes the model's own ``generate`` graph-speculative; ``generate`` is the same
+without patching. The operations of one step (draft → merge → flatten → attend → verify → commit) are plain functions
+on tensors. Importing this package loads torch only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+from .backends import BACKENDS, BackendUnavailableError
+from .config import GraphConfig
+from .graph import Acceptance, Frontier, Rows, TokenGraph
+from .ops.commit_kv import commit_kv
+from .ops.dag_attention import dag_attention
+from .ops.flatten import flatten
+from .ops.merge import merge
+from .ops.sampling import draft_candidates, sample_rows
+from .ops.verify import verify
+
+if TYPE_CHECKING:
+    from gsd_kernels_hf import GraphDecoder, generate, patch, unpatch
+
+_BINDINGS = ("GraphDecoder", "generate", "patch", "unpatch")
+
+__all__ = [
+    "BACKENDS",
+    "Acceptance",
+    "BackendUnavailableError",
+    "Frontier",
+    "GraphConfig",
+    "GraphDecoder",
+    "Rows",
+    "TokenGraph",
+    "__version__",
+    "commit_kv",
+    "dag_attention",
+    "draft_candidates",
+    "flatten",
+    "generate",
+    "merge",
+    "patch",
+    "sample_rows",
+    "unpatch",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """The Hugging Face bindings, imported on first use: they need transformers, the kernels do not."""
+    if name in _BINDINGS:
+        import gsd_kernels_hf
+
+        return getattr(gsd_kernels_hf, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

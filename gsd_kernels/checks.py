@@ -1,0 +1,22 @@
+"""Argument checks shared by the ops. Host-side metadata only: nothing here waits for a device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_tensor(
+    name: str, value: object, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    """Raise unless ``value`` is a tensor of ``shape`` (``None`` = any size), one of ``dtypes``, on ``device``."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if value.dim() != len(shape) or any(s is not None and s != v for s, v in zip(shape, value.shape, strict=True)):
+        expected = "[" + ", ".join("*" if s is None else str(s) for s in shape) + "]"
+        raise ValueError(f"{name}: expected shape {expected}, got {list(value.shape)}")
+    if value.dtype not in dtypes:
+        names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise TypeError(f"{name}: expected {names}, got {str(value.dtype).removeprefix('torch.')}")
+    if value.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {value.device}: move it with .to()")

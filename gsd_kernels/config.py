@@ -1,0 +1,155 @@
+"""How large the token graph may grow, and how it is pruned."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+MAX_NODES = 1024
+"""Largest node capacity of one token graph (the kernels keep a whole graph on chip)."""
+
+MAX_CONTEXT = 8
+"""Longest context, in tokens, that is compared when candidates are merged."""
+
+MAX_ROWS = 128
+"""Largest number of rows that one target forward verifies."""
+
+PRESETS = ("chain", "tree", "graph")
+
+
+@dataclass(frozen=True)
+class GraphConfig:
+    """Budgets and rules of one speculative step. Immutable; see :meth:`preset` for the named ones.
+
+    Args:
+        depth: drafted levels, i.e. draft forwards a step (1 … 64).
+        width: nodes that one level expands, the best of all unexpanded ones (1 … 64).
+        branch: candidate tokens drafted after each expanded node (1 … 32).
+        max_rows: rows that the target verifies in one forward, the root included (2 … 128).
+        max_path: deepest row of the unrolled graph. ``None``: ``min(2·depth, max_rows − 1)``. Paths can be longer
+            than ``depth`` because a merge edge may lead back to a node whose continuation is already drafted.
+        merge_context: tokens that must agree before two equal tokens when a candidate joins an existing node
+            (0 … 8); −1 turns merging off, which leaves a token tree. The paper's ``repeat_threshold``
+            (arXiv 2407.16207, section 3.2).
+        sibling_ratio: a candidate less probable than this fraction of its best sibling is dropped (0 … 1; the
+            paper's ``sibling_threshold``).
+        min_prob: a node whose path probability is below this is kept but not expanded (0 … 1; the paper's
+            ``prob_threshold``).
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field is out of range, or the graph could exceed :data:`MAX_NODES` nodes.
+    """
+
+    depth: int = 5
+    width: int = 4
+    branch: int = 3
+    max_rows: int = 32
+    max_path: int | None = None
+    merge_context: int = 1
+    sibling_ratio: float = 0.0
+    min_prob: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_int("depth", self.depth, 1, 64)
+        _check_int("width", self.width, 1, 64)
+        _check_int("branch", self.branch, 1, 32)
+        _check_int("max_rows", self.max_rows, 2, MAX_ROWS)
+        if self.max_path is None:
+            object.__setattr__(self, "max_path", min(2 * self.depth, self.max_rows - 1))
+        _check_int("max_path", self.max_path, 1, self.max_rows - 1)
+        _check_int("merge_context", self.merge_context, -1, MAX_CONTEXT)
+        _check_fraction("sibling_ratio", self.sibling_ratio)
+        _check_fraction("min_prob", self.min_prob)
+        if self.node_capacity > MAX_NODES:
+            raise ValueError(
+                f"depth={self.depth}, width={self.width}, branch={self.branch} give a graph of up to "
+                f"{self.node_capacity} nodes, more than {MAX_NODES}: lower one of them"
+            )
+
+    @classmethod
+    def preset(cls, name: str, **changes: object) -> GraphConfig:
+        """The named configuration ``"chain"``, ``"tree"`` or ``"graph"``, with any field replaced by keyword.
+
+        ``chain`` is ordinary speculative decoding, ``tree`` the best dynamic token tree, ``graph`` the same tree
+        with recurring sequences merged: baselines and method run through the same code.
+        """
+        if name == "chain":
+            depth = changes.get("depth", 5)
+            base = {"depth": depth, "width": 1, "branch": 1, "max_rows": int(depth) + 1, "merge_context": -1}
+        elif name == "tree":
+            base = {"merge_context": -1}
+        elif name == "graph":
+            base = {}
+        else:
+            raise ValueError(f"graph_config: unknown preset {name!r}; expected one of {', '.join(PRESETS)}")
+        unknown = set(changes) - {f.name for f in fields(cls)}
+        if unknown:
+            raise TypeError(f"graph_config: unknown field {sorted(unknown)[0]!r}")
+        return cls(**{**base, **changes})  # type: ignore[arg-type]
+
+    def replace(self, **changes: object) -> GraphConfig:
+        """A copy with the given fields changed; ``max_path`` is derived anew unless given."""
+        return replace(self, **{"max_path": None, **changes})  # type: ignore[arg-type]
+
+    @property
+    def node_capacity(self) -> int:
+        """Nodes that the graph can hold: root + branch + (depth − 1)·width·branch."""
+        return 1 + self.branch + (self.depth - 1) * self.width * self.branch
+
+    @property
+    def draft_slots(self) -> int:
+        """Cache slots that the draft needs for expanded nodes (the root lies in the prefix)."""
+        return (self.depth - 1) * self.width
+
+    @property
+    def chain_rows(self) -> int:
+        """Rows of the draft's level 0: the most tokens that one step can emit."""
+        return int(self.max_path) + 1  # type: ignore[arg-type]
+
+    @property
+    def cache_slots(self) -> int:
+        """Cache positions that a step needs beyond the committed prefix, in either model."""
+        return max(self.max_rows, self.draft_slots + 1, self.chain_rows)
+
+    @property
+    def log_sibling_ratio(self) -> float:
+        """log(sibling_ratio), −inf for 0."""
+        return _log(self.sibling_ratio)
+
+    @property
+    def log_min_prob(self) -> float:
+        """log(min_prob), −inf for 0."""
+        return _log(self.min_prob)
+
+
+def resolve_graph_config(value: GraphConfig | str | None) -> GraphConfig:
+    """``None`` (the default preset), a preset's name, or a :class:`GraphConfig` → :class:`GraphConfig`."""
+    if value is None:
+        return GraphConfig.preset("graph")
+    if isinstance(value, GraphConfig):
+        return value
+    if isinstance(value, str):
+        return GraphConfig.preset(value)
+    raise TypeError(
+        f"graph_config: expected a GraphConfig, a preset name ({', '.join(PRESETS)}) or None, "
+        f"got {type(value).__name__}"
+    )
+
+
+def _log(x: float) -> float:
+    return math.log(x) if x > 0.0 else -math.inf
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {value!r}")
+    if not low <= value <= high:
+        raise ValueError(f"{name}: expected {low} … {high}, got {value}")
+
+
+def _check_fraction(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name}: expected 0 … 1, got {value}")

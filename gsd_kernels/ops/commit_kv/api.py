@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...backends import resolve
+from ...checks import check_tensor
+from . import reference
+
+IMPLEMENTATIONS = {"reference": reference.commit_kv}
+
+
+def commit_kv(
+    k_caches: Sequence[Tensor],
+    v_caches: Sequence[Tensor],
+    accepted_rows: Tensor,
+    num_accepted: Tensor,
+    kv_len: Tensor,
+    *,
+    backend: str = "auto",
+) -> None:
+    """Append the accepted rows of every layer to the committed prefix, in place, and advance ``kv_len``.
+
+    Row r of a sequence lies at cache position ``kv_len + r``; the i-th accepted row moves to ``kv_len + i``. All
+    sources are read before anything is written, so the accepted rows may be in any order.
+
+    Args:
+        k_caches, v_caches: one tensor [B, Hkv, S, D] a layer, any strides with unit last dimension; the layers of one
+            call share a device.
+        accepted_rows: int32 [B, P], −1 padded.
+        num_accepted: int32 [B].
+        kv_len: int32 [B], advanced by ``num_accepted``. The caller keeps ``kv_len + rows ≤ S``.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type or shape.
+    """
+    if len(k_caches) != len(v_caches) or not k_caches:
+        raise ValueError(f"v_caches: expected as many layers as k_caches and at least one, got {len(v_caches)}")
+    device, batch = k_caches[0].device, k_caches[0].shape[0]
+    check_tensor("accepted_rows", accepted_rows, (batch, None), (torch.int32,), device)
+    check_tensor("num_accepted", num_accepted, (batch,), (torch.int32,), device)
+    check_tensor("kv_len", kv_len, (batch,), (torch.int32,), device)
+    resolve(backend, device, IMPLEMENTATIONS)(k_caches, v_caches, accepted_rows, num_accepted, kv_len)

@@ -1,0 +1,5 @@
+"""Attention of graph rows over the committed prefix and their own ancestors."""
+
+from .api import dag_attention
+
+__all__ = ["dag_attention"]

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...backends import resolve
+from ...checks import check_tensor
+from . import reference
+
+IMPLEMENTATIONS = {"reference": reference.dag_attention}
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def dag_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ancestor_mask: Tensor,
+    kv_len: Tensor,
+    *,
+    kv_start: Tensor | None = None,
+    num_nodes: Tensor | None = None,
+    row_depths: Tensor | None = None,
+    node_depths: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention in which a row sees the committed prefix and the graph nodes that its mask names.
+
+    Cache positions ``kv_start … kv_len − 1`` are the prefix, position ``kv_len + j`` holds graph node j. Masked and
+    free positions may hold anything, NaN included. A row's output is bitwise independent of what other rows see.
+
+    Args:
+        q: float [B, Hq, R, D].
+        k, v: whole caches [B, Hkv, S, D] (v may have its own last size), any strides with unit last dimension; Hq is
+            a multiple of Hkv and head h reads cache head ``h // (Hq / Hkv)``.
+        ancestor_mask: int32 [B, R, ceil(N/32)], bit j: the row sees node j. A row sees itself only by its own bit.
+        kv_len: int32 [B]. The caller keeps ``kv_len + N ≤ S``.
+        kv_start: int32 [B], left padding to skip (default 0).
+        num_nodes: int32 [B], bits at or above it are ignored (default N).
+        row_depths, node_depths: int32 [B, R] and [B, ≥N]: position minus ``kv_len``; sliding windows go by position.
+        scale: default 1/sqrt(D).
+        softcap: scores become ``softcap · tanh(score / softcap)``.
+        sliding_window: a row sees positions p with ``row position − p < sliding_window``.
+        return_lse: also return the log-sum-exp of the scores.
+
+    Returns:
+        [B, Hq, R, Dv] in q's dtype, and with ``return_lse`` float32 [B, Hq, R]. A row that sees nothing gets 0 and
+        −inf.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape or range.
+    """
+    if not isinstance(q, Tensor) or q.dim() != 4:
+        raise ValueError("q: expected a tensor [batch, heads, rows, head_dim]")
+    device, int32, batch, rows = q.device, (torch.int32,), q.shape[0], q.shape[2]
+    check_tensor("q", q, (None, None, None, None), FLOATS, device)
+    check_tensor("k", k, (batch, None, None, q.shape[3]), (q.dtype,), device)
+    check_tensor("v", v, (batch, k.shape[1], k.shape[2], None), (q.dtype,), device)
+    check_tensor("ancestor_mask", ancestor_mask, (batch, rows, None), int32, device)
+    check_tensor("kv_len", kv_len, (batch,), int32, device)
+    for name, value in (("kv_start", kv_start), ("num_nodes", num_nodes)):
+        if value is not None:
+            check_tensor(name, value, (batch,), int32, device)
+    if q.shape[1] % k.shape[1] != 0:
+        raise ValueError(f"q: {q.shape[1]} heads are not a multiple of the cache's {k.shape[1]}")
+    if sliding_window is not None:
+        if row_depths is None or node_depths is None:
+            raise ValueError("sliding_window: needs row_depths and node_depths, since windows go by position")
+        check_tensor("row_depths", row_depths, (batch, rows), int32, device)
+        check_tensor("node_depths", node_depths, (batch, None), int32, device)
+        if sliding_window < 1:
+            raise ValueError(f"sliding_window: expected at least 1, got {sliding_window}")
+    function = resolve(backend, device, IMPLEMENTATIONS)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    out, lse = function(
+        q, k, v, ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths, scale, softcap, sliding_window
+    )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from ...backends import resolve
+from ...config import MAX_ROWS
+from ...graph import Rows, TokenGraph
+from . import reference
+
+IMPLEMENTATIONS = {"reference": reference.flatten}
+
+
+def flatten(graph: TokenGraph, max_rows: int, max_path: int, *, backend: str = "auto") -> Rows:
+    """Unroll ``graph`` to the best ``max_rows`` rows; each row has one parent row, hence one exact context.
+
+    The rows are the first of the total order (path score desc, depth asc, parent row asc, edge index asc), where a
+    path score is the float32 sum of edge log-probabilities from the root. A node that is reached by k paths may appear
+    in k rows; no two children of a row have the same token. Rows are numbered in that order, the root is row 0.
+
+    Args:
+        graph: the merged graphs.
+        max_rows: rows to keep, the root included (1 … 128).
+        max_path: deepest row (0 … max_rows − 1).
+
+    Returns:
+        :class:`~gsd_kernels.Rows` of static width ``max_rows``. A padding row sees itself only.
+
+    Raises:
+        ValueError: a budget is out of range.
+    """
+    if not 1 <= max_rows <= MAX_ROWS:
+        raise ValueError(f"max_rows: expected 1 … {MAX_ROWS}, got {max_rows}")
+    if not 0 <= max_path < max_rows:
+        raise ValueError(f"max_path: expected 0 … max_rows - 1 = {max_rows - 1}, got {max_path}")
+    return resolve(backend, graph.token_ids.device, IMPLEMENTATIONS)(graph, max_rows, max_path)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...backends import resolve
+from ...checks import check_tensor
+from ...config import MAX_CONTEXT
+from ...graph import Frontier, TokenGraph
+from . import reference
+
+IMPLEMENTATIONS = {"reference": reference.merge}
+
+
+def merge(
+    graph: TokenGraph,
+    frontier: Tensor,
+    cand_tokens: Tensor,
+    cand_log_probs: Tensor,
+    *,
+    level: int,
+    width: int,
+    merge_context: int,
+    log_sibling_ratio: float = float("-inf"),
+    log_min_prob: float = float("-inf"),
+    backend: str = "auto",
+) -> Frontier:
+    """Add one drafted level to ``graph``, in place, and choose the next frontier.
+
+    A candidate that repeats a token sequence of the graph becomes an edge to the node that holds it; the others become
+    nodes. Merge rule, order and tie-breaks: ``docs/method.md``; the idea: arXiv 2407.16207, section 3.2.
+
+    Args:
+        graph: the graphs so far.
+        frontier: int32 [B, W], ids of the nodes just expanded, −1 padded.
+        cand_tokens: int32 [B, W, K], candidate tokens after each of them; negative ids are ignored, and so is a token
+            that an earlier candidate of the same node already has.
+        cand_log_probs: float32 [B, W, K], their log-probabilities; −inf and NaN mean absent.
+        level: 0 for the root's candidates, then 1, 2, …; names the draft-cache slots of the next frontier, which are
+            ``level·width + i``.
+        width: nodes in the next frontier.
+        merge_context: tokens of context that must agree, −1 for a tree.
+        log_sibling_ratio: candidates below this plus their best sibling's log-probability are dropped.
+        log_min_prob: nodes whose score is below this are never expanded.
+        backend: see :mod:`gsd_kernels.backends`.
+
+    Returns:
+        The next :class:`~gsd_kernels.Frontier`: the ``width`` best unexpanded nodes by (score desc, id asc).
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape or range, or the graph is too small for the level.
+    """
+    device = graph.token_ids.device
+    batch, int32 = graph.token_ids.shape[0], (torch.int32,)
+    check_tensor("frontier", frontier, (batch, None), int32, device)
+    shape = (batch, frontier.shape[1], graph.branch)
+    check_tensor("cand_tokens", cand_tokens, shape, int32, device)
+    check_tensor("cand_log_probs", cand_log_probs, shape, (torch.float32,), device)
+    if not -1 <= merge_context <= MAX_CONTEXT:
+        raise ValueError(f"merge_context: expected -1 … {MAX_CONTEXT}, got {merge_context}")
+    if width < 1 or level < 0:
+        raise ValueError(f"width, level: expected at least 1 and 0, got {width} and {level}")
+    function = resolve(backend, device, IMPLEMENTATIONS)
+    return function(
+        graph, frontier, cand_tokens, cand_log_probs, level, width, merge_context, log_sibling_ratio, log_min_prob
+    )

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...backends import resolve
+from ...checks import check_tensor
+from . import reference
+
+SAMPLE_ROWS = {"reference": reference.sample_rows}
+DRAFT_CANDIDATES = {"reference": reference.draft_candidates}
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def sample_rows(
+    logits: Tensor,
+    positions: Tensor,
+    *,
+    seed: Tensor,
+    sequence_ids: Tensor,
+    temperature: float | Tensor = 0.0,
+    top_k: int | Tensor = 0,
+    top_p: float | Tensor = 1.0,
+    min_p: float | Tensor = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Pick the target's token at every row in parallel: argmax(log p + g) with noise g keyed by position.
+
+    p is the distribution after temperature → top-k → top-p → min-p, in transformers' order; ties at a cut are all
+    kept. The noise depends on (seed, token, position, sequence) only, so the pick at a position is the same with any
+    draft or none (drafter-invariant speculative decoding, arXiv 2408.07978).
+
+    Args:
+        logits: float [B, R, V].
+        positions: int32 [B, R], index of the token being picked, padding excluded.
+        seed: int64 [], on the logits' device.
+        sequence_ids: int32 [B].
+        temperature: 0 is argmax. Like the next three, one number or a tensor [B].
+        top_k: 0 is off.
+        top_p: 1 is off.
+        min_p: 0 is off.
+
+    Returns:
+        int32 [B, R]; −1 where the logits hold NaN. Ties go to the lowest id.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape or range.
+    """
+    _check(logits, positions, seed, sequence_ids, temperature, top_k, top_p, min_p)
+    function = resolve(backend, logits.device, SAMPLE_ROWS)
+    return function(logits, positions, seed, sequence_ids, temperature, top_k, top_p, min_p)
+
+
+def draft_candidates(
+    logits: Tensor,
+    positions: Tensor,
+    *,
+    branch: int,
+    seed: Tensor,
+    sequence_ids: Tensor,
+    temperature: float | Tensor = 0.0,
+    top_k: int | Tensor = 0,
+    top_p: float | Tensor = 1.0,
+    min_p: float | Tensor = 0.0,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The ``branch`` best candidates after each frontier node, and their log-probabilities.
+
+    With a temperature the candidates are ranked by log_softmax(log q + g), q being the warped draft distribution and g
+    the very noise that the target will use at that position: what the target is likely to pick, not what is likely.
+
+    Args: as :func:`sample_rows`, with logits [B, W, V], positions [B, W], and ``branch`` ≥ 1.
+
+    Returns:
+        tokens int32 [B, W, branch] and log-probabilities float32, best first. A token that the warpers cut has −inf;
+        where the vocabulary is smaller than ``branch``, ids are −1.
+    """
+    _check(logits, positions, seed, sequence_ids, temperature, top_k, top_p, min_p)
+    if branch < 1:
+        raise ValueError(f"branch: expected at least 1, got {branch}")
+    function = resolve(backend, logits.device, DRAFT_CANDIDATES)
+    return function(logits, positions, branch, seed, sequence_ids, temperature, top_k, top_p, min_p)
+
+
+def check_warpers(temperature: object, top_k: object, top_p: object, min_p: object) -> None:
+    """Raise unless the sampling parameters are numbers in range (tensors are taken at their word)."""
+    for name, value, low, high in (
+        ("temperature", temperature, 0.0, float("inf")),
+        ("top_k", top_k, 0, float("inf")),
+        ("top_p", top_p, 0.0, 1.0),
+        ("min_p", min_p, 0.0, 1.0),
+    ):
+        if isinstance(value, Tensor):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name}: expected a number or a tensor [batch], got {value!r}")
+        if not low <= value <= high or (name == "temperature" and value == high):
+            raise ValueError(f"{name}: expected {low} … {high}, got {value}")
+
+
+def _check(logits: Tensor, positions: Tensor, seed: Tensor, sequence_ids: Tensor, *warpers: object) -> None:
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[-1] == 0:
+        raise ValueError("logits: expected a tensor [batch, rows, vocabulary]")
+    check_tensor("logits", logits, (None, None, None), FLOATS, logits.device)
+    check_tensor("positions", positions, tuple(logits.shape[:2]), (torch.int32,), logits.device)
+    check_tensor("seed", seed, (), (torch.int64,), logits.device)
+    check_tensor("sequence_ids", sequence_ids, (logits.shape[0],), (torch.int32,), logits.device)
+    check_warpers(*warpers)

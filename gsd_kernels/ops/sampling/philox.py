@@ -1,0 +1,60 @@
+"""Philox 4x32-10, a counter-based random generator, in plain integer tensor operations.
+
+Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MASK32 = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox4x32(
+    key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor], rounds: int = 10
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four 32-bit words for every counter. All words are int64 tensors in [0, 2**32), broadcast together."""
+    k0, k1 = key
+    c0, c1, c2, c3 = counter
+    for _ in range(rounds):
+        hi0, lo0 = _multiply(c0, _MULTIPLIERS[0])
+        hi1, lo1 = _multiply(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        k0, k1 = (k0 + _WEYL[0]) & MASK32, (k1 + _WEYL[1]) & MASK32
+    return c0, c1, c2, c3
+
+
+def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """High and low word of a 32×32-bit product. int64 products wrap modulo 2**64, which keeps all 64 bits."""
+    product = a * b
+    return (product >> 32) & MASK32, product & MASK32
+
+
+def gumbel_noise(seed: Tensor, positions: Tensor, sequence_ids: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise for every token at every position; the draw depends on nothing else.
+
+    Key: the 64-bit seed. Counter: (token >> 2, position, sequence, 0); word: token & 3.
+    u = (top 31 bits + ½)·2⁻³¹ keeps the upper tail, which a 24-bit uniform loses; g = −log(−log1p(−u)).
+
+    Args:
+        seed: int64 [], all 64 bits used.
+        positions: int [...], index of the token being picked, padding excluded.
+        sequence_ids: int [...], broadcastable to ``positions``.
+        vocab_size: V.
+
+    Returns:
+        float32 [..., V].
+    """
+    blocks = torch.arange((vocab_size + 3) // 4, device=positions.device)
+    position = positions.long().unsqueeze(-1)
+    sequence = sequence_ids.long().unsqueeze(-1)
+    seed = seed.to(positions.device)
+    key = (seed & MASK32, (seed >> 32) & MASK32)
+    words = philox4x32(key, (blocks, position, sequence, torch.zeros_like(blocks)))
+    bits = torch.stack(torch.broadcast_tensors(*words), -1).flatten(-2)[..., :vocab_size]  # [..., V]
+    uniform = ((bits >> 1).to(torch.float32) + 0.5) * 2.0**-31
+    uniform = uniform.clamp(max=1.0 - 2.0**-24)  # float32 rounds the top of the range to 1, where g is −inf
+    return -torch.log(-torch.log1p(-uniform))

@@ -1,0 +1,1 @@
+"""Hugging Face bindings of gsd_kernels (private)."""

@@ -1,0 +1,96 @@
+"""Slow, sequential, independent statements of merge and flatten: dictionaries and a heap, no tensor code shared."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+F32 = np.float32
+
+
+@dataclass
+class OracleGraph:
+    tokens: list[int]
+    tail: list[int]  # nearest first, −1 where the text begins
+    parents: list[int] = field(default_factory=lambda: [-1])
+    scores: list[np.float32] = field(default_factory=lambda: [F32(0)])
+    edges: dict[int, list[tuple[int, np.float32] | None]] = field(default_factory=dict)
+    merges: int = 0
+
+    def context(self, node: int) -> list[int]:
+        """The tokens before a node, nearest first, running on into the emitted text."""
+        out, up = [], self.parents[node]
+        while up >= 0:
+            out.append(self.tokens[up])
+            up = self.parents[up]
+        return (out + self.tail)[:8]
+
+
+def agreement(a: list[int], b: list[int]) -> int:
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n] and a[n] >= 0:
+        n += 1
+    return n
+
+
+def merge(graph, frontier, tokens, log_probs, width, merge_context, log_sibling_ratio, log_min_prob):
+    existing = len(graph.tokens)
+    candidates = []
+    for i, u in enumerate(frontier):
+        if u < 0:
+            continue
+        best = max((F32(lp) for lp in log_probs[i] if lp > -np.inf), default=None)
+        graph.edges[u] = [None] * len(tokens[i])
+        seen = set()
+        for rank, (token, lp) in enumerate(zip(tokens[i], log_probs[i], strict=True)):
+            if not lp > -np.inf or token < 0 or F32(lp) < F32(best + F32(log_sibling_ratio)) or token in seen:
+                continue
+            seen.add(token)
+            candidates.append((F32(graph.scores[u] + F32(lp)), u, rank, int(token), F32(lp)))
+    candidates.sort(key=lambda c: (-c[0], c[1], c[2]))
+    leaders = {}
+    for score, u, rank, token, lp in candidates:
+        context = [graph.tokens[u], *graph.context(u)][:8]
+        best = None
+        for v in range(u + 1, existing):
+            n = agreement(context, graph.context(v))
+            if merge_context >= 0 and graph.tokens[v] == token and n >= merge_context:
+                key = (-n, -graph.scores[v], v)
+                best = min(best, key) if best else key
+        needed = context[: max(merge_context, 0)]
+        key = (token, tuple(needed))
+        can_share = merge_context >= 0 and len(needed) >= merge_context and min(needed, default=0) >= 0
+        if best:
+            target = best[2]
+            graph.merges += 1
+        elif can_share and key in leaders:
+            target = leaders[key]
+            graph.merges += 1
+        else:
+            target = len(graph.tokens)
+            graph.tokens.append(token)
+            graph.parents.append(u)
+            graph.scores.append(score)
+            if can_share:
+                leaders[key] = target
+        graph.edges[u][rank] = (target, lp)
+    open_nodes = [n for n in range(len(graph.tokens)) if n not in graph.edges and graph.scores[n] >= log_min_prob]
+    open_nodes.sort(key=lambda n: (-graph.scores[n], n))
+    return (open_nodes + [-1] * width)[:width]
+
+
+def flatten(graph, max_rows, max_path):
+    """Best first from a heap; returns rows as (node, parent row, depth, path score)."""
+    rows, heap = [], [(F32(-0.0), 0, -1, 0, 0)]  # (−score, depth, parent row, edge index, node)
+    while heap and len(rows) < max_rows:
+        minus, depth, parent, _, node = heapq.heappop(heap)
+        row = len(rows)
+        rows.append((node, parent, depth, F32(-minus)))
+        if depth == max_path:
+            continue
+        for index, edge in enumerate(graph.edges.get(node, [])):
+            if edge is not None:
+                heapq.heappush(heap, (F32(-(F32(-minus) + edge[1])), depth + 1, row, index, edge[0]))
+    return rows
