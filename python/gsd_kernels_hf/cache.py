@@ -1,0 +1,102 @@
+"""A preallocated key/value cache with room for graph rows behind the committed prefix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from gsd_kernels import commit_kv
+
+
+class GraphLayer(CacheLayerMixin):
+    """One layer: keys and values [B, Hkv, capacity, D], allocated at the first update, on that layer's device."""
+
+    is_compileable = False  # a true value makes generate() compile the model
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, parent: GraphCache) -> None:
+        super().__init__()
+        self.parent = parent
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        value_states = key_states if value_states is None else value_states
+        self.dtype, self.device = key_states.dtype, key_states.device
+        batch, heads, _, _ = key_states.shape
+        shape = (batch, heads, self.parent.capacity)
+        self.keys = key_states.new_zeros((*shape, key_states.shape[-1]))
+        self.values = value_states.new_zeros((*shape, value_states.shape[-1]))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store [B, Hkv, R, D]: graph rows into their slots (all of the cache comes back), a prompt at the end."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        positions = self.parent.write_positions
+        if positions is not None:
+            positions = positions.to(self.device, non_blocking=True)
+            sequence = torch.arange(positions.shape[0], device=self.device)[:, None]
+            self.keys.transpose(1, 2)[sequence, positions] = key_states.transpose(1, 2)
+            self.values.transpose(1, 2)[sequence, positions] = value_states.transpose(1, 2)
+            return self.keys, self.values
+        begin = self.parent.prompt_length
+        end = begin + key_states.shape[2]
+        if end > self.parent.capacity:
+            raise ValueError(f"cache: full, {end} positions needed and {self.parent.capacity} allocated")
+        self.keys[:, :, begin:end] = key_states
+        self.values[:, :, begin:end] = value_states
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_seq_length(self, *args: Any) -> int:
+        return self.parent.prompt_length
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        rows = query_length.shape[0] if isinstance(query_length, Tensor) else query_length  # a tensor in 5.0
+        return self.parent.prompt_length + rows, 0
+
+    def get_max_length(self) -> int:
+        return self.parent.capacity
+
+    get_max_cache_shape = get_max_length  # its name in 5.0
+
+
+class GraphCache(Cache):
+    """Cache of one model and one call: prompt first, then committed tokens, then the slots of the current step.
+
+    During the prompt its length is a host integer (all sequences are padded alike); afterwards the committed length
+    of every sequence lives on the device, with the caller.
+    """
+
+    def __init__(self, config: PretrainedConfig, capacity: int) -> None:
+        self.capacity = capacity
+        self.prompt_length = 0
+        self.write_positions: Tensor | None = None  # int64 [B, R] while graph rows are forwarded
+        layers = config.get_text_config(decoder=True).num_hidden_layers
+        super().__init__(layers=[GraphLayer(self) for _ in range(layers)])
+
+    def commit(self, accepted_rows: Tensor, num_accepted: Tensor, kv_len: Tensor, *, backend: str = "auto") -> None:
+        """Move the accepted rows of all layers behind the prefix and advance ``kv_len``; one call a device."""
+        by_device: dict[torch.device, list[GraphLayer]] = {}
+        for layer in self.layers:
+            by_device.setdefault(layer.device, []).append(layer)
+        for device, layers in by_device.items():
+            length = kv_len if device == kv_len.device else kv_len.to(device)
+            commit_kv(
+                [layer.keys for layer in layers],
+                [layer.values for layer in layers],
+                accepted_rows.to(device, non_blocking=True),
+                num_accepted.to(device, non_blocking=True),
+                length,
+                backend=backend,
+            )
+        if kv_len.device not in by_device:
+            kv_len.add_(num_accepted)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated so far."""
+        return sum(t.nbytes for layer in self.layers if layer.is_initialized for t in (layer.keys, layer.values))

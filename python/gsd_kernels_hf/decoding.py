@@ -1,0 +1,517 @@
+"""The decode loop: draft → merge → flatten → attend → verify → commit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from gsd_kernels import Acceptance, GraphConfig, Rows, TokenGraph, flatten, sample_rows, verify
+from gsd_kernels.config import resolve_graph_config
+
+from . import support
+from .attention import switched
+from .drafting import DecodeState, ModelDraft
+from .forward import RowModel
+from .sampling import RowProcessors, SamplingPlan, draw_seed
+from .stats import Clock, GenerationStats
+
+logger = logging.getLogger("gsd_kernels")
+
+
+@dataclass
+class GraphGenerateOutput(GenerateDecoderOnlyOutput):
+    """transformers' output with :class:`~gsd_kernels_hf.stats.GenerationStats`; beyond a row's end scores are 0."""
+
+    stats: GenerationStats | None = None
+
+
+@dataclass
+class StepRecord:
+    """One step, for drawing and statistics. Valid until the next step."""
+
+    graph: TokenGraph | None
+    rows: Rows
+    accepted: Acceptance
+    picked: Tensor | None  # int32 [B, R]
+
+
+class Session:
+    """The device state of one ``generate`` call and the step over it. Nothing in :meth:`step` waits for the device."""
+
+    def __init__(
+        self,
+        target: RowModel,
+        draft: RowModel | None,
+        state: DecodeState,
+        config: GraphConfig,
+        plan: SamplingPlan,
+        eos_ids: Tensor,  # int32 [E]
+        clock: Clock,
+        backend: str,
+    ) -> None:
+        self.target, self.state, self.config, self.plan = target, state, config, plan
+        self.eos_ids, self.clock, self.backend = eos_ids, clock, backend
+        self.source = (
+            None if draft is None else ModelDraft(draft, config, state, target.vocab_size, plan.warper_arguments)
+        )
+        self.num_rows = config.max_rows if self.source else 1
+        self.max_path = int(config.max_path or 0) if self.source else 0
+        batch, device = state.tokens.shape[0], state.tokens.device
+        self.kv_len = state.out_len - 1  # the root is not in the target's cache yet
+        self.slots = torch.arange(self.num_rows, device=device)
+        self.counts = torch.zeros(3, dtype=torch.int64, device=device)  # nodes, merges, accepted merges
+        self.lone_root = Rows(
+            token_ids=torch.zeros(batch, 1, dtype=torch.int32, device=device),
+            parent_rows=torch.full((batch, 1), -1, dtype=torch.int32, device=device),
+            depths=torch.zeros(batch, 1, dtype=torch.int32, device=device),
+            ancestor_mask=torch.ones(batch, 1, 1, dtype=torch.int32, device=device),
+            node_ids=torch.zeros(batch, 1, dtype=torch.int32, device=device),
+            scores=torch.zeros(batch, 1, device=device),
+            num_rows=torch.ones(batch, dtype=torch.int32, device=device),
+        )
+
+    def step(self) -> StepRecord:
+        """One whole step on the device."""
+        graph, rows = self.draft()
+        logits = self.attend(rows)
+        picked = sample_rows(
+            logits,
+            self.positions(rows),
+            seed=self.state.seed,
+            sequence_ids=self.state.sequence_ids,
+            backend=self.backend,
+            **self.plan.warper_arguments,
+        )
+        accepted = verify(
+            rows,
+            picked,
+            eos_ids=self.eos_ids,
+            remaining=self.state.remaining,
+            done=self.state.done,
+            max_path=self.max_path,
+            backend=self.backend,
+        )
+        self.commit(graph, rows, accepted)
+        return StepRecord(graph, rows, accepted, picked)
+
+    def draft(self) -> tuple[TokenGraph | None, Rows]:
+        """draft + merge × depth, then flatten. Without a source the root is the only row: plain decoding."""
+        with self.clock.part("draft"):
+            if self.source is None:
+                self.lone_root.token_ids.copy_(self.state.root_tokens()[:, None])
+                return None, self.lone_root
+            graph = self.source.draft(self.state)
+            return graph, flatten(graph, self.num_rows, self.max_path, backend=self.backend)
+
+    def attend(self, rows: Rows) -> Tensor:
+        """The target's logits at every row, [B, R, V]."""
+        with self.clock.part("target"):
+            logits = self.target.rows(
+                rows.token_ids,
+                self.kv_len,
+                self.slots,
+                rows.ancestor_mask,
+                rows.depths,
+                rows.depths,
+                keep=self.num_rows,
+            )
+        return logits.to(self.kv_len.device)
+
+    def positions(self, rows: Rows) -> Tensor:
+        """Index of the token picked after each row, padding excluded: int32 [B, R]."""
+        return (self.kv_len - self.state.kv_start)[:, None] + rows.depths + 1
+
+    def commit(self, graph: TokenGraph | None, rows: Rows, accepted: Acceptance) -> None:
+        """Keep the accepted rows' keys and values and append the emitted tokens."""
+        state = self.state
+        self.target.cache.commit(accepted.accepted_rows, accepted.num_accepted, self.kv_len, backend=self.backend)
+        count = accepted.num_accepted
+        after = torch.nn.functional.pad(accepted.accepted_rows[:, 1:], (0, 1), value=-1)  # [B, P]
+        drafted = rows.token_ids.gather(1, after.clamp(min=0).long())
+        place = torch.arange(after.shape[1], device=after.device)
+        emitted = torch.where(place == count[:, None] - 1, accepted.next_token[:, None], drafted)
+        new = place < count[:, None]
+        state.emitted[:, : after.shape[1]] = torch.where(new, emitted, 0)
+        state.num_emitted.copy_(count)
+        at = (state.out_len[:, None] + place).long()
+        state.tokens.scatter_(1, at, torch.where(new, emitted.long(), state.tokens.gather(1, at)))
+        state.out_len.add_(count)
+        state.remaining.sub_(count)
+        ended = (accepted.next_token[:, None] == self.eos_ids).any(1) | (state.remaining <= 0)
+        state.done.logical_or_(ended & (count > 0))
+        if graph is not None:
+            path = accepted.accepted_rows[:, 1:]
+            node = rows.node_ids.gather(1, path.clamp(min=0).long())
+            came_from = rows.node_ids.gather(1, accepted.accepted_rows[:, :-1].clamp(min=0).long())
+            primary = graph.parents.gather(1, node.clamp(min=0).long())
+            merged = ((path >= 0) & (primary != came_from)).sum()
+            self.counts += torch.stack([graph.num_nodes.sum(), graph.num_merges.sum(), merged])
+
+
+class Walk:
+    """Verification on the host, where transformers' processors and stopping criteria are called per token.
+
+    The walk visits the rows that :func:`gsd_kernels.verify` would; the token after a row is picked only once its
+    history is known.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        criteria: list[Callable[..., Any]],
+        *,
+        pads_finished: bool,
+        keep_scores: bool,
+        keep_logits: bool,
+    ) -> None:
+        self.session, self.criteria = session, criteria
+        batch = session.state.tokens.shape[0]
+        self.processors = RowProcessors(session.plan.processors, batch)
+        self.eos = set(session.eos_ids.tolist())
+        self.pads_finished = pads_finished or batch == 1
+        self.keep_scores, self.keep_logits = keep_scores, keep_logits
+        self.scores: list[list[Tensor]] = [[] for _ in range(batch)]
+        self.logits: list[list[Tensor]] = [[] for _ in range(batch)]
+        self.stopped_at: list[int | None] = [None] * batch  # without an eos id, rows run on until all have stopped
+        self.history = session.state.tokens.clone()  # int64 [B, S]
+        self.lengths = session.state.out_len.tolist()
+        self.done = [False] * batch
+
+    def __call__(self, rows: Rows, logits: Tensor) -> Acceptance:
+        """Walk every unfinished sequence; marks those that a criterion stops."""
+        session, state = self.session, self.session.state
+        batch, width = rows.token_ids.shape[0], session.max_path + 1
+        tokens, parents = rows.token_ids.tolist(), rows.parent_rows.tolist()
+        sizes, positions, remaining = rows.num_rows.tolist(), session.positions(rows), state.remaining.tolist()
+        paths, picks = [], []
+        for b in range(batch):
+            if self.done[b]:
+                paths.append([-1] * width)
+                picks.append(0)
+                continue
+            children = {(parents[b][r], tokens[b][r]): r for r in range(1, sizes[b])}
+            path = [0]
+            while True:
+                row = path[-1]
+                token = self._pick(b, logits[b, row].float(), positions[b : b + 1, row : row + 1])
+                over = token in self.eos or len(path) >= remaining[b]
+                if self._stops(b):
+                    if self.pads_finished:
+                        over = self.done[b] = True
+                    elif self.stopped_at[b] is None:
+                        self.stopped_at[b] = self.lengths[b]
+                child = children.get((row, token))
+                if over or child is None:
+                    break
+                path.append(child)
+            self.done[b] |= token in self.eos or len(path) >= remaining[b]
+            paths.append(path + [-1] * (width - len(path)))
+            picks.append(token)
+        device = rows.token_ids.device
+        accepted_rows = torch.tensor(paths, dtype=torch.int32, device=device)
+        num_accepted = (accepted_rows >= 0).sum(1, dtype=torch.int32)
+        return Acceptance(accepted_rows, num_accepted, torch.tensor(picks, dtype=torch.int32, device=device))
+
+    def settle(self) -> None:
+        """After the commit: carry the walk's verdicts to the device state."""
+        state = self.session.state
+        if not self.pads_finished and None not in self.stopped_at:
+            left = [max(s or 0 for s in self.stopped_at) - n for n in self.lengths]
+            state.remaining.copy_(torch.tensor(left, dtype=torch.int32))
+            self.done = [d or n <= 0 for d, n in zip(self.done, left, strict=True)]
+        state.done.logical_or_(torch.tensor(self.done, device=state.done.device))
+
+    @property
+    def final_length(self) -> int:
+        """Longest sequence; where rows ran on until all had stopped, the length at which the last one did."""
+        if not self.pads_finished and None not in self.stopped_at:
+            return max(s or 0 for s in self.stopped_at)
+        return max(self.lengths)
+
+    def stacked(self, per_row: list[list[Tensor]], prompt_length: int) -> tuple[Tensor, ...]:
+        """Per-sequence lists of [V] → transformers' tuple of [B, V], one a position."""
+        steps = self.final_length - prompt_length
+        blank = torch.zeros_like(next(t for row in per_row for t in row))
+        return tuple(torch.stack([row[i] if i < len(row) else blank for row in per_row]) for i in range(steps))
+
+    def _pick(self, b: int, logits: Tensor, position: Tensor) -> int:
+        history = self.history[b, : self.lengths[b]]
+        scores = self.processors(b, history, logits) if self.processors else logits
+        state = self.session.state
+        token = int(
+            sample_rows(
+                scores.view(1, 1, -1),
+                position,
+                seed=state.seed,
+                sequence_ids=state.sequence_ids[b : b + 1],
+                backend=self.session.backend,
+                **self.session.plan.warper_arguments,
+            )
+        )
+        check_pick(token)
+        if self.keep_logits:
+            self.logits[b].append(logits.clone())
+        if self.keep_scores:
+            warped = self.session.plan.warpers(history[None], scores[None].clone())[0]
+            self.scores[b].append(warped)
+        self.history[b, self.lengths[b]] = token
+        self.lengths[b] += 1
+        return token
+
+    def _stops(self, b: int) -> bool:
+        if not self.criteria:
+            return False
+        batch = len(self.done)
+        ids = self.history[b, : self.lengths[b]].expand(batch, -1)
+        scores = tuple(s.expand(batch, -1) for s in self.scores[b]) if self.keep_scores else None
+        verdicts = [torch.as_tensor(criterion(ids, scores)) for criterion in self.criteria]
+        return any(bool(v if v.dim() == 0 else v[b]) for v in verdicts)
+
+
+def check_pick(token: int) -> None:
+    if token < 0:
+        raise ValueError(
+            "logits: the target produced NaN; check its weights and dtype, or pass remove_invalid_values=True"
+        )
+
+
+class GraphDecoder:
+    """Graph-speculative decoding as transformers' ``custom_generate``.
+
+    ``model.generate(**inputs, custom_generate=GraphDecoder(draft))`` and :func:`gsd_kernels.generate` are the same;
+    the latter also takes ``streamer``, ``tokenizer`` and ``stop_strings``, which transformers keeps from callables.
+
+    Args:
+        assistant_model: the draft; ``None`` is plain decoding with the same sampler.
+        graph_config: a :class:`~gsd_kernels.GraphConfig` or a preset's name.
+        seed: of the sampling noise; ``None`` draws one from torch's generator.
+        backend: of all ops, see :mod:`gsd_kernels.backends`.
+        streamer: gets every emitted token (batch 1).
+        observer: called with every :class:`StepRecord`.
+    """
+
+    def __init__(
+        self,
+        assistant_model: PreTrainedModel | None = None,
+        graph_config: GraphConfig | str | None = None,
+        *,
+        seed: int | None = None,
+        backend: str = "auto",
+        streamer: BaseStreamer | None = None,
+        observer: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        self.assistant_model = support.unwrap(assistant_model)
+        if self.assistant_model is not None:
+            support.check_model("assistant_model", self.assistant_model)
+        self.graph_config = resolve_graph_config(graph_config)
+        self.seed, self.backend, self.streamer, self.observer = seed, backend, streamer, observer
+        self.stats: GenerationStats | None = None
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        seed: int | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | GraphGenerateOutput:
+        """Called by transformers' ``generate`` with prepared inputs; returns what ``generate`` returns."""
+        model = support.unwrap(model)
+        draft = self.assistant_model
+        attention_mask = model_kwargs.get("attention_mask")
+        prompt = input_ids.shape[1]
+        self._check(model, input_ids, attention_mask, generation_config, model_kwargs)
+        plan = SamplingPlan.of(logits_processor, bool(generation_config.do_sample))
+        seed_value = draw_seed(self.seed if seed is None else seed) if generation_config.do_sample else 0
+        eos_ids, budget, timers, criteria = split_criteria(stopping_criteria, prompt)
+        for name, m in (("target", model), ("draft", draft)):
+            if m is not None:
+                support.check_length(m, name, prompt + budget)
+
+        device = support.device_of(model)
+        clock = Clock(device)
+        state = self._initial_state(input_ids, attention_mask, generation_config, budget, seed_value, device)
+        capacity = prompt + budget + (self.graph_config.cache_slots if draft is not None else 1)
+        if self.streamer is not None:
+            self.streamer.put(input_ids.cpu())
+        models = (model,) if draft is None else (model, draft)
+        with switched(*models):
+            row_models = [RowModel(m, capacity, state.kv_start, self.backend) for m in models]
+            with clock.part("prefill"):
+                mask = None if attention_mask is None else attention_mask[:, :-1]
+                for rows in row_models:
+                    rows.prefill(input_ids[:, :-1], mask, generation_config.prefill_chunk_size)
+            session = Session(
+                row_models[0],
+                row_models[1] if draft is not None else None,
+                state,
+                self.graph_config,
+                plan,
+                torch.tensor(sorted(eos_ids), dtype=torch.int32, device=device),
+                clock,
+                self.backend,
+            )
+            as_dict = bool(generation_config.return_dict_in_generate)
+            keep_scores = as_dict and bool(generation_config.output_scores)
+            keep_logits = as_dict and bool(generation_config.output_logits)
+            walk = None
+            if plan.processors or criteria or keep_scores or keep_logits:
+                walk = Walk(
+                    session,
+                    criteria,
+                    pads_finished=any(hasattr(c, "eos_token_id") for c in stopping_criteria),
+                    keep_scores=keep_scores,
+                    keep_logits=keep_logits,
+                )
+            stats = self._loop(session, walk, timers)
+            stats.cache_bytes = sum(rows.cache.nbytes for rows in row_models)
+        stats.seconds = clock.finish()
+        self.stats = stats
+        if self.streamer is not None:
+            self.streamer.end()
+
+        length = walk.final_length if walk is not None else int(state.out_len.max())
+        sequences = state.tokens[:, :length].to(input_ids.device)
+        if not as_dict:
+            return sequences
+        return GraphGenerateOutput(
+            sequences=sequences,
+            scores=walk.stacked(walk.scores, prompt) if walk is not None and keep_scores else None,
+            logits=walk.stacked(walk.logits, prompt) if walk is not None and keep_logits else None,
+            stats=stats,
+        )
+
+    def _loop(self, session: Session, walk: Walk | None, timers: Sequence[Callable[..., Any]]) -> GenerationStats:
+        state = session.state
+        stats = GenerationStats(sequences=state.tokens.shape[0], backend=self.backend)
+        finished = False
+        while not finished:
+            if walk is None:
+                record = session.step()
+            else:
+                graph, rows = session.draft()
+                accepted = walk(rows, session.attend(rows))
+                session.commit(graph, rows, accepted)
+                walk.settle()
+                record = StepRecord(graph, rows, accepted, None)
+            stats.steps += 1
+            if self.observer is not None:
+                self.observer(record)
+            finished = self._emit(session, stats)  # the step's one host read
+            finished = finished or any(bool(torch.as_tensor(t(state.tokens, None)).any()) for t in timers)
+        if session.source is not None:
+            stats.draft_rows = stats.steps * session.source.rows_per_step * stats.sequences
+        stats.target_rows = stats.steps * session.num_rows * stats.sequences
+        stats.drafted_nodes, stats.merges, stats.accepted_merges = session.counts.tolist()
+        return stats
+
+    def _emit(self, session: Session, stats: GenerationStats) -> bool:
+        """Hand the step's tokens to the streamer; whether every sequence is done."""
+        state = session.state
+        packed = torch.cat([state.done[:, None].int(), state.num_emitted[:, None], state.emitted], 1).tolist()
+        for _, count, *tokens in packed:
+            stats.count_accepted(count)
+            for token in tokens[:count]:
+                check_pick(token)
+            if self.streamer is not None:
+                for token in tokens[:count]:
+                    self.streamer.put(torch.tensor([token]))
+        return all(done for done, *_ in packed)
+
+    def _check(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+    ) -> None:
+        support.check_model("model", model)
+        if self.assistant_model is not None:
+            support.check_pair(model, self.assistant_model)
+        support.check_generation_config(generation_config)
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None and cache.get_seq_length() > 0:
+            raise ValueError("past_key_values: continuing a filled cache is not supported; pass the whole prompt")
+        if model_kwargs.get("inputs_embeds") is not None:
+            raise ValueError("inputs_embeds: not supported; pass input_ids")
+        support.check_prompt(input_ids, attention_mask, support.vocabulary(model))
+        if self.streamer is not None and input_ids.shape[0] > 1:
+            raise ValueError(f"streamer: streams one sequence, got a batch of {input_ids.shape[0]}")
+
+    def _initial_state(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        generation_config: GenerationConfig,
+        budget: int,
+        seed: int,
+        device: torch.device,
+    ) -> DecodeState:
+        batch, prompt = input_ids.shape
+        width = self.graph_config.chain_rows if self.assistant_model is not None else 1
+        pad = generation_config._pad_token_tensor
+        tokens = torch.full(
+            (batch, prompt + budget + width), 0 if pad is None else int(pad), dtype=torch.int64, device=device
+        )
+        tokens[:, :prompt] = input_ids.to(device)
+
+        def per_sequence(value: int) -> Tensor:
+            return torch.full((batch,), value, dtype=torch.int32, device=device)
+
+        kv_start = per_sequence(0)
+        if attention_mask is not None:
+            kv_start = (prompt - attention_mask.to(device).long().sum(1)).to(torch.int32)
+        emitted = torch.zeros(batch, width, dtype=torch.int32, device=device)
+        emitted[:, 0] = tokens[:, prompt - 1]
+        return DecodeState(
+            tokens=tokens,
+            out_len=per_sequence(prompt),
+            kv_start=kv_start,
+            remaining=per_sequence(budget),
+            done=torch.zeros(batch, dtype=torch.bool, device=device),
+            emitted=emitted,
+            num_emitted=per_sequence(1),
+            seed=torch.tensor(seed, dtype=torch.int64, device=device),
+            sequence_ids=torch.arange(batch, dtype=torch.int32, device=device),
+        )
+
+
+def split_criteria(
+    criteria: StoppingCriteriaList, prompt_length: int
+) -> tuple[set[int], int, list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """Stopping criteria → (end-of-text ids, token budget, timers checked once a step, the others: once a token).
+
+    Raises:
+        ValueError: nothing bounds the length.
+    """
+    eos_ids: set[int] = set()
+    budgets: list[int] = []
+    timers: list[Callable[..., Any]] = []
+    others: list[Callable[..., Any]] = []
+    for criterion in criteria:
+        if type(criterion) is EosTokenCriteria:
+            eos_ids |= {int(t) for t in criterion.eos_token_id.tolist() if t >= 0}
+        elif type(criterion) is MaxLengthCriteria:
+            budgets.append(criterion.max_length - prompt_length)
+        elif type(criterion) is MaxTimeCriteria:
+            timers.append(criterion)
+        else:
+            others.append(criterion)
+    if not budgets:
+        raise ValueError("max_new_tokens: needed, since the cache is allocated before generation; also max_length")
+    if min(budgets) < 1:
+        raise ValueError(f"max_length: leaves no room after a prompt of {prompt_length} tokens; raise it")
+    return eos_ids, min(budgets), timers, others

@@ -1,0 +1,186 @@
+"""The front door: ``generate``, ``patch`` and ``unpatch``."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from gsd_kernels import GraphConfig
+from gsd_kernels.config import resolve_graph_config
+
+from . import support
+from .attention import switch, unswitch
+from .decoding import GraphDecoder, GraphGenerateOutput, StepRecord
+from .sampling import draw_seed
+from .stats import GenerationStats
+
+_PATCH = "_gsd_patch"
+
+
+def generate(
+    model: PreTrainedModel,
+    inputs: Tensor | None = None,
+    *,
+    assistant_model: PreTrainedModel | None = None,
+    graph_config: GraphConfig | str | None = None,
+    seed: int | None = None,
+    backend: str = "auto",
+    generation_config: GenerationConfig | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    streamer: BaseStreamer | None = None,
+    tokenizer: Any = None,
+    assistant_tokenizer: Any = None,
+    observer: Callable[[StepRecord], None] | None = None,
+    **kwargs: Any,
+) -> Tensor | GraphGenerateOutput:
+    """``model.generate`` by graph-structured speculative decoding: the same output, sooner.
+
+    Greedy output is token for token what the model alone gives; sampled output is an exact sample, the same for the
+    same ``seed`` with any draft, any ``graph_config``, or none.
+
+    Args:
+        model: a LLaMA-family transformers model (compiled and PEFT-wrapped ones are unwrapped).
+        inputs: prompt ids int64 [batch, length], also as ``input_ids=``; left-padded with ``attention_mask=``.
+        assistant_model: the draft, of the same tokenizer. ``None``: plain decoding with the same sampler.
+        graph_config: :class:`~gsd_kernels.GraphConfig`, ``"chain"``, ``"tree"`` or ``"graph"`` (the default).
+        seed: 64-bit seed of the sampling noise; ``None`` draws one from torch's generator.
+        backend: see :mod:`gsd_kernels.backends`.
+        generation_config, stopping_criteria, streamer, tokenizer: as in transformers; ``tokenizer`` serves
+            ``stop_strings``. With a batch every sequence's processors are called with its own history.
+        assistant_tokenizer: only compared with ``tokenizer``.
+        observer: called with the record of every step.
+        **kwargs: every other argument of transformers' ``generate``.
+
+    Returns:
+        int64 [batch, length], or with ``return_dict_in_generate`` a ``GenerateDecoderOnlyOutput`` with ``stats``.
+
+    Raises:
+        TypeError, ValueError: something cannot be served; the message names it and the cure, and nothing was changed.
+    """
+    model = support.unwrap(model)
+    support.check_model("model", model)
+    support.check_arguments(kwargs)
+    decoder = GraphDecoder(
+        assistant_model, graph_config, seed=seed, backend=backend, streamer=streamer, observer=observer
+    )
+    if seed is not None:
+        draw_seed(seed)
+    if decoder.assistant_model is not None:
+        support.check_pair(model, decoder.assistant_model, tokenizer, assistant_tokenizer)
+    merged, _ = model._prepare_generation_config(generation_config, **_without_prompt(kwargs))
+    support.check_generation_config(merged)
+    if merged.stop_strings is not None:
+        # transformers hands no tokenizer to a custom decoding function, so its criterion is made here.
+        if tokenizer is None:
+            raise ValueError("stop_strings: need the tokenizer; pass tokenizer=")
+        own = StopStringCriteria(stop_strings=merged.stop_strings, tokenizer=tokenizer)
+        stopping_criteria = StoppingCriteriaList([*(stopping_criteria or []), own])
+        kwargs["stop_strings"] = None
+    output = type(model).generate(
+        model,
+        inputs,
+        generation_config=generation_config,
+        stopping_criteria=stopping_criteria,
+        custom_generate=decoder,
+        **kwargs,
+    )
+    handle = getattr(model, _PATCH, None)
+    if handle is not None and decoder.stats is not None:
+        handle.stats = decoder.stats
+    return output
+
+
+def _without_prompt(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in kwargs.items() if not isinstance(v, Tensor)}
+
+
+class Patch(threading.local):
+    """What :func:`patch` returns. ``stats`` is the last call's, of the asking thread."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.stats: GenerationStats | None = None
+
+
+def patch(
+    model: PreTrainedModel,
+    *,
+    assistant_model: PreTrainedModel | None = None,
+    graph_config: GraphConfig | str | None = None,
+    backend: str = "auto",
+    tokenizer: Any = None,
+    assistant_tokenizer: Any = None,
+) -> Patch:
+    """Make ``model``'s own ``generate`` graph-speculative, until :func:`unpatch`.
+
+    Pipelines, PEFT-wrapped models and servers that call ``model.generate`` get it too; it also takes ``seed=``,
+    ``graph_config=``, ``backend=`` and another ``assistant_model=`` for one call.
+
+    Args:
+        model, assistant_model, graph_config, backend, tokenizer, assistant_tokenizer: as in :func:`generate`.
+
+    Returns:
+        A handle whose ``stats`` are the last call's :class:`~gsd_kernels_hf.stats.GenerationStats`.
+
+    Raises:
+        TypeError, ValueError: the pair cannot be served (nothing was changed), or ``model`` is patched already.
+    """
+    inner = support.unwrap(model)
+    support.check_model("model", inner)
+    draft = support.unwrap(assistant_model)
+    if draft is not None:
+        support.check_model("assistant_model", draft)
+        support.check_pair(inner, draft, tokenizer, assistant_tokenizer)
+    if getattr(inner, _PATCH, None) is not None:
+        raise ValueError("model: already patched; unpatch(model) first")
+    config = resolve_graph_config(graph_config)
+    models = [inner] if draft is None else [inner, draft]
+    for done, m in enumerate(models):
+        try:
+            switch(m)
+        except Exception:
+            for earlier in models[:done]:
+                unswitch(earlier)
+            raise
+    defaults = {"assistant_model": draft, "graph_config": config, "backend": backend, "tokenizer": tokenizer}
+
+    @functools.wraps(type(inner).generate)
+    def accelerated(inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor | GraphGenerateOutput:
+        if kwargs.get("custom_generate") is not None:
+            return type(inner).generate(inner, inputs, *args, **kwargs)
+        if args:
+            kwargs["generation_config"] = args[0]
+        if len(args) > 1:
+            raise TypeError("generate: pass everything after inputs and generation_config by keyword")
+        kwargs.pop("custom_generate", None)
+        given = {k: v for k, v in kwargs.items() if k not in defaults or v is not None}
+        return generate(inner, inputs, **{**defaults, **given})
+
+    handle = Patch(inner)
+    inner.__dict__[_PATCH] = handle
+    inner.__dict__["_gsd_models"] = models
+    inner.__dict__["generate"] = accelerated
+    return handle
+
+
+def unpatch(model: PreTrainedModel) -> None:
+    """Undo :func:`patch`: transformers' own ``generate`` and the attention the models had before.
+
+    Raises:
+        ValueError: ``model`` is not patched.
+    """
+    inner = support.unwrap(model)
+    if not isinstance(inner, torch.nn.Module) or inner.__dict__.get(_PATCH) is None:
+        raise ValueError("model: not patched")
+    for m in inner.__dict__.pop("_gsd_models"):
+        unswitch(m)
+    del inner.__dict__[_PATCH]
+    del inner.__dict__["generate"]

@@ -1,0 +1,93 @@
+"""What a generation did, in numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class GenerationStats:
+    """Counts and times of one ``generate`` call.
+
+    Attributes:
+        steps: speculative steps, each one target forward.
+        sequences: sequences in the batch.
+        new_tokens: tokens emitted, all sequences together, end-of-text tokens included.
+        sequence_steps: steps summed over the sequences that were still unfinished in them.
+        draft_rows, target_rows: rows that the models computed after the prompt (static shapes, padding included).
+        drafted_nodes: nodes in all graphs.
+        merges: merge edges in all graphs.
+        accepted_merges: merge edges on accepted paths.
+        accepted: ``accepted[n]`` counts the steps in which a sequence emitted n tokens.
+        cache_bytes: both key/value caches.
+        seconds: ``prefill``, ``draft``, ``target``, ``other`` and ``total``.
+        backend: the backend asked for.
+        lossless: whether the output is the target's own (always, but for criteria documented as lossy).
+    """
+
+    steps: int = 0
+    sequences: int = 0
+    new_tokens: int = 0
+    sequence_steps: int = 0
+    draft_rows: int = 0
+    target_rows: int = 0
+    drafted_nodes: int = 0
+    merges: int = 0
+    accepted_merges: int = 0
+    accepted: list[int] = field(default_factory=list)
+    cache_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "target": 0.0})
+    backend: str = "auto"
+    lossless: bool = True
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean tokens that a sequence gained from one target forward; 1 is plain decoding."""
+        return self.new_tokens / self.sequence_steps if self.sequence_steps else 0.0
+
+    def count_accepted(self, tokens: int) -> None:
+        if tokens:
+            self.accepted += [0] * (tokens + 1 - len(self.accepted))
+            self.accepted[tokens] += 1
+            self.new_tokens += tokens
+            self.sequence_steps += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "tokens_per_step": self.tokens_per_step}
+
+
+class Clock:
+    """Adds up the seconds of named parts; device time by events on a GPU, so that nothing waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self.use_events = device.type == "cuda"
+        self.seconds: dict[str, float] = {}
+        self.start = time.perf_counter()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        if self.use_events:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self.events.append((name, begin, end))
+        else:
+            begin_time = time.perf_counter()
+            yield
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin_time
+
+    def finish(self) -> dict[str, float]:
+        for name, begin, end in self.events:
+            end.synchronize()
+            self.seconds[name] = self.seconds.get(name, 0.0) + begin.elapsed_time(end) / 1e3
+        total = time.perf_counter() - self.start
+        parts = {name: self.seconds.get(name, 0.0) for name in ("prefill", "draft", "target")}
+        return {**parts, "other": max(0.0, total - sum(parts.values())), "total": total}

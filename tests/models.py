@@ -1,0 +1,65 @@
+"""Tiny random models whose drafts agree with their target often, but not always."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+VOCAB = 97
+
+FAMILIES = {
+    "llama-gqa": ("Llama", {"num_key_value_heads": 2}),
+    "llama-mha": ("Llama", {"num_key_value_heads": 8}),
+    "llama-tied": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
+    "mistral-window": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 13}),
+}
+
+
+def tiny(family: str = "llama-gqa", *, seed: int = 0, dtype: torch.dtype = torch.float64, **config) -> PreTrainedModel:
+    """A random model with sharp, varied logits."""
+    name, extra = FAMILIES[family]
+    base = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 4096,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(seed)
+    model_config = getattr(transformers, f"{name}Config")(**{**base, **extra, **config})
+    model = getattr(transformers, f"{name}ForCausalLM")(model_config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.generation_config.eos_token_id = model_config.eos_token_id
+    return model.to(dtype)
+
+
+def noised(target: PreTrainedModel, noise: float = 0.05, *, seed: int = 1) -> PreTrainedModel:
+    """A draft that is the target with noise on its weights: right often, wrong often."""
+    draft = copy.deepcopy(target)
+    gen = torch.Generator().manual_seed(seed)
+    for parameter in draft.parameters():
+        if parameter.dim() > 1:
+            parameter.data += noise * torch.randn(parameter.shape, generator=gen).to(parameter.dtype)
+    return draft
+
+
+def prompts(batch: int, length: int, *, seed: int = 0, ragged: bool = True) -> dict[str, torch.Tensor]:
+    """Random left-padded prompts; the first row is full."""
+    gen = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (batch, length), generator=gen)
+    mask = torch.ones_like(ids)
+    if ragged:
+        for row in range(1, batch):
+            pad = int(torch.randint(0, length, (), generator=gen))
+            ids[row, :pad], mask[row, :pad] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
