@@ -142,9 +142,10 @@ def check_pair(
                 f"assistant_model: {token} {sorted(ids[0])} (target) and {sorted(ids[1])} (draft) mean different "
                 f"tokenizers; {cure}"
             )
-    if tokenizer is not None and assistant_tokenizer is not None:
-        if tokenizer.get_vocab() != assistant_tokenizer.get_vocab():
-            raise ValueError(f"assistant_tokenizer: its vocabulary differs from the tokenizer's; {cure}")
+    if tokenizer is None or assistant_tokenizer is None:
+        return
+    if tokenizer.get_vocab() != assistant_tokenizer.get_vocab():
+        raise ValueError(f"assistant_tokenizer: its vocabulary differs from the tokenizer's; {cure}")
 
 
 def vocabulary(model: PreTrainedModel) -> int:

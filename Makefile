@@ -1,0 +1,59 @@
+# Everything works in .venv, which the first target creates. Settings:
+#   PYTHON           the interpreter to start from (3.10 or newer)
+#   TORCH_SPEC       what pip is asked for (default torch>=2.10)
+#   TORCH_INDEX_URL  where torch comes from; https://download.pytorch.org/whl/cpu serves the small CPU build
+PYTHON ?= python3
+TORCH_SPEC ?= torch>=2.10
+TORCH_INDEX_URL ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+READY := $(VENV)/.installed
+SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
+
+.PHONY: help install demo test lint format bench wheel gpu-test clean
+
+help:
+	@echo "make demo | test | lint | format | bench | wheel | gpu-test | clean"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "gsd_kernels needs Python 3.10 or newer: make PYTHON=/path/to/python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+		{ echo "the venv module is missing: install python3-venv, or make PYTHON=... with one that has it"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip "setuptools>=77" wheel
+
+# torch first and by itself: the build below finds it, and no range can replace it.
+$(READY): $(SOURCES) | $(BIN)/python
+	$(BIN)/python -c 'import torch' 2>/dev/null || \
+		$(PIP) install --quiet $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH_SPEC)"
+	$(PIP) install --quiet ninja
+	$(PIP) install --quiet --no-build-isolation -e ".[plot,bench,test]"
+	@touch $(READY)
+
+install: $(READY)
+
+demo: $(READY)
+	$(BIN)/gsd-kernels demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python -m pytest --benchmark-enable --benchmark-only tests/test_bench.py
+
+gpu-test: $(READY)
+	$(BIN)/python -m pytest -m gpu
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info demo-out
