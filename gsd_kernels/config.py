@@ -108,6 +108,11 @@ class GraphConfig:
         return int(self.max_path) + 1  # type: ignore[arg-type]
 
     @property
+    def draft_rows(self) -> int:
+        """Rows that the draft computes in a step, padding included."""
+        return self.chain_rows + self.draft_slots
+
+    @property
     def cache_slots(self) -> int:
         """Cache positions that a step needs beyond the committed prefix, in either model."""
         return max(self.max_rows, self.draft_slots + 1, self.chain_rows)

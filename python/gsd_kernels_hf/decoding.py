@@ -61,7 +61,7 @@ class Session:
         self.target, self.state, self.config, self.plan = target, state, config, plan
         self.eos_ids, self.clock, self.backend = eos_ids, clock, backend
         self.source = (
-            None if draft is None else ModelDraft(draft, config, state, target.vocab_size, plan.warper_arguments)
+            None if draft is None else ModelDraft(draft, state, target.vocab_size, plan.warper_arguments)
         )
         self.num_rows = config.max_rows if self.source else 1
         self.max_path = int(config.max_path or 0) if self.source else 0
@@ -78,6 +78,14 @@ class Session:
             scores=torch.zeros(batch, 1, device=device),
             num_rows=torch.ones(batch, dtype=torch.int32, device=device),
         )
+
+    @property
+    def num_rows(self) -> int:
+        return self.config.max_rows if self.source else 1
+
+    @property
+    def max_path(self) -> int:
+        return int(self.config.max_path or 0) if self.source else 0
 
     def step(self) -> StepRecord:
         """One whole step on the device."""
@@ -109,7 +117,7 @@ class Session:
             if self.source is None:
                 self.lone_root.token_ids.copy_(self.state.root_tokens()[:, None])
                 return None, self.lone_root
-            graph = self.source.draft(self.state)
+            graph = self.source.draft(self.state, self.config)
             return graph, flatten(graph, self.num_rows, self.max_path, backend=self.backend)
 
     def attend(self, rows: Rows) -> Tensor:
@@ -118,7 +126,7 @@ class Session:
             logits = self.target.rows(
                 rows.token_ids,
                 self.kv_len,
-                self.slots,
+                torch.arange(self.num_rows, device=self.kv_len.device),
                 rows.ancestor_mask,
                 rows.depths,
                 rows.depths,
@@ -412,7 +420,7 @@ class GraphDecoder:
             finished = self._emit(session, stats)  # the step's one host read
             finished = finished or any(bool(torch.as_tensor(t(state.tokens, None)).any()) for t in timers)
         if session.source is not None:
-            stats.draft_rows = stats.steps * session.source.rows_per_step * stats.sequences
+            stats.draft_rows = stats.steps * session.config.draft_rows * stats.sequences
         stats.target_rows = stats.steps * session.num_rows * stats.sequences
         stats.drafted_nodes, stats.merges, stats.accepted_merges = session.counts.tolist()
         return stats
@@ -474,16 +482,14 @@ class GraphDecoder:
         kv_start = per_sequence(0)
         if attention_mask is not None:
             kv_start = (prompt - attention_mask.to(device).long().sum(1)).to(torch.int32)
-        emitted = torch.zeros(batch, width, dtype=torch.int32, device=device)
-        emitted[:, 0] = tokens[:, prompt - 1]
         return DecodeState(
             tokens=tokens,
             out_len=per_sequence(prompt),
             kv_start=kv_start,
             remaining=per_sequence(budget),
             done=torch.zeros(batch, dtype=torch.bool, device=device),
-            emitted=emitted,
-            num_emitted=per_sequence(1),
+            emitted=torch.zeros(batch, width, dtype=torch.int32, device=device),
+            num_emitted=per_sequence(0),
             seed=torch.tensor(seed, dtype=torch.int64, device=device),
             sequence_ids=torch.arange(batch, dtype=torch.int32, device=device),
         )

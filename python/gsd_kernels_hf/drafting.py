@@ -38,6 +38,15 @@ class DecodeState:
         return torch.where(place >= self.kv_start[:, None], tail, -1).to(torch.int32)
 
 
+@dataclass
+class DraftShape:
+    """The static storage of one :class:`~gsd_kernels.GraphConfig`."""
+
+    config: GraphConfig
+    graph: TokenGraph
+    slot_depths: Tensor  # int32 [B, draft_slots]; depth below the root's children of the node in each slot
+
+
 class ModelDraft:
     """A small model of the same tokenizer, which expands the frontier level by level.
 
@@ -45,35 +54,40 @@ class ModelDraft:
     were computed in another path's context.
     """
 
-    def __init__(
-        self, rows: RowModel, config: GraphConfig, state: DecodeState, vocab_size: int, warpers: dict[str, float]
-    ) -> None:
-        self.rows, self.config, self.warpers = rows, config, warpers
+    def __init__(self, rows: RowModel, state: DecodeState, vocab_size: int, warpers: dict[str, float]) -> None:
+        self.rows, self.warpers = rows, warpers
         self.vocab_size = min(vocab_size, rows.vocab_size)
-        batch, device = state.tokens.shape[0], state.tokens.device
-        self.graph = TokenGraph.empty(batch, config, device)
-        self.slot_depths = torch.zeros(batch, config.draft_slots, dtype=torch.int32, device=device)
         self.seed = state.seed.to(rows.device)
         self.sequence_ids = state.sequence_ids.to(rows.device)
-        self.rows_per_step = config.chain_rows + config.draft_slots
+        self.cached = state.out_len - 1  # int32 [B]; tokens in the draft's cache, left padding included
+        self.shapes: dict[GraphConfig, DraftShape] = {}
 
-    def draft(self, state: DecodeState) -> TokenGraph:
-        """draft + merge, ``depth`` times."""
-        config, graph = self.config, self.graph
+    def shape(self, config: GraphConfig, state: DecodeState) -> DraftShape:
+        """Storage for ``config``, made at its first use."""
+        if config not in self.shapes:
+            batch, device = state.tokens.shape[0], state.tokens.device
+            slot_depths = torch.zeros(batch, config.draft_slots, dtype=torch.int32, device=device)
+            self.shapes[config] = DraftShape(config, TokenGraph.empty(batch, config, device), slot_depths)
+        return self.shapes[config]
+
+    def draft(self, state: DecodeState, config: GraphConfig) -> TokenGraph:
+        """draft + merge, ``depth`` times. At most ``config.chain_rows`` tokens may be new since the last call."""
+        shape = self.shape(config, state)
+        graph, width = shape.graph, config.width
         graph.reset(state.root_tokens(), state.emitted_tail())
         frontier = graph.root_frontier()
         first_pick = state.out_len - state.kv_start  # [B]; index of the token after the root
         positions = first_pick[:, None]
-        logits = self._chain_logits(state)  # [B, 1, V]
+        logits = self.feed(state, config.chain_rows)  # [B, 1, V]
         for level in range(config.depth):
-            tokens, log_probs = self._candidates(logits, positions)
+            tokens, log_probs = self._candidates(logits, positions, config.branch, graph.token_ids.device)
             nxt = merge(
                 graph,
                 frontier,
                 tokens,
                 log_probs,
                 level=level,
-                width=config.width,
+                width=width,
                 merge_context=config.merge_context,
                 log_sibling_ratio=config.log_sibling_ratio,
                 log_min_prob=config.log_min_prob,
@@ -81,8 +95,8 @@ class ModelDraft:
             )
             if level + 1 == config.depth:
                 break
-            slots = level * config.width + torch.arange(config.width, device=graph.token_ids.device)
-            self.slot_depths[:, level * config.width : (level + 1) * config.width] = nxt.depths - 1
+            slots = level * width + torch.arange(width, device=graph.token_ids.device)
+            shape.slot_depths[:, level * width : (level + 1) * width] = nxt.depths - 1
             frontier = nxt.node_ids
             positions = first_pick[:, None] + nxt.depths
             logits = self.rows.rows(
@@ -91,40 +105,46 @@ class ModelDraft:
                 slots,
                 nxt.ancestor_mask,
                 nxt.depths - 1,
-                self.slot_depths,
-                keep=config.width,
+                shape.slot_depths,
+                keep=width,
             )
         return graph
 
-    def _chain_logits(self, state: DecodeState) -> Tensor:
-        """Level 0: feed the emitted tokens, right-aligned so that the root is the last row. Padding writes above."""
-        width = self.config.chain_rows
+    def feed(self, state: DecodeState, width: int) -> Tensor:
+        """Level 0: cache up to ``width`` emitted tokens as a chain; logits after the last, [B, 1, V].
+
+        The chain is right-aligned, so that its end is the last row; padding rows write above it.
+        """
+        count = (state.out_len - self.cached).clamp(max=width)  # [B]
         row = torch.arange(width, device=state.tokens.device)
-        link = row - (width - state.num_emitted[:, None])  # [B, E]; place in the chain, negative for padding
+        link = row - (width - count[:, None])  # [B, E]; place in the chain, negative for padding
         real = link >= 0
-        tokens = state.emitted[:, :width].gather(1, link.clamp(min=0).long())
-        slots = torch.where(real, link, state.num_emitted[:, None] + row)
+        tokens = state.tokens.gather(1, (self.cached[:, None] + link.clamp(min=0)).long())
+        slots = torch.where(real, link, count[:, None] + row)
         before = row <= torch.where(real, link, -1)[:, :, None]  # [B, E, E]
         mask = pack_bits(before | (row == slots[:, :, None]))
-        return self.rows.rows(
+        logits = self.rows.rows(
             torch.where(real, tokens, 0),
-            state.out_len - state.num_emitted,
+            self.cached,
             slots,
             mask,
             link.clamp(min=0).to(torch.int32),
             row.to(torch.int32).expand_as(slots),
             keep=1,
         )
+        self.cached.add_(count)
+        return logits
 
-    def _candidates(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _candidates(
+        self, logits: Tensor, positions: Tensor, branch: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         tokens, log_probs = draft_candidates(
             logits[..., : self.vocab_size],
             positions.to(logits.device, torch.int32),
-            branch=self.config.branch,
+            branch=branch,
             seed=self.seed,
             sequence_ids=self.sequence_ids,
             backend=self.rows.backend,
             **self.warpers,
         )
-        device = self.graph.token_ids.device
         return tokens.to(device, non_blocking=True), log_probs.to(device, non_blocking=True)
