@@ -63,11 +63,8 @@ class Session:
         self.source = (
             None if draft is None else ModelDraft(draft, state, target.vocab_size, plan.warper_arguments)
         )
-        self.num_rows = config.max_rows if self.source else 1
-        self.max_path = int(config.max_path or 0) if self.source else 0
         batch, device = state.tokens.shape[0], state.tokens.device
         self.kv_len = state.out_len - 1  # the root is not in the target's cache yet
-        self.slots = torch.arange(self.num_rows, device=device)
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)  # nodes, merges, accepted merges
         self.lone_root = Rows(
             token_ids=torch.zeros(batch, 1, dtype=torch.int32, device=device),
