@@ -5,9 +5,9 @@ from torch import Tensor
 
 from ...backends import resolve
 from ...checks import check_tensor
-from . import reference
+from . import reference, triton_op
 
-IMPLEMENTATIONS = {"reference": reference.dag_attention}
+IMPLEMENTATIONS = {"triton": triton_op.dag_attention, "reference": reference.dag_attention}
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -74,6 +74,8 @@ def dag_attention(
         check_tensor("node_depths", node_depths, (batch, None), int32, device)
         if sliding_window < 1:
             raise ValueError(f"sliding_window: expected at least 1, got {sliding_window}")
+    if backend == "auto" and q.dtype == torch.float64:
+        backend = "reference"  # the kernels compute in float32
     function = resolve(backend, device, IMPLEMENTATIONS)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     out, lse = function(

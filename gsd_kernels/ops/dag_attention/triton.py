@@ -1,0 +1,391 @@
+"""Split-KV attention of graph rows, for tensor cores.
+
+The cache is cut along its positions: prefix splits cover ``kv_start … kv_len − 1`` and need no ancestor bits, graph
+splits cover the node slots and start at ``kv_len``, so that one mask word serves 32 columns of a tile. Every split
+writes a normalised partial output and its log-sum-exp; a second kernel combines them. ``docs/kernels.md`` has the
+derivation and the reasons.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...attention_config import AttentionConfig, attention_config
+from ...graph import WORD_BITS
+from ..triton_common import current_arch, interpreting
+
+EMPTY = tl.constexpr(-1.0e30)
+"""Base-2 log-sum-exp of nothing: finite, so that exp2(−inf − EMPTY) is 0 and never NaN."""
+
+LOG2_E = 1.4426950408889634
+NODES_PER_SPLIT = 256
+MIN_BLOCKS = 4  # a prefix split shorter than this costs more to combine than it gains
+COMBINE_ELEMENTS = 8192  # partial outputs that one combining program holds in registers
+
+
+@triton.jit
+def _tanh(x):
+    """tanh in float32. The series keeps the relative error of small arguments, which 1 − 2/(1 + e^2x) loses."""
+    square = x * x
+    series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
+    decay = tl.exp(-2.0 * tl.abs(x))
+    ratio = (1.0 - decay) / (1.0 + decay)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -ratio, ratio))
+
+
+@triton.jit
+def _scores(q, k, qk_scale, softcap, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Base-2 attention scores [M, N]; ``qk_scale`` holds log2(e) unless there is a soft cap to apply first."""
+    scores = tl.dot(q, k, input_precision=PRECISION) * qk_scale
+    if HAS_SOFTCAP:
+        scores = _tanh(scores / softcap) * (softcap * 1.4426950408889634)
+    return scores
+
+
+@triton.jit
+def _accumulate(scores, v, best, total, acc, PRECISION: tl.constexpr):
+    """One online-softmax step: invisible scores are −inf. Row-wise only, which makes rows independent bit for bit."""
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    weights = tl.math.exp2(scores - new_best[:, None])  # [M, N]
+    decay = tl.math.exp2(best - new_best)
+    total = total * decay + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
+    return new_best, total, acc
+
+
+@triton.jit
+def _split_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,  # int32 [B, R, num_words]
+    kv_len_ptr,
+    kv_start_ptr,  # None: 0
+    num_nodes_ptr,  # None: every bit of the mask
+    row_depths_ptr,  # int32 [B, R], contiguous; None without a sliding window
+    node_depths_ptr,  # int32 [B, node_depths_stride]
+    partial_out_ptr,  # float32 [B, Hkv, splits, M, VALUE_DIM]
+    partial_lse_ptr,  # float32 [B, Hkv, splits, M], base 2
+    q_stride_b,
+    q_stride_h,
+    q_stride_r,
+    k_stride_b,
+    k_stride_h,
+    k_stride_s,
+    v_stride_b,
+    v_stride_h,
+    v_stride_s,
+    mask_stride_b,
+    mask_stride_r,
+    node_depths_stride,
+    rows,
+    num_words,
+    capacity,
+    qk_scale,
+    softcap,
+    window,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per cache head; M = GROUP · rows query vectors share one tile of K and V
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PREFIX_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_NODES: tl.constexpr,
+    SPLIT_MIN: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,  # the interpreter has no bfloat16 dot
+):
+    # Blocks of M vary fastest: those of one head run together and find its K and V in L2.
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # head-in-group major, row minor
+    batch = tl.program_id(1) // KV_HEADS
+    head = tl.program_id(1) % KV_HEADS
+    split = tl.program_id(2)
+    size_m = GROUP * rows
+    in_m = m < size_m
+    row = m % rows
+
+    kv_len = tl.load(kv_len_ptr + batch)
+    first = 0
+    if kv_start_ptr is not None:
+        first = tl.load(kv_start_ptr + batch)
+    if HAS_WINDOW:
+        depth = tl.load(row_depths_ptr + batch * rows + row, mask=in_m, other=2147483647 // 2)
+        oldest = depth - (window - 1)  # [M], smallest visible position, counted from kv_len
+        # The cut of the prefix may not depend on any row's depth: the shallowest possible one (0) decides.
+        first = tl.maximum(first, kv_len - (window - 1))
+    out_row = (tl.program_id(1) * SPLITS + split).to(tl.int64) * size_m + m
+
+    # This split's positions, counted from the cache's begin or, for graph splits, from kv_len.
+    is_prefix = split < PREFIX_SPLITS
+    if is_prefix:
+        length = tl.maximum(kv_len - first, 0)
+        blocks = tl.maximum(tl.cdiv(tl.cdiv(length, BLOCK_N), PREFIX_SPLITS), SPLIT_MIN)
+        start = first + split * blocks * BLOCK_N
+        end = tl.minimum(start + blocks * BLOCK_N, kv_len)
+    else:
+        nodes = tl.minimum(num_words * 32, capacity - kv_len)
+        if num_nodes_ptr is not None:
+            nodes = tl.minimum(nodes, tl.load(num_nodes_ptr + batch))
+        start = (split - PREFIX_SPLITS) * SPLIT_NODES
+        end = tl.minimum(start + SPLIT_NODES, nodes)
+    if start >= end:  # nothing here: 4 bytes a row, no output traffic
+        tl.store(partial_lse_ptr + out_row, tl.full([BLOCK_M], EMPTY, tl.float32), mask=in_m)
+        return
+
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    q_head = q_ptr + batch.to(tl.int64) * q_stride_b + (head * GROUP + m // rows).to(tl.int64) * q_stride_h
+    q_tile = q_head[:, None] + row[:, None] * q_stride_r + d[None, :]
+    if HEAD_DIM == BLOCK_D:
+        q = tl.load(q_tile, mask=in_m[:, None], other=0.0)
+    else:
+        q = tl.load(q_tile, mask=in_m[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    k_head = k_ptr + batch.to(tl.int64) * k_stride_b + head.to(tl.int64) * k_stride_h
+    v_head = v_ptr + batch.to(tl.int64) * v_stride_b + head.to(tl.int64) * v_stride_h
+    best = tl.full([BLOCK_M], EMPTY, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if UPCAST:
+        q = q.to(tl.float32)
+
+    if is_prefix:
+        n = tl.arange(0, BLOCK_N)
+        k_tile = n[None, :] * k_stride_s + d[:, None]  # [D, N]
+        v_tile = n[:, None] * v_stride_s + dv[None, :]  # [N, Dv]
+        if HAS_WINDOW:
+            seen_from = kv_len + tl.min(oldest, 0)  # older positions are outside every row's window: may hold NaN
+        for n0 in tl.range(start, end, BLOCK_N):
+            inside = n < end - n0
+            if HAS_WINDOW:
+                inside = inside & (n >= seen_from - n0)
+            k_block = k_head + tl.cast(n0, tl.int64) * k_stride_s
+            v_block = v_head + tl.cast(n0, tl.int64) * v_stride_s
+            if HEAD_DIM == BLOCK_D:
+                k = tl.load(k_block + k_tile, mask=inside[None, :], other=0.0)
+            else:
+                k = tl.load(k_block + k_tile, mask=inside[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
+            if VALUE_DIM == BLOCK_DV:
+                v = tl.load(v_block + v_tile, mask=inside[:, None], other=0.0)
+            else:
+                v = tl.load(v_block + v_tile, mask=inside[:, None] & (dv < VALUE_DIM)[None, :], other=0.0)
+            if UPCAST:
+                k = k.to(tl.float32)
+                v = v.to(tl.float32)
+            scores = _scores(q, k, qk_scale, softcap, HAS_SOFTCAP, PRECISION)
+            visible = inside[None, :]
+            if HAS_WINDOW:
+                visible = visible & ((n0 - kv_len + n)[None, :] >= oldest[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+            best, total, acc = _accumulate(scores, v, best, total, acc, PRECISION)
+    else:
+        k_nodes = k_head + kv_len.to(tl.int64) * k_stride_s
+        v_nodes = v_head + kv_len.to(tl.int64) * v_stride_s
+        mask_row = mask_ptr + batch.to(tl.int64) * mask_stride_b + row * mask_stride_r  # [M]
+        j = tl.arange(0, 32)
+        k_node_tile = j[None, :] * k_stride_s + d[:, None]  # [D, 32]
+        v_node_tile = j[:, None] * v_stride_s + dv[None, :]  # [32, Dv]
+        # One mask word a row and tile. Few iterations: prefetching would only take registers from the loop above.
+        for j0 in tl.range(start, end, 32, num_stages=1):
+            is_node = j < end - j0
+            k_node_block = k_nodes + tl.cast(j0, tl.int64) * k_stride_s
+            v_node_block = v_nodes + tl.cast(j0, tl.int64) * v_stride_s
+            node_k = tl.load(k_node_block + k_node_tile, mask=is_node[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
+            node_v = tl.load(v_node_block + v_node_tile, mask=is_node[:, None] & (dv < VALUE_DIM)[None, :], other=0.0)
+            if UPCAST:
+                node_k = node_k.to(tl.float32)
+                node_v = node_v.to(tl.float32)
+            bits = tl.load(mask_row + j0 // 32, mask=in_m, other=0)  # [M]
+            sees = (((bits[:, None] >> j[None, :]) & 1) != 0) & is_node[None, :]
+            if HAS_WINDOW:
+                node_depth = tl.load(node_depths_ptr + batch * node_depths_stride + j0 + j, mask=is_node, other=0)
+                sees = sees & (node_depth[None, :] >= oldest[:, None])
+            node_scores = _scores(q, node_k, qk_scale, softcap, HAS_SOFTCAP, PRECISION)
+            node_scores = tl.where(sees, node_scores, float("-inf"))
+            # 0 · NaN is NaN: values that are not finite leave the product, and spoil the rows that do see them.
+            finite = tl.abs(node_v) < float("inf")
+            node_v = tl.where(finite, node_v, 0.0)
+            spoiled = tl.min(finite.to(tl.int32), 1) == 0  # [N]
+            spoils = tl.max((sees & spoiled[None, :]).to(tl.int32), 1) != 0  # [M]
+            best, total, acc = _accumulate(node_scores, node_v, best, total, acc, PRECISION)
+            total = tl.where(spoils, float("nan"), total)
+
+    nonempty = total != 0.0
+    lse = tl.where(nonempty, best + tl.math.log2(tl.where(nonempty, total, 1.0)), EMPTY)
+    out = acc / tl.where(nonempty, total, 1.0)[:, None]
+    tl.store(partial_lse_ptr + out_row, lse, mask=in_m)
+    tl.store(
+        partial_out_ptr + out_row[:, None] * VALUE_DIM + dv[None, :],
+        out,
+        mask=in_m[:, None] & (dv < VALUE_DIM)[None, :],
+    )
+
+
+@triton.jit
+def _combine_kernel(
+    partial_out_ptr,
+    partial_lse_ptr,
+    out_ptr,
+    lse_ptr,  # float32 [B, Hq, R], natural log
+    out_stride_b,
+    out_stride_h,
+    out_stride_r,
+    rows,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """out = Σ_s 2^(lse_s − max) out_s / Σ_s 2^(lse_s − max), all splits of a row loaded at once: one trip to memory."""
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    batch = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+    size_m = GROUP * rows
+    in_m = m < size_m
+    split = tl.arange(0, BLOCK_SPLITS)
+    dv = tl.arange(0, BLOCK_DV)
+    source = (tl.program_id(0) * SPLITS + split[None, :]).to(tl.int64) * size_m + m[:, None]  # [M, splits]
+    lse = tl.load(partial_lse_ptr + source, mask=in_m[:, None] & (split < SPLITS)[None, :], other=EMPTY)
+    nonempty = ~(lse <= EMPTY * 0.5)  # not `lse > …`: NaN has to get through
+    best = tl.max(tl.where(nonempty, lse, EMPTY), 1)
+    weights = tl.where(nonempty, tl.math.exp2(lse - best[:, None]), 0.0)
+    total = tl.sum(weights, 1)
+    parts = tl.load(
+        partial_out_ptr + source[:, :, None] * VALUE_DIM + dv[None, None, :],
+        mask=nonempty[:, :, None] & (dv < VALUE_DIM)[None, None, :],
+        other=0.0,
+    )  # [M, splits, Dv]
+    some = total != 0.0
+    out = tl.sum(parts * weights[:, :, None], 1) / tl.where(some, total, 1.0)[:, None]
+    natural = (best + tl.math.log2(tl.where(some, total, 1.0))) * 0.6931471805599453
+    q_head = head * GROUP + m // rows
+    target = batch.to(tl.int64) * out_stride_b + q_head * out_stride_h + (m % rows) * out_stride_r
+    tl.store(
+        out_ptr + target[:, None] + dv[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=in_m[:, None] & (dv < VALUE_DIM)[None, :],
+    )
+    lse_row = (batch * KV_HEADS * GROUP + q_head) * rows + m % rows
+    tl.store(lse_ptr + lse_row, tl.where(some, natural, float("-inf")), mask=in_m)
+
+
+def dag_attention(
+    q: Tensor,  # [B, Hq, R, D]
+    k: Tensor,  # [B, Hkv, S, D]
+    v: Tensor,  # [B, Hkv, S, Dv]
+    ancestor_mask: Tensor,  # int32 [B, R, words]
+    kv_len: Tensor,
+    kv_start: Tensor | None,
+    num_nodes: Tensor | None,
+    row_depths: Tensor | None,
+    node_depths: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sliding_window: int | None,
+    config: AttentionConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Two launches of static shape. ``config`` overrides the shipped table (the tuner does)."""
+    batch, heads, rows, head_dim = q.shape
+    kv_heads, capacity, value_dim = k.shape[1], k.shape[2], v.shape[3]
+    group = heads // kv_heads
+    size_m = group * rows
+    words = ancestor_mask.shape[2]
+    if config is None:
+        config = attention_config(current_arch(q.device), q.element_size(), max(head_dim, value_dim), size_m, capacity)
+    block_dv = max(16, triton.next_power_of_2(value_dim))
+    m_blocks = triton.cdiv(size_m, config.block_m)
+    graph_splits = triton.cdiv(words * WORD_BITS, NODES_PER_SPLIT)
+    prefix_splits = config.prefix_splits(m_blocks * batch * kv_heads, capacity, MIN_BLOCKS, graph_splits)
+    splits = prefix_splits + graph_splits
+    block_splits = triton.next_power_of_2(splits)
+    combine_m = max(1, min(16, COMBINE_ELEMENTS // (block_splits * block_dv)))
+    upcast = interpreting() and q.dtype == torch.bfloat16
+    windowed = sliding_window is not None
+
+    partial_out = torch.empty(batch, kv_heads, splits, size_m, value_dim, dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(batch, kv_heads, splits, size_m, dtype=torch.float32, device=q.device)
+    # Rows before heads in memory: the projection that follows attention reads it without a copy.
+    out_dtype = torch.float32 if upcast else q.dtype
+    out = torch.empty(batch, rows, heads, value_dim, dtype=out_dtype, device=q.device).transpose(1, 2)
+    lse = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out.to(q.dtype), lse
+    if windowed:
+        assert row_depths is not None and node_depths is not None  # the api demands them
+        row_depths, node_depths = row_depths.contiguous(), unit_stride(node_depths)
+    q, k, v, ancestor_mask = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(ancestor_mask)
+    _split_kernel[(m_blocks, batch * kv_heads, splits)](
+        q,
+        k,
+        v,
+        ancestor_mask,
+        kv_len,
+        kv_start,
+        num_nodes,
+        row_depths if windowed else None,
+        node_depths if windowed else None,
+        partial_out,
+        partial_lse,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *ancestor_mask.stride()[:2],
+        node_depths.stride(0) if windowed else 0,
+        rows,
+        words,
+        capacity,
+        scale if softcap is not None else scale * LOG2_E,
+        1.0 if softcap is None else softcap,
+        sliding_window if windowed else 0,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_DV=block_dv,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        PREFIX_SPLITS=prefix_splits,
+        SPLITS=splits,
+        SPLIT_NODES=NODES_PER_SPLIT,
+        SPLIT_MIN=MIN_BLOCKS,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_WINDOW=windowed,
+        PRECISION="ieee" if q.dtype == torch.float32 or upcast else "tf32",
+        UPCAST=upcast,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    _combine_kernel[(batch * kv_heads, triton.cdiv(size_m, combine_m))](
+        partial_out,
+        partial_lse,
+        out,
+        lse,
+        *out.stride()[:3],
+        rows,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        VALUE_DIM=value_dim,
+        BLOCK_DV=block_dv,
+        SPLITS=splits,
+        BLOCK_SPLITS=block_splits,
+        BLOCK_M=combine_m,
+        num_warps=4,
+    )
+    return out.to(q.dtype), lse
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """``x`` itself if its last dimension is dense, else a copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

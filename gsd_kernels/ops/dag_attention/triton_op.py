@@ -1,0 +1,69 @@
+"""The Triton attention as an opaque operator. Importing this imports no triton."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+HALF_OR_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 256
+
+
+@torch.library.custom_op(
+    "gsd_kernels::triton_dag_attention",
+    mutates_args=(),
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor ancestor_mask, Tensor kv_len, Tensor? kv_start, Tensor? num_nodes, "
+        "Tensor? row_depths, Tensor? node_depths, float scale, float? softcap, int? sliding_window) -> (Tensor, Tensor)"
+    ),
+)
+def _dag_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ancestor_mask: Tensor,
+    kv_len: Tensor,
+    kv_start: Tensor | None,
+    num_nodes: Tensor | None,
+    row_depths: Tensor | None,
+    node_depths: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sliding_window: int | None,
+) -> tuple[Tensor, Tensor]:
+    from .triton import dag_attention as launch
+
+    return launch(
+        q, k, v, ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths, scale, softcap, sliding_window
+    )
+
+
+@_dag_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    batch, heads, rows, _ = q.shape
+    out = q.new_empty(batch, rows, heads, v.shape[3]).transpose(1, 2)
+    return out, q.new_empty(batch, heads, rows, dtype=torch.float32)
+
+
+def dag_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ancestor_mask: Tensor,
+    kv_len: Tensor,
+    kv_start: Tensor | None,
+    num_nodes: Tensor | None,
+    row_depths: Tensor | None,
+    node_depths: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sliding_window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Tensor-core attention with float32 accumulation. The output's memory is [B, R, Hq, Dv]."""
+    if q.dtype not in HALF_OR_SINGLE:
+        raise TypeError("q: backend 'triton' takes float32, float16 or bfloat16; use backend='reference' for float64")
+    if max(q.shape[3], v.shape[3]) > MAX_HEAD_DIM:
+        raise ValueError(f"q: backend 'triton' takes head sizes up to {MAX_HEAD_DIM}")
+    return _dag_attention(
+        q, k, v, ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths, scale, softcap, sliding_window
+    )

@@ -1,0 +1,24 @@
+"""What the Triton rooms share. Importing this imports triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+NO_GPU_ARCH = 80
+"""Whose launch configurations the interpreter uses."""
+
+
+def interpreting() -> bool:
+    """Whether kernels run in triton's interpreter, on CPU tensors."""
+    return triton.knobs.runtime.interpret
+
+
+def current_arch(device: torch.device) -> int:
+    """Compute capability as one number, e.g. 90."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return 10 * major + minor
+    if device.type == "meta":  # compiling for a target that is not here: see kernel_report
+        return triton.runtime.driver.active.get_current_target().arch
+    return NO_GPU_ARCH
