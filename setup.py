@@ -1,10 +1,32 @@
-"""Packages of the one distribution; metadata is in pyproject.toml."""
+"""Builds the compiled ops. Metadata is in pyproject.toml; docs/building.md explains the variables for users.
+
+GSD_BUILD_CPU=auto|0|1    CPU ops (C++). auto: when there is a compiler. 1: fail without one.
+GSD_BUILD_CUDA=auto|0|1   CUDA ops. auto: when there is nvcc and torch was built for CUDA. 1: fail without nvcc.
+GSD_CUDA_ARCHS            e.g. "8.0;9.0+PTX"; then TORCH_CUDA_ARCH_LIST; then this machine's GPUs; then RELEASE_ARCHS.
+MAX_JOBS                  parallel compilations.
+CXX, CUDACXX, CUDA_HOME   compilers.
+"""
 
 from __future__ import annotations
 
-from setuptools import find_packages, setup
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 MAPPED = {"gsd_kernels_hf": "python/gsd_kernels_hf", "gsd_kernels_bench": "bench"}
+OLDEST_TORCH = "0x020A000000000000"  # 2.10: the stable ABI that the libraries are built against
+RELEASE_ARCHS = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+CSRC = Path("csrc")
 
 
 def packages() -> list[str]:
@@ -14,4 +36,181 @@ def packages() -> list[str]:
     return names
 
 
-setup(packages=packages(), package_dir=MAPPED)
+def wanted(variable: str) -> bool | None:
+    """The variable's True, False, or None for auto."""
+    value = os.environ.get(variable, "auto")
+    if value not in ("auto", "0", "1"):
+        raise SystemExit(f"{variable}: expected auto, 0 or 1, got {value!r}")
+    return None if value == "auto" else value == "1"
+
+
+def find_torch() -> Path | None:
+    """The installed torch. pip's isolated build hides it from ``import``; its folder can still be found."""
+    places = [*sys.path, sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
+    if "PIP_BUILD_TRACKER" in os.environ or os.environ.get("PYTHONNOUSERSITE"):
+        # An isolated build runs the outer interpreter, whose own site-packages sysconfig names.
+        places.append(sysconfig.get_path("platlib", vars={"base": sys.prefix, "platbase": sys.exec_prefix}))
+    for place in places:
+        torch = Path(place) / "torch"
+        if (torch / "include/torch/csrc/stable/library.h").exists():
+            return torch
+    return None
+
+
+def torch_cuda_version(torch: Path) -> str | None:
+    """The CUDA version that torch was built for; None for a CPU build. Read, not imported: torch may be hidden."""
+    text = (torch / "version.py").read_text()
+    match = re.search(r"^cuda\b[^=]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+    return match.group(1) if match else None
+
+
+def find_nvcc() -> str | None:
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    found = [os.environ.get("CUDACXX"), *(f"{home}/bin/nvcc" for home in homes), shutil.which("nvcc")]
+    return next((path for path in (*found, "/usr/local/cuda/bin/nvcc") if path and Path(path).exists()), None)
+
+
+def cuda_libraries(nvcc: str) -> Path:
+    """The folder of libcudart_static.a. nvcc may be a wrapper script, so it is asked where its toolkit is."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "empty.cu"
+        source.touch()
+        answer = subprocess.run([nvcc, "--dryrun", source.name], capture_output=True, text=True, cwd=folder)
+    match = re.search(r"^#\$ TOP=(.*)$", answer.stdout + answer.stderr, re.MULTILINE)
+    top = Path(match.group(1).strip()).resolve() if match else Path(nvcc).resolve().parents[1]
+    for folder in ("lib64", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib", "lib"):
+        if (top / folder / "libcudart_static.a").exists():
+            return top / folder
+    raise SystemExit(f"no libcudart_static.a under {top}: the CUDA toolkit is incomplete")
+
+
+def local_archs() -> str | None:
+    """The compute capabilities of this machine's GPUs."""
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return None
+    answer = subprocess.run([smi, "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True)
+    archs = sorted(set(re.findall(r"^\d+\.\d+$", answer.stdout, re.MULTILINE)))
+    return ";".join(archs) or None
+
+
+def code_flags(archs: str) -> list[str]:
+    """nvcc's -gencode options for a list such as ``8.0;9.0a+PTX``."""
+    flags = []
+    for arch in re.split(r"[;,\s]+", archs.strip()):
+        match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", arch)
+        if match is None:
+            raise SystemExit(f"GSD_CUDA_ARCHS: cannot read {arch!r}; expected e.g. 8.0;9.0+PTX")
+        number = "".join(match.group(1, 2, 3))
+        flags += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
+        if match.group(4):
+            flags += ["-gencode", f"arch=compute_{number},code=compute_{number}"]
+    return flags
+
+
+@dataclass
+class Toolchain:
+    """What there is to build with."""
+
+    torch: Path | None = field(default_factory=find_torch)
+    cxx: str | None = field(default_factory=lambda: shutil.which(os.environ.get("CXX", "g++")))
+    nvcc: str | None = field(default_factory=find_nvcc)
+
+    def missing(self, *, cuda: bool) -> str | None:
+        if sys.platform != "linux":
+            return "Linux"
+        if self.torch is None:
+            return "torch 2.10 or newer (install it first and pass --no-build-isolation)"
+        if self.cxx is None:
+            return "a C++17 compiler (CXX, g++)"
+        if cuda and self.nvcc is None:
+            return "nvcc (CUDACXX, CUDA_HOME, PATH)"
+        return None
+
+
+def extensions(tools: Toolchain) -> list[Extension]:
+    found = []
+    for name, cuda, folder in (("cpu", False, "cpu"), ("cuda", True, "cuda")):
+        variable = f"GSD_BUILD_{name.upper()}"
+        want, missing = wanted(variable), tools.missing(cuda=cuda)
+        sources = sorted(str(p) for p in (CSRC / folder).iterdir() if p.suffix in (".cpp", ".cu"))
+        if want is False:
+            continue
+        if missing is not None:
+            if want:
+                raise SystemExit(f"{variable}=1, but there is no {missing}")
+            print(f"gsd_kernels: the {name} ops are not built: there is no {missing}")
+            continue
+        if want is None and cuda and torch_cuda_version(tools.torch) is None:
+            print("gsd_kernels: the cuda ops are not built: torch has no CUDA (GSD_BUILD_CUDA=1 builds them anyway)")
+            continue
+        found.append(Extension(f"gsd_kernels._{name}", sources, py_limited_api=True))
+    return found
+
+
+class BuildOps(build_ext):
+    """Writes one build.ninja an extension; without ninja the same commands run one after the other."""
+
+    def build_extension(self, ext: Extension) -> None:
+        tools, cuda = Toolchain(), ext.name.endswith("_cuda")
+        build = Path(self.build_temp).resolve() / ext.name.rpartition(".")[2]
+        build.mkdir(parents=True, exist_ok=True)
+        output = Path(self.get_ext_fullpath(ext.name)).resolve()
+        output.parent.mkdir(parents=True, exist_ok=True)
+        root = Path.cwd()
+
+        cxx = [tools.cxx, "-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+        cxx += [f"-ffile-prefix-map={root}=.", f"-DTORCH_TARGET_VERSION={OLDEST_TORCH}", "-isystem"]
+        cxx += [str(tools.torch / "include"), *(["-DUSE_CUDA"] if cuda else [])]
+        # Only libtorch is named: its own dependencies bring libtorch_cpu, and libtorch_cuda where there is one.
+        link = [tools.cxx, "-shared", "-s", "-Wl,-O1", "-Wl,--exclude-libs,ALL", f"-L{tools.torch / 'lib'}"]
+        link += ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
+        nvcc: list[str] = []
+        if cuda:
+            archs = os.environ.get("GSD_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST") or local_archs()
+            nvcc = [tools.nvcc, "-std=c++17", "-O3", "-lineinfo", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+            nvcc += ["-Xptxas", "-v", *code_flags(archs or RELEASE_ARCHS)]
+            link += [f"-L{cuda_libraries(tools.nvcc)}", "-lcudart_static", "-lrt", "-ldl", "-lpthread"]
+
+        compiles = []
+        for source in (root / s for s in ext.sources):
+            command = [*nvcc, "-c"] if source.suffix == ".cu" else [*cxx, "-c"]
+            compiles.append((command, source, build / f"{source.stem}{source.suffix}.o"))
+        objects = [str(o) for _, _, o in compiles]
+        # The linker resolves symbols from left to right: objects before libraries.
+        link = [link[0], *objects, *link[1:]]
+        if shutil.which("ninja") is None:
+            for command, source, target in compiles:
+                self.spawn([*command, str(source), "-o", str(target)])
+            self.spawn([*link, "-o", str(output)])
+            return
+        lines = ["rule run", "  command = $command", "  depfile = $out.d", "  deps = gcc", ""]
+        lines += ["rule link", "  command = $command", ""]
+        for command, source, target in compiles:
+            text = " ".join([*map(_quote, command), "-MD", "-MF", _quote(f"{target}.d"), _quote(str(source))])
+            lines += [f"build {target}: run {source}", f"  command = {text} -o {target}", ""]
+        lines += [f"build {output}: link {' '.join(objects)}", f"  command = {' '.join(map(_quote, link))} -o {output}"]
+        (build / "build.ninja").write_text("\n".join(lines) + "\n")
+        jobs = ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
+        self.spawn(["ninja", "-v", "-C", str(build), *jobs])
+
+
+def _quote(word: str) -> str:
+    return word if re.fullmatch(r"[\w@%+=:,./-]+", word) else "'" + word.replace("$", "$$") + "'"
+
+
+class StableWheel(bdist_wheel):
+    """With compiled ops one wheel serves every Python from 3.10 on; without, it is pure Python."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if not self.root_is_pure:
+            self.py_limited_api = "cp310"
+
+
+setup(
+    packages=packages(),
+    package_dir=MAPPED,
+    ext_modules=extensions(Toolchain()),
+    cmdclass={"build_ext": BuildOps, "bdist_wheel": StableWheel},
+)

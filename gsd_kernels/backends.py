@@ -6,12 +6,16 @@ tensor's device; naming a backend never falls back to another.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-BACKENDS = ("auto", "reference")
+from .compiled import UNAVAILABLE as COMPILED_UNAVAILABLE
+
+BACKENDS = ("auto", "cpu", "cuda", "triton", "reference")
 
 
 class BackendUnavailableError(ValueError):
@@ -22,7 +26,39 @@ def unavailable_reason(backend: str, device: torch.device) -> str | None:
     """Why ``backend`` cannot run on ``device``; ``None`` if it can."""
     if backend == "reference":
         return None
+    if backend in COMPILED_UNAVAILABLE:  # "cpu" and "cuda", which are device types too
+        if device.type != backend:
+            return f"it takes {backend} tensors"
+        return COMPILED_UNAVAILABLE[backend]
+    if backend == "triton":
+        return _triton_unavailable_reason(device)
     return f"unknown backend; expected one of {', '.join(BACKENDS)}"
+
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_TRITON_MIN_CAPABILITY = (8, 0)
+
+
+def _triton_unavailable_reason(device: torch.device) -> str | None:
+    if not _HAS_TRITON:
+        return "triton is not installed: pip install triton"
+    if device.type == "cpu":
+        if _interpreting():
+            return None
+        return "it needs a GPU; on CPU tensors it runs in triton's slow interpreter only: set TRITON_INTERPRET=1 first"
+    if device.type != "cuda":
+        return "it needs an NVIDIA GPU"
+    if torch.version.hip is not None:
+        return "it needs an NVIDIA GPU; on AMD GPUs nothing has been tested"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _TRITON_MIN_CAPABILITY:
+        return f"it needs compute capability 8.0 or newer, this GPU has {capability[0]}.{capability[1]}"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def resolve(backend: str, device: torch.device, implementations: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
@@ -38,7 +74,8 @@ def resolve(backend: str, device: torch.device, implementations: dict[str, Calla
     """
     if backend == "auto":
         for name, function in implementations.items():
-            if unavailable_reason(name, device) is None:
+            interpreted = name == "triton" and device.type == "cpu"  # a debugging aid, never a choice
+            if not interpreted and unavailable_reason(name, device) is None:
                 return function
     if backend not in implementations:
         raise BackendUnavailableError(f"backend: expected one of auto, {', '.join(implementations)}, got {backend!r}")

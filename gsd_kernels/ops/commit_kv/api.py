@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ...backends import resolve
 from ...checks import check_tensor
-from . import reference
+from . import compiled, reference
 
-IMPLEMENTATIONS = {"reference": reference.commit_kv}
+IMPLEMENTATIONS = {"cpu": compiled.commit_kv, "cuda": compiled.commit_kv, "reference": reference.commit_kv}
 
 
 def commit_kv(

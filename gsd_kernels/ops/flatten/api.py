@@ -3,9 +3,14 @@ from __future__ import annotations
 from ...backends import resolve
 from ...config import MAX_ROWS
 from ...graph import Rows, TokenGraph
-from . import reference
+from . import compiled, reference, triton_op
 
-IMPLEMENTATIONS = {"reference": reference.flatten}
+IMPLEMENTATIONS = {
+    "triton": triton_op.flatten,
+    "cpu": compiled.flatten,
+    "cuda": compiled.flatten,
+    "reference": reference.flatten,
+}
 
 
 def flatten(graph: TokenGraph, max_rows: int, max_path: int, *, backend: str = "auto") -> Rows:

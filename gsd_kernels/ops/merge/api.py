@@ -7,9 +7,14 @@ from ...backends import resolve
 from ...checks import check_tensor
 from ...config import MAX_CONTEXT
 from ...graph import Frontier, TokenGraph
-from . import reference
+from . import compiled, reference, triton_op
 
-IMPLEMENTATIONS = {"reference": reference.merge}
+IMPLEMENTATIONS = {
+    "triton": triton_op.merge,
+    "cpu": compiled.merge,
+    "cuda": compiled.merge,
+    "reference": reference.merge,
+}
 
 
 def merge(

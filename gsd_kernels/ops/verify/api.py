@@ -6,9 +6,9 @@ from torch import Tensor
 from ...backends import resolve
 from ...checks import check_tensor
 from ...graph import Acceptance, Rows
-from . import reference
+from . import compiled, reference
 
-IMPLEMENTATIONS = {"reference": reference.verify}
+IMPLEMENTATIONS = {"cpu": compiled.verify, "cuda": compiled.verify, "reference": reference.verify}
 
 
 def verify(

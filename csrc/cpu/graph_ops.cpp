@@ -1,0 +1,113 @@
+// merge, flatten, verify and commit_kv on CPU tensors: the graph algorithms run by a group of one thread a sequence.
+#include <algorithm>
+
+#include "../torch_ops.h"
+
+namespace gsd {
+namespace {
+
+// A sequence costs microseconds, so a few of them make a thread worth waking.
+constexpr int64_t kSequencesPerThread = 8;
+
+template <class Work>  // Work(sequence, arena)
+void for_each_sequence(int64_t batch, size_t arena_size, const Work& work) {
+  torch::stable::parallel_for(0, batch, kSequencesPerThread, [&](int64_t begin, int64_t end) {
+    std::vector<uint64_t> arena((arena_size + 7) / 8);
+    for (int64_t b = begin; b < end; b++) work(b, reinterpret_cast<char*>(arena.data()));
+  });
+}
+
+MergeOutputs merge(const Tensor& token_ids, const Tensor& parents, const Tensor& depths, const Tensor& scores,
+                   const Tensor& contexts, const Tensor& expanded, const Tensor& ancestor_mask,
+                   const Tensor& edge_targets, const Tensor& edge_log_probs, const Tensor& num_nodes,
+                   const Tensor& num_merges, const Tensor& frontier, const Tensor& cand_tokens,
+                   const Tensor& cand_log_probs, int64_t level, int64_t width, int64_t merge_context,
+                   double log_sibling_ratio, double log_min_prob) {
+  const MergeCall call = prepare_merge(token_ids, parents, depths, scores, contexts, expanded, ancestor_mask,
+                                       edge_targets, edge_log_probs, num_nodes, num_merges, frontier, cand_tokens,
+                                       cand_log_probs, level, width, merge_context, log_sibling_ratio, log_min_prob);
+  for_each_sequence(call.batch, MergeArena::bytes(call.sizes), [&](int64_t b, char* arena) {
+    SerialGroup group;
+    merge_level(group, call.args.at(call.sizes, b), call.sizes, arena);
+  });
+  const int32_t needed = *std::max_element(call.args.num_nodes, call.args.num_nodes + call.batch);
+  STD_TORCH_CHECK(needed <= call.sizes.capacity, "merge: the level needs ", needed, " nodes, the graph holds ",
+                  call.sizes.capacity);
+  return call.outputs;
+}
+
+FlattenOutputs flatten(const Tensor& token_ids, const Tensor& edge_targets, const Tensor& edge_log_probs,
+                       int64_t max_rows, int64_t max_path) {
+  const FlattenCall call = prepare_flatten(token_ids, edge_targets, edge_log_probs, max_rows, max_path);
+  for_each_sequence(call.batch, FlattenArena::bytes(call.sizes), [&](int64_t b, char* arena) {
+    SerialGroup group;
+    flatten_graph(group, call.args.at(call.sizes, b), call.sizes, arena);
+  });
+  return call.outputs;
+}
+
+VerifyOutputs verify(const Tensor& token_ids, const Tensor& parent_rows, const Tensor& depths,
+                     const Tensor& ancestor_mask, const Tensor& num_rows, const Tensor& sampled, const Tensor& eos_ids,
+                     const Tensor& remaining, const Tensor& done, int64_t max_path) {
+  const VerifyCall call = prepare_verify(token_ids, parent_rows, depths, ancestor_mask, num_rows, sampled, eos_ids,
+                                         remaining, done, max_path);
+  for_each_sequence(call.batch, VerifyArena::bytes(call.sizes), [&](int64_t b, char* arena) {
+    SerialGroup group;
+    verify_rows(group, call.args.at(call.sizes, b), call.sizes, arena);
+  });
+  return call.outputs;
+}
+
+void commit_kv(const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches, const Tensor& accepted_rows,
+               const Tensor& num_accepted, const Tensor& kv_len) {
+  const std::vector<CacheTensor> caches = cache_tensors(k_caches, v_caches, accepted_rows, num_accepted, kv_len);
+  const int64_t batch = accepted_rows.size(0), width = accepted_rows.size(1);
+  const int32_t* rows = read<int32_t>(accepted_rows);
+  const int32_t* accepted = read<int32_t>(num_accepted);
+  int32_t* lengths = written<int32_t>(kv_len);
+  for (int64_t b = 0; b < batch; b++) {
+    STD_TORCH_CHECK(accepted[b] >= 0 && accepted[b] <= width, "num_accepted: ", accepted[b], " of ", width, " rows");
+    for (int64_t i = 0; i < accepted[b]; i++) {
+      const int64_t last = lengths[b] + std::max<int64_t>(rows[b * width + i], i);
+      for (const CacheTensor& cache : caches) {
+        STD_TORCH_CHECK(lengths[b] >= 0 && last < cache.slots, "commit_kv: position ", last, " is outside the cache's ",
+                        cache.slots);
+      }
+    }
+  }
+
+  constexpr int64_t kCopiesPerThread = 64;
+  torch::stable::parallel_for(
+      0, static_cast<int64_t>(caches.size()) * batch, kCopiesPerThread, [&](int64_t begin, int64_t end) {
+        std::vector<char> moved;  // a head's accepted rows: all are read before any is written
+        for (int64_t item = begin; item < end; item++) {
+          const CacheTensor& cache = caches[item / batch];
+          const int64_t b = item % batch, bytes = cache.row_bytes;
+          int64_t stay = 0;  // leading rows that already lie in their place
+          while (stay < accepted[b] && rows[b * width + stay] == stay) stay++;
+          moved.resize(static_cast<size_t>((accepted[b] - stay) * bytes));
+          for (int64_t head = 0; head < cache.heads; head++) {
+            char* slots = cache.data + b * cache.batch_stride + head * cache.head_stride +
+                          lengths[b] * cache.slot_stride;
+            for (int64_t i = stay; i < accepted[b]; i++) {
+              const int64_t row = std::max<int64_t>(rows[b * width + i], 0);
+              memcpy(moved.data() + (i - stay) * bytes, slots + row * cache.slot_stride, static_cast<size_t>(bytes));
+            }
+            for (int64_t i = stay; i < accepted[b]; i++) {
+              memcpy(slots + i * cache.slot_stride, moved.data() + (i - stay) * bytes, static_cast<size_t>(bytes));
+            }
+          }
+        }
+      });
+  for (int64_t b = 0; b < batch; b++) lengths[b] += accepted[b];
+}
+
+}  // namespace
+}  // namespace gsd
+
+STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
+  m.impl("merge", TORCH_BOX(&gsd::merge));
+  m.impl("flatten", TORCH_BOX(&gsd::flatten));
+  m.impl("verify", TORCH_BOX(&gsd::verify));
+  m.impl("commit_kv", TORCH_BOX(&gsd::commit_kv));
+}

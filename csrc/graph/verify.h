@@ -1,0 +1,112 @@
+// Accept the path of rows on which every drafted token is what the target picked at its parent row.
+//
+// Nothing is walked: a row is accepted when all rows of its ancestor mask agree, which is one comparison of bit masks.
+#pragma once
+
+#include "../group.h"
+
+namespace gsd {
+
+// R rows, E end tokens, D deepest row.
+struct VerifySizes {
+  int rows, num_eos, max_path;
+
+  GSD_HD int words() const { return words_for(rows); }
+};
+
+struct VerifyArgs {
+  const int32_t* token_ids;      // [R]
+  const int32_t* parent_rows;    // [R]
+  const int32_t* depths;         // [R]
+  const int32_t* ancestor_mask;  // [R, R/32]
+  const int32_t* num_rows;       // [1]
+  const int32_t* sampled;        // [R]: the target's token after each row
+  const int32_t* eos_ids;        // [E], shared by all sequences
+  const int32_t* remaining;      // [1]
+  const bool* done;              // [1]
+  int32_t* accepted_rows;        // [D + 1], −1 padded
+  int32_t* num_accepted;         // [1]
+  int32_t* next_token;           // [1]
+
+  GSD_HD VerifyArgs at(const VerifySizes& s, int64_t b) const {
+    const int64_t r = s.rows;
+    return {token_ids + b * r,
+            parent_rows + b * r,
+            depths + b * r,
+            ancestor_mask + b * r * s.words(),
+            num_rows + b,
+            sampled + b * r,
+            eos_ids,
+            remaining + b,
+            done + b,
+            accepted_rows + b * (s.max_path + 1),
+            num_accepted + b,
+            next_token + b};
+  }
+};
+
+struct VerifyArena {
+  uint32_t* agrees;  // [R/32]: the row's token is the target's pick at its parent
+  int32_t* accepted; // [1]: accepted rows so far
+
+  static GSD_HD size_t bytes(const VerifySizes& s) { return arena_bytes(s.words(), 4) + arena_bytes(1, 4); }
+
+  GSD_HD VerifyArena(char* memory, const VerifySizes& s) {
+    Carver carve{memory};
+    agrees = carve.take<uint32_t>(s.words());
+    accepted = carve.take<int32_t>(1);
+  }
+};
+
+// Row 0, the root, always agrees. A row after an end token or beyond the remaining length never does.
+GSD_HD bool row_agrees(const VerifyArgs& a, const VerifySizes& s, int row) {
+  if (row == 0) return true;
+  const int parent = a.parent_rows[row];
+  if (parent < 0 || parent >= s.rows || a.depths[row] >= *a.remaining) return false;
+  const int32_t picked = a.sampled[parent];
+  if (picked != a.token_ids[row]) return false;
+  for (int i = 0; i < s.num_eos; i++) {
+    if (picked == a.eos_ids[i]) return false;
+  }
+  return true;
+}
+
+template <class Group>
+GSD_HD void verify_rows(Group& group, const VerifyArgs& a, const VerifySizes& s, char* memory) {
+  const VerifyArena arena(memory, s);
+  const int rank = group.rank(), step = group.size(), words = s.words();
+  const int real_rows = min_int(*a.num_rows, s.rows);
+
+  for (int i = rank; i < words; i += step) arena.agrees[i] = 0;
+  for (int i = rank; i <= s.max_path; i += step) a.accepted_rows[i] = -1;
+  if (rank == 0) *arena.accepted = 0;
+  group.sync("verify: cleared");
+
+  for (int row = rank; row < real_rows; row += step) {
+    if (row_agrees(a, s, row)) group.atomic_or(&arena.agrees[row / 32], 1u << row % 32);
+  }
+  group.sync("verify: agreement known");
+
+  for (int row = rank; row < real_rows && !*a.done; row += step) {
+    bool accepted = true;
+    for (int w = 0; w < words; w++) {
+      const uint32_t bits = s.rows - 32 * w >= 32 ? ~0u : (1u << (s.rows - 32 * w)) - 1;
+      const uint32_t path = static_cast<uint32_t>(a.ancestor_mask[row * words + w]) & bits;
+      accepted = accepted && (path & ~arena.agrees[w]) == 0;
+    }
+    if (!accepted) continue;
+    group.atomic_add(arena.accepted, 1);
+    // Siblings have different tokens, so there is one accepted row at a depth.
+    if (a.depths[row] <= s.max_path) a.accepted_rows[a.depths[row]] = row;
+  }
+  group.sync("verify: path known");
+
+  if (rank == 0) {
+    const int count = *arena.accepted;
+    const int last = count > 0 && count <= s.max_path + 1 ? a.accepted_rows[count - 1] : 0;
+    *a.num_accepted = count;
+    *a.next_token = a.sampled[max_int(last, 0)];
+  }
+}
+
+}  // namespace gsd

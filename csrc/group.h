@@ -1,0 +1,94 @@
+// A thread group is all that the graph algorithms know about parallel execution: their rank in the group, its size, a
+// barrier and two atomics. The same source therefore runs as
+//   SerialGroup  a group of one thread: the CPU op,
+//   CudaBlock    one CUDA thread block,
+//   OsGroup      T operating-system threads (tests/block_code/os_group.h), under ThreadSanitizer.
+// Shared memory is one arena, carved into arrays by the algorithm; every access to it is a plain load or store, so a
+// missing barrier is a data race that the sanitizer sees.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define GSD_HD __host__ __device__ __forceinline__
+#else
+#define GSD_HD inline
+#endif
+
+namespace gsd {
+
+struct SerialGroup {
+  GSD_HD int rank() const { return 0; }
+  GSD_HD int size() const { return 1; }
+  // Every thread of the group must reach the same barrier; the name says which one it is.
+  GSD_HD void sync(const char*) const {}
+  GSD_HD void atomic_or(uint32_t* word, uint32_t bits) const { *word |= bits; }
+  GSD_HD int32_t atomic_add(int32_t* counter, int32_t value) const {
+    const int32_t before = *counter;
+    *counter = before + value;
+    return before;
+  }
+};
+
+#if defined(__CUDACC__)
+struct CudaBlock {
+  __device__ __forceinline__ int rank() const { return static_cast<int>(threadIdx.x); }
+  __device__ __forceinline__ int size() const { return static_cast<int>(blockDim.x); }
+  __device__ __forceinline__ void sync(const char*) const { __syncthreads(); }
+  __device__ __forceinline__ void atomic_or(uint32_t* word, uint32_t bits) const { atomicOr(word, bits); }
+  __device__ __forceinline__ int32_t atomic_add(int32_t* counter, int32_t value) const {
+    return atomicAdd(counter, value);
+  }
+};
+#endif
+
+GSD_HD int min_int(int a, int b) { return a < b ? a : b; }
+GSD_HD int max_int(int a, int b) { return a > b ? a : b; }
+GSD_HD int words_for(int bits) { return (bits + 31) / 32; }
+
+GSD_HD int power_of_two_from(int n) {
+  int p = 1;
+  while (p < n) p *= 2;
+  return p;
+}
+
+GSD_HD int popcount(uint32_t word) {
+#if defined(__CUDA_ARCH__)
+  return __popc(word);
+#else
+  return __builtin_popcount(word);
+#endif
+}
+
+GSD_HD uint32_t float_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+GSD_HD float float_from_bits(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// 0.0f - infinity without <limits>, usable on host and device.
+GSD_HD float negative_infinity() { return float_from_bits(0xFF800000u); }
+
+// Arena offsets are kept at multiples of 8 bytes, so 64-bit keys may follow any array.
+GSD_HD size_t arena_bytes(size_t count, size_t element) { return (count * element + 7) / 8 * 8; }
+
+// Hands out arrays of the arena in turn.
+struct Carver {
+  char* next;
+  template <class T>
+  GSD_HD T* take(size_t count) {
+    T* array = reinterpret_cast<T*>(next);
+    next += arena_bytes(count, sizeof(T));
+    return array;
+  }
+};
+
+}  // namespace gsd

@@ -1,0 +1,249 @@
+// The ops' tensors: checked, unpacked to the plain structs of csrc/graph, outputs allocated. Shared by the CPU and the
+// CUDA library. Schemas are declared in gsd_kernels/compiled.py.
+//
+// Only LibTorch's stable ABI is used (oldest torch served: TORCH_TARGET_VERSION, set by setup.py), so that one wheel
+// serves every torch from there on.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <initializer_list>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "graph/flatten.h"
+#include "graph/merge.h"
+#include "graph/verify.h"
+
+namespace gsd {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kAny = -1;  // any size
+
+inline void check(const char* name, const Tensor& t, ScalarType dtype, std::initializer_list<int64_t> shape) {
+  STD_TORCH_CHECK(t.scalar_type() == dtype, name, ": wrong dtype");
+  STD_TORCH_CHECK(t.dim() == static_cast<int64_t>(shape.size()), name, ": expected ", shape.size(), " dimensions, got ",
+                  t.dim());
+  int64_t d = 0;
+  for (const int64_t size : shape) {
+    STD_TORCH_CHECK(size == kAny || t.size(d) == size, name, ": expected size ", size, " in dimension ", d, ", got ",
+                    t.size(d));
+    d++;
+  }
+  STD_TORCH_CHECK(t.is_contiguous(), name, ": must be contiguous");
+}
+
+template <class T>
+T* written(const Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
+template <class T>
+const T* read(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+
+inline Tensor new_int32(const Tensor& like, std::initializer_list<int64_t> shape) {
+  return torch::stable::new_empty(like, shape, ScalarType::Int);
+}
+
+using MergeOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+struct MergeCall {
+  MergeSizes sizes;
+  MergeArgs args;  // of the first sequence
+  int64_t batch;
+  MergeOutputs outputs;
+};
+
+inline MergeCall prepare_merge(const Tensor& token_ids, const Tensor& parents, const Tensor& depths,
+                               const Tensor& scores, const Tensor& contexts, const Tensor& expanded,
+                               const Tensor& ancestor_mask, const Tensor& edge_targets, const Tensor& edge_log_probs,
+                               const Tensor& num_nodes, const Tensor& num_merges, const Tensor& frontier,
+                               const Tensor& cand_tokens, const Tensor& cand_log_probs, int64_t level, int64_t width,
+                               int64_t merge_context, double log_sibling_ratio, double log_min_prob) {
+  check("token_ids", token_ids, ScalarType::Int, {kAny, kAny});
+  const int64_t batch = token_ids.size(0), nodes = token_ids.size(1);
+  check("cand_tokens", cand_tokens, ScalarType::Int, {batch, kAny, kAny});
+  const int64_t expanding = cand_tokens.size(1), branch = cand_tokens.size(2);
+  check("ancestor_mask", ancestor_mask, ScalarType::Int, {batch, nodes, kAny});
+  const int64_t words = ancestor_mask.size(2);
+  check("parents", parents, ScalarType::Int, {batch, nodes});
+  check("depths", depths, ScalarType::Int, {batch, nodes});
+  check("scores", scores, ScalarType::Float, {batch, nodes});
+  check("contexts", contexts, ScalarType::Int, {batch, nodes, kContext});
+  check("expanded", expanded, ScalarType::Bool, {batch, nodes});
+  check("edge_targets", edge_targets, ScalarType::Int, {batch, nodes, branch});
+  check("edge_log_probs", edge_log_probs, ScalarType::Float, {batch, nodes, branch});
+  check("num_nodes", num_nodes, ScalarType::Int, {batch});
+  check("num_merges", num_merges, ScalarType::Int, {batch});
+  check("frontier", frontier, ScalarType::Int, {batch, expanding});
+  check("cand_log_probs", cand_log_probs, ScalarType::Float, {batch, expanding, branch});
+  STD_TORCH_CHECK(width >= 1 && level >= 0, "merge: expected width >= 1 and level >= 0, got ", width, " and ", level);
+  STD_TORCH_CHECK(merge_context >= -1 && merge_context <= kContext, "merge_context: expected -1 ... ", kContext,
+                  ", got ", merge_context);
+
+  const MergeSizes sizes{static_cast<int>(nodes),
+                         static_cast<int>(expanding),
+                         static_cast<int>(branch),
+                         static_cast<int>(width),
+                         static_cast<int>(words),
+                         static_cast<int>(level),
+                         static_cast<int>(merge_context),
+                         static_cast<float>(log_sibling_ratio),
+                         static_cast<float>(log_min_prob)};
+  STD_TORCH_CHECK(nodes >= 1 && expanding >= 1 && branch >= 1 && sizes.fits(), "merge: ", nodes, " nodes with ",
+                  expanding, " x ", branch, " candidates: expected 1 ... 65535 of each");
+  MergeOutputs outputs{new_int32(frontier, {batch, width}), new_int32(frontier, {batch, width}),
+                       new_int32(frontier, {batch, width}), new_int32(frontier, {batch, width, words})};
+  const MergeArgs args{written<int32_t>(token_ids),
+                       written<int32_t>(parents),
+                       written<int32_t>(depths),
+                       written<float>(scores),
+                       written<int32_t>(contexts),
+                       written<bool>(expanded),
+                       written<int32_t>(ancestor_mask),
+                       written<int32_t>(edge_targets),
+                       written<float>(edge_log_probs),
+                       written<int32_t>(num_nodes),
+                       written<int32_t>(num_merges),
+                       read<int32_t>(frontier),
+                       read<int32_t>(cand_tokens),
+                       read<float>(cand_log_probs),
+                       written<int32_t>(std::get<0>(outputs)),
+                       written<int32_t>(std::get<1>(outputs)),
+                       written<int32_t>(std::get<2>(outputs)),
+                       written<int32_t>(std::get<3>(outputs))};
+  return {sizes, args, batch, std::move(outputs)};
+}
+
+using FlattenOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+struct FlattenCall {
+  FlattenSizes sizes;
+  FlattenArgs args;  // of the first sequence
+  int64_t batch;
+  FlattenOutputs outputs;
+};
+
+inline FlattenCall prepare_flatten(const Tensor& node_tokens, const Tensor& edge_targets, const Tensor& edge_log_probs,
+                                   int64_t max_rows, int64_t max_path) {
+  check("token_ids", node_tokens, ScalarType::Int, {kAny, kAny});
+  const int64_t batch = node_tokens.size(0), nodes = node_tokens.size(1);
+  check("edge_targets", edge_targets, ScalarType::Int, {batch, nodes, kAny});
+  const int64_t branch = edge_targets.size(2);
+  check("edge_log_probs", edge_log_probs, ScalarType::Float, {batch, nodes, branch});
+  STD_TORCH_CHECK(max_rows >= 1 && max_rows <= 32 * kMaxRowWords, "max_rows: expected 1 ... ", 32 * kMaxRowWords,
+                  ", got ", max_rows);
+  STD_TORCH_CHECK(max_path >= 0 && max_path < max_rows, "max_path: expected 0 ... ", max_rows - 1, ", got ", max_path);
+  STD_TORCH_CHECK(nodes >= 1 && branch >= 1 && branch <= 0xFFFF, "flatten: a graph of ", nodes, " nodes with ", branch,
+                  " edges each");
+
+  const FlattenSizes sizes{static_cast<int>(nodes), static_cast<int>(branch), static_cast<int>(max_rows),
+                           static_cast<int>(max_path)};
+  FlattenOutputs outputs{new_int32(node_tokens, {batch, max_rows}),
+                         new_int32(node_tokens, {batch, max_rows}),
+                         new_int32(node_tokens, {batch, max_rows}),
+                         new_int32(node_tokens, {batch, max_rows, sizes.words()}),
+                         new_int32(node_tokens, {batch, max_rows}),
+                         torch::stable::new_empty(edge_log_probs, {batch, max_rows}),
+                         new_int32(node_tokens, {batch})};
+  const FlattenArgs args{read<int32_t>(node_tokens),
+                         read<int32_t>(edge_targets),
+                         read<float>(edge_log_probs),
+                         written<int32_t>(std::get<0>(outputs)),
+                         written<int32_t>(std::get<1>(outputs)),
+                         written<int32_t>(std::get<2>(outputs)),
+                         written<int32_t>(std::get<3>(outputs)),
+                         written<int32_t>(std::get<4>(outputs)),
+                         written<float>(std::get<5>(outputs)),
+                         written<int32_t>(std::get<6>(outputs))};
+  return {sizes, args, batch, std::move(outputs)};
+}
+
+using VerifyOutputs = std::tuple<Tensor, Tensor, Tensor>;
+
+struct VerifyCall {
+  VerifySizes sizes;
+  VerifyArgs args;  // of the first sequence
+  int64_t batch;
+  VerifyOutputs outputs;
+};
+
+inline VerifyCall prepare_verify(const Tensor& token_ids, const Tensor& parent_rows, const Tensor& depths,
+                                 const Tensor& ancestor_mask, const Tensor& num_rows, const Tensor& sampled,
+                                 const Tensor& eos_ids, const Tensor& remaining, const Tensor& done,
+                                 int64_t max_path) {
+  check("token_ids", token_ids, ScalarType::Int, {kAny, kAny});
+  const int64_t batch = token_ids.size(0), rows = token_ids.size(1);
+  const VerifySizes sizes{static_cast<int>(rows), static_cast<int>(eos_ids.numel()), static_cast<int>(max_path)};
+  check("parent_rows", parent_rows, ScalarType::Int, {batch, rows});
+  check("depths", depths, ScalarType::Int, {batch, rows});
+  check("ancestor_mask", ancestor_mask, ScalarType::Int, {batch, rows, sizes.words()});
+  check("num_rows", num_rows, ScalarType::Int, {batch});
+  check("sampled", sampled, ScalarType::Int, {batch, rows});
+  check("eos_ids", eos_ids, ScalarType::Int, {kAny});
+  check("remaining", remaining, ScalarType::Int, {batch});
+  check("done", done, ScalarType::Bool, {batch});
+  STD_TORCH_CHECK(rows >= 1 && max_path >= 0, "verify: expected at least one row and max_path >= 0, got ", rows,
+                  " and ", max_path);
+
+  VerifyOutputs outputs{new_int32(sampled, {batch, max_path + 1}), new_int32(sampled, {batch}),
+                        new_int32(sampled, {batch})};
+  const VerifyArgs args{read<int32_t>(token_ids),
+                        read<int32_t>(parent_rows),
+                        read<int32_t>(depths),
+                        read<int32_t>(ancestor_mask),
+                        read<int32_t>(num_rows),
+                        read<int32_t>(sampled),
+                        read<int32_t>(eos_ids),
+                        read<int32_t>(remaining),
+                        read<bool>(done),
+                        written<int32_t>(std::get<0>(outputs)),
+                        written<int32_t>(std::get<1>(outputs)),
+                        written<int32_t>(std::get<2>(outputs))};
+  return {sizes, args, batch, std::move(outputs)};
+}
+
+// One layer's keys or values, [B, Hkv, S, D] with any strides and unit last dimension, in bytes.
+struct CacheTensor {
+  char* data;
+  int64_t batch_stride, head_stride, slot_stride;
+  int64_t heads, slots, row_bytes;
+};
+
+inline CacheTensor cache_tensor(const Tensor& t, int64_t batch) {
+  STD_TORCH_CHECK(t.dim() == 4 && t.size(0) == batch, "cache: expected [", batch, ", heads, slots, head_dim]");
+  STD_TORCH_CHECK(t.size(3) <= 1 || t.stride(3) == 1, "cache: the last dimension must have stride 1");
+  const int64_t element = static_cast<int64_t>(t.element_size());
+  return {static_cast<char*>(t.mutable_data_ptr()),
+          t.stride(0) * element,
+          t.stride(1) * element,
+          t.stride(2) * element,
+          t.size(1),
+          t.size(2),
+          t.size(3) * element};
+}
+
+inline std::vector<CacheTensor> cache_tensors(const std::vector<Tensor>& k, const std::vector<Tensor>& v,
+                                              const Tensor& accepted_rows, const Tensor& num_accepted,
+                                              const Tensor& kv_len) {
+  check("accepted_rows", accepted_rows, ScalarType::Int, {kAny, kAny});
+  const int64_t batch = accepted_rows.size(0);
+  check("num_accepted", num_accepted, ScalarType::Int, {batch});
+  check("kv_len", kv_len, ScalarType::Int, {batch});
+  std::vector<CacheTensor> caches;
+  caches.reserve(k.size() + v.size());
+  for (const Tensor& t : k) caches.push_back(cache_tensor(t, batch));
+  for (const Tensor& t : v) caches.push_back(cache_tensor(t, batch));
+  return caches;
+}
+
+}  // namespace gsd

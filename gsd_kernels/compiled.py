@@ -1,0 +1,106 @@
+"""The compiled ops: their schemas under ``torch.ops.gsd_kernels``, shape functions, and the libraries behind them.
+
+One schema an op serves the CPU and the CUDA library. Importing this loads what setup.py built beside this file and
+costs about a millisecond; nothing is compiled here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .graph import num_words
+
+LIBRARIES = {"cpu": "_cpu.abi3.so", "cuda": "_cuda.abi3.so"}
+
+_WARPERS = (
+    "float temperature, int top_k, float top_p, float min_p, "
+    "Tensor? temperatures=None, Tensor? top_ks=None, Tensor? top_ps=None, Tensor? min_ps=None"
+)
+SCHEMAS = (
+    "merge(Tensor(a!) token_ids, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!) scores, Tensor(e!) contexts, "
+    "Tensor(f!) expanded, Tensor(g!) ancestor_mask, Tensor(h!) edge_targets, Tensor(i!) edge_log_probs, "
+    "Tensor(j!) num_nodes, Tensor(k!) num_merges, Tensor frontier, Tensor cand_tokens, Tensor cand_log_probs, "
+    "int level, int width, int merge_context, float log_sibling_ratio, float log_min_prob) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "flatten(Tensor token_ids, Tensor edge_targets, Tensor edge_log_probs, int max_rows, int max_path) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "verify(Tensor token_ids, Tensor parent_rows, Tensor depths, Tensor ancestor_mask, Tensor num_rows, "
+    "Tensor sampled, Tensor eos_ids, Tensor remaining, Tensor done, int max_path) -> (Tensor, Tensor, Tensor)",
+    "commit_kv(Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor accepted_rows, Tensor num_accepted, "
+    "Tensor(c!) kv_len) -> ()",
+    f"sample_rows(Tensor logits, Tensor positions, Tensor seed, Tensor sequence_ids, {_WARPERS}) -> Tensor",
+    "draft_candidates(Tensor logits, Tensor positions, int branch, Tensor seed, Tensor sequence_ids, "
+    f"{_WARPERS}) -> (Tensor, Tensor)",
+)
+
+
+def load(backend: str) -> str | None:
+    """Load the library of ``"cpu"`` or ``"cuda"``; the reason if that is impossible."""
+    path = Path(__file__).with_name(LIBRARIES[backend])
+    if not path.exists():
+        return f"the compiled {backend} ops were not built when the package was installed; " + (
+            "with a C++ compiler: pip install --no-build-isolation ."
+            if backend == "cpu"
+            else "with nvcc: GSD_BUILD_CUDA=1 pip install --no-build-isolation ."
+        )
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return f"{path.name} cannot be loaded: {error}"
+    return None
+
+
+def _define() -> None:
+    for schema in SCHEMAS:
+        torch.library.define(f"gsd_kernels::{schema.partition('(')[0]}", schema[schema.index("(") :])
+
+    def int32(like: Tensor, *shape: int) -> Tensor:
+        return like.new_empty(shape, dtype=torch.int32)
+
+    @torch.library.register_fake("gsd_kernels::merge")
+    def _merge(token_ids: Tensor, *args: object) -> tuple[Tensor, ...]:
+        ancestor_mask, width = args[5], args[14]
+        assert isinstance(ancestor_mask, Tensor) and isinstance(width, (int, torch.SymInt))
+        batch, words = token_ids.shape[0], ancestor_mask.shape[2]
+        return (*(int32(token_ids, batch, width) for _ in range(3)), int32(token_ids, batch, width, words))
+
+    @torch.library.register_fake("gsd_kernels::flatten")
+    def _flatten(
+        token_ids: Tensor, edge_targets: Tensor, edge_log_probs: Tensor, max_rows: int, max_path: int
+    ) -> tuple[Tensor, ...]:
+        batch = token_ids.shape[0]
+        token, parent, depth, node = (int32(token_ids, batch, max_rows) for _ in range(4))
+        mask = int32(token_ids, batch, max_rows, num_words(max_rows))
+        return token, parent, depth, mask, node, edge_log_probs.new_empty(batch, max_rows), int32(token_ids, batch)
+
+    @torch.library.register_fake("gsd_kernels::verify")
+    def _verify(token_ids: Tensor, *args: object) -> tuple[Tensor, ...]:
+        batch, max_path = token_ids.shape[0], args[-1]
+        assert isinstance(max_path, (int, torch.SymInt))
+        return int32(token_ids, batch, max_path + 1), int32(token_ids, batch), int32(token_ids, batch)
+
+    @torch.library.register_fake("gsd_kernels::commit_kv")
+    def _commit_kv(*args: object) -> None:
+        return None
+
+    @torch.library.register_fake("gsd_kernels::sample_rows")
+    def _sample_rows(logits: Tensor, positions: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return torch.empty_like(positions)
+
+    @torch.library.register_fake("gsd_kernels::draft_candidates")
+    def _draft_candidates(
+        logits: Tensor, positions: Tensor, branch: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        shape = (*positions.shape, branch)
+        return positions.new_empty(shape), logits.new_empty(shape, dtype=torch.float32)
+
+
+_define()
+UNAVAILABLE: dict[str, str | None] = {
+    "cpu": load("cpu"),
+    # A CUDA library beside a CPU-only torch could be loaded but never run.
+    "cuda": load("cuda") if torch.version.cuda is not None else "this torch was built without CUDA",
+}
