@@ -17,6 +17,7 @@ from .ops.commit_kv import commit_kv
 from .ops.dag_attention import dag_attention
 from .ops.flatten import flatten
 from .ops.merge import merge
+from .ops.ngram import NgramTable, ngram_insert, ngram_lookup
 from .ops.sampling import draft_candidates, sample_rows
 from .ops.verify import verify
 
@@ -32,6 +33,7 @@ __all__ = [
     "Frontier",
     "GraphConfig",
     "GraphDecoder",
+    "NgramTable",
     "Rows",
     "TokenGraph",
     "__version__",
@@ -41,6 +43,8 @@ __all__ = [
     "flatten",
     "generate",
     "merge",
+    "ngram_insert",
+    "ngram_lookup",
     "patch",
     "sample_rows",
     "unpatch",

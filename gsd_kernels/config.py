@@ -26,8 +26,8 @@ class GraphConfig:
         width: nodes that one level expands, the best of all unexpanded ones (1 … 64).
         branch: candidate tokens drafted after each expanded node (1 … 32).
         max_rows: rows that the target verifies in one forward, the root included (2 … 128).
-        max_path: deepest row of the unrolled graph. ``None``: ``min(2·depth, max_rows − 1)``. Paths can be longer
-            than ``depth`` because a merge edge may lead back to a node whose continuation is already drafted.
+        max_path: deepest row of the unrolled graph. ``None``: ``min(2·depth + reuse_depth, max_rows − 1)``. Paths can
+            be longer than ``depth``, because a merge edge may lead to a node whose continuation is already drafted.
         merge_context: tokens that must agree before two equal tokens when a candidate joins an existing node
             (0 … 8); −1 turns merging off, which leaves a token tree. The paper's ``repeat_threshold``
             (arXiv 2407.16207, section 3.2).
@@ -35,6 +35,9 @@ class GraphConfig:
             paper's ``sibling_threshold``).
         min_prob: a node whose path probability is below this is kept but not expanded (0 … 1; the paper's
             ``prob_threshold``).
+        reuse_depth: levels after the drafted ones whose candidates come from what followed the same tokens earlier
+            (0 … 64), at no draft cost: merging across steps.
+        reuse_width: nodes that such a level expands (1 … 64).
 
     Raises:
         TypeError: a field has the wrong type.
@@ -49,6 +52,8 @@ class GraphConfig:
     merge_context: int = 1
     sibling_ratio: float = 0.0
     min_prob: float = 0.0
+    reuse_depth: int = 0
+    reuse_width: int = 8
 
     def __post_init__(self) -> None:
         _check_int("depth", self.depth, 1, 64)
@@ -56,11 +61,14 @@ class GraphConfig:
         _check_int("branch", self.branch, 1, 32)
         _check_int("max_rows", self.max_rows, 2, MAX_ROWS)
         if self.max_path is None:
-            object.__setattr__(self, "max_path", min(2 * self.depth, self.max_rows - 1))
+            deepest = 2 * self.depth + self.reuse_depth
+            object.__setattr__(self, "max_path", min(deepest, self.max_rows - 1))
         _check_int("max_path", self.max_path, 1, self.max_rows - 1)
         _check_int("merge_context", self.merge_context, -1, MAX_CONTEXT)
         _check_fraction("sibling_ratio", self.sibling_ratio)
         _check_fraction("min_prob", self.min_prob)
+        _check_int("reuse_depth", self.reuse_depth, 0, 64)
+        _check_int("reuse_width", self.reuse_width, 1, 64)
         if self.node_capacity > MAX_NODES:
             raise ValueError(
                 f"depth={self.depth}, width={self.width}, branch={self.branch} give a graph of up to "
@@ -94,8 +102,9 @@ class GraphConfig:
 
     @property
     def node_capacity(self) -> int:
-        """Nodes that the graph can hold: root + branch + (depth − 1)·width·branch."""
-        return 1 + self.branch + (self.depth - 1) * self.width * self.branch
+        """Nodes that the graph can hold: root + branch·(1 + (depth − 1)·width + reuse_depth·reuse_width)."""
+        expanded = 1 + (self.depth - 1) * self.width + self.reuse_depth * self.reuse_width
+        return 1 + self.branch * expanded
 
     @property
     def draft_slots(self) -> int:

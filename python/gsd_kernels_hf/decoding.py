@@ -14,17 +14,19 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from gsd_kernels import Acceptance, GraphConfig, Rows, TokenGraph, flatten, sample_rows, verify
+from gsd_kernels import Acceptance, GraphConfig, NgramTable, Rows, TokenGraph, flatten, sample_rows, verify
 from gsd_kernels.config import resolve_graph_config
 
 from . import support
 from .attention import switched
-from .drafting import DecodeState, ModelDraft
+from .drafting import DecodeState, Drafter, ModelDraft
 from .forward import RowModel
+from .history import History
 from .sampling import RowProcessors, SamplingPlan, draw_seed
 from .stats import Clock, GenerationStats
 
 logger = logging.getLogger("gsd_kernels")
+SOURCES = ("model", "history")
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Session:
     def __init__(
         self,
         target: RowModel,
-        draft: RowModel | None,
+        drafter: Drafter | None,
         state: DecodeState,
         config: GraphConfig,
         plan: SamplingPlan,
@@ -58,11 +60,8 @@ class Session:
         clock: Clock,
         backend: str,
     ) -> None:
-        self.target, self.state, self.config, self.plan = target, state, config, plan
+        self.target, self.drafter, self.state, self.config, self.plan = target, drafter, state, config, plan
         self.eos_ids, self.clock, self.backend = eos_ids, clock, backend
-        self.source = (
-            None if draft is None else ModelDraft(draft, state, target.vocab_size, plan.warper_arguments)
-        )
         batch, device = state.tokens.shape[0], state.tokens.device
         self.kv_len = state.out_len - 1  # the root is not in the target's cache yet
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)  # nodes, merges, accepted merges
@@ -78,11 +77,11 @@ class Session:
 
     @property
     def num_rows(self) -> int:
-        return self.config.max_rows if self.source else 1
+        return self.config.max_rows if self.drafter else 1
 
     @property
     def max_path(self) -> int:
-        return int(self.config.max_path or 0) if self.source else 0
+        return int(self.config.max_path or 0) if self.drafter else 0
 
     def step(self) -> StepRecord:
         """One whole step on the device."""
@@ -111,10 +110,10 @@ class Session:
     def draft(self) -> tuple[TokenGraph | None, Rows]:
         """draft + merge × depth, then flatten. Without a source the root is the only row: plain decoding."""
         with self.clock.part("draft"):
-            if self.source is None:
+            if self.drafter is None:
                 self.lone_root.token_ids.copy_(self.state.root_tokens()[:, None])
                 return None, self.lone_root
-            graph = self.source.draft(self.state, self.config)
+            graph = self.drafter.draft(self.config)
             return graph, flatten(graph, self.num_rows, self.max_path, backend=self.backend)
 
     def attend(self, rows: Rows) -> Tensor:
@@ -129,7 +128,11 @@ class Session:
                 rows.depths,
                 keep=self.num_rows,
             )
-        return logits.to(self.kv_len.device)
+        logits = logits.to(self.kv_len.device)
+        if self.drafter is not None and self.drafter.history is not None:
+            with self.clock.part("draft"):
+                self.drafter.history.remember(rows, self.state.emitted_tail(), logits)
+        return logits
 
     def positions(self, rows: Rows) -> Tensor:
         """Index of the token picked after each row, padding excluded: int32 [B, R]."""
@@ -282,6 +285,18 @@ class Walk:
         return any(bool(v if v.dim() == 0 else v[b]) for v in verdicts)
 
 
+def check_sources(sources: Sequence[str] | None, draft: PreTrainedModel | None) -> tuple[str, ...] | None:
+    if sources is None:
+        return None
+    if isinstance(sources, str) or not all(s in SOURCES for s in sources) or not sources:
+        raise ValueError(f"draft_sources: expected a tuple of {', '.join(SOURCES)}, got {sources!r}")
+    if "model" in sources and draft is None:
+        raise ValueError('draft_sources: "model" needs assistant_model')
+    if "model" not in sources and draft is not None:
+        raise ValueError('draft_sources: leave out assistant_model, or name "model"')
+    return tuple(sources)
+
+
 def check_pick(token: int) -> None:
     if token < 0:
         raise ValueError(
@@ -300,6 +315,8 @@ class GraphDecoder:
         graph_config: a :class:`~gsd_kernels.GraphConfig` or a preset's name.
         seed: of the sampling noise; ``None`` draws one from torch's generator.
         backend: of all ops, see :mod:`gsd_kernels.backends`.
+        draft_sources: ``"model"`` (the draft), ``"history"`` (what the target said before, and the prompt). ``None``:
+            both where there is a draft, else plain decoding; ``("history",)`` speculates without a draft model.
         streamer: gets every emitted token (batch 1).
         observer: called with every :class:`StepRecord`.
     """
@@ -311,6 +328,7 @@ class GraphDecoder:
         *,
         seed: int | None = None,
         backend: str = "auto",
+        draft_sources: tuple[str, ...] | None = None,
         streamer: BaseStreamer | None = None,
         observer: Callable[[StepRecord], None] | None = None,
     ) -> None:
@@ -318,6 +336,7 @@ class GraphDecoder:
         if self.assistant_model is not None:
             support.check_model("assistant_model", self.assistant_model)
         self.graph_config = resolve_graph_config(graph_config)
+        self.draft_sources = check_sources(draft_sources, self.assistant_model)
         self.seed, self.backend, self.streamer, self.observer = seed, backend, streamer, observer
         self.stats: GenerationStats | None = None
 
@@ -348,7 +367,8 @@ class GraphDecoder:
         device = support.device_of(model)
         clock = Clock(device)
         state = self._initial_state(input_ids, attention_mask, generation_config, budget, seed_value, device)
-        capacity = prompt + budget + (self.graph_config.cache_slots if draft is not None else 1)
+        sources = self._sources(draft)
+        capacity = prompt + budget + (self.graph_config.cache_slots if sources else 1)
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         models = (model,) if draft is None else (model, draft)
@@ -360,7 +380,7 @@ class GraphDecoder:
                     rows.prefill(input_ids[:, :-1], mask, generation_config.prefill_chunk_size)
             session = Session(
                 row_models[0],
-                row_models[1] if draft is not None else None,
+                self._drafter(sources, row_models, state, plan, input_ids),
                 state,
                 self.graph_config,
                 plan,
@@ -416,8 +436,8 @@ class GraphDecoder:
                 self.observer(record)
             finished = self._emit(session, stats)  # the step's one host read
             finished = finished or any(bool(torch.as_tensor(t(state.tokens, None)).any()) for t in timers)
-        if session.source is not None:
-            stats.draft_rows = stats.steps * session.config.draft_rows * stats.sequences
+        if session.drafter is not None:
+            stats.draft_rows = stats.steps * session.config.draft_rows * stats.sequences if session.drafter.model else 0
         stats.target_rows = stats.steps * session.num_rows * stats.sequences
         stats.drafted_nodes, stats.merges, stats.accepted_merges = session.counts.tolist()
         return stats
@@ -434,6 +454,34 @@ class GraphDecoder:
                 for token in tokens[:count]:
                     self.streamer.put(torch.tensor([token]))
         return all(done for done, *_ in packed)
+
+    def _sources(self, draft: PreTrainedModel | None) -> tuple[str, ...]:
+        """The sources to use; by default all that cost nothing to have."""
+        sources = self.draft_sources
+        if sources is None:
+            sources = ("model", "history") if draft is not None else ()
+        if "history" in sources and draft is not None and self.graph_config.reuse_depth == 0:
+            sources = tuple(s for s in sources if s != "history")
+        return sources
+
+    def _drafter(
+        self,
+        sources: tuple[str, ...],
+        row_models: list[RowModel],
+        state: DecodeState,
+        plan: SamplingPlan,
+        input_ids: Tensor,
+    ) -> Drafter | None:
+        if not sources:
+            return None
+        model = history = None
+        if "model" in sources:
+            model = ModelDraft(row_models[1], state, row_models[0].vocab_size, plan.warper_arguments)
+        if "history" in sources:
+            table = NgramTable.empty(input_ids.shape[0], self.graph_config.branch, state.tokens.device)
+            history = History(table, state.seed, state.sequence_ids, plan.warper_arguments)
+            history.read_prompt(state.tokens[:, : input_ids.shape[1]], state.kv_start)
+        return Drafter(state, model, history, self.backend)
 
     def _check(
         self,
@@ -466,7 +514,7 @@ class GraphDecoder:
         device: torch.device,
     ) -> DecodeState:
         batch, prompt = input_ids.shape
-        width = self.graph_config.chain_rows if self.assistant_model is not None else 1
+        width = self.graph_config.chain_rows if self._sources(self.assistant_model) else 1
         pad = generation_config._pad_token_tensor
         tokens = torch.full(
             (batch, prompt + budget + width), 0 if pad is None else int(pad), dtype=torch.int64, device=device

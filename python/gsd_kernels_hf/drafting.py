@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gsd_kernels import GraphConfig, TokenGraph, draft_candidates, merge
+from gsd_kernels import Frontier, GraphConfig, TokenGraph, draft_candidates, merge
 from gsd_kernels.config import MAX_CONTEXT
 from gsd_kernels.graph import pack_bits
 
 from .forward import RowModel
+from .history import History
 
 
 @dataclass
@@ -42,9 +43,51 @@ class DecodeState:
 class DraftShape:
     """The static storage of one :class:`~gsd_kernels.GraphConfig`."""
 
-    config: GraphConfig
     graph: TokenGraph
-    slot_depths: Tensor  # int32 [B, draft_slots]; depth below the root's children of the node in each slot
+    slot_depths: Tensor  # int32 [B, draft_slots]; depth, counted from the root's children, of the node in each slot
+
+
+class Drafter:
+    """Grows the token graph from its sources: the draft model's levels first, then those of the history."""
+
+    def __init__(self, state: DecodeState, model: ModelDraft | None, history: History | None, backend: str) -> None:
+        self.state, self.model, self.history, self.backend = state, model, history, backend
+        self.shapes: dict[GraphConfig, DraftShape] = {}
+
+    def shape(self, config: GraphConfig) -> DraftShape:
+        """Storage for ``config``, made at its first use."""
+        if config not in self.shapes:
+            batch, device = self.state.tokens.shape[0], self.state.tokens.device
+            slot_depths = torch.zeros(batch, config.draft_slots, dtype=torch.int32, device=device)
+            self.shapes[config] = DraftShape(TokenGraph.empty(batch, config, device), slot_depths)
+        return self.shapes[config]
+
+    def draft(self, config: GraphConfig) -> TokenGraph:
+        """draft + merge, once a level."""
+        shape, state = self.shape(config), self.state
+        graph = shape.graph
+        graph.reset(state.root_tokens(), state.emitted_tail())
+        first_pick = state.out_len - state.kv_start  # [B]; index of the token after the root
+        frontier = Frontier(graph.root_frontier(), graph.token_ids[:, :1], graph.depths[:, :1], graph.ancestor_mask)
+        for level in range(config.depth + (config.reuse_depth if self.history is not None else 0)):
+            positions = first_pick[:, None] + frontier.depths
+            if self.model is not None and level < config.depth:
+                tokens, log_probs = self.model.candidates(state, config, level, frontier, positions, shape.slot_depths)
+            elif self.history is not None:
+                tokens, log_probs = self.history.candidates(graph, frontier.node_ids, positions)
+            frontier = merge(
+                graph,
+                frontier.node_ids,
+                tokens,
+                log_probs,
+                level=level,
+                width=config.width if level + 1 < config.depth else config.reuse_width,
+                merge_context=config.merge_context,
+                log_sibling_ratio=config.log_sibling_ratio,
+                log_min_prob=config.log_min_prob,
+                backend=self.backend,
+            )
+        return graph
 
 
 class ModelDraft:
@@ -60,60 +103,49 @@ class ModelDraft:
         self.seed = state.seed.to(rows.device)
         self.sequence_ids = state.sequence_ids.to(rows.device)
         self.cached = state.out_len - 1  # int32 [B]; tokens in the draft's cache, left padding included
-        self.shapes: dict[GraphConfig, DraftShape] = {}
 
-    def shape(self, config: GraphConfig, state: DecodeState) -> DraftShape:
-        """Storage for ``config``, made at its first use."""
-        if config not in self.shapes:
-            batch, device = state.tokens.shape[0], state.tokens.device
-            slot_depths = torch.zeros(batch, config.draft_slots, dtype=torch.int32, device=device)
-            self.shapes[config] = DraftShape(config, TokenGraph.empty(batch, config, device), slot_depths)
-        return self.shapes[config]
-
-    def draft(self, state: DecodeState, config: GraphConfig) -> TokenGraph:
-        """draft + merge, ``depth`` times. At most ``config.chain_rows`` tokens may be new since the last call."""
-        shape = self.shape(config, state)
-        graph, width = shape.graph, config.width
-        graph.reset(state.root_tokens(), state.emitted_tail())
-        frontier = graph.root_frontier()
-        first_pick = state.out_len - state.kv_start  # [B]; index of the token after the root
-        positions = first_pick[:, None]
-        logits = self.feed(state, config.chain_rows)  # [B, 1, V]
-        for level in range(config.depth):
-            tokens, log_probs = self._candidates(logits, positions, config.branch, graph.token_ids.device)
-            nxt = merge(
-                graph,
-                frontier,
-                tokens,
-                log_probs,
-                level=level,
-                width=width,
-                merge_context=config.merge_context,
-                log_sibling_ratio=config.log_sibling_ratio,
-                log_min_prob=config.log_min_prob,
-                backend=self.rows.backend,
-            )
-            if level + 1 == config.depth:
-                break
-            slots = level * width + torch.arange(width, device=graph.token_ids.device)
-            shape.slot_depths[:, level * width : (level + 1) * width] = nxt.depths - 1
-            frontier = nxt.node_ids
-            positions = first_pick[:, None] + nxt.depths
+    def candidates(
+        self,
+        state: DecodeState,
+        config: GraphConfig,
+        level: int,
+        frontier: Frontier,
+        positions: Tensor,  # int32 [B, W]; index of the token after each node
+        slot_depths: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """One draft forward: tokens and log-probabilities [B, W, K] after every frontier node."""
+        if level == 0:
+            logits = self.feed(state, config.chain_rows)  # [B, 1, V]
+        else:
+            first = (level - 1) * config.width
+            slots = first + torch.arange(config.width, device=state.tokens.device)
+            slot_depths[:, first : first + config.width] = frontier.depths - 1
             logits = self.rows.rows(
-                nxt.token_ids,
+                frontier.token_ids,
                 state.out_len,  # the root lies in the prefix
                 slots,
-                nxt.ancestor_mask,
-                nxt.depths - 1,
-                shape.slot_depths,
-                keep=width,
+                frontier.ancestor_mask,
+                frontier.depths - 1,
+                slot_depths,
+                keep=config.width,
             )
-        return graph
+        tokens, log_probs = draft_candidates(
+            logits[..., : self.vocab_size],
+            positions.to(logits.device, torch.int32),
+            branch=config.branch,
+            seed=self.seed,
+            sequence_ids=self.sequence_ids,
+            backend=self.rows.backend,
+            **self.warpers,
+        )
+        device = state.tokens.device
+        return tokens.to(device, non_blocking=True), log_probs.to(device, non_blocking=True)
 
     def feed(self, state: DecodeState, width: int) -> Tensor:
-        """Level 0: cache up to ``width`` emitted tokens as a chain; logits after the last, [B, 1, V].
+        """Cache up to ``width`` emitted tokens as a chain; logits after the last, [B, 1, V].
 
-        The chain is right-aligned, so that its end is the last row; padding rows write above it.
+        At level 0 that is the root. The chain is right-aligned, so that its end is the last row; padding rows write
+        above it.
         """
         count = (state.out_len - self.cached).clamp(max=width)  # [B]
         row = torch.arange(width, device=state.tokens.device)
@@ -134,17 +166,3 @@ class ModelDraft:
         )
         self.cached.add_(count)
         return logits
-
-    def _candidates(
-        self, logits: Tensor, positions: Tensor, branch: int, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        tokens, log_probs = draft_candidates(
-            logits[..., : self.vocab_size],
-            positions.to(logits.device, torch.int32),
-            branch=branch,
-            seed=self.seed,
-            sequence_ids=self.sequence_ids,
-            backend=self.rows.backend,
-            **self.warpers,
-        )
-        return tokens.to(device, non_blocking=True), log_probs.to(device, non_blocking=True)

@@ -33,6 +33,7 @@ def generate(
     graph_config: GraphConfig | str | None = None,
     seed: int | None = None,
     backend: str = "auto",
+    draft_sources: tuple[str, ...] | None = None,
     generation_config: GenerationConfig | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     streamer: BaseStreamer | None = None,
@@ -53,6 +54,7 @@ def generate(
         graph_config: :class:`~gsd_kernels.GraphConfig`, ``"chain"``, ``"tree"`` or ``"graph"`` (the default).
         seed: 64-bit seed of the sampling noise; ``None`` draws one from torch's generator.
         backend: see :mod:`gsd_kernels.backends`.
+        draft_sources: ``("model", "history")`` or a part of it, see :class:`GraphDecoder`.
         generation_config, stopping_criteria, streamer, tokenizer: as in transformers; ``tokenizer`` serves
             ``stop_strings``. With a batch every sequence's processors are called with its own history.
         assistant_tokenizer: only compared with ``tokenizer``.
@@ -69,7 +71,13 @@ def generate(
     support.check_model("model", model)
     support.check_arguments(kwargs)
     decoder = GraphDecoder(
-        assistant_model, graph_config, seed=seed, backend=backend, streamer=streamer, observer=observer
+        assistant_model,
+        graph_config,
+        seed=seed,
+        backend=backend,
+        draft_sources=draft_sources,
+        streamer=streamer,
+        observer=observer,
     )
     if seed is not None:
         draw_seed(seed)

@@ -49,12 +49,26 @@ def gumbel_noise(seed: Tensor, positions: Tensor, sequence_ids: Tensor, vocab_si
         float32 [..., V].
     """
     blocks = torch.arange((vocab_size + 3) // 4, device=positions.device)
+    words = _words(seed, blocks, positions, sequence_ids)
+    return _gumbel(torch.stack(words, -1).flatten(-2)[..., :vocab_size])
+
+
+def gumbel_of(seed: Tensor, positions: Tensor, sequence_ids: Tensor, tokens: Tensor) -> Tensor:
+    """:func:`gumbel_noise` of single tokens: int [..., K] (−1 reads as 0) → float32 [..., K]."""
+    tokens = tokens.long().clamp(min=0)
+    words = torch.stack(_words(seed, tokens >> 2, positions, sequence_ids), -1)  # [..., K, 4]
+    return _gumbel(words.gather(-1, (tokens & 3).unsqueeze(-1)).squeeze(-1))
+
+
+def _words(seed: Tensor, blocks: Tensor, positions: Tensor, sequence_ids: Tensor) -> tuple[Tensor, ...]:
     position = positions.long().unsqueeze(-1)
     sequence = sequence_ids.long().unsqueeze(-1)
     seed = seed.to(positions.device)
     key = (seed & MASK32, (seed >> 32) & MASK32)
-    words = philox4x32(key, (blocks, position, sequence, torch.zeros_like(blocks)))
-    bits = torch.stack(torch.broadcast_tensors(*words), -1).flatten(-2)[..., :vocab_size]  # [..., V]
+    return torch.broadcast_tensors(*philox4x32(key, (blocks, position, sequence, torch.zeros_like(blocks))))
+
+
+def _gumbel(bits: Tensor) -> Tensor:
     uniform = ((bits >> 1).to(torch.float32) + 0.5) * 2.0**-31
     uniform = uniform.clamp(max=1.0 - 2.0**-24)  # float32 rounds the top of the range to 1, where g is −inf
     return -torch.log(-torch.log1p(-uniform))

@@ -1,0 +1,86 @@
+"""What the target said before: a draft source that costs no draft forward."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gsd_kernels import NgramTable, Rows, TokenGraph, ngram_insert, ngram_lookup
+from gsd_kernels.config import MAX_CONTEXT
+from gsd_kernels.ops.sampling.philox import gumbel_of
+from gsd_kernels.ops.sampling.reference import is_off, warp
+
+# log P(the remembered continuation is right | matched context of 0, 1, 2, … tokens), relative to what was remembered.
+WORTH = (0.0, 0.35, 0.55, 0.7, 0.8)
+PROMPT_PROBABILITY = 0.6  # of a continuation that was read in the prompt
+
+
+class History:
+    """The target's most likely tokens after every context that it was shown, by the last 1 … 4 tokens.
+
+    Filled from the prompt and from every verified row, accepted or not; read for the leaves of the graph.
+    """
+
+    def __init__(self, table: NgramTable, seed: Tensor, sequence_ids: Tensor, warpers: dict[str, float]) -> None:
+        self.table, self.seed, self.sequence_ids, self.warpers = table, seed, sequence_ids, warpers
+        self.log_worth = torch.tensor([math.log(w) if w else -math.inf for w in WORTH], device=table.keys.device)
+
+    def read_prompt(self, tokens: Tensor, kv_start: Tensor) -> None:
+        """Remember the prompt's own continuations; tokens int64 [B, P], left-padded."""
+        length = tokens.shape[1]
+        if length < 2:
+            return
+        place = torch.arange(length, device=tokens.device)
+        real = torch.where(place >= kv_start[:, None], tokens, -1).to(torch.int32)
+        padded = torch.nn.functional.pad(real, (MAX_CONTEXT - 1, 0), value=-1)
+        contexts = padded.unfold(1, MAX_CONTEXT, 1)[:, :-1].flip(-1)  # [B, P − 1, C], nearest first
+        k = self.table.tokens.shape[2]
+        following = torch.nn.functional.pad(real[:, 1:, None], (0, k - 1), value=-1)
+        log_probs = torch.full_like(following, math.log(PROMPT_PROBABILITY), dtype=torch.float32)
+        ngram_insert(self.table, contexts.contiguous(), following, log_probs, contexts[..., 0] >= 0)
+
+    def remember(self, rows: Rows, tail: Tensor, logits: Tensor) -> None:
+        """Remember the target's best tokens at every verified row. tail int32 [B, C]: the tokens before the root."""
+        k = self.table.tokens.shape[2]
+        logits = logits.float()
+        if not is_off(self.warpers["temperature"], 0.0):
+            logits = warp(logits, **self.warpers)
+        log_probs, tokens = logits.log_softmax(-1).topk(k, dim=-1)
+        contexts = row_contexts(rows, tail, self.table.max_context)
+        place = torch.arange(rows.token_ids.shape[1], device=tokens.device)
+        ngram_insert(self.table, contexts, tokens.to(torch.int32), log_probs, place < rows.num_rows[:, None])
+
+    def candidates(self, graph: TokenGraph, frontier: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """What followed the same tokens as each frontier node's: tokens and log-probabilities [B, W, K].
+
+        positions int32 [B, W]: index of the token after the node, which keys the sampling noise.
+        """
+        node = frontier.clamp(min=0).long()
+        before = graph.contexts.gather(1, node[:, :, None].expand(-1, -1, MAX_CONTEXT))[..., :-1]
+        contexts = torch.cat([graph.token_ids.gather(1, node)[..., None], before], -1)
+        tokens, log_probs, matched = ngram_lookup(self.table, contexts)
+        if not is_off(self.warpers["temperature"], 0.0):
+            # As draft_candidates does over the whole vocabulary: what the target is likely to pick given its noise.
+            noise = gumbel_of(self.seed, positions, self.sequence_ids[:, None], tokens)
+            noisy = torch.where(tokens >= 0, log_probs + noise, -math.inf)
+            rest = (1.0 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log() + 0.5772
+            log_probs = noisy - torch.cat([noisy, rest], -1).logsumexp(-1, keepdim=True)
+        log_probs = log_probs + self.log_worth[matched.long()][..., None]
+        return tokens, torch.where(tokens >= 0, log_probs, -math.inf)
+
+
+def row_contexts(rows: Rows, tail: Tensor, length: int) -> Tensor:
+    """The last ``length`` tokens at every row, its own first, running on into the emitted text.
+
+    tail int32 [B, C]: the tokens before the root. Returns int32 [B, R, length].
+    """
+    at = torch.arange(rows.token_ids.shape[1], device=tail.device).expand_as(rows.token_ids)
+    context = []
+    for back in range(length):
+        drafted = rows.token_ids.gather(1, at.clamp(min=0))
+        emitted = tail.gather(1, (back - 1 - rows.depths).clamp(0, tail.shape[1] - 1).long())
+        context.append(torch.where(at >= 0, drafted, emitted))
+        at = torch.where(at >= 0, rows.parent_rows.gather(1, at.clamp(min=0)).long(), -1)
+    return torch.stack(context, -1)
