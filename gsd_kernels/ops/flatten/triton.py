@@ -61,7 +61,7 @@ def _flatten_kernel(
     count = depth + 1
     for r in tl.range(1, ROWS):
         # Open the children of row r − 1. Key: score, then depth asc, parent row asc, edge asc; the node rides along.
-        grows = (k < BRANCH) & (node >= 0) & (depth < max_path)
+        grows = k < tl.where((node >= 0) & (depth < max_path), BRANCH, 0)
         child = tl.load(edge_targets_ptr + node * BRANCH + k, mask=grows, other=-1)
         log_prob = tl.load(edge_log_probs_ptr + node * BRANCH + k, mask=grows & (child >= 0), other=0.0)
         bits = (score + log_prob + 0.0).to(tl.int32, bitcast=True)  # + 0.0: equal scores have equal bits
