@@ -5,10 +5,14 @@ from torch import Tensor
 
 from ...backends import resolve
 from ...checks import check_tensor
-from . import reference
+from . import compiled, reference, triton_op
 
-SAMPLE_ROWS = {"reference": reference.sample_rows}
-DRAFT_CANDIDATES = {"reference": reference.draft_candidates}
+SAMPLE_ROWS = {"cpu": compiled.sample_rows, "triton": triton_op.sample_rows, "reference": reference.sample_rows}
+DRAFT_CANDIDATES = {
+    "cpu": compiled.draft_candidates,
+    "triton": triton_op.draft_candidates,
+    "reference": reference.draft_candidates,
+}
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -1,0 +1,212 @@
+#include "row_math.h"
+
+#include <cstring>
+
+// Clang has no target_clones for functions that use vector types; there the baseline instruction set serves.
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#define GSD_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
+#else
+#define GSD_CLONES
+#endif
+#define GSD_INLINE static inline __attribute__((always_inline))
+
+namespace gsd {
+namespace {
+
+constexpr int kLanes = 16;
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+
+// A C-style cast between vector types of one size keeps the bits.
+GSD_INLINE void load(const void* from, Floats& to) { memcpy(&to, from, sizeof to); }
+GSD_INLINE void store(const Floats& from, void* to) { memcpy(to, &from, sizeof from); }
+GSD_INLINE void fill(float value, Floats& to) { to = value - Floats{}; }
+
+// Cephes' expf: relative error 1e-7; 0 below −87.
+GSD_INLINE void exp_lanes(const Floats& x, Floats& out) {
+  const Floats clamped = x < -87.0f ? Floats{} - 87.0f : x;
+  const Floats shifted = clamped * 1.44269504088896341f + 12582912.0f;  // + 1.5·2²³ rounds to an integer
+  const Floats n = shifted - 12582912.0f;
+  const Floats r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const Ints scale = (__builtin_convertvector(n, Ints) + 127) << 23;
+  out = x < -87.0f ? Floats{} : p * (Floats)scale;
+}
+
+// Cephes' logf for positive normal numbers: relative error 1e-7.
+GSD_INLINE void log_lanes(const Floats& x, Floats& out) {
+  const Ints bits = (Ints)x;
+  const Ints mantissa = (bits & 0x7FFFFF) | 0x3F800000;
+  Floats m = (Floats)mantissa;  // 1 … 2
+  const Ints large = m > 1.41421356f;                     // −1 where true
+  const Floats e = __builtin_convertvector((bits >> 23) - 127 - large, Floats);
+  m = (large ? m * 0.5f : m) - 1.0f;
+  const Floats z = m * m;
+  Floats p = m * 7.0376836292e-2f - 1.1514610310e-1f;
+  p = p * m + 1.1676998740e-1f;
+  p = p * m - 1.2420140846e-1f;
+  p = p * m + 1.4249322787e-1f;
+  p = p * m - 1.6668057665e-1f;
+  p = p * m + 2.0000714765e-1f;
+  p = p * m - 2.4999993993e-1f;
+  p = p * m + 3.3333331174e-1f;
+  out = m + (m * z * p - e * 2.12194440e-4f - z * 0.5f) + e * 0.693359375f;
+}
+
+// −log1p(−u); w − 1 is exactly minus what rounding left of u, which the quotient corrects for.
+GSD_INLINE void negative_log1p_lanes(const Floats& u, Floats& out) {
+  const Floats w = 1.0f - u;
+  Floats log_w;
+  log_lanes(w, log_w);
+  out = w == 1.0f ? u : log_w * u / (w - 1.0f);
+}
+
+}  // namespace
+
+void widen_bfloat16(const uint16_t* from, float* to, int n) {
+  for (int i = 0; i < n; i++) to[i] = float_from_bits(static_cast<uint32_t>(from[i]) << 16);
+}
+
+// The exponent is rebased by a multiplication, which also handles infinity and NaN; subnormals take the second form.
+GSD_CLONES void widen_float16(const uint16_t* from, float* to, int n) {
+  for (int i = 0; i < n; i++) {
+    const uint32_t wide = static_cast<uint32_t>(from[i]) << 16, magnitude = wide << 1;
+    const float normal = float_from_bits((magnitude >> 4) + (0xE0u << 23)) * 1.925929944387236e-34f;  // 2⁻¹¹²
+    const float subnormal = float_from_bits((magnitude >> 17) | (126u << 23)) - 0.5f;
+    const float value = magnitude < (1u << 27) ? subnormal : normal;
+    to[i] = float_from_bits((wide & 0x80000000u) | float_bits(value));
+  }
+}
+
+void narrow_float64(const double* from, float* to, int n) {
+  for (int i = 0; i < n; i++) to[i] = static_cast<float>(from[i]);
+}
+
+GSD_CLONES Extremes extremes(const float* x, int n) {
+  Floats best, seen;
+  fill(negative_infinity(), best);
+  Ints nan{};
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    load(x + i, seen);
+    best = seen > best ? seen : best;
+    nan |= seen != seen;
+  }
+  Extremes result{negative_infinity(), false};
+  for (int lane = 0; lane < kLanes; lane++) {
+    result.max = best[lane] > result.max ? best[lane] : result.max;
+    result.has_nan |= nan[lane] != 0;
+  }
+  for (; i < n; i++) {
+    result.max = x[i] > result.max ? x[i] : result.max;
+    result.has_nan |= x[i] != x[i];
+  }
+  return result;
+}
+
+GSD_CLONES Extremes scale_and_block_maxima(float* x, int padded, float by, float* block_max) {
+  Extremes result{negative_infinity(), false};
+  Ints nan{};
+  for (int block = 0; block < padded / kBlock; block++) {
+    Floats best, seen;
+    fill(negative_infinity(), best);
+    for (int i = 0; i < kBlock; i += kLanes) {
+      load(x + block * kBlock + i, seen);
+      nan |= seen != seen;
+      seen = seen / by;
+      store(seen, x + block * kBlock + i);
+      best = seen > best ? seen : best;
+    }
+    float top = negative_infinity();
+    for (int lane = 0; lane < kLanes; lane++) top = best[lane] > top ? best[lane] : top;
+    block_max[block] = top;
+    result.max = top > result.max ? top : result.max;
+  }
+  for (int lane = 0; lane < kLanes; lane++) result.has_nan |= nan[lane] != 0;
+  return result;
+}
+
+GSD_CLONES void cut_below(float* x, int padded, float floor) {
+  Floats seen, none;
+  fill(negative_infinity(), none);
+  for (int i = 0; i < padded; i += kLanes) {
+    load(x + i, seen);
+    seen = seen >= floor ? seen : none;
+    store(seen, x + i);
+  }
+}
+
+GSD_CLONES double sum_exp(const float* x, int padded, float shift) {
+  double total = 0.0;
+  for (int block = 0; block < padded; block += kBlock) {
+    Floats sum{}, seen, e;
+    for (int i = 0; i < kBlock; i += kLanes) {
+      load(x + block + i, seen);
+      exp_lanes(seen - shift, e);
+      sum += e;
+    }
+    for (int lane = 0; lane < kLanes; lane++) total += sum[lane];
+  }
+  return total;
+}
+
+GSD_CLONES void exp_shifted(const float* x, float* out, int padded, float shift) {
+  Floats seen, e;
+  for (int i = 0; i < padded; i += kLanes) {
+    load(x + i, seen);
+    exp_lanes(seen - shift, e);
+    store(e, out + i);
+  }
+}
+
+GSD_CLONES void random_block(const NoiseStream& stream, int block, uint32_t* bits) {
+  uint32_t c0[kLanes], c1[kLanes], c2[kLanes], c3[kLanes];
+  for (int lane = 0; lane < kLanes; lane++) {
+    c0[lane] = static_cast<uint32_t>(block * (kBlock / 4) + lane);
+    c1[lane] = stream.position;
+    c2[lane] = stream.sequence;
+    c3[lane] = 0;
+  }
+  uint32_t k0 = stream.key0, k1 = stream.key1;
+  for (int round = 0; round < kPhiloxRounds; round++) {
+    for (int lane = 0; lane < kLanes; lane++) {
+      const uint64_t p0 = static_cast<uint64_t>(c0[lane]) * kPhiloxM0, p1 = static_cast<uint64_t>(c2[lane]) * kPhiloxM1;
+      c0[lane] = static_cast<uint32_t>(p1 >> 32) ^ c1[lane] ^ k0;
+      c1[lane] = static_cast<uint32_t>(p1);
+      c2[lane] = static_cast<uint32_t>(p0 >> 32) ^ c3[lane] ^ k1;
+      c3[lane] = static_cast<uint32_t>(p0);
+    }
+    k0 += kPhiloxW0;
+    k1 += kPhiloxW1;
+  }
+  for (int lane = 0; lane < kLanes; lane++) {
+    bits[4 * lane] = c0[lane];
+    bits[4 * lane + 1] = c1[lane];
+    bits[4 * lane + 2] = c2[lane];
+    bits[4 * lane + 3] = c3[lane];
+  }
+}
+
+GSD_CLONES void add_gumbel(float* x, const uint32_t* bits) {
+  for (int i = 0; i < kBlock; i += kLanes) {
+    Ints word;
+    memcpy(&word, bits + i, sizeof word);
+    word = (word >> 1) & 0x7FFFFFFF;
+    Floats u = (__builtin_convertvector(word, Floats) + 0.5f) * 4.656612873077393e-10f;
+    const float top = 1.0f - 5.960464477539063e-08f;
+    u = u < top ? u : Floats{} + top;
+    Floats e, log_e, seen;
+    negative_log1p_lanes(u, e);
+    log_lanes(e, log_e);
+    load(x + i, seen);
+    seen = seen - log_e;
+    store(seen, x + i);
+  }
+}
+
+}  // namespace gsd
