@@ -1,0 +1,102 @@
+"""The Triton samplers as an opaque operator. Importing this imports no triton."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .reference import Parameter
+
+
+@torch.library.custom_op(
+    "gsd_kernels::triton_best_tokens",
+    mutates_args=(),
+    schema=(
+        "(Tensor logits, Tensor positions, int count, Tensor seed, Tensor sequence_ids, "
+        "Tensor? temperatures, float temperature, Tensor? top_ks, float top_k, "
+        "Tensor? top_ps, float top_p, Tensor? min_ps, float min_p, bool with_log_probs) -> (Tensor, Tensor)"
+    ),
+)
+def _best_tokens(
+    logits: Tensor,
+    positions: Tensor,
+    count: int,
+    seed: Tensor,
+    sequence_ids: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
+    top_ks: Tensor | None,
+    top_k: float,
+    top_ps: Tensor | None,
+    top_p: float,
+    min_ps: Tensor | None,
+    min_p: float,
+    with_log_probs: bool,
+) -> tuple[Tensor, Tensor]:
+    from .triton import best_tokens as launch
+
+    return launch(
+        logits,
+        positions,
+        count,
+        seed,
+        sequence_ids,
+        temperatures,
+        temperature,
+        top_ks,
+        top_k,
+        top_ps,
+        top_p,
+        min_ps,
+        min_p,
+        with_log_probs,
+    )
+
+
+@_best_tokens.register_fake
+def _(logits: Tensor, positions: Tensor, count: int, *rest: object) -> tuple[Tensor, Tensor]:
+    batch, rows, _ = logits.shape
+    tokens = positions.new_empty(batch, rows, count)
+    return tokens, logits.new_empty(batch, rows, count if rest[-1] else 0, dtype=torch.float32)
+
+
+def sample_rows(
+    logits: Tensor,
+    positions: Tensor,
+    seed: Tensor,
+    sequence_ids: Tensor,
+    temperature: Parameter,
+    top_k: Parameter,
+    top_p: Parameter,
+    min_p: Parameter,
+) -> Tensor:
+    """Two launches, three where something is cut."""
+    parameters = _parameters(logits.shape[0], temperature, top_k, top_p, min_p)
+    return _best_tokens(logits, positions, 1, seed, sequence_ids, *parameters, False)[0].squeeze(-1)
+
+
+def draft_candidates(
+    logits: Tensor,
+    positions: Tensor,
+    branch: int,
+    seed: Tensor,
+    sequence_ids: Tensor,
+    temperature: Parameter,
+    top_k: Parameter,
+    top_p: Parameter,
+    min_p: Parameter,
+) -> tuple[Tensor, Tensor]:
+    """As sample_rows, with ``branch`` tokens and the log-sum-exp; the warped distribution's own normaliser cancels."""
+    parameters = _parameters(logits.shape[0], temperature, top_k, top_p, min_p)
+    return _best_tokens(logits, positions, branch, seed, sequence_ids, *parameters, True)
+
+
+def _parameters(batch: int, *values: Parameter) -> list[Tensor | float | None]:
+    """Every parameter as a pair: a dense tensor [B] or None, and the number that counts if it is None."""
+    pairs: list[Tensor | float | None] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            pairs += [value.expand(batch).contiguous(), 0.0]
+        else:
+            pairs += [None, float(value)]
+    return pairs
