@@ -22,9 +22,9 @@ from .ops.sampling import draft_candidates, sample_rows
 from .ops.verify import verify
 
 if TYPE_CHECKING:
-    from gsd_kernels_hf import GraphDecoder, generate, patch, unpatch
+    from gsd_kernels_hf import GraphDecoder, generate, patch, tune, unpatch
 
-_BINDINGS = ("GraphDecoder", "generate", "patch", "unpatch")
+_BINDINGS = ("GraphDecoder", "generate", "patch", "tune", "unpatch")
 
 __all__ = [
     "BACKENDS",
@@ -47,6 +47,7 @@ __all__ = [
     "ngram_lookup",
     "patch",
     "sample_rows",
+    "tune",
     "unpatch",
     "verify",
 ]

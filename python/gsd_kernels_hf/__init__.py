@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
-from .decoding import GraphDecoder, GraphGenerateOutput, StepRecord
-from .generation import generate, patch, unpatch
-from .stats import GenerationStats
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .decoding import GraphDecoder, GraphGenerateOutput, StepRecord
+    from .generation import generate, patch, unpatch
+    from .stats import GenerationStats
 
 __all__ = ["GenerationStats", "GraphDecoder", "GraphGenerateOutput", "StepRecord", "generate", "patch", "unpatch"]
+
+_HOMES = {
+    "GenerationStats": "stats",
+    "GraphDecoder": "decoding",
+    "GraphGenerateOutput": "decoding",
+    "StepRecord": "decoding",
+    "generate": "generation",
+    "patch": "generation",
+    "unpatch": "generation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Names of the bindings, imported on first use: transformers takes seconds, which ``--help`` need not wait for."""
+    if name in _HOMES:
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

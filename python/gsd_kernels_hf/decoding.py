@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -19,11 +21,14 @@ from gsd_kernels.config import resolve_graph_config
 
 from . import support
 from .attention import switched
+from .budget import AcceptanceModel, Budget, largest_shapes
 from .drafting import DecodeState, Drafter, ModelDraft
 from .forward import RowModel
 from .history import History
-from .sampling import RowProcessors, SamplingPlan, draw_seed
+from .sampling import SamplingPlan, draw_seed
 from .stats import Clock, GenerationStats
+from .tuning import FAMILIES, tune
+from .walk import Walk, check_pick
 
 logger = logging.getLogger("gsd_kernels")
 SOURCES = ("model", "history")
@@ -54,13 +59,13 @@ class Session:
         target: RowModel,
         drafter: Drafter | None,
         state: DecodeState,
-        config: GraphConfig,
         plan: SamplingPlan,
         eos_ids: Tensor,  # int32 [E]
         clock: Clock,
         backend: str,
     ) -> None:
-        self.target, self.drafter, self.state, self.config, self.plan = target, drafter, state, config, plan
+        self.target, self.drafter, self.state, self.plan = target, drafter, state, plan
+        self.config: GraphConfig | None = None
         self.eos_ids, self.clock, self.backend = eos_ids, clock, backend
         batch, device = state.tokens.shape[0], state.tokens.device
         self.kv_len = state.out_len - 1  # the root is not in the target's cache yet
@@ -77,11 +82,17 @@ class Session:
 
     @property
     def num_rows(self) -> int:
-        return self.config.max_rows if self.drafter else 1
+        return self.config.max_rows if self.config is not None else 1
 
     @property
     def max_path(self) -> int:
-        return int(self.config.max_path or 0) if self.drafter else 0
+        return int(self.config.max_path or 0) if self.config is not None else 0
+
+    def use(self, config: GraphConfig | None) -> None:
+        """Take ``config`` for the next steps; ``None`` is plain decoding."""
+        if config is not None and self.config != config and self.drafter is not None and self.drafter.model is not None:
+            self.drafter.model.catch_up(self.state, config.chain_rows)
+        self.config = config
 
     def step(self) -> StepRecord:
         """One whole step on the device."""
@@ -110,7 +121,7 @@ class Session:
     def draft(self) -> tuple[TokenGraph | None, Rows]:
         """draft + merge × depth, then flatten. Without a source the root is the only row: plain decoding."""
         with self.clock.part("draft"):
-            if self.drafter is None:
+            if self.drafter is None or self.config is None:
                 self.lone_root.token_ids.copy_(self.state.root_tokens()[:, None])
                 return None, self.lone_root
             graph = self.drafter.draft(self.config)
@@ -129,7 +140,7 @@ class Session:
                 keep=self.num_rows,
             )
         logits = logits.to(self.kv_len.device)
-        if self.drafter is not None and self.drafter.history is not None:
+        if self.config is not None and self.drafter is not None and self.drafter.history is not None:
             with self.clock.part("draft"):
                 self.drafter.history.remember(rows, self.state.emitted_tail(), logits)
         return logits
@@ -164,125 +175,36 @@ class Session:
             merged = ((path >= 0) & (primary != came_from)).sum()
             self.counts += torch.stack([graph.num_nodes.sum(), graph.num_merges.sum(), merged])
 
+    def profile(self, record: StepRecord) -> tuple[np.ndarray, np.ndarray]:
+        """What the draft thought of each accepted node's candidates, and which the target picked: [n, K] each.
 
-class Walk:
-    """Verification on the host, where transformers' processors and stopping criteria are called per token.
+        Only of nodes that the draft model expanded. Waits for the device.
+        """
+        graph, accepted = record.graph, record.accepted
+        if graph is None or self.drafter is None or self.config is None:
+            return np.zeros((0, 1)), np.zeros((0, 1), dtype=bool)
+        path = accepted.accepted_rows.clamp(min=0).long()
+        node = record.rows.node_ids.gather(1, path).clamp(min=0).long()  # [B, P]
+        at = node[:, :, None].expand(-1, -1, graph.branch)
+        targets, log_probs = graph.edge_targets.gather(1, at), graph.edge_log_probs.gather(1, at)  # [B, P, K]
+        tokens = graph.token_ids.gather(1, targets.clamp(min=0).flatten(1).long()).view_as(targets)
+        picked = self.state.emitted[:, : path.shape[1], None]
+        by_model = self.drafter.shape(self.config).by_model.gather(1, node)
+        taken = (accepted.accepted_rows >= 0) & by_model
+        known = targets >= 0
+        probs = torch.where(known, log_probs.exp(), 0.0)
+        hits = known & (tokens == picked)
+        return probs[taken].cpu().numpy(), hits[taken].cpu().numpy()
 
-    The walk visits the rows that :func:`gsd_kernels.verify` would; the token after a row is picked only once its
-    history is known.
-    """
 
-    def __init__(
-        self,
-        session: Session,
-        criteria: list[Callable[..., Any]],
-        *,
-        pads_finished: bool,
-        keep_scores: bool,
-        keep_logits: bool,
-    ) -> None:
-        self.session, self.criteria = session, criteria
-        batch = session.state.tokens.shape[0]
-        self.processors = RowProcessors(session.plan.processors, batch)
-        self.eos = set(session.eos_ids.tolist())
-        self.pads_finished = pads_finished or batch == 1
-        self.keep_scores, self.keep_logits = keep_scores, keep_logits
-        self.scores: list[list[Tensor]] = [[] for _ in range(batch)]
-        self.logits: list[list[Tensor]] = [[] for _ in range(batch)]
-        self.stopped_at: list[int | None] = [None] * batch  # without an eos id, rows run on until all have stopped
-        self.history = session.state.tokens.clone()  # int64 [B, S]
-        self.lengths = session.state.out_len.tolist()
-        self.done = [False] * batch
+_learned: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[int, bool], AcceptanceModel]]
+_learned = weakref.WeakKeyDictionary()
 
-    def __call__(self, rows: Rows, logits: Tensor) -> Acceptance:
-        """Walk every unfinished sequence; marks those that a criterion stops."""
-        session, state = self.session, self.session.state
-        batch, width = rows.token_ids.shape[0], session.max_path + 1
-        tokens, parents = rows.token_ids.tolist(), rows.parent_rows.tolist()
-        sizes, positions, remaining = rows.num_rows.tolist(), session.positions(rows), state.remaining.tolist()
-        paths, picks = [], []
-        for b in range(batch):
-            if self.done[b]:
-                paths.append([-1] * width)
-                picks.append(0)
-                continue
-            children = {(parents[b][r], tokens[b][r]): r for r in range(1, sizes[b])}
-            path = [0]
-            while True:
-                row = path[-1]
-                token = self._pick(b, logits[b, row].float(), positions[b : b + 1, row : row + 1])
-                over = token in self.eos or len(path) >= remaining[b]
-                if self._stops(b):
-                    if self.pads_finished:
-                        over = self.done[b] = True
-                    elif self.stopped_at[b] is None:
-                        self.stopped_at[b] = self.lengths[b]
-                child = children.get((row, token))
-                if over or child is None:
-                    break
-                path.append(child)
-            self.done[b] |= token in self.eos or len(path) >= remaining[b]
-            paths.append(path + [-1] * (width - len(path)))
-            picks.append(token)
-        device = rows.token_ids.device
-        accepted_rows = torch.tensor(paths, dtype=torch.int32, device=device)
-        num_accepted = (accepted_rows >= 0).sum(1, dtype=torch.int32)
-        return Acceptance(accepted_rows, num_accepted, torch.tensor(picks, dtype=torch.int32, device=device))
 
-    def settle(self) -> None:
-        """After the commit: carry the walk's verdicts to the device state."""
-        state = self.session.state
-        if not self.pads_finished and None not in self.stopped_at:
-            left = [max(s or 0 for s in self.stopped_at) - n for n in self.lengths]
-            state.remaining.copy_(torch.tensor(left, dtype=torch.int32))
-            self.done = [d or n <= 0 for d, n in zip(self.done, left, strict=True)]
-        state.done.logical_or_(torch.tensor(self.done, device=state.done.device))
-
-    @property
-    def final_length(self) -> int:
-        """Longest sequence; where rows ran on until all had stopped, the length at which the last one did."""
-        if not self.pads_finished and None not in self.stopped_at:
-            return max(s or 0 for s in self.stopped_at)
-        return max(self.lengths)
-
-    def stacked(self, per_row: list[list[Tensor]], prompt_length: int) -> tuple[Tensor, ...]:
-        """Per-sequence lists of [V] → transformers' tuple of [B, V], one a position."""
-        steps = self.final_length - prompt_length
-        blank = torch.zeros_like(next(t for row in per_row for t in row))
-        return tuple(torch.stack([row[i] if i < len(row) else blank for row in per_row]) for i in range(steps))
-
-    def _pick(self, b: int, logits: Tensor, position: Tensor) -> int:
-        history = self.history[b, : self.lengths[b]]
-        scores = self.processors(b, history, logits) if self.processors else logits
-        state = self.session.state
-        token = int(
-            sample_rows(
-                scores.view(1, 1, -1),
-                position,
-                seed=state.seed,
-                sequence_ids=state.sequence_ids[b : b + 1],
-                backend=self.session.backend,
-                **self.session.plan.warper_arguments,
-            )
-        )
-        check_pick(token)
-        if self.keep_logits:
-            self.logits[b].append(logits.clone())
-        if self.keep_scores:
-            warped = self.session.plan.warpers(history[None], scores[None].clone())[0]
-            self.scores[b].append(warped)
-        self.history[b, self.lengths[b]] = token
-        self.lengths[b] += 1
-        return token
-
-    def _stops(self, b: int) -> bool:
-        if not self.criteria:
-            return False
-        batch = len(self.done)
-        ids = self.history[b, : self.lengths[b]].expand(batch, -1)
-        scores = tuple(s.expand(batch, -1) for s in self.scores[b]) if self.keep_scores else None
-        verdicts = [torch.as_tensor(criterion(ids, scores)) for criterion in self.criteria]
-        return any(bool(v if v.dim() == 0 else v[b]) for v in verdicts)
+def acceptance_of(model: PreTrainedModel, draft: PreTrainedModel, *, sampled: bool) -> AcceptanceModel:
+    """What earlier calls learned of this pair; calls that overlap in time share it."""
+    by_draft = _learned.setdefault(model, {})
+    return by_draft.setdefault((id(draft), sampled), AcceptanceModel(branch=max(b for _, b in FAMILIES)))
 
 
 def check_sources(sources: Sequence[str] | None, draft: PreTrainedModel | None) -> tuple[str, ...] | None:
@@ -297,13 +219,6 @@ def check_sources(sources: Sequence[str] | None, draft: PreTrainedModel | None) 
     return tuple(sources)
 
 
-def check_pick(token: int) -> None:
-    if token < 0:
-        raise ValueError(
-            "logits: the target produced NaN; check its weights and dtype, or pass remove_invalid_values=True"
-        )
-
-
 class GraphDecoder:
     """Graph-speculative decoding as transformers' ``custom_generate``.
 
@@ -312,7 +227,8 @@ class GraphDecoder:
 
     Args:
         assistant_model: the draft; ``None`` is plain decoding with the same sampler.
-        graph_config: a :class:`~gsd_kernels.GraphConfig` or a preset's name.
+        graph_config: a :class:`~gsd_kernels.GraphConfig`, a preset's name, or ``"auto"`` (the default): the shape of
+            every step is chosen by measured costs and by what has been accepted, see :mod:`gsd_kernels_hf.budget`.
         seed: of the sampling noise; ``None`` draws one from torch's generator.
         backend: of all ops, see :mod:`gsd_kernels.backends`.
         draft_sources: ``"model"`` (the draft), ``"history"`` (what the target said before, and the prompt). ``None``:
@@ -335,7 +251,8 @@ class GraphDecoder:
         self.assistant_model = support.unwrap(assistant_model)
         if self.assistant_model is not None:
             support.check_model("assistant_model", self.assistant_model)
-        self.graph_config = resolve_graph_config(graph_config)
+        self.automatic = graph_config in (None, "auto") and self.assistant_model is not None
+        self.graph_config = GraphConfig() if graph_config == "auto" else resolve_graph_config(graph_config)
         self.draft_sources = check_sources(draft_sources, self.assistant_model)
         self.seed, self.backend, self.streamer, self.observer = seed, backend, streamer, observer
         self.stats: GenerationStats | None = None
@@ -359,35 +276,42 @@ class GraphDecoder:
         self._check(model, input_ids, attention_mask, generation_config, model_kwargs)
         plan = SamplingPlan.of(logits_processor, bool(generation_config.do_sample))
         seed_value = draw_seed(self.seed if seed is None else seed) if generation_config.do_sample else 0
-        eos_ids, budget, timers, criteria = split_criteria(stopping_criteria, prompt)
+        eos_ids, room, timers, criteria = split_criteria(stopping_criteria, prompt)
         for name, m in (("target", model), ("draft", draft)):
             if m is not None:
-                support.check_length(m, name, prompt + budget)
+                support.check_length(m, name, prompt + room)
 
         device = support.device_of(model)
-        clock = Clock(device)
-        state = self._initial_state(input_ids, attention_mask, generation_config, budget, seed_value, device)
+        budget = self._budget(model, input_ids.shape[0], prompt + room // 2, plan)
         sources = self._sources(draft)
-        capacity = prompt + budget + (self.graph_config.cache_slots if sources else 1)
+        shapes = [self.graph_config] if budget is None else largest_shapes()
+        chain_rows = max(shape.chain_rows for shape in shapes) if sources else 1
+        clock = Clock(device)
+        state = self._initial_state(input_ids, attention_mask, generation_config, room, chain_rows, seed_value, device)
+        capacity = prompt + room + (max(shape.cache_slots for shape in shapes) if sources else 1)
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         models = (model,) if draft is None else (model, draft)
         with switched(*models):
             row_models = [RowModel(m, capacity, state.kv_start, self.backend) for m in models]
-            with clock.part("prefill"):
+
+            def prefill(rows: RowModel) -> None:
                 mask = None if attention_mask is None else attention_mask[:, :-1]
-                for rows in row_models:
+                with clock.part("prefill"):
                     rows.prefill(input_ids[:, :-1], mask, generation_config.prefill_chunk_size)
+
+            prefill(row_models[0])
+            branch = max(shape.branch for shape in shapes)
             session = Session(
                 row_models[0],
-                self._drafter(sources, row_models, state, plan, input_ids),
+                self._drafter(sources, row_models, state, plan, branch, prefill),
                 state,
-                self.graph_config,
                 plan,
                 torch.tensor(sorted(eos_ids), dtype=torch.int32, device=device),
                 clock,
                 self.backend,
             )
+            session.use(self.graph_config if sources and budget is None else None)
             as_dict = bool(generation_config.return_dict_in_generate)
             keep_scores = as_dict and bool(generation_config.output_scores)
             keep_logits = as_dict and bool(generation_config.output_logits)
@@ -400,7 +324,7 @@ class GraphDecoder:
                     keep_scores=keep_scores,
                     keep_logits=keep_logits,
                 )
-            stats = self._loop(session, walk, timers)
+            stats = self._loop(session, walk, timers, budget)
             stats.cache_bytes = sum(rows.cache.nbytes for rows in row_models)
         stats.seconds = clock.finish()
         self.stats = stats
@@ -418,11 +342,15 @@ class GraphDecoder:
             stats=stats,
         )
 
-    def _loop(self, session: Session, walk: Walk | None, timers: Sequence[Callable[..., Any]]) -> GenerationStats:
+    def _loop(
+        self, session: Session, walk: Walk | None, timers: Sequence[Callable[..., Any]], budget: Budget | None
+    ) -> GenerationStats:
         state = session.state
         stats = GenerationStats(sequences=state.tokens.shape[0], backend=self.backend)
         finished = False
         while not finished:
+            if budget is not None:
+                session.use(budget.current)
             if walk is None:
                 record = session.step()
             else:
@@ -431,19 +359,18 @@ class GraphDecoder:
                 session.commit(graph, rows, accepted)
                 walk.settle()
                 record = StepRecord(graph, rows, accepted, None)
-            stats.steps += 1
+            stats.count_step(session.config, session.drafter is not None and session.drafter.model is not None)
             if self.observer is not None:
                 self.observer(record)
-            finished = self._emit(session, stats)  # the step's one host read
+            counts, finished = self._emit(session, stats)  # the step's one host read
             finished = finished or any(bool(torch.as_tensor(t(state.tokens, None)).any()) for t in timers)
-        if session.drafter is not None:
-            stats.draft_rows = stats.steps * session.config.draft_rows * stats.sequences if session.drafter.model else 0
-        stats.target_rows = stats.steps * session.num_rows * stats.sequences
+            if budget is not None:
+                budget.observe(*session.profile(record), counts, session.clock.last("target"))
         stats.drafted_nodes, stats.merges, stats.accepted_merges = session.counts.tolist()
         return stats
 
-    def _emit(self, session: Session, stats: GenerationStats) -> bool:
-        """Hand the step's tokens to the streamer; whether every sequence is done."""
+    def _emit(self, session: Session, stats: GenerationStats) -> tuple[list[int], bool]:
+        """Hand the step's tokens to the streamer. Tokens a sequence, and whether every sequence is done."""
         state = session.state
         packed = torch.cat([state.done[:, None].int(), state.num_emitted[:, None], state.emitted], 1).tolist()
         for _, count, *tokens in packed:
@@ -453,14 +380,22 @@ class GraphDecoder:
             if self.streamer is not None:
                 for token in tokens[:count]:
                     self.streamer.put(torch.tensor([token]))
-        return all(done for done, *_ in packed)
+        return [count for _, count, *_ in packed], all(done for done, *_ in packed)
+
+    def _budget(self, model: PreTrainedModel, batch: int, prefix: int, plan: SamplingPlan) -> Budget | None:
+        """The automatic budget, or ``None`` where the shape is given (or may not depend on the clock)."""
+        if not self.automatic or torch.are_deterministic_algorithms_enabled():
+            return None
+        costs = tune(model, self.assistant_model, batch_size=batch, prefix_length=prefix, backend=self.backend)
+        learned = acceptance_of(model, self.assistant_model, sampled=plan.temperature > 0)
+        return Budget(costs, learned)
 
     def _sources(self, draft: PreTrainedModel | None) -> tuple[str, ...]:
         """The sources to use; by default all that cost nothing to have."""
         sources = self.draft_sources
         if sources is None:
             sources = ("model", "history") if draft is not None else ()
-        if "history" in sources and draft is not None and self.graph_config.reuse_depth == 0:
+        if draft is not None and not self.automatic and self.graph_config.reuse_depth == 0:
             sources = tuple(s for s in sources if s != "history")
         return sources
 
@@ -470,17 +405,18 @@ class GraphDecoder:
         row_models: list[RowModel],
         state: DecodeState,
         plan: SamplingPlan,
-        input_ids: Tensor,
+        branch: int,
+        prefill: Callable[[RowModel], None],
     ) -> Drafter | None:
         if not sources:
             return None
         model = history = None
         if "model" in sources:
-            model = ModelDraft(row_models[1], state, row_models[0].vocab_size, plan.warper_arguments)
+            model = ModelDraft(row_models[1], state, row_models[0].vocab_size, plan.warper_arguments, prefill)
         if "history" in sources:
-            table = NgramTable.empty(input_ids.shape[0], self.graph_config.branch, state.tokens.device)
+            table = NgramTable.empty(state.tokens.shape[0], branch, state.tokens.device)
             history = History(table, state.seed, state.sequence_ids, plan.warper_arguments)
-            history.read_prompt(state.tokens[:, : input_ids.shape[1]], state.kv_start)
+            history.read_prompt(state.tokens[:, : int(state.out_len[0])], state.kv_start)
         return Drafter(state, model, history, self.backend)
 
     def _check(
@@ -509,15 +445,16 @@ class GraphDecoder:
         input_ids: Tensor,
         attention_mask: Tensor | None,
         generation_config: GenerationConfig,
-        budget: int,
+        room: int,
+        chain_rows: int,
         seed: int,
         device: torch.device,
     ) -> DecodeState:
         batch, prompt = input_ids.shape
-        width = self.graph_config.chain_rows if self._sources(self.assistant_model) else 1
+        width = chain_rows
         pad = generation_config._pad_token_tensor
         tokens = torch.full(
-            (batch, prompt + budget + width), 0 if pad is None else int(pad), dtype=torch.int64, device=device
+            (batch, prompt + room + width), 0 if pad is None else int(pad), dtype=torch.int64, device=device
         )
         tokens[:, :prompt] = input_ids.to(device)
 
@@ -531,7 +468,7 @@ class GraphDecoder:
             tokens=tokens,
             out_len=per_sequence(prompt),
             kv_start=kv_start,
-            remaining=per_sequence(budget),
+            remaining=per_sequence(room),
             done=torch.zeros(batch, dtype=torch.bool, device=device),
             emitted=torch.zeros(batch, width, dtype=torch.int32, device=device),
             num_emitted=per_sequence(0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,7 @@ class DraftShape:
 
     graph: TokenGraph
     slot_depths: Tensor  # int32 [B, draft_slots]; depth, counted from the root's children, of the node in each slot
+    by_model: Tensor  # bool [B, N]; nodes that the draft model expanded, the others were expanded from the history
 
 
 class Drafter:
@@ -59,7 +61,8 @@ class Drafter:
         if config not in self.shapes:
             batch, device = self.state.tokens.shape[0], self.state.tokens.device
             slot_depths = torch.zeros(batch, config.draft_slots, dtype=torch.int32, device=device)
-            self.shapes[config] = DraftShape(TokenGraph.empty(batch, config, device), slot_depths)
+            graph = TokenGraph.empty(batch, config, device)
+            self.shapes[config] = DraftShape(graph, slot_depths, torch.zeros_like(graph.expanded))
         return self.shapes[config]
 
     def draft(self, config: GraphConfig) -> TokenGraph:
@@ -87,6 +90,8 @@ class Drafter:
                 log_min_prob=config.log_min_prob,
                 backend=self.backend,
             )
+            if level + 1 == config.depth:
+                shape.by_model.copy_(graph.expanded)
         return graph
 
 
@@ -97,8 +102,18 @@ class ModelDraft:
     were computed in another path's context.
     """
 
-    def __init__(self, rows: RowModel, state: DecodeState, vocab_size: int, warpers: dict[str, float]) -> None:
+    def __init__(
+        self,
+        rows: RowModel,
+        state: DecodeState,
+        vocab_size: int,
+        warpers: dict[str, float],
+        prefill: Callable[[RowModel], None],
+    ) -> None:
         self.rows, self.warpers = rows, warpers
+        self.prefill: Callable[[RowModel], None] | None = (
+            prefill  # at first use: a draft that does not pay reads nothing
+        )
         self.vocab_size = min(vocab_size, rows.vocab_size)
         self.seed = state.seed.to(rows.device)
         self.sequence_ids = state.sequence_ids.to(rows.device)
@@ -140,6 +155,14 @@ class ModelDraft:
         )
         device = state.tokens.device
         return tokens.to(device, non_blocking=True), log_probs.to(device, non_blocking=True)
+
+    def catch_up(self, state: DecodeState, width: int) -> None:
+        """Cache the prompt and what plain steps emitted, until at most ``width`` tokens are new (a host read)."""
+        if self.prefill is not None:
+            self.prefill(self.rows)
+            self.prefill = None
+        while int((state.out_len - self.cached).max()) > width:
+            self.feed(state, width)
 
     def feed(self, state: DecodeState, width: int) -> Tensor:
         """Cache up to ``width`` emitted tokens as a chain; logits after the last, [B, 1, V].

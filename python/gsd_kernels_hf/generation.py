@@ -51,7 +51,8 @@ def generate(
         model: a LLaMA-family transformers model (compiled and PEFT-wrapped ones are unwrapped).
         inputs: prompt ids int64 [batch, length], also as ``input_ids=``; left-padded with ``attention_mask=``.
         assistant_model: the draft, of the same tokenizer. ``None``: plain decoding with the same sampler.
-        graph_config: :class:`~gsd_kernels.GraphConfig`, ``"chain"``, ``"tree"`` or ``"graph"`` (the default).
+        graph_config: ``"auto"`` (the default; measured once, see ``gsd_kernels.tune``), ``"chain"``, ``"tree"``,
+            ``"graph"`` or a :class:`~gsd_kernels.GraphConfig`.
         seed: 64-bit seed of the sampling noise; ``None`` draws one from torch's generator.
         backend: see :mod:`gsd_kernels.backends`.
         draft_sources: ``("model", "history")`` or a part of it, see :class:`GraphDecoder`.
@@ -149,7 +150,8 @@ def patch(
         support.check_pair(inner, draft, tokenizer, assistant_tokenizer)
     if getattr(inner, _PATCH, None) is not None:
         raise ValueError("model: already patched; unpatch(model) first")
-    config = resolve_graph_config(graph_config)
+    if graph_config != "auto":
+        resolve_graph_config(graph_config)  # raises here rather than at the first call
     models = [inner] if draft is None else [inner, draft]
     for done, m in enumerate(models):
         try:
@@ -158,7 +160,7 @@ def patch(
             for earlier in models[:done]:
                 unswitch(earlier)
             raise
-    defaults = {"assistant_model": draft, "graph_config": config, "backend": backend, "tokenizer": tokenizer}
+    defaults = {"assistant_model": draft, "graph_config": graph_config, "backend": backend, "tokenizer": tokenizer}
 
     @functools.wraps(type(inner).generate)
     def accelerated(inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor | GraphGenerateOutput:

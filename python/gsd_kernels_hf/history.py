@@ -61,6 +61,7 @@ class History:
         before = graph.contexts.gather(1, node[:, :, None].expand(-1, -1, MAX_CONTEXT))[..., :-1]
         contexts = torch.cat([graph.token_ids.gather(1, node)[..., None], before], -1)
         tokens, log_probs, matched = ngram_lookup(self.table, contexts)
+        tokens, log_probs = tokens[..., : graph.branch], log_probs[..., : graph.branch]
         if not is_off(self.warpers["temperature"], 0.0):
             # As draft_candidates does over the whole vocabulary: what the target is likely to pick given its noise.
             noise = gumbel_of(self.seed, positions, self.sequence_ids[:, None], tokens)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from gsd_kernels import GraphConfig
+
 
 @dataclass
 class GenerationStats:
@@ -17,6 +19,7 @@ class GenerationStats:
 
     Attributes:
         steps: speculative steps, each one target forward.
+        plain_steps: those of them that verified one row, with nothing drafted.
         sequences: sequences in the batch.
         new_tokens: tokens emitted, all sequences together, end-of-text tokens included.
         sequence_steps: steps summed over the sequences that were still unfinished in them.
@@ -32,6 +35,7 @@ class GenerationStats:
     """
 
     steps: int = 0
+    plain_steps: int = 0
     sequences: int = 0
     new_tokens: int = 0
     sequence_steps: int = 0
@@ -45,6 +49,15 @@ class GenerationStats:
     seconds: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "target": 0.0})
     backend: str = "auto"
     lossless: bool = True
+
+    def count_step(self, config: GraphConfig | None, with_model: bool) -> None:
+        """One target forward of ``config``'s rows; ``None`` is a plain step."""
+        self.steps += 1
+        self.target_rows += self.sequences * (1 if config is None else config.max_rows)
+        if config is None:
+            self.plain_steps += 1
+        elif with_model:
+            self.draft_rows += self.sequences * config.draft_rows
 
     @property
     def tokens_per_step(self) -> float:
@@ -69,6 +82,7 @@ class Clock:
         self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self.use_events = device.type == "cuda"
         self.seconds: dict[str, float] = {}
+        self.latest: dict[str, float] = {}
         self.start = time.perf_counter()
 
     @contextmanager
@@ -82,7 +96,12 @@ class Clock:
         else:
             begin_time = time.perf_counter()
             yield
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin_time
+            self.latest[name] = time.perf_counter() - begin_time
+            self.seconds[name] = self.seconds.get(name, 0.0) + self.latest[name]
+
+    def last(self, name: str) -> float:
+        """Seconds of the part's latest run; 0 where only the device knows."""
+        return self.latest.get(name, 0.0)
 
     def finish(self) -> dict[str, float]:
         for name, begin, end in self.events:
