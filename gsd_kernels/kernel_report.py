@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .config import GraphConfig
+from .graph import TokenGraph
+
 ARCHS = (80, 90, 100)
 SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that one thread block can have."""
@@ -188,7 +191,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 def shipped_cases() -> list[Case]:
     """Launches that between them use every kernel in every shipped configuration family."""
-    return [*_attention_cases()]
+    return [*_attention_cases(), *_graph_cases(), *_sampling_cases(), *_commit_cases()]
 
 
 def _attention_cases() -> list[Case]:
@@ -214,14 +217,87 @@ def _attention_cases() -> list[Case]:
 
         return Case("dag_attention", name, launch)
 
-    cases = []
-    for dim in (64, 80, 96, 128, 256):
-        cases += [case(f"bf16 D{dim} 4×16 rows", 32, 8, 16, dim, torch.bfloat16)]
-    for heads, rows in ((32, 8), (32, 24), (64, 64)):  # one tile of 16, of 32, many of 128
-        kv_heads = 8 if heads == 64 else 32
-        cases += [case(f"fp16 D128 {heads // kv_heads}×{rows} rows", heads, kv_heads, rows, 128, torch.float16)]
-    cases += [case("fp32 D128 4×16 rows", 32, 8, 16, 128, torch.float32)]
-    cases += [case("fp32 D256 1×16 rows", 8, 8, 16, 256, torch.float32)]
-    cases += [case("bf16 D256 8×64 rows", 8, 1, 64, 256, torch.bfloat16)]
-    cases += [case("bf16 D256 2×16 rows soft cap, window", 16, 8, 16, 256, torch.bfloat16, softcap=50.0, window=4096)]
-    return cases
+    half, single = torch.bfloat16, torch.float32
+    return [
+        case("bf16 D64 4×16 rows", 32, 8, 16, 64, half),  # the tile of 64
+        case("bf16 D80 1×24 rows", 32, 32, 24, 80, half),  # of 32, padded dimensions
+        case("fp16 D96 1×8 rows", 32, 32, 8, 96, torch.float16),  # of 16
+        case("bf16 D128 4×16 rows", 32, 8, 16, 128, half),
+        case("bf16 D128 8×64 rows", 64, 8, 64, 128, half),  # of 128
+        case("bf16 D256 2×16 rows", 16, 8, 16, 256, half),
+        case("bf16 D256 8×64 rows, soft cap, window", 8, 1, 64, 256, half, softcap=50.0, window=4096),
+        case("fp32 D128 4×16 rows", 32, 8, 16, 128, single),
+        case("fp32 D256 1×16 rows", 8, 8, 16, 256, single),
+    ]
+
+
+def _graph_cases() -> list[Case]:
+    def merge(depth: int, width: int, branch: int, merge_context: int = 1) -> Callable[[], object]:
+        def launch() -> None:
+            from .ops.merge.triton import merge
+
+            graph = TokenGraph.empty(1, GraphConfig(depth=depth, width=width, branch=branch), "meta")
+            shape = (1, width, branch)
+            log_probs = _meta(*shape, dtype=torch.float32)
+            merge(graph, _meta(1, width), _meta(*shape), log_probs, 1, width, merge_context, -1.0, -1.0)
+
+        return launch
+
+    def flatten(branch: int, max_rows: int) -> Callable[[], object]:
+        def launch() -> None:
+            from .ops.flatten.triton import flatten
+
+            edges = (1, 1024, branch)
+            flatten(_meta(1, 1024), _meta(*edges), _meta(*edges, dtype=torch.float32), max_rows, max_rows - 1)
+
+        return launch
+
+    def verify() -> None:
+        from .ops.verify.triton import verify
+
+        rows = _meta(1, 128)
+        done = _meta(1, dtype=torch.bool)
+        verify(rows, rows, rows, _meta(1, 128, 4), _meta(1), rows, _meta(2), _meta(1), done, 24)
+
+    return [
+        Case("merge", "4×3 candidates, 64 nodes", merge(6, 4, 3)),
+        Case("merge", "tree", merge(6, 4, 3, merge_context=-1)),
+        Case("merge", "64×8 candidates, 1024 nodes", merge(2, 64, 8)),
+        Case("flatten", "branch 3, 32 rows", flatten(3, 32)),
+        Case("flatten", "branch 32, 128 rows", flatten(32, 128)),
+        Case("verify", "128 rows", verify),
+    ]
+
+
+def _sampling_cases() -> list[Case]:
+    def case(name: str, count: int, dtype: torch.dtype, *parameters: float | Tensor | None) -> Case:
+        def launch() -> None:
+            from .ops.sampling.triton import best_tokens
+
+            logits = _meta(1, 64, 128256, dtype=dtype)
+            seed = _meta(dtype=torch.int64)
+            best_tokens(logits, _meta(1, 64), count, seed, _meta(1), *parameters, count > 1)
+
+        return Case("sampling", name, launch)
+
+    def each() -> Tensor:
+        return _meta(1, dtype=torch.float32)
+
+    return [
+        case("greedy", 1, torch.bfloat16, None, 0.0, None, 0.0, None, 1.0, None, 0.0),
+        case("temperature", 1, torch.bfloat16, None, 0.7, None, 0.0, None, 1.0, None, 0.0),
+        case("all warpers, candidates", 4, torch.float32, each(), 0.0, each(), 0.0, each(), 1.0, each(), 0.0),
+    ]
+
+
+def _commit_cases() -> list[Case]:
+    def case(name: str, dim: int, dtype: torch.dtype, width: int) -> Case:
+        def launch() -> None:
+            from .ops.commit_kv.triton import commit_kv
+
+            caches = [_meta(1, 8, 4096, dim, dtype=dtype) for _ in range(4)]
+            commit_kv(caches, caches, _meta(1, width), _meta(1), _meta(1))
+
+        return Case("commit_kv", name, launch)
+
+    return [case("bf16 D128, 11 rows", 128, torch.bfloat16, 11), case("fp32 D256, 128 rows", 256, torch.float32, 128)]

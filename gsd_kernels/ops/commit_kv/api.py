@@ -7,9 +7,14 @@ from torch import Tensor
 
 from ...backends import resolve
 from ...checks import check_tensor
-from . import compiled, reference
+from . import compiled, reference, triton_op
 
-IMPLEMENTATIONS = {"cpu": compiled.commit_kv, "cuda": compiled.commit_kv, "reference": reference.commit_kv}
+IMPLEMENTATIONS = {
+    "triton": triton_op.commit_kv,
+    "cpu": compiled.commit_kv,
+    "cuda": compiled.commit_kv,
+    "reference": reference.commit_kv,
+}
 
 
 def commit_kv(

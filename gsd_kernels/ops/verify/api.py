@@ -6,9 +6,14 @@ from torch import Tensor
 from ...backends import resolve
 from ...checks import check_tensor
 from ...graph import Acceptance, Rows
-from . import compiled, reference
+from . import compiled, reference, triton_op
 
-IMPLEMENTATIONS = {"cpu": compiled.verify, "cuda": compiled.verify, "reference": reference.verify}
+IMPLEMENTATIONS = {
+    "triton": triton_op.verify,
+    "cpu": compiled.verify,
+    "cuda": compiled.verify,
+    "reference": reference.verify,
+}
 
 
 def verify(
