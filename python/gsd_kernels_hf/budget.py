@@ -9,13 +9,15 @@ static. Where no shape beats one row, speculation is off, and tried again later 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from gsd_kernels import GraphConfig
 
+from .drafting import Calibration
 from .tuning import DEPTHS, FAMILIES, REUSE, ROWS, StepCosts
 
-BINS = 8  # of draft probability
 POOL = 64  # profiles kept
+FORGET = 0.998  # of what was counted, a step
 TREES = 24  # trees grown for a prediction
 GAIN = 1.02  # a new shape must promise this much more than the current one
 PRIOR = (0.62, 0.12, 0.06, 0.04)  # acceptance by rank, before anything was seen
@@ -27,33 +29,36 @@ class AcceptanceModel:
 
     def __init__(self, branch: int) -> None:
         self.branch = branch
-        # Start out by believing the draft, with the weight of a few observations.
-        centres = (np.arange(BINS) + 0.5) / BINS
-        self.trials = np.full((branch, BINS), 4.0)
-        self.hits = np.tile(centres, (branch, 1)) * 4.0
+        bins = len(Calibration.EDGES) + 1
+        # Hits, and hits expected by the draft. Start out by believing the draft, with the weight of a few hits.
+        self.hits = np.full((branch, bins), 3.0)
+        self.expected = np.full((branch, bins), 3.0)
         self.pool = np.tile(_padded(PRIOR, branch), (POOL, 1))  # [POOL, K]; calibrated profiles, newest overwrite
         self.seen = 0
         self.ratio = 1.0  # observed over predicted tokens beyond the first
 
     def observe(self, probs: np.ndarray, hits: np.ndarray) -> None:
-        """probs, hits [n, K]: candidates after accepted nodes, and whether each was picked."""
+        """probs, hits [n, K]: candidates after accepted nodes as drafted, and whether each was picked."""
         if not len(probs):
             return
-        bins = np.minimum((probs * BINS).astype(int), BINS - 1)
-        ranks = np.broadcast_to(np.arange(probs.shape[1]), probs.shape)
-        self.trials *= 0.995
-        self.hits *= 0.995
-        np.add.at(self.trials, (ranks, bins), 1.0)
+        ranks, bins = self._cells(probs)
+        self.hits = 3.0 + (self.hits - 3.0) * FORGET
+        self.expected = 3.0 + (self.expected - 3.0) * FORGET
         np.add.at(self.hits, (ranks, bins), hits.astype(float))
-        for profile in self.calibrated(probs):
+        np.add.at(self.expected, (ranks, bins), probs)
+        for profile in np.minimum(probs * (self.hits / self.expected)[ranks, bins], 1.0):
             self.pool[self.seen % POOL, : len(profile)] = profile
-            self.pool[self.seen % POOL, len(profile) :] *= 0.5
+            self.pool[self.seen % POOL, len(profile) :] *= 0.5  # a wider shape would have had something there
             self.seen += 1
 
-    def calibrated(self, probs: np.ndarray) -> np.ndarray:
-        bins = np.minimum((probs * BINS).astype(int), BINS - 1)
+    def write(self, calibration: Calibration) -> None:
+        """Put the current ratios into the device table."""
+        table = torch.from_numpy(np.log(self.hits / self.expected)).float()
+        calibration.log_ratio.copy_(table[: calibration.log_ratio.shape[0]], non_blocking=True)
+
+    def _cells(self, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         ranks = np.broadcast_to(np.arange(probs.shape[1]), probs.shape)
-        return self.hits[ranks, bins] / self.trials[ranks, bins]
+        return ranks, np.searchsorted(Calibration.EDGES, probs)
 
     def tokens(self, width: int, branch: int, pool: np.ndarray | None = None) -> dict[int, np.ndarray]:
         """Predicted tokens per step by depth: an array by rows, entry r − 1 for r rows."""

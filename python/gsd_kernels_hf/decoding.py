@@ -22,7 +22,7 @@ from gsd_kernels.config import resolve_graph_config
 from . import support
 from .attention import switched
 from .budget import AcceptanceModel, Budget, largest_shapes
-from .drafting import DecodeState, Drafter, ModelDraft
+from .drafting import Calibration, DecodeState, Drafter, ModelDraft
 from .forward import RowModel
 from .history import History
 from .sampling import SamplingPlan, draw_seed
@@ -186,15 +186,12 @@ class Session:
         path = accepted.accepted_rows.clamp(min=0).long()
         node = record.rows.node_ids.gather(1, path).clamp(min=0).long()  # [B, P]
         at = node[:, :, None].expand(-1, -1, graph.branch)
-        targets, log_probs = graph.edge_targets.gather(1, at), graph.edge_log_probs.gather(1, at)  # [B, P, K]
+        targets = graph.edge_targets.gather(1, at)  # [B, P, K]
+        log_probs = self.drafter.shape(self.config).drafted.gather(1, at)
         tokens = graph.token_ids.gather(1, targets.clamp(min=0).flatten(1).long()).view_as(targets)
-        picked = self.state.emitted[:, : path.shape[1], None]
-        by_model = self.drafter.shape(self.config).by_model.gather(1, node)
-        taken = (accepted.accepted_rows >= 0) & by_model
-        known = targets >= 0
-        probs = torch.where(known, log_probs.exp(), 0.0)
-        hits = known & (tokens == picked)
-        return probs[taken].cpu().numpy(), hits[taken].cpu().numpy()
+        hits = (targets >= 0) & (tokens == self.state.emitted[:, : path.shape[1], None])
+        taken = (accepted.accepted_rows >= 0) & ~log_probs[:, :, 0].isnan()
+        return log_probs[taken].exp().cpu().numpy(), hits[taken].cpu().numpy()
 
 
 _learned: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[int, bool], AcceptanceModel]]
@@ -311,6 +308,8 @@ class GraphDecoder:
                 clock,
                 self.backend,
             )
+            if budget is not None:
+                session.drafter.calibration = Calibration(branch, device)
             session.use(self.graph_config if sources and budget is None else None)
             as_dict = bool(generation_config.return_dict_in_generate)
             keep_scores = as_dict and bool(generation_config.output_scores)
@@ -351,6 +350,7 @@ class GraphDecoder:
         while not finished:
             if budget is not None:
                 session.use(budget.current)
+                budget.model.write(session.drafter.calibration)
             if walk is None:
                 record = session.step()
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -46,7 +47,27 @@ class DraftShape:
 
     graph: TokenGraph
     slot_depths: Tensor  # int32 [B, draft_slots]; depth, counted from the root's children, of the node in each slot
-    by_model: Tensor  # bool [B, N]; nodes that the draft model expanded, the others were expanded from the history
+    drafted: Tensor  # float32 [B, N + 1, K]; log-probabilities as drafted by the model, NaN where it was not asked
+
+
+class Calibration:
+    """Draft log-probabilities → how often such a candidate really was the target's pick.
+
+    A table of log-ratios by rank and draft probability, on the device. It changes what is worth a row, never what is
+    accepted.
+    """
+
+    EDGES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)  # between bins of draft probability
+
+    def __init__(self, branch: int, device: torch.device) -> None:
+        self.edges = torch.tensor(self.EDGES, device=device)
+        self.log_ratio = torch.zeros(branch, len(self.EDGES) + 1, device=device)
+
+    def __call__(self, log_probs: Tensor) -> Tensor:
+        """float32 [B, W, K], best candidate first → calibrated, at most 0."""
+        bins = torch.bucketize(log_probs.exp(), self.edges)  # [B, W, K]
+        rank = torch.arange(log_probs.shape[2], device=log_probs.device)
+        return (log_probs + self.log_ratio[rank, bins]).clamp(max=0.0)
 
 
 class Drafter:
@@ -55,6 +76,7 @@ class Drafter:
     def __init__(self, state: DecodeState, model: ModelDraft | None, history: History | None, backend: str) -> None:
         self.state, self.model, self.history, self.backend = state, model, history, backend
         self.shapes: dict[GraphConfig, DraftShape] = {}
+        self.calibration: Calibration | None = None
 
     def shape(self, config: GraphConfig) -> DraftShape:
         """Storage for ``config``, made at its first use."""
@@ -62,7 +84,8 @@ class Drafter:
             batch, device = self.state.tokens.shape[0], self.state.tokens.device
             slot_depths = torch.zeros(batch, config.draft_slots, dtype=torch.int32, device=device)
             graph = TokenGraph.empty(batch, config, device)
-            self.shapes[config] = DraftShape(graph, slot_depths, torch.zeros_like(graph.expanded))
+            drafted = torch.zeros(batch, config.node_capacity + 1, config.branch, device=device)
+            self.shapes[config] = DraftShape(graph, slot_depths, drafted)
         return self.shapes[config]
 
     def draft(self, config: GraphConfig) -> TokenGraph:
@@ -70,12 +93,17 @@ class Drafter:
         shape, state = self.shape(config), self.state
         graph = shape.graph
         graph.reset(state.root_tokens(), state.emitted_tail())
+        shape.drafted.fill_(math.nan)
         first_pick = state.out_len - state.kv_start  # [B]; index of the token after the root
         frontier = Frontier(graph.root_frontier(), graph.token_ids[:, :1], graph.depths[:, :1], graph.ancestor_mask)
         for level in range(config.depth + (config.reuse_depth if self.history is not None else 0)):
             positions = first_pick[:, None] + frontier.depths
             if self.model is not None and level < config.depth:
                 tokens, log_probs = self.model.candidates(state, config, level, frontier, positions, shape.slot_depths)
+                if self.calibration is not None:
+                    at = torch.where(frontier.node_ids >= 0, frontier.node_ids, graph.capacity)  # padding: the last
+                    shape.drafted.scatter_(1, at[:, :, None].expand_as(log_probs).long(), log_probs)
+                    log_probs = self.calibration(log_probs)
             elif self.history is not None:
                 tokens, log_probs = self.history.candidates(graph, frontier.node_ids, positions)
             frontier = merge(
@@ -90,8 +118,6 @@ class Drafter:
                 log_min_prob=config.log_min_prob,
                 backend=self.backend,
             )
-            if level + 1 == config.depth:
-                shape.by_model.copy_(graph.expanded)
         return graph
 
 
@@ -108,12 +134,10 @@ class ModelDraft:
         state: DecodeState,
         vocab_size: int,
         warpers: dict[str, float],
-        prefill: Callable[[RowModel], None],
+        prefill: Callable[[RowModel], None] | None = None,
     ) -> None:
         self.rows, self.warpers = rows, warpers
-        self.prefill: Callable[[RowModel], None] | None = (
-            prefill  # at first use: a draft that does not pay reads nothing
-        )
+        self.prefill = prefill  # at first use: a draft that does not pay reads nothing
         self.vocab_size = min(vocab_size, rows.vocab_size)
         self.seed = state.seed.to(rows.device)
         self.sequence_ids = state.sequence_ids.to(rows.device)

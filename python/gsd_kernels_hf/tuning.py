@@ -31,7 +31,9 @@ from .history import History
 
 logger = logging.getLogger("gsd_kernels")
 
-ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+COARSE_ROWS = (1, 4, 8, 16, 32, 64, 128)  # where a forward is slow, fewer are measured
+SLOW = 0.3  # seconds of a slow forward
 FAMILIES = ((1, 1), (2, 2), (4, 3), (8, 4))  # width, branch
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10)
 REUSE = {"reuse_depth": 4, "reuse_width": 8}
@@ -149,7 +151,9 @@ def measure(
     draft_rows = RowModel(draft, capacity, state.kv_start, backend)
     seconds = stopwatch(device)
     target: dict[int, float] = {}
-    for rows in progress([r for r in ROWS], "tuning: target"):
+    for rows in progress(ROWS, "tuning: target"):
+        if target and target[1] > SLOW and rows not in COARSE_ROWS:
+            continue
         place = torch.arange(rows, dtype=torch.int32, device=device)
         alone = pack_bits(place[:, None] == place).expand(batch, -1, -1).contiguous()
         depths = torch.zeros(batch, rows, dtype=torch.int32, device=device)
@@ -197,19 +201,20 @@ def synthetic_state(batch: int, prefix: int, capacity: int, device: torch.device
 
 
 def stopwatch(device: torch.device, repeats: int = 3) -> Callable[[Callable[[], Any]], float]:
-    """A function that times another: one warm-up, then the median of ``repeats``."""
+    """A function that times another: one warm-up, then the median of ``repeats``, or one run where that is slow."""
+
+    def once(function: Callable[[], Any]) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
 
     def run(function: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(repeats + 1):
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            begin = time.perf_counter()
-            function()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - begin)
-        return statistics.median(times[1:])
+        warm_up = once(function)
+        return statistics.median(once(function) for _ in range(1 if warm_up > 2 * SLOW else repeats))
 
     return run
 
