@@ -1,0 +1,225 @@
+// Drafts random graphs, flattens and verifies them, once by a group of one thread (which the Python tests hold against
+// the reference) and once by a block of T threads, and compares every byte.
+//
+//     block_code THREADS ROUNDS SEED [--drop BARRIER | --plain ATOMIC | --diverge]
+//
+// Exit status: 0 equal, 3 different, 4 divergent barriers; sanitizers have their own.
+#include <cmath>
+#include <random>
+
+#include "../../csrc/graph/flatten.h"
+#include "../../csrc/graph/merge.h"
+#include "../../csrc/graph/verify.h"
+#include "os_group.h"
+
+using namespace gsd;
+
+namespace {
+
+constexpr int kPoison = 0xA5;
+
+// Exactly as large as asked, so that AddressSanitizer sees the first byte beyond; poisoned, as shared memory is.
+struct Arena {
+  std::vector<char> memory;
+  explicit Arena(size_t bytes) : memory(bytes, static_cast<char>(kPoison)) {}
+  char* data() { return memory.data(); }
+};
+
+template <class T>
+std::vector<T> poisoned(size_t n) {
+  std::vector<T> v(n);
+  memset(v.data(), kPoison, n * sizeof(T));
+  return v;
+}
+
+struct Problem {
+  int depth, width, branch, merge_context, vocab, rows, max_path;
+
+  int capacity() const { return 1 + branch + (depth - 1) * width * branch; }
+  int words() const { return words_for(depth * width); }
+};
+
+struct Graph {
+  std::vector<int32_t> token_ids, parents, depths, contexts, ancestor_mask, edge_targets, counts;
+  std::vector<float> scores, edge_log_probs;
+  std::vector<char> expanded;
+
+  explicit Graph(const Problem& p)
+      : token_ids(p.capacity(), 0),
+        parents(p.capacity(), -1),
+        depths(p.capacity(), 0),
+        contexts(p.capacity() * kContext, -1),
+        ancestor_mask(p.capacity() * p.words(), 0),
+        edge_targets(p.capacity() * p.branch, -1),
+        counts{1, 0},
+        scores(p.capacity(), 0.0f),
+        edge_log_probs(p.capacity() * p.branch, 0.0f),
+        expanded(p.capacity(), 0) {}
+
+  bool operator==(const Graph&) const = default;
+};
+
+struct Level {
+  std::vector<int32_t> frontier, tokens;
+  std::vector<float> log_probs;
+};
+
+struct Next {
+  std::vector<int32_t> ids, tokens, depths, mask;
+
+  explicit Next(const Problem& p)
+      : ids(poisoned<int32_t>(p.width)),
+        tokens(poisoned<int32_t>(p.width)),
+        depths(poisoned<int32_t>(p.width)),
+        mask(poisoned<int32_t>(p.width * p.words())) {}
+
+  bool operator==(const Next&) const = default;
+};
+
+struct Unrolled {
+  std::vector<int32_t> token_ids, parent_rows, depths, mask, node_ids, num_rows;
+  std::vector<float> scores;
+
+  explicit Unrolled(const Problem& p)
+      : token_ids(poisoned<int32_t>(p.rows)),
+        parent_rows(poisoned<int32_t>(p.rows)),
+        depths(poisoned<int32_t>(p.rows)),
+        mask(poisoned<int32_t>(p.rows * words_for(p.rows))),
+        node_ids(poisoned<int32_t>(p.rows)),
+        num_rows(poisoned<int32_t>(1)),
+        scores(poisoned<float>(p.rows)) {}
+
+  bool operator==(const Unrolled&) const = default;
+};
+
+struct Accepted {
+  std::vector<int32_t> rows, counts;
+
+  explicit Accepted(const Problem& p) : rows(poisoned<int32_t>(p.max_path + 1)), counts(poisoned<int32_t>(2)) {}
+
+  bool operator==(const Accepted&) const = default;
+};
+
+MergeSizes merge_sizes(const Problem& p, int level, int expanding) {
+  return {p.capacity(), expanding, p.branch, p.width, p.words(), level, p.merge_context, -INFINITY, -INFINITY};
+}
+
+MergeArgs merge_args(Graph& g, const Level& level, Next& next) {
+  return {g.token_ids.data(),
+          g.parents.data(),
+          g.depths.data(),
+          g.scores.data(),
+          g.contexts.data(),
+          reinterpret_cast<bool*>(g.expanded.data()),
+          g.ancestor_mask.data(),
+          g.edge_targets.data(),
+          g.edge_log_probs.data(),
+          &g.counts[0],
+          &g.counts[1],
+          level.frontier.data(),
+          level.tokens.data(),
+          level.log_probs.data(),
+          next.ids.data(),
+          next.tokens.data(),
+          next.depths.data(),
+          next.mask.data()};
+}
+
+FlattenArgs flatten_args(const Graph& g, Unrolled& u) {
+  return {g.token_ids.data(),   g.edge_targets.data(), g.edge_log_probs.data(), u.token_ids.data(),
+          u.parent_rows.data(), u.depths.data(),       u.mask.data(),           u.node_ids.data(),
+          u.scores.data(),      u.num_rows.data()};
+}
+
+VerifyArgs verify_args(const Unrolled& u, const std::vector<int32_t>& sampled, const int32_t* eos,
+                       const int32_t* remaining, const bool* done, Accepted& a) {
+  return {u.token_ids.data(), u.parent_rows.data(), u.depths.data(), u.mask.data(), u.num_rows.data(), sampled.data(),
+          eos,                remaining,            done,            a.rows.data(), &a.counts[0],      &a.counts[1]};
+}
+
+// Log-probabilities on a coarse grid, so that ties are common.
+Level draft(const Problem& p, const std::vector<int32_t>& frontier, std::mt19937& random) {
+  Level level{frontier, {}, {}};
+  for (size_t i = 0; i < frontier.size() * p.branch; i++) {
+    level.tokens.push_back(static_cast<int32_t>(random() % p.vocab));
+    level.log_probs.push_back(random() % 12 == 0 ? -INFINITY : -0.25f * static_cast<float>(random() % 12));
+  }
+  return level;
+}
+
+bool round_agrees(const Problem& p, int threads, const Faults& faults, std::mt19937& random) {
+  Graph serial_graph(p), block_graph(p);
+  const SerialGroup serial;
+  std::vector<int32_t> frontier{0};
+  for (int depth = 0; depth < p.depth; depth++) {
+    const Level level = draft(p, frontier, random);
+    const MergeSizes sizes = merge_sizes(p, depth, static_cast<int>(frontier.size()));
+    Next expected(p), got(p);
+    Arena serial_arena(MergeArena::bytes(sizes)), block_arena(MergeArena::bytes(sizes));
+    merge_level(serial, merge_args(serial_graph, level, expected), sizes, serial_arena.data());
+    run_block(threads, faults, [&](OsGroup& group) {
+      merge_level(group, merge_args(block_graph, level, got), sizes, block_arena.data());
+    });
+    if (!(expected == got) || !(serial_graph == block_graph)) return false;
+    frontier = expected.ids;
+  }
+
+  const FlattenSizes sizes{p.capacity(), p.branch, p.rows, p.max_path};
+  Unrolled expected(p), got(p);
+  Arena serial_arena(FlattenArena::bytes(sizes)), block_arena(FlattenArena::bytes(sizes));
+  flatten_graph(serial, flatten_args(serial_graph, expected), sizes, serial_arena.data());
+  run_block(threads, faults, [&](OsGroup& group) {
+    flatten_graph(group, flatten_args(serial_graph, got), sizes, block_arena.data());
+  });
+  if (!(expected == got)) return false;
+
+  // The target agrees with most drafted tokens.
+  std::vector<int32_t> sampled(p.rows);
+  for (int32_t& token : sampled) token = static_cast<int32_t>(random() % p.vocab);
+  for (int row = 1; row < expected.num_rows[0]; row++) {
+    if (random() % 4 != 0) sampled[expected.parent_rows[row]] = expected.token_ids[row];
+  }
+  const int32_t eos[] = {0}, remaining = 1 + static_cast<int32_t>(random() % 12);
+  const bool done = random() % 8 == 0;
+  const VerifySizes verify_sizes{p.rows, 1, p.max_path};
+  Accepted accepted(p), block_accepted(p);
+  Arena serial_verify(VerifyArena::bytes(verify_sizes)), block_verify(VerifyArena::bytes(verify_sizes));
+  verify_rows(serial, verify_args(expected, sampled, eos, &remaining, &done, accepted), verify_sizes,
+              serial_verify.data());
+  run_block(threads, faults, [&](OsGroup& group) {
+    verify_rows(group, verify_args(expected, sampled, eos, &remaining, &done, block_accepted), verify_sizes,
+                block_verify.data());
+  });
+  return accepted == block_accepted;
+}
+
+int pick(std::mt19937& random, int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); }
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 4) return 2;
+  const int threads = atoi(argv[1]), rounds = atoi(argv[2]);
+  std::mt19937 random(static_cast<unsigned>(atoi(argv[3])));
+  Faults faults;
+  if (argc > 5 && strcmp(argv[4], "--drop") == 0) faults.dropped_barrier = argv[5];
+  if (argc > 5 && strcmp(argv[4], "--plain") == 0) faults.plain_atomic = argv[5];
+  if (argc > 4 && strcmp(argv[4], "--diverge") == 0) {
+    run_block(threads, faults, [](OsGroup& group) { group.sync(group.rank() % 2 == 0 ? "even" : "odd"); });
+  }
+  for (int round = 0; round < rounds; round++) {
+    Problem p{};
+    p.depth = pick(random, 1, 5);
+    p.width = pick(random, 1, 12);
+    p.branch = pick(random, 1, 8);
+    p.merge_context = pick(random, -1, 2);
+    p.vocab = pick(random, 2, 10);
+    p.rows = pick(random, 2, 70);
+    p.max_path = pick(random, 1, p.rows - 1);
+    if (!round_agrees(p, threads, faults, random)) {
+      fprintf(stderr, "round %d differs\n", round);
+      return 3;
+    }
+  }
+  return 0;
+}
