@@ -40,8 +40,9 @@ class GraphLayer(CacheLayerMixin):
         if positions is not None:
             positions = positions.to(self.device, non_blocking=True)
             sequence = torch.arange(positions.shape[0], device=self.device)[:, None]
-            self.keys.transpose(1, 2)[sequence, positions] = key_states.transpose(1, 2)
-            self.values.transpose(1, 2)[sequence, positions] = value_states.transpose(1, 2)
+            # Another row's overflow must not reach rows that do not see it: 0 · NaN would be NaN.
+            self.keys.transpose(1, 2)[sequence, positions] = key_states.nan_to_num().transpose(1, 2)
+            self.values.transpose(1, 2)[sequence, positions] = value_states.nan_to_num().transpose(1, 2)
             return self.keys, self.values
         begin = self.parent.prompt_length
         end = begin + key_states.shape[2]

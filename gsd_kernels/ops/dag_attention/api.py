@@ -5,9 +5,14 @@ from torch import Tensor
 
 from ...backends import resolve
 from ...checks import check_tensor
-from . import reference, triton_op
+from . import reference, sdpa, triton_op
 
-IMPLEMENTATIONS = {"triton": triton_op.dag_attention, "reference": reference.dag_attention}
+IMPLEMENTATIONS = {
+    "cpu": sdpa.dag_attention,
+    "triton": triton_op.dag_attention,
+    "reference": reference.dag_attention,
+}
+DENSE = (sdpa.dag_attention, reference.dag_attention)  # these work on a dense mask
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -26,6 +31,7 @@ def dag_attention(
     softcap: float | None = None,
     sliding_window: int | None = None,
     return_lse: bool = False,
+    visible: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention in which a row sees the committed prefix and the graph nodes that its mask names.
@@ -46,6 +52,8 @@ def dag_attention(
         softcap: scores become ``softcap · tanh(score / softcap)``.
         sliding_window: a row sees positions p with ``row position − p < sliding_window``.
         return_lse: also return the log-sum-exp of the scores.
+        visible: bool [B, R, S], what :func:`visibility` returns for the other arguments, for callers that attend many
+            layers with one mask. The kernels read the words and ignore it.
 
     Returns:
         [B, Hq, R, Dv] in q's dtype, and with ``return_lse`` float32 [B, Hq, R]. A row that sees nothing gets 0 and
@@ -78,7 +86,20 @@ def dag_attention(
         backend = "reference"  # the kernels compute in float32
     function = resolve(backend, device, IMPLEMENTATIONS)
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    dense = {"visible": visible, "return_lse": return_lse} if function in DENSE else {}
     out, lse = function(
-        q, k, v, ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths, scale, softcap, sliding_window
+        q,
+        k,
+        v,
+        ancestor_mask,
+        kv_len,
+        kv_start,
+        num_nodes,
+        row_depths,
+        node_depths,
+        scale,
+        softcap,
+        sliding_window,
+        **dense,
     )
     return (out, lse) if return_lse else out

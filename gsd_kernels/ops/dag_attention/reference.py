@@ -19,13 +19,24 @@ def dag_attention(
     scale: float,
     softcap: float | None,
     sliding_window: int | None,
+    *,
+    visible: Tensor | None = None,  # bool [B, R, S], computed from the words if not given
+    return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over the visible positions, in float32 (float64 for float64 inputs)."""
+    if visible is None:
+        visible = visibility(
+            ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths, sliding_window, k.shape[2]
+        )
+    return attend(q, k, v, visible, scale, softcap)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Output [B, Hq, R, Dv] and log-sum-exp [B, Hq, R] for a dense mask [B, R, S]."""
     batch, heads, rows, _ = q.shape
     groups = heads // k.shape[1]
-    visible = visibility(
-        ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths, sliding_window, k.shape[2]
-    )
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     grouped = q.to(exact).unflatten(1, (k.shape[1], groups))  # [B, Hkv, G, R, D]
     scores = (grouped.flatten(2, 3) @ k.to(exact).mT).unflatten(2, (groups, rows)) * scale  # [B, Hkv, G, R, S]
@@ -34,10 +45,13 @@ def dag_attention(
     scores = torch.where(visible[:, None, None], scores, float("-inf"))
     lse = scores.logsumexp(-1)  # [B, Hkv, G, R]
     weights = torch.where(visible[:, None, None], (scores - lse.unsqueeze(-1)).exp(), 0.0)
-    seen = visible.any(1)[:, None, :, None]  # [B, 1, S, 1]: 0 · NaN would be NaN
-    values = torch.where(seen, v, 0.0).to(exact)
-    out = (weights.flatten(2, 3) @ values).view(batch, heads, rows, -1)
+    out = (weights.flatten(2, 3) @ seen_values(v, visible).to(exact)).view(batch, heads, rows, -1)
     return out.to(q.dtype), lse.view(batch, heads, rows).float()
+
+
+def seen_values(v: Tensor, visible: Tensor) -> Tensor:
+    """Values with 0 where no row looks: free positions may hold NaN, and 0 · NaN would be NaN."""
+    return torch.where(visible.any(1)[:, None, :, None], v, 0.0)
 
 
 def visibility(

@@ -1,0 +1,59 @@
+"""The CPU path: PyTorch's fused attention over a dense mask, query heads of one cache head packed as rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ...graph import WORD_BITS
+from . import reference
+
+
+def dag_attention(
+    q: Tensor,  # [B, Hq, R, D]
+    k: Tensor,  # [B, Hkv, S, D]
+    v: Tensor,  # [B, Hkv, S, Dv]
+    ancestor_mask: Tensor,  # int32 [B, R, words]
+    kv_len: Tensor,  # int32 [B]
+    kv_start: Tensor | None,
+    num_nodes: Tensor | None,
+    row_depths: Tensor | None,
+    node_depths: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sliding_window: int | None,
+    *,
+    visible: Tensor | None = None,  # bool [B, R, S]
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """As the reference; a soft cap and the log-sum-exp, which the fused kernel lacks, are computed like it."""
+    if visible is None:
+        visible = reference.visibility(
+            ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths, sliding_window, k.shape[2]
+        )
+    if softcap is not None or return_lse:
+        return reference.attend(q, k, v, visible, scale, softcap)
+    batch, heads, rows, _ = q.shape
+    kv_heads = k.shape[1]
+    groups = heads // kv_heads
+    # Host reads are free here: leave out the free end of the caches, which nobody sees.
+    end = min(k.shape[2], int(kv_len.max()) + ancestor_mask.shape[-1] * WORD_BITS)
+    k, v, visible = k[:, :, :end], v[:, :, :end], visible[:, :, :end]
+    k, v = _finite_where_unseen(k, v, ~visible.any(1))
+    packed = q.reshape(batch, kv_heads, groups * rows, q.shape[3])
+    mask = visible[:, None] if groups == 1 else visible.repeat(1, groups, 1)[:, None]  # [B, 1, G·R, S]
+    out = scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=scale)
+    out = out.view(batch, heads, rows, -1)
+    sees = visible.any(-1)[:, None, :, None]
+    return torch.where(sees, out, 0.0), None
+
+
+def _finite_where_unseen(k: Tensor, v: Tensor, unseen: Tensor) -> tuple[Tensor, Tensor]:
+    """The fused kernel multiplies masked positions by 0, which NaN survives; copies only if there is one."""
+    sequence, position = unseen.nonzero(as_tuple=True)
+    by_position = k.transpose(1, 2)[sequence, position], v.transpose(1, 2)[sequence, position]
+    if all(bool(x.isfinite().all()) for x in by_position):
+        return k, v
+    unseen = unseen[:, None, :, None]
+    return torch.where(unseen, 0.0, k), torch.where(unseen, 0.0, v)
