@@ -1,0 +1,5 @@
+"""``python -m gsd_kernels_hf`` is ``gsd-kernels``."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,187 @@
+"""``gsd-kernels check``: proof on the user's own pair and prompts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import options
+from .console import DIFFERS, OK, err, out, print_json, progress, table
+from .options import describe_graph_config, read_graph_config, read_prompts
+
+if TYPE_CHECKING:
+    from gsd_kernels_hf.comparison import Divergence, Run
+
+DEFAULT_PROMPTS = 4
+
+
+def command(
+    prompts: options.Prompts = None,
+    model: options.Model = None,
+    draft: options.Draft = None,
+    revision: options.Revision = None,
+    draft_revision: options.DraftRevision = None,
+    dtype: options.DtypeOption = options.Dtype.auto,
+    device: options.Device = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    prompt_files: options.PromptFiles = None,
+    lines: options.Lines = False,
+    chat: options.Chat = False,
+    max_new_tokens: options.MaxNewTokens = 64,
+    graph_config: options.GraphOption = None,
+    backend: options.Backend = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Compare transformers' own greedy generate with graph speculation, prompt by prompt.
+
+    Equality of the tokens, the first divergence with the target's logit gap there (judged by the dtype's rounding),
+    speed and peak memory. Exit code 0: equal, or different only where rounding decides; 3: different beyond that.
+    Without prompts, a few excerpts of Python source are continued.
+    """
+    config = read_graph_config(graph_config)
+    texts = read_prompts(prompts, prompt_files, lines) if prompts or prompt_files else []
+    with progress("loading the models"):
+        import torch
+
+        from gsd_kernels_hf import comparison, demo_pair
+
+        from .pair import load_pair
+        from .versions import versions
+
+        pair = load_pair(
+            model,
+            draft,
+            dtype=dtype.value,
+            device=device,
+            revision=revision,
+            draft_revision=draft_revision,
+            trust_remote_code=trust_remote_code,
+        )
+    if pair.draft is None and draft is None:
+        err.print("gsd-kernels: no --draft: plain decoding on both sides (--draft history speculates without a model)")
+    texts = texts or [prompt["text"] for prompt in demo_pair.prompts()[:DEFAULT_PROMPTS]]
+    contenders = {
+        "plain": comparison.plain(pair.target, **pair.padding),
+        "graph": comparison.graph(
+            pair.target, graph_config=config, backend=backend, **pair.speculation, **pair.padding
+        ),
+    }
+    inputs = [pair.encode([text], chat) for text in texts]
+    with progress(f"decoding {len(texts)} prompts, twice each"):
+        rounds = comparison.race(pair.target, contenders, inputs, max_new_tokens)
+        divergences = [
+            comparison.first_divergence(pair.target, i["input_ids"], runs["plain"].tokens, runs["graph"].tokens)
+            for i, runs in zip(inputs, rounds, strict=True)
+        ]
+    report = {
+        "versions": versions(),
+        "device": str(pair.device),
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "backend": backend,
+        "graph_config": describe_graph_config(config),
+        "prompts": [
+            _row(text, i["input_ids"].shape[1], runs, divergence)
+            for text, i, runs, divergence in zip(texts, inputs, rounds, divergences, strict=True)
+        ],
+        "summary": _summary(rounds, divergences),
+    }
+    if as_json:
+        print_json(report)
+    else:
+        _print(report)
+    raise typer.Exit(DIFFERS if report["summary"]["beyond_rounding"] else OK)
+
+
+def _row(text: str, prompt_tokens: int, runs: dict[str, Run], divergence: Divergence | None) -> dict[str, Any]:
+    def side(run: Run) -> dict[str, Any]:
+        return {
+            "seconds": run.seconds,
+            "tokens_per_second": run.tokens_per_second,
+            "target_forwards": run.target_forwards,
+            "peak_bytes": run.peak_bytes,
+        }
+
+    stats = runs["graph"].stats
+    return {
+        "prompt": text,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": len(runs["plain"].tokens),
+        "equal": divergence is None,
+        "divergence": None if divergence is None else divergence.as_dict(),
+        "speedup": runs["plain"].seconds / runs["graph"].seconds,
+        "plain": side(runs["plain"]),
+        "graph": {**side(runs["graph"]), "stats": None if stats is None else stats.as_dict()},
+    }
+
+
+def _summary(rounds: list[dict[str, Run]], divergences: list[Divergence | None]) -> dict[str, Any]:
+    def total(name: str) -> tuple[float, int, int | None]:
+        peaks = [runs[name].peak_bytes for runs in rounds]
+        return (
+            sum(runs[name].seconds for runs in rounds),
+            sum(len(runs[name].tokens) for runs in rounds),
+            None if None in peaks else max(peaks),  # type: ignore[type-var]
+        )
+
+    (plain_seconds, plain_tokens, plain_peak), (seconds, tokens, peak) = total("plain"), total("graph")
+    kept = [runs["graph"].stats for runs in rounds if runs["graph"].stats is not None]
+    found = [d for d in divergences if d is not None]
+    beyond = sum(not d.within_rounding for d in found)
+    return {
+        "verdict": "differs" if beyond else "rounding" if found else "equal",
+        "prompts": len(rounds),
+        "equal": len(rounds) - len(found),
+        "within_rounding": len(found) - beyond,
+        "beyond_rounding": beyond,
+        "plain_tokens_per_second": plain_tokens / plain_seconds,
+        "graph_tokens_per_second": tokens / seconds,
+        "speedup": (tokens / seconds) / (plain_tokens / plain_seconds),
+        "tokens_per_step": sum(s.new_tokens for s in kept) / max(sum(s.sequence_steps for s in kept), 1),
+        "plain_peak_bytes": plain_peak,
+        "graph_peak_bytes": peak,
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    from .tables import size, speed
+
+    rows = table("prompt", "tokens", "plain tok/s", "graph tok/s", "speed", "tok/step", "<output")
+    for row in report["prompts"]:
+        stats = row["graph"]["stats"]
+        rows.add_row(
+            _short(row["prompt"]),
+            f"{row['new_tokens']}",
+            f"{row['plain']['tokens_per_second']:.1f}",
+            f"{row['graph']['tokens_per_second']:.1f}",
+            f"{row['speedup']:.2f}×",
+            f"{stats['tokens_per_step']:.2f}" if stats else "–",
+            _verdict(row["divergence"]),
+        )
+    out.print(rows)
+    summary = report["summary"]
+    out.print(
+        f"\n{report['dtype']} on {report['device']}: {speed(summary['speedup'])} over all prompts, "
+        f"{summary['tokens_per_step']:.2f} tokens per step; peak memory {size(summary['plain_peak_bytes'])} plain, "
+        f"{size(summary['graph_peak_bytes'])} graph",
+        soft_wrap=True,
+    )
+    count = f"{summary['equal']} of {summary['prompts']} prompts: the same tokens"
+    if summary["within_rounding"]:
+        count += f"; {summary['within_rounding']} differ where {report['dtype']} rounding decides"
+    if summary["beyond_rounding"]:
+        count += f"; {summary['beyond_rounding']} DIFFER BEYOND ROUNDING: a bug, please report it"
+    out.print(count, soft_wrap=True)
+
+
+def _verdict(divergence: dict[str, Any] | None) -> str:
+    if divergence is None:
+        return "same"
+    kind = "rounding" if divergence["within_rounding"] else "DIFFERS"
+    return f"{kind} at {divergence['index']}: gap {divergence['gap']:.2g}, bound {divergence['bound']:.2g}"
+
+
+def _short(text: str, width: int = 18) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 1] + "…"

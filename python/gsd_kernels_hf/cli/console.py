@@ -1,0 +1,81 @@
+"""Where output goes, and what the exit codes mean."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+OK, FAILURE, USAGE, DIFFERS, INTERRUPTED = 0, 1, 2, 3, 130
+
+EXIT_CODES = (
+    "Exit codes: 0 success; 1 failure; 2 bad arguments; 3 the output differs from plain decoding beyond rounding "
+    "(check, demo); 130 interrupted. Text and tables go to stdout, progress and errors to stderr."
+)
+
+PATIENCE = 2.0
+"""Seconds after which a silent command says what it is doing."""
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+class Commands(TyperGroup):
+    """Commands whose errors are one line on stderr, unless ``--debug`` asks for the traceback.
+
+    The library refuses arguments by ``ValueError`` and ``TypeError``, which therefore mean bad usage.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
+        except KeyboardInterrupt:
+            err.print("gsd-kernels: interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            raise
+        except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
+            if ctx.params.get("debug"):
+                raise
+            message = " ".join(str(error).split()) or type(error).__name__
+            err.print(f"gsd-kernels: error: {message}", markup=False, soft_wrap=True)
+            raise typer.Exit(USAGE if isinstance(error, (ValueError, TypeError)) else FAILURE) from None
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Say on stderr what is being done: a spinner on a terminal, elsewhere one line once it takes two seconds."""
+    if err.is_terminal:
+        with err.status(what):
+            yield
+        return
+    timer = threading.Timer(PATIENCE, err.print, (f"{what} …",), {"markup": False, "soft_wrap": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def print_json(value: Any) -> None:
+    """Plain JSON on stdout, never wrapped or coloured."""
+    out.print(json.dumps(value, indent=2, ensure_ascii=False), markup=False, soft_wrap=True)
+
+
+def table(*headers: str, title: str | None = None) -> Table:
+    """An undecorated table; the first column is text, the others are numbers. A leading ``<`` aligns left."""
+    result = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for place, header in enumerate(headers):
+        left = place == 0 or header.startswith("<")
+        result.add_column(header.removeprefix("<"), justify="left" if left else "right", no_wrap=not left)
+    return result

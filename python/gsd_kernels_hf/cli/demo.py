@@ -1,0 +1,292 @@
+"""``gsd-kernels demo``: the embedded pair, its text, its numbers, and one step drawn."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import options
+from .console import DIFFERS, err, out, progress, table
+from .options import read_graph_config
+from .tables import speed
+
+if TYPE_CHECKING:
+    from gsd_kernels import GraphConfig
+    from gsd_kernels_hf import StepRecord
+    from gsd_kernels_hf.comparison import Run
+    from gsd_kernels_hf.drawing import StepPicture
+
+    from .pair import Pair
+
+GRAPH = "graph,depth=5,width=3,branch=3,max_rows=12"
+"""The demo's default: fixed, so that there is a graph to draw; on a CPU a target row costs time, so few are checked."""
+
+INFLATED = "250m"
+RACE_TOKENS = 64
+MOST_NODES = 80  # of a picture that is still read with pleasure
+PLAIN, AUTO = "plain (transformers)", "graph, auto (default)"
+
+
+def command(
+    max_new_tokens: options.MaxNewTokens = 128,
+    dtype: options.DtypeOption = options.Dtype.auto,
+    device: options.Device = None,
+    graph_config: options.GraphOption = GRAPH,
+    backend: options.Backend = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out the inflated target.")] = False,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.0, help="Begin no further prompt on the inflated target after this.")
+    ] = 90.0,
+    directory: Annotated[Path, typer.Option("--out", help="Folder for the drawing.")] = Path("demo-out"),
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
+) -> None:
+    """See it work, without downloading anything.
+
+    A small trained pair continues a held-out piece of Python's standard library by graph speculation; the tokens are
+    compared with plain decoding's. The same target is then inflated to about 250M parameters (same function, real
+    cost) and timed against plain decoding, transformers' assisted generation, a chain and a tree. One step's token
+    graph is drawn as SVG and PNG.
+    """
+    with progress("loading the embedded pair"):
+        import torch
+
+        from gsd_kernels import GraphConfig
+        from gsd_kernels_hf import demo_pair
+
+        from .pair import load_pair
+        from .versions import versions
+
+        config = read_graph_config(graph_config)
+        if not isinstance(config, GraphConfig):
+            config = GraphConfig.preset(str(config))
+        pair = load_pair(None, None, dtype=dtype.value, device=device)
+        prompts = demo_pair.prompts()
+    sizes = {name: model.num_parameters() for name, model in (("target", pair.target), ("draft", pair.draft))}
+    name = str(pair.target.dtype).removeprefix("torch.")
+    out.print(
+        f"A Llama of {sizes['target'] / 1e6:.1f}M parameters and its draft of {sizes['draft'] / 1e6:.2f}M, trained on "
+        f"Python source; {name} on {pair.device}, {torch.get_num_threads()} threads",
+        style="dim",
+        soft_wrap=True,
+    )
+    report: dict[str, Any] = {
+        "versions": versions(),
+        "device": str(pair.device),
+        "dtype": name,
+        "threads": torch.get_num_threads(),
+        "backend": backend,
+        "graph_config": asdict(config),
+        "parameters": sizes,
+    }
+    report["text"], pictures = _text(pair, prompts[0], config, backend, max_new_tokens)
+    _print_text(report["text"])
+    report["inflated"] = None
+    if not quick:
+        texts = [prompt["text"] for prompt in prompts if prompt["kind"] == "code"]
+        report["inflated"] = _inflated(pair, texts, config, backend, seconds)
+        _print_inflated(report["inflated"], config)
+    report["drawing"] = _draw(pair, pictures, directory)
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    divergence = report["text"]["divergence"]
+    if divergence is not None and not divergence["within_rounding"]:
+        raise typer.Exit(DIFFERS)
+
+
+def _text(
+    pair: Pair, prompt: dict[str, Any], config: GraphConfig, backend: str, max_new_tokens: int
+) -> tuple[dict[str, Any], list[StepPicture]]:
+    """Stream one held-out prompt's continuation; then decode it plainly and compare."""
+    from gsd_kernels_hf import comparison
+    from gsd_kernels_hf.drawing import StepPicture
+
+    from .streaming import StdoutStreamer
+
+    inputs = pair.encode([prompt["text"]])
+    speculation = {**pair.speculation, "graph_config": config, "backend": backend}
+    pictures: list[StepPicture] = []
+
+    def observe(record: StepRecord) -> None:
+        if record.graph is not None:
+            pictures.append(StepPicture.of(record))
+
+    out.print(f"\n{prompt['file']} (held out), continued by graph speculation:\n", style="bold")
+    out.print(prompt["text"], style="dim", end="", markup=False, soft_wrap=True)
+    with ExitStack() as waiting:
+        waiting.enter_context(progress("reading the prompt"))
+        streamer = StdoutStreamer(pair.tokenizer, waiting)
+        streaming = comparison.graph(pair.target, **speculation, streamer=streamer, observer=observe)
+        shown = comparison.measure(pair.target, streaming, inputs, max_new_tokens)
+    with progress("decoding the same prompt plainly"):
+        contenders = {
+            "plain": comparison.plain(pair.target),
+            "graph": comparison.graph(pair.target, **speculation),
+        }
+        runs = comparison.race(pair.target, contenders, [inputs], max_new_tokens)[0]
+        divergence = comparison.first_divergence(pair.target, inputs["input_ids"], runs["plain"].tokens, shown.tokens)
+    assert shown.stats is not None
+    report = {
+        "prompt": prompt["name"],
+        "new_tokens": len(shown.tokens),
+        "equal": divergence is None,
+        "divergence": None if divergence is None else divergence.as_dict(),
+        "target_forwards": {"plain": runs["plain"].target_forwards, "graph": shown.target_forwards},
+        "seconds": {name: run.seconds for name, run in runs.items()},
+        "speedup": runs["plain"].seconds / runs["graph"].seconds,
+        "stats": shown.stats.as_dict(),
+    }
+    return report, pictures
+
+
+def _print_text(text: dict[str, Any]) -> None:
+    divergence, stats = text["divergence"], text["stats"]
+    if divergence is None:
+        out.print(f"\n✓ the same {text['new_tokens']} tokens as transformers' own generate()", style="bold green")
+    else:
+        verdict = "rounding decides there" if divergence["within_rounding"] else "beyond rounding: a bug"
+        out.print(
+            f"\n✗ differs from plain decoding at token {divergence['index']}: {verdict} (logit gap "
+            f"{divergence['gap']:.2g}, bound {divergence['bound']:.2g})",
+            style="bold yellow" if divergence["within_rounding"] else "bold red",
+            soft_wrap=True,
+        )
+    before, after = text["target_forwards"]["plain"], text["target_forwards"]["graph"]
+    rows = table("this text", "", "<")
+    rows.add_row("target forwards, plain", f"{before}")
+    rows.add_row("target forwards, graph", f"{after}", f"{1 - after / before:.0%} saved")
+    rows.add_row("tokens per step", f"{stats['tokens_per_step']:.2f}", f"up to {len(stats['accepted']) - 1}")
+    rows.add_row("merge edges", f"{stats['merges']}", f"{stats['accepted_merges']} on accepted paths")
+    rows.add_row(
+        "time against plain",
+        f"{text['speedup']:.2f}×",
+        "slower: so small a target costs no more than the draft" if text["speedup"] < 1 else "",
+    )
+    out.print()
+    out.print(rows)
+
+
+def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, seconds: float) -> dict[str, Any]:
+    """Time every way of decoding on the target inflated to a size that costs something."""
+    from gsd_kernels import GraphConfig
+    from gsd_kernels_hf import comparison
+    from gsd_kernels_hf.inflate import inflate
+
+    with progress(f"inflating the target to {INFLATED} parameters"):
+        target = inflate(pair.target, INFLATED)
+    draft = pair.draft
+    assert draft is not None
+
+    def ours(shape: GraphConfig | str) -> comparison.Contender:
+        return comparison.graph(target, assistant_model=draft, graph_config=shape, backend=backend)
+
+    contenders = {
+        PLAIN: comparison.plain(target),
+        "assisted, its default": comparison.assisted(target, draft),
+        f"assisted, {config.depth} tokens": comparison.assisted(target, draft, config.depth),
+        "chain": ours(GraphConfig.preset("chain", depth=config.depth)),
+        "tree": ours(config.replace(merge_context=-1, reuse_depth=0)),
+        "graph": ours(config),
+        AUTO: ours("auto"),
+    }
+    prompts = [pair.encode([text]) for text in texts]
+    with progress(f"timing {len(contenders)} ways of decoding on it (about {seconds:.0f} s)"):
+        rounds = comparison.race(target, contenders, prompts, RACE_TOKENS, seconds=seconds)
+        results = [_result(target, name, rounds, prompts) for name in contenders]
+    base = results[0]["tokens_per_second"]
+    for result in results:
+        result["speedup"] = result["tokens_per_second"] / base
+    return {
+        "shape": INFLATED,
+        "parameters": target.num_parameters(),
+        "prompts": len(rounds),
+        "max_new_tokens": RACE_TOKENS,
+        "contenders": results,
+    }
+
+
+def _result(target: Any, name: str, rounds: list[dict[str, Run]], prompts: list[Any]) -> dict[str, Any]:
+    from gsd_kernels_hf.comparison import first_divergence
+
+    runs = [r[name] for r in rounds]
+    found = [
+        first_divergence(target, inputs["input_ids"], r[PLAIN].tokens, r[name].tokens)
+        for inputs, r in zip(prompts, rounds, strict=False)
+    ]
+    tokens, seconds = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
+    forwards = sum(run.target_forwards for run in runs)
+    return {
+        "name": name,
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "target_forwards": forwards,
+        "tokens_per_forward": tokens / forwards,
+        "equal": sum(d is None for d in found),
+        "within_rounding": sum(d is not None and d.within_rounding for d in found),
+        "beyond_rounding": sum(d is not None and not d.within_rounding for d in found),
+    }
+
+
+def _print_inflated(report: dict[str, Any], config: GraphConfig) -> None:
+    title = (
+        f"\nThe target inflated to {report['parameters'] / 1e6:.0f}M parameters (same function, larger cost): "
+        f"{report['prompts']} prompts × {report['max_new_tokens']} tokens, interleaved"
+    )
+    out.print(title, style="bold", soft_wrap=True)
+    rows = table("", "tokens/s", "against plain", "tokens/forward", "<same tokens")
+    for result in report["contenders"]:
+        same = f"{result['equal']} of {report['prompts']}"
+        if result["within_rounding"]:
+            same += f", {result['within_rounding']} by rounding"
+        if result["beyond_rounding"]:
+            same += f", {result['beyond_rounding']} DIFFER"
+        ratio = result["speedup"]
+        versus = "" if result["name"] == PLAIN else f"{ratio:.2f}×" + (" slower" if ratio < 1 else "")
+        rows.add_row(
+            result["name"], f"{result['tokens_per_second']:.1f}", versus, f"{result['tokens_per_forward']:.2f}", same
+        )
+    out.print(rows)
+    ours = {result["name"]: result for result in report["contenders"] if result["name"] in ("graph", AUTO)}
+    rivals = [result for result in report["contenders"] if result["name"] not in (*ours, PLAIN)]
+    best = max(rivals, key=lambda result: result["tokens_per_second"])
+    for name, result in ours.items():
+        what = f"graph ({config.max_rows} rows, {config.depth} levels)" if name == "graph" else name
+        ratio = result["tokens_per_second"] / best["tokens_per_second"]
+        out.print(f"{what}: {speed(ratio)} as the best of the others ({best['name']})", soft_wrap=True)
+
+
+def _draw(pair: Pair, pictures: list[StepPicture], directory: Path) -> dict[str, Any] | None:
+    """Draw the step that shows most; nothing without matplotlib."""
+    from gsd_kernels_hf.drawing import draw_step
+
+    step = max(range(len(pictures)), key=lambda i: pictures[i].interest)
+    picture = pictures[step]
+    if len(picture.nodes) > MOST_NODES:
+        picture = picture.checked_only()
+    title = (
+        f"Step {step + 1}: {len(pictures[step].nodes)} nodes drafted, {picture.num_rows} rows checked in one target "
+        f"forward, {len(picture.accepted)} tokens gained"
+    )
+    files = [directory / "step.svg", directory / "step.png"]
+    try:
+        with progress("drawing"):
+            draw_step(picture, lambda token: pair.tokenizer.decode([token]), files, title)
+    except ImportError as error:
+        err.print(f"gsd-kernels: no picture: {error}", markup=False, soft_wrap=True)
+        return None
+    out.print(f"\n{title}: {files[0]}, {files[1]}", soft_wrap=True)
+    return {
+        "files": [str(file) for file in files],
+        "step": step,
+        "nodes": len(picture.nodes),
+        "edges": len(picture.edges),
+        "merges": len(picture.merges),
+        "accepted_tokens": len(picture.accepted),
+        "rows": picture.num_rows,
+    }

@@ -1,0 +1,150 @@
+"""``gsd-kernels doctor``: what runs here, and why the rest does not."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib import util
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .console import FAILURE, err, out, print_json, progress, table
+
+if TYPE_CHECKING:
+    import torch
+
+
+def command(
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Compile every Triton kernel, no GPU needed, and list its resources.")
+    ] = False,
+    archs: Annotated[
+        list[int] | None, typer.Option("--arch", help="Compute capability for --kernels, e.g. 90. Repeatable.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Versions, devices, compilers, and every backend on every device with the reason why one is missing."""
+    with progress("looking around"):
+        report = examine()
+    if kernels:
+        with progress("compiling the Triton kernels (about a minute the first time)"):
+            report["kernels"], report["kernels_missing"] = _kernels(archs)
+    if as_json:
+        print_json(report)
+    else:
+        _print(report)
+    if kernels and report["kernels"] is None:
+        raise typer.Exit(FAILURE)
+
+
+def examine() -> dict[str, Any]:
+    """Everything that ``doctor`` reports about this machine, as plain data."""
+    import torch
+
+    from gsd_kernels.backends import BACKENDS, unavailable_reason
+
+    from .versions import versions
+
+    devices = [torch.device("cpu")] + [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return {
+        "versions": versions(),
+        "platform": platform.platform(),
+        "devices": [_device(device) for device in devices],
+        "compilers": {"c++": _compiler(_cxx()), "nvcc": _compiler(_nvcc(), last=True)},
+        "backends": {
+            backend: {str(device): unavailable_reason(backend, device) for device in devices}
+            for backend in BACKENDS
+            if backend != "auto"
+        },
+        "plot": None if util.find_spec("matplotlib") else "matplotlib is missing: pip install 'gsd-kernels[plot]'",
+    }
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    import torch
+
+    if device.type == "cpu":
+        return {
+            "device": "cpu",
+            "name": platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+        }
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": str(device),
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "capability": f"{properties.major}.{properties.minor}",
+    }
+
+
+def _cxx() -> str | None:
+    named = os.environ.get("CXX")
+    return named or next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+
+
+def _nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    beside = os.path.join(home, "bin", "nvcc")
+    return shutil.which("nvcc") or (beside if os.access(beside, os.X_OK) else None)
+
+
+def _compiler(command: str | None, last: bool = False) -> str | None:
+    """The line of ``--version`` that names the release; ``None`` without a working compiler."""
+    if command is None:
+        return None
+    try:
+        done = subprocess.run([*command.split(), "--version"], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    return (lines[-1] if last else lines[0]) if lines else None
+
+
+def _kernels(archs: list[int] | None) -> tuple[list[dict[str, Any]] | None, str | None]:
+    """The table of compiled kernels, or why there is none."""
+    try:
+        from gsd_kernels.kernel_report import ARCHS, SHARED_LIMIT, kernel_table
+
+        unknown = set(archs or ()) - set(SHARED_LIMIT)
+        if unknown:
+            raise ValueError(f"--arch: expected one of {', '.join(map(str, SHARED_LIMIT))}, got {min(unknown)}")
+        return kernel_table(archs or ARCHS), None
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        return None, " ".join(str(error).split())
+
+
+def _print(report: dict[str, Any]) -> None:
+    facts = table("installed", "<")
+    for name, version in report["versions"].items():
+        facts.add_row(name, version or "missing")
+    facts.add_row("platform", report["platform"])
+    for name, version in report["compilers"].items():
+        facts.add_row(name, version or "none found")
+    facts.add_row("drawing", report["plot"] or "matplotlib")
+    for device in report["devices"]:
+        size = f"{device['threads']} threads" if "threads" in device else f"{device['memory_bytes'] / 2**30:.0f} GiB"
+        facts.add_row(device["device"], f"{device['name']}, {size}, {device['capability']}")
+    out.print(facts)
+    for device in report["devices"]:
+        rows = table(f"backends on {device['device']}", "<")
+        for backend, reasons in report["backends"].items():
+            reason = reasons[device["device"]]
+            rows.add_row(backend, "[green]ready[/green]" if reason is None else f"no: {reason}")
+        out.print()
+        out.print(rows)
+    if report.get("kernels_missing"):
+        err.print(f"gsd-kernels: error: no kernel table: {report['kernels_missing']}", markup=False, soft_wrap=True)
+    elif report.get("kernels"):
+        columns = ("registers", "stack_bytes", "spill_stores", "spill_loads", "shared_kib", "load_bits")
+        rows = table("kernel", "<case", "arch", *(name.replace("_", " ") for name in columns), "<matrix", "<")
+        for kernel in report["kernels"]:
+            values = (f"{kernel[name]}" for name in columns)
+            mark = "ok" if kernel["ok"] else "[red]over the limit[/red]"
+            rows.add_row(kernel["kernel"], kernel["case"], f"sm_{kernel['arch']}", *values, kernel["matrix"], mark)
+        out.print()
+        out.print(rows)

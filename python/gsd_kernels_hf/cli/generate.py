@@ -1,0 +1,128 @@
+"""``gsd-kernels generate``: text from a prompt."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+
+from . import options
+from .console import err, progress
+from .options import read_graph_config, read_prompts
+
+_SAMPLING = "Sampling (any of these turns it on; otherwise greedy)"
+
+
+class Stats(str, Enum):
+    """How the call's statistics are printed, on stderr."""
+
+    none = "none"
+    table = "table"
+    json = "json"
+
+
+def command(
+    prompts: options.Prompts = None,
+    model: options.Model = None,
+    draft: options.Draft = None,
+    revision: options.Revision = None,
+    draft_revision: options.DraftRevision = None,
+    dtype: options.DtypeOption = options.Dtype.auto,
+    device: options.Device = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    prompt_files: options.PromptFiles = None,
+    lines: options.Lines = False,
+    chat: options.Chat = False,
+    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before its continuation.")] = False,
+    max_new_tokens: options.MaxNewTokens = 128,
+    graph_config: options.GraphOption = None,
+    backend: options.Backend = "auto",
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", min=0.0, rich_help_panel=_SAMPLING, help="0 is greedy.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=0, rich_help_panel=_SAMPLING)] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", min=0.0, max=1.0, rich_help_panel=_SAMPLING)] = None,
+    min_p: Annotated[float | None, typer.Option("--min-p", min=0.0, max=1.0, rich_help_panel=_SAMPLING)] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", rich_help_panel=_SAMPLING, help="Same seed, same text, whatever the draft.")
+    ] = None,
+    stream: Annotated[
+        bool, typer.Option("--stream/--no-stream", help="Print text as it is accepted (a single prompt).")
+    ] = True,
+    stats: Annotated[
+        Stats, typer.Option("--stats", help="Statistics on stderr; json is its last line.", case_sensitive=False)
+    ] = Stats.none,
+) -> None:
+    """Generate text by graph-structured speculative decoding.
+
+    The prompt comes from the arguments, --prompt-file or stdin; the continuation goes to stdout. Sampling options that
+    are not given keep the model's own generation config.
+    """
+    config = read_graph_config(graph_config)
+    texts = read_prompts(prompts, prompt_files, lines)
+    if not texts:
+        raise ValueError("prompt: give one as an argument, by --prompt-file or on stdin")
+    with progress("loading the models"):
+        from gsd_kernels_hf import generate
+
+        from .pair import load_pair
+        from .streaming import StdoutStreamer
+
+        pair = load_pair(
+            model,
+            draft,
+            dtype=dtype.value,
+            device=device,
+            revision=revision,
+            draft_revision=draft_revision,
+            trust_remote_code=trust_remote_code,
+        )
+    if pair.draft is None and draft is None:
+        err.print("gsd-kernels: no --draft: plain decoding (--draft history speculates without a model)")
+    inputs = pair.encode(texts, chat)
+    sampling = _sampling(temperature, top_k, top_p, min_p, seed)
+    streams = stream and len(texts) == 1
+    if streams and echo:
+        print(texts[0], end="", flush=True)
+    with ExitStack() as waiting:
+        waiting.enter_context(progress("reading the prompt" if streams else "generating"))
+        result = generate(
+            pair.target,
+            **inputs,
+            **pair.padding,
+            **sampling,
+            **pair.speculation,
+            graph_config=config,
+            backend=backend,
+            max_new_tokens=max_new_tokens,
+            streamer=StdoutStreamer(pair.tokenizer, waiting) if streams else None,
+            return_dict_in_generate=True,
+        )
+    if not streams:
+        continuations = pair.tokenizer.batch_decode(
+            result.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+        for number, (prompt, text) in enumerate(zip(texts, continuations, strict=True), 1):
+            if len(texts) > 1:
+                print(f"==> {number} <==")
+            print(prompt + text if echo else text)
+    if stats is Stats.json:
+        err.print(json.dumps(result.stats.as_dict()), markup=False, soft_wrap=True)
+    elif stats is Stats.table:
+        from .tables import stats_table
+
+        err.print(stats_table(result.stats))
+
+
+def _sampling(
+    temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None, seed: int | None
+) -> dict[str, Any]:
+    """Arguments of ``generate``. Temperature 0 is greedy, as on most servers."""
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given or temperature == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, **given}

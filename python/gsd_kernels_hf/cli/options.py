@@ -1,0 +1,163 @@
+"""Options that several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from gsd_kernels import GraphConfig
+
+_MODELS, _PROMPT, _DECODING = "Models", "Prompt", "Decoding"
+
+
+class Dtype(str, Enum):
+    """Of the weights and of the computation."""
+
+    auto = "auto"
+    float64 = "float64"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="DIR|ID",
+        rich_help_panel=_MODELS,
+        help="Target: a local checkpoint folder or a hub id. Without it the embedded pair is used.",
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        metavar="DIR|ID|history|none",
+        rich_help_panel=_MODELS,
+        help="Draft of the same tokenizer. [bold]history[/bold]: no model, the text itself and what the target said "
+        "before. [bold]none[/bold]: plain decoding.",
+    ),
+]
+Revision = Annotated[
+    str | None, typer.Option("--revision", rich_help_panel=_MODELS, help="Branch, tag or commit of --model on the hub.")
+]
+DraftRevision = Annotated[
+    str | None, typer.Option("--draft-revision", rich_help_panel=_MODELS, help="The same for --draft.")
+]
+DtypeOption = Annotated[
+    Dtype,
+    typer.Option(
+        "--dtype", rich_help_panel=_MODELS, help="auto: as stored (the embedded pair: float32).", case_sensitive=False
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device", rich_help_panel=_MODELS, help="cpu, cuda, cuda:1, …; default: the first GPU if there is one."
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", rich_help_panel=_MODELS, help="Run Python code that the checkpoint brings."),
+]
+Chat = Annotated[
+    bool,
+    typer.Option(
+        "--chat", rich_help_panel=_PROMPT, help="Each prompt is a user's message: apply the tokenizer's chat template."
+    ),
+]
+Prompts = Annotated[
+    list[str] | None,
+    typer.Argument(show_default=False, help="Prompts; several are one batch."),
+]
+PromptFiles = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--prompt-file",
+        metavar="FILE",
+        rich_help_panel=_PROMPT,
+        help="Read a prompt from a UTF-8 file; - is stdin. Repeatable.",
+    ),
+]
+Lines = Annotated[
+    bool,
+    typer.Option("--lines", rich_help_panel=_PROMPT, help="Every non-empty line of a file or of stdin is a prompt."),
+]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, rich_help_panel=_DECODING)]
+GraphOption = Annotated[
+    str | None,
+    typer.Option(
+        "--graph-config",
+        metavar="PRESET|KEY=VALUE,…",
+        rich_help_panel=_DECODING,
+        help="auto (default), chain, tree or graph, and fields of GraphConfig: [bold]tree,depth=6,max_rows=16[/bold].",
+    ),
+]
+Backend = Annotated[
+    str, typer.Option("--backend", rich_help_panel=_DECODING, help="Of the ops; see gsd-kernels doctor.")
+]
+
+
+def read_graph_config(text: str | None) -> GraphConfig | str | None:
+    """``--graph-config``: ``auto`` or a preset's name, ``key=value`` fields, or a preset followed by fields.
+
+    Raises:
+        TypeError, ValueError: an unknown preset or field, or a value out of range.
+    """
+    if text is None:
+        return None
+    from gsd_kernels import GraphConfig
+
+    first, *rest = (part.strip() for part in text.split(","))
+    name, pairs = ("graph", [first, *rest]) if "=" in first else (first, rest)
+    if not pairs:
+        return name
+    changes: dict[str, object] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--graph-config: expected key=value, got {pair!r}")
+        changes[key.strip()] = _number(key.strip(), value.strip())
+    return GraphConfig.preset(name, **changes)
+
+
+def _number(key: str, text: str) -> int | float | None:
+    if text.lower() == "none":
+        return None
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    raise ValueError(f"--graph-config: {key}: expected a number or none, got {text!r}")
+
+
+def describe_graph_config(config: GraphConfig | str | None) -> str | dict[str, object]:
+    """What was asked for, as plain data."""
+    if config is None or isinstance(config, str):
+        return config or "auto"
+    return asdict(config)
+
+
+def read_prompts(arguments: list[str] | None, files: list[str] | None, lines: bool) -> list[str]:
+    """Prompts from the arguments, then from the files; with neither, from stdin unless it is a terminal.
+
+    Raises:
+        ValueError: a prompt is empty.
+    """
+    texts = []
+    files = files or ([] if arguments or sys.stdin.isatty() else ["-"])
+    for name in files:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        texts += [line for line in text.splitlines() if line.strip()] if lines else [text]
+    texts = [*(arguments or []), *texts]
+    if any(not text for text in texts):
+        raise ValueError("prompt: empty")
+    return texts

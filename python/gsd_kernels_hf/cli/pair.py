@@ -1,0 +1,134 @@
+"""Loading a target, its draft and their tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from gsd_kernels_hf import demo_pair, support
+
+WITHOUT_MODEL: dict[str | None, tuple[str, ...] | None] = {"none": None, "history": ("history",)}
+"""Values of ``--draft`` that name no model, and the draft sources that they mean."""
+
+
+@dataclass
+class Pair:
+    """What a command works on. Without ``draft`` and ``sources``: plain decoding."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase
+    sources: tuple[str, ...] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return support.device_of(self.target)
+
+    def encode(self, prompts: list[str], chat: bool = False) -> dict[str, Tensor]:
+        """Left-padded ``input_ids`` and ``attention_mask`` on the target's device.
+
+        Raises:
+            ValueError: ``chat`` without a chat template, or a prompt without a token.
+        """
+        if chat:
+            if not self.tokenizer.chat_template:
+                raise ValueError("--chat: the tokenizer has no chat template")
+            prompts = [
+                self.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+                )
+                for prompt in prompts
+            ]
+        encoded = self.tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=not chat)
+        return {name: encoded[name].to(self.device) for name in ("input_ids", "attention_mask")}
+
+    @property
+    def padding(self) -> dict[str, Any]:
+        """``pad_token_id`` for any ``generate`` where the model names none."""
+        config = self.target.generation_config
+        return {} if config.pad_token_id is not None else {"pad_token_id": self.tokenizer.pad_token_id}
+
+    @property
+    def speculation(self) -> dict[str, Any]:
+        """What :func:`gsd_kernels.generate` drafts with."""
+        return {"assistant_model": self.draft, "draft_sources": self.sources}
+
+
+def quiet_transformers() -> None:
+    """No bars and no hints: the command says itself what it does."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def pick_device(name: str | None) -> torch.device:
+    """``--device``: by default the first GPU if there is one.
+
+    Raises:
+        ValueError: not a device, or not one of this machine's.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device: {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def load_pair(
+    model: str | None,
+    draft: str | None,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Pair:
+    """The pair that the options name; the embedded one without ``model``.
+
+    Raises:
+        ValueError: options that contradict each other, or a pair of different tokenizers.
+        OSError: a checkpoint cannot be found.
+    """
+    quiet_transformers()
+    where = pick_device(device)
+    if model is None:
+        if draft not in (None, *WITHOUT_MODEL):
+            raise ValueError("--draft: needs --model; without both the embedded pair is used")
+        weights = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+        target, small, tokenizer = demo_pair.load(weights, where)
+        return Pair(target, small if draft is None else None, tokenizer, WITHOUT_MODEL.get(draft))
+
+    def load(name: str, commit: str | None) -> PreTrainedModel:
+        options = {"revision": commit} if commit else {}
+        loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=trust_remote_code, **options)
+        return loaded.to(where).eval()
+
+    def load_tokenizer(name: str, commit: str | None) -> PreTrainedTokenizerBase:
+        options = {"revision": commit} if commit else {}
+        return AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=trust_remote_code, **options)
+
+    for option, name in (("--model", model), ("--draft", draft)):
+        if name is not None and name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+            raise ValueError(f"{option}: no such folder: {name}")
+    tokenizer = load_tokenizer(model, revision)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    target = load(model, revision)
+    if draft is None or draft in WITHOUT_MODEL:
+        return Pair(target, None, tokenizer, WITHOUT_MODEL.get(draft))
+    small = load(draft, draft_revision)
+    try:
+        draft_tokenizer = load_tokenizer(draft, draft_revision)
+    except (OSError, ValueError):
+        draft_tokenizer = None  # a folder of weights alone: the vocabulary sizes are compared
+    support.check_pair(target, small, tokenizer, draft_tokenizer)
+    return Pair(target, small, tokenizer)
