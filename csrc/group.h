@@ -13,8 +13,10 @@
 
 #if defined(__CUDACC__)
 #define GSD_HD __host__ __device__ __forceinline__
+#define GSD_UNROLL _Pragma("unroll")
 #else
 #define GSD_HD inline
+#define GSD_UNROLL _Pragma("GCC unroll 4")
 #endif
 
 namespace gsd {

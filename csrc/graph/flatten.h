@@ -55,7 +55,7 @@ struct RowList {
 };
 
 struct FlattenArena {
-  RowList lists[2];      // the current one and the next
+  RowList rows, next;    // the list, and the one being built from it
   int32_t* place;        // [R]: where a row of the current list goes in the next
   uint64_t* children;    // [pow2(R·K)]: score, parent row, edge
   int32_t* num_children; // [2], of this level and of the next
@@ -66,15 +66,20 @@ struct FlattenArena {
 
   GSD_HD FlattenArena(char* memory, const FlattenSizes& s) {
     Carver carve{memory};
-    for (RowList& list : lists) {
-      list.score = carve.take<float>(s.rows);
-      list.node = carve.take<int32_t>(s.rows);
-      list.depth = carve.take<int32_t>(s.rows);
-      list.parent = carve.take<int32_t>(s.rows);
-    }
+    rows = take_list(carve, s.rows);
+    next = take_list(carve, s.rows);
     place = carve.take<int32_t>(s.rows);
     children = carve.take<uint64_t>(s.max_children());
     num_children = carve.take<int32_t>(2);
+  }
+
+  static GSD_HD RowList take_list(Carver& carve, int rows) {
+    RowList list;
+    list.score = carve.take<float>(rows);
+    list.node = carve.take<int32_t>(rows);
+    list.depth = carve.take<int32_t>(rows);
+    list.parent = carve.take<int32_t>(rows);
+    return list;
   }
 };
 
@@ -96,19 +101,17 @@ template <class Group>
 GSD_HD void flatten_graph(Group& group, const FlattenArgs& a, const FlattenSizes& s, char* memory) {
   const FlattenArena arena(memory, s);
   const int rank = group.rank(), step = group.size();
+  RowList rows = arena.rows, next = arena.next;
   if (rank == 0) {
-    const RowList& first = arena.lists[0];
-    first.score[0] = 0.0f;
-    first.node[0] = first.depth[0] = 0;
-    first.parent[0] = -1;
+    rows.score[0] = 0.0f;
+    rows.node[0] = rows.depth[0] = 0;
+    rows.parent[0] = -1;
     arena.num_children[0] = arena.num_children[1] = 0;
   }
   group.sync("flatten: root placed");
 
-  int n = 1, current = 0;
+  int n = 1;
   for (int level = 0; level < s.max_path; level++) {
-    const RowList& rows = arena.lists[current];
-
     // 1. List the children of this depth's rows, without those that a full list leaves no room for.
     for (int i = rank; i < n * s.branch; i += step) {
       const int row = i / s.branch, edge = i % s.branch;
@@ -138,7 +141,6 @@ GSD_HD void flatten_graph(Group& group, const FlattenArgs& a, const FlattenSizes
       arena.place[i] = i + count_below(arena.children, born, equal_score);
     }
     group.sync("flatten: places known");
-    const RowList& next = arena.lists[1 - current];
     for (int i = rank; i < n; i += step) {
       const int at = arena.place[i];
       if (at >= s.rows) continue;
@@ -158,12 +160,13 @@ GSD_HD void flatten_graph(Group& group, const FlattenArgs& a, const FlattenSizes
       next.depth[at] = level + 1;
       next.parent[at] = arena.place[row];  // a child is never before its parent, so the parent stays too
     }
-    n = min_int(n + born, s.rows);
-    current = 1 - current;
     group.sync("flatten: rows merged");
+    n = min_int(n + born, s.rows);
+    const RowList old = rows;
+    rows = next;
+    next = old;
   }
 
-  const RowList& rows = arena.lists[current];
   for (int i = rank; i < s.rows; i += step) {
     const bool real = i < n;
     a.node_ids[i] = real ? rows.node[i] : -1;
@@ -173,10 +176,10 @@ GSD_HD void flatten_graph(Group& group, const FlattenArgs& a, const FlattenSizes
     a.scores[i] = real ? rows.score[i] : negative_infinity();
     uint32_t mask[kMaxRowWords] = {};
     for (int on_path = i; on_path >= 0; on_path = real ? rows.parent[on_path] : -1) {
-#pragma GCC unroll 4
+GSD_UNROLL
       for (int w = 0; w < kMaxRowWords; w++) mask[w] |= w == on_path / 32 ? 1u << on_path % 32 : 0u;
     }
-#pragma GCC unroll 4
+GSD_UNROLL
     for (int w = 0; w < kMaxRowWords; w++) {
       if (w < s.words()) a.ancestor_mask[i * s.words() + w] = static_cast<int32_t>(mask[w]);
     }

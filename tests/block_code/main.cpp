@@ -2,6 +2,7 @@
 // the reference) and once by a block of T threads, and compares every byte.
 //
 //     block_code THREADS ROUNDS SEED [--drop BARRIER | --plain ATOMIC | --diverge]
+//     block_code --arena DEPTH WIDTH BRANCH ROWS    prints the shared memory of the kernels in bytes
 //
 // Exit status: 0 equal, 3 different, 4 divergent barriers; sanitizers have their own.
 #include <cmath>
@@ -198,6 +199,13 @@ int pick(std::mt19937& random, int low, int high) { return low + static_cast<int
 }  // namespace
 
 int main(int argc, char** argv) {
+  if (argc == 6 && strcmp(argv[1], "--arena") == 0) {
+    const Problem p{atoi(argv[2]), atoi(argv[3]), atoi(argv[4]), 1, 0, atoi(argv[5]), atoi(argv[5]) - 1};
+    printf("merge_kernel %zu\n", MergeArena::bytes(merge_sizes(p, 1, p.width)));
+    printf("flatten_kernel %zu\n", FlattenArena::bytes({p.capacity(), p.branch, p.rows, p.max_path}));
+    printf("verify_kernel %zu\n", VerifyArena::bytes({p.rows, 1, p.max_path}));
+    return 0;
+  }
   if (argc < 4) return 2;
   const int threads = atoi(argv[1]), rounds = atoi(argv[2]);
   std::mt19937 random(static_cast<unsigned>(atoi(argv[3])));

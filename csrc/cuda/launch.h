@@ -1,0 +1,33 @@
+// What the .cu files offer to the glue: kernels launched on a stream, no torch types. Every function returns a
+// cudaError_t as int and neither allocates nor synchronises, so it can be captured in a CUDA graph.
+#pragma once
+
+#include <cstdint>
+
+#include "../graph/flatten.h"
+#include "../graph/merge.h"
+#include "../graph/verify.h"
+
+namespace gsd {
+
+// One launch each; a thread block takes one sequence.
+int launch_merge(const MergeArgs& first, const MergeSizes& sizes, int64_t batch, void* stream);
+int launch_flatten(const FlattenArgs& first, const FlattenSizes& sizes, int64_t batch, void* stream);
+int launch_verify(const VerifyArgs& first, const VerifySizes& sizes, int64_t batch, void* stream);
+
+// Keys and values of all layers that share a geometry (which those of a LLaMA do): strides and sizes in bytes.
+constexpr int kMaxCaches = 384;
+struct CommitArgs {
+  char* caches[kMaxCaches];
+  int num_caches;
+  int heads, row_bytes, path;  // path: P of accepted_rows [B, P]
+  int64_t batch_stride, head_stride, slot_stride;
+  const int32_t* accepted_rows;  // [B, P]
+  const int32_t* num_accepted;   // [B]
+  const int32_t* kv_len;         // [B], before the step
+};
+
+int launch_commit(const CommitArgs& args, int64_t batch, void* stream);
+int launch_advance(int32_t* kv_len, const int32_t* num_accepted, int64_t batch, void* stream);
+
+}  // namespace gsd

@@ -1,0 +1,135 @@
+// The CUDA ops: tensors checked and unpacked, kernels launched on torch's current stream. Compiled by the C++ compiler;
+// no CUDA header is needed.
+#include <torch/csrc/stable/accelerator.h>
+
+#include <string>
+
+#include "../torch_ops.h"
+#include "launch.h"
+
+#ifndef USE_CUDA
+#error "compile with -DUSE_CUDA: torch's stable headers declare their CUDA functions only then"
+#endif
+
+// Weak, so that the library can also be loaded (not run) beside a CPU-only torch: tests check its registrations there.
+#pragma weak aoti_torch_get_current_cuda_stream
+#pragma weak torch_c10_cuda_check_msg
+#pragma weak torch_c10_cuda_free_error_msg
+
+namespace gsd {
+namespace {
+
+using torch::stable::accelerator::DeviceGuard;
+
+void* current_stream(const Tensor& on) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
+  return stream;
+}
+
+void check_launch(int error) {
+  if (error == 0) return;
+  char* text = nullptr;
+  torch_c10_cuda_check_msg(error, __FILE__, __func__, __LINE__, true, &text);
+  const std::string message = text != nullptr ? text : "CUDA error " + std::to_string(error);
+  if (text != nullptr) torch_c10_cuda_free_error_msg(text);
+  STD_TORCH_CHECK(false, "gsd_kernels: ", message);
+}
+
+// A pointer into another device's memory would end in an illegal access.
+void check_device(std::initializer_list<const Tensor*> tensors) {
+  const Tensor& first = **tensors.begin();
+  for (const Tensor* t : tensors) {
+    STD_TORCH_CHECK(t->is_cuda() && t->get_device_index() == first.get_device_index(),
+                    "gsd_kernels: all tensors of one call must be on the same CUDA device");
+  }
+}
+
+MergeOutputs merge(const Tensor& token_ids, const Tensor& parents, const Tensor& depths, const Tensor& scores,
+                   const Tensor& contexts, const Tensor& expanded, const Tensor& ancestor_mask,
+                   const Tensor& edge_targets, const Tensor& edge_log_probs, const Tensor& num_nodes,
+                   const Tensor& num_merges, const Tensor& frontier, const Tensor& cand_tokens,
+                   const Tensor& cand_log_probs, int64_t level, int64_t width, int64_t merge_context,
+                   double log_sibling_ratio, double log_min_prob) {
+  check_device({&token_ids, &parents, &depths, &scores, &contexts, &expanded, &ancestor_mask, &edge_targets,
+                &edge_log_probs, &num_nodes, &num_merges, &frontier, &cand_tokens, &cand_log_probs});
+  const DeviceGuard guard(token_ids.get_device_index());
+  const MergeCall call = prepare_merge(token_ids, parents, depths, scores, contexts, expanded, ancestor_mask,
+                                       edge_targets, edge_log_probs, num_nodes, num_merges, frontier, cand_tokens,
+                                       cand_log_probs, level, width, merge_context, log_sibling_ratio, log_min_prob);
+  check_launch(launch_merge(call.args, call.sizes, call.batch, current_stream(token_ids)));
+  return call.outputs;
+}
+
+FlattenOutputs flatten(const Tensor& token_ids, const Tensor& edge_targets, const Tensor& edge_log_probs,
+                       int64_t max_rows, int64_t max_path) {
+  check_device({&token_ids, &edge_targets, &edge_log_probs});
+  const DeviceGuard guard(token_ids.get_device_index());
+  const FlattenCall call = prepare_flatten(token_ids, edge_targets, edge_log_probs, max_rows, max_path);
+  check_launch(launch_flatten(call.args, call.sizes, call.batch, current_stream(token_ids)));
+  return call.outputs;
+}
+
+VerifyOutputs verify(const Tensor& token_ids, const Tensor& parent_rows, const Tensor& depths,
+                     const Tensor& ancestor_mask, const Tensor& num_rows, const Tensor& sampled, const Tensor& eos_ids,
+                     const Tensor& remaining, const Tensor& done, int64_t max_path) {
+  check_device({&token_ids, &parent_rows, &depths, &ancestor_mask, &num_rows, &sampled, &eos_ids, &remaining, &done});
+  const DeviceGuard guard(token_ids.get_device_index());
+  const VerifyCall call = prepare_verify(token_ids, parent_rows, depths, ancestor_mask, num_rows, sampled, eos_ids,
+                                         remaining, done, max_path);
+  check_launch(launch_verify(call.args, call.sizes, call.batch, current_stream(token_ids)));
+  return call.outputs;
+}
+
+bool same_geometry(const CacheTensor& a, const CacheTensor& b) {
+  return a.batch_stride == b.batch_stride && a.head_stride == b.head_stride && a.slot_stride == b.slot_stride &&
+         a.heads == b.heads && a.row_bytes == b.row_bytes;
+}
+
+void commit_kv(const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches, const Tensor& accepted_rows,
+               const Tensor& num_accepted, const Tensor& kv_len) {
+  check_device({&accepted_rows, &num_accepted, &kv_len});
+  for (const Tensor& t : k_caches) check_device({&kv_len, &t});
+  for (const Tensor& t : v_caches) check_device({&kv_len, &t});
+  const DeviceGuard guard(kv_len.get_device_index());
+  std::vector<CacheTensor> waiting = cache_tensors(k_caches, v_caches, accepted_rows, num_accepted, kv_len);
+  const int64_t batch = accepted_rows.size(0);
+  void* stream = current_stream(kv_len);
+
+  // One launch for each geometry: one in all for models whose layers are alike.
+  while (!waiting.empty()) {
+    const CacheTensor like = waiting.front();
+    CommitArgs args{};
+    args.heads = static_cast<int>(like.heads);
+    args.row_bytes = static_cast<int>(like.row_bytes);
+    args.path = static_cast<int>(accepted_rows.size(1));
+    args.batch_stride = like.batch_stride;
+    args.head_stride = like.head_stride;
+    args.slot_stride = like.slot_stride;
+    args.accepted_rows = read<int32_t>(accepted_rows);
+    args.num_accepted = read<int32_t>(num_accepted);
+    args.kv_len = read<int32_t>(kv_len);
+    std::vector<CacheTensor> later;
+    for (const CacheTensor& cache : waiting) {
+      if (args.num_caches < kMaxCaches && same_geometry(cache, like)) {
+        args.caches[args.num_caches++] = cache.data;
+      } else {
+        later.push_back(cache);
+      }
+    }
+    check_launch(launch_commit(args, batch, stream));
+    waiting = std::move(later);
+  }
+  // Apart from the copies, whose blocks all read the old lengths.
+  check_launch(launch_advance(written<int32_t>(kv_len), read<int32_t>(num_accepted), batch, stream));
+}
+
+}  // namespace
+}  // namespace gsd
+
+STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CUDA, m) {
+  m.impl("merge", TORCH_BOX(&gsd::merge));
+  m.impl("flatten", TORCH_BOX(&gsd::flatten));
+  m.impl("verify", TORCH_BOX(&gsd::verify));
+  m.impl("commit_kv", TORCH_BOX(&gsd::commit_kv));
+}

@@ -1,0 +1,194 @@
+"""The CUDA ops on a GPU: equal to the reference, capturable in a CUDA graph, on the current stream and device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graphs import STYLES, drafted
+from test_compiled_ops import agreeing_target, assert_bit_equal, frontier_tensors
+
+import gsd_kernels as gsd
+from gsd_kernels.backends import unavailable_reason
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+]
+
+CONFIGS = [
+    gsd.GraphConfig(depth=5, width=4, branch=3, max_rows=32),
+    gsd.GraphConfig(depth=6, width=8, branch=4, max_rows=64, merge_context=0),
+    gsd.GraphConfig(depth=3, width=5, branch=5, max_rows=63, merge_context=2, sibling_ratio=0.2, min_prob=0.05),
+    gsd.GraphConfig(depth=2, width=30, branch=32, max_rows=128, merge_context=0),
+    gsd.GraphConfig.preset("chain"),
+    gsd.GraphConfig.preset("tree"),
+]
+
+
+@pytest.fixture(autouse=True)
+def built():
+    reason = unavailable_reason("cuda", torch.device("cuda"))
+    assert reason is None, reason
+
+
+def on_cpu(tensors):
+    return [t.cpu() for t in tensors]
+
+
+def to_device(data, device="cuda"):
+    return type(data)(*(t.to(device) for t in data.tensors()))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_merge_flatten_verify_are_bit_equal(config, style, batch):
+    seen: dict[str, list] = {"reference": [], "cuda": []}
+    graphs = {
+        backend: drafted(
+            config,
+            batch=batch,
+            vocab=7,
+            style=style,
+            seed=batch,
+            backend=backend,
+            device="cuda" if backend == "cuda" else "cpu",
+            on_level=lambda _g, _l, _f, _t, _lp, nxt, into=into: into.append(nxt),
+        )
+        for backend, into in seen.items()
+    }
+    assert_bit_equal(on_cpu(graphs["cuda"].tensors()), graphs["reference"].tensors())
+    for ours, theirs in zip(seen["cuda"], seen["reference"], strict=True):
+        assert_bit_equal(on_cpu(frontier_tensors(ours)), frontier_tensors(theirs))
+
+    rows = gsd.flatten(graphs["reference"], config.max_rows, config.max_path, backend="reference")
+    ours = gsd.flatten(graphs["cuda"], config.max_rows, config.max_path, backend="cuda")
+    assert_bit_equal(on_cpu(ours.tensors()), rows.tensors())
+
+    sampled, arguments = agreeing_target(rows, 7, batch)
+    done = torch.arange(batch) == 1
+    expected = gsd.verify(rows, sampled, **arguments, done=done, max_path=config.max_path, backend="reference")
+    got = gsd.verify(
+        to_device(rows),
+        sampled.cuda(),
+        **{name: t.cuda() for name, t in arguments.items()},
+        done=done.cuda(),
+        max_path=config.max_path,
+        backend="cuda",
+    )
+    assert_bit_equal(on_cpu(got.tensors()), expected.tensors())
+
+
+def commit_inputs(head_dim, layers=3, device="cuda", dtype=torch.bfloat16):
+    gen = torch.Generator().manual_seed(head_dim)
+    batch, heads, slots, width = 3, 4, 111, 13
+    k = [torch.randn(batch, heads, slots, head_dim, generator=gen).to(dtype) for _ in range(layers)]
+    v = [torch.randn(batch, slots, heads, head_dim, generator=gen).to(dtype).transpose(1, 2) for _ in range(layers)]
+    rows = torch.rand(batch, 60, generator=gen).argsort(-1)[:, :width].int()
+    num_accepted = torch.tensor([width, 0, 5], dtype=torch.int32)
+    kv_len = torch.tensor([0, 17, 50], dtype=torch.int32)
+    return (
+        [[x.to(device) for x in part] for part in (k, v)],
+        rows.to(device),
+        num_accepted.to(device),
+        kv_len.to(device),
+    )
+
+
+@pytest.mark.parametrize("head_dim", [1, 7, 63, 64, 128])  # odd sizes take narrower loads
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_commit_kv_is_bit_equal(head_dim, dtype):
+    results = []
+    for backend, device in (("reference", "cpu"), ("cuda", "cuda")):
+        (k, v), rows, num_accepted, kv_len = commit_inputs(head_dim, device=device, dtype=dtype)
+        gsd.commit_kv(k, v, rows, num_accepted, kv_len, backend=backend)
+        results.append(on_cpu([*k, *v, kv_len]))
+    assert_bit_equal(results[1], results[0])
+
+
+def test_more_caches_than_one_launch_takes():
+    cache = torch.randn(400, 1, 2, 20, 8, device="cuda")
+    expected = cache.clone()
+    expected[:, :, :, 6] = expected[:, :, :, 9]
+    layers = list(cache)
+    rows = torch.tensor([[0, 4]], dtype=torch.int32, device="cuda")
+    kv_len = torch.tensor([5], dtype=torch.int32, device="cuda")
+    gsd.commit_kv(layers[:200], layers[200:], rows, torch.full_like(kv_len, 2), kv_len, backend="cuda")
+    assert torch.equal(cache, expected) and kv_len.item() == 7
+
+
+def captured(step):
+    """Runs ``step`` in a CUDA graph twice; returns what the second replay left in its outputs."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step()
+    graph.replay()
+    graph.replay()
+    torch.cuda.synchronize()
+    return outputs
+
+
+def test_a_whole_step_is_captured_in_a_cuda_graph():
+    config = CONFIGS[1]
+    gen = torch.Generator().manual_seed(0)
+    graph = gsd.TokenGraph.empty(2, config, "cuda")
+    root = torch.tensor([1, 2], dtype=torch.int32, device="cuda")
+    tail = torch.full((2, 8), -1, dtype=torch.int32, device="cuda")
+    levels = []
+    for level in range(config.depth):
+        shape = (2, config.width if level else 1, config.branch)
+        tokens = torch.rand(*shape[:2], 12, generator=gen).argsort(-1)[..., : config.branch].int()
+        levels.append((tokens.cuda(), torch.randn(shape, generator=gen).log_softmax(-1).cuda()))
+    done = torch.tensor([False, False], device="cuda")
+    sampled = torch.randint(0, 12, (2, config.max_rows), generator=gen, dtype=torch.int32).cuda()
+    remaining = torch.full((2,), 100, dtype=torch.int32, device="cuda")
+    eos = torch.empty(0, dtype=torch.int32, device="cuda")
+    (k, v), _, _, kv_len = commit_inputs(64)
+    k, v, kv_len = [x[:2] for x in k], [x[:2] for x in v], kv_len[:2].clone()
+
+    def step(backend="cuda"):
+        graph.reset(root, tail)
+        frontier = graph.root_frontier()
+        for level, (tokens, log_probs) in enumerate(levels):
+            options = {"level": level, "width": config.width, "merge_context": 0, "backend": backend}
+            frontier = gsd.merge(graph, frontier, tokens, log_probs, **options).node_ids
+        rows = gsd.flatten(graph, config.max_rows, config.max_path, backend=backend)
+        limits = {"eos_ids": eos, "remaining": remaining, "done": done, "max_path": config.max_path}
+        accepted = gsd.verify(rows, sampled, **limits, backend=backend)
+        kv_len.zero_()
+        gsd.commit_kv(k, v, accepted.accepted_rows, accepted.num_accepted, kv_len, backend=backend)
+        return [*rows.tensors(), *accepted.tensors(), *graph.tensors()]
+
+    replayed = [t.clone() for t in captured(step)]
+    assert_bit_equal(replayed, step("reference"))
+
+
+def test_the_current_stream_is_used():
+    """An op that ran on the default stream would not wait for the slow producer of its input."""
+    config = CONFIGS[0]
+    graph = drafted(config, backend="cuda", device="cuda")
+    expected = gsd.flatten(graph, config.max_rows, config.max_path, backend="reference")
+    clean = graph.edge_log_probs.clone()
+    stream = torch.cuda.Stream()
+    graph.edge_log_probs.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        graph.edge_log_probs.copy_(clean)
+        rows = gsd.flatten(graph, config.max_rows, config.max_path, backend="cuda")
+    torch.cuda.synchronize()
+    assert_bit_equal(rows.tensors(), expected.tensors())
+
+
+def test_opcheck_and_mixed_devices():
+    graph = drafted(CONFIGS[0], backend="cuda", device="cuda")
+    inputs = (graph.token_ids, graph.edge_targets, graph.edge_log_probs, 32, 10)
+    results = torch.library.opcheck(torch.ops.gsd_kernels.flatten.default, inputs)
+    assert set(results.values()) == {"SUCCESS"}, results
+    with pytest.raises(RuntimeError, match="same CUDA device"):
+        torch.ops.gsd_kernels.flatten(graph.token_ids, graph.edge_targets.cpu(), *inputs[2:])
