@@ -1,8 +1,9 @@
 """Merging of one drafted level in one launch, one program per sequence.
 
 The steps are those of ``reference.py``. Candidates are ranked by counting, for each, how many come before it in the
-total order: no sort, and ties cannot depend on the hardware. Comparisons of all pairs run over ``CHUNK`` columns at a
-time, so that the tile stays in registers.
+total order: no sort, and ties cannot depend on the hardware. Comparisons of all pairs run over tiles of ``ROWS`` by
+``COLUMNS``: with whole columns of 512 candidates the contexts alone would overflow the registers. Between the steps
+the candidates lie in scratch memory, 48 bytes each.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor
 from ...config import MAX_CONTEXT
 from ...graph import Frontier, TokenGraph
 
-CHUNK = 16
+ROWS = 64
+COLUMNS = 16
 
 
 @triton.jit
@@ -25,6 +27,15 @@ def _context_token(token_ids_ptr, contexts_ptr, node, i: tl.constexpr, mask, CON
         return tl.load(token_ids_ptr + node, mask=mask, other=-1)
     else:
         return tl.load(contexts_ptr + node * CONTEXT + (i - 1), mask=mask, other=-1)
+
+
+@triton.jit
+def _open_score(scores_ptr, expanded_ptr, n, num_nodes, log_min_prob):
+    """Scores of the nodes that may be expanded, −inf for the others."""
+    inside = n < num_nodes
+    score = tl.load(scores_ptr + n, mask=inside, other=float("-inf"))
+    expanded = tl.load(expanded_ptr + n, mask=inside, other=1)
+    return tl.where((expanded == 0) & (score >= log_min_prob), score, float("-inf"))
 
 
 @triton.jit
@@ -45,7 +56,7 @@ def _merge_kernel(
     frontier_ptr,  # int32 [B, W]
     cand_tokens_ptr,  # int32 [B, W, K]
     cand_log_probs_ptr,  # float32 [B, W, K]
-    record_ptr,  # int32 [B, 6, M] scratch: origin, edge, token, bits of log-prob and of score, id of the new node
+    scratch_ptr,  # int32 [B, 12, M]
     # The next frontier.
     next_nodes_ptr,  # int32 [B, NEXT]
     next_tokens_ptr,
@@ -65,9 +76,9 @@ def _merge_kernel(
     BLOCK_W: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,  # candidates
-    BLOCK_N: tl.constexpr,  # nodes
     BLOCK_NEXT: tl.constexpr,
-    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
     token_ids_ptr += b * NODES
@@ -83,8 +94,20 @@ def _merge_kernel(
     frontier_ptr += b * width
     cand_tokens_ptr += b * size_m
     cand_log_probs_ptr += b * size_m
-    record_ptr += b * 6 * size_m
+    scratch_ptr += b * 12 * size_m
+    # As the candidates came in: parent node, token, bits of log-probability and score.
+    given_origin, given_token = scratch_ptr, scratch_ptr + size_m
+    given_log_prob = (scratch_ptr + 2 * size_m).to(tl.pointer_type(tl.float32))
+    given_score = (scratch_ptr + 3 * size_m).to(tl.pointer_type(tl.float32))
+    # The same in order, with the place of the edge, the node joined, whether fresh, the leader and the new node's id.
+    origin_at, token_at = scratch_ptr + 4 * size_m, scratch_ptr + 5 * size_m
+    log_prob_at = (scratch_ptr + 6 * size_m).to(tl.pointer_type(tl.float32))
+    score_at = (scratch_ptr + 7 * size_m).to(tl.pointer_type(tl.float32))
+    edge_at, joined_at = scratch_ptr + 8 * size_m, scratch_ptr + 9 * size_m
+    leader_at, new_id_at = scratch_ptr + 10 * size_m, scratch_ptr + 11 * size_m
     num_nodes = tl.load(num_nodes_ptr + b)
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
 
     # 1. Prune: absent, too improbable beside the best sibling, or a repeated sibling.
     i = tl.arange(0, BLOCK_W)
@@ -110,106 +133,117 @@ def _merge_kernel(
     parent_score = tl.load(scores_ptr + node, mask=in_w & (node >= 0), other=0.0)
     score = tl.where(present, parent_score[:, None] + log_prob, float("-inf"))
 
-    # 2. Rank: score desc, parent id asc, rank asc. Then write the records in that order.
-    origin_flat = tl.reshape(tl.broadcast_to(origin[:, None], [BLOCK_W, BLOCK_K]), [BLOCK_W * BLOCK_K])
-    score_flat = tl.reshape(score, [BLOCK_W * BLOCK_K])
-    rank_flat = tl.reshape(tl.broadcast_to(r[None, :], [BLOCK_W, BLOCK_K]), [BLOCK_W * BLOCK_K])
-    here_flat = tl.reshape(here, [BLOCK_W * BLOCK_K])
-    cand_flat = tl.reshape(cand, [BLOCK_W * BLOCK_K])
-    tl.store(record_ptr + 0 * size_m + cand_flat, origin_flat, mask=here_flat)
-    tl.store(record_ptr + 4 * size_m + cand_flat, score_flat.to(tl.int32, bitcast=True), mask=here_flat)
+    tl.store(given_origin + cand, tl.broadcast_to(origin[:, None], [BLOCK_W, BLOCK_K]), mask=here)
+    tl.store(given_token + cand, token, mask=here)
+    tl.store(given_log_prob + cand, log_prob, mask=here)
+    tl.store(given_score + cand, score, mask=here)
     tl.debug_barrier()
-    place = tl.zeros([BLOCK_W * BLOCK_K], tl.int32)
-    for c0 in tl.range(0, size_m, CHUNK):
-        c = c0 + tl.arange(0, CHUNK)
-        in_c = c < size_m
-        other_origin = tl.load(record_ptr + 0 * size_m + c, mask=in_c, other=0)
-        other_score = tl.load(record_ptr + 4 * size_m + c, mask=in_c, other=0).to(tl.float32, bitcast=True)
-        before = (other_score[None, :] > score_flat[:, None]) | (
-            (other_score[None, :] == score_flat[:, None])
-            & (
-                (other_origin[None, :] < origin_flat[:, None])
-                # Equal origins are one node's candidates, or padding: both in the order they came in.
-                | ((other_origin[None, :] == origin_flat[:, None]) & (c[None, :] < cand_flat[:, None]))
-            )
-        )
-        place += tl.sum((before & in_c[None, :]).to(tl.int32), 1)
+
+    # 2. Order: score desc, parent id asc, rank asc.
+    for m0 in tl.range(0, size_m, ROWS):
+        m = m0 + rows
+        in_m = m < size_m
+        u = tl.load(given_origin + m, mask=in_m, other=0)
+        my_score = tl.load(given_score + m, mask=in_m, other=0.0)
+        place = tl.zeros([ROWS], tl.int32)
+        for c0 in tl.range(0, size_m, COLUMNS):
+            c = c0 + columns
+            in_c = c < size_m
+            other_u = tl.load(given_origin + c, mask=in_c, other=0)[None, :]
+            other_score = tl.load(given_score + c, mask=in_c, other=0.0)[None, :]
+            # Equal parents: the candidates of one node, or padding, in the order they came in.
+            first = (other_u < u[:, None]) | ((other_u == u[:, None]) & (c[None, :] < m[:, None]))
+            before = (other_score > my_score[:, None]) | ((other_score == my_score[:, None]) & first)
+            place += tl.sum((before & in_c[None, :]).to(tl.int32), 1)
+        is_real = u < NODES
+        tl.store(origin_at + place, tl.where(is_real, u, 0), mask=in_m)
+        tl.store(token_at + place, tl.load(given_token + m, mask=in_m, other=-1), mask=in_m)
+        tl.store(log_prob_at + place, tl.load(given_log_prob + m, mask=in_m, other=0.0), mask=in_m)
+        tl.store(score_at + place, my_score, mask=in_m)
+        tl.store(edge_at + place, tl.where(is_real, u * BRANCH + m % BRANCH, -1), mask=in_m)
     tl.debug_barrier()
-    edge = tl.where(origin_flat < NODES, origin_flat * BRANCH + rank_flat, -1)
-    tl.store(record_ptr + 0 * size_m + place, tl.where(origin_flat < NODES, origin_flat, 0), mask=here_flat)
-    tl.store(record_ptr + 1 * size_m + place, edge, mask=here_flat)
-    tl.store(record_ptr + 2 * size_m + place, tl.reshape(token, [BLOCK_W * BLOCK_K]), mask=here_flat)
-    log_prob_bits = tl.reshape(log_prob, [BLOCK_W * BLOCK_K]).to(tl.int32, bitcast=True)
-    tl.store(record_ptr + 3 * size_m + place, log_prob_bits, mask=here_flat)
-    tl.store(record_ptr + 4 * size_m + place, score_flat.to(tl.int32, bitcast=True), mask=here_flat)
+
+    # 3. Join an existing node: longest agreeing context, best score, lowest id.
+    for m0 in tl.range(0, size_m, ROWS):
+        m = m0 + rows
+        in_m = m < size_m
+        u = tl.load(origin_at + m, mask=in_m, other=0)
+        my_token = tl.load(token_at + m, mask=in_m, other=-1)
+        present_m = tl.load(score_at + m, mask=in_m, other=float("-inf")) > float("-inf")
+        joined = tl.full([ROWS], -1, tl.int32)
+        if MERGING:
+            best_agreement = tl.full([ROWS], -1, tl.int32)
+            best_score = tl.full([ROWS], float("-inf"), tl.float32)
+            for n0 in tl.range(0, num_nodes, COLUMNS):
+                n = n0 + columns
+                in_n = n < num_nodes
+                node_token = tl.load(token_ids_ptr + n, mask=in_n, other=-2)
+                joinable = present_m[:, None] & in_n[None, :] & (n[None, :] > u[:, None])
+                joinable = joinable & (my_token[:, None] == node_token[None, :])
+                agreement = tl.zeros([ROWS, COLUMNS], tl.int32)
+                agrees = joinable
+                for t in tl.static_range(CONTEXT):
+                    mine = _context_token(token_ids_ptr, contexts_ptr, u, t, present_m, CONTEXT)
+                    theirs = tl.load(contexts_ptr + n * CONTEXT + t, mask=in_n, other=-1)
+                    agrees = agrees & (mine[:, None] == theirs[None, :]) & (mine >= 0)[:, None]
+                    agreement += agrees.to(tl.int32)
+                joinable = joinable & (agreement >= merge_context)
+                longest = tl.max(tl.where(joinable, agreement, -1), 1)
+                joinable = joinable & (agreement == longest[:, None])
+                node_score = tl.load(scores_ptr + n, mask=in_n, other=float("-inf"))[None, :]
+                top = tl.max(tl.where(joinable, node_score, float("-inf")), 1)
+                joinable = joinable & (node_score == top[:, None])
+                lowest = tl.min(tl.where(joinable, n[None, :], NODES), 1)
+                better = (longest > best_agreement) | ((longest == best_agreement) & (top > best_score))
+                better = better & (longest >= 0)  # ties stay with the earlier columns: lower ids
+                joined = tl.where(better, lowest, joined)
+                best_score = tl.where(better, top, best_score)
+                best_agreement = tl.where(better, longest, best_agreement)
+        tl.store(joined_at + m, tl.where(present_m, joined, NODES), mask=in_m)  # fresh: −1; absent: NODES
+    tl.debug_barrier()
+
+    # 4. Of the rest, the first with a given token and context becomes a node and the others join it.
+    for m0 in tl.range(0, size_m, ROWS):
+        m = m0 + rows
+        in_m = m < size_m
+        leader = m
+        if MERGING:
+            u = tl.load(origin_at + m, mask=in_m, other=0)
+            my_token = tl.load(token_at + m, mask=in_m, other=-1)
+            fresh_m = tl.load(joined_at + m, mask=in_m, other=0) < 0
+            for c0 in tl.range(0, size_m, COLUMNS):
+                c = c0 + columns
+                in_c = c < size_m
+                other_u = tl.load(origin_at + c, mask=in_c, other=0)
+                other_token = tl.load(token_at + c, mask=in_c, other=-2)
+                other_fresh = tl.load(joined_at + c, mask=in_c, other=0) < 0
+                alike = fresh_m[:, None] & other_fresh[None, :] & (my_token[:, None] == other_token[None, :])
+                agreement = tl.zeros([ROWS, COLUMNS], tl.int32)
+                agrees = alike
+                for t in tl.static_range(CONTEXT):
+                    mine = _context_token(token_ids_ptr, contexts_ptr, u, t, in_m, CONTEXT)
+                    theirs = _context_token(token_ids_ptr, contexts_ptr, other_u, t, in_c, CONTEXT)
+                    agrees = agrees & (mine[:, None] == theirs[None, :]) & (mine >= 0)[:, None]
+                    agreement += agrees.to(tl.int32)
+                alike = alike & (agreement >= merge_context)
+                leader = tl.minimum(leader, tl.min(tl.where(alike, c[None, :], BLOCK_M), 1))
+        tl.store(leader_at + m, leader, mask=in_m)
     tl.debug_barrier()
     m = tl.arange(0, BLOCK_M)
     in_m = m < size_m
-    u = tl.load(record_ptr + 0 * size_m + m, mask=in_m, other=0)
-    edge = tl.load(record_ptr + 1 * size_m + m, mask=in_m, other=-1)
-    token = tl.load(record_ptr + 2 * size_m + m, mask=in_m, other=-1)
-    log_prob = tl.load(record_ptr + 3 * size_m + m, mask=in_m, other=0).to(tl.float32, bitcast=True)
-    score = tl.load(record_ptr + 4 * size_m + m, mask=in_m, other=0).to(tl.float32, bitcast=True)
-    exists = in_m & (score > float("-inf"))
-
-    # 3. Join an existing node: longest agreeing context, best score, lowest id.
-    joined = tl.full([BLOCK_M], -1, tl.int32)
-    leader = m
-    if MERGING:
-        best_agreement = tl.full([BLOCK_M], -1, tl.int32)
-        best_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        for n0 in tl.range(0, num_nodes, CHUNK):
-            n = n0 + tl.arange(0, CHUNK)
-            in_n = n < num_nodes
-            joinable = exists[:, None] & in_n[None, :] & (n[None, :] > u[:, None])
-            joinable = joinable & (token[:, None] == tl.load(token_ids_ptr + n, mask=in_n, other=-2)[None, :])
-            agreement = tl.zeros([BLOCK_M, CHUNK], tl.int32)
-            agrees = joinable
-            for t in tl.static_range(CONTEXT):
-                mine = _context_token(token_ids_ptr, contexts_ptr, u, t, exists, CONTEXT)
-                theirs = tl.load(contexts_ptr + n * CONTEXT + t, mask=in_n, other=-1)
-                agrees = agrees & (mine[:, None] == theirs[None, :]) & (mine >= 0)[:, None]
-                agreement += agrees.to(tl.int32)
-            joinable = joinable & (agreement >= merge_context)
-            longest = tl.max(tl.where(joinable, agreement, -1), 1)
-            joinable = joinable & (agreement == longest[:, None])
-            node_score = tl.load(scores_ptr + n, mask=in_n, other=float("-inf"))
-            top = tl.max(tl.where(joinable, node_score[None, :], float("-inf")), 1)
-            joinable = joinable & (node_score[None, :] == top[:, None])
-            lowest = tl.min(tl.where(joinable, n[None, :], NODES), 1)
-            better = (longest > best_agreement) | ((longest == best_agreement) & (top > best_score))
-            better = better & (longest >= 0)  # ties stay with the earlier chunk: lower ids
-            joined = tl.where(better, lowest, joined)
-            best_score = tl.where(better, top, best_score)
-            best_agreement = tl.where(better, longest, best_agreement)
-    fresh = exists & (joined < 0)
-
-    # 4. Of the rest, the first with a given token and context becomes a node and the others join it.
-    if MERGING:
-        tl.store(record_ptr + 5 * size_m + m, fresh.to(tl.int32), mask=in_m)
-        tl.debug_barrier()
-        for c0 in tl.range(0, size_m, CHUNK):
-            c = c0 + tl.arange(0, CHUNK)
-            in_c = c < size_m
-            alike = tl.load(record_ptr + 5 * size_m + c, mask=in_c, other=0) != 0
-            alike = fresh[:, None] & alike[None, :]
-            alike = alike & (token[:, None] == tl.load(record_ptr + 2 * size_m + c, mask=in_c, other=-2)[None, :])
-            other_u = tl.load(record_ptr + 0 * size_m + c, mask=in_c, other=0)
-            agreement = tl.zeros([BLOCK_M, CHUNK], tl.int32)
-            agrees = alike
-            for t in tl.static_range(CONTEXT):
-                mine = _context_token(token_ids_ptr, contexts_ptr, u, t, exists, CONTEXT)
-                theirs = _context_token(token_ids_ptr, contexts_ptr, other_u, t, in_c, CONTEXT)
-                agrees = agrees & (mine[:, None] == theirs[None, :]) & (mine >= 0)[:, None]
-                agreement += agrees.to(tl.int32)
-            alike = alike & (agreement >= merge_context)
-            leader = tl.minimum(leader, tl.min(tl.where(alike, c[None, :], BLOCK_M), 1))
-        tl.debug_barrier()
-    leads = fresh & (leader == m)
+    u = tl.load(origin_at + m, mask=in_m, other=0)
+    token = tl.load(token_at + m, mask=in_m, other=-1)
+    score = tl.load(score_at + m, mask=in_m, other=float("-inf"))
+    log_prob = tl.load(log_prob_at + m, mask=in_m, other=0.0)
+    edge = tl.load(edge_at + m, mask=in_m, other=-1)
+    joined = tl.load(joined_at + m, mask=in_m, other=NODES)
+    leader = tl.load(leader_at + m, mask=in_m, other=0)
+    exists = joined < NODES
+    leads = (joined < 0) & (leader == m)
     new_id = num_nodes + tl.cumsum(leads.to(tl.int32), 0) - 1
-    tl.store(record_ptr + 5 * size_m + m, new_id, mask=in_m)
+    tl.store(new_id_at + m, new_id, mask=in_m)
     tl.debug_barrier()
-    followed = tl.load(record_ptr + 5 * size_m + leader, mask=in_m, other=-1)
+    followed = tl.load(new_id_at + leader, mask=in_m, other=-1)
     target = tl.where(exists, tl.where(joined >= 0, joined, followed), -1)
 
     # 5. The nodes.
@@ -229,43 +263,41 @@ def _merge_kernel(
     tl.store(expanded_ptr + node, tl.full([BLOCK_W], 1, tl.uint8), mask=node >= 0)
     tl.debug_barrier()  # the nodes are read again below
 
-    # 7. The next frontier: the best unexpanded nodes, ranked like the candidates.
-    n = tl.arange(0, BLOCK_N)
-    in_n = n < num_nodes
-    score = tl.load(scores_ptr + n, mask=in_n, other=float("-inf"))
-    expanded = tl.load(expanded_ptr + n, mask=in_n, other=1) != 0
-    eligible = in_n & ~expanded & (score >= log_min_prob) & (score > float("-inf"))
-    place = tl.zeros([BLOCK_N], tl.int32)
-    for c0 in tl.range(0, num_nodes, CHUNK):
-        c = c0 + tl.arange(0, CHUNK)
-        in_c = c < num_nodes
-        other_score = tl.load(scores_ptr + c, mask=in_c, other=float("-inf"))
-        other_expanded = tl.load(expanded_ptr + c, mask=in_c, other=1) != 0
-        counts = in_c & ~other_expanded & (other_score >= log_min_prob) & (other_score > float("-inf"))
-        before = (other_score[None, :] > score[:, None]) | (
-            (other_score[None, :] == score[:, None]) & (c[None, :] < n[:, None])
-        )
-        place += tl.sum((before & counts[None, :]).to(tl.int32), 1)
-    chosen = eligible & (place < NEXT)
-    out = b * NEXT + place
-    tl.store(next_nodes_ptr + out, n, mask=chosen)
-    tl.store(next_tokens_ptr + out, tl.load(token_ids_ptr + n, mask=chosen, other=0), mask=chosen)
-    tl.store(next_depths_ptr + out, tl.load(depths_ptr + n, mask=chosen, other=0), mask=chosen)
-    up = tl.maximum(tl.load(parents_ptr + n, mask=chosen, other=0), 0)
-    count = tl.sum(eligible.to(tl.int32), 0)
+    # 7. The next frontier: the best unexpanded nodes, ordered like the candidates.
+    open_nodes = 0
+    for n0 in tl.range(0, num_nodes, ROWS):
+        n = n0 + rows
+        my_score = _open_score(scores_ptr, expanded_ptr, n, num_nodes, log_min_prob)
+        is_open = my_score > float("-inf")
+        open_nodes += tl.sum(is_open.to(tl.int32), 0)
+        place = tl.zeros([ROWS], tl.int32)
+        for c0 in tl.range(0, num_nodes, COLUMNS):
+            c = c0 + columns
+            other_score = _open_score(scores_ptr, expanded_ptr, c, num_nodes, log_min_prob)[None, :]
+            before = (other_score > my_score[:, None]) | (
+                (other_score == my_score[:, None]) & (c[None, :] < n[:, None])
+            )
+            place += tl.sum(before.to(tl.int32), 1)
+        chosen = is_open & (place < NEXT)
+        out = b * NEXT + place
+        tl.store(next_nodes_ptr + out, n, mask=chosen)
+        tl.store(next_tokens_ptr + out, tl.load(token_ids_ptr + n, mask=chosen, other=0), mask=chosen)
+        tl.store(next_depths_ptr + out, tl.load(depths_ptr + n, mask=chosen, other=0), mask=chosen)
+        # A chosen node's parent is expanded, hence not chosen itself: no mask is read after it is written.
+        up = tl.maximum(tl.load(parents_ptr + n, mask=chosen, other=0), 0)
+        for w in tl.range(0, WORDS):
+            own = tl.where((first_slot + place) // 32 == w, 1 << ((first_slot + place) % 32), 0)
+            mask = tl.load(ancestor_mask_ptr + up * WORDS + w, mask=chosen, other=0) | own
+            tl.store(ancestor_mask_ptr + n * WORDS + w, mask, mask=chosen)
+            tl.store(next_mask_ptr + out * WORDS + w, mask, mask=chosen)
     p = tl.arange(0, BLOCK_NEXT)
-    padding = (p >= count) & (p < NEXT)
+    padding = (p >= open_nodes) & (p < NEXT)
     tl.store(next_nodes_ptr + b * NEXT + p, tl.full([BLOCK_NEXT], -1, tl.int32), mask=padding)
     tl.store(next_tokens_ptr + b * NEXT + p, tl.zeros([BLOCK_NEXT], tl.int32), mask=padding)
     tl.store(next_depths_ptr + b * NEXT + p, tl.full([BLOCK_NEXT], 1, tl.int32), mask=padding)
-    # A chosen node's parent is expanded, hence not chosen itself: no mask is read after it is written.
     for w in tl.range(0, WORDS):
-        own = tl.where((first_slot + place) // 32 == w, 1 << ((first_slot + place) % 32), 0)
-        mask = tl.load(ancestor_mask_ptr + up * WORDS + w, mask=chosen, other=0) | own
-        tl.store(ancestor_mask_ptr + n * WORDS + w, mask, mask=chosen)
-        tl.store(next_mask_ptr + out * WORDS + w, mask, mask=chosen)
-        own = tl.where((first_slot + p) // 32 == w, 1 << ((first_slot + p) % 32), 0)
-        tl.store(next_mask_ptr + (b * NEXT + p) * WORDS + w, own, mask=padding)
+        own_p = tl.where((first_slot + p) // 32 == w, 1 << ((first_slot + p) % 32), 0)
+        tl.store(next_mask_ptr + (b * NEXT + p) * WORDS + w, own_p, mask=padding)
     tl.store(num_nodes_ptr + b, num_nodes)
     merges = tl.sum((exists & ~leads).to(tl.int32), 0)
     tl.store(num_merges_ptr + b, tl.load(num_merges_ptr + b) + merges)
@@ -288,7 +320,6 @@ def merge(
     block_w, block_k = triton.next_power_of_2(expanded), triton.next_power_of_2(branch)
     size_m = expanded * branch
     block_m = max(16, triton.next_power_of_2(size_m))
-    block_n = max(16, triton.next_power_of_2(nodes))
 
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
@@ -302,7 +333,7 @@ def merge(
         frontier.contiguous(),
         cand_tokens.contiguous(),
         cand_log_probs.contiguous(),
-        new(batch, 6, size_m),
+        new(batch, 12, size_m),
         result.node_ids,
         result.token_ids,
         result.depths,
@@ -321,9 +352,9 @@ def merge(
         BLOCK_W=block_w,
         BLOCK_K=block_k,
         BLOCK_M=block_m,
-        BLOCK_N=block_n,
         BLOCK_NEXT=triton.next_power_of_2(width),
-        CHUNK=CHUNK,
-        num_warps=4 if max(block_m, block_n) <= 128 else 8,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        num_warps=4 if size_m <= ROWS else 8,
     )
     return result
