@@ -9,16 +9,29 @@ if TYPE_CHECKING:
     from .decoding import GraphDecoder, GraphGenerateOutput, StepRecord
     from .generation import generate, patch, unpatch
     from .stats import GenerationStats
+    from .tuning import StepCosts, tune
 
-__all__ = ["GenerationStats", "GraphDecoder", "GraphGenerateOutput", "StepRecord", "generate", "patch", "unpatch"]
+__all__ = [
+    "GenerationStats",
+    "GraphDecoder",
+    "GraphGenerateOutput",
+    "StepCosts",
+    "StepRecord",
+    "generate",
+    "patch",
+    "tune",
+    "unpatch",
+]
 
 _HOMES = {
     "GenerationStats": "stats",
     "GraphDecoder": "decoding",
     "GraphGenerateOutput": "decoding",
+    "StepCosts": "tuning",
     "StepRecord": "decoding",
     "generate": "generation",
     "patch": "generation",
+    "tune": "tuning",
     "unpatch": "generation",
 }
 
