@@ -1,1 +1,1 @@
-"""Benchmarks of gsd_kernels (private)."""
+"""Benchmarks of gsd_kernels beside their peers (private; ``gsd-kernels bench`` is the way in)."""
