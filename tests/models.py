@@ -53,13 +53,30 @@ def noised(target: PreTrainedModel, noise: float = 0.05, *, seed: int = 1) -> Pr
     return draft
 
 
-def prompts(batch: int, length: int, *, seed: int = 0, ragged: bool = True) -> dict[str, torch.Tensor]:
+def prompts(
+    batch: int, length: int, *, seed: int = 0, ragged: bool = True, vocab: int = VOCAB
+) -> dict[str, torch.Tensor]:
     """Random left-padded prompts; the first row is full."""
     gen = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCAB, (batch, length), generator=gen)
+    ids = torch.randint(3, vocab, (batch, length), generator=gen)
     mask = torch.ones_like(ids)
     if ragged:
         for row in range(1, batch):
             pad = int(torch.randint(0, length, (), generator=gen))
             ids[row, :pad], mask[row, :pad] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def tokenizer(vocab_size: int = VOCAB):
+    """A byte-level tokenizer without merges: ids 0 … 2 are special, every other id is one printable character."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2, **{chr(ord("!") + i): 3 + i for i in range(vocab_size - 3)}}
+    backend = Tokenizer(BPE(vocab=vocab, merges=[], byte_fallback=False))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
+    )

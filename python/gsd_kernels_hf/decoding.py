@@ -331,13 +331,16 @@ class GraphDecoder:
             self.streamer.end()
 
         length = walk.final_length if walk is not None else int(state.out_len.max())
+        unfinished = state.out_len[~state.done]
+        if len(unfinished):  # out of time: no text is padded before its end
+            length = min(length, int(unfinished.min()))
         sequences = state.tokens[:, :length].to(input_ids.device)
         if not as_dict:
             return sequences
         return GraphGenerateOutput(
             sequences=sequences,
-            scores=walk.stacked(walk.scores, prompt) if walk is not None and keep_scores else None,
-            logits=walk.stacked(walk.logits, prompt) if walk is not None and keep_logits else None,
+            scores=walk.stacked(walk.scores, length - prompt) if walk is not None and keep_scores else None,
+            logits=walk.stacked(walk.logits, length - prompt) if walk is not None and keep_logits else None,
             stats=stats,
         )
 

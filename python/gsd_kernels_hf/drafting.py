@@ -154,7 +154,7 @@ class ModelDraft:
     ) -> tuple[Tensor, Tensor]:
         """One draft forward: tokens and log-probabilities [B, W, K] after every frontier node."""
         if level == 0:
-            logits = self.feed(state, config.chain_rows)  # [B, 1, V]
+            logits = self.feed(state, state.out_len, config.chain_rows)  # [B, 1, V]
         else:
             first = (level - 1) * config.width
             slots = first + torch.arange(config.width, device=state.tokens.device)
@@ -186,15 +186,14 @@ class ModelDraft:
             self.prefill(self.rows)
             self.prefill = None
         while int((state.out_len - self.cached).max()) > width:
-            self.feed(state, width)
+            self.feed(state, state.out_len - 1, width)  # every root is left for level 0, whose logits follow it
 
-    def feed(self, state: DecodeState, width: int) -> Tensor:
-        """Cache up to ``width`` emitted tokens as a chain; logits after the last, [B, 1, V].
+    def feed(self, state: DecodeState, end: Tensor, width: int) -> Tensor:
+        """Cache up to ``width`` tokens before ``end`` [B] as a chain; logits after the last, [B, 1, V].
 
-        At level 0 that is the root. The chain is right-aligned, so that its end is the last row; padding rows write
-        above it.
+        The chain is right-aligned, so that its end is the last row; padding rows write above it.
         """
-        count = (state.out_len - self.cached).clamp(max=width)  # [B]
+        count = (end - self.cached).clamp(max=width)  # [B]
         row = torch.arange(width, device=state.tokens.device)
         link = row - (width - count[:, None])  # [B, E]; place in the chain, negative for padding
         real = link >= 0

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -83,10 +84,10 @@ class RowProcessors:
 
     def __init__(self, processors: list[LogitsProcessor], batch: int) -> None:
         self.batch = batch
-        self.copies = [processors]
-        for _ in range(1, batch):
+        self.copies = [[_for_row(p, 0, batch) for p in processors]]
+        for row in range(1, batch):
             try:
-                self.copies.append(copy.deepcopy(processors))
+                self.copies.append([_for_row(p, row, batch) for p in copy.deepcopy(processors)])
             except Exception as error:
                 raise ValueError(
                     f"logits_processor: with a batch every sequence needs its own copy, and copying failed: {error}"
@@ -101,6 +102,14 @@ class RowProcessors:
 
     def __bool__(self) -> bool:
         return bool(self.copies[0])
+
+
+def _for_row(processor: LogitsProcessor, row: int, batch: int) -> LogitsProcessor:
+    """A prefix function is asked about its own row only: to other rows' histories it may have no answer."""
+    if batch == 1 or type(processor) is not PrefixConstrainedLogitsProcessor:
+        return processor
+    allowed = processor._prefix_allowed_tokens_fn
+    return PrefixConstrainedLogitsProcessor(lambda b, ids: allowed(b, ids) if b == row else [0], num_beams=1)
 
 
 def draw_seed(seed: int | None) -> int:

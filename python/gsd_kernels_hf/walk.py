@@ -96,9 +96,8 @@ class Walk:
             return max(s or 0 for s in self.stopped_at)
         return max(self.lengths)
 
-    def stacked(self, per_row: list[list[Tensor]], prompt_length: int) -> tuple[Tensor, ...]:
+    def stacked(self, per_row: list[list[Tensor]], steps: int) -> tuple[Tensor, ...]:
         """Per-sequence lists of [V] → transformers' tuple of [B, V], one a position."""
-        steps = self.final_length - prompt_length
         blank = torch.zeros_like(next(t for row in per_row for t in row))
         return tuple(torch.stack([row[i] if i < len(row) else blank for row in per_row]) for i in range(steps))
 
