@@ -107,7 +107,7 @@ NEXT = -1
 FONT_SIZE = 10.0
 ADVANCE = 0.602 * FONT_SIZE  # of DejaVu Sans Mono
 BOX_HEIGHT, LINE_HEIGHT, COLUMN_GAP, PADDING = 18.0, 28.0, 46.0, 5.0
-MARGIN, HEADER, ARROW = 24.0, 66.0, 5.0
+MARGIN, HEADER, LEGEND_GAP, ARROW = 24.0, 66.0, 38.0, 5.0
 
 # kind → (fill, outline, text)
 COLOURS = {
@@ -234,7 +234,7 @@ def draw_step(
     layout = _Layout.of(picture, labels)
     kinds = {node.kind for node in picture.nodes}
     legend = [(text, kind) for kind, text in LEGEND.items() if kind in kinds]
-    legend_width = sum(_text_width(text) + 30 for text, _ in legend) + _text_width(MERGE_TEXT) + 40
+    legend_width = sum(_text_width(text) + LEGEND_GAP for text, _ in legend) + _text_width(MERGE_TEXT) + LEGEND_GAP
     width = MARGIN + max(layout.right, legend_width + MARGIN, _text_width(title) * 1.2 + MARGIN)
     height = layout.bottom + MARGIN
     paths = [Path(file) for file in files]
@@ -272,7 +272,7 @@ def _draw_legend(axes: Axes, entries: list[tuple[str, str]]) -> None:
     for text, kind in entries:
         _draw_box(axes, x, y, 14, "", kind, height=10)
         axes.text(x + 20, y, text, fontsize=FONT_SIZE, color="#374151", va="center")
-        x += _text_width(text) + 38
+        x += _text_width(text) + LEGEND_GAP
     axes.add_line(Line2D([x, x + 22], [y, y], color=MERGE_COLOUR, linestyle=(0, (2.5, 1.2)), linewidth=1.6))
     axes.text(x + 28, y, MERGE_TEXT, fontsize=FONT_SIZE, color="#374151", va="center")
 
@@ -290,7 +290,9 @@ def _draw_box(
     if gid:
         box.set_gid(gid)
     axes.add_patch(box)
-    axes.text(x + width / 2, y, text, fontsize=FONT_SIZE, color=colour, ha="center", va="center_baseline", zorder=4)
+    middle = x + width / 2
+    label = axes.text(middle, y, text, fontsize=FONT_SIZE, color=colour, ha="center", va="center_baseline", zorder=4)
+    label.set_parse_math(False)
 
 
 def _draw_edge(axes: Axes, layout: _Layout, edge: Edge) -> None:

@@ -1,0 +1,347 @@
+"""The command line: what goes where, exit codes, JSON, and refusals in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from checkpoints import save_pair
+from typer.testing import CliRunner
+
+import gsd_kernels
+from gsd_kernels_hf import comparison
+from gsd_kernels_hf.cli import app
+from gsd_kernels_hf.cli.options import read_graph_config
+
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
+SMALL = ["--graph-config", "graph,depth=3,width=2,branch=2,max_rows=8"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    target, draft = save_pair(tmp_path_factory.mktemp("pair"), chat_template=TEMPLATE)
+    return ["--model", target, "--draft", draft]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "cache"))
+
+
+def run(*arguments, stdin=None):
+    return CliRunner().invoke(app, [str(a) for a in arguments], input=stdin)
+
+
+def one_line_error(result, code):
+    assert result.exit_code == code
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if line.startswith("gsd-kernels: error: ")]
+    assert len(lines) == 1 and "Traceback" not in result.stderr
+    return lines[0]
+
+
+# ---- the program
+
+
+def test_version_as_a_program():
+    command = [sys.executable, "-m", "gsd_kernels_hf", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"gsd-kernels {gsd_kernels.__version__}\n"
+
+
+def test_help_needs_neither_torch_nor_transformers():
+    code = (
+        "import sys; sys.argv = ['gsd-kernels', '--help']\n"
+        "from gsd_kernels_hf.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as leave: assert not leave.code\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for command in ("demo", "generate", "check", "doctor"):
+        assert command in done.stdout
+    assert "130 interrupted" in done.stdout
+
+
+def test_nothing_to_do_is_a_usage_error():
+    assert run().exit_code == 2
+    assert run("fly").exit_code == 2
+    assert run("generate", "x", "--dtype", "int3").exit_code == 2
+
+
+def test_error_exit_codes(monkeypatch):
+    from gsd_kernels_hf.cli import pair as module
+
+    def failing(error):
+        def load(*_, **__):
+            raise error
+
+        return load
+
+    for error, code in [
+        (ValueError("a\nb"), 2),
+        (TypeError("t"), 2),
+        (OSError("no such checkpoint"), 1),
+        (RuntimeError("out of memory"), 1),
+    ]:
+        monkeypatch.setattr(module, "load_pair", failing(error))
+        assert " ".join(str(error).split()) in one_line_error(run("generate", "x"), code)
+        with_traceback = run("--debug", "generate", "x")
+        assert with_traceback.exit_code == 1 and with_traceback.exception is error
+    monkeypatch.setattr(module, "load_pair", failing(KeyboardInterrupt()))
+    assert run("generate", "x").exit_code == 130
+
+
+# ---- generate
+
+
+def expected(pair, prompts, new_tokens, **options):
+    from gsd_kernels_hf.cli.pair import load_pair
+
+    loaded = load_pair(pair[1], "none")
+    inputs = loaded.encode(prompts)
+    out = loaded.target.generate(**inputs, **loaded.padding, do_sample=False, max_new_tokens=new_tokens, **options)
+    return loaded.tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_generate_streams_the_continuation_alone(pair):
+    result = run("generate", *pair, *SMALL, "--max-new-tokens", 24, "--stats", "json", "hello")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == expected(pair, ["hello"], 24)[0] + "\n"
+    stats = json.loads(result.stderr.splitlines()[-1])
+    assert stats["new_tokens"] == 24 and stats["tokens_per_step"] > 1 and stats["steps"] < 24
+    unstreamed = run("generate", *pair, *SMALL, "--max-new-tokens", 24, "--no-stream", "--echo", "hello")
+    assert unstreamed.stdout == "hello" + result.stdout
+
+
+def test_generate_reads_stdin_and_files(pair, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\ntwo\n")
+    options = ["generate", *pair, *SMALL, "--max-new-tokens", 8]
+    assert run(*options, stdin="hello").stdout == run(*options, "hello").stdout
+    assert run(*options, "--prompt-file", "-", stdin="hello").stdout == run(*options, "hello").stdout
+    assert run(*options, "--prompt-file", file).stdout == run(*options, "one\n\ntwo\n").stdout
+    batch = run(*options, "--prompt-file", file, "--lines").stdout
+    first, second = expected(pair, ["one", "two"], 8)
+    assert batch == f"==> 1 <==\n{first}\n==> 2 <==\n{second}\n"
+
+
+def test_generate_sampling_depends_on_the_seed_not_on_the_draft(pair):
+    def text(*more, draft=pair):
+        result = run("generate", *draft, "--max-new-tokens", 16, "--temperature", 0.8, "--top-k", 20, *more, "hello")
+        assert result.exit_code == 0, result.stderr
+        return result.stdout
+
+    seeded = text(*SMALL, "--seed", 5)
+    assert seeded == text("--graph-config", "chain", "--seed", 5)
+    assert seeded == text("--seed", 5, draft=[*pair[:2], "--draft", "none"])
+    assert seeded == text("--seed", 5, draft=[*pair[:2], "--draft", "history"])
+    assert seeded != text(*SMALL, "--seed", 6)
+    greedy = run("generate", *pair, *SMALL, "--max-new-tokens", 16, "--temperature", 0, "hello").stdout
+    assert greedy == expected(pair, ["hello"], 16)[0] + "\n"
+
+
+def test_generate_chat_template_and_automatic_shape(pair):
+    chat = run("generate", *pair, "--chat", "--max-new-tokens", 12, "hi")
+    assert chat.exit_code == 0, chat.stderr
+    assert chat.stdout == run("generate", *pair, *SMALL, "--max-new-tokens", 12, "[user]hi[assistant]").stdout
+
+
+def test_generate_statistics_table_and_missing_draft(pair):
+    result = run("generate", *pair[:2], "--max-new-tokens", 4, "--stats", "table", "hello")
+    assert result.exit_code == 0 and "plain decoding" in result.stderr
+    assert "tokens per step" in result.stderr and "tokens per step" not in result.stdout
+
+
+def test_generate_refusals(pair, tmp_path):
+    assert "prompt" in one_line_error(run("generate", *pair, ""), 2)
+    assert "--device" in one_line_error(run("generate", *pair, "--device", "mars", "x"), 2)
+    assert "backend" in one_line_error(run("generate", *pair, *SMALL, "--backend", "abacus", "x"), 2)
+    assert "no such folder" in one_line_error(run("generate", "--model", tmp_path / "none", "x"), 2)
+    assert "--draft" in one_line_error(run("generate", "--draft", pair[3], "x"), 2)
+    assert "missing.txt" in one_line_error(run("generate", *pair, "--prompt-file", tmp_path / "missing.txt"), 1)
+    too_long = run("generate", *pair, *SMALL, "--max-new-tokens", 100_000, "x")
+    assert "max_new_tokens" in one_line_error(too_long, 2)
+
+
+def test_another_tokenizer_is_refused(pair, tmp_path):
+    from models import tiny
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(pair[1])
+    tokenizer.add_tokens(["<other>"])
+    tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert "tokenizer" in one_line_error(run("generate", *pair[:2], "--draft", tmp_path, "x"), 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        (None, None),
+        ("auto", "auto"),
+        ("tree", "tree"),
+        ("depth=4, width=2", gsd_kernels.GraphConfig(depth=4, width=2)),
+        (
+            "tree,max_rows=16,sibling_ratio=0.1",
+            gsd_kernels.GraphConfig(merge_context=-1, max_rows=16, sibling_ratio=0.1),
+        ),
+        ("chain,depth=3,max_path=none", gsd_kernels.GraphConfig.preset("chain", depth=3)),
+    ],
+)
+def test_graph_config_option(text, config):
+    assert read_graph_config(text) == config
+
+
+@pytest.mark.parametrize("text", ["forest,depth=2", "depth", "tree,depth", "depth=two", "height=3", "tree,max_rows=1"])
+def test_graph_config_option_refuses(text, pair):
+    one_line_error(run("generate", *pair, "--graph-config", text, "x"), 2)
+
+
+# ---- check
+
+
+def test_check_equal(pair):
+    result = run("check", *pair, *SMALL, "--max-new-tokens", 24, "--json", "hello", "graph")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["summary"]["verdict"] == "equal" and report["summary"]["equal"] == 2
+    assert report["dtype"] == "float32" and report["graph_config"]["max_rows"] == 8
+    for row in report["prompts"]:
+        assert row["equal"] and row["divergence"] is None and row["new_tokens"] == 24
+        assert row["plain"]["target_forwards"] == 24 > row["graph"]["target_forwards"]
+        assert row["graph"]["stats"]["tokens_per_step"] > 1
+        if sys.platform == "linux":
+            assert min(row["plain"]["peak_bytes"], row["graph"]["peak_bytes"]) > 2**20
+    table = run("check", *pair, *SMALL, "--max-new-tokens", 4, "hello")
+    assert table.exit_code == 0 and "1 of 1 prompts: the same tokens" in table.stdout
+
+
+def test_check_finds_a_wrong_token(pair, monkeypatch):
+    """A decoder that emits the least likely token once must not pass."""
+    honest = comparison.generate
+
+    def lying(model, **options):
+        out = honest(model, **options)
+        prompt = options["input_ids"].shape[1]
+        with torch.no_grad():
+            out.sequences[0, prompt + 2] = model(out.sequences[:, : prompt + 2]).logits[0, -1].argmin()
+        return out
+
+    monkeypatch.setattr(comparison, "generate", lying)
+    result = run("check", *pair, *SMALL, "--max-new-tokens", 8, "--json", "hello")
+    assert result.exit_code == 3
+    report = json.loads(result.stdout)
+    assert report["summary"]["verdict"] == "differs"
+    divergence = report["prompts"][0]["divergence"]
+    assert divergence["index"] == 2 and divergence["gap"] > divergence["bound"] and not divergence["within_rounding"]
+    shown = run("check", *pair, *SMALL, "--max-new-tokens", 8, "hello")
+    assert shown.exit_code == 3 and "DIFFER BEYOND ROUNDING" in shown.stdout
+
+
+def test_check_forgives_a_tie(pair, monkeypatch, tmp_path):
+    """Two tokens of the same head row cannot be told apart: another pick among them is rounding, not a bug."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(pair[1])
+    tokenizer = AutoTokenizer.from_pretrained(pair[1])
+    ids = tokenizer("hello", return_tensors="pt")["input_ids"]
+    first = int(model.generate(ids, max_new_tokens=1, do_sample=False)[0, -1])
+    twin = first + 1
+    model.lm_head.weight.data[twin] = model.lm_head.weight.data[first]
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    honest = comparison.generate
+
+    def flipping(model, **options):
+        out = honest(model, **options)
+        out.sequences[0, options["input_ids"].shape[1]] = twin
+        return out
+
+    monkeypatch.setattr(comparison, "generate", flipping)
+    options = ["--model", tmp_path, "--draft", pair[3], *SMALL, "--max-new-tokens", 4]
+    result = run("check", *options, "--json", "hello")
+    assert result.exit_code == 0, result.stderr
+    summary = json.loads(result.stdout)["summary"]
+    assert (summary["verdict"], summary["within_rounding"]) == ("rounding", 1)
+
+
+# ---- doctor
+
+
+def test_doctor():
+    report = json.loads(run("doctor", "--json").stdout)
+    assert report["versions"]["torch"] and report["versions"]["gsd_kernels"] == gsd_kernels.__version__
+    assert set(report["backends"]) == set(gsd_kernels.BACKENDS) - {"auto"}
+    assert report["backends"]["reference"]["cpu"] is None
+    assert all(
+        reason is None or isinstance(reason, str) for by in report["backends"].values() for reason in by.values()
+    )
+    assert report["devices"][0]["device"] == "cpu" and report["devices"][0]["threads"] >= 1
+    table = run("doctor")
+    assert table.exit_code == 0
+    for word in ("python", "transformers", "nvcc", "backends on cpu", "reference", "ready"):
+        assert word in table.stdout
+
+
+def test_doctor_kernels(monkeypatch):
+    from gsd_kernels import kernel_report
+
+    row = {
+        "op": "merge", "case": "64 nodes", "kernel": "merge", "arch": 90, "registers": 96, "stack_bytes": 0,
+        "spill_stores": 0, "spill_loads": 0, "shared_kib": 8.0, "shared_limit_kib": 227, "load_bits": 128,
+        "matrix": "-", "instructions": 900, "ok": True,
+    }  # fmt: skip
+    monkeypatch.setattr(kernel_report, "kernel_table", lambda archs: [{**row, "arch": arch} for arch in archs])
+    report = json.loads(run("doctor", "--kernels", "--arch", 80, "--json").stdout)
+    assert report["kernels"] == [{**row, "arch": 80}] and report["kernels_missing"] is None
+    assert "sm_90" in run("doctor", "--kernels").stdout
+    assert "--arch" in one_line_error(run("doctor", "--kernels", "--arch", 1), 2)
+
+    def missing(archs):
+        raise RuntimeError("no assembler")
+
+    monkeypatch.setattr(kernel_report, "kernel_table", missing)
+    result = run("doctor", "--kernels")
+    assert result.exit_code == 1 and "no assembler" in result.stderr
+
+
+# ---- demo
+
+
+def test_demo_quick(tmp_path):
+    file = tmp_path / "numbers.json"
+    result = run("demo", "--quick", "--max-new-tokens", 32, "--out", tmp_path / "out", "--json", file)
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    text = report["text"]
+    assert text["equal"] and text["new_tokens"] == 32
+    assert text["target_forwards"]["plain"] == 32 > text["target_forwards"]["graph"]
+    assert "the same 32 tokens" in result.stdout and "saved" in result.stdout
+    assert report["inflated"] is None
+    drawing = report["drawing"]
+    assert drawing["nodes"] > drawing["accepted_tokens"] >= 1
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"step.svg", "step.png"}
+
+
+def test_demo_inflated_table(tmp_path, monkeypatch):
+    """The whole table, on a target that is not inflated."""
+    from gsd_kernels_hf import inflate
+
+    monkeypatch.setattr(inflate, "inflate", lambda model, shape: model)
+    file = tmp_path / "numbers.json"
+    result = run("demo", "--max-new-tokens", 8, "--seconds", 0, "--out", tmp_path, "--json", file)
+    assert result.exit_code == 0, result.output
+    inflated = json.loads(file.read_text())["inflated"]
+    assert inflated["prompts"] == 1
+    names = [contender["name"] for contender in inflated["contenders"]]
+    assert names[0].startswith("plain") and {"chain", "tree", "graph"} < set(names)
+    for contender in inflated["contenders"]:
+        assert contender["equal"] + contender["within_rounding"] == 1
+        slower = contender["speedup"] < 1 and contender["name"] != names[0]
+        line = next(line for line in result.stdout.splitlines() if line.startswith(contender["name"] + " "))
+        assert ("slower" in line) == slower

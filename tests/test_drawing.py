@@ -1,0 +1,127 @@
+"""A step's picture: the right nodes and edges, and files that open."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from models import noised, prompts, tiny
+
+from gsd_kernels import GraphConfig
+from gsd_kernels_hf import generate
+from gsd_kernels_hf.drawing import ACCEPTED, REJECTED, ROOT, UNCHECKED, StepPicture, draw_step, visible
+
+CONFIG = GraphConfig(depth=4, width=4, branch=3, max_rows=12, merge_context=0)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """Pictures of all steps of one generation, the merges that its graphs counted, and its new tokens."""
+    target = tiny(dtype=torch.float32)
+    inputs = prompts(1, 12)
+    pictures, merges = [], []
+
+    def observe(record):
+        pictures.append(StepPicture.of(record))
+        merges.append(int(record.graph.num_merges[0]))
+
+    out = generate(
+        target, **inputs, assistant_model=noised(target), graph_config=CONFIG, max_new_tokens=40, do_sample=False,
+        observer=observe,
+    )  # fmt: skip
+    return pictures, merges, out[0, 12:].tolist()
+
+
+def test_pictures_tell_what_happened(steps):
+    pictures, merges, tokens = steps
+    emitted = []
+    for picture in pictures:
+        token = {node.id: node.token_id for node in picture.nodes}
+        emitted += [token[i] for i in picture.accepted[1:]] + [picture.next_token]
+        kinds = {node.id: node.kind for node in picture.nodes}
+        assert kinds[0] == ROOT and picture.accepted[0] == 0
+        assert {i for i, kind in kinds.items() if kind == ACCEPTED} == set(picture.accepted[1:])
+        assert sum(edge.accepted for edge in picture.edges) == len(picture.accepted) - 1
+        children = [edge.target for edge in picture.edges if not edge.merged]
+        assert sorted(children) == list(range(1, len(picture.nodes)))  # every node hangs on one primary edge
+        assert all(edge.source < edge.target for edge in picture.edges)
+    assert emitted == tokens
+    assert [len(picture.merges) for picture in pictures] == merges
+    kinds = {node.kind for picture in pictures for node in picture.nodes}
+    assert kinds == {ROOT, ACCEPTED, REJECTED, UNCHECKED} and sum(merges) > 0
+
+
+def test_checked_only_keeps_whole_paths(steps):
+    for picture in steps[0]:
+        drawn = picture.checked_only()
+        seen = {node.id for node in drawn.nodes}
+        assert {node.id for node in picture.nodes if node.kind != UNCHECKED} <= seen
+        assert {edge.target for edge in drawn.edges if not edge.merged} == seen - {0}
+
+
+def groups(file):
+    return [e.get("id") for e in ElementTree.parse(file).iter() if re.match(r"(node|edge)-", e.get("id", ""))]
+
+
+def test_svg_has_every_node_and_edge_once(steps, tmp_path):
+    picture = max(steps[0], key=lambda p: p.interest)
+    svg, png = draw_step(picture, lambda t: f"${t}$", [tmp_path / "new" / "a.svg", tmp_path / "a.png"], "a title")
+    wanted = [f"node-{node.id}" for node in picture.nodes] + ["node-next"]
+    wanted += [f"edge-{edge.source}-{edge.target}" for edge in picture.edges] + [f"edge-{picture.accepted[-1]}-next"]
+    assert sorted(groups(svg)) == sorted(wanted)
+    text = svg.read_text()
+    assert "a title" in text and "merge edge" in text
+    assert all(f">${node.token_id}$<" in text for node in picture.nodes)
+    data = png.read_bytes()
+    width, height = (int.from_bytes(data[i : i + 4], "big") for i in (16, 20))
+    assert data.startswith(b"\x89PNG") and width > 800 and height > 200
+
+
+def test_a_drawing_is_reproducible(steps, tmp_path):
+    files = [draw_step(steps[0][0], str, [tmp_path / name])[0] for name in ("a.svg", "b.svg")]
+    assert files[0].read_text() == files[1].read_text()
+
+
+def test_boxes_do_not_overlap(steps):
+    from gsd_kernels_hf.drawing import _Layout
+
+    for picture in steps[0]:
+        layout = _Layout.of(picture, {node.id: f"token{node.token_id}" for node in picture.nodes})
+        boxes = sorted((layout.y[i], layout.x[i], layout.x[i] + layout.width[i]) for i in layout.x)
+        for (y, _, right), (next_y, left, _) in pairwise(boxes):
+            assert y != next_y or right < left
+        assert all(layout.x[e.source] + layout.width[e.source] < layout.x[e.target] for e in picture.edges)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (" a", "·a"),
+        ("\n        ", "↵·×8"),
+        ("\t\t", "⇥⇥"),
+        ("\x00", "\ufffd"),
+        ("$x$", "$x$"),
+        ("a" * 30, "a" * 15 + "…"),
+    ],
+)
+def test_visible(text, shown):
+    assert visible(text) == shown
+
+
+def test_plain_decoding_has_nothing_to_draw():
+    target = tiny(dtype=torch.float32)
+    records = []
+    generate(target, **prompts(1, 4), max_new_tokens=1, do_sample=False, observer=records.append)
+    with pytest.raises(ValueError, match="no graph"):
+        StepPicture.of(records[0])
+
+
+def test_missing_matplotlib_is_said(steps, tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"gsd-kernels\[plot\]"):
+        draw_step(steps[0][0], str, [tmp_path / "a.svg"])

@@ -1,0 +1,33 @@
+"""The examples run, with no arguments and on the user's own checkpoints."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import save_pair
+
+EXAMPLES = sorted(Path(__file__).parents[1].joinpath("examples").glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def own_pair(tmp_path_factory):
+    target, draft = save_pair(tmp_path_factory.mktemp("pair"))
+    return ["--model", target, "--draft", draft, "--max-new-tokens", "8"]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("whose", ["embedded", "own"])
+def test_example(example, whose, own_pair, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
+    arguments = own_pair if whose == "own" else []
+    monkeypatch.setattr(sys, "argv", [str(example), *arguments])
+    runpy.run_path(str(example), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert printed.strip()
+    if example.stem == "batch":
+        assert "the same tokens without a draft: True" in printed
+    if example.stem == "chat":
+        assert printed.count("tokens per step]") == 2
