@@ -45,14 +45,14 @@ def wanted(variable: str) -> bool | None:
 
 
 def find_torch() -> Path | None:
-    """The installed torch. pip's isolated build hides it from ``import``; its folder can still be found."""
-    places = [*sys.path, sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
-    if "PIP_BUILD_TRACKER" in os.environ or os.environ.get("PYTHONNOUSERSITE"):
-        # An isolated build runs the outer interpreter, whose own site-packages sysconfig names.
-        places.append(sysconfig.get_path("platlib", vars={"base": sys.prefix, "platbase": sys.exec_prefix}))
-    for place in places:
+    """The installed torch, if new enough. pip's isolated build hides it from ``import``; sysconfig knows the folder."""
+    user = sysconfig.get_path("platlib", scheme=sysconfig.get_preferred_scheme("user"))
+    for place in (*sys.path, sysconfig.get_path("platlib"), sysconfig.get_path("purelib"), user):
         torch = Path(place) / "torch"
-        if (torch / "include/torch/csrc/stable/library.h").exists():
+        if not (torch / "include/torch/csrc/stable/library.h").exists():
+            continue
+        major, minor = re.search(r"__version__ = ['\"](\d+)\.(\d+)", (torch / "version.py").read_text()).groups()
+        if (int(major), int(minor)) >= (2, 10):
             return torch
     return None
 
@@ -122,7 +122,7 @@ class Toolchain:
         if self.torch is None:
             return "torch 2.10 or newer (install it first and pass --no-build-isolation)"
         if self.cxx is None:
-            return "a C++17 compiler (CXX, g++)"
+            return "C++17 compiler (CXX, g++)"
         if cuda and self.nvcc is None:
             return "nvcc (CUDACXX, CUDA_HOME, PATH)"
         return None

@@ -1,0 +1,139 @@
+"""Wheels as pip makes them: torch hidden by build isolation, torch or compiler missing. Tried outside the checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import setuptools
+import torch
+
+ROOT = Path(__file__).parent.parent
+CXX = shutil.which(os.environ.get("CXX", "g++"))
+TREES = ("csrc", "gsd_kernels", "python", "bench", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+
+pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not a source checkout")
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A fresh clone: no shared objects, no build folder."""
+    for name in TREES:
+        here, there = ROOT / name, tmp_path / "source" / name
+        if here.is_dir():
+            shutil.copytree(here, there, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy(here, there)
+    return tmp_path / "source"
+
+
+def build_wheel(source: Path, python: str | Path = sys.executable, **environment: str) -> subprocess.CompletedProcess:
+    """setup.py with setuptools but without any site-packages on sys.path, as in pip's isolated build."""
+    dependencies = source.parent / "dependencies"
+    if not dependencies.exists():
+        dependencies.mkdir()
+        site_packages = Path(setuptools.__file__).parents[1]
+        for name in ("setuptools", "_distutils_hack", f"setuptools-{setuptools.__version__}.dist-info"):
+            (dependencies / name).symlink_to(site_packages / name)
+    program = (
+        "import sys, runpy\n"
+        "sys.path[:] = [p for p in sys.path if 'site-packages' not in p] + [sys.argv[1]]\n"
+        "try:\n    import torch\nexcept ImportError: pass\nelse: raise SystemExit('torch is not hidden')\n"
+        "sys.argv = ['setup.py', '-q', 'bdist_wheel', '-d', '../wheels']\n"
+        "runpy.run_path('setup.py', run_name='__main__')\n"
+    )
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("GSD_") and k != "PYTHONPATH"}
+    return subprocess.run(
+        [str(python), "-c", program, str(dependencies)],
+        cwd=source,
+        env={**clean, "GSD_BUILD_CUDA": "0", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def installed(source: Path) -> tuple[Path, str]:
+    """The one wheel that was built, unpacked; and its tags."""
+    (wheel,) = (source.parent / "wheels").glob("*.whl")
+    target = source.parent / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+    return target, wheel.stem.split("-", 2)[2]
+
+
+def answer(target: Path, program: str) -> str:
+    """What a program prints that imports the unpacked wheel from outside the checkout."""
+    program = (
+        f"import gsd_kernels; assert gsd_kernels.__file__.startswith({str(target)!r}), gsd_kernels.__file__\n{program}"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=target.parent,
+        env={**os.environ, "PYTHONPATH": str(target)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+REASON = (
+    "import torch\nfrom gsd_kernels.backends import unavailable_reason as why\nprint(why('cpu', torch.device('cpu')))"
+)
+
+
+@pytest.mark.skipif(CXX is None, reason="no C++ compiler")
+def test_an_isolated_build_finds_the_installed_torch(source):
+    done = build_wheel(source, GSD_BUILD_CPU="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    target, tags = installed(source)
+    assert tags.startswith("cp310-abi3-linux_")
+    assert answer(target, REASON) == "None"
+    for package in ("gsd_kernels", "gsd_kernels_hf", "gsd_kernels_bench"):
+        assert (target / package / "__init__.py").exists(), package
+
+
+def test_without_torch_the_wheel_is_pure_python_and_names_the_cure(source):
+    venv.create(source.parent / "venv", with_pip=False)
+    python = source.parent / "venv/bin/python"
+    done = build_wheel(source, python)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "not built: there is no torch 2.10 or newer" in done.stdout
+    target, tags = installed(source)
+    assert tags == "py3-none-any"
+    assert "pip install --no-build-isolation" in answer(target, REASON)
+
+    refused = build_wheel(source, python, GSD_BUILD_CPU="1")
+    assert refused.returncode != 0 and "GSD_BUILD_CPU=1, but there is no torch" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"GSD_BUILD_CPU": "1", "CXX": "no-such-compiler"}, "GSD_BUILD_CPU=1, but there is no C++17 compiler"),
+        ({"GSD_BUILD_CPU": "yes"}, "GSD_BUILD_CPU: expected auto, 0 or 1"),
+        ({"GSD_BUILD_CPU": "0", "GSD_BUILD_CUDA": "1", "CXX": "no-such-compiler"}, "GSD_BUILD_CUDA=1, but there is no"),
+    ],
+)
+def test_what_is_asked_for_and_impossible_fails(source, environment, message):
+    done = build_wheel(source, **environment)
+    assert done.returncode != 0 and message in done.stderr
+
+
+def test_both_off_is_pure_python(source):
+    done = build_wheel(source, GSD_BUILD_CPU="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert installed(source)[1] == "py3-none-any"
+
+
+def test_cuda_is_left_out_by_default_beside_a_cpu_torch(source):
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA")
+    done = build_wheel(source, GSD_BUILD_CPU="0", GSD_BUILD_CUDA="auto")
+    assert done.returncode == 0 and "the cuda ops are not built" in done.stdout
