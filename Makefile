@@ -2,20 +2,22 @@
 #   PYTHON           the interpreter to start from (3.10 or newer)
 #   TORCH_SPEC       what pip is asked for (default torch>=2.10)
 #   TORCH_INDEX_URL  where torch comes from; https://download.pytorch.org/whl/cpu serves the small CPU build
+#   JOBS             test processes
 PYTHON ?= python3
 TORCH_SPEC ?= torch>=2.10
 TORCH_INDEX_URL ?=
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.installed
-SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
+SOURCES := pyproject.toml setup.py $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help install demo test lint format bench wheel gpu-test clean
+.PHONY: help install demo test lint format bench wheel gpu-test sanitize clean
 
 help:
-	@echo "make demo | test | lint | format | bench | wheel | gpu-test | clean"
+	@echo "make demo | test | lint | format | bench | wheel | gpu-test | sanitize | clean"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -39,7 +41,7 @@ demo: $(READY)
 	$(BIN)/gsd-kernels demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -54,6 +56,14 @@ bench: $(READY)
 
 gpu-test: $(READY)
 	$(BIN)/python -m pytest -m gpu
+
+# Out-of-bounds accesses, then races in shared memory, of the CUDA ops on a GPU.
+sanitize: $(READY)
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu tests/test_cuda_ops.py
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu tests/test_cuda_ops.py
+
+wheel: $(READY)
+	PYTHON=$(BIN)/python TORCH_INDEX_URL=$(TORCH_INDEX_URL) .ci/wheel
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-out
