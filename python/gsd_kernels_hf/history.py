@@ -13,7 +13,7 @@ from gsd_kernels.ops.sampling.philox import gumbel_of
 from gsd_kernels.ops.sampling.reference import is_off, warp
 
 # log P(the remembered continuation is right | matched context of 0, 1, 2, … tokens), relative to what was remembered.
-WORTH = (0.0, 0.35, 0.55, 0.7, 0.8)
+WORTH = (0.0, 0.5, 0.7, 0.85, 0.95)
 PROMPT_PROBABILITY = 0.6  # of a continuation that was read in the prompt
 
 
