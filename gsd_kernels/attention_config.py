@@ -41,7 +41,9 @@ def load_table() -> dict[int, list[dict]]:
 
 
 @lru_cache(maxsize=256)
-def attention_config(arch: int, element_size: int, head_dim: int, size_m: int, capacity: int) -> AttentionConfig:
+def attention_config(
+    arch: int, element_size: int, head_dim: int, size_m: int, capacity: int, extras: bool = False
+) -> AttentionConfig:
     """The first entry of the table for these shapes; an unknown arch takes the entries of the next older one.
 
     Args:
@@ -50,6 +52,7 @@ def attention_config(arch: int, element_size: int, head_dim: int, size_m: int, c
         head_dim: the larger of the key and value sizes.
         size_m: query heads per cache head times rows.
         capacity: cache positions.
+        extras: with a soft cap or a sliding window, which take more registers.
 
     Raises:
         ValueError: no entry covers the shapes.
@@ -62,6 +65,7 @@ def attention_config(arch: int, element_size: int, head_dim: int, size_m: int, c
             and head_dim <= entry["max_head_dim"]
             and size_m <= (entry["max_m"] or size_m)
             and capacity <= (entry["max_capacity"] or capacity)
+            and (entry["with_extras"] or not extras)
         ):
             return AttentionConfig(
                 entry["block_m"], entry["block_n"], entry["num_warps"], entry["num_stages"], entry["programs"]

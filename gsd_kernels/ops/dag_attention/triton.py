@@ -301,8 +301,10 @@ def dag_attention(
     group = heads // kv_heads
     size_m = group * rows
     words = ancestor_mask.shape[2]
+    windowed = sliding_window is not None
     if config is None:
-        config = attention_config(current_arch(q.device), q.element_size(), max(head_dim, value_dim), size_m, capacity)
+        arch, extras = current_arch(q.device), softcap is not None or windowed
+        config = attention_config(arch, q.element_size(), max(head_dim, value_dim), size_m, capacity, extras)
     block_dv = max(16, triton.next_power_of_2(value_dim))
     m_blocks = triton.cdiv(size_m, config.block_m)
     graph_splits = triton.cdiv(words * WORD_BITS, NODES_PER_SPLIT)
@@ -311,7 +313,6 @@ def dag_attention(
     block_splits = triton.next_power_of_2(splits)
     combine_m = max(1, min(16, COMBINE_ELEMENTS // (block_splits * block_dv)))
     upcast = interpreting() and q.dtype == torch.bfloat16
-    windowed = sliding_window is not None
 
     partial_out = torch.empty(batch, kv_heads, splits, size_m, value_dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(batch, kv_heads, splits, size_m, dtype=torch.float32, device=q.device)

@@ -1,0 +1,126 @@
+"""No kernel reads or writes past a tensor: every tensor ends at a page that must not be touched.
+
+An access past the end kills the process, so every op runs in a child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import triton_checks as checks
+from graphs import drafted
+from torch import Tensor
+
+import gsd_kernels as gsd
+
+
+def guarded(tensor: Tensor) -> Tensor:
+    """A copy whose last byte touches a protected page, and whose first page follows one."""
+    tensor = tensor.contiguous()
+    size, page = tensor.numel() * tensor.element_size(), mmap.PAGESIZE
+    if size == 0:
+        return tensor
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    pages = -(-size // page)
+    readable_private_anonymous = (3, 0x22, -1, 0)
+    base = libc.mmap(None, (pages + 2) * page, *readable_private_anonymous)
+    libc.mprotect(base, page, 0)
+    libc.mprotect(base + (pages + 1) * page, page, 0)
+    buffer = (ctypes.c_char * size).from_address(base + (pages + 1) * page - size)
+    copy = torch.frombuffer(buffer, dtype=tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor)
+
+
+def guarded_empty(*shape: object, dtype: torch.dtype | None = None, device: object = None) -> Tensor:
+    """torch.empty for the launch code: outputs and scratch are guarded too."""
+    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    return guarded(torch.zeros(sizes, dtype=dtype))
+
+
+def attention() -> None:
+    for name in ("float32-D80", "float16-D64", "window", "1000-nodes", "odd-63"):
+        case = checks.ATTENTION[name]
+        tight = replace(case, capacity=max(case.prefixes) + case.nodes)
+        tensors, options = tight.build("cpu")
+        tensors = {n: guarded(t) for n, t in tensors.items()}
+        gsd.dag_attention(**tensors, **options, backend="triton")
+        tensors.pop("num_nodes")  # the mask's words reach past the cache's end
+        gsd.dag_attention(**tensors, **options, backend="triton")
+
+
+def merge_and_flatten() -> None:
+    for name in ("graph", "tree", "shallow-path"):
+        config, vocab = checks.GRAPHS[name]
+        empty = gsd.TokenGraph.empty
+        gsd.TokenGraph.empty = lambda *a, empty=empty: gsd.TokenGraph(*(guarded(t) for t in empty(*a).tensors()))
+        graph = drafted(config, vocab=vocab, backend="triton")
+        gsd.TokenGraph.empty = empty
+        gsd.flatten(graph, config.max_rows, config.max_path, backend="triton")
+
+
+def sampling() -> None:
+    logits = guarded(torch.randn(2, 2, 5003))
+    positions = guarded(torch.zeros(2, 2, dtype=torch.int32))
+    keys = {"seed": guarded(torch.tensor([3])).view(()), "sequence_ids": guarded(torch.arange(2, dtype=torch.int32))}
+    each = {n: guarded(w[:2]) for n, w in checks.EACH.items()}
+    gsd.draft_candidates(logits, positions, branch=3, **keys, **each, backend="triton")
+    gsd.sample_rows(logits, positions, **keys, backend="triton")
+
+
+def verify_and_commit() -> None:
+    config, vocab = checks.GRAPHS["graph"]
+    rows = gsd.flatten(drafted(config, vocab=vocab), config.max_rows, config.max_path, backend="reference")
+    rows = gsd.Rows(*(guarded(t) for t in rows.tensors()))
+    options = {
+        "eos_ids": guarded(torch.tensor([1], dtype=torch.int32)),
+        "remaining": guarded(torch.tensor([9, 9], dtype=torch.int32)),
+        "done": guarded(torch.tensor([False, True])),
+        "max_path": config.max_path,
+    }
+    gsd.verify(rows, guarded(rows.token_ids), **options, backend="triton")
+    k, v = (list(guarded(torch.randn(2, 2, 3, 30, 80))) for _ in range(2))
+    accepted = guarded(torch.tensor([[0, 9, 4], [2, -1, -1]], dtype=torch.int32))
+    lengths = guarded(torch.tensor([20, 27], dtype=torch.int32))
+    gsd.commit_kv(k, v, accepted, guarded(torch.tensor([3, 1], dtype=torch.int32)), lengths, backend="triton")
+
+
+def past_the_end() -> None:
+    """What the guard is for."""
+    ctypes.string_at(guarded(torch.zeros(100)).data_ptr() + 400, 1)
+
+
+OPS = {f.__name__: f for f in (attention, merge_and_flatten, sampling, verify_and_commit, past_the_end)}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_no_access_past_the_end(name):
+    command = [sys.executable, str(Path(__file__)), name]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**ENVIRONMENT})
+    if name == "past_the_end":
+        assert run.returncode < 0, "the guard page did not stop an access past the end"
+    else:
+        assert run.returncode == 0, run.stderr[-2000:]
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    here = Path(__file__).resolve().parent.parent
+    return {**os.environ, "PYTHONPATH": f"{here}:{here.parent}:{here.parent / 'python'}"}
+
+
+ENVIRONMENT = _environment()
+
+if __name__ == "__main__":
+    torch.empty = guarded_empty
+    OPS[sys.argv[1]]()
