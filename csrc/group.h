@@ -1,5 +1,5 @@
 // A thread group is all that the graph algorithms know about parallel execution: their rank in the group, its size, a
-// barrier and two atomics. The same source therefore runs as
+// barrier and three atomics. The same source therefore runs as
 //   SerialGroup  a group of one thread: the CPU op,
 //   CudaBlock    one CUDA thread block,
 //   OsGroup      T operating-system threads (tests/block_code/os_group.h), under ThreadSanitizer.
@@ -32,6 +32,7 @@ struct SerialGroup {
     *counter = before + value;
     return before;
   }
+  GSD_HD void atomic_add64(uint64_t* counter, uint64_t value) const { *counter += value; }
 };
 
 #if defined(__CUDACC__)
@@ -42,6 +43,9 @@ struct CudaBlock {
   __device__ __forceinline__ void atomic_or(uint32_t* word, uint32_t bits) const { atomicOr(word, bits); }
   __device__ __forceinline__ int32_t atomic_add(int32_t* counter, int32_t value) const {
     return atomicAdd(counter, value);
+  }
+  __device__ __forceinline__ void atomic_add64(uint64_t* counter, uint64_t value) const {
+    atomicAdd(reinterpret_cast<unsigned long long*>(counter), static_cast<unsigned long long>(value));
   }
 };
 #endif
@@ -76,7 +80,15 @@ GSD_HD float float_from_bits(uint32_t bits) {
   return value;
 }
 
-// 0.0f - infinity without <limits>, usable on host and device.
+// The exponent is rebased by a multiplication, which also handles infinity and NaN; subnormals take the second form.
+GSD_HD float float_from_half(uint16_t half) {
+  const uint32_t wide = static_cast<uint32_t>(half) << 16, magnitude = wide << 1;
+  const float normal = float_from_bits((magnitude >> 4) + (0xE0u << 23)) * 1.925929944387236e-34f;  // 2⁻¹¹²
+  const float subnormal = float_from_bits((magnitude >> 17) | (126u << 23)) - 0.5f;
+  return float_from_bits((wide & 0x80000000u) | float_bits(magnitude < (1u << 27) ? subnormal : normal));
+}
+
+// −infinity without <limits>, usable on host and device.
 GSD_HD float negative_infinity() { return float_from_bits(0xFF800000u); }
 
 // Arena offsets are kept at multiples of 8 bytes, so 64-bit keys may follow any array.

@@ -26,9 +26,9 @@ GSD_HD NoiseStream noise_stream(int64_t seed, int32_t position, int32_t sequence
           static_cast<uint32_t>(position), static_cast<uint32_t>(sequence)};
 }
 
-// The 32 random bits of one token: word (token & 3) of block (token >> 2).
-GSD_HD uint32_t random_bits(const NoiseStream& stream, int token) {
-  uint32_t c0 = static_cast<uint32_t>(token) >> 2, c1 = stream.position, c2 = stream.sequence, c3 = 0;
+// The random bits of tokens 4·block … 4·block + 3.
+GSD_HD void random_words(const NoiseStream& stream, int block, uint32_t* words) {
+  uint32_t c0 = static_cast<uint32_t>(block), c1 = stream.position, c2 = stream.sequence, c3 = 0;
   uint32_t k0 = stream.key0, k1 = stream.key1;
   for (int round = 0; round < kPhiloxRounds; round++) {
     const uint64_t p0 = static_cast<uint64_t>(c0) * kPhiloxM0, p1 = static_cast<uint64_t>(c2) * kPhiloxM1;
@@ -39,8 +39,10 @@ GSD_HD uint32_t random_bits(const NoiseStream& stream, int token) {
     k0 += kPhiloxW0;
     k1 += kPhiloxW1;
   }
-  const int word = token & 3;
-  return word == 0 ? c0 : word == 1 ? c1 : word == 2 ? c2 : c3;
+  words[0] = c0;
+  words[1] = c1;
+  words[2] = c2;
+  words[3] = c3;
 }
 
 // u = (top 31 bits + ½)·2⁻³¹, kept below 1.

@@ -13,10 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+
+from gsd_kernels.ops.sampling import reference
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "tests/block_code/main.cpp"
-HEADERS = sorted((ROOT / "csrc/graph").glob("*.h"))
+HEADERS = [*sorted((ROOT / "csrc/graph").glob("*.h")), ROOT / "csrc/sampling.h"]
 CXX = shutil.which(os.environ.get("CXX", "g++"))
 BUILDS = {
     "thread": ["-O1", "-g", "-fsanitize=thread"],
@@ -71,10 +74,50 @@ def test_a_dropped_barrier_is_caught(programs, barrier):
     assert status in (RACE, DIFFERENT), (status, output[-2000:])
 
 
-@pytest.mark.parametrize("atomic", ["atomic_or", "atomic_add"])
+@pytest.mark.parametrize("atomic", ["atomic_or", "atomic_add", "atomic_add64"])
 def test_an_atomic_made_plain_is_caught(programs, atomic):
     status, output = run(programs["thread"], 8, 40, 3, "--plain", atomic)
     assert status == RACE, (status, output[-2000:])
+
+
+WARPERS = [
+    (0, 0, 1, 0),
+    (0.8, 0, 1, 0),
+    (1, 5, 1, 0),
+    (0.7, 0, 0.9, 0),
+    (1.5, 0, 1, 0.1),
+    (0.9, 40, 0.8, 0.02),
+    (1, 0, 0, 0),
+]
+
+
+@pytest.mark.parametrize("warpers", WARPERS, ids=str)
+@pytest.mark.parametrize("vocab", [1, 3, 111, 1000])
+def test_the_sampling_block_equals_the_reference(programs, warpers, vocab):
+    """On CPU tensors other code runs, so the block is asked directly."""
+    gen = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(1, 1, vocab, generator=gen) * 4
+    position, sequence, seed, branch = 1234, 7, -(2**61) + 5, 4
+    tokens, log_probs = reference.draft_candidates(
+        logits,
+        torch.tensor([[position]], dtype=torch.int32),
+        branch,
+        torch.tensor(seed),
+        torch.tensor([sequence], dtype=torch.int32),
+        *warpers,
+    )
+    arguments = map(str, ("--pick", 8, vocab, branch, seed, position, sequence, *warpers))
+    done = subprocess.run(
+        [str(programs["address"]), *arguments], input=logits.numpy().tobytes(), capture_output=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    pairs = [line.split() for line in done.stdout.decode().splitlines()]
+    got = torch.tensor([float(p) for _, p in pairs])
+    finite = log_probs.flatten().isfinite()
+    assert torch.equal(got.isfinite(), finite)
+    torch.testing.assert_close(got[finite], log_probs.flatten()[finite], atol=1e-5, rtol=1e-5)
+    picked = torch.tensor([int(t) for t, _ in pairs])
+    assert torch.equal(picked[finite], tokens.flatten().long()[finite])
 
 
 def test_threads_at_different_barriers_are_caught(programs):
@@ -84,4 +127,4 @@ def test_threads_at_different_barriers_are_caught(programs):
 
 def test_every_barrier_of_the_headers_is_listed():
     calls = sum(header.read_text().count("group.sync(") for header in HEADERS)
-    assert calls == len(BARRIERS) >= 13, "two barriers share a name, or one is not a literal"
+    assert calls == len(BARRIERS) >= 20, "two barriers share a name, or one is not a literal"

@@ -14,9 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ARCHS = ("8.0", "9.0", "10.0")
-GRAPH_KERNELS = ("merge_kernel", "flatten_kernel", "verify_kernel")
-KERNELS = (*GRAPH_KERNELS, "commit_kernel", "advance_kernel")
-CUDA_OPS = ("merge", "flatten", "verify", "commit_kv")
+KERNELS = ("merge_kernel", "flatten_kernel", "verify_kernel", "pick_kernel", "commit_kernel", "advance_kernel")
+CUDA_OPS = ("merge", "flatten", "verify", "commit_kv", "sample_rows", "draft_candidates")
 
 
 def find_nvcc() -> str | None:

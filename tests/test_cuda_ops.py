@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from graphs import STYLES, drafted
-from test_compiled_ops import agreeing_target, assert_bit_equal, frontier_tensors
+from test_compiled_ops import (
+    EQUAL_SCORE,
+    FLOATS,
+    WARPERS,
+    agreeing_target,
+    assert_bit_equal,
+    final_scores,
+    frontier_tensors,
+    sampling_inputs,
+)
 
 import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
@@ -115,6 +124,45 @@ def test_more_caches_than_one_launch_takes():
     kv_len = torch.tensor([5], dtype=torch.int32, device="cuda")
     gsd.commit_kv(layers[:200], layers[200:], rows, torch.full_like(kv_len, 2), kv_len, backend="cuda")
     assert torch.equal(cache, expected) and kv_len.item() == 7
+
+
+@pytest.mark.parametrize("warpers", WARPERS, ids=str)
+@pytest.mark.parametrize("vocab", [1, 63, 1000, 128256])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_sampled_and_drafted_tokens_are_equal(warpers, vocab, dtype):
+    logits, positions, noise = sampling_inputs(vocab, dtype, vocab)
+    scores = final_scores(logits, positions, noise, warpers)
+    on_gpu = [x.cuda() for x in (logits, positions)]
+    gpu_noise = {name: t.cuda() for name, t in noise.items()}
+    gpu_warpers = {name: w.cuda() if isinstance(w, torch.Tensor) else w for name, w in warpers.items()}
+
+    expected = gsd.sample_rows(logits, positions, **noise, **warpers, backend="reference").long()
+    got = gsd.sample_rows(*on_gpu, **gpu_noise, **gpu_warpers, backend="cuda").cpu().long()
+    gap = (scores.gather(-1, expected[..., None]) - scores.gather(-1, got[..., None])).squeeze(-1)
+    assert (gap[got != expected].abs() <= EQUAL_SCORE).all()
+
+    tokens, log_probs = gsd.draft_candidates(logits, positions, branch=4, **noise, **warpers, backend="reference")
+    ours = gsd.draft_candidates(*on_gpu, branch=4, **gpu_noise, **gpu_warpers, backend="cuda")
+    finite = log_probs.isfinite()
+    assert torch.equal(ours[1].isfinite().cpu(), finite)
+    torch.testing.assert_close(ours[1].cpu()[finite], log_probs[finite], atol=1e-5, rtol=1e-5)
+    pairs = [scores.gather(-1, t.cpu().long().clamp(min=0)) for t in (tokens, ours[0])]
+    other = (tokens != ours[0].cpu()) & finite
+    assert ((pairs[0] - pairs[1])[other].abs() <= EQUAL_SCORE).all()
+
+
+def test_sampling_is_captured_in_a_cuda_graph_and_repeatable():
+    logits, positions, noise = sampling_inputs(32003, torch.bfloat16, 1)
+    logits, positions = logits.cuda(), positions.cuda()
+    noise = {name: t.cuda() for name, t in noise.items()}
+    warpers = {"temperature": torch.tensor([0.0, 0.8], device="cuda"), "top_p": torch.tensor([1.0, 0.9], device="cuda")}
+
+    def step():
+        picked = gsd.sample_rows(logits, positions, **noise, **warpers, backend="cuda")
+        return [picked, *gsd.draft_candidates(logits, positions, branch=4, **noise, **warpers, backend="cuda")]
+
+    replayed = [t.clone() for t in captured(step)]
+    assert_bit_equal(replayed, step())  # sums have a fixed order
 
 
 def captured(step):

@@ -72,15 +72,8 @@ void widen_bfloat16(const uint16_t* from, float* to, int n) {
   for (int i = 0; i < n; i++) to[i] = float_from_bits(static_cast<uint32_t>(from[i]) << 16);
 }
 
-// The exponent is rebased by a multiplication, which also handles infinity and NaN; subnormals take the second form.
 GSD_CLONES void widen_float16(const uint16_t* from, float* to, int n) {
-  for (int i = 0; i < n; i++) {
-    const uint32_t wide = static_cast<uint32_t>(from[i]) << 16, magnitude = wide << 1;
-    const float normal = float_from_bits((magnitude >> 4) + (0xE0u << 23)) * 1.925929944387236e-34f;  // 2⁻¹¹²
-    const float subnormal = float_from_bits((magnitude >> 17) | (126u << 23)) - 0.5f;
-    const float value = magnitude < (1u << 27) ? subnormal : normal;
-    to[i] = float_from_bits((wide & 0x80000000u) | float_bits(value));
-  }
+  for (int i = 0; i < n; i++) to[i] = float_from_half(from[i]);
 }
 
 void narrow_float64(const double* from, float* to, int n) {

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <limits>
 
-#include "../graph/sort.h"
+#include "../sampling.h"
 #include "../torch_ops.h"
 #include "row_math.h"
 
@@ -11,10 +11,6 @@ namespace gsd {
 namespace {
 
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
-
-struct Warpers {
-  float temperature, top_k, top_p, min_p;  // neutral: 0 (greedy), 0, 1, 0
-};
 
 // The warpers' parameters, one for all sequences or one each.
 class WarperTable {
@@ -194,8 +190,9 @@ int gumbel_argmax(const LogitRows& logits, const Scratch& scratch, const NoiseSt
   const float* x = scratch.row.data();
   int best_token = static_cast<int>(std::find(x, x + logits.vocab(), max) - x);
   if (best_token == logits.vocab() || max == kNegInf) return 0;
-  float best = max + gumbel_from(random_bits(stream, best_token));
   uint32_t bits[kBlock];
+  random_words(stream, best_token / 4, bits);
+  float best = max + gumbel_from(bits[best_token % 4]);
   for (int block = 0; block < logits.padded() / kBlock; block++) {
     const float block_max = scratch.block_max[block];
     if (block_max < floor || block_max + kMaxGumbel < best) continue;

@@ -7,6 +7,7 @@
 #include "../graph/flatten.h"
 #include "../graph/merge.h"
 #include "../graph/verify.h"
+#include "../sampling.h"
 
 namespace gsd {
 
@@ -29,5 +30,22 @@ struct CommitArgs {
 
 int launch_commit(const CommitArgs& args, int64_t batch, void* stream);
 int launch_advance(int32_t* kv_len, const int32_t* num_accepted, int64_t batch, void* stream);
+
+// sample_rows (log_probs null, K = 1) and draft_candidates: a thread block takes one of the B·R rows.
+enum class LogitType { kFloat32, kFloat16, kBfloat16, kFloat64 };
+struct PickBatch {
+  const void* logits;           // [B, R, V]
+  float* scores;                // [B, R, V], working memory
+  int32_t* tokens;              // [B, R, K]
+  float* log_probs;             // [B, R, K] or null
+  const int32_t* positions;     // [B, R]
+  const int64_t* seed;          // [1]
+  const int32_t* sequence_ids;  // [B]
+  Warpers shared;               // for all sequences, where there is no tensor [B]
+  const float *temperatures, *top_ks, *top_ps, *min_ps;
+  int rows;
+};
+
+int launch_pick(const PickBatch& args, const PickSizes& sizes, LogitType type, int64_t blocks, void* stream);
 
 }  // namespace gsd

@@ -124,6 +124,91 @@ void commit_kv(const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v
   check_launch(launch_advance(written<int32_t>(kv_len), read<int32_t>(num_accepted), batch, stream));
 }
 
+struct WarperTensors {
+  const std::optional<Tensor>&temperatures, &top_ks, &top_ps, &min_ps;
+};
+
+LogitType logit_type(const Tensor& logits) {
+  switch (logits.scalar_type()) {
+    case ScalarType::Float:
+      return LogitType::kFloat32;
+    case ScalarType::Half:
+      return LogitType::kFloat16;
+    case ScalarType::BFloat16:
+      return LogitType::kBfloat16;
+    case ScalarType::Double:
+      return LogitType::kFloat64;
+    default:
+      STD_TORCH_CHECK(false, "logits: expected float64, float32, float16 or bfloat16");
+  }
+}
+
+void pick(const Tensor& logits, const Tensor& positions, int64_t branch, const Tensor& seed,
+          const Tensor& sequence_ids, const Warpers& shared, const WarperTensors& own, const Tensor& tokens,
+          const Tensor* log_probs) {
+  check_device({&logits, &positions, &seed, &sequence_ids});
+  STD_TORCH_CHECK(logits.dim() == 3 && logits.size(2) >= 1 && logits.size(2) < (1 << 30) && logits.is_contiguous(),
+                  "logits: expected [batch, rows, vocabulary], contiguous");
+  const int64_t batch = logits.size(0), rows = logits.size(1);
+  check("positions", positions, ScalarType::Int, {batch, rows});
+  check("seed", seed, ScalarType::Long, {});
+  check("sequence_ids", sequence_ids, ScalarType::Int, {batch});
+  const auto values = [&](const std::optional<Tensor>& t) -> const float* {
+    if (!t) return nullptr;
+    check_device({&logits, &*t});
+    check("warpers", *t, ScalarType::Float, {batch});
+    return read<float>(*t);
+  };
+  const Tensor scores = torch::stable::new_empty(logits, logits.sizes(), ScalarType::Float);
+  const PickBatch args{logits.const_data_ptr(),
+                       written<float>(scores),
+                       written<int32_t>(tokens),
+                       log_probs != nullptr ? written<float>(*log_probs) : nullptr,
+                       read<int32_t>(positions),
+                       read<int64_t>(seed),
+                       read<int32_t>(sequence_ids),
+                       shared,
+                       values(own.temperatures),
+                       values(own.top_ks),
+                       values(own.top_ps),
+                       values(own.min_ps),
+                       static_cast<int>(rows)};
+  const PickSizes sizes{static_cast<int>(logits.size(2)), static_cast<int>(branch)};
+  check_launch(launch_pick(args, sizes, logit_type(logits), batch * rows, current_stream(logits)));
+}
+
+Warpers warpers(double temperature, int64_t top_k, double top_p, double min_p) {
+  return {static_cast<float>(temperature), static_cast<float>(top_k), static_cast<float>(top_p),
+          static_cast<float>(min_p)};
+}
+
+Tensor sample_rows(const Tensor& logits, const Tensor& positions, const Tensor& seed, const Tensor& sequence_ids,
+                   double temperature, int64_t top_k, double top_p, double min_p,
+                   const std::optional<Tensor>& temperatures, const std::optional<Tensor>& top_ks,
+                   const std::optional<Tensor>& top_ps, const std::optional<Tensor>& min_ps) {
+  const DeviceGuard guard(logits.get_device_index());
+  const Tensor tokens = new_int32(positions, {positions.size(0), positions.size(1)});
+  pick(logits, positions, 1, seed, sequence_ids, warpers(temperature, top_k, top_p, min_p),
+       {temperatures, top_ks, top_ps, min_ps}, tokens, nullptr);
+  return tokens;
+}
+
+std::tuple<Tensor, Tensor> draft_candidates(const Tensor& logits, const Tensor& positions, int64_t branch,
+                                            const Tensor& seed, const Tensor& sequence_ids, double temperature,
+                                            int64_t top_k, double top_p, double min_p,
+                                            const std::optional<Tensor>& temperatures,
+                                            const std::optional<Tensor>& top_ks, const std::optional<Tensor>& top_ps,
+                                            const std::optional<Tensor>& min_ps) {
+  STD_TORCH_CHECK(branch >= 1 && branch <= 1024, "branch: expected 1 ... 1024, got ", branch);
+  const DeviceGuard guard(logits.get_device_index());
+  const Tensor tokens = new_int32(positions, {positions.size(0), positions.size(1), branch});
+  const Tensor log_probs =
+      torch::stable::new_empty(positions, {positions.size(0), positions.size(1), branch}, ScalarType::Float);
+  pick(logits, positions, branch, seed, sequence_ids, warpers(temperature, top_k, top_p, min_p),
+       {temperatures, top_ks, top_ps, min_ps}, tokens, &log_probs);
+  return {tokens, log_probs};
+}
+
 }  // namespace
 }  // namespace gsd
 
@@ -132,4 +217,6 @@ STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CUDA, m) {
   m.impl("flatten", TORCH_BOX(&gsd::flatten));
   m.impl("verify", TORCH_BOX(&gsd::verify));
   m.impl("commit_kv", TORCH_BOX(&gsd::commit_kv));
+  m.impl("sample_rows", TORCH_BOX(&gsd::sample_rows));
+  m.impl("draft_candidates", TORCH_BOX(&gsd::draft_candidates));
 }

@@ -3,14 +3,18 @@
 //
 //     block_code THREADS ROUNDS SEED [--drop BARRIER | --plain ATOMIC | --diverge]
 //     block_code --arena DEPTH WIDTH BRANCH ROWS    prints the shared memory of the kernels in bytes
+//     block_code --pick THREADS VOCAB BRANCH SEED POSITION SEQUENCE TEMPERATURE TOP_K TOP_P MIN_P < logits
+//                                                   prints draft_candidates of one float32 row, one pair a line
 //
 // Exit status: 0 equal, 3 different, 4 divergent barriers; sanitizers have their own.
 #include <cmath>
+#include <cstdio>
 #include <random>
 
 #include "../../csrc/graph/flatten.h"
 #include "../../csrc/graph/merge.h"
 #include "../../csrc/graph/verify.h"
+#include "../../csrc/sampling.h"
 #include "os_group.h"
 
 using namespace gsd;
@@ -148,6 +152,61 @@ Level draft(const Problem& p, const std::vector<int32_t>& frontier, std::mt19937
   return level;
 }
 
+struct Picked {
+  std::vector<int32_t> tokens;
+  std::vector<float> log_probs, scores;
+
+  Picked(const PickSizes& s)
+      : tokens(poisoned<int32_t>(s.branch)), log_probs(poisoned<float>(s.branch)), scores(poisoned<float>(s.vocab)) {}
+};
+
+template <class Group>
+void pick(Group& group, const std::vector<Float32Logit>& logits, const Warpers& warpers, const NoiseStream& noise,
+          const PickSizes& sizes, Picked& out, char* arena) {
+  const PickArgs<Float32Logit> args{logits.data(),        out.scores.data(), out.tokens.data(),
+                                    out.log_probs.data(), warpers,           noise};
+  pick_tokens(group, args, sizes, arena);
+}
+
+// Only the sum over the vocabulary depends on how many threads there are.
+bool picks_agree(int threads, const Faults& faults, std::mt19937& random) {
+  const PickSizes sizes{1 + static_cast<int>(random() % 300), 1 + static_cast<int>(random() % 6)};
+  std::vector<Float32Logit> logits(sizes.vocab);
+  for (Float32Logit& logit : logits) logit.bits = 0.01f * static_cast<float>(random() % 1000);
+  const auto one_of = [&](std::initializer_list<float> values) { return values.begin()[random() % values.size()]; };
+  const Warpers warpers{one_of({0.0f, 0.7f, 1.0f}), one_of({0.0f, 5.0f, 40.0f}), one_of({1.0f, 0.9f, 0.3f}),
+                        one_of({0.0f, 0.05f})};
+  const NoiseStream noise = noise_stream(static_cast<int64_t>(random()), 17, 3);
+  Picked expected(sizes), got(sizes);
+  SerialGroup serial;
+  Arena serial_arena(PickArena::bytes(1)), block_arena(PickArena::bytes(threads));
+  pick(serial, logits, warpers, noise, sizes, expected, serial_arena.data());
+  run_block(threads, faults, [&](OsGroup& group) {
+    pick(group, logits, warpers, noise, sizes, got, block_arena.data());
+  });
+  for (int k = 0; k < sizes.branch; k++) {
+    if (expected.tokens[k] != got.tokens[k]) return false;
+    if (!(expected.log_probs[k] == got.log_probs[k] || fabsf(expected.log_probs[k] - got.log_probs[k]) < 1e-5f)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void pick_from_input(char** argv) {
+  const int threads = atoi(argv[0]);
+  const PickSizes sizes{atoi(argv[1]), atoi(argv[2])};
+  const NoiseStream noise = noise_stream(atoll(argv[3]), atoi(argv[4]), atoi(argv[5]));
+  const Warpers warpers{strtof(argv[6], nullptr), strtof(argv[7], nullptr), strtof(argv[8], nullptr),
+                        strtof(argv[9], nullptr)};
+  std::vector<Float32Logit> logits(sizes.vocab);
+  if (fread(logits.data(), sizeof(Float32Logit), logits.size(), stdin) != logits.size()) _Exit(2);
+  Picked out(sizes);
+  Arena arena(PickArena::bytes(threads));
+  run_block(threads, {}, [&](OsGroup& group) { pick(group, logits, warpers, noise, sizes, out, arena.data()); });
+  for (int k = 0; k < sizes.branch; k++) printf("%d %.9g\n", out.tokens[k], static_cast<double>(out.log_probs[k]));
+}
+
 bool round_agrees(const Problem& p, int threads, const Faults& faults, std::mt19937& random) {
   Graph serial_graph(p), block_graph(p);
   const SerialGroup serial;
@@ -194,7 +253,7 @@ bool round_agrees(const Problem& p, int threads, const Faults& faults, std::mt19
   return accepted == block_accepted;
 }
 
-int pick(std::mt19937& random, int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); }
+int between(std::mt19937& random, int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); }
 
 }  // namespace
 
@@ -203,7 +262,12 @@ int main(int argc, char** argv) {
     const Problem p{atoi(argv[2]), atoi(argv[3]), atoi(argv[4]), 1, 0, atoi(argv[5]), atoi(argv[5]) - 1};
     printf("merge_kernel %zu\n", MergeArena::bytes(merge_sizes(p, 1, p.width)));
     printf("flatten_kernel %zu\n", FlattenArena::bytes({p.capacity(), p.branch, p.rows, p.max_path}));
+    printf("pick_kernel %zu\n", PickArena::bytes(kPickThreads));
     printf("verify_kernel %zu\n", VerifyArena::bytes({p.rows, 1, p.max_path}));
+    return 0;
+  }
+  if (argc == 12 && strcmp(argv[1], "--pick") == 0) {
+    pick_from_input(argv + 2);
     return 0;
   }
   if (argc < 4) return 2;
@@ -217,14 +281,14 @@ int main(int argc, char** argv) {
   }
   for (int round = 0; round < rounds; round++) {
     Problem p{};
-    p.depth = pick(random, 1, 5);
-    p.width = pick(random, 1, 12);
-    p.branch = pick(random, 1, 8);
-    p.merge_context = pick(random, -1, 2);
-    p.vocab = pick(random, 2, 10);
-    p.rows = pick(random, 2, 70);
-    p.max_path = pick(random, 1, p.rows - 1);
-    if (!round_agrees(p, threads, faults, random)) {
+    p.depth = between(random, 1, 5);
+    p.width = between(random, 1, 12);
+    p.branch = between(random, 1, 8);
+    p.merge_context = between(random, -1, 2);
+    p.vocab = between(random, 2, 10);
+    p.rows = between(random, 2, 70);
+    p.max_path = between(random, 1, p.rows - 1);
+    if (!round_agrees(p, threads, faults, random) || !picks_agree(threads, faults, random)) {
       fprintf(stderr, "round %d differs\n", round);
       return 3;
     }

@@ -16,7 +16,7 @@ namespace gsd {
 // Faults that a test injects, to see that they are caught.
 struct Faults {
   const char* dropped_barrier = "";  // a name passed to sync()
-  const char* plain_atomic = "";     // "atomic_or" or "atomic_add"
+  const char* plain_atomic = "";     // "atomic_or", "atomic_add" or "atomic_add64"
 };
 
 struct OsBlock {
@@ -61,6 +61,14 @@ struct OsGroup {
   int32_t atomic_add(int32_t* counter, int32_t value) const {
     if (strcmp(block->faults.plain_atomic, "atomic_add") == 0) return (*counter += value) - value;
     return __atomic_fetch_add(counter, value, __ATOMIC_RELAXED);
+  }
+
+  void atomic_add64(uint64_t* counter, uint64_t value) const {
+    if (strcmp(block->faults.plain_atomic, "atomic_add64") == 0) {
+      *counter += value;
+    } else {
+      __atomic_fetch_add(counter, value, __ATOMIC_RELAXED);
+    }
   }
 };
 

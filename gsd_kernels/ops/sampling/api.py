@@ -7,10 +7,16 @@ from ...backends import resolve
 from ...checks import check_tensor
 from . import compiled, reference, triton_op
 
-SAMPLE_ROWS = {"cpu": compiled.sample_rows, "triton": triton_op.sample_rows, "reference": reference.sample_rows}
+SAMPLE_ROWS = {
+    "cpu": compiled.sample_rows,
+    "triton": triton_op.sample_rows,
+    "cuda": compiled.sample_rows,
+    "reference": reference.sample_rows,
+}
 DRAFT_CANDIDATES = {
     "cpu": compiled.draft_candidates,
     "triton": triton_op.draft_candidates,
+    "cuda": compiled.draft_candidates,
     "reference": reference.draft_candidates,
 }
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

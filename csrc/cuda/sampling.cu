@@ -1,0 +1,52 @@
+// sample_rows and draft_candidates: one thread block a row.
+#include <cuda_runtime.h>
+
+#include "launch.h"
+
+namespace gsd {
+namespace {
+
+// Two blocks a multiprocessor leave 64 registers a thread, which is enough.
+template <class Logit>
+__global__ void __launch_bounds__(kPickThreads, 2)
+    pick_kernel(const __grid_constant__ PickBatch a, const __grid_constant__ PickSizes sizes) {
+  extern __shared__ __align__(16) char arena[];
+  const int64_t row = blockIdx.x, b = row / a.rows;
+  const Warpers warpers{a.temperatures != nullptr ? a.temperatures[b] : a.shared.temperature,
+                        a.top_ks != nullptr ? a.top_ks[b] : a.shared.top_k,
+                        a.top_ps != nullptr ? a.top_ps[b] : a.shared.top_p,
+                        a.min_ps != nullptr ? a.min_ps[b] : a.shared.min_p};
+  const PickArgs<Logit> args{static_cast<const Logit*>(a.logits) + row * sizes.vocab,
+                             a.scores + row * sizes.vocab,
+                             a.tokens + row * sizes.branch,
+                             a.log_probs != nullptr ? a.log_probs + row * sizes.branch : nullptr,
+                             warpers,
+                             noise_stream(*a.seed, a.positions[row], a.sequence_ids[b])};
+  CudaBlock group;
+  pick_tokens(group, args, sizes, arena);
+}
+
+template <class Logit>
+int launch(const PickBatch& args, const PickSizes& sizes, int64_t blocks, void* stream) {
+  if (blocks == 0) return cudaSuccess;
+  pick_kernel<Logit><<<static_cast<unsigned>(blocks), kPickThreads, PickArena::bytes(kPickThreads),
+                       static_cast<cudaStream_t>(stream)>>>(args, sizes);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int launch_pick(const PickBatch& args, const PickSizes& sizes, LogitType type, int64_t blocks, void* stream) {
+  switch (type) {
+    case LogitType::kFloat16:
+      return launch<Float16Logit>(args, sizes, blocks, stream);
+    case LogitType::kBfloat16:
+      return launch<Bfloat16Logit>(args, sizes, blocks, stream);
+    case LogitType::kFloat64:
+      return launch<Float64Logit>(args, sizes, blocks, stream);
+    default:
+      return launch<Float32Logit>(args, sizes, blocks, stream);
+  }
+}
+
+}  // namespace gsd
