@@ -22,6 +22,7 @@ class Row:
     parameters: dict[str, Any]
     contestant: str
     peer: bool = False
+    detail: str | None = None
     median: float | None = None
     p20: float | None = None
     p80: float | None = None
@@ -106,7 +107,14 @@ class Report:
             return False
         matplotlib.use("Agg")
         from matplotlib import pyplot as plt
-        from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+        from matplotlib.ticker import (
+            EngFormatter,
+            FixedLocator,
+            LogLocator,
+            NullFormatter,
+            NullLocator,
+            StrMethodFormatter,
+        )
 
         rows = self.measured()
         if not rows:
@@ -130,8 +138,8 @@ class Report:
                 xs = [row.parameters[self.x] for row in points]
                 style = {"color": f"C{number % 10}", "marker": "os^Dvx"[number % 6], "markersize": 4, "linewidth": 1.4}
                 style["linestyle"] = "--" if points[0].peer else "-"
-                axis.plot(xs, [1e6 * row.median for row in points], **style)
-                band = [[1e6 * getattr(row, p) for row in points] for p in ("p20", "p80")]
+                axis.plot(xs, [row.median for row in points], **style)
+                band = [[getattr(row, p) for row in points] for p in ("p20", "p80")]
                 axis.fill_between(xs, *band, color=style["color"], alpha=0.15, linewidth=0)
             ticks = sorted({row.parameters[self.x] for row in inside})
             axis.set_xscale("log", base=2)
@@ -139,12 +147,14 @@ class Report:
             axis.xaxis.set_major_locator(FixedLocator(ticks))
             axis.xaxis.set_minor_locator(NullLocator())
             axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-            axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter(EngFormatter(unit="s"))
+            axis.yaxis.set_minor_formatter(NullFormatter())
             axis.set_title(panels[place], fontsize=9)
             axis.grid(True, which="major", alpha=0.3)
             axis.tick_params(labelsize=8)
         for axis in axes[:, 0]:
-            axis.set_ylabel("µs, median and p20–p80", fontsize=8)
+            axis.set_ylabel("median, p20–p80", fontsize=8)
         for axis in axes[-1]:
             axis.set_xlabel(self.x, fontsize=8)
         handles = [

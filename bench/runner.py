@@ -83,6 +83,7 @@ class Entry:
         bytes_moved: the least that has to be read and written.
         error: how far a contestant's output is from the right one, and how far it may be; ``None`` where outputs are
             random.
+        detail: what else there is to know about the point.
     """
 
     shape: str
@@ -92,6 +93,7 @@ class Entry:
     contestants: list[Contestant]
     error: Callable[[Any], float] | None = None
     tolerance: float = 0.0
+    detail: str | None = None
 
 
 @dataclass
@@ -123,7 +125,9 @@ def run(case: ModuleType, settings: Settings) -> Report:
     )
     for entry in case.entries(settings):
         for contestant in entry.contestants:
-            what = " ".join([case.NAME, entry.operation, entry.shape, *(f"{k}={v}" for k, v in entry.parameters.items())])
+            what = " ".join(
+                [case.NAME, entry.operation, entry.shape, *(f"{k}={v}" for k, v in entry.parameters.items())]
+            )
             pace(f"{what}: {contestant.name}")
             report.rows.append(_measure(entry, contestant, settings, report))
     return report
@@ -134,6 +138,7 @@ def _measure(entry: Entry, contestant: Contestant, settings: Settings, report: R
         operation=entry.operation,
         shape=entry.shape,
         parameters=entry.parameters,
+        detail=entry.detail,
         contestant=contestant.name,
         peer=contestant.peer,
         setup_seconds=contestant.setup_seconds,

@@ -1,4 +1,4 @@
-"""The command line: ``gsd-kernels demo | generate | check | doctor``.
+"""The command line: ``gsd-kernels demo | generate | check | bench | doctor``.
 
 Commands import torch and transformers when they run, so ``--help`` answers at once.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+
+from gsd_kernels_bench.cli import app as bench
 
 from . import check, demo, doctor, generate
 from .console import EXIT_CODES, Commands
@@ -27,6 +29,7 @@ app = typer.Typer(
 app.command("demo")(demo.command)
 app.command("generate")(generate.command)
 app.command("check")(check.command)
+app.add_typer(bench, name="bench")
 app.command("doctor")(doctor.command)
 
 

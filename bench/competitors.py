@@ -1,0 +1,186 @@
+"""Ways of decoding one prompt: ours, and everything transformers brings for the same purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from gsd_kernels import GraphConfig, generate
+from gsd_kernels_hf import GenerationStats
+
+from .pairs import Pair
+
+GREEDY, STATIC, PLAIN, AUTO = "hf-greedy", "hf-static-compile", "plain", "auto"
+ASSISTED = ("hf-assisted-3", "hf-assisted-5", "hf-assisted-8", "hf-assisted-dynamic")
+OTHER_SPECULATION = ("hf-prompt-lookup", "hf-early-exit", "hf-mtp", "hf-dflash")
+OURS = (PLAIN, "chain", "tree", "graph", "history", AUTO)
+COMPETITORS = (GREEDY, STATIC, *ASSISTED, *OTHER_SPECULATION, *OURS)
+
+#: What transformers' assisted generation does with ``num_assistant_tokens`` drafted tokens, always.
+CONSTANT = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+PROMPT_LOOKUP_TOKENS = 10  # transformers' documentation's choice
+
+Decode = Callable[[Tensor, int, int], "tuple[Tensor, GenerationStats | None]"]
+"""(prompt [1, P], new tokens, seed) → (sequence [1, L], statistics of ours)."""
+
+
+@dataclass(frozen=True)
+class Competitor:
+    """A way of decoding, or why it is missing.
+
+    Attributes:
+        compiled: decodes with a compiled forward, which must be warmed up in full and not be hooked.
+        own_draft: drafts with the target's own forward, so that calls of it do not count as verification.
+    """
+
+    name: str
+    decode: Decode | None = None
+    missing: str | None = None
+    compiled: bool = False
+    own_draft: bool = False
+
+
+def fixed_configs(device: torch.device) -> dict[str, GraphConfig]:
+    """The chain, tree and graph that ``auto`` has to beat: rows cost time on a CPU and hardly any on a GPU."""
+    if device.type == "cuda":
+        tree = GraphConfig(depth=6, width=8, branch=4, max_rows=64, merge_context=-1)
+        chain = GraphConfig.preset("chain", depth=8)
+    else:
+        tree = GraphConfig(depth=5, width=3, branch=3, max_rows=16, merge_context=-1)
+        chain = GraphConfig.preset("chain", depth=5)
+    return {"chain": chain, "tree": tree, "graph": tree.replace(merge_context=2, reuse_depth=4, reuse_width=8)}
+
+
+def competitors(
+    pair: Pair, names: Sequence[str], *, temperature: float = 0.0, backend: str = "auto", quick: bool = False
+) -> list[Competitor]:
+    """The named ones, in the given order.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    unknown = [name for name in names if name not in COMPETITORS]
+    if unknown:
+        raise ValueError(f"--competitors: {unknown[0]!r} is none of {', '.join(COMPETITORS)}")
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
+    return [_competitor(name, pair, sampling, backend, quick) for name in names]
+
+
+def _competitor(name: str, pair: Pair, sampling: dict[str, Any], backend: str, quick: bool) -> Competitor:
+    target, draft = pair.target, pair.draft
+    if name in OURS:
+        return Competitor(name, _ours(name, target, draft, sampling, backend))
+
+    def theirs(**options: Any) -> Decode:
+        def decode(ids: Tensor, new_tokens: int, seed: int) -> tuple[Tensor, None]:
+            torch.manual_seed(seed)
+            mask = torch.ones_like(ids)
+            return target.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, **sampling, **options), None
+
+        return decode
+
+    if name == GREEDY:
+        return Competitor(name, theirs())
+    if name == STATIC:
+        return _static(name, target, theirs, quick)
+    if name in ASSISTED:
+        setting = name.rpartition("-")[2]
+        changes = {} if setting == "dynamic" else {**CONSTANT, "num_assistant_tokens": int(setting)}
+        decode = theirs(assistant_model=draft)
+
+        def assisted(ids: Tensor, new_tokens: int, seed: int) -> tuple[Tensor, None]:
+            with _changed(draft.generation_config, changes):
+                return decode(ids, new_tokens, seed)  # type: ignore[return-value]
+
+        return Competitor(name, assisted)
+    if name == "hf-prompt-lookup":
+        return Competitor(name, theirs(prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS))
+    if name == "hf-early-exit":
+        layers = target.config.num_hidden_layers
+        if layers < 2:
+            return Competitor(name, missing="a target of one layer has no earlier exit")
+        # Half of the layers that compute something: an inflated target's added ones do not.
+        return Competitor(name, theirs(assistant_early_exit=max(1, _effective_layers(target) // 2)), own_draft=True)
+    return _by_model(name, target, draft, theirs)
+
+
+def _by_model(name: str, target: PreTrainedModel, draft: PreTrainedModel, theirs: Callable[..., Decode]) -> Competitor:
+    """Modes that need a model which was trained for them."""
+    known = vars(GenerationConfig())
+    if name == "hf-mtp":
+        if "use_mtp" not in known:
+            return Competitor(name, missing="this version of transformers has no multi-token prediction")
+        if not getattr(target.config, "num_mtp_layers", None):
+            return Competitor(name, missing="the target has no multi-token-prediction layers")
+        return Competitor(name, theirs(use_mtp=True))
+    if "speculation_type" not in known:
+        return Competitor(name, missing="this version of transformers has no dflash")
+    if not hasattr(draft.config, "target_layer_ids"):
+        return Competitor(name, missing="the draft is not a dflash model")
+    return Competitor(name, theirs(assistant_model=draft, speculation_type="dflash"))
+
+
+def _static(name: str, target: PreTrainedModel, theirs: Callable[..., Decode], quick: bool) -> Competitor:
+    if quick:
+        return Competitor(name, missing="compiling it takes longer than --quick allows")
+    from transformers import CompileConfig
+
+    config = CompileConfig()
+    if target.device.type == "cpu":
+        if not hasattr(config, "_compile_all_devices"):
+            return Competitor(name, missing="this version of transformers compiles on GPUs only")
+        config._compile_all_devices = True
+        config.mode = "default"  # the other modes are about CUDA graphs
+    return Competitor(name, theirs(cache_implementation="static", compile_config=config), compiled=True)
+
+
+def _effective_layers(target: PreTrainedModel) -> int:
+    """Layers whose output projections are not all zero."""
+    return sum(bool(layer.mlp.down_proj.weight.any()) for layer in target.model.layers)
+
+
+def _ours(name: str, target: PreTrainedModel, draft: PreTrainedModel, sampling: dict[str, Any], backend: str) -> Decode:
+    options: dict[str, Any] = {"assistant_model": draft}
+    if name == PLAIN:
+        options = {}
+    elif name == AUTO:
+        options["graph_config"] = "auto"
+    elif name == "history":
+        config = fixed_configs(target.device)["graph"]
+        options = {"draft_sources": ("history",), "graph_config": config}
+    else:
+        options["graph_config"] = fixed_configs(target.device)[name]
+
+    def decode(ids: Tensor, new_tokens: int, seed: int) -> tuple[Tensor, GenerationStats]:
+        output = generate(
+            target,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            return_dict_in_generate=True,
+            seed=seed,
+            backend=backend,
+            **sampling,
+            **options,
+        )
+        return output.sequences, output.stats
+
+    return decode
+
+
+@contextmanager
+def _changed(config: GenerationConfig, values: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: getattr(config, name) for name in values}
+    for name, value in values.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)

@@ -1,0 +1,143 @@
+"""The pairs and prompts that whole generations are measured on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from gsd_kernels_hf.inflate import inflate
+
+from .shapes import shape_named
+
+PAIRS = ("demo", "tiny")
+TEXTS = ("code", "copy", "table")
+MAX_TABLES = 16
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A named prompt, int64 [1, P] on the target's device."""
+
+    name: str
+    kind: str
+    input_ids: Tensor
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, its draft, and prompts that neither was trained on."""
+
+    name: str
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    prompts: list[Prompt]
+
+
+def load_pair(
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    target_shape: str = "none",
+    draft_shape: str = "none",
+    texts: Sequence[str] = ("code",),
+    prompts: int = 20,
+) -> Pair:
+    """A pair with its first ``prompts`` prompts of every kind in ``texts``.
+
+    Args:
+        name: ``demo``, the embedded pair; or ``tiny``, random weights that exercise the code and mean nothing.
+        device, dtype: of both models.
+        target_shape, draft_shape: a named shape to inflate to (the same function at another cost), or ``none``.
+        texts: ``code`` (held-out Python source), ``copy`` (a function, and again), ``table`` (data that repeats).
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    for text in texts:
+        if text not in TEXTS:
+            raise ValueError(f"texts: {text!r} is none of {', '.join(TEXTS)}")
+    if name not in PAIRS:
+        raise ValueError(f"pair: {name!r} is none of {', '.join(PAIRS)}")
+    target, draft, found = (_demo if name == "demo" else _tiny)(texts, prompts)
+    target, draft = (
+        _placed(model, shape, device, dtype) for model, shape in ((target, target_shape), (draft, draft_shape))
+    )
+    for model in (target, draft):
+        # All texts get the same length, so that rates are comparable: decoding goes on past an end-of-text token.
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+    return Pair(name, target, draft, [Prompt(n, k, ids.to(device)) for n, k, ids in found])
+
+
+def _placed(model: PreTrainedModel, shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    if shape == "none":
+        return model.to(device=device, dtype=dtype)
+    return inflate(model, shape_named(shape), dtype=dtype, device=device)
+
+
+Found = tuple[PreTrainedModel, PreTrainedModel, list[tuple[str, str, Tensor]]]
+
+
+def _demo(texts: Sequence[str], count: int) -> Found:
+    from gsd_kernels_hf import demo_pair
+
+    target, draft, tokenizer = demo_pair.load()
+    found = []
+    for kind in texts:
+        known = [(p["name"], p["text"]) for p in demo_pair.prompts(kind)] if kind != "table" else _tables()
+        for prompt, text in known[:count]:
+            found.append((prompt, kind, tokenizer(text, return_tensors="pt")["input_ids"]))
+    return target, draft, found
+
+
+def _tables() -> list[tuple[str, str]]:
+    """Python tables of seeded pseudo-random entries: structure that repeats, values that do not."""
+    words = "north south east west alpha beta gamma delta copper silver amber coral river stone cloud ember".split()
+    tables = []
+    for number in range(MAX_TABLES):
+        gen = torch.Generator().manual_seed(number)
+
+        def pick(high: int, gen: torch.Generator = gen) -> int:
+            return int(torch.randint(high, (), generator=gen))
+
+        keys = [words[pick(len(words))] + suffix for suffix in ("_id", "_name", "_size")]
+        lines = [
+            f'    {{"{keys[0]}": {pick(900) + 100}, "{keys[1]}": "{words[pick(len(words))]}", "{keys[2]}": {pick(90)}}},'
+            for _ in range(8)
+        ]
+        tables.append((f"table-{number}", "\n".join(["ENTRIES = [", *lines, "    {"])))
+    return tables
+
+
+def _tiny(texts: Sequence[str], count: int) -> Found:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=4096,
+    )
+    target = LlamaForCausalLM(config).eval()
+    for parameter in target.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    draft = copy.deepcopy(target)
+    for parameter in draft.parameters():
+        if parameter.dim() > 1:
+            parameter.data += 0.01 * torch.randn_like(parameter)
+    found = []
+    for kind in texts:
+        for number in range(count):
+            ids = torch.randint(3, 512, (1, 24), generator=torch.Generator().manual_seed(number))
+            found.append((f"{kind}-{number}", kind, ids.repeat(1, 2) if kind == "copy" else ids))
+    return target, draft, found

@@ -1,0 +1,258 @@
+"""Graph against tree against chain: tokens per step at equal draft rows and equal target rows.
+
+    python -m gsd_kernels_bench.tree_table [--out DIR] [--prompts N] [--new-tokens N] [--quick]
+
+The grid, texts and configurations below were fixed before the run. Tokens per step depend on the models and the shape
+of a step alone, not on the machine or the target's size, so the un-inflated pair is used. A run that is stopped goes on
+where it was: every finished decoding is kept beside the result.
+
+Three ways of spending the same rows on the same draft: ``tree`` is the best dynamic token tree; ``merged`` joins
+recurring sequences inside a step; ``graph`` joins them across steps too, through what the target said before. ``chain``
+drafts one token a level, with as many draft rows where its depth allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gsd_kernels import GraphConfig, generate
+
+from .environment import environment
+from .intervals import Ratio, paired_ratio
+from .pairs import Pair, Prompt, load_pair
+from .report import SCHEMA, markdown, write_json
+
+NAME = "tree"
+VARIANTS = ("chain", "tree", "merged", "graph")
+BRANCH, MERGE_CONTEXT, REUSE_DEPTH, REUSE_WIDTH = 4, 2, 4, 8
+
+#: draft rows (nodes that the draft model expands: the root, then width nodes a level) → depth, width
+DRAFTS = {9: (5, 2), 16: (6, 3), 33: (5, 8), 64: (8, 9)}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The cells: every text × temperature × draft rows × target rows."""
+
+    draft_rows: tuple[int, ...] = tuple(DRAFTS)
+    target_rows: tuple[int, ...] = (8, 16, 32, 64, 128)
+    texts: tuple[str, ...] = ("code", "copy", "table")
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+
+
+QUICK = Grid(draft_rows=(9, 16), target_rows=(8, 16), texts=("code", "copy"))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the grid."""
+
+    text: str
+    temperature: float
+    draft_rows: int
+    target_rows: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.text}/{self.temperature}/{self.draft_rows}/{self.target_rows}"
+
+    def config(self, variant: str) -> GraphConfig:
+        """What a variant does with the cell's rows."""
+        depth, width = DRAFTS[self.draft_rows]
+        if variant == "chain":
+            longest = min(self.draft_rows, self.target_rows - 1)
+            return GraphConfig.preset("chain", depth=longest)
+        # One bound on the path for all, so that padding of the draft's first level is the same too.
+        path = min(2 * depth + REUSE_DEPTH, self.target_rows - 1)
+        tree = GraphConfig(
+            depth=depth, width=width, branch=BRANCH, max_rows=self.target_rows, max_path=path, merge_context=-1
+        )
+        if variant == "tree":
+            return tree
+        merged = tree.replace(merge_context=MERGE_CONTEXT, max_path=path)
+        if variant == "merged":
+            return merged
+        return merged.replace(reuse_depth=REUSE_DEPTH, reuse_width=REUSE_WIDTH, max_path=path)
+
+
+def cells(grid: Grid) -> Iterator[Cell]:
+    for text in grid.texts:
+        for temperature in grid.temperatures:
+            for draft_rows in grid.draft_rows:
+                for target_rows in grid.target_rows:
+                    yield Cell(text, temperature, draft_rows, target_rows)
+
+
+def decode(pair: Pair, prompt: Prompt, cell: Cell, variant: str, new_tokens: int, seed: int) -> dict[str, Any]:
+    """One text: tokens, steps, and what the steps were made of."""
+    used = torch.zeros((), dtype=torch.int64)  # target rows that hold a token, not padding
+    config = cell.config(variant)
+
+    def observe(record: Any) -> None:
+        used.add_(int(record.rows.num_rows.sum()))
+
+    sampling = {"do_sample": True, "temperature": cell.temperature, "top_k": 0} if cell.temperature else {}
+    output = generate(
+        pair.target,
+        prompt.input_ids,
+        attention_mask=torch.ones_like(prompt.input_ids),
+        assistant_model=pair.draft,
+        graph_config=config,
+        max_new_tokens=new_tokens,
+        seed=seed,
+        observer=observe,
+        return_dict_in_generate=True,
+        **(sampling or {"do_sample": False}),
+    )
+    stats = output.stats
+    return {
+        "prompt": prompt.name,
+        "tokens": stats.new_tokens,
+        "steps": stats.steps,
+        "draft_rows": stats.draft_rows,
+        "expanded_nodes": (1 + config.draft_slots) * stats.steps,
+        "target_rows": stats.target_rows,
+        "used_target_rows": int(used),
+        "nodes": stats.drafted_nodes,
+        "merges": stats.merges,
+        "accepted_merges": stats.accepted_merges,
+        "accepted": stats.accepted,
+    }
+
+
+def run(grid: Grid, *, pair: str, prompts: int, new_tokens: int, folder: Path, name: str | None = None) -> str:
+    """Fill the grid, write ``name``.json and .md to ``folder``, and return the table."""
+    name = name or (NAME if grid != QUICK else f"{NAME}-quick")
+    device = torch.device("cpu")
+    models = load_pair(pair, device=device, dtype=torch.float32, texts=grid.texts, prompts=prompts)
+    settings = {
+        "pair": pair,
+        "new_tokens": new_tokens,
+        "prompts": {text: [p.name for p in models.prompts if p.kind == text] for text in grid.texts},
+        "grid": {key: list(value) for key, value in asdict(grid).items()},
+        "variants": {v: asdict(Cell("code", 0.0, 16, 32).config(v)) for v in VARIANTS},  # one of them, as an example
+        "drafts": {str(rows): shape for rows, shape in DRAFTS.items()},
+    }
+    journal = folder / f"{name}.partial.jsonl"
+    done = _resume(journal, settings)
+    todo = list(cells(grid))
+    for number, cell in enumerate(todo):
+        for variant in VARIANTS:
+            key = f"{cell.key}/{variant}"
+            if key in done:
+                continue
+            print(f"{name}: cell {number + 1}/{len(todo)} {key}", file=sys.stderr, flush=True)
+            texts = [prompt for prompt in models.prompts if prompt.kind == cell.text]
+            done[key] = [decode(models, p, cell, variant, new_tokens, seed) for seed, p in enumerate(texts)]
+            with journal.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": key, "runs": done[key]}) + "\n")
+    result = {
+        "schema": SCHEMA,
+        "case": NAME,
+        "environment": environment(device),
+        "settings": settings,
+        "cells": [_cell_result(cell, {v: done[f"{cell.key}/{v}"] for v in VARIANTS}) for cell in todo],
+    }
+    result["summary"] = summary(result["cells"])
+    text = table(result)
+    write_json(folder / f"{name}.json", result)
+    (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+    journal.unlink()
+    return text
+
+
+def _resume(journal: Path, settings: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Decodings of an earlier run with the same settings; starts a journal where there is none."""
+    head = json.dumps(settings)
+    if journal.exists():
+        lines = journal.read_text(encoding="utf-8").splitlines()
+        if lines and lines[0] == head:
+            return {record["key"]: record["runs"] for record in map(json.loads, lines[1:])}
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    journal.write_text(head + "\n", encoding="utf-8")
+    return {}
+
+
+def _cell_result(cell: Cell, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    totals = {variant: [(r["tokens"], r["steps"]) for r in runs[variant]] for variant in VARIANTS}
+    return {
+        **asdict(cell),
+        "tokens_per_step": {v: sum(t for t, _ in totals[v]) / sum(s for _, s in totals[v]) for v in VARIANTS},
+        "rows_per_step": {v: _rows(runs[v]) for v in VARIANTS},
+        "graph / tree": asdict(paired_ratio(totals["graph"], totals["tree"])),
+        "merged / tree": asdict(paired_ratio(totals["merged"], totals["tree"])),
+        "tree / chain": asdict(paired_ratio(totals["tree"], totals["chain"])),
+        "runs": runs,
+    }
+
+
+def _rows(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Rows of a mean step: computed (padding included) and used."""
+    steps = sum(r["steps"] for r in runs)
+    keys = ("draft_rows", "expanded_nodes", "target_rows", "used_target_rows", "merges", "accepted_merges")
+    return {key: sum(r[key] for r in runs) / steps for key in keys}
+
+
+def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """How the cells went for the graph."""
+    ratios = [cell["graph / tree"] for cell in results]
+    return {
+        "cells": len(ratios),
+        "ahead": sum(r["value"] > 1.0 for r in ratios),
+        "surely_ahead": sum(r["low"] > 1.0 for r in ratios),
+        "behind": sum(r["value"] < 1.0 for r in ratios),
+        "behind_by_more_than_2_percent": sum(r["value"] < 0.98 for r in ratios),
+        "worst": min(r["value"] for r in ratios),
+        "best": max(r["value"] for r in ratios),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Tokens per step of every cell in Markdown, with what the cells add up to."""
+    rows = []
+    for cell in result["cells"]:
+        text = "greedy" if cell["temperature"] == 0 else f"T = {cell['temperature']}"
+        numbers = cell["tokens_per_step"]
+        rows.append(
+            [
+                f"{cell['text']}, {text}",
+                str(cell["draft_rows"]),
+                str(cell["target_rows"]),
+                *(f"{numbers[v]:.2f}" for v in VARIANTS),
+                str(Ratio(**cell["graph / tree"])),
+            ]
+        )
+    total = result["summary"]
+    lines = [
+        markdown(["text", "draft rows", "target rows", *VARIANTS, "graph / tree (95%)"], rows),
+        "",
+        f"The graph is ahead of the tree in {total['ahead']} of {total['cells']} cells (in {total['surely_ahead']} the "
+        f"whole interval is above 1) and behind by more than 2% in {total['behind_by_more_than_2_percent']}; its "
+        f"tokens per step are {total['worst']:.2f}–{total['best']:.2f} times the tree's.",
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(prog="python -m gsd_kernels_bench.tree_table", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser.add_argument("--pair", default="demo", help="demo or tiny (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=10, help="of every text (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=128, help="of every prompt (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a few cells of two prompts")
+    options = parser.parse_args(arguments)
+    grid, prompts = (QUICK, min(options.prompts, 2)) if options.quick else (Grid(), options.prompts)
+    print(run(grid, pair=options.pair, prompts=prompts, new_tokens=options.new_tokens, folder=options.out))
+
+
+if __name__ == "__main__":
+    main()
