@@ -16,7 +16,6 @@ from typing import Any
 import models
 import pytest
 import torch
-from gsd_kernels_hf.budget import AcceptanceModel, largest_shapes
 from transformers import (
     AsyncTextIteratorStreamer,
     LogitsProcessor,
@@ -27,6 +26,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
+from gsd_kernels_hf.budget import AcceptanceModel, largest_shapes
 
 torch.set_num_threads(1)
 
