@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ def costs(target: dict[int, float], level: float = 0.001) -> StepCosts:
 
 
 CPU_LIKE = {1: 0.077, 2: 0.131, 4: 0.128, 8: 0.123, 16: 0.156, 32: 0.211, 64: 0.298, 128: 0.55}
+NO_MATCH = np.zeros(1, dtype=int)
 FLAT = {1: 0.020, 64: 0.021, 128: 0.022}
 
 
@@ -40,7 +42,7 @@ def test_speculation_is_off_where_a_step_costs_more_than_it_brings():
     dear_draft = Budget(costs({1: 0.002, 8: 0.003, 64: 0.008}, level=0.002), AcceptanceModel(4))
     assert dear_draft.current is None
     for _ in range(300):  # hopeless even on an easy text: never tried again
-        dear_draft.observe(np.zeros((0, 4)), np.zeros((0, 4), dtype=bool), [1], 0.002)
+        dear_draft.observe(np.zeros((0, 4)), np.zeros((0, 4), dtype=bool), np.zeros(0, dtype=int), [1], 0.002)
         assert dear_draft.current is None
 
 
@@ -52,7 +54,7 @@ def test_a_draft_that_is_always_wrong_is_switched_off_and_tried_again_later():
         history.append(budget.current is not None)
         k = budget.current.branch if budget.current else 1
         probs, hits = np.full((1, k), 0.5 / k), np.zeros((1, k), dtype=bool)
-        budget.observe(probs, hits, [1], 0.05)
+        budget.observe(probs, hits, NO_MATCH, [1], 0.05)
     off = history.index(False)
     assert off < 120
     assert any(history[off:]), "never tried again"
@@ -62,8 +64,8 @@ def test_a_draft_that_is_always_wrong_is_switched_off_and_tried_again_later():
 def test_depth_grows_with_acceptance():
     easy, hard = AcceptanceModel(4), AcceptanceModel(4)
     for _ in range(80):
-        easy.observe(np.array([[0.95, 0.02, 0.01, 0.0]]), np.array([[True, False, False, False]]))
-        hard.observe(np.array([[0.3, 0.2, 0.1, 0.1]]), np.array([[False, True, False, False]]))
+        easy.observe(np.array([[0.95, 0.02, 0.01, 0.0]]), np.array([[True, False, False, False]]), NO_MATCH)
+        hard.observe(np.array([[0.3, 0.2, 0.1, 0.1]]), np.array([[False, True, False, False]]), NO_MATCH)
     deep, shallow = (Budget(costs(CPU_LIKE), m).current for m in (easy, hard))
     assert deep.depth > (shallow.depth if shallow else 0)
 
@@ -71,14 +73,24 @@ def test_depth_grows_with_acceptance():
 def test_calibration_tells_an_overconfident_draft():
     model = AcceptanceModel(2)
     for i in range(400):
-        model.observe(np.array([[0.9, 0.05]]), np.array([[i % 2 == 0, False]]))
+        model.observe(np.array([[0.9, 0.05]]), np.array([[i % 2 == 0, False]]), NO_MATCH)
     calibration = Calibration(2, torch.device("cpu"))
-    model.write(calibration)
+    model.write(SimpleNamespace(calibration=calibration, history=None))
     log_probs = torch.tensor([[[0.9, 0.05]]]).log()
     calibrated = calibration(log_probs).exp()[0, 0]
     assert 0.45 < calibrated[0] < 0.6
     assert calibrated[1] < 0.05
     assert (calibration(torch.tensor([[[0.0, float("-inf")]]])) <= 0).all()
+
+
+def test_the_history_is_trusted_as_far_as_it_was_right():
+    model = AcceptanceModel(2)
+    for i in range(300):
+        probs, hits = np.array([[0.9, 0.1], [0.9, 0.1]]), np.array([[i % 5 == 0, False], [True, False]])
+        model.observe(probs, hits, np.array([1, 4]))
+    history = SimpleNamespace(log_worth=torch.zeros(5))
+    model.write(SimpleNamespace(calibration=None, history=history))
+    assert history.log_worth[1].exp() < 0.35 < 0.8 < history.log_worth[4].exp()
 
 
 def test_tune_measures_once_and_keeps_the_result(tmp_path, monkeypatch):

@@ -13,7 +13,8 @@ import torch
 
 from gsd_kernels import GraphConfig
 
-from .drafting import Calibration
+from .drafting import Calibration, Drafter
+from .history import WORTH
 from .tuning import DEPTHS, FAMILIES, REUSE, ROWS, StepCosts
 
 POOL = 64  # profiles kept
@@ -33,17 +34,24 @@ class AcceptanceModel:
         # Hits, and hits expected by the draft. Start out by believing the draft, with the weight of a few hits.
         self.hits = np.full((branch, bins), 3.0)
         self.expected = np.full((branch, bins), 3.0)
+        self.history_hits = 3.0 * np.array(WORTH)
+        self.history_expected = np.full(len(WORTH), 3.0)  # by matched context
         self.pool = np.tile(_padded(PRIOR, branch), (POOL, 1))  # [POOL, K]; calibrated profiles, newest overwrite
         self.seen = 0
         self.ratio = 1.0  # observed over predicted tokens beyond the first
 
-    def observe(self, probs: np.ndarray, hits: np.ndarray) -> None:
-        """probs, hits [n, K]: candidates after accepted nodes as drafted, and whether each was picked."""
+    def observe(self, probs: np.ndarray, hits: np.ndarray, matched: np.ndarray) -> None:
+        """Candidates after accepted nodes as proposed, and whether each was picked, [n, K]; matched context, [n]."""
+        drafted = matched == 0
+        self.history_hits = _forget(self.history_hits, 3.0 * np.array(WORTH))
+        self.history_expected = _forget(self.history_expected, 3.0)
+        np.add.at(self.history_hits, matched[~drafted], hits[~drafted].sum(1))
+        np.add.at(self.history_expected, matched[~drafted], probs[~drafted].sum(1))
+        probs, hits = probs[drafted], hits[drafted]
         if not len(probs):
             return
         ranks, bins = self._cells(probs)
-        self.hits = 3.0 + (self.hits - 3.0) * FORGET
-        self.expected = 3.0 + (self.expected - 3.0) * FORGET
+        self.hits, self.expected = _forget(self.hits, 3.0), _forget(self.expected, 3.0)
         np.add.at(self.hits, (ranks, bins), hits.astype(float))
         np.add.at(self.expected, (ranks, bins), probs)
         for profile in np.minimum(probs * (self.hits / self.expected)[ranks, bins], 1.0):
@@ -51,10 +59,14 @@ class AcceptanceModel:
             self.pool[self.seen % POOL, len(profile) :] *= 0.5  # a wider shape would have had something there
             self.seen += 1
 
-    def write(self, calibration: Calibration) -> None:
-        """Put the current ratios into the device table."""
-        table = torch.from_numpy(np.log(self.hits / self.expected)).float()
-        calibration.log_ratio.copy_(table[: calibration.log_ratio.shape[0]], non_blocking=True)
+    def write(self, drafter: Drafter) -> None:
+        """Put the current ratios into the device tables."""
+        if drafter.calibration is not None:
+            table = torch.from_numpy(np.log(self.hits / self.expected)).float()
+            drafter.calibration.log_ratio.copy_(table[: drafter.calibration.log_ratio.shape[0]], non_blocking=True)
+        if drafter.history is not None:
+            ratio = np.log(np.maximum(self.history_hits, 1e-9) / self.history_expected)
+            drafter.history.log_worth[1:].copy_(torch.from_numpy(ratio[1:]).float(), non_blocking=True)
 
     def _cells(self, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         ranks = np.broadcast_to(np.arange(probs.shape[1]), probs.shape)
@@ -130,8 +142,10 @@ class Budget:
         by_rows = self.model.tokens(config.width, config.branch)[config.depth]
         return float(by_rows[min(config.max_rows, len(by_rows)) - 1])
 
-    def observe(self, probs: np.ndarray, hits: np.ndarray, counts: list[int], target_seconds: float) -> None:
-        """After a step: candidates after accepted nodes, tokens a sequence, what the target forward took."""
+    def observe(
+        self, probs: np.ndarray, hits: np.ndarray, matched: np.ndarray, counts: list[int], target_seconds: float
+    ) -> None:
+        """After a step: what :meth:`Session.profile` gives, tokens a sequence, what the target forward took."""
         self.steps += 1
         active = [n for n in counts if n > 0]
         rows = 1 if self.current is None else self.current.max_rows
@@ -141,7 +155,7 @@ class Budget:
             # A hiccup of the machine must not scare a shape away for good.
             self.time_ratio[rows] = old + 0.1 * (min(max(ratio, 0.5), 2.0) - old)
         if self.current is not None:
-            self.model.observe(probs, hits)
+            self.model.observe(probs, hits, matched)
             expected = self.predicted_tokens(self.current) - 1.0
             if expected > 0.05 and active:
                 gained = (sum(active) / len(active) - 1.0) / expected
@@ -161,6 +175,10 @@ class Budget:
             self.current = self.choose(optimistic=True)  # try again where an easier text could pay
             if self.current is None:
                 self.wait = self.patience
+
+
+def _forget(counts: np.ndarray, prior: np.ndarray | float) -> np.ndarray:
+    return prior + (counts - prior) * FORGET
 
 
 def shape(width: int, branch: int, depth: int, rows: int) -> GraphConfig:

@@ -22,6 +22,7 @@ from gsd_kernels.config import resolve_graph_config
 from . import support
 from .attention import switched
 from .budget import AcceptanceModel, Budget, largest_shapes
+from .capture import CapturedStep, can_capture
 from .drafting import Calibration, DecodeState, Drafter, ModelDraft
 from .forward import RowModel
 from .history import History
@@ -175,23 +176,25 @@ class Session:
             merged = ((path >= 0) & (primary != came_from)).sum()
             self.counts += torch.stack([graph.num_nodes.sum(), graph.num_merges.sum(), merged])
 
-    def profile(self, record: StepRecord) -> tuple[np.ndarray, np.ndarray]:
-        """What the draft thought of each accepted node's candidates, and which the target picked: [n, K] each.
+    def profile(self, record: StepRecord) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What the sources thought of each accepted node's candidates, and which the target picked: [n, K] each.
 
-        Only of nodes that the draft model expanded. Waits for the device.
+        The third array, [n], is the context length that the history matched, 0 for the draft model's candidates.
+        Waits for the device.
         """
         graph, accepted = record.graph, record.accepted
         if graph is None or self.drafter is None or self.config is None:
-            return np.zeros((0, 1)), np.zeros((0, 1), dtype=bool)
+            return np.zeros((0, 1)), np.zeros((0, 1), dtype=bool), np.zeros(0, dtype=int)
         path = accepted.accepted_rows.clamp(min=0).long()
         node = record.rows.node_ids.gather(1, path).clamp(min=0).long()  # [B, P]
         at = node[:, :, None].expand(-1, -1, graph.branch)
         targets = graph.edge_targets.gather(1, at)  # [B, P, K]
-        log_probs = self.drafter.shape(self.config).drafted.gather(1, at)
+        shape = self.drafter.shape(self.config)
+        log_probs, matched = shape.drafted.gather(1, at), shape.matched.gather(1, node)
         tokens = graph.token_ids.gather(1, targets.clamp(min=0).flatten(1).long()).view_as(targets)
         hits = (targets >= 0) & (tokens == self.state.emitted[:, : path.shape[1], None])
         taken = (accepted.accepted_rows >= 0) & ~log_probs[:, :, 0].isnan()
-        return log_probs[taken].exp().cpu().numpy(), hits[taken].cpu().numpy()
+        return log_probs[taken].exp().cpu().numpy(), hits[taken].cpu().numpy(), matched[taken].cpu().numpy()
 
 
 _learned: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[int, bool], AcceptanceModel]]
@@ -349,13 +352,14 @@ class GraphDecoder:
     ) -> GenerationStats:
         state = session.state
         stats = GenerationStats(sequences=state.tokens.shape[0], backend=self.backend)
+        step = CapturedStep(session) if walk is None and can_capture(session) else session.step
         finished = False
         while not finished:
             if budget is not None:
                 session.use(budget.current)
-                budget.model.write(session.drafter.calibration)
+                budget.model.write(session.drafter)
             if walk is None:
-                record = session.step()
+                record = step()
             else:
                 graph, rows = session.draft()
                 accepted = walk(rows, session.attend(rows))

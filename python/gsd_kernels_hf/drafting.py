@@ -47,7 +47,8 @@ class DraftShape:
 
     graph: TokenGraph
     slot_depths: Tensor  # int32 [B, draft_slots]; depth, counted from the root's children, of the node in each slot
-    drafted: Tensor  # float32 [B, N + 1, K]; log-probabilities as drafted by the model, NaN where it was not asked
+    drafted: Tensor  # float32 [B, N + 1, K]; log-probabilities of expanded nodes' candidates before calibration, or NaN
+    matched: Tensor  # int32 [B, N + 1]; context length of nodes that the history expanded, 0 for the draft model's
 
 
 class Calibration:
@@ -85,7 +86,8 @@ class Drafter:
             slot_depths = torch.zeros(batch, config.draft_slots, dtype=torch.int32, device=device)
             graph = TokenGraph.empty(batch, config, device)
             drafted = torch.zeros(batch, config.node_capacity + 1, config.branch, device=device)
-            self.shapes[config] = DraftShape(graph, slot_depths, drafted)
+            matched = torch.zeros(batch, config.node_capacity + 1, dtype=torch.int32, device=device)
+            self.shapes[config] = DraftShape(graph, slot_depths, drafted, matched)
         return self.shapes[config]
 
     def draft(self, config: GraphConfig) -> TokenGraph:
@@ -99,13 +101,16 @@ class Drafter:
         for level in range(config.depth + (config.reuse_depth if self.history is not None else 0)):
             positions = first_pick[:, None] + frontier.depths
             if self.model is not None and level < config.depth:
-                tokens, log_probs = self.model.candidates(state, config, level, frontier, positions, shape.slot_depths)
-                if self.calibration is not None:
-                    at = torch.where(frontier.node_ids >= 0, frontier.node_ids, graph.capacity)  # padding: the last
-                    shape.drafted.scatter_(1, at[:, :, None].expand_as(log_probs).long(), log_probs)
-                    log_probs = self.calibration(log_probs)
+                tokens, drafted = self.model.candidates(state, config, level, frontier, positions, shape.slot_depths)
+                matched = torch.zeros_like(frontier.node_ids)
+                log_probs = drafted if self.calibration is None else self.calibration(drafted)
             elif self.history is not None:
-                tokens, log_probs = self.history.candidates(graph, frontier.node_ids, positions)
+                tokens, drafted, matched = self.history.candidates(graph, frontier.node_ids, positions)
+                log_probs = self.history.worth(drafted, matched)
+            if self.calibration is not None:
+                at = torch.where(frontier.node_ids >= 0, frontier.node_ids, graph.capacity).long()  # padding: the last
+                shape.drafted.scatter_(1, at[:, :, None].expand_as(drafted), drafted)
+                shape.matched.scatter_(1, at, matched)
             frontier = merge(
                 graph,
                 frontier.node_ids,

@@ -25,7 +25,7 @@ class History:
 
     def __init__(self, table: NgramTable, seed: Tensor, sequence_ids: Tensor, warpers: dict[str, float]) -> None:
         self.table, self.seed, self.sequence_ids, self.warpers = table, seed, sequence_ids, warpers
-        self.log_worth = torch.tensor([math.log(w) if w else -math.inf for w in WORTH], device=table.keys.device)
+        self.log_worth = torch.tensor([math.log(w) if w else -math.inf for w in WORTH], device=table.keys.device)  # [5]
 
     def read_prompt(self, tokens: Tensor, kv_start: Tensor) -> None:
         """Remember the prompt's own continuations; tokens int64 [B, P], left-padded."""
@@ -52,10 +52,11 @@ class History:
         place = torch.arange(rows.token_ids.shape[1], device=tokens.device)
         ngram_insert(self.table, contexts, tokens.to(torch.int32), log_probs, place < rows.num_rows[:, None])
 
-    def candidates(self, graph: TokenGraph, frontier: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """What followed the same tokens as each frontier node's: tokens and log-probabilities [B, W, K].
+    def candidates(self, graph: TokenGraph, frontier: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What followed the same tokens as each frontier node's.
 
-        positions int32 [B, W]: index of the token after the node, which keys the sampling noise.
+        positions int32 [B, W]: index of the token after the node, which keys the sampling noise. Returns tokens and
+        remembered log-probabilities [B, W, K], and the length of the matched context [B, W], 0 for none.
         """
         node = frontier.clamp(min=0).long()
         before = graph.contexts.gather(1, node[:, :, None].expand(-1, -1, MAX_CONTEXT))[..., :-1]
@@ -68,8 +69,11 @@ class History:
             noisy = torch.where(tokens >= 0, log_probs + noise, -math.inf)
             rest = (1.0 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log() + 0.5772
             log_probs = noisy - torch.cat([noisy, rest], -1).logsumexp(-1, keepdim=True)
-        log_probs = log_probs + self.log_worth[matched.long()][..., None]
-        return tokens, torch.where(tokens >= 0, log_probs, -math.inf)
+        return tokens, torch.where(tokens >= 0, log_probs, -math.inf), matched
+
+    def worth(self, log_probs: Tensor, matched: Tensor) -> Tensor:
+        """Remembered log-probabilities [B, W, K], less by how far a context of the matched length is to be trusted."""
+        return (log_probs + self.log_worth[matched.long()][..., None]).clamp(max=0.0)
 
 
 def row_contexts(rows: Rows, tail: Tensor, length: int) -> Tensor:
