@@ -91,6 +91,24 @@ def test_large_batches_run_on_several_threads():
     assert_bit_equal(rows[1].tensors(), rows[0].tensors())
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_candidate_joins_the_best_node_and_at_ties_the_oldest(backend):
+    """Hand-drawn: three nodes hold the candidate's token after the same context; two of them share the best score."""
+    config = gsd.GraphConfig(depth=2, width=2, branch=2, max_rows=8, merge_context=1)
+    graph = gsd.TokenGraph.empty(1, config, "cpu")
+    graph.reset(torch.tensor([9], dtype=torch.int32), torch.full((1, 8), -1, dtype=torch.int32))
+    graph.token_ids[0, 1:4] = 5
+    graph.contexts[0, 1:4, 0] = 9
+    graph.scores[0, 1:4] = torch.tensor([-2.0, -1.0, -1.0])
+    graph.parents[0, 1:4] = 0
+    graph.num_nodes[0] = 4
+    candidates = torch.tensor([[[5, 6]]], dtype=torch.int32), torch.tensor([[[-0.5, -0.7]]])
+    step = {"level": 0, "width": 2, "merge_context": 1, "backend": backend}
+    nxt = gsd.merge(graph, graph.root_frontier(), *candidates, **step)
+    assert graph.edge_targets[0, 0].tolist() == [2, 4] and graph.num_merges.item() == 1
+    assert nxt.node_ids[0].tolist() == [4, 2]
+
+
 def test_the_largest_graph():
     config = gsd.GraphConfig(depth=2, width=30, branch=32, max_rows=128, merge_context=0)
     graphs = [drafted(config, vocab=64, style="ties", backend=backend) for backend in ("reference", "cpu")]

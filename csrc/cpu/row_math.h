@@ -11,7 +11,7 @@
 
 namespace gsd {
 
-constexpr int kBlock = 64;  // tokens that one call of random_block covers; 16 Philox counters
+constexpr int kBlock = 256;  // tokens that one call of random_block covers: 64 Philox counters
 
 struct Extremes {
   float max;  // −inf for an empty row
@@ -37,7 +37,7 @@ double sum_exp(const float* x, int padded, float shift);
 // out = exp(x − shift)
 void exp_shifted(const float* x, float* out, int padded, float shift);
 
-// The random bits of tokens 64·block … 64·block + 63.
+// The random bits of one block of tokens.
 void random_block(const NoiseStream& stream, int block, uint32_t* bits);
 
 // x += g for one block of tokens; bits from random_block.
