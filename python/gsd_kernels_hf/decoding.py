@@ -254,6 +254,7 @@ class GraphDecoder:
         self.automatic = graph_config in (None, "auto") and self.assistant_model is not None
         self.graph_config = GraphConfig() if graph_config == "auto" else resolve_graph_config(graph_config)
         self.draft_sources = check_sources(draft_sources, self.assistant_model)
+        support.check_backend(backend)
         self.seed, self.backend, self.streamer, self.observer = seed, backend, streamer, observer
         self.stats: GenerationStats | None = None
 

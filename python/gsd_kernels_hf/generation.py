@@ -14,7 +14,6 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from gsd_kernels import GraphConfig
-from gsd_kernels.config import resolve_graph_config
 
 from . import support
 from .attention import switch, unswitch
@@ -84,6 +83,9 @@ def generate(
         draw_seed(seed)
     if decoder.assistant_model is not None:
         support.check_pair(model, decoder.assistant_model, tokenizer, assistant_tokenizer)
+    prompt = kwargs.get("input_ids") if inputs is None else inputs
+    if prompt is not None:  # before transformers looks at it: it drops a mask of ones, whatever its shape
+        support.check_prompt(prompt, kwargs.get("attention_mask"), support.vocabulary(model))
     merged, _ = model._prepare_generation_config(generation_config, **_without_prompt(kwargs))
     support.check_generation_config(merged)
     if merged.stop_strings is not None:
@@ -150,8 +152,7 @@ def patch(
         support.check_pair(inner, draft, tokenizer, assistant_tokenizer)
     if getattr(inner, _PATCH, None) is not None:
         raise ValueError("model: already patched; unpatch(model) first")
-    if graph_config != "auto":
-        resolve_graph_config(graph_config)  # raises here rather than at the first call
+    GraphDecoder(draft, graph_config, backend=backend)  # raises here rather than at the first call
     models = [inner] if draft is None else [inner, draft]
     for done, m in enumerate(models):
         try:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
+
+from gsd_kernels import BACKENDS
+
+logger = logging.getLogger("gsd_kernels")
 
 HONOURED, IRRELEVANT, REFUSED = "honoured", "irrelevant", "refused"
 BEAMS = "beam search keeps several hypotheses; use num_beams=1, or unpatch(model)"
@@ -96,6 +101,12 @@ def unwrap(model: Any) -> Any:
             return model
 
 
+def check_backend(backend: object) -> None:
+    """Raise unless ``backend`` is the name of one; whether it can run here, every op says for itself."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
+
+
 def check_model(name: str, model: Any) -> None:
     """Raise unless graph rows can be verified in (or drafted by) ``model``."""
     if not isinstance(model, PreTrainedModel) or not callable(getattr(model, "generate", None)):
@@ -160,9 +171,12 @@ def _as_set(value: Any) -> set[int]:
 
 
 def check_generation_config(config: GenerationConfig) -> None:
-    """Raise for every option that is set and cannot be served."""
+    """Raise for every option that is set and cannot be served; report one that is unknown."""
     for name, value in vars(config).items():
-        treatment, why, neutral = CONFIG_FIELDS.get(name, (HONOURED, "", ()))
+        if name not in CONFIG_FIELDS and value is not None and not name.startswith("_"):
+            # Checkpoints carry options of their own code, so an unknown one is no reason to refuse the model.
+            logger.warning("generation option %s=%r is not known to gsd_kernels and may have no effect", name, value)
+        treatment, why, neutral = CONFIG_FIELDS.get(name, (IRRELEVANT, "", ()))
         if treatment == REFUSED and value is not None and value not in neutral:
             raise ValueError(f"{name}={value!r}: not supported by graph-speculative generation: {why}")
 
@@ -176,6 +190,9 @@ def check_arguments(kwargs: Mapping[str, Any]) -> None:
 
 def check_prompt(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> None:
     """Raise unless every sequence is a left-padded, non-empty prompt of known tokens."""
+    for name, value in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
     if input_ids.dim() != 2 or input_ids.shape[1] == 0:
         raise ValueError(f"input_ids: expected a non-empty prompt [batch, length], got shape {list(input_ids.shape)}")
     if input_ids.dtype not in (torch.int32, torch.int64):
