@@ -225,6 +225,7 @@ def _attention_cases() -> list[Case]:
         case("bf16 D128 4×16 rows", 32, 8, 16, 128, half),
         case("bf16 D128 8×64 rows", 64, 8, 64, 128, half),  # of 128
         case("bf16 D256 2×16 rows", 16, 8, 16, 256, half),
+        case("bf16 D256 8×64 rows", 8, 1, 64, 256, half),
         case("bf16 D256 8×64 rows, soft cap, window", 8, 1, 64, 256, half, softcap=50.0, window=4096),
         case("fp32 D128 4×16 rows", 32, 8, 16, 128, single),
         case("fp32 D256 1×16 rows", 8, 8, 16, 256, single),

@@ -64,6 +64,11 @@ def test_graphs(name, style):
     checks.check_graph(config, style, vocab, 1, DEVICE, batch=5)
 
 
+@pytest.mark.parametrize(("seed", "merge_context"), itertools.product(range(20), (-1, 0, 1, 3)))
+def test_merge_into_arbitrary_graphs(seed, merge_context):
+    checks.check_merge_into_arbitrary_graph(seed, merge_context, DEVICE)
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_the_largest_graph(style):
     config = gsd.GraphConfig(depth=3, width=63, branch=8, max_rows=128, merge_context=1)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
-from graphs import drafted
+from graphs import candidates, drafted, tails
 from torch import Tensor
 
 import gsd_kernels as gsd
-from gsd_kernels.graph import num_words, pack_bits
+from gsd_kernels.config import MAX_CONTEXT
+from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.dag_attention.reference import visibility
 from gsd_kernels.ops.sampling.philox import gumbel_noise
 from gsd_kernels.ops.sampling.reference import warp
@@ -171,6 +172,40 @@ def check_graph(config: gsd.GraphConfig, style: str, vocab: int, seed: int, devi
         assert_same(next_a, next_b)
     check_flatten(graph, config.max_rows, config.max_path)
     return int(graph.num_merges.sum())
+
+
+def check_merge_into_arbitrary_graph(seed: int, merge_context: int, device: str) -> None:
+    """Many nodes of one token whose contexts agree to all lengths, tied scores: what drafting reaches rarely."""
+    gen = torch.Generator().manual_seed(seed)
+    config = gsd.GraphConfig(depth=4, width=6, branch=4)
+    graph = gsd.TokenGraph.empty(2, config, "cpu")
+    batch = graph.token_ids.shape[0]
+    graph.reset(torch.tensor([1, 0], dtype=torch.int32), tails(batch, 2, gen))
+    count = 45
+
+    def integers(high: int, *shape: int) -> Tensor:
+        return torch.randint(0, high, (batch, *shape), generator=gen, dtype=torch.int32)
+
+    graph.token_ids[:, :count] = integers(2, count)
+    lengths = integers(12, count, 1)
+    contexts = torch.where(torch.arange(MAX_CONTEXT) < lengths, integers(2, count, MAX_CONTEXT), -1)
+    graph.contexts[:, :count] = contexts.int()
+    graph.scores[:, :count] = -(integers(6, count) / 2)
+    graph.parents[:, 1:count] = torch.minimum(integers(count, count - 1), torch.arange(count - 1)).int()
+    graph.depths[:, :count] = integers(5, count)
+    graph.expanded[:, :count] = integers(2, count).bool()
+    graph.num_nodes[:] = torch.tensor([count, count // 2])
+    graph = gsd.TokenGraph(*(t.to(device) for t in graph.tensors()))
+    frontier = torch.stack([torch.randperm(count // 2, generator=gen)[:6] for _ in range(batch)]).int()
+    frontier[:, 4] = -1
+    tokens, log_probs = candidates("ties", 4, (batch, 6, config.branch), gen)
+    level = (frontier.to(device), tokens.to(device), log_probs.to(device))
+    rules = {"level": 2, "width": 6, "merge_context": merge_context, "log_min_prob": -3.0}
+    expected = graph.clone()
+    expected_next = gsd.merge(expected, *level, **rules, backend="reference")
+    got_next = gsd.merge(graph, *level, **rules, backend="triton")
+    assert_same(graph, expected)
+    assert_same(got_next, expected_next)
 
 
 def check_flatten(graph: gsd.TokenGraph, max_rows: int, max_path: int) -> None:
@@ -343,8 +378,3 @@ SAMPLING: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "branch-32": ((1, 2, 5000), {"temperature": 1.0, "branch": 32}),
     "vocabulary-256k": ((1, 1, 262144), {"temperature": 1.0, "top_k": 40}),
 }
-
-
-def guarded_case(case: Attention) -> Attention:
-    """The case with a cache that ends with the last graph slot of the longest sequence."""
-    return replace(case, capacity=max(p + num_words(case.nodes) * 32 for p in case.prefixes))

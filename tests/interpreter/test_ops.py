@@ -46,6 +46,12 @@ def test_merge_and_flatten_equal_the_reference_bit_for_bit(name):
     assert merges == 0 or name not in ("tree", "chain")
 
 
+@pytest.mark.parametrize("merge_context", [-1, 0, 1, 3])
+def test_merge_into_arbitrary_graphs(merge_context):
+    for seed in range(3):
+        checks.check_merge_into_arbitrary_graph(seed, merge_context, "cpu")
+
+
 def test_merge_of_many_candidates():
     """Several row blocks and column blocks: 130 candidates, 300 nodes."""
     config = gsd.GraphConfig(depth=4, width=26, branch=5, max_rows=128, merge_context=1)
@@ -57,6 +63,15 @@ def test_samples_equal_the_reference_except_ties(name):
     shape, options = checks.SAMPLING[name]
     flips = checks.check_sampling(shape, "cpu", **options)
     assert flips == 0 or "ties" in name  # elsewhere numpy and torch agree on the order of all scores
+
+
+def test_ties_go_to_the_lowest_id_within_a_stretch_and_across():
+    logits = torch.zeros(1, 1, 9000)
+    logits[0, 0, [4601, 100, 4500, 103]] = 1.0
+    keys = {"seed": torch.tensor(1), "sequence_ids": torch.zeros(1, dtype=torch.int32), "backend": "triton"}
+    positions = torch.zeros(1, 1, dtype=torch.int32)
+    assert gsd.sample_rows(logits, positions, **keys).item() == 100
+    assert gsd.draft_candidates(logits, positions, branch=5, **keys)[0].tolist() == [[[100, 103, 4500, 4601, 0]]]
 
 
 def test_a_row_with_nan_gives_minus_one():
