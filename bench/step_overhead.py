@@ -114,7 +114,7 @@ class GraphStep:
 
 
 def measure(function: Callable[[], object], device: torch.device, repeats: int) -> dict[str, float]:
-    """Milliseconds: median, 20th and 80th percentile."""
+    """Milliseconds: smallest, median, 20th and 80th percentile."""
     times = []
     for i in range(repeats + repeats // 5 + 1):
         if device.type == "cuda":
@@ -126,7 +126,7 @@ def measure(function: Callable[[], object], device: torch.device, repeats: int) 
         if i > repeats // 5:
             times.append((time.perf_counter() - start) * 1e3)
     fifths = statistics.quantiles(times, n=5)
-    return {"median_ms": statistics.median(times), "p20_ms": fifths[0], "p80_ms": fifths[3]}
+    return {"min_ms": min(times), "median_ms": statistics.median(times), "p20_ms": fifths[0], "p80_ms": fifths[3]}
 
 
 @torch.inference_mode()
@@ -153,6 +153,8 @@ def run(device: torch.device, dtype: torch.dtype, batch: int = 1) -> dict[str, o
         "graph_ops_ms": whole,
         "target_forward": plain,
         "fraction": whole / plain["median_ms"],
+        # On a busy machine the forward suffers more than the ops; its fastest run is the stricter yardstick.
+        "fraction_of_fastest_forward": whole / plain["min_ms"],
     }
 
 
