@@ -47,7 +47,7 @@ Peers = Annotated[
 ]
 Shapes = Annotated[
     list[str] | None,
-    typer.Option("--shape", help="Named after a model, e.g. llama-2-7b; repeatable. Default: several."),
+    typer.Option("--shape", help="Named after a model: llama-2-7b, …; repeatable. Default: several."),
 ]
 Rows = Annotated[list[int] | None, typer.Option("--rows", help="Repeatable. Default: a grid.")]
 Prefixes = Annotated[list[int] | None, typer.Option("--prefix", help="Cached tokens; repeatable. Default: a grid.")]

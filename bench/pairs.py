@@ -108,7 +108,7 @@ def _tables() -> list[tuple[str, str]]:
 
         keys = [words[pick(len(words))] + suffix for suffix in ("_id", "_name", "_size")]
         lines = [
-            f'    {{"{keys[0]}": {pick(900) + 100}, "{keys[1]}": "{words[pick(len(words))]}", "{keys[2]}": {pick(90)}}},'
+            f'    {{"{keys[0]}": {100 + pick(900)}, "{keys[1]}": "{words[pick(16)]}", "{keys[2]}": {pick(90)}}},'
             for _ in range(8)
         ]
         tables.append((f"table-{number}", "\n".join(["ENTRIES = [", *lines, "    {"])))

@@ -37,7 +37,7 @@ def ngram_insert(table: NgramTable, contexts: Tensor, tokens: Tensor, log_probs:
     row = (winner // table.max_context)[..., None].expand(-1, -1, tokens.shape[2])
     at = slot[..., None].expand_as(row)
     table.keys.scatter_(1, slot, entries.gather(1, winner))
-    table.keys[:, spare] = 0
+    table.keys[:, spare].zero_()
     table.tokens.scatter_(1, at, tokens.gather(1, row))
     table.log_probs.scatter_(1, at, log_probs.gather(1, row))
 

@@ -84,7 +84,9 @@ def warp(logits: Tensor, temperature: Parameter, top_k: Parameter, top_p: Parame
 
 def per_sequence(value: Parameter, logits: Tensor) -> Tensor:
     """[] or [B] → broadcastable to [B, R, V]."""
-    value = torch.as_tensor(value, dtype=torch.float32, device=logits.device)
+    if not isinstance(value, Tensor):
+        return torch.full((), value, dtype=torch.float32, device=logits.device)  # filled there: no copy from the host
+    value = value.to(device=logits.device, dtype=torch.float32)
     return value.view(-1, 1, 1) if value.dim() else value
 
 
