@@ -42,7 +42,7 @@ def test_speculation_is_off_where_a_step_costs_more_than_it_brings():
     dear_draft = Budget(costs({1: 0.002, 8: 0.003, 64: 0.008}, level=0.002), AcceptanceModel(4))
     assert dear_draft.current is None
     for _ in range(300):  # hopeless even on an easy text: never tried again
-        dear_draft.observe(np.zeros((0, 4)), np.zeros((0, 4), dtype=bool), np.zeros(0, dtype=int), [1], 0.002)
+        dear_draft.advance(0.002)
         assert dear_draft.current is None
 
 
@@ -54,7 +54,9 @@ def test_a_draft_that_is_always_wrong_is_switched_off_and_tried_again_later():
         history.append(budget.current is not None)
         k = budget.current.branch if budget.current else 1
         probs, hits = np.full((1, k), 0.5 / k), np.zeros((1, k), dtype=bool)
-        budget.observe(probs, hits, NO_MATCH, [1], 0.05)
+        if budget.current is not None:
+            budget.learn(probs, hits, NO_MATCH, [1])
+        budget.advance(0.05)
     off = history.index(False)
     assert off < 120
     assert any(history[off:]), "never tried again"
@@ -101,7 +103,10 @@ def test_tune_measures_once_and_keeps_the_result(tmp_path, monkeypatch):
     assert len(files) == 1 and json.loads(files[0].read_text())["about"]["batch"] == 1
     monkeypatch.setattr(tuning, "measure", lambda *a: pytest.fail("measured twice"))
     assert gsd.tune(target, draft) == first
+    tuning._known.clear()
+    assert gsd.tune(target, draft) == first
     files[0].write_text("{")
+    tuning._known.clear()
     monkeypatch.setattr(tuning, "measure", lambda *a: dataclasses.replace(first, overhead=1.0))
     assert gsd.tune(target, draft).overhead == 1.0
     assert sorted(first.target) == list(first.target) and first.target_seconds(3) > 0
@@ -118,7 +123,7 @@ def test_auto_gives_the_same_text_while_shapes_change(batch, sampled, monkeypatc
         if decoder.assistant_model is None:
             return None
         budget = Budget(costs(FLAT), AcceptanceModel(4))
-        budget.observe = lambda *a: setattr(
+        budget.advance = lambda *a: setattr(
             budget, "current", next(turns) if np.random.rand() < 0.4 else budget.current
         )
         return budget

@@ -108,7 +108,7 @@ class Budget:
         self.next_choice = 0
         self.time_ratio: dict[int, float] = {}  # observed over predicted seconds, by rows
         self.current: GraphConfig | None = None
-        self.current = self.choose()
+        self._take(self.choose())
 
     def choose(self, optimistic: bool = False) -> GraphConfig | None:
         """The shape with the most tokens per second; ``None`` for plain decoding."""
@@ -131,6 +131,10 @@ class Budget:
         keep = self.steps > 0 and not optimistic and current_rate * GAIN >= best_rate
         return self.current if keep else best
 
+    def _take(self, config: GraphConfig | None) -> None:
+        self.current = config
+        self.expected = 0.0 if config is None else self.predicted_tokens(config) - 1.0  # beyond the first token
+
     def seconds(self, config: GraphConfig | None) -> float:
         """Predicted seconds of a step."""
         if config is None:
@@ -142,25 +146,25 @@ class Budget:
         by_rows = self.model.tokens(config.width, config.branch)[config.depth]
         return float(by_rows[min(config.max_rows, len(by_rows)) - 1])
 
-    def observe(
-        self, probs: np.ndarray, hits: np.ndarray, matched: np.ndarray, counts: list[int], target_seconds: float
-    ) -> None:
-        """After a step: what :meth:`Session.profile` gives, tokens a sequence, what the target forward took."""
-        self.steps += 1
+    def learn(self, probs: np.ndarray, hits: np.ndarray, matched: np.ndarray, counts: list[int]) -> None:
+        """After a speculative step: what :meth:`Session.profile` gives, and the tokens of every sequence."""
+        assert self.current is not None
+        self.model.observe(probs, hits, matched)
         active = [n for n in counts if n > 0]
+        if self.expected > 0.05 and active:
+            gained = (sum(active) / len(active) - 1.0) / self.expected
+            self.model.ratio += 0.05 * (min(gained, 3.0) - self.model.ratio)
+
+    def advance(self, target_seconds: float) -> None:
+        """After every step: what the target forward took (0 if unknown). Chooses anew now and then."""
+        self.steps += 1
         rows = 1 if self.current is None else self.current.max_rows
         if target_seconds > 0:
             ratio = target_seconds / self.costs.target_seconds(rows)
             old = self.time_ratio.get(rows, 1.0)
             # A hiccup of the machine must not scare a shape away for good.
             self.time_ratio[rows] = old + 0.1 * (min(max(ratio, 0.5), 2.0) - old)
-        if self.current is not None:
-            self.model.observe(probs, hits, matched)
-            expected = self.predicted_tokens(self.current) - 1.0
-            if expected > 0.05 and active:
-                gained = (sum(active) / len(active) - 1.0) / expected
-                self.model.ratio += 0.05 * (min(gained, 3.0) - self.model.ratio)
-        elif self.wait > 0:
+        if self.current is None and self.wait > 0:
             self.wait -= 1
         if self.steps >= self.next_choice:
             self.next_choice = self.steps + min(16, max(4, self.steps // 2))
@@ -168,11 +172,11 @@ class Budget:
 
     def _choose_next(self) -> None:
         if self.current is not None:
-            self.current = self.choose()
+            self._take(self.choose())
             if self.current is None:
                 self.wait, self.patience = self.patience, 2 * self.patience
         elif self.wait == 0:
-            self.current = self.choose(optimistic=True)  # try again where an easier text could pay
+            self._take(self.choose(optimistic=True))  # try again where an easier text could pay
             if self.current is None:
                 self.wait = self.patience
 

@@ -183,8 +183,6 @@ class Session:
         Waits for the device.
         """
         graph, accepted = record.graph, record.accepted
-        if graph is None or self.drafter is None or self.config is None:
-            return np.zeros((0, 1)), np.zeros((0, 1), dtype=bool), np.zeros(0, dtype=int)
         path = accepted.accepted_rows.clamp(min=0).long()
         node = record.rows.node_ids.gather(1, path).clamp(min=0).long()  # [B, P]
         at = node[:, :, None].expand(-1, -1, graph.branch)
@@ -358,7 +356,8 @@ class GraphDecoder:
         while not finished:
             if budget is not None:
                 session.use(budget.current)
-                budget.model.write(session.drafter)
+                if budget.current is not None:
+                    budget.model.write(session.drafter)
             if walk is None:
                 record = step()
             else:
@@ -373,7 +372,9 @@ class GraphDecoder:
             counts, finished = self._emit(session, stats)  # the step's one host read
             finished = finished or any(bool(torch.as_tensor(t(state.tokens, None)).any()) for t in timers)
             if budget is not None:
-                budget.observe(*session.profile(record), counts, session.clock.last("target"))
+                if record.graph is not None:
+                    budget.learn(*session.profile(record), counts)
+                budget.advance(session.clock.last("target"))
         stats.drafted_nodes, stats.merges, stats.accepted_merges = session.counts.tolist()
         return stats
 
@@ -424,7 +425,6 @@ class GraphDecoder:
         if "history" in sources:
             table = NgramTable.empty(state.tokens.shape[0], branch, state.tokens.device)
             history = History(table, state.seed, state.sequence_ids, plan.warper_arguments)
-            history.read_prompt(state.tokens[:, : int(state.out_len[0])], state.kv_start)
         return Drafter(state, model, history, self.backend)
 
     def _check(

@@ -78,6 +78,7 @@ class Drafter:
         self.state, self.model, self.history, self.backend = state, model, history, backend
         self.shapes: dict[GraphConfig, DraftShape] = {}
         self.calibration: Calibration | None = None
+        self.unread = True  # the history reads the text so far when it is first asked
 
     def shape(self, config: GraphConfig) -> DraftShape:
         """Storage for ``config``, made at its first use."""
@@ -95,6 +96,9 @@ class Drafter:
         shape, state = self.shape(config), self.state
         graph = shape.graph
         graph.reset(state.root_tokens(), state.emitted_tail())
+        if self.unread and self.history is not None:
+            self.history.read(state.tokens[:, : int(state.out_len.min())], state.kv_start)
+            self.unread = False
         shape.drafted.fill_(math.nan)
         first_pick = state.out_len - state.kv_start  # [B]; index of the token after the root
         frontier = Frontier(graph.root_frontier(), graph.token_ids[:, :1], graph.depths[:, :1], graph.ancestor_mask)

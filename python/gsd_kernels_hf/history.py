@@ -27,8 +27,8 @@ class History:
         self.table, self.seed, self.sequence_ids, self.warpers = table, seed, sequence_ids, warpers
         self.log_worth = torch.tensor([math.log(w) if w else -math.inf for w in WORTH], device=table.keys.device)  # [5]
 
-    def read_prompt(self, tokens: Tensor, kv_start: Tensor) -> None:
-        """Remember the prompt's own continuations; tokens int64 [B, P], left-padded."""
+    def read(self, tokens: Tensor, kv_start: Tensor) -> None:
+        """Remember the continuations in a text that was not verified here; tokens int64 [B, P], left-padded."""
         length = tokens.shape[1]
         if length < 2:
             return

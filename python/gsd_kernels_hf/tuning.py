@@ -114,9 +114,11 @@ def tune(
     prefix = prefix_bucket(prefix_length)
     about = describe(model, draft, batch_size, prefix, backend)
     path = cache_dir() / f"tune-{hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:20]}.json"
+    if path in _known and not refresh:
+        return _known[path]
     if path.exists() and not refresh:
         try:
-            return StepCosts.load(path)
+            return _known.setdefault(path, StepCosts.load(path))
         except (ValueError, KeyError, TypeError):
             logger.warning("ignoring an unreadable tuning result: %s", path)
     begin = time.perf_counter()
@@ -129,6 +131,7 @@ def tune(
         time.perf_counter() - begin,
         path,
     )
+    _known[path] = costs
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.tmp")
@@ -137,6 +140,9 @@ def tune(
     except OSError as error:
         logger.warning("the tuning result could not be kept: %s", error)
     return costs
+
+
+_known: dict[Path, StepCosts] = {}  # of this process
 
 
 def measure(
