@@ -36,6 +36,7 @@ def unavailable_reason(backend: str, device: torch.device) -> str | None:
 
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
+_INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"  # triton itself reads it once, when it is imported
 _TRITON_MIN_CAPABILITY = (8, 0)
 
 
@@ -43,7 +44,7 @@ def _triton_unavailable_reason(device: torch.device) -> str | None:
     if not _HAS_TRITON:
         return "triton is not installed: pip install triton"
     if device.type == "cpu":
-        if _interpreting():
+        if _INTERPRETING:
             return None
         return "it needs a GPU; on CPU tensors it runs in triton's slow interpreter only: set TRITON_INTERPRET=1 first"
     if device.type != "cuda":
@@ -54,11 +55,6 @@ def _triton_unavailable_reason(device: torch.device) -> str | None:
     if capability < _TRITON_MIN_CAPABILITY:
         return f"it needs compute capability 8.0 or newer, this GPU has {capability[0]}.{capability[1]}"
     return None
-
-
-@torch.compiler.assume_constant_result
-def _interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def resolve(backend: str, device: torch.device, implementations: dict[str, Callable[..., Any]]) -> Callable[..., Any]:

@@ -158,7 +158,7 @@ def switch(model: PreTrainedModel) -> None:
         config = model.config
         _, users = _users.get(id(config), (config, 0))
         if users == 0:
-            original = str(config._attn_implementation)
+            original = str(config._attn_implementation).removeprefix(PREFIX)  # there already: a patched model's copy
             name = PREFIX + original
             if original != "eager" and original not in ALL_ATTENTION_FUNCTIONS:
                 raise ValueError(f"model: unknown attention implementation {original!r}")

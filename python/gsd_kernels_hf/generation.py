@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -116,9 +117,39 @@ def _without_prompt(kwargs: dict[str, Any]) -> dict[str, Any]:
 class Patch(threading.local):
     """What :func:`patch` returns. ``stats`` is the last call's, of the asking thread."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, switched: list[PreTrainedModel]) -> None:
         self.model = model
+        self.switched = switched
         self.stats: GenerationStats | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copied or pickled model is not patched
+
+
+class _Accelerated:
+    """The patched model's own ``generate``."""
+
+    def __init__(self, model: PreTrainedModel, defaults: dict[str, Any]) -> None:
+        self.model, self.defaults = model, defaults
+        functools.update_wrapper(self, type(model).generate)
+
+    def __call__(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor | GraphGenerateOutput:
+        if kwargs.get("custom_generate") is not None:
+            return type(self.model).generate(self.model, inputs, *args, **kwargs)
+        if args:
+            kwargs["generation_config"] = args[0]
+        if len(args) > 1:
+            raise TypeError("generate: pass everything after inputs and generation_config by keyword")
+        kwargs.pop("custom_generate", None)
+        given = {k: v for k, v in kwargs.items() if k not in self.defaults or v is not None}
+        return generate(self.model, inputs, **{**self.defaults, **given})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _transformers_generate, (self.model,)  # a copied or pickled model has transformers' own
+
+
+def _transformers_generate(model: PreTrainedModel) -> types.MethodType:
+    return types.MethodType(type(model).generate, model)
 
 
 def patch(
@@ -163,22 +194,9 @@ def patch(
             raise
     defaults = {"assistant_model": draft, "graph_config": graph_config, "backend": backend, "tokenizer": tokenizer}
 
-    @functools.wraps(type(inner).generate)
-    def accelerated(inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor | GraphGenerateOutput:
-        if kwargs.get("custom_generate") is not None:
-            return type(inner).generate(inner, inputs, *args, **kwargs)
-        if args:
-            kwargs["generation_config"] = args[0]
-        if len(args) > 1:
-            raise TypeError("generate: pass everything after inputs and generation_config by keyword")
-        kwargs.pop("custom_generate", None)
-        given = {k: v for k, v in kwargs.items() if k not in defaults or v is not None}
-        return generate(inner, inputs, **{**defaults, **given})
-
-    handle = Patch(inner)
+    handle = Patch(inner, models)
     inner.__dict__[_PATCH] = handle
-    inner.__dict__["_gsd_models"] = models
-    inner.__dict__["generate"] = accelerated
+    inner.__dict__["generate"] = _Accelerated(inner, defaults)
     return handle
 
 
@@ -191,7 +209,7 @@ def unpatch(model: PreTrainedModel) -> None:
     inner = support.unwrap(model)
     if not isinstance(inner, torch.nn.Module) or inner.__dict__.get(_PATCH) is None:
         raise ValueError("model: not patched")
-    for m in inner.__dict__.pop("_gsd_models"):
+    for m in inner.__dict__[_PATCH].switched:
         unswitch(m)
     del inner.__dict__[_PATCH]
     del inner.__dict__["generate"]

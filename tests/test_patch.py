@@ -1,0 +1,411 @@
+"""``patch`` and ``unpatch``: every way to the model's own generate, and back."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import subprocess
+import sys
+import threading
+
+import models
+import pytest
+import torch
+import transformers
+from transformers.generation.streamers import BaseStreamer
+
+import gsd_kernels as gsd
+from gsd_kernels_hf.stats import GenerationStats
+
+torch.set_num_threads(1)
+
+VOCAB = 32
+
+
+def fresh(dtype: torch.dtype = torch.float64, **config):
+    """An own pair: these tests change models."""
+    target = models.tiny(vocab_size=VOCAB, dtype=dtype, **config)
+    target.generation_config.eos_token_id = None
+    return target, models.noised(target, 0.01)
+
+
+@functools.lru_cache
+def prompt() -> dict[str, torch.Tensor]:
+    return models.prompts(2, 9, seed=3, vocab=VOCAB)
+
+
+@functools.lru_cache
+def plain(tokens: int = 16) -> torch.Tensor:
+    return fresh()[0].generate(**prompt(), max_new_tokens=tokens, do_sample=False)
+
+
+@pytest.fixture
+def patched():
+    target, draft = fresh()
+    handle = gsd.patch(target, assistant_model=draft, graph_config="tree")
+    yield target, draft, handle
+    if "generate" in vars(target):
+        gsd.unpatch(target)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_unpatch_restores_everything(attention):
+    # In float64 transformers' eager attention makes NaN of padding.
+    target, draft = fresh(torch.float64 if attention == "sdpa" else torch.float32)
+    for model in (target, draft):
+        model.set_attn_implementation(attention)
+    variables, logits = set(vars(target)), target(**prompt()).logits
+    handle = gsd.patch(target, assistant_model=draft, graph_config="graph")
+    # A forward of the patched model is what it was, too.
+    assert torch.equal(target(**prompt()).logits, logits)
+    out = target.generate(**prompt(), max_new_tokens=16, do_sample=False)
+    assert handle.stats.steps > 0 and handle.stats.tokens_per_step > 1
+    gsd.unpatch(target)
+    assert set(vars(target)) == variables
+    assert target.generate.__func__ is transformers.GenerationMixin.generate
+    assert target.config._attn_implementation == draft.config._attn_implementation == attention
+    assert torch.equal(target(**prompt()).logits, logits)
+    expected = target.generate(**prompt(), max_new_tokens=16, do_sample=False)
+    assert torch.equal(expected, out)
+    assert handle.stats.steps > 0, "the handle keeps what it knew"
+
+
+def test_generate_needs_no_patch_and_leaves_no_trace():
+    target, draft = fresh()
+    variables = set(vars(target))
+    seen = []
+    out = gsd.generate(
+        target,
+        **prompt(),
+        assistant_model=draft,
+        graph_config="graph",
+        max_new_tokens=16,
+        do_sample=False,
+        observer=lambda record: seen.append((target.config._attn_implementation, int(record.rows.num_rows.min()))),
+    )
+    assert torch.equal(out, plain())
+    assert {name for name, _ in seen} == {"gsd_sdpa"} and min(rows for _, rows in seen) > 1
+    assert set(vars(target)) == variables and target.config._attn_implementation == "sdpa"
+
+
+def test_pipeline(patched):
+    target, _, handle = patched
+    tokenizer = models.tokenizer(VOCAB)
+    text = tokenizer.decode(prompt()["input_ids"][0])
+    gsd.unpatch(target)
+    expected = transformers.pipeline("text-generation", model=target, tokenizer=tokenizer)(
+        [text, text[:5]], max_new_tokens=12, do_sample=False
+    )
+    handle = gsd.patch(target, assistant_model=patched[1], graph_config="tree")
+    pipe = transformers.pipeline("text-generation", model=target, tokenizer=tokenizer)
+    assert pipe([text, text[:5]], max_new_tokens=12, do_sample=False) == expected
+    assert handle.stats.steps > 0 and handle.stats.tokens_per_step > 1
+    assert len(expected[0][0]["generated_text"]) >= len(text) + 12
+    handle.stats = None
+    both = pipe([text, text[:5]], max_new_tokens=12, do_sample=False, batch_size=2)
+    assert handle.stats.sequences == 2 and both[0] == expected[0]
+
+
+@pytest.mark.parametrize("patch_wrapped", [True, False])
+def test_lora_wrapped_model(patch_wrapped):
+    peft = pytest.importorskip("peft")
+    target, draft = fresh()
+    base = plain()
+    wrapped = peft.get_peft_model(
+        target, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
+    gen = torch.Generator().manual_seed(0)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=gen, dtype=parameter.dtype)
+    expected = wrapped.generate(**prompt(), max_new_tokens=16, do_sample=False)
+    assert not torch.equal(expected, base), "the adapter must matter"
+    handle = gsd.patch(wrapped if patch_wrapped else target, assistant_model=draft, graph_config="tree")
+    out = wrapped.generate(**prompt(), max_new_tokens=16, do_sample=False)
+    assert handle.stats.steps > 0 and torch.equal(out, expected)
+    gsd.unpatch(wrapped if patch_wrapped else target)
+    assert torch.equal(wrapped.generate(**prompt(), max_new_tokens=16, do_sample=False), expected)
+    again = gsd.generate(
+        wrapped, **prompt(), assistant_model=draft, graph_config="tree", max_new_tokens=16, do_sample=False
+    )
+    assert torch.equal(again, expected)
+
+
+def test_prompt_learning_is_refused():
+    peft = pytest.importorskip("peft")
+    target, _ = fresh(torch.float32)
+    wrapped = peft.get_peft_model(target, peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="prompt learning"):
+        gsd.generate(wrapped, **prompt(), max_new_tokens=4)
+
+
+def test_two_threads_on_one_patched_model(patched):
+    """Different prompts, lengths, seeds and graphs at once; each gets what it gets alone."""
+    target, _, handle = patched
+    cases = [
+        {**models.prompts(1 + i % 2, 5 + 3 * i, seed=i, vocab=VOCAB), "max_new_tokens": 10 + i, "seed": i}
+        | ({"do_sample": True, "top_k": 0} if i % 2 else {"do_sample": False})
+        | {"graph_config": ("tree", "chain", "graph")[i % 3]}
+        for i in range(8)
+    ]
+    alone = [target.generate(**case) for case in cases]
+    together: list[list] = [[], []]
+    stats: list[GenerationStats] = [None, None]
+
+    def work(thread: int) -> None:
+        for case in cases[thread::2]:
+            together[thread].append(target.generate(**case))
+        stats[thread] = handle.stats
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, expected in enumerate(alone):
+        assert torch.equal(together[i % 2][i // 2], expected), i
+    # Statistics are the asking thread's own.
+    for thread in (0, 1):
+        last = cases[6 + thread]
+        assert stats[thread].new_tokens == last["input_ids"].shape[0] * last["max_new_tokens"]
+
+
+def test_two_threads_without_a_patch():
+    """The first to finish must not take the attention away from the other."""
+    target, draft = fresh()
+    barrier, out = threading.Barrier(2), {}
+
+    def work(tokens: int) -> None:
+        barrier.wait()
+        out[tokens] = gsd.generate(
+            target, **prompt(), assistant_model=draft, graph_config="tree", max_new_tokens=tokens, do_sample=False
+        )
+
+    threads = [threading.Thread(target=work, args=(tokens,)) for tokens in (3, 40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(out[40], plain(40)) and torch.equal(out[3], plain(3))
+    assert target.config._attn_implementation == "sdpa"
+
+
+class Breaking(BaseStreamer):
+    def __init__(self, error: type[BaseException], after: int):
+        self.error, self.left = error, after
+
+    def put(self, value):
+        self.left -= 1
+        if self.left < 0:
+            raise self.error("stop")
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_the_call_after_an_exception_is_right(patched, error, after):
+    target, draft, _ = patched
+    ids = prompt()["input_ids"][:1]
+    expected = target.generate(ids, max_new_tokens=16, do_sample=False)
+    with pytest.raises(error):
+        target.generate(ids, max_new_tokens=16, do_sample=False, streamer=Breaking(error, after))
+    assert torch.equal(target.generate(ids, max_new_tokens=16, do_sample=False), expected)
+    gsd.unpatch(target)
+    with pytest.raises(error):
+        gsd.generate(target, ids, assistant_model=draft, graph_config="tree", streamer=Breaking(error, after))
+    assert target.config._attn_implementation == "sdpa"
+    assert torch.equal(target.generate(ids, max_new_tokens=16, do_sample=False), expected)
+
+
+def test_an_interrupted_forward_leaves_the_model_usable(patched):
+    target, draft, _ = patched
+    calls = []
+
+    def interrupt(*_):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+
+    hook = draft.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(**prompt(), max_new_tokens=16, do_sample=False)
+    hook.remove()
+    assert torch.equal(target.generate(**prompt(), max_new_tokens=16, do_sample=False), plain())
+
+
+def test_arguments_go_before_the_patch_and_the_patch_before_defaults(patched):
+    target, _, handle = patched
+    rows = {}
+    for name, more in {
+        "patch": {},
+        "call": {"graph_config": gsd.GraphConfig(depth=1, width=1, branch=2, max_rows=3)},
+    }.items():
+        out = target.generate(**prompt(), max_new_tokens=16, do_sample=False, **more)
+        assert torch.equal(out, plain())
+        rows[name] = handle.stats.target_rows // handle.stats.steps // 2
+    assert rows == {"patch": gsd.GraphConfig.preset("tree").max_rows, "call": 3}
+    # generate's own precedence: keyword, generation_config, the model's defaults.
+    config = transformers.GenerationConfig(max_new_tokens=5, pad_token_id=0)
+    assert target.generate(**prompt(), generation_config=config).shape[1] == 9 + 5
+    assert target.generate(prompt()["input_ids"], config, max_new_tokens=7).shape[1] == 9 + 7
+    target.generation_config.max_new_tokens = 4
+    assert target.generate(**prompt()).shape[1] == 9 + 4
+    other = models.noised(target, 0.0)
+    target.generate(**prompt(), max_new_tokens=16, do_sample=False, assistant_model=other)
+    assert handle.stats.steps < 8, "another draft, this time a perfect one"
+    with pytest.raises(TypeError, match="keyword"):
+        target.generate(prompt()["input_ids"], config, None)
+
+
+def test_copies_of_a_patched_model(patched):
+    """Copies and pickles are of the model, not of the patch, and can be patched themselves."""
+    target, draft, handle = patched
+    buffer = io.BytesIO()
+    torch.save(target, buffer)
+    buffer.seek(0)
+    for clone in (copy.deepcopy(target), torch.load(buffer, weights_only=False)):
+        assert clone.generate.__func__ is transformers.GenerationMixin.generate and clone.generate.__self__ is clone
+        assert torch.equal(clone.generate(**prompt(), max_new_tokens=16, do_sample=False), plain())
+        assert handle.stats is None
+        own = gsd.patch(clone, assistant_model=draft, graph_config="tree")
+        assert torch.equal(clone.generate(**prompt(), max_new_tokens=16, do_sample=False), plain())
+        assert own.stats.steps > 0 and handle.stats is None
+        gsd.unpatch(clone)
+        assert clone.config._attn_implementation == "sdpa"
+
+
+def test_saving_a_patched_model(patched, tmp_path):
+    target, _, _ = patched
+    target.save_pretrained(tmp_path)
+    assert "gsd" not in (tmp_path / "config.json").read_text()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert loaded.config._attn_implementation == "sdpa"
+    assert torch.equal(loaded.generate(**prompt(), max_new_tokens=16, do_sample=False), plain())
+
+
+def test_a_compiled_model_is_unwrapped():
+    target, draft = fresh()
+    compiled, compiled_draft = torch.compile(target), torch.compile(draft)
+    arguments = {"max_new_tokens": 16, "do_sample": False}
+    out = gsd.generate(compiled, **prompt(), assistant_model=compiled_draft, graph_config="tree", **arguments)
+    assert torch.equal(out, plain())
+    handle = gsd.patch(compiled, assistant_model=compiled_draft, graph_config="tree")
+    assert torch.equal(compiled.generate(**prompt(), **arguments), plain()) and handle.stats.steps > 0
+    gsd.unpatch(compiled)
+    assert target.config._attn_implementation == "sdpa"
+
+
+def test_a_draft_that_shares_the_targets_config():
+    target, _ = fresh()
+    draft = transformers.LlamaForCausalLM(target.config).double().eval()
+    draft.load_state_dict(models.noised(target, 0.01).state_dict())
+    draft.config = draft.model.config = target.config
+    assert draft.config is target.config
+    arguments = {"max_new_tokens": 16, "do_sample": False}
+    out = gsd.generate(target, **prompt(), assistant_model=draft, graph_config="tree", **arguments)
+    assert torch.equal(out, plain()) and target.config._attn_implementation == "sdpa"
+    handle = gsd.patch(target, assistant_model=draft, graph_config="tree")
+    assert torch.equal(target.generate(**prompt(), **arguments), plain()) and handle.stats.tokens_per_step > 1
+    gsd.unpatch(target)
+    assert target.config._attn_implementation == "sdpa"
+
+
+def test_the_target_as_its_own_draft():
+    target, _ = fresh()
+    arguments = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
+    config = gsd.GraphConfig.preset("chain", depth=3)
+    out = gsd.generate(target, **prompt(), assistant_model=target, graph_config=config, **arguments)
+    assert torch.equal(out.sequences, plain())
+    assert out.stats.steps == 4 and out.stats.tokens_per_step == 4.0, "a perfect draft is always accepted"
+    handle = gsd.patch(target, assistant_model=target, graph_config=config)
+    assert torch.equal(target.generate(**prompt(), **arguments).sequences, plain()) and handle.stats.steps == 4
+    gsd.unpatch(target)
+    assert target.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("sizes", [(VOCAB, VOCAB + 24), (VOCAB + 24, VOCAB)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draft_of_another_dtype_and_padded_vocabulary(sizes, dtype):
+    """Padding may be on either side; ids that the other model does not know are drafted or read as nothing."""
+    target = models.tiny(vocab_size=sizes[0])
+    target.generation_config.eos_token_id = None
+    draft = models.tiny(vocab_size=sizes[1], seed=1)
+    shared = min(sizes)
+    for own, theirs in zip(draft.parameters(), models.noised(target, 0.01).parameters(), strict=True):
+        if own.shape == theirs.shape:
+            own.data = theirs.data.clone()
+        else:
+            own.data[:shared] = theirs.data[:shared]
+    draft = draft.to(dtype)
+    arguments = {**models.prompts(2, 9, seed=3, vocab=shared), "max_new_tokens": 24, "do_sample": False}
+    expected = target.generate(**arguments)
+    for config in ("chain", "tree", "graph"):
+        out = gsd.generate(
+            target, assistant_model=draft, graph_config=config, return_dict_in_generate=True, **arguments
+        )
+        assert torch.equal(out.sequences, expected)
+        assert out.stats.tokens_per_step > 1.1
+    if sizes[0] > sizes[1]:
+        assert (expected[:, 9:] >= shared).any(), "the target must emit ids that the draft does not know"
+    sampled = {**arguments, "do_sample": True, "top_k": 0, "seed": 3}
+    out = gsd.generate(target, assistant_model=draft, graph_config="graph", **sampled)
+    assert torch.equal(out, gsd.generate(target, **sampled))
+
+
+def test_custom_generate():
+    target, draft = fresh()
+    decoder = gsd.GraphDecoder(draft, "tree")
+    out = target.generate(**prompt(), max_new_tokens=16, do_sample=False, custom_generate=decoder)
+    assert torch.equal(out, plain()) and decoder.stats.steps > 0 and decoder.stats.tokens_per_step > 1
+    sampled = {**prompt(), "max_new_tokens": 16, "do_sample": True, "top_k": 0}
+    first = target.generate(**sampled, custom_generate=decoder, seed=3)
+    assert torch.equal(first, gsd.generate(target, **sampled, seed=3))
+    assert torch.equal(target.generate(**sampled, custom_generate=gsd.GraphDecoder(draft, "chain", seed=3)), first)
+    # It wins over a patch, and its exceptions leave nothing behind.
+    gsd.patch(target, graph_config="tree")
+    assert torch.equal(target.generate(**sampled, custom_generate=decoder, seed=3), first)
+    gsd.unpatch(target)
+    with pytest.raises(ValueError, match="num_beams"):
+        target.generate(**prompt(), num_beams=2, custom_generate=decoder)
+    assert target.config._attn_implementation == "sdpa"
+
+
+def test_automatic_budget(patched):
+    """The default measures the pair here (in the tests' own cache) and stays exact."""
+    target, draft, _ = patched
+    gsd.unpatch(target)
+    handle = gsd.patch(target, assistant_model=draft)
+    assert torch.equal(target.generate(**prompt(), max_new_tokens=16, do_sample=False), plain())
+    assert handle.stats.steps > 0
+    again = target.generate(**prompt(), max_new_tokens=40, do_sample=False)
+    assert torch.equal(again, plain(40))
+
+
+def test_layers_on_two_devices():
+    """accelerate's hooks as far as one CPU shows: a dispatched model, its caches beside its layers."""
+    accelerate = pytest.importorskip("accelerate")
+    target, draft = fresh()
+    device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    device_map |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        split = accelerate.dispatch_model(target, device_map, main_device="cpu", offload_dir=folder, force_hooks=True)
+        assert split.model.layers[1].self_attn.q_proj.weight.device.type == "meta", "the layer is elsewhere"
+        out = gsd.generate(
+            split, **prompt(), assistant_model=draft, graph_config="tree", max_new_tokens=16, do_sample=False
+        )
+    assert torch.equal(out, plain())
+
+
+def test_import_is_light():
+    """``import gsd_kernels`` loads neither transformers nor triton; the bindings come on first use."""
+    code = (
+        "import sys, gsd_kernels; heavy = {'transformers', 'triton'} & set(sys.modules); assert not heavy, heavy; "
+        "assert 'generate' in dir(gsd_kernels); gsd_kernels.generate; assert 'transformers' in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
