@@ -168,7 +168,7 @@ class BuildOps(build_ext):
         nvcc: list[str] = []
         if cuda:
             archs = os.environ.get("GSD_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST") or local_archs()
-            nvcc = [tools.nvcc, "-std=c++17", "-O3", "-lineinfo", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+            nvcc = [tools.nvcc, "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
             nvcc += ["-Xptxas", "-v", *code_flags(archs or RELEASE_ARCHS)]
             link += [f"-L{cuda_libraries(tools.nvcc)}", "-lcudart_static", "-lrt", "-ldl", "-lpthread"]
 
