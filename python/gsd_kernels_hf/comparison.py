@@ -48,7 +48,7 @@ class Divergence:
         index: its place among the new tokens.
         plain, other: the two tokens; ``None`` where that text had ended.
         gap: how far apart the target's logits of the two are, infinite if one text had ended.
-        bound: how far rounding can move them in the target's dtype.
+        bound: how far rounding can move it in the target's dtype, estimated and measured.
     """
 
     index: int
@@ -181,9 +181,9 @@ def first_divergence(
         return None
     mine, theirs = (tokens[index] if index < len(tokens) else None for tokens in (plain, other))
     before = torch.tensor([list(plain[:index])], dtype=input_ids.dtype, device=input_ids.device)
-    logits = target(torch.cat([input_ids, before], 1), use_cache=False, logits_to_keep=1).logits[0, -1].double()
+    logits, noise = _logits_and_noise(target, torch.cat([input_ids, before], 1))
     gap = math.inf if mine is None or theirs is None else float((logits[mine] - logits[theirs]).abs())
-    return Divergence(index, mine, theirs, gap, rounding_bound(target, logits))
+    return Divergence(index, mine, theirs, gap, max(rounding_bound(target, logits), 2 * noise))
 
 
 def rounding_bound(target: PreTrainedModel, logits: Tensor) -> float:
@@ -195,6 +195,20 @@ def rounding_bound(target: PreTrainedModel, logits: Tensor) -> float:
     config = target.config.get_text_config(decoder=True)
     half_unit = torch.finfo(_dtype(target)).eps / 2
     return 2 * math.sqrt(2 * (2 * config.num_hidden_layers + 2)) * half_unit * float(logits.abs().max())
+
+
+def _logits_and_noise(target: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, float]:
+    """The last position's logits [V], and how much they move if that position is forwarded alone.
+
+    Only transformers' own forwards: it shows what the dtype does in this model's matrix products (TF32, quantised
+    weights), which :func:`rounding_bound` cannot know.
+    """
+    logits = target(input_ids, use_cache=False, logits_to_keep=1).logits[0, -1].double()
+    if input_ids.shape[1] == 1:
+        return logits, 0.0
+    cache = target(input_ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+    alone = target(input_ids[:, -1:], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].double()
+    return logits, float((logits - alone).abs().max())
 
 
 @contextmanager

@@ -243,10 +243,10 @@ def _result(target: Any, name: str, rounds: list[dict[str, Run]], prompts: list[
 def _print_inflated(report: dict[str, Any], config: GraphConfig) -> None:
     title = (
         f"\nThe target inflated to {report['parameters'] / 1e6:.0f}M parameters (same function, larger cost): "
-        f"{report['prompts']} prompts × {report['max_new_tokens']} tokens, interleaved"
+        f"{report['prompts']} × {report['max_new_tokens']} tokens, interleaved"
     )
     out.print(title, style="bold", soft_wrap=True)
-    out.print("Greedy text of so small a model repeats itself, which helps every kind of speculation.", style="dim")
+    out.print("(its greedy text repeats itself, which helps every kind of speculation)", style="dim")
     rows = table("", "tokens/s", "against plain", "tokens/forward", "<same tokens")
     for result in report["contenders"]:
         same = f"{result['equal']} of {report['prompts']}"
