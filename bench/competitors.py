@@ -69,7 +69,7 @@ def competitors(
     if unknown:
         raise ValueError(f"--competitors: {unknown[0]!r} is none of {', '.join(COMPETITORS)}")
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
-    return [_competitor(name, pair, sampling, backend, quick) for name in names]
+    return [_competitor(name, pair, sampling, backend, quick) for name in dict.fromkeys(names)]
 
 
 def _competitor(name: str, pair: Pair, sampling: dict[str, Any], backend: str, quick: bool) -> Competitor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gsd_kernels import tune
 from gsd_kernels_hf.comparison import first_divergence
+from gsd_kernels_hf.tuning import prefix_bucket
 
 from .competitors import ASSISTED, AUTO, COMPETITORS, GREEDY, OURS, PLAIN, Competitor, competitors, fixed_configs
 from .environment import environment
@@ -225,15 +226,11 @@ def _calibrate(settings: Settings, pair: Pair) -> None:
     """Measure the step costs anew for every prompt length of the run."""
     done = set()
     for prompt in pair.prompts:
-        # The middle of the text, as generate itself asks for it.
-        costs = tune(
-            pair.target,
-            pair.draft,
-            prefix_length=prompt.input_ids.shape[1] + settings.new_tokens // 2,
-            backend=settings.backend,
-            refresh=not done,
-        )
-        done.add(costs.about["prefix"])
+        length = prompt.input_ids.shape[1] + settings.new_tokens // 2  # the middle of the text, as generate asks
+        bucket = prefix_bucket(length)
+        if bucket not in done:
+            tune(pair.target, pair.draft, prefix_length=length, backend=settings.backend, refresh=True)
+            done.add(bucket)
 
 
 def _decode(

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from gsd_kernels_hf.capture import replayable
+
 SHORTEST = 100e-6  # seconds; shorter calls are timed several at once on a CPU
 FLUSH_BYTES = 256 << 20  # more than any GPU's second-level cache
 
@@ -63,9 +65,8 @@ def _time_on_gpu(function: Callable[[], Any], device: torch.device, seconds: flo
     for _ in range(3):
         function()
     torch.cuda.synchronize(device)
-    call, clock = _captured(function), "cuda graph"
-    if call is None:
-        call, clock = function, "events"
+    call = replayable(function, device)
+    clock = "events" if call is function else "cuda graph"
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
     samples: list[float] = []
     begin = time.perf_counter()
@@ -81,20 +82,6 @@ def _time_on_gpu(function: Callable[[], Any], device: torch.device, seconds: flo
         torch.cuda.synchronize(device)
         samples += [start.elapsed_time(end) / 1e3 for start, end in pairs]
     return Timing.of(samples, clock)
-
-
-def _captured(function: Callable[[], Any]) -> Callable[[], Any] | None:
-    """``function`` as a CUDA graph; ``None`` where it waits for the device, so that it cannot be captured."""
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            function()
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return None
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph.replay
 
 
 def copy_bandwidth(device: torch.device, *, quick: bool = False) -> float:

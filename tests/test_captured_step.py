@@ -1,0 +1,137 @@
+"""Steps replayed from a CUDA graph: what can be shown without a GPU. test_capture.py watches for host reads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import noised, prompts, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gsd_kernels import GraphConfig, generate
+from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
+from gsd_kernels_hf import decoding
+from gsd_kernels_hf.capture import WARM_STEPS, CapturedStep, can_capture, untimed
+
+CONFIGS = {
+    "plain": None,
+    "chain": GraphConfig.preset("chain", depth=3),
+    "tree": GraphConfig(depth=3, width=2, branch=2, max_rows=8, merge_context=-1),
+    "graph": GraphConfig(depth=3, width=2, branch=2, max_rows=8, reuse_depth=2),
+}
+
+
+class NoHostData(TorchDispatchMode):
+    """Fails where a tensor is made from host data, which on a GPU is a copy that cannot be captured."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten.lift_fresh.default, "a tensor of host data"
+        return func(*args, **(kwargs or {}))
+
+
+class OnCpu(CapturedStep):
+    """Captures nothing; a replay runs the step and fills the one record."""
+
+    captures = 0
+    replays = 0
+
+    def capture(self):
+        OnCpu.captures += 1
+        static = decoding.StepRecord(None, None, None, None)
+
+        def replay():
+            OnCpu.replays += 1
+            vars(static).update(vars(self.session.step()))
+
+        return replay, static
+
+
+@pytest.fixture
+def pair():
+    target = tiny()
+    return target, noised(target)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_copies_nothing_from_the_host(pair, name, sampling, monkeypatch):
+    target, draft = pair
+    step, watched = decoding.Session.step, []
+
+    def watching(session):
+        watched.append(len(watched) > 1)
+        if not watched[-1]:
+            return step(session)  # storage is made in the first steps
+        with NoHostData(), untimed(session):
+            return step(session)
+
+    monkeypatch.setattr(decoding.Session, "step", watching)
+    monkeypatch.delitem(IMPLEMENTATIONS, "cpu")  # PyTorch's attention on a CPU is no part of a step on a GPU
+    options = {"assistant_model": draft, "graph_config": CONFIGS[name]} if name != "plain" else {}
+    generate(target, **prompts(2, 9), max_new_tokens=24, pad_token_id=0, **options, **sampling)
+    assert sum(watched) >= 3
+
+
+def test_the_watch_notices():
+    with pytest.raises(AssertionError, match="host data"), NoHostData():
+        torch.tensor([1.0, 2.0])
+
+
+@pytest.mark.parametrize("graph_config", ["auto", CONFIGS["graph"]], ids=["auto", "graph"])
+def test_replayed_steps_give_the_same_text(pair, graph_config, monkeypatch):
+    target, draft = pair
+    inputs = prompts(1, 9)
+    options = {"assistant_model": draft, "graph_config": graph_config, "max_new_tokens": 48, "pad_token_id": 0}
+    expected = generate(target, **inputs, **options)
+    monkeypatch.setattr(OnCpu, "captures", 0)
+    monkeypatch.setattr(OnCpu, "replays", 0)
+    monkeypatch.setattr(decoding, "can_capture", lambda session: True)
+    monkeypatch.setattr(decoding, "CapturedStep", OnCpu)
+    assert torch.equal(generate(target, **inputs, **options), expected)
+    assert OnCpu.captures >= 1
+    assert OnCpu.replays > WARM_STEPS
+
+
+def test_failing_to_capture_is_said_and_harmless(pair, monkeypatch, caplog):
+    class Failing(CapturedStep):
+        def capture(self):
+            raise RuntimeError("operation not permitted")
+
+    target, draft = pair
+    inputs = prompts(1, 9)
+    options = {"assistant_model": draft, "graph_config": CONFIGS["graph"], "max_new_tokens": 32, "pad_token_id": 0}
+    expected = generate(target, **inputs, **options)
+    monkeypatch.setattr(decoding, "can_capture", lambda session: True)
+    monkeypatch.setattr(decoding, "CapturedStep", Failing)
+    with caplog.at_level("WARNING", logger="gsd_kernels"):
+        assert torch.equal(generate(target, **inputs, **options), expected)
+    assert [r.message for r in caplog.records if "captured" in r.message] == [
+        "a step could not be captured, so steps run uncaptured: operation not permitted"
+    ]
+
+
+def test_cpu_models_are_not_captured(pair, monkeypatch):
+    seen = []
+    monkeypatch.setattr(decoding, "can_capture", lambda session: seen.append(can_capture(session)) or seen[-1])
+    generate(pair[0], **prompts(1, 5), assistant_model=pair[1], graph_config="chain", max_new_tokens=4, pad_token_id=0)
+    assert seen == [False]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "sampling", [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"]
+)
+def test_captured_on_a_gpu(name, sampling, monkeypatch, caplog):
+    target = tiny(dtype=torch.float32)
+    draft, target = noised(target).cuda(), target.cuda()
+    options = {"assistant_model": draft, "graph_config": CONFIGS[name]} if name != "plain" else {}
+    inputs = {key: value.cuda() for key, value in prompts(2, 9).items()}
+    options |= {"max_new_tokens": 64, "pad_token_id": 0, **sampling}
+    with caplog.at_level("WARNING", logger="gsd_kernels"):
+        captured = generate(target, **inputs, **options)
+    assert not caplog.records
+    monkeypatch.setattr(decoding, "can_capture", lambda session: False)
+    assert torch.equal(generate(target, **inputs, **options), captured)
