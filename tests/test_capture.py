@@ -1,124 +1,149 @@
-"""A step does the same work whatever its data: it traces without values, and never asks the device for one."""
+"""A step as a CUDA graph: what can be shown without a GPU. Nothing in a step may wait for the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import models
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from models import noised, prompts, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import gsd_kernels as gsd
-from gsd_kernels_hf.decoding import Session
+from gsd_kernels import GraphConfig, generate
+from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
+from gsd_kernels_hf import decoding
+from gsd_kernels_hf.capture import WARM_STEPS, CapturedStep, can_capture, untimed
 
-torch.set_num_threads(1)
-
-BATCH, VOCAB = 3, 32
-PLAIN = {"assistant_model": None}
-HISTORY = {"assistant_model": None, "draft_sources": ("history",)}
-SETUPS = {
-    "plain": PLAIN,
-    "chain": {"graph_config": gsd.GraphConfig.preset("chain", depth=3)},
-    "graph": {"graph_config": gsd.GraphConfig(depth=4, width=6, branch=3, max_rows=40, merge_context=1)},
-    "reuse": {"graph_config": gsd.GraphConfig(depth=2, width=2, branch=2, max_rows=24, reuse_depth=2)},
-    "history": {**HISTORY, "graph_config": gsd.GraphConfig(depth=2, width=4, branch=2, max_rows=16)},
-    "automatic": {"graph_config": "auto"},
+WAITS = {
+    torch.ops.aten._local_scalar_dense.default,  # .item(), int(), bool()
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten.lift_fresh.default,  # torch.tensor([...]): a copy from the host
+    torch.ops.aten._unique2.default,
 }
-PLANS = {
-    "greedy": {"do_sample": False},
-    "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "seed": 5},
+CONFIGS = {
+    "plain": None,
+    "chain": GraphConfig.preset("chain", depth=3),
+    "tree": GraphConfig(depth=3, width=2, branch=2, max_rows=8, merge_context=-1),
+    "graph": GraphConfig(depth=3, width=2, branch=2, max_rows=8, reuse_depth=2),
 }
 
 
-class Enough(Exception):
-    pass
+class NoWaiting(TorchDispatchMode):
+    """Fails at an operation whose result the host has to wait for, or whose size it has to know."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in WAITS:
+            raise AssertionError(f"{func} waits for the device")
+        if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
+            assert not any(i is not None and i.dtype == torch.bool for i in args[1]), "a mask as an index"
+        return func(*args, **(kwargs or {}))
 
 
-def with_session(check: Callable[[Session], None], setup: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run ``check`` on the session of a real call, in place of its loop."""
+class OnCpu(CapturedStep):
+    """Captures nothing; a replay runs the step and fills the one record."""
 
-    def loop(decoder, session, *_):
-        # The widest shape; an automatic budget takes its turn outside the step.
-        session.use(decoder.graph_config if session.drafter is not None else None)
-        check(session)
-        raise Enough
+    captures = 0
+    replays = 0
 
-    monkeypatch.setattr(gsd.GraphDecoder, "_loop", loop)
-    target = models.tiny("mistral-window", vocab_size=VOCAB, dtype=torch.float32)
-    arguments = {"assistant_model": models.noised(target, 0.01), "backend": "reference", "max_new_tokens": 40}
-    with pytest.raises(Enough):
-        prompt = models.prompts(BATCH, 11, seed=4, vocab=VOCAB)
-        gsd.generate(target, **prompt, **{**arguments, **SETUPS[setup], **PLANS[plan]})
+    def capture(self):
+        OnCpu.captures += 1
+        static = decoding.StepRecord(None, None, None, None)
 
+        def replay():
+            OnCpu.replays += 1
+            vars(static).update(vars(self.session.step()))
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("setup", SETUPS)
-def test_the_whole_step_traces_without_values(setup, plan, monkeypatch):
-    """FakeTensorMode raises at the first operation whose result's shape, or a host value, depends on data."""
-
-    def check(session):
-        before = session.state.tokens.clone()
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            first, second = session.step(), session.step()
-            assert isinstance(second.accepted.next_token, FakeTensor)
-            shapes = [tuple(t.shape) for t in first.accepted.tensors()]
-            assert shapes == [(BATCH, session.max_path + 1), (BATCH,), (BATCH,)]
-            assert shapes == [tuple(t.shape) for t in second.accepted.tensors()]
-            with pytest.raises(DataDependentOutputException):  # a host read does raise
-                int(second.accepted.next_token[0])
-        assert torch.equal(session.state.tokens, before), "nothing was computed"
-
-    with_session(check, setup, plan, monkeypatch)
+        return replay, static
 
 
-class HostReads(TorchDispatchMode):
-    """Collects operations that wait for the device, or whose output's shape depends on values."""
-
-    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "unique", "equal", "is_nonzero", "item")
-
-    def __init__(self):
-        super().__init__()
-        self.seen: list[str] = []
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.name().removeprefix("aten::")
-        self.count += 1
-        if name.split(".")[0].startswith(self.WAITING):
-            self.seen.append(name)
-        by_mask = name.startswith(("index.", "index_put")) and any(
-            t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]
-        )
-        if by_mask:
-            self.seen.append(f"{name} by a mask")
-        return function(*args, **(kwargs or {}))
+@pytest.fixture
+def pair():
+    target = tiny()
+    return target, noised(target)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("setup", SETUPS)
-def test_a_real_step_reads_nothing_back(setup, plan, monkeypatch):
-    def check(session):
-        operations, accepted = [], []
-        for _ in range(5):
-            with HostReads() as reads:
-                record = session.step()
-            assert not reads.seen, reads.seen
-            operations.append(reads.count)
-            accepted += record.accepted.num_accepted.tolist()
-        # Once storage is there, every step is the same sequence of operations, whatever is accepted.
-        assert len(set(operations[1:])) == 1, operations
-        if setup != "plain":
-            assert len(set(accepted)) > 1, "the steps must differ"
+@pytest.mark.parametrize(
+    "sampling", [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_never_waits_for_the_device(pair, name, sampling, monkeypatch):
+    target, draft = pair
+    step, watched = decoding.Session.step, []
 
-    with_session(check, setup, plan, monkeypatch)
+    def watching(session):
+        watched.append(len(watched) > 1)
+        if not watched[-1]:
+            return step(session)  # storage is made in the first steps
+        with NoWaiting(), untimed(session):
+            return step(session)
+
+    monkeypatch.setattr(decoding.Session, "step", watching)
+    monkeypatch.delitem(IMPLEMENTATIONS, "cpu")  # attention on a CPU may look at lengths; what runs on a GPU may not
+    options = {"assistant_model": draft, "graph_config": CONFIGS[name]} if name != "plain" else {}
+    generate(target, **prompts(2, 9), max_new_tokens=24, pad_token_id=0, **options, **sampling)
+    assert sum(watched) >= 3
 
 
-def test_the_collector_sees_host_reads():
-    with HostReads() as reads:
-        x = torch.arange(4)
-        x[x > 1]
-        bool(x.any())
-        x.nonzero()
-    assert {name.split(".")[0].split(" ")[0] for name in reads.seen} >= {"index", "_local_scalar_dense", "nonzero"}
+def test_the_watch_notices(pair):
+    with pytest.raises(AssertionError, match="waits"), NoWaiting():
+        torch.ones(2).sum().item()
+    with pytest.raises(AssertionError, match="mask"), NoWaiting():
+        torch.ones(2)[torch.ones(2, dtype=torch.bool)]
+
+
+@pytest.mark.parametrize("graph_config", ["auto", CONFIGS["graph"]], ids=["auto", "graph"])
+def test_replayed_steps_give_the_same_text(pair, graph_config, monkeypatch):
+    target, draft = pair
+    inputs = prompts(1, 9)
+    options = {"assistant_model": draft, "graph_config": graph_config, "max_new_tokens": 48, "pad_token_id": 0}
+    expected = generate(target, **inputs, **options)
+    monkeypatch.setattr(OnCpu, "captures", 0)
+    monkeypatch.setattr(OnCpu, "replays", 0)
+    monkeypatch.setattr(decoding, "can_capture", lambda session: True)
+    monkeypatch.setattr(decoding, "CapturedStep", OnCpu)
+    assert torch.equal(generate(target, **inputs, **options), expected)
+    assert OnCpu.captures >= 1
+    assert OnCpu.replays > WARM_STEPS
+
+
+def test_failing_to_capture_is_said_and_harmless(pair, monkeypatch, caplog):
+    class Failing(CapturedStep):
+        def capture(self):
+            raise RuntimeError("operation not permitted")
+
+    target, draft = pair
+    inputs = prompts(1, 9)
+    options = {"assistant_model": draft, "graph_config": CONFIGS["graph"], "max_new_tokens": 32, "pad_token_id": 0}
+    expected = generate(target, **inputs, **options)
+    monkeypatch.setattr(decoding, "can_capture", lambda session: True)
+    monkeypatch.setattr(decoding, "CapturedStep", Failing)
+    with caplog.at_level("WARNING", logger="gsd_kernels"):
+        assert torch.equal(generate(target, **inputs, **options), expected)
+    assert [r.message for r in caplog.records if "captured" in r.message] == [
+        "a step could not be captured, so steps run uncaptured: operation not permitted"
+    ]
+
+
+def test_cpu_models_are_not_captured(pair, monkeypatch):
+    seen = []
+    monkeypatch.setattr(decoding, "can_capture", lambda session: seen.append(can_capture(session)) or seen[-1])
+    generate(pair[0], **prompts(1, 5), assistant_model=pair[1], graph_config="chain", max_new_tokens=4, pad_token_id=0)
+    assert seen == [False]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "sampling", [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"]
+)
+def test_captured_on_a_gpu(name, sampling, monkeypatch, caplog):
+    target = tiny(dtype=torch.float32)
+    draft, target = noised(target).cuda(), target.cuda()
+    options = {"assistant_model": draft, "graph_config": CONFIGS[name]} if name != "plain" else {}
+    inputs = {key: value.cuda() for key, value in prompts(2, 9).items()}
+    options |= {"max_new_tokens": 64, "pad_token_id": 0, **sampling}
+    with caplog.at_level("WARNING", logger="gsd_kernels"):
+        captured = generate(target, **inputs, **options)
+    assert not caplog.records
+    monkeypatch.setattr(decoding, "can_capture", lambda session: False)
+    assert torch.equal(generate(target, **inputs, **options), captured)

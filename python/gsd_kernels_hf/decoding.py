@@ -91,8 +91,8 @@ class Session:
 
     def use(self, config: GraphConfig | None) -> None:
         """Take ``config`` for the next steps; ``None`` is plain decoding."""
-        if config is not None and self.config != config and self.drafter is not None and self.drafter.model is not None:
-            self.drafter.model.catch_up(self.state, config.chain_rows)
+        if config is not None and self.config != config and self.drafter is not None:
+            self.drafter.prepare(config)
         self.config = config
 
     def step(self) -> StepRecord:

@@ -78,7 +78,7 @@ class Drafter:
         self.state, self.model, self.history, self.backend = state, model, history, backend
         self.shapes: dict[GraphConfig, DraftShape] = {}
         self.calibration: Calibration | None = None
-        self.unread = True  # the history reads the text so far when it is first asked
+        self.unread = True  # the history reads the text so far when it is first needed
 
     def shape(self, config: GraphConfig) -> DraftShape:
         """Storage for ``config``, made at its first use."""
@@ -91,14 +91,19 @@ class Drafter:
             self.shapes[config] = DraftShape(graph, slot_depths, drafted, matched)
         return self.shapes[config]
 
+    def prepare(self, config: GraphConfig) -> None:
+        """Before the first step of ``config``: read what was emitted without this drafter (waits for the device)."""
+        if self.model is not None:
+            self.model.catch_up(self.state, config.chain_rows)
+        if self.history is not None and self.unread:
+            self.history.read(self.state.tokens[:, : int(self.state.out_len.min())], self.state.kv_start)
+            self.unread = False
+
     def draft(self, config: GraphConfig) -> TokenGraph:
         """draft + merge, once a level."""
         shape, state = self.shape(config), self.state
         graph = shape.graph
         graph.reset(state.root_tokens(), state.emitted_tail())
-        if self.unread and self.history is not None:
-            self.history.read(state.tokens[:, : int(state.out_len.min())], state.kv_start)
-            self.unread = False
         shape.drafted.fill_(math.nan)
         first_pick = state.out_len - state.kv_start  # [B]; index of the token after the root
         frontier = Frontier(graph.root_frontier(), graph.token_ids[:, :1], graph.depths[:, :1], graph.ancestor_mask)
