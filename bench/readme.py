@@ -1,0 +1,219 @@
+"""Writes the figures of README.md from bench/results.
+
+    python -m gsd_kernels_bench.readme [--check] [--readme FILE] [--results DIR]
+
+Rewrites what lies between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``; ``--check`` changes nothing and fails
+where the file is out of date. Nothing in these blocks is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .competitors import ASSISTED, AUTO, GREEDY, PLAIN
+from .generate import title
+from .intervals import Ratio
+from .report import Report, caption, markdown, micros, speedups
+
+BLOCK = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- /bench:(?P=name) -->)", re.DOTALL)
+KERNEL_CASES = ("attention", "merge", "sample", "commit")
+
+
+class MissingResultError(ValueError):
+    """A block needs a result that is not there."""
+
+
+def speed(results: Path) -> str:
+    """Every end-to-end run: a table each, and what ``auto`` gains over the best of transformers' assisted settings."""
+    paths = [*sorted(results.glob("generate-*.json")), *sorted((results / "gpu").glob("e2e-*.json"))]
+    runs = [(path, data) for path in paths if not (data := _read(path))["settings"]["quick"]]
+    if not runs:
+        raise MissingResultError(f"no generate-*.json in {results}: gsd-kernels bench generate")
+    return "\n\n".join(_speed_table(data) for _, data in sorted(runs, key=lambda run: _order(run[1])))
+
+
+def _order(data: dict[str, Any]) -> tuple[bool, bool, str, str]:
+    settings = data["settings"]
+    shape = settings["target_shape"]
+    return data["environment"]["device_type"] == "cpu", shape == "none", shape, settings["dtype"]
+
+
+def _speed_table(data: dict[str, Any]) -> str:
+    rows = []
+    for row in data["summary"]:
+        same = f"{row['equal']}/{row['compared']}" if row["compared"] else "–"
+        rows.append(
+            [
+                f"**{row['competitor']}**" if row["competitor"] == AUTO else row["competitor"],
+                f"{row['tokens_per_second']:.1f}",
+                "–" if row["speedup"] is None else str(Ratio(**row["speedup"])),
+                "–" if row["tokens_per_forward"] is None else f"{row['tokens_per_forward']:.2f}",
+                same + (f" ({row['within_rounding']} by rounding)" if row["within_rounding"] else ""),
+            ]
+        )
+    prompts = len({run["prompt"] for run in data["runs"]})
+    head = f"{title(data['settings'], data['parameters'])}, {prompts} held-out prompts; {_place(data['environment'])}:"
+    table = markdown(["", "tokens/s", f"against {GREEDY} (95%)", "tokens/forward", "same tokens"], rows)
+    return "\n\n".join(part for part in (head, table, _verdict(data), _missing(data["missing"])) if part)
+
+
+def _verdict(data: dict[str, Any]) -> str:
+    rates = {row["competitor"]: row["tokens_per_second"] for row in data["summary"]}
+    assisted = [name for name in ASSISTED if name in rates]
+    sentences = []
+    if AUTO in rates and assisted:
+        best = max(assisted, key=lambda name: rates[name])
+        ratio = Ratio(**data["ratios"][f"{AUTO} / {best}"])
+        sentences.append(f"`{AUTO}` is {ratio} times the best assisted setting ({best})")
+    if AUTO in rates and PLAIN in rates:
+        sentences.append(f"{Ratio(**data['ratios'][f'{AUTO} / {PLAIN}'])} times plain decoding by the same code")
+    return " and ".join(sentences) + "." if sentences else ""
+
+
+def _missing(missing: dict[str, str]) -> str:
+    return "Missing: " + "; ".join(f"{name} ({reason})" for name, reason in missing.items()) + "." if missing else ""
+
+
+def tree(results: Path) -> str:
+    """Tokens per step of the graph, and how that compares with the tree, by text and rows."""
+    path = results / "tree.json"
+    if not path.exists():
+        raise MissingResultError(f"no {path}: gsd-kernels bench tree")
+    data = _read(path)
+    target_rows = data["settings"]["grid"]["target_rows"]
+    lines: dict[tuple[str, float, int], dict[int, str]] = {}
+    for cell in data["cells"]:
+        ratio = cell["graph / tree"]
+        sure = "*" if ratio["low"] > 1 or ratio["high"] < 1 else ""
+        text = f"{cell['tokens_per_step']['graph']:.2f} ({ratio['value']:.2f}{sure})"
+        lines.setdefault((cell["text"], cell["temperature"], cell["draft_rows"]), {})[cell["target_rows"]] = text
+    rows = [
+        [
+            f"{text}, {'greedy' if temperature == 0 else f'T = {temperature}'}",
+            str(draft_rows),
+            *(cells[rows_] for rows_ in target_rows),
+        ]
+        for (text, temperature, draft_rows), cells in lines.items()
+    ]
+    total, settings = data["summary"], data["settings"]
+    prompts = max(len(names) for names in settings["prompts"].values())
+    head = (
+        f"Tokens per step of the graph (and its ratio to the tree's; * where the 95% interval excludes 1), by target "
+        f"rows; {prompts} prompts of each text, {settings['new_tokens']} new tokens:"
+    )
+    foot = (
+        f"The graph is ahead of the tree in {total['ahead']} of {total['cells']} cells, in {total['surely_ahead']} of "
+        f"them beyond doubt; at worst its tokens per step are {total['worst']:.2f} times the tree's, at best "
+        f"{total['best']:.2f}. Chain, tree, in-step merging and intervals of every cell: "
+        "[bench/results/tree.md](bench/results/tree.md)."
+    )
+    return "\n\n".join([head, markdown(["text", "draft rows", *map(str, target_rows)], rows), foot])
+
+
+def kernels(results: Path) -> str:
+    """Each op at its largest size, beside the best peer of the same run; the GPU's results where there are any."""
+    sections = []
+    for folder, pattern in ((results / "gpu", "*.json"), (results, "*.json")):
+        reports = [
+            Report.read(path) for path in sorted(folder.glob(pattern)) if _read(path).get("case") in KERNEL_CASES
+        ]
+        reports = [report for report in reports if not report.quick]
+        if reports:
+            sections.append(_kernel_table(reports))
+    if not sections:
+        raise MissingResultError(f"no kernel results in {results}: gsd-kernels bench attention, merge, sample, commit")
+    return "\n\n".join(sections)
+
+
+def _kernel_table(reports: list[Report]) -> str:
+    rows = []
+    for report in reports:
+        peers = {ours.key: peer for ours, peer in speedups(report)}
+        best: dict[tuple[str, str], Any] = {}
+        for row in report.measured():
+            place = (row.operation, row.shape)
+            if row.peer or row.contestant == "reference":
+                continue
+            if place not in best or _size(row) > _size(best[place]):
+                best[place] = row
+        for row in best.values():
+            peer = peers.get(row.key)
+            where = ", ".join([row.shape, *(f"{key} {value}" for key, value in row.parameters.items())])
+            rows.append(
+                [
+                    f"{row.operation}: {where}",
+                    report.dtype,
+                    f"{micros(row.median)} ({row.contestant})",
+                    f"{row.bandwidth_fraction:.2f}",
+                    "–" if peer is None else f"{micros(peer.median or 0)} ({peer.contestant})",
+                ]
+            )
+    bandwidth = ", ".join(f"{report.copy_bandwidth / 1e9:.0f}" for report in reports)
+    head = f"{_place(reports[0].environment)}; copy bandwidth {bandwidth} GB/s:"
+    return f"{head}\n\n" + markdown(["", "dtype", "median", "of copy bandwidth", "best peer"], rows)
+
+
+def _size(row: Any) -> int:
+    return int(row.bytes_moved or 0)
+
+
+def _place(environment: dict[str, Any]) -> str:
+    versions = environment["versions"]
+    return f"{caption(environment)}, transformers {versions['transformers']}, commit {environment['commit']}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+BLOCKS: dict[str, Callable[[Path], str]] = {"speed": speed, "tree": tree, "kernels": kernels}
+
+
+def rewritten(text: str, results: Path) -> str:
+    """``text`` with every block made anew.
+
+    Raises:
+        ValueError: an unknown block, or one whose result is missing.
+    """
+
+    def block(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in BLOCKS:
+            raise ValueError(f"bench:{name}: unknown block; there are {', '.join(BLOCKS)}")
+        return f"{match[1]}{BLOCKS[name](results)}\n{match[4]}"
+
+    if len(re.findall(r"<!-- /?bench:", text)) != 2 * len(BLOCK.findall(text)):
+        raise ValueError("a bench marker has no counterpart")
+    return BLOCK.sub(block, text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Rewrite or check; 0 if all is well."""
+    root = Path(__file__).resolve().parents[1]
+    parser = argparse.ArgumentParser(prog="python -m gsd_kernels_bench.readme", description=__doc__.split("\n")[0])
+    parser.add_argument("--readme", type=Path, default=root / "README.md")
+    parser.add_argument("--results", type=Path, default=root / "bench" / "results")
+    parser.add_argument("--check", action="store_true", help="change nothing, fail if the file is out of date")
+    options = parser.parse_args(arguments)
+    before = options.readme.read_text(encoding="utf-8")
+    try:
+        after = rewritten(before, options.results)
+    except ValueError as error:
+        print(f"{options.readme}: {error}", file=sys.stderr)
+        return 1
+    if options.check:
+        if after != before:
+            print(f"{options.readme}: out of date: python -m gsd_kernels_bench.readme", file=sys.stderr)
+        return int(after != before)
+    options.readme.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,355 @@
+"""The benchmarks run, write what they promise, and compute their statistics right. No figure is judged here."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gsd_kernels_bench import attention, commit, generate, gpu, merge, readme, sample
+from gsd_kernels_bench.cli import app
+from gsd_kernels_bench.competitors import COMPETITORS, competitors
+from gsd_kernels_bench.intervals import paired_ratio
+from gsd_kernels_bench.pairs import load_pair
+from gsd_kernels_bench.report import Report, Row
+from gsd_kernels_bench.runner import Contestant, Entry, Settings, run
+from gsd_kernels_bench.shapes import SHAPES
+from gsd_kernels_bench.timing import Timing, time_call
+from gsd_kernels_bench.tree_table import Cell, Grid, cells
+
+CPU = torch.device("cpu")
+CASES = {case.NAME: case for case in (attention, merge, sample, commit)}
+SMALL = {"merge": ["--rows", "16"]}
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def bench(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_cases_write_their_files(name, tmp_path):
+    options = SMALL.get(name, ["--shape", "tiny"])
+    output = bench(name, "--quick", "--device", "cpu", "--seconds", "0", "--out", str(tmp_path), *options)
+    assert "copy bandwidth" in output
+    file = tmp_path / f"{name}-quick.json"
+    report = Report.read(file)
+    assert report.case == name
+    assert report.dtype == "float32"
+    assert {"device", "commit", "versions", "threads", "date"} <= set(report.environment)
+    assert {"python", "torch", "triton", "transformers", "gsd_kernels"} <= set(report.environment["versions"])
+    assert report.copy_bandwidth > 0
+    assert all(row.missing for row in report.rows if row.median is None)
+    for row in report.measured():
+        assert 0 < row.p20 <= row.median <= row.p80
+        assert row.samples >= 5
+        assert row.bandwidth_fraction == pytest.approx(row.bytes_moved / row.median / report.copy_bandwidth)
+    present = {row.contestant for row in report.measured()}
+    assert {"cpu", "reference"} <= present
+    assert "triton" in report.missing()
+    with file.with_suffix(".csv").open(encoding="utf-8") as lines:
+        table = list(csv.DictReader(lines))
+    assert len(table) == len(report.rows)
+    assert {"device", "torch", "commit", "median", "p20", "p80", "bytes_moved", "bandwidth_fraction"} <= set(table[0])
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_attention_names_every_peer(tmp_path):
+    bench("attention", "--quick", "--device", "cpu", "--shape", "tiny", "--rows", "4", "--out", str(tmp_path))
+    report = Report.read(tmp_path / "attention-quick.json")
+    named = {row.contestant for row in report.rows if row.peer}
+    assert named == {"sdpa_mask", "flex_attention", "flash_attn", "flashinfer"}
+    assert "sdpa_mask" not in report.missing()
+
+
+def test_compare_and_backend(tmp_path):
+    options = ["merge", "--quick", "--device", "cpu", "--rows", "16", "--backend", "cpu", "--out", str(tmp_path)]
+    bench(*options)
+    output = bench(*options, "--compare", str(tmp_path / "merge-quick.json"), "--name", "again")
+    assert "above 1 is faster now" in output
+    assert re.search(r"^\d+\.\d\d  flatten, token graph, rows 16: cpu$", output, re.MULTILINE)
+    rows = Report.read(tmp_path / "again.json").rows
+    assert {row.contestant for row in rows if not row.peer} == {"cpu"}
+
+
+def test_unknown_names_are_refused():
+    settings = Settings(CPU, torch.float32, quick=True, seconds=0.0)
+    with pytest.raises(ValueError, match=r"--backend: 'gpu' is none of"):
+        run(merge, Settings(CPU, torch.float32, rows=(16,), backends=["gpu"], quick=True))
+    with pytest.raises(ValueError, match=r"shape 'llama-9' is unknown"):
+        run(attention, Settings(CPU, torch.float32, shapes=("llama-9",)))
+    with pytest.raises(ValueError, match=r"--rows: merge has graphs for 16"):
+        run(merge, Settings(CPU, torch.float32, rows=(5,)))
+    assert settings.shape_names() == ("tiny", "tinyllama-1.1b")
+
+
+def test_a_wrong_result_is_never_reported(monkeypatch):
+    def entries(settings):
+        yield Entry("s", {"rows": 1}, "op", 8, [Contestant("theirs", lambda: 2.0, peer=True)], error=lambda out: out)
+        yield Entry("s", {"rows": 1}, "op", 8, [Contestant("ours", lambda: 2.0)], error=lambda out: out)
+
+    monkeypatch.setattr(merge, "entries", entries)
+    rows = []
+    monkeypatch.setattr("gsd_kernels_bench.runner.Report", lambda **_: type("Kept", (), {"rows": rows}))
+    with pytest.raises(RuntimeError, match="wrong result: error 2"):
+        run(merge, Settings(CPU, torch.float32, quick=True))
+    assert rows[0].median is None
+    assert "wrong result" in rows[0].missing
+
+
+def test_timing():
+    timing = Timing.of([5.0, 1.0, 2.0, 3.0, 4.0, 100.0], "wall")
+    assert (timing.median, timing.p20, timing.p80, timing.samples) == (3.5, 2.0, 5.0, 6)
+    calls = []
+    timing = time_call(lambda: calls.append(1), CPU, seconds=0.0)
+    assert timing.samples == 5
+    assert len(calls) > 100, "short calls are timed several at once"
+
+
+def test_paired_ratio():
+    ours, theirs = [(10, 1.0), (10, 3.0)], [(10, 2.0), (10, 6.0)]
+    ratio = paired_ratio(ours, theirs)
+    assert ratio.value == ratio.low == ratio.high == 2.0  # paired: every prompt is twice as fast
+    mixed = paired_ratio([(10, 1.0), (10, 4.0)], [(10, 2.0), (10, 2.0)])
+    assert mixed.value == pytest.approx(0.8)
+    assert (mixed.low, mixed.high) == (0.5, 2.0)
+    with pytest.raises(ValueError, match="as many prompts"):
+        paired_ratio(ours, theirs[:1])
+
+
+def test_compare_matches_points():
+    def report(median: float, shape: str = "a") -> Report:
+        row = Row("op", shape, {"rows": 1}, "cpu", median=median)
+        return Report("merge", "rows", {}, 1.0, "float32", True, [row])
+
+    (pair,) = report(1.0).compare(report(3.0))
+    assert pair[1] == 3.0
+    assert report(1.0).compare(report(3.0, "b")) == []
+
+
+@pytest.fixture(scope="module")
+def raced(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("race")
+    settings = generate.Settings(
+        CPU, torch.float32, pair="tiny", target_shape="none", prompts=2, new_tokens=10, quick=True
+    )
+    return folder, generate.run(settings, folder=folder)
+
+
+def test_generate_races_everyone(raced):
+    folder, report = raced
+    data = json.loads((folder / "generate.json").read_text())
+    assert data["case"] == "generate"
+    assert set(data["missing"]) == {"hf-static-compile", "hf-mtp", "hf-dflash"}
+    present = [name for name in COMPETITORS if name not in data["missing"]]
+    assert [row["competitor"] for row in data["summary"]] == present
+    assert data["prompts"] == ["code-0", "code-1"]
+    for name in present:
+        runs = [run_ for run_ in data["runs"] if run_["competitor"] == name]
+        assert [run_["prompt"] for run_ in runs] == data["prompts"]
+        assert [run_["tokens"] for run_ in runs] == [10, 10]
+        assert len({run_["place"] for run_ in runs}) == 2, "the order rotates"
+    others = [run_ for run_ in data["runs"] if run_["competitor"] != "hf-greedy"]
+    assert all(run_["same"] for run_ in others), "float32 is equal"
+    assert data["ratios"]["auto / plain"]["low"] <= data["ratios"]["auto / plain"]["value"]
+    assert [(floor["against"], floor["floor"]) for floor in data["floors"]] == [("plain", 0.97)]
+    assert (folder / "generate.png").exists()
+    assert "| auto |" in report.table()
+
+
+def test_floors_of_an_inflated_run(raced):
+    _, report = raced
+    rates = {"hf-greedy": 1.0, "hf-assisted-3": 3.0, "hf-assisted-5": 2.0, "auto": 4.0}
+
+    def floors(dtype):
+        settings = generate.Settings(CPU, dtype, target_shape="250m")
+        return [(name, floor) for name, _, floor, _ in generate._floors(settings, report, rates)]
+
+    assert floors(torch.float32) == [("hf-assisted-3", 1.03)]
+    assert floors(torch.bfloat16) == [("hf-assisted-3", 1.10), ("hf-greedy", 2.0)]
+
+
+def test_sampled_texts_of_ours_are_equal():
+    names = ("plain", "chain", "graph")
+    settings = generate.Settings(
+        CPU,
+        torch.float64,
+        pair="tiny",
+        target_shape="none",
+        prompts=1,
+        new_tokens=8,
+        temperature=0.8,
+        competitors=names,
+    )
+    report = generate.run(settings)
+    assert [run_["same"] for run_ in report.runs] == [None, True, True]
+
+
+def test_competitors():
+    pair = load_pair("tiny", device=CPU, dtype=torch.float32, prompts=1, texts=["code", "copy", "table"])
+    assert [prompt.kind for prompt in pair.prompts] == ["code", "copy", "table"]
+    with pytest.raises(ValueError, match="'fast' is none of"):
+        competitors(pair, ["fast"])
+    assert [c.name for c in competitors(pair, ["plain", "plain"])] == ["plain"]
+    with pytest.raises(ValueError, match="pair: 'big'"):
+        load_pair("big", device=CPU, dtype=torch.float32)
+
+
+def test_tree_table(tmp_path, monkeypatch):
+    from gsd_kernels_bench import tree_table
+
+    grid = Grid(draft_rows=(9,), target_rows=(8, 16), texts=("copy",), temperatures=(0.0, 0.7))
+    options = {"pair": "tiny", "prompts": 2, "new_tokens": 8, "folder": tmp_path, "name": "tree"}
+    decode, calls = tree_table.decode, []
+
+    def interrupted(*arguments):
+        calls.append(arguments[2:4])
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return decode(*arguments)
+
+    monkeypatch.setattr(tree_table, "decode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tree_table.run(grid, **options)
+    text = tree_table.run(grid, **options)
+    assert len(calls) == 4 * 4 * 2 + 1, "what was finished is not done again"
+    data = json.loads((tmp_path / "tree.json").read_text())
+    assert (tmp_path / "tree.md").read_text() == text + "\n"
+    assert data["summary"]["cells"] == len(data["cells"]) == 4
+    for cell in data["cells"]:
+        rows = cell["rows_per_step"]
+        assert rows["tree"]["draft_rows"] == rows["graph"]["draft_rows"] == rows["merged"]["draft_rows"]
+        assert rows["tree"]["target_rows"] == rows["graph"]["target_rows"] == cell["target_rows"]
+        assert rows["graph"]["expanded_nodes"] == 9
+        assert all(r["used_target_rows"] <= r["target_rows"] for r in rows.values())
+        assert set(cell["tokens_per_step"]) == {"chain", "tree", "merged", "graph"}
+    readme_file = tmp_path / "README.md"
+    readme_file.write_text("<!-- bench:tree -->\n<!-- /bench:tree -->\n")
+    assert readme.main(["--readme", str(readme_file), "--results", str(tmp_path)]) == 0
+    assert "| copy, T = 0.7 | 9 |" in readme_file.read_text()
+
+
+def test_the_whole_grid_is_valid():
+    grid = list(cells(Grid()))
+    assert len(grid) == 3 * 2 * 4 * 5
+    for cell in grid:
+        for variant in ("chain", "tree", "merged", "graph"):
+            assert cell.config(variant).max_rows <= max(cell.target_rows, 2)
+    cell = Cell("code", 0.0, 64, 8)
+    assert cell.config("chain").depth == 7, "no longer than the rows that verify it"
+
+
+def test_readme(raced, tmp_path, capsys):
+    folder, _ = raced
+    results, readme_file = tmp_path / "results", tmp_path / "README.md"
+    results.mkdir()
+    options = ["--readme", str(readme_file), "--results", str(results)]
+    readme_file.write_text(
+        "a\n<!-- bench:speed -->\n<!-- /bench:speed -->\nb\n<!-- bench:kernels -->\nold\n<!-- /bench:kernels -->\n"
+    )
+    assert readme.main(options) == 1
+    assert "no generate-*.json" in capsys.readouterr().err
+    data = json.loads((folder / "generate.json").read_text())
+    data["settings"]["quick"] = False
+    (results / "generate-none-float32.json").write_text(json.dumps(data))
+    report = run(merge, Settings(CPU, torch.float32, rows=(16,), seconds=0.0))
+    report.write(results, "merge")
+    assert readme.main([*options, "--check"]) == 1
+    assert readme.main(options) == 0
+    text = readme_file.read_text()
+    assert "| **auto** |" in text
+    assert "flatten: token graph, rows 16" in text
+    assert "old" not in text
+    assert text.startswith("a\n") and "\nb\n" in text
+    assert readme.main([*options, "--check"]) == 0
+    readme_file.write_text("<!-- bench:speed -->\n")
+    assert readme.main(options) == 1
+
+
+def test_readme_of_this_repository_is_up_to_date(capsys):
+    if "<!-- bench:" not in (ROOT / "README.md").read_text(encoding="utf-8"):
+        pytest.skip("README.md has no figures yet")
+    assert readme.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_gpu_script_rehearsal(tmp_path, monkeypatch):
+    """Every stage's command is run, in this process; compiling a peer is left out."""
+    ran = []
+
+    def call(command, environment, output, seconds):
+        assert command[0] == sys.executable
+        ran.append(command[1:])
+        words = list(command[command.index("bench") + 1 :]) if "bench" in command else None
+        if words is None:
+            return 0
+        if "flex_attention" in words or "hf-static-compile,plain,auto" in words:
+            words += ["--quick"]
+        elif words[0] == "generate":
+            words = [w.replace("hf-greedy,hf-assisted-3,auto", "hf-greedy,plain,auto") for w in words]
+        result = CliRunner().invoke(app, words)
+        output.write(result.output.encode())
+        return result.exit_code
+
+    monkeypatch.setattr(gpu, "call", call)
+    assert gpu.main(["--rehearse", "--out", str(tmp_path)]) == 0
+    names = [stage.name for stage in gpu.stages(tmp_path, rehearse=True)]
+    for name in names:
+        assert json.loads((tmp_path / f"{name}.stage.json").read_text())["ok"]
+    for name in ("attention-tiny", "merge", "sample", "commit", "e2e-7b", "e2e-70b", "peers-flashinfer"):
+        assert json.loads((tmp_path / f"{name}.json").read_text())["schema"] == 1
+        assert (tmp_path / f"{name}.png").exists()
+    before = len(ran)
+    assert gpu.main(["--rehearse", "--out", str(tmp_path)]) == 0
+    assert len(ran) == before, "done stages are skipped"
+
+
+def test_gpu_stages(tmp_path, monkeypatch, capsys):
+    planned = gpu.stages(tmp_path, rehearse=False)
+    rehearsed = {stage.name for stage in gpu.stages(tmp_path, rehearse=True)}
+    shapes = {"llama-2-7b", "llama-3-8b", "llama-2-70b"}
+    assert {stage.name for stage in planned} - {f"attention-{s}" for s in shapes} == rehearsed - {"attention-tiny"}
+    assert all(stage.limit < 540 for stage in planned)
+    text = " ".join(word for stage in planned for command in stage.commands for word in command)
+    assert shapes <= set(SHAPES)
+    assert all(shape in text for shape in shapes)
+    monkeypatch.setattr(gpu, "call", lambda *_: 3)
+    assert gpu.main(["--only", "doctor", "--rehearse", "--out", str(tmp_path)]) == 1
+    assert json.loads((tmp_path / "doctor.stage.json").read_text())["ok"] is False
+    assert gpu.main(["--rehearse", "--out", str(tmp_path), "--budget", "10"]) == 0
+    assert "left for the next call" in capsys.readouterr().err
+    assert gpu.main(["--list", "--out", str(tmp_path)]) == 0
+    with pytest.raises(SystemExit):
+        gpu.main(["--only", "nothing", "--out", str(tmp_path)])
+
+
+def test_a_stage_out_of_time_is_stopped(tmp_path):
+    stage = gpu.Stage("slow", (gpu.python("-c", "import time; print('begun', flush=True); time.sleep(60)"),), limit=1)
+    assert not gpu.run(stage, tmp_path, rehearse=True)
+    record = json.loads((tmp_path / "slow.stage.json").read_text())
+    assert record["commands"][0]["exit_code"] == 124
+    assert record["seconds"] < 30
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_benchmark_kernels(benchmark, name):
+    settings = Settings(CPU, torch.float32, shapes=("tinyllama-1.1b",), rows=(16,), peers=[], quick=True)
+    entry = next(iter(CASES[name].entries(settings)))
+    contestant = next(c for c in entry.contestants if c.call is not None)
+    benchmark.extra_info.update(operation=entry.operation, shape=entry.shape, backend=contestant.name)
+    with torch.no_grad():
+        benchmark(contestant.call)
+
+
+@pytest.mark.parametrize("name", ["hf-greedy", "plain", "chain", "tree", "graph"])
+def test_benchmark_generate(benchmark, name):
+    pair = load_pair("tiny", device=CPU, dtype=torch.float32, prompts=1)
+    (competitor,) = competitors(pair, [name])
+    benchmark(competitor.decode, pair.prompts[0].input_ids, 16, 0)
