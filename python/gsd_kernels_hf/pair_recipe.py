@@ -9,6 +9,7 @@ stage resumes from ``pair/work``, so an interrupted run continues where it stopp
 
 On Linux, ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1 MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TOP_PAD_=268435456`` in the
 environment saves about a tenth of the time on a CPU: activations are then neither mapped anew nor in small pages.
+On a machine that others use too, ``OMP_WAIT_POLICY=passive`` saves far more.
 """
 
 from __future__ import annotations
@@ -104,14 +105,16 @@ DRAFT_CONFIG = {
     "head_dim": 64,
 }
 
-TOKENS_PER_STEP = 8192
+TARGET_BATCH, DRAFT_BATCH = 8192, 4096  # tokens a step
 #: (share of the run, sequence length): short sequences first, because attention costs most on a CPU.
 TARGET_CURRICULUM = ((0.62, 256), (0.92, 512), (1.0, 1024))
-DRAFT_CURRICULUM = ((0.65, 256), (1.0, 512))
+DRAFT_CURRICULUM = ((0.69, 512), (1.0, 1024))
+#: The draft learns from so many windows (library, tests, the target's own text) of each length, on which the target is
+#: asked once: its most likely tokens and their probabilities are kept, so that a step costs no pass of the target.
+LABEL_WINDOWS = {512: (3200, 600, 1000), 1024: (560, 90, 250)}
+LABEL_TOP = 8
 #: Share of each batch that comes from library code; the rest is from its test suites.
 LIBRARY_SHARE = 0.6
-#: Share of the draft's batches that the target wrote.
-GENERATED_SHARE = 0.3
 GENERATED_PROMPT, GENERATED_LENGTH, GENERATED_BATCH = 64, 256, 256
 EVALUATION_CONTEXT, EVALUATION_STRIDE = 1024, 512
 CONTINUATION_LENGTH = 128
@@ -216,24 +219,51 @@ def encode_files(tokenizer: PreTrainedTokenizerFast, sources: list[SourceFile]) 
     return np.concatenate([np.asarray([*row, tokenizer.eos_token_id], dtype=np.uint16) for row in rows])
 
 
+Batch = tuple[torch.Tensor, ...]
+
+
 class Streams:
     """Token streams with a share each; a batch is a pure function of its step number, so a run can resume."""
 
-    def __init__(self, streams: list[tuple[float, np.ndarray]], seed: int) -> None:
+    def __init__(self, streams: list[tuple[float, np.ndarray]], seed: int, tokens: int) -> None:
         self.streams = streams
+        self.tokens = tokens
         self.seed = seed
 
-    def batch(self, step: int, length: int) -> torch.Tensor:
-        """Return random windows, ``TOKENS_PER_STEP`` tokens and one more per window: [windows, length + 1]."""
+    def batch(self, step: int, length: int) -> Batch:
+        """Return random windows, ``tokens`` in all and one more per window: ([windows, length + 1],)."""
         rng = np.random.default_rng([self.seed, step])
-        windows = TOKENS_PER_STEP // length
+        windows = self.tokens // length
         choice = rng.choice(len(self.streams), size=windows, p=[share for share, _ in self.streams])
         rows = []
         for index in choice:
             stream = self.streams[index][1]
             start = rng.integers(0, len(stream) - length)
             rows.append(stream[start : start + length + 1].astype(np.int64))
-        return torch.from_numpy(np.stack(rows))
+        return (torch.from_numpy(np.stack(rows)),)
+
+
+Labels = dict[str, np.ndarray]
+
+
+class LabelledWindows:
+    """Windows with the target's most likely tokens at each position; batches are a pure function of their step too."""
+
+    def __init__(self, labels: dict[int, Labels], seed: int, tokens: int) -> None:
+        self.labels = labels
+        self.seed = seed
+        self.tokens = tokens
+
+    def batch(self, step: int, length: int) -> Batch:
+        """Return (windows, likely token ids, their probabilities)."""
+        labels, rng = self.labels[length], np.random.default_rng([self.seed, step])
+        rows = rng.choice(len(labels["windows"]), self.tokens // length, replace=False)
+        windows, ids, probabilities = (labels[name][rows] for name in ("windows", "ids", "probabilities"))
+        return (
+            torch.from_numpy(windows.astype(np.int64)),
+            torch.from_numpy(ids.astype(np.int64)),
+            torch.from_numpy(probabilities.astype(np.float32)),
+        )
 
 
 # ---------------------------------------------------------------- models and optimisation
@@ -297,17 +327,18 @@ class Record:
     steps: int = 0
     seconds: float = 0.0
     tokens: int = 0
-    loss: float = field(default=float("nan"))
+    loss: float = float("nan")
+    extended_at: list[int] = field(default_factory=list)  # steps at which a run was resumed with a larger budget
 
 
-LossFunction = Callable[[torch.Tensor], torch.Tensor]
+LossFunction = Callable[..., torch.Tensor]
 
 
 def optimise(
     name: str,
     model: LlamaForCausalLM,
     loss_function: LossFunction,
-    streams: Streams,
+    streams: Streams | LabelledWindows,
     curriculum: tuple[tuple[float, int], ...],
     budget: Budget,
     checkpoint: Path,
@@ -322,12 +353,15 @@ def optimise(
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         record = Record(**state["record"])
+        if budget.progress(record.steps, record.seconds) < state.get("progress", 0.0) - 1e-3:
+            record.extended_at.append(record.steps)
 
     def save() -> None:
         state = {
             "model": model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in optimizers],
             "record": asdict(record),
+            "progress": budget.progress(record.steps, record.seconds),
         }
         partial = checkpoint.with_suffix(".partial")
         torch.save(state, partial)
@@ -343,7 +377,7 @@ def optimise(
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
         length = next(length for end, length in curriculum if progress < end)
-        loss = loss_function(streams.batch(record.steps, length))
+        loss = loss_function(*streams.batch(record.steps, length))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -355,7 +389,7 @@ def optimise(
         smooth = value if smooth is None else 0.98 * smooth + 0.02 * value
         now = time.monotonic()
         record.steps += 1
-        record.tokens += TOKENS_PER_STEP
+        record.tokens += streams.tokens
         record.seconds = before + now - begin
         record.loss = smooth
         bar.set_postfix_str(f"loss {smooth:.4f}, {progress:.0%}, length {length}", refresh=False)
@@ -384,30 +418,37 @@ def cross_entropy_loss(model: LlamaForCausalLM, compiled: bool) -> LossFunction:
     return torch.compile(loss, dynamic=False) if compiled else loss
 
 
-def distillation_loss(model: LlamaForCausalLM, teacher: LlamaForCausalLM, compiled: bool) -> LossFunction:
-    """Return the forward divergence KL(teacher || model) over the whole vocabulary, in nats per token."""
+def distillation_loss(model: LlamaForCausalLM, compiled: bool) -> LossFunction:
+    """Return the cross-entropy with the target's distribution, its unlikely tokens taken together as one."""
 
-    def teacher_logits(tokens: torch.Tensor) -> torch.Tensor:
-        with autocast():
-            return teacher(tokens[:, :-1], use_cache=False).logits
-
-    def divergence(tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    def loss(tokens: torch.Tensor, ids: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
         with autocast():
             logits = model(tokens[:, :-1], use_cache=False).logits
-        ours = F.log_softmax(logits.flatten(0, 1).float(), dim=-1)
-        theirs = F.log_softmax(wanted.flatten(0, 1).float(), dim=-1)
-        return (theirs.exp() * (theirs - ours)).sum(-1).mean()
+        likely = F.log_softmax(logits.float(), dim=-1).gather(-1, ids)
+        rest = torch.log1p(-likely.exp().sum(-1).clamp(max=1 - 1e-4))
+        return -((probabilities * likely).sum(-1) + (1 - probabilities.sum(-1)).clamp(min=0) * rest).mean()
 
-    if compiled:
-        teacher_logits = torch.compile(teacher_logits, dynamic=False)
-        divergence = torch.compile(divergence, dynamic=False)
+    return torch.compile(loss, dynamic=False) if compiled else loss
 
-    def loss(tokens: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            wanted = teacher_logits(tokens)
-        return divergence(tokens, wanted)
 
-    return loss
+@torch.no_grad()
+def label_windows(target: LlamaForCausalLM, corpus: list[np.ndarray], length: int, seed: int) -> Labels:
+    """Draw windows that do not overlap from (library, tests, generated) and keep the target's likely tokens."""
+    target = target.to(torch.bfloat16)
+    rng = np.random.default_rng(seed)
+    drawn = []
+    for stream, count in zip(corpus, LABEL_WINDOWS[length], strict=True):
+        starts = length * rng.permutation((len(stream) - 1) // length)[:count]
+        drawn += [stream[start : start + length + 1] for start in starts]
+    windows = np.stack(drawn)
+    ids, probabilities = [], []
+    for batch in tqdm(np.array_split(windows, len(windows) * length // 8192), desc=f"target on {length}", unit="batch"):
+        logits = target(torch.from_numpy(batch[:, :-1].astype(np.int64)), use_cache=False).logits
+        top = logits.topk(LABEL_TOP, dim=-1)
+        normaliser = logits.float().logsumexp(-1, keepdim=True)
+        ids.append(top.indices.numpy().astype(np.uint16))
+        probabilities.append((top.values.float() - normaliser).exp().numpy().astype(np.float16))
+    return {"windows": windows, "ids": np.concatenate(ids), "probabilities": np.concatenate(probabilities)}
 
 
 @torch.no_grad()
@@ -421,7 +462,7 @@ def generate_text(model: LlamaForCausalLM, streams: Streams, batches: int) -> np
     rows = []
     torch.manual_seed(SEED)
     for index in tqdm(range(batches), desc="target's own text", unit="batch"):
-        windows = torch.cat([streams.batch(10**6 + 16 * index + k, 512) for k in range(GENERATED_BATCH // 16)])
+        windows = torch.cat([streams.batch(10**6 + 16 * index + k, 512)[0] for k in range(GENERATED_BATCH // 16)])
         sampling = {"do_sample": True, "temperature": 0.8, "top_k": 0} if index % 2 else {"do_sample": False}
         tokens = model.generate(
             windows[:, :GENERATED_PROMPT],
@@ -481,7 +522,7 @@ def train_pair(work: Path, target_budget: Budget, draft_budget: Budget, batches:
         if compiled:
             model.set_attn_implementation("eager")
         loss = cross_entropy_loss(model, compiled)
-        streams = Streams(corpus, SEED)
+        streams = Streams(corpus, SEED, TARGET_BATCH)
         record = optimise("target", model, loss, streams, TARGET_CURRICULUM, target_budget, work / "target.pt")
         note("target", asdict(record) | {"threads": torch.get_num_threads()})
         save_pair_member(model, tokenizer, work / "target")
@@ -490,20 +531,23 @@ def train_pair(work: Path, target_budget: Budget, draft_budget: Budget, batches:
     if not generated_file.exists():
         model = load_member(work / "target")
         began = time.monotonic()
-        generated = generate_text(model, Streams(corpus, SEED + 1), batches)
+        generated = generate_text(model, Streams(corpus, SEED + 1, TARGET_BATCH), batches)
         np.save(generated_file, generated)
         note("generated", {"tokens": len(generated), "seconds": time.monotonic() - began})
 
+    corpus = [tokens["library"], tokens["tests"], np.load(generated_file)]
+    for length in LABEL_WINDOWS:
+        if not (file := work / f"labels-{length}.npz").exists():
+            np.savez(file, **label_windows(load_member(work / "target"), corpus, length, SEED))
+
     if not (work / "draft").exists():
-        generated = np.load(generated_file)
-        mixed = [((1 - GENERATED_SHARE) * share, stream) for share, stream in corpus] + [(GENERATED_SHARE, generated)]
-        model, teacher = build_model(DRAFT_CONFIG, tokenizer, SEED), load_member(work / "target")
+        model = build_model(DRAFT_CONFIG, tokenizer, SEED)
         if compiled:
             model.set_attn_implementation("eager")
-            teacher.set_attn_implementation("eager")
-        loss = distillation_loss(model, teacher, compiled)
-        streams = Streams(mixed, SEED + 2)
-        record = optimise("draft", model, loss, streams, DRAFT_CURRICULUM, draft_budget, work / "draft.pt")
+        loss = distillation_loss(model, compiled)
+        labels = {length: dict(np.load(work / f"labels-{length}.npz")) for length in LABEL_WINDOWS}
+        windows = LabelledWindows(labels, SEED, DRAFT_BATCH)
+        record = optimise("draft", model, loss, windows, DRAFT_CURRICULUM, draft_budget, work / "draft.pt")
         note("draft", asdict(record) | {"threads": torch.get_num_threads()})
         save_pair_member(model, tokenizer, work / "draft")
 
@@ -577,7 +621,7 @@ def continuation_agreement(
         prompt = tokenizer(text, return_tensors="pt")
         length = prompt["input_ids"].shape[1]
         tokens = target.generate(**prompt, max_new_tokens=CONTINUATION_LENGTH, do_sample=False)
-        picked = draft(tokens[:, length - 1 : -1] if length == 1 else tokens[:, :-1]).logits[0, length - 1 :].argmax(-1)
+        picked = draft(tokens[:, :-1]).logits[0, length - 1 :].argmax(-1)
         agreed += int((picked == tokens[0, length:]).sum())
         count += len(picked)
     return agreed / count
@@ -684,15 +728,17 @@ Both: Llama architecture, tied embeddings, a byte-level BPE vocabulary of {vocab
   Left out: encodings, pydoc topics, lib2to3, ensurepip, site-packages, files that are not UTF-8, build configuration,
   and two modules that are near copies of others (`wave`, `concurrent.futures.thread`).
 - Target: cross-entropy on {tokens_million:.1f} M tokens, library code drawn {library_share:.0%} of the time and test
-  suites the rest. Draft: KL(target ‖ draft) over the whole vocabulary, {generated_share:.0%} of it on
-  {generated_tokens} tokens that the target wrote itself (half greedily, half at temperature 0.8).
-- Muon for the layers' matrices, AdamW for the rest; {tokens_per_step} tokens a step; a short warm-up, a plateau, then
-  60% of the run straight down to zero. Matrix products in bfloat16. {threads} CPU threads of a shared machine;
-  writing text took the target another {generated_minutes:.0f} min.
+  suites the rest. Draft: cross-entropy with the target's own distribution (its {label_top} likeliest tokens, the
+  others taken together) on {label_tokens:.1f} M tokens of that text and of {generated_tokens} tokens that the target
+  wrote itself (half greedily, half at temperature 0.8).
+- Muon for the layers' matrices, AdamW for the rest; {target_batch} and {draft_batch} tokens a step; a short warm-up,
+  a plateau, then 60% of the run straight down to zero. Matrix products in bfloat16. {threads} CPU threads of a shared
+  machine; writing text took the target another {generated_minutes:.0f} min.
 - Evaluation: whole files after the begin-of-text token, windows of {context} tokens moved by {stride}, every token
   scored once ({evaluated_tokens:,} tokens, {evaluated_bytes:,} bytes).
 
-To run it again (same files, tokenizer, seeds and order; another machine rounds differently):
+To run it again (same files, tokenizer, seeds and batches; it comes close, not to the bit: the schedules follow the
+clock in a run by `--minutes` and the steps in a run by `--steps`, and another machine rounds differently):
 
     python -m gsd_kernels_hf.pair_recipe --out pair --steps {target_steps} {draft_steps}
 
@@ -795,10 +841,12 @@ def assemble(work: Path, folder: Path) -> None:
         "digest": sources_digest(training + held_out),
         "tokens_million": sum(len(stream) for stream in tokens.values()) / 1e6,
         "library_share": LIBRARY_SHARE,
-        "generated_share": GENERATED_SHARE,
+        "label_top": LABEL_TOP,
+        "label_tokens": sum(length * sum(counts) for length, counts in LABEL_WINDOWS.items()) / 1e6,
         "generated_tokens": f"{records['generated']['tokens']:,}",
         "generated_minutes": records["generated"]["seconds"] / 60,
-        "tokens_per_step": TOKENS_PER_STEP,
+        "target_batch": TARGET_BATCH,
+        "draft_batch": DRAFT_BATCH,
         "threads": records["target"]["threads"],
         "context": EVALUATION_CONTEXT,
         "stride": EVALUATION_STRIDE,
@@ -815,7 +863,8 @@ def assemble(work: Path, folder: Path) -> None:
             f"{member}_heads": f"{shape['num_attention_heads']} / {shape['num_key_value_heads']} × {shape['head_dim']}",
             f"{member}_steps": record["steps"],
             f"{member}_training": f"{record['tokens'] / 1e6:.1f} M tokens, {record['steps']} steps, "
-            f"{record['seconds'] / 60:.0f} min",
+            f"{record['seconds'] / 60:.0f} min"
+            + "".join(f", extended at step {step}" for step in record.get("extended_at", [])),
         }
     write_card(folder, values)
 
