@@ -14,10 +14,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.installed
 SOURCES := pyproject.toml setup.py $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help install demo test lint format bench wheel gpu-test sanitize clean
+.PHONY: help install demo test lint format bench wheel gpu-test gpu-bench sanitize clean
 
 help:
-	@echo "make demo | test | lint | format | bench | wheel | gpu-test | sanitize | clean"
+	@echo "make demo | test | lint | format | bench | wheel | gpu-test | gpu-bench | sanitize | clean"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -56,6 +56,10 @@ bench: $(READY)
 
 gpu-test: $(READY)
 	$(BIN)/python -m pytest -m gpu
+
+# In stages that can be interrupted and resumed; results in bench/results/gpu.
+gpu-bench: $(READY)
+	$(BIN)/python bench/gpu.py
 
 # Out-of-bounds accesses, then races in shared memory, of the CUDA ops on a GPU.
 sanitize: $(READY)
