@@ -334,6 +334,26 @@ def test_text_depends_on_the_seed_only(chunk):
     assert emitted > 1.2 * steps and long >= 3, "nothing was accepted"
 
 
+@pytest.mark.parametrize("config", [None, "chain", "graph"])
+def test_every_token_is_the_argmax_of_its_own_noise(config):
+    """Recomputed one token at a time: position counts real tokens only, sequence is the row of the batch."""
+    target, draft = pair()
+    prompt = models.prompts(3, 9, seed=3, vocab=VOCAB)
+    assert (prompt["attention_mask"] == 0).any()
+    options = {"temperature": 0.8, "top_k": 9, "top_p": 0.9}
+    source = {} if config is None else {"assistant_model": draft, "graph_config": config}
+    seed = 2**63 + 12345
+    out = gsd.generate(target, **prompt, **source, do_sample=True, seed=seed, max_new_tokens=12, **options)
+    for row in range(3):
+        text = out[row, int((prompt["attention_mask"][row] == 0).sum()) :]
+        with torch.no_grad():
+            logits = target(text[None]).logits[0].float()
+        for position in range(len(text) - 12, len(text)):
+            scores = transformers_warpers(options)(text[None], logits[None, position - 1]).log_softmax(-1)
+            key = (torch.tensor(seed - 2**64), torch.tensor([position]), torch.tensor([row]))
+            assert int(text[position]) == int((scores + philox.gumbel_noise(*key, VOCAB)).argmax()), (row, position)
+
+
 def test_rows_of_a_batch_keep_their_noise():
     """Noise goes by row and real position: independent of padding, of other rows' lengths, of who has finished."""
     target, draft = pair()
