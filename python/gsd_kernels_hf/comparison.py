@@ -27,10 +27,20 @@ Contender = Callable[[Inputs, int], "tuple[Tensor, GenerationStats | None]"]
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt, decoded once."""
+    """One prompt, decoded once.
 
-    tokens: list[int]  # the new ones
+    Attributes:
+        tokens: the new ones.
+        seconds: of wall time.
+        cpu_seconds: of this process, all its threads together.
+        target_forwards: of the target, the prompt's included.
+        peak_bytes: see :func:`peak_memory`.
+        stats: of our own decoding.
+    """
+
+    tokens: list[int]
     seconds: float
+    cpu_seconds: float
     target_forwards: int
     peak_bytes: int | None
     stats: GenerationStats | None
@@ -121,14 +131,15 @@ def measure(target: PreTrainedModel, contender: Contender, inputs: Inputs, max_n
     try:
         with peak_memory(device) as peak:
             _wait(device)
-            begin = time.perf_counter()
+            begin, cpu_begin = time.perf_counter(), time.process_time()
             sequences, stats = contender(inputs, max_new_tokens)
             _wait(device)
-            seconds = time.perf_counter() - begin
+            seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
             peak_bytes = peak()
     finally:
         handle.remove()
-    return Run(sequences[0, inputs["input_ids"].shape[1] :].tolist(), seconds, forwards, peak_bytes, stats)
+    tokens = sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    return Run(tokens, seconds, cpu_seconds, forwards, peak_bytes, stats)
 
 
 def race(

@@ -30,6 +30,9 @@ INFLATED = "250m"
 RACE_TOKENS = 16, 64
 """Fewest and most new tokens of a run on it: fewer where the machine is slow."""
 
+BUSY = 0.7
+"""Share of its threads' time below which the demo takes the machine to be busy."""
+
 PROMPT = "code-collections"
 MOST_NODES = 80  # of a picture that is still read with pleasure
 PLAIN, AUTO = "plain (transformers)", "graph, auto (default)"
@@ -177,13 +180,15 @@ def _print_text(text: dict[str, Any]) -> None:
 
 def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, seconds: float) -> dict[str, Any]:
     """Time every way of decoding on the target inflated to a size that costs something."""
+    import torch
+
     from gsd_kernels import GraphConfig
     from gsd_kernels_hf import comparison
     from gsd_kernels_hf.inflate import inflate
 
     with progress(f"inflating the target to {INFLATED} parameters"):
         target = inflate(pair.target, INFLATED)
-    draft = pair.draft
+    draft, device = pair.draft, pair.device.type
     assert draft is not None
 
     def ours(shape: GraphConfig | str) -> comparison.Contender:
@@ -213,8 +218,17 @@ def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, s
         "parameters": target.num_parameters(),
         "prompts": len(rounds),
         "max_new_tokens": length,
+        "threads": torch.get_num_threads(),
+        "cpu_share": _cpu_share([run for runs in rounds for run in runs.values()]) if device == "cpu" else None,
         "contenders": results,
     }
+
+
+def _cpu_share(runs: list[Run]) -> float:
+    """How much of its threads' time this process got; the rest went to waiting, or to other work of the machine."""
+    import torch
+
+    return sum(run.cpu_seconds for run in runs) / (sum(run.seconds for run in runs) * torch.get_num_threads())
 
 
 def _result(target: Any, name: str, rounds: list[dict[str, Run]], prompts: list[Any]) -> dict[str, Any]:
@@ -260,6 +274,13 @@ def _print_inflated(report: dict[str, Any], config: GraphConfig) -> None:
             result["name"], f"{result['tokens_per_second']:.1f}", versus, f"{result['tokens_per_forward']:.2f}", same
         )
     out.print(rows)
+    if report["cpu_share"] is not None and report["cpu_share"] < BUSY:
+        out.print(
+            f"This machine was busy with other work (the demo got {report['cpu_share']:.0%} of {report['threads']} "
+            "threads): do not trust these times.",
+            style="bold yellow",
+            soft_wrap=True,
+        )
     ours = {result["name"]: result for result in report["contenders"] if result["name"] in ("graph", AUTO)}
     rivals = [result for result in report["contenders"] if result["name"] not in (*ours, PLAIN)]
     best = max(rivals, key=lambda result: result["tokens_per_second"])
