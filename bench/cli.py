@@ -153,7 +153,7 @@ def generate(
 
     where, kind = _device(device), _dtype(dtype, device)
     if quick:
-        target_shape, prompts, new_tokens = "none", min(prompts, 2), min(new_tokens, 32)
+        target_shape, prompts, new_tokens = "none", min(prompts, 2), min(new_tokens, 16)
     chosen = tuple(part.strip() for given in names or () for part in given.split(",")) or COMPETITORS
     file = name or "-".join(["generate", target_shape, str(kind).removeprefix("torch."), *(["quick"] * quick)])
     _quiet()

@@ -180,11 +180,11 @@ def caption(environment: dict[str, Any]) -> str:
     return f"{environment['device']}{threads}, torch {versions['torch']}"
 
 
-def write_json(path: Path, value: Any) -> Path:
+def write_json(path: Path, value: Any, indent: int | None = 1) -> Path:
     """Write strict JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
     partial.replace(path)
     return path
 
@@ -199,7 +199,9 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def micros(seconds: float) -> str:
-    """Seconds as µs or ms with three digits."""
+    """Seconds as µs, ms or s with three digits."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
 
 

@@ -125,10 +125,8 @@ def run(case: ModuleType, settings: Settings) -> Report:
     )
     for entry in case.entries(settings):
         for contestant in entry.contestants:
-            what = " ".join(
-                [case.NAME, entry.operation, entry.shape, *(f"{k}={v}" for k, v in entry.parameters.items())]
-            )
-            pace(f"{what}: {contestant.name}")
+            where = [entry.shape, *(f"{key} {value}" for key, value in entry.parameters.items())]
+            pace(f"{case.NAME}: {entry.operation}: {', '.join(where)}: {contestant.name}")
             report.rows.append(_measure(entry, contestant, settings, report))
     return report
 

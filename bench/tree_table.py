@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from gsd_kernels import GraphConfig, generate
+from gsd_kernels_hf import StepRecord
 
 from .environment import environment
 from .intervals import Ratio, paired_ratio
@@ -60,10 +61,6 @@ class Cell:
     draft_rows: int
     target_rows: int
 
-    @property
-    def key(self) -> str:
-        return f"{self.text}/{self.temperature}/{self.draft_rows}/{self.target_rows}"
-
     def config(self, variant: str) -> GraphConfig:
         """What a variant does with the cell's rows."""
         depth, width = DRAFTS[self.draft_rows]
@@ -82,6 +79,10 @@ class Cell:
             return merged
         return merged.replace(reuse_depth=REUSE_DEPTH, reuse_width=REUSE_WIDTH, max_path=path)
 
+    def key(self, variant: str) -> str:
+        """What identifies a decoding."""
+        return json.dumps([self.text, self.temperature, asdict(self.config(variant))])
+
 
 def cells(grid: Grid) -> Iterator[Cell]:
     for text in grid.texts:
@@ -91,41 +92,50 @@ def cells(grid: Grid) -> Iterator[Cell]:
                     yield Cell(text, temperature, draft_rows, target_rows)
 
 
-def decode(pair: Pair, prompt: Prompt, cell: Cell, variant: str, new_tokens: int, seed: int) -> dict[str, Any]:
-    """One text: tokens, steps, and what the steps were made of."""
-    used = torch.zeros((), dtype=torch.int64)  # target rows that hold a token, not padding
-    config = cell.config(variant)
+def decode(
+    pair: Pair, prompts: list[Prompt], temperature: float, config: GraphConfig, new_tokens: int
+) -> dict[str, Any]:
+    """All texts of a kind as one batch: tokens and steps of each, and what the steps were made of.
 
-    def observe(record: Any) -> None:
-        used.add_(int(record.rows.num_rows.sum()))
+    Tokens per step of a sequence do not depend on the others; a batch only takes less time.
+    """
+    width = max(prompt.input_ids.shape[1] for prompt in prompts)
+    ids = torch.cat([torch.nn.functional.pad(p.input_ids, (width - p.input_ids.shape[1], 0)) for p in prompts])
+    lengths = torch.tensor([prompt.input_ids.shape[1] for prompt in prompts])
+    mask = (torch.arange(width) >= width - lengths[:, None]).long()
+    runs: list[dict[str, Any]] = [
+        {"prompt": prompt.name, "tokens": 0, "steps": 0, "used_target_rows": 0, "nodes": 0, "merges": 0, "accepted": []}
+        for prompt in prompts
+    ]
 
-    sampling = {"do_sample": True, "temperature": cell.temperature, "top_k": 0} if cell.temperature else {}
+    def observe(record: StepRecord) -> None:
+        assert record.graph is not None
+        counts = (record.accepted.num_accepted, record.rows.num_rows, record.graph.num_nodes, record.graph.num_merges)
+        for run_, (tokens, rows, nodes, merges) in zip(runs, torch.stack(counts, 1).tolist(), strict=True):
+            if tokens == 0:  # finished: the row stays in the batch and costs nothing that is counted
+                continue
+            run_["tokens"] += tokens
+            run_["steps"] += 1
+            run_["used_target_rows"] += rows  # rows that hold a token, not padding
+            run_["nodes"] += nodes
+            run_["merges"] += merges
+            run_["accepted"] += [0] * (tokens + 1 - len(run_["accepted"]))
+            run_["accepted"][tokens] += 1  # steps that gained so many tokens
+
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     output = generate(
         pair.target,
-        prompt.input_ids,
-        attention_mask=torch.ones_like(prompt.input_ids),
+        ids,
+        attention_mask=mask,
         assistant_model=pair.draft,
         graph_config=config,
         max_new_tokens=new_tokens,
-        seed=seed,
+        seed=0,
         observer=observe,
         return_dict_in_generate=True,
-        **(sampling or {"do_sample": False}),
+        **sampling,
     )
-    stats = output.stats
-    return {
-        "prompt": prompt.name,
-        "tokens": stats.new_tokens,
-        "steps": stats.steps,
-        "draft_rows": stats.draft_rows,
-        "expanded_nodes": (1 + config.draft_slots) * stats.steps,
-        "target_rows": stats.target_rows,
-        "used_target_rows": int(used),
-        "nodes": stats.drafted_nodes,
-        "merges": stats.merges,
-        "accepted_merges": stats.accepted_merges,
-        "accepted": stats.accepted,
-    }
+    return {"config": asdict(config), "accepted_merges": output.stats.accepted_merges, "runs": runs}
 
 
 def run(grid: Grid, *, pair: str, prompts: int, new_tokens: int, folder: Path, name: str | None = None) -> str:
@@ -146,59 +156,69 @@ def run(grid: Grid, *, pair: str, prompts: int, new_tokens: int, folder: Path, n
     todo = list(cells(grid))
     for number, cell in enumerate(todo):
         for variant in VARIANTS:
-            key = f"{cell.key}/{variant}"
-            if key in done:
+            key = cell.key(variant)
+            if key in done:  # from an earlier call, or a chain that another cell has too
                 continue
-            print(f"{name}: cell {number + 1}/{len(todo)} {key}", file=sys.stderr, flush=True)
+            where = f"{cell.text}, T = {cell.temperature}, {cell.draft_rows} and {cell.target_rows} rows, {variant}"
+            print(f"{name}: cell {number + 1}/{len(todo)}: {where}", file=sys.stderr, flush=True)
             texts = [prompt for prompt in models.prompts if prompt.kind == cell.text]
-            done[key] = [decode(models, p, cell, variant, new_tokens, seed) for seed, p in enumerate(texts)]
+            done[key] = decode(models, texts, cell.temperature, cell.config(variant), new_tokens)
             with journal.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, "runs": done[key]}) + "\n")
+                file.write(json.dumps({"key": key, "decoded": done[key]}) + "\n")
     result = {
         "schema": SCHEMA,
         "case": NAME,
         "environment": environment(device),
         "settings": settings,
-        "cells": [_cell_result(cell, {v: done[f"{cell.key}/{v}"] for v in VARIANTS}) for cell in todo],
+        "cells": [_cell_result(cell, {v: done[cell.key(v)] for v in VARIANTS}) for cell in todo],
     }
     result["summary"] = summary(result["cells"])
     text = table(result)
-    write_json(folder / f"{name}.json", result)
+    write_json(folder / f"{name}.json", result, indent=None)
     (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     journal.unlink()
     return text
 
 
-def _resume(journal: Path, settings: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def _resume(journal: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Decodings of an earlier run with the same settings; starts a journal where there is none."""
     head = json.dumps(settings)
     if journal.exists():
         lines = journal.read_text(encoding="utf-8").splitlines()
         if lines and lines[0] == head:
-            return {record["key"]: record["runs"] for record in map(json.loads, lines[1:])}
+            whole = [line for line in lines[1:] if line.endswith("}")]  # the last one may have been cut short
+            return {record["key"]: record["decoded"] for record in map(json.loads, whole)}
     journal.parent.mkdir(parents=True, exist_ok=True)
     journal.write_text(head + "\n", encoding="utf-8")
     return {}
 
 
-def _cell_result(cell: Cell, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    totals = {variant: [(r["tokens"], r["steps"]) for r in runs[variant]] for variant in VARIANTS}
+def _cell_result(cell: Cell, decoded: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    totals = {variant: [(r["tokens"], r["steps"]) for r in decoded[variant]["runs"]] for variant in VARIANTS}
     return {
         **asdict(cell),
         "tokens_per_step": {v: sum(t for t, _ in totals[v]) / sum(s for _, s in totals[v]) for v in VARIANTS},
-        "rows_per_step": {v: _rows(runs[v]) for v in VARIANTS},
+        "per_step": {v: _per_step(decoded[v]) for v in VARIANTS},
         "graph / tree": asdict(paired_ratio(totals["graph"], totals["tree"])),
         "merged / tree": asdict(paired_ratio(totals["merged"], totals["tree"])),
         "tree / chain": asdict(paired_ratio(totals["tree"], totals["chain"])),
-        "runs": runs,
+        "decoded": decoded,
     }
 
 
-def _rows(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Rows of a mean step: computed (padding included) and used."""
-    steps = sum(r["steps"] for r in runs)
-    keys = ("draft_rows", "expanded_nodes", "target_rows", "used_target_rows", "merges", "accepted_merges")
-    return {key: sum(r[key] for r in runs) / steps for key in keys}
+def _per_step(decoded: dict[str, Any]) -> dict[str, float]:
+    """Rows and nodes of a mean step. Computed rows include padding: shapes are static."""
+    config = GraphConfig(**decoded["config"])
+    runs = decoded["runs"]
+    steps = sum(run_["steps"] for run_ in runs)
+    means = {key: sum(run_[key] for run_ in runs) / steps for key in ("used_target_rows", "nodes", "merges")}
+    return {
+        "expanded_nodes": 1 + config.draft_slots,
+        "computed_draft_rows": config.draft_rows,
+        "computed_target_rows": config.max_rows,
+        **means,
+        "accepted_merges": decoded["accepted_merges"] / steps,
+    }
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -211,7 +211,7 @@ def test_tree_table(tmp_path, monkeypatch):
     decode, calls = tree_table.decode, []
 
     def interrupted(*arguments):
-        calls.append(arguments[2:4])
+        calls.append(arguments[3])
         if len(calls) == 5:
             raise KeyboardInterrupt
         return decode(*arguments)
@@ -220,16 +220,20 @@ def test_tree_table(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         tree_table.run(grid, **options)
     text = tree_table.run(grid, **options)
-    assert len(calls) == 4 * 4 * 2 + 1, "what was finished is not done again"
+    assert len(calls) == 4 * 4 + 1, "what was finished is not done again"
     data = json.loads((tmp_path / "tree.json").read_text())
     assert (tmp_path / "tree.md").read_text() == text + "\n"
     assert data["summary"]["cells"] == len(data["cells"]) == 4
     for cell in data["cells"]:
-        rows = cell["rows_per_step"]
-        assert rows["tree"]["draft_rows"] == rows["graph"]["draft_rows"] == rows["merged"]["draft_rows"]
-        assert rows["tree"]["target_rows"] == rows["graph"]["target_rows"] == cell["target_rows"]
-        assert rows["graph"]["expanded_nodes"] == 9
-        assert all(r["used_target_rows"] <= r["target_rows"] for r in rows.values())
+        steps = cell["per_step"]
+        for rows in ("expanded_nodes", "computed_draft_rows", "computed_target_rows"):
+            assert steps["tree"][rows] == steps["merged"][rows] == steps["graph"][rows]
+        assert steps["graph"]["expanded_nodes"] == 9
+        assert all(step["used_target_rows"] <= step["computed_target_rows"] for step in steps.values())
+        for variant, decoded in cell["decoded"].items():
+            assert [run_["tokens"] for run_ in decoded["runs"]] == [8, 8]
+            assert all(sum(n * k for n, k in enumerate(run_["accepted"])) == 8 for run_ in decoded["runs"])
+            assert cell["tokens_per_step"][variant] == 16 / sum(run_["steps"] for run_ in decoded["runs"])
         assert set(cell["tokens_per_step"]) == {"chain", "tree", "merged", "graph"}
     readme_file = tmp_path / "README.md"
     readme_file.write_text("<!-- bench:tree -->\n<!-- /bench:tree -->\n")
