@@ -146,6 +146,7 @@ def _text(
         "target_forwards": {"plain": runs["plain"].target_forwards, "graph": shown.target_forwards},
         "seconds": {name: run.seconds for name, run in runs.items()},
         "speedup": runs["plain"].seconds / runs["graph"].seconds,
+        "cpu_share": _cpu_share(list(runs.values())) if pair.device.type == "cpu" else None,
         "stats": shown.stats.as_dict(),
     }
     return report, pictures
@@ -169,11 +170,10 @@ def _print_text(text: dict[str, Any]) -> None:
     rows.add_row("target forwards, graph", f"{after}", f"{1 - after / before:.0%} saved")
     rows.add_row("tokens per step", f"{stats['tokens_per_step']:.2f}", f"up to {len(stats['accepted']) - 1}")
     rows.add_row("merge edges", f"{stats['merges']}", f"{stats['accepted_merges']} on accepted paths")
-    rows.add_row(
-        "time against plain",
-        f"{text['speedup']:.2f}×",
-        "slower: so small a target costs no more than the draft" if text["speedup"] < 1 else "",
-    )
+    note = "slower: so small a target costs no more than the draft" if text["speedup"] < 1 else ""
+    if text["cpu_share"] is not None and text["cpu_share"] < BUSY:
+        note = "unreliable: this machine was busy with other work"
+    rows.add_row("time against plain", f"{text['speedup']:.2f}×", note)
     out.print()
     out.print(rows)
 
