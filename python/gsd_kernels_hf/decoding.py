@@ -5,21 +5,25 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+import gsd_kernels
 from gsd_kernels import Acceptance, GraphConfig, NgramTable, Rows, TokenGraph, flatten, sample_rows, verify
 from gsd_kernels.config import resolve_graph_config
 
 from . import support
+from .agreement import Agreement
 from .attention import switched
 from .budget import AcceptanceModel, Budget, largest_shapes
 from .capture import CapturedStep, can_capture
@@ -227,6 +231,7 @@ class GraphDecoder:
         assistant_model: the draft; ``None`` is plain decoding with the same sampler.
         graph_config: a :class:`~gsd_kernels.GraphConfig`, a preset's name, or ``"auto"`` (the default): the shape of
             every step is chosen by measured costs and by what has been accepted, see :mod:`gsd_kernels_hf.budget`.
+            Clocks differ between the ranks of a tensor-parallel model, where ``"auto"`` is the preset ``"graph"``.
         seed: of the sampling noise; ``None`` draws one from torch's generator.
         backend: of all ops, see :mod:`gsd_kernels.backends`.
         draft_sources: ``"model"`` (the draft), ``"history"`` (what the target said before, and the prompt). ``None``:
@@ -281,8 +286,25 @@ class GraphDecoder:
                 support.check_length(m, name, prompt + room)
 
         device = support.device_of(model)
-        budget = self._budget(model, input_ids.shape[0], prompt + room // 2, plan)
-        sources = self._sources(draft)
+        agreement = Agreement.of(model, draft, device)
+        if agreement is not None:
+            if self.automatic:
+                logger.info('graph_config: "auto" is "graph" for a tensor-parallel model')
+            seed_value = agreement.start(
+                seed_value,
+                model=model,
+                assistant_model=draft,
+                prompt=input_ids,
+                attention_mask=attention_mask,
+                generation_config=generation_config,
+                seed=(self.seed if seed is None else seed) if generation_config.do_sample else None,
+                graph_config=self.graph_config,
+                draft_sources=self.draft_sources,
+                backend=self.backend,
+                versions=(gsd_kernels.__version__, torch.__version__, transformers.__version__),
+            )
+        budget = self._budget(model, input_ids.shape[0], prompt + room // 2, plan) if agreement is None else None
+        sources = self._sources(draft, budget)
         shapes = [self.graph_config] if budget is None else largest_shapes()
         chain_rows = max(shape.chain_rows for shape in shapes) if sources else 1
         clock = Clock(device)
@@ -291,7 +313,7 @@ class GraphDecoder:
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         models = (model,) if draft is None else (model, draft)
-        with switched(*models):
+        with switched(*models), nullcontext() if agreement is None else agreement.explained():
             row_models = [RowModel(m, capacity, state.kv_start, self.backend) for m in models]
 
             def prefill(rows: RowModel) -> None:
@@ -325,7 +347,7 @@ class GraphDecoder:
                     keep_scores=keep_scores,
                     keep_logits=keep_logits,
                 )
-            stats = self._loop(session, walk, timers, budget)
+            stats = self._loop(session, walk, timers, budget, agreement)
             stats.cache_bytes = sum(rows.cache.nbytes for rows in row_models)
         stats.seconds = clock.finish()
         self.stats = stats
@@ -347,11 +369,17 @@ class GraphDecoder:
         )
 
     def _loop(
-        self, session: Session, walk: Walk | None, timers: Sequence[Callable[..., Any]], budget: Budget | None
+        self,
+        session: Session,
+        walk: Walk | None,
+        timers: Sequence[Callable[..., Any]],
+        budget: Budget | None,
+        agreement: Agreement | None,
     ) -> GenerationStats:
         state = session.state
         stats = GenerationStats(sequences=state.tokens.shape[0], backend=self.backend)
-        step = CapturedStep(session) if walk is None and can_capture(session) else session.step
+        captures = walk is None and agreement is None and can_capture(session)
+        step = CapturedStep(session) if captures else session.step
         finished = False
         while not finished:
             if budget is not None:
@@ -371,6 +399,8 @@ class GraphDecoder:
                 self.observer(record)
             counts, finished = self._emit(session, stats)  # the step's one host read
             finished = finished or any(bool(torch.as_tensor(t(state.tokens, None)).any()) for t in timers)
+            if agreement is not None:
+                finished = agreement.settle(record, state, finished, timed=bool(timers))
             if budget is not None:
                 if record.graph is not None:
                     budget.learn(*session.profile(record), counts)
@@ -399,12 +429,12 @@ class GraphDecoder:
         learned = acceptance_of(model, self.assistant_model, sampled=plan.temperature > 0)
         return Budget(costs, learned)
 
-    def _sources(self, draft: PreTrainedModel | None) -> tuple[str, ...]:
+    def _sources(self, draft: PreTrainedModel | None, budget: Budget | None) -> tuple[str, ...]:
         """The sources to use; by default all that cost nothing to have."""
         sources = self.draft_sources
         if sources is None:
             sources = ("model", "history") if draft is not None else ()
-        if draft is not None and not self.automatic and self.graph_config.reuse_depth == 0:
+        if draft is not None and budget is None and self.graph_config.reuse_depth == 0:
             sources = tuple(s for s in sources if s != "history")
         return sources
 

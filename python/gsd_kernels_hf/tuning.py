@@ -24,6 +24,7 @@ from gsd_kernels import GraphConfig, NgramTable, flatten
 from gsd_kernels.graph import pack_bits
 
 from . import support
+from .agreement import tensor_parallel_group
 from .attention import switched
 from .capture import replayable
 from .drafting import DecodeState, Drafter, ModelDraft
@@ -112,6 +113,8 @@ def tune(
     support.check_model("model", model)
     support.check_model("draft", draft)
     support.check_pair(model, draft)
+    if any(tensor_parallel_group(name, m) for name, m in (("model", model), ("draft", draft))):
+        raise ValueError("model: tensor-parallel models decode with a fixed graph_config, so there is nothing to tune")
     prefix = prefix_bucket(prefix_length)
     about = describe(model, draft, batch_size, prefix, backend)
     path = cache_dir() / f"tune-{hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:20]}.json"
