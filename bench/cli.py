@@ -192,7 +192,7 @@ def generate(
 def tree(
     pair: Annotated[str, typer.Option("--pair", help="demo (embedded), or tiny (random weights).")] = "demo",
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Of every text.")] = 10,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1)] = 128,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1)] = 64,
     quick: Quick = False,
     out: Out = RESULTS,
 ) -> None:

@@ -163,8 +163,7 @@ def run(grid: Grid, *, pair: str, prompts: int, new_tokens: int, folder: Path, n
             print(f"{name}: cell {number + 1}/{len(todo)}: {where}", file=sys.stderr, flush=True)
             texts = [prompt for prompt in models.prompts if prompt.kind == cell.text]
             done[key] = decode(models, texts, cell.temperature, cell.config(variant), new_tokens)
-            with journal.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, "decoded": done[key]}) + "\n")
+            _keep(journal, {"key": key, "decoded": done[key]})
     result = {
         "schema": SCHEMA,
         "case": NAME,
@@ -186,11 +185,17 @@ def _resume(journal: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]
     if journal.exists():
         lines = journal.read_text(encoding="utf-8").splitlines()
         if lines and lines[0] == head:
-            whole = [line for line in lines[1:] if line.endswith("}")]  # the last one may have been cut short
-            return {record["key"]: record["decoded"] for record in map(json.loads, whole)}
+            return {record["key"]: record["decoded"] for record in map(json.loads, lines[1:])}
     journal.parent.mkdir(parents=True, exist_ok=True)
     journal.write_text(head + "\n", encoding="utf-8")
     return {}
+
+
+def _keep(journal: Path, record: dict[str, Any]) -> None:
+    """Append a record, whole or not at all."""
+    partial = journal.with_suffix(".tmp")
+    partial.write_text(journal.read_text(encoding="utf-8") + json.dumps(record) + "\n", encoding="utf-8")
+    partial.replace(journal)
 
 
 def _cell_result(cell: Cell, decoded: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -267,7 +272,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     parser.add_argument("--pair", default="demo", help="demo or tiny (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=10, help="of every text (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=128, help="of every prompt (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="of every prompt (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a few cells of two prompts")
     options = parser.parse_args(arguments)
     grid, prompts = (QUICK, min(options.prompts, 2)) if options.quick else (Grid(), options.prompts)
