@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import string
 
 import torch
 import transformers
 from transformers import PreTrainedModel
 
 VOCAB = 97
+CHARACTERS = string.ascii_letters + string.digits + string.punctuation  # of the ids from 3 on
 
 FAMILIES = {
     "llama-gqa": ("Llama", {"num_key_value_heads": 2}),
@@ -73,7 +75,7 @@ def tokenizer(vocab_size: int = VOCAB):
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2, **{chr(ord("!") + i): 3 + i for i in range(vocab_size - 3)}}
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2, **{c: 3 + i for i, c in enumerate(CHARACTERS[: vocab_size - 3])}}
     backend = Tokenizer(BPE(vocab=vocab, merges=[], byte_fallback=False))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -30,6 +30,7 @@ from gsd_kernels_hf.budget import AcceptanceModel, largest_shapes
 
 torch.set_num_threads(1)
 
+LETTERS = models.CHARACTERS[:29]
 VOCAB = 32  # small, so that sequences recur and merge edges are accepted
 CASES = 9  # per chunk: 5 families × 8 kinds × 9 = 360
 KINDS = {  # merge contexts
@@ -106,8 +107,10 @@ class Switching(contextlib.AbstractContextManager):
         self.model, self.rng = AcceptanceModel(branch=4), random.Random(seed)
         self.current = self.rng.choice(self.shapes)
 
-    def observe(self, probs, hits, counts, seconds):
-        self.model.observe(probs, hits)
+    def learn(self, probs, hits, matched, counts):
+        self.model.observe(probs, hits, matched)
+
+    def advance(self, seconds):
         if self.rng.random() < 0.6:
             self.current = self.rng.choice(self.shapes)
 
@@ -201,8 +204,8 @@ class Case:
             kwargs["eos_token_id"] = [2, *pick.sample(range(3, VOCAB), 2)]
         if self.stop == "strings":
             kwargs["tokenizer"] = models.tokenizer(VOCAB)
-            a, b, c, d = (chr(ord("!") + pick.randrange(VOCAB - 3)) for _ in range(4))
-            kwargs["stop_strings"] = [a, b + c, *[d + chr(ord("!") + i) for i in range(0, VOCAB - 3, 2)]]
+            a, b, c, d = pick.choices(LETTERS, k=4)
+            kwargs["stop_strings"] = [a, b + c, *[d + e for e in LETTERS[::2]]]
         if "custom" in self.stop:
             kwargs["stopping_criteria"] = [StopAfter(6, length)]
         if self.outputs:
