@@ -25,8 +25,8 @@ BLOCK = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- /benc
 KERNEL_CASES = ("attention", "merge", "sample", "commit")
 
 
-class MissingResultError(ValueError):
-    """A block needs a result that is not there."""
+class MissingResultError(Exception):
+    """A block needs a result that is not there; the message names the command that makes it."""
 
 
 def speed(results: Path) -> str:
@@ -34,7 +34,7 @@ def speed(results: Path) -> str:
     paths = [*sorted(results.glob("generate-*.json")), *sorted((results / "gpu").glob("e2e-*.json"))]
     runs = [(path, data) for path in paths if not (data := _read(path))["settings"]["quick"]]
     if not runs:
-        raise MissingResultError(f"no generate-*.json in {results}: gsd-kernels bench generate")
+        raise MissingResultError("`gsd-kernels bench generate`")
     return "\n\n".join(_speed_table(data) for _, data in sorted(runs, key=lambda run: _order(run[1])))
 
 
@@ -84,7 +84,7 @@ def tree(results: Path) -> str:
     """Tokens per step of the graph, and how that compares with the tree, by text and rows."""
     path = results / "tree.json"
     if not path.exists():
-        raise MissingResultError(f"no {path}: gsd-kernels bench tree")
+        raise MissingResultError("`gsd-kernels bench tree`")
     data = _read(path)
     target_rows = data["settings"]["grid"]["target_rows"]
     lines: dict[tuple[str, float, int], dict[int, str]] = {}
@@ -127,7 +127,7 @@ def kernels(results: Path) -> str:
         if reports:
             sections.append(_kernel_table(reports))
     if not sections:
-        raise MissingResultError(f"no kernel results in {results}: gsd-kernels bench attention, merge, sample, commit")
+        raise MissingResultError("`gsd-kernels bench attention`, `merge`, `sample`, `commit`")
     return "\n\n".join(sections)
 
 
@@ -176,17 +176,21 @@ BLOCKS: dict[str, Callable[[Path], str]] = {"speed": speed, "tree": tree, "kerne
 
 
 def rewritten(text: str, results: Path) -> str:
-    """``text`` with every block made anew.
+    """``text`` with every block made anew; a block whose result is missing says so.
 
     Raises:
-        ValueError: an unknown block, or one whose result is missing.
+        ValueError: an unknown block, or a marker without its counterpart.
     """
 
     def block(match: re.Match[str]) -> str:
         name = match["name"]
         if name not in BLOCKS:
             raise ValueError(f"bench:{name}: unknown block; there are {', '.join(BLOCKS)}")
-        return f"{match[1]}{BLOCKS[name](results)}\n{match[4]}"
+        try:
+            body = BLOCKS[name](results)
+        except MissingResultError as error:
+            body = f"Not measured yet: {error}."
+        return f"{match[1]}{body}\n{match[4]}"
 
     if len(re.findall(r"<!-- /?bench:", text)) != 2 * len(BLOCK.findall(text)):
         raise ValueError("a bench marker has no counterpart")
