@@ -66,6 +66,8 @@ def stages(out: Path, rehearse: bool) -> list[Stage]:
             (python("-m", "gsd_kernels_hf", "doctor", *([] if rehearse else ["--kernels", "--arch", "90"])),),
         ),
         Stage("tests", (python("-m", "pytest", "-q", "--co" if rehearse else "--maxfail=20", *gpu_tests()),)),
+        # Rewrites this GPU's entries of gsd_kernels/attention_configs.json; the step costs are tuned in each e2e stage.
+        Stage("tune", (python("-m", "gsd_kernels_bench.tune_attention", *(["--help"] if rehearse else [])),)),
     ]
     for shape in shapes:
         grid = [*several("--shape", (shape,)), *several("--rows", rows), *several("--prefix", prefixes)]
