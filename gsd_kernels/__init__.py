@@ -20,6 +20,7 @@ from .ops.merge import merge
 from .ops.ngram import NgramTable, ngram_insert, ngram_lookup
 from .ops.sampling import draft_candidates, sample_rows
 from .ops.verify import verify
+from .ops.write_kv import write_kv
 
 if TYPE_CHECKING:
     from gsd_kernels_hf import GraphDecoder, generate, patch, tune, unpatch
@@ -50,6 +51,7 @@ __all__ = [
     "tune",
     "unpatch",
     "verify",
+    "write_kv",
 ]
 
 

@@ -191,7 +191,7 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 def shipped_cases() -> list[Case]:
     """Launches that between them use every kernel in every shipped configuration family."""
-    return [*_attention_cases(), *_graph_cases(), *_sampling_cases(), *_commit_cases()]
+    return [*_attention_cases(), *_graph_cases(), *_sampling_cases(), *_commit_cases(), *_write_cases()]
 
 
 def _attention_cases() -> list[Case]:
@@ -302,3 +302,17 @@ def _commit_cases() -> list[Case]:
         return Case("commit_kv", name, launch)
 
     return [case("bf16 D128, 11 rows", 128, torch.bfloat16, 11), case("fp32 D256, 128 rows", 256, torch.float32, 128)]
+
+
+def _write_cases() -> list[Case]:
+    def case(name: str, dim: int, dtype: torch.dtype, rows: int) -> Case:
+        def launch() -> None:
+            from .ops.write_kv.triton import write_kv
+
+            cache = _meta(1, 8, 4096, dim, dtype=dtype)
+            projected = _meta(1, rows, 8, dim, dtype=dtype).transpose(1, 2)
+            write_kv(cache, cache, projected, projected, _meta(1, rows, dtype=torch.int64))
+
+        return Case("write_kv", name, launch)
+
+    return [case("bf16 D128, 64 rows", 128, torch.bfloat16, 64), case("fp32 D256, 64 rows", 256, torch.float32, 64)]

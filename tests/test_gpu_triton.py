@@ -106,6 +106,18 @@ def test_commit(layout, dtype, dim):
     checks.check_commit(layout, dtype, dim, DEVICE)
 
 
+@pytest.mark.parametrize("name", checks.WRITES)
+def test_write(name):
+    checks.check_write(*checks.WRITES[name], DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "heads", "rows"), itertools.product(checks.FLOAT_TYPES, (64, 128, 256), (1, 8), (1, 64))
+)
+def test_write_of_every_shape(dtype, dim, heads, rows):
+    checks.check_write(dtype, (dim, dim), heads, rows, DEVICE)
+
+
 def test_one_captured_graph_serves_every_length():
     """Capture a step's ops once; replay with other lengths, tokens and graphs, and compare with fresh calls."""
     config = gsd.GraphConfig(depth=2, width=4, branch=3, max_rows=16)
@@ -228,5 +240,12 @@ def _timed_calls() -> list[tuple[str, Callable[[], Any], int]]:
         kv_len.fill_(100)
         gsd.commit_kv(*caches, accepted, count, kv_len, backend="triton")
 
+    rows = [torch.randn(1, 64, 8, 128, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2)]
+    places = torch.arange(100, 164, device=DEVICE)[None]
+
+    def write() -> None:
+        gsd.write_kv(caches[0][0], caches[1][0], *rows, places, backend="triton")
+
+    calls.append(("write_kv 64 rows, 8 heads D128 bf16", write, 2 * 2 * rows[0].nbytes))
     calls.append(("commit_kv 32 layers × 5 rows, 8 heads D128 bf16", commit, 2 * 2 * 32 * 4 * 8 * 128 * 2))
     return calls

@@ -287,6 +287,24 @@ def test_commit_equals_reading_all_and_then_writing(seed, transposed):
     assert all(not torch.equal(v, k) for v, k in zip(values, kept, strict=True)), "values move, too"
 
 
+# write_kv -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_rows_are_written_to_their_positions_and_made_finite(dtype):
+    k_cache, v_cache = torch.ones(2, 3, 9, 4, dtype=dtype), torch.ones(2, 9, 3, 5, dtype=dtype).transpose(1, 2)
+    k, v = torch.randn(2, 3, 2, 4).to(dtype), torch.randn(2, 3, 2, 5).to(dtype)
+    k[0, 1, 1] = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
+    positions = torch.tensor([[8, 2], [0, 5]])
+    gsd.write_kv(k_cache, v_cache, k, v, positions)
+    top = torch.finfo(dtype).max
+    assert k_cache[0, 1, 2].tolist() == [0.0, top, -top, 0.0]
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        for b in range(2):
+            assert torch.equal(cache[b][:, positions[b]], rows[b].nan_to_num())
+        assert int((cache != 1).any(-1).any(1).sum()) == 4, "nothing else is written"
+
+
 # Argument errors ----------------------------------------------------------------------------------------------------
 
 
@@ -324,6 +342,17 @@ def commit_arguments():
         "accepted_rows": torch.zeros(2, 3, dtype=torch.int32),
         "num_accepted": torch.zeros(2, dtype=torch.int32),
         "kv_len": torch.zeros(2, dtype=torch.int32),
+        "backend": "reference",
+    }
+
+
+def write_arguments():
+    return {
+        "k_cache": torch.zeros(2, 1, 8, 4),
+        "v_cache": torch.zeros(2, 1, 8, 6),
+        "k": torch.ones(2, 1, 3, 4),
+        "v": torch.ones(2, 1, 3, 6),
+        "positions": torch.arange(6).view(2, 3),
         "backend": "reference",
     }
 
@@ -389,6 +418,16 @@ BAD_ARGUMENTS = [
     (gsd.commit_kv, commit_arguments, "accepted_rows", int64("accepted_rows"), TypeError),
     (gsd.commit_kv, commit_arguments, "num_accepted", lambda a: a["num_accepted"][:1], ValueError),
     (gsd.commit_kv, commit_arguments, "kv_len", int64("kv_len"), TypeError),
+    (gsd.write_kv, write_arguments, "k_cache", lambda a: a["k_cache"][0], ValueError),
+    (gsd.write_kv, write_arguments, "k_cache", lambda a: a["k_cache"].int(), TypeError),
+    (gsd.write_kv, write_arguments, "v_cache", lambda a: a["v_cache"][:, :, :5], ValueError),
+    (gsd.write_kv, write_arguments, "v_cache", lambda a: a["v_cache"].half(), TypeError),
+    (gsd.write_kv, write_arguments, "positions", lambda a: a["positions"].int(), TypeError),
+    (gsd.write_kv, write_arguments, "positions", lambda a: a["positions"][:1], ValueError),
+    (gsd.write_kv, write_arguments, "k", lambda a: a["k"].half(), TypeError),
+    (gsd.write_kv, write_arguments, "k", lambda a: a["k"][..., :3], ValueError),
+    (gsd.write_kv, write_arguments, "v", lambda a: a["v"][:, :, :2], ValueError),
+    (gsd.write_kv, write_arguments, "backend", lambda a: "cpu", ValueError),
     (gsd.merge, merge_arguments, "frontier", int64("frontier"), TypeError),
     (gsd.merge, merge_arguments, "cand_tokens", lambda a: a["cand_tokens"][:, :, :2], ValueError),
     (gsd.merge, merge_arguments, "cand_log_probs", lambda a: a["cand_log_probs"].double(), TypeError),

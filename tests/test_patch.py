@@ -16,6 +16,7 @@ import transformers
 from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
+from gsd_kernels.backends import unavailable_reason
 from gsd_kernels_hf.stats import GenerationStats
 
 torch.set_num_threads(1)
@@ -382,6 +383,17 @@ def test_automatic_budget(patched):
     assert handle.stats.steps > 0
     again = target.generate(**prompt(), max_new_tokens=40, do_sample=False)
     assert torch.equal(again, plain(40))
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
+def test_a_named_backend(backend):
+    """Also where one op, such as the cache write, lacks it."""
+    reason = unavailable_reason(backend, torch.device("cpu")) if backend != "auto" else None
+    if reason is not None:
+        pytest.skip(reason)
+    target, draft = fresh()
+    options = {"assistant_model": draft, "graph_config": "tree", "backend": backend}
+    assert torch.equal(gsd.generate(target, **prompt(), **options, max_new_tokens=16, do_sample=False), plain())
 
 
 def test_layers_on_two_devices():

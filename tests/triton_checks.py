@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -263,7 +264,7 @@ def _check_ties(got: Tensor, expected: Tensor, scores: Tensor) -> int:
     return int((got != expected).sum())
 
 
-# ---------------------------------------------------------------- verify and commit_kv
+# ---------------------------------------------------------------- verify, commit_kv and write_kv
 
 
 def check_verify(config: gsd.GraphConfig, style: str, seed: int, device: str) -> Tensor:
@@ -313,6 +314,37 @@ def check_commit(layout: str, dtype: torch.dtype, dim: int, device: str) -> None
     for got, expected in zip(k + v, expected_k + expected_v, strict=True):
         assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
     assert torch.equal(kv_len, expected_len)
+
+
+def check_write(dtype: torch.dtype, dims: tuple[int, int], heads: int, rows: int, device: str) -> None:
+    """Every bit of the caches, whatever they held; values that are not finite, the smallest and both zeros."""
+    gen = torch.Generator().manual_seed(rows)
+    batch, capacity = 3, rows + 5
+    info = torch.finfo(dtype)
+    rare = torch.tensor([NAN, -NAN, math.inf, -math.inf, info.max, info.min, info.smallest_normal, 0.0, -0.0])
+    rare = torch.cat([rare.to(dtype), torch.tensor([info.tiny / 2, -info.tiny / 2], dtype=dtype)])
+
+    def rows_of(dim: int, spare: int) -> Tensor:
+        values = torch.randn(batch, rows, heads, dim + spare, generator=gen).to(dtype)
+        picked = torch.randint(0, 2 * len(rare), values.shape, generator=gen)
+        return torch.where(picked < len(rare), rare[picked % len(rare)], values).to(device)
+
+    k, v = rows_of(dims[0], 3)[..., 3:].transpose(1, 2), rows_of(dims[1], 0).transpose(1, 2)
+    v = v.mT.contiguous().mT if rows % 2 else v  # dimensions need not be next to each other
+    order = torch.stack([torch.randperm(capacity, generator=gen)[:rows] for _ in range(batch)])
+    positions = order.T.contiguous().T.to(device)
+    caches = {
+        "k_cache": torch.full((batch, heads, capacity, dims[0]), NAN, dtype=dtype, device=device),
+        "v_cache": torch.full((batch, capacity, heads, dims[1] + 2), 7.0, dtype=dtype, device=device).transpose(1, 2),
+    }
+    expected = {n: c.clone() for n, c in caches.items()}
+    gsd.write_kv(
+        *(c[..., :d] for c, d in zip(expected.values(), dims, strict=True)), k, v, positions, backend="reference"
+    )
+    gsd.write_kv(*(c[..., :d] for c, d in zip(caches.values(), dims, strict=True)), k, v, positions, backend="triton")
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    for name, cache in caches.items():
+        assert torch.equal(cache.view(bits), expected[name].view(bits)), name
 
 
 # ---------------------------------------------------------------- the case lists
@@ -377,4 +409,13 @@ SAMPLING: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "fewer-tokens-than-branch": ((1, 2, 3), {"temperature": 1.0, "branch": 5}),
     "branch-32": ((1, 2, 5000), {"temperature": 1.0, "branch": 32}),
     "vocabulary-256k": ((1, 1, 262144), {"temperature": 1.0, "top_k": 40}),
+}
+WRITES = {
+    "float32-D80": (torch.float32, (80, 80), 2, 9),
+    "float16-one-row": (torch.float16, (64, 64), 8, 1),
+    "bfloat16-D128": (torch.bfloat16, (128, 128), 4, 33),
+    "float64-odd": (torch.float64, (7, 1), 3, 5),
+    "values-narrower": (torch.bfloat16, (96, 24), 5, 6),
+    "values-wider": (torch.float16, (17, 200), 1, 10),
+    "one-head-per-program": (torch.float32, (1500, 3), 2, 2),
 }

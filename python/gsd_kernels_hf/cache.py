@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from gsd_kernels import commit_kv
+from gsd_kernels import commit_kv, write_kv
+from gsd_kernels.ops.write_kv.api import IMPLEMENTATIONS
 
 
 class GraphLayer(CacheLayerMixin):
@@ -39,10 +40,8 @@ class GraphLayer(CacheLayerMixin):
         positions = self.parent.write_positions
         if positions is not None:
             positions = positions.to(self.device, non_blocking=True)
-            sequence = torch.arange(positions.shape[0], device=self.device)[:, None]
-            # Another row's overflow must not reach rows that do not see it: 0 · NaN would be NaN.
-            self.keys.transpose(1, 2)[sequence, positions] = key_states.nan_to_num().transpose(1, 2)
-            self.values.transpose(1, 2)[sequence, positions] = value_states.nan_to_num().transpose(1, 2)
+            # Finite, because another row's overflow must not reach rows that do not see it: 0 · NaN would be NaN.
+            write_kv(self.keys, self.values, key_states, value_states, positions, backend=self.parent.write_backend)
             return self.keys, self.values
         begin = self.parent.prompt_length
         end = begin + key_states.shape[2]
@@ -72,8 +71,10 @@ class GraphCache(Cache):
     of every sequence lives on the device, with the caller.
     """
 
-    def __init__(self, config: PretrainedConfig, capacity: int) -> None:
+    def __init__(self, config: PretrainedConfig, capacity: int, backend: str = "auto") -> None:
         self.capacity = capacity
+        # A backend that does not implement write_kv ("cpu", "cuda") leaves the choice to "auto".
+        self.write_backend = backend if backend in IMPLEMENTATIONS else "auto"
         self.prompt_length = 0
         self.write_positions: Tensor | None = None  # int64 [B, R] while graph rows are forwarded
         layers = config.get_text_config(decoder=True).num_hidden_layers

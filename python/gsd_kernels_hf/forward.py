@@ -20,7 +20,7 @@ class RowModel:
         model: target or draft.
         capacity: cache positions.
         kv_start: int32 [B], left padding of every sequence.
-        backend: of the attention and commit ops.
+        backend: of the attention, cache write and commit ops.
     """
 
     def __init__(self, model: PreTrainedModel, capacity: int, kv_start: Tensor, backend: str) -> None:
@@ -28,7 +28,7 @@ class RowModel:
         self.backend = backend
         self.device = device_of(model)
         self.vocab_size = vocabulary(model)
-        self.cache = GraphCache(model.config, capacity)
+        self.cache = GraphCache(model.config, capacity, backend)
         self.kv_start = kv_start.to(self.device)
         # Any 4D mask reaches the attention function untouched and keeps the model from building one.
         self.no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)

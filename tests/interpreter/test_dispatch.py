@@ -43,6 +43,11 @@ def commit_arguments() -> tuple:
     return *caches, rows, torch.tensor([2, 1], dtype=torch.int32), torch.tensor([5, 8], dtype=torch.int32)
 
 
+def write_arguments() -> tuple:
+    caches, rows = ([torch.randn(2, 2, n, 16) for _ in range(2)] for n in (20, 3))
+    return *caches, *rows, torch.tensor([[4, 1, 9], [0, 19, 3]])
+
+
 def operator_calls() -> dict[str, tuple]:
     graph, tokens, log_probs = level()
     rows, sampled, eos, remaining, done = rows_arguments()
@@ -58,6 +63,7 @@ def operator_calls() -> dict[str, tuple]:
         ),
         "triton_verify": (*rows.tensors()[:4], rows.num_rows, sampled, eos, remaining, done, 6),
         "triton_commit_kv": commit_arguments(),
+        "triton_write_kv": write_arguments(),
     }
 
 
@@ -94,6 +100,11 @@ def commit(k, v, rows, accepted, kv_len):
     return k[1] + 0, v[0] + 0, kv_len + 0
 
 
+def write(k_cache, v_cache, k, v, positions):
+    gsd.write_kv(k_cache, v_cache, k + 1, v, positions, backend="triton")
+    return k_cache + 0, v_cache + 0
+
+
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
@@ -102,6 +113,7 @@ def commit(k, v, rows, accepted, kv_len):
         (sample, sampling_arguments),
         (accept, rows_arguments),
         (commit, commit_arguments),
+        (write, write_arguments),
     ],
     ids=lambda f: f.__name__,
 )

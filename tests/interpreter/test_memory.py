@@ -94,12 +94,19 @@ def verify_and_commit() -> None:
     gsd.commit_kv(k, v, accepted, guarded(torch.tensor([3, 1], dtype=torch.int32)), lengths, backend="triton")
 
 
+def write() -> None:
+    caches = [guarded(torch.zeros(2, 3, 30, dim)) for dim in (80, 7)]
+    rows = [guarded(torch.randn(2, 5, 3, dim)).transpose(1, 2) for dim in (80, 7)]
+    positions = guarded(torch.tensor([[0, 29, 4, 3, 2], [25, 26, 27, 28, 29]]))
+    gsd.write_kv(*caches, *rows, positions, backend="triton")
+
+
 def past_the_end() -> None:
     """What the guard is for."""
     ctypes.string_at(guarded(torch.zeros(100)).data_ptr() + 400, 1)
 
 
-OPS = {f.__name__: f for f in (attention, merge_and_flatten, sampling, verify_and_commit, past_the_end)}
+OPS = {f.__name__: f for f in (attention, merge_and_flatten, sampling, verify_and_commit, write, past_the_end)}
 
 
 @pytest.mark.parametrize("name", OPS)

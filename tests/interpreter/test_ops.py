@@ -99,3 +99,8 @@ def test_verify_equals_the_reference(max_rows):
 @pytest.mark.parametrize("dtype,dim", [(torch.float32, 80), (torch.bfloat16, 64), (torch.float16, 256)], ids=str)
 def test_commit_equals_the_reference(layout, dtype, dim):
     checks.check_commit(layout, dtype, dim, "cpu")
+
+
+@pytest.mark.parametrize("case", checks.WRITES.values(), ids=checks.WRITES.keys())
+def test_written_rows_equal_the_reference_bit_for_bit(case):
+    checks.check_write(*case, "cpu")

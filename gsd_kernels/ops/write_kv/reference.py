@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
+    sequence = torch.arange(positions.shape[0], device=positions.device)[:, None]
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        cache.transpose(1, 2)[sequence, positions] = rows.nan_to_num().transpose(1, 2)

@@ -1,0 +1,106 @@
+"""Storing rows at their cache positions: one launch for keys and values."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 1024  # elements a program: one 128-bit access a thread in half precision
+
+# The bits of +inf: one less is the largest finite value, whatever is above is NaN.
+INFINITY = {torch.float64: 0x7FF << 52, torch.float32: 0xFF << 23, torch.float16: 0x1F << 10, torch.bfloat16: 0xFF << 7}
+INTEGER = {8: tl.int64, 4: tl.int32, 2: tl.int16}
+
+
+@triton.jit
+def _write_kernel(
+    k_cache_ptr,  # [B, H, S, D]
+    v_cache_ptr,
+    k_ptr,  # [B, H, R, D]
+    v_ptr,
+    positions_ptr,  # int64 [B, R]
+    k_cache_stride_b,
+    k_cache_stride_h,
+    k_cache_stride_s,
+    v_cache_stride_b,
+    v_cache_stride_h,
+    v_cache_stride_s,
+    k_stride_b,
+    k_stride_h,
+    k_stride_r,
+    k_stride_d,
+    v_stride_b,
+    v_stride_h,
+    v_stride_r,
+    v_stride_d,
+    positions_stride_b,
+    positions_stride_r,
+    rows,
+    HEADS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    INTEGER: tl.constexpr,
+    INFINITY: tl.constexpr,  # its bits
+    LARGEST_INTEGER: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program per sequence, stretch of (row, head) pairs, and K or V.
+
+    Integer arithmetic makes the values finite: no NaN or subnormal rule of the hardware takes part.
+    """
+    b = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    d = tl.arange(0, BLOCK_D)
+    real = i < rows * HEADS
+    row = (i // HEADS).to(tl.int64)
+    head = (i % HEADS).to(tl.int64)
+    position = tl.load(positions_ptr + b * positions_stride_b + row * positions_stride_r, mask=real, other=0)
+    if tl.program_id(2) == 0:
+        source = k_ptr + b * k_stride_b + (head * k_stride_h + row * k_stride_r)[:, None] + (d * k_stride_d)[None, :]
+        target = k_cache_ptr + b * k_cache_stride_b + (head * k_cache_stride_h + position * k_cache_stride_s)[:, None]
+        dim = K_DIM
+    else:
+        source = v_ptr + b * v_stride_b + (head * v_stride_h + row * v_stride_r)[:, None] + (d * v_stride_d)[None, :]
+        target = v_cache_ptr + b * v_cache_stride_b + (head * v_cache_stride_h + position * v_cache_stride_s)[:, None]
+        dim = V_DIM
+    mask = real[:, None] & (d < dim)[None, :]
+    values = tl.load(source, mask=mask)
+    bits = values.to(INTEGER, bitcast=True)
+    magnitude = bits & LARGEST_INTEGER  # the sign is the highest bit
+    finite = bits - (magnitude == INFINITY).to(INTEGER)
+    finite = tl.where(magnitude > INFINITY, 0, finite)
+    tl.store(target + d[None, :], finite.to(values.dtype, bitcast=True), mask=mask)
+
+
+def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
+    batch, heads, rows, k_dim = k.shape
+    v_dim = v.shape[3]
+    block_d = max(16, triton.next_power_of_2(max(k_dim, v_dim)))
+    block_i = max(1, TILE // block_d)
+    if k.numel() + v.numel() == 0:
+        return
+    _write_kernel[(triton.cdiv(rows * heads, block_i), batch, 2)](
+        k_cache,
+        v_cache,
+        k,
+        v,
+        positions,
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        *k.stride(),
+        *v.stride(),
+        *positions.stride(),
+        rows,
+        HEADS=heads,
+        K_DIM=k_dim,
+        V_DIM=v_dim,
+        INTEGER=INTEGER[k.element_size()],
+        INFINITY=INFINITY[k.dtype],
+        LARGEST_INTEGER=2 ** (8 * k.element_size() - 1) - 1,
+        BLOCK_I=block_i,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
