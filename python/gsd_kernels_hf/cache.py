@@ -47,8 +47,8 @@ class GraphLayer(CacheLayerMixin):
         end = begin + key_states.shape[2]
         if end > self.parent.capacity:
             raise ValueError(f"cache: full, {end} positions needed and {self.parent.capacity} allocated")
-        self.keys[:, :, begin:end] = key_states
-        self.values[:, :, begin:end] = value_states
+        self.keys[:, :, begin:end] = key_states.nan_to_num()  # padding may hold anything, attention wants it finite
+        self.values[:, :, begin:end] = value_states.nan_to_num()
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_seq_length(self, *args: Any) -> int:

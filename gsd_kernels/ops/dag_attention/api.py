@@ -53,7 +53,8 @@ def dag_attention(
         sliding_window: a row sees positions p with ``row position − p < sliding_window``.
         return_lse: also return the log-sum-exp of the scores.
         visible: bool [B, R, S], what :func:`visibility` returns for the other arguments, for callers that attend many
-            layers with one mask. The kernels read the words and ignore it.
+            layers with one mask. They also see to it that caches hold finite values only and that no row is empty,
+            which is then not checked. The kernels read the words and ignore it.
 
     Returns:
         [B, Hq, R, Dv] in q's dtype, and with ``return_lse`` float32 [B, Hq, R]. A row that sees nothing gets 0 and
