@@ -175,6 +175,11 @@ def _ranks(column: Tensor) -> str:
     return f"rank{'s' * (len(others) > 1)} {', '.join(others)} from rank 0"
 
 
+def honoured(config: GenerationConfig) -> dict[str, object]:
+    """The options that decide what is generated."""
+    return {name: value for name, value in vars(config).items() if CONFIG_FIELDS.get(name, ("",))[0] == HONOURED}
+
+
 def digest(value: object) -> int:
     """63 bits of what must be the same on all ranks: the elements of a tensor, the weights of a model, or the text."""
     content = hashlib.sha256()
@@ -188,9 +193,6 @@ def digest(value: object) -> int:
             config.pop(path_or_version, None)
         content.update(repr(sorted(config.items())).encode())
         content.update(_weights(value))
-    elif isinstance(value, GenerationConfig):
-        honoured = {k: v for k, v in vars(value).items() if CONFIG_FIELDS.get(k, ("",))[0] == HONOURED}
-        content.update(repr(sorted(honoured.items())).encode())
     else:
         content.update(repr(value).encode())
     return int.from_bytes(content.digest()[:8], "little") >> 1

@@ -23,7 +23,7 @@ from gsd_kernels import Acceptance, GraphConfig, NgramTable, Rows, TokenGraph, f
 from gsd_kernels.config import resolve_graph_config
 
 from . import support
-from .agreement import Agreement
+from .agreement import Agreement, honoured
 from .attention import switched
 from .budget import AcceptanceModel, Budget, largest_shapes
 from .capture import CapturedStep, can_capture
@@ -296,12 +296,12 @@ class GraphDecoder:
                 assistant_model=draft,
                 prompt=input_ids,
                 attention_mask=attention_mask,
-                generation_config=generation_config,
                 seed=(self.seed if seed is None else seed) if generation_config.do_sample else None,
                 graph_config=self.graph_config,
                 draft_sources=self.draft_sources,
                 backend=self.backend,
                 versions=(gsd_kernels.__version__, torch.__version__, transformers.__version__),
+                **honoured(generation_config),
             )
         budget = self._budget(model, input_ids.shape[0], prompt + room // 2, plan) if agreement is None else None
         sources = self._sources(draft, budget)

@@ -1,0 +1,188 @@
+"""Tensor-parallel targets on gloo ranks: the single process's texts, divided caches, and errors instead of hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensor_parallel as ranks
+import torch
+import torch.distributed as dist
+
+from gsd_kernels_hf.agreement import Agreement, check_heads, tensor_parallel_group
+
+pytest.importorskip("accelerate", reason="transformers shards models with accelerate")
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("this PyTorch has no gloo", allow_module_level=True)
+
+SIZES = (2, 4)
+LIMIT = 150.0  # seconds that ranks may take on a busy machine; a hang is longer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoints")
+    ranks.save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(folder) -> dict[str, dict[str, Any]]:
+    """Every case by one process."""
+    names = [name for target in ("gqa", "mha") for name in (target, f"{target}-draft")]
+    models = {name: ranks.load(folder, name) for name in names}
+    return {
+        name: ranks.run_case(name, models[target], models[f"{target}-draft"])
+        for name, (target, *_) in ranks.CASES.items()
+    }
+
+
+class Launched:
+    """The processes of one job."""
+
+    def __init__(self, job: str, size: int, folder: Path) -> None:
+        self.job, self.size, self.folder = job, size, folder / f"{job}-{size}"
+        self.folder.mkdir()
+        for checkpoint in folder.iterdir():
+            if checkpoint.name in {name + suffix for name in ranks.TARGETS for suffix in ("", "-draft")}:
+                (self.folder / checkpoint.name).symlink_to(checkpoint)
+        self.begin = time.monotonic()
+        self.processes = [self._start(rank) for rank in range(size)]
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.size), "OMP_NUM_THREADS": "1"}
+        paths = os.pathsep.join(filter(None, sys.path))
+        with self._errors(rank).open("wb") as errors:
+            return subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", ranks.__file__, self.job, str(self.folder)],
+                env={**os.environ, **place, "PYTHONPATH": paths, "GSD_KERNELS_DEBUG": "0"},
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
+
+    def _errors(self, rank: int) -> Path:
+        return self.folder / f"errors-{rank}.txt"
+
+    def wait(self, rank: int) -> tuple[int, str]:
+        """Exit status and standard error of a rank, which must end by itself."""
+        try:
+            status = self.processes[rank].wait(max(1.0, LIMIT - (time.monotonic() - self.begin)))
+        except subprocess.TimeoutExpired:
+            self.close(signal.SIGABRT)  # which prints where they are
+            places = "\n".join(f"rank {r}: {self._errors(r).read_text()[-3000:]}" for r in range(self.size))
+            pytest.fail(f"{self.job}: rank {rank} of {self.size} hangs\n{places}")
+        return status, self._errors(rank).read_text()
+
+    def results(self) -> list[dict[str, Any]]:
+        """What every rank found."""
+        for rank in range(self.size):
+            status, error = self.wait(rank)
+            assert status == 0, error[-3000:]
+        return [json.loads((self.folder / f"{self.job}-{r}.json").read_text()) for r in range(self.size)]
+
+    def close(self, by: signal.Signals = signal.SIGKILL) -> None:
+        for process in self.processes:
+            process.send_signal(by)
+        for process in self.processes:
+            process.wait()
+
+
+def test_the_cases_could_fail(alone):
+    for name, case in alone.items():
+        if name == "auto":  # which speculates where that is faster
+            continue
+        longest = len(case["accepted"]) - 1
+        assert longest > 1, f"{name}: nothing was accepted"
+        assert sum(case["accepted"][:-1]) > 0, f"{name}: nothing was rejected"
+    assert len({token for case in alone.values() for row in case["tokens"] for token in row}) > 60
+
+
+@pytest.mark.parametrize("size", SIZES, ids="{} ranks".format)
+def test_ranks_decode_like_one_process(size, folder, alone):
+    """All that ranks can show without one being lost, in one launch: starting is what takes long."""
+    launched = Launched("texts", size, folder)
+    try:
+        everyone = launched.results()
+    finally:
+        launched.close()
+    for found in everyone:
+        _same_texts(found["cases"], alone)
+        _divided_caches(found["cases"], alone, size)
+        assert found["drawn"] == everyone[0]["drawn"], "seed=None"
+        _differences_at_the_start(found["refused"], size)
+        _heads(found["refused"], size)
+        message = found["refused"]["rank 1 drafts otherwise"]
+        assert "decode different texts (rank 1 from rank 0) since one of the steps 5 … 8" in message
+        assert "decode different texts (rank 1 from rank 0) since step 5;" in found["refused"]["every step"]
+
+
+def _same_texts(cases: dict[str, dict[str, Any]], alone: dict[str, dict[str, Any]]) -> None:
+    for name, case in cases.items():
+        assert case["tokens"] == alone[name]["tokens"], name
+        assert case["steps"] == alone[name]["steps"] or name == "auto", name
+
+
+def _divided_caches(cases: dict[str, dict[str, Any]], alone: dict[str, dict[str, Any]], size: int) -> None:
+    for name, case in cases.items():
+        if name == "auto":  # one process has room for larger shapes
+            continue
+        _, sharded, _, arguments = ranks.CASES[name]
+        whole = alone[name]["cache_bytes"]  # target and draft have the same shape
+        if sharded or "draft_sources" in arguments:
+            assert case["cache_bytes"] * size == whole, name
+        else:
+            assert case["cache_bytes"] * size * 2 == whole * (1 + size), name
+
+
+def _differences_at_the_start(said: dict[str, str], size: int) -> None:
+    last = f"(rank {size - 1} from rank 0)"
+    others = "(rank 1 from rank 0)" if size == 2 else "(ranks 1, 2, 3 from rank 0)"
+    alike = "ValueError: tensor parallel: ranks must be started alike, and differ in "
+    for name in ("prompt", "seed", "graph_config"):
+        assert said[name] == f"{alike}{name} {last}"
+    assert said["draft"] == said["no draft"] == f"{alike}assistant_model {last}"
+    assert f"max_new_tokens {last}" in said["max_new_tokens"]
+    assert f"prompt {others}" in said["length"]
+
+
+def _heads(said: dict[str, str], size: int) -> None:
+    field = "num_key_value_heads=3" if size == 2 else "num_attention_heads=6"
+    for name, model in (("heads", "model"), ("draft heads", "assistant_model")):
+        assert said[name] == f"ValueError: {model}: {field} does not divide among {size} tensor-parallel ranks"
+    assert "fixed graph_config" in said["tune"]
+
+
+@pytest.mark.parametrize(("job", "size"), [("killed", 4), ("stopped", 2), ("early", 2)])
+def test_a_lost_rank_ends_the_others(job, size, folder):
+    launched = Launched(job, size, folder)
+    try:
+        for rank in range(size):
+            if rank == 1 and job != "early":
+                continue
+            status, error = launched.wait(rank)
+            assert status == 1
+            lost = f"RuntimeError: tensor parallel: rank {rank} of {size} lost the other ranks in step "
+            parted = "RuntimeError: tensor parallel: the ranks decode different texts"
+            assert lost in error or (job == "early" and parted in error), error[-3000:]
+    finally:
+        launched.close()
+
+
+def test_one_process_needs_no_agreement(folder):
+    model = ranks.load(folder, "gqa")
+    assert tensor_parallel_group("model", model) is None
+    assert Agreement.of(model, None, torch.device("cpu")) is None
+
+
+def test_heads_are_checked_from_a_configuration(folder):
+    config = ranks.load(folder, "gqa").config
+    check_heads("model", config, 4)
+    with pytest.raises(ValueError, match="--model: num_key_value_heads=4 does not divide among 8"):
+        check_heads("--model", config, 8)
