@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,9 +39,8 @@ class GraphLayer(CacheLayerMixin):
         """Store [B, Hkv, R, D]: graph rows into their slots (all of the cache comes back), a prompt at the end."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        positions = self.parent.write_positions
+        positions = self.parent.positions_on(self.device)
         if positions is not None:
-            positions = positions.to(self.device, non_blocking=True)
             # Finite, because another row's overflow must not reach rows that do not see it: 0 · NaN would be NaN.
             write_kv(self.keys, self.values, key_states, value_states, positions, backend=self.parent.write_backend)
             return self.keys, self.values
@@ -76,23 +77,39 @@ class GraphCache(Cache):
         # A backend that does not implement write_kv ("cpu", "cuda") leaves the choice to "auto".
         self.write_backend = backend if backend in IMPLEMENTATIONS else "auto"
         self.prompt_length = 0
-        self.write_positions: Tensor | None = None  # int64 [B, R] while graph rows are forwarded
+        self._positions: dict[torch.device, Tensor] = {}  # int64 [B, R] while graph rows are forwarded
         layers = config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[GraphLayer(self) for _ in range(layers)])
+
+    @contextmanager
+    def writing(self, positions: Tensor) -> Iterator[None]:
+        """Store what a forward computes at ``positions``, int64 [B, R], rather than at the end of the prompt."""
+        self._positions = {positions.device: positions}
+        try:
+            yield
+        finally:
+            self._positions = {}
+
+    def positions_on(self, device: torch.device) -> Tensor | None:
+        """Where to write, copied once a step for every device of a sharded model."""
+        if self._positions and device not in self._positions:
+            self._positions[device] = next(iter(self._positions.values())).to(device, non_blocking=True)
+        return self._positions.get(device)
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor, kv_len: Tensor, *, backend: str = "auto") -> None:
         """Move the accepted rows of all layers behind the prefix and advance ``kv_len``; one call a device."""
         by_device: dict[torch.device, list[GraphLayer]] = {}
         for layer in self.layers:
             by_device.setdefault(layer.device, []).append(layer)
+        # Copied before any is advanced: a device's own length moves with its layers.
+        lengths = {device: kv_len.to(device, non_blocking=True) for device in by_device}
         for device, layers in by_device.items():
-            length = kv_len if device == kv_len.device else kv_len.to(device)
             commit_kv(
                 [layer.keys for layer in layers],
                 [layer.values for layer in layers],
                 accepted_rows.to(device, non_blocking=True),
                 num_accepted.to(device, non_blocking=True),
-                length,
+                lengths[device],
                 backend=backend,
             )
         if kv_len.device not in by_device:

@@ -79,8 +79,7 @@ class RowModel:
             backend=self.backend,
         )
         assert inputs.ancestor_mask.shape[-1] == num_words(node_depths.shape[-1])
-        self.cache.write_positions = (kv_len[:, None] + slots.to(to)).long()
-        try:
+        with self.cache.writing((kv_len[:, None] + slots.to(to)).long()):
             output = self.model(
                 input_ids=self.known(token_ids.to(to).long()),
                 attention_mask=self.no_mask,
@@ -90,8 +89,6 @@ class RowModel:
                 logits_to_keep=keep,
                 graph=inputs,
             )
-        finally:
-            self.cache.write_positions = None
         return output.logits[:, -keep:]
 
     def known(self, token_ids: Tensor) -> Tensor:

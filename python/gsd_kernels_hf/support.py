@@ -224,5 +224,7 @@ def check_length(model: PreTrainedModel, name: str, length: int) -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model takes its input: the device of the input embedding."""
-    return model.get_input_embeddings().weight.device  # type: ignore[operator, union-attr, return-value]
+    """Where the model takes its input: the device of the input embedding, or where that runs if it is offloaded."""
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    device = embedding.weight.device
+    return torch.device(embedding._hf_hook.execution_device) if device.type == "meta" else device
