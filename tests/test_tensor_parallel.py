@@ -15,6 +15,7 @@ import pytest
 import tensor_parallel as ranks
 import torch
 import torch.distributed as dist
+from checkpoints import save_pair
 
 from gsd_kernels_hf.agreement import Agreement, check_heads, tensor_parallel_group
 
@@ -186,3 +187,33 @@ def test_heads_are_checked_from_a_configuration(folder):
     check_heads("model", config, 4)
     with pytest.raises(ValueError, match="--model: num_key_value_heads=4 does not divide among 8"):
         check_heads("--model", config, 8)
+
+
+def test_command_line(tmp_path):
+    """Both processes run, the first one prints."""
+    target, draft = save_pair(tmp_path, dtype=torch.float64)
+    command = ["--model", target, "--draft", draft, "--max-new-tokens", "12", "--graph-config", "graph", "hello"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+
+    def run(*arguments: str, processes: int = 0) -> subprocess.CompletedProcess[bytes]:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        return subprocess.run(
+            [sys.executable, *(launcher if processes else []), "-m", "gsd_kernels_hf", *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=LIMIT,
+        )
+
+    alone = run("generate", *command)
+    both = run("generate", "--tp", *command, processes=2)
+    assert both.returncode == 0, both.stderr.decode()[-3000:]
+    assert both.stdout == alone.stdout
+    assert len(both.stdout) > 5
+    checked = run("check", "--tp", "--json", *command, processes=2)
+    assert checked.returncode == 0, checked.stderr.decode()[-3000:]
+    assert json.loads(checked.stdout)["summary"]["equal"] == 1
+    unshared = run("generate", "--tp", *command[:-1], processes=2)
+    assert b"processes cannot share stdin" in unshared.stderr
+    assert b"start it as torchrun" in run("generate", "--tp", *command).stderr
+    assert b"--model: num_attention_heads=8 does not divide" in run("generate", "--tp", *command, processes=3).stderr

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import options
-from .console import DIFFERS, OK, err, out, print_json, progress, table
+from .console import DIFFERS, OK, err, only_first_rank_prints, out, print_json, progress, table
 from .options import describe_graph_config, read_graph_config, read_prompts
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ def command(
     dtype: options.DtypeOption = options.Dtype.auto,
     device: options.Device = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    tp: options.TensorParallel = False,
+    tp_timeout: options.TensorParallelTimeout = 600.0,
     prompt_files: options.PromptFiles = None,
     lines: options.Lines = False,
     chat: options.Chat = False,
@@ -39,8 +41,11 @@ def command(
     speed and peak memory. Exit code 0: equal, or different only where rounding decides; 3: different beyond that.
     Without prompts, a few excerpts of Python source are continued.
     """
+    if tp:
+        only_first_rank_prints()
     config = read_graph_config(graph_config)
-    texts = read_prompts(prompts, prompt_files, lines) if prompts or prompt_files else []
+    given = prompts or prompt_files
+    texts = read_prompts(prompts, prompt_files, lines, several_processes=tp) if given else []
     with progress("loading the models"):
         import torch
 
@@ -57,6 +62,7 @@ def command(
             revision=revision,
             draft_revision=draft_revision,
             trust_remote_code=trust_remote_code,
+            tp_timeout=tp_timeout if tp else None,
         )
     if pair.draft is None and draft is None:
         err.print("gsd-kernels: no --draft: plain decoding on both sides (--draft history speculates without a model)")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,8 +49,17 @@ class Commands(TyperGroup):
             if ctx.params.get("debug"):
                 raise
             message = " ".join(str(error).split()) or type(error).__name__
-            err.print(f"gsd-kernels: error: {message}", markup=False, soft_wrap=True)
+            whose = f"rank {os.environ['RANK']}: " if err.quiet else ""
+            err.quiet = False
+            err.print(f"gsd-kernels: error: {whose}{message}", markup=False, soft_wrap=True)
             raise typer.Exit(USAGE if isinstance(error, (ValueError, TypeError)) else FAILURE) from None
+
+
+def only_first_rank_prints() -> None:
+    """Of the processes that torchrun started; errors are printed by all."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        out.quiet = err.quiet = True
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open as long as the process
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from . import options
-from .console import err, progress
+from .console import err, only_first_rank_prints, progress
 from .options import read_graph_config, read_prompts
 
 _SAMPLING = "Sampling (any of these turns it on; otherwise greedy)"
@@ -33,6 +33,8 @@ def command(
     dtype: options.DtypeOption = options.Dtype.auto,
     device: options.Device = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    tp: options.TensorParallel = False,
+    tp_timeout: options.TensorParallelTimeout = 600.0,
     prompt_files: options.PromptFiles = None,
     lines: options.Lines = False,
     chat: options.Chat = False,
@@ -61,8 +63,10 @@ def command(
     The prompt comes from the arguments, --prompt-file or stdin; the continuation goes to stdout. Sampling options that
     are not given keep the model's own generation config.
     """
+    if tp:
+        only_first_rank_prints()
     config = read_graph_config(graph_config)
-    texts = read_prompts(prompts, prompt_files, lines)
+    texts = read_prompts(prompts, prompt_files, lines, several_processes=tp)
     if not texts:
         raise ValueError("prompt: give one as an argument, by --prompt-file or on stdin")
     with progress("loading the models"):
@@ -79,6 +83,7 @@ def command(
             revision=revision,
             draft_revision=draft_revision,
             trust_remote_code=trust_remote_code,
+            tp_timeout=tp_timeout if tp else None,
         )
     if pair.draft is None and draft is None:
         err.print("gsd-kernels: no --draft: plain decoding (--draft history speculates without a model)")

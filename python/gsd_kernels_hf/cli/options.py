@@ -67,6 +67,21 @@ TrustRemoteCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", rich_help_panel=_MODELS, help="Run Python code that the checkpoint brings."),
 ]
+TensorParallel = Annotated[
+    bool,
+    typer.Option(
+        "--tp",
+        rich_help_panel=_MODELS,
+        help="Shard the target over the processes of [bold]torchrun … -m gsd_kernels_hf[/bold]; the draft is whole on "
+        "each. The first process prints.",
+    ),
+]
+TensorParallelTimeout = Annotated[
+    float,
+    typer.Option(
+        "--tp-timeout", metavar="SECONDS", min=1.0, rich_help_panel=_MODELS, help="After which a silent rank is lost."
+    ),
+]
 Chat = Annotated[
     bool,
     typer.Option(
@@ -146,14 +161,18 @@ def describe_graph_config(config: GraphConfig | str | None) -> str | dict[str, o
     return asdict(config)
 
 
-def read_prompts(arguments: list[str] | None, files: list[str] | None, lines: bool) -> list[str]:
+def read_prompts(
+    arguments: list[str] | None, files: list[str] | None, lines: bool, *, several_processes: bool = False
+) -> list[str]:
     """Prompts from the arguments, then from the files; with neither, from stdin unless it is a terminal.
 
     Raises:
-        ValueError: a prompt is empty.
+        ValueError: a prompt is empty, or ``several_processes`` would have to share stdin.
     """
     texts = []
     files = files or ([] if arguments or sys.stdin.isatty() else ["-"])
+    if several_processes and "-" in files:
+        raise ValueError("--tp: processes cannot share stdin; give the prompt as an argument or by --prompt-file")
     for name in files:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
         texts += [line for line in text.splitlines() if line.strip()] if lines else [text]

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from gsd_kernels_hf import demo_pair, support
+from gsd_kernels_hf.agreement import check_heads
+
+from . import ranks
 
 WITHOUT_MODEL: dict[str | None, tuple[str, ...] | None] = {"none": None, "history": ("history",)}
 """Values of ``--draft`` that name no model, and the draft sources that they mean."""
@@ -91,15 +95,24 @@ def load_pair(
     revision: str | None = None,
     draft_revision: str | None = None,
     trust_remote_code: bool = False,
+    tp_timeout: float | None = None,
 ) -> Pair:
     """The pair that the options name; the embedded one without ``model``.
+
+    With ``tp_timeout`` (seconds) the target is sharded over the processes that torchrun started.
 
     Raises:
         ValueError: options that contradict each other, or a pair of different tokenizers.
         OSError: a checkpoint cannot be found.
     """
     quiet_transformers()
-    where = pick_device(device)
+    sharded = {}
+    if tp_timeout is None:
+        where = pick_device(device)
+    elif model is None or device is not None:
+        raise ValueError("--tp: needs --model, and takes no --device: the GPUs, or the CPU of a machine without one")
+    else:
+        where, sharded = ranks.join(tp_timeout), ranks.sharding()
     if model is None:
         if draft not in (None, *WITHOUT_MODEL):
             raise ValueError("--draft: needs --model; without both the embedded pair is used")
@@ -107,10 +120,11 @@ def load_pair(
         target, small, tokenizer = demo_pair.load(weights, where)
         return Pair(target, small if draft is None else None, tokenizer, WITHOUT_MODEL.get(draft))
 
-    def load(name: str, commit: str | None) -> PreTrainedModel:
-        options = {"revision": commit} if commit else {}
+    def load(name: str, commit: str | None, **options: Any) -> PreTrainedModel:
+        if commit:
+            options["revision"] = commit
         loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=trust_remote_code, **options)
-        return loaded.to(where).eval()
+        return (loaded if sharded and loaded.tp_size else loaded.to(where)).eval()
 
     def load_tokenizer(name: str, commit: str | None) -> PreTrainedTokenizerBase:
         options = {"revision": commit} if commit else {}
@@ -122,7 +136,11 @@ def load_pair(
     tokenizer = load_tokenizer(model, revision)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    target = load(model, revision)
+    if sharded:
+        options = {"revision": revision} if revision else {}
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **options)
+        check_heads("--model", config, dist.get_world_size())  # before anything large is read
+    target = load(model, revision, **sharded)
     if draft is None or draft in WITHOUT_MODEL:
         return Pair(target, None, tokenizer, WITHOUT_MODEL.get(draft))
     small = load(draft, draft_revision)
