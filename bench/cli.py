@@ -6,7 +6,9 @@ Measurements import torch and transformers when they run, so ``--help`` answers 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from contextlib import ExitStack, redirect_stderr
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -141,6 +143,12 @@ def generate(
     backend: Annotated[str, typer.Option("--backend", help="Of our ops.")] = "auto",
     dtype: DtypeOption = None,
     device: Device = None,
+    tp: Annotated[
+        bool, typer.Option("--tp", help="Shard the target over torchrun's processes; the first one prints and writes.")
+    ] = False,
+    tp_timeout: Annotated[
+        float, typer.Option("--tp-timeout", metavar="SECONDS", min=1.0, help="After which a silent rank is lost.")
+    ] = 600.0,
     quick: Quick = False,
     seconds: Annotated[float | None, typer.Option("--seconds", help="Begin no prompt beyond this.")] = None,
     out: Out = RESULTS,
@@ -148,34 +156,43 @@ def generate(
     compare: Compare = None,
 ) -> None:
     """Whole generations in one interleaved run: plain, chain, tree, graph, auto, and transformers' own modes."""
+    from gsd_kernels_hf.cli.ranks import is_first
+
     from .competitors import COMPETITORS
     from .generate import Settings, run
 
-    where, kind = _device(device), _dtype(dtype, device)
+    where, processes = _join(device, tp_timeout) if tp else (_device(device), 1)
+    kind = _dtype(dtype, str(where))
     if quick:
         target_shape, prompts, new_tokens = "none", min(prompts, 2), min(new_tokens, 16)
     chosen = tuple(part.strip() for given in names or () for part in given.split(",")) or COMPETITORS
-    file = name or "-".join(["generate", target_shape, str(kind).removeprefix("torch."), *(["quick"] * quick)])
+    parts = ["generate", target_shape, str(kind).removeprefix("torch."), *([f"tp{processes}"] * tp)]
+    file = name or "-".join([*parts, *(["quick"] * quick)])
     _quiet()
-    report = run(
-        Settings(
-            device=where,
-            dtype=kind,
-            pair=pair,
-            target_shape=target_shape,
-            draft_shape=draft_shape,
-            text=text,
-            prompts=prompts,
-            new_tokens=new_tokens,
-            temperature=temperature,
-            competitors=chosen,
-            backend=backend,
-            quick=quick,
-            seconds=float("inf") if seconds is None else seconds,
-        ),
-        folder=out,
-        name=file,
+    settings = Settings(
+        device=where,
+        dtype=kind,
+        pair=pair,
+        target_shape=target_shape,
+        draft_shape=draft_shape,
+        text=text,
+        prompts=prompts,
+        new_tokens=new_tokens,
+        temperature=temperature,
+        competitors=chosen,
+        backend=backend,
+        quick=quick,
+        seconds=float("inf") if seconds is None else seconds,
+        ranks=processes,
     )
+    with ExitStack() as silence:
+        if first := is_first():
+            report = run(settings, folder=out, name=file)
+        else:
+            silence.enter_context(redirect_stderr(silence.enter_context(open(os.devnull, "w"))))
+            run(settings)
+    if not first:
+        return
     _finish(report.write(out, file), report.table(), report.missing)
     for floor in report.floors:
         ratio = floor["ratio"]
@@ -295,6 +312,23 @@ def _device(name: str | None) -> torch.device:
     from gsd_kernels_hf.cli.pair import pick_device
 
     return pick_device(name)
+
+
+def _join(device: str | None, timeout: float) -> tuple[torch.device, int]:
+    """This process's device and the number of processes that torchrun started, after they have met.
+
+    Raises:
+        ValueError: torchrun did not, or a device was asked for.
+    """
+    if device is not None:
+        raise ValueError("--tp: takes no --device: the GPUs, or the CPU of a machine without one")
+    import torch.distributed as dist
+
+    from gsd_kernels_hf.cli import ranks
+    from gsd_kernels_hf.cli.console import only_first_rank_prints
+
+    only_first_rank_prints()
+    return ranks.join(timeout), dist.get_world_size()
 
 
 def _dtype(dtype: Dtype | None, device: str | None) -> torch.dtype:

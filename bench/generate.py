@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gsd_kernels import tune
+from gsd_kernels_hf.cli.ranks import from_first
 from gsd_kernels_hf.comparison import first_divergence
 from gsd_kernels_hf.tuning import prefix_bucket
 
@@ -45,6 +46,7 @@ class Settings:
     backend: str = "auto"
     quick: bool = False
     seconds: float = float("inf")
+    ranks: int = 1  # processes that share the target, this one among them
 
 
 @dataclass
@@ -135,9 +137,11 @@ def title(settings: dict[str, Any], parameters: dict[str, int]) -> str:
     """What was run, in one line."""
     shape = "" if settings["target_shape"] == "none" else f" inflated to {settings['target_shape']}"
     text = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']}"
+    ranks = settings.get("ranks", 1)
+    shared = f", {ranks} tensor-parallel ranks (auto is the preset graph)" if ranks > 1 else ""
     return (
         f"{settings['pair']} pair{shape} ({parameters['target'] / 1e6:.0f}M with a {parameters['draft'] / 1e6:.1f}M "
-        f"draft), {settings['dtype']}, {text}, {settings['new_tokens']} new tokens"
+        f"draft), {settings['dtype']}, {text}, {settings['new_tokens']} new tokens{shared}"
     )
 
 
@@ -162,6 +166,7 @@ def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> 
         draft_shape=settings.draft_shape,
         texts=[settings.text],
         prompts=settings.prompts,
+        tensor_parallel=settings.ranks > 1,
     )
     report = GenerateReport(
         settings={
@@ -177,7 +182,7 @@ def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> 
     racing = _prepare(settings, pair, report)
     begin = time.perf_counter()
     for number, prompt in enumerate(pair.prompts):
-        spent = time.perf_counter() - begin
+        spent = from_first(time.perf_counter() - begin)
         if number and spent * (number + 1) / number > settings.seconds:
             print(f"generate: {number} of {len(pair.prompts)} prompts in {spent:.0f} s", file=sys.stderr)
             break
@@ -209,7 +214,7 @@ def _prepare(settings: Settings, pair: Pair, report: GenerateReport) -> list[Com
         print(f"generate: warming up {competitor.name}", file=sys.stderr, flush=True)
         begin = time.perf_counter()
         try:
-            if competitor.name == AUTO:
+            if competitor.name == AUTO and settings.ranks == 1:  # with several it is the preset graph
                 _calibrate(settings, pair)
             competitor.decode(longest, settings.new_tokens if competitor.compiled else WARM_UP_TOKENS, 0)
         except Exception as error:

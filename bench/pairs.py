@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from gsd_kernels_hf.inflate import inflate
+from gsd_kernels_hf.agreement import check_heads
+from gsd_kernels_hf.cli import ranks
+from gsd_kernels_hf.inflate import inflate, inflated_config
 
 from .shapes import shape_named
 
@@ -47,6 +53,7 @@ def load_pair(
     draft_shape: str = "none",
     texts: Sequence[str] = ("code",),
     prompts: int = 20,
+    tensor_parallel: bool = False,
 ) -> Pair:
     """A pair with its first ``prompts`` prompts of every kind in ``texts``.
 
@@ -55,9 +62,10 @@ def load_pair(
         device, dtype: of both models.
         target_shape, draft_shape: a named shape to inflate to (the same function at another cost), or ``none``.
         texts: ``code`` (held-out Python source), ``copy`` (a function, and again), ``table`` (data that repeats).
+        tensor_parallel: shard the target over the processes of the group that :func:`ranks.join` made.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name, or heads that do not divide among the processes.
     """
     for text in texts:
         if text not in TEXTS:
@@ -65,9 +73,8 @@ def load_pair(
     if name not in PAIRS:
         raise ValueError(f"pair: {name!r} is none of {', '.join(PAIRS)}")
     target, draft, found = (_demo if name == "demo" else _tiny)(texts, prompts)
-    target, draft = (
-        _placed(model, shape, device, dtype) for model, shape in ((target, target_shape), (draft, draft_shape))
-    )
+    target = (_sharded if tensor_parallel else _placed)(target, target_shape, device, dtype)
+    draft = _placed(draft, draft_shape, device, dtype)
     for model in (target, draft):
         # All texts get the same length, so that rates are comparable: decoding goes on past an end-of-text token.
         model.generation_config.eos_token_id = None
@@ -79,6 +86,24 @@ def _placed(model: PreTrainedModel, shape: str, device: torch.device, dtype: tor
     if shape == "none":
         return model.to(device=device, dtype=dtype)
     return inflate(model, shape_named(shape), dtype=dtype, device=device)
+
+
+def _sharded(target: PreTrainedModel, shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """transformers shards what it reads from disk: one process of every machine writes the target there."""
+    config = target.config if shape == "none" else inflated_config(target.config, shape_named(shape))
+    check_heads(f"--target-shape {shape}", config, dist.get_world_size())
+    folder = ranks.from_first(os.path.join(tempfile.gettempdir(), f"gsd-kernels-{os.urandom(8).hex()}"))
+    writes = os.environ["LOCAL_RANK"] == "0"
+    try:
+        if writes:
+            _placed(target, shape, torch.device("cpu"), dtype).save_pretrained(folder)
+        dist.barrier()
+        loaded = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, **ranks.sharding()).eval()
+        dist.barrier()
+    finally:
+        if writes:
+            shutil.rmtree(folder, ignore_errors=True)
+    return loaded
 
 
 Found = tuple[PreTrainedModel, PreTrainedModel, list[tuple[str, str, Tensor]]]

@@ -189,22 +189,22 @@ def test_heads_are_checked_from_a_configuration(folder):
         check_heads("--model", config, 8)
 
 
+def run(*arguments: str, processes: int = 0) -> subprocess.CompletedProcess[bytes]:
+    """The command line, by torchrun unless ``processes`` is 0."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return subprocess.run(
+        [sys.executable, *(launcher if processes else []), "-m", "gsd_kernels_hf", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=LIMIT,
+    )
+
+
 def test_command_line(tmp_path):
     """Both processes run, the first one prints."""
     target, draft = save_pair(tmp_path, dtype=torch.float64)
     command = ["--model", target, "--draft", draft, "--max-new-tokens", "12", "--graph-config", "graph", "hello"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-
-    def run(*arguments: str, processes: int = 0) -> subprocess.CompletedProcess[bytes]:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        return subprocess.run(
-            [sys.executable, *(launcher if processes else []), "-m", "gsd_kernels_hf", *arguments],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=LIMIT,
-        )
-
     alone = run("generate", *command)
     both = run("generate", "--tp", *command, processes=2)
     assert both.returncode == 0, both.stderr.decode()[-3000:]
@@ -217,3 +217,20 @@ def test_command_line(tmp_path):
     assert b"processes cannot share stdin" in unshared.stderr
     assert b"start it as torchrun" in run("generate", "--tp", *command).stderr
     assert b"--model: num_attention_heads=8 does not divide" in run("generate", "--tp", *command, processes=3).stderr
+
+
+def test_bench_generate(tmp_path):
+    command = ["bench", "generate", "--tp", "--quick", "--pair", "tiny", "--prompts", "1", "--out", str(tmp_path)]
+    both = run(*command, "--competitors", "hf-greedy,plain,graph,auto", processes=2)
+    assert both.returncode == 0, both.stderr.decode()[-3000:]
+    assert both.stdout.count(b"| hf-greedy |") == 1, "the first process prints"
+    assert both.stderr.count(b"warming up auto") == 1
+    found = {path.suffix: path for path in tmp_path.iterdir()}
+    assert found[".json"].name == "generate-none-float32-tp2-quick.json"
+    data = json.loads(found[".json"].read_text())
+    assert data["settings"]["ranks"] == 2
+    assert [row["competitor"] for row in data["summary"]] == ["hf-greedy", "plain", "graph", "auto"]
+    assert all(row["equal"] == row["compared"] for row in data["summary"])
+    assert b"start it as torchrun" in run(*command).stderr
+    refused = run(*command, processes=3)
+    assert b"--target-shape none: num_attention_heads=4 does not divide among 3" in refused.stderr

@@ -41,6 +41,19 @@ def join(timeout: float) -> torch.device:
     return device
 
 
+def is_first() -> bool:
+    """Whether this process prints and writes files: the only one, or rank 0."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def from_first(value: Any) -> Any:
+    """The first rank's value, which all must call; where there is one process, its own."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
 def sharding() -> dict[str, Any]:
     """Arguments of ``from_pretrained`` that shard a model; the plan moved into ``DistributedConfig`` after 5.0."""
     if any(field.name == "tp_plan" for field in fields(DistributedConfig)):
