@@ -1,9 +1,9 @@
-"""Writes the figures of README.md from bench/results.
+"""Writes the figures of README.md and docs/scale.md from bench/results.
 
-    python -m gsd_kernels_bench.readme [--check] [--readme FILE] [--results DIR]
+    python -m gsd_kernels_bench.readme [--check] [--readme FILE]... [--results DIR]
 
 Rewrites what lies between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``; ``--check`` changes nothing and fails
-where the file is out of date. Nothing in these blocks is written by hand.
+where a file is out of date. Nothing in these blocks is written by hand.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from . import scale_memory, scale_messages
 from .competitors import ASSISTED, AUTO, GREEDY, PLAIN
 from .generate import title
 from .intervals import Ratio
@@ -159,6 +160,58 @@ def _kernel_table(reports: list[Report]) -> str:
     return f"{head}\n\n" + markdown(["", "dtype", "median", "of copy bandwidth", "best peer"], rows)
 
 
+def messages(results: Path) -> str:
+    """What ranks send for a token, plain decoding beside speculation."""
+    data = _messages(results)
+    settings, target = data["settings"], data["target"]
+    names = settings["prompts"]
+    head = (
+        f"{len(names)} held-out prompts ({names[0]} … {names[-1]}) of the demo pair, whose target holds each key/value "
+        f"head twice so that four ranks can share it ({target['num_hidden_layers']} layers, hidden size "
+        f"{target['hidden_size']}, vocabulary {target['vocab_size']}); {settings['dtype']}, greedy, "
+        f"{settings['new_tokens']} new tokens, gloo; {_place(data['environment'])}:"
+    )
+    return f"{head}\n\n{scale_messages.table(data)}"
+
+
+def memory(results: Path) -> str:
+    """What one GPU holds of a large target and its draft; from the shapes, so no result is needed."""
+    return (
+        f"GiB on each GPU; {scale_memory.TARGET} with {scale_memory.DRAFT}, bfloat16, preset graph; caches are both "
+        f"models', for positions × batch:\n\n{scale_memory.table()}"
+    )
+
+
+def scale(results: Path) -> str:
+    """Both in short."""
+    short, long = scale_memory.TEXTS[1:]
+    rows = []
+    for found in map(scale_memory.memory, scale_memory.GPUS):
+        totals = [found.total(text) / scale_memory.GIB for text in (short, long)]
+        rows.append([str(found.gpus), f"{found.target / scale_memory.GIB:.1f}", *(f"{size:.1f}" for size in totals)])
+    head = ["GPUs", "target", *(f"all, {length:,} positions × {batch}" for length, batch in (short, long))]
+    title_ = f"GiB on each GPU ({scale_memory.TARGET} with {scale_memory.DRAFT}, bfloat16, without activations):"
+    parts = [title_, markdown(head, rows)]
+    data = _messages(results)
+    largest = max(data["settings"]["ranks"])
+    ways = {row["way"]: row for row in data["summary"] if row["ranks"] == largest}
+    plain, graph = ways[scale_messages.PLAIN], ways["graph"]
+    parts.append(
+        f"Speculation divides the all-reduces: {plain['all_reduces_per_token']:.1f} a token with plain decoding, "
+        f"{graph['all_reduces_per_token']:.1f} with the preset graph ({graph['fewer_all_reduces']:.2f} times fewer; "
+        f"demo pair, {largest} ranks, counted). Each carries all the rows that are verified: "
+        f"{plain['bytes_per_token'] / 1024:.0f} KiB a token become {graph['bytes_per_token'] / 1024:.0f}."
+    )
+    return "\n\n".join(parts)
+
+
+def _messages(results: Path) -> dict[str, Any]:
+    path = results / f"{scale_messages.NAME}.json"
+    if not path.exists():
+        raise MissingResultError(f"`python -m gsd_kernels_bench.{scale_messages.NAME}`")
+    return _read(path)
+
+
 def _size(row: Any) -> int:
     return int(row.bytes_moved or 0)
 
@@ -172,7 +225,14 @@ def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-BLOCKS: dict[str, Callable[[Path], str]] = {"speed": speed, "tree": tree, "kernels": kernels}
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "speed": speed,
+    "tree": tree,
+    "kernels": kernels,
+    "scale": scale,
+    "scale-messages": messages,
+    "scale-memory": memory,
+}
 
 
 def rewritten(text: str, results: Path) -> str:
@@ -201,21 +261,28 @@ def main(arguments: list[str] | None = None) -> int:
     """Rewrite or check; 0 if all is well."""
     root = Path(__file__).resolve().parents[1]
     parser = argparse.ArgumentParser(prog="python -m gsd_kernels_bench.readme", description=__doc__.split("\n")[0])
-    parser.add_argument("--readme", type=Path, default=root / "README.md")
+    parser.add_argument(
+        "--readme", type=Path, action="append", help="repeatable (default: README.md and docs/scale.md)"
+    )
     parser.add_argument("--results", type=Path, default=root / "bench" / "results")
-    parser.add_argument("--check", action="store_true", help="change nothing, fail if the file is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing, fail if a file is out of date")
     options = parser.parse_args(arguments)
-    before = options.readme.read_text(encoding="utf-8")
+    files = options.readme or [root / "README.md", root / "docs" / "scale.md"]
+    return max(_rewrite(file, options.results, check=options.check) for file in files)
+
+
+def _rewrite(file: Path, results: Path, *, check: bool) -> int:
+    before = file.read_text(encoding="utf-8")
     try:
-        after = rewritten(before, options.results)
+        after = rewritten(before, results)
     except ValueError as error:
-        print(f"{options.readme}: {error}", file=sys.stderr)
+        print(f"{file}: {error}", file=sys.stderr)
         return 1
-    if options.check:
+    if check:
         if after != before:
-            print(f"{options.readme}: out of date: python -m gsd_kernels_bench.readme", file=sys.stderr)
+            print(f"{file}: out of date: python -m gsd_kernels_bench.readme", file=sys.stderr)
         return int(after != before)
-    options.readme.write_text(after, encoding="utf-8")
+    file.write_text(after, encoding="utf-8")
     return 0
 
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 import gsd_kernels
 from gsd_kernels import GraphConfig
 
-NEW_TOKENS = 16
+PROMPT, NEW_TOKENS = 9, 16
 START_TIMEOUT = 100.0  # seconds; machines are busy
 TIMEOUT = 5.0  # seconds of a process group in which a rank will fail
 STEP = 5  # at which something goes wrong
@@ -33,6 +33,7 @@ STEP = 5  # at which something goes wrong
 TARGETS: dict[str, dict[str, Any]] = {
     "gqa": {"num_key_value_heads": 4},
     "mha": {"num_key_value_heads": 8},
+    "tied": {"num_key_value_heads": 4, "tie_word_embeddings": True},
     "odd": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48},
 }
 CONFIGS = {
@@ -74,7 +75,7 @@ def load(folder: Path, name: str, *, sharded: bool = False) -> PreTrainedModel:
 
 
 def generate(target: PreTrainedModel, draft: PreTrainedModel, batch: int = 1, **arguments: Any) -> Any:
-    inputs = arguments.pop("inputs", None) or prompts(batch, 9)
+    inputs = arguments.pop("inputs", None) or prompts(batch, PROMPT)
     if "draft_sources" not in arguments:
         arguments["assistant_model"] = draft
     arguments = {"max_new_tokens": NEW_TOKENS, **arguments}
@@ -110,7 +111,13 @@ class Ranks:
         target, draft = models["gqa", True], models["gqa-draft", False]
         torch.manual_seed(self.rank)
         drawn = generate(target, draft, graph_config=CONFIGS["tree"], do_sample=True).sequences.tolist()
-        return {"cases": cases, "drawn": drawn, "refused": self.refusals(target, draft)}
+        held = {"gqa": target, "mha": models["mha", True], "tied": load(self.folder, "tied", sharded=True)}
+        return {
+            "cases": cases,
+            "drawn": drawn,
+            "parameters": {name: own_parameters(model) for name, model in held.items()},
+            "refused": self.refusals(target, draft),
+        }
 
     def refusals(self, target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, str | None]:
         """Messages of calls that must fail on every rank, by what is wrong."""
@@ -121,8 +128,8 @@ class Ranks:
             "heads": refused(generate, *odd, **fixed),
             "draft heads": refused(generate, target, load(self.folder, "odd-draft", sharded=True), **fixed),
             "tune": refused(gsd_kernels.tune, target, draft),
-            "prompt": refused(generate, target, draft, inputs=prompts(1, 9, seed=int(last)), **fixed),
-            "length": refused(generate, target, draft, inputs=prompts(1, 9 + mine), **fixed),
+            "prompt": refused(generate, target, draft, inputs=prompts(1, PROMPT, seed=int(last)), **fixed),
+            "length": refused(generate, target, draft, inputs=prompts(1, PROMPT + mine), **fixed),
             "seed": refused(generate, target, draft, **{**SAMPLED, "seed": int(last)}, **fixed),
             "draft": refused(generate, target, noised(draft, 1e-6) if last else draft, **fixed),
             "no draft": refused(generate, target, None if last else draft, **fixed),
@@ -151,7 +158,7 @@ class Ranks:
         """A stopping criterion ends rank 1 before the others."""
         shorten_timeout()
         target, draft = load(self.folder, "mha", sharded=True), load(self.folder, "mha-draft")
-        limit = 9 + (STEP if self.rank == 1 else NEW_TOKENS)
+        limit = PROMPT + (STEP if self.rank == 1 else NEW_TOKENS)
         criteria = StoppingCriteriaList([lambda ids, scores: ids.shape[1] >= limit])
         generate(target, draft, graph_config=CONFIGS["chain"], stopping_criteria=criteria)
 
@@ -164,6 +171,11 @@ class Ranks:
                 fault(record)
 
         return observe
+
+
+def own_parameters(model: PreTrainedModel) -> int:
+    """Elements that this rank holds."""
+    return sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in model.parameters())
 
 
 def swap_rows(record: Any) -> None:

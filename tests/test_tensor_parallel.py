@@ -16,8 +16,11 @@ import tensor_parallel as ranks
 import torch
 import torch.distributed as dist
 from checkpoints import save_pair
+from transformers import AutoConfig
 
+from gsd_kernels_bench.scale_memory import cache_bytes, memory, parameters_per_rank
 from gsd_kernels_hf.agreement import Agreement, check_heads, tensor_parallel_group
+from gsd_kernels_hf.inflate import ModelShape
 
 pytest.importorskip("accelerate", reason="transformers shards models with accelerate")
 if not (dist.is_available() and dist.is_gloo_available()):
@@ -122,6 +125,7 @@ def test_ranks_decode_like_one_process(size, folder, alone):
         message = found["refused"]["rank 1 drafts otherwise"]
         assert "decode different texts (rank 1 from rank 0) since one of the steps 5 … 8" in message
         assert "decode different texts (rank 1 from rank 0) since step 5;" in found["refused"]["every step"]
+    _memory(everyone, size, folder)
 
 
 def _same_texts(cases: dict[str, dict[str, Any]], alone: dict[str, dict[str, Any]]) -> None:
@@ -140,6 +144,20 @@ def _divided_caches(cases: dict[str, dict[str, Any]], alone: dict[str, dict[str,
             assert case["cache_bytes"] * size == whole, name
         else:
             assert case["cache_bytes"] * size * 2 == whole * (1 + size), name
+
+
+def _memory(everyone: list[dict[str, Any]], size: int, folder: Path) -> None:
+    """What the table of docs/scale.md computes is what the ranks hold."""
+    for name in everyone[0]["parameters"]:
+        shape = ModelShape.of(AutoConfig.from_pretrained(folder / name))
+        assert parameters_per_rank(shape, 1) == shape.num_parameters
+        assert parameters_per_rank(shape, size) == max(found["parameters"][name] for found in everyone)
+    for name, (target, sharded, batch, _) in ranks.CASES.items():
+        if sharded and "graph-greedy" in name:
+            shape = ModelShape.of(AutoConfig.from_pretrained(folder / target))
+            positions = ranks.PROMPT + ranks.NEW_TOKENS + ranks.CONFIGS["graph"].cache_slots
+            both = 2 * cache_bytes(shape, positions, batch, size, value=8)
+            assert both == everyone[0]["cases"][name]["cache_bytes"]
 
 
 def _differences_at_the_start(said: dict[str, str], size: int) -> None:
@@ -189,11 +207,11 @@ def test_heads_are_checked_from_a_configuration(folder):
         check_heads("--model", config, 8)
 
 
-def run(*arguments: str, processes: int = 0) -> subprocess.CompletedProcess[bytes]:
+def run(*arguments: str, processes: int = 0, module: str = "gsd_kernels_hf") -> subprocess.CompletedProcess[bytes]:
     """The command line, by torchrun unless ``processes`` is 0."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     return subprocess.run(
-        [sys.executable, *(launcher if processes else []), "-m", "gsd_kernels_hf", *arguments],
+        [sys.executable, *(launcher if processes else []), "-m", module, *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -234,3 +252,48 @@ def test_bench_generate(tmp_path):
     assert b"start it as torchrun" in run(*command).stderr
     refused = run(*command, processes=3)
     assert b"--target-shape none: num_attention_heads=4 does not divide among 3" in refused.stderr
+
+
+def test_messages_are_counted(tmp_path):
+    """A forward reduces after the embedding and twice a layer, and gathers the logits; agreement is a few messages."""
+    options = ["--ranks", "2", "--pair", "tiny", "--target-shape", "none", "--prompts", "1", "--new-tokens", "12"]
+    done = run(*options, "--out", str(tmp_path), module="gsd_kernels_bench.scale_messages")
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    data = json.loads((tmp_path / "scale_messages.json").read_text())
+    layers, hidden, vocabulary = (data["target"][k] for k in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    assert [run_["way"] for run_ in data["runs"]] == ["plain", "chain", "tree", "graph"]
+    for run_ in data["runs"]:
+        messages, forwards = run_["messages"], run_["forwards"]
+        rows = 1 if run_["way"] == "plain" else data["settings"]["configs"][run_["way"]]["max_rows"]
+        assert messages["decoding"] == {
+            "all_reduce": {
+                "count": forwards * (2 * layers + 1),
+                "bytes": forwards * (2 * layers + 1) * rows * hidden * 4,
+            },
+            "all_gather": {"count": forwards, "bytes": forwards * rows * vocabulary // 2 * 4},
+        }
+        assert messages["prompt"]["all_reduce"]["count"] == 2 * layers + 1
+        assert "other" not in messages
+        if run_["way"] == "plain":
+            assert set(messages) == {"prompt", "decoding"}
+            assert forwards == run_["decoded_tokens"] == 11
+            continue
+        checks = forwards.bit_length() + (forwards & (forwards - 1) > 0)  # steps 1, 2, 4, … and the last
+        assert messages["agreement checks"] == {"all_gather": {"count": checks, "bytes": 8 * checks}}
+        assert messages["agreement at the start"]["all_gather"]["count"] == 1
+    for row in data["summary"]:
+        assert row["equal"] == 1
+        if row["way"] != "plain":
+            assert row["fewer_all_reduces"] == pytest.approx(row["tokens_per_forward"])
+            assert row["tokens_per_forward"] > 1.5
+
+
+def test_memory_of_a_large_pair():
+    sizes = [memory(gpus) for gpus in (1, 2, 4, 8)]
+    assert sizes[0].target == 2 * 68_976_648_192  # LLaMA-2-70B
+    assert sizes[0].draft == 2 * 1_100_048_384  # TinyLlama-1.1B
+    for found in sizes:
+        assert found.target == pytest.approx(sizes[0].target / found.gpus, rel=1e-3)  # all but the norms
+        assert found.draft == sizes[0].draft
+    with pytest.raises(ValueError, match="64 heads and 8 key/value heads do not divide among 16"):
+        memory(16)
