@@ -93,6 +93,7 @@ def _sharded(target: PreTrainedModel, shape: str, device: torch.device, dtype: t
     config = target.config if shape == "none" else inflated_config(target.config, shape_named(shape))
     check_heads(f"--target-shape {shape}", config, dist.get_world_size())
     folder = ranks.from_first(os.path.join(tempfile.gettempdir(), f"gsd-kernels-{os.urandom(8).hex()}"))
+    folder += f"-{os.environ.get('GROUP_RANK', '0')}"  # torchrun's number of the machine
     writes = os.environ["LOCAL_RANK"] == "0"
     try:
         if writes:

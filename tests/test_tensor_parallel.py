@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -207,11 +210,14 @@ def test_heads_are_checked_from_a_configuration(folder):
         check_heads("--model", config, 8)
 
 
-def run(*arguments: str, processes: int = 0, module: str = "gsd_kernels_hf") -> subprocess.CompletedProcess[bytes]:
-    """The command line, by torchrun unless ``processes`` is 0."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+def run(
+    *arguments: str, processes: int = 0, launcher: Sequence[str] = (), module: str = "gsd_kernels_hf"
+) -> subprocess.CompletedProcess[bytes]:
+    """The command line; by torchrun where there are ``processes``, or with the given ``launcher`` options."""
+    if processes:
+        launcher = ["--standalone", "--nproc-per-node", str(processes)]
     return subprocess.run(
-        [sys.executable, *(launcher if processes else []), "-m", module, *arguments],
+        [sys.executable, *(["-m", "torch.distributed.run", *launcher] if launcher else []), "-m", module, *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -235,6 +241,21 @@ def test_command_line(tmp_path):
     assert b"processes cannot share stdin" in unshared.stderr
     assert b"start it as torchrun" in run("generate", "--tp", *command).stderr
     assert b"--model: num_attention_heads=8 does not divide" in run("generate", "--tp", *command, processes=3).stderr
+
+
+def test_two_machines(tmp_path):
+    """As far as one machine shows it: two torchruns meet, and one of the two processes prints."""
+    target, draft = save_pair(tmp_path, dtype=torch.float64)
+    command = ["generate", "--model", target, "--draft", draft, "--max-new-tokens", "12", "--graph-config", "graph"]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        endpoint = f"localhost:{free.getsockname()[1]}"
+    meeting = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    with ThreadPoolExecutor(2) as machines:
+        both = list(machines.map(lambda _: run(*command, "--tp", "hello", launcher=meeting), range(2)))
+    for machine in both:
+        assert machine.returncode == 0, machine.stderr.decode()[-3000:]
+    assert sorted(machine.stdout for machine in both) == [b"", run(*command, "hello").stdout]
 
 
 def test_bench_generate(tmp_path):
