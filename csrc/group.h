@@ -14,9 +14,11 @@
 #if defined(__CUDACC__)
 #define GSD_HD __host__ __device__ __forceinline__
 #define GSD_UNROLL _Pragma("unroll")
+#define GSD_UNROLL_4 _Pragma("unroll 4")
 #else
 #define GSD_HD inline
 #define GSD_UNROLL _Pragma("GCC unroll 4")
+#define GSD_UNROLL_4 _Pragma("GCC unroll 4")
 #endif
 
 namespace gsd {

@@ -1,7 +1,7 @@
 """The compiled ops: their schemas under ``torch.ops.gsd_kernels``, shape functions, and the libraries behind them.
 
-One schema an op serves the CPU and the CUDA library. Importing this loads what setup.py built beside this file and
-costs about a millisecond; nothing is compiled here.
+One schema an op serves the CPU and the CUDA library; dag_attention has only the latter. Importing this loads what
+setup.py built beside this file and costs about a millisecond; nothing is compiled here.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ SCHEMAS = (
     f"sample_rows(Tensor logits, Tensor positions, Tensor seed, Tensor sequence_ids, {_WARPERS}) -> Tensor",
     "draft_candidates(Tensor logits, Tensor positions, int branch, Tensor seed, Tensor sequence_ids, "
     f"{_WARPERS}) -> (Tensor, Tensor)",
+    "dag_attention(Tensor q, Tensor k, Tensor v, Tensor ancestor_mask, Tensor kv_len, Tensor? kv_start, "
+    "Tensor? num_nodes, Tensor? row_depths, Tensor? node_depths, float scale, float? softcap, int? sliding_window) "
+    "-> (Tensor, Tensor)",
 )
 
 
@@ -96,6 +99,12 @@ def _define() -> None:
     ) -> tuple[Tensor, Tensor]:
         shape = (*positions.shape, branch)
         return positions.new_empty(shape), logits.new_empty(shape, dtype=torch.float32)
+
+    @torch.library.register_fake("gsd_kernels::dag_attention")
+    def _dag_attention(q: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+        batch, heads, rows, head_dim = q.shape
+        out = q.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
+        return out, q.new_empty(batch, heads, rows, dtype=torch.float32)
 
 
 _define()

@@ -15,7 +15,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ARCHS = ("8.0", "9.0", "10.0")
 KERNELS = ("merge_kernel", "flatten_kernel", "verify_kernel", "pick_kernel", "commit_kernel", "advance_kernel")
-CUDA_OPS = ("merge", "flatten", "verify", "commit_kv", "sample_rows", "draft_candidates")
+ATTENTION = ("attention_split_kernel", "attention_combine_kernel")
+CUDA_OPS = ("merge", "flatten", "verify", "commit_kv", "sample_rows", "draft_candidates", "dag_attention")
+
+ELEMENTS, HEAD_DIMS, WARPS = ("Half", "Bfloat16"), (64, 128), (1, 2, 4)  # of the attention
 
 
 def find_nvcc() -> str | None:
@@ -45,12 +48,16 @@ def parse_ptxas(log: str) -> list[Kernel]:
     kernels = []
     for part in log.split("Compiling entry function ")[1:]:
         mangled, arch = re.match(r"'(\w+)' for 'sm_(\d+)\w?'", part).groups()
-        name = next((k for k in KERNELS if k in mangled), mangled)
+        name = next((k for k in (*KERNELS, *ATTENTION) if k in mangled), mangled)
+        if name in ATTENTION:  # by head size and, for the splits, warps
+            element, numbers = re.search(r"INS_\d+(Half|Bfloat16)((?:EL?i?\d*)+)", mangled).groups()
+            name = " ".join([name.removesuffix("_kernel"), element, *re.findall(r"Li(\d+)", numbers)])
         stack, stores, loads = map(
             int, re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part).groups()
         )
-        shared = re.search(r"(\d+) bytes smem", part.splitlines()[2])
-        registers = int(re.search(r"Used (\d+) registers", part).group(1))
+        used = re.search(r"Used (\d+) registers.*", part)
+        shared = re.search(r"(\d+) bytes smem", used.group())
+        registers = int(used.group(1))
         kernels.append(Kernel(name, arch, registers, stack, stores + loads, int(shared.group(1)) if shared else 0))
     return kernels
 
@@ -91,17 +98,38 @@ def test_kernels_compile_for_every_architecture_without_spills(build, arenas, ca
     kernels = parse_ptxas(build[1])
     usual, largest = arenas
     with capsys.disabled():
-        print(f"\n{'kernel':16} {'arch':>5} {'registers':>9} {'spills':>6} {'shared: usual':>13} {'largest':>8}")
+        print(f"\n{'kernel':30} {'arch':>5} {'registers':>9} {'spills':>6} {'shared: usual':>13} {'largest':>8}")
         for k in sorted(set(kernels), key=lambda k: (k.name, k.arch)):
-            shared = (usual.get(k.name, 0), largest.get(k.name, 0))
-            print(f"{k.name:16} {k.arch:>5} {k.registers:9} {k.spills:6} {shared[0]:13} {shared[1]:8}")
+            shared = [arena.get(k.name, 0) + k.static_shared for arena in (usual, largest)]
+            print(f"{k.name:30} {k.arch:>5} {k.registers:9} {k.spills:6} {shared[0]:13} {shared[1]:8}")
     assert max(largest.values()) <= 48 * 1024, "more than a block may have without opting in"
-    for name in KERNELS:
+    for name in (*KERNELS, *attention_kernels()):
         found = {k.arch for k in kernels if k.name == name}
         assert found == {a.replace(".", "") for a in ARCHS}, (name, found)
     for k in kernels:
         assert k.spills == 0 and k.stack == 0, f"{k.name} for sm_{k.arch} spills"
-        assert k.registers <= 64, f"{k.name} for sm_{k.arch}: {k.registers} registers leave few blocks a multiprocessor"
+        # Tensor-core tiles live in registers; two blocks of four warps, or more of fewer, still fit a multiprocessor.
+        most = 255 if "split" in k.name else 64
+        assert k.registers <= most, (
+            f"{k.name} for sm_{k.arch}: {k.registers} registers leave few blocks a multiprocessor"
+        )
+
+
+def attention_kernels() -> list[str]:
+    split = [f"attention_split {e} {d} {w}" for e in ELEMENTS for d in HEAD_DIMS for w in WARPS]
+    return split + [f"attention_combine {e} {d}" for e in ELEMENTS for d in HEAD_DIMS]
+
+
+def test_the_attention_uses_tensor_cores_and_asynchronous_copies(build):
+    """In the machine code of every split kernel: 128-bit copies past the first-level cache, ldmatrix, its transpose."""
+    backend = pytest.importorskip("triton.backends.nvidia")  # which brings the toolkit's disassembler
+    cuobjdump = Path(backend.__file__).parent / "bin/cuobjdump"
+    done = subprocess.run([cuobjdump, "--dump-sass", build[0]], capture_output=True, text=True, check=True)
+    split = [part for part in done.stdout.split("Function : ")[1:] if "attention_split_kernel" in part.split("\n")[0]]
+    assert len(split) == len(ARCHS) * len(ELEMENTS) * len(HEAD_DIMS) * len(WARPS)
+    for code in split:
+        for instruction in ("LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "LDSM.16.MT88.4", "HMMA.16816.F32", "MUFU.EX2"):
+            assert instruction in code, (instruction, code.split("\n")[0])
 
 
 def test_the_library_loads_beside_a_cpu_torch_and_registers_its_ops(build):

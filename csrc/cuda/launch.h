@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "../attention.h"
 #include "../graph/flatten.h"
 #include "../graph/merge.h"
 #include "../graph/verify.h"
@@ -47,5 +48,10 @@ struct PickBatch {
 };
 
 int launch_pick(const PickBatch& args, const PickSizes& sizes, LogitType type, int64_t blocks, void* stream);
+
+// dag_attention in float16 or bfloat16, head_dim 64 or 128: all splits in one launch, combined by a second. The plan
+// sets how many there are, by the shapes and the current device.
+int plan_attention(AttentionSizes* sizes);
+int launch_attention(const AttentionArgs& args, const AttentionSizes& sizes, bool bfloat16, void* stream);
 
 }  // namespace gsd

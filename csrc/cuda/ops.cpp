@@ -209,6 +209,30 @@ std::tuple<Tensor, Tensor> draft_candidates(const Tensor& logits, const Tensor& 
   return {tokens, log_probs};
 }
 
+std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                                         const Tensor& ancestor_mask, const Tensor& kv_len,
+                                         const std::optional<Tensor>& kv_start, const std::optional<Tensor>& num_nodes,
+                                         const std::optional<Tensor>& row_depths,
+                                         const std::optional<Tensor>& node_depths, double scale,
+                                         std::optional<double> softcap, std::optional<int64_t> sliding_window) {
+  check_device({&q, &k, &v, &ancestor_mask, &kv_len});
+  for (const auto* t : {&kv_start, &num_nodes, &row_depths, &node_depths}) {
+    if (*t) check_device({&q, &**t});
+  }
+  const DeviceGuard guard(q.get_device_index());
+  AttentionCall call = prepare_attention(q, k, v, ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths,
+                                         scale, softcap, sliding_window);
+  AttentionSizes& s = call.sizes;
+  check_launch(plan_attention(&s));
+  const int64_t outputs = static_cast<int64_t>(s.batch) * s.kv_heads * s.splits() * s.query_rows();
+  const Tensor partial_out = torch::stable::new_empty(q, {outputs, s.head_dim}, ScalarType::Float);
+  const Tensor partial_lse = torch::stable::new_empty(q, {outputs}, ScalarType::Float);
+  call.args.partial_out = written<float>(partial_out);
+  call.args.partial_lse = written<float>(partial_lse);
+  check_launch(launch_attention(call.args, s, q.scalar_type() == ScalarType::BFloat16, current_stream(q)));
+  return call.outputs;
+}
+
 }  // namespace
 }  // namespace gsd
 
@@ -219,4 +243,5 @@ STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CUDA, m) {
   m.impl("commit_kv", TORCH_BOX(&gsd::commit_kv));
   m.impl("sample_rows", TORCH_BOX(&gsd::sample_rows));
   m.impl("draft_candidates", TORCH_BOX(&gsd::draft_candidates));
+  m.impl("dag_attention", TORCH_BOX(&gsd::dag_attention));
 }

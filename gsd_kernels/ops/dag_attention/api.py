@@ -5,12 +5,13 @@ from torch import Tensor
 
 from ...backends import resolve
 from ...checks import check_tensor
-from . import reference, sdpa, triton_op
+from . import compiled, reference, sdpa, triton_op
 
 IMPLEMENTATIONS = {
     "cpu": sdpa.dag_attention,
     "triton": triton_op.dag_attention,
     "reference": reference.dag_attention,
+    "cuda": compiled.dag_attention,  # last: on request only, until measurements say where it wins
 }
 DENSE = (sdpa.dag_attention, reference.dag_attention)  # these work on a dense mask
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

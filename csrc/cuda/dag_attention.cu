@@ -1,0 +1,83 @@
+// dag_attention: one launch for all splits, one that combines them.
+#include <cuda_runtime.h>
+
+#include "launch.h"
+#include "warp_machine.h"
+
+namespace gsd {
+namespace {
+
+constexpr int kCombineWarps = 4;
+
+// Blocks of query rows vary fastest: those of one head run together and find its keys and values in the second-level
+// cache.
+template <class Element, int kHeadDim, int kWarps>
+__global__ void __launch_bounds__(kLanes* kWarps)
+    attention_split_kernel(const __grid_constant__ AttentionArgs args, const __grid_constant__ AttentionSizes sizes) {
+  using Split = SplitAttention<Element, kHeadDim, kWarps>;
+  __shared__ __align__(128) char arena[Split::kArenaBytes];
+  CudaMachine machine(arena);
+  Split::run(machine, args, sizes, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
+             static_cast<int>(blockIdx.z));
+}
+
+template <class Element, int kHeadDim>
+__global__ void __launch_bounds__(kLanes* kCombineWarps)
+    attention_combine_kernel(const __grid_constant__ AttentionArgs args, const __grid_constant__ AttentionSizes sizes) {
+  CudaMachine machine(nullptr);
+  const int m = static_cast<int>(blockIdx.x) * kCombineWarps + machine.warp();
+  if (m < sizes.query_rows()) combine_row<Element, kHeadDim>(machine, args, sizes, static_cast<int>(blockIdx.y), m);
+}
+
+template <class Element, int kHeadDim, int kWarps>
+int launch(const AttentionArgs& args, const AttentionSizes& sizes, void* stream) {
+  using Split = SplitAttention<Element, kHeadDim, kWarps>;
+  const auto heads = static_cast<unsigned>(sizes.batch * sizes.kv_heads);
+  const auto blocks = [&](int rows) { return static_cast<unsigned>((sizes.query_rows() + rows - 1) / rows); };
+  const auto on = static_cast<cudaStream_t>(stream);
+  attention_split_kernel<Element, kHeadDim, kWarps>
+      <<<dim3(blocks(Split::kRows), heads, static_cast<unsigned>(sizes.splits())), Split::kThreads, 0,
+         on>>>(args, sizes);
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return error;
+  attention_combine_kernel<Element, kHeadDim>
+      <<<dim3(blocks(kCombineWarps), heads), kLanes * kCombineWarps, 0, on>>>(args, sizes);
+  return cudaGetLastError();
+}
+
+template <class Element, int kHeadDim>
+int launch_rows(const AttentionArgs& args, const AttentionSizes& sizes, void* stream) {
+  switch (attention_block_rows(sizes.query_rows())) {
+    case 16:
+      return launch<Element, kHeadDim, 1>(args, sizes, stream);
+    case 32:
+      return launch<Element, kHeadDim, 2>(args, sizes, stream);
+    default:
+      return launch<Element, kHeadDim, 4>(args, sizes, stream);
+  }
+}
+
+template <class Element>
+int launch_dims(const AttentionArgs& args, const AttentionSizes& sizes, void* stream) {
+  return sizes.head_dim == 64 ? launch_rows<Element, 64>(args, sizes, stream)
+                              : launch_rows<Element, 128>(args, sizes, stream);
+}
+
+}  // namespace
+
+int plan_attention(AttentionSizes* sizes) {
+  int device = 0, multiprocessors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  // How many are resident at once: registers allow two of the widest blocks, shared memory three or four of the others.
+  choose_splits(*sizes, multiprocessors * (attention_block_rows(sizes->query_rows()) == 64 ? 2 : 4));
+  return cudaSuccess;
+}
+
+int launch_attention(const AttentionArgs& args, const AttentionSizes& sizes, bool bfloat16, void* stream) {
+  if (sizes.batch * sizes.kv_heads == 0 || sizes.query_rows() == 0) return cudaSuccess;
+  return bfloat16 ? launch_dims<Bfloat16>(args, sizes, stream) : launch_dims<Half>(args, sizes, stream);
+}
+
+}  // namespace gsd

@@ -1,0 +1,290 @@
+// The warp machine of csrc/attention.h as operating-system threads, one a lane. What the PTX ISA says of each
+// instruction is done literally:
+//   ldmatrix, mma   move and multiply by the documented fragment layouts; lanes get each other's operands;
+//   cp.async        nothing arrives before wait_group says so, and from the copy on the old contents are gone;
+//   shuffles        every lane of the warp takes part, at the same place, or the run ends as divergent.
+// Warp-wide instructions order no memory, so they are hidden from ThreadSanitizer: only the block's barriers count.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <deque>
+
+#include "../../csrc/attention.h"
+#include "os_group.h"
+
+#if defined(__SANITIZE_THREAD__)
+extern "C" {
+void AnnotateIgnoreReadsBegin(const char*, int);
+void AnnotateIgnoreReadsEnd(const char*, int);
+void AnnotateIgnoreWritesBegin(const char*, int);
+void AnnotateIgnoreWritesEnd(const char*, int);
+void AnnotateIgnoreSyncBegin(const char*, int);
+void AnnotateIgnoreSyncEnd(const char*, int);
+}
+#endif
+
+namespace gsd {
+
+// Accesses and synchronisation of its scope do not exist for ThreadSanitizer.
+struct Hidden {
+#if defined(__SANITIZE_THREAD__)
+  Hidden() {
+    AnnotateIgnoreSyncBegin(__FILE__, __LINE__);
+    AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+    AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+  }
+  ~Hidden() {
+    AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+    AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+    AnnotateIgnoreSyncEnd(__FILE__, __LINE__);
+  }
+#else
+  Hidden() {}
+#endif
+};
+
+// Faults of asynchronous copies and of the tiles' layout.
+struct MachineFaults {
+  const char* hurried_wait = "";     // a name passed to wait(): it does not wait
+  const char* misplaced_copy = "";   // a name passed to copy(): odd rows' chunks are exchanged wrongly
+  const char* misplaced_load = "";   // a name passed to load_matrices(): likewise
+};
+
+constexpr int kDivergent = 4, kBankConflict = 5;
+
+[[noreturn]] inline void stop(int status, const char* what, const char* where) {
+  fprintf(stderr, "%s at %s\n", what, where);
+  _Exit(status);
+}
+
+struct OsWarp {
+  struct Posted {
+    const char* where;
+    std::array<int, 4> at;
+    uint32_t left[4], right[4][4];
+    float value;
+    bool predicate;
+  };
+  std::barrier<> barrier{kLanes};
+  Posted posted[2][kLanes];  // in turn: nobody is two instructions ahead of anybody
+};
+
+struct OsMachineBlock {
+  OsBlock group;
+  MachineFaults faults;
+  std::vector<OsWarp> warps;
+  std::vector<char> arena;
+  std::vector<char> votes[2];
+
+  OsMachineBlock(int warps, size_t arena_bytes, const Faults& faults, const MachineFaults& machine_faults)
+      : group(kLanes * warps, faults), faults(machine_faults), warps(warps), arena(arena_bytes) {
+    for (auto& v : votes) v.resize(kLanes * warps);
+    poison();
+  }
+  void poison() { std::fill(arena.begin(), arena.end(), static_cast<char>(0xA5)); }
+};
+
+class OsMachine {
+ public:
+  OsMachine(OsMachineBlock* block, int thread) : block(block), group{&block->group, thread} {}
+
+  int thread() const { return group.rank(); }
+  int lane() const { return thread() % kLanes; }
+  int warp() const { return thread() / kLanes; }
+
+  void sync(const char* name) const { group.sync(name); }
+
+  bool any(const char* name, bool predicate) {
+    std::vector<char>& votes = block->votes[vote_turn];
+    vote_turn ^= 1;
+    {
+      Hidden hidden;
+      __atomic_store_n(&votes[thread()], predicate, __ATOMIC_RELAXED);
+    }
+    group.sync(name);
+    Hidden hidden;
+    bool found = false;
+    for (char& vote : votes) found |= __atomic_load_n(&vote, __ATOMIC_RELAXED) != 0;
+    return found;
+  }
+
+  void copy(const char* name, int at, const void* from, bool inside) {
+    if (same(name, block->faults.misplaced_copy)) at ^= at >> 4 & 16;
+    memset(shared(at), 0xA5, sizeof(Chunk));
+    waiting.push_back({at, inside ? from : nullptr});
+  }
+  void commit() {
+    groups.push_back(std::move(waiting));
+    waiting.clear();
+  }
+  template <int kNewer>
+  void wait(const char* name) {
+    if (same(name, block->faults.hurried_wait)) return;
+    while (groups.size() > kNewer) {
+      for (const Copy& copy : groups.front()) {
+        if (copy.from != nullptr) {
+          memcpy(shared(copy.at), copy.from, sizeof(Chunk));
+        } else {
+          memset(shared(copy.at), 0, sizeof(Chunk));
+        }
+      }
+      groups.pop_front();
+    }
+  }
+
+  Chunk read(int at) const {
+    Chunk chunk;
+    memcpy(&chunk, shared(at), sizeof chunk);
+    return chunk;
+  }
+  void write(int at, const Chunk& chunk) const { memcpy(shared(at), &chunk, sizeof chunk); }
+
+  // Lane l gives the address of row l % 8 of matrix l / 8. Register i of lane l: row l / 4 of matrix i, elements
+  // 2 (l % 4) and the next; transposed: column l / 4, rows 2 (l % 4) and the next.
+  template <bool kTransposed, int kLoads>
+  void load_matrices(const char* name, uint32_t (&matrices)[kLoads][4], const int (&at)[kLoads]) {
+    int rows[kLoads][kLanes];
+    exchange(name, [&](OsWarp::Posted& mine) { std::copy(at, at + kLoads, mine.at.begin()); },
+             [&](const OsWarp::Posted* all) {
+               for (int i = 0; i < kLoads; i++) {
+                 for (int l = 0; l < kLanes; l++) rows[i][l] = all[l].at[i];
+               }
+             });
+    for (int i = 0; i < kLoads; i++) {
+      check_banks(name, rows[i]);
+      for (int matrix = 0; matrix < 4; matrix++) {
+        const int* row = rows[i] + 8 * matrix;
+        const int own = lane() / 4, pair = 2 * (lane() % 4);
+        const uint32_t first = kTransposed ? element(name, row[pair], own) : element(name, row[own], pair);
+        const uint32_t second = kTransposed ? element(name, row[pair + 1], own) : element(name, row[own], pair + 1);
+        matrices[i][matrix] = first | second << 16;
+      }
+    }
+  }
+
+  // mma.m16n8k16. First operand, row r and column c of 16 × 16: lane 4 (r % 8) + c % 8 / 2, register r / 8 + 2 (c / 8).
+  // Second, row r and column c of 16 × 8: lane 4 c + r % 8 / 2, register r / 8. Even columns (rows) in the low half.
+  template <class Element, int kTiles, int kLoads>
+  void multiply(float (&sums)[kTiles][4], int first, const uint32_t (&left)[4], const uint32_t (&right)[kLoads][4]) {
+    exchange("mma",
+             [&](OsWarp::Posted& mine) {
+               memcpy(mine.left, left, sizeof left);
+               memcpy(mine.right, right, sizeof right);
+             },
+             [&](const OsWarp::Posted* all) {
+               const auto half = [](uint32_t word, int odd) {
+                 return Element::widen(static_cast<uint16_t>(odd != 0 ? word >> 16 : word));
+               };
+               for (int j = 0; j < 2 * kLoads; j++) {
+                 for (int e = 0; e < 4; e++) {
+                   const int row = lane() / 4 + 8 * (e / 2), column = 2 * (lane() % 4) + e % 2;
+                   float& sum = sums[first + j][e];
+                   for (int k = 0; k < 16; k++) {
+                     const auto& a = all[4 * (row % 8) + k % 8 / 2];
+                     const auto& b = all[4 * column + k % 8 / 2];
+                     sum += half(a.left[row / 8 + 2 * (k / 8)], k % 2) * half(b.right[j / 2][2 * (j % 2) + k / 8], k % 2);
+                   }
+                 }
+               }
+             });
+  }
+
+  float shuffle_xor(float value, int mask) { return shuffle(value, lane() ^ mask); }
+  float shuffle(float value, int from) {
+    float result = 0;
+    exchange("shuffle", [&](OsWarp::Posted& mine) { mine.value = value; },
+             [&](const OsWarp::Posted* all) { result = all[from].value; });
+    return result;
+  }
+  uint32_t ballot(bool predicate) {
+    uint32_t bits = 0;
+    exchange("ballot", [&](OsWarp::Posted& mine) { mine.predicate = predicate; },
+             [&](const OsWarp::Posted* all) {
+               for (int l = 0; l < kLanes; l++) bits |= static_cast<uint32_t>(all[l].predicate) << l;
+             });
+    return bits;
+  }
+
+  float exp2(float x) const { return std::exp2(x); }
+  float log2(float x) const { return std::log2(x); }
+  float max(float a, float b) const { return std::fmax(a, b); }
+  void store(float* at, float first, float second) const { at[0] = first, at[1] = second; }
+  template <size_t n>
+  void load(const float* at, float (&values)[n]) const {
+    memcpy(values, at, sizeof values);
+  }
+
+ private:
+  struct Copy {
+    int at;
+    const void* from;
+  };
+
+  static bool same(const char* a, const char* b) { return strcmp(a, b) == 0; }
+
+  char* shared(int at) const { return block->arena.data() + at; }
+
+  uint32_t element(const char* name, int row, int index) const {
+    if (same(name, block->faults.misplaced_load)) row ^= row >> 4 & 16;
+    uint16_t bits;
+    memcpy(&bits, shared(row + 2 * index), sizeof bits);
+    return bits;
+  }
+
+  // The eight rows of a matrix are fetched together: 16 bytes from each eighth of the banks, or it takes longer.
+  static void check_banks(const char* name, const int* rows) {
+    for (int matrix = 0; matrix < 4; matrix++) {
+      unsigned used = 0;
+      for (int i = 0; i < 8; i++) {
+        const int at = rows[8 * matrix + i];
+        if (at % 16 != 0) stop(kBankConflict, "misaligned row", name);
+        used |= 1u << at / 16 % 8;
+      }
+      if (used != 0xFF) stop(kBankConflict, "bank conflict", name);
+    }
+  }
+
+  // Every lane fills its own record and then uses everybody's.
+  template <class Fill, class Use>
+  void exchange(const char* where, const Fill& fill, const Use& use) {
+    Hidden hidden;
+    OsWarp& own = block->warps[warp()];
+    OsWarp::Posted* all = own.posted[turn];
+    turn ^= 1;
+    all[lane()].where = where;
+    fill(all[lane()]);
+    own.barrier.arrive_and_wait();
+    if (!same(all[(lane() + 1) % kLanes].where, where)) stop(kDivergent, "divergent lanes", where);
+    use(all);
+  }
+
+  OsMachineBlock* block;
+  OsGroup group;
+  int turn = 0, vote_turn = 0;
+  std::vector<Copy> waiting;
+  std::deque<std::vector<Copy>> groups;
+};
+
+// Runs body(machine, b) for the blocks 0 … blocks − 1, one after the other.
+template <class Body>
+void run_grid(int warps, int blocks, size_t arena_bytes, const Faults& faults, const MachineFaults& machine_faults,
+              const Body& body) {
+  OsMachineBlock block(warps, arena_bytes, faults, machine_faults);
+  std::vector<std::thread> running;
+  for (int t = 0; t < kLanes * warps; t++) {
+    running.emplace_back([&, t] {
+      for (int b = 0; b < blocks; b++) {
+        OsMachine machine(&block, t);  // copies that nobody waited for end with their block
+        body(machine, b);
+        machine.sync("block done");
+        if (t == 0) block.poison();
+        machine.sync("next block");
+      }
+    });
+  }
+  for (std::thread& thread : running) thread.join();
+}
+
+}  // namespace gsd
