@@ -3,8 +3,8 @@
     python -m gsd_kernels_bench.scale_memory
 
 transformers shards every matrix of a Llama: the heads of the attention, the columns and rows of the MLP, the vocabulary
-of the embedding and of the head; only the norms are whole on every rank. A cache holds its rank's key/value heads.
-Activations, the CUDA context and NCCL's buffers come on top.
+of the embedding and of the head; only the norms are whole on every rank. (Its version 5.0 keeps the vocabulary whole as
+well.) A cache holds its rank's key/value heads. Activations, the CUDA context and NCCL's buffers come on top.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ BYTES = 2  # of a value in bfloat16
 GIB = 2**30
 
 
-def parameters_per_rank(shape: ModelShape, ranks: int) -> int:
+def parameters_per_rank(shape: ModelShape, ranks: int, *, vocabulary: bool = True) -> int:
     """Parameters of a Llama on the rank that holds most of them.
+
+    Args:
+        vocabulary: whether embedding and head are sharded.
 
     Raises:
         ValueError: the key/value heads do not divide.
@@ -35,9 +38,10 @@ def parameters_per_rank(shape: ModelShape, ranks: int) -> int:
         raise ValueError(f"ranks: {heads} do not divide among {ranks}")
     attention = 2 * shape.head_dim * shape.hidden_size * (shape.num_heads + shape.num_key_value_heads) // ranks
     mlp = 3 * shape.hidden_size * _share(shape.intermediate_size, ranks)
-    matrices = shape.hidden_size * _share(shape.vocab_size, ranks) * (1 if shape.tie_word_embeddings else 2)
+    tokens = _share(shape.vocab_size, ranks) if vocabulary else shape.vocab_size
+    embeddings = shape.hidden_size * tokens * (1 if shape.tie_word_embeddings else 2)
     norms = 2 * shape.hidden_size
-    return shape.num_layers * (attention + mlp + norms) + matrices + shape.hidden_size
+    return shape.num_layers * (attention + mlp + norms) + embeddings + shape.hidden_size
 
 
 def _share(size: int, ranks: int) -> int:

@@ -116,6 +116,7 @@ class Ranks:
             "cases": cases,
             "drawn": drawn,
             "parameters": {name: own_parameters(model) for name, model in held.items()},
+            "vocabulary": own_parameters(target.get_input_embeddings()) < target.get_input_embeddings().weight.numel(),
             "refused": self.refusals(target, draft),
         }
 
@@ -173,7 +174,7 @@ class Ranks:
         return observe
 
 
-def own_parameters(model: PreTrainedModel) -> int:
+def own_parameters(model: torch.nn.Module) -> int:
     """Elements that this rank holds."""
     return sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in model.parameters())
 

@@ -154,7 +154,8 @@ def _memory(everyone: list[dict[str, Any]], size: int, folder: Path) -> None:
     for name in everyone[0]["parameters"]:
         shape = ModelShape.of(AutoConfig.from_pretrained(folder / name))
         assert parameters_per_rank(shape, 1) == shape.num_parameters
-        assert parameters_per_rank(shape, size) == max(found["parameters"][name] for found in everyone)
+        most = max(found["parameters"][name] for found in everyone)
+        assert most == parameters_per_rank(shape, size, vocabulary=everyone[0]["vocabulary"])
     for name, (target, sharded, batch, _) in ranks.CASES.items():
         if sharded and "graph-greedy" in name:
             shape = ModelShape.of(AutoConfig.from_pretrained(folder / target))
@@ -276,7 +277,7 @@ def test_bench_generate(tmp_path):
 
 
 def test_messages_are_counted(tmp_path):
-    """A forward reduces after the embedding and twice a layer, and gathers the logits; agreement is a few messages."""
+    """A forward reduces twice a layer; where the vocabulary is sharded, it reduces embeddings and gathers logits."""
     options = ["--ranks", "2", "--pair", "tiny", "--target-shape", "none", "--prompts", "1", "--new-tokens", "12"]
     done = run(*options, "--out", str(tmp_path), module="gsd_kernels_bench.scale_messages")
     assert done.returncode == 0, done.stderr.decode()[-3000:]
@@ -286,14 +287,14 @@ def test_messages_are_counted(tmp_path):
     for run_ in data["runs"]:
         messages, forwards = run_["messages"], run_["forwards"]
         rows = 1 if run_["way"] == "plain" else data["settings"]["configs"][run_["way"]]["max_rows"]
+        gather = {"count": forwards, "bytes": forwards * rows * vocabulary // 2 * 4}
+        shards_vocabulary = "all_gather" in messages["decoding"]
+        count = 2 * layers + shards_vocabulary
         assert messages["decoding"] == {
-            "all_reduce": {
-                "count": forwards * (2 * layers + 1),
-                "bytes": forwards * (2 * layers + 1) * rows * hidden * 4,
-            },
-            "all_gather": {"count": forwards, "bytes": forwards * rows * vocabulary // 2 * 4},
+            "all_reduce": {"count": forwards * count, "bytes": forwards * count * rows * hidden * 4},
+            **({"all_gather": gather} if shards_vocabulary else {}),
         }
-        assert messages["prompt"]["all_reduce"]["count"] == 2 * layers + 1
+        assert messages["prompt"]["all_reduce"]["count"] == count
         assert "other" not in messages
         if run_["way"] == "plain":
             assert set(messages) == {"prompt", "decoding"}
