@@ -61,9 +61,10 @@ gpu-test: $(READY)
 gpu-bench: $(READY)
 	$(BIN)/python bench/gpu.py
 
-# Out-of-bounds accesses, then races in shared memory, of the CUDA ops on a GPU.
+# Out-of-bounds accesses, then races in shared memory, of the CUDA ops on a GPU. Without torch's cache of allocations,
+# every tensor ends where its memory does.
 sanitize: $(READY)
-	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu tests/test_cuda_ops.py
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu tests/test_cuda_ops.py
 	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu tests/test_cuda_ops.py
 
 wheel: $(READY)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gsd_kernels import dag_attention
 from gsd_kernels.graph import pack_bits
+from gsd_kernels.ops.dag_attention import compiled
 from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
 
 from .peers import attention_peers
@@ -45,7 +46,7 @@ def entries(settings: Settings) -> Iterator[Entry]:
                         None if reason else functools.partial(dag_attention, q, k, v, mask, kv_len, backend=backend),
                         reason,
                     )
-                    for backend, reason in settings.backend_names(tuple(IMPLEMENTATIONS))
+                    for backend, reason in backends_for(settings, q, k, v)
                 ]
                 exact = dag_attention(q.float(), k.float(), v.float(), mask, kv_len, backend="reference")
                 yield Entry(
@@ -57,6 +58,17 @@ def entries(settings: Settings) -> Iterator[Entry]:
                     error=lambda out, exact=exact: float((out.float() - exact).abs().max()),
                     tolerance=8 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-4,
                 )
+
+
+def backends_for(settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str | None]]:
+    """Backends, each with the reason why it does not run here or not with these tensors."""
+    for backend, reason in settings.backend_names(tuple(IMPLEMENTATIONS)):
+        if backend == "cuda" and reason is None:
+            try:
+                compiled.check(q, k, v)
+            except (TypeError, ValueError) as error:
+                reason = str(error)
+        yield backend, reason
 
 
 def random_tree(rows: int, gen: torch.Generator) -> Tensor:

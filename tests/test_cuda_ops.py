@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from graphs import STYLES, drafted
+from models import noised, prompts, tiny
 from test_compiled_ops import (
     EQUAL_SCORE,
     FLOATS,
@@ -15,9 +18,11 @@ from test_compiled_ops import (
     frontier_tensors,
     sampling_inputs,
 )
+from triton_checks import Attention, check_attention, check_row_invariance
 
 import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
+from gsd_kernels.ops.dag_attention.compiled import DTYPES, HEAD_DIMS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -240,3 +245,89 @@ def test_opcheck_and_mixed_devices():
     assert set(results.values()) == {"SUCCESS"}, results
     with pytest.raises(RuntimeError, match="same CUDA device"):
         torch.ops.gsd_kernels.flatten(graph.token_ids, graph.edge_targets.cpu(), *inputs[2:])
+
+
+ATTENTION = {
+    "one row": Attention(rows=1, nodes=1, group=1),
+    "one warp": Attention(rows=5, nodes=33, group=3),
+    "two warps": Attention(rows=9, nodes=40, group=3),
+    "four warps": Attention(rows=16, nodes=64, group=4),
+    "several blocks": Attention(rows=63, nodes=111, group=8, capacity=1000, prefixes=(800, 63)),
+    "several graph splits": Attention(rows=40, nodes=964, capacity=1500, prefixes=(530, 111)),
+    "the cache ends with the last node": Attention(nodes=40, capacity=273, prefixes=(233, 233)),
+    "no prefix": Attention(prefixes=(0, 4), paddings=(0, 4), nodes=31),
+    "soft cap": Attention(softcap=5.0, group=4),
+    "window": Attention(window=50, group=4),
+    "narrow window, soft cap": Attention(window=3, softcap=2.0, rows=30, nodes=100),
+    "positions first": Attention(positions_first=True, group=4),
+    "long": Attention(rows=64, nodes=64, group=4, capacity=5000, prefixes=(4500, 63), paddings=(7, 0)),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention(name, head_dim, dtype):
+    """Error against float64 at most twice that of plain PyTorch; NaN wherever no row looks."""
+    check_attention(replace(ATTENTION[name], dtype=dtype, head_dim=head_dim), "cuda", "cuda")
+
+
+@pytest.mark.parametrize("name", ["one warp", "four warps", "several graph splits", "window", "soft cap"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_rows_are_independent(name, dtype):
+    check_row_invariance(replace(ATTENTION[name], dtype=dtype), "cuda", "cuda")
+
+
+def test_one_captured_attention_serves_every_length():
+    tensors, _ = replace(ATTENTION["four warps"], dtype=torch.float16).build("cuda")
+    tensors = {n: t.nan_to_num(0.5) if t.is_floating_point() else t for n, t in tensors.items()}
+
+    def attend():
+        return gsd.dag_attention(**tensors, return_lse=True, backend="cuda")
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = attend()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        tensors["kv_len"].copy_(torch.randint(80, 240, (2,)))
+        tensors["q"].normal_()
+        graph.replay()
+        assert_bit_equal(static, attend())
+
+
+def test_attention_opcheck_and_refusals():
+    tensors, _ = replace(ATTENTION["one warp"], dtype=torch.float16).build("cuda")
+    names = ("q", "k", "v", "ancestor_mask", "kv_len", "kv_start", "num_nodes")
+    inputs = (*(tensors[name].nan_to_num(0) if name in "qkv" else tensors[name] for name in names), None, None)
+    results = torch.library.opcheck(torch.ops.gsd_kernels.dag_attention.default, (*inputs, 0.1, None, None))
+    assert set(results.values()) == {"SUCCESS"}, results
+    with pytest.raises(RuntimeError, match="same CUDA device"):
+        torch.ops.gsd_kernels.dag_attention(*inputs[:4], inputs[4].cpu(), *inputs[5:], 0.1, None, None)
+    with pytest.raises(RuntimeError, match="head size 64 or 128"):
+        torch.ops.gsd_kernels.dag_attention(*(x[..., :32] for x in inputs[:3]), *inputs[3:], 0.1, None, None)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_whole_model_decodes_with_the_cuda_ops(dtype, sampling):
+    """Every step on the CUDA ops; greedy tokens are the best ones in float32, but for half precision's rounding."""
+    target = tiny(dtype=dtype, head_dim=64, num_attention_heads=4, num_key_value_heads=2).cuda()
+    config = gsd.GraphConfig(depth=3, width=2, branch=2, max_rows=8)
+    inputs = {name: t.cuda() for name, t in prompts(2, 9).items()}
+    options = {"assistant_model": noised(target), "graph_config": config, "max_new_tokens": 48, "pad_token_id": 0}
+    out = gsd.generate(
+        target, **inputs, **options, **sampling, seed=3, eos_token_id=[], backend="cuda", return_dict_in_generate=True
+    )
+    new = out.sequences[:, inputs["input_ids"].shape[1] :]
+    assert new.shape == (2, 48) and out.stats.tokens_per_step > 1
+    if sampling:
+        return
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(new)], 1)
+    with torch.no_grad():
+        rounded = target(out.sequences, attention_mask=mask).logits[:, -49:-1].float()
+        exact = target.float()(out.sequences, attention_mask=mask).logits[:, -49:-1]
+    gap = exact.amax(-1) - exact.gather(-1, new[..., None]).squeeze(-1)
+    assert gap.max() <= 4 * (rounded - exact).abs().max(), "a token that rounding does not explain"

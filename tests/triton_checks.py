@@ -1,4 +1,7 @@
-"""What a Triton op owes its reference, for any device: the interpreter's tests and the GPU's call the same checks."""
+"""What a Triton op owes its reference, for any device: the interpreter's tests and the GPU's call the same checks.
+
+Those of dag_attention take the backend, because the CUDA kernel owes the same.
+"""
 
 from __future__ import annotations
 
@@ -100,10 +103,10 @@ class Attention:
         )
 
 
-def check_attention(case: Attention, device: str) -> None:
+def check_attention(case: Attention, device: str, backend: str = "triton") -> None:
     """Error against float64 at most twice that of plain PyTorch in the same dtype; the log-sum-exp; empty rows."""
     tensors, options = case.build(device)
-    out, lse = gsd.dag_attention(**tensors, **options, return_lse=True, backend="triton")
+    out, lse = gsd.dag_attention(**tensors, **options, return_lse=True, backend=backend)
     wide = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
     exact, exact_lse = gsd.dag_attention(**wide, **options, return_lse=True, backend="reference")
     plain = [_plain_attention(case, tensors, torch.matmul)]
@@ -132,11 +135,11 @@ def _plain_attention(case: Attention, tensors: dict[str, Tensor], product: Calla
     return product(scores.masked_fill(~mask, float("-inf")).softmax(-1), v)
 
 
-def check_row_invariance(case: Attention, device: str) -> None:
+def check_row_invariance(case: Attention, device: str, backend: str = "triton") -> None:
     """Row 1 keeps every bit when all other rows' queries, masks and own cache slots change, even to NaN."""
     tensors, options = case.build(device)
     row = 1
-    before = gsd.dag_attention(**tensors, **options, backend="triton")[:, :, row]
+    before = gsd.dag_attention(**tensors, **options, backend=backend)[:, :, row]
     seen = case.visible(tensors, case.capacity)[:, row]  # [B, S]
     changed = {n: t.clone() for n, t in tensors.items()}
     others = torch.arange(case.rows) != row
@@ -147,7 +150,7 @@ def check_row_invariance(case: Attention, device: str) -> None:
         slots[:prefix] = False
         changed["k"][b, :, slots] = NAN
         changed["v"][b, :, slots] = NAN
-    after = gsd.dag_attention(**changed, **options, backend="triton")[:, :, row]
+    after = gsd.dag_attention(**changed, **options, backend=backend)[:, :, row]
     assert before.isfinite().all() and torch.equal(before, after)
 
 

@@ -1,0 +1,90 @@
+"""backend="cuda" without a GPU: what it refuses and how, and that no step needs an op that it lacks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import noised, prompts, tiny
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import gsd_kernels as gsd
+from gsd_kernels import backends
+from gsd_kernels.ops.dag_attention import compiled, reference
+from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
+
+HALF = torch.float16
+
+
+def attention_inputs(dtype=HALF, head_dim=64):
+    q = torch.zeros(1, 4, 3, head_dim, dtype=dtype)
+    k, v = (torch.zeros(1, 2, 40, head_dim, dtype=dtype) for _ in range(2))
+    return q, k, v
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (lambda q, k, v: (q.float(), k.float(), v.float()), TypeError, "q: .*float16 or bfloat16, got float32; use"),
+        (lambda q, k, v: (q.double(), k.double(), v.double()), TypeError, "q: .*got float64; use backend="),
+        (lambda q, k, v: attention_inputs(head_dim=80), ValueError, "q: .*head size 64 or 128, got 80; use"),
+        (lambda q, k, v: (q, k, torch.cat([v, v], -1)), ValueError, "v: .*head size q's 64, got 128; use"),
+        (lambda q, k, v: (q.mT.contiguous().mT, k, v), ValueError, r"q: .*stride 1 .*got 3; pass q.contiguous\(\)"),
+        (
+            lambda q, k, v: (q, torch.zeros(5121, dtype=HALF)[1:].view_as(k), v),
+            ValueError,
+            "k: .*16 bytes.*offset of 2",
+        ),
+        (lambda q, k, v: (q, k, torch.zeros(1, 2, 40, 65, dtype=HALF)[..., :64]), ValueError, "v: .*strides of .*130"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_named_with_the_cure(change, error, match):
+    with pytest.raises(error, match=match):
+        compiled.check(*change(*attention_inputs()))
+
+
+def test_strided_caches_are_taken():
+    q, k, v = attention_inputs()
+    compiled.check(q.transpose(1, 2).contiguous().transpose(1, 2), k[:, :, 3:], v.transpose(1, 2).contiguous().mT.mT)
+
+
+def test_auto_never_picks_it(monkeypatch):
+    """Until a GPU has measured it: not even where it is the only kernel there."""
+    monkeypatch.setattr(backends, "unavailable_reason", lambda name, _: None if name != "triton" else "absent")
+    chosen = backends.resolve("auto", torch.device("cuda"), {n: f for n, f in IMPLEMENTATIONS.items() if n != "cpu"})
+    assert chosen is IMPLEMENTATIONS["reference"]
+    assert backends.resolve("cuda", torch.device("cuda"), IMPLEMENTATIONS) is compiled.dag_attention
+
+
+def test_shapes_are_known_without_running():
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, h, s, 64, dtype=HALF, device="cuda") for h, s in ((8, 5), (2, 99), (2, 99)))
+        mask = torch.empty(2, 5, 2, dtype=torch.int32, device="cuda")
+        kv_len = torch.empty(2, dtype=torch.int32, device="cuda")
+        call = torch.ops.gsd_kernels.dag_attention
+        out, lse = call(q, k, v, mask, kv_len, None, None, None, None, 0.125, None, None)
+    assert out.shape == q.shape and out.dtype == HALF and out.transpose(1, 2).is_contiguous()
+    assert lse.shape == (2, 8, 5) and lse.dtype == torch.float32
+
+
+def test_cpu_tensors_are_refused_by_name():
+    target = tiny()
+    with pytest.raises(gsd.BackendUnavailableError, match="'cuda' cannot run on cpu: it takes cuda tensors"):
+        gsd.generate(target, **prompts(1, 5), assistant_model=noised(target), backend="cuda", max_new_tokens=4)
+
+
+@pytest.mark.skipif(backends.unavailable_reason("cpu", torch.device("cpu")) is not None, reason="no compiled CPU ops")
+def test_a_whole_model_can_name_it(monkeypatch):
+    """The compiled ops have one name on both devices; only the attention has to be replaced to run a step here."""
+    calls = []
+
+    def attention(*args):
+        calls.append(args[0].shape)
+        return reference.dag_attention(*args)
+
+    monkeypatch.setattr(backends, "unavailable_reason", lambda *_: None)
+    monkeypatch.setitem(IMPLEMENTATIONS, "cuda", attention)
+    target = tiny()
+    options = {"assistant_model": noised(target), "max_new_tokens": 20, "pad_token_id": 0, "graph_config": "tree"}
+    inputs = prompts(2, 9)
+    got = gsd.generate(target, **inputs, **options, backend="cuda")
+    assert calls and torch.equal(got, gsd.generate(target, **inputs, **options, backend="reference"))
