@@ -8,25 +8,34 @@ namespace gsd {
 namespace {
 
 constexpr int kCombineWarps = 4;
+constexpr int kOldestMajor = 8;  // compute capability; code for older GPUs is empty, so that the other ops build there
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#define GSD_HAS_MMA
+#endif
 
 // Blocks of query rows vary fastest: those of one head run together and find its keys and values in the second-level
 // cache.
 template <class Element, int kHeadDim, int kWarps>
 __global__ void __launch_bounds__(kLanes* kWarps)
     attention_split_kernel(const __grid_constant__ AttentionArgs args, const __grid_constant__ AttentionSizes sizes) {
+#if defined(GSD_HAS_MMA)
   using Split = SplitAttention<Element, kHeadDim, kWarps>;
   __shared__ __align__(128) char arena[Split::kArenaBytes];
   CudaMachine machine(arena);
   Split::run(machine, args, sizes, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
              static_cast<int>(blockIdx.z));
+#endif
 }
 
 template <class Element, int kHeadDim>
 __global__ void __launch_bounds__(kLanes* kCombineWarps)
     attention_combine_kernel(const __grid_constant__ AttentionArgs args, const __grid_constant__ AttentionSizes sizes) {
+#if defined(GSD_HAS_MMA)
   CudaMachine machine(nullptr);
   const int m = static_cast<int>(blockIdx.x) * kCombineWarps + machine.warp();
   if (m < sizes.query_rows()) combine_row<Element, kHeadDim>(machine, args, sizes, static_cast<int>(blockIdx.y), m);
+#endif
 }
 
 template <class Element, int kHeadDim, int kWarps>
@@ -66,10 +75,12 @@ int launch_dims(const AttentionArgs& args, const AttentionSizes& sizes, void* st
 }  // namespace
 
 int plan_attention(AttentionSizes* sizes) {
-  int device = 0, multiprocessors = 0;
+  int device = 0, multiprocessors = 0, major = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error != cudaSuccess) return error;
+  if (major < kOldestMajor) return cudaErrorNoKernelImageForDevice;
   // How many are resident at once: registers allow two of the widest blocks, shared memory three or four of the others.
   choose_splits(*sizes, multiprocessors * (attention_block_rows(sizes->query_rows()) == 64 ? 2 : 4));
   return cudaSuccess;
