@@ -50,10 +50,11 @@ struct AttentionArgs {
   float* partial_lse;            // [B · Hkv, splits, M], base 2
   uint16_t* out;                 // [B, R, Hq, D]: the projection that follows reads it without a copy
   float* lse;                    // [B, Hq, R], natural logarithm
-  int64_t q_batch, q_head, q_row, k_batch, k_head, k_slot, v_batch, v_head, v_slot;  // strides in elements
+  int64_t q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head;  // strides in elements
+  int k_slot, v_slot;  // narrow, because every copy multiplies by them
   int64_t mask_batch, mask_row, node_depths_batch;
-  float scale;    // of the scores; holds log2(e) unless a soft cap comes first
-  float softcap;  // 0: none
+  float scale;    // of the scores; holds log2(e), or with a soft cap its inverse
+  float softcap;  // 0: none; holds log2(e)
   int window;     // positions that a row sees, its own included
   int nodes;      // width of node_depths
 };
@@ -116,6 +117,9 @@ struct TileLayout {
   static constexpr int kStageBytes = 2 * kTileBytes;
 
   static GSD_HD int at(int row, int chunk) { return row * kRowBytes + (chunk ^ (row & 7)) * 16; }
+  // From the place of chunk 0 or 1 of a row to that of the chunk `even` later. Lanes differ in the place only, which is
+  // one register for all chunks.
+  static GSD_HD int later(int place, int even) { return (place ^ even % 8 * 16) + even / 8 * 128; }
   static GSD_HD int keys(int stage) { return stage * kStageBytes; }
   static GSD_HD int values(int stage) { return stage * kStageBytes + kTileBytes; }
 };
@@ -153,12 +157,13 @@ struct SplitAttention {
       return;
     }
 
-    const uint16_t* keys = a.k + batch * a.k_batch + head * a.k_head + span.origin * a.k_slot;
-    const uint16_t* values = a.v + batch * a.v_batch + head * a.v_head + span.origin * a.v_slot;
+    const int64_t origin = span.origin;
+    const uint16_t* keys = a.k + batch * a.k_batch + head * a.k_head + origin * a.k_slot;
+    const uint16_t* values = a.v + batch * a.v_batch + head * a.v_head + origin * a.v_slot;
     const int tiles = (span.end - span.begin + kTileColumns - 1) / kTileColumns;
     copy_queries(machine, a, s, m_block, batch, head);
     machine.commit();
-    GSD_UNROLL
+    GSD_ROLLED
     for (int tile = 0; tile < kStages - 1; tile++) {
       if (tile < tiles) copy_tile(machine, a, keys, values, span, tile);
       machine.commit();
@@ -170,16 +175,6 @@ struct SplitAttention {
     load_queries(machine, q);
 
     const bool windowed = a.row_depths != nullptr, warp_has_rows = m_first < size_m;
-    int oldest[2] = {0, 0};  // the first position in a row's window, counted from kv_len
-    if (windowed) {
-      GSD_UNROLL
-      for (int i = 0; i < 2; i++) {
-        if (m[i] < size_m) {
-          oldest[i] = a.row_depths[static_cast<int64_t>(batch) * s.rows + m[i] % s.rows] - (a.window - 1);
-        }
-      }
-    }
-
     float best[2] = {kEmpty, kEmpty}, total[2] = {0.0f, 0.0f}, out[kOutputTiles][4] = {};
     for (int tile = 0; tile < tiles; tile++) {
       const int stage = tile % kStages, column = span.begin + tile * kTileColumns;
@@ -188,7 +183,7 @@ struct SplitAttention {
       if (masked) {
         GSD_UNROLL
         for (int i = 0; i < 2; i++) {
-          if (m[i] < size_m) seen[i] = columns_seen(a, s, span, batch, m[i] % s.rows, column, oldest[i], lane, windowed);
+          if (m[i] < size_m) seen[i] = columns_seen(a, s, span, batch, m[i] % s.rows, column, lane);
         }
       }
 
@@ -232,7 +227,7 @@ struct SplitAttention {
   static GSD_HD void copy_queries(Machine& machine, const AttentionArgs& a, const AttentionSizes& s, int m_block,
                                   int batch, int head) {
     const int chunk = machine.thread() % Layout::kChunks;
-    GSD_UNROLL
+    GSD_ROLLED
     for (int pass = 0; pass < kRows / kRowsPerPass; pass++) {
       const int row = pass * kRowsPerPass + machine.thread() / Layout::kChunks;
       const int m = m_block * kRows + row;
@@ -267,10 +262,10 @@ struct SplitAttention {
   // operand of 16 rows × 16 dimensions: rows 0–7 and 8–15, then the same of the next 8 dimensions.
   template <class Machine>
   static GSD_HD void load_queries(Machine& machine, uint32_t (&q)[kSteps][4]) {
-    const int lane = machine.lane(), row = 16 * machine.warp() + lane % 16;
+    const int lane = machine.lane(), place = Layout::at(16 * machine.warp() + lane % 16, lane / 16);
     GSD_UNROLL
     for (int step = 0; step < kSteps; step++) {
-      const int at[1] = {Layout::keys(kStages - 1) + Layout::at(row, 2 * step + lane / 16)};
+      const int at[1] = {Layout::keys(kStages - 1) + Layout::later(place, 2 * step)};
       uint32_t matrices[1][4];
       machine.template load_matrices<false>("queries", matrices, at);
       GSD_UNROLL
@@ -280,10 +275,12 @@ struct SplitAttention {
 
   // Which columns of the tile from `column` on the row sees; among nodes with a window, of those that this thread holds.
   static GSD_HD uint32_t columns_seen(const AttentionArgs& a, const AttentionSizes& s, const Span& span, int batch,
-                                      int row, int column, int oldest, int lane, bool windowed) {
+                                      int row, int column, int lane) {
     uint32_t seen = bits_below(span.end - column);
     if (span.graph) seen &= static_cast<uint32_t>(a.ancestor_mask[batch * a.mask_batch + row * a.mask_row + column / 32]);
-    if (!windowed) return seen;
+    if (a.row_depths == nullptr) return seen;
+    // The first position in the row's window, counted from kv_len; nodes go by their depth.
+    const int oldest = a.row_depths[static_cast<int64_t>(batch) * s.rows + row] - (a.window - 1);
     if (!span.graph) {
       const int kv_len = min_int(max_int(a.kv_len[batch], 0), s.capacity);
       return seen & ~bits_below(kv_len + oldest - column);
@@ -335,13 +332,13 @@ struct SplitAttention {
   template <class Machine>
   static GSD_HD void multiply_keys(Machine& machine, float (&scores)[kScoreTiles][4], const uint32_t (&q)[kSteps][4],
                                    int stage) {
-    const int lane = machine.lane(), row = lane / 16 * 8 + lane % 8;
+    const int lane = machine.lane(), place = Layout::at(lane / 16 * 8 + lane % 8, lane / 8 % 2);
     GSD_UNROLL
     for (int step = 0; step < kSteps; step++) {
       int at[kScoreTiles / 2];
       GSD_UNROLL
       for (int pair = 0; pair < kScoreTiles / 2; pair++) {
-        at[pair] = Layout::keys(stage) + Layout::at(16 * pair + row, 2 * step + lane / 8 % 2);
+        at[pair] = Layout::keys(stage) + 16 * pair * Layout::kRowBytes + Layout::later(place, 2 * step);
       }
       uint32_t matrices[kScoreTiles / 2][4];
       machine.template load_matrices<false>("keys", matrices, at);
@@ -361,7 +358,7 @@ struct SplitAttention {
     GSD_UNROLL
     for (int n = 0; n < kScoreTiles; n++) {
       GSD_UNROLL
-      for (int e = 0; e < 4; e++) scores[n][e] = tanh(machine, scores[n][e] / a.softcap) * (a.softcap * kLog2E);
+      for (int e = 0; e < 4; e++) scores[n][e] = tanh(machine, scores[n][e]) * a.softcap;
     }
   }
 
@@ -371,7 +368,7 @@ struct SplitAttention {
     const float magnitude = x < 0.0f ? -x : x, square = x * x;
     const float series =
         x * (1.0f + square * (-1.0f / 3 + square * (2.0f / 15 + square * (-17.0f / 315 + square * (62.0f / 2835)))));
-    const float decay = machine.exp2(-2.0f * kLog2E * magnitude), ratio = (1.0f - decay) / (1.0f + decay);
+    const float decay = machine.exp2(-2.0f * kLog2E * magnitude), ratio = machine.divide(1.0f - decay, 1.0f + decay);
     return magnitude < 0.25f ? series : x < 0.0f ? -ratio : ratio;
   }
 
@@ -414,7 +411,7 @@ struct SplitAttention {
   template <class Machine>
   static GSD_HD void multiply_values(Machine& machine, const float (&weights)[kScoreTiles][4],
                                      float (&out)[kOutputTiles][4], int stage) {
-    const int lane = machine.lane();
+    const int lane = machine.lane(), place = Layout::at(lane % 16, lane / 16);
     GSD_UNROLL
     for (int step = 0; step < kTileColumns / 16; step++) {
       const float(&left)[4] = weights[2 * step], (&right)[4] = weights[2 * step + 1];
@@ -425,7 +422,7 @@ struct SplitAttention {
         int at[4];
         GSD_UNROLL
         for (int pair = 0; pair < 4; pair++) {
-          at[pair] = Layout::values(stage) + Layout::at(16 * step + lane % 16, first + 2 * pair + lane / 16);
+          at[pair] = Layout::values(stage) + 16 * step * Layout::kRowBytes + Layout::later(place, first + 2 * pair);
         }
         uint32_t matrices[4][4];
         machine.template load_matrices<true>("values", matrices, at);

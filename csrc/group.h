@@ -15,10 +15,12 @@
 #define GSD_HD __host__ __device__ __forceinline__
 #define GSD_UNROLL _Pragma("unroll")
 #define GSD_UNROLL_4 _Pragma("unroll 4")
+#define GSD_ROLLED _Pragma("unroll 1")
 #else
 #define GSD_HD inline
 #define GSD_UNROLL _Pragma("GCC unroll 4")
 #define GSD_UNROLL_4 _Pragma("GCC unroll 4")
+#define GSD_ROLLED
 #endif
 
 namespace gsd {

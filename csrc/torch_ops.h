@@ -268,8 +268,9 @@ inline AttentionCall prepare_attention(const Tensor& q, const Tensor& k, const T
   a.k = aligned_rows("k", k, q.scalar_type(), {batch, kv_heads, capacity, head_dim});
   a.v = aligned_rows("v", v, q.scalar_type(), {batch, kv_heads, capacity, head_dim});
   a.q_batch = q.stride(0), a.q_head = q.stride(1), a.q_row = q.stride(2);
-  a.k_batch = k.stride(0), a.k_head = k.stride(1), a.k_slot = k.stride(2);
-  a.v_batch = v.stride(0), a.v_head = v.stride(1), a.v_slot = v.stride(2);
+  STD_TORCH_CHECK(k.stride(2) < kMost && v.stride(2) < kMost, "k, v: positions too far apart in memory");
+  a.k_batch = k.stride(0), a.k_head = k.stride(1), a.k_slot = static_cast<int>(k.stride(2));
+  a.v_batch = v.stride(0), a.v_head = v.stride(1), a.v_slot = static_cast<int>(v.stride(2));
 
   STD_TORCH_CHECK(ancestor_mask.scalar_type() == ScalarType::Int && ancestor_mask.size(0) == batch &&
                       ancestor_mask.size(1) == rows && (words <= 1 || ancestor_mask.stride(2) == 1),
@@ -295,8 +296,8 @@ inline AttentionCall prepare_attention(const Tensor& q, const Tensor& k, const T
     a.node_depths_batch = a.nodes;
     a.window = static_cast<int>(*sliding_window < kMost ? *sliding_window : kMost);
   }
-  a.softcap = softcap ? static_cast<float>(*softcap) : 0.0f;
-  a.scale = static_cast<float>(softcap ? scale : scale * 1.4426950408889634);
+  a.softcap = softcap ? static_cast<float>(*softcap * kLog2E) : 0.0f;
+  a.scale = static_cast<float>(softcap ? scale / *softcap : scale * kLog2E);
 
   const Tensor out = torch::stable::new_empty(q, {batch, rows, heads, head_dim});
   const Tensor lse = torch::stable::new_empty(q, {batch, heads, rows}, ScalarType::Float);

@@ -81,8 +81,8 @@ int plan_attention(AttentionSizes* sizes) {
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error != cudaSuccess) return error;
   if (major < kOldestMajor) return cudaErrorNoKernelImageForDevice;
-  // How many are resident at once: registers allow two of the widest blocks, shared memory three or four of the others.
-  choose_splits(*sizes, multiprocessors * (attention_block_rows(sizes->query_rows()) == 64 ? 2 : 4));
+  // What can be resident at once: three of the widest blocks by registers, four of the others by shared memory.
+  choose_splits(*sizes, multiprocessors * (attention_block_rows(sizes->query_rows()) == 64 ? 3 : 4));
   return cudaSuccess;
 }
 

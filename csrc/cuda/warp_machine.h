@@ -84,6 +84,7 @@ struct CudaMachine {
     return y;
   }
   __device__ __forceinline__ float log2(float x) const { return log2f(x); }
+  __device__ __forceinline__ float divide(float a, float b) const { return __fdividef(a, b); }  // to 2 units
   __device__ __forceinline__ float max(float a, float b) const { return fmaxf(a, b); }
 
   __device__ __forceinline__ void store(float* at, float first, float second) const {

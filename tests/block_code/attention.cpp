@@ -116,7 +116,8 @@ void bind(Problem& p) {
   a.ancestor_mask = p.mask.data();
   a.kv_len = p.kv_len.data(), a.kv_start = p.kv_start.data(), a.num_nodes = p.num_nodes.data();
   a.q_row = s.head_dim, a.q_head = a.q_row * s.rows, a.q_batch = a.q_head * p.heads();
-  const int64_t slots = s.capacity, heads = s.kv_heads;
+  const int64_t slots = s.capacity;
+  const int heads = s.kv_heads;
   a.k_slot = s.positions_first ? s.head_dim * heads : s.head_dim;
   a.k_head = s.positions_first ? s.head_dim : s.head_dim * slots;
   a.k_batch = s.head_dim * slots * heads;
@@ -127,8 +128,9 @@ void bind(Problem& p) {
     a.node_depths_batch = a.nodes = s.nodes;
     a.window = s.window;
   }
-  a.softcap = s.softcap;
-  a.scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim)) * (s.softcap == 0 ? kLog2E : 1.0f);
+  const float scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
+  a.softcap = s.softcap * kLog2E;
+  a.scale = s.softcap == 0 ? scale * kLog2E : scale / s.softcap;
 }
 
 template <class Element, int kHeadDim, int kWarps>

@@ -209,6 +209,7 @@ class OsMachine {
 
   float exp2(float x) const { return std::exp2(x); }
   float log2(float x) const { return std::log2(x); }
+  float divide(float a, float b) const { return a / b; }
   float max(float a, float b) const { return std::fmax(a, b); }
   void store(float* at, float first, float second) const { at[0] = first, at[1] = second; }
   template <size_t n>
