@@ -56,6 +56,8 @@ def dag_attention(
         visible: bool [B, R, S], what :func:`visibility` returns for the other arguments, for callers that attend many
             layers with one mask. They also see to it that caches hold finite values only and that no row is empty,
             which is then not checked. The kernels read the words and ignore it.
+        backend: see :mod:`gsd_kernels.backends`. "cuda" takes float16 and bfloat16 with head sizes 64 and 128, and has
+            to be named: "auto" does not choose it.
 
     Returns:
         [B, Hq, R, Dv] in q's dtype, and with ``return_lse`` float32 [B, Hq, R]. A row that sees nothing gets 0 and
