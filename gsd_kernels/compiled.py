@@ -1,7 +1,7 @@
 """The compiled ops: their schemas under ``torch.ops.gsd_kernels``, shape functions, and the libraries behind them.
 
-One schema an op serves the CPU and the CUDA library; dag_attention has only the latter. Importing this loads what
-setup.py built beside this file and costs about a millisecond; nothing is compiled here.
+One schema an op serves the CPU and the CUDA library; write_kv and decoder_rows have the former only. Importing this
+loads what setup.py built beside this file and costs about a millisecond; nothing is compiled here.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ SCHEMAS = (
     "dag_attention(Tensor q, Tensor k, Tensor v, Tensor ancestor_mask, Tensor kv_len, Tensor? kv_start, "
     "Tensor? num_nodes, Tensor? row_depths, Tensor? node_depths, float scale, float? softcap, int? sliding_window) "
     "-> (Tensor, Tensor)",
+    "decoder_rows(Tensor token_ids, Tensor positions, Tensor slots, Tensor ancestor_mask, Tensor kv_len, "
+    "Tensor kv_start, Tensor embedding, Tensor[] layers, Tensor final_norm, Tensor head, Tensor inv_freq, "
+    "Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int heads, float eps, float rope_scale, int keep) -> Tensor",
+    "write_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor positions) -> ()",
 )
 
 
@@ -101,10 +105,20 @@ def _define() -> None:
         return positions.new_empty(shape), logits.new_empty(shape, dtype=torch.float32)
 
     @torch.library.register_fake("gsd_kernels::dag_attention")
-    def _dag_attention(q: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-        batch, heads, rows, head_dim = q.shape
-        out = q.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
+    def _dag_attention(q: Tensor, k: Tensor, v: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+        batch, heads, rows, _ = q.shape
+        out = q.new_empty(batch, rows, heads, v.shape[3]).transpose(1, 2)
         return out, q.new_empty(batch, heads, rows, dtype=torch.float32)
+
+    @torch.library.register_fake("gsd_kernels::write_kv")
+    def _write_kv(*args: object) -> None:
+        return None
+
+    @torch.library.register_fake("gsd_kernels::decoder_rows")
+    def _decoder_rows(token_ids: Tensor, *args: object) -> Tensor:
+        head, keep = args[8], args[-1]
+        assert isinstance(head, Tensor) and isinstance(keep, (int, torch.SymInt))
+        return head.new_empty((token_ids.shape[0], keep, head.shape[0]), dtype=torch.float32)
 
 
 _define()

@@ -15,6 +15,8 @@ from test_graph import configs
 import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.compiled import SCHEMAS
+from gsd_kernels.ops.dag_attention import visibility
+from gsd_kernels.ops.decoder_rows import DecoderWeights, decoder_rows
 from gsd_kernels.ops.sampling.reference import warp
 
 CPU = torch.device("cpu")
@@ -244,6 +246,180 @@ def test_ties_go_to_the_lowest_id():
     assert tokens.flatten().tolist() == [7, 64, 200, 0]
 
 
+# Attention, cache writes and a small decoder.
+
+
+@st.composite
+def attentions(draw):
+    """Arguments of dag_attention in float32, unseen positions NaN, and a dtype to round q, k and v to."""
+    gen = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    batch, kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 5))
+    dim, value_dim, rows = draw(st.sampled_from((16, 48, 64))), draw(st.sampled_from((16, 80))), draw(st.integers(1, 9))
+    words = draw(st.integers(1, 2))
+    prefix = draw(st.sampled_from((0, 1, 7, 300, 511, 513, 1100)))
+    kv_len = torch.tensor([prefix, max(0, prefix - 3)], dtype=torch.int32)[:batch]
+    capacity = prefix + 32 * words + 5
+    mask = torch.randint(-(2**31), 2**31, (batch, rows, words), generator=gen).int()
+    mask[:, 0] = 0  # a row that sees the prefix only, or nothing
+    node_depths = torch.randint(0, 6, (batch, 32 * words), generator=gen).int()
+    args = {
+        "kv_len": kv_len,
+        "kv_start": (kv_len // 3).int() if draw(st.booleans()) else None,
+        "num_nodes": torch.randint(0, 32 * words, (batch,), generator=gen).int() if draw(st.booleans()) else None,
+        "row_depths": torch.randint(0, 6, (batch, rows), generator=gen).int(),
+        "node_depths": node_depths,
+        "sliding_window": draw(st.sampled_from((None, None, 2, 5, 400))),
+    }
+    visible = visibility(mask, **args, capacity=capacity)
+    q = torch.randn(batch, rows, kv_heads * group, dim, generator=gen).transpose(1, 2)
+    k, v = (torch.randn(batch, kv_heads, capacity, d, generator=gen) for d in (dim, value_dim))
+    unseen = ~visible.any(1)[:, None, :, None]
+    dtype = draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16)))
+    k, v = (torch.where(unseen, float("nan"), x).to(dtype) for x in (k, v))
+    return {
+        "q": q.to(dtype),
+        "k": k,
+        "v": v,
+        "ancestor_mask": mask,
+        **args,
+        "softcap": draw(st.sampled_from((None, 5.0))),
+    }
+
+
+@settings(max_examples=80, deadline=None)
+@given(attentions())
+def test_attention_equals_the_reference(case):
+    exact = {name: x.double() if name in "qkv" else x for name, x in case.items()}
+    expected, expected_lse = gsd.dag_attention(**exact, return_lse=True, backend="reference")
+    order = "q k v ancestor_mask kv_len kv_start num_nodes row_depths node_depths".split()
+    got, lse = torch.ops.gsd_kernels.dag_attention(
+        *(case[name] for name in order), case["q"].shape[3] ** -0.5, case["softcap"], case["sliding_window"]
+    )
+    empty = expected_lse == float("-inf")
+    assert torch.equal(lse == float("-inf"), empty) and (got[empty] == 0).all()
+    torch.testing.assert_close(lse[~empty], expected_lse[~empty], atol=1e-4, rtol=1e-4)
+    unit = {torch.float32: 2e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[got.dtype]
+    torch.testing.assert_close(got.double(), expected, atol=unit, rtol=unit)
+    by_name = gsd.dag_attention(**case, backend="cpu")
+    torch.testing.assert_close(by_name.double(), expected, atol=4 * unit, rtol=4 * unit)
+
+
+def test_an_attention_row_is_bitwise_independent_of_the_others():
+    gen = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 6, 7, 64, generator=gen)
+    k, v = torch.randn(2, 1, 2, 1300, 64, generator=gen)
+    mask = torch.randint(0, 2**7, (1, 7, 1), generator=gen).int()
+    kv_len = torch.tensor([1200], dtype=torch.int32)
+
+    def attend(q, mask):
+        rest = (None, None, None, None, 0.125, None, None)
+        return torch.ops.gsd_kernels.dag_attention(q, k, v, mask, kv_len, *rest)[0]
+
+    together = attend(q, mask)
+    for row in range(7):
+        assert torch.equal(attend(q[:, :, row : row + 1], mask[:, row : row + 1])[:, :, 0], together[:, :, row])
+
+
+def test_nan_reaches_exactly_the_rows_that_see_it():
+    q, (k, v) = torch.randn(1, 2, 3, 16), torch.randn(2, 1, 2, 40, 16)
+    v[0, 0, 31] = float("nan")  # node 1, for head 0
+    mask = torch.tensor([[[1], [2], [3]]], dtype=torch.int32)
+    rest = (None, None, None, None, 0.25, None, None)
+    out, _ = torch.ops.gsd_kernels.dag_attention(q, k, v, mask, torch.tensor([30], dtype=torch.int32), *rest)
+    assert out.isnan().all(-1).tolist() == [[[False, True, True], [False, False, False]]]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_write_kv_is_bit_equal(dtype):
+    gen = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(2, 5, 3, d, generator=gen).to(dtype).transpose(1, 2) for d in (16, 8))
+    k[0, 0, 0, :4] = torch.tensor([float("nan"), float("inf"), float("-inf"), 0.0], dtype=dtype)
+    positions = torch.stack([torch.randperm(20, generator=gen)[:5] for _ in range(2)])
+    caches = [[torch.zeros(2, 3, 20, 16, dtype=dtype), torch.zeros(2, 3, 20, 8, dtype=dtype)] for _ in range(2)]
+    for (k_cache, v_cache), backend in zip(caches, ("cpu", "reference"), strict=True):
+        gsd.write_kv(k_cache, v_cache, k, v, positions, backend=backend)
+    assert_bit_equal(*caches)
+    assert caches[0][0].isfinite().all()
+    with pytest.raises(RuntimeError, match="positions: 20 is outside"):
+        gsd.write_kv(*caches[0], k, v, positions + (20 - positions.max()), backend="cpu")
+
+
+def decoder_case(dtype=torch.float32, batch=2, rows=5):
+    """A random decoder with caches of 40 positions, 20 and 17 of them filled, and rows that form a small tree."""
+    gen = torch.Generator().manual_seed(0)
+    vocab, hidden, inner, heads, kv_heads, dim = 50, 32, 48, 4, 2, 16
+
+    def matrix(*shape):
+        return (torch.randn(shape, generator=gen) * shape[-1] ** -0.5).to(dtype)
+
+    def layer():
+        norms = [(1 + 0.1 * torch.randn(hidden, generator=gen)).to(dtype) for _ in range(2)]
+        attention = [matrix(n * dim, hidden) for n in (heads, kv_heads, kv_heads)] + [matrix(hidden, heads * dim)]
+        return (norms[0], *attention, norms[1], matrix(inner, hidden), matrix(inner, hidden), matrix(hidden, inner))
+
+    weights = DecoderWeights(
+        embedding=matrix(vocab, hidden),
+        layers=[layer(), layer()],
+        final_norm=torch.ones(hidden, dtype=dtype),
+        head=matrix(vocab + 3, hidden),
+        inv_freq=10000.0 ** -(torch.arange(dim // 2) / (dim // 2)),
+        rope_scale=1.0,
+        heads=heads,
+        eps=1e-5,
+    )
+    k_caches, v_caches = ([matrix(batch, kv_heads, 40, dim) for _ in range(2)] for _ in range(2))
+    kv_len = torch.tensor([20, 17], dtype=torch.int32)[:batch]
+    depths = torch.tensor([0, 1, 1, 2, 2], dtype=torch.int32)[:rows].expand(batch, -1)
+    mask = torch.tensor([0b1, 0b11, 0b101, 0b1011, 0b10101], dtype=torch.int32)[:rows].expand(batch, -1)[..., None]
+    return weights, {
+        "token_ids": torch.randint(0, vocab, (batch, rows), generator=gen).int(),
+        "positions": kv_len[:, None] + depths,
+        "slots": kv_len[:, None] + torch.arange(rows, dtype=torch.int32),
+        "ancestor_mask": mask.contiguous(),
+        "kv_len": kv_len,
+        "kv_start": torch.tensor([0, 3], dtype=torch.int32)[:batch],
+        "k_caches": k_caches,
+        "v_caches": v_caches,
+    }
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_decoder_rows_equal_the_reference(dtype, atol, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        results = []
+        for backend in ("cpu", "reference"):
+            weights, case = decoder_case(dtype)
+            results.append(
+                (decoder_rows(weights, **case, keep=3, backend=backend), case["k_caches"] + case["v_caches"])
+            )
+    finally:
+        torch.set_num_threads(before)
+    (logits, caches), (expected, expected_caches) = results
+    assert logits.shape == (2, 3, 53) and logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected, atol=atol, rtol=atol)
+    for cache, other in zip(caches, expected_caches, strict=True):
+        torch.testing.assert_close(cache, other, atol=atol, rtol=atol)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("token_ids", 50, "token_ids: 50 is outside the vocabulary of 50"),
+        ("slots", 40, "slots: 40 is outside the cache's 40"),
+        ("kv_len", 41, "kv_len: the prefix"),
+    ],
+)
+def test_decoder_rows_outside_a_tensor_are_refused(name, value, match):
+    weights, case = decoder_case()
+    case[name] = case[name].clone()
+    case[name][-1] = value
+    with pytest.raises(RuntimeError, match=match):
+        decoder_rows(weights, **case, keep=1, backend="cpu")
+
+
 # Valid custom ops.
 
 
@@ -272,11 +448,28 @@ def op_inputs():
         "commit_kv": (cache[:2], cache[2:], *accepted, torch.tensor([2, 3], dtype=torch.int32)),
         "sample_rows": (logits, positions, *stream, 1.0, 0, 0.9, 0.0, None, torch.tensor([3.0, 0.0]), None, None),
         "draft_candidates": (logits, positions, 3, *stream, 0.0, 0, 1.0, 0.0),
+        "dag_attention": attention_inputs(),
+        "write_kv": (*cache[:2], *torch.randn(2, 2, 1, 3, 4), torch.tensor([[0, 5, 2], [1, 2, 3]])),
+        "decoder_rows": decoder_inputs(),
     }
 
 
+def attention_inputs():
+    q, (k, v) = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 2, 40, 16)
+    lengths = (torch.tensor([20, 7], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32))
+    mask = torch.tensor([[[1], [3], [5]]], dtype=torch.int32).expand(2, -1, -1).contiguous()
+    return q, k, v, mask, *lengths, None, None, None, 0.25, None, None
+
+
+def decoder_inputs():
+    w, case = decoder_case()
+    *rows, k_caches, v_caches = case.values()
+    rest = (w.heads, w.eps, w.rope_scale, 3)
+    return *rows, w.embedding, w.flat_layers, w.final_norm, w.head, w.inv_freq, k_caches, v_caches, *rest
+
+
 def test_every_schema_has_inputs_below():
-    assert sorted(op_inputs()) == sorted(schema.partition("(")[0] for schema in SCHEMAS if "attention" not in schema)
+    assert sorted(op_inputs()) == sorted(schema.partition("(")[0] for schema in SCHEMAS)
 
 
 @pytest.mark.parametrize("name", sorted(op_inputs()))

@@ -427,7 +427,7 @@ BAD_ARGUMENTS = [
     (gsd.write_kv, write_arguments, "k", lambda a: a["k"].half(), TypeError),
     (gsd.write_kv, write_arguments, "k", lambda a: a["k"][..., :3], ValueError),
     (gsd.write_kv, write_arguments, "v", lambda a: a["v"][:, :, :2], ValueError),
-    (gsd.write_kv, write_arguments, "backend", lambda a: "cpu", ValueError),
+    (gsd.write_kv, write_arguments, "backend", lambda a: "cuda", ValueError),
     (gsd.merge, merge_arguments, "frontier", int64("frontier"), TypeError),
     (gsd.merge, merge_arguments, "cand_tokens", lambda a: a["cand_tokens"][:, :, :2], ValueError),
     (gsd.merge, merge_arguments, "cand_log_probs", lambda a: a["cand_log_probs"].double(), TypeError),

@@ -2,41 +2,10 @@
 
 #include <cstring>
 
-// Clang has no target_clones for functions that use vector types; there the baseline instruction set serves.
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define GSD_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
-#else
-#define GSD_CLONES
-#endif
-#define GSD_INLINE static inline __attribute__((always_inline))
+#include "lanes.h"
 
 namespace gsd {
 namespace {
-
-constexpr int kLanes = 16;
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-
-// A C-style cast between vector types of one size keeps the bits.
-GSD_INLINE void load(const void* from, Floats& to) { memcpy(&to, from, sizeof to); }
-GSD_INLINE void store(const Floats& from, void* to) { memcpy(to, &from, sizeof from); }
-GSD_INLINE void fill(float value, Floats& to) { to = value - Floats{}; }
-
-// Cephes' expf: relative error 1e-7; 0 below −87.
-GSD_INLINE void exp_lanes(const Floats& x, Floats& out) {
-  const Floats clamped = x < -87.0f ? Floats{} - 87.0f : x;
-  const Floats shifted = clamped * 1.44269504088896341f + 12582912.0f;  // + 1.5·2²³ rounds to an integer
-  const Floats n = shifted - 12582912.0f;
-  const Floats r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
-  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const Ints scale = (__builtin_convertvector(n, Ints) + 127) << 23;
-  out = x < -87.0f ? Floats{} : p * (Floats)scale;
-}
 
 // Cephes' logf for positive normal numbers: relative error 1e-7.
 GSD_INLINE void log_lanes(const Floats& x, Floats& out) {

@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gsd_kernels import dag_attention
-from gsd_kernels.ops.dag_attention import visibility
+from gsd_kernels.ops.dag_attention import DenseMask, dense_mask
 
 PREFIX = "gsd_"
 
@@ -37,16 +37,16 @@ class GraphInputs:
     node_depths: Tensor  # int32 [B, N]
     num_nodes: Tensor | None = None  # int32 [B]
     backend: str = "auto"
-    _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict, repr=False)
+    _masks: dict[tuple[int, int | None], DenseMask] = field(default_factory=dict, repr=False)
     _by_device: dict[torch.device, GraphInputs] = field(default_factory=dict, repr=False)
 
-    def visible(self, capacity: int, sliding_window: int | None) -> Tensor | None:
-        """The dense mask [B, R, capacity], made once for all layers; only where it is used (not by GPU kernels)."""
+    def dense(self, capacity: int, sliding_window: int | None) -> DenseMask | None:
+        """The mask written out, made once for all layers; only where it is used (not by GPU kernels)."""
         if self.kv_len.device.type != "cpu":
             return None
         key = (capacity, sliding_window)
         if key not in self._masks:
-            self._masks[key] = visibility(
+            self._masks[key] = dense_mask(
                 self.ancestor_mask,
                 self.kv_len,
                 self.kv_start,
@@ -112,7 +112,7 @@ def _attention_beside(original: str) -> Callable[..., tuple[Tensor, Tensor | Non
             scale=scaling,
             softcap=kwargs.get("softcap"),
             sliding_window=kwargs.get("sliding_window"),
-            visible=inputs.visible(key.shape[2], kwargs.get("sliding_window")),
+            dense=inputs.dense(key.shape[2], kwargs.get("sliding_window")),
             backend=inputs.backend,
         )
         return out.transpose(1, 2).contiguous(), None  # [B, R, Hq, D]

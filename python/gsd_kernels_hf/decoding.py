@@ -31,6 +31,7 @@ from .drafting import Calibration, DecodeState, Drafter, ModelDraft
 from .forward import RowModel
 from .history import History
 from .sampling import SamplingPlan, draw_seed
+from .small_draft import draft_rows
 from .stats import Clock, GenerationStats
 from .tuning import FAMILIES, tune
 from .walk import Walk, check_pick
@@ -314,7 +315,9 @@ class GraphDecoder:
             self.streamer.put(input_ids.cpu())
         models = (model,) if draft is None else (model, draft)
         with switched(*models), nullcontext() if agreement is None else agreement.explained():
-            row_models = [RowModel(m, capacity, state.kv_start, self.backend) for m in models]
+            row_models = [RowModel(model, capacity, state.kv_start, self.backend)]
+            if draft is not None:
+                row_models.append(draft_rows(draft, capacity, state.kv_start, self.backend))
 
             def prefill(rows: RowModel) -> None:
                 mask = None if attention_mask is None else attention_mask[:, :-1]

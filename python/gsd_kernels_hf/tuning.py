@@ -30,6 +30,7 @@ from .capture import replayable
 from .drafting import DecodeState, Drafter, ModelDraft
 from .forward import RowModel
 from .history import History
+from .small_draft import draft_rows, why_not
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -158,7 +159,7 @@ def measure(
     capacity = prefix + max(ROWS[-1], *(c.cache_slots for c in shapes)) + 2
     state = synthetic_state(batch, prefix, capacity, device)
     target_rows = RowModel(model, capacity, state.kv_start, backend)
-    draft_rows = RowModel(draft, capacity, state.kv_start, backend)
+    drafting = draft_rows(draft, capacity, state.kv_start, backend)
     seconds = stopwatch(device)
     target: dict[int, float] = {}
     for rows in progress(ROWS, "tuning: target"):
@@ -177,7 +178,7 @@ def measure(
     by_shape: dict[str, tuple[float, float]] = {}
     overhead = 0.0
     for shape in progress(shapes, "tuning: draft"):
-        source = ModelDraft(draft_rows, state, target_rows.vocab_size, warpers)
+        source = ModelDraft(drafting, state, target_rows.vocab_size, warpers)
         table = NgramTable.empty(batch, shape.branch, device)
         drafter = Drafter(state, source, History(table, state.seed, state.sequence_ids, warpers), backend)
 
@@ -269,6 +270,7 @@ def describe(model: PreTrainedModel, draft: PreTrainedModel, batch: int, prefix:
         "batch": batch,
         "prefix": prefix,
         "backend": backend,
+        "draft_forward": "operator" if why_not(draft, backend) is None else "modules",
         "compiled": gsd_kernels.backends.unavailable_reason("cpu", torch.device("cpu")) is None,
         "attention": str(model.config._attn_implementation).removeprefix("gsd_"),
         "versions": [gsd_kernels.__version__, torch.__version__, transformers.__version__],

@@ -1,6 +1,6 @@
-"""Attention of graph rows over the committed prefix and their own ancestors."""
+"""Attention of graph rows: the committed prefix and the nodes that a row's mask names."""
 
 from .api import dag_attention
-from .reference import visibility
+from .dense import DenseMask, dense_mask, visibility
 
-__all__ = ["dag_attention", "visibility"]
+__all__ = ["DenseMask", "dag_attention", "dense_mask", "visibility"]

@@ -5,15 +5,16 @@ from torch import Tensor
 
 from ...backends import resolve
 from ...checks import check_tensor
-from . import compiled, reference, sdpa, triton_op
+from . import compiled, cpu, reference, triton_op
+from .dense import DenseMask
 
 IMPLEMENTATIONS = {
-    "cpu": sdpa.dag_attention,
+    "cpu": cpu.dag_attention,
     "triton": triton_op.dag_attention,
     "reference": reference.dag_attention,
     "cuda": compiled.dag_attention,  # last: on request only, until measurements say where it wins
 }
-DENSE = (sdpa.dag_attention, reference.dag_attention)  # these work on a dense mask
+DENSE = (cpu.dag_attention, reference.dag_attention)  # these work on a dense mask
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -32,7 +33,7 @@ def dag_attention(
     softcap: float | None = None,
     sliding_window: int | None = None,
     return_lse: bool = False,
-    visible: Tensor | None = None,
+    dense: DenseMask | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention in which a row sees the committed prefix and the graph nodes that its mask names.
@@ -53,9 +54,9 @@ def dag_attention(
         softcap: scores become ``softcap · tanh(score / softcap)``.
         sliding_window: a row sees positions p with ``row position − p < sliding_window``.
         return_lse: also return the log-sum-exp of the scores.
-        visible: bool [B, R, S], what :func:`visibility` returns for the other arguments, for callers that attend many
-            layers with one mask. They also see to it that caches hold finite values only and that no row is empty,
-            which is then not checked. The kernels read the words and ignore it.
+        dense: what :func:`dense_mask` returns for the other arguments, for callers that attend many layers with one
+            mask. They also see to it that caches hold finite values only and that no row is empty, which is then not
+            checked. Only the PyTorch paths on a CPU and the reference use it.
         backend: see :mod:`gsd_kernels.backends`. "cuda" takes float16 and bfloat16 with head sizes 64 and 128, and has
             to be named: "auto" does not choose it.
 
@@ -90,7 +91,7 @@ def dag_attention(
         backend = "reference"  # the kernels compute in float32
     function = resolve(backend, device, IMPLEMENTATIONS)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    dense = {"visible": visible, "return_lse": return_lse} if function in DENSE else {}
+    written_out = {"dense": dense, "return_lse": return_lse} if function in DENSE else {}
     out, lse = function(
         q,
         k,
@@ -104,6 +105,6 @@ def dag_attention(
         scale,
         softcap,
         sliding_window,
-        **dense,
+        **written_out,
     )
     return (out, lse) if return_lse else out

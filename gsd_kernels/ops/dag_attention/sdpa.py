@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...graph import WORD_BITS
 from . import reference
+from .dense import DenseMask, dense_mask
 
 
 def dag_attention(
@@ -24,32 +24,29 @@ def dag_attention(
     softcap: float | None,
     sliding_window: int | None,
     *,
-    visible: Tensor | None = None,  # bool [B, R, S]
+    dense: DenseMask | None = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """As the reference; a soft cap and the log-sum-exp, which the fused kernel lacks, are computed like it."""
-    trusted = visible is not None
-    if visible is None:
-        visible = reference.visibility(
+    trusted = dense is not None
+    if dense is None:
+        dense = dense_mask(
             ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths, sliding_window, k.shape[2]
         )
     if softcap is not None or return_lse:
-        return reference.attend(q, k, v, visible, scale, softcap)
+        return reference.attend(q, k, v, dense.visible, scale, softcap)
     batch, heads, rows, _ = q.shape
     kv_heads = k.shape[1]
     groups = heads // kv_heads
-    # Host reads are free here: leave out the free end of the caches, which nobody sees.
-    end = min(k.shape[2], int(kv_len.max()) + ancestor_mask.shape[-1] * WORD_BITS)
-    k, v, visible = k[:, :, :end], v[:, :, :end], visible[:, :, :end]
+    k, v = k[:, :, : dense.end], v[:, :, : dense.end]
     if not trusted:
-        k, v = _finite_where_unseen(k, v, ~visible.any(1))
+        k, v = _finite_where_unseen(k, v, ~dense.visible[:, :, : dense.end].any(1))
     packed = q.reshape(batch, kv_heads, groups * rows, q.shape[3])
-    mask = visible[:, None] if groups == 1 else visible.repeat(1, groups, 1)[:, None]  # [B, 1, G·R, S]
-    out = scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=scale)
+    out = scaled_dot_product_attention(packed, k, v, attn_mask=dense.bias(groups, q.dtype), scale=scale)
     out = out.view(batch, heads, rows, -1)
     if trusted:
         return out, None
-    return torch.where(visible.any(-1)[:, None, :, None], out, 0.0), None
+    return torch.where(dense.visible.any(-1)[:, None, :, None], out, 0.0), None
 
 
 def _finite_where_unseen(k: Tensor, v: Tensor, unseen: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from ...backends import resolve
 from ...checks import check_tensor
-from . import reference, triton_op
+from . import compiled, reference, triton_op
 
-IMPLEMENTATIONS = {"triton": triton_op.write_kv, "reference": reference.write_kv}
+IMPLEMENTATIONS = {"triton": triton_op.write_kv, "cpu": compiled.write_kv, "reference": reference.write_kv}
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

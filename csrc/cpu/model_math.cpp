@@ -1,0 +1,270 @@
+#include "model_math.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "../elements.h"
+#include "lanes.h"
+
+namespace gsd {
+namespace {
+
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+typedef float Eight __attribute__((vector_size(32)));
+typedef float Four __attribute__((vector_size(16)));
+typedef int32_t FourInts __attribute__((vector_size(16)));
+
+struct WideFloat32 {
+  typedef float Stored;
+  static inline __attribute__((always_inline)) void widen(const float* from, Floats& to) { load(from, to); }
+};
+
+struct WideBfloat16 {
+  typedef uint16_t Stored;
+  static inline __attribute__((always_inline)) void widen(const uint16_t* from, Floats& to) {
+    Halves halves;
+    memcpy(&halves, from, sizeof halves);
+    to = (Floats)(__builtin_convertvector(halves, Words) << 16);
+  }
+};
+
+struct WideFloat16 {
+  typedef uint16_t Stored;
+  static inline __attribute__((always_inline)) void widen(const uint16_t* from, Floats& to) {  // as float_from_half
+    Halves halves;
+    memcpy(&halves, from, sizeof halves);
+    const Words wide = __builtin_convertvector(halves, Words) << 16, magnitude = wide << 1;
+    const Floats normal = (Floats)((magnitude >> 4) + (0xE0u << 23)) * 1.925929944387236e-34f;
+    const Floats subnormal = (Floats)((magnitude >> 17) | (126u << 23)) - 0.5f;
+    const Words value = magnitude < (1u << 27) ? (Words)subnormal : (Words)normal;
+    to = (Floats)((wide & 0x80000000u) | value);
+  }
+};
+
+GSD_INLINE void fold(const Floats& x, Four& out) {
+  Eight half[2];
+  memcpy(half, &x, sizeof half);
+  const Eight both = half[0] + half[1];
+  Four quarter[2];
+  memcpy(quarter, &both, sizeof quarter);
+  out = quarter[0] + quarter[1];
+}
+
+GSD_INLINE void add_pairs(const Four& a, const Four& b, Four& out) {
+  out = __builtin_shuffle(a, b, FourInts{0, 2, 4, 6}) + __builtin_shuffle(a, b, FourInts{1, 3, 5, 7});
+}
+
+// The sums of four vectors.
+GSD_INLINE void sums(const Floats x[4], float out[4]) {
+  Four f[4], low, high, all;
+  for (int i = 0; i < 4; i++) fold(x[i], f[i]);
+  add_pairs(f[0], f[1], low);
+  add_pairs(f[2], f[3], high);
+  add_pairs(low, high, all);
+  memcpy(out, &all, sizeof all);
+}
+
+GSD_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Tiles of four columns and R rows; what hangs over an edge repeats the last one and is not stored.
+template <class E, int R>
+GSD_INLINE void products_of(const float* x, int64_t rows, int64_t k, const Matrix& w, int64_t begin, int64_t end,
+                            float* out, int64_t out_stride) {
+  const typename E::Stored* weights = static_cast<const typename E::Stored*>(w.data);
+  for (int64_t n = begin; n < end; n += 4) {
+    const typename E::Stored* column[4];
+    GSD_UNROLL
+    for (int j = 0; j < 4; j++) column[j] = weights + smaller(n + j, end - 1) * w.row_stride;
+    for (int64_t m = 0; m < rows; m += R) {
+      const float* row[R];
+      GSD_UNROLL
+      for (int r = 0; r < R; r++) row[r] = x + smaller(m + r, rows - 1) * k;
+      Floats total[R][4] = {};
+      for (int64_t i = 0; i < k; i += kLanes) {
+        Floats weight[4], seen;
+        GSD_UNROLL
+        for (int j = 0; j < 4; j++) E::widen(column[j] + i, weight[j]);
+        GSD_UNROLL
+        for (int r = 0; r < R; r++) {
+          load(row[r] + i, seen);
+          GSD_UNROLL
+          for (int j = 0; j < 4; j++) total[r][j] += seen * weight[j];
+        }
+      }
+      for (int64_t r = 0; r < smaller(R, rows - m); r++) {
+        float sum[4];
+        sums(total[r], sum);
+        for (int64_t j = 0; j < smaller(4, end - n); j++) out[(m + r) * out_stride + n + j] = sum[j];
+      }
+    }
+  }
+}
+
+// Tiles of four rows and V vectors.
+template <class E, int V>
+GSD_INLINE void weighted_tile(const float* weights, int64_t weights_stride, int64_t rows, const Matrix& v,
+                              int64_t positions, int64_t d, float* out, int64_t out_stride) {
+  const typename E::Stored* values = static_cast<const typename E::Stored*>(v.data) + d;
+  for (int64_t m = 0; m < rows; m += 4) {
+    const float* weight[4];
+    float* to[4];
+    Floats total[4][V], value;
+    GSD_UNROLL
+    for (int r = 0; r < 4; r++) {
+      weight[r] = weights + smaller(m + r, rows - 1) * weights_stride;
+      to[r] = out + smaller(m + r, rows - 1) * out_stride + d;
+      GSD_UNROLL
+      for (int j = 0; j < V; j++) load(to[r] + j * kLanes, total[r][j]);
+    }
+    for (int64_t p = 0; p < positions; p++) {
+      GSD_UNROLL
+      for (int j = 0; j < V; j++) {
+        E::widen(values + p * v.row_stride + j * kLanes, value);
+        GSD_UNROLL
+        for (int r = 0; r < 4; r++) total[r][j] += value * weight[r][p];
+      }
+    }
+    for (int64_t r = 0; r < smaller(4, rows - m); r++) {
+      GSD_UNROLL
+      for (int j = 0; j < V; j++) store(total[r][j], to[r] + j * kLanes);
+    }
+  }
+}
+
+template <class E, int V>
+GSD_INLINE void weighted_rows_of(const float* weights, int64_t weights_stride, int64_t rows, const Matrix& v,
+                                 int64_t positions, int64_t width, float* out, int64_t out_stride) {
+  int64_t d = 0;
+  for (; d + V * kLanes <= width; d += V * kLanes) {
+    weighted_tile<E, V>(weights, weights_stride, rows, v, positions, d, out, out_stride);
+  }
+  for (; d < width; d += kLanes) {
+    weighted_tile<E, 1>(weights, weights_stride, rows, v, positions, d, out, out_stride);
+  }
+}
+
+template <class E>
+GSD_INLINE void read_row_of(const Matrix& from, int64_t row, float* to, int64_t width) {
+  Floats value;
+  for (int64_t i = 0; i < width; i += kLanes) {
+    E::widen(static_cast<const typename E::Stored*>(from.data) + row * from.row_stride + i, value);
+    store(value, to + i);
+  }
+}
+
+}  // namespace
+
+// Instances for every float type: with small tiles for 16 registers, and large ones for the 32 of AVX-512.
+#define GSD_FOR_ELEMENTS(name, small, large, parameters, arguments)                                      \
+  GSD_CLONES static void name##_float32 parameters { name##_of<WideFloat32, small> arguments; }          \
+  GSD_CLONES static void name##_bfloat16 parameters { name##_of<WideBfloat16, small> arguments; }        \
+  GSD_CLONES static void name##_float16 parameters { name##_of<WideFloat16, small> arguments; }          \
+  GSD_AVX512 static void name##_float32_large parameters { name##_of<WideFloat32, large> arguments; }    \
+  GSD_AVX512 static void name##_bfloat16_large parameters { name##_of<WideBfloat16, large> arguments; }  \
+  GSD_AVX512 static void name##_float16_large parameters { name##_of<WideFloat16, large> arguments; }    \
+  void name parameters {                                                                                 \
+    decltype(&name##_float32) const run[2][3] = {                                                        \
+        {name##_float32, name##_bfloat16, name##_float16},                                               \
+        {name##_float32_large, name##_bfloat16_large, name##_float16_large}};                            \
+    run[has_avx512()][static_cast<int>(matrix.element)] arguments;                                       \
+  }
+
+GSD_FOR_ELEMENTS(products, 2, 4,
+                 (const float* x, int64_t rows, int64_t k, const Matrix& matrix, int64_t begin, int64_t end, float* out,
+                  int64_t out_stride),
+                 (x, rows, k, matrix, begin, end, out, out_stride))
+GSD_FOR_ELEMENTS(weighted_rows, 1, 4,
+                 (const float* weights, int64_t weights_stride, int64_t rows, const Matrix& matrix, int64_t positions,
+                  int64_t width, float* out, int64_t out_stride),
+                 (weights, weights_stride, rows, matrix, positions, width, out, out_stride))
+
+void read_row(const Matrix& from, int64_t row, float* to, int64_t width) {
+  switch (from.element) {
+    case Element::kFloat32:
+      return read_row_of<WideFloat32>(from, row, to, width);
+    case Element::kBfloat16:
+      return read_row_of<WideBfloat16>(from, row, to, width);
+    case Element::kFloat16:
+      return read_row_of<WideFloat16>(from, row, to, width);
+  }
+}
+
+void write_row(const float* from, void* to, Element element, int64_t width) {
+  if (element == Element::kFloat32) {
+    memcpy(to, from, static_cast<size_t>(width) * sizeof(float));
+  } else if (element == Element::kBfloat16) {
+    for (int64_t i = 0; i < width; i++) static_cast<uint16_t*>(to)[i] = Bfloat16::round(from[i]);
+  } else {
+    for (int64_t i = 0; i < width; i++) static_cast<uint16_t*>(to)[i] = Half::round(from[i]);
+  }
+}
+
+void make_finite(float* x, Element element, int64_t width) {
+  const float most = element == Element::kFloat16    ? 65504.0f
+                     : element == Element::kBfloat16 ? float_from_bits(0x7F7F0000)
+                                                     : float_from_bits(0x7F7FFFFF);
+  for (int64_t i = 0; i < width; i++) x[i] = x[i] > most ? most : x[i] < -most ? -most : x[i] == x[i] ? x[i] : 0.0f;
+}
+
+GSD_CLONES void scale_row(float* x, float by, int64_t width) {
+  Floats seen;
+  for (int64_t i = 0; i < width; i += kLanes) {
+    load(x + i, seen);
+    seen = seen * by;
+    store(seen, x + i);
+  }
+}
+
+GSD_CLONES void rms_norm(const float* x, const float* weight, float eps, float* out, int64_t width) {
+  Floats square{}, seen, scaled;
+  for (int64_t i = 0; i < width; i += kLanes) {
+    load(x + i, seen);
+    square += seen * seen;
+  }
+  float total = 0.0f;
+  for (int lane = 0; lane < kLanes; lane++) total += square[lane];
+  const float by = 1.0f / std::sqrt(total / static_cast<float>(width) + eps);
+  for (int64_t i = 0; i < width; i += kLanes) {
+    load(x + i, seen);
+    load(weight + i, scaled);
+    store(seen * by * scaled, out + i);
+  }
+}
+
+GSD_CLONES void silu_times(float* gate, const float* up, int64_t width) {
+  Floats g, u, e;
+  for (int64_t i = 0; i < width; i += kLanes) {
+    load(gate + i, g);
+    load(up + i, u);
+    exp_lanes(g < 0.0f ? g : -g, e);  // ≤ 1, so nothing overflows
+    store(g * u * ((g < 0.0f ? e : Floats{} + 1.0f) / (1.0f + e)), gate + i);
+  }
+}
+
+GSD_CLONES float largest(const float* scores, int64_t padded) {
+  Floats best, seen;
+  fill(negative_infinity(), best);
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    load(scores + i, seen);
+    best = seen > best || seen != seen ? seen : best;  // NaN gets through
+  }
+  float top = negative_infinity();
+  for (int lane = 0; lane < kLanes; lane++) top = best[lane] > top || best[lane] != best[lane] ? best[lane] : top;
+  return top;
+}
+
+GSD_CLONES float exp_row(float* scores, int64_t padded, float shift) {
+  Floats seen, e, total{};
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    load(scores + i, seen);
+    exp_lanes(seen - shift, e);
+    total += e;
+    store(e, scores + i);
+  }
+  float sum = 0.0f;
+  for (int lane = 0; lane < kLanes; lane++) sum += total[lane];
+  return sum;
+}
+
+}  // namespace gsd

@@ -1,0 +1,79 @@
+"""The mask written out, made once for all layers of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ...graph import WORD_BITS, unpack_bits
+
+
+@dataclass
+class DenseMask:
+    """Which cache positions each row sees."""
+
+    visible: Tensor  # bool [B, R, S]
+    kv_len: Tensor  # int32 [B]
+    nodes: int  # slots of the graph
+    _biases: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def end(self) -> int:
+        """Nobody sees positions from here on. Waits for the device."""
+        return min(self.visible.shape[2], int(self.kv_len.max()) + self.nodes)
+
+    def bias(self, groups: int, dtype: torch.dtype) -> Tensor:
+        """What to add to the scores of ``groups`` query heads packed as rows: [B, 1, G·R, end], 0 or −inf."""
+        key = (groups, dtype)
+        if key not in self._biases:
+            visible = self.visible[:, :, : self.end]
+            bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
+            self._biases[key] = bias.repeat(1, groups, 1)[:, None]
+        return self._biases[key]
+
+
+def dense_mask(
+    ancestor_mask: Tensor,  # int32 [B, R, words]
+    kv_len: Tensor,  # int32 [B]
+    kv_start: Tensor | None,
+    num_nodes: Tensor | None,
+    row_depths: Tensor | None,
+    node_depths: Tensor | None,
+    sliding_window: int | None,
+    capacity: int,
+) -> DenseMask:
+    """The mask over ``capacity`` cache positions."""
+    visible = visibility(ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths, sliding_window, capacity)
+    return DenseMask(visible, kv_len, ancestor_mask.shape[-1] * WORD_BITS)
+
+
+def visibility(
+    ancestor_mask: Tensor,
+    kv_len: Tensor,
+    kv_start: Tensor | None,
+    num_nodes: Tensor | None,
+    row_depths: Tensor | None,
+    node_depths: Tensor | None,
+    sliding_window: int | None,
+    capacity: int,
+) -> Tensor:
+    """Which cache positions each row sees: bool [B, R, S]."""
+    bits = ancestor_mask.shape[-1] * WORD_BITS
+    position = torch.arange(capacity, device=ancestor_mask.device)
+    in_prefix = position < kv_len[:, None]  # [B, S]
+    if kv_start is not None:
+        in_prefix &= position >= kv_start[:, None]
+    node = position - kv_len[:, None]  # [B, S]
+    is_node = (node >= 0) & (node < (bits if num_nodes is None else num_nodes[:, None].clamp(max=bits)))
+    by_node = unpack_bits(ancestor_mask, bits)  # [B, R, bits]
+    rows = by_node.shape[1]
+    by_position = by_node.gather(2, node.clamp(0, bits - 1)[:, None].expand(-1, rows, -1))  # [B, R, S]
+    visible = in_prefix[:, None] | (by_position & is_node[:, None])
+    if sliding_window is not None and row_depths is not None and node_depths is not None:
+        depth = node_depths.gather(1, node.clamp(0, node_depths.shape[1] - 1))  # [B, S]
+        distance = row_depths[:, :, None] - torch.where(node >= 0, depth, node)[:, None]
+        visible = visible & (distance < sliding_window)
+    return visible

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .api import DecoderWeights
+
+
+def decoder_rows(
+    weights: DecoderWeights,
+    token_ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    ancestor_mask: Tensor,
+    kv_len: Tensor,
+    kv_start: Tensor,
+    k_caches: list[Tensor],
+    v_caches: list[Tensor],
+    keep: int,
+) -> Tensor:
+    """csrc/cpu/decoder_rows.cpp"""
+    w = weights
+    return torch.ops.gsd_kernels.decoder_rows(
+        token_ids.contiguous(),
+        positions.contiguous(),
+        slots.contiguous(),
+        ancestor_mask.contiguous(),
+        kv_len,
+        kv_start,
+        w.embedding,
+        w.flat_layers,
+        w.final_norm,
+        w.head,
+        w.inv_freq,
+        k_caches,
+        v_caches,
+        w.heads,
+        w.eps,
+        w.rope_scale,
+        keep,
+    )

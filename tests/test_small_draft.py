@@ -1,0 +1,161 @@
+"""A small draft's rows as one operator: the same proposals as through the model, and only where that is possible."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import gsd_kernels as gsd
+from gsd_kernels.backends import unavailable_reason
+from gsd_kernels.graph import pack_bits
+from gsd_kernels_hf import small_draft
+from gsd_kernels_hf.attention import switched
+from gsd_kernels_hf.forward import RowModel
+from gsd_kernels_hf.small_draft import SmallDraft, draft_rows, why_not
+
+MISSING = unavailable_reason("cpu", torch.device("cpu"))
+compiled = pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")
+
+
+def llama(**changes):
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).eval()
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, mean=float("norm" in name), std=0.15)
+    return model
+
+
+ROPES = [
+    {},
+    {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}},
+    {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}},
+    {"tie_word_embeddings": True},
+]
+
+
+@compiled
+@pytest.mark.parametrize("changes", ROPES)
+@pytest.mark.parametrize("prompt", [0, 21])
+def test_logits_and_caches_are_the_models_own(changes, prompt):
+    model = llama(**changes)
+    gen = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 300, (2, prompt), generator=gen)
+    kv_start = torch.tensor([0, min(prompt, 4)], dtype=torch.int32)
+    attention_mask = (torch.arange(prompt) >= kv_start[:, None]).long() if prompt else None
+    kv_len = torch.full((2,), prompt, dtype=torch.int32)
+    parents = [-1, 0, 0, 1, 2, 3]
+    sees = torch.eye(len(parents), dtype=torch.bool)
+    depths = torch.zeros(len(parents), dtype=torch.int32)
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            sees[row] |= sees[parent]
+            depths[row] = depths[parent] + 1
+    mask = pack_bits(sees).expand(2, -1, -1).contiguous()
+    depths = depths.expand(2, -1).contiguous()
+    tokens = torch.randint(3, 320, (2, len(parents)), generator=gen, dtype=torch.int32)  # some beyond the vocabulary
+    assert why_not(model, "auto") is None
+    with torch.no_grad(), switched(model):
+        ours, theirs = SmallDraft(model, 64, kv_start, "auto"), RowModel(model, 64, kv_start, "auto")
+        results = []
+        for rows in (ours, theirs):
+            rows.prefill(ids, attention_mask, None)
+            results.append(rows.rows(tokens, kv_len, torch.arange(len(parents)), mask, depths, depths, keep=4))
+    torch.testing.assert_close(*results, atol=2e-5, rtol=1e-5)
+    for a, b in zip(ours.cache.layers, theirs.cache.layers, strict=True):
+        torch.testing.assert_close(a.keys, b.keys, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(a.values, b.values, atol=1e-5, rtol=1e-5)
+
+
+@compiled
+@pytest.mark.parametrize("sampled", [False, True])
+def test_generation_goes_through_the_operator_and_keeps_the_targets_text(sampled, monkeypatch):
+    target = llama().double()
+    draft = copy.deepcopy(target).float()
+    for parameter in draft.parameters():
+        parameter.data += 0.002 * torch.randn_like(parameter)
+    ids = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(2))
+    options = {"max_new_tokens": 24, "do_sample": sampled, "seed": 3, "eos_token_id": None}
+    alone = gsd.generate(target, ids, **options)
+    calls = []
+    inner = SmallDraft.rows
+    monkeypatch.setattr(SmallDraft, "rows", lambda self, *a, **k: calls.append(1) or inner(self, *a, **k))
+    for config in ("chain", "tree", "graph"):
+        out = gsd.generate(
+            target, ids, assistant_model=draft, graph_config=config, return_dict_in_generate=True, **options
+        )
+        assert torch.equal(out.sequences, alone)
+        assert out.stats.tokens_per_step > 2
+    assert calls
+
+
+class Scaled(nn.Linear):
+    pass
+
+
+def with_hook(model):
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+
+
+def with_adapter(model):
+    layer = model.model.layers[0].mlp
+    layer.up_proj = Scaled(64, 96, bias=False)
+
+
+def with_other_forward(model):
+    model.model.norm.forward = lambda x: x
+
+
+def transposed(model):
+    model.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.randn(64, 96).T)
+
+
+def double(model):
+    model.double()
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (with_hook, r"model.layers.1.mlp has a hook"),
+        (with_adapter, r"model.layers.0.mlp.up_proj is not a plain nn.Linear"),
+        (with_other_forward, r"model.norm has a hook"),
+        (transposed, r"up_proj.weight is not a plain tensor"),
+        (double, r"is not a plain tensor of float32"),
+    ],
+)
+def test_a_changed_model_goes_through_its_modules(change, reason):
+    model = llama()
+    change(model)
+    assert re.search(reason, why_not(model, "auto"))
+    assert type(draft_rows(model, 64, torch.zeros(1, dtype=torch.int32), "auto")) is RowModel
+
+
+@compiled
+def test_other_models_sizes_and_backends_go_through_their_modules(monkeypatch):
+    assert "dynamic" not in small_draft.STATIC_ROPE
+    assert "depend on the length" in why_not(
+        llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "auto"
+    )
+    assert "multiple of 16" in why_not(llama(intermediate_size=100), "auto")
+    assert "'reference'" in why_not(llama(), "reference")
+    assert "without bias" in why_not(llama(mlp_bias=True), "auto")
+    qwen = Qwen2ForCausalLM(Qwen2Config(vocab_size=30, hidden_size=32, intermediate_size=32, num_hidden_layers=1))
+    assert "Qwen2ForCausalLM is not one of" in why_not(qwen, "auto")
+    monkeypatch.setattr(small_draft, "MAX_PARAMETERS", 1000)
+    assert "more than 1,000 parameters" in why_not(llama(), "auto")
