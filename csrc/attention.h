@@ -17,11 +17,11 @@
 namespace gsd {
 
 constexpr int kLanes = 32;
-constexpr int kTileColumns = 32;      // cache positions of a tile: one word of the ancestor mask
-constexpr int kStages = 3;            // tiles in shared memory; two are on their way while one is worked on
-constexpr int kNodesPerSplit = 256;   // of a graph split
+constexpr int kTileColumns = 32;         // cache positions of a tile: one word of the ancestor mask
+constexpr int kStages = 3;               // tiles in shared memory; two are on their way while one is worked on
+constexpr int kNodesPerSplit = 256;      // of a graph split
 constexpr int kPositionsPerSplit = 256;  // a shorter prefix split costs more to combine than it gains
-constexpr int kMaxSplits = kLanes;    // a lane holds one when they are combined
+constexpr int kMaxSplits = kLanes;       // a lane holds one when they are combined
 constexpr int kMaxGraphSplits = kMaxSplits / 2;
 
 // The logarithm of an empty sum: finite, so that 2^(−∞ − kEmpty) is 0 and never NaN.
@@ -64,14 +64,13 @@ GSD_HD int attention_block_rows(int query_rows) { return query_rows <= 16 ? 16 :
 
 // Follows from shapes only, so that one captured launch serves every length. `blocks` is what fills the GPU.
 GSD_HD void choose_splits(AttentionSizes& s, int64_t blocks) {
-  const int block_rows = attention_block_rows(s.query_rows());
+  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t nodes = 32 * static_cast<int64_t>(s.words);
-  const int64_t most = static_cast<int64_t>(kNodesPerSplit) * kMaxGraphSplits;
-  s.nodes_per_split = static_cast<int>(kNodesPerSplit * ((nodes + most - 1) / most > 1 ? (nodes + most - 1) / most : 1));
-  s.graph_splits = static_cast<int>((nodes + s.nodes_per_split - 1) / s.nodes_per_split);
-  const int64_t per_split =
-      static_cast<int64_t>((s.query_rows() + block_rows - 1) / block_rows) * s.batch * s.kv_heads;
-  const int64_t useful = (s.capacity + kPositionsPerSplit - 1) / kPositionsPerSplit;
+  const int64_t parts = ceil_div(nodes, static_cast<int64_t>(kNodesPerSplit) * kMaxGraphSplits);
+  s.nodes_per_split = static_cast<int>(kNodesPerSplit * (parts > 1 ? parts : 1));
+  s.graph_splits = static_cast<int>(ceil_div(nodes, s.nodes_per_split));
+  const int64_t m_blocks = ceil_div(s.query_rows(), attention_block_rows(s.query_rows()));
+  const int64_t per_split = m_blocks * s.batch * s.kv_heads, useful = ceil_div(s.capacity, kPositionsPerSplit);
   int64_t wanted = blocks / (per_split > 0 ? per_split : 1);
   if (wanted > useful) wanted = useful;
   if (wanted > kMaxSplits - s.graph_splits) wanted = kMaxSplits - s.graph_splits;
@@ -130,9 +129,9 @@ struct SplitAttention {
   static constexpr int kRows = 16 * kWarps;  // query rows of a block
   static constexpr int kThreads = kLanes * kWarps;
   static constexpr int kArenaBytes = kStages * Layout::kStageBytes;
-  static constexpr int kSteps = kHeadDim / 16;           // of q · k, 16 dimensions each
-  static constexpr int kScoreTiles = kTileColumns / 8;   // of 8 columns
-  static constexpr int kOutputTiles = kHeadDim / 8;      // of 8 dimensions
+  static constexpr int kSteps = kHeadDim / 16;                     // of q · k, 16 dimensions each
+  static constexpr int kScoreTiles = kTileColumns / 8;             // of 8 columns
+  static constexpr int kOutputTiles = kHeadDim / 8;                // of 8 dimensions
   static constexpr int kRowsPerPass = kThreads / Layout::kChunks;  // rows of a tile that the block copies at once
   static_assert(kRows * Layout::kRowBytes <= Layout::kStageBytes, "queries wait in one stage");
   static_assert(kTileColumns % kRowsPerPass == 0, "a copy is whole passes");
@@ -273,11 +272,13 @@ struct SplitAttention {
     }
   }
 
-  // Which columns of the tile from `column` on the row sees; among nodes with a window, of those that this thread holds.
+  // Which columns of the tile from `column` on the row sees; among nodes with a window, of those this thread holds.
   static GSD_HD uint32_t columns_seen(const AttentionArgs& a, const AttentionSizes& s, const Span& span, int batch,
                                       int row, int column, int lane) {
     uint32_t seen = bits_below(span.end - column);
-    if (span.graph) seen &= static_cast<uint32_t>(a.ancestor_mask[batch * a.mask_batch + row * a.mask_row + column / 32]);
+    if (span.graph) {
+      seen &= static_cast<uint32_t>(a.ancestor_mask[batch * a.mask_batch + row * a.mask_row + column / kTileColumns]);
+    }
     if (a.row_depths == nullptr) return seen;
     // The first position in the row's window, counted from kv_len; nodes go by their depth.
     const int oldest = a.row_depths[static_cast<int64_t>(batch) * s.rows + row] - (a.window - 1);
@@ -320,7 +321,8 @@ struct SplitAttention {
     machine.sync("spoiled columns found");
     const int chunk = machine.thread() % Layout::kChunks;
     for (int pass = 0; pass < kTileColumns / kRowsPerPass; pass++) {
-      const int at = Layout::values(stage) + Layout::at(pass * kRowsPerPass + machine.thread() / Layout::kChunks, chunk);
+      const int row = pass * kRowsPerPass + machine.thread() / Layout::kChunks;
+      const int at = Layout::values(stage) + Layout::at(row, chunk);
       machine.write(at, finite_elements<Element>(machine.read(at)));
     }
     machine.sync("values cleaned");

@@ -21,7 +21,7 @@ struct Half {
 
   GSD_HD static float widen(uint16_t bits) { return float_from_half(bits); }
 
-  // To the nearest, ties to even. Adding 2¹³ ulp-aligned constants lets the float adder round.
+  // To the nearest, ties to even.
   GSD_HD static uint16_t round(float value) {
     const uint32_t bits = float_bits(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
     if (magnitude > 0x7F800000u) return static_cast<uint16_t>(sign | 0x7E00u);

@@ -235,8 +235,9 @@ bool right(const Problem& p, const Result& got) {
       }
     }
   }
-  if (!(std::sqrt(error) <= unit * std::sqrt(norm))) return fprintf(stderr, "error %g\n", std::sqrt(error / norm)), false;
-  return true;
+  const bool close = std::sqrt(error) <= unit * std::sqrt(norm);
+  if (!close) fprintf(stderr, "error %g\n", std::sqrt(error / norm));
+  return close;
 }
 
 // Row 0 keeps every bit when all other rows' queries, masks and nodes change, even to NaN.

@@ -184,7 +184,8 @@ class OsMachine {
                    for (int k = 0; k < 16; k++) {
                      const auto& a = all[4 * (row % 8) + k % 8 / 2];
                      const auto& b = all[4 * column + k % 8 / 2];
-                     sum += half(a.left[row / 8 + 2 * (k / 8)], k % 2) * half(b.right[j / 2][2 * (j % 2) + k / 8], k % 2);
+                     const uint32_t left_word = a.left[row / 8 + 2 * (k / 8)];
+                     sum += half(left_word, k % 2) * half(b.right[j / 2][2 * (j % 2) + k / 8], k % 2);
                    }
                  }
                }
