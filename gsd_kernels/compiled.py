@@ -1,7 +1,7 @@
 """The compiled ops: their schemas under ``torch.ops.gsd_kernels``, shape functions, and the libraries behind them.
 
-One schema an op serves the CPU and the CUDA library; write_kv and decoder_rows have the former only. Importing this
-loads what setup.py built beside this file and costs about a millisecond; nothing is compiled here.
+One schema an op serves the CPU and the CUDA library; decoder_rows, write_kv and the n-gram ops have the former only.
+Importing this loads what setup.py built beside this file and costs about a millisecond; nothing is compiled here.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ SCHEMAS = (
     "decoder_rows(Tensor token_ids, Tensor positions, Tensor slots, Tensor ancestor_mask, Tensor kv_len, "
     "Tensor kv_start, Tensor embedding, Tensor[] layers, Tensor final_norm, Tensor head, Tensor inv_freq, "
     "Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int heads, float eps, float rope_scale, int keep) -> Tensor",
+    "ngram_insert(Tensor(a!) keys, Tensor(b!) table_tokens, Tensor(c!) table_log_probs, Tensor contexts, "
+    "Tensor tokens, Tensor log_probs, Tensor valid, int max_context) -> ()",
+    "ngram_lookup(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor contexts, int max_context) "
+    "-> (Tensor, Tensor, Tensor)",
+    "mix_candidates(Tensor tokens, Tensor log_probs, Tensor other_tokens, Tensor other_log_probs, Tensor weight) "
+    "-> (Tensor, Tensor)",
     "write_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor positions) -> ()",
 )
 
@@ -109,6 +115,21 @@ def _define() -> None:
         batch, heads, rows, _ = q.shape
         out = q.new_empty(batch, rows, heads, v.shape[3]).transpose(1, 2)
         return out, q.new_empty(batch, heads, rows, dtype=torch.float32)
+
+    @torch.library.register_fake("gsd_kernels::ngram_insert")
+    def _ngram_insert(*args: object) -> None:
+        return None
+
+    @torch.library.register_fake("gsd_kernels::ngram_lookup")
+    def _ngram_lookup(
+        keys: Tensor, table_tokens: Tensor, table_log_probs: Tensor, contexts: Tensor, max_context: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        shape = (*contexts.shape[:2], table_tokens.shape[2])
+        return contexts.new_empty(shape), table_log_probs.new_empty(shape), contexts.new_empty(shape[:2])
+
+    @torch.library.register_fake("gsd_kernels::mix_candidates")
+    def _mix_candidates(tokens: Tensor, log_probs: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(tokens), torch.empty_like(log_probs)
 
     @torch.library.register_fake("gsd_kernels::write_kv")
     def _write_kv(*args: object) -> None:

@@ -45,8 +45,9 @@ class AcceptanceModel:
         drafted = matched == 0
         self.history_hits = _forget(self.history_hits, 3.0 * np.array(WORTH))
         self.history_expected = _forget(self.history_expected, 3.0)
-        np.add.at(self.history_hits, matched[~drafted], hits[~drafted].sum(1))
-        np.add.at(self.history_expected, matched[~drafted], probs[~drafted].sum(1))
+        known = matched > 0
+        np.add.at(self.history_hits, matched[known], hits[known].sum(1))
+        np.add.at(self.history_expected, matched[known], probs[known].sum(1))
         probs, hits = probs[drafted], hits[drafted]
         if not len(probs):
             return

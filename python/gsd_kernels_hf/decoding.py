@@ -184,7 +184,8 @@ class Session:
     def profile(self, record: StepRecord) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What the sources thought of each accepted node's candidates, and which the target picked: [n, K] each.
 
-        The third array, [n], is the context length that the history matched, 0 for the draft model's candidates.
+        The third array, [n], is the context length that the history matched, 0 for the draft model's candidates, and
+        negative where the history knew nothing.
         Waits for the device.
         """
         graph, accepted = record.graph, record.accepted

@@ -16,6 +16,9 @@ from gsd_kernels.graph import pack_bits
 from .forward import RowModel
 from .history import History
 
+NOTHING_KNOWN = -1
+"""In place of a context length: the history was asked, and knew no continuation."""
+
 
 @dataclass
 class DecodeState:
@@ -48,7 +51,7 @@ class DraftShape:
     graph: TokenGraph
     slot_depths: Tensor  # int32 [B, draft_slots]; depth, counted from the root's children, of the node in each slot
     drafted: Tensor  # float32 [B, N + 1, K]; log-probabilities of expanded nodes' candidates before calibration, or NaN
-    matched: Tensor  # int32 [B, N + 1]; context length of nodes that the history expanded, 0 for the draft model's
+    matched: Tensor  # int32 [B, N + 1]; context length where the history was asked, 0 where the draft model was
 
 
 class Calibration:
@@ -72,7 +75,8 @@ class Calibration:
 
 
 class Drafter:
-    """Grows the token graph from its sources: the draft model's levels first, then those of the history."""
+    """Grows the token graph from its sources: the draft model's levels, into which the history is mixed, then levels
+    of the history alone."""
 
     def __init__(self, state: DecodeState, model: ModelDraft | None, history: History | None, backend: str) -> None:
         self.state, self.model, self.history, self.backend = state, model, history, backend
@@ -111,11 +115,14 @@ class Drafter:
             positions = first_pick[:, None] + frontier.depths
             if self.model is not None and level < config.depth:
                 tokens, drafted = self.model.candidates(state, config, level, frontier, positions, shape.slot_depths)
+                if self.history is not None:
+                    tokens, drafted = self.history.mixed(tokens, drafted, graph, frontier.node_ids, positions)
                 matched = torch.zeros_like(frontier.node_ids)
                 log_probs = drafted if self.calibration is None else self.calibration(drafted)
             elif self.history is not None:
                 tokens, drafted, matched = self.history.candidates(graph, frontier.node_ids, positions)
                 log_probs = self.history.worth(drafted, matched)
+                matched = torch.where(matched > 0, matched, NOTHING_KNOWN)
             if self.calibration is not None:
                 at = torch.where(frontier.node_ids >= 0, frontier.node_ids, graph.capacity).long()  # padding: the last
                 shape.drafted.scatter_(1, at[:, :, None].expand_as(drafted), drafted)

@@ -7,24 +7,28 @@ import math
 import torch
 from torch import Tensor
 
-from gsd_kernels import NgramTable, Rows, TokenGraph, ngram_insert, ngram_lookup
+from gsd_kernels import NgramTable, Rows, TokenGraph, mix_candidates, ngram_insert, ngram_lookup
 from gsd_kernels.config import MAX_CONTEXT
 from gsd_kernels.ops.sampling.philox import gumbel_of
 from gsd_kernels.ops.sampling.reference import is_off, warp
 
 # log P(the remembered continuation is right | matched context of 0, 1, 2, … tokens), relative to what was remembered.
 WORTH = (0.0, 0.5, 0.7, 0.85, 0.95)
+# The share of the history in a candidate's probability where the draft model has a say too, by matched context.
+TRUST = (0.0, 0.3, 0.5, 0.7, 0.85)
 PROMPT_PROBABILITY = 0.6  # of a continuation that was read in the prompt
 
 
 class History:
     """The target's most likely tokens after every context that it was shown, by the last 1 … 4 tokens.
 
-    Filled from the prompt and from every verified row, accepted or not; read for the leaves of the graph.
+    Filled from the prompt and from every verified row, accepted or not. Read for every node that the draft model
+    expands, whose candidates it is mixed with, and for leaves beyond the draft's depth.
     """
 
     def __init__(self, table: NgramTable, seed: Tensor, sequence_ids: Tensor, warpers: dict[str, float]) -> None:
         self.table, self.seed, self.sequence_ids, self.warpers = table, seed, sequence_ids, warpers
+        self.trust = torch.tensor(TRUST, device=table.keys.device)  # [5]
         self.log_worth = torch.tensor([math.log(w) if w else -math.inf for w in WORTH], device=table.keys.device)  # [5]
 
     def read(self, tokens: Tensor, kv_start: Tensor) -> None:
@@ -70,6 +74,13 @@ class History:
             rest = (1.0 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log() + 0.5772
             log_probs = noisy - torch.cat([noisy, rest], -1).logsumexp(-1, keepdim=True)
         return tokens, torch.where(tokens >= 0, log_probs, -math.inf), matched
+
+    def mixed(
+        self, tokens: Tensor, log_probs: Tensor, graph: TokenGraph, frontier: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The draft model's candidates [B, W, K] and the history's, by the probability of their mixture."""
+        known, known_log_probs, matched = self.candidates(graph, frontier, positions)
+        return mix_candidates(tokens, log_probs, known, known_log_probs, self.trust[matched.long()])
 
     def worth(self, log_probs: Tensor, matched: Tensor) -> Tensor:
         """Remembered log-probabilities [B, W, K], less by how far a context of the matched length is to be trusted."""

@@ -6,6 +6,8 @@ A draft of a few million parameters spends most of a forward in calling modules 
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel
@@ -16,6 +18,7 @@ from gsd_kernels.ops.decoder_rows.api import FLOATS, LANES
 
 from .forward import RowModel
 
+logger = logging.getLogger("gsd_kernels")
 CLASSES = (LlamaForCausalLM, MistralForCausalLM)
 MAX_PARAMETERS = 8_000_000  # beyond that arithmetic dominates, which PyTorch's matrix products are better at
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # one set of frequencies for all lengths
@@ -114,5 +117,9 @@ class SmallDraft(RowModel):
 
 def draft_rows(model: PreTrainedModel, capacity: int, kv_start: Tensor, backend: str) -> RowModel:
     """The fastest way to forward a draft's rows."""
-    kind = SmallDraft if why_not(model, backend) is None else RowModel
-    return kind(model, capacity, kv_start, backend)
+    reason = why_not(model, backend)
+    if reason is None:
+        return SmallDraft(model, capacity, kv_start, backend)
+    if model.device.type == "cpu":
+        logger.debug("the draft's rows go through its modules: %s", reason)
+    return RowModel(model, capacity, kv_start, backend)

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from ...backends import resolve
 from ...checks import check_tensor
-from . import reference
+from . import compiled, reference
 
-INSERT = {"reference": reference.ngram_insert}
-LOOKUP = {"reference": reference.ngram_lookup}
+INSERT = {"cpu": compiled.ngram_insert, "reference": reference.ngram_insert}
+LOOKUP = {"cpu": compiled.ngram_lookup, "reference": reference.ngram_lookup}
+MIX = {"cpu": compiled.mix_candidates, "reference": reference.mix_candidates}
 
 
 @dataclass
@@ -80,3 +81,39 @@ def ngram_lookup(table: NgramTable, contexts: Tensor, *, backend: str = "auto") 
     """
     check_tensor("contexts", contexts, (table.keys.shape[0], None, None), (torch.int32,), table.keys.device)
     return resolve(backend, table.keys.device, LOOKUP)(table, contexts)
+
+
+def mix_candidates(
+    tokens: Tensor,
+    log_probs: Tensor,
+    other_tokens: Tensor,
+    other_log_probs: Tensor,
+    weight: Tensor,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The best candidates of two sources: P = (1 − weight) · P(first) + weight · P(other), a token of both once.
+
+    Interpolation of a model with a cache of recent text, as in Kuhn and De Mori (1990, "A cache-based natural language
+    model for speech recognition").
+
+    Args:
+        tokens: int32 [B, W, K], distinct in a row, −1 for none.
+        log_probs: float32 [B, W, K].
+        other_tokens, other_log_probs: [B, W, K'], as the first two.
+        weight: float32 [B, W], 0 … 1, of the other source.
+        backend: see :mod:`gsd_kernels.backends`.
+
+    Returns:
+        tokens int32 [B, W, K], best first, −1 for none, and log-probabilities float32 [B, W, K].
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type or shape.
+    """
+    device, shape = tokens.device, tuple(tokens.shape)
+    check_tensor("tokens", tokens, (None, None, None), (torch.int32,), device)
+    check_tensor("log_probs", log_probs, shape, (torch.float32,), device)
+    check_tensor("other_tokens", other_tokens, (*shape[:2], None), (torch.int32,), device)
+    check_tensor("other_log_probs", other_log_probs, tuple(other_tokens.shape), (torch.float32,), device)
+    check_tensor("weight", weight, shape[:2], (torch.float32,), device)
+    return resolve(backend, device, MIX)(tokens, log_probs, other_tokens, other_log_probs, weight)

@@ -54,3 +54,18 @@ def ngram_lookup(table: NgramTable, contexts: Tensor) -> tuple[Tensor, Tensor, T
     tokens = torch.where(known, table.tokens.gather(1, at), -1)
     log_probs = torch.where(known, table.log_probs.gather(1, at), float("-inf"))
     return tokens, log_probs, matched.to(torch.int32)
+
+
+def mix_candidates(
+    tokens: Tensor, log_probs: Tensor, other_tokens: Tensor, other_log_probs: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    w = weight[..., None]  # [B, W, 1]
+    ours = torch.where(tokens >= 0, log_probs.exp() * (1.0 - w), 0.0)
+    theirs = torch.where(other_tokens >= 0, other_log_probs.exp() * w, 0.0)
+    same = (tokens[..., :, None] == other_tokens[..., None, :]) & (other_tokens >= 0)[..., None, :]  # [B, W, K, K']
+    ours = ours + torch.where(same, theirs[..., None, :], 0.0).sum(-1)
+    theirs = torch.where(same.any(-2), 0.0, theirs)
+    probs, best = torch.cat([ours, theirs], -1).sort(stable=True, dim=-1, descending=True)
+    k = tokens.shape[-1]
+    mixed = torch.cat([tokens, other_tokens], -1).gather(-1, best)
+    return torch.where(probs == 0, -1, mixed)[..., :k], probs[..., :k].log()

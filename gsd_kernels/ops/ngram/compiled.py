@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .api import NgramTable
+
+
+def ngram_insert(table: NgramTable, contexts: Tensor, tokens: Tensor, log_probs: Tensor, valid: Tensor) -> None:
+    """csrc/cpu/ngram.cpp, as the others here."""
+    new = (t.contiguous() for t in (contexts, tokens, log_probs, valid))
+    torch.ops.gsd_kernels.ngram_insert(table.keys, table.tokens, table.log_probs, *new, table.max_context)
+
+
+def ngram_lookup(table: NgramTable, contexts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.gsd_kernels.ngram_lookup(
+        table.keys, table.tokens, table.log_probs, contexts.contiguous(), table.max_context
+    )
+
+
+def mix_candidates(
+    tokens: Tensor, log_probs: Tensor, other_tokens: Tensor, other_log_probs: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    inputs = (t.contiguous() for t in (tokens, log_probs, other_tokens, other_log_probs, weight))
+    return torch.ops.gsd_kernels.mix_candidates(*inputs)
