@@ -36,7 +36,7 @@ class GraphConfig:
         min_prob: a node whose path probability is below this is kept but not expanded (0 … 1; the paper's
             ``prob_threshold``).
         reuse_depth: levels after the drafted ones whose candidates come from what followed the same tokens earlier
-            (0 … 64), at no draft cost: merging across steps.
+            (0 … 64), at no draft cost: merging across steps. Above 0 the same is mixed into the draft's candidates too.
         reuse_width: nodes that such a level expands (1 … 64).
 
     Raises:

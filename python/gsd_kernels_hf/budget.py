@@ -19,7 +19,7 @@ from .tuning import DEPTHS, FAMILIES, REUSE, ROWS, StepCosts
 
 POOL = 64  # profiles kept
 FORGET = 0.998  # of what was counted, a step
-TREES = 24  # trees grown for a prediction
+TREES = 12  # trees grown for a prediction
 GAIN = 1.02  # a new shape must promise this much more than the current one
 PRIOR = (0.62, 0.12, 0.06, 0.04)  # acceptance by rank, before anything was seen
 OPTIMIST = (0.9, 0.05, 0.02, 0.01)  # an easy text: what speculation could reach at best
