@@ -127,3 +127,35 @@ def test_sources_that_make_no_sense_are_refused(sources, draft, match):
             draft_sources=sources,
             max_new_tokens=4,
         )
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_reference_that_the_output_repeats_makes_it_faster(sampled):
+    target = tiny()
+    inputs = prompts(2, 12, seed=3)
+    options = {"do_sample": sampled, "max_new_tokens": 40, "eos_token_id": None, "return_dict_in_generate": True}
+    options |= {"seed": 1, "draft_sources": ("history",), "graph_config": GraphConfig(reuse_depth=4)}
+    alone = gsd.generate(target, **inputs, **options)
+    told = gsd.generate(target, **inputs, **options, reference_ids=alone.sequences)
+    assert torch.equal(told.sequences, alone.sequences)
+    assert told.stats.tokens_per_step > 1.5 * alone.stats.tokens_per_step
+    one_for_all = gsd.generate(target, **inputs, **options, reference_ids=alone.sequences[0])
+    assert torch.equal(one_for_all.sequences, alone.sequences)
+    assert one_for_all.stats.steps <= alone.stats.steps
+
+
+@pytest.mark.parametrize(
+    ("reference", "sources", "error", "match"),
+    [
+        ("text", ("history",), TypeError, "reference_ids: expected a tensor"),
+        (torch.zeros(4), ("history",), TypeError, "reference_ids: expected a tensor of int64"),
+        (torch.zeros(3, 4, dtype=torch.int64), ("history",), ValueError, r"reference_ids: expected \[length\]"),
+        (torch.tensor([5000]), ("history",), ValueError, "reference_ids: expected ids 0"),
+        (torch.tensor([5]), None, ValueError, "reference_ids: the history reads them"),
+    ],
+)
+def test_a_reference_that_makes_no_sense_is_refused(reference, sources, error, match):
+    with pytest.raises(error, match=match):
+        gsd.generate(
+            tiny(), **prompts(1, 5), draft_sources=sources, reference_ids=reference, max_new_tokens=4, do_sample=False
+        )

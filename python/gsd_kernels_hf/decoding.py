@@ -238,6 +238,7 @@ class GraphDecoder:
         backend: of all ops, see :mod:`gsd_kernels.backends`.
         draft_sources: ``"model"`` (the draft), ``"history"`` (what the target said before, and the prompt). ``None``:
             both where there is a draft, else plain decoding; ``("history",)`` speculates without a draft model.
+        reference_ids: int64 [length] or [batch, length], a text that the output may repeat, for the history.
         streamer: gets every emitted token (batch 1).
         observer: called with every :class:`StepRecord`.
     """
@@ -250,6 +251,7 @@ class GraphDecoder:
         seed: int | None = None,
         backend: str = "auto",
         draft_sources: tuple[str, ...] | None = None,
+        reference_ids: Tensor | None = None,
         streamer: BaseStreamer | None = None,
         observer: Callable[[StepRecord], None] | None = None,
     ) -> None:
@@ -259,6 +261,7 @@ class GraphDecoder:
         self.automatic = graph_config in (None, "auto") and self.assistant_model is not None
         self.graph_config = GraphConfig() if graph_config == "auto" else resolve_graph_config(graph_config)
         self.draft_sources = check_sources(draft_sources, self.assistant_model)
+        self.reference_ids = reference_ids
         support.check_backend(backend)
         self.seed, self.backend, self.streamer, self.observer = seed, backend, streamer, observer
         self.stats: GenerationStats | None = None
@@ -301,12 +304,20 @@ class GraphDecoder:
                 seed=(self.seed if seed is None else seed) if generation_config.do_sample else None,
                 graph_config=self.graph_config,
                 draft_sources=self.draft_sources,
+                reference_ids=self.reference_ids,
                 backend=self.backend,
                 versions=(gsd_kernels.__version__, torch.__version__, transformers.__version__),
                 **honoured(generation_config),
             )
         budget = self._budget(model, input_ids.shape[0], prompt + room // 2, plan) if agreement is None else None
         sources = self._sources(draft, budget)
+        if self.reference_ids is not None:
+            support.check_reference(self.reference_ids, input_ids.shape[0], support.vocabulary(model))
+            if "history" not in sources:
+                raise ValueError(
+                    "reference_ids: the history reads them, and is not among the draft sources; pass "
+                    'draft_sources=("history",), or a graph_config with reuse_depth above 0'
+                )
         shapes = [self.graph_config] if budget is None else largest_shapes()
         chain_rows = max(shape.chain_rows for shape in shapes) if sources else 1
         clock = Clock(device)
@@ -459,6 +470,9 @@ class GraphDecoder:
         if "history" in sources:
             table = NgramTable.empty(state.tokens.shape[0], branch, state.tokens.device)
             history = History(table, state.seed, state.sequence_ids, plan.warper_arguments)
+            if self.reference_ids is not None:
+                reference = self.reference_ids.to(state.tokens.device, torch.int64)
+                history.read(reference.expand(state.tokens.shape[0], -1), torch.zeros_like(state.kv_start))
         return Drafter(state, model, history, self.backend)
 
     def _check(

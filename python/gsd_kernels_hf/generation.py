@@ -34,6 +34,7 @@ def generate(
     seed: int | None = None,
     backend: str = "auto",
     draft_sources: tuple[str, ...] | None = None,
+    reference_ids: Tensor | None = None,
     generation_config: GenerationConfig | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     streamer: BaseStreamer | None = None,
@@ -56,6 +57,8 @@ def generate(
         seed: 64-bit seed of the sampling noise; ``None`` draws one from torch's generator.
         backend: see :mod:`gsd_kernels.backends`.
         draft_sources: ``("model", "history")`` or a part of it, see :class:`GraphDecoder`.
+        reference_ids: a text that the output may repeat: the file to edit, a retrieved document; int64 [length] for all
+            sequences or [batch, length]. The history starts with it; it changes the speed, never the output.
         generation_config, stopping_criteria, streamer, tokenizer: as in transformers; ``tokenizer`` serves
             ``stop_strings``. With a batch every sequence's processors are called with its own history.
         assistant_tokenizer: only compared with ``tokenizer``.
@@ -77,6 +80,7 @@ def generate(
         seed=seed,
         backend=backend,
         draft_sources=draft_sources,
+        reference_ids=reference_ids,
         streamer=streamer,
         observer=observer,
     )

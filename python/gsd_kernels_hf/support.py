@@ -188,6 +188,19 @@ def check_arguments(kwargs: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: not supported by graph-speculative generation; leave it out or unpatch(model)")
 
 
+def check_reference(reference_ids: Any, batch: int, vocab_size: int) -> None:
+    """Raise unless these are known tokens, [length] or [batch, length]."""
+    if not isinstance(reference_ids, Tensor) or reference_ids.dtype not in (torch.int32, torch.int64):
+        got = str(getattr(reference_ids, "dtype", type(reference_ids).__name__)).removeprefix("torch.")
+        raise TypeError(f"reference_ids: expected a tensor of int64 token ids, got {got}; tokenize the text first")
+    if reference_ids.dim() not in (1, 2) or (reference_ids.dim() == 2 and reference_ids.shape[0] not in (1, batch)):
+        raise ValueError(
+            f"reference_ids: expected [length] or [{batch}, length], got shape {list(reference_ids.shape)}"
+        )
+    if reference_ids.numel() and not 0 <= int(reference_ids.min()) <= int(reference_ids.max()) < vocab_size:
+        raise ValueError(f"reference_ids: expected ids 0 … {vocab_size - 1}")
+
+
 def check_prompt(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> None:
     """Raise unless every sequence is a left-padded, non-empty prompt of known tokens."""
     for name, value in (("input_ids", input_ids), ("attention_mask", attention_mask)):
