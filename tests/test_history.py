@@ -141,7 +141,7 @@ def test_a_reference_that_the_output_repeats_makes_it_faster(sampled):
     assert told.stats.tokens_per_step > 1.5 * alone.stats.tokens_per_step
     one_for_all = gsd.generate(target, **inputs, **options, reference_ids=alone.sequences[0])
     assert torch.equal(one_for_all.sequences, alone.sequences)
-    assert one_for_all.stats.steps <= alone.stats.steps
+    assert one_for_all.stats.tokens_per_step > alone.stats.tokens_per_step
 
 
 @pytest.mark.parametrize(
