@@ -190,7 +190,7 @@ def test_a_lost_rank_ends_the_others(job, size, folder):
             if rank == 1 and job != "early":
                 continue
             status, error = launched.wait(rank)
-            assert status in (1, -signal.SIGABRT), error[-3000:]  # gloo's own threads may abort on the way out
+            assert status == 1, error[-3000:]
             lost = f"RuntimeError: tensor parallel: rank {rank} of {size} lost the other ranks in step "
             parted = "RuntimeError: tensor parallel: the ranks decode different texts"
             assert lost in error or (job == "early" and parted in error), error[-3000:]
