@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .decoding import GraphDecoder, GraphGenerateOutput, StepRecord
     from .generation import generate, patch, unpatch
+    from .heads import DraftHeads
+    from .layer_skip import LayerSkip
     from .stats import GenerationStats
     from .tuning import StepCosts, tune
 
 __all__ = [
+    "DraftHeads",
     "GenerationStats",
     "GraphDecoder",
     "GraphGenerateOutput",
+    "LayerSkip",
     "StepCosts",
     "StepRecord",
     "generate",
@@ -24,9 +28,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DraftHeads": "heads",
     "GenerationStats": "stats",
     "GraphDecoder": "decoding",
     "GraphGenerateOutput": "decoding",
+    "LayerSkip": "layer_skip",
     "StepCosts": "tuning",
     "StepRecord": "decoding",
     "generate": "generation",

@@ -19,6 +19,8 @@ from gsd_kernels import GraphConfig
 from . import support
 from .attention import switch, unswitch
 from .decoding import GraphDecoder, GraphGenerateOutput, StepRecord
+from .heads import DraftHeads
+from .layer_skip import LayerSkip
 from .sampling import draw_seed
 from .stats import GenerationStats
 
@@ -29,11 +31,12 @@ def generate(
     model: PreTrainedModel,
     inputs: Tensor | None = None,
     *,
-    assistant_model: PreTrainedModel | None = None,
+    assistant_model: PreTrainedModel | LayerSkip | None = None,
     graph_config: GraphConfig | str | None = None,
     seed: int | None = None,
     backend: str = "auto",
     draft_sources: tuple[str, ...] | None = None,
+    draft_heads: DraftHeads | None = None,
     reference_ids: Tensor | None = None,
     generation_config: GenerationConfig | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
@@ -51,12 +54,14 @@ def generate(
     Args:
         model: a LLaMA-family transformers model (compiled and PEFT-wrapped ones are unwrapped).
         inputs: prompt ids int64 [batch, length], also as ``input_ids=``; left-padded with ``attention_mask=``.
-        assistant_model: the draft, of the same tokenizer. ``None``: plain decoding with the same sampler.
+        assistant_model: the draft, of the same tokenizer, or a :class:`~gsd_kernels.LayerSkip` of the model. ``None``:
+            plain decoding with the same sampler, unless there is another source.
         graph_config: ``"auto"`` (the default; measured once, see ``gsd_kernels.tune``), ``"chain"``, ``"tree"``,
             ``"graph"`` or a :class:`~gsd_kernels.GraphConfig`.
         seed: 64-bit seed of the sampling noise; ``None`` draws one from torch's generator.
         backend: see :mod:`gsd_kernels.backends`.
-        draft_sources: ``("model", "history")`` or a part of it, see :class:`GraphDecoder`.
+        draft_sources: of ``"model"``, ``"layer_skip"``, ``"heads"`` and ``"history"``, see :class:`GraphDecoder`.
+        draft_heads: :class:`~gsd_kernels.DraftHeads` of the target, a source beside or instead of the draft.
         reference_ids: a text that the output may repeat: the file to edit, a retrieved document; int64 [length] for all
             sequences or [batch, length]. The history starts with it; it changes the speed, never the output.
         generation_config, stopping_criteria, streamer, tokenizer: as in transformers; ``tokenizer`` serves
@@ -80,6 +85,7 @@ def generate(
         seed=seed,
         backend=backend,
         draft_sources=draft_sources,
+        draft_heads=draft_heads,
         reference_ids=reference_ids,
         streamer=streamer,
         observer=observer,
@@ -159,9 +165,10 @@ def _transformers_generate(model: PreTrainedModel) -> types.MethodType:
 def patch(
     model: PreTrainedModel,
     *,
-    assistant_model: PreTrainedModel | None = None,
+    assistant_model: PreTrainedModel | LayerSkip | None = None,
     graph_config: GraphConfig | str | None = None,
     backend: str = "auto",
+    draft_heads: DraftHeads | None = None,
     tokenizer: Any = None,
     assistant_tokenizer: Any = None,
 ) -> Patch:
@@ -171,7 +178,8 @@ def patch(
     ``graph_config=``, ``backend=`` and another ``assistant_model=`` for one call.
 
     Args:
-        model, assistant_model, graph_config, backend, tokenizer, assistant_tokenizer: as in :func:`generate`.
+        model, assistant_model, graph_config, backend, draft_heads, tokenizer, assistant_tokenizer: as in
+            :func:`generate`.
 
     Returns:
         A handle whose ``stats`` are the last call's :class:`~gsd_kernels_hf.stats.GenerationStats`.
@@ -181,13 +189,15 @@ def patch(
     """
     inner = support.unwrap(model)
     support.check_model("model", inner)
-    draft = support.unwrap(assistant_model)
+    skip = assistant_model if isinstance(assistant_model, LayerSkip) else None
+    draft = support.unwrap(assistant_model) if skip is None else None
     if draft is not None:
         support.check_model("assistant_model", draft)
         support.check_pair(inner, draft, tokenizer, assistant_tokenizer)
     if getattr(inner, _PATCH, None) is not None:
         raise ValueError("model: already patched; unpatch(model) first")
-    GraphDecoder(draft, graph_config, backend=backend)  # raises here rather than at the first call
+    # Raises here rather than at the first call.
+    GraphDecoder(skip or draft, graph_config, backend=backend, draft_heads=draft_heads).check_sources_of(inner)
     models = [inner] if draft is None else [inner, draft]
     for done, m in enumerate(models):
         try:
@@ -196,7 +206,13 @@ def patch(
             for earlier in models[:done]:
                 unswitch(earlier)
             raise
-    defaults = {"assistant_model": draft, "graph_config": graph_config, "backend": backend, "tokenizer": tokenizer}
+    defaults = {
+        "assistant_model": skip or draft,
+        "graph_config": graph_config,
+        "backend": backend,
+        "draft_heads": draft_heads,
+        "tokenizer": tokenizer,
+    }
 
     handle = Patch(inner, models)
     inner.__dict__[_PATCH] = handle
