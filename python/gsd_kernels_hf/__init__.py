@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .criteria import Typical
     from .decoding import GraphDecoder, GraphGenerateOutput, StepRecord
     from .generation import generate, patch, unpatch
     from .stats import GenerationStats
@@ -17,6 +18,7 @@ __all__ = [
     "GraphGenerateOutput",
     "StepCosts",
     "StepRecord",
+    "Typical",
     "generate",
     "patch",
     "tune",
@@ -29,6 +31,7 @@ _HOMES = {
     "GraphGenerateOutput": "decoding",
     "StepCosts": "tuning",
     "StepRecord": "decoding",
+    "Typical": "criteria",
     "generate": "generation",
     "patch": "generation",
     "tune": "tuning",

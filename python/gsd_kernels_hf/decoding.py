@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import gsd_kernels
-from gsd_kernels import Acceptance, GraphConfig, NgramTable, Rows, TokenGraph, flatten, sample_rows, verify
+from gsd_kernels import Acceptance, GraphConfig, NgramTable, Rows, TokenGraph, flatten, verify
 from gsd_kernels.config import resolve_graph_config
 
 from . import support
@@ -27,6 +27,7 @@ from .agreement import Agreement, honoured
 from .attention import switched
 from .budget import AcceptanceModel, Budget, largest_shapes
 from .capture import CapturedStep, can_capture
+from .criteria import ExactMatch, Typical, check_chain, criterion_of, resolve_criterion, shape_for, warn_lossy
 from .drafting import Calibration, DecodeState, Drafter, ModelDraft
 from .forward import RowModel
 from .history import History
@@ -54,7 +55,7 @@ class StepRecord:
     graph: TokenGraph | None
     rows: Rows
     accepted: Acceptance
-    picked: Tensor | None  # int32 [B, R]
+    picked: Tensor | None  # int32 [B, R]; what the criterion says after each row
 
 
 class Session:
@@ -66,11 +67,13 @@ class Session:
         drafter: Drafter | None,
         state: DecodeState,
         plan: SamplingPlan,
+        criterion: ExactMatch,
         eos_ids: Tensor,  # int32 [E]
         clock: Clock,
         backend: str,
     ) -> None:
         self.target, self.drafter, self.state, self.plan = target, drafter, state, plan
+        self.criterion = criterion
         self.config: GraphConfig | None = None
         self.eos_ids, self.clock, self.backend = eos_ids, clock, backend
         batch, device = state.tokens.shape[0], state.tokens.device
@@ -104,14 +107,7 @@ class Session:
         """One whole step on the device."""
         graph, rows = self.draft()
         logits = self.attend(rows)
-        picked = sample_rows(
-            logits,
-            self.positions(rows),
-            seed=self.state.seed,
-            sequence_ids=self.state.sequence_ids,
-            backend=self.backend,
-            **self.plan.warper_arguments,
-        )
+        picked = self.criterion.picks(rows, logits, self.positions(rows))
         accepted = verify(
             rows,
             picked,
@@ -201,14 +197,16 @@ class Session:
         return log_probs[taken].exp().cpu().numpy(), hits[taken].cpu().numpy(), matched[taken].cpu().numpy()
 
 
-_learned: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[int, bool], AcceptanceModel]]
+_learned: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[int, bool, str | Typical], AcceptanceModel]]
 _learned = weakref.WeakKeyDictionary()
 
 
-def acceptance_of(model: PreTrainedModel, draft: PreTrainedModel, *, sampled: bool) -> AcceptanceModel:
+def acceptance_of(
+    model: PreTrainedModel, draft: PreTrainedModel, *, sampled: bool, criterion: str | Typical
+) -> AcceptanceModel:
     """What earlier calls learned of this pair; calls that overlap in time share it."""
     by_draft = _learned.setdefault(model, {})
-    return by_draft.setdefault((id(draft), sampled), AcceptanceModel(branch=max(b for _, b in FAMILIES)))
+    return by_draft.setdefault((id(draft), sampled, criterion), AcceptanceModel(branch=max(b for _, b in FAMILIES)))
 
 
 def check_sources(sources: Sequence[str] | None, draft: PreTrainedModel | None) -> tuple[str, ...] | None:
@@ -239,6 +237,7 @@ class GraphDecoder:
         draft_sources: ``"model"`` (the draft), ``"history"`` (what the target said before, and the prompt). ``None``:
             both where there is a draft, else plain decoding; ``("history",)`` speculates without a draft model.
         reference_ids: int64 [length] or [batch, length], a text that the output may repeat, for the history.
+        criterion: which drafted tokens are accepted, see :mod:`gsd_kernels_hf.criteria`.
         streamer: gets every emitted token (batch 1).
         observer: called with every :class:`StepRecord`.
     """
@@ -252,9 +251,12 @@ class GraphDecoder:
         backend: str = "auto",
         draft_sources: tuple[str, ...] | None = None,
         reference_ids: Tensor | None = None,
+        criterion: str | Typical = "exact",
         streamer: BaseStreamer | None = None,
         observer: Callable[[StepRecord], None] | None = None,
     ) -> None:
+        self.criterion = resolve_criterion(criterion)
+        graph_config = shape_for(self.criterion, graph_config)
         self.assistant_model = support.unwrap(assistant_model)
         if self.assistant_model is not None:
             support.check_model("assistant_model", self.assistant_model)
@@ -262,6 +264,7 @@ class GraphDecoder:
         self.graph_config = GraphConfig() if graph_config == "auto" else resolve_graph_config(graph_config)
         self.draft_sources = check_sources(draft_sources, self.assistant_model)
         self.reference_ids = reference_ids
+        check_chain(self.criterion, self.graph_config, self.draft_sources, reference_ids)
         support.check_backend(backend)
         self.seed, self.backend, self.streamer, self.observer = seed, backend, streamer, observer
         self.stats: GenerationStats | None = None
@@ -305,6 +308,7 @@ class GraphDecoder:
                 graph_config=self.graph_config,
                 draft_sources=self.draft_sources,
                 reference_ids=self.reference_ids,
+                criterion=self.criterion,
                 backend=self.backend,
                 versions=(gsd_kernels.__version__, torch.__version__, transformers.__version__),
                 **honoured(generation_config),
@@ -338,11 +342,15 @@ class GraphDecoder:
 
             prefill(row_models[0])
             branch = max(shape.branch for shape in shapes)
+            drafter = self._drafter(sources, row_models, state, plan, branch, prefill)
+            criterion = criterion_of(self.criterion, drafter, state, plan, self.backend)
+            warn_lossy(criterion)
             session = Session(
                 row_models[0],
-                self._drafter(sources, row_models, state, plan, branch, prefill),
+                drafter,
                 state,
                 plan,
+                criterion,
                 torch.tensor(sorted(eos_ids), dtype=torch.int32, device=device),
                 clock,
                 self.backend,
@@ -392,7 +400,13 @@ class GraphDecoder:
         agreement: Agreement | None,
     ) -> GenerationStats:
         state = session.state
-        stats = GenerationStats(sequences=state.tokens.shape[0], backend=self.backend)
+        criterion = session.criterion
+        stats = GenerationStats(
+            sequences=state.tokens.shape[0],
+            backend=self.backend,
+            criterion=criterion.name,
+            lossless=criterion.lossless,
+        )
         captures = walk is None and agreement is None and can_capture(session)
         step = CapturedStep(session) if captures else session.step
         finished = False
@@ -441,7 +455,8 @@ class GraphDecoder:
         if not self.automatic or torch.are_deterministic_algorithms_enabled():
             return None
         costs = tune(model, self.assistant_model, batch_size=batch, prefix_length=prefix, backend=self.backend)
-        learned = acceptance_of(model, self.assistant_model, sampled=plan.temperature > 0)
+        sampled = plan.temperature > 0
+        learned = acceptance_of(model, self.assistant_model, sampled=sampled, criterion=self.criterion)
         return Budget(costs, learned)
 
     def _sources(self, draft: PreTrainedModel | None, budget: Budget | None) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from gsd_kernels import GraphConfig
 
 from . import support
 from .attention import switch, unswitch
+from .criteria import Typical
 from .decoding import GraphDecoder, GraphGenerateOutput, StepRecord
 from .sampling import draw_seed
 from .stats import GenerationStats
@@ -35,6 +36,7 @@ def generate(
     backend: str = "auto",
     draft_sources: tuple[str, ...] | None = None,
     reference_ids: Tensor | None = None,
+    criterion: str | Typical = "exact",
     generation_config: GenerationConfig | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     streamer: BaseStreamer | None = None,
@@ -59,6 +61,10 @@ def generate(
         draft_sources: ``("model", "history")`` or a part of it, see :class:`GraphDecoder`.
         reference_ids: a text that the output may repeat: the file to edit, a retrieved document; int64 [length] for all
             sequences or [batch, length]. The history starts with it; it changes the speed, never the output.
+        criterion: which drafted tokens are accepted when sampling. ``"exact"``: those that the model itself draws.
+            ``"speculative"``: by the ratio of both models' probabilities; still an exact sample, but another one with
+            another draft, and from a chain only. ``"typical"`` or :class:`~gsd_kernels.Typical`: what is likely enough
+            under the model, which changes the output. Greedy output is the same with each.
         generation_config, stopping_criteria, streamer, tokenizer: as in transformers; ``tokenizer`` serves
             ``stop_strings``. With a batch every sequence's processors are called with its own history.
         assistant_tokenizer: only compared with ``tokenizer``.
@@ -81,6 +87,7 @@ def generate(
         backend=backend,
         draft_sources=draft_sources,
         reference_ids=reference_ids,
+        criterion=criterion,
         streamer=streamer,
         observer=observer,
     )
@@ -162,16 +169,18 @@ def patch(
     assistant_model: PreTrainedModel | None = None,
     graph_config: GraphConfig | str | None = None,
     backend: str = "auto",
+    criterion: str | Typical = "exact",
     tokenizer: Any = None,
     assistant_tokenizer: Any = None,
 ) -> Patch:
     """Make ``model``'s own ``generate`` graph-speculative, until :func:`unpatch`.
 
     Pipelines, PEFT-wrapped models and servers that call ``model.generate`` get it too; it also takes ``seed=``,
-    ``graph_config=``, ``backend=`` and another ``assistant_model=`` for one call.
+    ``graph_config=``, ``backend=``, ``criterion=`` and another ``assistant_model=`` for one call.
 
     Args:
-        model, assistant_model, graph_config, backend, tokenizer, assistant_tokenizer: as in :func:`generate`.
+        model, assistant_model, graph_config, backend, criterion, tokenizer, assistant_tokenizer: as in
+            :func:`generate`.
 
     Returns:
         A handle whose ``stats`` are the last call's :class:`~gsd_kernels_hf.stats.GenerationStats`.
@@ -187,7 +196,7 @@ def patch(
         support.check_pair(inner, draft, tokenizer, assistant_tokenizer)
     if getattr(inner, _PATCH, None) is not None:
         raise ValueError("model: already patched; unpatch(model) first")
-    GraphDecoder(draft, graph_config, backend=backend)  # raises here rather than at the first call
+    GraphDecoder(draft, graph_config, backend=backend, criterion=criterion)  # raises here rather than at the first call
     models = [inner] if draft is None else [inner, draft]
     for done, m in enumerate(models):
         try:
@@ -197,6 +206,7 @@ def patch(
                 unswitch(earlier)
             raise
     defaults = {"assistant_model": draft, "graph_config": graph_config, "backend": backend, "tokenizer": tokenizer}
+    defaults["criterion"] = criterion
 
     handle = Patch(inner, models)
     inner.__dict__[_PATCH] = handle
