@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -24,6 +25,7 @@ from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
 from gsd_kernels.ops.sampling import philox
 from gsd_kernels_bench import typical_deviation
 from gsd_kernels_hf import criteria, decoding
+from gsd_kernels_hf.agreement import digest
 from gsd_kernels_hf.capture import untimed
 from gsd_kernels_hf.sampling import SamplingPlan
 
@@ -574,6 +576,30 @@ def test_no_shape_given_is_a_chain():
         assert decoder.graph_config == gsd.GraphConfig.preset("chain") and not decoder.automatic
     assert gsd.GraphDecoder(draft).automatic and gsd.GraphDecoder(draft, criterion="typical").automatic
     assert gsd.Typical() == gsd.Typical(0.09, math.sqrt(0.09)) == criteria.resolve_criterion("typical")
+
+
+def test_ranks_must_have_the_same_criterion(monkeypatch):
+    seen = {}
+
+    class Alone:
+        """Tensor parallelism as a single rank sees it."""
+
+        def start(self, own_seed, **given):
+            seen.update(given)
+            return own_seed
+
+        def settle(self, record, state, finished, *, timed):
+            return finished
+
+        explained = contextlib.nullcontext
+
+    monkeypatch.setattr(decoding.Agreement, "of", lambda *_: Alone())
+    said = set()
+    for criterion in ("exact", "speculative", "typical", gsd.Typical(0.2), gsd.Typical(0.2, 0.3)):
+        out = generate(*pair(), criterion, models.prompts(1, 6, vocab=VOCAB), max_new_tokens=4)
+        assert out.stats.criterion == (criterion if isinstance(criterion, str) else "typical")
+        said.add(digest(seen["criterion"]))
+    assert len(said) == 5
 
 
 def test_patch_takes_a_criterion():
