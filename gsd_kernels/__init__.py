@@ -23,9 +23,9 @@ from .ops.verify import verify
 from .ops.write_kv import write_kv
 
 if TYPE_CHECKING:
-    from gsd_kernels_hf import DraftHeads, GraphDecoder, LayerSkip, generate, patch, tune, unpatch
+    from gsd_kernels_hf import DraftHeads, GraphDecoder, LayerSkip, Typical, generate, patch, tune, unpatch
 
-_BINDINGS = ("DraftHeads", "GraphDecoder", "LayerSkip", "generate", "patch", "tune", "unpatch")
+_BINDINGS = ("DraftHeads", "GraphDecoder", "LayerSkip", "Typical", "generate", "patch", "tune", "unpatch")
 
 __all__ = [
     "BACKENDS",
@@ -39,6 +39,7 @@ __all__ = [
     "NgramTable",
     "Rows",
     "TokenGraph",
+    "Typical",
     "__version__",
     "commit_kv",
     "dag_attention",

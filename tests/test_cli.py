@@ -145,6 +145,17 @@ def test_generate_sampling_depends_on_the_seed_not_on_the_draft(pair):
     assert greedy == expected(pair, ["hello"], 16)[0] + "\n"
 
 
+def test_generate_criterion(pair):
+    for criterion, lossless in (("speculative", True), ("typical", False)):
+        options = ["--max-new-tokens", 8, "--temperature", 0.8, "--criterion", criterion, "--stats", "json"]
+        result = run("generate", *pair, "--graph-config", "chain", *options, "hello")
+        assert result.exit_code == 0, result.stderr
+        stats = json.loads(result.stderr.splitlines()[-1])
+        assert (stats["criterion"], stats["lossless"]) == (criterion, lossless)
+    assert "chain" in one_line_error(run("generate", *pair, *SMALL, "--criterion", "speculative", "x"), 2)
+    assert run("generate", *pair, "--criterion", "lucky", "x").exit_code == 2
+
+
 def test_generate_chat_template_and_automatic_shape(pair):
     chat = run("generate", *pair, "--chat", "--max-new-tokens", 12, "hi")
     assert chat.exit_code == 0, chat.stderr

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .criteria import Typical
     from .decoding import GraphDecoder, GraphGenerateOutput, StepRecord
     from .generation import generate, patch, unpatch
     from .heads import DraftHeads
@@ -21,6 +22,7 @@ __all__ = [
     "LayerSkip",
     "StepCosts",
     "StepRecord",
+    "Typical",
     "generate",
     "patch",
     "tune",
@@ -35,6 +37,7 @@ _HOMES = {
     "LayerSkip": "layer_skip",
     "StepCosts": "tuning",
     "StepRecord": "decoding",
+    "Typical": "criteria",
     "generate": "generation",
     "patch": "generation",
     "tune": "tuning",

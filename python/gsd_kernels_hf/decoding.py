@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import gsd_kernels
-from gsd_kernels import Acceptance, GraphConfig, NgramTable, Rows, TokenGraph, flatten, sample_rows, verify
+from gsd_kernels import Acceptance, GraphConfig, NgramTable, Rows, TokenGraph, flatten, verify
 from gsd_kernels.config import MAX_BRANCH, resolve_graph_config
 
 from . import support
@@ -27,6 +27,7 @@ from .agreement import Agreement, honoured
 from .attention import switched
 from .budget import AcceptanceModel, Budget
 from .capture import CapturedStep, can_capture
+from .criteria import ExactMatch, Typical, check_chain, criterion_of, resolve_criterion, shape_for, warn_lossy
 from .drafting import Calibration, DecodeState, Drafter, HeadDraft, ModelDraft, Place
 from .forward import RowModel
 from .heads import DraftHeads
@@ -58,7 +59,7 @@ class StepRecord:
     graph: TokenGraph | None
     rows: Rows
     accepted: Acceptance
-    picked: Tensor | None  # int32 [B, R]
+    picked: Tensor | None  # int32 [B, R]; what the criterion says after each row
 
 
 class Session:
@@ -70,6 +71,7 @@ class Session:
         drafter: Drafter | None,
         state: DecodeState,
         plan: SamplingPlan,
+        criterion: ExactMatch,
         eos_ids: Tensor,  # int32 [E]
         clock: Clock,
         backend: str,
@@ -78,6 +80,7 @@ class Session:
     ) -> None:
         self.target, self.drafter, self.state, self.plan = target, drafter, state, plan
         self.trims = trims  # forward only rows that hold a token; else shapes are static and nothing waits
+        self.criterion = criterion
         self.config: GraphConfig | None = None
         self.eos_ids, self.clock, self.backend = eos_ids, clock, backend
         batch, device = state.tokens.shape[0], state.tokens.device
@@ -114,14 +117,7 @@ class Session:
         """One whole step on the device."""
         graph, rows = self.draft()
         logits = self.attend(rows)
-        picked = sample_rows(
-            logits,
-            self.positions(rows),
-            seed=self.state.seed,
-            sequence_ids=self.state.sequence_ids,
-            backend=self.backend,
-            **self.plan.warper_arguments,
-        )
+        picked = self.criterion.picks(rows, logits, self.positions(rows))
         accepted = verify(
             rows,
             picked,
@@ -279,6 +275,7 @@ class GraphDecoder:
             ``("history",)`` speculates without a draft model.
         draft_heads: :class:`~gsd_kernels.DraftHeads` that were trained for the target.
         reference_ids: int64 [length] or [batch, length], a text that the output may repeat, for the history.
+        criterion: which drafted tokens are accepted, see :mod:`gsd_kernels_hf.criteria`.
         streamer: gets every emitted token (batch 1).
         observer: called with every :class:`StepRecord`.
     """
@@ -293,9 +290,12 @@ class GraphDecoder:
         draft_sources: tuple[str, ...] | None = None,
         draft_heads: DraftHeads | None = None,
         reference_ids: Tensor | None = None,
+        criterion: str | Typical = "exact",
         streamer: BaseStreamer | None = None,
         observer: Callable[[StepRecord], None] | None = None,
     ) -> None:
+        self.criterion = resolve_criterion(criterion)
+        graph_config = shape_for(self.criterion, graph_config)
         self.skip = assistant_model if isinstance(assistant_model, LayerSkip) else None
         self.assistant_model = support.unwrap(assistant_model) if self.skip is None else self.skip.view
         if self.assistant_model is not None:
@@ -307,6 +307,7 @@ class GraphDecoder:
         self.automatic = graph_config in (None, "auto") and bool(self.draft_sources)
         self.graph_config = GraphConfig() if graph_config == "auto" else resolve_graph_config(graph_config)
         self.reference_ids = reference_ids
+        check_chain(self.criterion, self.graph_config, draft_sources, draft_heads, reference_ids)
         support.check_backend(backend)
         self.seed, self.backend, self.streamer, self.observer = seed, backend, streamer, observer
         self.stats: GenerationStats | None = None
@@ -351,6 +352,7 @@ class GraphDecoder:
                 draft_sources=self.draft_sources,
                 draft_heads=self.draft_heads,
                 reference_ids=self.reference_ids,
+                criterion=self.criterion,
                 backend=self.backend,
                 versions=(gsd_kernels.__version__, torch.__version__, transformers.__version__),
                 **honoured(generation_config),
@@ -389,11 +391,15 @@ class GraphDecoder:
 
             prefill(row_models[0])
             branch = max(shape.branch for shape in shapes)
+            drafter = self._drafter(sources, row_models, state, plan, branch, prefill, learned)
+            criterion = criterion_of(self.criterion, drafter, state, plan, self.backend)
+            warn_lossy(criterion)
             session = Session(
                 row_models[0],
-                self._drafter(sources, row_models, state, plan, branch, prefill, learned),
+                drafter,
                 state,
                 plan,
+                criterion,
                 torch.tensor(sorted(eos_ids), dtype=torch.int32, device=device),
                 clock,
                 self.backend,
@@ -447,7 +453,13 @@ class GraphDecoder:
         agreement: Agreement | None,
     ) -> GenerationStats:
         state = session.state
-        stats = GenerationStats(sequences=state.tokens.shape[0], backend=self.backend)
+        criterion = session.criterion
+        stats = GenerationStats(
+            sequences=state.tokens.shape[0],
+            backend=self.backend,
+            criterion=criterion.name,
+            lossless=criterion.lossless,
+        )
         captures = walk is None and agreement is None and can_capture(session)
         step = CapturedStep(session) if captures else session.step
         finished = False
@@ -497,7 +509,9 @@ class GraphDecoder:
         if not shared:
             return Learned(heads, device)
         sources = tuple(None if source is None else id(source) for source in (self.assistant_model, self.draft_heads))
-        return _learned.setdefault(model, {}).setdefault((*sources, sampled, device), Learned(heads, device))
+        return _learned.setdefault(model, {}).setdefault(
+            (*sources, sampled, self.criterion, device), Learned(heads, device)
+        )
 
     def _budget(self, model: PreTrainedModel, batch: int, prefix: int, learned: AcceptanceModel) -> Budget | None:
         """The automatic budget, or ``None`` where the shape is given (or may not depend on the clock)."""

@@ -20,6 +20,8 @@ from .mixing import Mixture
 NO_NODE = -2  # neither a node nor a frontier's padding
 Candidates = tuple[Tensor, Tensor]
 """Tokens int32 and log-probabilities float32 [B, W, K], best first; −1 and −inf for none."""
+Draw = Callable[[int, Tensor, Tensor], Candidates]
+"""(level, draft logits [B, W, V], positions [B, W]) → candidates."""
 
 
 @dataclass
@@ -270,6 +272,7 @@ class ModelDraft:
     ) -> None:
         self.rows, self.warpers = rows, warpers
         self.prefill = prefill  # at first use: a draft that does not pay reads nothing
+        self.draw: Draw | None = None  # in place of the best candidates, see criteria.SpeculativeSampling
         self.vocab_size = min(vocab_size, rows.vocab_size)
         self.seed = state.seed.to(rows.device)
         self.sequence_ids = state.sequence_ids.to(rows.device)
@@ -300,15 +303,19 @@ class ModelDraft:
                 slot_depths,
                 keep=config.width,
             )
-        tokens, log_probs = draft_candidates(
-            logits[..., : self.vocab_size],
-            positions.to(logits.device, torch.int32),
-            branch=config.branch,
-            seed=self.seed,
-            sequence_ids=self.sequence_ids,
-            backend=self.rows.backend,
-            **self.warpers,
-        )
+        logits, positions = logits[..., : self.vocab_size], positions.to(logits.device, torch.int32)
+        if self.draw is not None:
+            tokens, log_probs = self.draw(level, logits, positions)
+        else:
+            tokens, log_probs = draft_candidates(
+                logits,
+                positions,
+                branch=config.branch,
+                seed=self.seed,
+                sequence_ids=self.sequence_ids,
+                backend=self.rows.backend,
+                **self.warpers,
+            )
         device = state.tokens.device
         return tokens.to(device, non_blocking=True), log_probs.to(device, non_blocking=True)
 

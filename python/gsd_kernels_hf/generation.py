@@ -18,6 +18,7 @@ from gsd_kernels import GraphConfig
 
 from . import support
 from .attention import switch, unswitch
+from .criteria import Typical
 from .decoding import GraphDecoder, GraphGenerateOutput, StepRecord
 from .heads import DraftHeads
 from .layer_skip import LayerSkip
@@ -38,6 +39,7 @@ def generate(
     draft_sources: tuple[str, ...] | None = None,
     draft_heads: DraftHeads | None = None,
     reference_ids: Tensor | None = None,
+    criterion: str | Typical = "exact",
     generation_config: GenerationConfig | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     streamer: BaseStreamer | None = None,
@@ -64,6 +66,10 @@ def generate(
         draft_heads: :class:`~gsd_kernels.DraftHeads` of the target, a source beside or instead of the draft.
         reference_ids: a text that the output may repeat: the file to edit, a retrieved document; int64 [length] for all
             sequences or [batch, length]. The history starts with it; it changes the speed, never the output.
+        criterion: which drafted tokens are accepted when sampling. ``"exact"``: those that the model itself draws.
+            ``"speculative"``: by the ratio of both models' probabilities; still an exact sample, but another one with
+            another draft, and from a chain only. ``"typical"`` or :class:`~gsd_kernels.Typical`: what is likely enough
+            under the model, which changes the output. Greedy output is the same with each.
         generation_config, stopping_criteria, streamer, tokenizer: as in transformers; ``tokenizer`` serves
             ``stop_strings``. With a batch every sequence's processors are called with its own history.
         assistant_tokenizer: only compared with ``tokenizer``.
@@ -87,6 +93,7 @@ def generate(
         draft_sources=draft_sources,
         draft_heads=draft_heads,
         reference_ids=reference_ids,
+        criterion=criterion,
         streamer=streamer,
         observer=observer,
     )
@@ -169,16 +176,17 @@ def patch(
     graph_config: GraphConfig | str | None = None,
     backend: str = "auto",
     draft_heads: DraftHeads | None = None,
+    criterion: str | Typical = "exact",
     tokenizer: Any = None,
     assistant_tokenizer: Any = None,
 ) -> Patch:
     """Make ``model``'s own ``generate`` graph-speculative, until :func:`unpatch`.
 
     Pipelines, PEFT-wrapped models and servers that call ``model.generate`` get it too; it also takes ``seed=``,
-    ``graph_config=``, ``backend=`` and another ``assistant_model=`` for one call.
+    ``graph_config=``, ``backend=``, ``criterion=`` and another ``assistant_model=`` for one call.
 
     Args:
-        model, assistant_model, graph_config, backend, draft_heads, tokenizer, assistant_tokenizer: as in
+        model, assistant_model, graph_config, backend, draft_heads, criterion, tokenizer, assistant_tokenizer: as in
             :func:`generate`.
 
     Returns:
@@ -197,7 +205,9 @@ def patch(
     if getattr(inner, _PATCH, None) is not None:
         raise ValueError("model: already patched; unpatch(model) first")
     # Raises here rather than at the first call.
-    GraphDecoder(skip or draft, graph_config, backend=backend, draft_heads=draft_heads).check_sources_of(inner)
+    GraphDecoder(
+        skip or draft, graph_config, backend=backend, draft_heads=draft_heads, criterion=criterion
+    ).check_sources_of(inner)
     models = [inner] if draft is None else [inner, draft]
     for done, m in enumerate(models):
         try:
@@ -211,6 +221,7 @@ def patch(
         "graph_config": graph_config,
         "backend": backend,
         "draft_heads": draft_heads,
+        "criterion": criterion,
         "tokenizer": tokenizer,
     }
 

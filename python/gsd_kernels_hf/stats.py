@@ -30,6 +30,8 @@ class GenerationStats:
         cache_bytes: both key/value caches.
         seconds: ``prefill``, ``draft``, ``target``, ``other`` and ``total``.
         backend: the backend asked for.
+        criterion: what decided which drafted tokens were accepted; ``"exact"`` with greedy decoding and without a
+            draft, whatever was asked for.
         lossless: whether the output is the target's own (always, but for criteria documented as lossy).
     """
 
@@ -47,6 +49,7 @@ class GenerationStats:
     cache_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "target": 0.0})
     backend: str = "auto"
+    criterion: str = "exact"
     lossless: bool = True
 
     def count_step(self, target_rows: int, draft_rows: int, *, plain: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gsd_kernels import Acceptance, Rows, sample_rows
+from gsd_kernels import Acceptance, Rows
 
 from .sampling import RowProcessors
 
@@ -61,7 +61,7 @@ class Walk:
             path = [0]
             while True:
                 row = path[-1]
-                token = self._pick(b, logits[b, row].float(), positions[b : b + 1, row : row + 1])
+                token = self._pick(rows, (b, row), logits[b, row].float(), positions[b : b + 1, row : row + 1])
                 over = token in self.eos or len(path) >= remaining[b]
                 if self._stops(b):
                     if self.pads_finished:
@@ -101,20 +101,12 @@ class Walk:
         blank = torch.zeros_like(next(t for row in per_row for t in row))
         return tuple(torch.stack([row[i] if i < len(row) else blank for row in per_row]) for i in range(steps))
 
-    def _pick(self, b: int, logits: Tensor, position: Tensor) -> int:
+    def _pick(self, rows: Rows, at: tuple[int, int], logits: Tensor, position: Tensor) -> int:
+        b, row = at
         history = self.history[b, : self.lengths[b]]
         scores = self.processors(b, history, logits) if self.processors else logits
-        state = self.session.state
-        token = int(
-            sample_rows(
-                scores.view(1, 1, -1),
-                position,
-                seed=state.seed,
-                sequence_ids=state.sequence_ids[b : b + 1],
-                backend=self.session.backend,
-                **self.session.plan.warper_arguments,
-            )
-        )
+        only = (slice(b, b + 1), slice(row, row + 1))
+        token = int(self.session.criterion.picks(rows, scores.view(1, 1, -1), position, only))
         check_pick(token)
         if self.keep_logits:
             self.logits[b].append(logits.clone())

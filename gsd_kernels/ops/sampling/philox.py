@@ -60,6 +60,22 @@ def gumbel_of(seed: Tensor, positions: Tensor, sequence_ids: Tensor, tokens: Ten
     return _gumbel(words.gather(-1, (tokens & 3).unsqueeze(-1)).squeeze(-1))
 
 
+def uniform_of(seed: Tensor, positions: Tensor, sequence_ids: Tensor) -> Tensor:
+    """One number in (0, 1) for every position, float32 [...]: word 0 of the counter (0, position, sequence, 0)."""
+    word = _words(seed, torch.zeros(1, dtype=torch.int64, device=positions.device), positions, sequence_ids)[0]
+    return _uniform(word.squeeze(-1))
+
+
+def derived_seed(seed: Tensor, stream: int) -> Tensor:
+    """The seed of an independent stream, int64 []: words 0 and 1 of the counter (0, 0, 0, stream).
+
+    ``stream`` is at least 1. The noise of :func:`gumbel_noise` has 0 in its place, so no word is used twice.
+    """
+    zero = torch.zeros_like(seed)
+    low, high, *_ = philox4x32((seed & MASK32, (seed >> 32) & MASK32), (zero, zero, zero, zero + stream))
+    return (high << 32) | low
+
+
 def _words(seed: Tensor, blocks: Tensor, positions: Tensor, sequence_ids: Tensor) -> tuple[Tensor, ...]:
     position = positions.long().unsqueeze(-1)
     sequence = sequence_ids.long().unsqueeze(-1)
@@ -68,7 +84,10 @@ def _words(seed: Tensor, blocks: Tensor, positions: Tensor, sequence_ids: Tensor
     return torch.broadcast_tensors(*philox4x32(key, (blocks, position, sequence, torch.zeros_like(blocks))))
 
 
-def _gumbel(bits: Tensor) -> Tensor:
+def _uniform(bits: Tensor) -> Tensor:
     uniform = ((bits >> 1).to(torch.float32) + 0.5) * 2.0**-31
-    uniform = uniform.clamp(max=1.0 - 2.0**-24)  # float32 rounds the top of the range to 1, where g is −inf
-    return -torch.log(-torch.log1p(-uniform))
+    return uniform.clamp(max=1.0 - 2.0**-24)  # float32 rounds the top of the range to 1
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    return -torch.log(-torch.log1p(-_uniform(bits)))  # finite, since no uniform number is 0 or 1

@@ -41,6 +41,7 @@ def command(
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before its continuation.")] = False,
     max_new_tokens: options.MaxNewTokens = 128,
     graph_config: options.GraphOption = None,
+    criterion: options.CriterionOption = options.Criterion.exact,
     backend: options.Backend = "auto",
     temperature: Annotated[
         float | None, typer.Option("--temperature", min=0.0, rich_help_panel=_SAMPLING, help="0 is greedy.")
@@ -101,6 +102,7 @@ def command(
             **sampling,
             **pair.speculation,
             graph_config=config,
+            criterion=criterion.value,
             backend=backend,
             max_new_tokens=max_new_tokens,
             streamer=StdoutStreamer(pair.tokenizer, waiting) if streams else None,

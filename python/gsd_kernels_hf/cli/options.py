@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 _MODELS, _PROMPT, _DECODING = "Models", "Prompt", "Decoding"
 
 
+class Criterion(str, Enum):
+    """Which drafted tokens are accepted."""
+
+    exact = "exact"
+    speculative = "speculative"
+    typical = "typical"
+
+
 class Dtype(str, Enum):
     """Of the weights and of the computation."""
 
@@ -113,6 +121,17 @@ GraphOption = Annotated[
         metavar="PRESET|KEY=VALUE,…",
         rich_help_panel=_DECODING,
         help="auto (default), chain, tree or graph, and fields of GraphConfig: [bold]tree,depth=6,max_rows=16[/bold].",
+    ),
+]
+CriterionOption = Annotated[
+    Criterion,
+    typer.Option(
+        "--criterion",
+        rich_help_panel=_DECODING,
+        help="Which drafted tokens are accepted when sampling. [bold]exact[/bold]: what the target itself draws. "
+        "[bold]speculative[/bold]: by probability ratio; exact too, but the draft decides which sample. "
+        "[bold]typical[/bold]: likely enough, which changes the output.",
+        case_sensitive=False,
     ),
 ]
 Backend = Annotated[
