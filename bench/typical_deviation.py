@@ -12,6 +12,8 @@ on average over the contexts, the total variation distance between what is said 
 from __future__ import annotations
 
 import argparse
+import math
+import statistics
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -44,7 +46,8 @@ def ways(shape: str, temperature: float) -> dict[str, str | Typical]:
     found: dict[str, str | Typical] = {EXACT: EXACT}
     if shape == "chain" and temperature:
         found[SPECULATIVE] = SPECULATIVE
-    return found | {f"typical, ε = {epsilon}": Typical(epsilon) for epsilon in EPSILONS}
+    epsilons = EPSILONS if temperature else EPSILONS[-1:]  # greedy: the smallest, which accepts most, shows that
+    return found | {f"typical, ε = {epsilon}": Typical(epsilon) for epsilon in epsilons}
 
 
 def batch_of(pair: Pair) -> tuple[Tensor, Tensor]:
@@ -84,9 +87,12 @@ def decode(
 
 
 @torch.no_grad()
-def judged(pair: Pair, sequences: Tensor, mask: Tensor, temperature: float, new_tokens: int) -> tuple[Tensor, Tensor]:
-    """By one plain forward over the texts, of every new token: whether it is the target's own pick, and its
-    log-likelihood under the distribution that is sampled from (greedy: at temperature 1). [B, new tokens] each.
+def judged(
+    pair: Pair, sequences: Tensor, mask: Tensor, temperature: float, new_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By one plain forward over the texts, of every new token: whether it is the target's own pick, its log-likelihood
+    under the distribution that is sampled from (greedy: at temperature 1), and that distribution's entropy.
+    [B, new tokens] each.
     """
     place = (mask.cumsum(1) - 1).clamp(min=0)
     logits = pair.target(sequences, attention_mask=mask, position_ids=place).logits
@@ -99,8 +105,9 @@ def judged(pair: Pair, sequences: Tensor, mask: Tensor, temperature: float, new_
         sequence_ids=torch.arange(len(said), dtype=torch.int32),
         temperature=temperature,
     )
-    log_probs = (logits / (temperature or 1.0)).log_softmax(-1).gather(-1, said[..., None]).squeeze(-1)
-    return own == said, log_probs
+    log_probs = (logits / (temperature or 1.0)).log_softmax(-1)
+    entropy = torch.special.entr(log_probs.exp()).sum(-1)
+    return own == said, log_probs.gather(-1, said[..., None]).squeeze(-1), entropy
 
 
 def measure(pair: Pair, samples: int, new_tokens: int) -> list[dict[str, Any]]:
@@ -113,7 +120,7 @@ def measure(pair: Pair, samples: int, new_tokens: int) -> list[dict[str, Any]]:
             for way, criterion in ways(name, temperature).items():
                 print(f"{NAME}: T = {temperature}, {name}, {way}", file=sys.stderr, flush=True)
                 sequences, mask, steps, lossless = decode(pair, shape, criterion, temperature, each, new_tokens)
-                is_own, log_probs = judged(pair, sequences, mask, temperature, new_tokens)
+                is_own, log_probs, entropy = judged(pair, sequences, mask, temperature, new_tokens)
                 said = sequences[:, -new_tokens:]
                 exact = said if exact is None else exact
                 texts = [
@@ -124,8 +131,11 @@ def measure(pair: Pair, samples: int, new_tokens: int) -> list[dict[str, Any]]:
                         "differing": int(differs.sum()),
                         "first_difference": int(differs.long().argmax()) if differs.any() else None,
                         "log_likelihood": float(likelihood.double().mean()),
+                        "entropy": float(uncertainty.double().mean()),
                     }
-                    for count, own, differs, likelihood in zip(steps, is_own, said != exact, log_probs, strict=True)
+                    for count, own, differs, likelihood, uncertainty in zip(
+                        steps, is_own, said != exact, log_probs, entropy, strict=True
+                    )
                 ]
                 found.append(
                     {
@@ -149,7 +159,7 @@ def summary(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         exact = next(r["texts"] for r in records if (r["temperature"], r["shape"], r["criterion"]) == (*cell, EXACT))
         totals, base = ([(t["tokens"], t["steps"]) for t in side] for side in (texts, exact))
         tokens = sum(t["tokens"] for t in texts)
-        likelihood, before = (sum(t["log_likelihood"] for t in side) / len(side) for side in (texts, exact))
+        excess = [t["log_likelihood"] + t["entropy"] for t in texts]
         rows.append(
             {
                 **{key: record[key] for key in ("temperature", "shape", "criterion", "lossless")},
@@ -159,8 +169,9 @@ def summary(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "differing_share": sum(t["differing"] for t in texts) / tokens,
                 "differing_texts": sum(t["differing"] > 0 for t in texts),
                 "texts": len(texts),
-                "log_likelihood": likelihood,
-                "log_likelihood_change": likelihood - before,
+                "log_likelihood": statistics.fmean(t["log_likelihood"] for t in texts),
+                "excess": statistics.fmean(excess),
+                "excess_error": statistics.stdev(excess) / math.sqrt(len(excess)),
             }
         )
     return rows
@@ -181,12 +192,12 @@ def table(data: dict[str, Any]) -> str:
                 f"{row['differing_share']:.1%}",
                 f"{row['differing_texts']}/{row['texts']}",
                 f"{row['log_likelihood']:.3f}",
-                f"{row['log_likelihood_change']:+.3f}",
+                f"{row['excess']:+.3f} ± {row['excess_error']:.3f}",
                 "yes" if row["lossless"] else "no",
             ]
         )
     head = ["", "tokens/step", "against exact (95%)", "not the target's own pick", "other token than exact"]
-    head += ["texts that differ", "log-likelihood/token", "change", "lossless"]
+    head += ["texts that differ", "log-likelihood/token", "its excess", "lossless"]
     made = data["settings"]
     about = (
         f"{made['pair']} pair, {len(made['prompts'])} prompts of code, {made['samples']} samples of each "
@@ -197,7 +208,8 @@ def table(data: dict[str, Any]) -> str:
         "bounds the total variation distance from the target's distribution a token. *Other token than exact*: "
         "position by position, so all that follows a first difference counts; `speculative` shows what another exact "
         "sample of the same distribution looks like. *Log-likelihood*: natural, mean, under the distribution that is "
-        "sampled from (greedy: at temperature 1)."
+        "sampled from (greedy: at temperature 1). *Its excess* over the mean of that distribution after the same text, "
+        "with the standard error over texts: 0 is expected of an exact sample, more of likelier tokens than that."
     )
     return "\n\n".join([about, markdown(head, rows), notes])
 

@@ -175,8 +175,18 @@ class Draft:
     draw = None
 
 
-def one_draft(p: np.ndarray, q: np.ndarray, draws: int, plan: SamplingPlan | None = None, seed: int = 0):
-    """(drafted, picked), int [draws] each: one token is drafted from q and decided on under p, at every position."""
+def one_draft(
+    p: np.ndarray,
+    q: np.ndarray,
+    draws: int,
+    plan: SamplingPlan | None = None,
+    seed: int = 0,
+    claimed: np.ndarray | None = None,
+):
+    """(drafted, picked), int [draws] each: one token is drafted from q and decided on under p, at every position.
+
+    ``claimed`` is what the criterion takes for q.
+    """
     state = dataclasses.make_dataclass("State", ["seed", "sequence_ids"])(
         torch.tensor(seed), torch.arange(100, dtype=torch.int32)
     )
@@ -187,6 +197,8 @@ def one_draft(p: np.ndarray, q: np.ndarray, draws: int, plan: SamplingPlan | Non
         positions = torch.full((100, 2), position, dtype=torch.int32) + torch.tensor([0, 1], dtype=torch.int32)
         q_logits, p_logits = (torch.from_numpy(x).log().expand(100, 1, -1) for x in (q, p))
         tokens, _ = model.draw(0, q_logits, positions[:, :1])
+        if claimed is not None:
+            criterion.drafted = [torch.from_numpy(claimed).float().expand(100, 1, -1)]
         picks = criterion.picks(chain_rows(tokens[..., 0]), p_logits.expand(-1, 2, -1), positions)
         drafted.append(tokens.flatten())
         picked.append(picks[:, 0])
@@ -227,6 +239,14 @@ def test_equal_distributions_accept_everything(seed, tokens):
     p = np.random.default_rng(abs(seed) % 2**32).dirichlet(np.ones(tokens))
     drafted, picked = one_draft(p, p, 100, seed=seed)
     assert (drafted == picked).all()
+
+
+def test_a_rejection_without_residual_draws_from_the_target():
+    """Rounding may leave p below q wherever it is above 0; here by half, so that it shows."""
+    p = np.array([0.0, 0.5, 0.3, 0.2])
+    drafted, picked = one_draft(p, p, 4_000, claimed=1.5 * p)
+    assert fit(np.bincount(picked, minlength=4), p) > P_VALUE
+    assert 0.1 < (drafted != picked).mean() < 0.3
 
 
 def test_streams_are_independent():
