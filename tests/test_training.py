@@ -15,7 +15,7 @@ import torch
 from checkpoints import save_pair
 from hypothesis import given
 from hypothesis import strategies as st
-from models import tiny
+from models import noised, tiny
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -220,7 +220,7 @@ def test_a_config_alone_is_a_draft_from_nothing(folder, tmp_path):
 
 
 def test_a_killed_run_goes_on_to_equal_weights(folder, tmp_path):
-    long = [*QUICK, "--steps", 80]
+    long = [*QUICK, "--steps", 60]
     given = arguments("distill", folder, tmp_path / "killed", quick=long)
     program = [sys.executable, "-m", "gsd_kernels_hf", *given]
     process = subprocess.Popen(program, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -235,7 +235,7 @@ def test_a_killed_run_goes_on_to_equal_weights(folder, tmp_path):
         process.wait()
     assert not (tmp_path / "killed" / "training.json").exists()
     at = checkpoints.steps()[-1]
-    assert at % 5 == 0 and 0 < at < 80
+    assert at % 5 == 0 and 0 < at < 60
     resumed = done(*given)
     whole = done(*arguments("distill", folder, tmp_path / "whole", quick=long))
     assert_equal_weights(tmp_path / "killed", tmp_path / "whole")
@@ -542,16 +542,18 @@ def greedy_chain(target, prompt, new, guess, depth):
 
 def test_accepted_is_what_a_chain_accepts(folder, windows):
     trained = distillation(folder)
-    target, draft = trained.target, trained.module
+    target = trained.target
+    trained.module = draft = noised(target, 0.02)
 
     def guess(tokens):
         return draft.generate(tokens, max_new_tokens=5, do_sample=False)[0, tokens.shape[1] :].tolist()
 
-    rows = [greedy_chain(target, row[None, :6], 40, guess, 5) for row in windows]
+    rows = [greedy_chain(target, row[None, :6], 25, guess, 5) for row in windows]
     picks = torch.cat([tokens for tokens, _ in rows])
     counts = [count for _, counts in rows for count in counts]
-    measured = trained.measure(HeldOut(windows, picks, torch.ones(3, 40, dtype=torch.bool)))
-    assert measured["accepted"] == pytest.approx(sum(counts) / len(counts)) and 0 < measured["accepted"] < 5
+    assert len(set(counts)) >= 3
+    measured = trained.measure(HeldOut(windows, picks, torch.ones(3, 25, dtype=torch.bool)))
+    assert measured["accepted"] == pytest.approx(sum(counts) / len(counts))
     same = (draft(windows[:, :-1]).logits.argmax(-1) == target(windows[:, :-1]).logits.argmax(-1)).double().mean()
     assert measured["agreement"] == pytest.approx(same.item()) and 0 < same < 1
 
