@@ -322,7 +322,15 @@ def test_own_text_goes_on_with_the_next_batch(folder, tmp_path, monkeypatch):
 
     def write(name, sequences=192, may_write=lambda: True, seconds=None):
         return own_text(
-            target, stream, 12, 7, tmp_path / name, sequences=sequences, seconds=seconds, may_write=may_write
+            target,
+            stream,
+            12,
+            7,
+            tmp_path / name,
+            at_once=64,
+            sequences=sequences,
+            seconds=seconds,
+            may_write=may_write,
         )[0]
 
     whole = write("whole")

@@ -99,8 +99,8 @@ class HeadTraining:
 
         Returns:
             accuracy: by head, how often its first guess is the token of the text. continuation_accuracy: the same where
-            the target wrote the text. accepted: guesses of all heads together that a step of decoding those would
-            accept.
+            the target wrote the text (``None`` where it ended at once). accepted: guesses of all heads together that a
+            step of decoding those would accept.
         """
         self.module.eval()
         heads = self.module.num_heads
@@ -110,7 +110,7 @@ class HeadTraining:
         counted = torch.arange(own.shape[1]) < lengths[:, None]
         return {
             "accuracy": torch.cat(text).double().mean(0).tolist(),
-            "continuation_accuracy": own[counted].double().mean(0).tolist(),
+            "continuation_accuracy": own[counted].double().mean(0).tolist() if counted.any() else [None] * heads,
             "accepted": accepted_per_step(own, lengths),
         }
 

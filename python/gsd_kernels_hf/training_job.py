@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from .agreement import digest
 from .training import Budget, Interval, RunFolder, Streams, build_optimizers, learning_rate_factor, train
-from .training_text import WRITTEN_AT_ONCE, HeldOut, own_text, read_text, target_picks
+from .training_text import HeldOut, own_text, read_text, target_picks
 
 __all__ = ["Trainee", "TrainingOptions", "accepted_per_step", "load_target", "run"]
 
@@ -26,6 +26,7 @@ WRITING_SHARE = 0.2
 USES_OF_OWN_TEXT = 4
 """How often a token of it is trained on, in a run by ``steps``."""
 
+WRITTEN_AT_ONCE = 64  # sequences
 MEASURED_AT_ONCE = 8  # windows
 
 
@@ -176,13 +177,13 @@ def run(
         sequences = options.own_sequences
         if sequences is None and options.steps is not None:
             sequences = math.ceil(options.steps * options.batch * options.sequence_level / USES_OF_OWN_TEXT)
-            sequences = max(sequences, WRITTEN_AT_ONCE)
         own, seconds = own_text(
             target,
             text.training,
             options.length,
             options.seed,
             folder.work,
+            at_once=WRITTEN_AT_ONCE,
             sequences=sequences,
             seconds=None if options.minutes is None else 60 * options.minutes * WRITING_SHARE,
             may_write=lambda: not checkpoints.steps(),

@@ -23,7 +23,6 @@ HELD_OUT_BLOCKS = 64  # at most, evenly spaced over the held-out text
 PICKED_TEXTS, PICKED_TOKENS = 32, 64  # greedy continuations that drafts are measured on, and their length
 SAMPLED_TEMPERATURE = 0.8  # of every other batch of the target's own text
 PREFIX_SHARE = 4  # a quarter of a sequence is text, the rest is what the target makes of it
-WRITTEN_AT_ONCE = 64  # sequences
 
 
 @dataclass(frozen=True)
@@ -151,6 +150,7 @@ def own_text(
     seed: int,
     folder: Path,
     *,
+    at_once: int,
     sequences: int | None,
     seconds: float | None,
     may_write: Callable[[], bool],
@@ -163,6 +163,7 @@ def own_text(
     Args:
         training: int [tokens], where the beginnings are drawn from.
         length: of a sequence, the beginning (a quarter) included.
+        at_once: sequences of a batch.
         sequences: how many; with ``seconds`` too, whichever comes first.
         may_write: false once training has begun: what was written is then all.
 
@@ -170,11 +171,11 @@ def own_text(
         int32 [tokens], the sequences one after another, and the seconds that writing took.
     """
     prefix = max(1, length // PREFIX_SHARE)
-    streams = Streams([(1.0, training)], seed + 1, WRITTEN_AT_ONCE * prefix)
+    streams = Streams([(1.0, training)], seed + 1, at_once * prefix)
     files: list[Path] = []
     used = 0.0
     bar = tqdm(desc="the target writes", unit="sequence", total=sequences, mininterval=1)
-    while sequences is None or len(files) * WRITTEN_AT_ONCE < sequences:
+    while sequences is None or len(files) * at_once < sequences:
         number = len(files)
         file = folder / f"own-text-{number:05d}.npz"
         if not file.exists():
@@ -194,7 +195,7 @@ def own_text(
         with np.load(file) as stored:
             used += float(stored["seconds"])
         files.append(file)
-        bar.update(WRITTEN_AT_ONCE)
+        bar.update(at_once)
     bar.close()
     parts = []
     for file in files:
