@@ -12,6 +12,7 @@ from safetensors import safe_open
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from gsd_kernels_hf import demo_pair
+from gsd_kernels_hf.heads import DraftHeads
 from gsd_kernels_hf.pair_recipe import HELD_OUT
 
 MEMBERS = ("target", "draft")
@@ -27,7 +28,7 @@ def card() -> str:
 
 
 def test_it_is_small():
-    assert sum(file.stat().st_size for file in demo_pair.path().rglob("*") if "__pycache__" not in file.parts) <= 12e6
+    assert sum(file.stat().st_size for file in demo_pair.path().rglob("*") if "__pycache__" not in file.parts) <= 13e6
 
 
 def test_the_draft_has_at_most_an_eighth_of_the_parameters():
@@ -112,6 +113,29 @@ def test_the_draft_agrees_with_the_targets_greedy_text():
     assert count >= 600
     assert agreed / count >= 0.65
     assert agreed < count
+
+
+@torch.no_grad()
+def test_the_heads_guess_what_the_target_says_later():
+    target, _, tokenizer = pair()
+    trained = DraftHeads.from_pretrained(demo_pair.path() / "heads", target)
+    assert f"{sum(p.numel() for p in trained.parameters()):,} parameters" in card()
+    untrained = DraftHeads.for_model(target, trained.num_heads)
+    right = torch.zeros(2, trained.num_heads)
+    count = 0
+    for prompt in demo_pair.prompts("code")[::4]:
+        inputs = tokenizer(prompt["text"], return_tensors="pt")
+        length = inputs["input_ids"].shape[1]
+        tokens = target.generate(**inputs, max_new_tokens=64, do_sample=False)
+        hidden = target.model(tokens).last_hidden_state[0, length - 1 : -1 - trained.num_heads]
+        following = tokens[0, length + 1 :].unfold(0, trained.num_heads, 1)  # [places, heads]
+        for row, heads in enumerate((trained, untrained)):
+            right[row] += (heads(hidden, target.lm_head).argmax(-1) == following).sum(0)
+        count += len(following)
+    ours, theirs = (right / count).tolist()
+    assert count >= 300
+    assert ours[0] >= 0.15 and ours[0] > 2 * theirs[0]
+    assert ours[0] > ours[-1]
 
 
 def test_nothing_tells_where_it_was_made():

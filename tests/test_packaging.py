@@ -129,7 +129,10 @@ def test_what_is_asked_for_and_impossible_fails(source, environment, message):
 def test_both_off_is_pure_python(source):
     done = build_wheel(source, GSD_BUILD_CPU="0")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert installed(source)[1] == "py3-none-any"
+    target, tags = installed(source)
+    assert tags == "py3-none-any"
+    pair = target / "gsd_kernels_hf/demo_pair"
+    assert {folder.name for folder in pair.iterdir() if folder.is_dir()} == {"target", "draft", "heads"}
 
 
 def test_cuda_is_left_out_by_default_beside_a_cpu_torch(source):

@@ -3,9 +3,10 @@
     python -m gsd_kernels_hf.pair_recipe --out pair
 
 reads the ``*.py`` files of the running interpreter's standard library, trains a byte-level BPE tokenizer and the
-target, lets the target write some text, distils the draft on both, and leaves in ``pair/demo_pair`` what this package
-ships: ``target/``, ``draft/``, ``prompts.json``, ``sources.json`` and a model card with the measured numbers. Every
-stage resumes from ``pair/work``, so an interrupted run continues where it stopped.
+target, lets the target write some text, distils the draft on both, trains heads for the target, and leaves in
+``pair/demo_pair`` what this package ships: ``target/``, ``draft/``, ``heads/``, ``prompts.json``, ``sources.json`` and
+a model card with the measured numbers. Every stage resumes from ``pair/work``, so an interrupted run continues where it
+stopped.
 
 On Linux, ``GLIBC_TUNABLES=glibc.malloc.hugetlb=1 MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TOP_PAD_=268435456`` in the
 environment saves about a tenth of the time on a CPU: activations are then neither mapped anew nor in small pages.
@@ -24,8 +25,9 @@ import shutil
 import sysconfig
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +41,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as transformers_logging
+
+from .heads import CONFIG_FILE, WEIGHTS_FILE
+from .train_heads import train_heads
+from .training import Budget, Checkpoints, Interval, Record, RunFolder, Streams, build_optimizers, train
+from .training_job import TrainingOptions
+from .training_text import HELD_OUT_BLOCKS, PICKED_TEXTS, PICKED_TOKENS
 
 SEED = 2407
 VOCAB_SIZE = 2048
@@ -121,6 +129,7 @@ CONTINUATION_LENGTH = 128
 PROMPT_TOKENS = (60, 150)
 #: (file, first line, last line) of the text whose bits per byte are shipped, so that a loaded pair can be checked.
 EXCERPT = ("textwrap.py", 100, 180)
+HEADS, HEAD_BATCH, HEAD_LENGTH, HEAD_RATE = 4, 4, 256, 1e-2
 #: Share of ``--minutes`` that the target gets.
 TARGET_SHARE = 0.74
 
@@ -219,30 +228,6 @@ def encode_files(tokenizer: PreTrainedTokenizerFast, sources: list[SourceFile]) 
     return np.concatenate([np.asarray([*row, tokenizer.eos_token_id], dtype=np.uint16) for row in rows])
 
 
-Batch = tuple[torch.Tensor, ...]
-
-
-class Streams:
-    """Token streams with a share each; a batch is a pure function of its step number, so a run can resume."""
-
-    def __init__(self, streams: list[tuple[float, np.ndarray]], seed: int, tokens: int) -> None:
-        self.streams = streams
-        self.tokens = tokens
-        self.seed = seed
-
-    def batch(self, step: int, length: int) -> Batch:
-        """Return random windows, ``tokens`` in all and one more per window: ([windows, length + 1],)."""
-        rng = np.random.default_rng([self.seed, step])
-        windows = self.tokens // length
-        choice = rng.choice(len(self.streams), size=windows, p=[share for share, _ in self.streams])
-        rows = []
-        for index in choice:
-            stream = self.streams[index][1]
-            start = rng.integers(0, len(stream) - length)
-            rows.append(stream[start : start + length + 1].astype(np.int64))
-        return (torch.from_numpy(np.stack(rows)),)
-
-
 Labels = dict[str, np.ndarray]
 
 
@@ -254,7 +239,7 @@ class LabelledWindows:
         self.seed = seed
         self.tokens = tokens
 
-    def batch(self, step: int, length: int) -> Batch:
+    def batch(self, step: int, length: int) -> tuple[torch.Tensor, ...]:
         """Return (windows, likely token ids, their probabilities)."""
         labels, rng = self.labels[length], np.random.default_rng([self.seed, step])
         rows = rng.choice(len(labels["windows"]), self.tokens // length, replace=False)
@@ -292,45 +277,6 @@ def build_model(shape: dict[str, int], tokenizer: PreTrainedTokenizerFast, seed:
     return model
 
 
-def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name and "head" not in name]
-    known = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in known]
-    return [
-        torch.optim.Muon(matrices, lr=4e-3, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-
-
-def learning_rate_factor(progress: float, warmup: float = 0.02, decay: float = 0.6) -> float:
-    """Trapezoid: a short rise, a plateau, then a straight line down to zero at the end of the budget."""
-    return max(0.0, min(1.0, (progress + 1e-3) / warmup, (1.0 - progress) / decay))
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How long a model trains: a number of steps, or minutes of wall time (whichever is given)."""
-
-    steps: int | None = None
-    minutes: float | None = None
-
-    def progress(self, step: int, seconds: float) -> float:
-        """Return the share of the budget that is used, 0 … 1."""
-        return min(1.0, step / self.steps if self.steps else seconds / (60 * self.minutes))
-
-
-@dataclass
-class Record:
-    """What one training run used."""
-
-    steps: int = 0
-    seconds: float = 0.0
-    tokens: int = 0
-    loss: float = float("nan")
-    extended_at: list[int] = field(default_factory=list)  # steps at which a run was resumed with a larger budget
-
-
 LossFunction = Callable[..., torch.Tensor]
 
 
@@ -341,65 +287,23 @@ def optimise(
     streams: Streams | LabelledWindows,
     curriculum: tuple[tuple[float, int], ...],
     budget: Budget,
-    checkpoint: Path,
+    checkpoints: Path,
 ) -> Record:
-    """Train until the budget is used; continue from ``checkpoint`` if there is one, and write it every two minutes."""
-    optimizers = build_optimizers(model)
-    base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-    record = Record()
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        record = Record(**state["record"])
-        if budget.progress(record.steps, record.seconds) < state.get("progress", 0.0) - 1e-3:
-            record.extended_at.append(record.steps)
+    """Train until the budget is used; continue from ``checkpoints`` if there are any."""
 
-    def save() -> None:
-        state = {
-            "model": model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-            "record": asdict(record),
-            "progress": budget.progress(record.steps, record.seconds),
-        }
-        partial = checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(checkpoint)
-
-    begin = saved_at = time.monotonic()
-    before = record.seconds
-    bar = tqdm(desc=name, unit="step", initial=record.steps, total=budget.steps, mininterval=10)
-    smooth = None
-    while (progress := budget.progress(record.steps, record.seconds)) < 1.0:
-        factor = learning_rate_factor(progress)
-        for optimizer, rates in zip(optimizers, base_rates, strict=True):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * factor
+    def losses(step: int, progress: float) -> list[torch.Tensor]:
         length = next(length for end, length in curriculum if progress < end)
-        loss = loss_function(*streams.batch(record.steps, length))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        value = loss.item()
-        if not math.isfinite(value):
-            raise RuntimeError(f"{name}: the loss is {value} at step {record.steps}")
-        smooth = value if smooth is None else 0.98 * smooth + 0.02 * value
-        now = time.monotonic()
-        record.steps += 1
-        record.tokens += streams.tokens
-        record.seconds = before + now - begin
-        record.loss = smooth
-        bar.set_postfix_str(f"loss {smooth:.4f}, {progress:.0%}, length {length}", refresh=False)
-        bar.update()
-        if now - saved_at > 120:
-            save()
-            saved_at = time.monotonic()
-    bar.close()
-    save()
-    return record
+        return [loss_function(*streams.batch(step, length))]
+
+    return train(
+        name,
+        model,
+        losses,
+        build_optimizers(model, matrix_lr=4e-3, lr=3e-3),
+        budget,
+        Checkpoints(checkpoints),
+        tokens_per_step=streams.tokens,
+    )
 
 
 def autocast() -> torch.autocast:
@@ -523,7 +427,7 @@ def train_pair(work: Path, target_budget: Budget, draft_budget: Budget, batches:
             model.set_attn_implementation("eager")
         loss = cross_entropy_loss(model, compiled)
         streams = Streams(corpus, SEED, TARGET_BATCH)
-        record = optimise("target", model, loss, streams, TARGET_CURRICULUM, target_budget, work / "target.pt")
+        record = optimise("target", model, loss, streams, TARGET_CURRICULUM, target_budget, work / "target-checkpoints")
         note("target", asdict(record) | {"threads": torch.get_num_threads()})
         save_pair_member(model, tokenizer, work / "target")
 
@@ -547,9 +451,41 @@ def train_pair(work: Path, target_budget: Budget, draft_budget: Budget, batches:
         loss = distillation_loss(model, compiled)
         labels = {length: dict(np.load(work / f"labels-{length}.npz")) for length in LABEL_WINDOWS}
         windows = LabelledWindows(labels, SEED, DRAFT_BATCH)
-        record = optimise("draft", model, loss, windows, DRAFT_CURRICULUM, draft_budget, work / "draft.pt")
+        record = optimise("draft", model, loss, windows, DRAFT_CURRICULUM, draft_budget, work / "draft-checkpoints")
         note("draft", asdict(record) | {"threads": torch.get_num_threads()})
         save_pair_member(model, tokenizer, work / "draft")
+
+
+def train_pair_heads(target: Path, out: Path, budget: Budget) -> dict[str, Any]:
+    """Train heads for the target in one folder into another, on the library files; the report of the training.
+
+    It goes on from where it stopped, and is not repeated.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    training, held_out = split_sources(stdlib_sources())
+    options = TrainingOptions(
+        target=str(target),
+        text=[root / source.name for source in training if not source.is_test],
+        held_out_text=[root / source.name for source in held_out],
+        out=out,
+        steps=budget.steps,
+        minutes=budget.minutes,
+        batch=HEAD_BATCH,
+        length=HEAD_LENGTH,
+        micro_batch=None,
+        lr=HEAD_RATE,
+        warmup=0.02,
+        decay=0.6,
+        weight_decay=0.0,
+        sequence_level=0.5,
+        token_level=1.0,
+        own_sequences=None,
+        seed=SEED,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        checkpoint_every=Interval(seconds=60),
+    )
+    return train_heads(HEADS, 1, options)
 
 
 # ---------------------------------------------------------------- evaluation
@@ -721,6 +657,8 @@ Both: Llama architecture, tied embeddings, a byte-level BPE vocabulary of {vocab
 {continuation:.3f} of the target's own greedy continuations ({continuation_length} tokens after each code prompt of
 `prompts.json`), {copy_continuation:.3f} after its copy prompts.
 
+{heads}
+
 ## How it was made
 
 - Text: the standard library of Python {python}, {files} files, {megabytes:.1f} MB; {held_out_files} further files held
@@ -740,7 +678,7 @@ Both: Llama architecture, tied embeddings, a byte-level BPE vocabulary of {vocab
 To run it again (same files, tokenizer, seeds and batches; it comes close, not to the bit: the schedules follow the
 clock in a run by `--minutes` and the steps in a run by `--steps`, and another machine rounds differently):
 
-    python -m gsd_kernels_hf.pair_recipe --out pair --steps {target_steps} {draft_steps}
+    python -m gsd_kernels_hf.pair_recipe --out pair --steps {target_steps} {draft_steps} {head_steps}
 
 ## Held-out files
 
@@ -756,6 +694,62 @@ Software Foundation; All Rights Reserved; used under the PSF License Version 2 (
 `PYTHON-LICENSE.txt`. The weights and tokenizers are licensed like this package, under Apache-2.0, as far as they are
 subject to any rights of its authors.
 """
+
+
+HEADS_CARD = """\
+## Heads
+
+`heads/` lets the target draft for itself: {count} heads of one residual block each ({parameters:,} parameters), which
+guess the tokens after the next one from the target's last hidden state. How often each head's first guess is right:
+
+| | {columns} | accepted a step |
+|---|{rule}---|
+| held-out text | {text} | |
+| the target's own greedy text | {own} | {accepted:.2f} |
+| before training: text | {text_before} | |
+| before training: own text | {own_before} | {accepted_before:.2f} |
+
+`accepted a step`: of one guess per head, as a chain. Measured on {windows} windows of {length} tokens of the held-out
+files and {tokens} greedy tokens after the beginnings of {texts} of them. Trained by `gsd-kernels train-heads` on the
+library files alone, half of the windows continued by the target itself ({own_tokens:,} tokens), on the target's
+distributions: {training_tokens:.1f} M tokens, {steps} steps, {minutes:.0f} min."""
+
+
+def heads_card(report: dict[str, Any]) -> str:
+    """The card's section on the heads, from the report of their training."""
+    options, before, after, training = (report[name] for name in ("options", "before", "after", "training"))
+
+    def row(values: list[float]) -> str:
+        return " | ".join(f"{value:.3f}" for value in values)
+
+    count = options["heads"]
+    return HEADS_CARD.format(
+        count=count,
+        parameters=count * TARGET_CONFIG["hidden_size"] * (TARGET_CONFIG["hidden_size"] + 1),
+        columns=" | ".join(f"head {k}" for k in range(count)),
+        rule="---|" * count,
+        text=row(after["accuracy"]),
+        own=row(after["continuation_accuracy"]),
+        text_before=row(before["accuracy"]),
+        own_before=row(before["continuation_accuracy"]),
+        accepted=after["accepted"],
+        accepted_before=before["accepted"],
+        windows=HELD_OUT_BLOCKS,
+        length=options["length"],
+        texts=PICKED_TEXTS,
+        tokens=PICKED_TOKENS,
+        own_tokens=report["own_text"]["tokens"],
+        training_tokens=training["tokens"] / 1e6,
+        steps=training["steps"],
+        minutes=(training["seconds"] + report["own_text"]["seconds"]) / 60,
+    )
+
+
+def write_heads(trained: Path, folder: Path) -> None:
+    """Copy what is shipped of trained heads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        shutil.copyfile(trained / name, folder / name)
 
 
 def write_card(folder: Path, values: dict[str, object]) -> None:
@@ -784,6 +778,8 @@ def assemble(work: Path, folder: Path) -> None:
     for name in ("target", "draft"):
         shutil.copytree(work / name, folder / name, dirs_exist_ok=True)
         strip_local_settings(folder / name)
+    write_heads(work / "heads", folder / "heads")
+    head_report = json.loads((work / "heads" / RunFolder.REPORT).read_text(encoding="utf-8"))
     licence = Path(sysconfig.get_path("stdlib")) / "LICENSE.txt"
     if licence.exists():
         shutil.copyfile(licence, folder / "PYTHON-LICENSE.txt")
@@ -855,6 +851,8 @@ def assemble(work: Path, folder: Path) -> None:
         "held_out": ", ".join(f"`{name}`" for name in HELD_OUT),
         "code_prompts": len(code),
         "copy_prompts": len(copies),
+        "heads": heads_card(head_report),
+        "head_steps": head_report["training"]["steps"],
     }
     for member, shape in (("target", TARGET_CONFIG), ("draft", DRAFT_CONFIG)):
         record = records[member]
@@ -873,8 +871,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the recipe from the command line."""
     parser = argparse.ArgumentParser(prog="python -m gsd_kernels_hf.pair_recipe", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the pair, and for work in progress")
-    parser.add_argument("--minutes", type=float, default=43, help="wall time for both trainings (default: %(default)s)")
-    parser.add_argument("--steps", type=int, nargs=2, metavar=("TARGET", "DRAFT"), help="train by steps instead")
+    parser.add_argument("--minutes", type=float, default=43, help="wall time for both models (default: %(default)s)")
+    parser.add_argument("--head-minutes", type=float, default=15, help="the same for the heads (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, nargs=3, metavar=("TARGET", "DRAFT", "HEADS"), help="train by steps instead"
+    )
     parser.add_argument("--batches", type=int, default=8, help="batches of text from the target (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     parser.add_argument("--no-compile", action="store_true", help="where torch.compile has no C++ compiler")
@@ -883,13 +884,15 @@ def main(arguments: list[str] | None = None) -> None:
         torch.set_num_threads(options.threads)
     transformers_logging.set_verbosity_error()
     if options.steps:
-        target_budget, draft_budget = (Budget(steps=steps) for steps in options.steps)
+        target_budget, draft_budget, head_budget = (Budget(steps=steps) for steps in options.steps)
     else:
+        head_budget = Budget(minutes=options.head_minutes)
         target_budget = Budget(minutes=TARGET_SHARE * options.minutes)
         draft_budget = Budget(minutes=(1 - TARGET_SHARE) * options.minutes)
     work = options.out / "work"
     work.mkdir(parents=True, exist_ok=True)
     train_pair(work, target_budget, draft_budget, options.batches, compiled=not options.no_compile)
+    train_pair_heads(work / "target", work / "heads", head_budget)
     assemble(work, options.out / "demo_pair")
 
 

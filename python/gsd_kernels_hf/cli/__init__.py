@@ -1,4 +1,4 @@
-"""The command line: ``gsd-kernels demo | generate | check | bench | doctor``.
+"""The command line: ``gsd-kernels demo | generate | check | bench | distill | train-heads | doctor``.
 
 Commands import torch and transformers when they run, so ``--help`` answers at once.
 """
@@ -11,7 +11,7 @@ import typer
 
 from gsd_kernels_bench.cli import app as bench
 
-from . import check, demo, doctor, generate
+from . import check, demo, doctor, generate, training
 from .console import EXIT_CODES, Commands
 
 __all__ = ["app", "main"]
@@ -30,6 +30,8 @@ app.command("demo")(demo.command)
 app.command("generate")(generate.command)
 app.command("check")(check.command)
 app.add_typer(bench, name="bench")
+app.command("distill")(training.distill_command)
+app.command("train-heads")(training.heads_command)
 app.command("doctor")(doctor.command)
 
 

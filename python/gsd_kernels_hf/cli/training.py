@@ -1,0 +1,264 @@
+"""``gsd-kernels distill`` and ``gsd-kernels train-heads``: drafts that fit their target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .console import out, print_json, progress, table
+from .options import Device, Dtype
+
+_MODELS, _TEXT, _RUN, _METHOD, _OPTIMIZER = "Models", "Text", "Run", "Distillation", "Optimisation"
+
+Target = Annotated[str, typer.Option("--target", metavar="DIR", rich_help_panel=_MODELS, help="It is not changed.")]
+Out = Annotated[
+    Path,
+    typer.Option(
+        "--out",
+        metavar="DIR",
+        rich_help_panel=_RUN,
+        help="Of the result, and until then of the checkpoints, from which the same command goes on.",
+    ),
+]
+TextOption = Annotated[
+    list[Path] | None,
+    typer.Option("--text", metavar="FILE", rich_help_panel=_TEXT, help="UTF-8 text to train on. Repeatable."),
+]
+MoreText = Annotated[
+    list[Path] | None, typer.Argument(metavar="[FILES]...", show_default=False, help="More of --text.")
+]
+HeldOutText = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--held-out-text",
+        metavar="FILE",
+        rich_help_panel=_TEXT,
+        help="Text to measure on. Repeatable; default: the last twentieth of --text.",
+    ),
+]
+Steps = Annotated[int | None, typer.Option("--steps", rich_help_panel=_RUN, help="How long: steps, or …")]
+Minutes = Annotated[
+    float | None, typer.Option("--minutes", rich_help_panel=_RUN, help="… minutes of wall time. Default: 10 minutes.")
+]
+CheckpointEvery = Annotated[
+    str, typer.Option("--checkpoint-every", metavar="STEPS|SECONDSs", rich_help_panel=_RUN, help="500, or 60s.")
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, rich_help_panel=_RUN)]
+DtypeOption = Annotated[
+    Dtype,
+    typer.Option(
+        "--dtype",
+        rich_help_panel=_MODELS,
+        case_sensitive=False,
+        help="Of the computation: float32, bfloat16 or float64. auto: bfloat16 on a GPU that has it, else float32.",
+    ),
+]
+SequenceLevel = Annotated[
+    float,
+    typer.Option(
+        "--sequence-level",
+        metavar="SHARE",
+        rich_help_panel=_METHOD,
+        help="Of the training windows, so many are the target's own continuations of the text.",
+    ),
+]
+TokenLevel = Annotated[
+    float,
+    typer.Option(
+        "--token-level",
+        metavar="WEIGHT",
+        rich_help_panel=_METHOD,
+        help="Of the target's distribution at every position; the rest goes to the text's next token.",
+    ),
+]
+OwnSequences = Annotated[
+    int | None,
+    typer.Option(
+        "--own-sequences",
+        rich_help_panel=_METHOD,
+        help="Continuations that the target writes. Default: each is used about four times; with --minutes, what it "
+        "can write in a fifth of them.",
+    ),
+]
+Batch = Annotated[int, typer.Option("--batch", rich_help_panel=_OPTIMIZER, help="Windows of a step.")]
+Length = Annotated[int, typer.Option("--length", rich_help_panel=_OPTIMIZER, help="Tokens of a window.")]
+MicroBatch = Annotated[
+    int | None,
+    typer.Option("--micro-batch", rich_help_panel=_OPTIMIZER, help="Windows at once, to save memory. Default: all."),
+]
+Warmup = Annotated[
+    float, typer.Option("--warmup", rich_help_panel=_OPTIMIZER, help="Share of the run in which the rate rises.")
+]
+Decay = Annotated[
+    float, typer.Option("--decay", rich_help_panel=_OPTIMIZER, help="Share of the run, its last, in which it falls.")
+]
+WeightDecay = Annotated[float, typer.Option("--weight-decay", min=0.0, rich_help_panel=_OPTIMIZER)]
+Json = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout, instead of a table.")]
+
+
+def distill_command(
+    target: Target,
+    draft: Annotated[
+        str,
+        typer.Option(
+            "--draft",
+            metavar="DIR",
+            rich_help_panel=_MODELS,
+            help="Of the same tokenizer. A folder of a config.json alone is initialised from the seed.",
+        ),
+    ],
+    out_folder: Out,
+    more_text: MoreText = None,
+    text: TextOption = None,
+    held_out_text: HeldOutText = None,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    checkpoint_every: CheckpointEvery = "60s",
+    seed: Seed = 0,
+    dtype: DtypeOption = Dtype.auto,
+    device: Device = None,
+    sequence_level: SequenceLevel = 0.5,
+    token_level: TokenLevel = 1.0,
+    own_sequences: OwnSequences = None,
+    batch: Batch = 16,
+    length: Length = 256,
+    micro_batch: MicroBatch = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            "--lr", rich_help_panel=_OPTIMIZER, help="Highest. Default: 3e-4; 4e-3 for a draft without weights."
+        ),
+    ] = None,
+    warmup: Warmup = 0.02,
+    decay: Decay = 0.6,
+    weight_decay: WeightDecay = 0.05,
+    as_json: Json = False,
+) -> None:
+    """Train a draft to guess what its target will say.
+
+    The draft learns the target's distribution on the text and on what the target makes of its beginnings. Interrupted,
+    even killed, the same command goes on from the last checkpoint.
+    """
+    with progress("loading"):
+        from gsd_kernels_hf.distill import distill, has_weights
+
+    if not Path(draft).is_dir():
+        raise ValueError(f"draft: no such folder: {draft}")
+    rate = lr if lr is not None else 3e-4 if has_weights(draft) else 4e-3
+    _print(
+        lambda options: distill(draft, options),
+        _options(locals() | {"lr": rate}),
+        as_json,
+        {
+            "agreement": "greedy agreement on held-out text",
+            "divergence": "divergence from the target, nats a token",
+            "continuation_agreement": "greedy agreement on the target's own text",
+            "accepted": "accepted of a chain of 5",
+        },
+    )
+
+
+def heads_command(
+    target: Target,
+    out_folder: Out,
+    more_text: MoreText = None,
+    text: TextOption = None,
+    heads: Annotated[
+        int, typer.Option("--heads", min=1, rich_help_panel=_MODELS, help="Tokens to guess after the next one.")
+    ] = 4,
+    layers: Annotated[
+        int, typer.Option("--layers", min=1, rich_help_panel=_MODELS, help="Residual blocks of each head.")
+    ] = 1,
+    held_out_text: HeldOutText = None,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    checkpoint_every: CheckpointEvery = "60s",
+    seed: Seed = 0,
+    dtype: DtypeOption = Dtype.auto,
+    device: Device = None,
+    sequence_level: SequenceLevel = 0.5,
+    token_level: TokenLevel = 1.0,
+    own_sequences: OwnSequences = None,
+    batch: Batch = 16,
+    length: Length = 256,
+    micro_batch: MicroBatch = None,
+    lr: Annotated[float, typer.Option("--lr", rich_help_panel=_OPTIMIZER, help="Highest.")] = 1e-3,
+    warmup: Warmup = 0.02,
+    decay: Decay = 0.6,
+    weight_decay: WeightDecay = 0.05,
+    as_json: Json = False,
+) -> None:
+    """Train heads by which a target drafts for itself.
+
+    Each head guesses a later token from the target's last hidden state. The target is not changed. Interrupted, even
+    killed, the same command goes on from the last checkpoint.
+    """
+    with progress("loading"):
+        from gsd_kernels_hf.train_heads import train_heads
+
+    _print(
+        lambda options: train_heads(heads, layers, options),
+        _options(locals()),
+        as_json,
+        {
+            "accuracy": "accuracy on held-out text",
+            "continuation_accuracy": "accuracy on the target's own text",
+            "accepted": f"accepted of {heads} guesses",
+        },
+    )
+
+
+def _options(given: dict[str, Any]) -> Any:
+    """:class:`TrainingOptions` from a command's arguments.
+
+    Raises:
+        ValueError: an option out of range.
+    """
+    import torch
+
+    from gsd_kernels_hf.training import Interval
+    from gsd_kernels_hf.training_job import TrainingOptions
+
+    from .pair import pick_device, quiet_transformers
+
+    quiet_transformers()
+    device = pick_device(given["device"])
+    name = given["dtype"].value
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    names = "target batch length micro_batch lr warmup decay weight_decay sequence_level token_level own_sequences seed"
+    minutes = 10.0 if given["steps"] is None and given["minutes"] is None else given["minutes"]
+    return TrainingOptions(
+        **{option: given[option] for option in names.split()},
+        text=[*(given["text"] or []), *(given["more_text"] or [])],
+        held_out_text=list(given["held_out_text"] or []),
+        out=given["out_folder"],
+        steps=given["steps"],
+        minutes=minutes,
+        dtype=getattr(torch, name),
+        device=device,
+        checkpoint_every=Interval.parse(given["checkpoint_every"]),
+    )
+
+
+def _print(work: Callable[[Any], dict[str, Any]], options: Any, as_json: bool, rows: dict[str, str]) -> None:
+    """Do it; the report as JSON, or before and after in a table."""
+    report = work(options)
+    if as_json:
+        print_json(report)
+        return
+    result = table("held out", "before", "after")
+    for name, title in rows.items():
+        result.add_row(title, *(_number(report[when][name]) for when in ("before", "after")))
+    out.print(result)
+    used = report["training"]
+    out.print(f"{used['steps']} steps, {used['tokens']:,} tokens, {used['seconds']:.0f} s → {options.out}")
+
+
+def _number(value: float | list[float] | None) -> str:
+    if isinstance(value, list):
+        return "  ".join(map(_number, value))
+    return "–" if value is None else f"{value:.3f}"

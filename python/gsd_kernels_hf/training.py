@@ -1,0 +1,399 @@
+"""The training loop of drafts, heads and the demo pair: schedule, checkpoints, and a folder that a run resumes from.
+
+A batch is a pure function of the step's number, and the learning rate one of the progress. So a checkpoint of weights,
+optimizers, random state and step is all of a run, and one that was killed goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+__all__ = [
+    "Budget",
+    "Checkpoints",
+    "Interval",
+    "Record",
+    "RunFolder",
+    "Streams",
+    "build_optimizers",
+    "learning_rate_factor",
+    "train",
+    "write_file",
+    "write_folder",
+]
+
+# ---------------------------------------------------------------- schedule
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long a model trains: a number of steps, or minutes of wall time (whichever is given)."""
+
+    steps: int | None = None
+    minutes: float | None = None
+
+    def progress(self, step: int, seconds: float) -> float:
+        """Return the share of the budget that is used, 0 … 1."""
+        return min(1.0, step / self.steps if self.steps else seconds / (60 * self.minutes))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """How often something is done: every so many steps, or seconds."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Interval:
+        """``500`` is steps, ``60s`` seconds.
+
+        Raises:
+            ValueError: neither, or not positive.
+        """
+        match = re.fullmatch(r"(\d+)(s?)", text.strip())
+        if match is None or int(match[1]) == 0:
+            raise ValueError(f"checkpoint_every: expected steps, or seconds with an s (500, 60s), got {text!r}")
+        return cls(seconds=float(match[1])) if match[2] else cls(steps=int(match[1]))
+
+    def due(self, steps: int, seconds: float) -> bool:
+        """Whether it is time, so long after the last."""
+        return steps >= self.steps if self.steps else seconds >= self.seconds
+
+
+@dataclass
+class Record:
+    """What one training run used."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    loss: float = float("nan")
+    extended_at: list[int] = field(default_factory=list)  # steps at which a run was resumed with a larger budget
+
+
+def learning_rate_factor(progress: float, warmup: float = 0.02, decay: float = 0.6) -> float:
+    """Trapezoid: a short rise, a plateau, then a straight line down to zero at the end of the budget."""
+    rise = (progress + 1e-3) / warmup if warmup else 1.0
+    fall = (1.0 - progress) / decay if decay else 1.0
+    return max(0.0, min(1.0, rise, fall))
+
+
+def build_optimizers(
+    model: nn.Module, *, matrix_lr: float, lr: float, weight_decay: float = 0.05
+) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for embeddings, norms and everything else that is trained.
+
+    Muon (https://kellerjordan.github.io/posts/muon) needs fewer steps where a model starts from nothing; its update is
+    scaled to the size of AdamW's (arXiv 2502.16982), so both take learning rates of one magnitude.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for name, p in trained if p.ndim == 2 and "embed" not in name and "head" not in name]
+    known = {id(p) for p in matrices}
+    rest = [p for _, p in trained if id(p) not in known]
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        optimizers.append(
+            torch.optim.Muon(
+                matrices, lr=matrix_lr, weight_decay=weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+            )
+        )
+    if rest:
+        optimizers.append(torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
+    return optimizers
+
+
+# ---------------------------------------------------------------- batches
+
+
+class Streams:
+    """Token streams with a share each; a batch is a pure function of its step number, so a run can resume."""
+
+    def __init__(self, streams: list[tuple[float, np.ndarray]], seed: int, tokens: int) -> None:
+        self.streams = streams
+        self.tokens = tokens
+        self.seed = seed
+
+    def batch(self, step: int, length: int) -> tuple[Tensor, ...]:
+        """Return random windows, ``tokens`` in all and one more per window: ([windows, length + 1],)."""
+        rng = np.random.default_rng([self.seed, step])
+        windows = self.tokens // length
+        choice = rng.choice(len(self.streams), size=windows, p=[share for share, _ in self.streams])
+        rows = []
+        for index in choice:
+            stream = self.streams[index][1]
+            start = rng.integers(0, len(stream) - length)
+            rows.append(stream[start : start + length + 1].astype(np.int64))
+        return (torch.from_numpy(np.stack(rows)),)
+
+
+# ---------------------------------------------------------------- what survives a kill
+
+
+def _flush(path: Path) -> None:
+    """Have the system write a file or folder to the disk, where it can."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:  # a folder on Windows
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_file(file: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a temporary file, then rename it: ``file`` is whole or absent."""
+    partial = file.with_name(f".partial-{file.name}")
+    write(partial)
+    _flush(partial)
+    partial.replace(file)
+    _flush(file.parent)
+
+
+@contextmanager
+def write_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder to fill, which is then renamed: ``folder``, which must not exist, is whole or absent."""
+    partial = folder.with_name(f".partial-{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    for file in partial.rglob("*"):
+        _flush(file)
+    partial.rename(folder)
+    _flush(folder.parent)
+
+
+class Checkpoints:
+    """The newest state of a run, in ``folder/step-<number>``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def steps(self) -> list[int]:
+        """Those that are whole, oldest first."""
+        return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
+
+    def load(self) -> dict[str, Any] | None:
+        """The newest state, on the CPU; ``None`` before the first."""
+        steps = self.steps()
+        if not steps:
+            return None
+        return torch.load(self.folder / f"step-{steps[-1]}" / "state.pt", map_location="cpu", weights_only=True)
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Write a state and remove what is older."""
+        older = self.steps()
+        if step in older:
+            return
+        with write_folder(self.folder / f"step-{step}") as partial:
+            torch.save(state, partial / "state.pt")
+        for number in older:
+            shutil.rmtree(self.folder / f"step-{number}")
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def train(
+    name: str,
+    model: nn.Module,
+    losses: Callable[[int, float], Iterable[Tensor]],
+    optimizers: list[torch.optim.Optimizer],
+    budget: Budget,
+    checkpoints: Checkpoints,
+    *,
+    tokens_per_step: int,
+    every: Interval = Interval(seconds=120),
+    schedule: Callable[[float], float] = learning_rate_factor,
+) -> Record:
+    """Train until the budget is used, on from the newest checkpoint if there is one.
+
+    Args:
+        name: of the progress bar, on stderr.
+        model: what ``optimizers`` train.
+        losses: (step, progress 0 … 1) → scalars whose sum is the step's loss; gradients of one are taken before the
+            next is asked for. It must draw the same batch whenever it is called with one step.
+        tokens_per_step: for the record.
+        every: how often a checkpoint is written; one more is written at the end.
+        schedule: progress → factor of the learning rates.
+
+    Raises:
+        RuntimeError: the loss or its gradient is not finite; the last checkpoint stays.
+    """
+    device = next(model.parameters()).device
+    base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    record = Record()
+    state = checkpoints.load()
+    if state is not None:
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        _set_random_state(state["random"], device)
+        record = Record(**state["record"])
+        if budget.progress(record.steps, record.seconds) < state["progress"] - 1e-3:
+            record.extended_at.append(record.steps)
+        del state
+
+    def save() -> None:
+        checkpoints.save(
+            record.steps,
+            {
+                "model": model.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                "random": _random_state(device),
+                "record": asdict(record),
+                "progress": budget.progress(record.steps, record.seconds),
+            },
+        )
+
+    def finite(what: str, value: float) -> None:
+        if not math.isfinite(value):
+            saved = checkpoints.steps()
+            kept = f"the checkpoint of step {saved[-1]} stays in {checkpoints.folder}" if saved else "none was saved"
+            raise RuntimeError(
+                f"{name}: {what} is {value} at step {record.steps}; {kept}; start anew with a lower learning rate"
+            )
+
+    begin, before = time.monotonic(), record.seconds
+    saved_at, saved_step = begin, record.steps
+    smooth = record.loss
+    model.train()
+    with tqdm(desc=name, unit="step", initial=record.steps, total=budget.steps, mininterval=1) as bar:
+        while (progress := budget.progress(record.steps, record.seconds)) < 1.0:
+            factor = schedule(progress)
+            for optimizer, rates in zip(optimizers, base_rates, strict=True):
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate * factor
+            value = 0.0
+            for loss in losses(record.steps, progress):
+                value += loss.item()
+                finite("the loss", value)
+                loss.backward()
+            finite("the gradient", torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            smooth = value if math.isnan(smooth) else 0.98 * smooth + 0.02 * value
+            now = time.monotonic()
+            record.steps += 1
+            record.tokens += tokens_per_step
+            record.seconds = before + now - begin
+            record.loss = smooth
+            bar.set_postfix_str(f"loss {smooth:.4f}, {progress:.0%}", refresh=False)
+            bar.update()
+            if every.due(record.steps - saved_step, now - saved_at):
+                save()
+                saved_at, saved_step = time.monotonic(), record.steps
+    save()
+    model.eval()
+    return record
+
+
+# ---------------------------------------------------------------- the folder of a run
+
+
+class RunFolder:
+    """``--out``: what was trained, and before that ``checkpoints/``, from which the same command goes on.
+
+    Args:
+        folder: absent, empty, or of the same run.
+        identity: by option name, everything that decides the result, as JSON values.
+
+    Raises:
+        ValueError: the folder holds something else, or a run that differs; the option is named.
+    """
+
+    REPORT = "training.json"
+
+    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
+        self.folder, self.identity = folder, identity
+        self.work = folder / "checkpoints"
+        self.report: dict[str, Any] | None = None
+        """What :meth:`finish` wrote, if the run is over."""
+        finished, begun = folder / self.REPORT, self.work / "run.json"
+        if finished.exists():
+            self.report = json.loads(finished.read_text(encoding="utf-8"))
+            self._compare(self.report["options"])
+            shutil.rmtree(self.work, ignore_errors=True)
+        elif begun.exists():
+            self._compare(json.loads(begun.read_text(encoding="utf-8")))
+        elif folder.exists() and (not folder.is_dir() or any(self._others())):
+            raise ValueError(f"out: {folder} is not empty and holds no checkpoint of a run; name another folder")
+        else:
+            self.work.mkdir(parents=True, exist_ok=True)
+            write_file(begun, lambda file: file.write_text(json.dumps(identity, indent=1), encoding="utf-8"))
+
+    def _others(self) -> Iterator[Path]:
+        """What a run that was killed before its first file does not leave."""
+        for path in self.folder.rglob("*"):
+            if path != self.work and not path.name.startswith(".partial-"):
+                yield path
+
+    def _compare(self, theirs: dict[str, Any]) -> None:
+        mine = json.loads(json.dumps(self.identity))
+        for name in {**mine, **theirs}:
+            if mine.get(name) != theirs.get(name):
+                raise ValueError(
+                    f"{name}: the run in {self.folder} has {_short(theirs.get(name))}, and now it is "
+                    f"{_short(mine.get(name))}; give the same to resume it, or name another folder by out"
+                )
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.work)
+
+    def remember(self, name: str, measure: Callable[[], Any]) -> Any:
+        """What ``measure`` returned (as JSON), now or before the run was interrupted."""
+        file = self.work / f"{name}.json"
+        if not file.exists():
+            value = measure()
+            write_file(file, lambda partial: partial.write_text(json.dumps(value), encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
+
+    def finish(self, save: Callable[[Path], object], report: dict[str, Any]) -> dict[str, Any]:
+        """Write the result by ``save`` and ``training.json``, remove the checkpoints; the report."""
+        report = {"options": self.identity, **report}
+        staged = self.work / "result"
+        shutil.rmtree(staged, ignore_errors=True)
+        with write_folder(staged) as partial:
+            save(partial)
+        for file in sorted(staged.iterdir()):
+            file.replace(self.folder / file.name)
+        write_file(
+            self.folder / self.REPORT,
+            lambda file: file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8"),
+        )
+        shutil.rmtree(self.work)
+        self.report = report
+        return report
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "…"
