@@ -125,13 +125,27 @@ GSD_HD void plan_set(const NgramArena& arena, const NgramTable& table, const Ngr
   }
 }
 
-// One column of a set moves to its new ways: from the last to the first, nothing is read after it was overwritten.
-template <class T, class New>  // New(entry): the call's value
-GSD_HD void move_column(const int32_t* plan, int ways, T* column, int64_t stride, const New& value_of) {
-  for (int way = ways - 1; way >= 0; way--) {
-    const int from = plan[way];
+// The set moves to its new ways: from the last to the first, nothing is read after it was overwritten.
+GSD_HD void rewrite_set(const NgramArena& arena, const NgramInsertArgs& a, const NgramSizes& s, int place,
+                        int first_row) {
+  const int set = static_cast<int>(arena.order[place] >> 32) * s.ways;
+GSD_ROLLED
+  for (int way = s.ways - 1; way >= 0; way--) {
+    const int from = arena.plan[place * s.ways + way];
     if (from == -1 - way) continue;
-    column[way * stride] = from >= 0 ? value_of(from) : column[(-1 - from) * stride];
+    const bool stays = from < 0;
+    const int64_t old = stays ? set - 1 - from : first_row + from / s.lengths;  // an entry, or a row of the call
+    const int64_t key = stays ? a.table.keys[old] : arena.keys[from];
+    if (key == 0) continue;  // free ways come last: this one is free too
+    a.table.keys[set + way] = key;
+    const int32_t* tokens = (stays ? a.table.tokens : a.tokens) + old * s.branch;
+    const float* log_probs = (stays ? a.table.log_probs : a.log_probs) + old * s.branch;
+    const int64_t to = static_cast<int64_t>(set + way) * s.branch;
+GSD_ROLLED
+    for (int k = 0; k < s.branch; k++) {
+      a.table.tokens[to + k] = tokens[k];
+      a.table.log_probs[to + k] = log_probs[k];
+    }
   }
 }
 
@@ -157,31 +171,10 @@ GSD_HD void insert_rows(Group& group, const NgramInsertArgs& a, const NgramSizes
     group.sync("ngram: keys known");
     sort_keys(group, arena.order, padded);
 
-    for (int place = rank; place < entries; place += step) {
-      if (leads_set(arena.order, place)) plan_set(arena, a.table, s, place, entries);
-    }
-    group.sync("ngram: sets planned");
-
-    const int columns = 2 * s.branch + 1;
-    for (int item = rank; item < entries * columns; item += step) {
-      const int place = item / columns, column = item % columns;
+    for (int place = rank; place < entries; place += step) {  // a set each
       if (!leads_set(arena.order, place)) continue;
-      const int32_t* plan = arena.plan + place * s.ways;
-      const int64_t set = static_cast<int64_t>(arena.order[place] >> 32) * s.ways;
-      const auto given_at = [&](int entry, int k) {
-        return (static_cast<int64_t>(first_row) + entry / s.lengths) * s.branch + k;
-      };
-      if (column == 0) {
-        move_column(plan, s.ways, a.table.keys + set, 1, [&](int entry) { return arena.keys[entry]; });
-      } else if (column <= s.branch) {
-        const int k = column - 1;
-        move_column(plan, s.ways, a.table.tokens + set * s.branch + k, s.branch,
-                    [&](int entry) { return a.tokens[given_at(entry, k)]; });
-      } else {
-        const int k = column - 1 - s.branch;
-        move_column(plan, s.ways, a.table.log_probs + set * s.branch + k, s.branch,
-                    [&](int entry) { return a.log_probs[given_at(entry, k)]; });
-      }
+      plan_set(arena, a.table, s, place, entries);
+      rewrite_set(arena, a, s, place, first_row);
     }
     group.sync("ngram: sets rewritten");
   }

@@ -8,11 +8,26 @@ from torch import Tensor
 from ...backends import resolve
 from ...checks import check_tensor
 from ...config import MAX_CONTEXT
-from . import compiled, reference
+from . import compiled, reference, triton_op
 
-INSERT = {"cpu": compiled.ngram_insert, "reference": reference.ngram_insert}
-LOOKUP = {"cpu": compiled.ngram_lookup, "reference": reference.ngram_lookup}
-MIX = {"cpu": compiled.mix_candidates, "reference": reference.mix_candidates}
+INSERT = {
+    "triton": triton_op.ngram_insert,
+    "cpu": compiled.ngram_insert,
+    "cuda": compiled.ngram_insert,
+    "reference": reference.ngram_insert,
+}
+LOOKUP = {
+    "triton": triton_op.ngram_lookup,
+    "cpu": compiled.ngram_lookup,
+    "cuda": compiled.ngram_lookup,
+    "reference": reference.ngram_lookup,
+}
+MIX = {
+    "triton": triton_op.mix_candidates,
+    "cpu": compiled.mix_candidates,
+    "cuda": compiled.mix_candidates,
+    "reference": reference.mix_candidates,
+}
 
 MAX_WAYS = 16
 
