@@ -21,7 +21,7 @@ class Memory:
     max_context: int = 3
     branch: int = 2
     vocab: int = 3
-    rows: tuple[int, ...] = (40, 7)  # of every call
+    rows: tuple[int, ...] = (25, 7)  # of every call
     batch: int = 2
     seed: int = 0
 
@@ -51,12 +51,12 @@ class Memory:
 
 MEMORIES = {
     "usual": Memory(),
-    "default sizes": Memory(capacity=1 << 15, ways=8, max_context=4, branch=4, vocab=12, rows=(64, 64), batch=1),
+    "default sizes": Memory(capacity=1 << 15, ways=8, max_context=4, branch=4, vocab=12, rows=(64, 33), batch=1),
     "direct-mapped": Memory(ways=1, capacity=16),
-    "one set": Memory(capacity=16, ways=16, vocab=2, rows=(5, 1, 60)),
+    "one set": Memory(capacity=16, ways=16, vocab=2, rows=(5, 1, 30)),
     "single tokens": Memory(max_context=1, capacity=8, ways=8, vocab=20, branch=1),
-    "long contexts": Memory(max_context=8, vocab=2, branch=5, capacity=128, ways=8, rows=(30, 20)),
-    "several chunks": Memory(capacity=64, ways=4, max_context=4, rows=(200, 130), vocab=4, batch=1),
+    "long contexts": Memory(max_context=8, vocab=2, branch=5, capacity=128, ways=8, rows=(12, 9), batch=1),
+    "several chunks": Memory(capacity=64, ways=4, max_context=4, rows=(80, 65), vocab=4, batch=1),
 }
 
 
@@ -122,3 +122,31 @@ def check_mix(seed: int, branch: int, others: int, backend: str, device: str) ->
         near = (expected_log_probs[b, row] - expected_log_probs[b, row, place]).abs() <= 1e-5
         assert near.sum() > 1 or place == branch - 1, (expected[b, row], tokens[b, row])
     return len(differ)
+
+
+def check_captured_memory(backend: str, device: str) -> None:
+    """An insertion and a look-up captured in a CUDA graph, replayed with other contents of the same tensors."""
+    case = Memory(capacity=128, ways=8, max_context=4, branch=4, vocab=5, rows=(64, 64, 64))
+    ours, theirs, calls = case.empty(device), case.empty(), case.calls()
+    inputs = [t.to(device) for t in calls[0]]
+    asked = case.queries().to(device)
+
+    def step() -> tuple[Tensor, ...]:
+        gsd.ngram_insert(ours, *inputs, backend=backend)
+        return gsd.ngram_lookup(ours, asked, backend=backend)
+
+    step()
+    gsd.ngram_insert(theirs, *calls[0], backend="reference")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        answers = step()
+    for call in calls[1:]:
+        for static, new in zip(inputs, call, strict=True):
+            static.copy_(new)
+        graph.replay()
+        gsd.ngram_insert(theirs, *call, backend="reference")
+        for got, expected in zip(contents(ours), contents(theirs), strict=True):
+            assert torch.equal(got.cpu(), expected)
+        for got, expected in zip(answers, gsd.ngram_lookup(theirs, case.queries(), backend="reference"), strict=True):
+            assert torch.equal(got.cpu(), expected)

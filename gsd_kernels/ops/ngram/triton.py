@@ -228,14 +228,14 @@ def _lookup_kernel(
 def _mix_kernel(
     tokens_ptr,  # int32 [R, K]
     log_probs_ptr,  # float32 [R, K]
-    other_tokens_ptr,  # int32 [R, O]
-    other_log_probs_ptr,  # float32 [R, O]
+    other_tokens_ptr,  # int32 [R, OTHERS]
+    other_log_probs_ptr,  # float32 [R, OTHERS]
     weight_ptr,  # float32 [R]
     mixed_ptr,  # int32 [R, K]
     mixed_log_probs_ptr,  # float32 [R, K]
     rows,
     K: tl.constexpr,
-    O: tl.constexpr,
+    OTHERS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_J: tl.constexpr,  # candidates of both
 ):
@@ -243,9 +243,9 @@ def _mix_kernel(
     j = tl.arange(0, BLOCK_J)
     inside = (row < rows)[:, None]  # [R, 1]
     ours = inside & (j < K)[None, :]
-    theirs = inside & ((j >= K) & (j < K + O))[None, :]
+    theirs = inside & ((j >= K) & (j < K + OTHERS))[None, :]
     our_at = row[:, None] * K + j[None, :]
-    their_at = row[:, None] * O + (j - K)[None, :]
+    their_at = row[:, None] * OTHERS + (j - K)[None, :]
     token = tl.load(tokens_ptr + our_at, mask=ours, other=-1)
     token = tl.where(theirs, tl.load(other_tokens_ptr + their_at, mask=theirs, other=-1), token)
     log_prob = tl.load(log_probs_ptr + our_at, mask=ours, other=0.0)
@@ -311,7 +311,7 @@ def ngram_insert(
         CHUNK=CHUNK,
         ROWS=ROWS,
         COLUMNS=COLUMNS,
-        num_warps=4,
+        num_warps=8,
     )
 
 
@@ -367,7 +367,7 @@ def mix_candidates(
             mixed_log_probs,
             rows,
             K=branch,
-            O=others,
+            OTHERS=others,
             BLOCK_R=block_r,
             BLOCK_J=block_j,
             num_warps=4,
