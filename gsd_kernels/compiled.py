@@ -1,6 +1,6 @@
 """The compiled ops: their schemas under ``torch.ops.gsd_kernels``, shape functions, and the libraries behind them.
 
-One schema an op serves the CPU and the CUDA library; decoder_rows, write_kv and the n-gram ops have the former only.
+One schema an op serves the CPU and the CUDA library; decoder_rows and write_kv have the former only.
 Importing this loads what setup.py built beside this file and costs about a millisecond; nothing is compiled here.
 """
 
@@ -41,9 +41,9 @@ SCHEMAS = (
     "Tensor kv_start, Tensor embedding, Tensor[] layers, Tensor final_norm, Tensor head, Tensor inv_freq, "
     "Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int heads, float eps, float rope_scale, int keep) -> Tensor",
     "ngram_insert(Tensor(a!) keys, Tensor(b!) table_tokens, Tensor(c!) table_log_probs, Tensor contexts, "
-    "Tensor tokens, Tensor log_probs, Tensor valid, int max_context) -> ()",
-    "ngram_lookup(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor contexts, int max_context) "
-    "-> (Tensor, Tensor, Tensor)",
+    "Tensor tokens, Tensor log_probs, Tensor valid, int max_context, int ways) -> ()",
+    "ngram_lookup(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor contexts, int max_context, "
+    "int ways) -> (Tensor, Tensor, Tensor)",
     "mix_candidates(Tensor tokens, Tensor log_probs, Tensor other_tokens, Tensor other_log_probs, Tensor weight) "
     "-> (Tensor, Tensor)",
     "write_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor positions) -> ()",
@@ -122,7 +122,7 @@ def _define() -> None:
 
     @torch.library.register_fake("gsd_kernels::ngram_lookup")
     def _ngram_lookup(
-        keys: Tensor, table_tokens: Tensor, table_log_probs: Tensor, contexts: Tensor, max_context: int
+        keys: Tensor, table_tokens: Tensor, table_log_probs: Tensor, contexts: Tensor, max_context: int, ways: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         shape = (*contexts.shape[:2], table_tokens.shape[2])
         return contexts.new_empty(shape), table_log_probs.new_empty(shape), contexts.new_empty(shape[:2])

@@ -191,7 +191,14 @@ def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 def shipped_cases() -> list[Case]:
     """Launches that between them use every kernel in every shipped configuration family."""
-    return [*_attention_cases(), *_graph_cases(), *_sampling_cases(), *_commit_cases(), *_write_cases()]
+    return [
+        *_attention_cases(),
+        *_graph_cases(),
+        *_sampling_cases(),
+        *_commit_cases(),
+        *_write_cases(),
+        *_ngram_cases(),
+    ]
 
 
 def _attention_cases() -> list[Case]:
@@ -316,3 +323,44 @@ def _write_cases() -> list[Case]:
         return Case("write_kv", name, launch)
 
     return [case("bf16 D128, 64 rows", 128, torch.bfloat16, 64), case("fp32 D256, 64 rows", 256, torch.float32, 64)]
+
+
+def _ngram_cases() -> list[Case]:
+    def table(branch: int) -> tuple[Tensor, Tensor, Tensor]:
+        size = (1, 1 << 15)
+        return _meta(*size, dtype=torch.int64), _meta(*size, branch), _meta(*size, branch, dtype=torch.float32)
+
+    def insert(branch: int, max_context: int, ways: int) -> Callable[[], object]:
+        def launch() -> None:
+            from .ops.ngram.triton import ngram_insert
+
+            new = (_meta(1, 64, branch), _meta(1, 64, branch, dtype=torch.float32), _meta(1, 64, dtype=torch.bool))
+            ngram_insert(*table(branch), _meta(1, 64, 8), *new, max_context, ways)
+
+        return launch
+
+    def lookup(branch: int, max_context: int, ways: int) -> Callable[[], object]:
+        def launch() -> None:
+            from .ops.ngram.triton import ngram_lookup
+
+            ngram_lookup(*table(branch), _meta(1, 8, 8), max_context, ways)
+
+        return launch
+
+    def mix(branch: int) -> Callable[[], object]:
+        def launch() -> None:
+            from .ops.ngram.triton import mix_candidates
+
+            source = _meta(1, 8, branch), _meta(1, 8, branch, dtype=torch.float32)
+            mix_candidates(*source, *source, _meta(1, 8, dtype=torch.float32))
+
+        return launch
+
+    return [
+        Case("ngram", "4 lengths, 8 ways, branch 4", insert(4, 4, 8)),
+        Case("ngram", "8 lengths, 16 ways, branch 32", insert(32, 8, 16)),
+        Case("ngram", "4 lengths, 8 ways, branch 4", lookup(4, 4, 8)),
+        Case("ngram", "8 lengths, 16 ways, branch 32", lookup(32, 8, 16)),
+        Case("ngram", "4 and 4 candidates", mix(4)),
+        Case("ngram", "32 and 32 candidates", mix(32)),
+    ]

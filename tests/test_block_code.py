@@ -1,4 +1,4 @@
-"""The block code of csrc/graph as T threads: no races, no bad accesses, and a dropped barrier is noticed.
+"""The block code of csrc as T threads: no races, no bad accesses, and a dropped barrier is noticed.
 
 Blind to what only a GPU has: warps, fences, races between blocks, asynchronous copies.
 """
@@ -19,7 +19,7 @@ from gsd_kernels.ops.sampling import reference
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "tests/block_code/main.cpp"
-HEADERS = [*sorted((ROOT / "csrc/graph").glob("*.h")), ROOT / "csrc/sampling.h"]
+HEADERS = [*sorted((ROOT / "csrc/graph").glob("*.h")), ROOT / "csrc/sampling.h", ROOT / "csrc/ngram.h"]
 CXX = shutil.which(os.environ.get("CXX", "g++"))
 BUILDS = {
     "thread": ["-O1", "-g", "-fsanitize=thread"],

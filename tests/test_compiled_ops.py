@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ import torch
 from graphs import STYLES, drafted, tails
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ngrams import Memory, two_sources
 from test_graph import configs
 
 import gsd_kernels as gsd
@@ -345,77 +345,6 @@ def test_write_kv_is_bit_equal(dtype):
         gsd.write_kv(*caches[0], k, v, positions + (20 - positions.max()), backend="cpu")
 
 
-# Remembered continuations.
-
-
-def ngram_tensors(capacity=16, branch=2):
-    table = gsd.NgramTable.empty(2, branch, "cpu", capacity=capacity, max_context=3)
-    return table.keys, table.tokens, table.log_probs
-
-
-def ngram_entries(seed=0, entries=40, branch=2, vocab=3):
-    """Contexts of few tokens in a small table: the same ones again and again, and others in their slots."""
-    gen = torch.Generator().manual_seed(seed)
-    contexts = torch.randint(-1, vocab, (2, entries, 4), generator=gen).int()
-    tokens = torch.randint(-1, vocab, (2, entries, branch), generator=gen).int()
-    return (
-        contexts,
-        tokens,
-        torch.rand(2, entries, branch, generator=gen).log(),
-        torch.rand(2, entries, generator=gen) < 0.8,
-    )
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_remembering_and_looking_up_are_bit_equal(seed):
-    tables = {
-        backend: gsd.NgramTable.empty(2, 2, "cpu", capacity=32, max_context=3) for backend in ("cpu", "reference")
-    }
-    for backend, table in tables.items():
-        for part in range(3):
-            gsd.ngram_insert(table, *ngram_entries(10 * seed + part), backend=backend)
-    ours, theirs = tables["cpu"], tables["reference"]
-    assert torch.equal(ours.keys, theirs.keys) and (ours.keys[:, :-1] != 0).any()
-    kept = ours.keys != 0  # what lies in the spare slot is nobody's
-    assert torch.equal(ours.tokens[kept], theirs.tokens[kept])
-    assert torch.equal(ours.log_probs[kept], theirs.log_probs[kept])
-    asked = ngram_entries(10 * seed + 7)[0]
-    answers = [gsd.ngram_lookup(tables[backend], asked, backend=backend) for backend in tables]
-    assert_bit_equal(*answers)
-    assert set(answers[0][2].flatten().tolist()) >= {0, 1, 3}
-
-
-def candidates_of_two(seed, k=4):
-    gen = torch.Generator().manual_seed(seed)
-    tokens = torch.stack([torch.randperm(6, generator=gen)[:k] for _ in range(10)]).view(2, 5, k).int()
-    log_probs = torch.rand(2, 5, k, generator=gen).softmax(-1).log()
-    tokens[0, 0, 2:] = -1
-    log_probs[0, 0, 2:] = float("-inf")
-    return tokens, log_probs
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_mixed_candidates_are_those_of_the_interpolated_distribution(seed, backend):
-    (tokens, log_probs), (others, other_log_probs) = candidates_of_two(2 * seed), candidates_of_two(2 * seed + 1, k=3)
-    weight = torch.rand(2, 5, generator=torch.Generator().manual_seed(seed))
-    weight[1, 1:3] = torch.tensor([0.0, 1.0])
-    mixed, mixed_log_probs = gsd.mix_candidates(tokens, log_probs, others, other_log_probs, weight, backend=backend)
-    for b in range(2):
-        for row in range(5):
-            probs: dict[int, float] = {}
-            w = float(weight[b, row])
-            for ids, lps, share in ((tokens, log_probs, 1 - w), (others, other_log_probs, w)):
-                for token, lp in zip(ids[b, row].tolist(), lps[b, row].tolist(), strict=True):
-                    if token >= 0 and share > 0:
-                        probs[token] = probs.get(token, 0.0) + share * math.exp(lp)
-            best = sorted(probs.values(), reverse=True)[:4]
-            got = [(t, lp) for t, lp in zip(mixed[b, row].tolist(), mixed_log_probs[b, row].tolist(), strict=True)]
-            assert [lp == float("-inf") for t, lp in got if t < 0] == [True] * (4 - len(best))
-            assert [math.exp(lp) for t, lp in got if t >= 0] == pytest.approx(best, abs=1e-6)
-            assert all(math.exp(lp) == pytest.approx(probs[t], abs=1e-6) for t, lp in got if t >= 0)
-
-
 def decoder_case(dtype=torch.float32, batch=2, rows=5):
     """A random decoder with caches of 40 positions, 20 and 17 of them filled, and rows that form a small tree."""
     gen = torch.Generator().manual_seed(0)
@@ -523,9 +452,9 @@ def op_inputs():
         "dag_attention": attention_inputs(),
         "write_kv": (*cache[:2], *torch.randn(2, 2, 1, 3, 4), torch.tensor([[0, 5, 2], [1, 2, 3]])),
         "decoder_rows": decoder_inputs(),
-        "ngram_insert": (*ngram_tensors(), *ngram_entries(), 3),
-        "ngram_lookup": (*ngram_tensors(), ngram_entries()[0], 3),
-        "mix_candidates": (*candidates_of_two(0)[:2], *candidates_of_two(1)[:2], torch.rand(2, 5)),
+        "ngram_insert": (*ngram_tensors(), *Memory().calls()[0], 3, 4),
+        "ngram_lookup": (*ngram_tensors(), Memory().queries(), 3, 4),
+        "mix_candidates": two_sources(0, 4, 3),
     }
 
 
@@ -541,6 +470,11 @@ def decoder_inputs():
     *rows, k_caches, v_caches = case.values()
     rest = (w.heads, w.eps, w.rope_scale, 3)
     return *rows, w.embedding, w.flat_layers, w.final_norm, w.head, w.inv_freq, k_caches, v_caches, *rest
+
+
+def ngram_tensors():
+    table = Memory().empty()
+    return table.keys, table.tokens, table.log_probs
 
 
 def test_every_schema_has_inputs_below():
@@ -606,6 +540,10 @@ def test_commit_outside_the_cache_is_refused():
         ("sample_rows", 2, torch.zeros((), dtype=torch.int32), "seed: wrong dtype"),
         ("sample_rows", 0, torch.zeros(2, 5, 50, dtype=torch.int32), "logits: expected float"),
         ("draft_candidates", 2, 0, "branch"),
+        ("ngram_insert", 8, 3, "ways: expected a power of two"),
+        ("ngram_insert", 6, torch.ones(2, 3, dtype=torch.bool), "valid: expected size"),
+        ("ngram_lookup", 4, 9, "contexts: expected at least 9"),
+        ("ngram_lookup", 0, torch.zeros(2, 31, dtype=torch.int64), "keys: expected a power of two"),
     ],
 )
 def test_wrong_arguments_of_the_plain_ops_raise(name, at, value, match):

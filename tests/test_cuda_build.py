@@ -14,9 +14,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ARCHS = ("8.0", "9.0", "10.0")
-KERNELS = ("merge_kernel", "flatten_kernel", "verify_kernel", "pick_kernel", "commit_kernel", "advance_kernel")
+KERNELS = (
+    *("merge_kernel", "flatten_kernel", "verify_kernel", "pick_kernel", "commit_kernel", "advance_kernel"),
+    *("ngram_insert_kernel", "ngram_lookup_kernel", "mix_kernel"),
+)
 ATTENTION = ("attention_split_kernel", "attention_combine_kernel")
-CUDA_OPS = ("merge", "flatten", "verify", "commit_kv", "sample_rows", "draft_candidates", "dag_attention")
+CUDA_OPS = (
+    *("merge", "flatten", "verify", "commit_kv", "sample_rows", "draft_candidates", "dag_attention"),
+    *("ngram_insert", "ngram_lookup", "mix_candidates"),
+)
 
 ELEMENTS, HEAD_DIMS, WARPS = ("Half", "Bfloat16"), (64, 128), (1, 2, 4)  # of the attention
 
@@ -81,17 +87,17 @@ def build(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def arenas(tmp_path_factory):
-    """Dynamic shared memory in bytes: for the default graph, and for the largest that GraphConfig allows."""
+    """Dynamic shared memory in bytes: for the default graph and history, and for the largest that are allowed."""
     program = tmp_path_factory.mktemp("arena") / "block_code"
     cxx = os.environ.get("CXX", "g++")
     subprocess.run([cxx, "-std=c++20", "-pthread", ROOT / "tests/block_code/main.cpp", "-o", program], check=True)
 
-    def ask(depth: int, width: int, branch: int, rows: int) -> dict[str, int]:
-        command = [program, "--arena", *map(str, (depth, width, branch, rows))]
+    def ask(*sizes: int) -> dict[str, int]:  # depth, width, branch, rows; context lengths and ways of the history
+        command = [program, "--arena", *map(str, sizes)]
         lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\n")
         return {name: int(size) for name, size in (line.split() for line in lines if line)}
 
-    return ask(5, 4, 3, 32), ask(2, 30, 32, 128)
+    return ask(5, 4, 3, 32, 4, 8), ask(2, 30, 32, 128, 8, 16)
 
 
 def test_kernels_compile_for_every_architecture_without_spills(build, arenas, capsys):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from graphs import STYLES, drafted
 from models import noised, prompts, tiny
+from ngrams import MEMORIES, Memory, check_captured_memory, check_memory, check_mix
 from test_compiled_ops import (
     EQUAL_SCORE,
     FLOATS,
@@ -107,6 +108,26 @@ def commit_inputs(head_dim, layers=3, device="cuda", dtype=torch.bfloat16):
         num_accepted.to(device),
         kv_len.to(device),
     )
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_the_ngram_table_is_bit_equal(name):
+    check_memory(MEMORIES[name], "cuda", "cuda")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_ngram_table_of_many_sequences_is_bit_equal(seed):
+    sizes = {"capacity": 256, "ways": 8, "max_context": 4, "vocab": 6}
+    check_memory(Memory(**sizes, rows=(300, 64, 64), batch=9, seed=seed), "cuda", "cuda")
+
+
+@pytest.mark.parametrize(("branch", "others"), [(4, 4), (1, 1), (3, 7), (32, 32)])
+def test_mixed_candidates_are_equal(branch, others):
+    assert sum(check_mix(seed, branch, others, "cuda", "cuda") for seed in range(10)) <= 10
+
+
+def test_the_ngram_table_is_captured_in_a_cuda_graph():
+    check_captured_memory("cuda", "cuda")
 
 
 @pytest.mark.parametrize("head_dim", [1, 7, 63, 64, 128])  # odd sizes take narrower loads

@@ -16,6 +16,7 @@ import pytest
 import torch
 import triton_checks as checks
 from graphs import STYLES, candidates, drafted, tails
+from ngrams import MEMORIES, Memory, check_captured_memory, check_memory, check_mix, two_sources
 
 import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
@@ -116,6 +117,27 @@ def test_write(name):
 )
 def test_write_of_every_shape(dtype, dim, heads, rows):
     checks.check_write(dtype, (dim, dim), heads, rows, DEVICE)
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_ngram_table(name):
+    check_memory(MEMORIES[name], "triton", DEVICE)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ngram_table_of_many_sequences(seed):
+    check_memory(
+        Memory(capacity=256, ways=8, max_context=4, vocab=6, rows=(300, 64, 64), batch=9, seed=seed), "triton", DEVICE
+    )
+
+
+@pytest.mark.parametrize(("branch", "others"), [(4, 4), (1, 1), (3, 7), (32, 32)])
+def test_mixed_candidates(branch, others):
+    assert sum(check_mix(seed, branch, others, "triton", DEVICE) for seed in range(10)) <= 10
+
+
+def test_captured_insertions_and_lookups():
+    check_captured_memory("triton", DEVICE)
 
 
 def test_one_captured_graph_serves_every_length():
@@ -246,6 +268,20 @@ def _timed_calls() -> list[tuple[str, Callable[[], Any], int]]:
     def write() -> None:
         gsd.write_kv(caches[0][0], caches[1][0], *rows, places, backend="triton")
 
+    case = Memory(capacity=1 << 15, ways=8, max_context=4, branch=4, vocab=50, rows=(64,), batch=1)
+    table, entries, sources = case.empty(DEVICE), case.calls()[0], two_sources(0, 4, 4, rows=(1, 8))
+    new, asked = [t.to(DEVICE) for t in entries], case.queries(8).to(DEVICE)
+    mixing = [t.to(DEVICE) for t in sources]
+    set_bytes = 8 * (8 + 4 * 4 + 4 * 4)
+    for backend in ("triton", "cuda"):
+        if unavailable_reason(backend, torch.device(DEVICE)) is not None:
+            continue
+        options = {"backend": backend}
+        calls += [
+            (f"ngram_insert 64 rows, {backend}", lambda o=options: gsd.ngram_insert(table, *new, **o), 512 * set_bytes),
+            (f"ngram_lookup 8 rows, {backend}", lambda o=options: gsd.ngram_lookup(table, asked, **o), 8 * 4 * 8 * 8),
+            (f"mix_candidates 8 rows, {backend}", lambda o=options: gsd.mix_candidates(*mixing, **o), 8 * 12 * 8),
+        ]
     calls.append(("write_kv 64 rows, 8 heads D128 bf16", write, 2 * 2 * rows[0].nbytes))
     calls.append(("commit_kv 32 layers × 5 rows, 8 heads D128 bf16", commit, 2 * 2 * 32 * 4 * 8 * 128 * 2))
     return calls

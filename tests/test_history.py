@@ -1,58 +1,14 @@
-"""The n-gram table and the history source: right continuations, no collisions, exact output, no draft needed."""
+"""The history source: right contexts, exact output, no draft needed."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
 from gsd_kernels_hf.history import row_contexts
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(2, 5))
-def test_lookup_returns_the_newest_entry_of_the_longest_known_context(seed, entries, vocab):
-    gen = torch.Generator().manual_seed(seed)
-    table = gsd.NgramTable.empty(2, 2, "cpu", capacity=1 << 14)
-    memory: list[dict[tuple[int, ...], list[int]]] = [{}, {}]
-    for _ in range(2):
-        contexts = torch.randint(-1, vocab, (2, entries, 8), generator=gen, dtype=torch.int32)
-        tokens = torch.randint(0, 1000, (2, entries, 2), generator=gen, dtype=torch.int32)
-        log_probs = -torch.rand(2, entries, 2, generator=gen)
-        valid = torch.rand(2, entries, generator=gen) < 0.8
-        gsd.ngram_insert(table, contexts, tokens, log_probs, valid)
-        for b in range(2):
-            for m in range(entries):
-                for length in range(1, 5):
-                    context = tuple(contexts[b, m, :length].tolist())
-                    if valid[b, m] and min(context) >= 0:
-                        memory[b][context] = tokens[b, m].tolist()
-    queries = torch.randint(-1, vocab, (2, 30, 8), generator=gen, dtype=torch.int32)
-    found, log_probs, matched = gsd.ngram_lookup(table, queries)
-    wrong = 0
-    for b in range(2):
-        for w in range(30):
-            known = [n for n in range(1, 5) if tuple(queries[b, w, :n].tolist()) in memory[b]]
-            expected = memory[b][tuple(queries[b, w, : known[-1]].tolist())] if known else [-1, -1]
-            # Direct-mapped: an entry may have been overwritten by another context of the same slot, never mixed up.
-            wrong += int(matched[b, w]) != (known[-1] if known else 0)
-            if int(matched[b, w]) == (known[-1] if known else 0):
-                assert found[b, w].tolist() == expected
-            if not known:
-                assert matched[b, w] == 0 and (log_probs[b, w] == float("-inf")).all()
-    assert wrong <= 6
-
-
-def test_a_free_table_knows_nothing_and_capacity_is_checked():
-    table = gsd.NgramTable.empty(1, 3, "cpu", capacity=16)
-    tokens, log_probs, matched = gsd.ngram_lookup(table, torch.zeros(1, 4, 8, dtype=torch.int32))
-    assert (tokens == -1).all() and (log_probs == float("-inf")).all() and (matched == 0).all()
-    with pytest.raises(ValueError, match="capacity"):
-        gsd.NgramTable.empty(1, 3, "cpu", capacity=100)
 
 
 def test_row_contexts_follow_the_path_and_run_on_into_the_text():

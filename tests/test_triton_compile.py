@@ -16,7 +16,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from gsd_kernels import kernel_report
 from gsd_kernels.attention_config import attention_config, load_table
 
-KERNELS = {"split", "combine", "merge", "flatten", "verify", "cut", "score", "pick", "commit", "write"}
+KERNELS = {
+    *("split", "combine", "merge", "flatten", "verify", "cut", "score", "pick", "commit", "write"),
+    *("insert", "lookup", "mix"),
+}
 MATRIX = {80: "HMMA", 90: "HGMMA", 100: "UTCMMA"}  # what a tile of 64 or more half-precision rows must use
 
 

@@ -8,6 +8,7 @@
 #include "../graph/flatten.h"
 #include "../graph/merge.h"
 #include "../graph/verify.h"
+#include "../ngram.h"
 #include "../sampling.h"
 
 namespace gsd {
@@ -16,6 +17,12 @@ namespace gsd {
 int launch_merge(const MergeArgs& first, const MergeSizes& sizes, int64_t batch, void* stream);
 int launch_flatten(const FlattenArgs& first, const FlattenSizes& sizes, int64_t batch, void* stream);
 int launch_verify(const VerifyArgs& first, const VerifySizes& sizes, int64_t batch, void* stream);
+
+int launch_ngram_insert(const NgramInsertArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
+int launch_ngram_lookup(const NgramLookupArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
+
+// A thread block takes one of the B·W rows.
+int launch_mix(const MixArgs& first, const MixSizes& sizes, int64_t rows, void* stream);
 
 // Keys and values of all layers that share a geometry (which those of a LLaMA do): strides and sizes in bytes.
 constexpr int kMaxCaches = 384;

@@ -209,6 +209,35 @@ std::tuple<Tensor, Tensor> draft_candidates(const Tensor& logits, const Tensor& 
   return {tokens, log_probs};
 }
 
+void ngram_insert(const Tensor& keys, const Tensor& table_tokens, const Tensor& table_log_probs,
+                  const Tensor& contexts, const Tensor& tokens, const Tensor& log_probs, const Tensor& valid,
+                  int64_t max_context, int64_t ways) {
+  check_device({&keys, &table_tokens, &table_log_probs, &contexts, &tokens, &log_probs, &valid});
+  const DeviceGuard guard(keys.get_device_index());
+  const NgramInsertCall call = prepare_ngram_insert(keys, table_tokens, table_log_probs, contexts, tokens, log_probs,
+                                                    valid, max_context, ways);
+  check_launch(launch_ngram_insert(call.args, call.sizes, call.batch, current_stream(keys)));
+}
+
+NgramLookupOutputs ngram_lookup(const Tensor& keys, const Tensor& table_tokens, const Tensor& table_log_probs,
+                                const Tensor& contexts, int64_t max_context, int64_t ways) {
+  check_device({&keys, &table_tokens, &table_log_probs, &contexts});
+  const DeviceGuard guard(keys.get_device_index());
+  const NgramLookupCall call =
+      prepare_ngram_lookup(keys, table_tokens, table_log_probs, contexts, max_context, ways);
+  check_launch(launch_ngram_lookup(call.args, call.sizes, call.batch, current_stream(keys)));
+  return call.outputs;
+}
+
+MixOutputs mix_candidates(const Tensor& tokens, const Tensor& log_probs, const Tensor& other_tokens,
+                          const Tensor& other_log_probs, const Tensor& weight) {
+  check_device({&tokens, &log_probs, &other_tokens, &other_log_probs, &weight});
+  const DeviceGuard guard(tokens.get_device_index());
+  const MixCall call = prepare_mix(tokens, log_probs, other_tokens, other_log_probs, weight);
+  check_launch(launch_mix(call.args, call.sizes, call.rows, current_stream(tokens)));
+  return call.outputs;
+}
+
 std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                          const Tensor& ancestor_mask, const Tensor& kv_len,
                                          const std::optional<Tensor>& kv_start, const std::optional<Tensor>& num_nodes,
@@ -243,5 +272,8 @@ STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CUDA, m) {
   m.impl("commit_kv", TORCH_BOX(&gsd::commit_kv));
   m.impl("sample_rows", TORCH_BOX(&gsd::sample_rows));
   m.impl("draft_candidates", TORCH_BOX(&gsd::draft_candidates));
+  m.impl("ngram_insert", TORCH_BOX(&gsd::ngram_insert));
+  m.impl("ngram_lookup", TORCH_BOX(&gsd::ngram_lookup));
+  m.impl("mix_candidates", TORCH_BOX(&gsd::mix_candidates));
   m.impl("dag_attention", TORCH_BOX(&gsd::dag_attention));
 }

@@ -1,8 +1,8 @@
-// Drafts random graphs, flattens and verifies them, once by a group of one thread (which the Python tests hold against
+// Drafts random graphs, flattens and verifies them, fills n-gram tables and reads them, once by a group of one thread (which the Python tests hold against
 // the reference) and once by a block of T threads, and compares every byte.
 //
 //     block_code THREADS ROUNDS SEED [--drop BARRIER | --plain ATOMIC | --diverge]
-//     block_code --arena DEPTH WIDTH BRANCH ROWS    prints the shared memory of the kernels in bytes
+//     block_code --arena DEPTH WIDTH BRANCH ROWS LENGTHS WAYS    prints the shared memory of the kernels in bytes
 //     block_code --pick THREADS VOCAB BRANCH SEED POSITION SEQUENCE TEMPERATURE TOP_K TOP_P MIN_P < logits
 //                                                   prints draft_candidates of one float32 row, one pair a line
 //
@@ -14,6 +14,7 @@
 #include "../../csrc/graph/flatten.h"
 #include "../../csrc/graph/merge.h"
 #include "../../csrc/graph/verify.h"
+#include "../../csrc/ngram.h"
 #include "../../csrc/sampling.h"
 #include "os_group.h"
 
@@ -207,6 +208,93 @@ void pick_from_input(char** argv) {
   for (int k = 0; k < sizes.branch; k++) printf("%d %.9g\n", out.tokens[k], static_cast<double>(out.log_probs[k]));
 }
 
+struct Memory {
+  std::vector<int64_t> keys;
+  std::vector<int32_t> tokens;
+  std::vector<float> log_probs;
+
+  explicit Memory(const NgramSizes& s)
+      : keys(s.capacity, 0), tokens(s.capacity * s.branch, -1), log_probs(s.capacity * s.branch, 0.0f) {}
+
+  NgramTable table() { return {keys.data(), tokens.data(), log_probs.data()}; }
+  bool operator==(const Memory&) const = default;
+};
+
+struct Remembered {
+  std::vector<int32_t> tokens, matched;
+  std::vector<float> log_probs;
+
+  explicit Remembered(const NgramSizes& s)
+      : tokens(poisoned<int32_t>(s.rows * s.branch)),
+        matched(poisoned<int32_t>(s.rows)),
+        log_probs(poisoned<float>(s.rows * s.branch)) {}
+
+  bool operator==(const Remembered&) const = default;
+};
+
+// Few different tokens, so that contexts come again; small tables, so that sets overflow; now and then several chunks.
+bool memories_agree(int threads, const Faults& faults, std::mt19937& random) {
+  const int ways = 1 << random() % 4, rows = random() % 4 == 0 ? 150 : 1 + static_cast<int>(random() % 40);
+  const NgramSizes s{ways << random() % 6, ways, 1 + static_cast<int>(random() % 4), rows, 5,
+                     1 + static_cast<int>(random() % 5)};
+  const int vocab = 1 + static_cast<int>(random() % 12);
+  Memory expected(s), got(s);
+  SerialGroup serial;
+  std::vector<int32_t> contexts(s.rows * s.context), tokens(s.rows * s.branch);
+  std::vector<float> log_probs(s.rows * s.branch);
+  std::vector<char> valid(s.rows);
+  const auto draw = [&] {
+    for (int32_t& token : contexts) token = random() % 12 == 0 ? -1 : static_cast<int32_t>(random() % vocab);
+    for (int32_t& token : tokens) token = static_cast<int32_t>(random());
+    for (float& log_prob : log_probs) log_prob = -static_cast<float>(random() % 1000);
+    for (char& taken : valid) taken = random() % 8 != 0;
+  };
+  for (int call = 0; call < 2; call++) {
+    draw();
+    const auto args = [&](Memory& memory) {
+      return NgramInsertArgs{memory.table(), contexts.data(), tokens.data(), log_probs.data(),
+                             reinterpret_cast<const bool*>(valid.data())};
+    };
+    Arena serial_arena(NgramArena::bytes(s)), block_arena(NgramArena::bytes(s));
+    insert_rows(serial, args(expected), s, serial_arena.data());
+    run_block(threads, faults, [&](OsGroup& group) { insert_rows(group, args(got), s, block_arena.data()); });
+    if (!(expected == got)) return false;
+  }
+  draw();
+  Remembered answers(s), block_answers(s);
+  const auto args = [&](Remembered& r) {
+    return NgramLookupArgs{expected.table(), contexts.data(), r.tokens.data(), r.log_probs.data(), r.matched.data()};
+  };
+  look_up_rows(serial, args(answers), s);
+  run_block(threads, faults, [&](OsGroup& group) { look_up_rows(group, args(block_answers), s); });
+  return answers == block_answers;
+}
+
+bool mixtures_agree(int threads, const Faults& faults, std::mt19937& random) {
+  const MixSizes s{1 + static_cast<int>(random() % 20), static_cast<int>(random() % 20)};
+  const auto draw = [&](int count, std::vector<int32_t>& tokens, std::vector<float>& log_probs) {
+    for (int i = 0; i < count; i++) {
+      tokens.push_back(random() % 6 == 0 ? -1 : 2 * i + static_cast<int32_t>(random() % 2));  // distinct
+      log_probs.push_back(-0.5f * static_cast<float>(random() % 12));
+    }
+  };
+  std::vector<int32_t> tokens, other_tokens, expected(poisoned<int32_t>(s.branch)), got(expected);
+  std::vector<float> log_probs, other_log_probs, expected_log_probs(poisoned<float>(s.branch));
+  std::vector<float> got_log_probs(expected_log_probs);
+  draw(s.branch, tokens, log_probs);
+  draw(s.others, other_tokens, other_log_probs);
+  const float weight = 0.25f * static_cast<float>(random() % 5);
+  const auto args = [&](std::vector<int32_t>& mixed, std::vector<float>& mixed_log_probs) {
+    return MixArgs{tokens.data(), log_probs.data(), other_tokens.data(), other_log_probs.data(),
+                   &weight,       mixed.data(),     mixed_log_probs.data()};
+  };
+  SerialGroup serial;
+  Arena serial_arena(MixArena::bytes(s)), block_arena(MixArena::bytes(s));
+  mix_row(serial, args(expected, expected_log_probs), s, serial_arena.data());
+  run_block(threads, faults, [&](OsGroup& group) { mix_row(group, args(got, got_log_probs), s, block_arena.data()); });
+  return expected == got && expected_log_probs == got_log_probs;
+}
+
 bool round_agrees(const Problem& p, int threads, const Faults& faults, std::mt19937& random) {
   Graph serial_graph(p), block_graph(p);
   const SerialGroup serial;
@@ -258,11 +346,14 @@ int between(std::mt19937& random, int low, int high) { return low + static_cast<
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc == 6 && strcmp(argv[1], "--arena") == 0) {
+  if (argc == 8 && strcmp(argv[1], "--arena") == 0) {
     const Problem p{atoi(argv[2]), atoi(argv[3]), atoi(argv[4]), 1, 0, atoi(argv[5]), atoi(argv[5]) - 1};
     printf("merge_kernel %zu\n", MergeArena::bytes(merge_sizes(p, 1, p.width)));
     printf("flatten_kernel %zu\n", FlattenArena::bytes({p.capacity(), p.branch, p.rows, p.max_path}));
     printf("pick_kernel %zu\n", PickArena::bytes(kPickThreads));
+    const NgramSizes memory{1 << 15, atoi(argv[7]), p.branch, p.rows, kMostLengths, atoi(argv[6])};
+    printf("ngram_insert_kernel %zu\n", NgramArena::bytes(memory));
+    printf("mix_kernel %zu\n", MixArena::bytes({p.branch, p.branch}));
     printf("verify_kernel %zu\n", VerifyArena::bytes({p.rows, 1, p.max_path}));
     return 0;
   }
@@ -288,7 +379,8 @@ int main(int argc, char** argv) {
     p.vocab = between(random, 2, 10);
     p.rows = between(random, 2, 70);
     p.max_path = between(random, 1, p.rows - 1);
-    if (!round_agrees(p, threads, faults, random) || !picks_agree(threads, faults, random)) {
+    if (!round_agrees(p, threads, faults, random) || !picks_agree(threads, faults, random) ||
+        !memories_agree(threads, faults, random) || !mixtures_agree(threads, faults, random)) {
       fprintf(stderr, "round %d differs\n", round);
       return 3;
     }

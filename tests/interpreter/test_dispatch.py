@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton_checks as checks
 from graphs import candidates, drafted, tails
+from ngrams import Memory, contents, two_sources
 
 import gsd_kernels as gsd
 
@@ -48,11 +49,18 @@ def write_arguments() -> tuple:
     return *caches, *rows, torch.tensor([[4, 1, 9], [0, 19, 3]])
 
 
+def remembered_arguments() -> tuple:
+    case = Memory(rows=(9,))
+    return case.empty(), *case.calls()[0], *two_sources(0, 3, 2)
+
+
 def operator_calls() -> dict[str, tuple]:
     graph, tokens, log_probs = level()
     rows, sampled, eos, remaining, done = rows_arguments()
     logits, positions = sampling_arguments()
     each = torch.tensor([0.5, 1.0])
+    memory, *given = remembered_arguments()
+    stored = (memory.keys, memory.tokens, memory.log_probs)
     return {
         "triton_dag_attention": (*small_attention(), None, None, 0.125, None, None),
         "triton_merge": (*graph.tensors(), graph.root_frontier(), tokens, log_probs, 0, 3, 0, -1.0, -5.0),
@@ -64,6 +72,9 @@ def operator_calls() -> dict[str, tuple]:
         "triton_verify": (*rows.tensors()[:4], rows.num_rows, sampled, eos, remaining, done, 6),
         "triton_commit_kv": commit_arguments(),
         "triton_write_kv": write_arguments(),
+        "triton_ngram_insert": (*stored, *given[:4], 3, 4),
+        "triton_ngram_lookup": (*stored, given[0], 3, 4),
+        "triton_mix_candidates": tuple(given[4:]),
     }
 
 
@@ -105,6 +116,12 @@ def write(k_cache, v_cache, k, v, positions):
     return k_cache + 0, v_cache + 0
 
 
+def remember(memory, contexts, tokens, log_probs, valid, *sources):
+    gsd.ngram_insert(memory, contexts, tokens + 1, log_probs, valid, backend="triton")
+    found = gsd.ngram_lookup(memory, contexts, backend="triton")
+    return *found, *gsd.mix_candidates(*sources, backend="triton"), *(t + 0 for t in contents(memory))
+
+
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
@@ -114,6 +131,7 @@ def write(k_cache, v_cache, k, v, positions):
         (accept, rows_arguments),
         (commit, commit_arguments),
         (write, write_arguments),
+        (remember, remembered_arguments),
     ],
     ids=lambda f: f.__name__,
 )

@@ -16,6 +16,7 @@ import pytest
 import torch
 import triton_checks as checks
 from graphs import drafted
+from ngrams import Memory, two_sources
 from torch import Tensor
 
 import gsd_kernels as gsd
@@ -101,12 +102,21 @@ def write() -> None:
     gsd.write_kv(*caches, *rows, positions, backend="triton")
 
 
+def ngram() -> None:
+    for case in (Memory(rows=(9,)), Memory(capacity=4, max_context=4, branch=3, rows=(7,))):
+        table = case.empty()
+        table = replace(table, **{n: guarded(getattr(table, n)) for n in ("keys", "tokens", "log_probs")})
+        gsd.ngram_insert(table, *(guarded(t) for t in case.calls()[0]), backend="triton")
+        gsd.ngram_lookup(table, guarded(case.queries(3)), backend="triton")
+    gsd.mix_candidates(*(guarded(t) for t in two_sources(0, 3, 4)), backend="triton")
+
+
 def past_the_end() -> None:
     """What the guard is for."""
     ctypes.string_at(guarded(torch.zeros(100)).data_ptr() + 400, 1)
 
 
-OPS = {f.__name__: f for f in (attention, merge_and_flatten, sampling, verify_and_commit, write, past_the_end)}
+OPS = {f.__name__: f for f in (attention, merge_and_flatten, sampling, verify_and_commit, write, ngram, past_the_end)}
 
 
 @pytest.mark.parametrize("name", OPS)

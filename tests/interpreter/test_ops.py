@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import triton_checks as checks
 from graphs import STYLES
+from ngrams import MEMORIES, check_memory, check_mix
 
 import gsd_kernels as gsd
 
@@ -104,3 +107,21 @@ def test_commit_equals_the_reference(layout, dtype, dim):
 @pytest.mark.parametrize("case", checks.WRITES.values(), ids=checks.WRITES.keys())
 def test_written_rows_equal_the_reference_bit_for_bit(case):
     checks.check_write(*case, "cpu")
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_the_ngram_table_equals_the_reference_bit_for_bit(name):
+    check_memory(MEMORIES[name], "triton", "cpu")
+
+
+@pytest.mark.parametrize(("branch", "others"), [(4, 4), (1, 1), (3, 7), (32, 32)])
+def test_mixed_candidates_equal_the_reference(branch, others):
+    assert sum(check_mix(seed, branch, others, "triton", "cpu") for seed in range(3)) <= 3
+
+
+def test_nan_candidates_come_first_and_ties_keep_their_order():
+    tokens = torch.tensor([[[5, 6, 7]]], dtype=torch.int32)
+    log_probs = torch.tensor([[[-1.0, math.nan, -1.0]]])
+    others = torch.tensor([[[8]]], dtype=torch.int32), torch.tensor([[[-1.0]]])
+    mixed, _ = gsd.mix_candidates(tokens, log_probs, *others, torch.tensor([[0.5]]), backend="triton")
+    assert mixed.tolist() == [[[6, 5, 7]]]

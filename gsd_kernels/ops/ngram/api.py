@@ -7,60 +7,115 @@ from torch import Tensor
 
 from ...backends import resolve
 from ...checks import check_tensor
-from . import compiled, reference
+from ...config import MAX_CONTEXT
+from . import compiled, reference, triton_op
 
-INSERT = {"cpu": compiled.ngram_insert, "reference": reference.ngram_insert}
-LOOKUP = {"cpu": compiled.ngram_lookup, "reference": reference.ngram_lookup}
-MIX = {"cpu": compiled.mix_candidates, "reference": reference.mix_candidates}
+INSERT = {
+    "triton": triton_op.ngram_insert,
+    "cpu": compiled.ngram_insert,
+    "cuda": compiled.ngram_insert,
+    "reference": reference.ngram_insert,
+}
+LOOKUP = {
+    "triton": triton_op.ngram_lookup,
+    "cpu": compiled.ngram_lookup,
+    "cuda": compiled.ngram_lookup,
+    "reference": reference.ngram_lookup,
+}
+MIX = {
+    "triton": triton_op.mix_candidates,
+    "cpu": compiled.mix_candidates,
+    "cuda": compiled.mix_candidates,
+    "reference": reference.mix_candidates,
+}
+
+MAX_WAYS = 16
 
 
 @dataclass
 class NgramTable:
-    """Continuations by context, one fixed-size table a sequence; direct-mapped, so the newest entry wins a slot.
+    """Continuations by context, one fixed-size table a sequence, from which the least recently used entries go.
 
     Recurring token sequences recur across steps, not only inside one: a leaf whose last tokens were seen before takes
     over what followed them, at no draft cost.
+
+    The key of a context names its set, ``ways`` neighbouring entries. A set lists its entries, the most recently
+    inserted first: an entry's way is its age, and no clock is kept. Inserting a key moves it to the front of its set,
+    and what is pushed over the end is forgotten. Only insertions are uses. Lookups come from many nodes at once, most
+    of which are never reached; a context that is reached is verified, and so inserted again.
     """
 
-    keys: Tensor  # int64 [B, capacity + 1]; hash of a context and its length, 0 for free; the last slot is a spare
-    tokens: Tensor  # int32 [B, capacity + 1, K]; continuations, best first, −1 for none
-    log_probs: Tensor  # float32 [B, capacity + 1, K]
+    keys: Tensor  # int64 [B, capacity]; hash of a context and its length, 0 for free; set s has s·ways … s·ways+ways−1
+    tokens: Tensor  # int32 [B, capacity, K]; continuations, best first, −1 for none
+    log_probs: Tensor  # float32 [B, capacity, K]
     max_context: int  # contexts of 1 … max_context tokens are kept
+    ways: int  # entries in a set
 
     @classmethod
     def empty(
-        cls, batch: int, branch: int, device: torch.device | str, *, capacity: int = 1 << 15, max_context: int = 4
+        cls,
+        batch: int,
+        branch: int,
+        device: torch.device | str,
+        *,
+        capacity: int = 1 << 15,
+        max_context: int = 4,
+        ways: int = 8,
     ) -> NgramTable:
-        """A table of ``capacity`` entries (a power of two) a sequence with ``branch`` continuations each."""
-        if capacity < 2 or capacity & (capacity - 1):
-            raise ValueError(f"capacity: expected a power of two, got {capacity}")
-        shape = (batch, capacity + 1, branch)
+        """A table of ``capacity`` entries a sequence with ``branch`` continuations each, ``ways`` entries in a set.
+
+        Raises:
+            ValueError: ``capacity`` or ``ways`` is no power of two, ``ways`` is not within 1 … 16 or more than
+                ``capacity``, or ``max_context`` is not within 1 … 8.
+        """
+        if not 1 <= ways <= MAX_WAYS or ways & (ways - 1):
+            raise ValueError(f"ways: expected a power of two from 1 to {MAX_WAYS}, got {ways}")
+        if capacity < ways or capacity & (capacity - 1):
+            raise ValueError(f"capacity: expected a power of two of at least ways={ways}, got {capacity}")
+        if not 1 <= max_context <= MAX_CONTEXT:
+            raise ValueError(f"max_context: expected 1 … {MAX_CONTEXT}, got {max_context}")
+        shape = (batch, capacity, branch)
         return cls(
             keys=torch.zeros(shape[:2], dtype=torch.int64, device=device),
             tokens=torch.full(shape, -1, dtype=torch.int32, device=device),
             log_probs=torch.zeros(shape, dtype=torch.float32, device=device),
             max_context=max_context,
+            ways=ways,
         )
+
+    def check_contexts(self, contexts: Tensor) -> None:
+        """Raise unless ``contexts`` is int32 [B, *, C], C ≥ max_context, on the table's device."""
+        check_tensor("contexts", contexts, (self.keys.shape[0], None, None), (torch.int32,), self.keys.device)
+        if contexts.shape[2] < self.max_context:
+            raise ValueError(
+                f"contexts: expected at least max_context={self.max_context} tokens of each, got {contexts.shape[2]}; "
+                "pad with −1"
+            )
 
 
 def ngram_insert(
     table: NgramTable, contexts: Tensor, tokens: Tensor, log_probs: Tensor, valid: Tensor, *, backend: str = "auto"
 ) -> None:
-    """Remember what follows each context, for all its lengths, in place. Of equal contexts the last one stays.
+    """Remember what follows each context, for all its lengths, in place.
+
+    As if the entries were inserted one after the other, rows in order and the lengths of a row from 1 up: a key that is
+    in its set is replaced, and becomes its newest; any other pushes out the set's oldest. So of equal contexts the last
+    one stays, and of one call's entries the last ``ways`` distinct ones of a set.
 
     Args:
         table: the tables.
-        contexts: int32 [B, M, C], tokens before the continuation, nearest first, −1 where the text begins.
+        contexts: int32 [B, M, C], C ≥ max_context, tokens before the continuation, nearest first, −1 where the text
+            begins; a row is kept for the lengths before its first −1.
         tokens: int32 [B, M, K], continuations, best first, −1 for none.
         log_probs: float32 [B, M, K].
-        valid: bool [B, M], entries to take.
+        valid: bool [B, M], rows to take.
         backend: see :mod:`gsd_kernels.backends`.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or shape.
     """
+    table.check_contexts(contexts)
     device, (batch, m) = table.keys.device, contexts.shape[:2]
-    check_tensor("contexts", contexts, (table.keys.shape[0], None, None), (torch.int32,), device)
     check_tensor("tokens", tokens, (batch, m, table.tokens.shape[2]), (torch.int32,), device)
     check_tensor("log_probs", log_probs, (batch, m, table.tokens.shape[2]), (torch.float32,), device)
     check_tensor("valid", valid, (batch, m), (torch.bool,), device)
@@ -68,18 +123,21 @@ def ngram_insert(
 
 
 def ngram_lookup(table: NgramTable, contexts: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
-    """What followed each context, by the longest one known.
+    """What followed each context, by the longest one known. The table stays as it is.
 
     Args:
         table: the tables.
-        contexts: int32 [B, W, C], nearest token first.
+        contexts: int32 [B, W, C], C ≥ max_context, nearest token first, −1 where the text begins.
         backend: see :mod:`gsd_kernels.backends`.
 
     Returns:
         tokens int32 [B, W, K] (−1 for none), log-probabilities float32 [B, W, K], and the length of the matched
         context int32 [B, W] (0 for none).
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type or shape.
     """
-    check_tensor("contexts", contexts, (table.keys.shape[0], None, None), (torch.int32,), table.keys.device)
+    table.check_contexts(contexts)
     return resolve(backend, table.keys.device, LOOKUP)(table, contexts)
 
 

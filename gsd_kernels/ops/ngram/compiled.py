@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 def ngram_insert(table: NgramTable, contexts: Tensor, tokens: Tensor, log_probs: Tensor, valid: Tensor) -> None:
-    """csrc/cpu/ngram.cpp, as the others here."""
+    """csrc/ngram.h, as the others here."""
     new = (t.contiguous() for t in (contexts, tokens, log_probs, valid))
-    torch.ops.gsd_kernels.ngram_insert(table.keys, table.tokens, table.log_probs, *new, table.max_context)
+    torch.ops.gsd_kernels.ngram_insert(table.keys, table.tokens, table.log_probs, *new, table.max_context, table.ways)
 
 
 def ngram_lookup(table: NgramTable, contexts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.ops.gsd_kernels.ngram_lookup(
-        table.keys, table.tokens, table.log_probs, contexts.contiguous(), table.max_context
+        table.keys, table.tokens, table.log_probs, contexts.contiguous(), table.max_context, table.ways
     )
 
 

@@ -22,37 +22,68 @@ def context_keys(contexts: Tensor, max_context: int) -> Tensor:
     return torch.stack(keys, -1)
 
 
-def slots_of(keys: Tensor, capacity: int) -> Tensor:
-    return (keys >> 17) & (capacity - 1)
+def sets_of(keys: Tensor, num_sets: int) -> Tensor:
+    return (keys >> 17) & (num_sets - 1)
 
 
 def ngram_insert(table: NgramTable, contexts: Tensor, tokens: Tensor, log_probs: Tensor, valid: Tensor) -> None:
-    """Entries that meet in a slot: the last one wins, whole, and all of them write it."""
-    keys = context_keys(contexts, table.max_context) * valid[..., None]  # [B, M, L]
-    entries = keys.flatten(1)  # [B, M·L]
-    spare = table.keys.shape[1] - 1  # the last slot takes what is not kept
-    slot = torch.where(entries != 0, slots_of(entries, spare), spare)
-    number = torch.arange(entries.shape[1], device=keys.device).expand_as(entries)
-    winner = torch.zeros_like(table.keys).scatter_reduce(1, slot, number, "amax").gather(1, slot)  # [B, M·L]
-    row = (winner // table.max_context)[..., None].expand(-1, -1, tokens.shape[2])
-    at = slot[..., None].expand_as(row)
-    table.keys.scatter_(1, slot, entries.gather(1, winner))
-    table.keys[:, spare].zero_()
-    table.tokens.scatter_(1, at, tokens.gather(1, row))
-    table.log_probs.scatter_(1, at, log_probs.gather(1, row))
+    """Every touched set is written anew: the call's entries, newest first, then what it held and still has room for."""
+    ways, batch = table.ways, contexts.shape[0]
+    num_sets = table.keys.shape[1] // ways
+    given = context_keys(contexts, table.max_context) * valid[..., None]  # [B, M, L], 0 for none
+    entries = given.flatten(1).flip(1)  # [B, E], newest first
+    if entries.numel() == 0:
+        return
+
+    # Of equal keys the newest counts. A stable sort leaves it in front.
+    by_key, order = entries.sort(dim=1, stable=True)
+    newest = torch.nn.functional.pad(by_key[:, 1:] != by_key[:, :-1], (1, 0), value=True)
+    counts = torch.zeros_like(newest).scatter(1, order, newest) & (entries != 0)
+
+    # The counting entries of a set, newest first, are neighbours in `order`.
+    home = sets_of(entries, num_sets)  # [B, E]
+    by_set, order = torch.where(counts, home, num_sets).sort(dim=1, stable=True)
+    first = torch.searchsorted(by_set, home)
+    fresh = torch.searchsorted(by_set, home, right=True) - first  # [B, E]: counting entries of the entry's set
+
+    # Of what the set held, in order, that stays which is not among them. Free ways hold 0 and come last.
+    way = torch.arange(ways, device=entries.device)
+    at = home[..., None] * ways + way  # [B, E, W]
+    held = table.keys.gather(1, at.flatten(1))  # [B, E·W]
+    place = torch.searchsorted(by_key, held).clamp(max=entries.shape[1] - 1)
+    replaced = ((by_key.gather(1, place) == held) & (held != 0)).view_as(at)
+    staying = replaced.to(torch.uint8).sort(dim=-1, stable=True).indices  # [B, E, W]
+
+    is_fresh = way < fresh[..., None]  # [B, E, W]
+    newcomer = order.gather(1, (first[..., None] + way).clamp(max=entries.shape[1] - 1).flatten(1))  # [B, E·W]
+    stays = at.gather(2, staying.gather(2, (way - fresh[..., None]).clamp(min=0))).flatten(1)
+
+    def rewrite(stored: Tensor, new: Tensor) -> None:
+        """stored [B, capacity, …], new [B, E, …]. Entries of one set write the same values."""
+        size = stored.shape[2:]
+        pick = (batch, -1, *(1 for _ in size))
+        index = [i.view(pick).expand(-1, -1, *size) for i in (newcomer, stays, at)]
+        values = torch.where(is_fresh.view(pick), new.gather(1, index[0]), stored.gather(1, index[1]))
+        stored.scatter_(1, index[2], values)
+
+    rewrite(table.keys, entries)
+    rewrite(table.tokens, tokens.repeat_interleave(table.max_context, 1).flip(1))
+    rewrite(table.log_probs, log_probs.repeat_interleave(table.max_context, 1).flip(1))
 
 
 def ngram_lookup(table: NgramTable, contexts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     keys = context_keys(contexts, table.max_context)  # [B, W, L]
-    slot = slots_of(keys, table.keys.shape[1] - 1)
-    found = (table.keys.gather(1, slot.flatten(1)).view_as(keys) == keys) & (keys != 0)
+    ways = torch.arange(table.ways, device=keys.device)
+    at = sets_of(keys, table.keys.shape[1] // table.ways)[..., None] * table.ways + ways  # [B, W, L, ways]
+    hit = (table.keys.gather(1, at.flatten(1)).view_as(at) == keys[..., None]) & (keys != 0)[..., None]
     lengths = torch.arange(1, table.max_context + 1, device=keys.device)
-    matched = (found * lengths).amax(-1)  # [B, W]
-    best = slot.gather(2, (matched - 1).clamp(min=0)[..., None])  # [B, W, 1]
-    at = best.expand(-1, -1, table.tokens.shape[2])
+    matched = (hit.any(-1) * lengths).amax(-1)  # [B, W]
+    longest = (matched - 1).clamp(min=0)[..., None, None].expand(-1, -1, 1, table.ways)
+    way = hit.gather(2, longest).to(torch.uint8).argmax(-1, keepdim=True)  # [B, W, 1, 1]
+    best = at.gather(2, longest).gather(3, way).flatten(2).expand(-1, -1, table.tokens.shape[2])
     known = (matched > 0)[..., None]
-    tokens = torch.where(known, table.tokens.gather(1, at), -1)
-    log_probs = torch.where(known, table.log_probs.gather(1, at), float("-inf"))
+    tokens = torch.where(known, table.tokens.gather(1, best), -1)
+    log_probs = torch.where(known, table.log_probs.gather(1, best), float("-inf"))
     return tokens, log_probs, matched.to(torch.int32)
 
 

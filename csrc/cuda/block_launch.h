@@ -1,0 +1,29 @@
+// A kernel that runs a group algorithm by one thread block an item: its size, its shared memory, its launch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../group.h"
+
+namespace gsd {
+
+constexpr int kBlockThreads = 256;
+
+// As many threads as there are items, in whole warps: a barrier costs less in a small block.
+inline int threads_for(int items) { return min_int(kBlockThreads, (items + 31) / 32 * 32); }
+
+template <class Kernel, class Args, class Sizes>
+int launch_blocks(Kernel kernel, const Args& first, const Sizes& sizes, int64_t blocks, int items, size_t arena,
+                  void* stream) {
+  if (blocks == 0) return cudaSuccess;
+  constexpr size_t kWithoutOptIn = 48 * 1024;
+  if (arena > kWithoutOptIn) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(arena));
+    if (error != cudaSuccess) return error;
+  }
+  kernel<<<static_cast<unsigned>(blocks), threads_for(items), arena, static_cast<cudaStream_t>(stream)>>>(first, sizes);
+  return cudaGetLastError();
+}
+
+}  // namespace gsd

@@ -1,0 +1,278 @@
+// The table of remembered continuations, and mixing what it knows with what a draft model says.
+// gsd_kernels/ops/ngram/reference.py is the specification, bit for bit but for exp and log.
+//
+// A set of the table lists its entries, the most recently inserted first. What a call leaves in a set therefore follows
+// from the set's entries of that call alone: the newest `ways` different ones, then what the set held before. Sets are
+// found by sorting the call's entries, one chunk after the other, and are then independent of each other.
+#pragma once
+
+#include "graph/sort.h"
+
+namespace gsd {
+
+constexpr int kMostLengths = 8;     // MAX_CONTEXT of gsd_kernels/config.py
+constexpr int kMostWays = 16;       // MAX_WAYS of gsd_kernels/ops/ngram/api.py
+constexpr int kChunkEntries = 256;  // insertions at a time: 64 rows of 4 lengths
+
+// N entries, W ways, K continuations, R rows of C tokens, contexts of 1 … L tokens.
+struct NgramSizes {
+  int capacity, ways, branch, rows, context, lengths;
+
+  GSD_HD int sets() const { return capacity / ways; }
+  GSD_HD int chunk_rows() const { return min_int(rows, kChunkEntries / lengths); }
+  GSD_HD int chunk_entries() const { return chunk_rows() * lengths; }
+};
+
+struct NgramTable {
+  int64_t* keys;     // [N], 0 for free; set s has s·W … s·W + W − 1
+  int32_t* tokens;   // [N, K]
+  float* log_probs;  // [N, K]
+
+  GSD_HD NgramTable at(const NgramSizes& s, int64_t b) const {
+    const int64_t n = s.capacity;
+    return {keys + b * n, tokens + b * n * s.branch, log_probs + b * n * s.branch};
+  }
+};
+
+struct NgramInsertArgs {
+  NgramTable table;
+  const int32_t* contexts;  // [R, C], nearest token first
+  const int32_t* tokens;    // [R, K]
+  const float* log_probs;   // [R, K]
+  const bool* valid;        // [R]
+
+  GSD_HD NgramInsertArgs at(const NgramSizes& s, int64_t b) const {
+    const int64_t r = s.rows;
+    return {table.at(s, b), contexts + b * r * s.context, tokens + b * r * s.branch, log_probs + b * r * s.branch,
+            valid + b * r};
+  }
+};
+
+struct NgramLookupArgs {
+  NgramTable table;         // read only
+  const int32_t* contexts;  // [R, C], nearest token first
+  int32_t* tokens;          // [R, K], −1 for none
+  float* log_probs;         // [R, K], −inf for none
+  int32_t* matched;         // [R]
+
+  GSD_HD NgramLookupArgs at(const NgramSizes& s, int64_t b) const {
+    const int64_t r = s.rows;
+    return {table.at(s, b), contexts + b * r * s.context, tokens + b * r * s.branch, log_probs + b * r * s.branch,
+            matched + b * r};
+  }
+};
+
+// The keys of a context, one token longer each time; 0 from the first token on that is none.
+struct ContextKeys {
+  uint64_t hash = 0;
+  int length = 0;
+  bool whole = true;
+
+  GSD_HD int64_t next(int32_t token) {
+    hash = (hash ^ static_cast<uint64_t>(static_cast<int64_t>(token) + 1)) * 0x9E3779B97F4A7C15u;
+    hash ^= static_cast<uint64_t>(static_cast<int64_t>(hash) >> 29);
+    whole = whole && token >= 0;
+    const uint64_t key = (hash + static_cast<uint64_t>(length++)) | 1;
+    return whole ? static_cast<int64_t>(key) : 0;
+  }
+};
+
+GSD_HD int set_of(int64_t key, const NgramSizes& s) { return static_cast<int>((key >> 17) & (s.sets() - 1)); }
+
+struct NgramArena {
+  int64_t* keys;    // [E], in the order of the call
+  uint64_t* order;  // [pow2(E)]: set, then entry, the newest first
+  int32_t* plan;    // [E, W]: at a set's first place, what its ways are to hold: entry e, or −1 − way
+
+  static GSD_HD size_t bytes(const NgramSizes& s) {
+    const int entries = s.chunk_entries();
+    return arena_bytes(entries, 8) + arena_bytes(power_of_two_from(entries), 8) + arena_bytes(entries * s.ways, 4);
+  }
+
+  GSD_HD NgramArena(char* memory, const NgramSizes& s) {
+    Carver carve{memory};
+    keys = carve.take<int64_t>(s.chunk_entries());
+    order = carve.take<uint64_t>(power_of_two_from(s.chunk_entries()));
+    plan = carve.take<int32_t>(s.chunk_entries() * s.ways);
+  }
+};
+
+// Of the sorted entries, one stands for its set: the first.
+GSD_HD bool leads_set(const uint64_t* order, int place) {
+  return order[place] != kAbsent && (place == 0 || order[place - 1] >> 32 != order[place] >> 32);
+}
+
+// What the ways of the set that begins at `place` are to hold.
+GSD_HD void plan_set(const NgramArena& arena, const NgramTable& table, const NgramSizes& s, int place, int entries) {
+  const uint64_t set = arena.order[place] >> 32;
+  int32_t* plan = arena.plan + place * s.ways;
+  int planned = 0;
+  const auto among_new = [&](int64_t key, int count) {
+    for (int i = 0; i < count; i++) {
+      if (arena.keys[plan[i]] == key) return true;
+    }
+    return false;
+  };
+  for (int p = place; p < entries && planned < s.ways && arena.order[p] >> 32 == set; p++) {
+    const int entry = entries - 1 - static_cast<int>(arena.order[p] & 0xFFFFFFFFu);
+    if (!among_new(arena.keys[entry], planned)) plan[planned++] = entry;
+  }
+  // An entry that stays never comes nearer to the front: each that leaves has made room in front of it.
+  const int fresh = planned;
+  for (int way = 0; planned < s.ways; way++) {
+    const int64_t key = table.keys[static_cast<int64_t>(set) * s.ways + way];
+    if (key == 0 || !among_new(key, fresh)) plan[planned++] = -1 - way;
+  }
+}
+
+// The set moves to its new ways: from the last to the first, nothing is read after it was overwritten.
+GSD_HD void rewrite_set(const NgramArena& arena, const NgramInsertArgs& a, const NgramSizes& s, int place,
+                        int first_row) {
+  const int set = static_cast<int>(arena.order[place] >> 32) * s.ways;
+GSD_ROLLED
+  for (int way = s.ways - 1; way >= 0; way--) {
+    const int from = arena.plan[place * s.ways + way];
+    if (from == -1 - way) continue;
+    const bool stays = from < 0;
+    const int64_t old = stays ? set - 1 - from : first_row + from / s.lengths;  // an entry, or a row of the call
+    const int64_t key = stays ? a.table.keys[old] : arena.keys[from];
+    if (key == 0) continue;  // free ways come last: this one is free too
+    a.table.keys[set + way] = key;
+    const int32_t* tokens = (stays ? a.table.tokens : a.tokens) + old * s.branch;
+    const float* log_probs = (stays ? a.table.log_probs : a.log_probs) + old * s.branch;
+    const int64_t to = static_cast<int64_t>(set + way) * s.branch;
+GSD_ROLLED
+    for (int k = 0; k < s.branch; k++) {
+      a.table.tokens[to + k] = tokens[k];
+      a.table.log_probs[to + k] = log_probs[k];
+    }
+  }
+}
+
+template <class Group>
+GSD_HD void insert_rows(Group& group, const NgramInsertArgs& a, const NgramSizes& s, char* memory) {
+  const NgramArena arena(memory, s);
+  const int rank = group.rank(), step = group.size();
+  for (int first_row = 0; first_row < s.rows; first_row += s.chunk_rows()) {
+    const int rows = min_int(s.rows - first_row, s.chunk_rows()), entries = rows * s.lengths;
+    const int padded = power_of_two_from(entries);
+    for (int row = rank; row < rows; row += step) {
+      const int64_t from = first_row + row;
+      ContextKeys keys;
+      for (int i = 0; i < s.lengths; i++) {
+        const int entry = row * s.lengths + i;
+        const int64_t key = keys.next(a.contexts[from * s.context + i]);
+        const bool taken = key != 0 && a.valid[from];
+        arena.keys[entry] = key;
+        arena.order[entry] = taken ? static_cast<uint64_t>(set_of(key, s)) << 32 | (entries - 1 - entry) : kAbsent;
+      }
+    }
+    for (int i = entries + rank; i < padded; i += step) arena.order[i] = kAbsent;
+    group.sync("ngram: keys known");
+    sort_keys(group, arena.order, padded);
+
+    for (int place = rank; place < entries; place += step) {  // a set each
+      if (!leads_set(arena.order, place)) continue;
+      plan_set(arena, a.table, s, place, entries);
+      rewrite_set(arena, a, s, place, first_row);
+    }
+    group.sync("ngram: sets rewritten");
+  }
+}
+
+// Rows are independent: no barrier, no arena.
+template <class Group>
+GSD_HD void look_up_rows(Group& group, const NgramLookupArgs& a, const NgramSizes& s) {
+  for (int64_t row = group.rank(); row < s.rows; row += group.size()) {
+    ContextKeys keys;
+    int matched = 0;
+    int64_t at = 0;
+    for (int i = 0; i < s.lengths; i++) {
+      const int64_t key = keys.next(a.contexts[row * s.context + i]);
+      if (key == 0) break;
+      const int64_t set = static_cast<int64_t>(set_of(key, s)) * s.ways;
+      for (int way = 0; way < s.ways; way++) {
+        if (a.table.keys[set + way] == key) {
+          matched = i + 1;
+          at = set + way;
+        }
+      }
+    }
+    a.matched[row] = matched;
+    for (int k = 0; k < s.branch; k++) {
+      a.tokens[row * s.branch + k] = matched > 0 ? a.table.tokens[at * s.branch + k] : -1;
+      a.log_probs[row * s.branch + k] = matched > 0 ? a.table.log_probs[at * s.branch + k] : negative_infinity();
+    }
+  }
+}
+
+// K candidates of one source, O of the other.
+struct MixSizes {
+  int branch, others;
+
+  GSD_HD int candidates() const { return branch + others; }
+};
+
+struct MixArgs {
+  const int32_t* tokens;         // [K], −1 for none
+  const float* log_probs;        // [K]
+  const int32_t* other_tokens;   // [O]
+  const float* other_log_probs;  // [O]
+  const float* weight;           // [1], of the other source
+  int32_t* mixed;                // [K], −1 for none
+  float* mixed_log_probs;        // [K]
+
+  GSD_HD MixArgs at(const MixSizes& s, int64_t row) const {
+    const int64_t k = row * s.branch, o = row * s.others;
+    return {tokens + k, log_probs + k, other_tokens + o, other_log_probs + o, weight + row, mixed + k,
+            mixed_log_probs + k};
+  }
+};
+
+struct MixArena {
+  float* probs;  // [K + O]
+
+  static GSD_HD size_t bytes(const MixSizes& s) { return arena_bytes(s.candidates(), 4); }
+  GSD_HD MixArena(char* memory, const MixSizes& s) { probs = Carver{memory}.take<float>(s.candidates()); }
+};
+
+// The larger probability, at ties the lower place; NaN before all others, as torch.sort has it.
+GSD_HD bool comes_before(float a, int place_a, float b, int place_b) {
+  if (a != a || b != b) return a != a && (b == b || place_a < place_b);
+  return a > b || (a == b && place_a < place_b);
+}
+
+// One row by one group.
+template <class Group>
+GSD_HD void mix_row(Group& group, const MixArgs& a, const MixSizes& s, char* memory) {
+  const MixArena arena(memory, s);
+  const int rank = group.rank(), step = group.size(), all = s.candidates();
+  const float weight = *a.weight;
+  const auto token_at = [&](int i) { return i < s.branch ? a.tokens[i] : a.other_tokens[i - s.branch]; };
+  for (int i = rank; i < all; i += step) {
+    const int32_t token = token_at(i);
+    float prob = 0.0f;
+    if (token >= 0 && i < s.branch) {
+      prob = expf(a.log_probs[i]) * (1.0f - weight);
+      for (int j = 0; j < s.others; j++) {
+        if (a.other_tokens[j] == token) prob += expf(a.other_log_probs[j]) * weight;
+      }
+    } else if (token >= 0) {
+      bool both = false;
+      for (int j = 0; j < s.branch; j++) both = both || a.tokens[j] == token;
+      prob = both ? 0.0f : expf(a.other_log_probs[i - s.branch]) * weight;
+    }
+    arena.probs[i] = prob;
+  }
+  group.sync("mix: probabilities known");
+  for (int i = rank; i < all; i += step) {
+    const float prob = arena.probs[i];
+    int place = 0;
+    for (int j = 0; j < all; j++) place += comes_before(arena.probs[j], j, prob, i) ? 1 : 0;
+    if (place >= s.branch) continue;
+    a.mixed[place] = prob == 0.0f ? -1 : token_at(i);
+    a.mixed_log_probs[place] = logf(prob);
+  }
+}
+
+}  // namespace gsd

@@ -1,0 +1,76 @@
+"""The Triton n-gram ops as opaque operators. Importing this imports no triton."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .api import NgramTable
+
+
+@torch.library.custom_op("gsd_kernels::triton_ngram_insert", mutates_args=("keys", "table_tokens", "table_log_probs"))
+def _insert(
+    keys: Tensor,
+    table_tokens: Tensor,
+    table_log_probs: Tensor,
+    contexts: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+    valid: Tensor,
+    max_context: int,
+    ways: int,
+) -> None:
+    from .triton import ngram_insert as launch
+
+    launch(keys, table_tokens, table_log_probs, contexts, tokens, log_probs, valid, max_context, ways)
+
+
+@_insert.register_fake
+def _(*_: object) -> None:
+    return None
+
+
+@torch.library.custom_op("gsd_kernels::triton_ngram_lookup", mutates_args=())
+def _lookup(
+    keys: Tensor, table_tokens: Tensor, table_log_probs: Tensor, contexts: Tensor, max_context: int, ways: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    from .triton import ngram_lookup as launch
+
+    return launch(keys, table_tokens, table_log_probs, contexts, max_context, ways)
+
+
+@_lookup.register_fake
+def _(
+    keys: Tensor, table_tokens: Tensor, table_log_probs: Tensor, contexts: Tensor, max_context: int, ways: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (*contexts.shape[:2], table_tokens.shape[2])
+    return contexts.new_empty(shape), table_log_probs.new_empty(shape), contexts.new_empty(shape[:2])
+
+
+def ngram_insert(table: NgramTable, contexts: Tensor, tokens: Tensor, log_probs: Tensor, valid: Tensor) -> None:
+    """One launch, one program a sequence. The table's tensors must be dense, as NgramTable.empty makes them."""
+    stored = (table.keys, table.tokens, table.log_probs)
+    _insert(*stored, contexts, tokens, log_probs, valid, table.max_context, table.ways)
+
+
+def ngram_lookup(table: NgramTable, contexts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One launch."""
+    return _lookup(table.keys, table.tokens, table.log_probs, contexts, table.max_context, table.ways)
+
+
+@torch.library.custom_op("gsd_kernels::triton_mix_candidates", mutates_args=())
+def mix_candidates(
+    tokens: Tensor, log_probs: Tensor, other_tokens: Tensor, other_log_probs: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One launch."""
+    from .triton import mix_candidates as launch
+
+    return launch(tokens, log_probs, other_tokens, other_log_probs, weight)
+
+
+@mix_candidates.register_fake
+def _(tokens: Tensor, log_probs: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(tokens), torch.empty_like(log_probs)
