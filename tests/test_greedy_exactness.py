@@ -33,7 +33,7 @@ torch.set_num_threads(1)
 
 LETTERS = models.CHARACTERS[:29]
 VOCAB = 32  # small, so that sequences recur and merge edges are accepted
-CASES = 9  # per chunk: 5 families × 8 kinds × 9 = 360
+CASES = 7  # per chunk: 5 families × 10 kinds × 7 = 350
 KINDS = {  # merge contexts
     "chain": (-1,),
     "tree": (-1,),
@@ -42,6 +42,8 @@ KINDS = {  # merge contexts
     "graph-2-3": (2, 3),
     "reuse": (0, 1, 2, -1),  # some levels come from the history
     "history": (0, 1, 2, -1),  # no draft model
+    "layer_skip": (0, 1, 2, -1),  # the target drafts for itself
+    "all": (0, 1, 2, -1),  # draft, prediction heads and history
     "switching": (0, 1, 2, -1),  # the shape changes from step to step, as an automatic budget's does
 }
 REUSE = ({"reuse_depth": 1, "reuse_width": 3}, {"reuse_depth": 4, "reuse_width": 8})
@@ -58,6 +60,18 @@ def target_of(family: str, dtype: torch.dtype = torch.float64):
 @functools.lru_cache
 def draft_of(family: str, noise: float, dtype: torch.dtype = torch.float64):
     return models.noised(target_of(family), noise).to(dtype)
+
+
+@functools.lru_cache
+def skip_of(family: str, dtype: torch.dtype = torch.float64):
+    return gsd.LayerSkip(target_of(family, dtype), mlp=[1])
+
+
+@functools.lru_cache
+def heads_of(family: str, dtype: torch.dtype = torch.float64):
+    heads = gsd.DraftHeads.for_model(target_of(family, dtype), 3).requires_grad_(False)
+    heads.weight.normal_(std=0.2, generator=torch.Generator().manual_seed(0))
+    return heads
 
 
 class Drifting(LogitsProcessor):
@@ -229,6 +243,10 @@ class Case:
         sources: dict[str, Any] = {"assistant_model": draft_of(self.family, self.noise, dtype)}
         if self.kind == "history":
             sources = {"draft_sources": ("history",)}
+        if self.kind == "layer_skip":
+            sources = {"assistant_model": skip_of(self.family, dtype)}
+        if self.kind == "all":
+            sources["draft_heads"] = heads_of(self.family, dtype)
         arguments = {**sources, **self.arguments(), "return_dict_in_generate": True, **more}
         switching = Switching(self.config, self.seed) if self.kind == "switching" else None
         with switching or contextlib.nullcontext():

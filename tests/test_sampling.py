@@ -305,6 +305,7 @@ def draft_named(name: str):
         "noised": noised,
         "target": target,
         "random": models.tiny("llama-mha", vocab_size=VOCAB, seed=9),
+        "layer_skip": gsd.LayerSkip(target, mlp=[1]),
         "history": None,
     }[name]
 
@@ -321,7 +322,7 @@ def test_text_depends_on_the_seed_only(chunk):
         plain = gsd.generate(target, **arguments)
         assert plain.stats.tokens_per_step == 1.0
         texts.add(tuple(plain.sequences.flatten().tolist()))
-        for turn, name in enumerate(["noised", "target", "random", "history", "noised"]):
+        for turn, name in enumerate(["noised", "target", "random", "history", "layer_skip"]):
             config = CONFIGS[list(CONFIGS)[(seed // 5 + turn) % len(CONFIGS)]]
             draft = draft_named(name)
             source = {"draft_sources": ("history",)} if draft is None else {"assistant_model": draft}

@@ -20,6 +20,7 @@ def command(
     prompts: options.Prompts = None,
     model: options.Model = None,
     draft: options.Draft = None,
+    draft_heads: options.DraftHeadsOption = None,
     revision: options.Revision = None,
     draft_revision: options.DraftRevision = None,
     dtype: options.DtypeOption = options.Dtype.auto,
@@ -57,6 +58,7 @@ def command(
         pair = load_pair(
             model,
             draft,
+            heads=draft_heads,
             dtype=dtype.value,
             device=device,
             revision=revision,
@@ -64,7 +66,7 @@ def command(
             trust_remote_code=trust_remote_code,
             tp_timeout=tp_timeout if tp else None,
         )
-    if pair.draft is None and draft is None:
+    if pair.draft is None and draft is None and pair.heads is None:
         err.print("gsd-kernels: no --draft: plain decoding on both sides (--draft history speculates without a model)")
     texts = texts or [prompt["text"] for prompt in demo_pair.prompts()[:DEFAULT_PROMPTS]]
     contenders = {

@@ -28,6 +28,7 @@ def command(
     prompts: options.Prompts = None,
     model: options.Model = None,
     draft: options.Draft = None,
+    draft_heads: options.DraftHeadsOption = None,
     revision: options.Revision = None,
     draft_revision: options.DraftRevision = None,
     dtype: options.DtypeOption = options.Dtype.auto,
@@ -79,6 +80,7 @@ def command(
         pair = load_pair(
             model,
             draft,
+            heads=draft_heads,
             dtype=dtype.value,
             device=device,
             revision=revision,
@@ -86,7 +88,7 @@ def command(
             trust_remote_code=trust_remote_code,
             tp_timeout=tp_timeout if tp else None,
         )
-    if pair.draft is None and draft is None:
+    if pair.draft is None and draft is None and pair.heads is None:
         err.print("gsd-kernels: no --draft: plain decoding (--draft history speculates without a model)")
     inputs = pair.encode(texts, chat)
     sampling = _sampling(temperature, top_k, top_p, min_p, seed)

@@ -53,6 +53,16 @@ Draft = Annotated[
         "before. [bold]none[/bold]: plain decoding.",
     ),
 ]
+DraftHeadsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-heads",
+        metavar="DIR",
+        rich_help_panel=_MODELS,
+        help="Heads of the target, from [bold]gsd-kernels train-heads[/bold]: beside --draft and the history, or "
+        "without a draft. [bold]demo[/bold]: those of the embedded target.",
+    ),
+]
 Revision = Annotated[
     str | None, typer.Option("--revision", rich_help_panel=_MODELS, help="Branch, tag or commit of --model on the hub.")
 ]

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from gsd_kernels_hf import demo_pair, support
 from gsd_kernels_hf.agreement import check_heads
+from gsd_kernels_hf.heads import DraftHeads
 
 from . import ranks
 
@@ -29,6 +30,7 @@ class Pair:
     draft: PreTrainedModel | None
     tokenizer: PreTrainedTokenizerBase
     sources: tuple[str, ...] | None = None
+    heads: DraftHeads | None = None
 
     @property
     def device(self) -> torch.device:
@@ -61,7 +63,8 @@ class Pair:
     @property
     def speculation(self) -> dict[str, Any]:
         """What :func:`gsd_kernels.generate` drafts with."""
-        return {"assistant_model": self.draft, "draft_sources": self.sources}
+        sources = self.sources if self.heads is None else None  # all that there are, and the history
+        return {"assistant_model": self.draft, "draft_sources": sources, "draft_heads": self.heads}
 
 
 def quiet_transformers() -> None:
@@ -90,6 +93,7 @@ def load_pair(
     model: str | None,
     draft: str | None,
     *,
+    heads: str | None = None,
     dtype: str = "auto",
     device: str | None = None,
     revision: str | None = None,
@@ -97,7 +101,7 @@ def load_pair(
     trust_remote_code: bool = False,
     tp_timeout: float | None = None,
 ) -> Pair:
-    """The pair that the options name; the embedded one without ``model``.
+    """The pair that the options name, with its heads; the embedded one without ``model``.
 
     With ``tp_timeout`` (seconds) the target is sharded over the processes that torchrun started.
 
@@ -105,6 +109,32 @@ def load_pair(
         ValueError: options that contradict each other, or a pair of different tokenizers.
         OSError: a checkpoint cannot be found.
     """
+    pair = _load_models(
+        model,
+        draft,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        draft_revision=draft_revision,
+        trust_remote_code=trust_remote_code,
+        tp_timeout=tp_timeout,
+    )
+    if heads is not None:
+        pair.heads = DraftHeads.from_pretrained(demo_pair.path() / "heads" if heads == "demo" else heads, pair.target)
+    return pair
+
+
+def _load_models(
+    model: str | None,
+    draft: str | None,
+    *,
+    dtype: str,
+    device: str | None,
+    revision: str | None,
+    draft_revision: str | None,
+    trust_remote_code: bool,
+    tp_timeout: float | None,
+) -> Pair:
     quiet_transformers()
     sharded = {}
     if tp_timeout is None:
