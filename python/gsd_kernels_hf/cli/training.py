@@ -27,9 +27,7 @@ TextOption = Annotated[
     list[Path] | None,
     typer.Option("--text", metavar="FILE", rich_help_panel=_TEXT, help="UTF-8 text to train on. Repeatable."),
 ]
-MoreText = Annotated[
-    list[Path] | None, typer.Argument(metavar="[FILES]...", show_default=False, help="More of --text.")
-]
+MoreText = Annotated[list[Path] | None, typer.Argument(metavar="FILES", show_default=False, help="More of --text.")]
 HeldOutText = Annotated[
     list[Path] | None,
     typer.Option(
