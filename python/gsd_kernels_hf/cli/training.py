@@ -27,9 +27,7 @@ TextOption = Annotated[
     list[Path] | None,
     typer.Option("--text", metavar="FILE", rich_help_panel=_TEXT, help="UTF-8 text to train on. Repeatable."),
 ]
-MoreText = Annotated[
-    list[Path] | None, typer.Argument(metavar="[FILES]...", show_default=False, help="More of --text.")
-]
+MoreText = Annotated[list[Path] | None, typer.Argument(metavar="FILES", show_default=False, help="More of --text.")]
 HeldOutText = Annotated[
     list[Path] | None,
     typer.Option(
@@ -185,7 +183,7 @@ def heads_command(
     batch: Batch = 16,
     length: Length = 256,
     micro_batch: MicroBatch = None,
-    lr: Annotated[float, typer.Option("--lr", rich_help_panel=_OPTIMIZER, help="Highest.")] = 1e-3,
+    lr: Annotated[float, typer.Option("--lr", rich_help_panel=_OPTIMIZER, help="Highest.")] = 3e-2,
     warmup: Warmup = 0.02,
     decay: Decay = 0.6,
     weight_decay: WeightDecay = 0.05,
