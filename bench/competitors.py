@@ -16,12 +16,12 @@ from gsd_kernels_hf import GenerationStats
 
 from .pairs import Pair
 
-GREEDY, STATIC, PLAIN, AUTO = "hf-greedy", "hf-static-compile", "plain", "auto"
+GREEDY, STATIC, PLAIN, AUTO, HISTORY_AUTO = "hf-greedy", "hf-static-compile", "plain", "auto", "history-auto"
 ASSISTED = ("hf-assisted-3", "hf-assisted-5", "hf-assisted-8", "hf-assisted-dynamic")
 OTHER_SPECULATION = ("hf-prompt-lookup", "hf-early-exit", "hf-mtp", "hf-dflash")
 #: ``merged`` joins recurring sequences inside a step, ``graph`` across steps too, through the history; ``all`` is
-#: ``graph`` with the heads.
-OURS = (PLAIN, "chain", "tree", "merged", "graph", "history", "layer-skip", "heads", "all", AUTO)
+#: ``graph`` with the heads. ``history`` verifies as many rows as prompt lookup does, ``history-auto`` what pays.
+OURS = (PLAIN, "chain", "tree", "merged", "graph", "history", HISTORY_AUTO, "layer-skip", "heads", "all", AUTO)
 COMPETITORS = (GREEDY, STATIC, *ASSISTED, *OTHER_SPECULATION, *OURS)
 
 #: What transformers' assisted generation does with ``num_assistant_tokens`` drafted tokens, always.
@@ -58,9 +58,10 @@ def fixed_configs(device: torch.device) -> dict[str, GraphConfig]:
         chain = GraphConfig.preset("chain", depth=5)
     merged = tree.replace(merge_context=2)
     graph = merged.replace(reuse_depth=4, reuse_width=8)
+    rows = PROMPT_LOOKUP_TOKENS + 1
     free = GraphConfig(
-        depth=0, branch=3, max_rows=tree.max_rows, merge_context=2, reuse_depth=10, reuse_width=3
-    )  # the history alone: levels cost nothing, so the depth is prompt lookup's
+        depth=0, branch=3, max_rows=rows, merge_context=2, reuse_depth=PROMPT_LOOKUP_TOKENS, reuse_width=3
+    )
     return {"chain": chain, "tree": tree, "merged": merged, "graph": graph, "history": free, "all": graph}
 
 
@@ -176,8 +177,8 @@ def _ours(name: str, pair: Pair, sampling: dict[str, Any], backend: str) -> Deco
         options = {}
     elif name == AUTO:
         options |= {"graph_config": "auto", "draft_heads": pair.heads}
-    elif name == "history":
-        options = {"draft_sources": ("history",), "graph_config": configs[name]}
+    elif name in ("history", HISTORY_AUTO):
+        options = {"draft_sources": ("history",), "graph_config": configs.get(name, "auto")}
     elif name == "layer-skip":
         options = {"assistant_model": layer_skip(pair), "graph_config": configs["merged"]}
     elif name == "heads":

@@ -13,13 +13,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from gsd_kernels import tune
 from gsd_kernels_hf.cli.ranks import from_first
 from gsd_kernels_hf.comparison import first_divergence
 from gsd_kernels_hf.tuning import prefix_bucket
 
-from .competitors import ASSISTED, AUTO, COMPETITORS, GREEDY, OURS, PLAIN, Competitor, competitors, fixed_configs
+from .competitors import (
+    ASSISTED,
+    AUTO,
+    COMPETITORS,
+    GREEDY,
+    HISTORY_AUTO,
+    OURS,
+    PLAIN,
+    Competitor,
+    competitors,
+    fixed_configs,
+)
 from .environment import environment
 from .intervals import Ratio, paired_ratio
 from .pairs import Pair, load_pair
@@ -214,8 +226,8 @@ def _prepare(settings: Settings, pair: Pair, report: GenerateReport) -> list[Com
         print(f"generate: warming up {competitor.name}", file=sys.stderr, flush=True)
         begin = time.perf_counter()
         try:
-            if competitor.name == AUTO and settings.ranks == 1:  # with several it is the preset graph
-                _calibrate(settings, pair)
+            if competitor.name in (AUTO, HISTORY_AUTO) and settings.ranks == 1:  # with several they are fixed
+                _calibrate(settings, pair, pair.draft if competitor.name == AUTO else None)
             competitor.decode(longest, settings.new_tokens if competitor.compiled else WARM_UP_TOKENS, 0)
         except Exception as error:
             if competitor.name in OURS:
@@ -227,14 +239,14 @@ def _prepare(settings: Settings, pair: Pair, report: GenerateReport) -> list[Com
     return racing
 
 
-def _calibrate(settings: Settings, pair: Pair) -> None:
+def _calibrate(settings: Settings, pair: Pair, draft: PreTrainedModel | None) -> None:
     """Measure the step costs anew for every prompt length of the run."""
     done = set()
     for prompt in pair.prompts:
         length = prompt.input_ids.shape[1] + settings.new_tokens // 2  # the middle of the text, as generate asks
         bucket = prefix_bucket(length)
         if bucket not in done:
-            tune(pair.target, pair.draft, prefix_length=length, backend=settings.backend, refresh=True)
+            tune(pair.target, draft, prefix_length=length, backend=settings.backend, refresh=True)
             done.add(bucket)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import scale_memory, scale_messages
+from . import scale_memory, scale_messages, sources_table
 from .competitors import ASSISTED, AUTO, GREEDY, PLAIN
 from .generate import title
 from .intervals import Ratio
@@ -115,6 +115,15 @@ def tree(results: Path) -> str:
         "[bench/results/tree.md](bench/results/tree.md)."
     )
     return "\n\n".join([head, markdown(["text", "draft rows", *map(str, target_rows)], rows), foot])
+
+
+def sources(results: Path) -> str:
+    """Every draft source, alone and together, on three kinds of text."""
+    path = results / f"{sources_table.NAME}.json"
+    if not path.exists():
+        raise MissingResultError(f"`python -m gsd_kernels_bench.{sources_table.__name__.rpartition('.')[2]}`")
+    data = _read(path)
+    return f"{_place(data['environment'])}. {sources_table.table(data)}"
 
 
 def kernels(results: Path) -> str:
@@ -228,6 +237,7 @@ def _read(path: Path) -> dict[str, Any]:
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "speed": speed,
     "tree": tree,
+    "sources": sources,
     "kernels": kernels,
     "scale": scale,
     "scale-messages": messages,

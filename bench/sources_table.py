@@ -29,14 +29,15 @@ NAME = "sources"
 TEXTS = ("copy", "code", "prose")
 TEMPERATURES = (0.0, 0.7)
 THEIRS = ("hf-greedy", "hf-assisted-5", "hf-assisted-dynamic", "hf-prompt-lookup")
-OURS = ("plain", "chain", "tree", "merged", "history", "layer-skip", "heads", "graph", "all", "auto")
+OURS = ("plain", "chain", "tree", "merged", "history", "history-auto", "layer-skip", "heads", "graph", "all", "auto")
 LABELS = {
     "hf-greedy": "transformers, plain",
     "hf-assisted-5": "transformers, assisted (5)",
     "hf-assisted-dynamic": "transformers, assisted (dynamic)",
     "hf-prompt-lookup": "transformers, prompt lookup",
     "merged": "graph, draft alone",
-    "history": "history alone",
+    "history": "history alone, rows of prompt lookup",
+    "history-auto": "history alone, automatic rows",
     "layer-skip": "layer skipping and history",
     "heads": "heads alone",
     "graph": "graph, draft and history",
@@ -44,7 +45,7 @@ LABELS = {
 }
 #: What the table is asked: ours against which of theirs, by what.
 QUESTIONS = (
-    ("history", ("hf-prompt-lookup",), "seconds"),
+    ("history-auto", ("hf-prompt-lookup",), "seconds"),
     ("history", ("hf-prompt-lookup",), "target_forwards"),
     ("graph", ("merged",), "seconds"),
     ("graph", ("merged",), "target_forwards"),
