@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from gsd_kernels import GraphConfig, generate
+from gsd_kernels import GraphConfig, LayerSkip, generate
 from gsd_kernels_hf import GenerationStats
 
 from .pairs import Pair
@@ -19,7 +19,9 @@ from .pairs import Pair
 GREEDY, STATIC, PLAIN, AUTO = "hf-greedy", "hf-static-compile", "plain", "auto"
 ASSISTED = ("hf-assisted-3", "hf-assisted-5", "hf-assisted-8", "hf-assisted-dynamic")
 OTHER_SPECULATION = ("hf-prompt-lookup", "hf-early-exit", "hf-mtp", "hf-dflash")
-OURS = (PLAIN, "chain", "tree", "graph", "history", AUTO)
+#: ``merged`` joins recurring sequences inside a step, ``graph`` across steps too, through the history; ``all`` is
+#: ``graph`` with the heads.
+OURS = (PLAIN, "chain", "tree", "merged", "graph", "history", "layer-skip", "heads", "all", AUTO)
 COMPETITORS = (GREEDY, STATIC, *ASSISTED, *OTHER_SPECULATION, *OURS)
 
 #: What transformers' assisted generation does with ``num_assistant_tokens`` drafted tokens, always.
@@ -54,7 +56,12 @@ def fixed_configs(device: torch.device) -> dict[str, GraphConfig]:
     else:
         tree = GraphConfig(depth=5, width=3, branch=3, max_rows=16, merge_context=-1)
         chain = GraphConfig.preset("chain", depth=5)
-    return {"chain": chain, "tree": tree, "graph": tree.replace(merge_context=2, reuse_depth=4, reuse_width=8)}
+    merged = tree.replace(merge_context=2)
+    graph = merged.replace(reuse_depth=4, reuse_width=8)
+    free = GraphConfig(
+        depth=0, branch=3, max_rows=tree.max_rows, merge_context=2, reuse_depth=10, reuse_width=3
+    )  # the history alone: levels cost nothing, so the depth is prompt lookup's
+    return {"chain": chain, "tree": tree, "merged": merged, "graph": graph, "history": free, "all": graph}
 
 
 def competitors(
@@ -75,7 +82,11 @@ def competitors(
 def _competitor(name: str, pair: Pair, sampling: dict[str, Any], backend: str, quick: bool) -> Competitor:
     target, draft = pair.target, pair.draft
     if name in OURS:
-        return Competitor(name, _ours(name, target, draft, sampling, backend))
+        if name in ("heads", "all") and pair.heads is None:
+            return Competitor(name, missing="the pair has no trained heads")
+        if name == "layer-skip" and pair.source is None:
+            return Competitor(name, missing="not searched for a sharded target")
+        return Competitor(name, _ours(name, pair, sampling, backend))
 
     def theirs(**options: Any) -> Decode:
         def decode(ids: Tensor, new_tokens: int, seed: int) -> tuple[Tensor, None]:
@@ -145,17 +156,36 @@ def _effective_layers(target: PreTrainedModel) -> int:
     return sum(bool(layer.mlp.down_proj.weight.any()) for layer in target.model.layers)
 
 
-def _ours(name: str, target: PreTrainedModel, draft: PreTrainedModel, sampling: dict[str, Any], backend: str) -> Decode:
-    options: dict[str, Any] = {"assistant_model": draft}
+def layer_skip(pair: Pair) -> LayerSkip:
+    """What a search on the source of the target finds, and of an inflated target's added layers the same share."""
+    assert pair.source is not None and pair.sample is not None
+    source = pair.source.to(pair.sample.device)
+    found = LayerSkip.search(source, pair.sample)
+    own, all_ = source.config.num_hidden_layers, pair.target.config.num_hidden_layers
+
+    def scaled(skipped: Sequence[int]) -> list[int]:
+        return [*skipped, *range(own, own + round((all_ - own) * len(skipped) / own))]
+
+    return LayerSkip(pair.target, attention=scaled(found.attention), mlp=scaled(found.mlp))
+
+
+def _ours(name: str, pair: Pair, sampling: dict[str, Any], backend: str) -> Decode:
+    target, configs = pair.target, fixed_configs(pair.target.device)
+    options: dict[str, Any] = {"assistant_model": pair.draft}
     if name == PLAIN:
         options = {}
     elif name == AUTO:
-        options["graph_config"] = "auto"
+        options |= {"graph_config": "auto", "draft_heads": pair.heads}
     elif name == "history":
-        config = fixed_configs(target.device)["graph"]
-        options = {"draft_sources": ("history",), "graph_config": config}
+        options = {"draft_sources": ("history",), "graph_config": configs[name]}
+    elif name == "layer-skip":
+        options = {"assistant_model": layer_skip(pair), "graph_config": configs["merged"]}
+    elif name == "heads":
+        options = {"draft_heads": pair.heads, "draft_sources": ("heads",), "graph_config": configs["merged"]}
     else:
-        options["graph_config"] = fixed_configs(target.device)[name]
+        options["graph_config"] = configs[name]
+        if name == "all":
+            options["draft_heads"] = pair.heads
 
     def decode(ids: Tensor, new_tokens: int, seed: int) -> tuple[Tensor, GenerationStats]:
         output = generate(

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import shutil
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from gsd_kernels import DraftHeads
+from gsd_kernels_hf import demo_pair
 from gsd_kernels_hf.agreement import check_heads
 from gsd_kernels_hf.cli import ranks
-from gsd_kernels_hf.inflate import inflate, inflated_config
+from gsd_kernels_hf.inflate import fitted_heads, inflate, inflated_config
 
+from .prose import PASSAGES
 from .shapes import shape_named
 
 PAIRS = ("demo", "tiny")
-TEXTS = ("code", "copy", "table")
+TEXTS = ("code", "copy", "table", "prose")
 MAX_TABLES = 16
+SAMPLE_TOKENS = 384
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,9 @@ class Pair:
     target: PreTrainedModel
     draft: PreTrainedModel
     prompts: list[Prompt]
+    heads: DraftHeads | None = None  # trained for the target
+    source: PreTrainedModel | None = None  # what the target was inflated from
+    sample: Tensor | None = None  # int64 [1, L]; text that is neither prompt nor held out, to search layers on
 
 
 def load_pair(
@@ -61,7 +71,8 @@ def load_pair(
         name: ``demo``, the embedded pair; or ``tiny``, random weights that exercise the code and mean nothing.
         device, dtype: of both models.
         target_shape, draft_shape: a named shape to inflate to (the same function at another cost), or ``none``.
-        texts: ``code`` (held-out Python source), ``copy`` (a function, and again), ``table`` (data that repeats).
+        texts: ``code`` (held-out Python source), ``copy`` (a function, and again), ``table`` (data that repeats),
+            ``prose`` (English books).
         tensor_parallel: shard the target over the processes of the group that :func:`ranks.join` made.
 
     Raises:
@@ -72,14 +83,18 @@ def load_pair(
             raise ValueError(f"texts: {text!r} is none of {', '.join(TEXTS)}")
     if name not in PAIRS:
         raise ValueError(f"pair: {name!r} is none of {', '.join(PAIRS)}")
-    target, draft, found = (_demo if name == "demo" else _tiny)(texts, prompts)
-    target = (_sharded if tensor_parallel else _placed)(target, target_shape, device, dtype)
+    source, draft, found = (_demo if name == "demo" else _tiny)(texts, prompts)
+    target = (_sharded if tensor_parallel else _placed)(source, target_shape, device, dtype)
     draft = _placed(draft, draft_shape, device, dtype)
     for model in (target, draft):
         # All texts get the same length, so that rates are comparable: decoding goes on past an end-of-text token.
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
-    return Pair(name, target, draft, [Prompt(n, k, ids.to(device)) for n, k, ids in found])
+    extras: dict[str, Any] = {}
+    if not tensor_parallel:
+        heads = DraftHeads.from_pretrained(demo_pair.path() / "heads") if name == "demo" else None
+        extras = {"heads": heads and fitted_heads(heads, target), "source": source, "sample": _sample(name).to(device)}
+    return Pair(name, target, draft, [Prompt(n, k, ids.to(device)) for n, k, ids in found], **extras)
 
 
 def _placed(model: PreTrainedModel, shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -111,15 +126,23 @@ Found = tuple[PreTrainedModel, PreTrainedModel, list[tuple[str, str, Tensor]]]
 
 
 def _demo(texts: Sequence[str], count: int) -> Found:
-    from gsd_kernels_hf import demo_pair
-
     target, draft, tokenizer = demo_pair.load()
     found = []
     for kind in texts:
-        known = [(p["name"], p["text"]) for p in demo_pair.prompts(kind)] if kind != "table" else _tables()
+        known = [(p["name"], p["text"]) for p in demo_pair.prompts(kind)]
+        if kind in ("table", "prose"):
+            known = _tables() if kind == "table" else list(PASSAGES.items())
         for prompt, text in known[:count]:
             found.append((prompt, kind, tokenizer(text, return_tensors="pt")["input_ids"]))
     return target, draft, found
+
+
+def _sample(name: str) -> Tensor:
+    """Source code that the demo pair was trained on, as tokens; or any tokens."""
+    if name != "demo":
+        return torch.randint(3, 512, (1, 64), generator=torch.Generator().manual_seed(99))
+    text = inspect.getsource(textwrap)
+    return demo_pair.load()[2](text, return_tensors="pt")["input_ids"][:, :SAMPLE_TOKENS]
 
 
 def _tables() -> list[tuple[str, str]]:

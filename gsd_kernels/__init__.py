@@ -23,17 +23,19 @@ from .ops.verify import verify
 from .ops.write_kv import write_kv
 
 if TYPE_CHECKING:
-    from gsd_kernels_hf import GraphDecoder, Typical, generate, patch, tune, unpatch
+    from gsd_kernels_hf import DraftHeads, GraphDecoder, LayerSkip, Typical, generate, patch, tune, unpatch
 
-_BINDINGS = ("GraphDecoder", "Typical", "generate", "patch", "tune", "unpatch")
+_BINDINGS = ("DraftHeads", "GraphDecoder", "LayerSkip", "Typical", "generate", "patch", "tune", "unpatch")
 
 __all__ = [
     "BACKENDS",
     "Acceptance",
     "BackendUnavailableError",
+    "DraftHeads",
     "Frontier",
     "GraphConfig",
     "GraphDecoder",
+    "LayerSkip",
     "NgramTable",
     "Rows",
     "TokenGraph",

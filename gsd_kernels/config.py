@@ -14,6 +14,9 @@ MAX_CONTEXT = 8
 MAX_ROWS = 128
 """Largest number of rows that one target forward verifies."""
 
+MAX_BRANCH = 32
+"""Largest number of candidates after one node."""
+
 PRESETS = ("chain", "tree", "graph")
 
 
@@ -22,7 +25,7 @@ class GraphConfig:
     """Budgets and rules of one speculative step. Immutable; see :meth:`preset` for the named ones.
 
     Args:
-        depth: drafted levels, i.e. draft forwards a step (1 … 64).
+        depth: drafted levels, i.e. draft forwards a step (0 … 64). 0: no draft model, only ``reuse_depth`` levels.
         width: nodes that one level expands, the best of all unexpanded ones (1 … 64).
         branch: candidate tokens drafted after each expanded node (1 … 32).
         max_rows: rows that the target verifies in one forward, the root included (2 … 128).
@@ -56,9 +59,11 @@ class GraphConfig:
     reuse_width: int = 8
 
     def __post_init__(self) -> None:
-        _check_int("depth", self.depth, 1, 64)
+        _check_int("reuse_depth", self.reuse_depth, 0, 64)
+        _check_int("reuse_width", self.reuse_width, 1, 64)
+        _check_int("depth", self.depth, 0 if self.reuse_depth else 1, 64)
         _check_int("width", self.width, 1, 64)
-        _check_int("branch", self.branch, 1, 32)
+        _check_int("branch", self.branch, 1, MAX_BRANCH)
         _check_int("max_rows", self.max_rows, 2, MAX_ROWS)
         if self.max_path is None:
             deepest = 2 * self.depth + self.reuse_depth
@@ -67,8 +72,6 @@ class GraphConfig:
         _check_int("merge_context", self.merge_context, -1, MAX_CONTEXT)
         _check_fraction("sibling_ratio", self.sibling_ratio)
         _check_fraction("min_prob", self.min_prob)
-        _check_int("reuse_depth", self.reuse_depth, 0, 64)
-        _check_int("reuse_width", self.reuse_width, 1, 64)
         if self.node_capacity > MAX_NODES:
             raise ValueError(
                 f"depth={self.depth}, width={self.width}, branch={self.branch} give a graph of up to "
@@ -102,14 +105,18 @@ class GraphConfig:
 
     @property
     def node_capacity(self) -> int:
-        """Nodes that the graph can hold: root + branch·(1 + (depth − 1)·width + reuse_depth·reuse_width)."""
-        expanded = 1 + (self.depth - 1) * self.width + self.reuse_depth * self.reuse_width
+        """Nodes that the graph can hold: root + branch·(1 + (depth − 1)·width + reuse_depth·reuse_width).
+
+        Without drafted levels the first of the others expands the root alone.
+        """
+        reused = self.reuse_depth - (self.depth == 0)
+        expanded = 1 + max(0, self.depth - 1) * self.width + reused * self.reuse_width
         return 1 + self.branch * expanded
 
     @property
     def draft_slots(self) -> int:
         """Cache slots that the draft needs for expanded nodes (the root lies in the prefix)."""
-        return (self.depth - 1) * self.width
+        return max(0, self.depth - 1) * self.width
 
     @property
     def chain_rows(self) -> int:

@@ -147,6 +147,12 @@ class Rows:
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, f.name) for f in fields(self))
 
+    def first(self, count: int) -> Rows:
+        """The first ``count`` rows, which hold no other row's child."""
+        kept = {f.name: getattr(self, f.name)[:, :count].contiguous() for f in fields(self) if f.name != "num_rows"}
+        kept["ancestor_mask"] = kept["ancestor_mask"][..., : num_words(count)].contiguous()
+        return Rows(**kept, num_rows=self.num_rows.clamp(max=count))
+
 
 @dataclass
 class Acceptance:

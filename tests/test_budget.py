@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import gsd_kernels as gsd
 from gsd_kernels_hf import decoding, tuning
 from gsd_kernels_hf.budget import AcceptanceModel, Budget
 from gsd_kernels_hf.drafting import Calibration
-from gsd_kernels_hf.tuning import FAMILIES, StepCosts
+from gsd_kernels_hf.tuning import FAMILIES, StepCosts, family_key
 
 
 @pytest.fixture(autouse=True)
@@ -24,11 +23,10 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def costs(target: dict[int, float], level: float = 0.001) -> StepCosts:
-    return StepCosts(target, {f"{w},{b}": (level, level) for w, b in FAMILIES}, overhead=0.0)
+    return StepCosts(target, {family_key("all", w, b): (level, level) for w, b in FAMILIES}, overhead=0.0)
 
 
 CPU_LIKE = {1: 0.077, 2: 0.131, 4: 0.128, 8: 0.123, 16: 0.156, 32: 0.211, 64: 0.298, 128: 0.55}
-NO_MATCH = np.zeros(1, dtype=int)
 FLAT = {1: 0.020, 64: 0.021, 128: 0.022}
 
 
@@ -55,7 +53,7 @@ def test_a_draft_that_is_always_wrong_is_switched_off_and_tried_again_later():
         k = budget.current.branch if budget.current else 1
         probs, hits = np.full((1, k), 0.5 / k), np.zeros((1, k), dtype=bool)
         if budget.current is not None:
-            budget.learn(probs, hits, NO_MATCH, [1])
+            budget.learn({"all": (probs, hits)}, [1])
         budget.advance(0.05)
     off = history.index(False)
     assert off < 120
@@ -66,8 +64,8 @@ def test_a_draft_that_is_always_wrong_is_switched_off_and_tried_again_later():
 def test_depth_grows_with_acceptance():
     easy, hard = AcceptanceModel(4), AcceptanceModel(4)
     for _ in range(80):
-        easy.observe(np.array([[0.95, 0.02, 0.01, 0.0]]), np.array([[True, False, False, False]]), NO_MATCH)
-        hard.observe(np.array([[0.3, 0.2, 0.1, 0.1]]), np.array([[False, True, False, False]]), NO_MATCH)
+        easy.observe("all", np.array([[0.95, 0.02, 0.01, 0.0]]), np.array([[True, False, False, False]]))
+        hard.observe("all", np.array([[0.3, 0.2, 0.1, 0.1]]), np.array([[False, True, False, False]]))
     deep, shallow = (Budget(costs(CPU_LIKE), m).current for m in (easy, hard))
     assert deep.depth > (shallow.depth if shallow else 0)
 
@@ -75,24 +73,14 @@ def test_depth_grows_with_acceptance():
 def test_calibration_tells_an_overconfident_draft():
     model = AcceptanceModel(2)
     for i in range(400):
-        model.observe(np.array([[0.9, 0.05]]), np.array([[i % 2 == 0, False]]), NO_MATCH)
+        model.observe("all", np.array([[0.9, 0.05]]), np.array([[i % 2 == 0, False]]))
     calibration = Calibration(2, torch.device("cpu"))
-    model.write(SimpleNamespace(calibration=calibration, history=None))
+    model.write(calibration)
     log_probs = torch.tensor([[[0.9, 0.05]]]).log()
     calibrated = calibration(log_probs).exp()[0, 0]
     assert 0.45 < calibrated[0] < 0.6
     assert calibrated[1] < 0.05
     assert (calibration(torch.tensor([[[0.0, float("-inf")]]])) <= 0).all()
-
-
-def test_the_history_is_trusted_as_far_as_it_was_right():
-    model = AcceptanceModel(2)
-    for i in range(300):
-        probs, hits = np.array([[0.9, 0.1], [0.9, 0.1]]), np.array([[i % 5 == 0, False], [True, False]])
-        model.observe(probs, hits, np.array([1, 4]))
-    history = SimpleNamespace(log_worth=torch.zeros(5))
-    model.write(SimpleNamespace(calibration=None, history=history))
-    assert history.log_worth[1].exp() < 0.35 < 0.8 < history.log_worth[4].exp()
 
 
 def test_tune_measures_once_and_keeps_the_result(tmp_path, monkeypatch):

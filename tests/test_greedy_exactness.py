@@ -26,7 +26,8 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.budget import AcceptanceModel, largest_shapes
+from gsd_kernels_hf.budget import AcceptanceModel, shape
+from gsd_kernels_hf.tuning import FAMILIES, FREE
 
 torch.set_num_threads(1)
 
@@ -102,13 +103,22 @@ class Switching(contextlib.AbstractContextManager):
     """Stands in for the automatic budget: another shape, or none, every few steps."""
 
     def __init__(self, config: gsd.GraphConfig, seed: int):
-        smaller = [shape for shape in largest_shapes() if shape.max_rows <= 128]
-        self.shapes = [None, config.replace(depth=1), *smaller]
+        with_model = [shape("all", *family, 10, 128) for family in FAMILIES]
+        self.shapes = [
+            None,
+            config.replace(depth=1),
+            *with_model,
+            *(shape("free", *family, 10, 128) for family in FREE),
+        ]
         self.model, self.rng = AcceptanceModel(branch=4), random.Random(seed)
         self.current = self.rng.choice(self.shapes)
 
-    def learn(self, probs, hits, matched, counts):
-        self.model.observe(probs, hits, matched)
+    def largest_shapes(self):
+        return self.shapes[1:]
+
+    def learn(self, profiles, counts):
+        for name, (probs, hits) in profiles.items():
+            self.model.observe(name, probs, hits)
 
     def advance(self, seconds):
         if self.rng.random() < 0.6:

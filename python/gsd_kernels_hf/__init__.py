@@ -9,13 +9,17 @@ if TYPE_CHECKING:
     from .criteria import Typical
     from .decoding import GraphDecoder, GraphGenerateOutput, StepRecord
     from .generation import generate, patch, unpatch
+    from .heads import DraftHeads
+    from .layer_skip import LayerSkip
     from .stats import GenerationStats
     from .tuning import StepCosts, tune
 
 __all__ = [
+    "DraftHeads",
     "GenerationStats",
     "GraphDecoder",
     "GraphGenerateOutput",
+    "LayerSkip",
     "StepCosts",
     "StepRecord",
     "Typical",
@@ -26,9 +30,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DraftHeads": "heads",
     "GenerationStats": "stats",
     "GraphDecoder": "decoding",
     "GraphGenerateOutput": "decoding",
+    "LayerSkip": "layer_skip",
     "StepCosts": "tuning",
     "StepRecord": "decoding",
     "Typical": "criteria",

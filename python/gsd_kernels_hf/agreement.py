@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from .heads import DraftHeads
 from .support import CONFIG_FIELDS, HONOURED
 
 if TYPE_CHECKING:
@@ -186,19 +187,21 @@ def digest(value: object) -> int:
     if isinstance(value, Tensor):
         content.update(repr(tuple(value.shape)).encode())
         content.update(value.long().cpu().numpy().tobytes())
+    elif isinstance(value, DraftHeads):
+        content.update(_weights(value, value.weight.device))
     elif isinstance(value, PreTrainedModel):
         content.update(type(value).__name__.encode())
         config = value.config.to_dict()
         for path_or_version in ("_name_or_path", "transformers_version"):
             config.pop(path_or_version, None)
         content.update(repr(sorted(config.items())).encode())
-        content.update(_weights(value))
+        content.update(_weights(value, value.device))
     else:
         content.update(repr(value).encode())
     return int.from_bytes(content.digest()[:8], "little") >> 1
 
 
-def _weights(model: PreTrainedModel) -> bytes:
+def _weights(model: nn.Module, device: torch.device) -> bytes:
     """A few elements of every weight; of a sharded model only the norms, which are whole."""
     whole = getattr(model, "_device_mesh", None) is None
     samples = []
@@ -207,5 +210,5 @@ def _weights(model: PreTrainedModel) -> bytes:
             continue
         local: Any = parameter.detach()
         local = (local.to_local() if hasattr(local, "to_local") else local).reshape(-1)
-        samples.append(local[:: max(1, local.numel() // SAMPLES)][:SAMPLES].double().to(model.device))
+        samples.append(local[:: max(1, local.numel() // SAMPLES)][:SAMPLES].double().to(device))
     return torch.cat(samples).cpu().numpy().tobytes() if samples else b""

@@ -13,16 +13,33 @@ import torch
 
 from gsd_kernels import GraphConfig
 
-from .drafting import Calibration, Drafter
-from .history import WORTH
-from .tuning import DEPTHS, FAMILIES, REUSE, ROWS, StepCosts
+from .drafting import Calibration
+from .tuning import DEPTHS, FAMILIES, FREE, REUSE, ROWS, StepCosts, family_key
 
 POOL = 64  # profiles kept
 FORGET = 0.998  # of what was counted, a step
 TREES = 12  # trees grown for a prediction
 GAIN = 1.02  # a new shape must promise this much more than the current one
-PRIOR = (0.62, 0.12, 0.06, 0.04)  # acceptance by rank, before anything was seen
+# Acceptance by rank, before anything was seen: of a model with all other sources, and of those that cost no forward.
+PRIORS = {"all": (0.62, 0.12, 0.06, 0.04), "free": (0.4, 0.08, 0.04, 0.02)}
 OPTIMIST = (0.9, 0.05, 0.02, 0.01)  # an easy text: what speculation could reach at best
+
+
+class Pool:
+    """Candidate probabilities that were seen lately, calibrated."""
+
+    def __init__(self, prior: tuple[float, ...], branch: int) -> None:
+        self.profiles = np.tile(_padded(prior, branch), (POOL, 1))  # [POOL, K]; newest overwrite
+        self.seen = 0
+        self.ratio = 1.0  # observed over predicted tokens beyond the first
+
+    def add(self, probs: np.ndarray) -> None:
+        """[n, K']"""
+        for profile in probs:
+            row = self.profiles[self.seen % POOL]
+            row[: len(profile)] = profile
+            row[len(profile) :] *= 0.5  # a wider shape would have had something there
+            self.seen += 1
 
 
 class AcceptanceModel:
@@ -34,48 +51,32 @@ class AcceptanceModel:
         # Hits, and hits expected by the draft. Start out by believing the draft, with the weight of a few hits.
         self.hits = np.full((branch, bins), 3.0)
         self.expected = np.full((branch, bins), 3.0)
-        self.history_hits = 3.0 * np.array(WORTH)
-        self.history_expected = np.full(len(WORTH), 3.0)  # by matched context
-        self.pool = np.tile(_padded(PRIOR, branch), (POOL, 1))  # [POOL, K]; calibrated profiles, newest overwrite
-        self.seen = 0
-        self.ratio = 1.0  # observed over predicted tokens beyond the first
+        self.pools = {name: Pool(prior, branch) for name, prior in PRIORS.items()}
 
-    def observe(self, probs: np.ndarray, hits: np.ndarray, matched: np.ndarray) -> None:
-        """Candidates after accepted nodes as proposed, and whether each was picked, [n, K]; matched context, [n]."""
-        drafted = matched == 0
-        self.history_hits = _forget(self.history_hits, 3.0 * np.array(WORTH))
-        self.history_expected = _forget(self.history_expected, 3.0)
-        known = matched > 0
-        np.add.at(self.history_hits, matched[known], hits[known].sum(1))
-        np.add.at(self.history_expected, matched[known], probs[known].sum(1))
-        probs, hits = probs[drafted], hits[drafted]
+    def observe(self, name: str, probs: np.ndarray, hits: np.ndarray) -> None:
+        """Candidates after accepted nodes as proposed by ``name``'s sources, and whether each was picked, [n, K]."""
         if not len(probs):
             return
-        ranks, bins = self._cells(probs)
-        self.hits, self.expected = _forget(self.hits, 3.0), _forget(self.expected, 3.0)
-        np.add.at(self.hits, (ranks, bins), hits.astype(float))
-        np.add.at(self.expected, (ranks, bins), probs)
-        for profile in np.minimum(probs * (self.hits / self.expected)[ranks, bins], 1.0):
-            self.pool[self.seen % POOL, : len(profile)] = profile
-            self.pool[self.seen % POOL, len(profile) :] *= 0.5  # a wider shape would have had something there
-            self.seen += 1
+        if name == "all":
+            ranks, bins = self._cells(probs)
+            self.hits, self.expected = _forget(self.hits, 3.0), _forget(self.expected, 3.0)
+            np.add.at(self.hits, (ranks, bins), hits.astype(float))
+            np.add.at(self.expected, (ranks, bins), probs)
+            probs = np.minimum(probs * (self.hits / self.expected)[ranks, bins], 1.0)
+        self.pools[name].add(probs)
 
-    def write(self, drafter: Drafter) -> None:
-        """Put the current ratios into the device tables."""
-        if drafter.calibration is not None:
+    def write(self, calibration: Calibration | None) -> None:
+        """Put the current ratios into the device table."""
+        if calibration is not None:
             table = torch.from_numpy(np.log(self.hits / self.expected)).float()
-            drafter.calibration.log_ratio.copy_(table[: drafter.calibration.log_ratio.shape[0]], non_blocking=True)
-        if drafter.history is not None:
-            ratio = np.log(np.maximum(self.history_hits, 1e-9) / self.history_expected)
-            drafter.history.log_worth[1:].copy_(torch.from_numpy(ratio[1:]).float(), non_blocking=True)
+            calibration.log_ratio.copy_(table[: calibration.log_ratio.shape[0]], non_blocking=True)
 
     def _cells(self, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         ranks = np.broadcast_to(np.arange(probs.shape[1]), probs.shape)
         return ranks, np.searchsorted(Calibration.EDGES, probs)
 
-    def tokens(self, width: int, branch: int, pool: np.ndarray | None = None) -> dict[int, np.ndarray]:
-        """Predicted tokens per step by depth: an array by rows, entry r − 1 for r rows."""
-        pool = self.pool if pool is None else pool
+    def tokens(self, width: int, branch: int, pool: np.ndarray) -> dict[int, np.ndarray]:
+        """Predicted tokens per step by depth: an array by rows, entry r − 1 for r rows. pool [n, K]."""
         rng = np.random.default_rng(0)  # the same trees every time: differences between shapes are not noise
 
         def profiles(*shape: int) -> np.ndarray:
@@ -111,19 +112,25 @@ class Budget:
         self.current: GraphConfig | None = None
         self._take(self.choose())
 
+    def candidates(self) -> list[tuple[str, int, int]]:
+        """(pool, width, branch) of the shapes whose cost is known."""
+        families = [("all", *family) for family in FAMILIES] + [("free", *family) for family in FREE]
+        return [family for family in families if family_key(*family) in self.costs.draft]
+
     def choose(self, optimistic: bool = False) -> GraphConfig | None:
         """The shape with the most tokens per second; ``None`` for plain decoding."""
-        pool = _padded(OPTIMIST, self.model.branch)[None] if optimistic else None
         best_rate, best = 1.0 / self.seconds(None), None
         current_rate = best_rate if self.steps and self.current is None else 0.0
-        for width, branch in FAMILIES:
-            for depth, by_rows in self.model.tokens(width, branch, pool).items():
+        easy = _padded(OPTIMIST, self.model.branch)[None]
+        for name, width, branch in self.candidates():
+            pool = self.model.pools[name]
+            for depth, by_rows in self.model.tokens(width, branch, easy if optimistic else pool.profiles).items():
                 for rows in ROWS[1:]:
                     if rows > max(self.costs.target) or rows > len(by_rows) + 8:
                         continue
                     tokens = by_rows[min(rows, len(by_rows)) - 1]
-                    tokens = 1.0 + (tokens - 1.0) * (1.0 if optimistic else self.model.ratio)
-                    config = shape(width, branch, depth, rows)
+                    tokens = 1.0 + (tokens - 1.0) * (1.0 if optimistic else pool.ratio)
+                    config = shape(name, width, branch, depth, rows)
                     rate = tokens / self.seconds(config)
                     if config == self.current:
                         current_rate = rate
@@ -131,6 +138,10 @@ class Budget:
                         best_rate, best = rate, config
         keep = self.steps > 0 and not optimistic and current_rate * GAIN >= best_rate
         return self.current if keep else best
+
+    def largest_shapes(self) -> list[GraphConfig]:
+        """The largest configuration of every family: what caches and buffers are sized for."""
+        return [shape(*family, DEPTHS[-1], max(ROWS)) for family in self.candidates()]
 
     def _take(self, config: GraphConfig | None) -> None:
         self.current = config
@@ -141,20 +152,23 @@ class Budget:
         if config is None:
             return self.costs.target_seconds(1) * self.time_ratio.get(1, 1.0)
         target = self.costs.target_seconds(config.max_rows) * self.time_ratio.get(config.max_rows, 1.0)
-        return target + self.costs.draft_seconds(config.width, config.branch, config.depth) + self.costs.overhead
+        return target + self.costs.draft_seconds(*family_of(config)) + self.costs.overhead
 
     def predicted_tokens(self, config: GraphConfig) -> float:
-        by_rows = self.model.tokens(config.width, config.branch)[config.depth]
+        name, width, branch, depth = family_of(config)
+        by_rows = self.model.tokens(width, branch, self.model.pools[name].profiles)[depth]
         return float(by_rows[min(config.max_rows, len(by_rows)) - 1])
 
-    def learn(self, probs: np.ndarray, hits: np.ndarray, matched: np.ndarray, counts: list[int]) -> None:
+    def learn(self, profiles: dict[str, tuple[np.ndarray, np.ndarray]], counts: list[int]) -> None:
         """After a speculative step: what :meth:`Session.profile` gives, and the tokens of every sequence."""
         assert self.current is not None
-        self.model.observe(probs, hits, matched)
+        for name, (probs, hits) in profiles.items():
+            self.model.observe(name, probs, hits)
         active = [n for n in counts if n > 0]
         if self.expected > 0.05 and active:
+            pool = self.model.pools[family_of(self.current)[0]]
             gained = (sum(active) / len(active) - 1.0) / self.expected
-            self.model.ratio += 0.05 * (min(gained, 3.0) - self.model.ratio)
+            pool.ratio += 0.05 * (min(gained, 3.0) - pool.ratio)
 
     def advance(self, target_seconds: float) -> None:
         """After every step: what the target forward took (0 if unknown). Chooses anew now and then."""
@@ -186,23 +200,28 @@ def _forget(counts: np.ndarray, prior: np.ndarray | float) -> np.ndarray:
     return prior + (counts - prior) * FORGET
 
 
-def shape(width: int, branch: int, depth: int, rows: int) -> GraphConfig:
+def shape(name: str, width: int, branch: int, depth: int, rows: int) -> GraphConfig:
     """One of the fixed set of configurations; cached, since making one validates it."""
-    key = (width, branch, depth, rows)
-    if key not in _SHAPES:
-        _SHAPES[key] = GraphConfig(depth=depth, width=width, branch=branch, max_rows=rows, **REUSE)
-    return _SHAPES[key]
+    wanted = (name, width, branch, depth, rows)
+    if wanted not in _SHAPES:
+        levels = {"depth": depth, "width": width, **REUSE}
+        if name == "free":
+            levels = {"depth": 0, "width": width, "reuse_depth": depth, "reuse_width": width}
+        _SHAPES[wanted] = GraphConfig(branch=branch, max_rows=rows, **levels)
+    return _SHAPES[wanted]
 
 
-_SHAPES: dict[tuple[int, int, int, int], GraphConfig] = {}
+_SHAPES: dict[tuple[str, int, int, int, int], GraphConfig] = {}
+
+
+def family_of(config: GraphConfig) -> tuple[str, int, int, int]:
+    """Pool, width, branch and depth of one of the fixed set."""
+    if config.depth == 0:
+        return "free", config.reuse_width, config.branch, config.reuse_depth
+    return "all", config.width, config.branch, config.depth
 
 
 def _padded(profile: tuple[float, ...], branch: int) -> np.ndarray:
     out = np.zeros(branch)
     out[: len(profile)] = profile[:branch]
     return out
-
-
-def largest_shapes() -> list[GraphConfig]:
-    """The largest configuration of every family: what caches and buffers are sized for."""
-    return [shape(width, branch, DEPTHS[-1], max(ROWS)) for width, branch in FAMILIES]

@@ -20,17 +20,20 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import gsd_kernels
 from gsd_kernels import Acceptance, GraphConfig, NgramTable, Rows, TokenGraph, flatten, verify
-from gsd_kernels.config import resolve_graph_config
+from gsd_kernels.config import MAX_BRANCH, resolve_graph_config
 
 from . import support
 from .agreement import Agreement, honoured
 from .attention import switched
-from .budget import AcceptanceModel, Budget, largest_shapes
+from .budget import AcceptanceModel, Budget
 from .capture import CapturedStep, can_capture
 from .criteria import ExactMatch, Typical, check_chain, criterion_of, resolve_criterion, shape_for, warn_lossy
-from .drafting import Calibration, DecodeState, Drafter, ModelDraft
+from .drafting import Calibration, DecodeState, Drafter, HeadDraft, ModelDraft, Place
 from .forward import RowModel
-from .history import History
+from .heads import DraftHeads
+from .history import TRUST, WORTH, History
+from .layer_skip import LayerSkip, SkippedDraft, SkippedRows
+from .mixing import Mixture, Worth
 from .sampling import SamplingPlan, draw_seed
 from .small_draft import draft_rows
 from .stats import Clock, GenerationStats
@@ -38,7 +41,8 @@ from .tuning import FAMILIES, tune
 from .walk import Walk, check_pick
 
 logger = logging.getLogger("gsd_kernels")
-SOURCES = ("model", "history")
+HEAD_SHARE = 0.2  # of the heads beside a draft model, before anything was seen
+SOURCES = ("model", "layer_skip", "heads", "history")
 
 
 @dataclass
@@ -71,9 +75,12 @@ class Session:
         eos_ids: Tensor,  # int32 [E]
         clock: Clock,
         backend: str,
+        *,
+        trims: bool = False,
     ) -> None:
         self.target, self.drafter, self.state, self.plan = target, drafter, state, plan
         self.criterion = criterion
+        self.trims = trims  # forward only rows that hold a token; else shapes are static and nothing waits
         self.config: GraphConfig | None = None
         self.eos_ids, self.clock, self.backend = eos_ids, clock, backend
         batch, device = state.tokens.shape[0], state.tokens.device
@@ -90,8 +97,11 @@ class Session:
         )
 
     @property
-    def num_rows(self) -> int:
-        return self.config.max_rows if self.config is not None else 1
+    def drafted_rows(self) -> int:
+        """Rows that a draft model computes in a step."""
+        if self.config is None or self.drafter is None or self.drafter.model is None or self.config.depth == 0:
+            return 0
+        return self.drafter.model.num_rows(self.config)
 
     @property
     def max_path(self) -> int:
@@ -127,19 +137,21 @@ class Session:
                 self.lone_root.token_ids.copy_(self.state.root_tokens()[:, None])
                 return None, self.lone_root
             graph = self.drafter.draft(self.config)
-            return graph, flatten(graph, self.num_rows, self.max_path, backend=self.backend)
+            rows = flatten(graph, self.config.max_rows, self.max_path, backend=self.backend)
+            return graph, rows.first(int(rows.num_rows.max())) if self.trims else rows
 
     def attend(self, rows: Rows) -> Tensor:
         """The target's logits at every row, [B, R, V]."""
+        count = rows.token_ids.shape[1]
         with self.clock.part("target"):
             logits = self.target.rows(
                 rows.token_ids,
                 self.kv_len,
-                torch.arange(self.num_rows, device=self.kv_len.device),
+                torch.arange(count, device=self.kv_len.device),
                 rows.ancestor_mask,
                 rows.depths,
                 rows.depths,
-                keep=self.num_rows,
+                keep=count,
             )
         logits = logits.to(self.kv_len.device)
         if self.config is not None and self.drafter is not None and self.drafter.history is not None:
@@ -169,7 +181,10 @@ class Session:
         state.remaining.sub_(count)
         ended = (accepted.next_token[:, None] == self.eos_ids).any(1) | (state.remaining <= 0)
         state.done.logical_or_(ended & (count > 0))
+        if self.drafter is not None and self.drafter.heads is not None:
+            self.drafter.heads.remember(accepted)
         if graph is not None:
+            self.drafter.learn(self.config, rows, accepted, state.emitted)
             path = accepted.accepted_rows[:, 1:]
             node = rows.node_ids.gather(1, path.clamp(min=0).long())
             came_from = rows.node_ids.gather(1, accepted.accepted_rows[:, :-1].clamp(min=0).long())
@@ -177,47 +192,67 @@ class Session:
             merged = ((path >= 0) & (primary != came_from)).sum()
             self.counts += torch.stack([graph.num_nodes.sum(), graph.num_merges.sum(), merged])
 
-    def profile(self, record: StepRecord) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def profile(self, record: StepRecord) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """What the sources thought of each accepted node's candidates, and which the target picked: [n, K] each.
 
-        The third array, [n], is the context length that the history matched, 0 for the draft model's candidates, and
-        negative where the history knew nothing.
-        Waits for the device.
+        Under ``"all"`` all sources of the levels that a draft model expands, under ``"free"`` those that cost no
+        forward. Waits for the device.
         """
-        graph, accepted = record.graph, record.accepted
-        path = accepted.accepted_rows.clamp(min=0).long()
-        node = record.rows.node_ids.gather(1, path).clamp(min=0).long()  # [B, P]
-        at = node[:, :, None].expand(-1, -1, graph.branch)
-        targets = graph.edge_targets.gather(1, at)  # [B, P, K]
-        shape = self.drafter.shape(self.config)
-        log_probs, matched = shape.drafted.gather(1, at), shape.matched.gather(1, node)
-        tokens = graph.token_ids.gather(1, targets.clamp(min=0).flatten(1).long()).view_as(targets)
-        hits = (targets >= 0) & (tokens == self.state.emitted[:, : path.shape[1], None])
-        taken = (accepted.accepted_rows >= 0) & ~log_probs[:, :, 0].isnan()
-        return log_probs[taken].exp().cpu().numpy(), hits[taken].cpu().numpy(), matched[taken].cpu().numpy()
+        path = record.accepted.accepted_rows
+        node = record.rows.node_ids.gather(1, path.clamp(min=0).long())
+        picked = self.state.emitted[:, : path.shape[1], None]
+        found = {}
+        for name, (node_ids, tokens, log_probs) in self.drafter.said(self.config).items():
+            place = Place.of(node_ids, node, path >= 0)
+            hits = (place.take(tokens) == picked)[place.found]
+            found[name] = (place.take(log_probs)[place.found].exp().cpu().numpy(), hits.cpu().numpy())
+        return found
 
 
-_learned: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[int, bool, str | Typical], AcceptanceModel]]
+class Learned:
+    """What earlier calls learned of a target and its draft sources; calls that overlap in time share it."""
+
+    def __init__(self, heads: int, device: torch.device) -> None:
+        branch = max(branch for _, branch in FAMILIES)
+        self.acceptance = AcceptanceModel(branch)
+        self.heads = Mixture([HEAD_SHARE] * heads + [0.0], device)
+        self.history = Mixture(TRUST, device)
+        self.worth = Worth(WORTH, MAX_BRANCH, device)
+
+
+_learned: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], Learned]]
 _learned = weakref.WeakKeyDictionary()
 
 
-def acceptance_of(
-    model: PreTrainedModel, draft: PreTrainedModel, *, sampled: bool, criterion: str | Typical
-) -> AcceptanceModel:
-    """What earlier calls learned of this pair; calls that overlap in time share it."""
-    by_draft = _learned.setdefault(model, {})
-    return by_draft.setdefault((id(draft), sampled, criterion), AcceptanceModel(branch=max(b for _, b in FAMILIES)))
+def check_sources(
+    sources: Sequence[str] | None, draft: PreTrainedModel | LayerSkip | None, heads: DraftHeads | None
+) -> tuple[str, ...]:
+    """The sources to use; by default all that there are.
 
-
-def check_sources(sources: Sequence[str] | None, draft: PreTrainedModel | None) -> tuple[str, ...] | None:
+    Raises:
+        ValueError: an unknown one, one that is not there, or one that is there and not used.
+    """
+    there = {
+        "model": draft is not None and not isinstance(draft, LayerSkip),
+        "layer_skip": isinstance(draft, LayerSkip),
+        "heads": heads is not None,
+    }
     if sources is None:
-        return None
+        given = tuple(source for source, present in there.items() if present)
+        return (*given, "history") if given else ()
     if isinstance(sources, str) or not all(s in SOURCES for s in sources) or not sources:
         raise ValueError(f"draft_sources: expected a tuple of {', '.join(SOURCES)}, got {sources!r}")
-    if "model" in sources and draft is None:
-        raise ValueError('draft_sources: "model" needs assistant_model')
-    if "model" not in sources and draft is not None:
-        raise ValueError('draft_sources: leave out assistant_model, or name "model"')
+    needs = {
+        "model": "assistant_model, a draft of the same tokenizer",
+        "layer_skip": "assistant_model=LayerSkip(model, …)",
+        "heads": "draft_heads",
+    }
+    for source, needed in needs.items():
+        if source in sources and not there[source]:
+            raise ValueError(f'draft_sources: "{source}" needs {needed}')
+        if there[source] and source not in sources:
+            given = needed.partition(",")[0].partition("=")[0]
+            raise ValueError(f'draft_sources: leave out {given}, or name "{source}"')
     return tuple(sources)
 
 
@@ -228,14 +263,17 @@ class GraphDecoder:
     the latter also takes ``streamer``, ``tokenizer`` and ``stop_strings``, which transformers keeps from callables.
 
     Args:
-        assistant_model: the draft; ``None`` is plain decoding with the same sampler.
+        assistant_model: the draft, or a :class:`~gsd_kernels.LayerSkip` of the target; ``None`` is plain decoding with
+            the same sampler, unless there is another source.
         graph_config: a :class:`~gsd_kernels.GraphConfig`, a preset's name, or ``"auto"`` (the default): the shape of
             every step is chosen by measured costs and by what has been accepted, see :mod:`gsd_kernels_hf.budget`.
             Clocks differ between the ranks of a tensor-parallel model, where ``"auto"`` is the preset ``"graph"``.
         seed: of the sampling noise; ``None`` draws one from torch's generator.
         backend: of all ops, see :mod:`gsd_kernels.backends`.
-        draft_sources: ``"model"`` (the draft), ``"history"`` (what the target said before, and the prompt). ``None``:
-            both where there is a draft, else plain decoding; ``("history",)`` speculates without a draft model.
+        draft_sources: ``"model"`` (the draft), ``"layer_skip"``, ``"heads"``, ``"history"`` (what the target said
+            before, and the prompt). ``None``: the history and all that are given, else plain decoding;
+            ``("history",)`` speculates without a draft model.
+        draft_heads: :class:`~gsd_kernels.DraftHeads` that were trained for the target.
         reference_ids: int64 [length] or [batch, length], a text that the output may repeat, for the history.
         criterion: which drafted tokens are accepted, see :mod:`gsd_kernels_hf.criteria`.
         streamer: gets every emitted token (batch 1).
@@ -244,12 +282,13 @@ class GraphDecoder:
 
     def __init__(
         self,
-        assistant_model: PreTrainedModel | None = None,
+        assistant_model: PreTrainedModel | LayerSkip | None = None,
         graph_config: GraphConfig | str | None = None,
         *,
         seed: int | None = None,
         backend: str = "auto",
         draft_sources: tuple[str, ...] | None = None,
+        draft_heads: DraftHeads | None = None,
         reference_ids: Tensor | None = None,
         criterion: str | Typical = "exact",
         streamer: BaseStreamer | None = None,
@@ -257,14 +296,18 @@ class GraphDecoder:
     ) -> None:
         self.criterion = resolve_criterion(criterion)
         graph_config = shape_for(self.criterion, graph_config)
-        self.assistant_model = support.unwrap(assistant_model)
+        self.skip = assistant_model if isinstance(assistant_model, LayerSkip) else None
+        self.assistant_model = support.unwrap(assistant_model) if self.skip is None else self.skip.view
         if self.assistant_model is not None:
             support.check_model("assistant_model", self.assistant_model)
-        self.automatic = graph_config in (None, "auto") and self.assistant_model is not None
+        if draft_heads is not None and not isinstance(draft_heads, DraftHeads):
+            raise TypeError(f"draft_heads: expected DraftHeads, got {type(draft_heads).__name__}; use from_pretrained")
+        self.draft_heads = draft_heads
+        self.draft_sources = check_sources(draft_sources, self.skip or self.assistant_model, draft_heads)
+        self.automatic = graph_config in (None, "auto") and bool(self.draft_sources)
         self.graph_config = GraphConfig() if graph_config == "auto" else resolve_graph_config(graph_config)
-        self.draft_sources = check_sources(draft_sources, self.assistant_model)
         self.reference_ids = reference_ids
-        check_chain(self.criterion, self.graph_config, self.draft_sources, reference_ids)
+        check_chain(self.criterion, self.graph_config, draft_sources, draft_heads, reference_ids)
         support.check_backend(backend)
         self.seed, self.backend, self.streamer, self.observer = seed, backend, streamer, observer
         self.stats: GenerationStats | None = None
@@ -307,14 +350,18 @@ class GraphDecoder:
                 seed=(self.seed if seed is None else seed) if generation_config.do_sample else None,
                 graph_config=self.graph_config,
                 draft_sources=self.draft_sources,
+                draft_heads=self.draft_heads,
                 reference_ids=self.reference_ids,
                 criterion=self.criterion,
                 backend=self.backend,
                 versions=(gsd_kernels.__version__, torch.__version__, transformers.__version__),
                 **honoured(generation_config),
             )
-        budget = self._budget(model, input_ids.shape[0], prompt + room // 2, plan) if agreement is None else None
-        sources = self._sources(draft, budget)
+        learned = self._learned(model, device, sampled=plan.temperature > 0, shared=agreement is None)
+        budget = None
+        if agreement is None:
+            budget = self._budget(model, input_ids.shape[0], prompt + room // 2, learned.acceptance)
+        sources = self._sources(budget)
         if self.reference_ids is not None:
             support.check_reference(self.reference_ids, input_ids.shape[0], support.vocabulary(model))
             if "history" not in sources:
@@ -322,7 +369,7 @@ class GraphDecoder:
                     "reference_ids: the history reads them, and is not among the draft sources; pass "
                     'draft_sources=("history",), or a graph_config with reuse_depth above 0'
                 )
-        shapes = [self.graph_config] if budget is None else largest_shapes()
+        shapes = [self.graph_config] if budget is None else budget.largest_shapes()
         chain_rows = max(shape.chain_rows for shape in shapes) if sources else 1
         clock = Clock(device)
         state = self._initial_state(input_ids, attention_mask, generation_config, room, chain_rows, seed_value, device)
@@ -332,7 +379,9 @@ class GraphDecoder:
         models = (model,) if draft is None else (model, draft)
         with switched(*models), nullcontext() if agreement is None else agreement.explained():
             row_models = [RowModel(model, capacity, state.kv_start, self.backend)]
-            if draft is not None:
+            if self.skip is not None:
+                row_models.append(SkippedRows(self.skip, row_models[0]))
+            elif draft is not None:
                 row_models.append(draft_rows(draft, capacity, state.kv_start, self.backend))
 
             def prefill(rows: RowModel) -> None:
@@ -342,7 +391,7 @@ class GraphDecoder:
 
             prefill(row_models[0])
             branch = max(shape.branch for shape in shapes)
-            drafter = self._drafter(sources, row_models, state, plan, branch, prefill)
+            drafter = self._drafter(sources, row_models, state, plan, branch, prefill, learned)
             criterion = criterion_of(self.criterion, drafter, state, plan, self.backend)
             warn_lossy(criterion)
             session = Session(
@@ -354,6 +403,8 @@ class GraphDecoder:
                 torch.tensor(sorted(eos_ids), dtype=torch.int32, device=device),
                 clock,
                 self.backend,
+                # Ranks that differ must find out by their hashes, not by messages of different sizes.
+                trims=device.type == "cpu" and agreement is None,
             )
             if budget is not None:
                 session.drafter.calibration = Calibration(branch, device)
@@ -371,7 +422,9 @@ class GraphDecoder:
                     keep_logits=keep_logits,
                 )
             stats = self._loop(session, walk, timers, budget, agreement)
-            stats.cache_bytes = sum(rows.cache.nbytes for rows in row_models)
+            stats.cache_bytes = sum(
+                cache.nbytes for cache in {id(rows.cache): rows.cache for rows in row_models}.values()
+            )
         stats.seconds = clock.finish()
         self.stats = stats
         if self.streamer is not None:
@@ -414,7 +467,7 @@ class GraphDecoder:
             if budget is not None:
                 session.use(budget.current)
                 if budget.current is not None:
-                    budget.model.write(session.drafter)
+                    budget.model.write(session.drafter.calibration)
             if walk is None:
                 record = step()
             else:
@@ -423,7 +476,7 @@ class GraphDecoder:
                 session.commit(graph, rows, accepted)
                 walk.settle()
                 record = StepRecord(graph, rows, accepted, None)
-            stats.count_step(session.config, session.drafter is not None and session.drafter.model is not None)
+            stats.count_step(record.rows.token_ids.shape[1], session.drafted_rows, plain=record.graph is None)
             if self.observer is not None:
                 self.observer(record)
             counts, finished = self._emit(session, stats)  # the step's one host read
@@ -432,7 +485,7 @@ class GraphDecoder:
                 finished = agreement.settle(record, state, finished, timed=bool(timers))
             if budget is not None:
                 if record.graph is not None:
-                    budget.learn(*session.profile(record), counts)
+                    budget.learn(session.profile(record), counts)
                 budget.advance(session.clock.last("target"))
         stats.drafted_nodes, stats.merges, stats.accepted_merges = session.counts.tolist()
         return stats
@@ -450,23 +503,28 @@ class GraphDecoder:
                     self.streamer.put(torch.tensor([token]))
         return [count for _, count, *_ in packed], all(done for done, *_ in packed)
 
-    def _budget(self, model: PreTrainedModel, batch: int, prefix: int, plan: SamplingPlan) -> Budget | None:
+    def _learned(self, model: PreTrainedModel, device: torch.device, *, sampled: bool, shared: bool) -> Learned:
+        """What is known of these sources; nothing yet where ranks must not differ by what they did before."""
+        heads = 0 if self.draft_heads is None else self.draft_heads.num_heads
+        if not shared:
+            return Learned(heads, device)
+        sources = tuple(None if source is None else id(source) for source in (self.assistant_model, self.draft_heads))
+        key = (*sources, sampled, self.criterion, device)
+        return _learned.setdefault(model, {}).setdefault(key, Learned(heads, device))
+
+    def _budget(self, model: PreTrainedModel, batch: int, prefix: int, learned: AcceptanceModel) -> Budget | None:
         """The automatic budget, or ``None`` where the shape is given (or may not depend on the clock)."""
         if not self.automatic or torch.are_deterministic_algorithms_enabled():
             return None
-        costs = tune(model, self.assistant_model, batch_size=batch, prefix_length=prefix, backend=self.backend)
-        sampled = plan.temperature > 0
-        learned = acceptance_of(model, self.assistant_model, sampled=sampled, criterion=self.criterion)
+        draft = self.skip or self.assistant_model
+        costs = tune(model, draft, batch_size=batch, prefix_length=prefix, backend=self.backend)
         return Budget(costs, learned)
 
-    def _sources(self, draft: PreTrainedModel | None, budget: Budget | None) -> tuple[str, ...]:
-        """The sources to use; by default all that cost nothing to have."""
-        sources = self.draft_sources
-        if sources is None:
-            sources = ("model", "history") if draft is not None else ()
-        if draft is not None and budget is None and self.graph_config.reuse_depth == 0:
-            sources = tuple(s for s in sources if s != "history")
-        return sources
+    def _sources(self, budget: Budget | None) -> tuple[str, ...]:
+        """The sources to use: a fixed shape without levels for the history has none, if a model drafts."""
+        if self.assistant_model is not None and budget is None and self.graph_config.reuse_depth == 0:
+            return tuple(s for s in self.draft_sources if s != "history")
+        return self.draft_sources
 
     def _drafter(
         self,
@@ -476,19 +534,38 @@ class GraphDecoder:
         plan: SamplingPlan,
         branch: int,
         prefill: Callable[[RowModel], None],
+        learned: Learned,
     ) -> Drafter | None:
         if not sources:
             return None
-        model = history = None
+        target, warpers = row_models[0], plan.warper_arguments
+        model = heads = history = None
         if "model" in sources:
-            model = ModelDraft(row_models[1], state, row_models[0].vocab_size, plan.warper_arguments, prefill)
+            model = ModelDraft(row_models[1], state, target.vocab_size, warpers, prefill)
+        elif "layer_skip" in sources:
+            model = SkippedDraft(row_models[1], state, target.vocab_size, warpers)
+        if self.draft_heads is not None:
+            heads = HeadDraft(self.draft_heads, target, state, warpers, learned.heads)
         if "history" in sources:
             table = NgramTable.empty(state.tokens.shape[0], branch, state.tokens.device)
-            history = History(table, state.seed, state.sequence_ids, plan.warper_arguments)
+            mixture, worth = learned.history, learned.worth
+            history = History(table, state.seed, state.sequence_ids, warpers, mixture, worth, self.backend)
             if self.reference_ids is not None:
                 reference = self.reference_ids.to(state.tokens.device, torch.int64)
                 history.read(reference.expand(state.tokens.shape[0], -1), torch.zeros_like(state.kv_start))
-        return Drafter(state, model, history, self.backend)
+        return Drafter(state, self.backend, model=model, heads=heads, history=history)
+
+    def check_sources_of(self, model: PreTrainedModel) -> None:
+        """Raise unless the sources can draft for ``model``."""
+        if self.skip is not None and self.skip.model is not model:
+            raise ValueError("assistant_model: a LayerSkip of another model; make one of the model that generates")
+        if self.assistant_model is not None:
+            support.check_pair(model, self.assistant_model)
+        if self.draft_heads is not None:
+            self.draft_heads.check_target(model)
+            mine, theirs = self.draft_heads.weight.device, model.get_output_embeddings().weight.device
+            if mine != theirs:
+                raise ValueError(f"draft_heads: on {mine}, and the target's output matrix on {theirs}; move them there")
 
     def _check(
         self,
@@ -499,8 +576,7 @@ class GraphDecoder:
         model_kwargs: dict[str, Any],
     ) -> None:
         support.check_model("model", model)
-        if self.assistant_model is not None:
-            support.check_pair(model, self.assistant_model)
+        self.check_sources_of(model)
         support.check_generation_config(generation_config)
         cache = model_kwargs.get("past_key_values")
         if cache is not None and cache.get_seq_length() > 0:

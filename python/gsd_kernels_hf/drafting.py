@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from gsd_kernels import Frontier, GraphConfig, TokenGraph, draft_candidates, merge
+from gsd_kernels import Acceptance, Frontier, GraphConfig, Rows, TokenGraph, draft_candidates, merge, mix_candidates
 from gsd_kernels.config import MAX_CONTEXT
 from gsd_kernels.graph import pack_bits
 
 from .forward import RowModel
+from .heads import DraftHeads
 from .history import History
+from .mixing import Mixture
 
 Draw = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(level, draft logits [B, W, V], positions [B, W]) → tokens and log-probabilities [B, W, K]."""
 
-NOTHING_KNOWN = -1
-"""In place of a context length: the history was asked, and knew no continuation."""
+NO_NODE = -2  # neither a node nor a frontier's padding
+Candidates = tuple[Tensor, Tensor]
+"""Tokens int32 and log-probabilities float32 [B, W, K], best first; −1 and −inf for none."""
 
 
 @dataclass
@@ -48,13 +50,24 @@ class DecodeState:
 
 
 @dataclass
+class Level:
+    """What the sources said of one level's nodes, and what became of it."""
+
+    node_ids: Tensor  # int32 [B, W]
+    drafted: Candidates  # of all sources together, before calibration
+    mixed: dict[str, tuple[Tensor, Candidates, Candidates]] = field(
+        default_factory=dict
+    )  # source → index, first, other
+    remembered: tuple[Tensor, Candidates] | None = None  # matched context [B, W] and what the history alone said
+
+
+@dataclass
 class DraftShape:
     """The static storage of one :class:`~gsd_kernels.GraphConfig`."""
 
     graph: TokenGraph
     slot_depths: Tensor  # int32 [B, draft_slots]; depth, counted from the root's children, of the node in each slot
-    drafted: Tensor  # float32 [B, N + 1, K]; log-probabilities of expanded nodes' candidates before calibration, or NaN
-    matched: Tensor  # int32 [B, N + 1]; context length where the history was asked, 0 where the draft model was
+    levels: list[Level] = field(default_factory=list)  # of the last step
 
 
 class Calibration:
@@ -78,11 +91,23 @@ class Calibration:
 
 
 class Drafter:
-    """Grows the token graph from its sources: the draft model's levels, into which the history is mixed, then levels
-    of the history alone."""
+    """Grows the token graph from its sources.
 
-    def __init__(self, state: DecodeState, model: ModelDraft | None, history: History | None, backend: str) -> None:
-        self.state, self.model, self.history, self.backend = state, model, history, backend
+    A draft model, or the target without some layers, expands the first ``depth`` levels, ``reuse_depth`` more cost
+    nothing. At every level the prediction heads' candidates and the history's are mixed in.
+    """
+
+    def __init__(
+        self,
+        state: DecodeState,
+        backend: str,
+        *,
+        model: ModelDraft | None = None,
+        heads: HeadDraft | None = None,
+        history: History | None = None,
+    ) -> None:
+        self.state, self.backend = state, backend
+        self.model, self.heads, self.history = model, heads, history
         self.shapes: dict[GraphConfig, DraftShape] = {}
         self.calibration: Calibration | None = None
         self.unread = True  # the history reads the text so far when it is first needed
@@ -92,15 +117,12 @@ class Drafter:
         if config not in self.shapes:
             batch, device = self.state.tokens.shape[0], self.state.tokens.device
             slot_depths = torch.zeros(batch, config.draft_slots, dtype=torch.int32, device=device)
-            graph = TokenGraph.empty(batch, config, device)
-            drafted = torch.zeros(batch, config.node_capacity + 1, config.branch, device=device)
-            matched = torch.zeros(batch, config.node_capacity + 1, dtype=torch.int32, device=device)
-            self.shapes[config] = DraftShape(graph, slot_depths, drafted, matched)
+            self.shapes[config] = DraftShape(TokenGraph.empty(batch, config, device), slot_depths)
         return self.shapes[config]
 
     def prepare(self, config: GraphConfig) -> None:
         """Before the first step of ``config``: read what was emitted without this drafter (waits for the device)."""
-        if self.model is not None:
+        if self.model is not None and config.depth > 0:
             self.model.catch_up(self.state, config.chain_rows)
         if self.history is not None and self.unread:
             self.history.read(self.state.tokens[:, : int(self.state.out_len.min())], self.state.kv_start)
@@ -111,38 +133,127 @@ class Drafter:
         shape, state = self.shape(config), self.state
         graph = shape.graph
         graph.reset(state.root_tokens(), state.emitted_tail())
-        shape.drafted.fill_(math.nan)
+        shape.levels = []
         first_pick = state.out_len - state.kv_start  # [B]; index of the token after the root
+        if self.heads is not None:
+            self.heads.look_ahead(first_pick, config.branch)
         frontier = Frontier(graph.root_frontier(), graph.token_ids[:, :1], graph.depths[:, :1], graph.ancestor_mask)
-        for level in range(config.depth + (config.reuse_depth if self.history is not None else 0)):
-            positions = first_pick[:, None] + frontier.depths
-            if self.model is not None and level < config.depth:
-                tokens, drafted = self.model.candidates(state, config, level, frontier, positions, shape.slot_depths)
-                if self.history is not None:
-                    tokens, drafted = self.history.mixed(tokens, drafted, graph, frontier.node_ids, positions)
-                matched = torch.zeros_like(frontier.node_ids)
-                log_probs = drafted if self.calibration is None else self.calibration(drafted)
-            elif self.history is not None:
-                tokens, drafted, matched = self.history.candidates(graph, frontier.node_ids, positions)
-                log_probs = self.history.worth(drafted, matched)
-                matched = torch.where(matched > 0, matched, NOTHING_KNOWN)
-            if self.calibration is not None:
-                at = torch.where(frontier.node_ids >= 0, frontier.node_ids, graph.capacity).long()  # padding: the last
-                shape.drafted.scatter_(1, at[:, :, None].expand_as(drafted), drafted)
-                shape.matched.scatter_(1, at, matched)
+        for number in range(config.depth + (0 if self.heads is None and self.history is None else config.reuse_depth)):
+            level = self.ask(config, number, shape, frontier, first_pick[:, None] + frontier.depths)
+            shape.levels.append(level)
+            tokens, log_probs = level.drafted
+            if self.calibration is not None and self.drafts(config, number):
+                log_probs = self.calibration(log_probs)
             frontier = merge(
                 graph,
                 frontier.node_ids,
                 tokens,
                 log_probs,
-                level=level,
-                width=config.width if level + 1 < config.depth else config.reuse_width,
+                level=number,
+                width=config.width if number + 1 < config.depth else config.reuse_width,
                 merge_context=config.merge_context,
                 log_sibling_ratio=config.log_sibling_ratio,
                 log_min_prob=config.log_min_prob,
                 backend=self.backend,
             )
         return graph
+
+    def drafts(self, config: GraphConfig, number: int) -> bool:
+        """Whether a model expands this level."""
+        return self.model is not None and number < config.depth
+
+    def ask(self, config: GraphConfig, number: int, shape: DraftShape, frontier: Frontier, positions: Tensor) -> Level:
+        """The candidates of all sources after every frontier node. positions int32 [B, W]: index of the token after."""
+        mixed: dict[str, tuple[Tensor, Candidates, Candidates]] = {}
+        remembered = None
+        found: Candidates | None = None
+        if self.model is not None and self.drafts(config, number):
+            found = self.model.candidates(self.state, config, number, frontier, positions, shape.slot_depths)
+        if self.heads is not None:
+            ahead, place = self.heads.candidates(frontier.depths)
+            if found is not None:
+                mixed["heads"] = (place, found, ahead)
+                found = mix_candidates(*found, *ahead, self.heads.mixture.of(place), backend=self.backend)
+            else:
+                found = ahead
+        if self.history is not None:
+            known, matched = self.history.candidates(shape.graph, frontier.node_ids, positions)
+            remembered = (matched, known)
+            if found is not None:
+                mixed["history"] = (matched, found, known)
+                found = mix_candidates(*found, *known, self.history.mixture.of(matched), backend=self.backend)
+            else:
+                found = known[0], self.history.worth(known[1], matched)
+        return Level(frontier.node_ids, found, mixed, remembered)
+
+    def learn(self, config: GraphConfig, rows: Rows, accepted: Acceptance, emitted: Tensor) -> None:
+        """After verification: which source had given the emitted tokens, int32 [B, E], how much probability."""
+        levels = self.shapes[config].levels
+        if self.heads is None and self.history is None:
+            return
+        path = accepted.accepted_rows  # [B, P]; the token emitted after each row is known
+        node = rows.node_ids.gather(1, path.clamp(min=0).long())
+        picked = emitted[:, : path.shape[1], None]  # [B, P, 1]
+        for source, mixture in self.mixtures().items():
+            told = [(level.node_ids, *level.mixed[source]) for level in levels if source in level.mixed]
+            if not told:
+                continue
+            place = Place.of([node_ids for node_ids, *_ in told], node, path >= 0)
+            first, other = (
+                place.take([t[which][0] for t in told]).eq(picked) * place.take([t[which][1] for t in told]).exp()
+                for which in (2, 3)
+            )  # [B, P, K]
+            mixture.learn(place.take([t[1] for t in told]), first.sum(-1), other.sum(-1), place.found)
+        if self.history is not None:
+            told = [(level.node_ids, *level.remembered) for level in levels if level.remembered is not None]
+            place = Place.of([node_ids for node_ids, *_ in told], node, path >= 0)
+            tokens, log_probs = (place.take([t[2][which] for t in told]) for which in (0, 1))
+            matched = place.take([t[1] for t in told])
+            self.history.worth.learn(log_probs, matched, tokens == picked, place.found)
+
+    def said(self, config: GraphConfig) -> dict[str, tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+        """Of the last step's levels: node ids, tokens and log-probabilities, as lists.
+
+        ``"all"``: of the levels that a model expands, before calibration; ``"free"``: without that model's part.
+        """
+        found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {"all": [], "free": []}
+        for number, level in enumerate(self.shapes[config].levels):
+            if not self.drafts(config, number):
+                found["free"].append((level.node_ids, *level.drafted))
+                continue
+            found["all"].append((level.node_ids, *level.drafted))
+            if level.remembered is not None:
+                matched, (tokens, log_probs) = level.remembered
+                found["free"].append((level.node_ids, tokens, self.history.worth(log_probs, matched)))
+            elif "heads" in level.mixed:
+                found["free"].append((level.node_ids, *level.mixed["heads"][2]))
+        return {name: tuple(map(list, zip(*told, strict=True))) for name, told in found.items() if told}
+
+    def mixtures(self) -> dict[str, Mixture]:
+        """The learned mixtures by source."""
+        sources = {"heads": self.heads, "history": self.history}
+        return {name: source.mixture for name, source in sources.items() if source is not None}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where nodes were expanded: an index into the levels' entries, side by side."""
+
+    index: Tensor  # int64 [B, P]
+    found: Tensor  # bool [B, P]
+
+    @classmethod
+    def of(cls, node_ids: list[Tensor], node: Tensor, real: Tensor) -> Place:
+        """Of ``node``, int32 [B, P], among the levels' expanded nodes, int32 [B, W] each."""
+        same = torch.cat(node_ids, 1)[:, None, :] == torch.where(real, node, NO_NODE)[:, :, None]  # [B, P, E]
+        return cls(same.int().argmax(-1), same.any(-1))
+
+    def take(self, entries: list[Tensor]) -> Tensor:
+        """Of [B, W] or [B, W, K] of every level what belongs to the nodes: [B, P] or [B, P, K]."""
+        whole = torch.cat(entries, 1)
+        if whole.dim() == 2:
+            return whole.gather(1, self.index)
+        return whole.gather(1, self.index[..., None].expand(-1, -1, whole.shape[2]))
 
 
 class ModelDraft:
@@ -209,6 +320,10 @@ class ModelDraft:
         device = state.tokens.device
         return tokens.to(device, non_blocking=True), log_probs.to(device, non_blocking=True)
 
+    def num_rows(self, config: GraphConfig) -> int:
+        """Rows that a step computes, padding included."""
+        return config.draft_rows
+
     def catch_up(self, state: DecodeState, width: int) -> None:
         """Cache the prompt and what plain steps emitted, until at most ``width`` tokens are new (a host read)."""
         if self.prefill is not None:
@@ -241,3 +356,61 @@ class ModelDraft:
         )
         self.cached.add_(count)
         return logits
+
+
+class HeadDraft:
+    """Prediction heads on the target's last hidden state: candidates by depth, the same below every path.
+
+    Blockwise parallel decoding (arXiv 1811.03115), Medusa (arXiv 2401.10774). Nothing is known in the first step.
+    """
+
+    def __init__(
+        self, heads: DraftHeads, target: RowModel, state: DecodeState, warpers: dict[str, float], mixture: Mixture
+    ) -> None:
+        self.heads, self.target, self.state, self.warpers, self.mixture = heads, target, state, warpers, mixture
+        target.keeps_hidden = True
+        batch, weight = state.tokens.shape[0], target.model.get_output_embeddings().weight
+        self.hidden = torch.zeros(batch, heads.hidden_size, dtype=weight.dtype, device=weight.device)  # before the root
+        self.known = torch.zeros(batch, dtype=torch.bool, device=state.tokens.device)
+        self.ahead: Candidates | None = None  # [B, H + 1, K]; the last entry is empty
+
+    def remember(self, accepted: Acceptance) -> None:
+        """Keep the hidden state of the row whose pick is the next root."""
+        assert self.target.hidden is not None
+        count = accepted.num_accepted
+        last = accepted.accepted_rows.gather(1, (count[:, None].long() - 1).clamp(min=0)).clamp(min=0)  # [B, 1]
+        found = self.target.hidden
+        at = last.to(found.device).long()[..., None].expand(-1, -1, found.shape[2])
+        running = (count > 0).to(found.device)[:, None]
+        self.hidden.copy_(torch.where(running, found.gather(1, at)[:, 0], self.hidden))
+        self.known.logical_or_(count > 0)
+
+    def look_ahead(self, first_pick: Tensor, branch: int) -> None:
+        """At the start of a step: the heads' candidates. first_pick int32 [B]: index of the token after the root."""
+        device = first_pick.device
+        logits = self.heads(self.hidden, self.target.model.get_output_embeddings())  # [B, H, V]
+        place = torch.arange(self.heads.num_heads, dtype=torch.int32, device=device)
+        tokens, log_probs = draft_candidates(
+            logits,
+            (first_pick[:, None] + place).to(logits.device, torch.int32),
+            branch=branch,
+            seed=self.state.seed.to(logits.device),
+            sequence_ids=self.state.sequence_ids.to(logits.device),
+            backend=self.target.backend,
+            **self.warpers,
+        )
+        known = self.known[:, None, None]
+        tokens = torch.where(known, tokens.to(device), -1)
+        log_probs = torch.where(known, log_probs.to(device), -torch.inf)
+        pad = (0, 0, 0, 1)
+        self.ahead = (
+            torch.nn.functional.pad(tokens, pad, value=-1),
+            torch.nn.functional.pad(log_probs, pad, value=-torch.inf),
+        )
+
+    def candidates(self, depths: Tensor) -> tuple[Candidates, Tensor]:
+        """After nodes of these depths, int32 [B, W]: candidates [B, W, K], and which head spoke, int64 [B, W]."""
+        assert self.ahead is not None
+        place = depths.long().clamp(max=self.heads.num_heads)  # beyond the last head: nothing
+        at = place[..., None].expand(-1, -1, self.ahead[0].shape[2])
+        return (self.ahead[0].gather(1, at), self.ahead[1].gather(1, at)), place

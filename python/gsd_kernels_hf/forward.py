@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gsd_kernels.graph import num_words
@@ -32,6 +36,8 @@ class RowModel:
         self.kv_start = kv_start.to(self.device)
         # Any 4D mask reaches the attention function untouched and keeps the model from building one.
         self.no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        self.keeps_hidden = False
+        self.hidden: Tensor | None = None  # [B, keep, D]; what the output matrix read last, if ``keeps_hidden``
 
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None) -> None:
         """Cache the prompt [B, P] in chunks of ``chunk`` tokens, with the attention that the model had before."""
@@ -79,7 +85,7 @@ class RowModel:
             backend=self.backend,
         )
         assert inputs.ancestor_mask.shape[-1] == num_words(node_depths.shape[-1])
-        with self.cache.writing((kv_len[:, None] + slots.to(to)).long()):
+        with self.cache.writing((kv_len[:, None] + slots.to(to)).long()), self._listening():
             output = self.model(
                 input_ids=self.known(token_ids.to(to).long()),
                 attention_mask=self.no_mask,
@@ -90,6 +96,24 @@ class RowModel:
                 graph=inputs,
             )
         return output.logits[:, -keep:]
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Keep the last hidden state of a forward, of this thread's own."""
+        if not self.keeps_hidden:
+            yield
+            return
+        thread = threading.get_ident()
+
+        def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if threading.get_ident() == thread:
+                self.hidden = inputs[0]
+
+        handle = self.model.get_output_embeddings().register_forward_pre_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def known(self, token_ids: Tensor) -> Tensor:
         """Ids beyond this model's vocabulary (the other one is padded further) read as token 0."""

@@ -20,6 +20,8 @@ from . import support
 from .attention import switch, unswitch
 from .criteria import Typical
 from .decoding import GraphDecoder, GraphGenerateOutput, StepRecord
+from .heads import DraftHeads
+from .layer_skip import LayerSkip
 from .sampling import draw_seed
 from .stats import GenerationStats
 
@@ -30,11 +32,12 @@ def generate(
     model: PreTrainedModel,
     inputs: Tensor | None = None,
     *,
-    assistant_model: PreTrainedModel | None = None,
+    assistant_model: PreTrainedModel | LayerSkip | None = None,
     graph_config: GraphConfig | str | None = None,
     seed: int | None = None,
     backend: str = "auto",
     draft_sources: tuple[str, ...] | None = None,
+    draft_heads: DraftHeads | None = None,
     reference_ids: Tensor | None = None,
     criterion: str | Typical = "exact",
     generation_config: GenerationConfig | None = None,
@@ -53,12 +56,14 @@ def generate(
     Args:
         model: a LLaMA-family transformers model (compiled and PEFT-wrapped ones are unwrapped).
         inputs: prompt ids int64 [batch, length], also as ``input_ids=``; left-padded with ``attention_mask=``.
-        assistant_model: the draft, of the same tokenizer. ``None``: plain decoding with the same sampler.
+        assistant_model: the draft, of the same tokenizer, or a :class:`~gsd_kernels.LayerSkip` of the model. ``None``:
+            plain decoding with the same sampler, unless there is another source.
         graph_config: ``"auto"`` (the default; measured once, see ``gsd_kernels.tune``), ``"chain"``, ``"tree"``,
             ``"graph"`` or a :class:`~gsd_kernels.GraphConfig`.
         seed: 64-bit seed of the sampling noise; ``None`` draws one from torch's generator.
         backend: see :mod:`gsd_kernels.backends`.
-        draft_sources: ``("model", "history")`` or a part of it, see :class:`GraphDecoder`.
+        draft_sources: of ``"model"``, ``"layer_skip"``, ``"heads"`` and ``"history"``, see :class:`GraphDecoder`.
+        draft_heads: :class:`~gsd_kernels.DraftHeads` of the target, a source beside or instead of the draft.
         reference_ids: a text that the output may repeat: the file to edit, a retrieved document; int64 [length] for all
             sequences or [batch, length]. The history starts with it; it changes the speed, never the output.
         criterion: which drafted tokens are accepted when sampling. ``"exact"``: those that the model itself draws.
@@ -86,6 +91,7 @@ def generate(
         seed=seed,
         backend=backend,
         draft_sources=draft_sources,
+        draft_heads=draft_heads,
         reference_ids=reference_ids,
         criterion=criterion,
         streamer=streamer,
@@ -166,9 +172,10 @@ def _transformers_generate(model: PreTrainedModel) -> types.MethodType:
 def patch(
     model: PreTrainedModel,
     *,
-    assistant_model: PreTrainedModel | None = None,
+    assistant_model: PreTrainedModel | LayerSkip | None = None,
     graph_config: GraphConfig | str | None = None,
     backend: str = "auto",
+    draft_heads: DraftHeads | None = None,
     criterion: str | Typical = "exact",
     tokenizer: Any = None,
     assistant_tokenizer: Any = None,
@@ -179,7 +186,7 @@ def patch(
     ``graph_config=``, ``backend=``, ``criterion=`` and another ``assistant_model=`` for one call.
 
     Args:
-        model, assistant_model, graph_config, backend, criterion, tokenizer, assistant_tokenizer: as in
+        model, assistant_model, graph_config, backend, draft_heads, criterion, tokenizer, assistant_tokenizer: as in
             :func:`generate`.
 
     Returns:
@@ -190,13 +197,16 @@ def patch(
     """
     inner = support.unwrap(model)
     support.check_model("model", inner)
-    draft = support.unwrap(assistant_model)
+    skip = assistant_model if isinstance(assistant_model, LayerSkip) else None
+    draft = support.unwrap(assistant_model) if skip is None else None
     if draft is not None:
         support.check_model("assistant_model", draft)
         support.check_pair(inner, draft, tokenizer, assistant_tokenizer)
     if getattr(inner, _PATCH, None) is not None:
         raise ValueError("model: already patched; unpatch(model) first")
-    GraphDecoder(draft, graph_config, backend=backend, criterion=criterion)  # raises here rather than at the first call
+    # Raises here rather than at the first call.
+    decoder = GraphDecoder(skip or draft, graph_config, backend=backend, draft_heads=draft_heads, criterion=criterion)
+    decoder.check_sources_of(inner)
     models = [inner] if draft is None else [inner, draft]
     for done, m in enumerate(models):
         try:
@@ -205,8 +215,14 @@ def patch(
             for earlier in models[:done]:
                 unswitch(earlier)
             raise
-    defaults = {"assistant_model": draft, "graph_config": graph_config, "backend": backend, "tokenizer": tokenizer}
-    defaults["criterion"] = criterion
+    defaults = {
+        "assistant_model": skip or draft,
+        "graph_config": graph_config,
+        "backend": backend,
+        "draft_heads": draft_heads,
+        "criterion": criterion,
+        "tokenizer": tokenizer,
+    }
 
     handle = Patch(inner, models)
     inner.__dict__[_PATCH] = handle

@@ -7,14 +7,16 @@ import math
 import torch
 from torch import Tensor
 
-from gsd_kernels import NgramTable, Rows, TokenGraph, mix_candidates, ngram_insert, ngram_lookup
+from gsd_kernels import NgramTable, Rows, TokenGraph, ngram_insert, ngram_lookup
 from gsd_kernels.config import MAX_CONTEXT
 from gsd_kernels.ops.sampling.philox import gumbel_of
 from gsd_kernels.ops.sampling.reference import is_off, warp
 
-# log P(the remembered continuation is right | matched context of 0, 1, 2, … tokens), relative to what was remembered.
+from .mixing import Mixture, Worth
+
+# How far a remembered continuation is believed before anything was seen, by matched context of 0, 1, 2, … tokens:
+# alone, and its share where another source has a say too.
 WORTH = (0.0, 0.5, 0.7, 0.85, 0.95)
-# The share of the history in a candidate's probability where the draft model has a say too, by matched context.
 TRUST = (0.0, 0.3, 0.5, 0.7, 0.85)
 PROMPT_PROBABILITY = 0.6  # of a continuation that was read in the prompt
 
@@ -26,10 +28,18 @@ class History:
     expands, whose candidates it is mixed with, and for leaves beyond the draft's depth.
     """
 
-    def __init__(self, table: NgramTable, seed: Tensor, sequence_ids: Tensor, warpers: dict[str, float]) -> None:
+    def __init__(
+        self,
+        table: NgramTable,
+        seed: Tensor,
+        sequence_ids: Tensor,
+        warpers: dict[str, float],
+        mixture: Mixture,
+        worth: Worth,
+        backend: str = "auto",
+    ) -> None:
         self.table, self.seed, self.sequence_ids, self.warpers = table, seed, sequence_ids, warpers
-        self.trust = torch.tensor(TRUST, device=table.keys.device)  # [5]
-        self.log_worth = torch.tensor([math.log(w) if w else -math.inf for w in WORTH], device=table.keys.device)  # [5]
+        self.mixture, self.worth, self.backend = mixture, worth, backend
 
     def read(self, tokens: Tensor, kv_start: Tensor) -> None:
         """Remember the continuations in a text that was not verified here; tokens int64 [B, P], left-padded."""
@@ -43,7 +53,9 @@ class History:
         k = self.table.tokens.shape[2]
         following = torch.nn.functional.pad(real[:, 1:, None], (0, k - 1), value=-1)
         log_probs = torch.full_like(following, math.log(PROMPT_PROBABILITY), dtype=torch.float32)
-        ngram_insert(self.table, contexts.contiguous(), following, log_probs, contexts[..., 0] >= 0)
+        ngram_insert(
+            self.table, contexts.contiguous(), following, log_probs, contexts[..., 0] >= 0, backend=self.backend
+        )
 
     def remember(self, rows: Rows, tail: Tensor, logits: Tensor) -> None:
         """Remember the target's best tokens at every verified row. tail int32 [B, C]: the tokens before the root."""
@@ -54,9 +66,18 @@ class History:
         log_probs, tokens = logits.log_softmax(-1).topk(k, dim=-1)
         contexts = row_contexts(rows, tail, self.table.max_context)
         place = torch.arange(rows.token_ids.shape[1], device=tokens.device)
-        ngram_insert(self.table, contexts, tokens.to(torch.int32), log_probs, place < rows.num_rows[:, None])
+        ngram_insert(
+            self.table,
+            contexts,
+            tokens.to(torch.int32),
+            log_probs,
+            place < rows.num_rows[:, None],
+            backend=self.backend,
+        )
 
-    def candidates(self, graph: TokenGraph, frontier: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def candidates(
+        self, graph: TokenGraph, frontier: Tensor, positions: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """What followed the same tokens as each frontier node's.
 
         positions int32 [B, W]: index of the token after the node, which keys the sampling noise. Returns tokens and
@@ -65,7 +86,7 @@ class History:
         node = frontier.clamp(min=0).long()
         before = graph.contexts.gather(1, node[:, :, None].expand(-1, -1, MAX_CONTEXT))[..., :-1]
         contexts = torch.cat([graph.token_ids.gather(1, node)[..., None], before], -1)
-        tokens, log_probs, matched = ngram_lookup(self.table, contexts)
+        tokens, log_probs, matched = ngram_lookup(self.table, contexts, backend=self.backend)
         tokens, log_probs = tokens[..., : graph.branch], log_probs[..., : graph.branch]
         if not is_off(self.warpers["temperature"], 0.0):
             # As draft_candidates does over the whole vocabulary: what the target is likely to pick given its noise.
@@ -73,18 +94,7 @@ class History:
             noisy = torch.where(tokens >= 0, log_probs + noise, -math.inf)
             rest = (1.0 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log() + 0.5772
             log_probs = noisy - torch.cat([noisy, rest], -1).logsumexp(-1, keepdim=True)
-        return tokens, torch.where(tokens >= 0, log_probs, -math.inf), matched
-
-    def mixed(
-        self, tokens: Tensor, log_probs: Tensor, graph: TokenGraph, frontier: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The draft model's candidates [B, W, K] and the history's, by the probability of their mixture."""
-        known, known_log_probs, matched = self.candidates(graph, frontier, positions)
-        return mix_candidates(tokens, log_probs, known, known_log_probs, self.trust[matched.long()])
-
-    def worth(self, log_probs: Tensor, matched: Tensor) -> Tensor:
-        """Remembered log-probabilities [B, W, K], less by how far a context of the matched length is to be trusted."""
-        return (log_probs + self.log_worth[matched.long()][..., None]).clamp(max=0.0)
+        return (tokens, torch.where(tokens >= 0, log_probs, -math.inf)), matched
 
 
 def row_contexts(rows: Rows, tail: Tensor, length: int) -> Tensor:

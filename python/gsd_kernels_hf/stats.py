@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from gsd_kernels import GraphConfig
-
 
 @dataclass
 class GenerationStats:
@@ -23,7 +21,8 @@ class GenerationStats:
         sequences: sequences in the batch.
         new_tokens: tokens emitted, all sequences together, end-of-text tokens included.
         sequence_steps: steps summed over the sequences that were still unfinished in them.
-        draft_rows, target_rows: rows that the models computed after the prompt (static shapes, padding included).
+        draft_rows, target_rows: rows that the models computed after the prompt, padding included. (A target on a CPU
+            computes no rows beyond the longest graph of the batch; elsewhere shapes are static.)
         drafted_nodes: nodes in all graphs.
         merges: merge edges in all graphs.
         accepted_merges: merge edges on accepted paths.
@@ -53,14 +52,12 @@ class GenerationStats:
     criterion: str = "exact"
     lossless: bool = True
 
-    def count_step(self, config: GraphConfig | None, with_model: bool) -> None:
-        """One target forward of ``config``'s rows; ``None`` is a plain step."""
+    def count_step(self, target_rows: int, draft_rows: int, *, plain: bool) -> None:
+        """One target forward, after ``draft_rows`` of a draft model; ``plain`` if nothing was drafted."""
         self.steps += 1
-        self.target_rows += self.sequences * (1 if config is None else config.max_rows)
-        if config is None:
-            self.plain_steps += 1
-        elif with_model:
-            self.draft_rows += self.sequences * config.draft_rows
+        self.plain_steps += plain
+        self.target_rows += self.sequences * target_rows
+        self.draft_rows += self.sequences * draft_rows
 
     @property
     def tokens_per_step(self) -> float:

@@ -29,7 +29,9 @@ from .attention import switched
 from .capture import replayable
 from .drafting import DecodeState, Drafter, ModelDraft
 from .forward import RowModel
-from .history import History
+from .history import TRUST, WORTH, History
+from .layer_skip import LayerSkip, SkippedDraft, SkippedRows
+from .mixing import Mixture, Worth
 from .small_draft import draft_rows, why_not
 
 logger = logging.getLogger("gsd_kernels")
@@ -38,6 +40,7 @@ ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 COARSE_ROWS = (1, 4, 8, 16, 32, 64, 128)  # where a forward is slow, fewer are measured
 SLOW = 0.3  # seconds of a slow forward
 FAMILIES = ((1, 1), (2, 2), (4, 3), (8, 4))  # width, branch
+FREE = ((2, 2), (6, 4))  # of shapes without a draft model
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10)
 REUSE = {"reuse_depth": 4, "reuse_width": 8}
 TOO_SLOW = 8.0  # rows that cost this many plain forwards cannot pay, and are not measured
@@ -49,7 +52,7 @@ class StepCosts:
 
     Attributes:
         target: target forward by rows.
-        draft: ``{"width,branch": (seconds of level 0 and all that a step needs once, seconds of a further level)}``.
+        draft: by :func:`family_key`: seconds of level 0 and all that a step needs once, seconds of a further level.
         overhead: what a step needs besides drafting and the target forward.
     """
 
@@ -70,8 +73,8 @@ class StepCosts:
         share = (rows - below) / (above - below)
         return self.target[below] * (1 - share) + self.target[above] * share
 
-    def draft_seconds(self, width: int, branch: int, depth: int) -> float:
-        once, level = self.draft[f"{width},{branch}"]
+    def draft_seconds(self, name: str, width: int, branch: int, depth: int) -> float:
+        once, level = self.draft[family_key(name, width, branch)]
         return once + level * (depth - 1)
 
     @classmethod
@@ -85,9 +88,14 @@ class StepCosts:
         )
 
 
+def family_key(name: str, width: int, branch: int) -> str:
+    """What a family of shapes is called among the costs: ``all`` with a draft model, ``free`` without."""
+    return f"{name},{width},{branch}"
+
+
 def tune(
     model: PreTrainedModel,
-    draft: PreTrainedModel,
+    draft: PreTrainedModel | LayerSkip | None = None,
     *,
     batch_size: int = 1,
     prefix_length: int = 512,
@@ -101,7 +109,9 @@ def tune(
     unless ``refresh``.
 
     Args:
-        model, draft: target and draft.
+        model: the target.
+        draft: the draft model, or a :class:`~gsd_kernels.LayerSkip` of the target; ``None``: sources that cost no
+            forward.
         batch_size: sequences.
         prefix_length: tokens before the step, rounded up to a power of four times 128.
         backend: see :mod:`gsd_kernels.backends`.
@@ -110,14 +120,17 @@ def tune(
     Raises:
         TypeError, ValueError: the pair cannot be served.
     """
-    model, draft = support.unwrap(model), support.unwrap(draft)
+    model, skip = support.unwrap(model), draft if isinstance(draft, LayerSkip) else None
+    draft = support.unwrap(draft) if skip is None else skip.view
     support.check_model("model", model)
-    support.check_model("draft", draft)
-    support.check_pair(model, draft)
-    if any(tensor_parallel_group(name, m) for name, m in (("model", model), ("draft", draft))):
+    if draft is not None:
+        support.check_model("draft", draft)
+        support.check_pair(model, draft)
+    models = {"model": model} if draft is None else {"model": model, "draft": draft}
+    if any(tensor_parallel_group(name, m) for name, m in models.items()):
         raise ValueError("model: tensor-parallel models decode with a fixed graph_config, so there is nothing to tune")
     prefix = prefix_bucket(prefix_length)
-    about = describe(model, draft, batch_size, prefix, backend)
+    about = describe(model, draft, batch_size, prefix, backend, skip)
     path = cache_dir() / f"tune-{hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:20]}.json"
     if path in _known and not refresh:
         return _known[path]
@@ -127,12 +140,12 @@ def tune(
         except (ValueError, KeyError, TypeError):
             logger.warning("ignoring an unreadable tuning result: %s", path)
     begin = time.perf_counter()
-    with torch.no_grad(), switched(model, draft):
-        costs = measure(model, draft, batch_size, prefix, backend, about)
+    with torch.no_grad(), switched(*models.values()):
+        costs = measure(model, draft, batch_size, prefix, backend, about, skip)
     logger.info(
         "tuned %s with %s: %.1f s, kept in %s",
-        about["target"]["class"],
-        about["draft"]["class"],
+        type(model).__name__,
+        skip or ("no draft model" if draft is None else type(draft).__name__),
         time.perf_counter() - begin,
         path,
     )
@@ -151,15 +164,21 @@ _known: dict[Path, StepCosts] = {}  # of this process
 
 
 def measure(
-    model: PreTrainedModel, draft: PreTrainedModel, batch: int, prefix: int, backend: str, about: dict[str, Any]
+    model: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    batch: int,
+    prefix: int,
+    backend: str,
+    about: dict[str, Any],
+    skip: LayerSkip | None = None,
 ) -> StepCosts:
     """Time target forwards by rows and whole drafts by shape, on caches of ``prefix`` committed tokens."""
     device = support.device_of(model)
     shapes = [GraphConfig(depth=3, width=w, branch=b, max_rows=ROWS[-1], **REUSE) for w, b in FAMILIES]
+    free = [GraphConfig(depth=0, branch=b, max_rows=ROWS[-1], reuse_depth=3, reuse_width=w) for w, b in FREE]
     capacity = prefix + max(ROWS[-1], *(c.cache_slots for c in shapes)) + 2
     state = synthetic_state(batch, prefix, capacity, device)
     target_rows = RowModel(model, capacity, state.kv_start, backend)
-    drafting = draft_rows(draft, capacity, state.kv_start, backend)
     seconds = stopwatch(device)
     target: dict[int, float] = {}
     for rows in progress(ROWS, "tuning: target"):
@@ -175,21 +194,32 @@ def measure(
         if target[rows] > TOO_SLOW * target[1]:
             break
     warpers = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    source: ModelDraft | None = None
+    if skip is not None:
+        source = SkippedDraft(SkippedRows(skip, target_rows), state, target_rows.vocab_size, warpers)
+    elif draft is not None:
+        rows_of_draft = draft_rows(draft, capacity, state.kv_start, backend)
+        source = ModelDraft(rows_of_draft, state, target_rows.vocab_size, warpers)
     by_shape: dict[str, tuple[float, float]] = {}
     overhead = 0.0
-    for shape in progress(shapes, "tuning: draft"):
-        source = ModelDraft(drafting, state, target_rows.vocab_size, warpers)
+    for name, shape in progress([("all", c) for c in shapes if source] + [("free", c) for c in free], "tuning: draft"):
+        device = state.tokens.device
         table = NgramTable.empty(batch, shape.branch, device)
-        drafter = Drafter(state, source, History(table, state.seed, state.sequence_ids, warpers), backend)
+        learned = Mixture(TRUST, device), Worth(WORTH, shape.branch, device)
+        history = History(table, state.seed, state.sequence_ids, warpers, *learned, backend)
+        drafter = Drafter(state, backend, model=source, history=history)
 
         def once(config: GraphConfig, drafter: Drafter = drafter) -> None:
-            drafter.model.cached.copy_(state.out_len - 1)
+            if drafter.model is not None:
+                drafter.model.cached.copy_(state.out_len - 1)
             flatten(drafter.draft(config), 16, 15, backend=backend)
 
-        short, long = shape.replace(depth=1), shape
+        levels = "depth" if name == "all" else "reuse_depth"
+        short, long = shape.replace(**{levels: 1}, max_rows=ROWS[-1]), shape
         first, last = seconds(lambda c=short: once(c)), seconds(lambda c=long: once(c))
-        level = max(0.0, (last - first) / (long.depth - 1))
-        by_shape[f"{shape.width},{shape.branch}"] = (first, level)
+        level = max(0.0, (last - first) / (getattr(long, levels) - 1))
+        width = shape.width if name == "all" else shape.reuse_width
+        by_shape[family_key(name, width, shape.branch)] = (first, level)
         overhead = max(overhead, 0.25 * first)
     return StepCosts(target, by_shape, overhead, about)
 
@@ -242,7 +272,14 @@ def prefix_bucket(length: int) -> int:
     return bucket
 
 
-def describe(model: PreTrainedModel, draft: PreTrainedModel, batch: int, prefix: int, backend: str) -> dict[str, Any]:
+def describe(
+    model: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    batch: int,
+    prefix: int,
+    backend: str,
+    skip: LayerSkip | None = None,
+) -> dict[str, Any]:
     """Everything that the cost of a step depends on; the identity of a tuning result."""
     device = support.device_of(model)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
@@ -264,13 +301,13 @@ def describe(model: PreTrainedModel, draft: PreTrainedModel, batch: int, prefix:
 
     return {
         "target": identity(model),
-        "draft": identity(draft),
+        "draft": str(skip) if skip is not None else None if draft is None else identity(draft),
         "device": name,
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "batch": batch,
         "prefix": prefix,
         "backend": backend,
-        "draft_forward": "operator" if why_not(draft, backend) is None else "modules",
+        "draft_forward": "operator" if draft and not skip and why_not(draft, backend) is None else "modules",
         "compiled": gsd_kernels.backends.unavailable_reason("cpu", torch.device("cpu")) is None,
         "attention": str(model.config._attn_implementation).removeprefix("gsd_"),
         "versions": [gsd_kernels.__version__, torch.__version__, transformers.__version__],

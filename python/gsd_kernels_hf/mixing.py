@@ -1,0 +1,95 @@
+"""What the sources' probabilities are worth, learned from what the target picked.
+
+All state lies on the device and is updated in place; nothing here waits for it, so that a step can be captured. It
+decides what is worth a row, never what is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+PRIOR = 8.0  # observations that the starting values count for
+MEMORY = 400.0  # observations after which an older one counts 1/e
+
+
+class Mixture:
+    """The share w of a second source in P = (1 − w) · P(first) + w · P(other), for every value of an index.
+
+    Learned by expectation maximisation, one step a look: how likely each picked token came from the other source is
+    its share of the mixture at that token (deleted interpolation; Jelinek and Mercer, 1980, "Interpolated estimation of
+    Markov source parameters from sparse data").
+
+    Args:
+        start: w before anything was seen, by index; 0 stays 0.
+        device: of the tables.
+    """
+
+    def __init__(self, start: Sequence[float], device: torch.device) -> None:
+        self.start = torch.tensor(start, dtype=torch.float32, device=device)  # [n]
+        self.shares = PRIOR * self.start
+        self.counts = torch.full_like(self.start, PRIOR)
+        self.weights = self.start.clone()  # float32 [n]
+
+    def of(self, index: Tensor) -> Tensor:
+        """w for every index, float32 of its shape."""
+        return self.weights[index.long()]
+
+    def learn(self, index: Tensor, first: Tensor, other: Tensor, seen: Tensor) -> None:
+        """What both sources had given the picked token.
+
+        Args:
+            index: int [B, P].
+            first, other: float32 [B, P], the sources' probabilities of the token; 0 where it was no candidate.
+            seen: bool [B, P], which entries to learn from.
+        """
+        w = self.of(index)
+        theirs = w * other
+        both = theirs + (1.0 - w) * first
+        seen = seen & (both > 0)
+        counted = torch.zeros_like(self.counts).index_add_(0, index.flatten().long(), seen.float().flatten())
+        share = torch.where(seen, theirs / both, 0.0)
+        shares = torch.zeros_like(self.shares).index_add_(0, index.flatten().long(), share.flatten())
+        _add(self.shares, PRIOR * self.start, shares, counted)
+        _add(self.counts, PRIOR, counted, counted)
+        torch.div(self.shares, self.counts, out=self.weights)
+
+
+class Worth:
+    """How often a remembered continuation was right, over how often it claimed to be, by context length and rank.
+
+    Args:
+        start: this ratio before anything was seen, by context length; length 0 is no match.
+        branch: ranks that are told apart.
+        device: of the tables.
+    """
+
+    def __init__(self, start: Sequence[float], branch: int, device: torch.device) -> None:
+        ratio = torch.tensor(start, dtype=torch.float32, device=device)[:, None].expand(-1, branch)
+        self.prior = PRIOR * ratio
+        self.hits = self.prior.clone()  # float32 [C + 1, K]
+        self.claimed = torch.full_like(self.hits, PRIOR)
+        self.log_ratio = ratio.log()  # float32 [C + 1, K]
+
+    def __call__(self, log_probs: Tensor, matched: Tensor) -> Tensor:
+        """float32 [B, W, K], best first, after contexts of ``matched`` tokens [B, W] → calibrated, at most 0."""
+        return (log_probs + self.log_ratio[matched.long(), : log_probs.shape[2]]).clamp(max=0.0)
+
+    def learn(self, log_probs: Tensor, matched: Tensor, hits: Tensor, seen: Tensor) -> None:
+        """log_probs float32 and hits bool [B, P, K], matched int and seen bool [B, P]."""
+        index, k = matched.flatten().long(), log_probs.shape[2]
+        known = (seen & (matched > 0))[..., None] & (log_probs > -torch.inf)
+        claimed = torch.where(known, log_probs.exp(), 0.0).flatten(0, 1)
+        new_claims, new_hits = torch.zeros_like(self.claimed), torch.zeros_like(self.hits)
+        new_claims[:, :k].index_add_(0, index, claimed)
+        new_hits[:, :k].index_add_(0, index, (hits & known).float().flatten(0, 1))
+        _add(self.claimed, PRIOR, new_claims, new_claims)
+        _add(self.hits, self.prior, new_hits, new_claims)
+        torch.div(self.hits, self.claimed, out=self.log_ratio).log_()
+
+
+def _add(table: Tensor, prior: Tensor | float, new: Tensor, observed: Tensor) -> None:
+    """Add to a table that sinks back to its prior by how much was observed."""
+    table.sub_(prior).mul_((-observed / MEMORY).exp()).add_(prior).add_(new)

@@ -1,0 +1,279 @@
+"""Draft sources, alone and together: the same text from all, learned shares, self-drafting without a second model."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import noised, prompts, tiny
+
+import gsd_kernels as gsd
+from gsd_kernels import DraftHeads, GraphConfig, LayerSkip
+from gsd_kernels_hf import decoding
+from gsd_kernels_hf.layer_skip import expected_speed
+from gsd_kernels_hf.mixing import Mixture, Worth
+
+NEW = 24
+CPU = torch.device("cpu")
+CONFIGS = {
+    "tree": GraphConfig(depth=2, width=3, branch=3, max_rows=20, merge_context=-1, reuse_depth=1),
+    "graph": GraphConfig(depth=3, width=3, branch=3, max_rows=32, merge_context=0, reuse_depth=2, reuse_width=4),
+    "free": GraphConfig(depth=0, branch=3, max_rows=16, reuse_depth=4, reuse_width=3),
+}
+
+
+def trained_heads(target, count: int = 3, texts: int = 24) -> DraftHeads:
+    """Heads fitted by a few steps to the target's own greedy text: right now and then."""
+    heads = DraftHeads.for_model(target, count)
+    ids = torch.randint(3, 97, (texts, 4), generator=torch.Generator().manual_seed(9))
+    text = target.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None)
+    with torch.no_grad():
+        hidden = target.model(text).last_hidden_state
+    optimizer = torch.optim.Adam(heads.parameters(), 0.02)
+    for _ in range(60):
+        logits = heads(hidden[:, : -count - 1].flatten(0, 1), target.lm_head).unflatten(0, (texts, -1))
+        wanted = text[:, 2:].unfold(1, count, 1)[:, : logits.shape[1]]
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(logits.flatten(0, 2), wanted.flatten()).backward()
+        optimizer.step()
+    return heads.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def given_sources(target):
+    """Arguments of ``generate`` by source."""
+    skip = LayerSkip(target, attention=[2], mlp=[1])
+    return {
+        "model": {"assistant_model": noised(target, 0.03)},
+        "layer_skip": {"assistant_model": skip},
+        "heads": {"draft_heads": trained_heads(target)},
+        "history": {},
+    }
+
+
+COMBINATIONS = [
+    names
+    for count in (1, 2, 3)
+    for names in itertools.combinations(("model", "layer_skip", "heads", "history"), count)
+    if not {"model", "layer_skip"} <= set(names)
+]
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
+def test_every_combination_of_sources_gives_the_same_text(names, sampled, target, given_sources):
+    options = {"max_new_tokens": NEW, "eos_token_id": [2, 5], "pad_token_id": 0, "do_sample": sampled}
+    if sampled:
+        options |= {"seed": 4, "temperature": 0.6, "top_p": 0.95}
+    inputs = prompts(2, 14, seed=len(names))
+    sources: dict = {"draft_sources": names}
+    for name in names:
+        sources |= given_sources[name]
+    plain = gsd.generate(target, **inputs, **options)
+    if not sampled:
+        assert torch.equal(plain, target.generate(**inputs, **options))
+    accepted = 0
+    for name, config in CONFIGS.items():
+        if sampled and name != "graph":
+            continue
+        if name == "free" and not {"heads", "history"} & set(names):
+            continue
+        out = gsd.generate(
+            target,
+            **inputs,
+            **options,
+            **sources,
+            graph_config=config,
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(out.sequences, plain), name
+        accepted += sum(out.stats.accepted[2:])
+        drafts = name != "free" and bool({"model", "layer_skip"} & set(names))
+        assert (out.stats.draft_rows > 0) == drafts
+        assert sum(out.stats.accepted[1 : config.max_path + 1]) > 0
+    assert accepted > 1, "nothing was accepted, so nothing was tested"
+
+
+@pytest.mark.parametrize("with_processor", [False, True])
+def test_auto_takes_any_source(with_processor, target, given_sources, tmp_path, monkeypatch):
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
+    options = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": False}
+    options |= {"repetition_penalty": 1.2} if with_processor else {}
+    inputs = prompts(1, 14)
+    plain = gsd.generate(target, **inputs, **options)
+    for names in (("layer_skip", "history"), ("heads", "history"), ("history",), ("model", "heads", "history")):
+        sources: dict = {"draft_sources": names}
+        for name in names:
+            sources |= given_sources[name]
+        assert torch.equal(gsd.generate(target, **inputs, **options, **sources), plain), names
+
+
+def test_auto_drops_a_draft_that_does_not_pay(target, given_sources, monkeypatch):
+    """Where drafting by a model costs more than a plain forward and the history is right, shapes without it win."""
+    from gsd_kernels_hf.tuning import FAMILIES, FREE, StepCosts, family_key
+
+    costs = {family_key("all", *f): (0.1, 0.1) for f in FAMILIES} | {family_key("free", *f): (1e-4, 1e-4) for f in FREE}
+    monkeypatch.setattr(decoding, "tune", lambda *a, **k: StepCosts({1: 0.01, 128: 0.011}, costs, overhead=0.0))
+    monkeypatch.setattr("gsd_kernels_hf.stats.Clock.last", lambda *_: 0.0)
+    out = gsd.generate(
+        target,
+        **prompts(1, 14),
+        **given_sources["model"],
+        max_new_tokens=60,
+        eos_token_id=None,
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    assert out.stats.draft_rows == 0
+    assert out.stats.plain_steps < out.stats.steps
+
+
+def test_layer_skip_is_the_target_without_blocks_and_leaves_it_alone(target):
+    before = copy.deepcopy(target.state_dict())
+    skip = LayerSkip(target, attention=[1, 3], mlp=[3])
+    ids = prompts(1, 9)["input_ids"]
+    by_hand = copy.deepcopy(target)
+    for layer in (1, 3):
+        by_hand.model.layers[layer].self_attn.o_proj.weight.data.zero_()
+    by_hand.model.layers[3].mlp.down_proj.weight.data.zero_()
+    torch.testing.assert_close(skip.view(ids).logits, by_hand(ids).logits)
+    assert not torch.equal(skip.view(ids).logits, target(ids).logits)
+    assert len(skip.view.model.layers) == 3 and len(target.model.layers) == 4
+    assert skip.view.model.layers[0] is target.model.layers[0]
+    assert 0.5 < skip.cost < 0.9
+    assert all(torch.equal(v, before[k]) for k, v in target.state_dict().items())
+
+
+def test_layer_skip_needs_no_second_cache(target):
+    options = {"max_new_tokens": 20, "eos_token_id": None, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"graph_config": CONFIGS["graph"]}
+    alone = gsd.generate(target, **prompts(1, 9), draft_sources=("history",), **options)
+    skipping = gsd.generate(target, **prompts(1, 9), assistant_model=LayerSkip(target, mlp=[2]), **options)
+    assert skipping.stats.cache_bytes == alone.stats.cache_bytes
+    config = CONFIGS["graph"]
+    assert skipping.stats.draft_rows == skipping.stats.steps * (1 + config.draft_slots)
+
+
+def test_search_finds_the_blocks_that_do_nothing():
+    target = tiny(num_hidden_layers=4)
+    target.model.layers[1].self_attn.o_proj.weight.data.zero_()
+    target.model.layers[2].mlp.down_proj.weight.data.zero_()
+    target.model.layers[2].self_attn.o_proj.weight.data.zero_()
+    found = LayerSkip.search(target, prompts(4, 40, ragged=False)["input_ids"])
+    assert 1 in found.attention and 2 in found.attention and 2 in found.mlp
+    ids = prompts(2, 30, seed=7, ragged=False)["input_ids"]
+    agreement = (found.view(ids).logits.argmax(-1) == target(ids).logits.argmax(-1)).float().mean()
+    assert expected_speed(float(agreement), found.cost) > 0.9 * expected_speed(1.0, 1 - 3 / 8)
+
+
+def test_expected_speed_is_a_geometric_sum():
+    assert expected_speed(0.0, 0.5) == pytest.approx(1 / 1.5)
+    assert expected_speed(1.0, 0.0) == 11.0
+    assert expected_speed(0.8, 0.1) == pytest.approx(
+        max((1 - 0.8 ** (n + 1)) / 0.2 / (1 + 0.1 * n) for n in range(1, 11))
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({}, ValueError, "nothing is skipped"),
+        ({"mlp": [4]}, ValueError, "mlp: expected indices 0 … 3, got 4"),
+        ({"attention": ["a"]}, TypeError, "attention: expected indices of layers, got 'a'"),
+        ({"attention": range(4), "mlp": range(4)}, ValueError, "every layer is skipped"),
+    ],
+)
+def test_layers_that_cannot_be_skipped_are_refused(arguments, error, match, target):
+    with pytest.raises(error, match=match):
+        LayerSkip(target, **arguments)
+
+
+def test_sources_that_do_not_fit_are_refused(target, given_sources):
+    other = tiny(num_hidden_layers=3)
+    heads = given_sources["heads"]["draft_heads"]
+
+    def refused(match, **arguments):
+        with pytest.raises((TypeError, ValueError), match=match):
+            gsd.generate(target, **prompts(1, 5), max_new_tokens=4, do_sample=False, **arguments)
+
+    refused("a LayerSkip of another model", assistant_model=LayerSkip(other, mlp=[0]))
+    refused("heads: made for a target with num_hidden_layers=3", draft_heads=DraftHeads.for_model(other, 2))
+    refused("draft_heads: expected DraftHeads, got str", draft_heads="heads")
+    refused('"heads" needs draft_heads', draft_sources=("heads",))
+    refused('"layer_skip" needs assistant_model=LayerSkip', draft_sources=("layer_skip",))
+    refused('leave out draft_heads, or name "heads"', draft_sources=("history",), draft_heads=heads)
+    with pytest.raises(ValueError, match="another model"):
+        gsd.patch(target, assistant_model=LayerSkip(other, mlp=[0]))
+    assert "generate" not in vars(target)
+
+
+def test_a_patched_model_drafts_for_itself(target, given_sources):
+    inputs, options = prompts(2, 9), {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+    plain = target.generate(**inputs, **options)
+    before = target.config._attn_implementation
+    handle = gsd.patch(target, graph_config=CONFIGS["graph"], **given_sources["layer_skip"], **given_sources["heads"])
+    try:
+        assert torch.equal(target.generate(**inputs, **options), plain)
+        assert handle.stats.draft_rows > 0
+    finally:
+        gsd.unpatch(target)
+    assert target.config._attn_implementation == before
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.floats(0.05, 0.95), st.integers(0, 1000))
+def test_a_mixture_learns_which_source_was_right(share, seed):
+    """Two sources that never agree; the other is right ``share`` of the time."""
+    gen = torch.Generator().manual_seed(seed)
+    mixture = Mixture((0.0, 0.5), CPU)
+    for _ in range(120):
+        right = torch.rand(4, 5, generator=gen) < share
+        first, other = torch.where(right, 0.0, 0.9), torch.where(right, 0.9, 0.0)
+        mixture.learn(torch.ones(4, 5, dtype=torch.int32), first, other, torch.ones(4, 5, dtype=torch.bool))
+    assert mixture.weights[1] == pytest.approx(share, abs=0.09)
+    assert mixture.weights[0] == 0.0
+
+
+def test_a_mixture_ignores_what_was_not_seen_and_what_none_had_said():
+    mixture = Mixture((0.3, 0.7), CPU)
+    zeros, index = torch.zeros(1, 6), torch.tensor([[0, 0, 0, 1, 1, 1]])
+    mixture.learn(index, zeros, zeros, torch.ones(1, 6, dtype=torch.bool))
+    mixture.learn(index, zeros + 0.5, zeros + 0.1, torch.zeros(1, 6, dtype=torch.bool))
+    assert mixture.weights.tolist() == pytest.approx([0.3, 0.7])
+
+
+def test_worth_is_learned_by_context_and_rank():
+    worth = Worth((0.0, 0.5, 0.5), 2, CPU)
+    gen = torch.Generator().manual_seed(0)
+    log_probs = torch.tensor([[[0.6, 0.3], [0.8, 0.1]]]).log()
+    for _ in range(600):
+        first, second = torch.rand(2, generator=gen).tolist()
+        hits = torch.tensor([[[first < 0.3, first > 0.9], [second < 0.78, False]]])
+        worth.learn(log_probs, torch.tensor([[1, 2]]), hits, torch.ones(1, 2, dtype=torch.bool))
+    found = worth(log_probs, torch.tensor([[1, 2]])).exp()[0]
+    assert found[0].tolist() == pytest.approx([0.3, 0.1], abs=0.06)
+    assert found[1, 0] == pytest.approx(0.78, abs=0.06) and found[1, 1] < 0.03
+    assert (worth(log_probs, torch.tensor([[0, 0]])) == -torch.inf).all()
+    assert (worth(torch.zeros(1, 1, 2), torch.tensor([[2]])) <= 0).all()
+
+
+def test_what_was_learned_serves_the_next_call_and_no_other_pair(target, given_sources):
+    options = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": False, "graph_config": CONFIGS["graph"]}
+    decoding._learned.pop(target, None)
+    gsd.generate(target, **prompts(1, 14), **given_sources["model"], **options)
+    (learned,) = decoding._learned[target].values()
+    shares = learned.history.weights.clone()
+    assert not torch.equal(shares, torch.tensor(decoding.TRUST))
+    gsd.generate(target, **prompts(1, 14), draft_sources=("history",), **options)
+    assert torch.equal(learned.history.weights, shares)
+    gsd.generate(target, **prompts(1, 14), **given_sources["model"], **options)
+    assert not torch.equal(learned.history.weights, shares)
