@@ -384,6 +384,16 @@ def test_half_precision(criterion, dtype):
     assert out.sequences.shape == (2, 32) and out.stats.tokens_per_step > 1.2
 
 
+def test_the_target_without_some_layers_drafts_too():
+    target = models.tiny(vocab_size=VOCAB, num_hidden_layers=3)
+    target.generation_config.eos_token_id = None
+    skip = gsd.LayerSkip(target, mlp=[1])
+    for sources in (None, ("layer_skip",)):
+        prompt = models.prompts(2, 8, vocab=VOCAB)
+        out = generate(target, skip, "speculative", prompt, draft_sources=sources, max_new_tokens=24)
+        assert out.stats.criterion == "speculative" and len(out.stats.accepted) > 2 and out.stats.accepted[1] > 0
+
+
 def test_a_streamer_gets_what_is_returned():
     target, draft = pair()
     said: list[int] = []
@@ -526,7 +536,7 @@ def test_typical_with_the_automatic_shape_learns_apart():
     prompt = models.prompts(1, 6, vocab=VOCAB)
     for criterion in ("exact", "typical"):
         generate(target, draft, criterion, prompt, graph_config="auto", max_new_tokens=8)
-    assert {key[3] for key in _learned[target]} == {"exact", gsd.Typical()}
+    assert {key[-2] for key in _learned[target]} == {"exact", gsd.Typical()}
 
 
 def test_the_deviation_is_measured(tmp_path, monkeypatch):
@@ -564,11 +574,14 @@ def test_the_deviation_is_measured(tmp_path, monkeypatch):
         ({"criterion": "speculative", "graph_config": gsd.GraphConfig(width=1, branch=1)}, "merge_context is 1"),
         ({"criterion": "speculative", "graph_config": CHAIN.replace(reuse_depth=1)}, "reuse_depth is 1"),
         ({"criterion": "speculative", "draft_sources": ("model", "history")}, "draft_sources: .*leave it out"),
+        ({"criterion": "speculative", "draft_heads": None}, "draft_heads: .*leave them out"),
         ({"criterion": "speculative", "reference_ids": torch.tensor([3, 4])}, "reference_ids: .*leave them out"),
     ],
 )
 def test_refusals_name_the_argument_and_the_cure(arguments, message):
     target, draft = pair()
+    if "draft_heads" in arguments:
+        arguments = {**arguments, "draft_heads": gsd.DraftHeads.for_model(target, 1)}
     with pytest.raises(ValueError, match=message):
         gsd.generate(target, torch.tensor([[3, 4]]), assistant_model=draft, max_new_tokens=2, **arguments)
 

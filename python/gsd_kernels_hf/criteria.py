@@ -25,6 +25,7 @@ from .sampling import SamplingPlan
 
 if TYPE_CHECKING:
     from .drafting import DecodeState, Drafter, ModelDraft
+    from .heads import DraftHeads
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -91,10 +92,13 @@ def check_chain(
     criterion: str | Typical,
     config: GraphConfig,
     sources: tuple[str, ...] | None,
-    heads: object | None,
+    heads: DraftHeads | None,
     reference_ids: Tensor | None,
 ) -> None:
-    """Raise if speculative sampling should draft anything but a chain of the draft model's samples."""
+    """Raise if speculative sampling should draft anything but a chain of one model's samples.
+
+    ``sources`` are those that were asked for.
+    """
     if criterion != SPECULATIVE:
         return
     cure = 'or use criterion="exact", which takes any graph'
@@ -104,17 +108,13 @@ def check_chain(
                 f'graph_config: criterion="speculative" needs a chain, and {name} is {getattr(config, name)} instead '
                 f'of {value}; pass graph_config="chain" or GraphConfig.preset("chain", depth=…), {cure}'
             )
+    alone = 'criterion="speculative" drafts from one model alone'
     if sources is not None and tuple(sources) not in (("model",), ("layer_skip",)):
-        raise ValueError(
-            f'draft_sources: criterion="speculative" drafts from the model alone, got {sources!r}; leave it out, {cure}'
-        )
+        raise ValueError(f"draft_sources: {alone}, got {sources!r}; leave it out, {cure}")
     if heads is not None:
-        raise ValueError(f'draft_heads: criterion="speculative" drafts from the model alone; leave them out, {cure}')
+        raise ValueError(f"draft_heads: {alone}; leave them out, {cure}")
     if reference_ids is not None:
-        raise ValueError(
-            'reference_ids: the history reads them, and criterion="speculative" drafts from the model alone; '
-            f"leave them out, {cure}"
-        )
+        raise ValueError(f"reference_ids: the history reads them, and {alone}; leave them out, {cure}")
 
 
 class ExactMatch:

@@ -79,8 +79,8 @@ class Session:
         trims: bool = False,
     ) -> None:
         self.target, self.drafter, self.state, self.plan = target, drafter, state, plan
-        self.trims = trims  # forward only rows that hold a token; else shapes are static and nothing waits
         self.criterion = criterion
+        self.trims = trims  # forward only rows that hold a token; else shapes are static and nothing waits
         self.config: GraphConfig | None = None
         self.eos_ids, self.clock, self.backend = eos_ids, clock, backend
         batch, device = state.tokens.shape[0], state.tokens.device
@@ -509,9 +509,8 @@ class GraphDecoder:
         if not shared:
             return Learned(heads, device)
         sources = tuple(None if source is None else id(source) for source in (self.assistant_model, self.draft_heads))
-        return _learned.setdefault(model, {}).setdefault(
-            (*sources, sampled, self.criterion, device), Learned(heads, device)
-        )
+        key = (*sources, sampled, self.criterion, device)
+        return _learned.setdefault(model, {}).setdefault(key, Learned(heads, device))
 
     def _budget(self, model: PreTrainedModel, batch: int, prefix: int, learned: AcceptanceModel) -> Budget | None:
         """The automatic budget, or ``None`` where the shape is given (or may not depend on the clock)."""

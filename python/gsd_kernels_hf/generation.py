@@ -205,9 +205,8 @@ def patch(
     if getattr(inner, _PATCH, None) is not None:
         raise ValueError("model: already patched; unpatch(model) first")
     # Raises here rather than at the first call.
-    GraphDecoder(
-        skip or draft, graph_config, backend=backend, draft_heads=draft_heads, criterion=criterion
-    ).check_sources_of(inner)
+    decoder = GraphDecoder(skip or draft, graph_config, backend=backend, draft_heads=draft_heads, criterion=criterion)
+    decoder.check_sources_of(inner)
     models = [inner] if draft is None else [inner, draft]
     for done, m in enumerate(models):
         try:
