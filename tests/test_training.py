@@ -352,6 +352,7 @@ def test_a_run_with_other_options_is_refused_by_name(folder, distilled):
         ("seed", "--seed", 1),
         ("sequence_level", "--sequence-level", 0.25),
         ("text", "--text", folder / "draft" / "config.json"),
+        ("text", folder / "draft" / "config.json"),  # as the shell expands --text *
     ):
         line = refused(*arguments("distill", folder, out, *more))
         assert f"error: {name}: the run in {out} has" in line and "name another folder" in line
