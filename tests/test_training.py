@@ -166,7 +166,7 @@ def distilled(folder):
 @pytest.fixture(scope="module")
 def headed(folder):
     out = folder / "headed"
-    return out, done(*arguments("train-heads", folder, out, quick=[*QUICK, "--steps", 40, "--lr", 0.05]))
+    return out, done(*arguments("train-heads", folder, out, quick=[*QUICK, "--steps", 40]))
 
 
 def test_distillation_brings_a_draft_nearer_to_its_target(folder, distilled):
@@ -186,7 +186,7 @@ def test_heads_learn_what_their_target_says_later(folder, headed):
     target = AutoModelForCausalLM.from_pretrained(folder / "target")
     heads = DraftHeads.from_pretrained(out, target)
     assert heads.num_heads == 3 and heads.weight.abs().sum() > 0
-    first = done(*arguments("train-heads", folder, folder / "first", quick=[*QUICK, "--steps", 1, "--lr", 0.05]))
+    first = done(*arguments("train-heads", folder, folder / "first", quick=[*QUICK, "--steps", 1]))
     assert report["training"]["loss"] < 0.95 * first["training"]["loss"]
     assert len(report["after"]["accuracy"]) == len(report["after"]["continuation_accuracy"]) == 3
     assert report["before"] == first["before"] and report["after"] != report["before"]
@@ -510,7 +510,7 @@ def test_the_drafts_loss_is_divergence_and_likelihood(folder, windows, weight):
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
 def test_the_heads_loss_compares_with_the_token_that_each_is_for(folder, windows, weight):
     trained = head_training(folder, token_level=weight)
-    target, heads = trained.target, trained.heads()
+    target, heads = trained.target, trained.module
     expected = 0.0
     with torch.no_grad():
         for k in range(3):
@@ -569,9 +569,9 @@ def test_accepted_is_what_a_chain_accepts(folder, windows):
 
 def test_accepted_is_what_the_heads_guess(folder, windows):
     trained = head_training(folder)
-    for parameter in trained.module.parameters():  # heads that are often right: those that guess one token for ever
+    target, heads = trained.target, trained.module
+    for parameter in heads.parameters():  # heads that are often right: those that guess one token for ever
         parameter.data.mul_(0.2)
-    target, heads = trained.target, trained.heads()
 
     def guess(tokens):
         state = target(tokens[:, :-1], output_hidden_states=True).hidden_states[-1][:, -1]

@@ -86,7 +86,10 @@ class DraftHeads(nn.Module):
         """
         if hidden.shape[-1] != self.hidden_size:
             raise ValueError(f"hidden: expected [rows, {self.hidden_size}], got shape {list(hidden.shape)}")
-        return residual_blocks(hidden.to(self.weight.dtype), self.weight, self.bias)
+        state = hidden.to(self.weight.dtype).expand(self.num_heads, -1, -1)  # [heads, rows, D]
+        for weight, bias in zip(self.weight, self.bias, strict=True):
+            state = state + F.silu(torch.baddbmm(bias, state, weight))
+        return state.transpose(0, 1)
 
     @classmethod
     def for_model(cls, target: PreTrainedModel, num_heads: int, *, num_layers: int = 1) -> DraftHeads:
@@ -149,14 +152,6 @@ class DraftHeads(nn.Module):
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, num_layers={self.num_layers}"
-
-
-def residual_blocks(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """[N, D] through every head's blocks, [N, heads, D]; weight [layers, heads, D, D], bias [layers, heads, 1, D]."""
-    state = hidden.expand(weight.shape[1], -1, -1)  # [heads, N, D]
-    for matrices, biases in zip(weight, bias, strict=True):
-        state = state + F.silu(torch.baddbmm(biases, state, matrices))
-    return state.transpose(0, 1)
 
 
 def shape_of(target: PreTrainedModel) -> dict[str, int | str]:

@@ -129,7 +129,7 @@ CONTINUATION_LENGTH = 128
 PROMPT_TOKENS = (60, 150)
 #: (file, first line, last line) of the text whose bits per byte are shipped, so that a loaded pair can be checked.
 EXCERPT = ("textwrap.py", 100, 180)
-HEADS, HEAD_BATCH, HEAD_LENGTH, HEAD_RATE = 4, 4, 256, 3e-2
+HEADS, HEAD_BATCH, HEAD_LENGTH, HEAD_RATE = 4, 4, 256, 1e-2
 #: Share of ``--minutes`` that the target gets.
 TARGET_SHARE = 0.74
 

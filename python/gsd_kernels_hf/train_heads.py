@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from .heads import DraftHeads, residual_blocks
+from .heads import DraftHeads
 from .training_job import MEASURED_AT_ONCE, TrainingOptions, accepted_per_step, load_target, run, stored_dtype
 from .training_text import HeldOut
 
@@ -22,25 +22,6 @@ __all__ = ["HeadTraining", "train_heads"]
 
 HEAD_WEIGHT = 0.8
 """Of a head's loss, to the power of its number: later tokens are harder (arXiv 2401.10774, section 2.2.1)."""
-
-
-class Blocks(nn.Module):
-    """The blocks of heads as single matrices, which is what Muon takes. It learns them in fewer steps than AdamW."""
-
-    def __init__(self, heads: DraftHeads) -> None:
-        super().__init__()
-        self.num_heads, self.num_layers = heads.num_heads, heads.num_layers
-        self.matrices = nn.ParameterList(matrix.detach().clone() for layer in heads.weight for matrix in layer)
-        self.bias = nn.Parameter(heads.bias.detach().clone())
-
-    @property
-    def weight(self) -> Tensor:
-        """As in :class:`DraftHeads`: [layers, heads, D, D]."""
-        return torch.stack(list(self.matrices)).unflatten(0, (self.num_layers, self.num_heads))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[N, D] → [N, heads, D]."""
-        return residual_blocks(hidden.to(self.bias.dtype), self.weight, self.bias)
 
 
 class HeadTraining:
@@ -56,7 +37,7 @@ class HeadTraining:
         self, options: TrainingOptions, target: PreTrainedModel, num_heads: int, num_layers: int, dtype: torch.dtype
     ) -> None:
         self.options, self.target, self.dtype = options, target, dtype
-        self.module = Blocks(DraftHeads.for_model(target, num_heads, num_layers=num_layers).to(options.weights))
+        self.module = DraftHeads.for_model(target, num_heads, num_layers=num_layers).to(options.weights)
         if options.length <= num_heads:
             raise ValueError(f"length: expected more than the {num_heads} heads, got {options.length}")
         self.identity = {"heads": num_heads, "layers": num_layers}
@@ -95,7 +76,7 @@ class HeadTraining:
         heads, weight = self.module.num_heads, self.options.token_level
         places = windows.shape[1] - 1 - heads
         hidden = self.hidden(windows)  # [B, length + 1, D]
-        states = self.module(hidden[:, :places].flatten(0, 1))  # [rows, heads, D]
+        states = self.module.states(hidden[:, :places].flatten(0, 1))  # [rows, heads, D]
         log_target = None
         if weight > 0:
             with torch.no_grad():
@@ -140,21 +121,13 @@ class HeadTraining:
         if places < 1:
             return torch.zeros(windows.shape[0], 0, heads, dtype=torch.bool)
         hidden = self.hidden(windows.to(self.options.device))[:, first : first + places]
-        guesses = self.logits(self.module(hidden.flatten(0, 1))).argmax(-1).cpu()  # [rows, heads]
+        guesses = self.logits(self.module.states(hidden.flatten(0, 1))).argmax(-1).cpu()  # [rows, heads]
         following = windows[:, first + 2 :].unfold(1, heads, 1)  # [B, places, heads]
         return guesses.view(following.shape) == following
 
-    @torch.no_grad()
-    def heads(self) -> DraftHeads:
-        """A copy of them as they are now."""
-        module = self.module
-        heads = DraftHeads.for_model(self.target, module.num_heads, num_layers=module.num_layers).to(module.bias.dtype)
-        heads.weight.copy_(module.weight)
-        heads.bias.copy_(module.bias)
-        return heads
-
     def save(self, folder: Path) -> None:
-        self.heads().to(self.dtype).save_pretrained(folder)
+        self.module.to(self.dtype).save_pretrained(folder)
+        self.module.to(self.options.weights)
 
 
 def train_heads(num_heads: int, num_layers: int, options: TrainingOptions) -> dict[str, Any]:

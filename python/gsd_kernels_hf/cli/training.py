@@ -183,7 +183,7 @@ def heads_command(
     batch: Batch = 16,
     length: Length = 256,
     micro_batch: MicroBatch = None,
-    lr: Annotated[float, typer.Option("--lr", rich_help_panel=_OPTIMIZER, help="Highest.")] = 3e-2,
+    lr: Annotated[float, typer.Option("--lr", rich_help_panel=_OPTIMIZER, help="Highest.")] = 1e-3,
     warmup: Warmup = 0.02,
     decay: Decay = 0.6,
     weight_decay: WeightDecay = 0.05,
