@@ -1,6 +1,6 @@
 """The compiled ops: their schemas under ``torch.ops.gsd_kernels``, shape functions, and the libraries behind them.
 
-One schema an op serves the CPU and the CUDA library; decoder_rows and write_kv have the former only.
+One schema an op serves the CPU and the CUDA library; decoder_rows, row_linear and write_kv have the former only.
 Importing this loads what setup.py built beside this file and costs about a millisecond; nothing is compiled here.
 """
 
@@ -46,6 +46,7 @@ SCHEMAS = (
     "int ways) -> (Tensor, Tensor, Tensor)",
     "mix_candidates(Tensor tokens, Tensor log_probs, Tensor other_tokens, Tensor other_log_probs, Tensor weight) "
     "-> (Tensor, Tensor)",
+    "row_linear(Tensor x, Tensor weight) -> Tensor",
     "write_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor positions) -> ()",
 )
 
@@ -134,6 +135,10 @@ def _define() -> None:
     @torch.library.register_fake("gsd_kernels::write_kv")
     def _write_kv(*args: object) -> None:
         return None
+
+    @torch.library.register_fake("gsd_kernels::row_linear")
+    def _row_linear(x: Tensor, weight: Tensor) -> Tensor:
+        return x.new_empty(x.shape[0], weight.shape[0])
 
     @torch.library.register_fake("gsd_kernels::decoder_rows")
     def _decoder_rows(token_ids: Tensor, *args: object) -> Tensor:

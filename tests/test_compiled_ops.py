@@ -452,6 +452,7 @@ def op_inputs():
         "dag_attention": attention_inputs(),
         "write_kv": (*cache[:2], *torch.randn(2, 2, 1, 3, 4), torch.tensor([[0, 5, 2], [1, 2, 3]])),
         "decoder_rows": decoder_inputs(),
+        "row_linear": (torch.randn(3, 32), torch.randn(5, 32)),
         "ngram_insert": (*ngram_tensors(), *Memory().calls()[0], 3, 4),
         "ngram_lookup": (*ngram_tensors(), Memory().queries(), 3, 4),
         "mix_candidates": two_sources(0, 4, 3),

@@ -1,3 +1,6 @@
+// Products may be fused with sums here: nothing in this file has to be bit-equal to another backend.
+#pragma GCC optimize("fp-contract=fast")
+
 #include "model_math.h"
 
 #include <cmath>

@@ -14,6 +14,7 @@ from gsd_kernels.graph import num_words
 
 from .attention import GraphInputs
 from .cache import GraphCache
+from .few_rows import view_for_few_rows
 from .support import device_of, vocabulary
 
 
@@ -29,6 +30,7 @@ class RowModel:
 
     def __init__(self, model: PreTrainedModel, capacity: int, kv_start: Tensor, backend: str) -> None:
         self.model = model
+        self.stepping = view_for_few_rows(model, backend)  # the same model, for graph rows
         self.backend = backend
         self.device = device_of(model)
         self.vocab_size = vocabulary(model)
@@ -86,7 +88,7 @@ class RowModel:
         )
         assert inputs.ancestor_mask.shape[-1] == num_words(node_depths.shape[-1])
         with self.cache.writing((kv_len[:, None] + slots.to(to)).long()), self._listening():
-            output = self.model(
+            output = self.stepping(
                 input_ids=self.known(token_ids.to(to).long()),
                 attention_mask=self.no_mask,
                 position_ids=(kv_len - self.kv_start)[:, None].long() + depths.long(),
@@ -109,7 +111,7 @@ class RowModel:
             if threading.get_ident() == thread:
                 self.hidden = inputs[0]
 
-        handle = self.model.get_output_embeddings().register_forward_pre_hook(keep)
+        handle = self.stepping.get_output_embeddings().register_forward_pre_hook(keep)
         try:
             yield
         finally:

@@ -7,7 +7,6 @@ overwrites.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 
 from . import support
 from .drafting import DecodeState, ModelDraft
+from .few_rows import view_for_few_rows, with_children
 from .forward import RowModel
 
 PARTS = {"attention": "self_attn", "mlp": "mlp"}
@@ -143,6 +143,7 @@ class SkippedRows(RowModel):
     def __init__(self, skip: LayerSkip, target: RowModel) -> None:
         vars(self).update(vars(target))
         self.model = skip.view
+        self.stepping = view_for_few_rows(skip.view, self.backend)
 
 
 class _NoAttention(nn.Module):
@@ -186,16 +187,11 @@ def _without(model: PreTrainedModel, attention: tuple[int, ...], mlp: tuple[int,
         if index in mlp:
             stubs["mlp"] = _NoMLP()
         if len(stubs) < len(PARTS):
-            kept.append(_with(layer, stubs) if stubs else layer)
-    decoder = _with(getattr(model, model.base_model_prefix), {"layers": nn.ModuleList(kept).train(model.training)})
-    return _with(model, {model.base_model_prefix: decoder})
-
-
-def _with(module: Any, children: dict[str, nn.Module]) -> Any:
-    """A shallow copy of ``module`` with other children."""
-    view = copy.copy(module)
-    view.__dict__["_modules"] = {**module._modules, **children}
-    return view
+            kept.append(with_children(layer, stubs) if stubs else layer)
+    decoder = with_children(
+        getattr(model, model.base_model_prefix), {"layers": nn.ModuleList(kept).train(model.training)}
+    )
+    return with_children(model, {model.base_model_prefix: decoder})
 
 
 def _read(layers: nn.ModuleList, model: PreTrainedModel) -> int:

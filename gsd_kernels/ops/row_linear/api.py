@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...backends import resolve
+from ...checks import check_tensor
+from . import compiled, reference
+
+IMPLEMENTATIONS = {"cpu": compiled.row_linear, "reference": reference.row_linear}
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+LANES = 16  # of a CPU vector: ``in`` is a multiple of it
+
+
+def row_linear(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
+    """x · weightᵀ for few rows, where reading the weights is what takes time.
+
+    Sums are in float32 and rounded once. A row's result depends on that row alone, not on how many there are.
+
+    Args:
+        x: float32, bfloat16 or float16 [rows, in], contiguous, ``in`` a multiple of 16.
+        weight: [out, in], contiguous, of the dtype of ``x``.
+
+    Returns:
+        [rows, out]
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type or shape.
+    """
+    check_tensor("x", x, (None, None), FLOATS, x.device)
+    check_tensor("weight", weight, (None, x.shape[1]), (x.dtype,), x.device)
+    if x.shape[1] % LANES:
+        raise ValueError(f"x: expected a multiple of {LANES} columns, got {x.shape[1]}")
+    return resolve(backend, x.device, IMPLEMENTATIONS)(x, weight)
