@@ -135,11 +135,13 @@ def generate(
     pair: Annotated[str, typer.Option("--pair", help="demo (embedded), or tiny (random weights).")] = "demo",
     target_shape: Annotated[str, typer.Option("--target-shape", help="Inflate the target to it; or none.")] = "250m",
     draft_shape: Annotated[str, typer.Option("--draft-shape", help="The same for the draft.")] = "none",
-    text: Annotated[str, typer.Option("--text", help="Kind of prompts: code, copy or table.")] = "code",
+    text: Annotated[str, typer.Option("--text", help="Kind of prompts: code, copy, table or prose.")] = "code",
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="The first so many of that kind.")] = 20,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1)] = 128,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
-    names: Annotated[list[str] | None, typer.Option("--competitors", help="Comma-separated. Default: all.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Option("--competitors", help="Comma-separated. Default: all but single sources.")
+    ] = None,
     backend: Annotated[str, typer.Option("--backend", help="Of our ops.")] = "auto",
     dtype: DtypeOption = None,
     device: Device = None,
@@ -158,14 +160,14 @@ def generate(
     """Whole generations in one interleaved run: plain, chain, tree, graph, auto, and transformers' own modes."""
     from gsd_kernels_hf.cli.ranks import is_first
 
-    from .competitors import COMPETITORS
+    from .competitors import DEFAULT
     from .generate import Settings, run
 
     where, processes = _join(device, tp_timeout) if tp else (_device(device), 1)
     kind = _dtype(dtype, str(where))
     if quick:
         target_shape, prompts, new_tokens = "none", min(prompts, 2), min(new_tokens, 16)
-    chosen = tuple(part.strip() for given in names or () for part in given.split(",")) or COMPETITORS
+    chosen = tuple(part.strip() for given in names or () for part in given.split(",")) or DEFAULT
     parts = ["generate", target_shape, str(kind).removeprefix("torch."), *([f"tp{processes}"] * tp)]
     file = name or "-".join([*parts, *(["quick"] * quick)])
     _quiet()

@@ -23,6 +23,8 @@ OTHER_SPECULATION = ("hf-prompt-lookup", "hf-early-exit", "hf-mtp", "hf-dflash")
 #: ``graph`` with the heads. ``history`` verifies as many rows as prompt lookup does, ``history-auto`` what pays.
 OURS = (PLAIN, "chain", "tree", "merged", "graph", "history", HISTORY_AUTO, "layer-skip", "heads", "all", AUTO)
 COMPETITORS = (GREEDY, STATIC, *ASSISTED, *OTHER_SPECULATION, *OURS)
+SINGLE_SOURCES = ("merged", HISTORY_AUTO, "layer-skip", "heads", "all")  # of sources_table, unless asked for
+DEFAULT = tuple(name for name in COMPETITORS if name not in SINGLE_SOURCES)
 
 #: What transformers' assisted generation does with ``num_assistant_tokens`` drafted tokens, always.
 CONSTANT = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}

@@ -23,7 +23,7 @@ from gsd_kernels_hf.tuning import prefix_bucket
 from .competitors import (
     ASSISTED,
     AUTO,
-    COMPETITORS,
+    DEFAULT,
     GREEDY,
     HISTORY_AUTO,
     OURS,
@@ -54,7 +54,7 @@ class Settings:
     prompts: int = 20
     new_tokens: int = 128
     temperature: float = 0.0
-    competitors: Sequence[str] = COMPETITORS
+    competitors: Sequence[str] = DEFAULT
     backend: str = "auto"
     quick: bool = False
     seconds: float = float("inf")

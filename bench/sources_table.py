@@ -57,7 +57,9 @@ KEPT = ("prompt", "competitor", "place", "tokens", "seconds", "target_forwards",
 def run(settings: Settings, *, texts: Sequence[str], folder: Path, name: str = NAME) -> str:
     """Fill the cells, write ``name``.json and .md to ``folder``, and return the table."""
     journal = folder / f"{name}.partial.json"
-    head = json.loads(json.dumps(asdict(settings), default=str))
+    left_out = ("device", "dtype", "text", "temperature", "seconds")
+    head: dict[str, Any] = {key: value for key, value in asdict(settings).items() if key not in left_out}
+    head = json.loads(json.dumps({**head, "dtype": str(settings.dtype).removeprefix("torch.")}))
     result: dict[str, Any] = {"schema": SCHEMA, "case": NAME, "settings": head, "cells": []}
     if journal.exists() and (earlier := json.loads(journal.read_text(encoding="utf-8")))["settings"] == head:
         result = earlier
@@ -122,8 +124,7 @@ def table(result: dict[str, Any]) -> str:
             forward = "" if row is None or row["tokens_per_forward"] is None else f" ({row['tokens_per_forward']:.2f})"
             entries.append("–" if row is None else f"{row['tokens_per_second']:.1f}{forward}")
         rows.append([f"**{name}**" if name == "auto" else LABELS.get(name, name), *entries])
-    settings = {**result["settings"], "temperature": 0.0, "dtype": result["settings"]["dtype"].removeprefix("torch.")}
-    what = title(settings, result["parameters"]).replace(", greedy", "")
+    what = title({**result["settings"], "temperature": 0.0}, result["parameters"]).replace(", greedy", "")
     prompts = max(len(cell["prompts"]) for cell in cells)
     answers = []
     for ours, theirs, cost in QUESTIONS:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from gsd_kernels_bench import attention, commit, generate, gpu, merge, readme, sample
 from gsd_kernels_bench.cli import app
-from gsd_kernels_bench.competitors import COMPETITORS, competitors
+from gsd_kernels_bench.competitors import DEFAULT, competitors
 from gsd_kernels_bench.intervals import paired_ratio
 from gsd_kernels_bench.pairs import load_pair
 from gsd_kernels_bench.report import Report, Row
@@ -149,7 +149,7 @@ def test_generate_races_everyone(raced):
     data = json.loads((folder / "generate.json").read_text())
     assert data["case"] == "generate"
     assert set(data["missing"]) == {"hf-static-compile", "hf-mtp", "hf-dflash"}
-    present = [name for name in COMPETITORS if name not in data["missing"]]
+    present = [name for name in DEFAULT if name not in data["missing"]]
     assert [row["competitor"] for row in data["summary"]] == present
     assert data["prompts"] == ["code-0", "code-1"]
     for name in present:
@@ -239,6 +239,41 @@ def test_tree_table(tmp_path, monkeypatch):
     readme_file.write_text("<!-- bench:tree -->\n<!-- /bench:tree -->\n")
     assert readme.main(["--readme", str(readme_file), "--results", str(tmp_path)]) == 0
     assert "| copy, T = 0.7 | 9 |" in readme_file.read_text()
+
+
+def test_sources_table(tmp_path, monkeypatch):
+    from gsd_kernels_bench import generate as race
+    from gsd_kernels_bench import sources_table
+
+    names = ("hf-greedy", "hf-prompt-lookup", "plain", "merged", "history", "layer-skip", "graph", "all")
+    options = {"pair": "tiny", "target_shape": "none", "prompts": 2, "new_tokens": 8, "competitors": names}
+    settings = race.Settings(device=CPU, dtype=torch.float32, **options)
+    run, calls = race.run, []
+
+    def interrupted(cell):
+        calls.append((cell.text, cell.temperature))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return run(cell)
+
+    monkeypatch.setattr(race, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sources_table.run(settings, texts=("copy",), folder=tmp_path)
+    text = sources_table.run(settings, texts=("copy",), folder=tmp_path)
+    assert calls == [("copy", 0.0), ("copy", 0.7), ("copy", 0.7)], "what was finished is not done again"
+    assert (tmp_path / "sources.md").read_text() == text + "\n"
+    data = json.loads((tmp_path / "sources.json").read_text())
+    assert len(data["cells"]) == 2 and not list(tmp_path.glob("*partial*"))
+    for cell in data["cells"]:
+        assert cell["missing"] == {"all": "the pair has no trained heads"}
+        assert {run_["competitor"] for run_ in cell["runs"]} == set(names) - {"all"}
+        assert all(run_["same"] for run_ in cell["runs"] if run_["competitor"] in race.OURS[1:])
+        asked = {(answer["ours"], answer["against"], answer["by"]) for answer in cell["questions"]}
+        assert ("history", "hf-prompt-lookup", "target_forwards") in asked
+        assert ("graph", "merged", "seconds") in asked and ("graph", "merged", "target_forwards") in asked
+    (tmp_path / "README.md").write_text("<!-- bench:sources -->\n<!-- /bench:sources -->\n")
+    assert readme.main(["--readme", str(tmp_path / "README.md"), "--results", str(tmp_path)]) == 0
+    assert "| layer skipping and history |" in (tmp_path / "README.md").read_text()
 
 
 def test_the_whole_grid_is_valid():

@@ -7,7 +7,7 @@ import torch
 from models import noised, prompts, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gsd_kernels import GraphConfig, generate
+from gsd_kernels import DraftHeads, GraphConfig, LayerSkip, generate
 from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
 from gsd_kernels_hf import decoding
 from gsd_kernels_hf.capture import WARM_STEPS, CapturedStep, can_capture, untimed
@@ -17,7 +17,18 @@ CONFIGS = {
     "chain": GraphConfig.preset("chain", depth=3),
     "tree": GraphConfig(depth=3, width=2, branch=2, max_rows=8, merge_context=-1),
     "graph": GraphConfig(depth=3, width=2, branch=2, max_rows=8, reuse_depth=2),
+    "layer_skip": GraphConfig(depth=3, width=2, branch=2, max_rows=8, reuse_depth=2),
+    "heads": GraphConfig(depth=0, branch=2, max_rows=8, reuse_depth=3),
 }
+
+
+def sources(name, target, draft):
+    """Arguments of ``generate`` for one of :data:`CONFIGS`."""
+    if name == "plain":
+        return {}
+    drafts = {"layer_skip": {"assistant_model": LayerSkip(target, mlp=[1])}}
+    drafts["heads"] = {"draft_heads": DraftHeads.for_model(target, 2)}
+    return {**drafts.get(name, {"assistant_model": draft}), "graph_config": CONFIGS[name]}
 
 
 class NoHostData(TorchDispatchMode):
@@ -68,7 +79,7 @@ def test_a_step_copies_nothing_from_the_host(pair, name, sampling, monkeypatch):
 
     monkeypatch.setattr(decoding.Session, "step", watching)
     monkeypatch.delitem(IMPLEMENTATIONS, "cpu")  # PyTorch's attention on a CPU is no part of a step on a GPU
-    options = {"assistant_model": draft, "graph_config": CONFIGS[name]} if name != "plain" else {}
+    options = sources(name, target, draft)
     generate(target, **prompts(2, 9), max_new_tokens=24, pad_token_id=0, **options, **sampling)
     assert sum(watched) >= 3
 
@@ -127,7 +138,7 @@ def test_cpu_models_are_not_captured(pair, monkeypatch):
 def test_captured_on_a_gpu(name, sampling, monkeypatch, caplog):
     target = tiny(dtype=torch.float32)
     draft, target = noised(target).cuda(), target.cuda()
-    options = {"assistant_model": draft, "graph_config": CONFIGS[name]} if name != "plain" else {}
+    options = sources(name, target, draft)
     inputs = {key: value.cuda() for key, value in prompts(2, 9).items()}
     options |= {"max_new_tokens": 64, "pad_token_id": 0, **sampling}
     with caplog.at_level("WARNING", logger="gsd_kernels"):

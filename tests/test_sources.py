@@ -100,7 +100,7 @@ def test_every_combination_of_sources_gives_the_same_text(names, sampled, target
         drafts = name != "free" and bool({"model", "layer_skip"} & set(names))
         assert (out.stats.draft_rows > 0) == drafts
         assert sum(out.stats.accepted[1 : config.max_path + 1]) > 0
-    assert accepted > 1, "nothing was accepted, so nothing was tested"
+    assert accepted > 0, "nothing was accepted, so nothing was tested"
 
 
 @pytest.mark.parametrize("with_processor", [False, True])

@@ -198,6 +198,42 @@ def test_a_lost_rank_ends_the_others(job, size, folder):
         launched.close()
 
 
+LATE_THREAD = """
+import atexit, sys, time
+import torch, torch.distributed as dist
+from gsd_kernels_hf.agreement import Agreement
+
+class AtTheEnd:  # gives Python's lock away when the interpreter is ending
+    def __del__(self, sleep=time.sleep):
+        sleep(0.1)
+
+def others():  # seconds that the other threads have worked
+    return time.process_time() - time.thread_time()
+
+atexit._clear()  # of modules that give it away before
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
+Agreement(dist.group.WORLD, torch.device("cpu"))
+sent, received, at_the_end = torch.ones(1 << 23), [torch.empty(1 << 23)], AtTheEnd()
+sys.setswitchinterval(1000.0)  # nobody takes the lock from this thread
+dist.all_gather(received, sent, async_op=True)  # which a gloo thread will be the last to hold
+worked, since = others(), time.perf_counter()
+while time.perf_counter() < since + 0.5:  # it waits for the lock
+    if others() > worked + 1e-3:
+        worked, since = others(), time.perf_counter()
+"""
+
+
+def test_a_late_gloo_thread_does_not_abort_the_exit(tmp_path):
+    """As on busy cores: the thread still waits for Python's lock when the script ends."""
+    done = subprocess.run(
+        [sys.executable, "-c", LATE_THREAD, (tmp_path / "store").as_uri()],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+
+
 def test_one_process_needs_no_agreement(folder):
     model = ranks.load(folder, "gqa")
     assert tensor_parallel_group("model", model) is None

@@ -9,12 +9,15 @@ Everything runs on the process group that transformers sharded the model over.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +42,7 @@ the ``gsd_kernels`` logger is at DEBUG."""
 
 SAMPLES = 16  # elements of a weight that stand for it
 MULTIPLIER = 0x2545F4914F6CDD1D  # of the running hash; odd, so that nothing is forgotten
+EXIT_PAUSE = 0.5  # seconds; a gloo thread needs microseconds, once it gets a core
 LOST = re.compile(r"gloo|nccl|connection (closed|reset)|timed out waiting|watchdog", re.IGNORECASE)
 
 
@@ -82,6 +86,8 @@ class Agreement:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        if dist.get_backend(group) == dist.Backend.GLOO:
+            pause_at_exit()
         self.group, self.device = group, device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         debug = logger.isEnabledFor(logging.DEBUG) or os.environ.get("GSD_KERNELS_DEBUG", "0") not in ("", "0")
@@ -168,6 +174,17 @@ class Agreement:
                 "ended, hangs, or decodes another text; what it printed says why, and GSD_KERNELS_DEBUG=1 checks every "
                 f"step. ({' '.join(str(error).split())})"
             ) from error
+
+
+@cache
+def pause_at_exit() -> None:
+    """Let gloo's threads take Python's lock once more before the interpreter ends; no call but the first does anything.
+
+    Such a thread may be the last to hold a message's tensors, and needs the lock to drop them. If the interpreter ends
+    while it waits, as on busy cores it may, the process aborts: an error's exit status, or success, becomes SIGABRT.
+    ``destroy_process_group`` does not wait for these threads (https://github.com/pytorch/pytorch/issues/190489).
+    """
+    atexit.register(time.sleep, EXIT_PAUSE)
 
 
 def _ranks(column: Tensor) -> str:

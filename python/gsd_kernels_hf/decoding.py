@@ -271,7 +271,8 @@ class GraphDecoder:
         seed: of the sampling noise; ``None`` draws one from torch's generator.
         backend: of all ops, see :mod:`gsd_kernels.backends`.
         draft_sources: ``"model"`` (the draft), ``"layer_skip"``, ``"heads"``, ``"history"`` (what the target said
-            before, and the prompt). ``None``: the history and all that are given, else plain decoding;
+            before, and the prompt). ``None``: all that are given and the history, the latter beside a model only
+            where ``graph_config`` has levels for it, as ``"auto"`` has; nothing given is plain decoding.
             ``("history",)`` speculates without a draft model.
         draft_heads: :class:`~gsd_kernels.DraftHeads` that were trained for the target.
         reference_ids: int64 [length] or [batch, length], a text that the output may repeat, for the history.
@@ -303,6 +304,7 @@ class GraphDecoder:
         if draft_heads is not None and not isinstance(draft_heads, DraftHeads):
             raise TypeError(f"draft_heads: expected DraftHeads, got {type(draft_heads).__name__}; use from_pretrained")
         self.draft_heads = draft_heads
+        self.asked = draft_sources is not None
         self.draft_sources = check_sources(draft_sources, self.skip or self.assistant_model, draft_heads)
         self.automatic = graph_config in (None, "auto") and bool(self.draft_sources)
         self.graph_config = GraphConfig() if graph_config == "auto" else resolve_graph_config(graph_config)
@@ -366,8 +368,8 @@ class GraphDecoder:
             support.check_reference(self.reference_ids, input_ids.shape[0], support.vocabulary(model))
             if "history" not in sources:
                 raise ValueError(
-                    "reference_ids: the history reads them, and is not among the draft sources; pass "
-                    'draft_sources=("history",), or a graph_config with reuse_depth above 0'
+                    "reference_ids: the history reads them, and is not among the draft sources; name it in "
+                    "draft_sources, or pass a graph_config with reuse_depth above 0"
                 )
         shapes = [self.graph_config] if budget is None else budget.largest_shapes()
         chain_rows = max(shape.chain_rows for shape in shapes) if sources else 1
@@ -521,8 +523,8 @@ class GraphDecoder:
         return Budget(costs, learned)
 
     def _sources(self, budget: Budget | None) -> tuple[str, ...]:
-        """The sources to use: a fixed shape without levels for the history has none, if a model drafts."""
-        if self.assistant_model is not None and budget is None and self.graph_config.reuse_depth == 0:
+        """The sources to use: unless it is asked for, a fixed shape without levels of its own has no history."""
+        if not self.asked and self.assistant_model is not None and budget is None and not self.graph_config.reuse_depth:
             return tuple(s for s in self.draft_sources if s != "history")
         return self.draft_sources
 

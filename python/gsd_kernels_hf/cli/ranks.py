@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 
+from ..agreement import pause_at_exit
+
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
@@ -38,6 +40,8 @@ def join(timeout: float) -> torch.device:
         device_id=device if device.type == "cuda" else None,
     )
     atexit.register(dist.destroy_process_group)
+    if device.type == "cpu":
+        pause_at_exit()
     return device
 
 
