@@ -239,15 +239,18 @@ def _prepare(settings: Settings, pair: Pair, report: GenerateReport) -> list[Com
     return racing
 
 
+_calibrated: set[tuple[Any, ...]] = set()
+
+
 def _calibrate(settings: Settings, pair: Pair, draft: PreTrainedModel | None) -> None:
-    """Measure the step costs anew for every prompt length of the run."""
-    done = set()
+    """Measure the step costs anew for every prompt length of the run, once in a process."""
     for prompt in pair.prompts:
         length = prompt.input_ids.shape[1] + settings.new_tokens // 2  # the middle of the text, as generate asks
         bucket = prefix_bucket(length)
-        if bucket not in done:
+        what = (settings.pair, settings.target_shape, settings.draft_shape, settings.dtype, draft is None, bucket)
+        if what not in _calibrated:
             tune(pair.target, draft, prefix_length=length, backend=settings.backend, refresh=True)
-            done.add(bucket)
+            _calibrated.add(what)
 
 
 def _decode(
