@@ -38,7 +38,7 @@ LABELS = {
     "merged": "graph, draft alone",
     "history": "history alone, rows of prompt lookup",
     "history-auto": "history alone, automatic rows",
-    "layer-skip": "layer skipping and history",
+    "layer-skip": "layer skipping alone",
     "heads": "heads alone",
     "graph": "graph, draft and history",
     "all": "graph, draft, heads and history",

@@ -273,7 +273,7 @@ def test_sources_table(tmp_path, monkeypatch):
         assert ("graph", "merged", "seconds") in asked and ("graph", "merged", "target_forwards") in asked
     (tmp_path / "README.md").write_text("<!-- bench:sources -->\n<!-- /bench:sources -->\n")
     assert readme.main(["--readme", str(tmp_path / "README.md"), "--results", str(tmp_path)]) == 0
-    assert "| layer skipping and history |" in (tmp_path / "README.md").read_text()
+    assert "| layer skipping alone |" in (tmp_path / "README.md").read_text()
 
 
 def test_the_whole_grid_is_valid():
