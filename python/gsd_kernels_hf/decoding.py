@@ -351,7 +351,7 @@ class GraphDecoder:
                 attention_mask=attention_mask,
                 seed=(self.seed if seed is None else seed) if generation_config.do_sample else None,
                 graph_config=self.graph_config,
-                draft_sources=self.draft_sources,
+                draft_sources=self.draft_sources if self.asked else None,
                 draft_heads=self.draft_heads,
                 reference_ids=self.reference_ids,
                 criterion=self.criterion,
