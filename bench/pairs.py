@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from gsd_kernels import DraftHeads
 from gsd_kernels_hf import demo_pair
@@ -142,7 +142,8 @@ def _sample(name: str) -> Tensor:
     if name != "demo":
         return torch.randint(3, 512, (1, 64), generator=torch.Generator().manual_seed(99))
     text = inspect.getsource(textwrap)
-    return demo_pair.load()[2](text, return_tensors="pt")["input_ids"][:, :SAMPLE_TOKENS]
+    tokenizer = AutoTokenizer.from_pretrained(demo_pair.path() / "target")
+    return tokenizer(text, return_tensors="pt")["input_ids"][:, :SAMPLE_TOKENS]
 
 
 def _tables() -> list[tuple[str, str]]:

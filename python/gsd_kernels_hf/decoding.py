@@ -512,7 +512,10 @@ class GraphDecoder:
             return Learned(heads, device)
         sources = tuple(None if source is None else id(source) for source in (self.assistant_model, self.draft_heads))
         key = (*sources, sampled, self.criterion, device)
-        return _learned.setdefault(model, {}).setdefault(key, Learned(heads, device))
+        known = _learned.setdefault(model, {})
+        if key not in known:
+            known.setdefault(key, Learned(heads, device))
+        return known[key]
 
     def _budget(self, model: PreTrainedModel, batch: int, prefix: int, learned: AcceptanceModel) -> Budget | None:
         """The automatic budget, or ``None`` where the shape is given (or may not depend on the clock)."""

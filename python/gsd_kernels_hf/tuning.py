@@ -203,7 +203,6 @@ def measure(
     by_shape: dict[str, tuple[float, float]] = {}
     overhead = 0.0
     for name, shape in progress([("all", c) for c in shapes if source] + [("free", c) for c in free], "tuning: draft"):
-        device = state.tokens.device
         table = NgramTable.empty(batch, shape.branch, device)
         learned = Mixture(TRUST, device), Worth(WORTH, shape.branch, device)
         history = History(table, state.seed, state.sequence_ids, warpers, *learned, backend)
