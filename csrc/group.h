@@ -18,7 +18,7 @@
 #define GSD_ROLLED _Pragma("unroll 1")
 #else
 #define GSD_HD inline
-#define GSD_UNROLL _Pragma("GCC unroll 4")
+#define GSD_UNROLL _Pragma("GCC unroll 8")
 #define GSD_UNROLL_4 _Pragma("GCC unroll 4")
 #define GSD_ROLLED
 #endif

@@ -75,7 +75,7 @@ void attend_item(const RowAttention& a, int64_t item) {
   for (int64_t m0 = 0; m0 < count; m0 += together) {
     for (int64_t p = oldest(m0); p < kv_len; p += kPositions) {
       const int64_t n = std::min(kPositions, kv_len - p), padded = padded_to_lanes(n);
-      products(queries.data() + m0 * a.head_dim, together, a.head_dim,
+      products(queries.data() + m0 * a.head_dim, a.head_dim, together, a.head_dim,
                {keys + p * a.k_slot * size, a.k_slot, a.cache_element}, 0, n, scores.data(), kPositions);
       for (int64_t m = m0; m < m0 + together; m++) {
         float* score = scores.data() + (m - m0) * kPositions;
@@ -97,8 +97,8 @@ void attend_item(const RowAttention& a, int64_t item) {
     int64_t n = 0;
     const auto flush = [&] {
       for (int64_t i = 0; i < n; i++) {
-        products(queries.data() + m * a.head_dim, 1, a.head_dim, {keys + seen[i] * a.k_slot * size, 0, a.cache_element}, 0,
-                 1, scores.data() + i, 1);
+        products(queries.data() + m * a.head_dim, a.head_dim, 1, a.head_dim,
+                 {keys + seen[i] * a.k_slot * size, 0, a.cache_element}, 0, 1, scores.data() + i, 1);
       }
       cap(scores.data(), n);
       std::fill(scores.begin() + n, scores.begin() + padded_to_lanes(n), negative_infinity());

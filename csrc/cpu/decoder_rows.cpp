@@ -33,7 +33,7 @@ std::vector<float> vector_of(const char* name, const Tensor& t, int64_t size) {
 void multiply(const float* x, int64_t rows, int64_t k, const Matrix& w, int64_t n, float* out) {
   const int64_t grain = std::max<int64_t>(16, kWorkPerThread / std::max<int64_t>(1, rows * k));
   torch::stable::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
-    products(x, rows, k, w, begin, end, out, n);
+    products(x, k, rows, k, w, begin, end, out, n);
   });
 }
 

@@ -61,6 +61,7 @@ GSD_INLINE void add_pairs(const Four& a, const Four& b, Four& out) {
 // The sums of four vectors.
 GSD_INLINE void sums(const Floats x[4], float out[4]) {
   Four f[4], low, high, all;
+  GSD_UNROLL
   for (int i = 0; i < 4; i++) fold(x[i], f[i]);
   add_pairs(f[0], f[1], low);
   add_pairs(f[2], f[3], high);
@@ -70,36 +71,70 @@ GSD_INLINE void sums(const Floats x[4], float out[4]) {
 
 GSD_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Tiles of four columns and R rows; what hangs over an edge repeats the last one and is not stored.
+constexpr int kColumns = 4;  // with six rows: 24 sums, four weights and a vector of x in 32 registers
+
+// out[R, 4] = x[R, k] · column[4, k]ᵀ. Meanwhile memory is asked for `fetched` columns `ahead`.
 template <class E, int R>
-GSD_INLINE void products_of(const float* x, int64_t rows, int64_t k, const Matrix& w, int64_t begin, int64_t end,
-                            float* out, int64_t out_stride) {
-  const typename E::Stored* weights = static_cast<const typename E::Stored*>(w.data);
-  for (int64_t n = begin; n < end; n += 4) {
-    const typename E::Stored* column[4];
+GSD_INLINE void product_tile(const float* x, int64_t x_stride, int64_t k,
+                             const typename E::Stored* const column[kColumns],
+                             const typename E::Stored* const* ahead, int64_t fetched, int64_t columns, float* out,
+                             int64_t out_stride) {
+  Floats total[R][kColumns] = {};
+  for (int64_t i = 0; i < k; i += kLanes) {
+    for (int64_t j = 0; j < fetched; j++) __builtin_prefetch(ahead[j] + i, 0, 2);
+    Floats weight[kColumns], seen;
     GSD_UNROLL
-    for (int j = 0; j < 4; j++) column[j] = weights + smaller(n + j, end - 1) * w.row_stride;
-    for (int64_t m = 0; m < rows; m += R) {
-      const float* row[R];
+    for (int j = 0; j < kColumns; j++) E::widen(column[j] + i, weight[j]);
+    GSD_UNROLL
+    for (int r = 0; r < R; r++) {
+      load(x + r * x_stride + i, seen);
       GSD_UNROLL
-      for (int r = 0; r < R; r++) row[r] = x + smaller(m + r, rows - 1) * k;
-      Floats total[R][4] = {};
-      for (int64_t i = 0; i < k; i += kLanes) {
-        Floats weight[4], seen;
-        GSD_UNROLL
-        for (int j = 0; j < 4; j++) E::widen(column[j] + i, weight[j]);
-        GSD_UNROLL
-        for (int r = 0; r < R; r++) {
-          load(row[r] + i, seen);
-          GSD_UNROLL
-          for (int j = 0; j < 4; j++) total[r][j] += seen * weight[j];
-        }
-      }
-      for (int64_t r = 0; r < smaller(R, rows - m); r++) {
-        float sum[4];
-        sums(total[r], sum);
-        for (int64_t j = 0; j < smaller(4, end - n); j++) out[(m + r) * out_stride + n + j] = sum[j];
-      }
+      for (int j = 0; j < kColumns; j++) total[r][j] += seen * weight[j];
+    }
+  }
+  GSD_UNROLL
+  for (int r = 0; r < R; r++) {
+    float sum[kColumns];
+    sums(total[r], sum);
+    GSD_UNROLL
+    for (int j = 0; j < kColumns; j++) {
+      if (j < columns) out[r * out_stride + j] = sum[j];
+    }
+  }
+}
+
+// The same for up to R rows, as many as there are.
+template <class E, int R>
+GSD_INLINE void product_rows(int64_t rows, const float* x, int64_t x_stride, int64_t k,
+                             const typename E::Stored* const column[kColumns],
+                             const typename E::Stored* const* ahead, int64_t fetched, int64_t columns, float* out,
+                             int64_t out_stride) {
+  if constexpr (R > 1) {
+    if (rows < R) return product_rows<E, R - 1>(rows, x, x_stride, k, column, ahead, fetched, columns, out, out_stride);
+  }
+  product_tile<E, R>(x, x_stride, k, column, ahead, fetched, columns, out, out_stride);
+}
+
+// Tiles of four columns and up to R rows. Columns that hang over the edge repeat the last one and are not stored.
+template <class E, int R>
+GSD_INLINE void products_of(const float* x, int64_t x_stride, int64_t rows, int64_t k, const Matrix& w, int64_t begin,
+                            int64_t end, float* out, int64_t out_stride) {
+  typedef typename E::Stored Stored;
+  const Stored* weights = static_cast<const Stored*>(w.data);
+  const int64_t tiles = (rows + R - 1) / R, tall = (rows + tiles - 1) / tiles;  // as even as possible
+  const int64_t asking = smaller(tiles, kColumns);  // each tile asks for a part of the next columns
+  for (int64_t n = begin; n < end; n += kColumns) {
+    const Stored *column[kColumns], *next[kColumns];
+    GSD_UNROLL
+    for (int j = 0; j < kColumns; j++) {
+      column[j] = weights + smaller(n + j, end - 1) * w.row_stride;
+      next[j] = column[j] + kColumns * w.row_stride;  // beyond the end it is asked for, and never read
+    }
+    for (int64_t m = 0, tile = 0; m < rows; m += tall, tile++) {
+      const int64_t from = smaller(kColumns * tile / asking, kColumns);
+      const int64_t to = smaller(kColumns * (tile + 1) / asking, kColumns);
+      product_rows<E, R>(smaller(tall, rows - m), x + m * x_stride, x_stride, k, column, next + from, to - from,
+                         smaller(kColumns, end - n), out + m * out_stride + n, out_stride);
     }
   }
 }
@@ -173,10 +208,10 @@ GSD_INLINE void read_row_of(const Matrix& from, int64_t row, float* to, int64_t 
     run[has_avx512()][static_cast<int>(matrix.element)] arguments;                                       \
   }
 
-GSD_FOR_ELEMENTS(products, 2, 4,
-                 (const float* x, int64_t rows, int64_t k, const Matrix& matrix, int64_t begin, int64_t end, float* out,
-                  int64_t out_stride),
-                 (x, rows, k, matrix, begin, end, out, out_stride))
+GSD_FOR_ELEMENTS(products, 2, 6,
+                 (const float* x, int64_t x_stride, int64_t rows, int64_t k, const Matrix& matrix, int64_t begin,
+                  int64_t end, float* out, int64_t out_stride),
+                 (x, x_stride, rows, k, matrix, begin, end, out, out_stride))
 GSD_FOR_ELEMENTS(weighted_rows, 1, 4,
                  (const float* weights, int64_t weights_stride, int64_t rows, const Matrix& matrix, int64_t positions,
                   int64_t width, float* out, int64_t out_stride),

@@ -28,23 +28,20 @@ Tensor row_linear(const Tensor& x, const Tensor& weight) {
   const Matrix w{weight.const_data_ptr(), k, element};
   Tensor out = torch::stable::new_empty(x, {rows, n});
   const bool direct = element == Element::kFloat32;
-  std::vector<float> widened;
-  const float* from = static_cast<const float*>(x.const_data_ptr());
-  if (!direct) {
-    widened.resize(static_cast<size_t>(rows * k));
-    for (int64_t r = 0; r < rows; r++) read_row({x.const_data_ptr(), k, element}, r, widened.data() + r * k, k);
-    from = widened.data();
-  }
+  const int64_t stride = k + kVector;  // rows at powers of two would meet in the cache
+  std::vector<float> widened(static_cast<size_t>(rows * stride));
+  for (int64_t r = 0; r < rows; r++) read_row({x.const_data_ptr(), k, element}, r, widened.data() + r * stride, k);
+  const float* from = widened.data();
   char* to = static_cast<char*>(out.mutable_data_ptr());
   const int64_t size = direct ? 4 : 2;
   const int64_t grain = std::max<int64_t>(kVector, kWorkPerThread / std::max<int64_t>(1, rows * k));
   torch::stable::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
-    if (direct) return products(from, rows, k, w, begin, end, reinterpret_cast<float*>(to), n);
+    if (direct) return products(from, stride, rows, k, w, begin, end, reinterpret_cast<float*>(to), n);
     // products() writes columns begin … end − 1 of a matrix; the buffer holds a few of them.
     std::vector<float> buffer(static_cast<size_t>(rows * kColumns));
     for (int64_t first = begin; first < end; first += kColumns) {
       const int64_t columns = std::min(kColumns, end - first);
-      products(from, rows, k, {static_cast<const char*>(w.data) + first * k * size, k, element}, 0, columns,
+      products(from, stride, rows, k, {static_cast<const char*>(w.data) + first * k * size, k, element}, 0, columns,
                buffer.data(), kColumns);
       for (int64_t r = 0; r < rows; r++) {
         write_row(buffer.data() + r * kColumns, to + (r * n + first) * size, element, columns);

@@ -387,7 +387,7 @@ class HeadDraft:
     def look_ahead(self, first_pick: Tensor, branch: int) -> None:
         """At the start of a step: the heads' candidates. first_pick int32 [B]: index of the token after the root."""
         device = first_pick.device
-        logits = self.heads(self.hidden, self.target.model.get_output_embeddings())  # [B, H, V]
+        logits = self.heads(self.hidden, self.target.stepping.get_output_embeddings())  # [B, H, V]
         place = torch.arange(self.heads.num_heads, dtype=torch.int32, device=device)
         tokens, log_probs = draft_candidates(
             logits,

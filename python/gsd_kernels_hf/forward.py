@@ -14,7 +14,7 @@ from gsd_kernels.graph import num_words
 
 from .attention import GraphInputs
 from .cache import GraphCache
-from .few_rows import view_for_few_rows
+from .cpu_linear import with_cpu_linears
 from .support import device_of, vocabulary
 
 
@@ -30,7 +30,7 @@ class RowModel:
 
     def __init__(self, model: PreTrainedModel, capacity: int, kv_start: Tensor, backend: str) -> None:
         self.model = model
-        self.stepping = view_for_few_rows(model, backend)  # the same model, for graph rows
+        self.stepping = with_cpu_linears(model, backend)  # the same model and weights
         self.backend = backend
         self.device = device_of(model)
         self.vocab_size = vocabulary(model)
@@ -55,7 +55,7 @@ class RowModel:
         chunk = chunk or length
         for begin in range(0, length, chunk):
             end = min(begin + chunk, length)
-            self.model(
+            self.stepping(
                 input_ids=self.known(input_ids[:, begin:end]),
                 attention_mask=None if attention_mask is None else attention_mask[:, :end],
                 position_ids=positions[:, begin:end],

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import support
+from .cpu_linear import with_children, with_cpu_linears
 from .drafting import DecodeState, ModelDraft
-from .few_rows import view_for_few_rows, with_children
 from .forward import RowModel
 
 PARTS = {"attention": "self_attn", "mlp": "mlp"}
@@ -143,7 +143,7 @@ class SkippedRows(RowModel):
     def __init__(self, skip: LayerSkip, target: RowModel) -> None:
         vars(self).update(vars(target))
         self.model = skip.view
-        self.stepping = view_for_few_rows(skip.view, self.backend)
+        self.stepping = with_cpu_linears(skip.view, self.backend)
 
 
 class _NoAttention(nn.Module):

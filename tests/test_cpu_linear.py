@@ -1,4 +1,4 @@
-"""Linear layers over few rows: as accurate as PyTorch's, every row on its own, and the model stays as it is."""
+"""Linear layers on a CPU: as accurate as PyTorch's, few rows each on its own, and the model stays as it is."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from torch import nn
 import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.row_linear import row_linear
-from gsd_kernels_hf import few_rows
-from gsd_kernels_hf.few_rows import FewRowsLinear, view_for_few_rows
+from gsd_kernels_hf import cpu_linear
+from gsd_kernels_hf.cpu_linear import CpuLinear, widened_linear, with_cpu_linears
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = [(1, 16, 1), (2, 48, 63), (5, 1008, 111), (17, 256, 1000), (64, 96, 7), (8, 2064, 130), (13, 1040, 6)]
+"""(rows, in, out): whole tiles and parts of them, sums in one piece and in several."""
 BACKENDS = [
     name if name == "reference" or not (why := unavailable_reason(name, torch.device("cpu"))) else
     pytest.param(name, marks=pytest.mark.skip(reason=why))
@@ -30,7 +32,7 @@ def tensors(rows: int, k: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "k", "n"), [(1, 16, 1), (2, 48, 63), (5, 1008, 111), (17, 256, 1000), (64, 96, 7)])
+@pytest.mark.parametrize(("rows", "k", "n"), SHAPES)
 def test_the_error_is_at_most_twice_pytorchs(rows, k, n, dtype, backend):
     x, weight = tensors(rows, k, n, dtype)
     exact = x.double() @ weight.double().T
@@ -41,7 +43,7 @@ def test_the_error_is_at_most_twice_pytorchs(rows, k, n, dtype, backend):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_depend_on_the_others(dtype):
-    x, weight = tensors(23, 176, 130, dtype)
+    x, weight = tensors(23, 1200, 130, dtype)
     whole = row_linear(x, weight)
     for rows in (1, 2, 3, 4, 7, 16):
         assert torch.equal(row_linear(x[:rows].contiguous(), weight), whole[:rows])
@@ -49,6 +51,16 @@ def test_a_row_does_not_depend_on_the_others(dtype):
     poisoned[1::2] = float("nan")
     found = row_linear(poisoned, weight)
     assert torch.equal(found[::2], whole[::2]) and found[1::2].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize(("rows", "k", "n"), [(49, 48, 63), (130, 2048, 1025), (300, 16, 7)])
+def test_widened_products_are_at_least_as_accurate(rows, k, n, dtype):
+    x, weight = tensors(rows, k, n, dtype)
+    exact = x.double() @ weight.double().T
+    theirs = (torch.nn.functional.linear(x, weight).double() - exact).norm()
+    ours = (widened_linear(x, weight).double() - exact).norm()
+    assert ours <= 1.1 * theirs and ours <= torch.finfo(dtype).eps / 2 * exact.norm()
 
 
 def test_shapes_and_dtypes_are_checked():
@@ -63,15 +75,16 @@ def test_shapes_and_dtypes_are_checked():
             row_linear(wrong_x, wrong_weight)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_a_view_computes_the_same_and_leaves_the_model_alone(dtype):
+@pytest.mark.parametrize("length", (8, 64))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_view_computes_the_same_and_leaves_the_model_alone(dtype, length):
     model = tiny("qwen3", dtype=dtype)
     before, kinds = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
-    view = view_for_few_rows(model, "auto")
-    if unavailable_reason("cpu", model.device) is None and few_rows._serves(model.lm_head.weight):
-        assert all(type(m) is FewRowsLinear for m in view.modules() if isinstance(m, nn.Linear))
+    view = with_cpu_linears(model, "auto")
+    if unavailable_reason("cpu", model.device) is None and cpu_linear.serves(model.lm_head.weight):
+        assert all(type(m) is CpuLinear for m in view.modules() if isinstance(m, nn.Linear))
         assert view.lm_head.weight is model.lm_head.weight
-    ids = prompts(2, 8, ragged=False)["input_ids"]
+    ids = prompts(2, length, ragged=False)["input_ids"]
     with torch.no_grad():
         exact = copy.deepcopy(model).double()(ids).logits
         theirs, ours = ((m(ids).logits.double() - exact).norm() for m in (model, view))
@@ -81,12 +94,12 @@ def test_a_view_computes_the_same_and_leaves_the_model_alone(dtype):
 
 
 def test_models_that_keep_their_own_products():
-    assert view_for_few_rows(tiny(dtype=torch.float32), "reference") is not None
+    assert with_cpu_linears(tiny(dtype=torch.float32), "reference") is not None
     model = tiny(dtype=torch.float32)
-    assert view_for_few_rows(model, "reference") is model
+    assert with_cpu_linears(model, "reference") is model
     model.model.layers[0].forward = model.model.layers[0].forward  # as offloading does
-    assert view_for_few_rows(model, "auto") is model
-    assert not any(isinstance(m, FewRowsLinear) for m in view_for_few_rows(tiny(), "auto").modules()), "float64"
+    assert with_cpu_linears(model, "auto") is model
+    assert not any(isinstance(m, CpuLinear) for m in with_cpu_linears(tiny(), "auto").modules()), "float64"
 
 
 def test_biases_adapters_and_hooks_still_count():
@@ -95,7 +108,7 @@ def test_biases_adapters_and_hooks_still_count():
         nn.init.normal_(layer.self_attn.q_proj.bias)
     calls = []
     handle = model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
-    view = view_for_few_rows(model, "auto")
+    view = with_cpu_linears(model, "auto")
     ids = prompts(1, 8)["input_ids"]
     with torch.no_grad():
         torch.testing.assert_close(view(ids).logits, model(ids).logits)
@@ -105,10 +118,10 @@ def test_biases_adapters_and_hooks_still_count():
 
 def test_generation_goes_through_it(monkeypatch):
     target = tiny(dtype=torch.float32)
-    if not few_rows._serves(target.lm_head.weight) or unavailable_reason("cpu", target.device):
+    if not cpu_linear.serves(target.lm_head.weight) or unavailable_reason("cpu", target.device):
         pytest.skip("PyTorch's own products are used here")
     seen = []
-    monkeypatch.setattr(few_rows, "row_linear", lambda x, w: seen.append(x.shape[0]) or row_linear(x, w))
+    monkeypatch.setattr(cpu_linear, "row_linear", lambda x, w: seen.append(x.shape[0]) or row_linear(x, w))
     options = {**prompts(1, 9), "max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
     text = gsd.generate(target, **options, assistant_model=noised(target, 0.02), graph_config="graph")
     assert max(seen) > 4

@@ -1,0 +1,96 @@
+"""A model's linear layers on a CPU.
+
+Verification forwards a few rows: too many for a product of matrix and vector, too few for what general products of
+matrices prepare. There :func:`gsd_kernels.ops.row_linear` reads every weight once for all rows. Prompts and large
+budgets have more rows; in half precision, where the CPU has no instructions for it, general products spend most of
+their time in conversions, and widening every weight once is several times faster.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from gsd_kernels.backends import unavailable_reason
+from gsd_kernels.ops.row_linear import row_linear
+from gsd_kernels.ops.row_linear.api import FLOATS, LANES
+
+MOST_ROWS = {torch.float32: 64, torch.bfloat16: 64, torch.float16: 40}
+"""With more rows general products are as fast."""
+WIDENED_AT_ONCE = 1 << 20
+"""Weights in float32, 4 MiB: they stay in a cache until they are used."""
+
+
+class CpuLinear(nn.Linear):
+    """An ``nn.Linear`` that takes 2 … :data:`MOST_ROWS` rows through one operator, and more of them in float32.
+
+    Sums are in float32 and rounded once either way.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.numel() // self.in_features
+        if rows < 2 or input.dtype != self.weight.dtype:
+            return super().forward(input)
+        if rows <= MOST_ROWS[self.weight.dtype]:
+            out = row_linear(input.reshape(rows, -1), self.weight)
+        elif self.weight.dtype != torch.float32:
+            out = widened_linear(input.reshape(rows, -1), self.weight)
+        else:
+            return super().forward(input)
+        out = out.view(*input.shape[:-1], -1)
+        return out if self.bias is None else out + self.bias
+
+
+def widened_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x · weightᵀ in float32, for half precision: [rows, in] and [out, in] → [rows, out]."""
+    wide, columns = x.float(), max(1, WIDENED_AT_ONCE // weight.shape[1])
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    for begin in range(0, weight.shape[0], columns):
+        end = begin + columns
+        out[:, begin:end] = nn.functional.linear(wide, weight[begin:end].float())
+    return out
+
+
+def with_cpu_linears(model: PreTrainedModel, backend: str) -> PreTrainedModel:
+    """``model`` with its linear layers seen as :class:`CpuLinear`: the same weights, nothing is changed.
+
+    The model itself where that is impossible or no gain: another device or backend, sharded or offloaded weights.
+    """
+    unserved = backend not in ("auto", "cpu") or unavailable_reason("cpu", model.device) is not None
+    if unserved or getattr(model, "_device_mesh", None) is not None:
+        return model
+    if any("forward" in vars(module) for module in model.modules()):  # dispatched by hooks
+        return model
+    return _view(model)
+
+
+def _view(module: Any) -> Any:
+    if type(module) is nn.Linear:
+        if not serves(module.weight):
+            return module
+        linear = copy.copy(module)
+        linear.__class__ = CpuLinear
+        return linear
+    children = {name: child if child is None else _view(child) for name, child in module._modules.items()}
+    if all(child is module._modules[name] for name, child in children.items()):
+        return module
+    return with_children(module, children)
+
+
+def serves(weight: Tensor) -> bool:
+    """Whether PyTorch's own products are slower for this weight."""
+    # Hardware for bfloat16 is what PyTorch's products use and these do not.
+    served = FLOATS if not torch.cpu._is_avx512_bf16_supported() else (torch.float32,)
+    plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.is_contiguous()
+    return plain and weight.dtype in served and weight.shape[1] % LANES == 0
+
+
+def with_children(module: Any, children: dict[str, nn.Module | None]) -> Any:
+    """A shallow copy of ``module`` with other children."""
+    view = copy.copy(module)
+    view.__dict__["_modules"] = {**module._modules, **children}
+    return view
