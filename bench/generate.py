@@ -205,7 +205,7 @@ def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> 
             print(f"generate: prompt {number + 1}/{len(pair.prompts)}, {competitor.name}", file=sys.stderr, flush=True)
             measured, decoded[competitor.name] = _decode(pair, competitor, prompt.input_ids, settings, seed=number)
             report.runs.append({"prompt": prompt.name, "competitor": competitor.name, "place": place, **measured})
-        _judge(settings, pair, prompt.input_ids, decoded, report.runs[-len(order) :])
+        _judge(settings, pair, prompt.input_ids, decoded, report.runs[-len(order) :], seed=number)
         _summarise(settings, report, [c.name for c in racing])
         if folder is not None:
             report.write(folder, name)
@@ -293,7 +293,14 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _judge(settings: Settings, pair: Pair, ids: Tensor, decoded: dict[str, Tensor], runs: list[dict[str, Any]]) -> None:
+def _judge(
+    settings: Settings,
+    pair: Pair,
+    ids: Tensor,
+    decoded: dict[str, Tensor],
+    runs: list[dict[str, Any]],
+    seed: int,
+) -> None:
     """Compare every text with what the target says alone; sampled ones of ours with our plain decoding."""
     reference = GREEDY if settings.temperature == 0 else PLAIN
     if reference not in decoded:
@@ -304,8 +311,10 @@ def _judge(settings: Settings, pair: Pair, ids: Tensor, decoded: dict[str, Tenso
             continue
         other = decoded[run_["competitor"]].tolist()
         run_["same"] = plain == other
-        if not run_["same"] and settings.temperature == 0:
-            divergence = first_divergence(pair.target, ids, plain, other)
+        if not run_["same"]:
+            divergence = first_divergence(
+                pair.target, ids, plain, other, temperature=settings.temperature, seed=seed
+            )
             run_["divergence"] = None if divergence is None else divergence.as_dict()
 
 

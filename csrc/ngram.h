@@ -1,4 +1,4 @@
-// The table of remembered continuations, and mixing what it knows with what a draft model says.
+// The table of remembered continuations, what sampling makes of them, and mixing them with what a draft model says.
 // gsd_kernels/ops/ngram/reference.py is the specification, bit for bit but for exp and log.
 //
 // A set of the table lists its entries, the most recently inserted first. What a call leaves in a set therefore follows
@@ -7,6 +7,7 @@
 #pragma once
 
 #include "graph/sort.h"
+#include "random.h"
 
 namespace gsd {
 
@@ -204,6 +205,45 @@ GSD_HD void look_up_rows(Group& group, const NgramLookupArgs& a, const NgramSize
       a.log_probs[row * s.branch + k] = matched > 0 ? a.table.log_probs[at * s.branch + k] : negative_infinity();
     }
   }
+}
+
+constexpr float kMeanGumbel = 0.5772f;
+constexpr float kLeastRest = 1e-6f;
+
+struct PerturbArgs {
+  const int32_t* tokens;        // [B, W, K], −1 for none
+  const float* log_probs;       // [B, W, K]
+  const int32_t* positions;     // [B, W]
+  const int64_t* seed;          // [1]
+  const int32_t* sequence_ids;  // [B]
+  float* perturbed;             // [B, W, K]
+  int rows, branch;             // W, K
+};
+
+// One row by one thread: log-softmax of log_probs + noise, with all other tokens as one of average noise.
+GSD_HD void perturb_row(const PerturbArgs& a, int64_t row) {
+  const NoiseStream stream = noise_stream(*a.seed, a.positions[row], a.sequence_ids[row / a.rows]);
+  const int32_t* tokens = a.tokens + row * a.branch;
+  const float* log_probs = a.log_probs + row * a.branch;
+  float* perturbed = a.perturbed + row * a.branch;
+  float rest = 1.0f;
+  for (int k = 0; k < a.branch; k++) rest -= expf(log_probs[k]);
+  rest = logf(rest < kLeastRest ? kLeastRest : rest) + kMeanGumbel;
+  float top = rest;
+  for (int k = 0; k < a.branch; k++) {
+    float noisy = negative_infinity();
+    if (tokens[k] >= 0) {
+      uint32_t words[4];
+      random_words(stream, tokens[k] >> 2, words);
+      noisy = log_probs[k] + gumbel_from(words[tokens[k] & 3]);
+    }
+    perturbed[k] = noisy;
+    if (noisy > top) top = noisy;
+  }
+  float total = expf(rest - top);
+  for (int k = 0; k < a.branch; k++) total += expf(perturbed[k] - top);
+  const float log_total = top + logf(total);
+  for (int k = 0; k < a.branch; k++) perturbed[k] -= log_total;
 }
 
 // K candidates of one source, O of the other.

@@ -284,6 +284,27 @@ inline NgramLookupCall prepare_ngram_lookup(const Tensor& keys, const Tensor& ta
   return {sizes, args, batch, std::move(outputs)};
 }
 
+struct PerturbCall {
+  PerturbArgs args;
+  int64_t rows;  // of all sequences
+  Tensor output;
+};
+
+inline PerturbCall prepare_perturb(const Tensor& tokens, const Tensor& log_probs, const Tensor& positions,
+                                   const Tensor& seed, const Tensor& sequence_ids) {
+  check("tokens", tokens, ScalarType::Int, {kAny, kAny, kAny});
+  const int64_t batch = tokens.size(0), rows = tokens.size(1), branch = tokens.size(2);
+  check("log_probs", log_probs, ScalarType::Float, {batch, rows, branch});
+  check("positions", positions, ScalarType::Int, {batch, rows});
+  check("seed", seed, ScalarType::Long, {});
+  check("sequence_ids", sequence_ids, ScalarType::Int, {batch});
+  Tensor output = torch::stable::new_empty(log_probs, {batch, rows, branch});
+  const PerturbArgs args{read<int32_t>(tokens),       read<float>(log_probs),     read<int32_t>(positions),
+                         read<int64_t>(seed),         read<int32_t>(sequence_ids), written<float>(output),
+                         static_cast<int>(rows),      static_cast<int>(branch)};
+  return {args, batch * rows, std::move(output)};
+}
+
 using MixOutputs = std::tuple<Tensor, Tensor>;
 
 struct MixCall {

@@ -17,7 +17,7 @@ from .ops.commit_kv import commit_kv
 from .ops.dag_attention import dag_attention
 from .ops.flatten import flatten
 from .ops.merge import merge
-from .ops.ngram import NgramTable, mix_candidates, ngram_insert, ngram_lookup
+from .ops.ngram import NgramTable, mix_candidates, ngram_insert, ngram_lookup, perturb_candidates
 from .ops.sampling import draft_candidates, sample_rows
 from .ops.verify import verify
 from .ops.write_kv import write_kv
@@ -51,6 +51,7 @@ __all__ = [
     "ngram_insert",
     "ngram_lookup",
     "patch",
+    "perturb_candidates",
     "sample_rows",
     "tune",
     "unpatch",

@@ -44,6 +44,7 @@ SCHEMAS = (
     "Tensor tokens, Tensor log_probs, Tensor valid, int max_context, int ways) -> ()",
     "ngram_lookup(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor contexts, int max_context, "
     "int ways) -> (Tensor, Tensor, Tensor)",
+    "perturb_candidates(Tensor tokens, Tensor log_probs, Tensor positions, Tensor seed, Tensor sequence_ids) -> Tensor",
     "mix_candidates(Tensor tokens, Tensor log_probs, Tensor other_tokens, Tensor other_log_probs, Tensor weight) "
     "-> (Tensor, Tensor)",
     "row_linear(Tensor x, Tensor weight) -> Tensor",
@@ -127,6 +128,10 @@ def _define() -> None:
     ) -> tuple[Tensor, Tensor, Tensor]:
         shape = (*contexts.shape[:2], table_tokens.shape[2])
         return contexts.new_empty(shape), table_log_probs.new_empty(shape), contexts.new_empty(shape[:2])
+
+    @torch.library.register_fake("gsd_kernels::perturb_candidates")
+    def _perturb_candidates(tokens: Tensor, log_probs: Tensor, *args: object) -> Tensor:
+        return torch.empty_like(log_probs)
 
     @torch.library.register_fake("gsd_kernels::mix_candidates")
     def _mix_candidates(tokens: Tensor, log_probs: Tensor, *args: object) -> tuple[Tensor, Tensor]:

@@ -347,6 +347,15 @@ def _ngram_cases() -> list[Case]:
 
         return launch
 
+    def perturb(branch: int) -> Callable[[], object]:
+        def launch() -> None:
+            from .ops.ngram.triton import perturb_candidates
+
+            source = _meta(1, 8, branch), _meta(1, 8, branch, dtype=torch.float32)
+            perturb_candidates(*source, _meta(1, 8), _meta(dtype=torch.int64), _meta(1))
+
+        return launch
+
     def mix(branch: int) -> Callable[[], object]:
         def launch() -> None:
             from .ops.ngram.triton import mix_candidates
@@ -361,6 +370,8 @@ def _ngram_cases() -> list[Case]:
         Case("ngram", "8 lengths, 16 ways, branch 32", insert(32, 8, 16)),
         Case("ngram", "4 lengths, 8 ways, branch 4", lookup(4, 4, 8)),
         Case("ngram", "8 lengths, 16 ways, branch 32", lookup(32, 8, 16)),
+        Case("ngram", "4 candidates", perturb(4)),
+        Case("ngram", "32 candidates", perturb(32)),
         Case("ngram", "4 and 4 candidates", mix(4)),
         Case("ngram", "32 and 32 candidates", mix(32)),
     ]

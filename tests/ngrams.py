@@ -75,6 +75,17 @@ def two_sources(seed: int, branch: int, others: int, rows: tuple[int, int] = (2,
     return (*arguments, weight)
 
 
+def remembered(seed: int, branch: int, rows: tuple[int, int] = (2, 5)) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, log-probabilities and positions for perturb_candidates: absent ones, sure ones, large vocabularies."""
+    tokens, log_probs, *_ = two_sources(seed, branch, 1, rows)
+    gen = torch.Generator().manual_seed(seed)
+    tokens = torch.where(tokens >= 0, tokens + torch.randint(0, 150_000, (*rows, 1), generator=gen).int(), -1)
+    tokens[0, 0], log_probs[0, 0] = -1, float("-inf")
+    tokens[0, 1, 0], log_probs[0, 1] = 7, float("-inf")
+    log_probs[0, 1, 0] = 0.0  # nothing is left for the other tokens
+    return tokens, log_probs, torch.randint(0, 1000, rows, generator=gen).int()
+
+
 @contextmanager
 def poisoned() -> Iterator[None]:
     """New tensors begin as NaN and as the largest integers, so that what an op leaves unwritten shows."""
@@ -122,6 +133,21 @@ def check_mix(seed: int, branch: int, others: int, backend: str, device: str) ->
         near = (expected_log_probs[b, row] - expected_log_probs[b, row, place]).abs() <= 1e-5
         assert near.sum() > 1 or place == branch - 1, (expected[b, row], tokens[b, row])
     return len(differ)
+
+
+def check_perturbed(seed: int, branch: int, backend: str, device: str) -> None:
+    """The same noise to the bit, log-probabilities within 1e-5 (relative to 22, the largest noise)."""
+    inputs = remembered(seed, branch)
+    sequences = torch.tensor([3, 90_000], dtype=torch.int32)
+    found = []
+    for on, name in ((device, backend), ("cpu", "reference")):
+        keys = {"seed": torch.tensor(-5 - seed, device=on), "sequence_ids": sequences.to(on)}
+        with poisoned():
+            found.append(gsd.perturb_candidates(*(t.to(on) for t in inputs), **keys, backend=name).cpu())
+    ours, theirs = found
+    assert torch.equal(ours == float("-inf"), theirs == float("-inf"))
+    assert torch.equal(theirs == float("-inf"), (inputs[0] < 0) | (inputs[1] == float("-inf")))
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
 
 
 def check_captured_memory(backend: str, device: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from graphs import STYLES, drafted, tails
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ngrams import Memory, two_sources
+from ngrams import Memory, remembered, two_sources
 from test_graph import configs
 
 import gsd_kernels as gsd
@@ -455,6 +455,7 @@ def op_inputs():
         "row_linear": (torch.randn(3, 32), torch.randn(5, 32)),
         "ngram_insert": (*ngram_tensors(), *Memory().calls()[0], 3, 4),
         "ngram_lookup": (*ngram_tensors(), Memory().queries(), 3, 4),
+        "perturb_candidates": (*remembered(0, 4), *stream),
         "mix_candidates": two_sources(0, 4, 3),
     }
 
@@ -543,6 +544,7 @@ def test_commit_outside_the_cache_is_refused():
         ("draft_candidates", 2, 0, "branch"),
         ("ngram_insert", 8, 3, "ways: expected a power of two"),
         ("ngram_insert", 6, torch.ones(2, 3, dtype=torch.bool), "valid: expected size"),
+        ("perturb_candidates", 2, torch.zeros(2, 4, dtype=torch.int32), "positions: expected size"),
         ("ngram_lookup", 4, 9, "contexts: expected at least 9"),
         ("ngram_lookup", 0, torch.zeros(2, 31, dtype=torch.int64), "keys: expected a power of two"),
     ],

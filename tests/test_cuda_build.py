@@ -16,12 +16,12 @@ ROOT = Path(__file__).parent.parent
 ARCHS = ("8.0", "9.0", "10.0")
 KERNELS = (
     *("merge_kernel", "flatten_kernel", "verify_kernel", "pick_kernel", "commit_kernel", "advance_kernel"),
-    *("ngram_insert_kernel", "ngram_lookup_kernel", "mix_kernel"),
+    *("ngram_insert_kernel", "ngram_lookup_kernel", "perturb_kernel", "mix_kernel"),
 )
 ATTENTION = ("attention_split_kernel", "attention_combine_kernel")
 CUDA_OPS = (
     *("merge", "flatten", "verify", "commit_kv", "sample_rows", "draft_candidates", "dag_attention"),
-    *("ngram_insert", "ngram_lookup", "mix_candidates"),
+    *("ngram_insert", "ngram_lookup", "perturb_candidates", "mix_candidates"),
 )
 
 ELEMENTS, HEAD_DIMS, WARPS = ("Half", "Bfloat16"), (64, 128), (1, 2, 4)  # of the attention

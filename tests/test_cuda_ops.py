@@ -8,7 +8,7 @@ import pytest
 import torch
 from graphs import STYLES, drafted
 from models import noised, prompts, tiny
-from ngrams import MEMORIES, Memory, check_captured_memory, check_memory, check_mix
+from ngrams import MEMORIES, Memory, check_captured_memory, check_memory, check_mix, check_perturbed
 from test_compiled_ops import (
     EQUAL_SCORE,
     FLOATS,
@@ -119,6 +119,12 @@ def test_the_ngram_table_is_bit_equal(name):
 def test_the_ngram_table_of_many_sequences_is_bit_equal(seed):
     sizes = {"capacity": 256, "ways": 8, "max_context": 4, "vocab": 6}
     check_memory(Memory(**sizes, rows=(300, 64, 64), batch=9, seed=seed), "cuda", "cuda")
+
+
+@pytest.mark.parametrize("branch", [1, 4, 5, 32])
+def test_perturbed_candidates_are_equal(branch):
+    for seed in range(10):
+        check_perturbed(seed, branch, "cuda", "cuda")
 
 
 @pytest.mark.parametrize(("branch", "others"), [(4, 4), (1, 1), (3, 7), (32, 32)])

@@ -16,7 +16,7 @@ import pytest
 import torch
 import triton_checks as checks
 from graphs import STYLES, candidates, drafted, tails
-from ngrams import MEMORIES, Memory, check_captured_memory, check_memory, check_mix, two_sources
+from ngrams import MEMORIES, Memory, check_captured_memory, check_memory, check_mix, check_perturbed, remembered, two_sources
 
 import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
@@ -129,6 +129,12 @@ def test_ngram_table_of_many_sequences(seed):
     check_memory(
         Memory(capacity=256, ways=8, max_context=4, vocab=6, rows=(300, 64, 64), batch=9, seed=seed), "triton", DEVICE
     )
+
+
+@pytest.mark.parametrize("branch", [1, 4, 5, 32])
+def test_perturbed_candidates(branch):
+    for seed in range(10):
+        check_perturbed(seed, branch, "triton", DEVICE)
 
 
 @pytest.mark.parametrize(("branch", "others"), [(4, 4), (1, 1), (3, 7), (32, 32)])
@@ -272,6 +278,8 @@ def _timed_calls() -> list[tuple[str, Callable[[], Any], int]]:
     table, entries, sources = case.empty(DEVICE), case.calls()[0], two_sources(0, 4, 4, rows=(1, 8))
     new, asked = [t.to(DEVICE) for t in entries], case.queries(8).to(DEVICE)
     mixing = [t.to(DEVICE) for t in sources]
+    noisy = [t.to(DEVICE) for t in remembered(0, 4, rows=(1, 8))]
+    keys = {"seed": torch.tensor(1, device=DEVICE), "sequence_ids": torch.zeros(1, dtype=torch.int32, device=DEVICE)}
     set_bytes = 8 * (8 + 4 * 4 + 4 * 4)
     for backend in ("triton", "cuda"):
         if unavailable_reason(backend, torch.device(DEVICE)) is not None:
@@ -280,6 +288,7 @@ def _timed_calls() -> list[tuple[str, Callable[[], Any], int]]:
         calls += [
             (f"ngram_insert 64 rows, {backend}", lambda o=options: gsd.ngram_insert(table, *new, **o), 512 * set_bytes),
             (f"ngram_lookup 8 rows, {backend}", lambda o=options: gsd.ngram_lookup(table, asked, **o), 8 * 4 * 8 * 8),
+            (f"perturb_candidates 8 rows, {backend}", lambda o=keys | options: gsd.perturb_candidates(*noisy, **o), 8 * 12 * 4),
             (f"mix_candidates 8 rows, {backend}", lambda o=options: gsd.mix_candidates(*mixing, **o), 8 * 12 * 8),
         ]
     calls.append(("write_kv 64 rows, 8 heads D128 bf16", write, 2 * 2 * rows[0].nbytes))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ngrams import MEMORIES, Memory, check_memory, check_mix, contents, two_sources
+from ngrams import MEMORIES, Memory, check_memory, check_mix, check_perturbed, contents, two_sources
 
 import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
@@ -159,6 +159,23 @@ def test_mixed_candidates_are_those_of_the_interpolated_distribution(seed, backe
             assert [lp == float("-inf") for t, lp in got if t < 0] == [True] * (4 - len(best))
             assert [math.exp(lp) for t, lp in got if t >= 0] == pytest.approx(best, abs=1e-6)
             assert all(math.exp(lp) == pytest.approx(probs[t], abs=1e-6) for t, lp in got if t >= 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_perturbed_candidates_of_a_whole_vocabulary_are_the_drafts(backend):
+    logits, positions = torch.randn(2, 3, 5), torch.tensor([[4, 5, 6], [4, 9, 1]], dtype=torch.int32)
+    keys = {"seed": torch.tensor(11), "sequence_ids": torch.arange(2, dtype=torch.int32), "backend": backend}
+    tokens, expected = gsd.draft_candidates(logits, positions, branch=5, temperature=1.0, **keys)
+    log_probs = logits.log_softmax(-1).gather(-1, tokens.long())
+    found = gsd.perturb_candidates(tokens, log_probs, positions, **keys)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("branch", [1, 4, 5, 32])
+@pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")
+def test_compiled_noise_equals_the_reference(branch):
+    for seed in range(4):
+        check_perturbed(seed, branch, "cpu", "cpu")
 
 
 @pytest.mark.parametrize(("branch", "others"), [(4, 4), (1, 1), (3, 7), (32, 32)])

@@ -28,6 +28,13 @@ NgramLookupOutputs ngram_lookup(const Tensor& keys, const Tensor& table_tokens, 
   return call.outputs;
 }
 
+Tensor perturb_candidates(const Tensor& tokens, const Tensor& log_probs, const Tensor& positions, const Tensor& seed,
+                          const Tensor& sequence_ids) {
+  const PerturbCall call = prepare_perturb(tokens, log_probs, positions, seed, sequence_ids);
+  for (int64_t row = 0; row < call.rows; row++) perturb_row(call.args, row);
+  return call.output;
+}
+
 MixOutputs mix_candidates(const Tensor& tokens, const Tensor& log_probs, const Tensor& other_tokens,
                           const Tensor& other_log_probs, const Tensor& weight) {
   const MixCall call = prepare_mix(tokens, log_probs, other_tokens, other_log_probs, weight);
@@ -44,5 +51,6 @@ MixOutputs mix_candidates(const Tensor& tokens, const Tensor& log_probs, const T
 STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
   m.impl("ngram_insert", TORCH_BOX(&gsd::ngram_insert));
   m.impl("ngram_lookup", TORCH_BOX(&gsd::ngram_lookup));
+  m.impl("perturb_candidates", TORCH_BOX(&gsd::perturb_candidates));
   m.impl("mix_candidates", TORCH_BOX(&gsd::mix_candidates));
 }

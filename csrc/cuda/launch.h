@@ -21,6 +21,9 @@ int launch_verify(const VerifyArgs& first, const VerifySizes& sizes, int64_t bat
 int launch_ngram_insert(const NgramInsertArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
 int launch_ngram_lookup(const NgramLookupArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
 
+// A thread takes one of the B·W rows.
+int launch_perturb(const PerturbArgs& args, int64_t rows, void* stream);
+
 // A thread block takes one of the B·W rows.
 int launch_mix(const MixArgs& first, const MixSizes& sizes, int64_t rows, void* stream);
 

@@ -229,6 +229,15 @@ NgramLookupOutputs ngram_lookup(const Tensor& keys, const Tensor& table_tokens, 
   return call.outputs;
 }
 
+Tensor perturb_candidates(const Tensor& tokens, const Tensor& log_probs, const Tensor& positions, const Tensor& seed,
+                          const Tensor& sequence_ids) {
+  check_device({&tokens, &log_probs, &positions, &seed, &sequence_ids});
+  const DeviceGuard guard(tokens.get_device_index());
+  const PerturbCall call = prepare_perturb(tokens, log_probs, positions, seed, sequence_ids);
+  check_launch(launch_perturb(call.args, call.rows, current_stream(tokens)));
+  return call.output;
+}
+
 MixOutputs mix_candidates(const Tensor& tokens, const Tensor& log_probs, const Tensor& other_tokens,
                           const Tensor& other_log_probs, const Tensor& weight) {
   check_device({&tokens, &log_probs, &other_tokens, &other_log_probs, &weight});
@@ -274,6 +283,7 @@ STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CUDA, m) {
   m.impl("draft_candidates", TORCH_BOX(&gsd::draft_candidates));
   m.impl("ngram_insert", TORCH_BOX(&gsd::ngram_insert));
   m.impl("ngram_lookup", TORCH_BOX(&gsd::ngram_lookup));
+  m.impl("perturb_candidates", TORCH_BOX(&gsd::perturb_candidates));
   m.impl("mix_candidates", TORCH_BOX(&gsd::mix_candidates));
   m.impl("dag_attention", TORCH_BOX(&gsd::dag_attention));
 }

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from gsd_kernels.ops.sampling.philox import gumbel_of
+
 from .generation import generate
 from .stats import GenerationStats
 from .support import device_of
@@ -57,7 +59,8 @@ class Divergence:
     Attributes:
         index: its place among the new tokens.
         plain, other: the two tokens; ``None`` where that text had ended.
-        gap: how far apart the target's logits of the two are, infinite if one text had ended.
+        gap: how far apart the target's logits of the two are, with the noise of sampling times the temperature;
+            infinite if one text had ended.
         bound: how far rounding can move it in the target's dtype, estimated and measured.
     """
 
@@ -184,16 +187,34 @@ def race(
 
 @torch.no_grad()
 def first_divergence(
-    target: PreTrainedModel, input_ids: Tensor, plain: Sequence[int], other: Sequence[int]
+    target: PreTrainedModel,
+    input_ids: Tensor,
+    plain: Sequence[int],
+    other: Sequence[int],
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> Divergence | None:
-    """Where two continuations of one prompt [1, P] first differ, judged by the target's own logits there."""
+    """Where two continuations of one prompt [1, P] first differ, judged by the target's own logits there.
+
+    Sampled ones are ours, with one seed and no other warper than the temperature: the token picked is then the one of
+    the largest logit + temperature · noise.
+    """
     index = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other)))
     if index == len(plain) == len(other):
         return None
     mine, theirs = (tokens[index] if index < len(tokens) else None for tokens in (plain, other))
     before = torch.tensor([list(plain[:index])], dtype=input_ids.dtype, device=input_ids.device)
     logits, noise = _logits_and_noise(target, torch.cat([input_ids, before], 1))
-    gap = math.inf if mine is None or theirs is None else float((logits[mine] - logits[theirs]).abs())
+    gap = math.inf
+    if mine is not None and theirs is not None:
+        pair = torch.tensor([mine, theirs], device=logits.device)
+        scores = logits[pair]
+        if temperature > 0:
+            key = torch.tensor(seed, device=logits.device)
+            position = torch.tensor(input_ids.shape[1] + index, device=logits.device)
+            scores = scores + temperature * gumbel_of(key, position, torch.zeros_like(position), pair)
+        gap = float((scores[0] - scores[1]).abs())
     return Divergence(index, mine, theirs, gap, max(rounding_bound(target, logits), 2 * noise))
 
 

@@ -7,9 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from gsd_kernels import NgramTable, Rows, TokenGraph, ngram_insert, ngram_lookup
+from gsd_kernels import NgramTable, Rows, TokenGraph, ngram_insert, ngram_lookup, perturb_candidates
 from gsd_kernels.config import MAX_CONTEXT
-from gsd_kernels.ops.sampling.philox import gumbel_of
 from gsd_kernels.ops.sampling.reference import is_off, warp
 
 from .mixing import Mixture, Worth
@@ -89,11 +88,9 @@ class History:
         tokens, log_probs, matched = ngram_lookup(self.table, contexts, backend=self.backend)
         tokens, log_probs = tokens[..., : graph.branch], log_probs[..., : graph.branch]
         if not is_off(self.warpers["temperature"], 0.0):
-            # As draft_candidates does over the whole vocabulary: what the target is likely to pick given its noise.
-            noise = gumbel_of(self.seed, positions, self.sequence_ids[:, None], tokens)
-            noisy = torch.where(tokens >= 0, log_probs + noise, -math.inf)
-            rest = (1.0 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log() + 0.5772
-            log_probs = noisy - torch.cat([noisy, rest], -1).logsumexp(-1, keepdim=True)
+            log_probs = perturb_candidates(
+                tokens, log_probs, positions, seed=self.seed, sequence_ids=self.sequence_ids, backend=self.backend
+            )
         return (tokens, torch.where(tokens >= 0, log_probs, -math.inf)), matched
 
 

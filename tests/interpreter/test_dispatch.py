@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton_checks as checks
 from graphs import candidates, drafted, tails
-from ngrams import Memory, contents, two_sources
+from ngrams import Memory, contents, remembered, two_sources
 
 import gsd_kernels as gsd
 
@@ -74,6 +74,7 @@ def operator_calls() -> dict[str, tuple]:
         "triton_write_kv": write_arguments(),
         "triton_ngram_insert": (*stored, *given[:4], 3, 4),
         "triton_ngram_lookup": (*stored, given[0], 3, 4),
+        "triton_perturb_candidates": (*remembered(0, 3), torch.tensor(1), torch.arange(2, dtype=torch.int32)),
         "triton_mix_candidates": tuple(given[4:]),
     }
 

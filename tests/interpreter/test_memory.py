@@ -16,7 +16,7 @@ import pytest
 import torch
 import triton_checks as checks
 from graphs import drafted
-from ngrams import Memory, two_sources
+from ngrams import Memory, remembered, two_sources
 from torch import Tensor
 
 import gsd_kernels as gsd
@@ -108,6 +108,8 @@ def ngram() -> None:
         table = replace(table, **{n: guarded(getattr(table, n)) for n in ("keys", "tokens", "log_probs")})
         gsd.ngram_insert(table, *(guarded(t) for t in case.calls()[0]), backend="triton")
         gsd.ngram_lookup(table, guarded(case.queries(3)), backend="triton")
+    keys = {"seed": guarded(torch.tensor(1)), "sequence_ids": guarded(torch.arange(2, dtype=torch.int32))}
+    gsd.perturb_candidates(*(guarded(t) for t in remembered(0, 3)), **keys, backend="triton")
     gsd.mix_candidates(*(guarded(t) for t in two_sources(0, 3, 4)), backend="triton")
 
 

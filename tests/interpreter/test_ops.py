@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton_checks as checks
 from graphs import STYLES
-from ngrams import MEMORIES, check_memory, check_mix
+from ngrams import MEMORIES, check_memory, check_mix, check_perturbed
 
 import gsd_kernels as gsd
 
@@ -112,6 +112,12 @@ def test_written_rows_equal_the_reference_bit_for_bit(case):
 @pytest.mark.parametrize("name", MEMORIES)
 def test_the_ngram_table_equals_the_reference_bit_for_bit(name):
     check_memory(MEMORIES[name], "triton", "cpu")
+
+
+@pytest.mark.parametrize("branch", [1, 4, 5, 32])
+def test_perturbed_candidates_equal_the_reference(branch):
+    for seed in range(3):
+        check_perturbed(seed, branch, "triton", "cpu")
 
 
 @pytest.mark.parametrize(("branch", "others"), [(4, 4), (1, 1), (3, 7), (32, 32)])

@@ -1,5 +1,5 @@
 """Remember continuations of recent contexts, look them up, and mix them with another source's."""
 
-from .api import NgramTable, mix_candidates, ngram_insert, ngram_lookup
+from .api import NgramTable, mix_candidates, ngram_insert, ngram_lookup, perturb_candidates
 
-__all__ = ["NgramTable", "mix_candidates", "ngram_insert", "ngram_lookup"]
+__all__ = ["NgramTable", "mix_candidates", "ngram_insert", "ngram_lookup", "perturb_candidates"]

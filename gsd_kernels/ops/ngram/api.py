@@ -22,6 +22,12 @@ LOOKUP = {
     "cuda": compiled.ngram_lookup,
     "reference": reference.ngram_lookup,
 }
+PERTURB = {
+    "triton": triton_op.perturb_candidates,
+    "cpu": compiled.perturb_candidates,
+    "cuda": compiled.perturb_candidates,
+    "reference": reference.perturb_candidates,
+}
 MIX = {
     "triton": triton_op.mix_candidates,
     "cpu": compiled.mix_candidates,
@@ -139,6 +145,43 @@ def ngram_lookup(table: NgramTable, contexts: Tensor, *, backend: str = "auto") 
     """
     table.check_contexts(contexts)
     return resolve(backend, table.keys.device, LOOKUP)(table, contexts)
+
+
+def perturb_candidates(
+    tokens: Tensor,
+    log_probs: Tensor,
+    positions: Tensor,
+    *,
+    seed: Tensor,
+    sequence_ids: Tensor,
+    backend: str = "auto",
+) -> Tensor:
+    """What the target is likely to pick, given the noise that it will use: log_softmax(log p + g) of a few tokens.
+
+    As :func:`draft_candidates` for a whole vocabulary. All tokens that are not listed count as one with the
+    probability that is left and the average noise.
+
+    Args:
+        tokens: int32 [B, W, K], distinct in a row, −1 for none.
+        log_probs: float32 [B, W, K], −inf for none.
+        positions: int32 [B, W], index of the token being picked, padding excluded.
+        seed: int64 [].
+        sequence_ids: int32 [B].
+        backend: see :mod:`gsd_kernels.backends`.
+
+    Returns:
+        float32 [B, W, K], in the order of ``tokens``; −inf for none.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type or shape.
+    """
+    device, shape = tokens.device, tuple(tokens.shape)
+    check_tensor("tokens", tokens, (None, None, None), (torch.int32,), device)
+    check_tensor("log_probs", log_probs, shape, (torch.float32,), device)
+    check_tensor("positions", positions, shape[:2], (torch.int32,), device)
+    check_tensor("seed", seed, (), (torch.int64,), device)
+    check_tensor("sequence_ids", sequence_ids, shape[:1], (torch.int32,), device)
+    return resolve(backend, device, PERTURB)(tokens, log_probs, positions, seed, sequence_ids)
 
 
 def mix_candidates(

@@ -21,6 +21,13 @@ def ngram_lookup(table: NgramTable, contexts: Tensor) -> tuple[Tensor, Tensor, T
     )
 
 
+def perturb_candidates(
+    tokens: Tensor, log_probs: Tensor, positions: Tensor, seed: Tensor, sequence_ids: Tensor
+) -> Tensor:
+    inputs = (t.contiguous() for t in (tokens, log_probs, positions, seed, sequence_ids))
+    return torch.ops.gsd_kernels.perturb_candidates(*inputs)
+
+
 def mix_candidates(
     tokens: Tensor, log_probs: Tensor, other_tokens: Tensor, other_log_probs: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:

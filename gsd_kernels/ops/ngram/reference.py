@@ -5,9 +5,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..sampling.philox import gumbel_of
+
 if TYPE_CHECKING:
     from .api import NgramTable
 
+MEAN_GUMBEL = 0.5772
+LEAST_REST = 1e-6
 _MIX = -7046029254386353131  # 0x9E3779B97F4A7C15, 2**64 over the golden ratio
 
 
@@ -85,6 +89,15 @@ def ngram_lookup(table: NgramTable, contexts: Tensor) -> tuple[Tensor, Tensor, T
     tokens = torch.where(known, table.tokens.gather(1, best), -1)
     log_probs = torch.where(known, table.log_probs.gather(1, best), float("-inf"))
     return tokens, log_probs, matched.to(torch.int32)
+
+
+def perturb_candidates(
+    tokens: Tensor, log_probs: Tensor, positions: Tensor, seed: Tensor, sequence_ids: Tensor
+) -> Tensor:
+    noise = gumbel_of(seed, positions, sequence_ids[:, None], tokens)
+    noisy = torch.where(tokens >= 0, log_probs + noise, float("-inf"))
+    rest = (1.0 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=LEAST_REST).log() + MEAN_GUMBEL
+    return noisy - torch.cat([noisy, rest], -1).logsumexp(-1, keepdim=True)
 
 
 def mix_candidates(

@@ -1,4 +1,4 @@
-"""The n-gram table in one launch a call, and mixing candidates.
+"""The n-gram table in one launch a call, and what its candidates go through.
 
 What a call leaves in a set follows from the set's own entries (see ``csrc/ngram.h``). Here an entry finds its place by
 comparing itself with all others of its chunk: the newest of equal keys counts, and its way is the number of newer ones
@@ -12,6 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from ..sampling.triton import gumbel_from
+from .reference import LEAST_REST, MEAN_GUMBEL
 
 CHUNK = 256  # insertions at a time: 64 rows of 4 lengths
 ROWS = 64
@@ -225,6 +228,46 @@ def _lookup_kernel(
 
 
 @triton.jit
+def _perturb_kernel(
+    tokens_ptr,  # int32 [R, K]
+    log_probs_ptr,  # float32 [R, K]
+    positions_ptr,  # int32 [R]
+    seed_ptr,  # int64 [1]
+    sequence_ids_ptr,  # int32 [B]
+    perturbed_ptr,  # float32 [R, K]
+    rows,
+    width,  # rows of a sequence
+    K: tl.constexpr,
+    LEAST_REST: tl.constexpr,
+    MEAN_GUMBEL: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    k = tl.arange(0, BLOCK_K)
+    inside = row < rows
+    there = inside[:, None] & (k < K)[None, :]
+    at = row[:, None] * K + k[None, :]
+    token = tl.load(tokens_ptr + at, mask=there, other=-1)
+    log_prob = tl.load(log_probs_ptr + at, mask=there, other=float("-inf"))
+    position = tl.load(positions_ptr + row, mask=inside, other=0)[:, None]
+    sequence = tl.load(sequence_ids_ptr + row // width, mask=inside, other=0)[:, None]
+
+    known = tl.maximum(token, 0)
+    zero = known * 0
+    w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), known >> 2, zero + position, zero + sequence, zero)
+    word = known & 3
+    bits = tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
+    noisy = tl.where(token >= 0, log_prob + gumbel_from(bits), float("-inf"))
+
+    rest = 1.0 - tl.sum(tl.exp(log_prob), 1)
+    rest = tl.log(tl.where(rest < LEAST_REST, LEAST_REST, rest)) + MEAN_GUMBEL
+    top = tl.maximum(tl.max(noisy, 1), rest)
+    total = tl.sum(tl.exp(noisy - top[:, None]), 1) + tl.exp(rest - top)
+    tl.store(perturbed_ptr + at, noisy - (top + tl.log(total))[:, None], mask=there)
+
+
+@triton.jit
 def _mix_kernel(
     tokens_ptr,  # int32 [R, K]
     log_probs_ptr,  # float32 [R, K]
@@ -345,6 +388,32 @@ def ngram_lookup(
             num_warps=2,
         )
     return tokens, log_probs, matched
+
+
+def perturb_candidates(
+    tokens: Tensor, log_probs: Tensor, positions: Tensor, seed: Tensor, sequence_ids: Tensor
+) -> Tensor:
+    batch, width, branch = tokens.shape
+    perturbed = torch.empty((batch, width, branch), dtype=torch.float32, device=tokens.device)
+    rows, block = batch * width, 16
+    if perturbed.numel() > 0:
+        _perturb_kernel[(triton.cdiv(rows, block),)](
+            tokens.contiguous(),
+            log_probs.contiguous(),
+            positions.contiguous(),
+            seed,
+            sequence_ids.contiguous(),
+            perturbed,
+            rows,
+            width,
+            K=branch,
+            LEAST_REST=LEAST_REST,
+            MEAN_GUMBEL=MEAN_GUMBEL,
+            BLOCK_R=block,
+            BLOCK_K=triton.next_power_of_2(branch),
+            num_warps=2,
+        )
+    return perturbed
 
 
 def mix_candidates(

@@ -61,6 +61,21 @@ def ngram_lookup(table: NgramTable, contexts: Tensor) -> tuple[Tensor, Tensor, T
     return _lookup(table.keys, table.tokens, table.log_probs, contexts, table.max_context, table.ways)
 
 
+@torch.library.custom_op("gsd_kernels::triton_perturb_candidates", mutates_args=())
+def perturb_candidates(
+    tokens: Tensor, log_probs: Tensor, positions: Tensor, seed: Tensor, sequence_ids: Tensor
+) -> Tensor:
+    """One launch."""
+    from .triton import perturb_candidates as launch
+
+    return launch(tokens, log_probs, positions, seed, sequence_ids)
+
+
+@perturb_candidates.register_fake
+def _(tokens: Tensor, log_probs: Tensor, *_: object) -> Tensor:
+    return log_probs.new_empty(log_probs.shape)
+
+
 @torch.library.custom_op("gsd_kernels::triton_mix_candidates", mutates_args=())
 def mix_candidates(
     tokens: Tensor, log_probs: Tensor, other_tokens: Tensor, other_log_probs: Tensor, weight: Tensor

@@ -200,7 +200,12 @@ def _gumbel(seed, position, sequence, v0, BLOCK: tl.constexpr):
     group = v0 // 4 + tl.arange(0, BLOCK // 4)
     zero = group * 0
     w0, w1, w2, w3 = tl.philox(seed, group, zero + position, zero + sequence, zero)
-    bits = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # word token & 3 of every group
+    return gumbel_from(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))  # word token & 3 of every group
+
+
+@triton.jit
+def gumbel_from(bits):
+    """32 random bits → Gumbel noise."""
     u = ((bits >> 1).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10  # (top 31 bits + ½)·2⁻³¹
     u = tl.minimum(u, 0.99999994)  # 1 − 2⁻²⁴: float32 rounds the top of the range to 1
     # −log1p(−u). Below ½ by 2·atanh(s), s = u/(2 − u): the hardware's logarithm is not relative near 1.

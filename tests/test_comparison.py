@@ -1,0 +1,38 @@
+"""Where two texts differ, and whether the target could tell the tokens apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import prompts, tiny
+
+import gsd_kernels as gsd
+from gsd_kernels_hf.comparison import first_divergence
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_gap_of_a_runner_up_is_the_samplers(temperature):
+    target, inputs, seed, place = tiny(dtype=torch.float32), prompts(1, 9), 5, 3
+    options = {"do_sample": temperature > 0, "max_new_tokens": 8, "eos_token_id": None}
+    if temperature > 0:
+        options |= {"temperature": temperature, "top_k": 0, "seed": seed}
+    sequence = gsd.generate(target, **inputs, **options)
+    text, length = sequence[0, 9:].tolist(), 9 + place
+    with torch.no_grad():
+        logits = target(sequence[:, :length]).logits[:, -1:]
+    tokens, log_probs = gsd.draft_candidates(
+        logits,
+        torch.tensor([[length]], dtype=torch.int32),
+        branch=2,
+        seed=torch.tensor(seed),
+        sequence_ids=torch.zeros(1, dtype=torch.int32),
+        temperature=temperature,
+    )
+    best, runner_up = tokens[0, 0].tolist()
+    assert best == text[place]
+    other = [*text[:place], runner_up, *text[place + 1 :]]
+    found = first_divergence(target, inputs["input_ids"], text, other, temperature=temperature, seed=seed)
+    assert (found.index, found.plain, found.other) == (place, best, runner_up)
+    assert found.gap == pytest.approx(float(log_probs[0, 0, 0] - log_probs[0, 0, 1]) * (temperature or 1.0), abs=1e-4)
+    assert not found.within_rounding
+    assert first_divergence(target, inputs["input_ids"], text, text, temperature=temperature, seed=seed) is None
