@@ -61,6 +61,15 @@ def test_a_draft_that_is_always_wrong_is_switched_off_and_tried_again_later():
     assert sum(history[off:]) < 0.35 * len(history[off:])
 
 
+def test_what_a_step_needs_besides_the_target_counts_as_it_was_seen():
+    budget = Budget(costs({1: 0.05, 64: 0.06}), AcceptanceModel(4))
+    assert budget.current is not None
+    for _ in range(200):
+        if budget.current is not None:
+            budget.advance(0.05, rest_seconds=0.3)  # sixty times what was measured
+    assert budget.current is None
+
+
 def test_depth_grows_with_acceptance():
     easy, hard = AcceptanceModel(4), AcceptanceModel(4)
     for _ in range(80):

@@ -134,7 +134,7 @@ class Switching(contextlib.AbstractContextManager):
         for name, (probs, hits) in profiles.items():
             self.model.observe(name, probs, hits)
 
-    def advance(self, seconds):
+    def advance(self, *seconds):
         if self.rng.random() < 0.6:
             self.current = self.rng.choice(self.shapes)
 

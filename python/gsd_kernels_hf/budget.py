@@ -8,6 +8,8 @@ static. Where no shape beats one row, speculation is off, and tried again later 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -108,7 +110,8 @@ class Budget:
         self.wait = 0  # plain steps until speculation is tried again
         self.patience = 64
         self.next_choice = 0
-        self.time_ratio: dict[int, float] = {}  # observed over predicted seconds, by rows
+        self.time_ratio: dict[int, float] = {}  # observed over predicted seconds of the target, by rows
+        self.rest_ratio: dict[str, float] = {}  # the same of what a speculative step needs besides, by pool
         self.current: GraphConfig | None = None
         self._take(self.choose())
 
@@ -152,7 +155,10 @@ class Budget:
         if config is None:
             return self.costs.target_seconds(1) * self.time_ratio.get(1, 1.0)
         target = self.costs.target_seconds(config.max_rows) * self.time_ratio.get(config.max_rows, 1.0)
-        return target + self.costs.draft_seconds(*family_of(config)) + self.costs.overhead
+        return target + self._rest_seconds(config) * self.rest_ratio.get(family_of(config)[0], 1.0)
+
+    def _rest_seconds(self, config: GraphConfig) -> float:
+        return self.costs.draft_seconds(*family_of(config)) + self.costs.overhead
 
     def predicted_tokens(self, config: GraphConfig) -> float:
         name, width, branch, depth = family_of(config)
@@ -170,15 +176,16 @@ class Budget:
             gained = (sum(active) / len(active) - 1.0) / self.expected
             pool.ratio += 0.05 * (min(gained, 3.0) - pool.ratio)
 
-    def advance(self, target_seconds: float) -> None:
-        """After every step: what the target forward took (0 if unknown). Chooses anew now and then."""
+    def advance(self, target_seconds: float, rest_seconds: float = 0.0) -> None:
+        """After every step: what the target forward took and all else (0 if unknown). Chooses anew now and then."""
         self.steps += 1
         rows = 1 if self.current is None else self.current.max_rows
         if target_seconds > 0:
-            ratio = target_seconds / self.costs.target_seconds(rows)
-            old = self.time_ratio.get(rows, 1.0)
-            # A hiccup of the machine must not scare a shape away for good.
-            self.time_ratio[rows] = old + 0.1 * (min(max(ratio, 0.5), 2.0) - old)
+            _follow(self.time_ratio, rows, target_seconds / self.costs.target_seconds(rows))
+        if rest_seconds > 0 and self.current is not None:
+            # Warpers, heads and host work, which tuning does not measure.
+            pool = family_of(self.current)[0]
+            _follow(self.rest_ratio, pool, rest_seconds / self._rest_seconds(self.current))
         if self.current is None and self.wait > 0:
             self.wait -= 1
         if self.steps >= self.next_choice:
@@ -194,6 +201,12 @@ class Budget:
             self._take(self.choose(optimistic=True))  # try again where an easier text could pay
             if self.current is None:
                 self.wait = self.patience
+
+
+def _follow(ratios: dict[Any, float], key: Any, observed: float) -> None:
+    """Move a ratio towards what was observed. A hiccup of the machine must not scare a shape away for good."""
+    old = ratios.get(key, 1.0)
+    ratios[key] = old + 0.1 * (min(max(observed, 0.5 * old), 2.0 * old) - old)
 
 
 def _forget(counts: np.ndarray, prior: np.ndarray | float) -> np.ndarray:

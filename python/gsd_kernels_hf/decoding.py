@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -470,6 +471,7 @@ class GraphDecoder:
                 session.use(budget.current)
                 if budget.current is not None:
                     budget.model.write(session.drafter.calibration)
+            begin = time.perf_counter()
             if walk is None:
                 record = step()
             else:
@@ -488,7 +490,9 @@ class GraphDecoder:
             if budget is not None:
                 if record.graph is not None:
                     budget.learn(session.profile(record), counts)
-                budget.advance(session.clock.last("target"))
+                target_seconds = session.clock.last("target")
+                rest = time.perf_counter() - begin - target_seconds if target_seconds > 0 else 0.0
+                budget.advance(target_seconds, rest)
         stats.drafted_nodes, stats.merges, stats.accepted_merges = session.counts.tolist()
         return stats
 
