@@ -312,9 +312,7 @@ def _judge(
         other = decoded[run_["competitor"]].tolist()
         run_["same"] = plain == other
         if not run_["same"]:
-            divergence = first_divergence(
-                pair.target, ids, plain, other, temperature=settings.temperature, seed=seed
-            )
+            divergence = first_divergence(pair.target, ids, plain, other, temperature=settings.temperature, seed=seed)
             run_["divergence"] = None if divergence is None else divergence.as_dict()
 
 

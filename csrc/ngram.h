@@ -232,11 +232,7 @@ GSD_HD void perturb_row(const PerturbArgs& a, int64_t row) {
   float top = rest;
   for (int k = 0; k < a.branch; k++) {
     float noisy = negative_infinity();
-    if (tokens[k] >= 0) {
-      uint32_t words[4];
-      random_words(stream, tokens[k] >> 2, words);
-      noisy = log_probs[k] + gumbel_from(words[tokens[k] & 3]);
-    }
+    if (tokens[k] >= 0) noisy = log_probs[k] + gumbel_from(random_word(stream, tokens[k]));
     perturbed[k] = noisy;
     if (noisy > top) top = noisy;
   }

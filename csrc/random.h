@@ -45,6 +45,14 @@ GSD_HD void random_words(const NoiseStream& stream, int block, uint32_t* words) 
   words[3] = c3;
 }
 
+// The random bits of one token. (Picked without an index, which would move the words from registers to memory.)
+GSD_HD uint32_t random_word(const NoiseStream& stream, int token) {
+  uint32_t words[4];
+  random_words(stream, token >> 2, words);
+  const uint32_t low = token & 1 ? words[1] : words[0], high = token & 1 ? words[3] : words[2];
+  return token & 2 ? high : low;
+}
+
 // u = (top 31 bits + ½)·2⁻³¹, kept below 1.
 GSD_HD float uniform_from(uint32_t bits) {
   const float u = (static_cast<float>(static_cast<int32_t>(bits >> 1)) + 0.5f) * 4.656612873077393e-10f;

@@ -16,7 +16,16 @@ import pytest
 import torch
 import triton_checks as checks
 from graphs import STYLES, candidates, drafted, tails
-from ngrams import MEMORIES, Memory, check_captured_memory, check_memory, check_mix, check_perturbed, remembered, two_sources
+from ngrams import (
+    MEMORIES,
+    Memory,
+    check_captured_memory,
+    check_memory,
+    check_mix,
+    check_perturbed,
+    remembered,
+    two_sources,
+)
 
 import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
@@ -288,7 +297,11 @@ def _timed_calls() -> list[tuple[str, Callable[[], Any], int]]:
         calls += [
             (f"ngram_insert 64 rows, {backend}", lambda o=options: gsd.ngram_insert(table, *new, **o), 512 * set_bytes),
             (f"ngram_lookup 8 rows, {backend}", lambda o=options: gsd.ngram_lookup(table, asked, **o), 8 * 4 * 8 * 8),
-            (f"perturb_candidates 8 rows, {backend}", lambda o=keys | options: gsd.perturb_candidates(*noisy, **o), 8 * 12 * 4),
+            (
+                f"perturb_candidates 8 rows, {backend}",
+                lambda o=keys | options: gsd.perturb_candidates(*noisy, **o),
+                8 * 12 * 4,
+            ),
             (f"mix_candidates 8 rows, {backend}", lambda o=options: gsd.mix_candidates(*mixing, **o), 8 * 12 * 8),
         ]
     calls.append(("write_kv 64 rows, 8 heads D128 bf16", write, 2 * 2 * rows[0].nbytes))
