@@ -17,7 +17,7 @@ from gsd_kernels_hf.cpu_linear import CpuLinear, widened_linear, with_cpu_linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(1, 16, 1), (2, 48, 63), (5, 1008, 111), (17, 256, 1000), (64, 96, 7), (8, 2064, 130), (13, 1040, 6)]
-"""(rows, in, out): whole tiles and parts of them, sums in one piece and in several."""
+"""(rows, in, out): whole tiles and parts of them."""
 BACKENDS = [
     name if name == "reference" or not (why := unavailable_reason(name, torch.device("cpu"))) else
     pytest.param(name, marks=pytest.mark.skip(reason=why))
