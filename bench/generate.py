@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from gsd_kernels import tune
 from gsd_kernels_hf.cli.ranks import from_first
-from gsd_kernels_hf.comparison import first_divergence
-from gsd_kernels_hf.tuning import prefix_bucket
+from gsd_kernels_hf.policy.tuning import prefix_bucket
+from gsd_kernels_hf.report.comparison import first_divergence
 
 from .competitors import (
     ASSISTED,

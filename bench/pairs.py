@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from gsd_kernels import DraftHeads
-from gsd_kernels_hf import demo_pair
-from gsd_kernels_hf.agreement import check_heads
+from gsd_kernels_hf import demo
 from gsd_kernels_hf.cli import ranks
-from gsd_kernels_hf.inflate import fitted_heads, inflate, inflated_config
+from gsd_kernels_hf.demo.inflate import fitted_heads, inflate, inflated_config
+from gsd_kernels_hf.parallel import check_heads
 
 from .prose import PASSAGES
 from .shapes import shape_named
@@ -92,7 +92,7 @@ def load_pair(
         model.generation_config.pad_token_id = 0
     extras: dict[str, Any] = {}
     if not tensor_parallel:
-        heads = DraftHeads.from_pretrained(demo_pair.path() / "heads") if name == "demo" else None
+        heads = DraftHeads.from_pretrained(demo.path() / "heads") if name == "demo" else None
         extras = {"heads": heads and fitted_heads(heads, target), "source": source, "sample": _sample(name).to(device)}
     return Pair(name, target, draft, [Prompt(n, k, ids.to(device)) for n, k, ids in found], **extras)
 
@@ -126,10 +126,10 @@ Found = tuple[PreTrainedModel, PreTrainedModel, list[tuple[str, str, Tensor]]]
 
 
 def _demo(texts: Sequence[str], count: int) -> Found:
-    target, draft, tokenizer = demo_pair.load()
+    target, draft, tokenizer = demo.load()
     found = []
     for kind in texts:
-        known = [(p["name"], p["text"]) for p in demo_pair.prompts(kind)]
+        known = [(p["name"], p["text"]) for p in demo.prompts(kind)]
         if kind in ("table", "prose"):
             known = _tables() if kind == "table" else list(PASSAGES.items())
         for prompt, text in known[:count]:
@@ -142,7 +142,7 @@ def _sample(name: str) -> Tensor:
     if name != "demo":
         return torch.randint(3, 512, (1, 64), generator=torch.Generator().manual_seed(99))
     text = inspect.getsource(textwrap)
-    tokenizer = AutoTokenizer.from_pretrained(demo_pair.path() / "target")
+    tokenizer = AutoTokenizer.from_pretrained(demo.path() / "target")
     return tokenizer(text, return_tensors="pt")["input_ids"][:, :SAMPLE_TOKENS]
 
 

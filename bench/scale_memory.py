@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gsd_kernels import GraphConfig
-from gsd_kernels_hf.inflate import ModelShape
+from gsd_kernels_hf.demo.inflate import ModelShape
 
 from .report import markdown
 from .shapes import shape_named

@@ -30,10 +30,10 @@ from torch.utils._pytree import tree_leaves
 
 from gsd_kernels import GraphConfig
 from gsd_kernels.config import PRESETS
-from gsd_kernels_hf import comparison
-from gsd_kernels_hf.agreement import Agreement
 from gsd_kernels_hf.cli import ranks
 from gsd_kernels_hf.cli.pair import quiet_transformers
+from gsd_kernels_hf.parallel import Agreement
+from gsd_kernels_hf.report import comparison
 
 from .environment import environment
 from .pairs import load_pair

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gsd_kernels_hf.inflate import SHAPES as INFLATED
-from gsd_kernels_hf.inflate import ModelShape
+from gsd_kernels_hf.demo.inflate import SHAPES as INFLATED
+from gsd_kernels_hf.demo.inflate import ModelShape
 
 #: Besides the shapes that :mod:`gsd_kernels_hf.inflate` names: a draft for Llama 3, one that takes no time, and the
 #: demo pair's target with each key/value head twice, so that its heads divide among four ranks.

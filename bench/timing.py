@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gsd_kernels_hf.capture import replayable
+from gsd_kernels_hf.engine.capture import replayable
 
 SHORTEST = 100e-6  # seconds; shorter calls are timed several at once on a CPU
 FLUSH_BYTES = 256 << 20  # more than any GPU's second-level cache

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gsd_kernels
-from gsd_kernels_hf import demo_pair
+from gsd_kernels_hf import demo
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--model")
@@ -28,7 +28,7 @@ if options.model:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
     draft = AutoModelForCausalLM.from_pretrained(options.draft, dtype="auto") if options.draft else None
 else:
-    model, draft, tokenizer = demo_pair.load()
+    model, draft, tokenizer = demo.load()
 if tokenizer.pad_token is None:
     tokenizer.pad_token = tokenizer.eos_token
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 import gsd_kernels
-from gsd_kernels_hf import demo_pair
+from gsd_kernels_hf import demo
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--model")
@@ -29,7 +29,7 @@ if options.model:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
     draft = AutoModelForCausalLM.from_pretrained(options.draft, dtype="auto") if options.draft else None
 else:
-    model, draft, tokenizer = demo_pair.load()
+    model, draft, tokenizer = demo.load()
 
 
 def messages() -> Iterator[str]:

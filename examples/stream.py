@@ -12,7 +12,7 @@ from threading import Thread
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
 import gsd_kernels
-from gsd_kernels_hf import demo_pair
+from gsd_kernels_hf import demo
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--model")
@@ -26,7 +26,7 @@ if options.model:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
     draft = AutoModelForCausalLM.from_pretrained(options.draft, dtype="auto") if options.draft else None
 else:
-    model, draft, tokenizer = demo_pair.load()
+    model, draft, tokenizer = demo.load()
 
 handle = gsd_kernels.patch(model, assistant_model=draft)  # from here on model.generate speculates
 inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)

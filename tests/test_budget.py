@@ -11,10 +11,11 @@ import torch
 from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
-from gsd_kernels_hf import decoding, tuning
-from gsd_kernels_hf.budget import AcceptanceModel, Budget
-from gsd_kernels_hf.drafting import Calibration
-from gsd_kernels_hf.tuning import FAMILIES, StepCosts, family_key
+from gsd_kernels_hf.engine import decoder
+from gsd_kernels_hf.policy import tuning
+from gsd_kernels_hf.policy.auto import AcceptanceModel, Budget
+from gsd_kernels_hf.policy.tuning import FAMILIES, StepCosts, family_key
+from gsd_kernels_hf.sources.drafting import Calibration
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +126,7 @@ def test_auto_gives_the_same_text_while_shapes_change(batch, sampled, monkeypatc
         )
         return budget
 
-    monkeypatch.setattr(decoding.GraphDecoder, "_budget", unsteady)
+    monkeypatch.setattr(decoder.GraphDecoder, "_budget", unsteady)
     np.random.seed(batch)
     options = {"do_sample": sampled, "max_new_tokens": 80, "eos_token_id": None}
     if sampled:
@@ -139,7 +140,7 @@ def test_auto_gives_the_same_text_while_shapes_change(batch, sampled, monkeypatc
 
 def test_deterministic_algorithms_make_no_timing_decisions(monkeypatch):
     target = tiny()
-    monkeypatch.setattr(decoding, "tune", lambda *a, **k: pytest.fail("measured"))
+    monkeypatch.setattr(decoder, "tune", lambda *a, **k: pytest.fail("measured"))
     torch.use_deterministic_algorithms(True)
     try:
         out = gsd.generate(

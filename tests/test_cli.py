@@ -12,9 +12,9 @@ from checkpoints import save_pair
 from typer.testing import CliRunner
 
 import gsd_kernels
-from gsd_kernels_hf import comparison
 from gsd_kernels_hf.cli import app
 from gsd_kernels_hf.cli.options import read_graph_config
+from gsd_kernels_hf.report import comparison
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
 SMALL = ["--graph-config", "graph,depth=3,width=2,branch=2,max_rows=8"]
@@ -341,7 +341,7 @@ def test_demo_quick(tmp_path):
 
 def test_demo_inflated_table(tmp_path, monkeypatch):
     """The whole table, on a target that is not inflated."""
-    from gsd_kernels_hf import inflate
+    from gsd_kernels_hf.demo import inflate
 
     monkeypatch.setattr(inflate, "inflate", lambda model, shape: model)
     file = tmp_path / "numbers.json"

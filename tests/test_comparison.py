@@ -7,7 +7,7 @@ import torch
 from models import prompts, tiny
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.comparison import first_divergence
+from gsd_kernels_hf.report.comparison import first_divergence
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -12,8 +12,8 @@ from torch import nn
 import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.row_linear import row_linear
-from gsd_kernels_hf import cpu_linear
-from gsd_kernels_hf.cpu_linear import CpuLinear, widened_linear, with_cpu_linears
+from gsd_kernels_hf.model import linear
+from gsd_kernels_hf.model.linear import CpuLinear, widened_linear, with_cpu_linears
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(1, 16, 1), (2, 48, 63), (5, 1008, 111), (17, 256, 1000), (64, 96, 7), (8, 2064, 130), (13, 1040, 6)]
@@ -81,7 +81,7 @@ def test_a_view_computes_the_same_and_leaves_the_model_alone(dtype, length):
     model = tiny("qwen3", dtype=dtype)
     before, kinds = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
     view = with_cpu_linears(model, "auto")
-    if unavailable_reason("cpu", model.device) is None and cpu_linear.serves(model.lm_head.weight):
+    if unavailable_reason("cpu", model.device) is None and linear.serves(model.lm_head.weight):
         assert all(type(m) is CpuLinear for m in view.modules() if isinstance(m, nn.Linear))
         assert view.lm_head.weight is model.lm_head.weight
     ids = prompts(2, length, ragged=False)["input_ids"]
@@ -118,10 +118,10 @@ def test_biases_adapters_and_hooks_still_count():
 
 def test_generation_goes_through_it(monkeypatch):
     target = tiny(dtype=torch.float32)
-    if not cpu_linear.serves(target.lm_head.weight) or unavailable_reason("cpu", target.device):
+    if not linear.serves(target.lm_head.weight) or unavailable_reason("cpu", target.device):
         pytest.skip("PyTorch's own products are used here")
     seen = []
-    monkeypatch.setattr(cpu_linear, "row_linear", lambda x, w: seen.append(x.shape[0]) or row_linear(x, w))
+    monkeypatch.setattr(linear, "row_linear", lambda x, w: seen.append(x.shape[0]) or row_linear(x, w))
     options = {**prompts(1, 9), "max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
     text = gsd.generate(target, **options, assistant_model=noised(target, 0.02), graph_config="graph")
     assert max(seen) > 4

@@ -24,10 +24,11 @@ import gsd_kernels as gsd
 from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
 from gsd_kernels.ops.sampling import philox
 from gsd_kernels_bench import typical_deviation
-from gsd_kernels_hf import criteria, decoding
-from gsd_kernels_hf.agreement import digest
-from gsd_kernels_hf.capture import untimed
-from gsd_kernels_hf.sampling import SamplingPlan
+from gsd_kernels_hf.acceptance import criteria
+from gsd_kernels_hf.acceptance.sampling import SamplingPlan
+from gsd_kernels_hf.engine import decoder
+from gsd_kernels_hf.engine.capture import untimed
+from gsd_kernels_hf.parallel import digest
 
 torch.set_num_threads(1)
 
@@ -413,7 +414,7 @@ def test_a_streamer_gets_what_is_returned():
 @pytest.mark.parametrize("criterion", ["speculative", "typical"])
 def test_a_step_copies_nothing_from_the_host(criterion, monkeypatch):
     """So that it can be captured, see test_captured_step; that it reads nothing back, test_step_trace says."""
-    step, watched = decoding.Session.step, []
+    step, watched = decoder.Session.step, []
 
     def watching(session):
         watched.append(session.criterion.name)
@@ -422,7 +423,7 @@ def test_a_step_copies_nothing_from_the_host(criterion, monkeypatch):
         with NoHostData(), untimed(session):
             return step(session)
 
-    monkeypatch.setattr(decoding.Session, "step", watching)
+    monkeypatch.setattr(decoder.Session, "step", watching)
     monkeypatch.delitem(IMPLEMENTATIONS, "cpu")  # PyTorch's attention on a CPU is no part of a step on a GPU
     generate(*pair(), criterion, models.prompts(2, 9, vocab=VOCAB), max_new_tokens=24)
     assert len(watched) > 5 and set(watched) == {criterion}
@@ -438,7 +439,7 @@ def test_captured_on_a_gpu(criterion, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="gsd_kernels"):
         captured = generate(target, draft, criterion, inputs, max_new_tokens=64).sequences
     assert not caplog.records
-    monkeypatch.setattr(decoding, "can_capture", lambda session: False)
+    monkeypatch.setattr(decoder, "can_capture", lambda session: False)
     assert torch.equal(generate(target, draft, criterion, inputs, max_new_tokens=64).sequences, captured)
 
 
@@ -528,7 +529,7 @@ def test_typical_is_said_once_to_be_lossy(caplog):
 
 def test_typical_with_the_automatic_shape_learns_apart():
     """What was accepted by another rule says nothing of the exact one."""
-    from gsd_kernels_hf.decoding import _learned
+    from gsd_kernels_hf.engine.decoder import _learned
 
     target, draft = models.tiny(vocab_size=VOCAB), None
     target.generation_config.eos_token_id = None
@@ -628,7 +629,7 @@ def test_ranks_must_have_the_same_criterion(monkeypatch):
 
         explained = contextlib.nullcontext
 
-    monkeypatch.setattr(decoding.Agreement, "of", lambda *_: Alone())
+    monkeypatch.setattr(decoder.Agreement, "of", lambda *_: Alone())
     said = set()
     for criterion in ("exact", "speculative", "typical", gsd.Typical(0.2), gsd.Typical(0.2, 0.3)):
         out = generate(*pair(), criterion, models.prompts(1, 6, vocab=VOCAB), max_new_tokens=4)

@@ -11,24 +11,24 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from gsd_kernels_hf import demo_pair
-from gsd_kernels_hf.heads import DraftHeads
-from gsd_kernels_hf.pair_recipe import HELD_OUT
+from gsd_kernels_hf import demo
+from gsd_kernels_hf.sources.heads import DraftHeads
+from gsd_kernels_hf.training.demo_pair import HELD_OUT
 
 MEMBERS = ("target", "draft")
 
 
 @cache
 def pair():
-    return demo_pair.load()
+    return demo.load()
 
 
 def card() -> str:
-    return (demo_pair.path() / "README.md").read_text(encoding="utf-8")
+    return (demo.path() / "README.md").read_text(encoding="utf-8")
 
 
 def test_it_is_small():
-    assert sum(file.stat().st_size for file in demo_pair.path().rglob("*") if "__pycache__" not in file.parts) <= 13e6
+    assert sum(file.stat().st_size for file in demo.path().rglob("*") if "__pycache__" not in file.parts) <= 13e6
 
 
 def test_the_draft_has_at_most_an_eighth_of_the_parameters():
@@ -39,7 +39,7 @@ def test_the_draft_has_at_most_an_eighth_of_the_parameters():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_it_loads(dtype):
-    for model in demo_pair.load(dtype)[:2]:
+    for model in demo.load(dtype)[:2]:
         assert {p.dtype for p in model.parameters()} == {dtype}
         assert not model.training
         assert all(p.isfinite().all() for p in model.parameters())
@@ -47,7 +47,7 @@ def test_it_loads(dtype):
 
 @pytest.mark.parametrize("member", MEMBERS)
 def test_both_are_ordinary_checkpoint_folders(member):
-    folder = demo_pair.path() / member
+    folder = demo.path() / member
     model = LlamaForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.dtype == torch.float16
@@ -68,18 +68,18 @@ def test_the_tokenizer_reverses_and_begins_with_bos():
 
 def test_prompts_are_held_out_and_of_natural_length():
     tokenizer = pair()[2]
-    prompts = demo_pair.prompts()
-    assert len(demo_pair.prompts("code")) >= 24 and len(demo_pair.prompts("copy")) >= 3
+    prompts = demo.prompts()
+    assert len(demo.prompts("code")) >= 24 and len(demo.prompts("copy")) >= 3
     assert len({prompt["name"] for prompt in prompts}) == len(prompts)
     for prompt in prompts:
         assert prompt["file"] in HELD_OUT
         assert 60 <= len(tokenizer(prompt["text"])["input_ids"]) <= 150
         assert prompt["text"] == prompt["text"].rstrip()
-    assert demo_pair.excerpt()["file"] in HELD_OUT
+    assert demo.excerpt()["file"] in HELD_OUT
 
 
 def test_sources_name_what_was_held_out():
-    sources = json.loads((demo_pair.path() / "sources.json").read_text(encoding="utf-8"))
+    sources = json.loads((demo.path() / "sources.json").read_text(encoding="utf-8"))
     assert set(sources["held_out"]) == set(HELD_OUT)
     assert not set(sources["held_out"]) & set(sources["training"])
     assert not set(sources["held_out"].values()) & set(sources["training"].values())
@@ -89,7 +89,7 @@ def test_sources_name_what_was_held_out():
 @torch.no_grad()
 def test_bits_per_byte_on_the_shipped_excerpt():
     target, _, tokenizer = pair()
-    excerpt = demo_pair.excerpt()
+    excerpt = demo.excerpt()
     tokens = tokenizer(excerpt["text"], return_tensors="pt")["input_ids"]
     nats = F.cross_entropy(target(tokens[:, :-1]).logits[0], tokens[0, 1:], reduction="sum").item()
     bits_per_byte = nats / math.log(2) / len(excerpt["text"].encode())
@@ -103,7 +103,7 @@ def test_bits_per_byte_on_the_shipped_excerpt():
 def test_the_draft_agrees_with_the_targets_greedy_text():
     target, draft, tokenizer = pair()
     agreed = count = 0
-    for prompt in demo_pair.prompts("code")[::2]:
+    for prompt in demo.prompts("code")[::2]:
         inputs = tokenizer(prompt["text"], return_tensors="pt")
         length = inputs["input_ids"].shape[1]
         tokens = target.generate(**inputs, max_new_tokens=80, do_sample=False)
@@ -118,12 +118,12 @@ def test_the_draft_agrees_with_the_targets_greedy_text():
 @torch.no_grad()
 def test_the_heads_guess_what_the_target_says_later():
     target, _, tokenizer = pair()
-    trained = DraftHeads.from_pretrained(demo_pair.path() / "heads", target)
+    trained = DraftHeads.from_pretrained(demo.path() / "heads", target)
     assert f"{sum(p.numel() for p in trained.parameters()):,} parameters" in card()
     untrained = DraftHeads.for_model(target, trained.num_heads)
     right = torch.zeros(2, trained.num_heads)
     count = 0
-    for prompt in demo_pair.prompts("code")[::4]:
+    for prompt in demo.prompts("code")[::4]:
         inputs = tokenizer(prompt["text"], return_tensors="pt")
         length = inputs["input_ids"].shape[1]
         tokens = target.generate(**inputs, max_new_tokens=64, do_sample=False)
@@ -140,12 +140,12 @@ def test_the_heads_guess_what_the_target_says_later():
 
 def test_nothing_tells_where_it_was_made():
     local = re.compile(r"(/root/|/home/|/work/|/tmp/|/Users/|[A-Z]:\\Users)")
-    for file in demo_pair.path().rglob("*"):
+    for file in demo.path().rglob("*"):
         if file.suffix in (".json", ".md") and file.name not in ("prompts.json", "tokenizer.json"):
             text = file.read_text(encoding="utf-8")
             assert not local.search(text), file.name
             if file.name == "config.json":
                 assert not json.loads(text).get("_name_or_path")
     for member in MEMBERS:
-        with safe_open(demo_pair.path() / member / "model.safetensors", "pt") as weights:
+        with safe_open(demo.path() / member / "model.safetensors", "pt") as weights:
             assert not local.search(json.dumps(weights.metadata()))

@@ -26,8 +26,8 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.budget import AcceptanceModel, shape
-from gsd_kernels_hf.tuning import FAMILIES, FREE
+from gsd_kernels_hf.policy.auto import AcceptanceModel, shape
+from gsd_kernels_hf.policy.tuning import FAMILIES, FREE
 
 torch.set_num_threads(1)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gsd_kernels_hf import demo_pair
-from gsd_kernels_hf.inflate import SHAPES, ModelShape, inflate, inflated_config
+from gsd_kernels_hf import demo
+from gsd_kernels_hf.demo.inflate import SHAPES, ModelShape, inflate, inflated_config
 
 PUBLISHED_PARAMETERS = {
     "tinyllama-1.1b": 1_100_048_384,
@@ -133,15 +133,15 @@ def test_llama3_rotary_scaling_survives_larger_heads():
     ids=["wider, one key/value head per query head", "everything"],
 )
 def test_the_demo_pair_keeps_its_function(shape):
-    target, _, tokenizer = demo_pair.load()
-    tokens = tokenizer(demo_pair.prompts()[0]["text"], return_tensors="pt")["input_ids"]
+    target, _, tokenizer = demo.load()
+    tokens = tokenizer(demo.prompts()[0]["text"], return_tensors="pt")["input_ids"]
     assert_same_function(target, inflate(target, shape), tokens)
 
 
 def test_the_draft_grows_a_vocabulary_too():
-    _, draft, tokenizer = demo_pair.load()
+    _, draft, tokenizer = demo.load()
     shape = replace(ModelShape.of(draft.config), hidden_size=130, vocab_size=4000, tie_word_embeddings=False)
-    tokens = tokenizer(demo_pair.prompts()[1]["text"], return_tensors="pt")["input_ids"]
+    tokens = tokenizer(demo.prompts()[1]["text"], return_tensors="pt")["input_ids"]
     assert_same_function(draft, inflate(draft, shape), tokens)
 
 
@@ -190,7 +190,7 @@ def test_the_source_is_left_alone():
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_named_shapes_have_the_published_size(name):
-    target, _, _ = demo_pair.load()
+    target, _, _ = demo.load()
     inflated = inflate(target, name, dtype=torch.bfloat16, device="meta")
     count = sum(p.numel() for p in inflated.parameters())
     assert count == SHAPES[name].num_parameters

@@ -131,7 +131,7 @@ def test_both_off_is_pure_python(source):
     assert done.returncode == 0, done.stdout + done.stderr
     target, tags = installed(source)
     assert tags == "py3-none-any"
-    pair = target / "gsd_kernels_hf/demo_pair"
+    pair = target / "gsd_kernels_hf/demo"
     assert {folder.name for folder in pair.iterdir() if folder.is_dir()} == {"target", "draft", "heads"}
 
 

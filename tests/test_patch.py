@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
-from gsd_kernels_hf.stats import GenerationStats
+from gsd_kernels_hf.engine.stats import GenerationStats
 
 torch.set_num_threads(1)
 

@@ -13,10 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.graph import pack_bits
-from gsd_kernels_hf import small_draft
-from gsd_kernels_hf.attention import switched
-from gsd_kernels_hf.forward import RowModel
-from gsd_kernels_hf.small_draft import SmallDraft, draft_rows, why_not
+from gsd_kernels_hf.model import fused
+from gsd_kernels_hf.model.attention import switched
+from gsd_kernels_hf.model.fused import SmallDraft, draft_rows, why_not
+from gsd_kernels_hf.model.runner import RowModel
 
 MISSING = unavailable_reason("cpu", torch.device("cpu"))
 compiled = pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")
@@ -148,7 +148,7 @@ def test_a_changed_model_goes_through_its_modules(change, reason):
 
 @compiled
 def test_other_models_sizes_and_backends_go_through_their_modules(monkeypatch):
-    assert "dynamic" not in small_draft.STATIC_ROPE
+    assert "dynamic" not in fused.STATIC_ROPE
     assert "depend on the length" in why_not(
         llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "auto"
     )
@@ -157,5 +157,5 @@ def test_other_models_sizes_and_backends_go_through_their_modules(monkeypatch):
     assert "without bias" in why_not(llama(mlp_bias=True), "auto")
     qwen = Qwen2ForCausalLM(Qwen2Config(vocab_size=30, hidden_size=32, intermediate_size=32, num_hidden_layers=1))
     assert "Qwen2ForCausalLM is not one of" in why_not(qwen, "auto")
-    monkeypatch.setattr(small_draft, "MAX_PARAMETERS", 1000)
+    monkeypatch.setattr(fused, "MAX_PARAMETERS", 1000)
     assert "more than 1,000 parameters" in why_not(llama(), "auto")

@@ -13,9 +13,9 @@ from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip
-from gsd_kernels_hf import decoding
-from gsd_kernels_hf.layer_skip import expected_speed
-from gsd_kernels_hf.mixing import Mixture, Worth
+from gsd_kernels_hf.engine import decoder
+from gsd_kernels_hf.sources.layer_skip import expected_speed
+from gsd_kernels_hf.sources.weights import Mixture, Worth
 
 NEW = 24
 CPU = torch.device("cpu")
@@ -119,11 +119,11 @@ def test_auto_takes_any_source(with_processor, target, given_sources, tmp_path, 
 
 def test_auto_drops_a_draft_that_does_not_pay(target, given_sources, monkeypatch):
     """Where drafting by a model costs more than a plain forward and the history is right, shapes without it win."""
-    from gsd_kernels_hf.tuning import FAMILIES, FREE, StepCosts, family_key
+    from gsd_kernels_hf.policy.tuning import FAMILIES, FREE, StepCosts, family_key
 
     costs = {family_key("all", *f): (0.1, 0.1) for f in FAMILIES} | {family_key("free", *f): (1e-4, 1e-4) for f in FREE}
-    monkeypatch.setattr(decoding, "tune", lambda *a, **k: StepCosts({1: 0.01, 128: 0.011}, costs, overhead=0.0))
-    monkeypatch.setattr("gsd_kernels_hf.stats.Clock.last", lambda *_: 0.0)
+    monkeypatch.setattr(decoder, "tune", lambda *a, **k: StepCosts({1: 0.01, 128: 0.011}, costs, overhead=0.0))
+    monkeypatch.setattr("gsd_kernels_hf.engine.stats.Clock.last", lambda *_: 0.0)
     out = gsd.generate(
         target,
         **prompts(1, 14),
@@ -268,11 +268,11 @@ def test_worth_is_learned_by_context_and_rank():
 
 def test_what_was_learned_serves_the_next_call_and_no_other_pair(target, given_sources):
     options = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": False, "graph_config": CONFIGS["graph"]}
-    decoding._learned.pop(target, None)
+    decoder._learned.pop(target, None)
     gsd.generate(target, **prompts(1, 14), **given_sources["model"], **options)
-    (learned,) = decoding._learned[target].values()
+    (learned,) = decoder._learned[target].values()
     shares = learned.history.weights.clone()
-    assert not torch.equal(shares, torch.tensor(decoding.TRUST))
+    assert not torch.equal(shares, torch.tensor(decoder.TRUST))
     gsd.generate(target, **prompts(1, 14), draft_sources=("history",), **options)
     assert torch.equal(learned.history.weights, shares)
     gsd.generate(target, **prompts(1, 14), **given_sources["model"], **options)

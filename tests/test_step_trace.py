@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.decoding import Session
+from gsd_kernels_hf.engine.decoder import Session
 
 torch.set_num_threads(1)
 

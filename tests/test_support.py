@@ -14,7 +14,8 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
-from gsd_kernels_hf import support
+from gsd_kernels_hf import validate
+from gsd_kernels_hf.validate import options
 
 torch.set_num_threads(1)
 
@@ -25,34 +26,34 @@ def test_every_generation_config_field_is_listed():
     fields = set(vars(GenerationConfig()))
     fields |= {name for name in vars(models.tiny().generation_config) if not name.startswith("_")}
     assert len(fields) > 50
-    assert fields - set(support.CONFIG_FIELDS) == set()
-    for name, (treatment, why, neutral) in support.CONFIG_FIELDS.items():
-        assert treatment in (support.HONOURED, support.IRRELEVANT, support.REFUSED), name
-        assert bool(why) == (treatment == support.REFUSED), f"{name}: a refusal says why, nothing else does"
+    assert fields - set(options.CONFIG_FIELDS) == set()
+    for name, (treatment, why, neutral) in options.CONFIG_FIELDS.items():
+        assert treatment in (options.HONOURED, options.IRRELEVANT, options.REFUSED), name
+        assert bool(why) == (treatment == options.REFUSED), f"{name}: a refusal says why, nothing else does"
         assert isinstance(neutral, tuple)
 
 
 def test_defaults_are_accepted():
-    support.check_generation_config(GenerationConfig())
-    support.check_generation_config(models.tiny().generation_config)
+    validate.check_generation_config(GenerationConfig())
+    validate.check_generation_config(models.tiny().generation_config)
 
 
 def test_every_generate_parameter_is_listed():
     parameters = set(inspect.signature(GenerationMixin.generate).parameters) - {"self"}
     read = set(inspect.signature(GenerationMixin._extract_generation_mode_kwargs).parameters)
     parameters |= read - {"self", "custom_generate", "kwargs"}
-    assert parameters - set(support.GENERATE_PARAMETERS) == set()
-    assert set(support.GENERATE_PARAMETERS.values()) <= {support.HONOURED, support.IRRELEVANT, support.REFUSED}
+    assert parameters - set(options.GENERATE_PARAMETERS) == set()
+    assert set(options.GENERATE_PARAMETERS.values()) <= {options.HONOURED, options.IRRELEVANT, options.REFUSED}
 
 
 def test_an_unknown_option_that_is_set_is_reported(caplog):
     config = GenerationConfig()
     config.invented_option = None
     with caplog.at_level(logging.WARNING, logger="gsd_kernels"):
-        support.check_generation_config(config)
+        validate.check_generation_config(config)
         assert not caplog.records
         config.invented_option = 3
-        support.check_generation_config(config)
+        validate.check_generation_config(config)
     assert "invented_option" in caplog.text
 
 
@@ -78,13 +79,13 @@ REFUSED_VALUES = {
 
 
 def test_every_refused_field_is_refused_by_name():
-    refused = {name for name, (treatment, *_) in support.CONFIG_FIELDS.items() if treatment == support.REFUSED}
+    refused = {name for name, (treatment, *_) in options.CONFIG_FIELDS.items() if treatment == options.REFUSED}
     assert refused == set(REFUSED_VALUES)
     for name, value in REFUSED_VALUES.items():
         config = GenerationConfig()
         setattr(config, name, value)
         with pytest.raises(ValueError, match=name):
-            support.check_generation_config(config)
+            validate.check_generation_config(config)
 
 
 # Bad input -----------------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from checkpoints import save_pair
 from transformers import AutoConfig
 
 from gsd_kernels_bench.scale_memory import cache_bytes, memory, parameters_per_rank
-from gsd_kernels_hf.agreement import Agreement, check_heads, tensor_parallel_group
-from gsd_kernels_hf.inflate import ModelShape
+from gsd_kernels_hf.demo.inflate import ModelShape
+from gsd_kernels_hf.parallel import Agreement, check_heads, tensor_parallel_group
 
 pytest.importorskip("accelerate", reason="transformers shards models with accelerate")
 if not (dist.is_available() and dist.is_gloo_available()):
@@ -201,7 +201,7 @@ def test_a_lost_rank_ends_the_others(job, size, folder):
 LATE_THREAD = """
 import atexit, sys, time
 import torch, torch.distributed as dist
-from gsd_kernels_hf.agreement import Agreement
+from gsd_kernels_hf.parallel import Agreement
 
 class AtTheEnd:  # gives Python's lock away when the interpreter is ending
     def __del__(self, sleep=time.sleep):

@@ -20,14 +20,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from gsd_kernels_hf import training, training_job
 from gsd_kernels_hf.cli import app
-from gsd_kernels_hf.distill import Distillation
-from gsd_kernels_hf.heads import DraftHeads
-from gsd_kernels_hf.train_heads import HeadTraining
-from gsd_kernels_hf.training import Budget, Checkpoints, Interval, Streams, learning_rate_factor
-from gsd_kernels_hf.training_job import TrainingOptions, accepted_per_step, load_target
-from gsd_kernels_hf.training_text import HeldOut, own_text, read_text
+from gsd_kernels_hf.sources.heads import DraftHeads
+from gsd_kernels_hf.training import job, loop
+from gsd_kernels_hf.training.distill import Distillation
+from gsd_kernels_hf.training.heads import HeadTraining
+from gsd_kernels_hf.training.job import TrainingOptions, accepted_per_step, load_target
+from gsd_kernels_hf.training.loop import Budget, Checkpoints, Interval, Streams, learning_rate_factor
+from gsd_kernels_hf.training.text import HeldOut, own_text, read_text
 
 # ---- heads
 
@@ -194,7 +194,7 @@ def test_heads_learn_what_their_target_says_later(folder, headed):
 
 def test_a_finished_run_answers_again_and_is_not_trained_further(folder, distilled, monkeypatch):
     out, report = distilled
-    monkeypatch.setattr(training_job, "train", None)
+    monkeypatch.setattr(job, "train", None)
     assert done(*arguments("distill", folder, out)) == report
     table = run(*arguments("distill", folder, out)).stdout
     assert f"{report['after']['agreement']:.3f}" in table and "accepted of a chain of 5" in table
@@ -257,10 +257,10 @@ class Dropping(torch.nn.Module):
 def train_dropping(folder, *, losses=None, every=4, steps=20):
     torch.manual_seed(0)
     model = Dropping()
-    optimizers = training.build_optimizers(model, matrix_lr=0.01, lr=0.01)
+    optimizers = loop.build_optimizers(model, matrix_lr=0.01, lr=0.01)
     budget, interval = Budget(steps=steps), Interval(steps=every)
     given = (budget, Checkpoints(folder))
-    training.train("test", model, losses or model.losses, optimizers, *given, tokens_per_step=4, every=interval)
+    loop.train("test", model, losses or model.losses, optimizers, *given, tokens_per_step=4, every=interval)
     return model.state_dict()
 
 
@@ -278,9 +278,9 @@ def test_at_most_one_interval_is_lost_and_random_numbers_go_on(tmp_path, at):
     whole = train_dropping(tmp_path / "whole")
     torch.manual_seed(0)
     model = Dropping()
-    optimizers = training.build_optimizers(model, matrix_lr=0.01, lr=0.01)
+    optimizers = loop.build_optimizers(model, matrix_lr=0.01, lr=0.01)
     with pytest.raises(KeyboardInterrupt):
-        training.train(
+        loop.train(
             "test",
             model,
             failing,
@@ -361,10 +361,10 @@ def test_a_run_with_other_options_is_refused_by_name(folder, distilled):
 
 
 def test_an_unfinished_run_with_other_options_is_refused_too(folder, tmp_path):
-    training.RunFolder(tmp_path / "run", {"lr": 0.1, "seed": 3})
-    assert training.RunFolder(tmp_path / "run", {"lr": 0.1, "seed": 3}).report is None
+    loop.RunFolder(tmp_path / "run", {"lr": 0.1, "seed": 3})
+    assert loop.RunFolder(tmp_path / "run", {"lr": 0.1, "seed": 3}).report is None
     with pytest.raises(ValueError, match=r"seed: the run in .* has 3, and now it is 4"):
-        training.RunFolder(tmp_path / "run", {"lr": 0.1, "seed": 4})
+        loop.RunFolder(tmp_path / "run", {"lr": 0.1, "seed": 4})
 
 
 def test_bad_arguments_are_refused_by_name(folder, tmp_path):
@@ -423,9 +423,9 @@ def test_a_gradient_that_is_not_finite_stops_before_the_weights(tmp_path):
         yield (model.linear.weight.sum() * 0).sqrt()  # its slope is infinite
 
     model = Dropping()
-    optimizers = training.build_optimizers(model, matrix_lr=0.01, lr=0.01)
+    optimizers = loop.build_optimizers(model, matrix_lr=0.01, lr=0.01)
     with pytest.raises(RuntimeError, match=r"test: the gradient is nan at step 0; none was saved"):
-        training.train("test", model, losses, optimizers, Budget(steps=3), Checkpoints(tmp_path), tokens_per_step=1)
+        loop.train("test", model, losses, optimizers, Budget(steps=3), Checkpoints(tmp_path), tokens_per_step=1)
     assert all(p.isfinite().all() for p in model.parameters())
 
 
@@ -628,9 +628,9 @@ def test_a_run_by_minutes_counts_those_before_it_was_interrupted(tmp_path):
     def spend(seconds, folder):
         torch.manual_seed(0)
         model = Dropping()
-        optimizers = training.build_optimizers(model, matrix_lr=0.01, lr=0.01)
+        optimizers = loop.build_optimizers(model, matrix_lr=0.01, lr=0.01)
         budget = Budget(minutes=seconds / 60)
-        return training.train("test", model, model.losses, optimizers, budget, Checkpoints(folder), tokens_per_step=4)
+        return loop.train("test", model, model.losses, optimizers, budget, Checkpoints(folder), tokens_per_step=4)
 
     first = spend(0.05, tmp_path)
     second = spend(0.1, tmp_path)

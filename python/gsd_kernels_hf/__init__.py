@@ -6,13 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .criteria import Typical
-    from .decoding import GraphDecoder, GraphGenerateOutput, StepRecord
-    from .generation import generate, patch, unpatch
-    from .heads import DraftHeads
-    from .layer_skip import LayerSkip
-    from .stats import GenerationStats
-    from .tuning import StepCosts, tune
+    from .acceptance.criteria import Typical
+    from .api import generate, patch, unpatch
+    from .engine.decoder import GraphDecoder, GraphGenerateOutput, StepRecord
+    from .engine.stats import GenerationStats
+    from .policy.tuning import StepCosts, tune
+    from .sources.heads import DraftHeads
+    from .sources.layer_skip import LayerSkip
 
 __all__ = [
     "DraftHeads",
@@ -30,18 +30,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DraftHeads": "heads",
-    "GenerationStats": "stats",
-    "GraphDecoder": "decoding",
-    "GraphGenerateOutput": "decoding",
-    "LayerSkip": "layer_skip",
-    "StepCosts": "tuning",
-    "StepRecord": "decoding",
-    "Typical": "criteria",
-    "generate": "generation",
-    "patch": "generation",
-    "tune": "tuning",
-    "unpatch": "generation",
+    "DraftHeads": "sources.heads",
+    "GenerationStats": "engine.stats",
+    "GraphDecoder": "engine.decoder",
+    "GraphGenerateOutput": "engine.decoder",
+    "LayerSkip": "sources.layer_skip",
+    "StepCosts": "policy.tuning",
+    "StepRecord": "engine.decoder",
+    "Typical": "acceptance.criteria",
+    "generate": "api",
+    "patch": "api",
+    "tune": "policy.tuning",
+    "unpatch": "api",
 }
 
 

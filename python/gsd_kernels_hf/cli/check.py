@@ -11,7 +11,7 @@ from .console import DIFFERS, OK, err, only_first_rank_prints, out, print_json, 
 from .options import describe_graph_config, read_graph_config, read_prompts
 
 if TYPE_CHECKING:
-    from gsd_kernels_hf.comparison import Divergence, Run
+    from gsd_kernels_hf.report.comparison import Divergence, Run
 
 DEFAULT_PROMPTS = 4
 
@@ -50,7 +50,8 @@ def command(
     with progress("loading the models"):
         import torch
 
-        from gsd_kernels_hf import comparison, demo_pair
+        from gsd_kernels_hf import demo
+        from gsd_kernels_hf.report import comparison
 
         from .pair import load_pair
         from .versions import versions
@@ -68,7 +69,7 @@ def command(
         )
     if pair.draft is None and draft is None and pair.heads is None:
         err.print("gsd-kernels: no --draft: plain decoding on both sides (--draft history speculates without a model)")
-    texts = texts or [prompt["text"] for prompt in demo_pair.prompts()[:DEFAULT_PROMPTS]]
+    texts = texts or [prompt["text"] for prompt in demo.prompts()[:DEFAULT_PROMPTS]]
     contenders = {
         "plain": comparison.plain(pair.target, **pair.padding),
         "graph": comparison.graph(

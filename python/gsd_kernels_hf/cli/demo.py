@@ -18,8 +18,8 @@ from .tables import speed
 if TYPE_CHECKING:
     from gsd_kernels import GraphConfig
     from gsd_kernels_hf import StepRecord
-    from gsd_kernels_hf.comparison import Run
-    from gsd_kernels_hf.drawing import StepPicture
+    from gsd_kernels_hf.report.comparison import Run
+    from gsd_kernels_hf.report.drawing import StepPicture
 
     from .pair import Pair
 
@@ -62,7 +62,7 @@ def command(
         import torch
 
         from gsd_kernels import GraphConfig
-        from gsd_kernels_hf import demo_pair
+        from gsd_kernels_hf import demo
 
         from .pair import load_pair
         from .versions import versions
@@ -71,7 +71,7 @@ def command(
         if not isinstance(config, GraphConfig):
             config = GraphConfig.preset(str(config))
         pair = load_pair(None, None, dtype=dtype.value, device=device)
-        prompts = demo_pair.prompts()
+        prompts = demo.prompts()
     sizes = {name: model.num_parameters() for name, model in (("target", pair.target), ("draft", pair.draft))}
     name = str(pair.target.dtype).removeprefix("torch.")
     out.print(
@@ -110,8 +110,8 @@ def _text(
     pair: Pair, prompt: dict[str, Any], config: GraphConfig, backend: str, max_new_tokens: int
 ) -> tuple[dict[str, Any], list[StepPicture]]:
     """Stream one held-out prompt's continuation; then decode it plainly and compare."""
-    from gsd_kernels_hf import comparison
-    from gsd_kernels_hf.drawing import StepPicture
+    from gsd_kernels_hf.report import comparison
+    from gsd_kernels_hf.report.drawing import StepPicture
 
     from .streaming import StdoutStreamer
 
@@ -183,8 +183,8 @@ def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, s
     import torch
 
     from gsd_kernels import GraphConfig
-    from gsd_kernels_hf import comparison
-    from gsd_kernels_hf.inflate import inflate
+    from gsd_kernels_hf.demo.inflate import inflate
+    from gsd_kernels_hf.report import comparison
 
     with progress(f"inflating the target to {INFLATED} parameters"):
         target = inflate(pair.target, INFLATED)
@@ -232,7 +232,7 @@ def _cpu_share(runs: list[Run]) -> float:
 
 
 def _result(target: Any, name: str, rounds: list[dict[str, Run]], prompts: list[Any]) -> dict[str, Any]:
-    from gsd_kernels_hf.comparison import first_divergence
+    from gsd_kernels_hf.report.comparison import first_divergence
 
     runs = [r[name] for r in rounds]
     found = [
@@ -292,7 +292,7 @@ def _print_inflated(report: dict[str, Any], config: GraphConfig) -> None:
 
 def _draw(pair: Pair, pictures: list[StepPicture], directory: Path) -> dict[str, Any] | None:
     """Draw the step that shows most; nothing without matplotlib."""
-    from gsd_kernels_hf.drawing import draw_step
+    from gsd_kernels_hf.report.drawing import draw_step
 
     step = max(range(len(pictures)), key=lambda i: pictures[i].interest)
     picture = pictures[step]

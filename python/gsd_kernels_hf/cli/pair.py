@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from gsd_kernels_hf import demo_pair, support
-from gsd_kernels_hf.agreement import check_heads
-from gsd_kernels_hf.heads import DraftHeads
+from gsd_kernels_hf import demo, validate
+from gsd_kernels_hf.model import properties
+from gsd_kernels_hf.parallel import check_heads
+from gsd_kernels_hf.sources.heads import DraftHeads
 
 from . import ranks
 
@@ -34,7 +35,7 @@ class Pair:
 
     @property
     def device(self) -> torch.device:
-        return support.device_of(self.target)
+        return properties.device_of(self.target)
 
     def encode(self, prompts: list[str], chat: bool = False) -> dict[str, Tensor]:
         """Left-padded ``input_ids`` and ``attention_mask`` on the target's device.
@@ -120,7 +121,7 @@ def load_pair(
         tp_timeout=tp_timeout,
     )
     if heads is not None:
-        pair.heads = DraftHeads.from_pretrained(demo_pair.path() / "heads" if heads == "demo" else heads, pair.target)
+        pair.heads = DraftHeads.from_pretrained(demo.path() / "heads" if heads == "demo" else heads, pair.target)
     return pair
 
 
@@ -147,7 +148,7 @@ def _load_models(
         if draft not in (None, *WITHOUT_MODEL):
             raise ValueError("--draft: needs --model; without both the embedded pair is used")
         weights = torch.float32 if dtype == "auto" else getattr(torch, dtype)
-        target, small, tokenizer = demo_pair.load(weights, where)
+        target, small, tokenizer = demo.load(weights, where)
         return Pair(target, small if draft is None else None, tokenizer, WITHOUT_MODEL.get(draft))
 
     def load(name: str, commit: str | None, **options: Any) -> PreTrainedModel:
@@ -178,5 +179,5 @@ def _load_models(
         draft_tokenizer = load_tokenizer(draft, draft_revision)
     except (OSError, ValueError):
         draft_tokenizer = None  # a folder of weights alone: the vocabulary sizes are compared
-    support.check_pair(target, small, tokenizer, draft_tokenizer)
+    validate.check_pair(target, small, tokenizer, draft_tokenizer)
     return Pair(target, small, tokenizer)

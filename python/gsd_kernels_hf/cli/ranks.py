@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 
-from ..agreement import pause_at_exit
+from ..parallel import pause_at_exit
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 

@@ -141,7 +141,7 @@ def distill_command(
     even killed, the same command goes on from the last checkpoint.
     """
     with progress("loading"):
-        from gsd_kernels_hf.distill import distill, has_weights
+        from gsd_kernels_hf.training.distill import distill, has_weights
 
     if not Path(draft).is_dir():
         raise ValueError(f"draft: no such folder: {draft}")
@@ -195,7 +195,7 @@ def heads_command(
     killed, the same command goes on from the last checkpoint.
     """
     with progress("loading"):
-        from gsd_kernels_hf.train_heads import train_heads
+        from gsd_kernels_hf.training.heads import train_heads
 
     _print(
         lambda options: train_heads(heads, layers, options),
@@ -217,8 +217,8 @@ def _options(given: dict[str, Any]) -> Any:
     """
     import torch
 
-    from gsd_kernels_hf.training import Interval
-    from gsd_kernels_hf.training_job import TrainingOptions
+    from gsd_kernels_hf.training.job import TrainingOptions
+    from gsd_kernels_hf.training.loop import Interval
 
     from .pair import pick_device, quiet_transformers
 

@@ -1,0 +1,264 @@
+"""Which drafted tokens are accepted: the exact criterion, and two others that are asked for by name.
+
+A criterion says for every row at once which token follows it. :func:`gsd_kernels.verify` then walks down the rows that
+hold these tokens. So end-of-text tokens, lengths, finished sequences and the commit are the same for all criteria.
+
+With greedy decoding, the target's distribution is one token, and every criterion is the exact one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gsd_kernels import GraphConfig, Rows, sample_rows
+from gsd_kernels.ops.sampling.philox import derived_seed, uniform_of
+from gsd_kernels.ops.sampling.reference import warp
+
+from .sampling import SamplingPlan
+
+if TYPE_CHECKING:
+    from ..sources.drafting import DecodeState, Drafter, ModelDraft
+    from ..sources.heads import DraftHeads
+
+logger = logging.getLogger("gsd_kernels")
+
+EXACT, SPECULATIVE, TYPICAL = CRITERIA = ("exact", "speculative", "typical")
+CHAIN = {"width": 1, "branch": 1, "merge_context": -1, "reuse_depth": 0}  # what makes a GraphConfig a chain
+DRAFT_STREAM, ACCEPT_STREAM = 1, 2  # of noise, see derived_seed; 0 is the target's own
+
+At = tuple[slice, slice]
+EVERY: At = (slice(None), slice(None))
+
+
+@dataclass(frozen=True)
+class Typical:
+    """``criterion="typical"`` with thresholds of one's own. Lossy: the output is no longer the target's.
+
+    A drafted token x is accepted where p(x) > min(epsilon, delta · exp(−H(p))), p being the target's distribution and H
+    its entropy in nats (Medusa, arXiv 2401.10774, section 2.3.1).
+
+    Args:
+        epsilon: probability that is enough in any case (above 0, at most 1). Smaller accepts more.
+        delta: factor where the target is undecided (above 0). ``None``: the square root of epsilon, as in the paper.
+
+    Raises:
+        TypeError, ValueError: a threshold is no number, or out of range.
+    """
+
+    epsilon: float = 0.09
+    delta: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, high in (("epsilon", self.epsilon, 1.0), ("delta", self.delta, math.inf)):
+            if name == "delta" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name}: expected a number, got {value!r}")
+            if not 0.0 < value <= high:
+                raise ValueError(f"{name}: expected a number above 0{', at most 1' * (high == 1.0)}, got {value}")
+        if self.delta is None:
+            object.__setattr__(self, "delta", math.sqrt(self.epsilon))
+
+
+def resolve_criterion(value: str | Typical) -> str | Typical:
+    """``"typical"`` becomes a :class:`Typical`; the other names stay.
+
+    Raises:
+        TypeError, ValueError: neither a name of :data:`CRITERIA` nor a :class:`Typical`.
+    """
+    if isinstance(value, Typical):
+        return value
+    expected = f"criterion: expected {', '.join(map(repr, CRITERIA))} or a gsd_kernels.Typical, got"
+    if not isinstance(value, str):
+        raise TypeError(f"{expected} {type(value).__name__}")
+    if value not in CRITERIA:
+        raise ValueError(f"{expected} {value!r}")
+    return Typical() if value == TYPICAL else value
+
+
+def shape_for(criterion: str | Typical, graph_config: GraphConfig | str | None) -> GraphConfig | str | None:
+    """What ``graph_config`` means for the criterion: where no shape is given, speculative sampling takes a chain."""
+    return "chain" if criterion == SPECULATIVE and graph_config in (None, "auto") else graph_config
+
+
+def check_chain(
+    criterion: str | Typical,
+    config: GraphConfig,
+    sources: tuple[str, ...] | None,
+    heads: DraftHeads | None,
+    reference_ids: Tensor | None,
+) -> None:
+    """Raise if speculative sampling should draft anything but a chain of one model's samples.
+
+    ``sources`` are those that were asked for.
+    """
+    if criterion != SPECULATIVE:
+        return
+    cure = 'or use criterion="exact", which takes any graph'
+    for name, value in CHAIN.items():
+        if getattr(config, name) != value:
+            raise ValueError(
+                f'graph_config: criterion="speculative" needs a chain, and {name} is {getattr(config, name)} instead '
+                f'of {value}; pass graph_config="chain" or GraphConfig.preset("chain", depth=…), {cure}'
+            )
+    alone = 'criterion="speculative" drafts from one model alone'
+    if sources is not None and tuple(sources) not in (("model",), ("layer_skip",)):
+        raise ValueError(f"draft_sources: {alone}, got {sources!r}; leave it out, {cure}")
+    if heads is not None:
+        raise ValueError(f"draft_heads: {alone}; leave them out, {cure}")
+    if reference_ids is not None:
+        raise ValueError(f"reference_ids: the history reads them, and {alone}; leave them out, {cure}")
+
+
+class ExactMatch:
+    """The exact criterion: after every row comes the target's own pick, so a drafted token is accepted if it is that.
+
+    Attributes:
+        name: of :data:`CRITERIA`.
+        lossless: whether the output is an exact sample of the target's distribution.
+    """
+
+    name = EXACT
+    lossless = True
+
+    def __init__(self, state: DecodeState, plan: SamplingPlan, backend: str) -> None:
+        self.seed, self.sequence_ids, self.backend = state.seed, state.sequence_ids, backend
+        self.warpers = plan.warper_arguments
+
+    def picks(self, rows: Rows, logits: Tensor, positions: Tensor, at: At = EVERY) -> Tensor:
+        """The token that the step says after each row.
+
+        Args:
+            rows: all rows.
+            logits: float [b, r, V], the target's, of the rows ``at``.
+            positions: int32 [b, r], index of the token being picked.
+            at: which sequences and rows to decide on.
+
+        Returns:
+            int32 [b, r]; −1 where the logits hold NaN.
+        """
+        return self._sample(logits, positions, self.seed, at, **self.warpers)
+
+    def _sample(self, logits: Tensor, positions: Tensor, seed: Tensor, at: At, **warpers: float) -> Tensor:
+        to = logits.device
+        sequences = self.sequence_ids[at[0]].to(to)
+        return sample_rows(logits, positions, seed=seed.to(to), sequence_ids=sequences, backend=self.backend, **warpers)
+
+    def _log_probs(self, logits: Tensor) -> Tensor:
+        """The distribution after temperature, top-k, top-p and min-p: float32 [..., V]."""
+        return warp(logits.float(), **self.warpers).log_softmax(-1)
+
+
+class SpeculativeSampling(ExactMatch):
+    """Accept a drafted x with probability min(1, p(x) / q(x)); at a rejection draw from norm(max(0, p − q)).
+
+    Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318, algorithm 2. For a chain whose
+    tokens are drawn from q, the draft's own distribution. What is emitted is an exact sample of the target's
+    distribution, but which one depends on the draft and on where steps begin, not on the seed alone.
+
+    Every random number is keyed by its position, and comes from one of three independent streams: the draft's sample,
+    the test, and the target's sample. The text at a position depends on no number of a later one, so numbers that a
+    rejected draft used at later positions may be used there again.
+    """
+
+    name = SPECULATIVE
+
+    def __init__(self, state: DecodeState, plan: SamplingPlan, backend: str, model: ModelDraft) -> None:
+        super().__init__(state, plan, backend)
+        self.draft_seed = derived_seed(state.seed, DRAFT_STREAM)
+        self.accept_seed = derived_seed(state.seed, ACCEPT_STREAM)
+        self.drafted: list[Tensor] = []  # q of the step's levels, float32 [B, 1, draft's V] each
+        model.draw = self.draw
+
+    def draw(self, level: int, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample the chain's next token and remember what from; draft logits [B, 1, V], positions int32 [B, 1].
+
+        Returns:
+            The token and its log-probability, [B, 1, 1]; −1 and NaN where the logits hold NaN.
+        """
+        log_q = self._log_probs(logits)
+        token = self._sample(log_q, positions, self.draft_seed, EVERY, temperature=1.0)[..., None]
+        self.drafted[level:] = [log_q.exp().to(self.seed.device, non_blocking=True)]
+        return token, log_q.gather(-1, token.clamp(min=0).long())
+
+    def picks(self, rows: Rows, logits: Tensor, positions: Tensor, at: At = EVERY) -> Tensor:
+        """See :meth:`ExactMatch.picks`."""
+        p = self._log_probs(logits).exp()  # [b, r, V]
+        # In a chain the row at depth d is row d, and its one child was drawn from level d's distribution.
+        q = torch.cat(self.drafted, 1)[:, : rows.token_ids.shape[1]]
+        below = rows.token_ids.shape[1] - q.shape[1]
+        q = torch.nn.functional.pad(q, (0, p.shape[-1] - q.shape[-1], 0, below))[at]
+        child = children_of(rows)[at].amax(-1)  # [b, r], −1 where nothing was drafted
+        index = child.clamp(min=0).long()[..., None]
+        p_child, q_child = p.gather(-1, index).squeeze(-1), q.gather(-1, index).squeeze(-1)
+        u = uniform_of(self.accept_seed, positions, self.sequence_ids[at[0]][:, None])
+        accepted = (child >= 0) & (p_child > 0) & (u * q_child <= p_child)
+        rest = torch.where(child[..., None] >= 0, (p - q).clamp(min=0), p)
+        rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # p = q: never rejected but for rounding
+        drawn = self._sample(rest.log(), positions, self.seed, at, temperature=1.0)
+        return torch.where(accepted, child, drawn)
+
+
+class TypicalAcceptance(ExactMatch):
+    """Accept what is likely enough under the target, see :class:`Typical`: more tokens per step, another output.
+
+    The target's own pick is taken where it was drafted. Where it was not, the exact criterion ends the step; this one
+    goes on with the most probable of the acceptable children, and ends where there is none. So the last token of a
+    step is the target's own, unless the text ends there. (Medusa's step takes the longest of its acceptable paths.)
+    """
+
+    name = TYPICAL
+    lossless = False
+
+    def __init__(self, state: DecodeState, plan: SamplingPlan, backend: str, thresholds: Typical) -> None:
+        super().__init__(state, plan, backend)
+        self.thresholds = thresholds
+
+    def picks(self, rows: Rows, logits: Tensor, positions: Tensor, at: At = EVERY) -> Tensor:
+        """See :meth:`ExactMatch.picks`."""
+        own = super().picks(rows, logits, positions, at)
+        p = self._log_probs(logits).exp()  # [b, r, V]
+        entropy = torch.special.entr(p).sum(-1, keepdim=True)
+        threshold = (self.thresholds.delta * torch.exp(-entropy)).clamp(max=self.thresholds.epsilon)  # [b, r, 1]
+        children = children_of(rows)[at]  # [b, r, R]
+        likely = p.gather(-1, children.clamp(min=0).long())
+        likely = torch.where((children >= 0) & (likely > threshold), likely, -1.0)
+        instead = children.gather(-1, likely.argmax(-1, keepdim=True)).squeeze(-1)
+        ends = (children == own[..., None]).any(-1) | (likely < 0).all(-1)
+        return torch.where(ends, own, instead)
+
+
+def criterion_of(
+    criterion: str | Typical, drafter: Drafter | None, state: DecodeState, plan: SamplingPlan, backend: str
+) -> ExactMatch:
+    """The criterion of one generation; the exact one where nothing is drafted, or nothing is random."""
+    if drafter is not None and plan.temperature > 0:
+        if isinstance(criterion, Typical):
+            return TypicalAcceptance(state, plan, backend, criterion)
+        if criterion == SPECULATIVE:
+            return SpeculativeSampling(state, plan, backend, drafter.model)
+    return ExactMatch(state, plan, backend)
+
+
+def children_of(rows: Rows) -> Tensor:
+    """The drafted tokens after every row, by the row that holds them: int32 [B, R, R], −1 elsewhere."""
+    place = torch.arange(rows.token_ids.shape[1], device=rows.token_ids.device)
+    return torch.where(rows.parent_rows[:, None] == place[:, None], rows.token_ids[:, None], -1)
+
+
+def warn_lossy(criterion: ExactMatch) -> None:
+    """Say once in a process that a criterion changes the output."""
+    if not criterion.lossless:
+        _warn(criterion.name)
+
+
+@cache
+def _warn(name: str) -> None:
+    logger.warning("criterion %r is lossy: the output is not the target's own (stats.lossless is False)", name)

@@ -1,0 +1,112 @@
+"""One decoding step as one CUDA graph: all draft levels, merging, the target's forward, verification and commit."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gsd_kernels import GraphConfig
+
+if TYPE_CHECKING:
+    from .decoder import Session, StepRecord
+
+logger = logging.getLogger("gsd_kernels")
+
+WARM_STEPS = 2
+"""Steps of a shape before it is captured: kernels are compiled and its storage is made in them."""
+
+
+def can_capture(session: Session) -> bool:
+    """Whether both models lie on one GPU."""
+    models = [session.target.model]
+    if session.drafter is not None and session.drafter.model is not None:
+        models.append(session.drafter.model.rows.model)
+    devices = {parameter.device for model in models for parameter in model.parameters()}
+    return len(devices) == 1 and next(iter(devices)).type == "cuda"
+
+
+def replayable(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """``function`` as one CUDA graph, where it can be captured; itself on a CPU, or where it waits for the device."""
+    if device.type != "cuda":
+        return function
+    function()  # compiles kernels and makes storage
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            function()
+    except RuntimeError:
+        torch.cuda.synchronize(device)
+        return function
+    return graph.replay
+
+
+class CapturedStep:
+    """``session.step``, replayed from a CUDA graph.
+
+    Every shape (:class:`~gsd_kernels.GraphConfig`, or ``None`` for plain decoding) has its own graph. Its first
+    :data:`WARM_STEPS` steps are ordinary ones; then it is captured, which computes nothing, and replayed from there on.
+    All state of a session is updated in place and nothing in a step waits for the device, so a replay is a step. Its
+    record is the same tensors every time.
+
+    Where capturing fails, steps go on as ordinary ones, with one line in the log.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.warm: Counter[GraphConfig | None] = Counter()
+        self.graphs: dict[GraphConfig | None, tuple[Callable[[], Any], StepRecord]] = {}
+        self.pool: Any = None  # one memory pool: only one graph runs at a time, and state lies outside
+        self.failed = False
+
+    def __call__(self) -> StepRecord:
+        """One step, and its record."""
+        shape = self.session.config
+        if shape not in self.graphs and (self.failed or self.warm[shape] < WARM_STEPS or not self._add(shape)):
+            self.warm[shape] += 1
+            return self.session.step()
+        replay, record = self.graphs[shape]
+        replay()
+        return record
+
+    def _add(self, shape: GraphConfig | None) -> bool:
+        """Capture the session's current shape; ``False`` where that is impossible."""
+        try:
+            with untimed(self.session):
+                self.graphs[shape] = self.capture()
+        except RuntimeError as error:
+            self.failed = True
+            logger.warning("a step could not be captured, so steps run uncaptured: %s", " ".join(str(error).split()))
+        return not self.failed
+
+    def capture(self) -> tuple[Callable[[], Any], StepRecord]:
+        """Record one step without running it: what replays it, and its record."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the GPU meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            record = self.session.step()
+        self.pool = graph.pool()
+        return graph.replay, record
+
+
+class _NoClock:
+    """Stands in while a step is captured: events of a captured stream cannot be read."""
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        yield
+
+
+@contextmanager
+def untimed(session: Session) -> Iterator[None]:
+    """Keep the session's clock out of what is run here."""
+    clock = session.clock
+    session.clock = _NoClock()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        session.clock = clock

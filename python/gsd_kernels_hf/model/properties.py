@@ -1,0 +1,38 @@
+"""What the rest asks of a transformers model: what is inside its wrappers, its vocabulary, where it takes its input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def unwrap(model: Any) -> Any:
+    """The transformers model inside ``torch.compile`` and PEFT wrappers.
+
+    Raises:
+        ValueError: a PEFT method that prepends virtual tokens, which lives outside the model.
+    """
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            if getattr(model.active_peft_config, "is_prompt_learning", False):
+                raise ValueError("model: PEFT prompt learning is not supported, since virtual tokens precede the text")
+            model = model.get_base_model()
+        else:
+            return model
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """Rows of the output embedding, padding included."""
+    return int(model.config.get_text_config(decoder=True).vocab_size)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model takes its input: the device of the input embedding, or where that runs if it is offloaded."""
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    device = embedding.weight.device
+    return torch.device(embedding._hf_hook.execution_device) if device.type == "meta" else device

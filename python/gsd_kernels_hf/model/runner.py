@@ -1,0 +1,122 @@
+"""One model and its cache: the prompt, then graph rows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from gsd_kernels.graph import num_words
+
+from .attention import GraphInputs
+from .cache import GraphCache
+from .linear import with_cpu_linears
+from .properties import device_of, vocabulary
+
+
+class RowModel:
+    """A causal language model that takes rows of a graph.
+
+    Args:
+        model: target or draft.
+        capacity: cache positions.
+        kv_start: int32 [B], left padding of every sequence.
+        backend: of the attention, cache write and commit ops.
+    """
+
+    def __init__(self, model: PreTrainedModel, capacity: int, kv_start: Tensor, backend: str) -> None:
+        self.model = model
+        self.stepping = with_cpu_linears(model, backend)  # the same model and weights
+        self.backend = backend
+        self.device = device_of(model)
+        self.vocab_size = vocabulary(model)
+        self.cache = GraphCache(model.config, capacity, backend)
+        self.kv_start = kv_start.to(self.device)
+        # Any 4D mask reaches the attention function untouched and keeps the model from building one.
+        self.no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        self.keeps_hidden = False
+        self.hidden: Tensor | None = None  # [B, keep, D]; what the output matrix read last, if ``keeps_hidden``
+
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None) -> None:
+        """Cache the prompt [B, P] in chunks of ``chunk`` tokens, with the attention that the model had before."""
+        input_ids = input_ids.to(self.device)
+        length = input_ids.shape[1]
+        if length == 0:
+            return
+        if attention_mask is None:
+            positions = torch.arange(length, device=self.device).expand(input_ids.shape[0], -1)
+        else:
+            attention_mask = attention_mask.to(self.device)
+            positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        chunk = chunk or length
+        for begin in range(0, length, chunk):
+            end = min(begin + chunk, length)
+            self.stepping(
+                input_ids=self.known(input_ids[:, begin:end]),
+                attention_mask=None if attention_mask is None else attention_mask[:, :end],
+                position_ids=positions[:, begin:end],
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            self.cache.prompt_length = end
+
+    def rows(
+        self,
+        token_ids: Tensor,  # int [B, R]
+        kv_len: Tensor,  # int32 [B]
+        slots: Tensor,  # int [B, R] or [R]; cache position minus kv_len
+        ancestor_mask: Tensor,  # int32 [B, R, ceil(N/32)]
+        depths: Tensor,  # int32 [B, R]; text position minus kv_len
+        node_depths: Tensor,  # int32 [B, N]
+        keep: int,
+    ) -> Tensor:
+        """Forward graph rows; logits of the last ``keep`` rows, [B, keep, V]."""
+        to = self.device
+        kv_len, depths = kv_len.to(to), depths.to(to)
+        inputs = GraphInputs(
+            ancestor_mask=ancestor_mask.to(to),
+            kv_len=kv_len,
+            kv_start=self.kv_start,
+            row_depths=depths,
+            node_depths=node_depths.to(to),
+            backend=self.backend,
+        )
+        assert inputs.ancestor_mask.shape[-1] == num_words(node_depths.shape[-1])
+        with self.cache.writing((kv_len[:, None] + slots.to(to)).long()), self._listening():
+            output = self.stepping(
+                input_ids=self.known(token_ids.to(to).long()),
+                attention_mask=self.no_mask,
+                position_ids=(kv_len - self.kv_start)[:, None].long() + depths.long(),
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=keep,
+                graph=inputs,
+            )
+        return output.logits[:, -keep:]
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Keep the last hidden state of a forward, of this thread's own."""
+        if not self.keeps_hidden:
+            yield
+            return
+        thread = threading.get_ident()
+
+        def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if threading.get_ident() == thread:
+                self.hidden = inputs[0]
+
+        handle = self.stepping.get_output_embeddings().register_forward_pre_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def known(self, token_ids: Tensor) -> Tensor:
+        """Ids beyond this model's vocabulary (the other one is padded further) read as token 0."""
+        return torch.where(token_ids < self.vocab_size, token_ids, 0)

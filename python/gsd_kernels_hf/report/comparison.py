@@ -1,0 +1,287 @@
+"""Several ways of decoding the same prompts in one run: what each took, and where its text differs from plain."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from gsd_kernels.ops.sampling.philox import gumbel_of
+
+from ..api import generate
+from ..engine.stats import GenerationStats
+from ..model.properties import device_of
+
+Inputs = Mapping[str, Tensor]
+"""``input_ids`` and ``attention_mask`` of one prompt, [1, P]."""
+
+Contender = Callable[[Inputs, int], "tuple[Tensor, GenerationStats | None]"]
+"""A way of decoding: (inputs, new tokens) → (sequences [1, L], statistics if it keeps any)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prompt, decoded once.
+
+    Attributes:
+        tokens: the new ones.
+        seconds: of wall time.
+        cpu_seconds: of this process, all its threads together.
+        target_forwards: of the target, the prompt's included.
+        peak_bytes: see :func:`peak_memory`.
+        stats: of our own decoding.
+    """
+
+    tokens: list[int]
+    seconds: float
+    cpu_seconds: float
+    target_forwards: int
+    peak_bytes: int | None
+    stats: GenerationStats | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.tokens) / self.seconds
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first new token that differs.
+
+    Attributes:
+        index: its place among the new tokens.
+        plain, other: the two tokens; ``None`` where that text had ended.
+        gap: how far apart the target's logits of the two are, with the noise of sampling times the temperature;
+            infinite if one text had ended.
+        bound: how far rounding can move it in the target's dtype, estimated and measured.
+    """
+
+    index: int
+    plain: int | None
+    other: int | None
+    gap: float
+    bound: float
+
+    @property
+    def within_rounding(self) -> bool:
+        """Whether the target could not tell the two tokens apart."""
+        return self.gap <= self.bound
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "within_rounding": self.within_rounding}
+
+
+def plain(target: PreTrainedModel, **options: Any) -> Contender:
+    """transformers' own greedy ``generate``."""
+
+    def decode(inputs: Inputs, max_new_tokens: int) -> tuple[Tensor, None]:
+        return target.generate(**inputs, **options, do_sample=False, max_new_tokens=max_new_tokens), None
+
+    return decode
+
+
+def assisted(target: PreTrainedModel, draft: PreTrainedModel, num_tokens: int | None = None) -> Contender:
+    """transformers' assisted generation; with ``num_tokens`` always that many drafted tokens, not its schedule."""
+    constant = {
+        "num_assistant_tokens": num_tokens,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
+
+    def decode(inputs: Inputs, max_new_tokens: int) -> tuple[Tensor, None]:
+        with _generation_config(draft, constant if num_tokens is not None else {}):
+            output = target.generate(**inputs, assistant_model=draft, do_sample=False, max_new_tokens=max_new_tokens)
+        return output, None
+
+    return decode
+
+
+def graph(target: PreTrainedModel, **options: Any) -> Contender:
+    """Greedy :func:`gsd_kernels.generate` with its ``options``; the chain and the tree are graph configs."""
+
+    def decode(inputs: Inputs, max_new_tokens: int) -> tuple[Tensor, GenerationStats | None]:
+        output = generate(
+            target,
+            **inputs,
+            **options,
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            return_dict_in_generate=True,
+        )
+        return output.sequences, output.stats
+
+    return decode
+
+
+def measure(target: PreTrainedModel, contender: Contender, inputs: Inputs, max_new_tokens: int) -> Run:
+    """Decode one prompt: tokens, seconds, forwards of the target, peak memory."""
+    device = device_of(target)
+    forwards = 0
+
+    def count(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    handle = target.register_forward_pre_hook(count)
+    try:
+        with peak_memory(device) as peak:
+            _wait(device)
+            begin, cpu_begin = time.perf_counter(), time.process_time()
+            sequences, stats = contender(inputs, max_new_tokens)
+            _wait(device)
+            seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
+            peak_bytes = peak()
+    finally:
+        handle.remove()
+    tokens = sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    return Run(tokens, seconds, cpu_seconds, forwards, peak_bytes, stats)
+
+
+def race(
+    target: PreTrainedModel,
+    contenders: Mapping[str, Contender],
+    prompts: Sequence[Inputs],
+    max_new_tokens: int,
+    *,
+    seconds: float = math.inf,
+    started: Callable[[str, int], None] = lambda name, prompt: None,
+) -> list[dict[str, Run]]:
+    """Let the contenders decode each prompt in turn, so that whatever slows the machine down slows them all.
+
+    Args:
+        target: whose forwards are counted.
+        contenders: by name. Each round begins with another one.
+        prompts: one round each, after a warm-up of a few tokens.
+        max_new_tokens: for each run.
+        seconds: no further round is begun once this is spent; there is always one.
+        started: called before every run with the contender's name and the prompt's number.
+
+    Returns:
+        One dict of runs by name for each prompt that was decoded.
+    """
+    for name, contender in contenders.items():
+        started(name, -1)
+        contender(prompts[0], 4)
+    begin = time.perf_counter()
+    rounds: list[dict[str, Run]] = []
+    names = list(contenders)
+    for number, inputs in enumerate(prompts):
+        if rounds and (time.perf_counter() - begin) * (len(rounds) + 1) / len(rounds) > seconds:
+            break
+        turn = number % len(names)
+        runs = {}
+        for name in names[turn:] + names[:turn]:
+            started(name, number)
+            runs[name] = measure(target, contenders[name], inputs, max_new_tokens)
+        rounds.append({name: runs[name] for name in names})
+    return rounds
+
+
+@torch.no_grad()
+def first_divergence(
+    target: PreTrainedModel,
+    input_ids: Tensor,
+    plain: Sequence[int],
+    other: Sequence[int],
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Divergence | None:
+    """Where two continuations of one prompt [1, P] first differ, judged by the target's own logits there.
+
+    Sampled ones are ours, with one seed and no other warper than the temperature: the token picked is then the one of
+    the largest logit + temperature · noise.
+    """
+    index = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other)))
+    if index == len(plain) == len(other):
+        return None
+    mine, theirs = (tokens[index] if index < len(tokens) else None for tokens in (plain, other))
+    before = torch.tensor([list(plain[:index])], dtype=input_ids.dtype, device=input_ids.device)
+    logits, noise = _logits_and_noise(target, torch.cat([input_ids, before], 1))
+    gap = math.inf
+    if mine is not None and theirs is not None:
+        pair = torch.tensor([mine, theirs], device=logits.device)
+        scores = logits[pair]
+        if temperature > 0:
+            key = torch.tensor(seed, device=logits.device)
+            position = torch.tensor(input_ids.shape[1] + index, device=logits.device)
+            scores = scores + temperature * gumbel_of(key, position, torch.zeros_like(position), pair)
+        gap = float((scores[0] - scores[1]).abs())
+    return Divergence(index, mine, theirs, gap, max(rounding_bound(target, logits), 2 * noise))
+
+
+def rounding_bound(target: PreTrainedModel, logits: Tensor) -> float:
+    """How far the difference of two logits [V] can lie from what other row shapes round it to.
+
+    Each of the 2·layers additions to the residual stream rounds independently by half a unit in the last place, and so
+    do the final norm and the head; their effects add up like a random walk. Two logits, two standard deviations.
+    """
+    config = target.config.get_text_config(decoder=True)
+    half_unit = torch.finfo(_dtype(target)).eps / 2
+    return 2 * math.sqrt(2 * (2 * config.num_hidden_layers + 2)) * half_unit * float(logits.abs().max())
+
+
+def _logits_and_noise(target: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, float]:
+    """The last position's logits [V], and how much they move if that position is forwarded alone.
+
+    Only transformers' own forwards: it shows what the dtype does in this model's matrix products (TF32, quantised
+    weights), which :func:`rounding_bound` cannot know.
+    """
+    logits = target(input_ids, use_cache=False, logits_to_keep=1).logits[0, -1].double()
+    if input_ids.shape[1] == 1:
+        return logits, 0.0
+    cache = target(input_ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+    alone = target(input_ids[:, -1:], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].double()
+    return logits, float((logits - alone).abs().max())
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[Callable[[], int | None]]:
+    """Tells the peak since here: allocated on a GPU, resident in a Linux process, elsewhere ``None``."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield lambda: torch.cuda.max_memory_allocated(device)
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    except OSError:
+        yield lambda: None
+        return
+    yield _resident_peak
+
+
+def _resident_peak() -> int | None:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _generation_config(model: PreTrainedModel, values: Mapping[str, Any]) -> Iterator[None]:
+    config = model.generation_config
+    before = {name: getattr(config, name) for name in values}
+    for name, value in values.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)

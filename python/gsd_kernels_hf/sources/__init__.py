@@ -1,0 +1,4 @@
+"""Draft sources: what proposes the continuations of a step. One file each.
+
+May import :mod:`gsd_kernels_hf.model` and :mod:`gsd_kernels_hf.validate`.
+"""

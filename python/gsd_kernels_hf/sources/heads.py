@@ -1,0 +1,175 @@
+"""Heads that let a target draft for itself: each guesses a later token from the target's last hidden state.
+
+Blockwise parallel decoding (arXiv 1811.03115) in the form of Medusa (arXiv 2401.10774, section 2.1.1): head k adds a
+residual block to the hidden state that the target's own output matrix reads, and goes through that matrix.
+``gsd-kernels train-heads`` trains them; the target is not changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..model.properties import device_of, vocabulary
+
+__all__ = ["CONFIG_FILE", "DraftHeads"]
+
+CONFIG_FILE = "draft_heads.json"
+"""By this file a folder of heads is known."""
+
+WEIGHTS_FILE = "draft_heads.safetensors"
+
+
+class DraftHeads(nn.Module):
+    """``num_heads`` residual blocks on one hidden state of the target.
+
+    With h the hidden state at a position, after the final norm, the target itself predicts the next token from
+    ``lm_head(h)``. Head k (from 0) predicts the token k + 2 positions on, from ``lm_head(h_k)``:
+
+        h_k = h + SiLU(W_k h + b_k)        (Medusa, arXiv 2401.10774, equation 1; ``num_layers`` such blocks in a row)
+
+    W and b begin as zeros, so that every head begins as the target's own head.
+
+    Args:
+        hidden_size: D, of the target.
+        num_heads: K, later tokens to guess.
+        num_layers: residual blocks of each head.
+        target: what the heads were made for (see :func:`shape_of`); checked when they are loaded for a model.
+
+    Raises:
+        ValueError: a size that is not positive.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, *, num_layers: int = 1, target: dict[str, int | str] | None = None
+    ) -> None:
+        super().__init__()
+        for name, size in (("hidden_size", hidden_size), ("num_heads", num_heads), ("num_layers", num_layers)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name}: expected a positive integer, got {size!r}")
+        self.hidden_size, self.num_heads, self.num_layers = hidden_size, num_heads, num_layers
+        self.target = dict(target or {})
+        # [layer, head, in, out] and [layer, head, 1, out]
+        self.weight = nn.Parameter(torch.zeros(num_layers, num_heads, hidden_size, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(num_layers, num_heads, 1, hidden_size))
+
+    def forward(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
+        """Logits of every head.
+
+        Args:
+            hidden: [B, D], what ``lm_head`` reads at the last position whose next token is known or drawn from it.
+            lm_head: the target's output layer, [..., D] → [..., V].
+
+        Returns:
+            [B, num_heads, V]; [:, k] are of the token k + 2 positions after that of ``hidden``.
+
+        Raises:
+            ValueError: ``hidden`` of another shape.
+        """
+        if hidden.dim() != 2:
+            raise ValueError(f"hidden: expected [batch, {self.hidden_size}], got shape {list(hidden.shape)}")
+        return lm_head(self.states(hidden).to(hidden.dtype))
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """What the output layer reads for every head: [N, D] → [N, num_heads, D], in the heads' dtype.
+
+        Raises:
+            ValueError: ``hidden`` of another width.
+        """
+        if hidden.shape[-1] != self.hidden_size:
+            raise ValueError(f"hidden: expected [rows, {self.hidden_size}], got shape {list(hidden.shape)}")
+        state = hidden.to(self.weight.dtype).expand(self.num_heads, -1, -1)  # [heads, rows, D]
+        for weight, bias in zip(self.weight, self.bias, strict=True):
+            state = state + F.silu(torch.baddbmm(bias, state, weight))
+        return state.transpose(0, 1)
+
+    @classmethod
+    def for_model(cls, target: PreTrainedModel, num_heads: int, *, num_layers: int = 1) -> DraftHeads:
+        """Untrained heads of ``target``'s size, dtype and device."""
+        heads = cls(_hidden_size(target), num_heads, num_layers=num_layers, target=shape_of(target))
+        return heads.to(_device(target), target.dtype)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write ``draft_heads.safetensors`` and ``draft_heads.json`` into ``folder``, which is made if need be."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "hidden_size": self.hidden_size,
+            "num_heads": self.num_heads,
+            "num_layers": self.num_layers,
+            "target": self.target,
+        }
+        weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, target: PreTrainedModel | None = None) -> DraftHeads:
+        """Heads from a folder, in evaluation mode: as stored, or with ``target``'s dtype and device.
+
+        Raises:
+            ValueError: the folder holds none, or they were made for a model of another shape than ``target``.
+        """
+        folder = Path(folder)
+        try:
+            config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+            heads = cls(
+                config["hidden_size"], config["num_heads"], num_layers=config["num_layers"], target=config["target"]
+            )
+            weights = load_file(folder / WEIGHTS_FILE)
+            heads.to(next(iter(weights.values())).dtype).load_state_dict(weights)
+        except FileNotFoundError as error:
+            raise ValueError(f"heads: no {Path(error.filename or WEIGHTS_FILE).name} in {folder}") from error
+        except (KeyError, TypeError, json.JSONDecodeError, SafetensorError, RuntimeError) as error:
+            raise ValueError(f"heads: {folder} holds no readable draft heads: {error}") from error
+        heads.eval()
+        if target is not None:
+            heads.check_target(target)
+            heads.to(_device(target), target.dtype)
+        return heads
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raise unless the heads were made for a model of this shape.
+
+        Raises:
+            ValueError: the first field that differs.
+        """
+        shape = shape_of(target)
+        for name, made_for in ({"hidden_size": self.hidden_size} | self.target).items():
+            if shape.get(name) != made_for:
+                raise ValueError(
+                    f"heads: made for a target with {name}={made_for!r}, and this one has {shape.get(name)!r}; heads "
+                    "belong to the model that they were trained on (gsd-kernels train-heads)"
+                )
+
+    def extra_repr(self) -> str:
+        return f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, num_layers={self.num_layers}"
+
+
+def shape_of(target: PreTrainedModel) -> dict[str, int | str]:
+    """The fields by which heads know their target: kind, width, layers, vocabulary."""
+    config = target.config.get_text_config(decoder=True)
+    return {
+        "model_type": config.model_type,
+        "hidden_size": _hidden_size(target),
+        "num_hidden_layers": config.num_hidden_layers,
+        "vocab_size": vocabulary(target),
+    }
+
+
+def _hidden_size(target: PreTrainedModel) -> int:
+    return int(target.config.get_text_config(decoder=True).hidden_size)
+
+
+def _device(target: PreTrainedModel) -> torch.device:
+    """The output layer's; a model that is spread over devices ends there."""
+    weight = getattr(target.get_output_embeddings(), "weight", None)
+    return device_of(target) if weight is None or weight.is_meta else weight.device

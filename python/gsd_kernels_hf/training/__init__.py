@@ -1,0 +1,1 @@
+"""Training of drafts and heads for a target. Decoding never imports it."""

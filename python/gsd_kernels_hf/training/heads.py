@@ -1,0 +1,143 @@
+"""Train heads that let a target draft for itself: what ``gsd-kernels train-heads`` does.
+
+The target is frozen (Medusa-1, arXiv 2401.10774, section 2.2.1); its own distributions serve as labels at no cost,
+since its hidden states are at hand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..sources.heads import DraftHeads
+from .job import MEASURED_AT_ONCE, TrainingOptions, accepted_per_step, load_target, run, stored_dtype
+from .text import HeldOut
+
+__all__ = ["HeadTraining", "train_heads"]
+
+HEAD_WEIGHT = 0.8
+"""Of a head's loss, to the power of its number: later tokens are harder (arXiv 2401.10774, section 2.2.1)."""
+
+
+class HeadTraining:
+    """Heads that learn from their target.
+
+    Raises:
+        ValueError: blocks too short for so many heads, or a target that changes its logits after its output matrix.
+    """
+
+    kind = "heads"
+
+    def __init__(
+        self, options: TrainingOptions, target: PreTrainedModel, num_heads: int, num_layers: int, dtype: torch.dtype
+    ) -> None:
+        self.options, self.target, self.dtype = options, target, dtype
+        self.module = DraftHeads.for_model(target, num_heads, num_layers=num_layers).to(options.weights)
+        if options.length <= num_heads:
+            raise ValueError(f"length: expected more than the {num_heads} heads, got {options.length}")
+        self.identity = {"heads": num_heads, "layers": num_layers}
+        self._check_output_layer()
+
+    @torch.no_grad()
+    def _check_output_layer(self) -> None:
+        """Heads go through the output matrix alone, so it must be all that is behind the hidden state."""
+        tokens = torch.zeros(1, 4, dtype=torch.long, device=self.options.device)
+        expected = self.target(tokens, use_cache=False).logits.float()
+        got = self.logits(self.hidden(tokens)).float()
+        if not torch.allclose(got, expected, rtol=0.02, atol=0.02 * expected.abs().max().item()):
+            raise ValueError(
+                f"target: {type(self.target).__name__} changes its logits after the output matrix (a scale or a soft "
+                "cap), which draft heads do not"
+            )
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """int64 [B, N] → [B, N, D], what the output matrix reads."""
+        with torch.no_grad(), self.options.autocast():
+            return self.target.base_model(tokens, use_cache=False).last_hidden_state
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[..., D] → [..., V] by the target's own output matrix."""
+        head = self.target.get_output_embeddings()
+        with self.options.autocast():
+            return head(states.to(head.weight.dtype)).to(self.options.weights)
+
+    def loss(self, windows: Tensor) -> Tensor:
+        """Sum over heads k of 0.8^k times the mean over positions t of
+
+        ``token_level`` · KL(target ‖ head) + (1 − ``token_level``) · −log head(token t + k + 2),
+
+        the target's distribution being that for the same token, which it has from position t + k + 1.
+        """
+        heads, weight = self.module.num_heads, self.options.token_level
+        places = windows.shape[1] - 1 - heads
+        hidden = self.hidden(windows)  # [B, length + 1, D]
+        states = self.module.states(hidden[:, :places].flatten(0, 1))  # [rows, heads, D]
+        log_target = None
+        if weight > 0:
+            with torch.no_grad():
+                log_target = self.logits(hidden).log_softmax(-1)  # [B, length + 1, V]
+        total = states.new_zeros(())
+        for k in range(heads):
+            log_head = self.logits(states[:, k]).log_softmax(-1)  # [rows, V]
+            loss = log_head.new_zeros(())
+            if log_target is not None:
+                same = log_target[:, k + 1 : k + 1 + places].flatten(0, 1)
+                loss = loss + weight * F.kl_div(log_head, same, reduction="batchmean", log_target=True)
+            if weight < 1:
+                loss = loss + (1 - weight) * F.nll_loss(log_head, windows[:, k + 2 : k + 2 + places].flatten())
+            total = total + HEAD_WEIGHT**k * loss
+        return total
+
+    @torch.no_grad()
+    def measure(self, held_out: HeldOut) -> dict[str, Any]:
+        """On held-out text and on the target's own greedy continuations of it.
+
+        Returns:
+            accuracy: by head, how often its first guess is the token of the text. continuation_accuracy: the same where
+            the target wrote the text (``None`` where it ended at once). accepted: guesses of all heads together that a
+            step of decoding those would accept.
+        """
+        self.module.eval()
+        heads = self.module.num_heads
+        text = [self._right(part, 0).flatten(0, 1) for part in held_out.windows.split(MEASURED_AT_ONCE)]
+        right = [self._right(part, held_out.prefix - 1) for part in held_out.picks.split(MEASURED_AT_ONCE)]
+        own, lengths = torch.cat(right), (held_out.picked.sum(1) - heads).clamp(min=0)  # [texts, places, heads]
+        counted = torch.arange(own.shape[1]) < lengths[:, None]
+        return {
+            "accuracy": torch.cat(text).double().mean(0).tolist(),
+            "continuation_accuracy": own[counted].double().mean(0).tolist() if counted.any() else [None] * heads,
+            "accepted": accepted_per_step(own, lengths),
+        }
+
+    def _right(self, windows: Tensor, first: int) -> Tensor:
+        """Whether each head's first guess at positions from ``first`` on is the token of the window: [B, places, K]."""
+        heads = self.module.num_heads
+        places = windows.shape[1] - 1 - heads - first
+        if places < 1:
+            return torch.zeros(windows.shape[0], 0, heads, dtype=torch.bool)
+        hidden = self.hidden(windows.to(self.options.device))[:, first : first + places]
+        guesses = self.logits(self.module.states(hidden.flatten(0, 1))).argmax(-1).cpu()  # [rows, heads]
+        following = windows[:, first + 2 :].unfold(1, heads, 1)  # [B, places, heads]
+        return guesses.view(following.shape) == following
+
+    def save(self, folder: Path) -> None:
+        self.module.to(self.dtype).save_pretrained(folder)
+        self.module.to(self.options.weights)
+
+
+def train_heads(num_heads: int, num_layers: int, options: TrainingOptions) -> dict[str, Any]:
+    """Train heads as ``options`` say; the report that ``training.json`` holds.
+
+    Raises:
+        ValueError: options, text or a target that cannot be used, by name.
+        OSError: a file or checkpoint cannot be read.
+        RuntimeError: the loss is not finite.
+    """
+    target, tokenizer = load_target(options)
+    dtype = stored_dtype(options.target)
+    return run(options, target, tokenizer, HeadTraining(options, target, num_heads, num_layers, dtype))

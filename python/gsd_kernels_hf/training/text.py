@@ -1,0 +1,204 @@
+"""What drafts and heads are trained and measured on: text files as token streams, and what the target writes itself."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .loop import RunFolder, Streams, write_file
+
+__all__ = ["HeldOut", "Text", "blocks", "own_text", "read_text", "target_picks"]
+
+HELD_OUT_SHARE = 0.05
+HELD_OUT_BLOCKS = 64  # at most, evenly spaced over the held-out text
+PICKED_TEXTS, PICKED_TOKENS = 32, 64  # greedy continuations that drafts are measured on, and their length
+SAMPLED_TEMPERATURE = 0.8  # of every other batch of the target's own text
+PREFIX_SHARE = 4  # a quarter of a sequence is text, the rest is what the target makes of it
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token streams to train on and to measure on, int32 [tokens], and SHA-256 sums of the files they come from."""
+
+    training: np.ndarray
+    held_out: np.ndarray
+    digests: dict[str, str]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What is measured before and after.
+
+    Attributes:
+        windows: int64 [n, length + 1], of the held-out text.
+        picks: int64 [m, prefix + new tokens], text and the target's own greedy continuation.
+        picked: bool [m, new tokens], not behind an end-of-text token.
+    """
+
+    windows: Tensor
+    picks: Tensor
+    picked: Tensor
+
+    @property
+    def prefix(self) -> int:
+        """Tokens of text before each continuation."""
+        return self.picks.shape[1] - self.picked.shape[1]
+
+
+def _encode(name: str, files: list[Path], tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, str]:
+    """All files in one stream, each with the tokenizer's own beginning and an end-of-text token; and one sum."""
+    rows, digest = [], hashlib.sha256()
+    for file in tqdm(files, desc=f"reading {name}", unit="file", disable=len(files) < 100):
+        try:
+            data = file.read_bytes()
+            text = data.decode("utf-8")
+        except IsADirectoryError as error:
+            raise ValueError(f"{name}: {file} is a folder; name its files (the shell expands {file}/*)") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name}: {file} is not UTF-8 text (byte {error.start})") from error
+        digest.update(hashlib.sha256(data).digest())
+        if not text.strip():
+            continue
+        ids = tokenizer(text, verbose=False)["input_ids"]
+        if tokenizer.eos_token_id is not None and ids[-1] != tokenizer.eos_token_id:
+            ids = [*ids, tokenizer.eos_token_id]
+        rows.append(np.asarray(ids, dtype=np.int32))
+    if not rows:
+        raise ValueError(f"{name}: no text in {', '.join(map(str, files[:3])) or 'no file'}")
+    return np.concatenate(rows), digest.hexdigest()
+
+
+def read_text(files: list[Path], held_out_files: list[Path], tokenizer: PreTrainedTokenizerBase, length: int) -> Text:
+    """Encode files; without ``held_out_files`` the last twentieth of the text is held out, one block at least.
+
+    Raises:
+        ValueError: no text, text that is not UTF-8, or too little for one block of ``length`` + 1 tokens on each side.
+        OSError: a file that cannot be read.
+    """
+    training, digest = _encode("text", files, tokenizer)
+    digests = {"text": digest}
+    block = length + 1
+    if held_out_files:
+        held_out, digests["held_out_text"] = _encode("held_out_text", held_out_files, tokenizer)
+    else:
+        cut = max(0, len(training) - max(block, round(HELD_OUT_SHARE * len(training))))
+        training, held_out = training[:cut], training[cut:]
+    for name, stream in (("text", training), ("held_out_text", held_out)):
+        if len(stream) < block:
+            share = "" if held_out_files else " after the held-out part"
+            raise ValueError(
+                f"{name}: {len(stream)} tokens{share} are less than a block of {block}; give more text or a smaller "
+                "length"
+            )
+    return Text(training, held_out, digests)
+
+
+def blocks(stream: np.ndarray, length: int, most: int) -> Tensor:
+    """At most ``most`` windows that do not overlap, evenly spaced: int64 [windows, length]."""
+    count = len(stream) // length
+    chosen = np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))
+    return torch.from_numpy(np.stack([stream[i * length : (i + 1) * length] for i in chosen]).astype(np.int64))
+
+
+@torch.no_grad()
+def _continue(target: PreTrainedModel, prefix: Tensor, new_tokens: int, **sampling: object) -> Tensor:
+    """``prefix`` int64 [n, P] → [n, P + new_tokens] on the CPU; behind an end of text is padding."""
+    pad = target.generation_config.pad_token_id
+    prefix = prefix.to(target.device)
+    tokens = target.generate(
+        prefix,
+        attention_mask=torch.ones_like(prefix),
+        max_new_tokens=new_tokens,
+        pad_token_id=0 if pad is None else pad,
+        **sampling,
+    ).cpu()
+    return torch.nn.functional.pad(tokens, (0, prefix.shape[1] + new_tokens - tokens.shape[1]))
+
+
+def _real(target: PreTrainedModel, new: Tensor) -> Tensor:
+    """Of new tokens [n, N]: those up to the first end of text, itself included."""
+    ends = target.generation_config.eos_token_id
+    ends = torch.tensor([] if ends is None else ends, dtype=torch.long).reshape(-1)
+    return (torch.isin(new, ends).cumsum(1) - torch.isin(new, ends).long()) == 0
+
+
+def target_picks(target: PreTrainedModel, text: Text, length: int, remember: RunFolder) -> HeldOut:
+    """Held-out windows, and what the target greedily makes of their beginnings (written once in a run)."""
+    windows = blocks(text.held_out, length + 1, HELD_OUT_BLOCKS)
+    prefix = blocks(text.held_out, length + 1, PICKED_TEXTS)[:, : max(1, length // PREFIX_SHARE)]
+
+    def pick() -> list[list[int]]:
+        return _continue(target, prefix, min(PICKED_TOKENS, length), do_sample=False).tolist()
+
+    picks = torch.tensor(remember.remember("picks", pick))
+    return HeldOut(windows, picks, _real(target, picks[:, prefix.shape[1] :]))
+
+
+def own_text(
+    target: PreTrainedModel,
+    training: np.ndarray,
+    length: int,
+    seed: int,
+    folder: Path,
+    *,
+    at_once: int,
+    sequences: int | None,
+    seconds: float | None,
+    may_write: Callable[[], bool],
+) -> tuple[np.ndarray, float]:
+    """Let the target continue beginnings from the text: sequence-level distillation (arXiv 1606.07947, section 3.2).
+
+    Every other batch is greedy, the others are sampled at temperature 0.8. A batch is a file in ``folder`` and a
+    function of the seed and its number, so that a run that was killed goes on with the next.
+
+    Args:
+        training: int [tokens], where the beginnings are drawn from.
+        length: of a sequence, the beginning (a quarter) included.
+        at_once: sequences of a batch.
+        sequences: how many; with ``seconds`` too, whichever comes first.
+        may_write: false once training has begun: what was written is then all.
+
+    Returns:
+        int32 [tokens], the sequences one after another, and the seconds that writing took.
+    """
+    prefix = max(1, length // PREFIX_SHARE)
+    streams = Streams([(1.0, training)], seed + 1, at_once * prefix)
+    files: list[Path] = []
+    used = 0.0
+    bar = tqdm(desc="the target writes", unit="sequence", total=sequences, mininterval=1)
+    while sequences is None or len(files) * at_once < sequences:
+        number = len(files)
+        file = folder / f"own-text-{number:05d}.npz"
+        if not file.exists():
+            if not may_write() or (seconds is not None and number and used >= seconds):
+                break
+            begin = time.monotonic()
+            (windows,) = streams.batch(number, prefix)
+            sampling = {"do_sample": True, "temperature": SAMPLED_TEMPERATURE, "top_k": 0, "top_p": 1.0}
+            with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
+                torch.manual_seed(seed + number)
+                tokens = _continue(
+                    target, windows[:, :prefix], length - prefix, **(sampling if number % 2 else {"do_sample": False})
+                )
+            real = torch.nn.functional.pad(_real(target, tokens[:, prefix:]), (prefix, 0), value=True)
+            content = {"tokens": tokens[real].numpy().astype(np.int32), "seconds": time.monotonic() - begin}
+            write_file(file, lambda partial, content=content: np.savez(partial, **content))
+        with np.load(file) as stored:
+            used += float(stored["seconds"])
+        files.append(file)
+        bar.update(at_once)
+    bar.close()
+    parts = []
+    for file in files:
+        with np.load(file) as stored:
+            parts.append(stored["tokens"])
+    return np.concatenate(parts), used

@@ -1,0 +1,19 @@
+"""All refusals: what cannot be served is named, with the cure, before anything is changed.
+
+May import :mod:`gsd_kernels` and :mod:`gsd_kernels_hf.model`.
+"""
+
+from .inputs import check_length, check_prompt, check_reference
+from .models import check_backend, check_model, check_pair
+from .options import check_arguments, check_generation_config
+
+__all__ = [
+    "check_arguments",
+    "check_backend",
+    "check_generation_config",
+    "check_length",
+    "check_model",
+    "check_pair",
+    "check_prompt",
+    "check_reference",
+]

@@ -1,0 +1,57 @@
+"""The prompt and the other tokens of a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+def check_reference(reference_ids: Any, batch: int, vocab_size: int) -> None:
+    """Raise unless these are known tokens, [length] or [batch, length]."""
+    if not isinstance(reference_ids, Tensor) or reference_ids.dtype not in (torch.int32, torch.int64):
+        got = str(getattr(reference_ids, "dtype", type(reference_ids).__name__)).removeprefix("torch.")
+        raise TypeError(f"reference_ids: expected a tensor of int64 token ids, got {got}; tokenize the text first")
+    if reference_ids.dim() not in (1, 2) or (reference_ids.dim() == 2 and reference_ids.shape[0] not in (1, batch)):
+        raise ValueError(
+            f"reference_ids: expected [length] or [{batch}, length], got shape {list(reference_ids.shape)}"
+        )
+    if reference_ids.numel() and not 0 <= int(reference_ids.min()) <= int(reference_ids.max()) < vocab_size:
+        raise ValueError(f"reference_ids: expected ids 0 … {vocab_size - 1}")
+
+
+def check_prompt(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> None:
+    """Raise unless every sequence is a left-padded, non-empty prompt of known tokens."""
+    for name, value in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+        raise ValueError(f"input_ids: expected a non-empty prompt [batch, length], got shape {list(input_ids.shape)}")
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"input_ids: expected int64 token ids, got {str(input_ids.dtype).removeprefix('torch.')}")
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"input_ids: expected ids 0 … {vocab_size - 1}, got {low if low < 0 else high}")
+    if attention_mask is None:
+        return
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask: expected shape {list(input_ids.shape)}, got {list(attention_mask.shape)}")
+    mask = attention_mask.bool()
+    if not bool(mask[:, -1].all()):
+        raise ValueError(
+            "attention_mask: a prompt is right-padded or empty; decoder-only generation needs padding_side='left'"
+        )
+    if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+        raise ValueError("attention_mask: a prompt has a hole; only left padding is supported")
+
+
+def check_length(model: PreTrainedModel, name: str, length: int) -> None:
+    """Raise if ``length`` tokens do not fit the model's positions."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"max_new_tokens: prompt and new tokens are {length} positions and the {name} has {limit}; "
+            "lower max_new_tokens or shorten the prompt"
+        )

@@ -1,0 +1,79 @@
+"""Which models can verify graph rows or draft them, and which two belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from gsd_kernels import BACKENDS
+
+from ..model.properties import vocabulary
+
+SERVED_LAYERS = {"full_attention", "sliding_attention"}
+MAX_VOCABULARY_PADDING = 1024
+
+
+def check_backend(backend: object) -> None:
+    """Raise unless ``backend`` is the name of one; whether it can run here, every op says for itself."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
+
+
+def check_model(name: str, model: Any) -> None:
+    """Raise unless graph rows can be verified in (or drafted by) ``model``."""
+    if not isinstance(model, PreTrainedModel) or not callable(getattr(model, "generate", None)):
+        raise TypeError(f"{name}: expected a transformers causal language model, got {type(model).__name__}")
+    config = model.config.get_text_config(decoder=True)
+    kind = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name}: {kind} is an encoder-decoder; only decoder-only models are supported")
+    if not hasattr(config, "rope_parameters") and not hasattr(config, "rope_theta"):
+        raise ValueError(f"{name}: {kind} has no rotary position embedding; LLaMA-family models have")
+    for rope in _rope_types(config):
+        if rope in ("dynamic", "longrope"):
+            raise ValueError(f"{name}: rope type {rope!r} changes with the length; not supported")
+    unserved = set(getattr(config, "layer_types", None) or ()) - SERVED_LAYERS
+    if unserved:
+        raise ValueError(f"{name}: {kind} has layers of type {sorted(unserved)[0]!r}; not supported")
+    if any(parameter.endswith(".sinks") for parameter, _ in model.named_parameters()):
+        raise ValueError(f"{name}: {kind} has attention sinks; not supported")
+    if not model._supports_logits_to_keep():
+        raise ValueError(f"{name}: {kind}.forward does not take logits_to_keep; not supported")
+
+
+def _rope_types(config: Any) -> set[str]:
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, Mapping)] or [parameters]
+    return {str(p.get("rope_type", p.get("type", "default"))) for p in nested}
+
+
+def check_pair(
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any = None, assistant_tokenizer: Any = None
+) -> None:
+    """Raise unless draft and target read the same tokens; a few padded vocabulary entries may differ."""
+    cure = "transformers' universal assisted generation (generate(..., assistant_tokenizer=...)) serves such pairs"
+    sizes = vocabulary(target), vocabulary(draft)
+    if abs(sizes[0] - sizes[1]) > MAX_VOCABULARY_PADDING:
+        raise ValueError(
+            f"assistant_model: vocabulary sizes {sizes[0]} (target) and {sizes[1]} (draft) mean different tokenizers; "
+            + cure
+        )
+    for token in ("bos_token_id", "eos_token_id"):
+        ids = [_as_set(getattr(m.config.get_text_config(decoder=True), token, None)) for m in (target, draft)]
+        if ids[0] and ids[1] and not ids[0] & ids[1]:
+            raise ValueError(
+                f"assistant_model: {token} {sorted(ids[0])} (target) and {sorted(ids[1])} (draft) mean different "
+                f"tokenizers; {cure}"
+            )
+    if tokenizer is None or assistant_tokenizer is None:
+        return
+    if tokenizer.get_vocab() != assistant_tokenizer.get_vocab():
+        raise ValueError(f"assistant_tokenizer: its vocabulary differs from the tokenizer's; {cure}")
+
+
+def _as_set(value: Any) -> set[int]:
+    if value is None:
+        return set()
+    return set(value) if isinstance(value, (list, tuple)) else {int(value)}

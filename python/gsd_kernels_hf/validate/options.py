@@ -1,0 +1,95 @@
+"""The options and arguments of transformers' ``generate``: honoured, without meaning here, or refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import GenerationConfig
+
+logger = logging.getLogger("gsd_kernels")
+
+HONOURED, IRRELEVANT, REFUSED = "honoured", "irrelevant", "refused"
+BEAMS = "beam search keeps several hypotheses; use num_beams=1, or unpatch(model)"
+OTHER_SPECULATION = "another way of speculating; pass assistant_model instead, or unpatch(model)"
+
+# Every field of GenerationConfig: (how it is treated, why, the values that are neutral although it is refused).
+CONFIG_FIELDS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
+    **{
+        name: (HONOURED, "", ())
+        for name in (
+            "bad_words_ids begin_suppress_tokens bos_token_id do_sample encoder_no_repeat_ngram_size "
+            "encoder_repetition_penalty eos_token_id epsilon_cutoff eta_cutoff exponential_decay_length_penalty "
+            "forced_bos_token_id forced_eos_token_id max_length max_new_tokens max_time min_length min_new_tokens "
+            "min_p no_repeat_ngram_size num_return_sequences output_logits output_scores pad_token_id "
+            "prefill_chunk_size remove_invalid_values renormalize_logits repetition_penalty return_dict_in_generate "
+            "sequence_bias stop_strings suppress_tokens temperature top_h top_k top_p typical_p watermarking_config"
+        ).split()
+    },
+    **{
+        name: (IRRELEVANT, "", ())
+        for name in (
+            # bookkeeping, compilation, other caches, options of beam search and of transformers' own assisted modes
+            "_commit_hash _from_model_config transformers_version compile_config disable_compile "
+            "continuous_batching_config decoder_start_token_id max_cache_len low_memory cache_config "
+            "diversity_penalty early_stopping length_penalty "
+            "assistant_confidence_threshold assistant_ensemble_weight assistant_lookbehind target_lookbehind "
+            "num_assistant_tokens num_assistant_tokens_schedule max_matching_ngram_size"
+        ).split()
+    },
+    "num_beams": (REFUSED, BEAMS, (1,)),
+    "num_beam_groups": (REFUSED, BEAMS, (1,)),
+    "constraints": (REFUSED, BEAMS, ()),
+    "force_words_ids": (REFUSED, BEAMS, ()),
+    "penalty_alpha": (REFUSED, "contrastive search re-ranks with hidden states", (0, 0.0)),
+    "dola_layers": (REFUSED, "DoLa contrasts hidden layers", ()),
+    "guidance_scale": (REFUSED, "classifier-free guidance needs a second target forward at every token", (1, 1.0)),
+    "prompt_lookup_num_tokens": (REFUSED, OTHER_SPECULATION, (0,)),
+    "assistant_early_exit": (REFUSED, OTHER_SPECULATION, (0,)),
+    "use_mtp": (REFUSED, OTHER_SPECULATION, (False,)),
+    "speculation_type": (REFUSED, OTHER_SPECULATION, ()),
+    "is_assistant": (REFUSED, "the model is another generation's assistant", (False,)),
+    "output_attentions": (REFUSED, "attention weights are never formed for graph rows", (False,)),
+    "output_hidden_states": (REFUSED, "hidden states of rejected rows would be mixed in", (False,)),
+    "token_healing": (REFUSED, "heal the prompt first with model.heal_tokens(input_ids, tokenizer)", (False,)),
+    "use_cache": (REFUSED, "graph rows are verified in a key/value cache", (True,)),
+    "cache_implementation": (
+        REFUSED,
+        "a preallocated full-precision cache with graph slots is used; quantised and offloaded caches cannot hold it",
+        ("static", "dynamic", "dynamic_full", "hybrid", "sliding_window"),
+    ),
+}
+
+# Every parameter of transformers' generate, and every keyword that it hands on.
+GENERATE_PARAMETERS: dict[str, str] = {
+    **dict.fromkeys(
+        "inputs input_ids attention_mask generation_config logits_processor stopping_criteria "
+        "prefix_allowed_tokens_fn assistant_model streamer tokenizer assistant_tokenizer custom_generate".split(),
+        HONOURED,
+    ),
+    **dict.fromkeys("trust_remote_code kwargs".split(), IRRELEVANT),
+    **dict.fromkeys(
+        "synced_gpus negative_prompt_ids negative_prompt_attention_mask past_key_values inputs_embeds position_ids "
+        "cache_position encoder_outputs head_mask labels".split(),
+        REFUSED,
+    ),
+}
+
+
+def check_generation_config(config: GenerationConfig) -> None:
+    """Raise for every option that is set and cannot be served; report one that is unknown."""
+    for name, value in vars(config).items():
+        if name not in CONFIG_FIELDS and value is not None and not name.startswith("_"):
+            # Checkpoints carry options of their own code, so an unknown one is no reason to refuse the model.
+            logger.warning("generation option %s=%r is not known to gsd_kernels and may have no effect", name, value)
+        treatment, why, neutral = CONFIG_FIELDS.get(name, (IRRELEVANT, "", ()))
+        if treatment == REFUSED and value is not None and value not in neutral:
+            raise ValueError(f"{name}={value!r}: not supported by graph-speculative generation: {why}")
+
+
+def check_arguments(kwargs: Mapping[str, Any]) -> None:
+    """Raise for a ``generate`` argument that is set and cannot be served."""
+    for name, value in kwargs.items():
+        if GENERATE_PARAMETERS.get(name) == REFUSED and value is not None and value is not False:
+            raise ValueError(f"{name}: not supported by graph-speculative generation; leave it out or unpatch(model)")
