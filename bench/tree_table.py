@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from gsd_kernels import GraphConfig, generate
-from gsd_kernels_hf import StepRecord
+from gsd_kernels_hf import Verified
 
 from .environment import environment
 from .intervals import Ratio, paired_ratio
@@ -108,7 +108,7 @@ def decode(
         for prompt in prompts
     ]
 
-    def observe(record: StepRecord) -> None:
+    def observe(record: Verified) -> None:
         assert record.graph is not None
         counts = (record.accepted.num_accepted, record.rows.num_rows, record.graph.num_nodes, record.graph.num_merges)
         for run_, (tokens, rows, nodes, merges) in zip(runs, torch.stack(counts, 1).tolist(), strict=True):

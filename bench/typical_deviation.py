@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gsd_kernels import GraphConfig, Typical, generate, sample_rows
-from gsd_kernels_hf import StepRecord
+from gsd_kernels_hf import Verified
 
 from .environment import environment
 from .intervals import Ratio, paired_ratio
@@ -65,7 +65,7 @@ def decode(
     ids, mask = batch_of(pair)
     steps = torch.zeros(len(ids) * samples, dtype=torch.int64)
 
-    def observe(record: StepRecord) -> None:
+    def observe(record: Verified) -> None:
         steps.add_((record.accepted.num_accepted > 0).long())
 
     output = generate(

@@ -23,23 +23,53 @@ from .ops.verify import verify
 from .ops.write_kv import write_kv
 
 if TYPE_CHECKING:
-    from gsd_kernels_hf import DraftHeads, GraphDecoder, LayerSkip, Typical, generate, patch, tune, unpatch
+    from gsd_kernels_hf import (
+        DraftHeads,
+        DraftSource,
+        GraphDecoder,
+        LayerSkip,
+        Level,
+        Proposal,
+        Typical,
+        Verified,
+        generate,
+        patch,
+        tune,
+        unpatch,
+    )
 
-_BINDINGS = ("DraftHeads", "GraphDecoder", "LayerSkip", "Typical", "generate", "patch", "tune", "unpatch")
+_BINDINGS = (
+    "DraftHeads",
+    "DraftSource",
+    "GraphDecoder",
+    "LayerSkip",
+    "Level",
+    "Proposal",
+    "Typical",
+    "Verified",
+    "generate",
+    "patch",
+    "tune",
+    "unpatch",
+)
 
 __all__ = [
     "BACKENDS",
     "Acceptance",
     "BackendUnavailableError",
     "DraftHeads",
+    "DraftSource",
     "Frontier",
     "GraphConfig",
     "GraphDecoder",
     "LayerSkip",
+    "Level",
     "NgramTable",
+    "Proposal",
     "Rows",
     "TokenGraph",
     "Typical",
+    "Verified",
     "__version__",
     "commit_kv",
     "dag_attention",

@@ -12,10 +12,11 @@ from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.engine import decoder
-from gsd_kernels_hf.policy import tuning
-from gsd_kernels_hf.policy.auto import AcceptanceModel, Budget
+from gsd_kernels_hf.policy import auto, tuning
+from gsd_kernels_hf.policy.acceptance import AcceptanceModel
+from gsd_kernels_hf.policy.auto import Budget
 from gsd_kernels_hf.policy.tuning import FAMILIES, StepCosts, family_key
-from gsd_kernels_hf.sources.drafting import Calibration
+from gsd_kernels_hf.sources.weights import Calibration
 
 
 @pytest.fixture(autouse=True)
@@ -117,16 +118,18 @@ def test_auto_gives_the_same_text_while_shapes_change(batch, sampled, monkeypatc
     draft = noised(target, 0.03)
     turns = iter([None, *([gsd.GraphConfig(depth=3, max_rows=9), gsd.GraphConfig(depth=1, max_rows=4), None] * 99)])
 
-    def unsteady(decoder, *args):
-        if decoder.assistant_model is None:
-            return None
+    fixed = decoder.GraphDecoder.policy
+
+    def unsteady(self, *args, **kwargs):
+        if self.assistant_model is None:
+            return fixed(self, *args, **kwargs)
         budget = Budget(costs(FLAT), AcceptanceModel(4))
         budget.advance = lambda *a: setattr(
             budget, "current", next(turns) if np.random.rand() < 0.4 else budget.current
         )
         return budget
 
-    monkeypatch.setattr(decoder.GraphDecoder, "_budget", unsteady)
+    monkeypatch.setattr(decoder.GraphDecoder, "policy", unsteady)
     np.random.seed(batch)
     options = {"do_sample": sampled, "max_new_tokens": 80, "eos_token_id": None}
     if sampled:
@@ -140,7 +143,7 @@ def test_auto_gives_the_same_text_while_shapes_change(batch, sampled, monkeypatc
 
 def test_deterministic_algorithms_make_no_timing_decisions(monkeypatch):
     target = tiny()
-    monkeypatch.setattr(decoder, "tune", lambda *a, **k: pytest.fail("measured"))
+    monkeypatch.setattr(auto, "tune", lambda *a, **k: pytest.fail("measured"))
     torch.use_deterministic_algorithms(True)
     try:
         out = gsd.generate(

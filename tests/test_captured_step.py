@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip, generate
 from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
-from gsd_kernels_hf.engine import decoder
+from gsd_kernels_hf.engine import capture, session
 from gsd_kernels_hf.engine.capture import WARM_STEPS, CapturedStep, can_capture, untimed
+from gsd_kernels_hf.records import Verified
 
 CONFIGS = {
     "plain": None,
@@ -47,7 +48,7 @@ class OnCpu(CapturedStep):
 
     def capture(self):
         OnCpu.captures += 1
-        static = decoder.StepRecord(None, None, None, None)
+        static = Verified(*[None] * 8)
 
         def replay():
             OnCpu.replays += 1
@@ -68,16 +69,16 @@ def pair():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_copies_nothing_from_the_host(pair, name, sampling, monkeypatch):
     target, draft = pair
-    step, watched = decoder.Session.step, []
+    step, watched = session.Session.step, []
 
-    def watching(session):
+    def watching(self):
         watched.append(len(watched) > 1)
         if not watched[-1]:
-            return step(session)  # storage is made in the first steps
-        with NoHostData(), untimed(session):
-            return step(session)
+            return step(self)  # storage is made in the first steps
+        with NoHostData(), untimed(self):
+            return step(self)
 
-    monkeypatch.setattr(decoder.Session, "step", watching)
+    monkeypatch.setattr(session.Session, "step", watching)
     monkeypatch.delitem(IMPLEMENTATIONS, "cpu")  # PyTorch's attention on a CPU is no part of a step on a GPU
     options = sources(name, target, draft)
     generate(target, **prompts(2, 9), max_new_tokens=24, pad_token_id=0, **options, **sampling)
@@ -97,8 +98,8 @@ def test_replayed_steps_give_the_same_text(pair, graph_config, monkeypatch):
     expected = generate(target, **inputs, **options)
     monkeypatch.setattr(OnCpu, "captures", 0)
     monkeypatch.setattr(OnCpu, "replays", 0)
-    monkeypatch.setattr(decoder, "can_capture", lambda session: True)
-    monkeypatch.setattr(decoder, "CapturedStep", OnCpu)
+    monkeypatch.setattr(capture, "can_capture", lambda session: True)
+    monkeypatch.setattr(capture, "CapturedStep", OnCpu)
     assert torch.equal(generate(target, **inputs, **options), expected)
     assert OnCpu.captures >= 1
     assert OnCpu.replays > WARM_STEPS
@@ -113,8 +114,8 @@ def test_failing_to_capture_is_said_and_harmless(pair, monkeypatch, caplog):
     inputs = prompts(1, 9)
     options = {"assistant_model": draft, "graph_config": CONFIGS["graph"], "max_new_tokens": 32, "pad_token_id": 0}
     expected = generate(target, **inputs, **options)
-    monkeypatch.setattr(decoder, "can_capture", lambda session: True)
-    monkeypatch.setattr(decoder, "CapturedStep", Failing)
+    monkeypatch.setattr(capture, "can_capture", lambda session: True)
+    monkeypatch.setattr(capture, "CapturedStep", Failing)
     with caplog.at_level("WARNING", logger="gsd_kernels"):
         assert torch.equal(generate(target, **inputs, **options), expected)
     assert [r.message for r in caplog.records if "captured" in r.message] == [
@@ -124,7 +125,7 @@ def test_failing_to_capture_is_said_and_harmless(pair, monkeypatch, caplog):
 
 def test_cpu_models_are_not_captured(pair, monkeypatch):
     seen = []
-    monkeypatch.setattr(decoder, "can_capture", lambda session: seen.append(can_capture(session)) or seen[-1])
+    monkeypatch.setattr(capture, "can_capture", lambda session: seen.append(can_capture(session)) or seen[-1])
     generate(pair[0], **prompts(1, 5), assistant_model=pair[1], graph_config="chain", max_new_tokens=4, pad_token_id=0)
     assert seen == [False]
 
@@ -144,5 +145,5 @@ def test_captured_on_a_gpu(name, sampling, monkeypatch, caplog):
     with caplog.at_level("WARNING", logger="gsd_kernels"):
         captured = generate(target, **inputs, **options)
     assert not caplog.records
-    monkeypatch.setattr(decoder, "can_capture", lambda session: False)
+    monkeypatch.setattr(capture, "can_capture", lambda session: False)
     assert torch.equal(generate(target, **inputs, **options), captured)

@@ -26,9 +26,11 @@ from gsd_kernels.ops.sampling import philox
 from gsd_kernels_bench import typical_deviation
 from gsd_kernels_hf.acceptance import criteria
 from gsd_kernels_hf.acceptance.sampling import SamplingPlan
-from gsd_kernels_hf.engine import decoder
+from gsd_kernels_hf.engine import capture, session
+from gsd_kernels_hf.engine import decoder as decoder_module
 from gsd_kernels_hf.engine.capture import untimed
 from gsd_kernels_hf.parallel import digest
+from gsd_kernels_hf.records import Sampler
 
 torch.set_num_threads(1)
 
@@ -139,20 +141,24 @@ def without_residual(self, rows, logits, positions, at=criteria.EVERY):
 
 def shared_noise(self, level, logits, positions):
     """Draw the draft's token with the target's noise."""
-    log_q = self._log_probs(logits)
-    token = self._sample(log_q, positions, self.seed, criteria.EVERY, temperature=1.0)[..., None]
-    self.drafted[level:] = [log_q.exp()]
+    log_q = self.sampler.log_probs(logits)
+    token = dataclasses.replace(self.sampler, warpers=criteria.UNWARPED).pick(log_q, positions)[..., None]
+    self.distributions[level:] = [log_q.exp()]
     return token, log_q.gather(-1, token.long())
 
 
 @pytest.mark.parametrize(
-    ("method", "wrong"),
-    [("picks", always), ("picks", without_residual), ("draw", shared_noise)],
+    ("owner", "method", "wrong"),
+    [
+        (criteria.SpeculativeSampling, "picks", always),
+        (criteria.SpeculativeSampling, "picks", without_residual),
+        (criteria.ChainProposal, "draw", shared_noise),
+    ],
     ids=lambda x: getattr(x, "__name__", x),
 )
-def test_the_statistic_sees_wrong_rules(method, wrong, monkeypatch):
+def test_the_statistic_sees_wrong_rules(owner, method, wrong, monkeypatch):
     monkeypatch.setattr(criteria.SpeculativeSampling, "right", criteria.SpeculativeSampling.picks, raising=False)
-    monkeypatch.setattr(criteria.SpeculativeSampling, method, wrong)
+    monkeypatch.setattr(owner, method, wrong)
     counts, _ = joint_counts(SAMPLING[0], 2)
     assert min(p_values(counts, joint_probabilities(0, 2))) < P_VALUE
 
@@ -172,34 +178,33 @@ def chain_rows(tokens: torch.Tensor) -> gsd.Rows:
     )
 
 
-class Draft:
-    draw = None
+def sampler(seed: int, sequences: torch.Tensor, **warpers: float) -> Sampler:
+    plan = SamplingPlan(**{"temperature": 1.0, **warpers})
+    return Sampler(torch.tensor(seed), sequences, plan.warper_arguments, "reference")
 
 
 def one_draft(
     p: np.ndarray,
     q: np.ndarray,
     draws: int,
-    plan: SamplingPlan | None = None,
     seed: int = 0,
     claimed: np.ndarray | None = None,
+    **warpers: float,
 ):
     """(drafted, picked), int [draws] each: one token is drafted from q and decided on under p, at every position.
 
     ``claimed`` is what the criterion takes for q.
     """
-    state = dataclasses.make_dataclass("State", ["seed", "sequence_ids"])(
-        torch.tensor(seed), torch.arange(100, dtype=torch.int32)
-    )
-    plan, model = plan or SamplingPlan(temperature=1.0), Draft()
-    criterion = criteria.SpeculativeSampling(state, plan, "reference", model)
+    own = sampler(seed, torch.arange(100, dtype=torch.int32), **warpers)
+    proposal = criteria.ChainProposal(own)
+    criterion = criteria.SpeculativeSampling(own, proposal)
     drafted, picked = [], []
     for position in range(draws // 100):
         positions = torch.full((100, 2), position, dtype=torch.int32) + torch.tensor([0, 1], dtype=torch.int32)
         q_logits, p_logits = (torch.from_numpy(x).log().expand(100, 1, -1) for x in (q, p))
-        tokens, _ = model.draw(0, q_logits, positions[:, :1])
+        tokens, _ = proposal.draw(0, q_logits, positions[:, :1])
         if claimed is not None:
-            criterion.drafted = [torch.from_numpy(claimed).float().expand(100, 1, -1)]
+            proposal.distributions = [torch.from_numpy(claimed).float().expand(100, 1, -1)]
         picks = criterion.picks(chain_rows(tokens[..., 0]), p_logits.expand(-1, 2, -1), positions)
         drafted.append(tokens.flatten())
         picked.append(picks[:, 0])
@@ -229,7 +234,7 @@ def test_the_acceptance_rule_by_hand():
 def test_the_warpers_apply_to_both():
     """top-k cuts both distributions before they are compared."""
     p, q = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.1, 0.2, 0.3, 0.4])
-    drafted, picked = one_draft(p, q, 5_000, SamplingPlan(temperature=1.0, top_k=3))
+    drafted, picked = one_draft(p, q, 5_000, top_k=3)
     assert fit(np.bincount(drafted, minlength=4), np.array([0, 2, 3, 4]) / 9) > P_VALUE
     assert fit(np.bincount(picked, minlength=4), np.array([4, 3, 2, 0]) / 9) > P_VALUE
 
@@ -414,16 +419,16 @@ def test_a_streamer_gets_what_is_returned():
 @pytest.mark.parametrize("criterion", ["speculative", "typical"])
 def test_a_step_copies_nothing_from_the_host(criterion, monkeypatch):
     """So that it can be captured, see test_captured_step; that it reads nothing back, test_step_trace says."""
-    step, watched = decoder.Session.step, []
+    step, watched = session.Session.step, []
 
-    def watching(session):
-        watched.append(session.criterion.name)
+    def watching(self):
+        watched.append(self.rule.criterion.name)
         if len(watched) < 3:  # storage is made in the first steps
-            return step(session)
-        with NoHostData(), untimed(session):
-            return step(session)
+            return step(self)
+        with NoHostData(), untimed(self):
+            return step(self)
 
-    monkeypatch.setattr(decoder.Session, "step", watching)
+    monkeypatch.setattr(session.Session, "step", watching)
     monkeypatch.delitem(IMPLEMENTATIONS, "cpu")  # PyTorch's attention on a CPU is no part of a step on a GPU
     generate(*pair(), criterion, models.prompts(2, 9, vocab=VOCAB), max_new_tokens=24)
     assert len(watched) > 5 and set(watched) == {criterion}
@@ -439,7 +444,7 @@ def test_captured_on_a_gpu(criterion, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, logger="gsd_kernels"):
         captured = generate(target, draft, criterion, inputs, max_new_tokens=64).sequences
     assert not caplog.records
-    monkeypatch.setattr(decoder, "can_capture", lambda session: False)
+    monkeypatch.setattr(capture, "can_capture", lambda session: False)
     assert torch.equal(generate(target, draft, criterion, inputs, max_new_tokens=64).sequences, captured)
 
 
@@ -459,21 +464,18 @@ def test_nan_is_said():
 
 
 def typical_of(p: np.ndarray, children: list[int], thresholds: gsd.Typical) -> tuple[int, int]:
-    """(the target's own pick, what is said) after a root with the given children."""
-    state = dataclasses.make_dataclass("State", ["seed", "sequence_ids"])(
-        torch.tensor(1), torch.zeros(1, dtype=torch.int32)
-    )
-    plan, count = SamplingPlan(temperature=1.0), len(children)
+    """(the target's own pick, what the criterion picks) after a root with the given children."""
+    draws, count = sampler(1, torch.zeros(1, dtype=torch.int32)), len(children)
     rows = dataclasses.replace(
         chain_rows(torch.tensor([children], dtype=torch.int32)),
         parent_rows=torch.tensor([[-1] + [0] * count], dtype=torch.int32),
     )
     logits = torch.from_numpy(p).log().expand(1, count + 1, -1)
     positions = torch.full((1, count + 1), 9, dtype=torch.int32)
-    own = criteria.ExactMatch(state, plan, "reference").picks(rows, logits, positions)
-    said = criteria.TypicalAcceptance(state, plan, "reference", thresholds).picks(rows, logits, positions)
-    assert torch.equal(own[:, 1:], said[:, 1:]), "leaves have no child to say"
-    return int(own[0, 0]), int(said[0, 0])
+    own = criteria.ExactMatch(draws).picks(rows, logits, positions)
+    picked = criteria.TypicalAcceptance(draws, thresholds).picks(rows, logits, positions)
+    assert torch.equal(own[:, 1:], picked[:, 1:]), "leaves have no child to pick"
+    return int(own[0, 0]), int(picked[0, 0])
 
 
 @settings(max_examples=100, deadline=None)
@@ -529,7 +531,7 @@ def test_typical_is_said_once_to_be_lossy(caplog):
 
 def test_typical_with_the_automatic_shape_learns_apart():
     """What was accepted by another rule says nothing of the exact one."""
-    from gsd_kernels_hf.engine.decoder import _learned
+    from gsd_kernels_hf.engine.engine import _engines
 
     target, draft = models.tiny(vocab_size=VOCAB), None
     target.generation_config.eos_token_id = None
@@ -537,7 +539,7 @@ def test_typical_with_the_automatic_shape_learns_apart():
     prompt = models.prompts(1, 6, vocab=VOCAB)
     for criterion in ("exact", "typical"):
         generate(target, draft, criterion, prompt, graph_config="auto", max_new_tokens=8)
-    assert {key[-2] for key in _learned[target]} == {"exact", gsd.Typical()}
+    assert {engine.criterion for engine in _engines[target]} == {"exact", gsd.Typical()}
 
 
 def test_the_deviation_is_measured(tmp_path, monkeypatch):
@@ -620,16 +622,18 @@ def test_ranks_must_have_the_same_criterion(monkeypatch):
     class Alone:
         """Tensor parallelism as a single rank sees it."""
 
-        def start(self, own_seed, **given):
+        alone = False
+
+        def start(self, own_seed, given):
             seen.update(given)
             return own_seed
 
-        def settle(self, record, state, finished, *, timed):
+        def check(self, verified, finished, *, timed):
             return finished
 
         explained = contextlib.nullcontext
 
-    monkeypatch.setattr(decoder.Agreement, "of", lambda *_: Alone())
+    monkeypatch.setattr(decoder_module, "ranks_of", lambda *_: Alone())
     said = set()
     for criterion in ("exact", "speculative", "typical", gsd.Typical(0.2), gsd.Typical(0.2, 0.3)):
         out = generate(*pair(), criterion, models.prompts(1, 6, vocab=VOCAB), max_new_tokens=4)

@@ -26,8 +26,10 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.policy.auto import AcceptanceModel, shape
+from gsd_kernels_hf.policy.acceptance import AcceptanceModel
+from gsd_kernels_hf.policy.auto import shape
 from gsd_kernels_hf.policy.tuning import FAMILIES, FREE
+from gsd_kernels_hf.sources.weights import Calibration
 
 torch.set_num_threads(1)
 
@@ -130,17 +132,24 @@ class Switching(contextlib.AbstractContextManager):
     def largest_shapes(self):
         return self.shapes[1:]
 
-    def learn(self, profiles, counts):
-        for name, (probs, hits) in profiles.items():
-            self.model.observe(name, probs, hits)
+    def begin(self, session):
+        self.session = session
+        session.drafter.calibration = Calibration(self.model.branch, session.state.tokens.device)
 
-    def advance(self, *seconds):
+    def shape(self):
+        self.model.write(self.session.drafter.calibration)
+        return self.current
+
+    def observe(self, verified, tokens):
+        if verified.graph is not None:
+            for name, (probs, hits, seen) in self.session.drafter.profile(verified).items():
+                self.model.observe(name, probs[seen].numpy(), hits[seen].numpy())
         if self.rng.random() < 0.6:
             self.current = self.rng.choice(self.shapes)
 
     def __enter__(self):
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(gsd.GraphDecoder, "_budget", lambda *_: self)
+        self.patch.setattr(gsd.GraphDecoder, "policy", lambda *_, **__: self)
 
     def __exit__(self, *_):
         self.patch.undo()

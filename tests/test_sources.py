@@ -13,7 +13,9 @@ from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip
-from gsd_kernels_hf.engine import decoder
+from gsd_kernels_hf.engine import engine
+from gsd_kernels_hf.policy import auto
+from gsd_kernels_hf.sources.history import History
 from gsd_kernels_hf.sources.layer_skip import expected_speed
 from gsd_kernels_hf.sources.weights import Mixture, Worth
 
@@ -122,7 +124,7 @@ def test_auto_drops_a_draft_that_does_not_pay(target, given_sources, monkeypatch
     from gsd_kernels_hf.policy.tuning import FAMILIES, FREE, StepCosts, family_key
 
     costs = {family_key("all", *f): (0.1, 0.1) for f in FAMILIES} | {family_key("free", *f): (1e-4, 1e-4) for f in FREE}
-    monkeypatch.setattr(decoder, "tune", lambda *a, **k: StepCosts({1: 0.01, 128: 0.011}, costs, overhead=0.0))
+    monkeypatch.setattr(auto, "tune", lambda *a, **k: StepCosts({1: 0.01, 128: 0.011}, costs, overhead=0.0))
     monkeypatch.setattr("gsd_kernels_hf.engine.stats.Clock.last", lambda *_: 0.0)
     out = gsd.generate(
         target,
@@ -268,12 +270,16 @@ def test_worth_is_learned_by_context_and_rank():
 
 def test_what_was_learned_serves_the_next_call_and_no_other_pair(target, given_sources):
     options = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": False, "graph_config": CONFIGS["graph"]}
-    decoder._learned.pop(target, None)
+    engine.clear(target)
     gsd.generate(target, **prompts(1, 14), **given_sources["model"], **options)
-    (learned,) = decoder._learned[target].values()
-    shares = learned.history.weights.clone()
-    assert not torch.equal(shares, torch.tensor(decoder.TRUST))
+    (only,) = engine._engines[target]
+
+    def learned():
+        return only.learned(sampled=False).weights["history"].mixture.weights
+
+    shares = learned()
+    assert not torch.equal(shares, torch.tensor(History.shares))
     gsd.generate(target, **prompts(1, 14), draft_sources=("history",), **options)
-    assert torch.equal(learned.history.weights, shares)
+    assert torch.equal(learned(), shares)
     gsd.generate(target, **prompts(1, 14), **given_sources["model"], **options)
-    assert not torch.equal(learned.history.weights, shares)
+    assert not torch.equal(learned(), shares)

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.engine.decoder import Session
+from gsd_kernels_hf.engine import decoder
+from gsd_kernels_hf.engine.session import Session
 
 torch.set_num_threads(1)
 
@@ -44,14 +45,15 @@ class Enough(Exception):
 def with_session(check: Callable[[Session], None], setup: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run ``check`` on the session of a real call, in place of its loop."""
 
-    def loop(decoder, session, *_):
+    def loop(session, policy, *_):
+        policy.begin(session)
         session.trims = False  # what a CPU does in place of static shapes, with a host read
         # The widest shape; an automatic budget takes its turn outside the step.
-        session.use(decoder.graph_config if session.drafter is not None else None)
+        session.use(session.request.options.graph_config if session.drafter is not None else None)
         check(session)
         raise Enough
 
-    monkeypatch.setattr(gsd.GraphDecoder, "_loop", loop)
+    monkeypatch.setattr(decoder, "decode", loop)
     target = models.tiny("mistral-window", vocab_size=VOCAB, dtype=torch.float32)
     arguments = {"assistant_model": models.noised(target, 0.01), "backend": "reference", "max_new_tokens": 40}
     if setup == "layer_skip":

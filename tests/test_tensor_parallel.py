@@ -23,7 +23,7 @@ from transformers import AutoConfig
 
 from gsd_kernels_bench.scale_memory import cache_bytes, memory, parameters_per_rank
 from gsd_kernels_hf.demo.inflate import ModelShape
-from gsd_kernels_hf.parallel import Agreement, check_heads, tensor_parallel_group
+from gsd_kernels_hf.parallel import check_heads, ranks_of, tensor_parallel_group
 
 pytest.importorskip("accelerate", reason="transformers shards models with accelerate")
 if not (dist.is_available() and dist.is_gloo_available()):
@@ -237,7 +237,7 @@ def test_a_late_gloo_thread_does_not_abort_the_exit(tmp_path):
 def test_one_process_needs_no_agreement(folder):
     model = ranks.load(folder, "gqa")
     assert tensor_parallel_group("model", model) is None
-    assert Agreement.of(model, None, torch.device("cpu")) is None
+    assert ranks_of({"model": model}, torch.device("cpu")).alone
 
 
 def test_heads_are_checked_from_a_configuration(folder):

@@ -8,21 +8,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .acceptance.criteria import Typical
     from .api import generate, patch, unpatch
-    from .engine.decoder import GraphDecoder, GraphGenerateOutput, StepRecord
+    from .engine.decoder import GraphDecoder
+    from .engine.output import GraphGenerateOutput
     from .engine.stats import GenerationStats
     from .policy.tuning import StepCosts, tune
+    from .records import Verified
+    from .sources.base import DraftSource, Level, Proposal
     from .sources.heads import DraftHeads
     from .sources.layer_skip import LayerSkip
 
 __all__ = [
     "DraftHeads",
+    "DraftSource",
     "GenerationStats",
     "GraphDecoder",
     "GraphGenerateOutput",
     "LayerSkip",
+    "Level",
+    "Proposal",
     "StepCosts",
-    "StepRecord",
     "Typical",
+    "Verified",
     "generate",
     "patch",
     "tune",
@@ -33,11 +39,14 @@ _HOMES = {
     "DraftHeads": "sources.heads",
     "GenerationStats": "engine.stats",
     "GraphDecoder": "engine.decoder",
-    "GraphGenerateOutput": "engine.decoder",
+    "GraphGenerateOutput": "engine.output",
     "LayerSkip": "sources.layer_skip",
     "StepCosts": "policy.tuning",
-    "StepRecord": "engine.decoder",
     "Typical": "acceptance.criteria",
+    "Verified": "records",
+    "DraftSource": "sources.base",
+    "Level": "sources.base",
+    "Proposal": "sources.base",
     "generate": "api",
     "patch": "api",
     "tune": "policy.tuning",

@@ -19,10 +19,13 @@ from gsd_kernels import GraphConfig
 from . import validate
 from .acceptance.criteria import Typical
 from .acceptance.sampling import draw_seed
-from .engine.decoder import GraphDecoder, GraphGenerateOutput, StepRecord
+from .engine.decoder import GraphDecoder
+from .engine.output import GraphGenerateOutput
+from .engine.request import drafts_of
 from .engine.stats import GenerationStats
 from .model import properties
 from .model.attention import switch, unswitch
+from .records import Verified
 from .sources.heads import DraftHeads
 from .sources.layer_skip import LayerSkip
 
@@ -46,7 +49,7 @@ def generate(
     streamer: BaseStreamer | None = None,
     tokenizer: Any = None,
     assistant_tokenizer: Any = None,
-    observer: Callable[[StepRecord], None] | None = None,
+    observer: Callable[[Verified], None] | None = None,
     **kwargs: Any,
 ) -> Tensor | GraphGenerateOutput:
     """``model.generate`` by graph-structured speculative decoding: the same output, sooner.
@@ -100,8 +103,8 @@ def generate(
     )
     if seed is not None:
         draw_seed(seed)
-    if decoder.assistant_model is not None:
-        validate.check_pair(model, decoder.assistant_model, tokenizer, assistant_tokenizer)
+    for draft in drafts_of(decoder).values():
+        validate.check_pair(model, draft, tokenizer, assistant_tokenizer)
     prompt = kwargs.get("input_ids") if inputs is None else inputs
     if prompt is not None:  # before transformers looks at it: it drops a mask of ones, whatever its shape
         validate.check_prompt(prompt, kwargs.get("attention_mask"), properties.vocabulary(model))
@@ -207,7 +210,8 @@ def patch(
         raise ValueError("model: already patched; unpatch(model) first")
     # Raises here rather than at the first call.
     decoder = GraphDecoder(skip or draft, graph_config, backend=backend, draft_heads=draft_heads, criterion=criterion)
-    decoder.check_sources_of(inner)
+    for source in decoder.sources(automatic=True):
+        source.check(inner)
     models = [inner] if draft is None else [inner, draft]
     for done, m in enumerate(models):
         try:

@@ -16,23 +16,25 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+import gsd_kernels
+
+from .records import Verified
 from .sources.heads import DraftHeads
 from .validate.options import CONFIG_FIELDS, HONOURED
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from .engine.decoder import StepRecord
-    from .sources.drafting import DecodeState
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -77,6 +79,36 @@ def check_heads(name: str, config: PretrainedConfig, ranks: int) -> None:
             raise ValueError(f"{name}: {field}={heads} does not divide among {ranks} tensor-parallel ranks")
 
 
+class Alone:
+    """One process: nothing to agree on."""
+
+    alone = True
+
+    def start(self, own_seed: int, given: dict[str, object]) -> int:
+        """The seed as it is."""
+        return own_seed
+
+    def check(self, verified: Verified, finished: bool, *, timed: bool) -> bool:
+        """Stop when this process would."""
+        return finished
+
+    def explained(self) -> nullcontext[None]:
+        """Nothing to explain."""
+        return nullcontext()
+
+
+def ranks_of(models: dict[str, PreTrainedModel], device: torch.device) -> Agreement | Alone:
+    """The ranks that the models are sharded over; :class:`Alone` where all are whole.
+
+    Args:
+        models: by the name that an error calls them.
+        device: the target's.
+    """
+    groups = [tensor_parallel_group(name, model) for name, model in models.items()]
+    found = next((group for group in groups if group is not None), None)
+    return Alone() if found is None else Agreement(found, device)
+
+
 class Agreement:
     """What the ranks of one ``generate`` call hold each other to.
 
@@ -84,6 +116,8 @@ class Agreement:
         group: the tensor-parallel ranks.
         device: the target's, which the group's messages must come from.
     """
+
+    alone = False
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         if dist.get_backend(group) == dist.Backend.GLOO:
@@ -96,21 +130,14 @@ class Agreement:
         self.agreed = 0  # the last step that was checked
         self.hash = torch.zeros((), dtype=torch.int64, device=device)
 
-    @classmethod
-    def of(cls, model: PreTrainedModel, draft: PreTrainedModel | None, device: torch.device) -> Agreement | None:
-        """``None`` unless the target or the draft is tensor-parallel."""
-        models = {"model": model, "assistant_model": draft}
-        groups = [tensor_parallel_group(name, m) for name, m in models.items() if m is not None]
-        found = next((group for group in groups if group is not None), None)
-        return None if found is None else cls(found, device)
-
-    def start(self, own_seed: int, **given: object) -> int:
+    def start(self, own_seed: int, given: dict[str, object]) -> int:
         """Raise unless every rank was given the same under every name; the seed to use, which is the first rank's.
 
         Args:
             own_seed: this rank's, drawn if none was given.
             given: what must agree, by the name that an error calls it; see :func:`digest`.
         """
+        given = {**given, "versions": (gsd_kernels.__version__, torch.__version__, transformers.__version__)}
         given["GSD_KERNELS_DEBUG"] = self.every
         mine = torch.tensor([*map(digest, given.values()), own_seed], dtype=torch.int64)
         with self.explained():
@@ -124,20 +151,20 @@ class Agreement:
             raise ValueError(f"tensor parallel: ranks must be started alike, and differ in {', '.join(wrong)}")
         return int(everyone[0, -1])
 
-    def settle(self, record: StepRecord, state: DecodeState, finished: bool, *, timed: bool) -> bool:
+    def check(self, verified: Verified, finished: bool, *, timed: bool) -> bool:
         """After every step: whether to stop. Raises if another rank decodes another text, where a check is due.
 
         Args:
-            record, state: the step.
+            verified: the step.
             finished: whether this rank would stop.
             timed: whether that may depend on a clock, so that the first rank's word is asked for.
         """
-        rows, count = record.rows, state.num_emitted[:, None]
+        rows, count = verified.rows, verified.accepted.num_accepted[:, None]
         real = torch.arange(rows.token_ids.shape[1], device=self.device) < rows.num_rows[:, None]
         drafted = [torch.where(real, column, 0) for column in (rows.token_ids, rows.parent_rows)]
-        said = torch.cat([*drafted, state.emitted, count], 1).flatten().long()
-        place = torch.arange(1, said.shape[0] + 1, device=self.device)
-        self.hash.mul_(MULTIPLIER).add_(((said + 2) * (place * MULTIPLIER | 1)).sum())
+        content = torch.cat([*drafted, verified.tokens, count], 1).flatten().long()
+        place = torch.arange(1, content.shape[0] + 1, device=self.device)
+        self.hash.mul_(MULTIPLIER).add_(((content + 2) * (place * MULTIPLIER | 1)).sum())
         self.steps += 1
         if timed:
             finished = bool(self._gather(torch.tensor([int(finished)]))[0, 0])

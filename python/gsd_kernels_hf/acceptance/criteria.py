@@ -10,22 +10,16 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from gsd_kernels import GraphConfig, Rows, sample_rows
+from gsd_kernels import GraphConfig, Rows
 from gsd_kernels.ops.sampling.philox import derived_seed, uniform_of
-from gsd_kernels.ops.sampling.reference import warp
 
-from .sampling import SamplingPlan
-
-if TYPE_CHECKING:
-    from ..sources.drafting import DecodeState, Drafter, ModelDraft
-    from ..sources.heads import DraftHeads
+from ..records import EVERY, At, Candidates, Sampler
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -33,8 +27,7 @@ EXACT, SPECULATIVE, TYPICAL = CRITERIA = ("exact", "speculative", "typical")
 CHAIN = {"width": 1, "branch": 1, "merge_context": -1, "reuse_depth": 0}  # what makes a GraphConfig a chain
 DRAFT_STREAM, ACCEPT_STREAM = 1, 2  # of noise, see derived_seed; 0 is the target's own
 
-At = tuple[slice, slice]
-EVERY: At = (slice(None), slice(None))
+UNWARPED = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # of a distribution that is warped already
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,7 @@ def check_chain(
     criterion: str | Typical,
     config: GraphConfig,
     sources: tuple[str, ...] | None,
-    heads: DraftHeads | None,
+    heads: object | None,
     reference_ids: Tensor | None,
 ) -> None:
     """Raise if speculative sampling should draft anything but a chain of one model's samples.
@@ -128,12 +121,11 @@ class ExactMatch:
     name = EXACT
     lossless = True
 
-    def __init__(self, state: DecodeState, plan: SamplingPlan, backend: str) -> None:
-        self.seed, self.sequence_ids, self.backend = state.seed, state.sequence_ids, backend
-        self.warpers = plan.warper_arguments
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
 
     def picks(self, rows: Rows, logits: Tensor, positions: Tensor, at: At = EVERY) -> Tensor:
-        """The token that the step says after each row.
+        """The token that the step picks after each row.
 
         Args:
             rows: all rows.
@@ -144,16 +136,28 @@ class ExactMatch:
         Returns:
             int32 [b, r]; −1 where the logits hold NaN.
         """
-        return self._sample(logits, positions, self.seed, at, **self.warpers)
+        return self.sampler.pick(logits, positions, at)
 
-    def _sample(self, logits: Tensor, positions: Tensor, seed: Tensor, at: At, **warpers: float) -> Tensor:
-        to = logits.device
-        sequences = self.sequence_ids[at[0]].to(to)
-        return sample_rows(logits, positions, seed=seed.to(to), sequence_ids=sequences, backend=self.backend, **warpers)
 
-    def _log_probs(self, logits: Tensor) -> Tensor:
-        """The distribution after temperature, top-k, top-p and min-p: float32 [..., V]."""
-        return warp(logits.float(), **self.warpers).log_softmax(-1)
+class ChainProposal:
+    """Draws the tokens of a chain from the draft's distribution q, and keeps q for :class:`SpeculativeSampling`."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        seed = derived_seed(sampler.seed, DRAFT_STREAM)
+        self.own = replace(sampler, seed=seed, warpers=UNWARPED)  # q is warped already
+        self.distributions: list[Tensor] = []  # q of the step's levels, float32 [B, 1, draft's V] each
+
+    def draw(self, level: int, logits: Tensor, positions: Tensor) -> Candidates:
+        """Draw the chain's next token; draft logits [B, 1, V], positions int32 [B, 1].
+
+        Returns:
+            The token and its log-probability, [B, 1, 1]; −1 and NaN where the logits hold NaN.
+        """
+        log_q = self.sampler.log_probs(logits)
+        token = self.own.pick(log_q, positions)[..., None]
+        self.distributions[level:] = [log_q.exp().to(self.sampler.seed.device, non_blocking=True)]
+        return token, log_q.gather(-1, token.clamp(min=0).long())
 
 
 class SpeculativeSampling(ExactMatch):
@@ -170,40 +174,27 @@ class SpeculativeSampling(ExactMatch):
 
     name = SPECULATIVE
 
-    def __init__(self, state: DecodeState, plan: SamplingPlan, backend: str, model: ModelDraft) -> None:
-        super().__init__(state, plan, backend)
-        self.draft_seed = derived_seed(state.seed, DRAFT_STREAM)
-        self.accept_seed = derived_seed(state.seed, ACCEPT_STREAM)
-        self.drafted: list[Tensor] = []  # q of the step's levels, float32 [B, 1, draft's V] each
-        model.draw = self.draw
-
-    def draw(self, level: int, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample the chain's next token and remember what from; draft logits [B, 1, V], positions int32 [B, 1].
-
-        Returns:
-            The token and its log-probability, [B, 1, 1]; −1 and NaN where the logits hold NaN.
-        """
-        log_q = self._log_probs(logits)
-        token = self._sample(log_q, positions, self.draft_seed, EVERY, temperature=1.0)[..., None]
-        self.drafted[level:] = [log_q.exp().to(self.seed.device, non_blocking=True)]
-        return token, log_q.gather(-1, token.clamp(min=0).long())
+    def __init__(self, sampler: Sampler, proposal: ChainProposal) -> None:
+        super().__init__(sampler)
+        self.proposal = proposal
+        self.accept_seed = derived_seed(sampler.seed, ACCEPT_STREAM)
+        self.residual = replace(sampler, warpers=UNWARPED)
 
     def picks(self, rows: Rows, logits: Tensor, positions: Tensor, at: At = EVERY) -> Tensor:
         """See :meth:`ExactMatch.picks`."""
-        p = self._log_probs(logits).exp()  # [b, r, V]
+        p = self.sampler.log_probs(logits).exp()  # [b, r, V]
         # In a chain the row at depth d is row d, and its one child was drawn from level d's distribution.
-        q = torch.cat(self.drafted, 1)[:, : rows.token_ids.shape[1]]
+        q = torch.cat(self.proposal.distributions, 1)[:, : rows.token_ids.shape[1]]
         below = rows.token_ids.shape[1] - q.shape[1]
         q = torch.nn.functional.pad(q, (0, p.shape[-1] - q.shape[-1], 0, below))[at]
         child = children_of(rows)[at].amax(-1)  # [b, r], −1 where nothing was drafted
         index = child.clamp(min=0).long()[..., None]
         p_child, q_child = p.gather(-1, index).squeeze(-1), q.gather(-1, index).squeeze(-1)
-        u = uniform_of(self.accept_seed, positions, self.sequence_ids[at[0]][:, None])
+        u = uniform_of(self.accept_seed, positions, self.sampler.sequence_ids[at[0]][:, None])
         accepted = (child >= 0) & (p_child > 0) & (u * q_child <= p_child)
         rest = torch.where(child[..., None] >= 0, (p - q).clamp(min=0), p)
         rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # p = q: never rejected but for rounding
-        drawn = self._sample(rest.log(), positions, self.seed, at, temperature=1.0)
-        return torch.where(accepted, child, drawn)
+        return torch.where(accepted, child, self.residual.pick(rest.log(), positions, at))
 
 
 class TypicalAcceptance(ExactMatch):
@@ -217,14 +208,14 @@ class TypicalAcceptance(ExactMatch):
     name = TYPICAL
     lossless = False
 
-    def __init__(self, state: DecodeState, plan: SamplingPlan, backend: str, thresholds: Typical) -> None:
-        super().__init__(state, plan, backend)
+    def __init__(self, sampler: Sampler, thresholds: Typical) -> None:
+        super().__init__(sampler)
         self.thresholds = thresholds
 
     def picks(self, rows: Rows, logits: Tensor, positions: Tensor, at: At = EVERY) -> Tensor:
         """See :meth:`ExactMatch.picks`."""
         own = super().picks(rows, logits, positions, at)
-        p = self._log_probs(logits).exp()  # [b, r, V]
+        p = self.sampler.log_probs(logits).exp()  # [b, r, V]
         entropy = torch.special.entr(p).sum(-1, keepdim=True)
         threshold = (self.thresholds.delta * torch.exp(-entropy)).clamp(max=self.thresholds.epsilon)  # [b, r, 1]
         children = children_of(rows)[at]  # [b, r, R]
@@ -236,15 +227,22 @@ class TypicalAcceptance(ExactMatch):
 
 
 def criterion_of(
-    criterion: str | Typical, drafter: Drafter | None, state: DecodeState, plan: SamplingPlan, backend: str
+    criterion: str | Typical, sampler: Sampler, proposal: ChainProposal | None, *, drafts: bool
 ) -> ExactMatch:
-    """The criterion of one generation; the exact one where nothing is drafted, or nothing is random."""
-    if drafter is not None and plan.temperature > 0:
+    """The criterion of one generation; the exact one where nothing is drafted, or nothing is random.
+
+    Args:
+        criterion: what was asked for, resolved.
+        sampler: of the generation.
+        proposal: what draws the chain, for speculative sampling.
+        drafts: whether there is any source.
+    """
+    if drafts and not sampler.greedy:
         if isinstance(criterion, Typical):
-            return TypicalAcceptance(state, plan, backend, criterion)
-        if criterion == SPECULATIVE:
-            return SpeculativeSampling(state, plan, backend, drafter.model)
-    return ExactMatch(state, plan, backend)
+            return TypicalAcceptance(sampler, criterion)
+        if proposal is not None:
+            return SpeculativeSampling(sampler, proposal)
+    return ExactMatch(sampler)
 
 
 def children_of(rows: Rows) -> Tensor:

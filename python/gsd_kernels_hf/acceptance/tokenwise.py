@@ -3,54 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gsd_kernels import Acceptance, Rows
 
-from .sampling import RowProcessors
+from ..records import DecodeState
+from .criteria import ExactMatch
+from .sampling import RowProcessors, SamplingPlan
 
-if TYPE_CHECKING:
-    from ..engine.decoder import Session
 
+class TokenByToken:
+    """The rule where transformers' processors and stopping criteria are called per token.
 
-class Walk:
-    """The walk of one generation, where transformers' processors and stopping criteria are called per token.
-
-    The walk visits the rows that :func:`gsd_kernels.verify` would; the token after a row is picked only once its
-    history is known.
+    It walks the rows that :func:`gsd_kernels.verify` would; the token after a row is picked only once its history is
+    known.
     """
+
+    on_device = False
 
     def __init__(
         self,
-        session: Session,
+        criterion: ExactMatch,
+        state: DecodeState,
+        plan: SamplingPlan,
+        eos_ids: set[int],
         criteria: list[Callable[..., Any]],
         *,
         pads_finished: bool,
         keep_scores: bool,
         keep_logits: bool,
     ) -> None:
-        self.session, self.criteria = session, criteria
-        batch = session.state.tokens.shape[0]
-        self.processors = RowProcessors(session.plan.processors, batch)
-        self.eos = set(session.eos_ids.tolist())
+        self.criterion, self.state, self.plan, self.eos, self.criteria = criterion, state, plan, eos_ids, criteria
+        batch = state.tokens.shape[0]
+        self.processors = RowProcessors(plan.processors, batch)
         self.pads_finished = pads_finished or batch == 1
         self.keep_scores, self.keep_logits = keep_scores, keep_logits
         self.scores: list[list[Tensor]] = [[] for _ in range(batch)]
         self.logits: list[list[Tensor]] = [[] for _ in range(batch)]
         self.stopped_at: list[int | None] = [None] * batch  # without an eos id, rows run on until all have stopped
-        self.history = session.state.tokens.clone()  # int64 [B, S]
-        self.lengths = session.state.out_len.tolist()
+        self.history = state.tokens.clone()  # int64 [B, S]
+        self.lengths = state.out_len.tolist()
         self.done = [False] * batch
 
-    def __call__(self, rows: Rows, logits: Tensor) -> Acceptance:
-        """Walk every unfinished sequence; marks those that a criterion stops."""
-        session, state = self.session, self.session.state
-        batch, width = rows.token_ids.shape[0], session.max_path + 1
+    def accept(self, rows: Rows, logits: Tensor, positions: Tensor, max_path: int) -> Acceptance:
+        """See :class:`~gsd_kernels_hf.acceptance.rule.AcceptanceRule`; marks sequences that a criterion stops."""
+        state = self.state
+        batch, width = rows.token_ids.shape[0], max_path + 1
         tokens, parents = rows.token_ids.tolist(), rows.parent_rows.tolist()
-        sizes, positions, remaining = rows.num_rows.tolist(), session.positions(rows), state.remaining.tolist()
+        sizes, remaining = rows.num_rows.tolist(), state.remaining.tolist()
         paths, picks = [], []
         for b in range(batch):
             if self.done[b]:
@@ -81,8 +84,8 @@ class Walk:
         return Acceptance(accepted_rows, num_accepted, torch.tensor(picks, dtype=torch.int32, device=device))
 
     def settle(self) -> None:
-        """After the commit: carry the walk's verdicts to the device state."""
-        state = self.session.state
+        """After the commit: carry the verdicts to the device state."""
+        state = self.state
         if not self.pads_finished and None not in self.stopped_at:
             left = [max(s or 0 for s in self.stopped_at) - n for n in self.lengths]
             state.remaining.copy_(torch.tensor(left, dtype=torch.int32))
@@ -106,12 +109,12 @@ class Walk:
         history = self.history[b, : self.lengths[b]]
         scores = self.processors(b, history, logits) if self.processors else logits
         only = (slice(b, b + 1), slice(row, row + 1))
-        token = int(self.session.criterion.picks(rows, scores.view(1, 1, -1), position, only))
+        token = int(self.criterion.picks(rows, scores.view(1, 1, -1), position, only))
         check_pick(token)
         if self.keep_logits:
             self.logits[b].append(logits.clone())
         if self.keep_scores:
-            warped = self.session.plan.warpers(history[None], scores[None].clone())[0]
+            warped = self.plan.warpers(history[None], scores[None].clone())[0]
             self.scores[b].append(warped)
         self.history[b, self.lengths[b]] = token
         self.lengths[b] += 1

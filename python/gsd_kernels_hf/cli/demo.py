@@ -17,7 +17,7 @@ from .tables import speed
 
 if TYPE_CHECKING:
     from gsd_kernels import GraphConfig
-    from gsd_kernels_hf import StepRecord
+    from gsd_kernels_hf import Verified
     from gsd_kernels_hf.report.comparison import Run
     from gsd_kernels_hf.report.drawing import StepPicture
 
@@ -119,7 +119,7 @@ def _text(
     speculation = {**pair.speculation, "graph_config": config, "backend": backend}
     pictures: list[StepPicture] = []
 
-    def observe(record: StepRecord) -> None:
+    def observe(record: Verified) -> None:
         if record.graph is not None:
             pictures.append(StepPicture.of(record))
 

@@ -6,14 +6,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from gsd_kernels import GraphConfig
 
-if TYPE_CHECKING:
-    from .decoder import Session, StepRecord
+from ..records import Verified
+from .session import Session
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -21,28 +21,18 @@ WARM_STEPS = 2
 """Steps of a shape before it is captured: kernels are compiled and its storage is made in them."""
 
 
+def stepping(session: Session) -> Callable[[], Verified]:
+    """What runs a step: replayed from CUDA graphs where that is possible."""
+    return CapturedStep(session) if can_capture(session) else session.step
+
+
 def can_capture(session: Session) -> bool:
-    """Whether both models lie on one GPU."""
-    models = [session.target.model]
-    if session.drafter is not None and session.drafter.model is not None:
-        models.append(session.drafter.model.rows.model)
+    """Whether all models lie on one GPU of their own, and nothing in a step waits for the host."""
+    if not (session.alone and session.rule.on_device):
+        return False
+    models = [rows.model for rows in session.row_models]
     devices = {parameter.device for model in models for parameter in model.parameters()}
     return len(devices) == 1 and next(iter(devices)).type == "cuda"
-
-
-def replayable(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    """``function`` as one CUDA graph, where it can be captured; itself on a CPU, or where it waits for the device."""
-    if device.type != "cuda":
-        return function
-    function()  # compiles kernels and makes storage
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            function()
-    except RuntimeError:
-        torch.cuda.synchronize(device)
-        return function
-    return graph.replay
 
 
 class CapturedStep:
@@ -59,11 +49,11 @@ class CapturedStep:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.warm: Counter[GraphConfig | None] = Counter()
-        self.graphs: dict[GraphConfig | None, tuple[Callable[[], Any], StepRecord]] = {}
+        self.graphs: dict[GraphConfig | None, tuple[Callable[[], Any], Verified]] = {}
         self.pool: Any = None  # one memory pool: only one graph runs at a time, and state lies outside
         self.failed = False
 
-    def __call__(self) -> StepRecord:
+    def __call__(self) -> Verified:
         """One step, and its record."""
         shape = self.session.config
         if shape not in self.graphs and (self.failed or self.warm[shape] < WARM_STEPS or not self._add(shape)):
@@ -83,7 +73,7 @@ class CapturedStep:
             logger.warning("a step could not be captured, so steps run uncaptured: %s", " ".join(str(error).split()))
         return not self.failed
 
-    def capture(self) -> tuple[Callable[[], Any], StepRecord]:
+    def capture(self) -> tuple[Callable[[], Any], Verified]:
         """Record one step without running it: what replays it, and its record."""
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU meanwhile.

@@ -83,7 +83,7 @@ class Clock:
         self.use_events = device.type == "cuda"
         self.seconds: dict[str, float] = {}
         self.latest: dict[str, float] = {}
-        self.start = time.perf_counter()
+        self.start = self.step_start = time.perf_counter()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -98,6 +98,14 @@ class Clock:
             yield
             self.latest[name] = time.perf_counter() - begin_time
             self.seconds[name] = self.seconds.get(name, 0.0) + self.latest[name]
+
+    def begin_step(self) -> None:
+        """Mark where a step begins."""
+        self.step_start = time.perf_counter()
+
+    def since_step(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self.step_start
 
     def last(self, name: str) -> float:
         """Seconds of the part's latest run; 0 where only the device knows."""

@@ -26,20 +26,32 @@ class RowModel:
         capacity: cache positions.
         kv_start: int32 [B], left padding of every sequence.
         backend: of the attention, cache write and commit ops.
+        cache: to read and write; ``None``: a new one.
     """
 
-    def __init__(self, model: PreTrainedModel, capacity: int, kv_start: Tensor, backend: str) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        capacity: int,
+        kv_start: Tensor,
+        backend: str,
+        cache: GraphCache | None = None,
+    ) -> None:
         self.model = model
         self.stepping = with_cpu_linears(model, backend)  # the same model and weights
         self.backend = backend
         self.device = device_of(model)
         self.vocab_size = vocabulary(model)
-        self.cache = GraphCache(model.config, capacity, backend)
+        self.cache = GraphCache(model.config, capacity, backend) if cache is None else cache
         self.kv_start = kv_start.to(self.device)
         # Any 4D mask reaches the attention function untouched and keeps the model from building one.
         self.no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         self.keeps_hidden = False
         self.hidden: Tensor | None = None  # [B, keep, D]; what the output matrix read last, if ``keeps_hidden``
+
+    def sharing_cache(self, view: PreTrainedModel) -> RowModel:
+        """``view``, this model without some blocks, in this model's own cache."""
+        return RowModel(view, self.cache.capacity, self.kv_start, self.backend, self.cache)
 
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None) -> None:
         """Cache the prompt [B, P] in chunks of ``chunk`` tokens, with the attention that the model had before."""

@@ -20,20 +20,23 @@ import transformers
 from transformers import PreTrainedModel
 
 import gsd_kernels
-from gsd_kernels import GraphConfig, NgramTable, flatten
+from gsd_kernels import GraphConfig, flatten
 from gsd_kernels.graph import pack_bits
 
 from .. import validate
-from ..engine.capture import replayable
 from ..model import properties
 from ..model.attention import switched
 from ..model.fused import draft_rows, why_not
+from ..model.replay import replayable
 from ..model.runner import RowModel
 from ..parallel import tensor_parallel_group
-from ..sources.drafting import DecodeState, Drafter, ModelDraft
-from ..sources.history import TRUST, WORTH, History
-from ..sources.layer_skip import LayerSkip, SkippedDraft, SkippedRows
-from ..sources.weights import Mixture, Worth
+from ..records import DecodeState, Sampler
+from ..sources.base import DraftSource
+from ..sources.draft_model import DraftModel
+from ..sources.drafter import Drafter
+from ..sources.history import History
+from ..sources.layer_skip import LayerSkip, SkippedLayers
+from ..sources.weights import SourceWeights
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -179,7 +182,8 @@ def measure(
     free = [GraphConfig(depth=0, branch=b, max_rows=ROWS[-1], reuse_depth=3, reuse_width=w) for w, b in FREE]
     capacity = prefix + max(ROWS[-1], *(c.cache_slots for c in shapes)) + 2
     state = synthetic_state(batch, prefix, capacity, device)
-    target_rows = RowModel(model, capacity, state.kv_start, backend)
+    text = SyntheticText(model, state, capacity, max(b for _, b in (*FAMILIES, *FREE)), backend)
+    target_rows = text.target
     seconds = stopwatch(device)
     target: dict[int, float] = {}
     for rows in progress(ROWS, "tuning: target"):
@@ -194,34 +198,55 @@ def measure(
         )
         if target[rows] > TOO_SLOW * target[1]:
             break
-    warpers = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    source: ModelDraft | None = None
+    sources: list[DraftSource] = []
     if skip is not None:
-        source = SkippedDraft(SkippedRows(skip, target_rows), state, target_rows.vocab_size, warpers)
+        sources.append(SkippedLayers(skip))
     elif draft is not None:
-        rows_of_draft = draft_rows(draft, capacity, state.kv_start, backend)
-        source = ModelDraft(rows_of_draft, state, target_rows.vocab_size, warpers)
+        sources.append(DraftModel(draft))
     by_shape: dict[str, tuple[float, float]] = {}
     overhead = 0.0
-    for name, shape in progress([("all", c) for c in shapes if source] + [("free", c) for c in free], "tuning: draft"):
-        table = NgramTable.empty(batch, shape.branch, device)
-        learned = Mixture(TRUST, device), Worth(WORTH, shape.branch, device)
-        history = History(table, state.seed, state.sequence_ids, warpers, *learned, backend)
-        drafter = Drafter(state, backend, model=source, history=history)
+    for name, shape in progress([("all", c) for c in shapes if sources] + [("free", c) for c in free], "tuning: draft"):
+        used = [*(sources if name == "all" else []), History()]
+        weights = {s.name: SourceWeights(s.shares, s.worth, text.branch, device) for s in used}
+        drafter = Drafter(used, weights, state, backend)
+        drafter.begin(text)
 
         def once(config: GraphConfig, drafter: Drafter = drafter) -> None:
-            if drafter.model is not None:
-                drafter.model.cached.copy_(state.out_len - 1)
+            for source in drafter.sources:
+                if isinstance(source, DraftModel):
+                    source.cached.copy_(state.out_len - 1)
             flatten(drafter.draft(config), 16, 15, backend=backend)
 
         levels = "depth" if name == "all" else "reuse_depth"
         short, long = shape.replace(**{levels: 1}, max_rows=ROWS[-1]), shape
-        first, last = seconds(lambda c=short: once(c)), seconds(lambda c=long: once(c))
-        level = max(0.0, (last - first) / (getattr(long, levels) - 1))
+        times = []
+        for config in (short, long):
+            drafter.prepare(config)
+            times.append(seconds(lambda c=config, o=once: o(c)))
+        level = max(0.0, (times[1] - times[0]) / (getattr(long, levels) - 1))
         width = shape.width if name == "all" else shape.reuse_width
-        by_shape[family_key(name, width, shape.branch)] = (first, level)
-        overhead = max(overhead, 0.25 * first)
+        by_shape[family_key(name, width, shape.branch)] = (times[0], level)
+        overhead = max(overhead, 0.25 * times[0])
     return StepCosts(target, by_shape, overhead, about)
+
+
+class SyntheticText:
+    """A text of zeros that sources draft for while they are timed; see :class:`~gsd_kernels_hf.sources.base.Text`."""
+
+    def __init__(self, model: PreTrainedModel, state: DecodeState, capacity: int, branch: int, backend: str) -> None:
+        self.state, self.capacity, self.branch, self.backend = state, capacity, branch, backend
+        device = state.tokens.device
+        warpers = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        ids = torch.arange(state.tokens.shape[0], dtype=torch.int32, device=device)
+        self.sampler = Sampler(torch.zeros((), dtype=torch.int64, device=device), ids, warpers, backend)
+        self.target = RowModel(model, capacity, state.kv_start, backend)
+
+    def rows_of(self, model: PreTrainedModel) -> RowModel:
+        """A draft with a cache of its own."""
+        return draft_rows(model, self.capacity, self.state.kv_start, self.backend)
+
+    def read_prompt(self, rows: RowModel) -> None:
+        """Nothing is read: what a cache holds does not change the time."""
 
 
 def synthetic_state(batch: int, prefix: int, capacity: int, device: torch.device) -> DecodeState:
@@ -236,8 +261,6 @@ def synthetic_state(batch: int, prefix: int, capacity: int, device: torch.device
         done=torch.zeros(batch, dtype=torch.bool, device=device),
         emitted=torch.zeros(batch, 1, dtype=torch.int32, device=device),
         num_emitted=per_sequence(0),
-        seed=torch.zeros((), dtype=torch.int64, device=device),
-        sequence_ids=torch.arange(batch, dtype=torch.int32, device=device),
     )
 
 

@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..engine.decoder import StepRecord
+from ..records import Verified
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +37,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class StepPicture:
-    """One sequence's graph of one step, on the host; unlike a :class:`StepRecord` it stays valid."""
+    """One sequence's graph of one step, on the host; unlike a :class:`Verified` it stays valid."""
 
     nodes: list[Node]
     edges: list[Edge]
@@ -46,7 +46,7 @@ class StepPicture:
     num_rows: int  # rows that the target checked
 
     @classmethod
-    def of(cls, record: StepRecord, sequence: int = 0) -> StepPicture:
+    def of(cls, record: Verified, sequence: int = 0) -> StepPicture:
         """Copy a step's graph to the host.
 
         Raises:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..model.properties import device_of, vocabulary
+from ..records import Candidates, Verified
+from .base import DraftSource, Level, Proposal, Text
 
 __all__ = ["CONFIG_FILE", "DraftHeads"]
 
@@ -26,6 +28,7 @@ CONFIG_FILE = "draft_heads.json"
 """By this file a folder of heads is known."""
 
 WEIGHTS_FILE = "draft_heads.safetensors"
+SHARE = 0.2  # beside another source, before anything was learned
 
 
 class DraftHeads(nn.Module):
@@ -173,3 +176,59 @@ def _device(target: PreTrainedModel) -> torch.device:
     """The output layer's; a model that is spread over devices ends there."""
     weight = getattr(target.get_output_embeddings(), "weight", None)
     return device_of(target) if weight is None or weight.is_meta else weight.device
+
+
+class Heads(DraftSource):
+    """Prediction heads on the target's last hidden state: candidates by depth, the same below every path.
+
+    Blockwise parallel decoding (arXiv 1811.03115), Medusa (arXiv 2401.10774). Nothing is known in the first step.
+    """
+
+    name = "heads"
+    needs_hidden = True
+
+    def __init__(self, heads: DraftHeads) -> None:
+        self.heads = heads
+        self.shares = (*[SHARE] * heads.num_heads, 0.0)  # beyond the last head there is nothing
+
+    def check(self, target: PreTrainedModel) -> None:
+        """Raise unless the heads were made for ``target`` and lie where its output matrix does."""
+        self.heads.check_target(target)
+        mine, theirs = self.heads.weight.device, target.get_output_embeddings().weight.device
+        if mine != theirs:
+            raise ValueError(f"draft_heads: on {mine}, and the target's output matrix on {theirs}; move them there")
+
+    def begin(self, text: Text) -> None:
+        self.state, self.sampler = text.state, text.sampler
+        self.lm_head = text.target.stepping.get_output_embeddings()
+        batch, weight = self.state.tokens.shape[0], self.lm_head.weight
+        self.hidden = torch.zeros(batch, self.heads.hidden_size, dtype=weight.dtype, device=weight.device)
+        self.known = torch.zeros(batch, dtype=torch.bool, device=self.state.tokens.device)
+
+    def propose(self, level: Level) -> Proposal:
+        """After nodes of depth d what head d guesses; the heads run once a step, at level 0."""
+        if level.number == 0:
+            self.ahead = self.look_ahead(level.positions[:, 0], level.config.branch)
+        place = level.frontier.depths.long().clamp(max=self.heads.num_heads)  # [B, W]
+        at = place[..., None].expand(-1, -1, self.ahead[0].shape[2])
+        return Proposal(self.ahead[0].gather(1, at), self.ahead[1].gather(1, at), place)
+
+    def look_ahead(self, first_pick: Tensor, branch: int) -> Candidates:
+        """The heads' candidates [B, H + 1, K], the last entry empty; first_pick int [B]: index of the next token."""
+        device = first_pick.device
+        logits = self.heads(self.hidden, self.lm_head)  # [B, H, V]
+        place = torch.arange(self.heads.num_heads, dtype=torch.int32, device=device)
+        tokens, log_probs = self.sampler.candidates(logits, first_pick[:, None] + place, branch)
+        known, pad = self.known[:, None, None], (0, 0, 0, 1)
+        tokens = torch.where(known, tokens.to(device), -1)
+        log_probs = torch.where(known, log_probs.to(device), -torch.inf)
+        return F.pad(tokens, pad, value=-1), F.pad(log_probs, pad, value=-torch.inf)
+
+    def observe(self, verified: Verified) -> None:
+        """Keep the hidden state of the row whose pick is the next root."""
+        assert verified.hidden is not None
+        found = verified.hidden
+        at = verified.last_rows().to(found.device)[:, None, None].expand(-1, 1, found.shape[2])
+        running = verified.accepted.num_accepted > 0
+        self.hidden.copy_(torch.where(running.to(found.device)[:, None], found.gather(1, at)[:, 0], self.hidden))
+        self.known.logical_or_(running)

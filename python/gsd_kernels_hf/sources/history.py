@@ -1,4 +1,4 @@
-"""What the target said before: a draft source that costs no draft forward."""
+"""What the target picked, and nearly picked, after the same tokens before: a draft source that costs no forward."""
 
 from __future__ import annotations
 
@@ -7,38 +7,48 @@ import math
 import torch
 from torch import Tensor
 
-from gsd_kernels import NgramTable, Rows, TokenGraph, ngram_insert, ngram_lookup, perturb_candidates
+from gsd_kernels import GraphConfig, NgramTable, Rows, ngram_insert, ngram_lookup
 from gsd_kernels.config import MAX_CONTEXT
-from gsd_kernels.ops.sampling.reference import is_off, warp
 
-from .weights import Mixture, Worth
+from ..records import Verified
+from .base import DraftSource, Level, Proposal, Text
 
-# How far a remembered continuation is believed before anything was seen, by matched context of 0, 1, 2, … tokens:
-# alone, and its share where another source has a say too.
-WORTH = (0.0, 0.5, 0.7, 0.85, 0.95)
-TRUST = (0.0, 0.3, 0.5, 0.7, 0.85)
 PROMPT_PROBABILITY = 0.6  # of a continuation that was read in the prompt
 
 
-class History:
+class History(DraftSource):
     """The target's most likely tokens after every context that it was shown, by the last 1 … 4 tokens.
 
     Filled from the prompt and from every verified row, accepted or not. Read for every node that the draft model
     expands, whose candidates it is mixed with, and for leaves beyond the draft's depth.
+
+    Args:
+        reference_ids: int64 [length] or [batch, length], a text that the output may repeat; it is read first.
     """
 
-    def __init__(
-        self,
-        table: NgramTable,
-        seed: Tensor,
-        sequence_ids: Tensor,
-        warpers: dict[str, float],
-        mixture: Mixture,
-        worth: Worth,
-        backend: str = "auto",
-    ) -> None:
-        self.table, self.seed, self.sequence_ids, self.warpers = table, seed, sequence_ids, warpers
-        self.mixture, self.worth, self.backend = mixture, worth, backend
+    name = "history"
+    # By matched context of 0, 1, 2, … tokens, before anything was learned.
+    shares = (0.0, 0.3, 0.5, 0.7, 0.85)
+    worth = (0.0, 0.5, 0.7, 0.85, 0.95)
+
+    def __init__(self, reference_ids: Tensor | None = None) -> None:
+        self.reference_ids = reference_ids
+
+    def begin(self, text: Text) -> None:
+        state = self.state = text.state
+        self.sampler = text.sampler
+        batch, device = state.tokens.shape[0], state.tokens.device
+        self.table = NgramTable.empty(batch, text.branch, device)
+        self.unread = True  # the text so far is read when it is first needed
+        if self.reference_ids is not None:
+            reference = self.reference_ids.to(device, torch.int64)
+            self.read(reference.expand(batch, -1), torch.zeros_like(state.kv_start))
+
+    def prepare(self, config: GraphConfig) -> None:
+        """Read the text so far."""
+        if self.unread:
+            self.read(self.state.tokens[:, : int(self.state.out_len.min())], self.state.kv_start)
+            self.unread = False
 
     def read(self, tokens: Tensor, kv_start: Tensor) -> None:
         """Remember the continuations in a text that was not verified here; tokens int64 [B, P], left-padded."""
@@ -52,46 +62,30 @@ class History:
         k = self.table.tokens.shape[2]
         following = torch.nn.functional.pad(real[:, 1:, None], (0, k - 1), value=-1)
         log_probs = torch.full_like(following, math.log(PROMPT_PROBABILITY), dtype=torch.float32)
-        ngram_insert(
-            self.table, contexts.contiguous(), following, log_probs, contexts[..., 0] >= 0, backend=self.backend
-        )
+        self._insert(contexts.contiguous(), following, log_probs, contexts[..., 0] >= 0)
 
-    def remember(self, rows: Rows, tail: Tensor, logits: Tensor) -> None:
-        """Remember the target's best tokens at every verified row. tail int32 [B, C]: the tokens before the root."""
-        k = self.table.tokens.shape[2]
-        logits = logits.float()
-        if not is_off(self.warpers["temperature"], 0.0):
-            logits = warp(logits, **self.warpers)
-        log_probs, tokens = logits.log_softmax(-1).topk(k, dim=-1)
-        contexts = row_contexts(rows, tail, self.table.max_context)
+    def observe(self, verified: Verified) -> None:
+        """Remember the target's best tokens at every verified row."""
+        if verified.graph is None:
+            return
+        k, rows = self.table.tokens.shape[2], verified.rows
+        log_probs, tokens = self.sampler.log_probs(verified.logits).topk(k, dim=-1)
+        contexts = row_contexts(rows, verified.tail, self.table.max_context)
         place = torch.arange(rows.token_ids.shape[1], device=tokens.device)
-        ngram_insert(
-            self.table,
-            contexts,
-            tokens.to(torch.int32),
-            log_probs,
-            place < rows.num_rows[:, None],
-            backend=self.backend,
-        )
+        self._insert(contexts, tokens.to(torch.int32), log_probs, place < rows.num_rows[:, None])
 
-    def candidates(
-        self, graph: TokenGraph, frontier: Tensor, positions: Tensor
-    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """What followed the same tokens as each frontier node's.
+    def _insert(self, contexts: Tensor, tokens: Tensor, log_probs: Tensor, valid: Tensor) -> None:
+        ngram_insert(self.table, contexts, tokens, log_probs, valid, backend=self.sampler.backend)
 
-        positions int32 [B, W]: index of the token after the node, which keys the sampling noise. Returns tokens and
-        remembered log-probabilities [B, W, K], and the length of the matched context [B, W], 0 for none.
-        """
-        node = frontier.clamp(min=0).long()
+    def propose(self, level: Level) -> Proposal:
+        """What followed the same tokens as each frontier node's; the index is the length of the matched context."""
+        graph, node = level.graph, level.frontier.node_ids.clamp(min=0).long()
         before = graph.contexts.gather(1, node[:, :, None].expand(-1, -1, MAX_CONTEXT))[..., :-1]
         contexts = torch.cat([graph.token_ids.gather(1, node)[..., None], before], -1)
-        tokens, log_probs, matched = ngram_lookup(self.table, contexts, backend=self.backend)
+        tokens, log_probs, matched = ngram_lookup(self.table, contexts, backend=self.sampler.backend)
         tokens, log_probs = tokens[..., : graph.branch], log_probs[..., : graph.branch]
-        if not is_off(self.warpers["temperature"], 0.0):
-            log_probs = perturb_candidates(
-                tokens, log_probs, positions, seed=self.seed, sequence_ids=self.sequence_ids, backend=self.backend
-            )
-        return (tokens, torch.where(tokens >= 0, log_probs, -math.inf)), matched
+        log_probs = self.sampler.perturb(tokens, log_probs, level.positions)
+        return Proposal(tokens, torch.where(tokens >= 0, log_probs, -math.inf), matched)
 
 
 def row_contexts(rows: Rows, tail: Tensor, length: int) -> Tensor:

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from gsd_kernels import GraphConfig
+
 from .. import validate
 from ..model import properties
-from ..model.linear import with_children, with_cpu_linears
+from ..model.linear import with_children
 from ..model.runner import RowModel
-from .drafting import DecodeState, ModelDraft
+from .base import Text
+from .expansion import Draw, Expansion
 
 PARTS = {"attention": "self_attn", "mlp": "mlp"}
 LONGEST_DRAFT = 10  # levels that the search thinks of
@@ -102,8 +105,8 @@ class LayerSkip:
                     if all(len(indices) == count for indices in changed.values()):
                         continue
                     draft = cls(model, **changed)
-                    said = draft.view(input_ids=input_ids, use_cache=False).logits.argmax(-1)
-                    agreement = float((said == wanted).float().mean())
+                    best_tokens = draft.view(input_ids=input_ids, use_cache=False).logits.argmax(-1)
+                    agreement = float((best_tokens == wanted).float().mean())
                     found.append((expected_speed(agreement, draft.cost), changed, draft))
             speed, skipped, draft = max(found, key=lambda entry: entry[0])
             if best is None or speed > best[0]:
@@ -120,31 +123,40 @@ def expected_speed(agreement: float, cost: float) -> float:
     return max(sum(agreement**i for i in range(n + 1)) / (1 + n * cost) for n in lengths)
 
 
-class SkippedDraft(ModelDraft):
-    """The draft source of a :class:`LayerSkip`: like a draft model, with the committed prefix there already."""
+class SkippedLayers(Expansion):
+    """The draft source of a :class:`LayerSkip`: the committed prefix is there already, in the target's own cache."""
 
-    def catch_up(self, state: DecodeState, width: int) -> None:
-        """The prefix is the target's."""
+    name = "layer_skip"
 
-    def feed(self, state: DecodeState, end: Tensor, width: int) -> Tensor:
-        """Forward the root alone; logits after it, [B, 1, V]. Its slot is the first that verification overwrites."""
+    def __init__(self, skip: LayerSkip, draw: Draw | None = None) -> None:
+        super().__init__(draw)
+        self.skip = skip
+        self.models = (skip.view,)
+
+    def check(self, target: PreTrainedModel) -> None:
+        """Raise unless the layers are ``target``'s own."""
+        if self.skip.model is not target:
+            raise ValueError("assistant_model: a LayerSkip of another model; make one of the model that generates")
+
+    def row_model(self, text: Text) -> RowModel:
+        return text.target.sharing_cache(self.skip.view)
+
+    def num_rows(self, config: GraphConfig) -> int:
+        return 1 + config.draft_slots if config.depth > 0 else 0
+
+    def root_logits(self, config: GraphConfig) -> Tensor:
+        """Forward the root alone; its slot is the first that verification overwrites."""
+        state = self.state
         zeros = torch.zeros_like(state.out_len)[:, None]
         return self.rows.rows(
-            state.root_tokens()[:, None], end - 1, zeros, torch.ones_like(zeros)[..., None], zeros, zeros, keep=1
+            state.root_tokens()[:, None],
+            state.out_len - 1,
+            zeros,
+            torch.ones_like(zeros)[..., None],
+            zeros,
+            zeros,
+            keep=1,
         )
-
-    def num_rows(self, config: Any) -> int:
-        """Rows that a step computes."""
-        return 1 + config.draft_slots
-
-
-class SkippedRows(RowModel):
-    """The rows of a :class:`LayerSkip`, in the target's cache."""
-
-    def __init__(self, skip: LayerSkip, target: RowModel) -> None:
-        vars(self).update(vars(target))
-        self.model = skip.view
-        self.stepping = with_cpu_linears(skip.view, self.backend)
 
 
 class _NoAttention(nn.Module):

@@ -1,11 +1,16 @@
-"""What the sources' probabilities are worth, learned from what the target picked.
+"""Statistics of draft sources, learned from what the target picked: interpolation weights, worth, calibration.
 
 All state lies on the device and is updated in place; nothing here waits for it, so that a step can be captured. It
 decides what is worth a row, never what is accepted.
+
+Interpolation weights and worth sink back to their priors by what was observed since (:func:`_add`). The table of
+:class:`Calibration` is counted on the host by :mod:`gsd_kernels_hf.policy.acceptance`, which forgets by steps, because
+it also needs those counts to predict what a shape gains.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -93,3 +98,47 @@ class Worth:
 def _add(table: Tensor, prior: Tensor | float, new: Tensor, observed: Tensor) -> None:
     """Add to a table that sinks back to its prior by how much was observed."""
     table.sub_(prior).mul_((-observed / MEMORY).exp()).add_(prior).add_(new)
+
+
+class Calibration:
+    """Draft log-probabilities → how often such a candidate really was the target's pick.
+
+    A table of log-ratios by rank and draft probability, on the device.
+
+    Args:
+        branch: ranks that are told apart.
+        device: of the table.
+    """
+
+    EDGES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)  # between bins of draft probability
+
+    def __init__(self, branch: int, device: torch.device) -> None:
+        self.edges = torch.tensor(self.EDGES, device=device)
+        self.log_ratio = torch.zeros(branch, len(self.EDGES) + 1, device=device)
+
+    def __call__(self, log_probs: Tensor) -> Tensor:
+        """float32 [B, W, K], best candidate first → calibrated, at most 0."""
+        bins = torch.bucketize(log_probs.exp(), self.edges)  # [B, W, K]
+        rank = torch.arange(log_probs.shape[2], device=log_probs.device)
+        return (log_probs + self.log_ratio[rank, bins]).clamp(max=0.0)
+
+
+class SourceWeights:
+    """What is known of one source: its share beside the sources asked before it, and its worth where it is alone.
+
+    Args:
+        shares: starting share by ``Proposal.index``, see :class:`Mixture`.
+        worth: starting worth by ``Proposal.index``, see :class:`Worth`; ``None``: probabilities are taken as they are.
+        branch: ranks that are told apart.
+        device: of the tables.
+    """
+
+    def __init__(
+        self, shares: Sequence[float], worth: Sequence[float] | None, branch: int, device: torch.device
+    ) -> None:
+        self.mixture = Mixture(shares, device)
+        self.worth = None if worth is None else Worth(worth, branch, device)
+
+    def copy(self) -> SourceWeights:
+        """The same tables in storage of their own, for another session."""
+        return copy.deepcopy(self)

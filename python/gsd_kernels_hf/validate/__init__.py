@@ -3,7 +3,7 @@
 May import :mod:`gsd_kernels` and :mod:`gsd_kernels_hf.model`.
 """
 
-from .inputs import check_length, check_prompt, check_reference
+from .inputs import check_length, check_model_inputs, check_prompt, check_reference
 from .models import check_backend, check_model, check_pair
 from .options import check_arguments, check_generation_config
 
@@ -13,6 +13,7 @@ __all__ = [
     "check_generation_config",
     "check_length",
     "check_model",
+    "check_model_inputs",
     "check_pair",
     "check_prompt",
     "check_reference",

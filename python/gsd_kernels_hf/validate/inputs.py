@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -55,3 +56,12 @@ def check_length(model: PreTrainedModel, name: str, length: int) -> None:
             f"max_new_tokens: prompt and new tokens are {length} positions and the {name} has {limit}; "
             "lower max_new_tokens or shorten the prompt"
         )
+
+
+def check_model_inputs(model_kwargs: Mapping[str, Any]) -> None:
+    """Raise for a filled cache and for embeddings in place of tokens."""
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError("past_key_values: continuing a filled cache is not supported; pass the whole prompt")
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("inputs_embeds: not supported; pass input_ids")

@@ -1,0 +1,164 @@
+"""What a user may ask for, declared once: ``generate``, ``patch``, :class:`GraphDecoder` and the ranks read it here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from gsd_kernels import GraphConfig
+from gsd_kernels.config import resolve_graph_config
+
+from .. import validate
+from ..acceptance.criteria import Typical, check_chain, resolve_criterion, shape_for
+from ..model import properties
+from ..records import Verified
+from ..sources.base import DraftSource
+from ..sources.draft_model import DraftModel
+from ..sources.expansion import Draw
+from ..sources.heads import DraftHeads, Heads
+from ..sources.history import History
+from ..sources.layer_skip import LayerSkip, SkippedLayers
+
+NAMES = ("model", "layer_skip", "heads", "history")
+NEEDS = {
+    "model": "assistant_model, a draft of the same tokenizer",
+    "layer_skip": "assistant_model=LayerSkip(model, …)",
+    "heads": "draft_heads",
+}
+
+
+@dataclass(eq=False)
+class Options:
+    """Options of graph-speculative decoding, checked and resolved when they are made.
+
+    Args:
+        assistant_model: the draft, of the same tokenizer, or a :class:`~gsd_kernels.LayerSkip` of the target. ``None``:
+            plain decoding with the same sampler, unless there is another source.
+        graph_config: ``"auto"`` (the default: the shape of every step follows what steps cost and what has been
+            accepted, see :mod:`gsd_kernels_hf.policy`), ``"chain"``, ``"tree"``, ``"graph"`` or a
+            :class:`~gsd_kernels.GraphConfig`. Clocks differ between the ranks of a tensor-parallel model, where
+            ``"auto"`` is ``"graph"``.
+        seed: 64-bit seed of the sampling noise; ``None`` draws one from torch's generator.
+        backend: of all ops, see :mod:`gsd_kernels.backends`.
+        draft_sources: of ``"model"`` (the draft), ``"layer_skip"``, ``"heads"``, ``"history"`` (the prompt, and what
+            the target picked and nearly picked before), and :class:`~gsd_kernels.DraftSource` objects. ``None``: all
+            that are given and the history, the latter beside a model only where ``graph_config`` has levels for it,
+            as ``"auto"`` has; nothing given is plain decoding. ``("history",)`` speculates without a draft model.
+        draft_heads: :class:`~gsd_kernels.DraftHeads` that were trained for the target.
+        reference_ids: int64 [length] for all sequences or [batch, length], a text that the output may repeat: the file
+            to edit, a retrieved document. The history starts with it; it changes the speed, never the output.
+        criterion: which drafted tokens are accepted when sampling. ``"exact"``: those that the model itself draws.
+            ``"speculative"``: by the ratio of both models' probabilities; still an exact sample, but another one with
+            another draft, and from a chain only. ``"typical"`` or :class:`~gsd_kernels.Typical`: what is likely enough
+            under the model, which changes the output. Greedy output is the same with each.
+        streamer: gets every emitted token (batch 1).
+        observer: called with the :class:`~gsd_kernels_hf.records.Verified` of every step.
+
+    Raises:
+        TypeError, ValueError: an option that cannot be served.
+    """
+
+    assistant_model: PreTrainedModel | LayerSkip | None = None
+    graph_config: GraphConfig | str | None = None
+    _: KW_ONLY
+    seed: int | None = None
+    backend: str = "auto"
+    draft_sources: tuple[str | DraftSource, ...] | None = None
+    draft_heads: DraftHeads | None = None
+    reference_ids: Tensor | None = None
+    criterion: str | Typical = "exact"
+    streamer: BaseStreamer | None = None
+    observer: Callable[[Verified], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.criterion = resolve_criterion(self.criterion)
+        shape = shape_for(self.criterion, self.graph_config)
+        if not isinstance(self.assistant_model, LayerSkip):
+            self.assistant_model = properties.unwrap(self.assistant_model)
+            if self.assistant_model is not None:
+                validate.check_model("assistant_model", self.assistant_model)
+        if self.draft_heads is not None and not isinstance(self.draft_heads, DraftHeads):
+            got = type(self.draft_heads).__name__
+            raise TypeError(f"draft_heads: expected DraftHeads, got {got}; use from_pretrained")
+        self.named = self._names()
+        self.automatic = shape in (None, "auto") and bool(self.named)
+        self.graph_config = GraphConfig() if shape == "auto" else resolve_graph_config(shape)
+        check_chain(self.criterion, self.graph_config, self.draft_sources, self.draft_heads, self.reference_ids)
+        validate.check_backend(self.backend)
+
+    def sources(self, *, automatic: bool, draw: Draw | None = None) -> list[DraftSource]:
+        """The sources of one call, in the order in which they are mixed.
+
+        Args:
+            automatic: whether a policy chooses the shapes. A fixed shape without levels of its own has a history only
+                where it was asked for.
+            draw: takes a draft model's candidates from its logits, see :mod:`gsd_kernels_hf.sources.expansion`.
+
+        Raises:
+            ValueError: ``reference_ids`` without a history that reads them.
+        """
+        without = self.draft_sources is None and self.assistant_model is not None and not automatic
+        without &= self.graph_config.reuse_depth == 0
+        makers: dict[str, Callable[[], DraftSource]] = {
+            "model": lambda: DraftModel(self.assistant_model, draw),
+            "layer_skip": lambda: SkippedLayers(self.assistant_model, draw),
+            "heads": lambda: Heads(self.draft_heads),
+        }
+        found = [make() for name, make in makers.items() if name in self.named]
+        found += [source for source in self.draft_sources or () if isinstance(source, DraftSource)]
+        if "history" in self.named and not without:
+            found.append(History(self.reference_ids))
+        elif self.reference_ids is not None:
+            raise ValueError(
+                "reference_ids: the history reads them, and is not among the draft sources; name it in "
+                "draft_sources, or pass a graph_config with reuse_depth above 0"
+            )
+        return found
+
+    def agreed(self) -> dict[str, object]:
+        """What the ranks of a tensor-parallel model must have been given alike, by name."""
+        names = (
+            "assistant_model",
+            "graph_config",
+            "draft_sources",
+            "draft_heads",
+            "reference_ids",
+            "criterion",
+            "backend",
+        )
+        values = {name: getattr(self, name) for name in names}
+        if isinstance(self.assistant_model, LayerSkip):
+            values["assistant_model"] = self.assistant_model.view
+        return values
+
+    def _names(self) -> tuple[str, ...]:
+        """The sources to use, by name; by default all that there are."""
+        skips = isinstance(self.assistant_model, LayerSkip)
+        there = {
+            "model": self.assistant_model is not None and not skips,
+            "layer_skip": skips,
+            "heads": self.draft_heads is not None,
+        }
+        sources = self.draft_sources
+        if sources is None:
+            given = tuple(name for name, present in there.items() if present)
+            return (*given, "history") if given else ()
+        known = not isinstance(sources, str) and all(s in NAMES or isinstance(s, DraftSource) for s in sources)
+        if not known or not sources:
+            raise ValueError(
+                f"draft_sources: expected a tuple of {', '.join(NAMES)} or DraftSource objects, got {sources!r}"
+            )
+        names = tuple(s.name if isinstance(s, DraftSource) else s for s in sources)
+        if len(set(names)) < len(names):
+            raise ValueError(f"draft_sources: {', '.join(names)} have a name twice; give each source a name of its own")
+        for name, needed in NEEDS.items():
+            if name in names and not there[name]:
+                raise ValueError(f'draft_sources: "{name}" needs {needed}')
+            if there[name] and name not in names:
+                given = needed.partition(",")[0].partition("=")[0]
+                raise ValueError(f'draft_sources: leave out {given}, or name "{name}"')
+        return names

@@ -1,0 +1,95 @@
+"""What a generation hands out: tokens to the streamer, counts to the statistics, and what ``generate`` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from ..acceptance.tokenwise import TokenByToken, check_pick
+from ..records import Verified
+from .request import Request
+from .session import Session
+from .stats import GenerationStats
+
+
+@dataclass
+class GraphGenerateOutput(GenerateDecoderOnlyOutput):
+    """transformers' output with :class:`~gsd_kernels_hf.engine.stats.GenerationStats`; beyond a row's end scores are 0.
+
+    ``past_key_values`` is ``None``: the cache holds graph slots.
+    """
+
+    stats: GenerationStats | None = None
+
+
+class Output:
+    """Everything that leaves one generation.
+
+    Attributes:
+        finished: whether every sequence is done, or the time is over.
+        timed: whether that may depend on a clock.
+        stats: counts so far.
+    """
+
+    def __init__(self, request: Request, session: Session) -> None:
+        self.request, self.session = request, session
+        self.streamer, self.observer = request.options.streamer, request.options.observer
+        self.finished, self.timed = False, bool(request.timers)
+        criterion = session.rule.criterion
+        self.stats = GenerationStats(
+            sequences=request.batch,
+            backend=request.options.backend,
+            criterion=criterion.name,
+            lossless=criterion.lossless,
+        )
+
+    def emit(self, verified: Verified) -> list[int]:
+        """Hand a step's tokens to the streamer: the step's one host read.
+
+        Returns:
+            Tokens of every sequence.
+
+        Raises:
+            ValueError: the target's logits held NaN.
+        """
+        session, state = self.session, self.session.state
+        self.stats.count_step(verified.rows.token_ids.shape[1], session.drafted_rows, plain=verified.graph is None)
+        if self.observer is not None:
+            self.observer(verified)
+        packed = torch.cat([state.done[:, None].int(), state.num_emitted[:, None], state.emitted], 1).tolist()
+        for _, count, *tokens in packed:
+            self.stats.count_accepted(count)
+            for token in tokens[:count]:
+                check_pick(token)
+            if self.streamer is not None:
+                for token in tokens[:count]:
+                    self.streamer.put(torch.tensor([token]))
+        self.finished = all(done for done, *_ in packed)
+        self.finished |= any(bool(torch.as_tensor(timer(state.tokens, None)).any()) for timer in self.request.timers)
+        return [count for _, count, *_ in packed]
+
+    def result(self) -> Tensor | GraphGenerateOutput:
+        """What ``generate`` returns: int64 [batch, length], or transformers' output with the statistics."""
+        session, state, request = self.session, self.session.state, self.request
+        stats = self.stats
+        stats.drafted_nodes, stats.merges, stats.accepted_merges = session.counts.tolist()
+        stats.cache_bytes, stats.seconds = session.cache_bytes, session.clock.finish()
+        if self.streamer is not None:
+            self.streamer.end()
+        rule = session.rule
+        length = rule.final_length if isinstance(rule, TokenByToken) else int(state.out_len.max())
+        unfinished = state.out_len[~state.done]
+        if len(unfinished):  # out of time: no text is padded before its end
+            length = min(length, int(unfinished.min()))
+        sequences = state.tokens[:, :length].to(request.input_ids.device)
+        if not request.as_dict:
+            return sequences
+        steps = length - request.prompt_length
+        kept = {
+            "scores": rule.stacked(rule.scores, steps) if request.keeps_scores else None,
+            "logits": rule.stacked(rule.logits, steps) if request.keeps_logits else None,
+        }
+        return GraphGenerateOutput(sequences=sequences, **kept, stats=stats)

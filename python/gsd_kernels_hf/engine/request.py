@@ -1,0 +1,193 @@
+"""One call of ``generate``, validated once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+
+from .. import validate
+from ..acceptance.criteria import SPECULATIVE
+from ..acceptance.sampling import SamplingPlan, draw_seed
+from ..model import properties
+from ..parallel import honoured
+from .options import NAMES, Options
+
+
+@dataclass
+class Request:
+    """What a call asks for, checked.
+
+    Attributes:
+        options: the user's.
+        model: the target, unwrapped.
+        device: where it takes its input.
+        input_ids: int64 [B, P], left-padded.
+        attention_mask: [B, P] or ``None``.
+        generation_config: transformers' options.
+        plan: processors and fused warpers.
+        seed: of the sampling noise; 0 where nothing is random.
+        given_seed: what the user gave.
+        eos_ids: end-of-text tokens.
+        room: tokens that may be emitted.
+        timers: stopping criteria that depend on a clock, asked once a step.
+        criteria: all other stopping criteria, asked once a token.
+        pads_finished: whether a sequence that ended is padded while others go on.
+    """
+
+    options: Options
+    model: PreTrainedModel
+    device: torch.device
+    input_ids: Tensor
+    attention_mask: Tensor | None
+    generation_config: GenerationConfig
+    plan: SamplingPlan
+    seed: int
+    given_seed: int | None
+    eos_ids: set[int]
+    room: int
+    timers: list[Callable[..., Any]]
+    criteria: list[Callable[..., Any]]
+    pads_finished: bool
+
+    @classmethod
+    def of(
+        cls,
+        options: Options,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        seed: int | None,
+        model_kwargs: Mapping[str, Any],
+    ) -> Request:
+        """Check all that transformers hands to a custom decoding function.
+
+        Raises:
+            TypeError, ValueError: something cannot be served; nothing was changed.
+        """
+        model, prompt = properties.unwrap(model), input_ids.shape[1]
+        attention_mask = model_kwargs.get("attention_mask")
+        validate.check_model("model", model)
+        for source in options.sources(automatic=True):
+            source.check(model)
+        validate.check_generation_config(generation_config)
+        validate.check_model_inputs(model_kwargs)
+        vocabulary = properties.vocabulary(model)
+        validate.check_prompt(input_ids, attention_mask, vocabulary)
+        if options.reference_ids is not None:
+            validate.check_reference(options.reference_ids, input_ids.shape[0], vocabulary)
+        if options.streamer is not None and input_ids.shape[0] > 1:
+            raise ValueError(f"streamer: streams one sequence, got a batch of {input_ids.shape[0]}")
+        samples = bool(generation_config.do_sample)
+        plan = SamplingPlan.of(logits_processor, samples)
+        given = options.seed if seed is None else seed
+        seed_value = draw_seed(given) if samples else 0
+        eos_ids, room, timers, criteria = split_criteria(stopping_criteria, prompt)
+        for name, m in (("target", model), *(("draft", m) for m in drafts_of(options).values())):
+            validate.check_length(m, name, prompt + room)
+        return cls(
+            options,
+            model,
+            properties.device_of(model),
+            input_ids,
+            attention_mask,
+            generation_config,
+            plan,
+            seed_value,
+            given if samples else None,
+            eos_ids,
+            room,
+            timers,
+            criteria,
+            pads_finished=any(hasattr(c, "eos_token_id") for c in stopping_criteria),
+        )
+
+    @property
+    def batch(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def prompt_length(self) -> int:
+        return self.input_ids.shape[1]
+
+    @property
+    def as_dict(self) -> bool:
+        return bool(self.generation_config.return_dict_in_generate)
+
+    @property
+    def keeps_scores(self) -> bool:
+        return self.as_dict and bool(self.generation_config.output_scores)
+
+    @property
+    def keeps_logits(self) -> bool:
+        return self.as_dict and bool(self.generation_config.output_logits)
+
+    @property
+    def per_token(self) -> bool:
+        """Whether something is called for every token on the host."""
+        return bool(self.plan.processors or self.criteria or self.keeps_scores or self.keeps_logits)
+
+    @property
+    def draws_from_draft(self) -> bool:
+        """Whether the draft's own samples are verified, as speculative sampling does."""
+        return self.options.criterion == SPECULATIVE and self.plan.temperature > 0 and bool(self.options.named)
+
+    @property
+    def models(self) -> dict[str, PreTrainedModel]:
+        """The target and the models of all sources, by the name that an error calls them."""
+        return {"model": self.model, **drafts_of(self.options)}
+
+    def agreed(self) -> dict[str, object]:
+        """What the ranks of a tensor-parallel model must have been given alike, by name."""
+        return {
+            "model": self.model,
+            "prompt": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "seed": self.given_seed,
+            **self.options.agreed(),
+            **honoured(self.generation_config),
+        }
+
+
+def drafts_of(options: Options) -> dict[str, PreTrainedModel]:
+    """The models that sources forward, besides the target, by the name that an error calls them."""
+    found = {}
+    for source in options.sources(automatic=True):
+        for model in source.models:
+            found["assistant_model" if source.name in NAMES else f"draft_sources: {source.name}"] = model
+    return found
+
+
+def split_criteria(
+    criteria: Sequence[Callable[..., Any]], prompt_length: int
+) -> tuple[set[int], int, list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """Stopping criteria → (end-of-text ids, token budget, timers checked once a step, the others: once a token).
+
+    Raises:
+        ValueError: nothing bounds the length.
+    """
+    eos_ids: set[int] = set()
+    budgets: list[int] = []
+    timers: list[Callable[..., Any]] = []
+    others: list[Callable[..., Any]] = []
+    for criterion in criteria:
+        if type(criterion) is EosTokenCriteria:
+            eos_ids |= {int(t) for t in criterion.eos_token_id.tolist() if t >= 0}
+        elif type(criterion) is MaxLengthCriteria:
+            budgets.append(criterion.max_length - prompt_length)
+        elif type(criterion) is MaxTimeCriteria:
+            timers.append(criterion)
+        else:
+            others.append(criterion)
+    if not budgets:
+        raise ValueError("max_new_tokens: needed, since the cache is allocated before generation; also max_length")
+    if min(budgets) < 1:
+        raise ValueError(f"max_length: leaves no room after a prompt of {prompt_length} tokens; raise it")
+    return eos_ids, min(budgets), timers, others

@@ -1,0 +1,211 @@
+"""What flows through the corridor of one generation: where the text stands, what keys its noise, what a step verified.
+
+May import :mod:`gsd_kernels` only; every room may import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gsd_kernels import Acceptance, Rows, TokenGraph, draft_candidates, perturb_candidates, sample_rows
+from gsd_kernels.config import MAX_CONTEXT
+from gsd_kernels.ops.sampling.reference import is_off, warp
+
+Candidates = tuple[Tensor, Tensor]
+"""Tokens int32 and log-probabilities float32 [B, W, K], best first; −1 and −inf for none."""
+
+NO_NODE = -2  # neither a node nor a frontier's padding
+
+At = tuple[slice, slice]
+EVERY: At = (slice(None), slice(None))
+
+
+@dataclass
+class DecodeState:
+    """Where every sequence stands; static shapes, on the target's device. The last token is the next root."""
+
+    tokens: Tensor  # int64 [B, S]; padded prompt, then emitted tokens
+    out_len: Tensor  # int32 [B]; tokens so far, left padding included
+    kv_start: Tensor  # int32 [B]; left padding
+    remaining: Tensor  # int32 [B]; tokens that may still be emitted
+    done: Tensor  # bool [B]
+    emitted: Tensor  # int32 [B, E]; what the last step emitted, first token first
+    num_emitted: Tensor  # int32 [B]
+
+    @classmethod
+    def of_prompt(
+        cls, input_ids: Tensor, attention_mask: Tensor | None, *, room: int, width: int, pad: int, device: torch.device
+    ) -> DecodeState:
+        """The state before the first step.
+
+        Args:
+            input_ids: int64 [B, P], left-padded.
+            attention_mask: [B, P], 0 for padding; ``None`` for none.
+            room: tokens that may be emitted.
+            width: the most tokens that one step emits.
+            pad: the token behind a text's end.
+            device: the target's.
+        """
+        batch, prompt = input_ids.shape
+        tokens = torch.full((batch, prompt + room + width), pad, dtype=torch.int64, device=device)
+        tokens[:, :prompt] = input_ids.to(device)
+
+        def per_sequence(value: int) -> Tensor:
+            return torch.full((batch,), value, dtype=torch.int32, device=device)
+
+        kv_start = per_sequence(0)
+        if attention_mask is not None:
+            kv_start = (prompt - attention_mask.to(device).long().sum(1)).to(torch.int32)
+        return cls(
+            tokens=tokens,
+            out_len=per_sequence(prompt),
+            kv_start=kv_start,
+            remaining=per_sequence(room),
+            done=torch.zeros(batch, dtype=torch.bool, device=device),
+            emitted=torch.zeros(batch, width, dtype=torch.int32, device=device),
+            num_emitted=per_sequence(0),
+        )
+
+    def root_tokens(self) -> Tensor:
+        """The last token of every sequence, int64 [B]."""
+        return self.tokens.gather(1, self.out_len[:, None].long() - 1).squeeze(1)
+
+    def tail(self) -> Tensor:
+        """The tokens before the root, nearest first, −1 where the text begins: int32 [B, C]."""
+        place = self.out_len[:, None].long() - 2 - torch.arange(MAX_CONTEXT, device=self.tokens.device)
+        tail = self.tokens.gather(1, place.clamp(min=0))
+        return torch.where(place >= self.kv_start[:, None], tail, -1).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What a draw depends on besides logits and position, and the backend of the ops that draw.
+
+    Attributes:
+        seed: int64 [], of the noise.
+        sequence_ids: int32 [B], row in the batch, which keys the noise too.
+        warpers: ``temperature`` (0 is greedy), ``top_k``, ``top_p``, ``min_p``.
+        backend: of the ops, see :mod:`gsd_kernels.backends`.
+    """
+
+    seed: Tensor
+    sequence_ids: Tensor
+    warpers: Mapping[str, float]
+    backend: str = "auto"
+
+    @property
+    def greedy(self) -> bool:
+        return is_off(self.warpers["temperature"], 0.0)
+
+    def on(self, device: torch.device) -> Sampler:
+        """The same draws on another device."""
+        return replace(self, seed=self.seed.to(device), sequence_ids=self.sequence_ids.to(device))
+
+    def pick(self, logits: Tensor, positions: Tensor, at: At = EVERY) -> Tensor:
+        """The target's own token after each row, see :func:`gsd_kernels.sample_rows`.
+
+        Args:
+            logits: float [b, r, V], of the sequences and rows ``at``.
+            positions: int32 [b, r], index of the token being picked.
+            at: which sequences and rows these are.
+
+        Returns:
+            int32 [b, r]; −1 where the logits hold NaN.
+        """
+        here = self.on(logits.device)
+        return sample_rows(
+            logits,
+            positions,
+            seed=here.seed,
+            sequence_ids=here.sequence_ids[at[0]],
+            backend=self.backend,
+            **self.warpers,
+        )
+
+    def candidates(self, logits: Tensor, positions: Tensor, branch: int) -> Candidates:
+        """The ``branch`` tokens that the target most likely picks, by a draft's logits [B, W, V]."""
+        here = self.on(logits.device)
+        return draft_candidates(
+            logits,
+            positions.to(logits.device, torch.int32),
+            branch=branch,
+            seed=here.seed,
+            sequence_ids=here.sequence_ids,
+            backend=self.backend,
+            **self.warpers,
+        )
+
+    def perturb(self, tokens: Tensor, log_probs: Tensor, positions: Tensor) -> Tensor:
+        """Log-probabilities of remembered candidates [B, W, K] with the noise of their positions [B, W]."""
+        if self.greedy:
+            return log_probs
+        return perturb_candidates(
+            tokens, log_probs, positions, seed=self.seed, sequence_ids=self.sequence_ids, backend=self.backend
+        )
+
+    def log_probs(self, logits: Tensor) -> Tensor:
+        """The distribution after temperature, top-k, top-p and min-p: float32 [..., V]. Greedy: of the logits."""
+        logits = logits.float()
+        return (logits if self.greedy else warp(logits, **self.warpers)).log_softmax(-1)
+
+
+@dataclass
+class Verified:
+    """One verified step, for sources, policy, ranks, statistics and observers. Valid until the next step.
+
+    Attributes:
+        graph: what was drafted; ``None`` where nothing was.
+        rows: the graph unrolled, R rows.
+        logits: float [B, R, V], the target's at every row.
+        hidden: [B, R, D], what the target's output matrix read, where a source needs it.
+        accepted: the path of rows that was accepted, P rows at most, and the bonus token.
+        tail: int32 [B, C], the tokens before the root, nearest first, −1 where the text begins.
+        tokens: int32 [B, P], the token emitted after each accepted row; 0 beyond ``accepted.num_accepted``.
+        nodes: int32 [B, P], the graph node of each accepted row; :data:`NO_NODE` for none.
+    """
+
+    graph: TokenGraph | None
+    rows: Rows
+    logits: Tensor
+    hidden: Tensor | None
+    accepted: Acceptance
+    tail: Tensor
+    tokens: Tensor
+    nodes: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        graph: TokenGraph | None,
+        rows: Rows,
+        logits: Tensor,
+        hidden: Tensor | None,
+        accepted: Acceptance,
+        tail: Tensor,
+    ) -> Verified:
+        """The record of a step; each accepted node and emitted token is looked up here, once."""
+        path = accepted.accepted_rows  # [B, P]
+        after = torch.nn.functional.pad(path[:, 1:], (0, 1), value=-1)
+        drafted = rows.token_ids.gather(1, after.clamp(min=0).long())
+        place, count = torch.arange(path.shape[1], device=path.device), accepted.num_accepted[:, None]
+        tokens = torch.where(place == count - 1, accepted.next_token[:, None], drafted)
+        nodes = rows.node_ids.gather(1, path.clamp(min=0).long())
+        return cls(
+            graph,
+            rows,
+            logits,
+            hidden,
+            accepted,
+            tail,
+            tokens=torch.where(place < count, tokens, 0),
+            nodes=torch.where(path >= 0, nodes, NO_NODE),
+        )
+
+    def last_rows(self) -> Tensor:
+        """The row whose pick is the next root, int64 [B]; 0 for a finished sequence."""
+        last = (self.accepted.num_accepted[:, None].long() - 1).clamp(min=0)
+        return self.accepted.accepted_rows.gather(1, last).clamp(min=0).squeeze(1).long()

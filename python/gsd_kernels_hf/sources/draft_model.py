@@ -1,0 +1,90 @@
+"""A small model of the same tokenizer as the draft."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from gsd_kernels import GraphConfig
+from gsd_kernels.graph import pack_bits
+
+from .. import validate
+from ..model.runner import RowModel
+from .base import Text
+from .expansion import Draw, Expansion
+
+
+class DraftModel(Expansion):
+    """A draft model with a cache of its own.
+
+    The cache stays exact: level 0 feeds the newly emitted tokens as a chain, rather than keep keys and values that
+    were computed in another path's context.
+
+    Args:
+        model: the draft.
+        draw: see :class:`~gsd_kernels_hf.sources.expansion.Expansion`.
+    """
+
+    name = "model"
+
+    def __init__(self, model: PreTrainedModel, draw: Draw | None = None) -> None:
+        super().__init__(draw)
+        self.models = (model,)
+
+    def check(self, target: PreTrainedModel) -> None:
+        """Raise unless both read the same tokens."""
+        validate.check_pair(target, self.models[0])
+
+    def row_model(self, text: Text) -> RowModel:
+        return text.rows_of(self.models[0])
+
+    def begin(self, text: Text) -> None:
+        super().begin(text)
+        self.text = text
+        self.unread = True  # a draft that does not pay reads no prompt
+        self.cached = self.state.out_len - 1  # int32 [B]; tokens in the draft's cache, left padding included
+
+    def num_rows(self, config: GraphConfig) -> int:
+        return config.draft_rows if config.depth > 0 else 0
+
+    def prepare(self, config: GraphConfig) -> None:
+        """Cache the prompt and what other shapes' steps emitted, until at most a step's tokens are new."""
+        super().prepare(config)
+        if config.depth == 0:
+            return
+        if self.unread:
+            self.text.read_prompt(self.rows)
+            self.unread = False
+        while int((self.state.out_len - self.cached).max()) > config.chain_rows:
+            # Every root is left for level 0, whose logits follow it.
+            self.feed(self.state.out_len - 1, config.chain_rows)
+
+    def root_logits(self, config: GraphConfig) -> Tensor:
+        return self.feed(self.state.out_len, config.chain_rows)
+
+    def feed(self, end: Tensor, width: int) -> Tensor:
+        """Cache up to ``width`` tokens before ``end`` [B] as a chain; logits after the last, [B, 1, V].
+
+        The chain is right-aligned, so that its end is the last row; padding rows write above it.
+        """
+        state = self.state
+        count = (end - self.cached).clamp(max=width)  # [B]
+        row = torch.arange(width, device=state.tokens.device)
+        link = row - (width - count[:, None])  # [B, E]; place in the chain, negative for padding
+        real = link >= 0
+        tokens = state.tokens.gather(1, (self.cached[:, None] + link.clamp(min=0)).long())
+        slots = torch.where(real, link, count[:, None] + row)
+        before = row <= torch.where(real, link, -1)[:, :, None]  # [B, E, E]
+        mask = pack_bits(before | (row == slots[:, :, None]))
+        logits = self.rows.rows(
+            torch.where(real, tokens, 0),
+            self.cached,
+            slots,
+            mask,
+            link.clamp(min=0).to(torch.int32),
+            row.to(torch.int32).expand_as(slots),
+            keep=1,
+        )
+        self.cached.add_(count)
+        return logits

@@ -1,0 +1,224 @@
+"""Growing the token graph from all sources, and learning what each is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gsd_kernels import Frontier, GraphConfig, TokenGraph, merge, mix_candidates
+
+from ..records import Candidates, DecodeState, Verified
+from .base import DraftSource, Level, Proposal, Text
+from .weights import Calibration, SourceWeights
+
+
+@dataclass
+class Drafted:
+    """What the sources proposed at one level."""
+
+    node_ids: Tensor  # int32 [B, W]
+    candidates: Candidates | None = None  # of all sources together, before calibration
+    costs_forward: bool = False  # whether a source that forwards a model had a say
+    proposals: dict[str, Proposal] = field(default_factory=dict)  # by source
+    before: dict[str, Candidates] = field(default_factory=dict)  # by source: what it was mixed into
+    free: str | None = None  # the last source that costs no forward
+
+
+@dataclass
+class Storage:
+    """What a shape needs, made at its first use."""
+
+    graph: TokenGraph
+    levels: list[Drafted] = field(default_factory=list)  # of the last step
+
+
+class Drafter:
+    """Folds over the sources level by level, and knows of them what :class:`DraftSource` declares.
+
+    Sources that forward a model expand the first ``depth`` levels; where others are there, ``reuse_depth`` more levels
+    cost nothing. At every level P = (1 − w) · P(sources so far) + w · P(next source), with learned w.
+
+    Args:
+        sources: in the order in which they are mixed; already begun.
+        weights: of each source, by name; updated in place.
+        state: of the text.
+        backend: of the ops.
+    """
+
+    def __init__(
+        self, sources: Sequence[DraftSource], weights: dict[str, SourceWeights], state: DecodeState, backend: str
+    ) -> None:
+        self.sources, self.weights, self.state, self.backend = tuple(sources), weights, state, backend
+        self.has_free = not all(source.costs_forward for source in sources)
+        self.calibration: Calibration | None = None
+        self.shapes: dict[GraphConfig, Storage] = {}
+        self.current: Storage | None = None
+
+    def begin(self, text: Text) -> None:
+        """Start all sources on a new batch of texts."""
+        for source in self.sources:
+            source.begin(text)
+
+    def prepare(self, config: GraphConfig) -> None:
+        """Before the first step of ``config``: make its storage, let sources catch up (may wait for the device)."""
+        if config not in self.shapes:
+            graph = TokenGraph.empty(self.state.tokens.shape[0], config, self.state.tokens.device)
+            self.shapes[config] = Storage(graph)
+        self.current = self.shapes[config]
+        for source in self.sources:
+            source.prepare(config)
+
+    def num_rows(self, config: GraphConfig) -> int:
+        """Rows that the sources forward in a step."""
+        return sum(source.num_rows(config) for source in self.sources)
+
+    def draft(self, config: GraphConfig) -> TokenGraph:
+        """draft + merge, once a level."""
+        assert self.current is not None, "prepare(config) comes first"
+        state, graph, levels = self.state, self.current.graph, []
+        graph.reset(state.root_tokens(), state.tail())
+        first_pick = (state.out_len - state.kv_start)[:, None]  # [B, 1]; index of the token after the root
+        frontier = Frontier(graph.root_frontier(), graph.token_ids[:, :1], graph.depths[:, :1], graph.ancestor_mask)
+        for number in range(config.depth + (config.reuse_depth if self.has_free else 0)):
+            level = Level(number, config, graph, frontier, first_pick + frontier.depths)
+            drafted = self.propose(level)
+            levels.append(drafted)
+            tokens, log_probs = drafted.candidates
+            if self.calibration is not None and drafted.costs_forward:
+                log_probs = self.calibration(log_probs)
+            frontier = merge(
+                graph,
+                frontier.node_ids,
+                tokens,
+                log_probs,
+                level=number,
+                width=config.width if number + 1 < config.depth else config.reuse_width,
+                merge_context=config.merge_context,
+                log_sibling_ratio=config.log_sibling_ratio,
+                log_min_prob=config.log_min_prob,
+                backend=self.backend,
+            )
+        self.current.levels = levels
+        return graph
+
+    def propose(self, level: Level) -> Drafted:
+        """The candidates of all sources after every frontier node."""
+        drafted, found = Drafted(level.frontier.node_ids), None
+        for source in self.sources:
+            proposal = source.propose(level)
+            if proposal is None:
+                continue
+            proposal = drafted.proposals[source.name] = fitted(proposal, level)
+            if source.costs_forward:
+                drafted.costs_forward = True
+            else:
+                drafted.free = source.name
+            if found is None:
+                found = self.alone(source.name, proposal)
+            else:
+                drafted.before[source.name] = found
+                share = self.weights[source.name].mixture.of(proposal.index)  # [B, W]
+                found = mix_candidates(*found, *proposal.candidates, share, backend=self.backend)
+        drafted.candidates = nothing(level) if found is None else found
+        return drafted
+
+    def alone(self, name: str, proposal: Proposal) -> Candidates:
+        """What a source proposes where it is not mixed with others, by its worth."""
+        worth = self.weights[name].worth
+        if worth is None:
+            return proposal.candidates
+        return proposal.tokens, worth(proposal.log_probs, proposal.index)
+
+    def observe(self, verified: Verified) -> None:
+        """Let every source learn from a step, and learn how much probability each gave to the emitted tokens."""
+        for source in self.sources:
+            source.observe(verified)
+        if verified.graph is None or self.current is None:
+            return
+        picked = verified.tokens[..., None]  # [B, P, 1]
+        for source in self.sources:
+            weights, name = self.weights[source.name], source.name
+            mixed = [d for d in self.current.levels if name in d.before]
+            if mixed:
+                at = Lookup.of([d.node_ids for d in mixed], verified.nodes)
+                first, other = (
+                    (at.take([c[0] for c in found]).eq(picked) * at.take([c[1] for c in found]).exp()).sum(-1)
+                    for found in ([d.before[name] for d in mixed], [d.proposals[name].candidates for d in mixed])
+                )
+                weights.mixture.learn(at.take([d.proposals[name].index for d in mixed]), first, other, at.found)
+            asked = [d for d in self.current.levels if name in d.proposals]
+            if weights.worth is not None and asked:
+                at = Lookup.of([d.node_ids for d in asked], verified.nodes)
+                tokens, log_probs, index = (
+                    at.take([getattr(d.proposals[name], part) for d in asked])
+                    for part in ("tokens", "log_probs", "index")
+                )
+                weights.worth.learn(log_probs, index, tokens == picked, at.found)
+
+    def profile(self, verified: Verified) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        """How probable the sources held the candidates of each accepted node, and which of them the target picked.
+
+        ``"all"``: of levels where a model was forwarded, all sources together, before calibration; ``"free"``: of
+        these levels the last source that costs no forward, and of other levels all sources.
+
+        Returns:
+            By name: probabilities float32 [B, P, K], hits bool [B, P, K], and which nodes were expanded, bool [B, P].
+        """
+        groups: dict[str, list[tuple[Tensor, Candidates]]] = {"all": [], "free": []}
+        for drafted in self.current.levels if self.current is not None else []:
+            if not drafted.costs_forward:
+                groups["free"].append((drafted.node_ids, drafted.candidates))
+                continue
+            groups["all"].append((drafted.node_ids, drafted.candidates))
+            if drafted.free is not None:
+                groups["free"].append((drafted.node_ids, self.alone(drafted.free, drafted.proposals[drafted.free])))
+        found = {}
+        for name, group in groups.items():
+            if group:
+                at = Lookup.of([node_ids for node_ids, _ in group], verified.nodes)
+                hits = at.take([tokens for _, (tokens, _) in group]) == verified.tokens[..., None]
+                found[name] = (at.take([log_probs for _, (_, log_probs) in group]).exp(), hits, at.found)
+        return found
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Where nodes were expanded: an index into the levels' entries, side by side."""
+
+    index: Tensor  # int64 [B, P]
+    found: Tensor  # bool [B, P]
+
+    @classmethod
+    def of(cls, node_ids: list[Tensor], nodes: Tensor) -> Lookup:
+        """Of ``nodes``, int32 [B, P], among the levels' expanded nodes, int32 [B, W] each."""
+        same = torch.cat(node_ids, 1)[:, None, :] == nodes[:, :, None]  # [B, P, E]
+        return cls(same.int().argmax(-1), same.any(-1))
+
+    def take(self, entries: list[Tensor]) -> Tensor:
+        """Of [B, W] or [B, W, K] of every level what belongs to the nodes: [B, P] or [B, P, K]."""
+        whole = torch.cat(entries, 1)
+        if whole.dim() == 2:
+            return whole.gather(1, self.index)
+        return whole.gather(1, self.index[..., None].expand(-1, -1, whole.shape[2]))
+
+
+def fitted(proposal: Proposal, level: Level) -> Proposal:
+    """The proposal with as many candidates as the graph's branch, and an index."""
+    tokens, log_probs, index = proposal.tokens, proposal.log_probs, proposal.index
+    short = level.graph.branch - tokens.shape[2]
+    if short:
+        tokens, log_probs = pad(tokens, (0, short), value=-1), pad(log_probs, (0, short), value=-torch.inf)
+    if index is None:
+        index = torch.zeros_like(level.frontier.node_ids)
+    return Proposal(tokens.to(torch.int32), log_probs.float(), index)
+
+
+def nothing(level: Level) -> Candidates:
+    """No candidate after any frontier node."""
+    batch, width = level.frontier.node_ids.shape
+    tokens = torch.full((batch, width, level.graph.branch), -1, dtype=torch.int32, device=level.positions.device)
+    return tokens, torch.full_like(tokens, -torch.inf, dtype=torch.float32)

@@ -1,0 +1,79 @@
+"""Expanding the frontier level by level with a forward of a model: what a draft model and layer skipping share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gsd_kernels import GraphConfig
+
+from ..model.runner import RowModel
+from ..records import Candidates
+from .base import DraftSource, Level, Proposal, Text
+
+Draw = Callable[[int, Tensor, Tensor], Candidates]
+"""(level, draft logits [B, W, V], positions int32 [B, W]) → candidates."""
+
+
+class Expansion(DraftSource):
+    """One forward a level over the frontier nodes, whose keys and values stay in slots behind the prefix.
+
+    Args:
+        draw: takes the candidates from the logits, in place of the ``branch`` best ones.
+    """
+
+    costs_forward = True
+
+    def __init__(self, draw: Draw | None = None) -> None:
+        self.draw = draw
+
+    def begin(self, text: Text) -> None:
+        self.state, self.rows = text.state, self.row_model(text)
+        self.vocab_size = min(text.target.vocab_size, self.rows.vocab_size)
+        self.sampler = text.sampler.on(self.rows.device)
+        self.slot_depths: dict[GraphConfig, Tensor] = {}
+
+    def row_model(self, text: Text) -> RowModel:
+        """The model that is forwarded, with its cache."""
+        raise NotImplementedError
+
+    def root_logits(self, config: GraphConfig) -> Tensor:
+        """Forward what is new up to the root; logits after it, [B, 1, V]."""
+        raise NotImplementedError
+
+    def prepare(self, config: GraphConfig) -> None:
+        """Make the storage of a shape: the depth of the node in each slot, counted from the root's children."""
+        if config.depth > 0 and config not in self.slot_depths:
+            batch, device = self.state.tokens.shape[0], self.state.tokens.device
+            self.slot_depths[config] = torch.zeros(batch, config.draft_slots, dtype=torch.int32, device=device)
+
+    def propose(self, level: Level) -> Proposal | None:
+        """One forward over the frontier; nothing beyond ``depth`` levels."""
+        config, frontier = level.config, level.frontier
+        if level.number >= config.depth:
+            return None
+        if level.number == 0:
+            logits = self.root_logits(config)
+        else:
+            first = (level.number - 1) * config.width
+            slots = first + torch.arange(config.width, device=self.state.tokens.device)
+            slot_depths = self.slot_depths[config]
+            slot_depths[:, first : first + config.width] = frontier.depths - 1
+            logits = self.rows.rows(
+                frontier.token_ids,
+                self.state.out_len,  # the root lies in the prefix
+                slots,
+                frontier.ancestor_mask,
+                frontier.depths - 1,
+                slot_depths,
+                keep=config.width,
+            )
+        logits, positions = logits[..., : self.vocab_size], level.positions.to(logits.device, torch.int32)
+        if self.draw is not None:
+            tokens, log_probs = self.draw(level.number, logits, positions)
+        else:
+            tokens, log_probs = self.sampler.candidates(logits, positions, config.branch)
+        device = self.state.tokens.device
+        return Proposal(tokens.to(device, non_blocking=True), log_probs.to(device, non_blocking=True))
