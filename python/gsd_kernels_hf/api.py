@@ -20,6 +20,7 @@ from . import validate
 from .acceptance.criteria import Typical
 from .acceptance.sampling import draw_seed
 from .engine.decoder import GraphDecoder
+from .engine.engine import Engines
 from .engine.output import GraphGenerateOutput
 from .engine.request import drafts_of
 from .engine.stats import GenerationStats
@@ -117,6 +118,9 @@ def generate(
         own = StopStringCriteria(stop_strings=merged.stop_strings, tokenizer=tokenizer)
         stopping_criteria = StoppingCriteriaList([*(stopping_criteria or []), own])
         kwargs["stop_strings"] = None
+    handle = getattr(model, _PATCH, None)
+    if handle is not None:
+        decoder.engines = handle.engines
     output = type(model).generate(
         model,
         inputs,
@@ -125,7 +129,6 @@ def generate(
         custom_generate=decoder,
         **kwargs,
     )
-    handle = getattr(model, _PATCH, None)
     if handle is not None and decoder.stats is not None:
         handle.stats = decoder.stats
     return output
@@ -136,12 +139,22 @@ def _without_prompt(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class Patch(threading.local):
-    """What :func:`patch` returns. ``stats`` is the last call's, of the asking thread."""
+    """What :func:`patch` returns; it keeps caches, captured steps and what was learned for later calls.
 
-    def __init__(self, model: PreTrainedModel, switched: list[PreTrainedModel]) -> None:
+    Attributes:
+        stats: of the last call of the asking thread.
+        engines: what is kept, see :mod:`gsd_kernels_hf.engine.engine`; :meth:`clear` returns it.
+    """
+
+    def __init__(self, model: PreTrainedModel, switched: list[PreTrainedModel], engines: Engines) -> None:
         self.model = model
         self.switched = switched
+        self.engines = engines
         self.stats: GenerationStats | None = None
+
+    def clear(self) -> None:
+        """Forget what was learned, and return the memory of caches and captured steps."""
+        self.engines.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copied or pickled model is not patched
@@ -229,7 +242,7 @@ def patch(
         "tokenizer": tokenizer,
     }
 
-    handle = Patch(inner, models)
+    handle = Patch(inner, models, Engines(keeps_sessions=True))
     inner.__dict__[_PATCH] = handle
     inner.__dict__["generate"] = _Accelerated(inner, defaults)
     return handle

@@ -37,38 +37,43 @@ class DecodeState:
     num_emitted: Tensor  # int32 [B]
 
     @classmethod
-    def of_prompt(
-        cls, input_ids: Tensor, attention_mask: Tensor | None, *, room: int, width: int, pad: int, device: torch.device
-    ) -> DecodeState:
-        """The state before the first step.
+    def empty(cls, batch: int, length: int, width: int, device: torch.device) -> DecodeState:
+        """Storage for ``length`` tokens a sequence and ``width`` tokens a step."""
+
+        def per_sequence(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(batch, *shape, dtype=dtype, device=device)
+
+        return cls(
+            tokens=per_sequence(length, dtype=torch.int64),
+            out_len=per_sequence(),
+            kv_start=per_sequence(),
+            remaining=per_sequence(),
+            done=per_sequence(dtype=torch.bool),
+            emitted=per_sequence(width),
+            num_emitted=per_sequence(),
+        )
+
+    def restart(self, input_ids: Tensor, kv_start: Tensor, room: int, pad: int) -> None:
+        """Begin a text, in place.
 
         Args:
             input_ids: int64 [B, P], left-padded.
-            attention_mask: [B, P], 0 for padding; ``None`` for none.
+            kv_start: int32 [B], padding.
             room: tokens that may be emitted.
-            width: the most tokens that one step emits.
             pad: the token behind a text's end.
-            device: the target's.
         """
-        batch, prompt = input_ids.shape
-        tokens = torch.full((batch, prompt + room + width), pad, dtype=torch.int64, device=device)
-        tokens[:, :prompt] = input_ids.to(device)
+        prompt = input_ids.shape[1]
+        self.tokens.fill_(pad)
+        self.tokens[:, :prompt] = input_ids
+        self.out_len.fill_(prompt)
+        self.kv_start.copy_(kv_start)
+        self.remaining.fill_(room)
+        for tensor in (self.done, self.emitted, self.num_emitted):
+            tensor.zero_()
 
-        def per_sequence(value: int) -> Tensor:
-            return torch.full((batch,), value, dtype=torch.int32, device=device)
-
-        kv_start = per_sequence(0)
-        if attention_mask is not None:
-            kv_start = (prompt - attention_mask.to(device).long().sum(1)).to(torch.int32)
-        return cls(
-            tokens=tokens,
-            out_len=per_sequence(prompt),
-            kv_start=kv_start,
-            remaining=per_sequence(room),
-            done=torch.zeros(batch, dtype=torch.bool, device=device),
-            emitted=torch.zeros(batch, width, dtype=torch.int32, device=device),
-            num_emitted=per_sequence(0),
-        )
+    def grow(self, length: int) -> None:
+        """Make room for ``length`` tokens a sequence; the text must be begun anew."""
+        self.tokens = self.tokens.new_zeros(self.tokens.shape[0], length)
 
     def root_tokens(self) -> Tensor:
         """The last token of every sequence, int64 [B]."""

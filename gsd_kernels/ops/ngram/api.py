@@ -89,6 +89,12 @@ class NgramTable:
             ways=ways,
         )
 
+    def clear(self) -> None:
+        """Forget everything, in place."""
+        self.keys.zero_()
+        self.tokens.fill_(-1)
+        self.log_probs.zero_()
+
     def check_contexts(self, contexts: Tensor) -> None:
         """Raise unless ``contexts`` is int32 [B, *, C], C ≥ max_context, on the table's device."""
         check_tensor("contexts", contexts, (self.keys.shape[0], None, None), (torch.int32,), self.keys.device)

@@ -23,12 +23,16 @@ WARM_STEPS = 2
 
 def stepping(session: Session) -> Callable[[], Verified]:
     """What runs a step: replayed from CUDA graphs where that is possible."""
-    return CapturedStep(session) if can_capture(session) else session.step
+    if not can_capture(session):
+        return session.step
+    if session.captured is None:
+        session.captured = CapturedStep(session)
+    return session.captured
 
 
 def can_capture(session: Session) -> bool:
     """Whether all models lie on one GPU of their own, and nothing in a step waits for the host."""
-    if not (session.alone and session.rule.on_device):
+    if not (session.kind.alone and session.rule.on_device):
         return False
     models = [rows.model for rows in session.row_models]
     devices = {parameter.device for model in models for parameter in model.parameters()}

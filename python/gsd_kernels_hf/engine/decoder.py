@@ -8,17 +8,16 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from ..acceptance.criteria import ChainProposal, warn_lossy
+from ..acceptance.criteria import warn_lossy
 from ..model.attention import switched
 from ..parallel import ranks_of
 from ..policy.auto import automatic
 from ..policy.fixed import Fixed
-from .engine import Learned, engine_of
+from .engine import Engines, Learned, engines_of
 from .loop import Policy, decode
 from .options import Options
 from .output import GraphGenerateOutput, Output
 from .request import Request
-from .session import Session
 from .stats import GenerationStats
 
 
@@ -31,9 +30,11 @@ class GraphDecoder(Options):
 
     Attributes:
         stats: of the last call.
+        engines: what outlives a call; ``None``: see :func:`~gsd_kernels_hf.engine.engine.engines_of`.
     """
 
     stats: GenerationStats | None = None
+    engines: Engines | None = None
 
     @torch.no_grad()
     def __call__(
@@ -57,25 +58,24 @@ class GraphDecoder(Options):
     def _decode(self, request: Request) -> Tensor | GraphGenerateOutput:
         ranks = ranks_of(request.models, request.device)
         request.seed = ranks.start(request.seed, request.agreed())
-        engine, sampled = engine_of(request), request.plan.temperature > 0
+        engines = self.engines if self.engines is not None else engines_of(request.model)
+        engine, sampled = engines.of(self), request.plan.temperature > 0
         learned = engine.learned(sampled=sampled) if ranks.alone else Learned()
         policy = self.policy(request, learned, alone=ranks.alone)
-        session = Session(request, policy.largest_shapes(), alone=ranks.alone)
-        proposal = ChainProposal(session.sampler) if request.draws_from_draft else None
-        draw = None if proposal is None else proposal.draw
-        sources = self.sources(automatic=not isinstance(policy, Fixed), draw=draw)
-        learned.add(sources, request.device)
+        sources = self.sources(automatic=not isinstance(policy, Fixed))
+        session, current = engine.session(request, policy.largest_shapes(), sources, alone=ranks.alone)
         if self.streamer is not None:
             self.streamer.put(request.input_ids.cpu())
         with switched(*request.models.values()), ranks.explained():
-            session.begin(sources, learned.weights, proposal)
+            session.begin(request, learned.weights, reuse_prefix=current and self.reuse_prefix)
             warn_lossy(session.rule.criterion)
             out = Output(request, session)
             decode(session, policy, ranks, out)
+            result = out.result()
         if ranks.alone:
-            engine.keep(learned, sampled=sampled)
+            engine.release(session, learned, request, sampled=sampled)
         self.stats = out.stats
-        return out.result()
+        return result
 
     def policy(self, request: Request, learned: Learned, *, alone: bool) -> Policy:
         """What chooses the shapes of this call's steps."""

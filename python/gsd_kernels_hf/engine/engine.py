@@ -1,4 +1,4 @@
-"""What outlives a call: statistics of a target and its sources, which later calls begin with."""
+"""What outlives a call: sessions with their caches and captured steps, and statistics of a target and its sources."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
+from gsd_kernels import GraphConfig
 
-from gsd_kernels.config import MAX_BRANCH
-
+from ..model.identity import ModelState
 from ..policy.acceptance import AcceptanceModel
 from ..policy.tuning import FAMILIES
 from ..sources.base import DraftSource
 from ..sources.weights import SourceWeights
 from .options import Options
 from .request import Request
+from .session import Kind, Session
 
 MOST_ENGINES = 8  # of a target; the least recently used one goes
+
+
+MOST_SESSIONS = 4  # that an engine keeps for later calls; the least recently used one goes
+GRAIN = 256  # cache positions by which kept sessions are sized
 
 
 @dataclass
@@ -31,34 +34,33 @@ class Learned:
     acceptance: AcceptanceModel = field(default_factory=lambda: AcceptanceModel(max(branch for _, branch in FAMILIES)))
     weights: dict[str, SourceWeights] = field(default_factory=dict)
 
-    def copy(self) -> Learned:
-        """The same in storage of its own."""
-        return Learned(copy.deepcopy(self.acceptance), {name: found.copy() for name, found in self.weights.items()})
-
-    def add(self, sources: Sequence[DraftSource], device: torch.device) -> None:
-        """Begin with a source's starting values where nothing is known of it."""
-        for source in sources:
-            if source.name not in self.weights:
-                self.weights[source.name] = SourceWeights(source.shares, source.worth, MAX_BRANCH, device)
-
 
 class Engine:
-    """What is known of one target with one set of sources and one criterion.
+    """What is kept for one target with one set of sources and one criterion.
 
-    Calls take a copy and hand it back when they end, so calls that overlap in time do not touch each other's tables;
-    the last one to end is remembered. Drafts are held weakly: an engine ends with them.
+    Calls that overlap in time have a session each. They begin with what was learned by the last call that ended. Where
+    a model was changed in place since, no key or value of before is used; where its tensors, modules or hooks are
+    others, nothing is.
+
+    Args:
+        parts: the objects that the sources are made of, held weakly: an engine ends with them.
+        criterion: which drafted tokens are accepted.
+        keeps_sessions: whether caches, captured steps and drafts are kept for later calls: the memory of up to
+            :data:`MOST_SESSIONS` sessions.
     """
 
-    def __init__(self, parts: Sequence[Any], criterion: object, device: torch.device) -> None:
+    def __init__(self, parts: Sequence[Any], criterion: object, *, keeps_sessions: bool) -> None:
         self.parts = [weakref.ref(part) for part in parts]
-        self.criterion, self.device = criterion, device
+        self.criterion, self.keeps_sessions = criterion, keeps_sessions
         self._learned: dict[bool, Learned] = {}  # by whether tokens are sampled
+        self._idle: list[tuple[Session, dict[str, ModelState]]] = []  # the most recently used last
+        self._lock = threading.Lock()
 
-    def serves(self, parts: Sequence[Any], criterion: object, device: torch.device) -> bool:
+    def serves(self, parts: Sequence[Any], criterion: object) -> bool:
         """Whether these are the engine's own."""
         mine = [part() for part in self.parts]
         same = len(mine) == len(parts) and all(a is b for a, b in zip(mine, parts, strict=True))
-        return same and self.criterion == criterion and self.device == device
+        return same and self.criterion == criterion
 
     @property
     def ended(self) -> bool:
@@ -66,34 +68,111 @@ class Engine:
         return any(part() is None for part in self.parts)
 
     def learned(self, *, sampled: bool) -> Learned:
-        """A copy of what is known."""
-        return self._learned.get(sampled, Learned()).copy()
+        """What is known; the acceptance model is a copy."""
+        known = self._learned.get(sampled, Learned())
+        return Learned(copy.deepcopy(known.acceptance), known.weights)
 
-    def keep(self, learned: Learned, *, sampled: bool) -> None:
-        """Remember what a call ended with."""
+    def session(
+        self, request: Request, shapes: Sequence[GraphConfig], sources: Sequence[DraftSource], *, alone: bool
+    ) -> tuple[Session, bool]:
+        """A session for a call, and whether the caches that it comes with may be read.
+
+        Args:
+            request: the call.
+            shapes: the largest shapes of its steps.
+            sources: of the call, for a new session.
+            alone: whether no other rank must do the same at the same time.
+        """
+        kind = Kind.of(request, shapes, sources, alone=alone)
+        found = self._take(kind, request) if self.keeps_sessions else None
+        if found is not None:
+            return found
+        capacity = request.prompt_length + request.room + kind.slots
+        if self.keeps_sessions:
+            capacity = -(-capacity // GRAIN) * GRAIN
+        return Session(kind, request.model, request.device, capacity, [copy.copy(s) for s in sources]), False
+
+    def _take(self, kind: Kind, request: Request) -> tuple[Session, bool] | None:
+        """An idle session of this kind, the one that holds most of the prompt first."""
+        with self._lock:
+            states = {name: ModelState.of(model) for name, model in request.models.items()}
+            same = {name: state.structure for name, state in states.items()}
+            self._idle = [
+                entry for entry in self._idle if {name: state.structure for name, state in entry[1].items()} == same
+            ]
+            fitting = [entry for entry in self._idle if entry[0].kind == kind]
+            if not fitting:
+                return None
+            best = max(fitting, key=lambda entry: entry[0].holds(request))
+            self._idle.remove(best)
+            return best[0], best[1] == states
+
+    def release(self, session: Session, learned: Learned, request: Request, *, sampled: bool) -> None:
+        """After a call that ended well: keep what it learned and, where sessions are kept, its storage."""
+        if session.drafter is not None:
+            weights = {name: found.clone() for name, found in session.drafter.weights.items()}
+            learned = Learned(learned.acceptance, weights)
         self._learned[sampled] = learned
+        session.end()
+        if self.keeps_sessions:
+            states = {name: ModelState.of(model) for name, model in request.models.items()}
+            with self._lock:
+                self._idle = [*self._idle, (session, states)][-MOST_SESSIONS:]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the caches of idle sessions."""
+        return sum(session.cache_bytes for session, _ in self._idle)
 
 
-_engines: weakref.WeakKeyDictionary[PreTrainedModel, list[Engine]] = weakref.WeakKeyDictionary()
+class Engines:
+    """The engines of one target, by sources and criterion; at most :data:`MOST_ENGINES`.
+
+    Args:
+        keeps_sessions: see :class:`Engine`.
+    """
+
+    def __init__(self, *, keeps_sessions: bool = False) -> None:
+        self.keeps_sessions = keeps_sessions
+        self._engines: list[Engine] = []
+        self._lock = threading.Lock()
+
+    def of(self, options: Options) -> Engine:
+        """The engine of a call's sources and criterion; made at the first call."""
+        parts, criterion = parts_of(options), options.criterion
+        with self._lock:
+            engines = [engine for engine in self._engines if not engine.ended]
+            found = next((e for e in engines if e.serves(parts, criterion)), None)
+            if found is None:
+                found = Engine(parts, criterion, keeps_sessions=self.keeps_sessions)
+            self._engines = [*(e for e in engines if e is not found), found][-MOST_ENGINES:]
+            return found
+
+    def clear(self) -> None:
+        """Forget everything and return the memory."""
+        with self._lock:
+            self._engines.clear()
+
+    def __iter__(self) -> Any:
+        return iter(self._engines)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the caches of idle sessions."""
+        return sum(engine.cache_bytes for engine in self._engines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Engines, ()  # a copied or pickled model starts anew
+
+
+_unpatched: weakref.WeakKeyDictionary[Any, Engines] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def engine_of(request: Request) -> Engine:
-    """The engine of a call's target, sources and criterion; made at the first call."""
-    parts, criterion = parts_of(request.options), request.options.criterion
+def engines_of(model: Any) -> Engines:
+    """What calls outside a patch keep of a target: what was learned, and no sessions, which would keep drafts alive."""
     with _lock:
-        engines = [engine for engine in _engines.get(request.model, []) if not engine.ended]
-        found = next((e for e in engines if e.serves(parts, criterion, request.device)), None)
-        if found is None:
-            found = Engine(parts, criterion, request.device)
-        _engines[request.model] = [*(e for e in engines if e is not found), found][-MOST_ENGINES:]
-        return found
-
-
-def clear(model: PreTrainedModel) -> None:
-    """Forget all engines of a target."""
-    with _lock:
-        _engines.pop(model, None)
+        return _unpatched.setdefault(model, Engines())
 
 
 def parts_of(options: Options) -> list[Any]:

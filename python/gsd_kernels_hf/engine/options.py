@@ -18,7 +18,6 @@ from ..model import properties
 from ..records import Verified
 from ..sources.base import DraftSource
 from ..sources.draft_model import DraftModel
-from ..sources.expansion import Draw
 from ..sources.heads import DraftHeads, Heads
 from ..sources.history import History
 from ..sources.layer_skip import LayerSkip, SkippedLayers
@@ -55,6 +54,8 @@ class Options:
             ``"speculative"``: by the ratio of both models' probabilities; still an exact sample, but another one with
             another draft, and from a chain only. ``"typical"`` or :class:`~gsd_kernels.Typical`: what is likely enough
             under the model, which changes the output. Greedy output is the same with each.
+        reuse_prefix: whether keys and values of the last text may serve as the beginning of this one, where both begin
+            alike, as the turns of a chat do; in what :func:`gsd_kernels.patch` keeps only.
         streamer: gets every emitted token (batch 1).
         observer: called with the :class:`~gsd_kernels_hf.records.Verified` of every step.
 
@@ -71,6 +72,7 @@ class Options:
     draft_heads: DraftHeads | None = None
     reference_ids: Tensor | None = None
     criterion: str | Typical = "exact"
+    reuse_prefix: bool = True
     streamer: BaseStreamer | None = None
     observer: Callable[[Verified], None] | None = None
 
@@ -90,13 +92,12 @@ class Options:
         check_chain(self.criterion, self.graph_config, self.draft_sources, self.draft_heads, self.reference_ids)
         validate.check_backend(self.backend)
 
-    def sources(self, *, automatic: bool, draw: Draw | None = None) -> list[DraftSource]:
+    def sources(self, *, automatic: bool) -> list[DraftSource]:
         """The sources of one call, in the order in which they are mixed.
 
         Args:
             automatic: whether a policy chooses the shapes. A fixed shape without levels of its own has a history only
                 where it was asked for.
-            draw: takes a draft model's candidates from its logits, see :mod:`gsd_kernels_hf.sources.expansion`.
 
         Raises:
             ValueError: ``reference_ids`` without a history that reads them.
@@ -104,14 +105,14 @@ class Options:
         without = self.draft_sources is None and self.assistant_model is not None and not automatic
         without &= self.graph_config.reuse_depth == 0
         makers: dict[str, Callable[[], DraftSource]] = {
-            "model": lambda: DraftModel(self.assistant_model, draw),
-            "layer_skip": lambda: SkippedLayers(self.assistant_model, draw),
+            "model": lambda: DraftModel(self.assistant_model),
+            "layer_skip": lambda: SkippedLayers(self.assistant_model),
             "heads": lambda: Heads(self.draft_heads),
         }
         found = [make() for name, make in makers.items() if name in self.named]
         found += [source for source in self.draft_sources or () if isinstance(source, DraftSource)]
         if "history" in self.named and not without:
-            found.append(History(self.reference_ids))
+            found.append(History())
         elif self.reference_ids is not None:
             raise ValueError(
                 "reference_ids: the history reads them, and is not among the draft sources; name it in "

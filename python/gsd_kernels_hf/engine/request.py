@@ -118,6 +118,13 @@ class Request:
         return self.input_ids.shape[1]
 
     @property
+    def kv_start(self) -> Tensor:
+        """Left padding of every sequence, int32 [B]."""
+        if self.attention_mask is None:
+            return torch.zeros(self.batch, dtype=torch.int32)
+        return (self.prompt_length - self.attention_mask.long().sum(1)).to(torch.int32)
+
+    @property
     def as_dict(self) -> bool:
         return bool(self.generation_config.return_dict_in_generate)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig, Rows, TokenGraph, flatten
+from gsd_kernels.config import MAX_BRANCH
 
 from ..acceptance.criteria import ChainProposal, criterion_of
 from ..acceptance.rule import AcceptanceRule, OnDevice
@@ -23,89 +26,171 @@ from .request import Request
 from .stats import Clock
 
 
-class Session:
-    """One batch of texts being written. Nothing in :meth:`step` waits for the device, but for a rule on the host.
+@dataclass(frozen=True)
+class Kind:
+    """What the storage of a session and its captured steps depend on, besides the models."""
 
-    It is the :class:`~gsd_kernels_hf.sources.base.Text` of the sources.
+    batch: int
+    branch: int  # the most candidates after one node
+    width: int  # the most tokens that one step emits
+    slots: int  # cache positions beyond the committed prefix
+    sources: tuple[str, ...]
+    warpers: tuple[tuple[str, float], ...]
+    eos_ids: tuple[int, ...]
+    draws: bool  # whether the draft's own samples are verified
+    backend: str
+    alone: bool  # whether no other rank must do the same at the same time
+
+    @classmethod
+    def of(
+        cls, request: Request, shapes: Sequence[GraphConfig], sources: Sequence[DraftSource], *, alone: bool
+    ) -> Kind:
+        """Of a call whose steps have at most these shapes; none for plain decoding."""
+        return cls(
+            batch=request.batch,
+            branch=max((shape.branch for shape in shapes), default=1),
+            width=max((shape.chain_rows for shape in shapes), default=1),
+            slots=max((shape.cache_slots for shape in shapes), default=1),
+            sources=tuple(source.name for source in sources),
+            warpers=tuple(request.plan.warper_arguments.items()),
+            eos_ids=tuple(sorted(request.eos_ids)),
+            draws=request.draws_from_draft,
+            backend=request.options.backend,
+            alone=alone,
+        )
+
+
+class Session:
+    """Batches of texts being written, one after the other, in the same storage.
+
+    Nothing in :meth:`step` waits for the device, but for a rule on the host. A session is the
+    :class:`~gsd_kernels_hf.sources.base.Text` of its sources.
 
     Args:
-        request: the call.
-        shapes: the largest shapes of a step, which storage is made for; none for plain decoding.
-        alone: whether no other rank must do the same at the same time.
+        kind: what storage is made for.
+        model: the target.
+        device: where it takes its input.
+        capacity: cache positions to begin with.
+        sources: in the order in which they are mixed, of this session alone.
 
     Attributes:
         trims: forward only rows that hold a token; else shapes are static and nothing waits for the device.
+        continues: whether the text goes on from what the target's cache held.
     """
 
-    def __init__(self, request: Request, shapes: Sequence[GraphConfig], *, alone: bool = True) -> None:
-        device = request.device
-        self.request, self.backend, self.alone = request, request.options.backend, alone
+    def __init__(
+        self, kind: Kind, model: PreTrainedModel, device: torch.device, capacity: int, sources: Sequence[DraftSource]
+    ) -> None:
+        self.kind, self.backend, self.branch, self.capacity = kind, kind.backend, kind.branch, capacity
         # Ranks that differ must find out by their hashes, not by messages of different sizes.
-        self.trims = alone and device.type == "cpu"
-        self.clock = Clock(device)
-        self.branch = max((shape.branch for shape in shapes), default=1)
-        pad = request.generation_config._pad_token_tensor
-        self.state = DecodeState.of_prompt(
-            request.input_ids,
-            request.attention_mask,
-            room=request.room,
-            width=max((shape.chain_rows for shape in shapes), default=1),
-            pad=0 if pad is None else int(pad),
-            device=device,
-        )
-        batch = request.batch
+        self.trims = kind.alone and device.type == "cpu"
+        self.state = DecodeState.empty(kind.batch, capacity + kind.width, kind.width, device)
         self.sampler = Sampler(
-            torch.tensor(request.seed, dtype=torch.int64, device=device),
-            torch.arange(batch, dtype=torch.int32, device=device),
-            request.plan.warper_arguments,
+            torch.zeros((), dtype=torch.int64, device=device),
+            torch.arange(kind.batch, dtype=torch.int32, device=device),
+            dict(kind.warpers),
             self.backend,
         )
-        slots = max((shape.cache_slots for shape in shapes), default=1)
-        self.capacity = request.prompt_length + request.room + slots
-        self.target = RowModel(request.model, self.capacity, self.state.kv_start, self.backend)
+        self.proposal = ChainProposal(self.sampler) if kind.draws else None
+        self.draws = None if self.proposal is None else self.proposal.draw
+        self.target = RowModel(model, capacity, self.state.kv_start, self.backend)
         self.row_models = [self.target]
-        self.eos_ids = torch.tensor(sorted(request.eos_ids), dtype=torch.int32, device=device)
-        self.kv_len = self.state.out_len - 1  # the root is not in the target's cache yet
+        self.eos_ids = torch.tensor(kind.eos_ids, dtype=torch.int32, device=device)
+        self.kv_len = torch.zeros_like(self.state.out_len)
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)  # nodes, merges, accepted merges
-        self.lone_root = lone_root(batch, device)
+        self.lone_root = lone_root(kind.batch, device)
         self.config: GraphConfig | None = None
         self.drafter: Drafter | None = None
-        self.rule: AcceptanceRule
-
-    def begin(
-        self, sources: Sequence[DraftSource], weights: dict[str, SourceWeights], proposal: ChainProposal | None
-    ) -> None:
-        """Read the prompt, start the sources and choose the rule."""
         if sources:
+            weights = {s.name: SourceWeights(s.shares, s.worth, MAX_BRANCH, device) for s in sources}
             self.drafter = Drafter(sources, weights, self.state, self.backend)
             self.target.keeps_hidden = any(source.needs_hidden for source in sources)
+        self.begun = self.continues = False
+        self.captured: Any = None  # steps as CUDA graphs, see engine.capture
+        self.clock = Clock(device)
+        self.request: Request
+        self.rule: AcceptanceRule
+        self.on_device: dict[str, OnDevice] = {}
+
+    def begin(self, request: Request, weights: Mapping[str, SourceWeights], *, reuse_prefix: bool) -> None:
+        """Start a batch of texts: read what the caches do not hold of the prompt.
+
+        Args:
+            request: the call.
+            weights: what is known of the sources.
+            reuse_prefix: whether keys and values of the last text may serve as the beginning of this one.
+        """
+        self.request, self.clock, self.config = request, Clock(request.device), None
+        self.grow(request.prompt_length + request.room + self.kind.slots)
+        pad = request.generation_config._pad_token_tensor
+        self.state.restart(request.input_ids, request.kv_start, request.room, 0 if pad is None else int(pad))
+        self.kv_len.copy_(self.state.out_len - 1)  # the root is not in the target's cache yet
+        self.sampler.seed.fill_(request.seed)
+        self.counts.zero_()
+        if not reuse_prefix:
+            for rows in self.row_models:
+                rows.forget()
         self.read_prompt(self.target)
+        self.continues = self.target.reused > 0
         if self.drafter is not None:
-            self.drafter.begin(self)
-        request = self.request
-        criterion = criterion_of(request.options.criterion, self.sampler, proposal, drafts=bool(sources))
-        if request.per_token:
-            self.rule = TokenByToken(
-                criterion,
-                self.state,
-                request.plan,
-                request.eos_ids,
-                request.criteria,
-                pads_finished=request.pads_finished,
-                keep_scores=request.keeps_scores,
-                keep_logits=request.keeps_logits,
+            self.drafter.restart(self, weights, first=not self.begun)
+        self.begun = True
+        self.rule = self._rule(request)
+
+    def _rule(self, request: Request) -> AcceptanceRule:
+        drafts = self.drafter is not None
+        criterion = criterion_of(request.options.criterion, self.sampler, self.proposal, drafts=drafts)
+        if not request.per_token:
+            # The same object in every text: captured steps read its tensors.
+            return self.on_device.setdefault(
+                criterion.name, OnDevice(criterion, self.state, self.eos_ids, self.backend)
             )
-        else:
-            self.rule = OnDevice(criterion, self.state, self.eos_ids, self.backend)
+        return TokenByToken(
+            criterion,
+            self.state,
+            request.plan,
+            request.eos_ids,
+            request.criteria,
+            pads_finished=request.pads_finished,
+            keep_scores=request.keeps_scores,
+            keep_logits=request.keeps_logits,
+        )
+
+    def grow(self, capacity: int) -> None:
+        """Make room for ``capacity`` cache positions; what was captured must be captured anew."""
+        if capacity <= self.capacity:
+            return
+        self.capacity = capacity
+        self.state.grow(capacity + self.kind.width)
+        for rows in self.row_models:
+            rows.cache.grow(capacity)
+        self.captured = None
+
+    def holds(self, request: Request) -> int:
+        """Positions of a call's prompt that are in the target's cache."""
+        return self.target.common(request.input_ids, request.kv_start)
+
+    def end(self) -> None:
+        """Remember which tokens the caches hold, and let go of the call."""
+        self.target.holds(self.state.tokens, self.kv_len)
+        if self.drafter is not None:
+            for source in self.drafter.sources:
+                source.end()
+        del self.request, self.rule
+
+    @property
+    def reference_ids(self) -> Tensor | None:
+        """What the text may repeat."""
+        return self.request.options.reference_ids
 
     def rows_of(self, model: PreTrainedModel) -> RowModel:
-        """A draft with a cache of its own for this text, in which nothing is stored yet."""
+        """A draft with a cache of its own."""
         rows = draft_rows(model, self.capacity, self.state.kv_start, self.backend)
         self.row_models.append(rows)
         return rows
 
     def read_prompt(self, rows: RowModel) -> None:
-        """Store all of the prompt but its last token in the cache of ``rows``."""
+        """Store all of the prompt but its last token in the cache of ``rows``, as far as it is not there."""
         ids, mask = self.request.input_ids, self.request.attention_mask
         with self.clock.part("prefill"):
             chunk = self.request.generation_config.prefill_chunk_size

@@ -35,6 +35,14 @@ class GraphLayer(CacheLayerMixin):
         self.values = value_states.new_zeros((*shape, value_states.shape[-1]))
         self.is_initialized = True
 
+    def grow(self, capacity: int) -> None:
+        """Move keys and values to storage of ``capacity`` positions."""
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_zeros(*old.shape[:2], capacity, old.shape[3])
+            new[:, :, : old.shape[2]] = old
+            setattr(self, name, new)
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store [B, Hkv, R, D]: graph rows into their slots (all of the cache comes back), a prompt at the end."""
         if not self.is_initialized:
@@ -66,7 +74,7 @@ class GraphLayer(CacheLayerMixin):
 
 
 class GraphCache(Cache):
-    """Cache of one model and one call: prompt first, then committed tokens, then the slots of the current step.
+    """Cache of one model: prompt first, then committed tokens, then the slots of the current step.
 
     During the prompt its length is a host integer (all sequences are padded alike); afterwards the committed length
     of every sequence lives on the device, with the caller.
@@ -80,6 +88,13 @@ class GraphCache(Cache):
         self._positions: dict[torch.device, Tensor] = {}  # int64 [B, R] while graph rows are forwarded
         layers = config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[GraphLayer(self) for _ in range(layers)])
+
+    def grow(self, capacity: int) -> None:
+        """Make room for ``capacity`` positions; what is stored stays, at other addresses."""
+        self.capacity = capacity
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.grow(capacity)
 
     @contextmanager
     def writing(self, positions: Tensor) -> Iterator[None]:

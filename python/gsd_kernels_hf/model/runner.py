@@ -43,29 +43,38 @@ class RowModel:
         self.device = device_of(model)
         self.vocab_size = vocabulary(model)
         self.cache = GraphCache(model.config, capacity, backend) if cache is None else cache
+        self.text_kv_start = kv_start  # of the text being written, wherever that is
         self.kv_start = kv_start.to(self.device)
         # Any 4D mask reaches the attention function untouched and keeps the model from building one.
         self.no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         self.keeps_hidden = False
         self.hidden: Tensor | None = None  # [B, keep, D]; what the output matrix read last, if ``keeps_hidden``
+        self.stored: tuple[Tensor, Tensor] | None = None  # tokens [B, n] and padding [B] of the last text, on the CPU
+        self.reused = 0  # positions of the current prompt that were there
 
     def sharing_cache(self, view: PreTrainedModel) -> RowModel:
         """``view``, this model without some blocks, in this model's own cache."""
         return RowModel(view, self.cache.capacity, self.kv_start, self.backend, self.cache)
 
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None) -> None:
-        """Cache the prompt [B, P] in chunks of ``chunk`` tokens, with the attention that the model had before."""
-        input_ids = input_ids.to(self.device)
+        """Cache the prompt [B, P] in chunks of ``chunk`` tokens, with the attention that the model had before.
+
+        What the cache holds of its beginning is not read again, see :meth:`holds`.
+        """
+        self.hidden = None
+        if self.kv_start is not self.text_kv_start:
+            self.kv_start.copy_(self.text_kv_start)
         length = input_ids.shape[1]
-        if length == 0:
-            return
+        self.cache.prompt_length = self.reused = self.common(input_ids, self.text_kv_start)
+        self.stored = None
+        input_ids = input_ids.to(self.device)
         if attention_mask is None:
             positions = torch.arange(length, device=self.device).expand(input_ids.shape[0], -1)
         else:
             attention_mask = attention_mask.to(self.device)
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         chunk = chunk or length
-        for begin in range(0, length, chunk):
+        for begin in range(self.reused, length, chunk):
             end = min(begin + chunk, length)
             self.stepping(
                 input_ids=self.known(input_ids[:, begin:end]),
@@ -76,6 +85,26 @@ class RowModel:
                 logits_to_keep=1,
             )
             self.cache.prompt_length = end
+
+    def holds(self, tokens: Tensor, lengths: Tensor) -> None:
+        """After a text: its first ``lengths`` tokens [B] are in the cache; tokens int64 [B, S], left-padded."""
+        shared = int(lengths.min())
+        self.stored = tokens[:, :shared].cpu(), self.text_kv_start.cpu()
+
+    def forget(self) -> None:
+        """Take nothing in the cache for the beginning of the next prompt."""
+        self.stored = None
+
+    def common(self, input_ids: Tensor, kv_start: Tensor) -> int:
+        """Positions of a prompt [B, P] that are in the cache: of the same tokens behind the same padding [B]."""
+        if self.stored is None:
+            return 0
+        tokens, padding = self.stored
+        if not torch.equal(padding, kv_start.cpu()):
+            return 0
+        both = min(tokens.shape[1], input_ids.shape[1])
+        same = (tokens[:, :both] == input_ids[:, :both].cpu()).all(0)
+        return int(same.long().cumprod(0).sum())
 
     def rows(
         self,

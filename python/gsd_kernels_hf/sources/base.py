@@ -7,6 +7,7 @@ A step's drafting goes level by level. At each level every source is asked what 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,26 +21,35 @@ from ..records import Candidates, DecodeState, Sampler, Verified
 
 
 class Text(Protocol):
-    """What a source may use of the session that writes one batch of texts.
+    """What a source may use of the session that writes batches of texts, one after the other.
 
     Attributes:
-        state: where every sequence stands, on the target's device.
+        state: where every sequence stands, on the target's device; its tensors stay, their content changes.
         sampler: what keys the noise of a draw.
         target: the model that verifies.
         branch: the most candidates that any shape has after one node.
+        continues: whether this text goes on from the last one.
+        draws: takes a forward's candidates from its logits in place of the best ones, or ``None``:
+            (level, logits [B, W, V], positions int32 [B, W]) → candidates.
+        reference_ids: int64 [length] or [batch, length], what the text may repeat, or ``None``.
     """
 
     state: DecodeState
     sampler: Sampler
     target: RowModel
     branch: int
+    continues: bool
+    draws: Callable[[int, Tensor, Tensor], Candidates] | None
+
+    @property
+    def reference_ids(self) -> Tensor | None: ...
 
     def rows_of(self, model: PreTrainedModel) -> RowModel:
-        """``model`` with a cache of its own for this text, in which nothing is stored yet."""
+        """``model`` with a cache of its own."""
         ...
 
     def read_prompt(self, rows: RowModel) -> None:
-        """Store all of the prompt but its last token in the cache of ``rows``."""
+        """Store all of the prompt but its last token in the cache of ``rows``, as far as it is not there."""
         ...
 
 
@@ -83,7 +93,7 @@ class Proposal:
 
 
 class DraftSource:
-    """A draft source. An instance may serve many texts: each works on a copy of its own, from :meth:`begin` on.
+    """A draft source. Every session works on a copy of its own (:func:`copy.copy`), from :meth:`begin` on.
 
     What is proposed changes the speed, never the output. Nothing in :meth:`propose` and :meth:`observe` may wait for
     the device, and both must do the same work at every step of a shape, so that a step can be captured.
@@ -109,7 +119,13 @@ class DraftSource:
         """Raise ValueError, with the cure, unless the source can draft for ``target``."""
 
     def begin(self, text: Text) -> None:
-        """Start a new batch of texts, whose prompt is in ``text.state``."""
+        """Make what texts of this session need."""
+
+    def restart(self) -> None:
+        """Start a batch of texts, whose prompt is in the state: forget the last one, in place."""
+
+    def end(self) -> None:
+        """After the last step of a text."""
 
     def prepare(self, config: GraphConfig) -> None:
         """Get ready for steps of another shape; outside the step, so this may wait for the device."""

@@ -12,7 +12,7 @@ from gsd_kernels.graph import pack_bits
 from .. import validate
 from ..model.runner import RowModel
 from .base import Text
-from .expansion import Draw, Expansion
+from .expansion import Expansion
 
 
 class DraftModel(Expansion):
@@ -23,13 +23,11 @@ class DraftModel(Expansion):
 
     Args:
         model: the draft.
-        draw: see :class:`~gsd_kernels_hf.sources.expansion.Expansion`.
     """
 
     name = "model"
 
-    def __init__(self, model: PreTrainedModel, draw: Draw | None = None) -> None:
-        super().__init__(draw)
+    def __init__(self, model: PreTrainedModel) -> None:
         self.models = (model,)
 
     def check(self, target: PreTrainedModel) -> None:
@@ -41,9 +39,17 @@ class DraftModel(Expansion):
 
     def begin(self, text: Text) -> None:
         super().begin(text)
-        self.text = text
+        self.cached = torch.zeros_like(self.state.out_len)  # int32 [B]; tokens in the draft's cache, padding included
+
+    def restart(self) -> None:
         self.unread = True  # a draft that does not pay reads no prompt
-        self.cached = self.state.out_len - 1  # int32 [B]; tokens in the draft's cache, left padding included
+        self.cached.copy_(self.state.out_len - 1)
+
+    def end(self) -> None:
+        if self.unread:
+            self.rows.forget()
+        else:
+            self.rows.holds(self.state.tokens, self.cached)
 
     def num_rows(self, config: GraphConfig) -> int:
         return config.draft_rows if config.depth > 0 else 0

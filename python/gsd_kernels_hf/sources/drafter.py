@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -58,10 +58,21 @@ class Drafter:
         self.shapes: dict[GraphConfig, Storage] = {}
         self.current: Storage | None = None
 
-    def begin(self, text: Text) -> None:
-        """Start all sources on a new batch of texts."""
+    def restart(self, text: Text, weights: Mapping[str, SourceWeights], *, first: bool) -> None:
+        """Start all sources on a batch of texts, with what is known of them.
+
+        Args:
+            text: the session.
+            weights: by source; starting values where a source is not among them.
+            first: whether this is the session's first text.
+        """
         for source in self.sources:
-            source.begin(text)
+            if source.name in weights:
+                self.weights[source.name].copy_(weights[source.name])
+            if first:
+                source.begin(text)
+            source.restart()
+        self.calibration = None
 
     def prepare(self, config: GraphConfig) -> None:
         """Before the first step of ``config``: make its storage, let sources catch up (may wait for the device)."""

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from gsd_kernels import GraphConfig
 
 from ..model.runner import RowModel
-from ..records import Candidates
 from .base import DraftSource, Level, Proposal, Text
-
-Draw = Callable[[int, Tensor, Tensor], Candidates]
-"""(level, draft logits [B, W, V], positions int32 [B, W]) → candidates."""
 
 
 class Expansion(DraftSource):
-    """One forward a level over the frontier nodes, whose keys and values stay in slots behind the prefix.
-
-    Args:
-        draw: takes the candidates from the logits, in place of the ``branch`` best ones.
-    """
+    """One forward a level over the frontier nodes, whose keys and values stay in slots behind the prefix."""
 
     costs_forward = True
 
-    def __init__(self, draw: Draw | None = None) -> None:
-        self.draw = draw
-
     def begin(self, text: Text) -> None:
-        self.state, self.rows = text.state, self.row_model(text)
+        self.text, self.state, self.rows = text, text.state, self.row_model(text)
         self.vocab_size = min(text.target.vocab_size, self.rows.vocab_size)
         self.sampler = text.sampler.on(self.rows.device)
         self.slot_depths: dict[GraphConfig, Tensor] = {}
@@ -71,8 +58,8 @@ class Expansion(DraftSource):
                 keep=config.width,
             )
         logits, positions = logits[..., : self.vocab_size], level.positions.to(logits.device, torch.int32)
-        if self.draw is not None:
-            tokens, log_probs = self.draw(level.number, logits, positions)
+        if self.text.draws is not None:
+            tokens, log_probs = self.text.draws(level.number, logits, positions)
         else:
             tokens, log_probs = self.sampler.candidates(logits, positions, config.branch)
         device = self.state.tokens.device

@@ -205,6 +205,9 @@ class Heads(DraftSource):
         self.hidden = torch.zeros(batch, self.heads.hidden_size, dtype=weight.dtype, device=weight.device)
         self.known = torch.zeros(batch, dtype=torch.bool, device=self.state.tokens.device)
 
+    def restart(self) -> None:
+        self.known.zero_()
+
     def propose(self, level: Level) -> Proposal:
         """After nodes of depth d what head d guesses; the heads run once a step, at level 0."""
         if level.number == 0:

@@ -21,9 +21,6 @@ class History(DraftSource):
 
     Filled from the prompt and from every verified row, accepted or not. Read for every node that the draft model
     expands, whose candidates it is mixed with, and for leaves beyond the draft's depth.
-
-    Args:
-        reference_ids: int64 [length] or [batch, length], a text that the output may repeat; it is read first.
     """
 
     name = "history"
@@ -31,18 +28,18 @@ class History(DraftSource):
     shares = (0.0, 0.3, 0.5, 0.7, 0.85)
     worth = (0.0, 0.5, 0.7, 0.85, 0.95)
 
-    def __init__(self, reference_ids: Tensor | None = None) -> None:
-        self.reference_ids = reference_ids
-
     def begin(self, text: Text) -> None:
-        state = self.state = text.state
-        self.sampler = text.sampler
-        batch, device = state.tokens.shape[0], state.tokens.device
-        self.table = NgramTable.empty(batch, text.branch, device)
+        self.text, self.state, self.sampler = text, text.state, text.sampler
+        self.table = NgramTable.empty(self.state.tokens.shape[0], text.branch, self.state.tokens.device)
+
+    def restart(self) -> None:
         self.unread = True  # the text so far is read when it is first needed
-        if self.reference_ids is not None:
-            reference = self.reference_ids.to(device, torch.int64)
-            self.read(reference.expand(batch, -1), torch.zeros_like(state.kv_start))
+        if not self.text.continues:
+            self.table.clear()
+        reference = self.text.reference_ids
+        if reference is not None:
+            batch, device = self.state.tokens.shape[0], self.state.tokens.device
+            self.read(reference.to(device, torch.int64).expand(batch, -1), torch.zeros_like(self.state.kv_start))
 
     def prepare(self, config: GraphConfig) -> None:
         """Read the text so far."""

@@ -21,7 +21,7 @@ from ..model import properties
 from ..model.linear import with_children
 from ..model.runner import RowModel
 from .base import Text
-from .expansion import Draw, Expansion
+from .expansion import Expansion
 
 PARTS = {"attention": "self_attn", "mlp": "mlp"}
 LONGEST_DRAFT = 10  # levels that the search thinks of
@@ -128,8 +128,7 @@ class SkippedLayers(Expansion):
 
     name = "layer_skip"
 
-    def __init__(self, skip: LayerSkip, draw: Draw | None = None) -> None:
-        super().__init__(draw)
+    def __init__(self, skip: LayerSkip) -> None:
         self.skip = skip
         self.models = (skip.view,)
 

@@ -139,6 +139,13 @@ class SourceWeights:
         self.mixture = Mixture(shares, device)
         self.worth = None if worth is None else Worth(worth, branch, device)
 
-    def copy(self) -> SourceWeights:
-        """The same tables in storage of their own, for another session."""
+    def clone(self) -> SourceWeights:
+        """The same tables in storage of their own."""
         return copy.deepcopy(self)
+
+    def copy_(self, other: SourceWeights) -> None:
+        """Take over the tables of ``other``, in place."""
+        for mine, theirs in ((self.mixture, other.mixture), (self.worth, other.worth)):
+            if mine is not None:
+                for name, table in vars(mine).items():
+                    table.copy_(getattr(theirs, name))
