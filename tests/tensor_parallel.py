@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 
 import gsd_kernels
 from gsd_kernels import GraphConfig
-from gsd_kernels_hf.engine import engine
+from gsd_kernels_hf.engine.engine import engines_of
 
 PROMPT, NEW_TOKENS = 9, 16
 START_TIMEOUT = 100.0  # seconds; machines are busy
@@ -85,7 +85,7 @@ def generate(target: PreTrainedModel, draft: PreTrainedModel, batch: int = 1, **
 
 def run_case(name: str, target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, Any]:
     _, _, batch, arguments = CASES[name]
-    engine.clear(target)  # which ranks do not share, so that steps can be compared
+    engines_of(target).clear()  # which ranks do not share, so that steps can be compared
     output = generate(target, draft, batch, **arguments)
     return {
         "tokens": output.sequences.tolist(),

@@ -531,7 +531,7 @@ def test_typical_is_said_once_to_be_lossy(caplog):
 
 def test_typical_with_the_automatic_shape_learns_apart():
     """What was accepted by another rule says nothing of the exact one."""
-    from gsd_kernels_hf.engine.engine import _engines
+    from gsd_kernels_hf.engine.engine import engines_of
 
     target, draft = models.tiny(vocab_size=VOCAB), None
     target.generation_config.eos_token_id = None
@@ -539,7 +539,7 @@ def test_typical_with_the_automatic_shape_learns_apart():
     prompt = models.prompts(1, 6, vocab=VOCAB)
     for criterion in ("exact", "typical"):
         generate(target, draft, criterion, prompt, graph_config="auto", max_new_tokens=8)
-    assert {engine.criterion for engine in _engines[target]} == {"exact", gsd.Typical()}
+    assert {engine.criterion for engine in engines_of(target)} == {"exact", gsd.Typical()}
 
 
 def test_the_deviation_is_measured(tmp_path, monkeypatch):

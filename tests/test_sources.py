@@ -13,7 +13,7 @@ from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip
-from gsd_kernels_hf.engine import engine
+from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.policy import auto
 from gsd_kernels_hf.sources.history import History
 from gsd_kernels_hf.sources.layer_skip import expected_speed
@@ -270,9 +270,9 @@ def test_worth_is_learned_by_context_and_rank():
 
 def test_what_was_learned_serves_the_next_call_and_no_other_pair(target, given_sources):
     options = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": False, "graph_config": CONFIGS["graph"]}
-    engine.clear(target)
+    engines_of(target).clear()
     gsd.generate(target, **prompts(1, 14), **given_sources["model"], **options)
-    (only,) = engine._engines[target]
+    (only,) = engines_of(target)
 
     def learned():
         return only.learned(sampled=False).weights["history"].mixture.weights

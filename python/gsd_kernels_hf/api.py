@@ -3,54 +3,54 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import types
 from collections.abc import Callable
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
-from transformers.generation.streamers import BaseStreamer
-
-from gsd_kernels import GraphConfig
 
 from . import validate
-from .acceptance.criteria import Typical
 from .acceptance.sampling import draw_seed
 from .engine.decoder import GraphDecoder
 from .engine.engine import Engines
+from .engine.options import Options
 from .engine.output import GraphGenerateOutput
 from .engine.request import drafts_of
 from .engine.stats import GenerationStats
 from .model import properties
 from .model.attention import switch, unswitch
-from .records import Verified
-from .sources.heads import DraftHeads
-from .sources.layer_skip import LayerSkip
 
 _PATCH = "_gsd_patch"
+_OPTIONS = tuple(field.name for field in fields(Options))
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+def _takes_options(function: _Function) -> _Function:
+    """Show :class:`Options`, which the function takes by keyword, in its signature."""
+    own = inspect.signature(function)
+    options = inspect.signature(Options).parameters.values()
+    parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    rest = [p for p in own.parameters.values() if p.kind is p.VAR_KEYWORD and p.name == "kwargs"]
+    parameters += [p.replace(kind=p.KEYWORD_ONLY) for p in options]
+    function.__signature__ = own.replace(parameters=[*parameters, *rest])  # type: ignore[attr-defined]
+    return function
+
+
+@_takes_options
 def generate(
     model: PreTrainedModel,
     inputs: Tensor | None = None,
     *,
-    assistant_model: PreTrainedModel | LayerSkip | None = None,
-    graph_config: GraphConfig | str | None = None,
-    seed: int | None = None,
-    backend: str = "auto",
-    draft_sources: tuple[str, ...] | None = None,
-    draft_heads: DraftHeads | None = None,
-    reference_ids: Tensor | None = None,
-    criterion: str | Typical = "exact",
     generation_config: GenerationConfig | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
-    streamer: BaseStreamer | None = None,
     tokenizer: Any = None,
     assistant_tokenizer: Any = None,
-    observer: Callable[[Verified], None] | None = None,
     **kwargs: Any,
 ) -> Tensor | GraphGenerateOutput:
     """``model.generate`` by graph-structured speculative decoding: the same output, sooner.
@@ -61,25 +61,11 @@ def generate(
     Args:
         model: a LLaMA-family transformers model (compiled and PEFT-wrapped ones are unwrapped).
         inputs: prompt ids int64 [batch, length], also as ``input_ids=``; left-padded with ``attention_mask=``.
-        assistant_model: the draft, of the same tokenizer, or a :class:`~gsd_kernels.LayerSkip` of the model. ``None``:
-            plain decoding with the same sampler, unless there is another source.
-        graph_config: ``"auto"`` (the default; measured once, see ``gsd_kernels.tune``), ``"chain"``, ``"tree"``,
-            ``"graph"`` or a :class:`~gsd_kernels.GraphConfig`.
-        seed: 64-bit seed of the sampling noise; ``None`` draws one from torch's generator.
-        backend: see :mod:`gsd_kernels.backends`.
-        draft_sources: of ``"model"``, ``"layer_skip"``, ``"heads"`` and ``"history"``, see :class:`GraphDecoder`.
-        draft_heads: :class:`~gsd_kernels.DraftHeads` of the target, a source beside or instead of the draft.
-        reference_ids: a text that the output may repeat: the file to edit, a retrieved document; int64 [length] for all
-            sequences or [batch, length]. The history starts with it; it changes the speed, never the output.
-        criterion: which drafted tokens are accepted when sampling. ``"exact"``: those that the model itself draws.
-            ``"speculative"``: by the ratio of both models' probabilities; still an exact sample, but another one with
-            another draft, and from a chain only. ``"typical"`` or :class:`~gsd_kernels.Typical`: what is likely enough
-            under the model, which changes the output. Greedy output is the same with each.
-        generation_config, stopping_criteria, streamer, tokenizer: as in transformers; ``tokenizer`` serves
-            ``stop_strings``. With a batch every sequence's processors are called with its own history.
+        generation_config, stopping_criteria, tokenizer: as in transformers; ``tokenizer`` serves ``stop_strings``. With
+            a batch every sequence's processors are called with its own history.
         assistant_tokenizer: only compared with ``tokenizer``.
-        observer: called with the record of every step.
-        **kwargs: every other argument of transformers' ``generate``.
+        **kwargs: the options of :class:`~gsd_kernels_hf.engine.options.Options`, and every other argument of
+            transformers' ``generate``.
 
     Returns:
         int64 [batch, length], or with ``return_dict_in_generate`` a ``GenerateDecoderOnlyOutput`` with ``stats``.
@@ -89,21 +75,11 @@ def generate(
     """
     model = properties.unwrap(model)
     validate.check_model("model", model)
+    options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     validate.check_arguments(kwargs)
-    decoder = GraphDecoder(
-        assistant_model,
-        graph_config,
-        seed=seed,
-        backend=backend,
-        draft_sources=draft_sources,
-        draft_heads=draft_heads,
-        reference_ids=reference_ids,
-        criterion=criterion,
-        streamer=streamer,
-        observer=observer,
-    )
-    if seed is not None:
-        draw_seed(seed)
+    decoder = GraphDecoder(**options)
+    if decoder.seed is not None:
+        draw_seed(decoder.seed)
     for draft in drafts_of(decoder).values():
         validate.check_pair(model, draft, tokenizer, assistant_tokenizer)
     prompt = kwargs.get("input_ids") if inputs is None else inputs
@@ -118,7 +94,7 @@ def generate(
         own = StopStringCriteria(stop_strings=merged.stop_strings, tokenizer=tokenizer)
         stopping_criteria = StoppingCriteriaList([*(stopping_criteria or []), own])
         kwargs["stop_strings"] = None
-    handle = getattr(model, _PATCH, None)
+    handle: Patch | None = vars(model).get(_PATCH)
     if handle is not None:
         decoder.engines = handle.engines
     output = type(model).generate(
@@ -186,46 +162,36 @@ def _transformers_generate(model: PreTrainedModel) -> types.MethodType:
     return types.MethodType(type(model).generate, model)
 
 
-def patch(
-    model: PreTrainedModel,
-    *,
-    assistant_model: PreTrainedModel | LayerSkip | None = None,
-    graph_config: GraphConfig | str | None = None,
-    backend: str = "auto",
-    draft_heads: DraftHeads | None = None,
-    criterion: str | Typical = "exact",
-    tokenizer: Any = None,
-    assistant_tokenizer: Any = None,
-) -> Patch:
+@_takes_options
+def patch(model: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer: Any = None, **options: Any) -> Patch:
     """Make ``model``'s own ``generate`` graph-speculative, until :func:`unpatch`.
 
-    Pipelines, PEFT-wrapped models and servers that call ``model.generate`` get it too; it also takes ``seed=``,
-    ``graph_config=``, ``backend=``, ``criterion=`` and another ``assistant_model=`` for one call.
+    Pipelines, PEFT-wrapped models and servers that call ``model.generate`` get it too. What is given here holds for
+    all calls; a call may give any option anew. Caches and captured steps are kept between calls, and a prompt that
+    begins as the last text did, like the next turn of a chat, is read from there on only.
 
     Args:
-        model, assistant_model, graph_config, backend, draft_heads, criterion, tokenizer, assistant_tokenizer: as in
-            :func:`generate`.
+        model: as in :func:`generate`.
+        tokenizer, assistant_tokenizer: as in :func:`generate`.
+        **options: of :class:`~gsd_kernels_hf.engine.options.Options`.
 
     Returns:
-        A handle whose ``stats`` are the last call's :class:`~gsd_kernels_hf.stats.GenerationStats`.
+        A handle whose ``stats`` are the last call's :class:`~gsd_kernels_hf.engine.stats.GenerationStats`.
 
     Raises:
         TypeError, ValueError: the pair cannot be served (nothing was changed), or ``model`` is patched already.
     """
     inner = properties.unwrap(model)
     validate.check_model("model", inner)
-    skip = assistant_model if isinstance(assistant_model, LayerSkip) else None
-    draft = properties.unwrap(assistant_model) if skip is None else None
-    if draft is not None:
-        validate.check_model("assistant_model", draft)
-        validate.check_pair(inner, draft, tokenizer, assistant_tokenizer)
-    if getattr(inner, _PATCH, None) is not None:
-        raise ValueError("model: already patched; unpatch(model) first")
-    # Raises here rather than at the first call.
-    decoder = GraphDecoder(skip or draft, graph_config, backend=backend, draft_heads=draft_heads, criterion=criterion)
+    decoder = Options(**options)
     for source in decoder.sources(automatic=True):
         source.check(inner)
-    models = [inner] if draft is None else [inner, draft]
+    drafts = list(drafts_of(decoder).values())
+    for draft in drafts:
+        validate.check_pair(inner, draft, tokenizer, assistant_tokenizer)
+    if vars(inner).get(_PATCH) is not None:
+        raise ValueError("model: already patched; unpatch(model) first")
+    models = [inner, *drafts]
     for done, m in enumerate(models):
         try:
             switch(m)
@@ -233,18 +199,9 @@ def patch(
             for earlier in models[:done]:
                 unswitch(earlier)
             raise
-    defaults = {
-        "assistant_model": skip or draft,
-        "graph_config": graph_config,
-        "backend": backend,
-        "draft_heads": draft_heads,
-        "criterion": criterion,
-        "tokenizer": tokenizer,
-    }
-
     handle = Patch(inner, models, Engines(keeps_sessions=True))
-    inner.__dict__[_PATCH] = handle
-    inner.__dict__["generate"] = _Accelerated(inner, defaults)
+    vars(inner)[_PATCH] = handle
+    vars(inner)["generate"] = _Accelerated(inner, {**options, "tokenizer": tokenizer})
     return handle
 
 
@@ -255,9 +212,11 @@ def unpatch(model: PreTrainedModel) -> None:
         ValueError: ``model`` is not patched.
     """
     inner = properties.unwrap(model)
-    if not isinstance(inner, torch.nn.Module) or inner.__dict__.get(_PATCH) is None:
+    if not isinstance(inner, torch.nn.Module) or vars(inner).get(_PATCH) is None:
         raise ValueError("model: not patched")
-    for m in inner.__dict__[_PATCH].switched:
+    handle: Patch = vars(inner)[_PATCH]
+    for m in handle.switched:
         unswitch(m)
+    handle.clear()
     del inner.__dict__[_PATCH]
     del inner.__dict__["generate"]

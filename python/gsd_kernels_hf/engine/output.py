@@ -84,7 +84,7 @@ class Output:
         unfinished = state.out_len[~state.done]
         if len(unfinished):  # out of time: no text is padded before its end
             length = min(length, int(unfinished.min()))
-        sequences = state.tokens[:, :length].to(request.input_ids.device)
+        sequences = state.tokens[:, :length].to(request.input_ids.device, copy=True)  # the storage is used again
         if not request.as_dict:
             return sequences
         steps = length - request.prompt_length

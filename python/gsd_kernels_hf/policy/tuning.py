@@ -209,7 +209,7 @@ def measure(
         used = [*(sources if name == "all" else []), History()]
         weights = {s.name: SourceWeights(s.shares, s.worth, text.branch, device) for s in used}
         drafter = Drafter(used, weights, state, backend)
-        drafter.begin(text)
+        drafter.restart(text, {}, first=True)
 
         def once(config: GraphConfig, drafter: Drafter = drafter) -> None:
             for source in drafter.sources:
@@ -232,6 +232,8 @@ def measure(
 
 class SyntheticText:
     """A text of zeros that sources draft for while they are timed; see :class:`~gsd_kernels_hf.sources.base.Text`."""
+
+    continues, draws, reference_ids = False, None, None
 
     def __init__(self, model: PreTrainedModel, state: DecodeState, capacity: int, branch: int, backend: str) -> None:
         self.state, self.capacity, self.branch, self.backend = state, capacity, branch, backend
