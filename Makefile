@@ -59,7 +59,7 @@ gpu-test: $(READY)
 
 # In stages that can be interrupted and resumed; results in bench/results/gpu.
 gpu-bench: $(READY)
-	$(BIN)/python bench/gpu.py
+	$(BIN)/python bench/gpu/stages.py
 
 # Out-of-bounds accesses, then races in shared memory, of the CUDA ops on a GPU. Without torch's cache of allocations,
 # every tensor ends where its memory does.

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..console.output import DIFFERS, OK, err, only_first_rank_prints, out, print_json, progress, table
 from . import options
-from .console import DIFFERS, OK, err, only_first_rank_prints, out, print_json, progress, table
 from .options import describe_graph_config, read_graph_config, read_prompts
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def command(
         from gsd_kernels_hf import demo
         from gsd_kernels_hf.report import comparison
 
-        from .pair import load_pair
-        from .versions import versions
+        from ..console.pair import load_pair
+        from ..console.versions import versions
 
         pair = load_pair(
             model,

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..console.output import err, only_first_rank_prints, progress
 from . import options
-from .console import err, only_first_rank_prints, progress
 from .options import read_graph_config, read_prompts
 
 _SAMPLING = "Sampling (any of these turns it on; otherwise greedy)"
@@ -74,7 +74,7 @@ def command(
     with progress("loading the models"):
         from gsd_kernels_hf import generate
 
-        from .pair import load_pair
+        from ..console.pair import load_pair
         from .streaming import StdoutStreamer
 
         pair = load_pair(

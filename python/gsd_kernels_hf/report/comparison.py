@@ -80,42 +80,39 @@ class Divergence:
 
 
 def plain(target: PreTrainedModel, **options: Any) -> Contender:
-    """transformers' own greedy ``generate``."""
+    """transformers' own ``generate`` with its ``options``; greedy by default."""
+    options = {"do_sample": False, **options}
 
     def decode(inputs: Inputs, max_new_tokens: int) -> tuple[Tensor, None]:
-        return target.generate(**inputs, **options, do_sample=False, max_new_tokens=max_new_tokens), None
+        return target.generate(**inputs, **options, max_new_tokens=max_new_tokens), None
 
     return decode
 
 
-def assisted(target: PreTrainedModel, draft: PreTrainedModel, num_tokens: int | None = None) -> Contender:
+def assisted(
+    target: PreTrainedModel, draft: PreTrainedModel, num_tokens: int | None = None, **options: Any
+) -> Contender:
     """transformers' assisted generation; with ``num_tokens`` always that many drafted tokens, not its schedule."""
     constant = {
         "num_assistant_tokens": num_tokens,
         "num_assistant_tokens_schedule": "constant",
         "assistant_confidence_threshold": 0.0,
     }
+    decode = plain(target, assistant_model=draft, **options)
 
-    def decode(inputs: Inputs, max_new_tokens: int) -> tuple[Tensor, None]:
+    def decode_with_settings(inputs: Inputs, max_new_tokens: int) -> tuple[Tensor, GenerationStats | None]:
         with _generation_config(draft, constant if num_tokens is not None else {}):
-            output = target.generate(**inputs, assistant_model=draft, do_sample=False, max_new_tokens=max_new_tokens)
-        return output, None
+            return decode(inputs, max_new_tokens)
 
-    return decode
+    return decode_with_settings
 
 
 def graph(target: PreTrainedModel, **options: Any) -> Contender:
-    """Greedy :func:`gsd_kernels.generate` with its ``options``; the chain and the tree are graph configs."""
+    """:func:`gsd_kernels.generate` with its ``options``, greedy by default; chain and tree are graph configs."""
+    options = {"do_sample": False, **options}
 
     def decode(inputs: Inputs, max_new_tokens: int) -> tuple[Tensor, GenerationStats | None]:
-        output = generate(
-            target,
-            **inputs,
-            **options,
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            return_dict_in_generate=True,
-        )
+        output = generate(target, **inputs, **options, max_new_tokens=max_new_tokens, return_dict_in_generate=True)
         return output.sequences, output.stats
 
     return decode

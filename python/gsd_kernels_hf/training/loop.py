@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+
+from ..files import write_file, write_folder
 
 __all__ = [
     "Budget",
@@ -33,8 +33,6 @@ __all__ = [
     "build_optimizers",
     "learning_rate_factor",
     "train",
-    "write_file",
-    "write_folder",
 ]
 
 # ---------------------------------------------------------------- schedule
@@ -143,40 +141,6 @@ class Streams:
 
 
 # ---------------------------------------------------------------- what survives a kill
-
-
-def _flush(path: Path) -> None:
-    """Have the system write a file or folder to the disk, where it can."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:  # a folder on Windows
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_file(file: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary file, then rename it: ``file`` is whole or absent."""
-    partial = file.with_name(f".partial-{file.name}")
-    write(partial)
-    _flush(partial)
-    partial.replace(file)
-    _flush(file.parent)
-
-
-@contextmanager
-def write_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder to fill, which is then renamed: ``folder``, which must not exist, is whole or absent."""
-    partial = folder.with_name(f".partial-{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    yield partial
-    for file in partial.rglob("*"):
-        _flush(file)
-    partial.rename(folder)
-    _flush(folder.parent)
 
 
 class Checkpoints:

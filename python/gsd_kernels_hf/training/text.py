@@ -14,7 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .loop import RunFolder, Streams, write_file
+from ..files import write_file
+from .loop import RunFolder, Streams
 
 __all__ = ["HeldOut", "Text", "blocks", "own_text", "read_text", "target_picks"]
 

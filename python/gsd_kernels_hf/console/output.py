@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
-from typer.core import TyperGroup
 
 OK, FAILURE, USAGE, DIFFERS, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -27,32 +25,6 @@ PATIENCE = 2.0
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
-
-
-class Commands(TyperGroup):
-    """Commands whose errors are one line on stderr, unless ``--debug`` asks for the traceback.
-
-    The library refuses arguments by ``ValueError`` and ``TypeError``, which therefore mean bad usage.
-    """
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except (typer.Exit, typer.Abort):
-            raise
-        except KeyboardInterrupt:
-            err.print("gsd-kernels: interrupted")
-            raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:
-            raise
-        except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
-            if ctx.params.get("debug"):
-                raise
-            message = " ".join(str(error).split()) or type(error).__name__
-            whose = f"rank {os.environ['RANK']}: " if err.quiet else ""
-            err.quiet = False
-            err.print(f"gsd-kernels: error: {whose}{message}", markup=False, soft_wrap=True)
-            raise typer.Exit(USAGE if isinstance(error, (ValueError, TypeError)) else FAILURE) from None
 
 
 def only_first_rank_prints() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .runner import Contestant, Settings
+from ..lib.runner import Contestant, Settings
 
 ATTENTION = ("sdpa_mask", "flex_attention", "flash_attn", "flashinfer")
 SAMPLING = ("torch_argmax", "torch_multinomial", "torch_sort", "torch_topk", "flashinfer_sampling")

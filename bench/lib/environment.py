@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from gsd_kernels_hf.console.versions import versions
+
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Device, versions and commit: what every result carries."""
-    from gsd_kernels_hf.cli.versions import versions
-
     return {
         "device": device_name(device),
         "device_type": device.type,
@@ -48,7 +48,7 @@ def driver() -> str | None:
 
 def commit() -> str | None:
     """The checkout's commit, marked ``+`` where sources differ from it; ``None`` outside a checkout."""
-    here = str(Path(__file__).resolve().parent)
+    here = str(Path(__file__).resolve().parents[1])
     head = _output("git", "-C", here, "rev-parse", "--short=12", "HEAD")
     if not head:
         return None

@@ -1,7 +1,5 @@
 """What typical acceptance changes and gains, beside the exact criterion and speculative sampling.
 
-    python -m gsd_kernels_bench.typical_deviation [--out DIR] [--prompts N] [--samples N] [--new-tokens N]
-
 Every criterion decodes the same prompts with the same seed. Nothing here depends on the machine's speed.
 
 The target's own pick at a position is what the exact criterion would say after the very text that was said before it,
@@ -11,7 +9,6 @@ on average over the contexts, the total variation distance between what is said 
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -25,10 +22,10 @@ from torch import Tensor
 from gsd_kernels import GraphConfig, Typical, generate, sample_rows
 from gsd_kernels_hf import StepRecord
 
-from .environment import environment
-from .intervals import Ratio, paired_ratio
+from ..lib.environment import environment
+from ..lib.intervals import Ratio, paired_ratio
+from ..lib.report import SCHEMA, markdown, write_json
 from .pairs import Pair, load_pair
-from .report import SCHEMA, markdown, write_json
 
 NAME = "typical"
 EXACT, SPECULATIVE = "exact", "speculative"
@@ -238,28 +235,3 @@ def run(*, pair: str, prompts: int, samples: int, new_tokens: int, folder: Path)
     write_json(folder / f"{NAME}.json", result, indent=None)
     (folder / f"{NAME}.md").write_text(text + "\n", encoding="utf-8")
     return text
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(prog=f"python -m gsd_kernels_bench.{NAME}_deviation", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--pair", default="demo", help="demo or tiny (default: %(default)s)")
-    parser.add_argument("--prompts", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--samples", type=int, default=4, help="of every prompt (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="of every text (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
-    options = parser.parse_args(arguments)
-    print(
-        run(
-            pair=options.pair,
-            prompts=options.prompts,
-            samples=options.samples,
-            new_tokens=options.new_tokens,
-            folder=options.out,
-        )
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -16,10 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gsd_kernels import tune
-from gsd_kernels_hf.cli.ranks import from_first
+from gsd_kernels_hf.console.ranks import from_first
 from gsd_kernels_hf.policy.tuning import prefix_bucket
 from gsd_kernels_hf.report.comparison import first_divergence
 
+from ..lib.environment import environment
+from ..lib.intervals import Ratio, paired_ratio
+from ..lib.report import SCHEMA, caption, markdown, write_json
 from .competitors import (
     ASSISTED,
     AUTO,
@@ -32,10 +35,7 @@ from .competitors import (
     competitors,
     fixed_configs,
 )
-from .environment import environment
-from .intervals import Ratio, paired_ratio
 from .pairs import Pair, load_pair
-from .report import SCHEMA, caption, markdown, write_json
 
 NAME = "generate"
 WARM_UP_TOKENS = 8

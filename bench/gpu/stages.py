@@ -1,17 +1,16 @@
 """Builds, tests, tunes and measures on one GPU, in stages that can be resumed.
 
-    python bench/gpu.py [--out DIR] [--only STAGE ...] [--budget SECONDS] [--again] [--list]
-    python bench/gpu.py --rehearse                         the same on a CPU with tiny shapes
+    python bench/gpu/stages.py [--out DIR] [--only STAGE]... [--budget SECONDS] [--again] [--list]
+    python bench/gpu/stages.py --rehearse                  the same on a CPU with tiny shapes
 
 Every stage is a process of its own that ends within its limit (at most 8.5 minutes) and leaves ``STAGE.stage.json``
 (commands, seconds, the end of their output) beside its results. Stages that are done are skipped, so the same command
-goes on after an interruption; ``--budget`` begins none that could not finish in time. Nothing is imported but the
-standard library: the first stage installs the package.
+goes on after an interruption; ``--budget`` begins none that could not finish in time. Nothing is imported but
+typer and the standard library: the first stage installs the package.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,9 +18,11 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated
 
-ROOT = Path(__file__).resolve().parents[1]
+import typer
+
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results" / "gpu"
 LIMIT = 510  # seconds a stage may take
 TAIL = 6000  # characters of output that are kept
@@ -67,7 +68,7 @@ def stages(out: Path, rehearse: bool) -> list[Stage]:
         ),
         Stage("tests", (python("-m", "pytest", "-q", "--co" if rehearse else "--maxfail=20", *gpu_tests()),)),
         # Rewrites this GPU's entries of gsd_kernels/attention_configs.json; the step costs are tuned in each e2e stage.
-        Stage("tune", (python("-m", "gsd_kernels_bench.tune_attention", *(["--help"] if rehearse else [])),)),
+        Stage("tune", (bench("tune-attention", *(["--help"] if rehearse else [])),)),
     ]
     for shape in shapes:
         grid = [*several("--shape", (shape,)), *several("--rows", rows), *several("--prefix", prefixes)]
@@ -190,43 +191,48 @@ def is_done(out: Path, stage: Stage) -> bool:
         return False
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the stages that are not done yet; 0 if none failed."""
-    parser = argparse.ArgumentParser(prog="python bench/gpu.py", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, help=f"folder for results (default: {RESULTS.relative_to(ROOT)})")
-    parser.add_argument("--only", nargs="+", metavar="STAGE", help="these stages")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for this call")
-    parser.add_argument("--again", action="store_true", help="also stages that are done")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU with tiny shapes, the build left out")
-    parser.add_argument("--list", action="store_true", help="name the stages and leave")
-    options = parser.parse_args(arguments)
-    out = (options.out or (RESULTS.with_name("gpu-rehearsal") if options.rehearse else RESULTS)).resolve()
-    planned = stages(out, options.rehearse)
-    unknown = set(options.only or ()) - {stage.name for stage in planned}
-    if unknown:
-        parser.error(f"--only: no stage {sorted(unknown)[0]!r}; stages: {', '.join(s.name for s in planned)}")
-    planned = [stage for stage in planned if not options.only or stage.name in options.only]
-    out.mkdir(parents=True, exist_ok=True)
+def command(
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for results; default: bench/results/gpu.")] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", metavar="STAGE", help="This stage; repeatable.")] = None,
+    budget: Annotated[float, typer.Option("--budget", metavar="SECONDS", help="For this call.")] = float("inf"),
+    again: Annotated[bool, typer.Option("--again", help="Also stages that are done.")] = False,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="On the CPU with tiny shapes, the build left out.")
+    ] = False,
+    list_stages: Annotated[bool, typer.Option("--list", help="Name the stages and leave.")] = False,
+) -> None:
+    """Build, test, tune and measure on one GPU, in stages that can be interrupted and resumed."""
+    folder = (out or (RESULTS.with_name("gpu-rehearsal") if rehearse else RESULTS)).resolve()
+    planned = stages(folder, rehearse)
+    if unknown := sorted(set(only or ()) - {stage.name for stage in planned}):
+        names = ", ".join(stage.name for stage in planned)
+        raise typer.BadParameter(f"--only: no stage {unknown[0]!r}; stages: {names}")
+    planned = [stage for stage in planned if not only or stage.name in only]
+    folder.mkdir(parents=True, exist_ok=True)
+    if list_stages:
+        for stage in planned:
+            print(f"{stage.name}{'  done' if is_done(folder, stage) else ''}")
+    elif failed := run_all(planned, folder, rehearse=rehearse, again=again, budget=budget):
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def run_all(planned: list[Stage], out: Path, *, rehearse: bool, again: bool, budget: float) -> list[str]:
+    """Run the stages that are not done yet and fit into ``budget`` seconds; the names of those that failed."""
     begin, failed = time.monotonic(), []
     for stage in planned:
-        done = is_done(out, stage)
-        if options.list:
-            print(f"{stage.name}{'  done' if done else ''}")
-            continue
-        if done and not options.again:
+        if is_done(out, stage) and not again:
             print(f"{stage.name}: done before", file=sys.stderr)
             continue
-        if time.monotonic() - begin + stage.limit > options.budget:
+        if time.monotonic() - begin + stage.limit > budget:
             print(f"{stage.name}: left for the next call", file=sys.stderr)
             break
-        if not run(stage, out, options.rehearse):
+        if not run(stage, out, rehearse):
             failed.append(stage.name)
             if stage.name == "build":
                 break
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    return failed
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(command)

@@ -10,8 +10,8 @@ from torch import Tensor
 from gsd_kernels import commit_kv
 from gsd_kernels.ops.commit_kv.api import IMPLEMENTATIONS
 
-from .runner import Contestant, Entry, Settings
-from .shapes import SHAPES
+from ..lib.runner import Contestant, Entry, Settings
+from ..lib.shapes import SHAPES
 
 NAME, X = "commit", "accepted"
 ROWS, PREFIX = 64, 256

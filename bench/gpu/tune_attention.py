@@ -1,14 +1,11 @@
 """Measure launch configurations of the Triton attention on this GPU and write ``gsd_kernels/attention_configs.json``.
 
-    python -m gsd_kernels_bench.tune_attention [--prefix 4096] [--dry-run]
-
 Offline and explicit: nothing is tuned at run time. Only the entries of this GPU's compute capability change; each
 names the device that it was measured on. Configurations that spill or do not fit are never launched.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 from typing import Any
@@ -22,22 +19,22 @@ from gsd_kernels.kernel_report import SHARED_LIMIT, compile_launches, facts, gat
 HEAD_DIMS = (64, 128, 256)
 SIZES_M = (16, 32, 64, 128, 512)  # upper ends of the table's ranges; the last stands for all larger ones
 KV_HEADS = 8
-REPEATS = 30
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prefix", type=int, default=4096, help="committed positions of the measured problem")
-    parser.add_argument("--dry-run", action="store_true", help="print the entries, write nothing")
-    arguments = parser.parse_args()
+def run(prefix: int, *, dry_run: bool = False) -> None:
+    """Measure every range of shapes over ``prefix`` committed positions; rewrite or print this GPU's entries.
+
+    Raises:
+        RuntimeError: no GPU, or one whose limits are unknown.
+    """
     if not torch.cuda.is_available():
-        parser.error("no CUDA GPU: there is nothing to measure")
+        raise RuntimeError("no CUDA GPU: there is nothing to measure")
     major, minor = torch.cuda.get_device_capability()
     arch = 10 * major + minor
     if arch not in SHARED_LIMIT:
-        parser.error(f"compute capability {major}.{minor} is not known to gsd_kernels.kernel_report")
+        raise RuntimeError(f"compute capability {major}.{minor} is not known to gsd_kernels.kernel_report")
     entries = [
-        best_entry(arch, dtype, head_dim, size_m, arguments.prefix, extras)
+        best_entry(arch, dtype, head_dim, size_m, prefix, extras)
         for dtype in (torch.bfloat16, torch.float32)
         for head_dim in HEAD_DIMS
         for size_m in SIZES_M
@@ -50,7 +47,7 @@ def main() -> None:
         for name, rows in table["archs"].items()
     ]
     text = '{\n  "archs": {\n' + ",\n".join(lines) + "\n  }\n}\n"
-    if arguments.dry_run:
+    if dry_run:
         print(text)
     else:
         TABLE.write_text(text)
@@ -114,24 +111,7 @@ class Problem:
         return not any(gate(facts(kernel, arch)) for _, kernel in kernels)
 
     def microseconds(self, config: AttentionConfig) -> float:
-        """Median over replays of a captured graph."""
-        launch = self.launch(config, "cuda")
-        for _ in range(3):
-            launch()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            launch()
-        times = []
-        for _ in range(REPEATS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(1000 * start.elapsed_time(end))
-        return sorted(times)[REPEATS // 2]
+        """Median over replays of captured graphs."""
+        from triton.testing import do_bench_cudagraph
 
-
-if __name__ == "__main__":
-    main()
+        return 1000 * do_bench_cudagraph(self.launch(config, "cuda"), return_mode="median")

@@ -1,7 +1,5 @@
 """What one GPU holds of a tensor-parallel target and a replicated draft, from their shapes alone.
 
-    python -m gsd_kernels_bench.scale_memory
-
 transformers shards every matrix of a Llama: the heads of the attention, the columns and rows of the MLP, the vocabulary
 of the embedding and of the head; only the norms are whole on every rank. (Its version 5.0 keeps the vocabulary whole as
 well.) A cache holds its rank's key/value heads. Activations, the CUDA context and NCCL's buffers come on top.
@@ -14,8 +12,8 @@ from dataclasses import dataclass
 from gsd_kernels import GraphConfig
 from gsd_kernels_hf.demo.inflate import ModelShape
 
-from .report import markdown
-from .shapes import shape_named
+from ..lib.report import markdown
+from ..lib.shapes import shape_named
 
 TARGET, DRAFT = "llama-2-70b", "tinyllama-1.1b"
 GPUS = (1, 2, 4, 8)
@@ -88,7 +86,3 @@ def table() -> str:
         sizes = [found.target, found.draft, *found.caches.values(), *map(found.total, TEXTS)]
         rows.append([str(found.gpus), *(f"{size / GIB:.1f}" for size in sizes)])
     return markdown(head, rows)
-
-
-if __name__ == "__main__":
-    print(table())

@@ -13,9 +13,9 @@ from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.dag_attention import compiled
 from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
 
+from ..lib.runner import Contestant, Entry, Settings
+from ..lib.shapes import SHAPES
 from .peers import attention_peers
-from .runner import Contestant, Entry, Settings
-from .shapes import SHAPES
 
 NAME, X = "attention", "rows"
 

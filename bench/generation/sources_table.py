@@ -1,15 +1,12 @@
 """Every draft source, alone and together, on three kinds of text: tokens per forward and tokens per second.
 
-    python -m gsd_kernels_bench.sources_table [--out DIR] [--prompts N] [--new-tokens N] [--target-shape S] [--quick]
-
 Texts, settings and configurations below were fixed before the run. Each cell (a text at a temperature) is one
-interleaved run of :mod:`gsd_kernels_bench.generate`. A run that is stopped goes on where it was: finished cells are
-kept beside the result.
+interleaved run of :mod:`gsd_kernels_bench.generation.generate`. A run that is stopped goes on where it was: finished
+cells are kept beside the result.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -17,13 +14,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from ..lib.environment import environment
+from ..lib.intervals import Ratio, paired_ratio
+from ..lib.report import SCHEMA, markdown, write_json
 from . import generate
-from .environment import environment
 from .generate import Settings, title
-from .intervals import Ratio, paired_ratio
-from .report import SCHEMA, markdown, write_json
 
 NAME = "sources"
 TEXTS = ("copy", "code", "prose")
@@ -147,36 +142,3 @@ def table(result: dict[str, Any]) -> str:
             markdown(["", *heads], answers),
         ]
     )
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gsd_kernels_bench.sources_table", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
-    parser.add_argument("--pair", default="demo", help="demo or tiny (default: %(default)s)")
-    parser.add_argument(
-        "--target-shape", default="250m", help="inflate the target to it, or none (default: %(default)s)"
-    )
-    parser.add_argument("--dtype", default="bfloat16", help="of both models (default: %(default)s)")
-    parser.add_argument("--prompts", type=int, default=8, help="of every text (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="of every prompt (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="two prompts of one text, 16 tokens, not inflated")
-    options = parser.parse_args(arguments)
-    settings = Settings(
-        device=torch.device("cpu"),
-        dtype=getattr(torch, options.dtype),
-        pair=options.pair,
-        target_shape="none" if options.quick else options.target_shape,
-        prompts=2 if options.quick else options.prompts,
-        new_tokens=16 if options.quick else options.new_tokens,
-        competitors=(*THEIRS, *OURS),
-        quick=options.quick,
-    )
-    texts, name = (("copy",), f"{NAME}-quick") if options.quick else (TEXTS, NAME)
-    print(run(settings, texts=texts, folder=options.out, name=name))
-
-
-if __name__ == "__main__":
-    main()

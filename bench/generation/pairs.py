@@ -19,12 +19,12 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from gsd_kernels import DraftHeads
 from gsd_kernels_hf import demo
-from gsd_kernels_hf.cli import ranks
+from gsd_kernels_hf.console import ranks
 from gsd_kernels_hf.demo.inflate import fitted_heads, inflate, inflated_config
 from gsd_kernels_hf.parallel import check_heads
 
+from ..lib.shapes import shape_named
 from .prose import PASSAGES
-from .shapes import shape_named
 
 PAIRS = ("demo", "tiny")
 TEXTS = ("code", "copy", "table", "prose")

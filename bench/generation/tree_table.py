@@ -1,19 +1,16 @@
 """Graph against tree against chain: tokens per step at equal draft rows and equal target rows.
 
-    python -m gsd_kernels_bench.tree_table [--out DIR] [--prompts N] [--new-tokens N] [--quick]
-
 The grid, texts and configurations below were fixed before the run. Tokens per step depend on the models and the shape
 of a step alone, not on the machine or the target's size, so the un-inflated pair is used. A run that is stopped goes on
 where it was: every finished decoding is kept beside the result.
 
 Three ways of spending the same rows on the same draft: ``tree`` is the best dynamic token tree; ``merged`` joins
-recurring sequences inside a step; ``graph`` joins them across steps too, through what the target said before. ``chain``
+recurring sequences inside a step; ``graph`` joins them across steps too, through the history of the target. ``chain``
 drafts one token a level, with as many draft rows where its depth allows.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -25,11 +22,12 @@ import torch
 
 from gsd_kernels import GraphConfig, generate
 from gsd_kernels_hf import StepRecord
+from gsd_kernels_hf.files import write_text
 
-from .environment import environment
-from .intervals import Ratio, paired_ratio
+from ..lib.environment import environment
+from ..lib.intervals import Ratio, paired_ratio
+from ..lib.report import SCHEMA, markdown, write_json
 from .pairs import Pair, Prompt, load_pair
-from .report import SCHEMA, markdown, write_json
 
 NAME = "tree"
 VARIANTS = ("chain", "tree", "merged", "graph")
@@ -193,9 +191,7 @@ def _resume(journal: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]
 
 def _keep(journal: Path, record: dict[str, Any]) -> None:
     """Append a record, whole or not at all."""
-    partial = journal.with_suffix(".tmp")
-    partial.write_text(journal.read_text(encoding="utf-8") + json.dumps(record) + "\n", encoding="utf-8")
-    partial.replace(journal)
+    write_text(journal, journal.read_text(encoding="utf-8") + json.dumps(record) + "\n")
 
 
 def _cell_result(cell: Cell, decoded: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -264,20 +260,3 @@ def table(result: dict[str, Any]) -> str:
         f"tokens per step are {total['worst']:.2f}–{total['best']:.2f} times the tree's.",
     ]
     return "\n".join(lines)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(prog="python -m gsd_kernels_bench.tree_table", description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
-    parser.add_argument("--pair", default="demo", help="demo or tiny (default: %(default)s)")
-    parser.add_argument("--prompts", type=int, default=10, help="of every text (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="of every prompt (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a few cells of two prompts")
-    options = parser.parse_args(arguments)
-    grid, prompts = (QUICK, min(options.prompts, 2)) if options.quick else (Grid(), options.prompts)
-    print(run(grid, pair=options.pair, prompts=prompts, new_tokens=options.new_tokens, folder=options.out))
-
-
-if __name__ == "__main__":
-    main()

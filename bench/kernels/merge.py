@@ -14,7 +14,7 @@ from gsd_kernels.ops.flatten.api import IMPLEMENTATIONS as FLATTEN
 from gsd_kernels.ops.merge.api import IMPLEMENTATIONS as MERGE
 from gsd_kernels.ops.verify.api import IMPLEMENTATIONS as VERIFY
 
-from .runner import Contestant, Entry, Settings
+from ..lib.runner import Contestant, Entry, Settings
 
 NAME, X = "merge", "rows"
 TOKENS = 200  # candidates come from this many tokens, so that some merge

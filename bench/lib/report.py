@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from gsd_kernels_hf.files import write_text
+
 SCHEMA = 1
 
 
@@ -182,10 +184,7 @@ def caption(environment: dict[str, Any]) -> str:
 
 def write_json(path: Path, value: Any, indent: int | None = 1) -> Path:
     """Write strict JSON, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_text(path, json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False) + "\n")
     return path
 
 

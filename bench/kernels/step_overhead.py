@@ -1,7 +1,5 @@
 """What one decode step's graph ops cost beside the target's forward: merge × depth + flatten + verify + commit.
 
-    python -m gsd_kernels_bench.step_overhead [--device cpu] [--dtype float32] [--json FILE]
-
 The target is a Llama of about 100 million parameters with random weights (the time does not depend on them), one row a
 forward, a 256-token prefix in its cache: what an ordinary decoding step costs. The graph is drafted from random
 candidates and verified against picks that agree with most of them.
@@ -9,11 +7,8 @@ candidates and verified against picks that agree with most of them.
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
@@ -156,23 +151,3 @@ def run(device: torch.device, dtype: torch.dtype, batch: int = 1) -> dict[str, o
         # On a busy machine the forward suffers more than the ops; its fastest run is the stricter yardstick.
         "fraction_of_fastest_forward": whole / plain["min_ms"],
     }
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--json", metavar="FILE", help="also write the row here")
-    options = parser.parse_args(arguments)
-    row = run(torch.device(options.device), getattr(torch, options.dtype), options.batch)
-    text = json.dumps(row, indent=2)
-    sys.stdout.write(text + "\n")
-    if options.json:
-        with open(options.json, "w") as file:
-            file.write(text + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -10,9 +10,9 @@ from torch import Tensor
 from gsd_kernels import draft_candidates, sample_rows
 from gsd_kernels.ops.sampling.api import DRAFT_CANDIDATES, SAMPLE_ROWS
 
+from ..lib.runner import Contestant, Entry, Settings
+from ..lib.shapes import SHAPES
 from .peers import sampling_peers
-from .runner import Contestant, Entry, Settings
-from .shapes import SHAPES
 
 NAME, X = "sample", "rows"
 BRANCH = 4

@@ -1,6 +1,6 @@
-"""Peak memory of an 8k-token prompt: transformers' plain decoding beside graph-speculative decoding. Prints JSON.
+"""Peak memory of an 8k-token prompt: transformers' plain decoding beside graph-speculative decoding.
 
-Every measurement is a process of its own, so that its peak is its own: ``python bench/long_prompt_memory.py``.
+Every measurement is a process of its own, so that its peak is its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ CASES = {
 
 
 def measure(name: str) -> dict[str, float | int | str]:
-    """Run one case here; peak and growth of this process in MiB, and what the caches hold."""
+    """Run one case here; peak and growth of this process in MiB, and what the caches hold.
+
+    Raises:
+        ValueError: an unknown case.
+    """
+    if name not in CASES:
+        raise ValueError(f"--case: {name!r} is none of {', '.join(CASES)}")
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -64,20 +70,18 @@ def measure(name: str) -> dict[str, float | int | str]:
     return {**result, "peak_mib": round(peak, 1), "growth_mib": round(peak - before, 1)}
 
 
-def main() -> None:
+def run() -> dict[str, object]:
+    """Every case in a process of its own.
+
+    Raises:
+        RuntimeError: a case failed; what it printed says why.
+    """
     rows = []
     for name in CASES:
-        done = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True)
+        command = [sys.executable, "-m", "gsd_kernels_hf", "--debug", "bench", "long-prompt-memory", "--case", name]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{name}: {done.stderr}")
         rows.append(json.loads(done.stdout.splitlines()[-1]))
     texts = {row["tokens"] for row in rows if "tokens" in row}
-    print(
-        json.dumps(
-            {"prompt": PROMPT, "new_tokens": NEW_TOKENS, "equal_tokens": len(texts) == 1, "rows": rows}, indent=1
-        )
-    )
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1]))) if len(sys.argv) > 1 else main()
+    return {"prompt": PROMPT, "new_tokens": NEW_TOKENS, "equal_tokens": len(texts) == 1, "rows": rows}

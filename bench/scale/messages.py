@@ -1,7 +1,5 @@
 """What the ranks of a tensor-parallel target send each other for an emitted token: plain decoding beside speculation.
 
-    python -m gsd_kernels_bench.scale_messages [--ranks 1,2,4] [--prompts N] [--new-tokens N] [--out DIR]
-
 Starts torchrun for every number of ranks. A message is one collective operation, and its bytes are those of the tensor
 that a rank hands to it; every collective that the process starts is counted, whoever starts it. Counts do not depend on
 the machine, so a CPU with gloo shows them as well as GPUs would.
@@ -9,7 +7,6 @@ the machine, so a CPU with gloo shows them as well as GPUs would.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -17,7 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,14 +27,14 @@ from torch.utils._pytree import tree_leaves
 
 from gsd_kernels import GraphConfig
 from gsd_kernels.config import PRESETS
-from gsd_kernels_hf.cli import ranks
-from gsd_kernels_hf.cli.pair import quiet_transformers
+from gsd_kernels_hf.console import ranks
+from gsd_kernels_hf.console.pair import quiet_transformers
 from gsd_kernels_hf.parallel import Agreement
 from gsd_kernels_hf.report import comparison
 
-from .environment import environment
-from .pairs import load_pair
-from .report import SCHEMA, markdown, write_json
+from ..generation.pairs import load_pair
+from ..lib.environment import environment
+from ..lib.report import SCHEMA, markdown, write_json
 
 NAME = "scale_messages"
 PLAIN = "plain"
@@ -122,19 +119,37 @@ def counted(target: torch.nn.Module) -> Iterator[Messages]:
             hook.remove()
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Settings:
+    """What every rank decodes."""
+
+    pair: str
+    target_shape: str
+    dtype: str
+    prompts: int
+    new_tokens: int
+
+
+def run_rank(settings: Settings, file: Path) -> None:
+    """Measure as one of torchrun's processes; the first one writes ``file``."""
+    found = measure(settings)
+    if ranks.is_first():
+        write_json(file, found)
+
+
+def measure(settings: Settings) -> dict[str, Any]:
     """One rank: every prompt, every way of decoding it."""
     quiet_transformers()
     device = ranks.join(TIMEOUT)
     size = torch.distributed.get_world_size()
     torch.set_num_threads(1)
-    dtype = getattr(torch, options.dtype)
+    dtype = getattr(torch, settings.dtype)
     pair = load_pair(
-        options.pair,
+        settings.pair,
         device=device,
         dtype=dtype,
-        target_shape=options.target_shape,
-        prompts=options.prompts,
+        target_shape=settings.target_shape,
+        prompts=settings.prompts,
         tensor_parallel=size > 1,
     )
     ways = {PLAIN: comparison.plain(pair.target)}
@@ -144,7 +159,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         inputs = {"input_ids": prompt.input_ids, "attention_mask": torch.ones_like(prompt.input_ids)}
         for way, decode in ways.items():
             with counted(pair.target) as messages:
-                run = comparison.measure(pair.target, decode, inputs, options.new_tokens)
+                run = comparison.measure(pair.target, decode, inputs, settings.new_tokens)
             runs.append(
                 {
                     "ranks": size,
@@ -167,18 +182,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def launch(options: argparse.Namespace, size: int, folder: Path) -> dict[str, Any]:
-    """What the first of ``size`` ranks found.
+def launch(settings: Settings, size: int, folder: Path) -> dict[str, Any]:
+    """Start ``size`` ranks; what the first one found.
 
     Raises:
         RuntimeError: the ranks failed; what they printed says why.
     """
     file = folder / f"ranks-{size}.json"
-    given = ["pair", "target_shape", "dtype", "prompts", "new_tokens"]
-    arguments = [text for name in given for text in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
+    given = asdict(settings).items()
+    arguments = [text for name, value in given for text in (f"--{name.replace('_', '-')}", str(value))]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     print(f"{NAME}: {size} ranks", file=sys.stderr, flush=True)
-    module = ["-m", f"{__package__}.{NAME}", "--one-rank", str(file), *arguments]
+    module = ["-m", "gsd_kernels_hf", "bench", "scale-messages", "--one-rank", str(file), *arguments]
     if subprocess.run([*launcher, *module]).returncode:
         raise RuntimeError(f"{NAME}: {size} ranks failed")
     return json.loads(file.read_text(encoding="utf-8"))
@@ -245,52 +260,27 @@ def table(data: dict[str, Any]) -> str:
     return markdown([*head, "agreement messages/token", "agreement bytes/token", "same tokens"], rows)
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """All numbers of ranks, and what they add up to."""
-    sizes = [int(size) for size in options.ranks.split(",")]
-    with tempfile.TemporaryDirectory() as folder:
-        found = [launch(options, size, Path(folder)) for size in sizes]
+def run(settings: Settings, *, ranks: list[int], folder: Path) -> dict[str, Any]:
+    """All numbers of ranks, and what they add up to; written to ``folder``."""
+    with tempfile.TemporaryDirectory() as parts:
+        found = [launch(settings, size, Path(parts)) for size in ranks]
     runs = [run for each in found for run in each["runs"]]
     result = {
         "schema": SCHEMA,
         "case": NAME,
         "environment": found[0]["environment"],
         "settings": {
-            "pair": options.pair,
-            "target_shape": options.target_shape,
-            "dtype": options.dtype,
-            "new_tokens": options.new_tokens,
+            "pair": settings.pair,
+            "target_shape": settings.target_shape,
+            "dtype": settings.dtype,
+            "new_tokens": settings.new_tokens,
             "prompts": list(dict.fromkeys(run["prompt"] for run in runs)),
-            "ranks": sizes,
+            "ranks": ranks,
             "configs": {name: asdict(GraphConfig.preset(name)) for name in PRESETS},
         },
         "target": found[0]["target"],
         "summary": summary(runs),
         "runs": runs,
     }
-    write_json(options.out / f"{NAME}.json", result, indent=None)
+    write_json(folder / f"{NAME}.json", result, indent=None)
     return result
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run from the command line."""
-    parser = argparse.ArgumentParser(prog=f"python -m gsd_kernels_bench.{NAME}", description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", default="1,2,4", help="numbers of processes (default: %(default)s)")
-    parser.add_argument("--pair", default="demo", help="demo or tiny (default: %(default)s)")
-    parser.add_argument("--target-shape", default="demo-mha", help="heads must divide (default: %(default)s)")
-    parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16"])
-    parser.add_argument("--prompts", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--new-tokens", type=int, default=64, help="of every prompt (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("bench/results"))
-    parser.add_argument("--one-rank", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.one_rank is None:
-        print(table(run(options)))
-        return
-    found = measure(options)
-    if ranks.is_first():
-        write_json(options.one_rank, found)
-
-
-if __name__ == "__main__":
-    main()

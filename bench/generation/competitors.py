@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from gsd_kernels import GraphConfig, LayerSkip, generate
+from gsd_kernels import GraphConfig, LayerSkip
 from gsd_kernels_hf import GenerationStats
+from gsd_kernels_hf.report import comparison
 
 from .pairs import Pair
 
@@ -26,8 +26,6 @@ COMPETITORS = (GREEDY, STATIC, *ASSISTED, *OTHER_SPECULATION, *OURS)
 SINGLE_SOURCES = ("merged", HISTORY_AUTO, "layer-skip", "heads", "all")  # of sources_table, unless asked for
 DEFAULT = tuple(name for name in COMPETITORS if name not in SINGLE_SOURCES)
 
-#: What transformers' assisted generation does with ``num_assistant_tokens`` drafted tokens, always.
-CONSTANT = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
 PROMPT_LOOKUP_TOKENS = 10  # transformers' documentation's choice
 
 Decode = Callable[[Tensor, int, int], "tuple[Tensor, GenerationStats | None]"]
@@ -92,12 +90,7 @@ def _competitor(name: str, pair: Pair, sampling: dict[str, Any], backend: str, q
         return Competitor(name, _ours(name, pair, sampling, backend))
 
     def theirs(**options: Any) -> Decode:
-        def decode(ids: Tensor, new_tokens: int, seed: int) -> tuple[Tensor, None]:
-            torch.manual_seed(seed)
-            mask = torch.ones_like(ids)
-            return target.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, **sampling, **options), None
-
-        return decode
+        return _seeded(comparison.plain(target, **sampling, **options))
 
     if name == GREEDY:
         return Competitor(name, theirs())
@@ -105,14 +98,8 @@ def _competitor(name: str, pair: Pair, sampling: dict[str, Any], backend: str, q
         return _static(name, target, theirs, quick)
     if name in ASSISTED:
         setting = name.rpartition("-")[2]
-        changes = {} if setting == "dynamic" else {**CONSTANT, "num_assistant_tokens": int(setting)}
-        decode = theirs(assistant_model=draft)
-
-        def assisted(ids: Tensor, new_tokens: int, seed: int) -> tuple[Tensor, None]:
-            with _changed(draft.generation_config, changes):
-                return decode(ids, new_tokens, seed)  # type: ignore[return-value]
-
-        return Competitor(name, assisted)
+        tokens = None if setting == "dynamic" else int(setting)
+        return Competitor(name, _seeded(comparison.assisted(target, draft, tokens, **sampling)))
     if name == "hf-prompt-lookup":
         return Competitor(name, theirs(prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS))
     if name == "hf-early-exit":
@@ -122,6 +109,20 @@ def _competitor(name: str, pair: Pair, sampling: dict[str, Any], backend: str, q
         # Half of the layers that compute something: an inflated target's added ones do not.
         return Competitor(name, theirs(assistant_early_exit=max(1, _effective_layers(target) // 2)), own_draft=True)
     return _by_model(name, target, draft, theirs)
+
+
+def _seeded(contender: comparison.Contender) -> Decode:
+    """Decode with transformers' own random numbers."""
+
+    def decode(ids: Tensor, new_tokens: int, seed: int) -> tuple[Tensor, GenerationStats | None]:
+        torch.manual_seed(seed)
+        return contender(_inputs(ids), new_tokens)
+
+    return decode
+
+
+def _inputs(ids: Tensor) -> comparison.Inputs:
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _by_model(name: str, target: PreTrainedModel, draft: PreTrainedModel, theirs: Callable[..., Decode]) -> Competitor:
@@ -190,30 +191,8 @@ def _ours(name: str, pair: Pair, sampling: dict[str, Any], backend: str) -> Deco
         if name == "all":
             options["draft_heads"] = pair.heads
 
-    def decode(ids: Tensor, new_tokens: int, seed: int) -> tuple[Tensor, GenerationStats]:
-        output = generate(
-            target,
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            return_dict_in_generate=True,
-            seed=seed,
-            backend=backend,
-            **sampling,
-            **options,
-        )
-        return output.sequences, output.stats
+    def decode(ids: Tensor, new_tokens: int, seed: int) -> tuple[Tensor, GenerationStats | None]:
+        contender = comparison.graph(target, seed=seed, backend=backend, **sampling, **options)
+        return contender(_inputs(ids), new_tokens)
 
     return decode
-
-
-@contextmanager
-def _changed(config: GenerationConfig, values: Mapping[str, Any]) -> Iterator[None]:
-    before = {name: getattr(config, name) for name in values}
-    for name, value in values.items():
-        setattr(config, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
