@@ -151,33 +151,43 @@ def _load_models(
         target, small, tokenizer = demo.load(weights, where)
         return Pair(target, small if draft is None else None, tokenizer, WITHOUT_MODEL.get(draft))
 
-    def load(name: str, commit: str | None, **options: Any) -> PreTrainedModel:
-        if commit:
-            options["revision"] = commit
-        loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=trust_remote_code, **options)
-        return (loaded if sharded and loaded.tp_size else loaded.to(where)).eval()
-
-    def load_tokenizer(name: str, commit: str | None) -> PreTrainedTokenizerBase:
-        options = {"revision": commit} if commit else {}
-        return AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=trust_remote_code, **options)
-
-    for option, name in (("--model", model), ("--draft", draft)):
-        if name is not None and name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-            raise ValueError(f"{option}: no such folder: {name}")
-    tokenizer = load_tokenizer(model, revision)
+    _check_folders({"--model": model, "--draft": draft})
+    tokenizer = _load_tokenizer(model, revision, trust_remote_code)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if sharded:
-        options = {"revision": revision} if revision else {}
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **options)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **_revision(revision))
         check_heads("--model", config, dist.get_world_size())  # before anything large is read
-    target = load(model, revision, **sharded)
+    options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    target = _load_model(model, where, **options, **sharded, **_revision(revision))
     if draft is None or draft in WITHOUT_MODEL:
         return Pair(target, None, tokenizer, WITHOUT_MODEL.get(draft))
-    small = load(draft, draft_revision)
+    small = _load_model(draft, where, **options, **_revision(draft_revision))
     try:
-        draft_tokenizer = load_tokenizer(draft, draft_revision)
+        draft_tokenizer = _load_tokenizer(draft, draft_revision, trust_remote_code)
     except (OSError, ValueError):
         draft_tokenizer = None  # a folder of weights alone: the vocabulary sizes are compared
     validate.check_pair(target, small, tokenizer, draft_tokenizer)
     return Pair(target, small, tokenizer)
+
+
+def _revision(commit: str | None) -> dict[str, str]:
+    return {"revision": commit} if commit else {}
+
+
+def _check_folders(named: dict[str, str | None]) -> None:
+    for option, name in named.items():
+        if name is not None and name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+            raise ValueError(f"{option}: no such folder: {name}")
+
+
+def _load_model(name: str, where: torch.device, **options: Any) -> PreTrainedModel:
+    """A model in evaluation mode on its device; one that is sharded is there already."""
+    loaded = AutoModelForCausalLM.from_pretrained(name, **options)
+    on_device = any(option in options for option in ("tp_plan", "distributed_config")) and loaded.tp_size
+    return (loaded if on_device else loaded.to(where)).eval()
+
+
+def _load_tokenizer(name: str, commit: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    options = {"trust_remote_code": trust_remote_code, **_revision(commit)}
+    return AutoTokenizer.from_pretrained(name, padding_side="left", **options)

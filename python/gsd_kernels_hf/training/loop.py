@@ -210,73 +210,106 @@ def train(
     Raises:
         RuntimeError: the loss or its gradient is not finite; the last checkpoint stays.
     """
-    device = next(model.parameters()).device
-    base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-    record = Record()
-    state = checkpoints.load()
-    if state is not None:
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        _set_random_state(state["random"], device)
-        record = Record(**state["record"])
-        if budget.progress(record.steps, record.seconds) < state["progress"] - 1e-3:
-            record.extended_at.append(record.steps)
-        del state
-
-    def save() -> None:
-        checkpoints.save(
-            record.steps,
-            {
-                "model": model.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                "random": _random_state(device),
-                "record": asdict(record),
-                "progress": budget.progress(record.steps, record.seconds),
-            },
-        )
-
-    def finite(what: str, value: float) -> None:
-        if not math.isfinite(value):
-            saved = checkpoints.steps()
-            kept = f"the checkpoint of step {saved[-1]} stays in {checkpoints.folder}" if saved else "none was saved"
-            raise RuntimeError(
-                f"{name}: {what} is {value} at step {record.steps}; {kept}; start anew with a lower learning rate"
-            )
-
+    run = _Run(name, model, optimizers, budget, checkpoints)
+    run.resume()
+    record = run.record
     begin, before = time.monotonic(), record.seconds
     saved_at, saved_step = begin, record.steps
-    smooth = record.loss
     model.train()
     with tqdm(desc=name, unit="step", initial=record.steps, total=budget.steps, mininterval=1) as bar:
-        while (progress := budget.progress(record.steps, record.seconds)) < 1.0:
-            factor = schedule(progress)
-            for optimizer, rates in zip(optimizers, base_rates, strict=True):
-                for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = rate * factor
-            value = 0.0
-            for loss in losses(record.steps, progress):
-                value += loss.item()
-                finite("the loss", value)
-                loss.backward()
-            finite("the gradient", torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            smooth = value if math.isnan(smooth) else 0.98 * smooth + 0.02 * value
+        while (progress := run.progress) < 1.0:
+            value = run.step(losses(record.steps, progress), schedule(progress))
             now = time.monotonic()
             record.steps += 1
             record.tokens += tokens_per_step
             record.seconds = before + now - begin
-            record.loss = smooth
-            bar.set_postfix_str(f"loss {smooth:.4f}, {progress:.0%}", refresh=False)
+            record.loss = value if math.isnan(record.loss) else 0.98 * record.loss + 0.02 * value
+            bar.set_postfix_str(f"loss {record.loss:.4f}, {progress:.0%}", refresh=False)
             bar.update()
             if every.due(record.steps - saved_step, now - saved_at):
-                save()
+                run.save()
                 saved_at, saved_step = time.monotonic(), record.steps
-    save()
+    run.save()
     model.eval()
     return record
+
+
+class _Run:
+    """A model in training, and what a checkpoint holds of it."""
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        budget: Budget,
+        checkpoints: Checkpoints,
+    ) -> None:
+        self.name, self.model, self.optimizers = name, model, optimizers
+        self.budget, self.checkpoints, self.record = budget, checkpoints, Record()
+        self.device = next(model.parameters()).device
+        self.base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+
+    @property
+    def progress(self) -> float:
+        """Share of the budget that is used, 0 … 1."""
+        return self.budget.progress(self.record.steps, self.record.seconds)
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint, if there is one."""
+        state = self.checkpoints.load()
+        if state is None:
+            return
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        _set_random_state(state["random"], self.device)
+        self.record = Record(**state["record"])
+        if self.progress < state["progress"] - 1e-3:
+            self.record.extended_at.append(self.record.steps)
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        self.checkpoints.save(
+            self.record.steps,
+            {
+                "model": self.model.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "random": _random_state(self.device),
+                "record": asdict(self.record),
+                "progress": self.progress,
+            },
+        )
+
+    def step(self, losses: Iterable[Tensor], factor: float) -> float:
+        """Update the weights once, at ``factor`` times the base learning rates; the step's loss.
+
+        Raises:
+            RuntimeError: the loss or its gradient is not finite.
+        """
+        for optimizer, rates in zip(self.optimizers, self.base_rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+        value = 0.0
+        for loss in losses:
+            value += loss.item()
+            self._check_finite("the loss", value)
+            loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._check_finite("the gradient", norm.item())
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return value
+
+    def _check_finite(self, what: str, value: float) -> None:
+        if math.isfinite(value):
+            return
+        saved = self.checkpoints.steps()
+        kept = f"the checkpoint of step {saved[-1]} stays in {self.checkpoints.folder}" if saved else "none was saved"
+        raise RuntimeError(
+            f"{self.name}: {what} is {value} at step {self.record.steps}; {kept}; start anew with a lower learning rate"
+        )
 
 
 # ---------------------------------------------------------------- the folder of a run
