@@ -1,4 +1,4 @@
-"""``gsd-kernels bench NAME``: the registry of benchmarks. Each writes its numbers where ``--out`` says.
+"""``gsd-kernels bench NAME``: the registry of benchmarks. Each writes its numbers to the folder ``--out``.
 
 Measurements import torch and transformers when they run, so ``--help`` answers at once.
 """

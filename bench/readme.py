@@ -169,7 +169,7 @@ def _kernel_table(reports: list[Report]) -> str:
 
 
 def messages(results: Path) -> str:
-    """What ranks send for a token, plain decoding beside speculation."""
+    """Messages between ranks for a token, plain decoding beside speculation."""
     data = _messages(results)
     settings, target = data["settings"], data["target"]
     names = settings["prompts"]
@@ -183,7 +183,7 @@ def messages(results: Path) -> str:
 
 
 def memory(results: Path) -> str:
-    """What one GPU holds of a large target and its draft; from the shapes, so no result is needed."""
+    """Memory that one GPU holds of a large target and its draft; from the shapes, so no result is needed."""
     return (
         f"GiB on each GPU; {scale_memory.TARGET} with {scale_memory.DRAFT}, bfloat16, preset graph; caches are both "
         f"models', for positions × batch:\n\n{scale_memory.table()}"
@@ -191,7 +191,7 @@ def memory(results: Path) -> str:
 
 
 def scale(results: Path) -> str:
-    """Both in short."""
+    """Memory and messages in short."""
     short, long = scale_memory.TEXTS[1:]
     rows = []
     for found in map(scale_memory.memory, scale_memory.GPUS):
@@ -245,7 +245,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
 
 
 def rewritten(text: str, results: Path) -> str:
-    """``text`` with every block made anew; a block whose result is missing says so.
+    """``text`` with every block made anew; a block whose result is missing names the command that makes it.
 
     Raises:
         ValueError: an unknown block, or a marker without its counterpart.

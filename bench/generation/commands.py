@@ -203,7 +203,7 @@ def typical_deviation(
     new_tokens: NewTokens = 64,
     out: Out = RESULTS,
 ) -> None:
-    """What typical acceptance changes and gains, beside the exact criterion and speculative sampling."""
+    """Deviation and gain of typical acceptance, beside the exact criterion and speculative sampling."""
     from gsd_kernels_hf.console.pair import quiet_transformers
 
     from .typical_deviation import run

@@ -59,10 +59,10 @@ def fixed_configs(device: torch.device) -> dict[str, GraphConfig]:
     merged = tree.replace(merge_context=2)
     graph = merged.replace(reuse_depth=4, reuse_width=8)
     rows = PROMPT_LOOKUP_TOKENS + 1
-    free = GraphConfig(
+    history = GraphConfig(
         depth=0, branch=3, max_rows=rows, merge_context=2, reuse_depth=PROMPT_LOOKUP_TOKENS, reuse_width=3
     )
-    return {"chain": chain, "tree": tree, "merged": merged, "graph": graph, "history": free, "all": graph}
+    return {"chain": chain, "tree": tree, "merged": merged, "graph": graph, "history": history, "all": graph}
 
 
 def competitors(
@@ -161,7 +161,7 @@ def _effective_layers(target: PreTrainedModel) -> int:
 
 
 def layer_skip(pair: Pair) -> LayerSkip:
-    """What a search on the source of the target finds, and of an inflated target's added layers the same share."""
+    """Search skipped layers on the source of the target; of an inflated target's added layers skip the same share."""
     assert pair.source is not None and pair.sample is not None
     source = pair.source.to(pair.sample.device)
     found = LayerSkip.search(source, pair.sample)

@@ -146,7 +146,7 @@ class GenerateReport:
 
 
 def title(settings: dict[str, Any], parameters: dict[str, int]) -> str:
-    """What was run, in one line."""
+    """Description of a run in one line."""
     shape = "" if settings["target_shape"] == "none" else f" inflated to {settings['target_shape']}"
     text = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']}"
     ranks = settings.get("ranks", 1)
@@ -301,7 +301,7 @@ def _judge(
     runs: list[dict[str, Any]],
     seed: int,
 ) -> None:
-    """Compare every text with what the target says alone; sampled ones of ours with our plain decoding."""
+    """Compare every text with plain decoding: transformers' own, or where tokens are sampled ours with the seed."""
     reference = GREEDY if settings.temperature == 0 else PLAIN
     if reference not in decoded:
         return
@@ -351,7 +351,7 @@ def _summarise(settings: Settings, report: GenerateReport, names: list[str]) -> 
 
 
 def _floors(settings: Settings, report: GenerateReport, rates: dict[str, float]) -> list[tuple[str, Ratio, float, str]]:
-    """What ``auto`` promises: (against, ratio, floor, which bound has to reach it)."""
+    """Floors that ``auto`` has to reach: (against, ratio, floor, which bound has to reach it)."""
     found = []
     half = settings.dtype != torch.float32
     if settings.target_shape == "none":

@@ -60,7 +60,7 @@ class Cell:
     target_rows: int
 
     def config(self, variant: str) -> GraphConfig:
-        """What a variant does with the cell's rows."""
+        """Configuration of a variant for the cell's rows."""
         depth, width = DRAFTS[self.draft_rows]
         if variant == "chain":
             longest = min(self.draft_rows, self.target_rows - 1)
@@ -78,7 +78,7 @@ class Cell:
         return merged.replace(reuse_depth=REUSE_DEPTH, reuse_width=REUSE_WIDTH, max_path=path)
 
     def key(self, variant: str) -> str:
-        """What identifies a decoding."""
+        """Identity of a decoding."""
         return json.dumps([self.text, self.temperature, asdict(self.config(variant))])
 
 
@@ -223,7 +223,7 @@ def _per_step(decoded: dict[str, Any]) -> dict[str, float]:
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """How the cells went for the graph."""
+    """Counts of the cells where the graph is ahead and behind."""
     ratios = [cell["graph / tree"] for cell in results]
     return {
         "cells": len(ratios),

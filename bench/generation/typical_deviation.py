@@ -1,10 +1,10 @@
-"""What typical acceptance changes and gains, beside the exact criterion and speculative sampling.
+"""Deviation and gain of typical acceptance, beside the exact criterion and speculative sampling.
 
 Every criterion decodes the same prompts with the same seed. Nothing here depends on the machine's speed.
 
-The target's own pick at a position is what the exact criterion would say after the very text that was said before it,
-with the noise of that position. Its distribution is the target's, so the share of tokens that are another one bounds,
-on average over the contexts, the total variation distance between what is said next and the target's distribution.
+The target's own pick at a position is the token that the exact criterion emits after the same prefix, with the noise
+of that position. Its distribution is the target's, so the share of tokens that are another one bounds,
+on average over the contexts, the total variation distance between the emitted token and the target's distribution.
 """
 
 from __future__ import annotations
@@ -87,24 +87,24 @@ def decode(
 def judged(
     pair: Pair, sequences: Tensor, mask: Tensor, temperature: float, new_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """By one plain forward over the texts, of every new token: whether it is the target's own pick, its log-likelihood
+    """Judge every new token by one plain forward: whether it is the target's own pick, its log-likelihood
     under the distribution that is sampled from (greedy: at temperature 1), and that distribution's entropy.
     [B, new tokens] each.
     """
     place = (mask.cumsum(1) - 1).clamp(min=0)
     logits = pair.target(sequences, attention_mask=mask, position_ids=place).logits
     logits = logits[:, -new_tokens - 1 : -1].float()
-    said = sequences[:, -new_tokens:]
+    emitted = sequences[:, -new_tokens:]
     own = sample_rows(
         logits,
         place[:, -new_tokens:].to(torch.int32).contiguous(),
         seed=torch.tensor(SEED),
-        sequence_ids=torch.arange(len(said), dtype=torch.int32),
+        sequence_ids=torch.arange(len(emitted), dtype=torch.int32),
         temperature=temperature,
     )
     log_probs = (logits / (temperature or 1.0)).log_softmax(-1)
     entropy = torch.special.entr(log_probs.exp()).sum(-1)
-    return own == said, log_probs.gather(-1, said[..., None]).squeeze(-1), entropy
+    return own == emitted, log_probs.gather(-1, emitted[..., None]).squeeze(-1), entropy
 
 
 def measure(pair: Pair, samples: int, new_tokens: int) -> list[dict[str, Any]]:
@@ -118,8 +118,8 @@ def measure(pair: Pair, samples: int, new_tokens: int) -> list[dict[str, Any]]:
                 print(f"{NAME}: T = {temperature}, {name}, {way}", file=sys.stderr, flush=True)
                 sequences, mask, steps, lossless = decode(pair, shape, criterion, temperature, each, new_tokens)
                 is_own, log_probs, entropy = judged(pair, sequences, mask, temperature, new_tokens)
-                said = sequences[:, -new_tokens:]
-                exact = said if exact is None else exact
+                emitted = sequences[:, -new_tokens:]
+                exact = emitted if exact is None else exact
                 texts = [
                     {
                         "tokens": new_tokens,
@@ -131,7 +131,7 @@ def measure(pair: Pair, samples: int, new_tokens: int) -> list[dict[str, Any]]:
                         "entropy": float(uncertainty.double().mean()),
                     }
                     for count, own, differs, likelihood, uncertainty in zip(
-                        steps, is_own, said != exact, log_probs, entropy, strict=True
+                        steps, is_own, emitted != exact, log_probs, entropy, strict=True
                     )
                 ]
                 found.append(
@@ -148,7 +148,7 @@ def measure(pair: Pair, samples: int, new_tokens: int) -> list[dict[str, Any]]:
 
 
 def summary(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of every record the totals, against those of the exact criterion in its cell."""
+    """Totals of every record, against those of the exact criterion in its cell."""
     rows = []
     for record in records:
         texts = record["texts"]
@@ -201,7 +201,7 @@ def table(data: dict[str, Any]) -> str:
         f"(greedy: one), {made['new_tokens']} new tokens, δ = √ε:"
     )
     notes = (
-        "*Not the target's own pick*: tokens that the exact criterion would not have said after the same text; it "
+        "*Not the target's own pick*: tokens that the exact criterion would not have emitted after the same prefix; it "
         "bounds the total variation distance from the target's distribution a token. *Other token than exact*: "
         "position by position, so all that follows a first difference counts; `speculative` shows what another exact "
         "sample of the same distribution looks like. *Log-likelihood*: natural, mean, under the distribution that is "

@@ -1,1 +1,1 @@
-"""What needs a GPU: the staged run of all benchmarks, and tuning of the attention launches."""
+"""Benchmarks that need a GPU: the staged run of all benchmarks, and tuning of the attention launches."""

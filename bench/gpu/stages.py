@@ -144,7 +144,7 @@ def gpu_tests() -> list[str]:
 
 
 def run(stage: Stage, out: Path, rehearse: bool) -> bool:
-    """Run a stage, keep its record, and say whether every command succeeded."""
+    """Run a stage and keep its record; whether every command succeeded."""
     begin = time.monotonic()
     environment = {**os.environ, **({} if rehearse else {"GSD_BUILD_CUDA": "1"})}
     records = []

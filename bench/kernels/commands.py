@@ -102,7 +102,7 @@ def step_overhead(
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.")] = 1,
     file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the row here.")] = None,
 ) -> None:
-    """What one step's graph ops cost beside the target's forward: merge × depth + flatten + verify + commit."""
+    """Cost of one step's graph ops beside the target's forward: merge × depth + flatten + verify + commit."""
     import torch
 
     from ..lib.report import write_json

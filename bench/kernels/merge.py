@@ -121,5 +121,5 @@ def entries(settings: Settings) -> Iterator[Entry]:
 
 
 def different(output: Any, right: tuple[Tensor, ...]) -> float:
-    """How many entries differ: these ops are equal to the bit."""
+    """Number of entries that differ: these ops are equal to the bit."""
     return float(sum(int((a != b).sum()) for a, b in zip(output, right, strict=True)))

@@ -1,4 +1,4 @@
-"""What one decode step's graph ops cost beside the target's forward: merge × depth + flatten + verify + commit.
+"""Cost of one decode step's graph ops beside the target's forward: merge × depth + flatten + verify + commit.
 
 The target is a Llama of about 100 million parameters with random weights (the time does not depend on them), one row a
 forward, a 256-token prefix in its cache: what an ordinary decoding step costs. The graph is drafted from random

@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""Machine, versions and commit of a result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gsd_kernels_hf.console.versions import versions
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Device, versions and commit: what every result carries."""
+    """Device, versions and commit, as every result carries them."""
     return {
         "device": device_name(device),
         "device_type": device.type,

@@ -15,7 +15,7 @@ RESULTS = Path("bench/results")
 
 
 class Dtype(str, Enum):
-    """Of the tensors, or of both models."""
+    """Dtype of the tensors, or of both models."""
 
     float64 = "float64"
     float32 = "float32"

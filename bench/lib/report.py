@@ -38,7 +38,7 @@ class Row:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What identifies the row across results."""
+        """Identity of the row across results."""
         return self.operation, self.shape, tuple(sorted(self.parameters.items())), self.contestant
 
 

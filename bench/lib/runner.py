@@ -21,7 +21,7 @@ from .timing import copy_bandwidth, time_call
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure. Empty sequences mean the case's own choice; ``None`` for backends and peers means all."""
+    """Points to measure. Empty sequences mean the case's own choice; ``None`` for backends and peers means all."""
 
     device: torch.device
     dtype: torch.dtype

@@ -5,8 +5,8 @@ from __future__ import annotations
 from gsd_kernels_hf.demo.inflate import SHAPES as INFLATED
 from gsd_kernels_hf.demo.inflate import ModelShape
 
-#: Besides the shapes that :mod:`gsd_kernels_hf.inflate` names: a draft for Llama 3, one that takes no time, and the
-#: demo pair's target with each key/value head twice, so that its heads divide among four ranks.
+#: Besides the shapes that :mod:`gsd_kernels_hf.demo.inflate` names: a draft for Llama 3, one that takes no time, and
+#: the demo pair's target with each key/value head twice, so that its heads divide among four ranks.
 SHAPES: dict[str, ModelShape] = {
     **INFLATED,
     "demo-mha": ModelShape(256, 704, 6, 4, 4, 64, 2048, tie_word_embeddings=True),
@@ -29,7 +29,7 @@ def shape_named(name: str) -> ModelShape:
 
 
 def default_shapes(device_type: str, quick: bool) -> tuple[str, ...]:
-    """What a case measures unless told otherwise."""
+    """Shapes that a case measures by default."""
     if quick:
         return QUICK_SHAPES
     return GPU_SHAPES if device_type == "cuda" else CPU_SHAPES

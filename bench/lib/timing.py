@@ -1,4 +1,4 @@
-"""How long a call takes, and how fast this machine copies memory."""
+"""Seconds of a call, and the bandwidth of copying memory."""
 
 from __future__ import annotations
 

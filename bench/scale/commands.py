@@ -12,7 +12,7 @@ from ..lib.options import RESULTS, Dtype, NewTokens, Out, Pair, PairName
 
 
 def memory() -> None:
-    """What one GPU holds of a tensor-parallel target and a replicated draft, from their shapes alone."""
+    """Memory that one GPU holds of a tensor-parallel target and a replicated draft, from their shapes alone."""
     from .memory import table
 
     typer.echo(table())
@@ -28,7 +28,7 @@ def messages(
     out: Out = RESULTS,
     one_rank: Annotated[Path | None, typer.Option("--one-rank", hidden=True)] = None,
 ) -> None:
-    """What the ranks of a tensor-parallel target send each other for an emitted token, by way of decoding."""
+    """Messages between the ranks of a tensor-parallel target for an emitted token, by way of decoding."""
     from .messages import Settings, run, run_rank, table
 
     settings = Settings(pair.value, target_shape, dtype.value, prompts, new_tokens)

@@ -74,7 +74,7 @@ def run() -> dict[str, object]:
     """Every case in a process of its own.
 
     Raises:
-        RuntimeError: a case failed; what it printed says why.
+        RuntimeError: a case failed; its output has the reason.
     """
     rows = []
     for name in CASES:

@@ -1,4 +1,4 @@
-"""What one GPU holds of a tensor-parallel target and a replicated draft, from their shapes alone.
+"""Memory that one GPU holds of a tensor-parallel target and a replicated draft, from their shapes alone.
 
 transformers shards every matrix of a Llama: the heads of the attention, the columns and rows of the MLP, the vocabulary
 of the embedding and of the head; only the norms are whole on every rank. (Its version 5.0 keeps the vocabulary whole as
@@ -66,7 +66,7 @@ class Memory:
 
 
 def memory(gpus: int, target: str = TARGET, draft: str = DRAFT) -> Memory:
-    """Of a pair of named shapes in bfloat16, decoded with the preset graph."""
+    """Memory of a pair of named shapes in bfloat16, decoded with the preset graph."""
     large, small = shape_named(target), shape_named(draft)
     slots = GraphConfig.preset("graph").cache_slots
     caches = {

@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel target send each other for an emitted token: plain decoding beside speculation.
+"""Messages between the ranks of a tensor-parallel target for an emitted token: plain decoding beside speculation.
 
 Starts torchrun for every number of ranks. A message is one collective operation, and its bytes are those of the tensor
 that a rank hands to it; every collective that the process starts is counted, whoever starts it. Counts do not depend on
@@ -121,7 +121,7 @@ def counted(target: torch.nn.Module) -> Iterator[Messages]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What every rank decodes."""
+    """Models, prompts and lengths that every rank decodes."""
 
     pair: str
     target_shape: str
@@ -186,7 +186,7 @@ def launch(settings: Settings, size: int, folder: Path) -> dict[str, Any]:
     """Start ``size`` ranks; what the first one found.
 
     Raises:
-        RuntimeError: the ranks failed; what they printed says why.
+        RuntimeError: the ranks failed; their output has the reason.
     """
     file = folder / f"ranks-{size}.json"
     given = asdict(settings).items()

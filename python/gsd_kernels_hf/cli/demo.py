@@ -225,7 +225,7 @@ def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, s
 
 
 def _cpu_share(runs: list[Run]) -> float:
-    """How much of its threads' time this process got; the rest went to waiting, or to other work of the machine."""
+    """Share of its threads' time that this process got; the rest went to waiting, or to other work of the machine."""
     import torch
 
     return sum(run.cpu_seconds for run in runs) / (sum(run.seconds for run in runs) * torch.get_num_threads())

@@ -23,7 +23,7 @@ _SAMPLING = "Sampling (any of these turns it on; otherwise greedy)"
 
 
 class Stats(str, Enum):
-    """How the call's statistics are printed, on stderr."""
+    """Format of the call's statistics on stderr."""
 
     none = "none"
     table = "table"

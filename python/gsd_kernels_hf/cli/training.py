@@ -135,7 +135,7 @@ def distill_command(
     weight_decay: WeightDecay = 0.05,
     as_json: Json = False,
 ) -> None:
-    """Train a draft to guess what its target will say.
+    """Train a draft to predict the tokens of its target.
 
     The draft learns the target's distribution on the text and on what the target makes of its beginnings. Interrupted,
     even killed, the same command goes on from the last checkpoint.

@@ -1,4 +1,4 @@
-"""Where output goes, and what the exit codes mean."""
+"""Consoles, tables, progress and exit codes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ EXIT_CODES = (
 )
 
 PATIENCE = 2.0
-"""Seconds after which a silent command says what it is doing."""
+"""Seconds after which a silent command reports what it is doing."""
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
 def only_first_rank_prints() -> None:
-    """Of the processes that torchrun started; errors are printed by all."""
+    """Silence the other processes that torchrun started; errors are printed by all."""
     if int(os.environ.get("RANK", "0")) > 0:
         out.quiet = err.quiet = True
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open as long as the process
@@ -36,7 +36,7 @@ def only_first_rank_prints() -> None:
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Say on stderr what is being done: a spinner on a terminal, elsewhere one line once it takes two seconds."""
+    """Report on stderr what is being done: a spinner on a terminal, elsewhere one line once it takes two seconds."""
     if err.is_terminal:
         with err.status(what):
             yield

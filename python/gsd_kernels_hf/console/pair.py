@@ -25,7 +25,7 @@ WITHOUT_MODEL: dict[str | None, tuple[str, ...] | None] = {"none": None, "histor
 
 @dataclass
 class Pair:
-    """What a command works on. Without ``draft`` and ``sources``: plain decoding."""
+    """Models and tokenizer of a command. Without ``draft`` and ``sources``: plain decoding."""
 
     target: PreTrainedModel
     draft: PreTrainedModel | None
@@ -63,13 +63,13 @@ class Pair:
 
     @property
     def speculation(self) -> dict[str, Any]:
-        """What :func:`gsd_kernels.generate` drafts with."""
+        """Arguments of :func:`gsd_kernels.generate` that name the draft sources."""
         sources = self.sources if self.heads is None else None  # all that there are, and the history
         return {"assistant_model": self.draft, "draft_sources": sources, "draft_heads": self.heads}
 
 
 def quiet_transformers() -> None:
-    """No bars and no hints: the command says itself what it does."""
+    """Silence its progress bars and hints: a command reports its own progress."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 

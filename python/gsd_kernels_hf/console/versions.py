@@ -1,4 +1,4 @@
-"""What is installed."""
+"""Installed versions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import gsd_kernels
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and the packages that decide results; ``None`` for what is missing."""
+    """Versions of Python and the packages that decide results; ``None`` for what is missing."""
     found: dict[str, str | None] = {"python": platform.python_version(), "gsd_kernels": gsd_kernels.__version__}
     for package in ("torch", "transformers", "triton"):
         try:

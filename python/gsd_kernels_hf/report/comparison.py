@@ -72,7 +72,7 @@ class Divergence:
 
     @property
     def within_rounding(self) -> bool:
-        """Whether the target could not tell the two tokens apart."""
+        """Whether the two tokens are equal within rounding."""
         return self.gap <= self.bound
 
     def as_dict(self) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def first_divergence(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Divergence | None:
-    """Where two continuations of one prompt [1, P] first differ, judged by the target's own logits there.
+    """First difference of two continuations of one prompt [1, P], judged by the target's own logits there.
 
     Sampled ones are ours, with one seed and no other warper than the temperature: the token picked is then the one of
     the largest logit + temperature · noise.
@@ -216,7 +216,7 @@ def first_divergence(
 
 
 def rounding_bound(target: PreTrainedModel, logits: Tensor) -> float:
-    """How far the difference of two logits [V] can lie from what other row shapes round it to.
+    """Bound on the difference of two logits [V] between row shapes that round differently.
 
     Each of the 2·layers additions to the residual stream rounds independently by half a unit in the last place, and so
     do the final norm and the head; their effects add up like a random walk. Two logits, two standard deviations.
@@ -242,7 +242,7 @@ def _logits_and_noise(target: PreTrainedModel, input_ids: Tensor) -> tuple[Tenso
 
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[Callable[[], int | None]]:
-    """Tells the peak since here: allocated on a GPU, resident in a Linux process, elsewhere ``None``."""
+    """Measure the peak of memory from here on: allocated on a GPU, resident in a Linux process, elsewhere ``None``."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         yield lambda: torch.cuda.max_memory_allocated(device)

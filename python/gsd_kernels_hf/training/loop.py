@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a model trains: a number of steps, or minutes of wall time (whichever is given)."""
+    """Length of a training: a number of steps, or minutes of wall time (whichever is given)."""
 
     steps: int | None = None
     minutes: float | None = None
@@ -52,7 +52,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Interval:
-    """How often something is done: every so many steps, or seconds."""
+    """Frequency of something: every so many steps, or seconds."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -76,7 +76,7 @@ class Interval:
 
 @dataclass
 class Record:
-    """What one training run used."""
+    """Resources that one training run used."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -150,7 +150,7 @@ class Checkpoints:
         self.folder = folder
 
     def steps(self) -> list[int]:
-        """Those that are whole, oldest first."""
+        """Steps of the whole checkpoints, oldest first."""
         return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
 
     def load(self) -> dict[str, Any] | None:
@@ -332,7 +332,7 @@ class RunFolder:
         self.folder, self.identity = folder, identity
         self.work = folder / "checkpoints"
         self.report: dict[str, Any] | None = None
-        """What :meth:`finish` wrote, if the run is over."""
+        """Report that :meth:`finish` wrote, if the run is over."""
         finished, begun = folder / self.REPORT, self.work / "run.json"
         if finished.exists():
             self.report = json.loads(finished.read_text(encoding="utf-8"))
@@ -347,7 +347,7 @@ class RunFolder:
             write_file(begun, lambda file: file.write_text(json.dumps(identity, indent=1), encoding="utf-8"))
 
     def _others(self) -> Iterator[Path]:
-        """What a run that was killed before its first file does not leave."""
+        """Files of something else than a run that was killed before its first file."""
         for path in self.folder.rglob("*"):
             if path != self.work and not path.name.startswith(".partial-"):
                 yield path
@@ -366,7 +366,7 @@ class RunFolder:
         return Checkpoints(self.work)
 
     def remember(self, name: str, measure: Callable[[], Any]) -> Any:
-        """What ``measure`` returned (as JSON), now or before the run was interrupted."""
+        """Result of ``measure`` (as JSON), now or before the run was interrupted."""
         file = self.work / f"{name}.json"
         if not file.exists():
             value = measure()

@@ -42,7 +42,7 @@ def strip_local_settings(folder: Path) -> None:
 
 
 def assemble(work: Path, folder: Path) -> None:
-    """Write the folder that is shipped, and measure what its card says."""
+    """Write the folder that is shipped, and measure the numbers of its card."""
     tokenizer, training, held_out, tokens = prepare(work)
     records = json.loads((work / "records.json").read_text())
     heads = json.loads((work / "heads" / RunFolder.REPORT).read_text(encoding="utf-8"))

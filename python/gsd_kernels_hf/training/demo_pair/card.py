@@ -128,7 +128,7 @@ def heads_card(report: dict[str, Any]) -> str:
 
 
 def model_values(target: int, draft: int, records: dict[str, Any]) -> dict[str, object]:
-    """What the card says of the models' shapes and training.
+    """Values of the card on the models' shapes and training.
 
     Args:
         target, draft: numbers of parameters.
@@ -159,7 +159,7 @@ def model_values(target: int, draft: int, records: dict[str, Any]) -> dict[str, 
 
 
 def measured_values(measured: Evaluation) -> dict[str, object]:
-    """What the card says of the held-out files."""
+    """Values of the card on the held-out files."""
     return {
         "target_loss": measured.target_loss,
         "draft_loss": measured.draft_loss,
@@ -177,7 +177,7 @@ def measured_values(measured: Evaluation) -> dict[str, object]:
 def recipe_values(
     training: list[SourceFile], held_out: list[SourceFile], tokens: dict[str, np.ndarray], records: dict[str, Any]
 ) -> dict[str, object]:
-    """What the card says of the text."""
+    """Values of the card on the training text."""
     return {
         "python": platform.python_version(),
         "files": len(training),

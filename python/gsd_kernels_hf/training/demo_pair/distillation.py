@@ -1,4 +1,4 @@
-"""What the draft learns from: the target's own text, and its distribution at each position of fixed windows."""
+"""Training data of the draft: the target's own text, and its distribution at each position of fixed windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both models do on the held-out files: loss, bits per byte, agreement."""
+"""Evaluation of both models on the held-out files: loss, bits per byte, agreement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTINUATION_LENGTH = 128
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What both models do on the held-out files."""
+    """Losses and agreement of both models on the held-out files."""
 
     files: int
     tokens: int
