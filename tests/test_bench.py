@@ -25,6 +25,7 @@ from gsd_kernels_bench.lib.report import Report, Row
 from gsd_kernels_bench.lib.runner import Contestant, Entry, Settings, run
 from gsd_kernels_bench.lib.shapes import SHAPES
 from gsd_kernels_bench.lib.timing import Timing, time_call
+from gsd_kernels_hf.report import comparison
 
 CPU = torch.device("cpu")
 CASES = {case.NAME: case for case in (attention, merge, sample, commit)}
@@ -41,6 +42,31 @@ def bench(*arguments: str, code: int = 0) -> str:
 @pytest.mark.parametrize("name", [name for room in BENCHMARKS.values() for name in room])
 def test_every_benchmark_answers_help(name):
     assert f"Usage: root {name} [OPTIONS]" in bench(name, "--help")
+
+
+def test_the_registry_is_documented():
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8").partition("## bench\n")[2]
+    assert re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE) == [n for room in BENCHMARKS.values() for n in room]
+
+
+def test_it_is_a_command_of_the_package():
+    from gsd_kernels_hf.cli import app as shell
+
+    asked = CliRunner().invoke(shell, ["bench", "attention", "--help"])
+    assert asked.exit_code == 0 and "bench attention [OPTIONS]" in asked.output
+    refused = CliRunner().invoke(shell, ["bench", "merge", "--quick", "--rows", "5"])
+    assert refused.exit_code == 2 and "error: --rows: merge has graphs for 16" in refused.stderr
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("hf-assisted-5", 5), ("hf-assisted-dynamic", None)])
+def test_assisted_competitors_are_of_their_setting(name, tokens, monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        comparison, "assisted", lambda target, draft, number, **options: given.append((number, options))
+    )
+    pair = load_pair("tiny", device=CPU, dtype=torch.float32, prompts=1)
+    competitors(pair, [name], temperature=0.7)
+    assert given == [(tokens, {"do_sample": True, "temperature": 0.7, "top_k": 0})]
 
 
 def test_the_command_line_needs_no_torch():
