@@ -46,6 +46,7 @@ test: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -59,7 +60,7 @@ gpu-test: $(READY)
 
 # In stages that can be interrupted and resumed; results in bench/results/gpu.
 gpu-bench: $(READY)
-	$(BIN)/python bench/gpu.py
+	$(BIN)/python bench/gpu/stages.py
 
 # Out-of-bounds accesses, then races in shared memory, of the CUDA ops on a GPU. Without torch's cache of allocations,
 # every tensor ends where its memory does.

@@ -1,6 +1,4 @@
-"""Writes the figures of README.md and docs/scale.md from bench/results.
-
-    python -m gsd_kernels_bench.readme [--check] [--readme FILE]... [--results DIR]
+"""Generated tables: the figures of README.md and docs/scale.md, from bench/results.
 
 Rewrites what lies between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``; ``--check`` changes nothing and fails
 where a file is out of date. Nothing in these blocks is written by hand.
@@ -8,7 +6,6 @@ where a file is out of date. Nothing in these blocks is written by hand.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -16,11 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import scale_memory, scale_messages, sources_table
-from .competitors import ASSISTED, AUTO, GREEDY, PLAIN
-from .generate import title
-from .intervals import Ratio
-from .report import Report, caption, markdown, micros, speedups
+from .generation import sources_table
+from .generation.competitors import ASSISTED, AUTO, GREEDY, PLAIN
+from .generation.generate import title
+from .lib.intervals import Ratio
+from .lib.report import Report, caption, markdown, micros, speedups
+from .scale import memory as scale_memory
+from .scale import messages as scale_messages
 
 BLOCK = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- /bench:(?P=name) -->)", re.DOTALL)
 KERNEL_CASES = ("attention", "merge", "sample", "commit")
@@ -85,7 +84,7 @@ def tree(results: Path) -> str:
     """Tokens per step of the graph, and how that compares with the tree, by text and rows."""
     path = results / "tree.json"
     if not path.exists():
-        raise MissingResultError("`gsd-kernels bench tree`")
+        raise MissingResultError("`gsd-kernels bench tree-table`")
     data = _read(path)
     target_rows = data["settings"]["grid"]["target_rows"]
     lines: dict[tuple[str, float, int], dict[int, str]] = {}
@@ -121,7 +120,7 @@ def sources(results: Path) -> str:
     """Every draft source, alone and together, on three kinds of text."""
     path = results / f"{sources_table.NAME}.json"
     if not path.exists():
-        raise MissingResultError(f"`python -m gsd_kernels_bench.{sources_table.__name__.rpartition('.')[2]}`")
+        raise MissingResultError("`gsd-kernels bench sources-table`")
     data = _read(path)
     return f"{_place(data['environment'])}. {sources_table.table(data)}"
 
@@ -170,7 +169,7 @@ def _kernel_table(reports: list[Report]) -> str:
 
 
 def messages(results: Path) -> str:
-    """What ranks send for a token, plain decoding beside speculation."""
+    """Messages between ranks for a token, plain decoding beside speculation."""
     data = _messages(results)
     settings, target = data["settings"], data["target"]
     names = settings["prompts"]
@@ -184,7 +183,7 @@ def messages(results: Path) -> str:
 
 
 def memory(results: Path) -> str:
-    """What one GPU holds of a large target and its draft; from the shapes, so no result is needed."""
+    """Memory that one GPU holds of a large target and its draft; from the shapes, so no result is needed."""
     return (
         f"GiB on each GPU; {scale_memory.TARGET} with {scale_memory.DRAFT}, bfloat16, preset graph; caches are both "
         f"models', for positions × batch:\n\n{scale_memory.table()}"
@@ -192,7 +191,7 @@ def memory(results: Path) -> str:
 
 
 def scale(results: Path) -> str:
-    """Both in short."""
+    """Memory and messages in short."""
     short, long = scale_memory.TEXTS[1:]
     rows = []
     for found in map(scale_memory.memory, scale_memory.GPUS):
@@ -217,7 +216,7 @@ def scale(results: Path) -> str:
 def _messages(results: Path) -> dict[str, Any]:
     path = results / f"{scale_messages.NAME}.json"
     if not path.exists():
-        raise MissingResultError(f"`python -m gsd_kernels_bench.{scale_messages.NAME}`")
+        raise MissingResultError("`gsd-kernels bench scale-messages`")
     return _read(path)
 
 
@@ -246,7 +245,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
 
 
 def rewritten(text: str, results: Path) -> str:
-    """``text`` with every block made anew; a block whose result is missing says so.
+    """``text`` with every block made anew; a block whose result is missing names the command that makes it.
 
     Raises:
         ValueError: an unknown block, or a marker without its counterpart.
@@ -267,34 +266,17 @@ def rewritten(text: str, results: Path) -> str:
     return BLOCK.sub(block, text)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Rewrite or check; 0 if all is well."""
-    root = Path(__file__).resolve().parents[1]
-    parser = argparse.ArgumentParser(prog="python -m gsd_kernels_bench.readme", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--readme", type=Path, action="append", help="repeatable (default: README.md and docs/scale.md)"
-    )
-    parser.add_argument("--results", type=Path, default=root / "bench" / "results")
-    parser.add_argument("--check", action="store_true", help="change nothing, fail if a file is out of date")
-    options = parser.parse_args(arguments)
-    files = options.readme or [root / "README.md", root / "docs" / "scale.md"]
-    return max(_rewrite(file, options.results, check=options.check) for file in files)
-
-
-def _rewrite(file: Path, results: Path, *, check: bool) -> int:
+def rewrite(file: Path, results: Path, *, check: bool) -> bool:
+    """Rewrite a file's blocks, or only check them; whether all is well."""
     before = file.read_text(encoding="utf-8")
     try:
         after = rewritten(before, results)
     except ValueError as error:
         print(f"{file}: {error}", file=sys.stderr)
-        return 1
+        return False
     if check:
         if after != before:
-            print(f"{file}: out of date: python -m gsd_kernels_bench.readme", file=sys.stderr)
-        return int(after != before)
+            print(f"{file}: out of date: gsd-kernels bench readme", file=sys.stderr)
+        return after == before
     file.write_text(after, encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return True

@@ -1,8 +1,8 @@
 """Launch configurations of the Triton attention kernels: a static table, chosen by shape, never tuned at run time.
 
-``attention_configs.json`` maps a compute capability to a list of entries, first match wins. ``bench/tune_attention.py``
-measures on a GPU and writes it; entries without ``measured_on`` were chosen from what the compiler reports
-(registers, shared memory, spills) and have not been timed.
+``attention_configs.json`` maps a compute capability to a list of entries, first match wins. ``gsd-kernels bench
+tune-attention`` measures on a GPU and writes it; entries without ``measured_on`` were chosen from what the compiler
+reports (registers, shared memory, spills) and have not been timed.
 """
 
 from __future__ import annotations

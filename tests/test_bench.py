@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,16 +13,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gsd_kernels_bench import attention, commit, generate, gpu, merge, readme, sample
-from gsd_kernels_bench.cli import app
-from gsd_kernels_bench.competitors import DEFAULT, competitors
-from gsd_kernels_bench.intervals import paired_ratio
-from gsd_kernels_bench.pairs import load_pair
-from gsd_kernels_bench.report import Report, Row
-from gsd_kernels_bench.runner import Contestant, Entry, Settings, run
-from gsd_kernels_bench.shapes import SHAPES
-from gsd_kernels_bench.timing import Timing, time_call
-from gsd_kernels_bench.tree_table import Cell, Grid, cells
+from gsd_kernels_bench.cli import BENCHMARKS, app
+from gsd_kernels_bench.generation import generate, sources_table, tree_table
+from gsd_kernels_bench.generation.competitors import DEFAULT, competitors
+from gsd_kernels_bench.generation.pairs import load_pair
+from gsd_kernels_bench.generation.tree_table import Cell, Grid, cells
+from gsd_kernels_bench.gpu import stages as gpu
+from gsd_kernels_bench.kernels import attention, commit, merge, sample
+from gsd_kernels_bench.lib.intervals import paired_ratio
+from gsd_kernels_bench.lib.report import Report, Row
+from gsd_kernels_bench.lib.runner import Contestant, Entry, Settings, run
+from gsd_kernels_bench.lib.shapes import SHAPES
+from gsd_kernels_bench.lib.timing import Timing, time_call
+from gsd_kernels_hf.report import comparison
 
 CPU = torch.device("cpu")
 CASES = {case.NAME: case for case in (attention, merge, sample, commit)}
@@ -29,10 +33,45 @@ SMALL = {"merge": ["--rows", "16"]}
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def bench(*arguments: str) -> str:
+def bench(*arguments: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == code, result.output
     return result.output
+
+
+@pytest.mark.parametrize("name", [name for room in BENCHMARKS.values() for name in room])
+def test_every_benchmark_answers_help(name):
+    assert f"Usage: root {name} [OPTIONS]" in bench(name, "--help")
+
+
+def test_the_registry_is_documented():
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8").partition("## bench\n")[2]
+    assert re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE) == [n for room in BENCHMARKS.values() for n in room]
+
+
+def test_it_is_a_command_of_the_package():
+    from gsd_kernels_hf.cli import app as shell
+
+    asked = CliRunner().invoke(shell, ["bench", "attention", "--help"])
+    assert asked.exit_code == 0 and "bench attention [OPTIONS]" in asked.output
+    refused = CliRunner().invoke(shell, ["bench", "merge", "--quick", "--rows", "5"])
+    assert refused.exit_code == 2 and "error: --rows: merge has graphs for 16" in refused.stderr
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("hf-assisted-5", 5), ("hf-assisted-dynamic", None)])
+def test_assisted_competitors_are_of_their_setting(name, tokens, monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        comparison, "assisted", lambda target, draft, number, **options: given.append((number, options))
+    )
+    pair = load_pair("tiny", device=CPU, dtype=torch.float32, prompts=1)
+    competitors(pair, [name], temperature=0.7)
+    assert given == [(tokens, {"do_sample": True, "temperature": 0.7, "top_k": 0})]
+
+
+def test_the_command_line_needs_no_torch():
+    code = "import sys, gsd_kernels_bench.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -98,7 +137,7 @@ def test_a_wrong_result_is_never_reported(monkeypatch):
 
     monkeypatch.setattr(merge, "entries", entries)
     rows = []
-    monkeypatch.setattr("gsd_kernels_bench.runner.Report", lambda **_: type("Kept", (), {"rows": rows}))
+    monkeypatch.setattr("gsd_kernels_bench.lib.runner.Report", lambda **_: type("Kept", (), {"rows": rows}))
     with pytest.raises(RuntimeError, match="wrong result: error 2"):
         run(merge, Settings(CPU, torch.float32, quick=True))
     assert rows[0].median is None
@@ -109,9 +148,11 @@ def test_timing():
     timing = Timing.of([5.0, 1.0, 2.0, 3.0, 4.0, 100.0], "wall")
     assert (timing.median, timing.p20, timing.p80, timing.samples) == (3.5, 2.0, 5.0, 6)
     calls = []
-    timing = time_call(lambda: calls.append(1), CPU, seconds=0.0)
-    assert timing.samples == 5
-    assert len(calls) > 100, "short calls are timed several at once"
+    assert time_call(lambda: calls.append(1), CPU, seconds=0.0).samples == 5
+    calls.clear()
+    timing = time_call(lambda: calls.append(1), CPU, seconds=0.01)
+    assert timing.samples >= 5
+    assert len(calls) > 20 * timing.samples, "short calls are timed several at once"
 
 
 def test_paired_ratio():
@@ -204,8 +245,6 @@ def test_competitors():
 
 
 def test_tree_table(tmp_path, monkeypatch):
-    from gsd_kernels_bench import tree_table
-
     grid = Grid(draft_rows=(9,), target_rows=(8, 16), texts=("copy",), temperatures=(0.0, 0.7))
     options = {"pair": "tiny", "prompts": 2, "new_tokens": 8, "folder": tmp_path, "name": "tree"}
     decode, calls = tree_table.decode, []
@@ -237,18 +276,15 @@ def test_tree_table(tmp_path, monkeypatch):
         assert set(cell["tokens_per_step"]) == {"chain", "tree", "merged", "graph"}
     readme_file = tmp_path / "README.md"
     readme_file.write_text("<!-- bench:tree -->\n<!-- /bench:tree -->\n")
-    assert readme.main(["--readme", str(readme_file), "--results", str(tmp_path)]) == 0
+    bench("readme", "--readme", str(readme_file), "--results", str(tmp_path))
     assert "| copy, T = 0.7 | 9 |" in readme_file.read_text()
 
 
 def test_sources_table(tmp_path, monkeypatch):
-    from gsd_kernels_bench import generate as race
-    from gsd_kernels_bench import sources_table
-
     names = ("hf-greedy", "hf-prompt-lookup", "plain", "merged", "history", "layer-skip", "graph", "all")
     options = {"pair": "tiny", "target_shape": "none", "prompts": 2, "new_tokens": 8, "competitors": names}
-    settings = race.Settings(device=CPU, dtype=torch.float32, **options)
-    run, calls = race.run, []
+    settings = generate.Settings(device=CPU, dtype=torch.float32, **options)
+    run, calls = generate.run, []
 
     def interrupted(cell):
         calls.append((cell.text, cell.temperature))
@@ -256,7 +292,7 @@ def test_sources_table(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return run(cell)
 
-    monkeypatch.setattr(race, "run", interrupted)
+    monkeypatch.setattr(generate, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sources_table.run(settings, texts=("copy",), folder=tmp_path)
     text = sources_table.run(settings, texts=("copy",), folder=tmp_path)
@@ -267,12 +303,12 @@ def test_sources_table(tmp_path, monkeypatch):
     for cell in data["cells"]:
         assert cell["missing"] == {"all": "the pair has no trained heads"}
         assert {run_["competitor"] for run_ in cell["runs"]} == set(names) - {"all"}
-        assert all(run_["same"] for run_ in cell["runs"] if run_["competitor"] in race.OURS[1:])
+        assert all(run_["same"] for run_ in cell["runs"] if run_["competitor"] in generate.OURS[1:])
         asked = {(answer["ours"], answer["against"], answer["by"]) for answer in cell["questions"]}
         assert ("history", "hf-prompt-lookup", "target_forwards") in asked
         assert ("graph", "merged", "seconds") in asked and ("graph", "merged", "target_forwards") in asked
     (tmp_path / "README.md").write_text("<!-- bench:sources -->\n<!-- /bench:sources -->\n")
-    assert readme.main(["--readme", str(tmp_path / "README.md"), "--results", str(tmp_path)]) == 0
+    bench("readme", "--readme", str(tmp_path / "README.md"), "--results", str(tmp_path))
     assert "| layer skipping alone |" in (tmp_path / "README.md").read_text()
 
 
@@ -294,29 +330,29 @@ def test_readme(raced, tmp_path):
     readme_file.write_text(
         "a\n<!-- bench:speed -->\n<!-- /bench:speed -->\nb\n<!-- bench:kernels -->\nold\n<!-- /bench:kernels -->\n"
     )
-    assert readme.main(options) == 0
+    bench("readme", *options)
     assert "Not measured yet: `gsd-kernels bench generate`." in readme_file.read_text()
     data = json.loads((folder / "generate.json").read_text())
     data["settings"]["quick"] = False
     (results / "generate-none-float32.json").write_text(json.dumps(data))
     report = run(merge, Settings(CPU, torch.float32, rows=(16,), seconds=0.0))
     report.write(results, "merge")
-    assert readme.main([*options, "--check"]) == 1
-    assert readme.main(options) == 0
+    bench("readme", *options, "--check", code=1)
+    bench("readme", *options)
     text = readme_file.read_text()
     assert "| **auto** |" in text
     assert "flatten: token graph, rows 16" in text
     assert "old" not in text
     assert text.startswith("a\n") and "\nb\n" in text
-    assert readme.main([*options, "--check"]) == 0
+    bench("readme", *options, "--check")
     readme_file.write_text("<!-- bench:speed -->\n")
-    assert readme.main(options) == 1
+    bench("readme", *options, code=1)
 
 
-def test_readme_of_this_repository_is_up_to_date(capsys):
+def test_readme_of_this_repository_is_up_to_date():
     if "<!-- bench:" not in (ROOT / "README.md").read_text(encoding="utf-8"):
         pytest.skip("README.md has no figures yet")
-    assert readme.main(["--check"]) == 0, capsys.readouterr().err
+    bench("readme", "--check")
 
 
 def test_gpu_script_rehearsal(tmp_path, monkeypatch):
@@ -338,7 +374,7 @@ def test_gpu_script_rehearsal(tmp_path, monkeypatch):
         return result.exit_code
 
     monkeypatch.setattr(gpu, "call", call)
-    assert gpu.main(["--rehearse", "--out", str(tmp_path)]) == 0
+    bench("gpu", "--rehearse", "--out", str(tmp_path))
     names = [stage.name for stage in gpu.stages(tmp_path, rehearse=True)]
     for name in names:
         assert json.loads((tmp_path / f"{name}.stage.json").read_text())["ok"]
@@ -346,11 +382,11 @@ def test_gpu_script_rehearsal(tmp_path, monkeypatch):
         assert json.loads((tmp_path / f"{name}.json").read_text())["schema"] == 1
         assert (tmp_path / f"{name}.png").exists()
     before = len(ran)
-    assert gpu.main(["--rehearse", "--out", str(tmp_path)]) == 0
+    bench("gpu", "--rehearse", "--out", str(tmp_path))
     assert len(ran) == before, "done stages are skipped"
 
 
-def test_gpu_stages(tmp_path, monkeypatch, capsys):
+def test_gpu_stages(tmp_path, monkeypatch):
     planned = gpu.stages(tmp_path, rehearse=False)
     rehearsed = {stage.name for stage in gpu.stages(tmp_path, rehearse=True)}
     shapes = {"llama-2-7b", "llama-3-8b", "llama-2-70b"}
@@ -360,13 +396,12 @@ def test_gpu_stages(tmp_path, monkeypatch, capsys):
     assert shapes <= set(SHAPES)
     assert all(shape in text for shape in shapes)
     monkeypatch.setattr(gpu, "call", lambda *_: 3)
-    assert gpu.main(["--only", "doctor", "--rehearse", "--out", str(tmp_path)]) == 1
+    bench("gpu", "--only", "doctor", "--rehearse", "--out", str(tmp_path), code=1)
     assert json.loads((tmp_path / "doctor.stage.json").read_text())["ok"] is False
-    assert gpu.main(["--rehearse", "--out", str(tmp_path), "--budget", "10"]) == 0
-    assert "left for the next call" in capsys.readouterr().err
-    assert gpu.main(["--list", "--out", str(tmp_path)]) == 0
-    with pytest.raises(SystemExit):
-        gpu.main(["--only", "nothing", "--out", str(tmp_path)])
+    output = bench("gpu", "--rehearse", "--out", str(tmp_path), "--budget", "10")
+    assert "left for the next call" in output
+    bench("gpu", "--list", "--out", str(tmp_path))
+    assert "no stage 'nothing'" in bench("gpu", "--only", "nothing", "--out", str(tmp_path), code=2)
 
 
 def test_a_stage_out_of_time_is_stopped(tmp_path):

@@ -62,7 +62,7 @@ def test_help_needs_neither_torch_nor_transformers():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for command in ("demo", "generate", "check", "distill", "train-heads", "doctor"):
+    for command in ("demo", "generate", "check", "distill", "train-heads", "doctor", "bench"):
         assert command in done.stdout
     assert "130 interrupted" in done.stdout
 
@@ -74,7 +74,7 @@ def test_nothing_to_do_is_a_usage_error():
 
 
 def test_error_exit_codes(monkeypatch):
-    from gsd_kernels_hf.cli import pair as module
+    from gsd_kernels_hf.console import pair as module
 
     def failing(error):
         def load(*_, **__):
@@ -100,7 +100,7 @@ def test_error_exit_codes(monkeypatch):
 
 
 def expected(pair, prompts, new_tokens, **options):
-    from gsd_kernels_hf.cli.pair import load_pair
+    from gsd_kernels_hf.console.pair import load_pair
 
     loaded = load_pair(pair[1], "none")
     inputs = loaded.encode(prompts)

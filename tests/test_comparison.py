@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import prompts, tiny
+from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
+from gsd_kernels_hf.report import comparison
 from gsd_kernels_hf.report.comparison import first_divergence
 
 
@@ -36,3 +37,24 @@ def test_the_gap_of_a_runner_up_is_the_samplers(temperature):
     assert found.gap == pytest.approx(float(log_probs[0, 0, 0] - log_probs[0, 0, 1]) * (temperature or 1.0), abs=1e-4)
     assert not found.within_rounding
     assert first_divergence(target, inputs["input_ids"], text, text, temperature=temperature, seed=seed) is None
+
+
+@pytest.mark.parametrize("tokens", [3, None])
+def test_assisted_generation_by_a_constant_number_of_tokens(tokens, monkeypatch):
+    """The draft's generation config is changed for the call alone; options reach transformers."""
+    target = tiny(dtype=torch.float32)
+    draft, seen = noised(target), []
+    names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+    before = {name: getattr(draft.generation_config, name) for name in names}
+
+    def generate(**options):
+        seen.append(({name: getattr(draft.generation_config, name) for name in names}, options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(target, "generate", generate)
+    with pytest.raises(KeyboardInterrupt):
+        comparison.assisted(target, draft, tokens, do_sample=True, top_k=0)(prompts(1, 4), 8)
+    ((config, options),) = seen
+    assert list(config.values()) == ([tokens, "constant", 0.0] if tokens else list(before.values()))
+    assert options["assistant_model"] is draft and options["do_sample"] and options["max_new_tokens"] == 8
+    assert {name: getattr(draft.generation_config, name) for name in names} == before

@@ -23,7 +23,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 import gsd_kernels as gsd
 from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
 from gsd_kernels.ops.sampling import philox
-from gsd_kernels_bench import typical_deviation
+from gsd_kernels_bench.generation import typical_deviation
 from gsd_kernels_hf.acceptance import criteria
 from gsd_kernels_hf.acceptance.sampling import SamplingPlan
 from gsd_kernels_hf.engine import capture, session

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from gsd_kernels_hf import demo
 from gsd_kernels_hf.sources.heads import DraftHeads
-from gsd_kernels_hf.training.demo_pair import HELD_OUT
+from gsd_kernels_hf.training.demo_pair.sources import HELD_OUT
 
 MEMBERS = ("target", "draft")
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from checkpoints import save_pair
 from transformers import AutoConfig
 
-from gsd_kernels_bench.scale_memory import cache_bytes, memory, parameters_per_rank
+from gsd_kernels_bench.scale.memory import cache_bytes, memory, parameters_per_rank
 from gsd_kernels_hf.demo.inflate import ModelShape
 from gsd_kernels_hf.parallel import check_heads, ranks_of, tensor_parallel_group
 
@@ -247,14 +247,18 @@ def test_heads_are_checked_from_a_configuration(folder):
         check_heads("--model", config, 8)
 
 
-def run(
-    *arguments: str, processes: int = 0, launcher: Sequence[str] = (), module: str = "gsd_kernels_hf"
-) -> subprocess.CompletedProcess[bytes]:
+def run(*arguments: str, processes: int = 0, launcher: Sequence[str] = ()) -> subprocess.CompletedProcess[bytes]:
     """The command line; by torchrun where there are ``processes``, or with the given ``launcher`` options."""
     if processes:
         launcher = ["--standalone", "--nproc-per-node", str(processes)]
     return subprocess.run(
-        [sys.executable, *(["-m", "torch.distributed.run", *launcher] if launcher else []), "-m", module, *arguments],
+        [
+            sys.executable,
+            *(["-m", "torch.distributed.run", *launcher] if launcher else []),
+            "-m",
+            "gsd_kernels_hf",
+            *arguments,
+        ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -315,7 +319,7 @@ def test_bench_generate(tmp_path):
 def test_messages_are_counted(tmp_path):
     """A forward reduces twice a layer; where the vocabulary is sharded, it reduces embeddings and gathers logits."""
     options = ["--ranks", "2", "--pair", "tiny", "--target-shape", "none", "--prompts", "1", "--new-tokens", "12"]
-    done = run(*options, "--out", str(tmp_path), module="gsd_kernels_bench.scale_messages")
+    done = run("bench", "scale-messages", *options, "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     data = json.loads((tmp_path / "scale_messages.json").read_text())
     layers, hidden, vocabulary = (data["target"][k] for k in ("num_hidden_layers", "hidden_size", "vocab_size"))

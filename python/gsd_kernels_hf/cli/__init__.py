@@ -1,24 +1,29 @@
-"""The command line: ``gsd-kernels demo | generate | check | bench | distill | train-heads | doctor``.
+"""The command line: ``gsd-kernels demo | generate | check | distill | train-heads | doctor | bench``.
 
-Commands import torch and transformers when they run, so ``--help`` answers at once.
+The shell alone: options, output and exit codes; nothing imports it. ``bench`` is another package's application, looked
+up by name when it is called. Commands import torch and transformers when they run, so ``--help`` answers at once.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
-from gsd_kernels_bench.cli import app as bench
-
+from ..console.commands import Commands
+from ..console.output import EXIT_CODES
 from . import check, demo, doctor, generate, training
-from .console import EXIT_CODES, Commands
 
 __all__ = ["app", "main"]
 
+
+class _Shell(Commands):
+    lazy: ClassVar = {"bench": ("gsd_kernels_bench.cli:app", "Measure the kernels and whole generations.")}
+
+
 app = typer.Typer(
     name="gsd-kernels",
-    cls=Commands,
+    cls=_Shell,
     help="Graph-structured speculative decoding for LLaMA-family models: the same output, sooner.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
@@ -29,7 +34,6 @@ app = typer.Typer(
 app.command("demo")(demo.command)
 app.command("generate")(generate.command)
 app.command("check")(check.command)
-app.add_typer(bench, name="bench")
 app.command("distill")(training.distill_command)
 app.command("train-heads")(training.heads_command)
 app.command("doctor")(doctor.command)
@@ -50,7 +54,7 @@ def _options(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks instead of one-line errors.")] = False,
 ) -> None:
-    """Options of every command; :class:`~.console.Commands` reads ``debug``."""
+    """Options of every command; ``debug`` is read by :class:`~gsd_kernels_hf.console.commands.Commands`."""
 
 
 def main() -> None:

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..console.output import DIFFERS, OK, err, only_first_rank_prints, out, print_json, progress, table
 from . import options
-from .console import DIFFERS, OK, err, only_first_rank_prints, out, print_json, progress, table
 from .options import describe_graph_config, read_graph_config, read_prompts
 
 if TYPE_CHECKING:
     from gsd_kernels_hf.report.comparison import Divergence, Run
+
+    from ..console.pair import Pair
 
 DEFAULT_PROMPTS = 4
 
@@ -51,10 +53,9 @@ def command(
         import torch
 
         from gsd_kernels_hf import demo
-        from gsd_kernels_hf.report import comparison
 
-        from .pair import load_pair
-        from .versions import versions
+        from ..console.pair import load_pair
+        from ..console.versions import versions
 
         pair = load_pair(
             model,
@@ -70,19 +71,9 @@ def command(
     if pair.draft is None and draft is None and pair.heads is None:
         err.print("gsd-kernels: no --draft: plain decoding on both sides (--draft history speculates without a model)")
     texts = texts or [prompt["text"] for prompt in demo.prompts()[:DEFAULT_PROMPTS]]
-    contenders = {
-        "plain": comparison.plain(pair.target, **pair.padding),
-        "graph": comparison.graph(
-            pair.target, graph_config=config, backend=backend, **pair.speculation, **pair.padding
-        ),
-    }
     inputs = [pair.encode([text], chat) for text in texts]
     with progress(f"decoding {len(texts)} prompts, twice each"):
-        rounds = comparison.race(pair.target, contenders, inputs, max_new_tokens)
-        divergences = [
-            comparison.first_divergence(pair.target, i["input_ids"], runs["plain"].tokens, runs["graph"].tokens)
-            for i, runs in zip(inputs, rounds, strict=True)
-        ]
+        rounds, divergences = _compare(pair, inputs, max_new_tokens, graph_config=config, backend=backend)
     report = {
         "versions": versions(),
         "device": str(pair.device),
@@ -101,6 +92,24 @@ def command(
     else:
         _print(report)
     raise typer.Exit(DIFFERS if report["summary"]["beyond_rounding"] else OK)
+
+
+def _compare(
+    pair: Pair, inputs: list[Any], max_new_tokens: int, **speculation: Any
+) -> tuple[list[dict[str, Run]], list[Divergence | None]]:
+    """Every prompt plainly and by graph, and where the two first differ."""
+    from gsd_kernels_hf.report import comparison
+
+    contenders = {
+        "plain": comparison.plain(pair.target, **pair.padding),
+        "graph": comparison.graph(pair.target, **speculation, **pair.speculation, **pair.padding),
+    }
+    rounds = comparison.race(pair.target, contenders, inputs, max_new_tokens)
+    divergences = [
+        comparison.first_divergence(pair.target, i["input_ids"], runs["plain"].tokens, runs["graph"].tokens)
+        for i, runs in zip(inputs, rounds, strict=True)
+    ]
+    return rounds, divergences
 
 
 def _row(text: str, prompt_tokens: int, runs: dict[str, Run], divergence: Divergence | None) -> dict[str, Any]:

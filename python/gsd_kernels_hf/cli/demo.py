@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..console.output import DIFFERS, err, out, progress, table
 from . import options
-from .console import DIFFERS, err, out, progress, table
 from .options import read_graph_config
 from .tables import speed
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gsd_kernels_hf.report.comparison import Run
     from gsd_kernels_hf.report.drawing import StepPicture
 
-    from .pair import Pair
+    from ..console.pair import Pair
 
 GRAPH = "graph,depth=5,width=3,branch=3,max_rows=12"
 """The demo's default: fixed, so that there is a graph to draw; on a CPU a target row costs time, so few are checked."""
@@ -64,8 +64,8 @@ def command(
         from gsd_kernels import GraphConfig
         from gsd_kernels_hf import demo
 
-        from .pair import load_pair
-        from .versions import versions
+        from ..console.pair import load_pair
+        from ..console.versions import versions
 
         config = read_graph_config(graph_config)
         if not isinstance(config, GraphConfig):
@@ -225,7 +225,7 @@ def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, s
 
 
 def _cpu_share(runs: list[Run]) -> float:
-    """How much of its threads' time this process got; the rest went to waiting, or to other work of the machine."""
+    """Share of its threads' time that this process got; the rest went to waiting, or to other work of the machine."""
     import torch
 
     return sum(run.cpu_seconds for run in runs) / (sum(run.seconds for run in runs) * torch.get_num_threads())

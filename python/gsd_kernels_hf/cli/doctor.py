@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .console import FAILURE, err, out, print_json, progress, table
+from ..console.output import FAILURE, err, out, print_json, progress, table
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ def examine() -> dict[str, Any]:
 
     from gsd_kernels.backends import BACKENDS, unavailable_reason
 
-    from .versions import versions
+    from ..console.versions import versions
 
     devices = [torch.device("cpu")] + [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     return {

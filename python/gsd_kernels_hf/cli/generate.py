@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from enum import Enum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..console.output import err, only_first_rank_prints, progress
 from . import options
-from .console import err, only_first_rank_prints, progress
 from .options import read_graph_config, read_prompts
+
+if TYPE_CHECKING:
+    from gsd_kernels_hf import GenerationStats
+    from gsd_kernels_hf.engine.decoder import GraphGenerateOutput
+
+    from ..console.pair import Pair
 
 _SAMPLING = "Sampling (any of these turns it on; otherwise greedy)"
 
 
 class Stats(str, Enum):
-    """How the call's statistics are printed, on stderr."""
+    """Format of the call's statistics on stderr."""
 
     none = "none"
     table = "table"
@@ -72,10 +78,7 @@ def command(
     if not texts:
         raise ValueError("prompt: give one as an argument, by --prompt-file or on stdin")
     with progress("loading the models"):
-        from gsd_kernels_hf import generate
-
-        from .pair import load_pair
-        from .streaming import StdoutStreamer
+        from ..console.pair import load_pair
 
         pair = load_pair(
             model,
@@ -91,39 +94,51 @@ def command(
     if pair.draft is None and draft is None and pair.heads is None:
         err.print("gsd-kernels: no --draft: plain decoding (--draft history speculates without a model)")
     inputs = pair.encode(texts, chat)
-    sampling = _sampling(temperature, top_k, top_p, min_p, seed)
     streams = stream and len(texts) == 1
     if streams and echo:
         print(texts[0], end="", flush=True)
+    arguments = {"graph_config": config, "criterion": criterion.value, "backend": backend}
+    arguments |= {"max_new_tokens": max_new_tokens, **_sampling(temperature, top_k, top_p, min_p, seed)}
+    result = _decode(pair, inputs, streams, arguments)
+    if not streams:
+        new = result.sequences[:, inputs["input_ids"].shape[1] :]
+        _print_texts(texts, pair.tokenizer.batch_decode(new, skip_special_tokens=True), echo=echo)
+    _print_stats(result.stats, stats)
+
+
+def _decode(pair: Pair, inputs: dict[str, Any], streams: bool, arguments: dict[str, Any]) -> GraphGenerateOutput:
+    """Generate; with ``streams`` the text is printed as it is accepted."""
+    from gsd_kernels_hf import generate
+
+    from .streaming import StdoutStreamer
+
     with ExitStack() as waiting:
         waiting.enter_context(progress("reading the prompt" if streams else "generating"))
-        result = generate(
+        return generate(
             pair.target,
             **inputs,
             **pair.padding,
-            **sampling,
             **pair.speculation,
-            graph_config=config,
-            criterion=criterion.value,
-            backend=backend,
-            max_new_tokens=max_new_tokens,
+            **arguments,
             streamer=StdoutStreamer(pair.tokenizer, waiting) if streams else None,
             return_dict_in_generate=True,
         )
-    if not streams:
-        continuations = pair.tokenizer.batch_decode(
-            result.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-        )
-        for number, (prompt, text) in enumerate(zip(texts, continuations, strict=True), 1):
-            if len(texts) > 1:
-                print(f"==> {number} <==")
-            print(prompt + text if echo else text)
-    if stats is Stats.json:
-        err.print(json.dumps(result.stats.as_dict()), markup=False, soft_wrap=True)
-    elif stats is Stats.table:
+
+
+def _print_texts(prompts: list[str], continuations: list[str], *, echo: bool) -> None:
+    for number, (prompt, text) in enumerate(zip(prompts, continuations, strict=True), 1):
+        if len(prompts) > 1:
+            print(f"==> {number} <==")
+        print(prompt + text if echo else text)
+
+
+def _print_stats(found: GenerationStats, how: Stats) -> None:
+    if how is Stats.json:
+        err.print(json.dumps(found.as_dict()), markup=False, soft_wrap=True)
+    elif how is Stats.table:
         from .tables import stats_table
 
-        err.print(stats_table(result.stats))
+        err.print(stats_table(found))
 
 
 def _sampling(

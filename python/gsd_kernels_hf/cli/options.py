@@ -25,7 +25,7 @@ class Criterion(str, Enum):
 
 
 class Dtype(str, Enum):
-    """Of the weights and of the computation."""
+    """Dtype of the weights and of the computation."""
 
     auto = "auto"
     float64 = "float64"
@@ -49,8 +49,8 @@ Draft = Annotated[
         "--draft",
         metavar="DIR|ID|history|none",
         rich_help_panel=_MODELS,
-        help="Draft of the same tokenizer. [bold]history[/bold]: no model, the text itself and what the target said "
-        "before. [bold]none[/bold]: plain decoding.",
+        help="Draft of the same tokenizer. [bold]history[/bold]: no model, the text itself and the target's earlier "
+        "tokens. [bold]none[/bold]: plain decoding.",
     ),
 ]
 DraftHeadsOption = Annotated[
@@ -184,7 +184,7 @@ def _number(key: str, text: str) -> int | float | None:
 
 
 def describe_graph_config(config: GraphConfig | str | None) -> str | dict[str, object]:
-    """What was asked for, as plain data."""
+    """Graph configuration as plain data."""
     if config is None or isinstance(config, str):
         return config or "auto"
     return asdict(config)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from .console import table
+from ..console.output import table
 
 if TYPE_CHECKING:
     from gsd_kernels_hf import GenerationStats

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .console import out, print_json, progress, table
+from ..console.output import out, print_json, progress, table
 from .options import Device, Dtype
 
 _MODELS, _TEXT, _RUN, _METHOD, _OPTIMIZER = "Models", "Text", "Run", "Distillation", "Optimisation"
@@ -135,7 +135,7 @@ def distill_command(
     weight_decay: WeightDecay = 0.05,
     as_json: Json = False,
 ) -> None:
-    """Train a draft to guess what its target will say.
+    """Train a draft to predict the tokens of its target.
 
     The draft learns the target's distribution on the text and on what the target makes of its beginnings. Interrupted,
     even killed, the same command goes on from the last checkpoint.
@@ -220,7 +220,7 @@ def _options(given: dict[str, Any]) -> Any:
     from gsd_kernels_hf.training.job import TrainingOptions
     from gsd_kernels_hf.training.loop import Interval
 
-    from .pair import pick_device, quiet_transformers
+    from ..console.pair import pick_device, quiet_transformers
 
     quiet_transformers()
     device = pick_device(given["device"])

@@ -169,7 +169,7 @@ def inflated_config(config: LlamaConfig, shape: ModelShape | str) -> LlamaConfig
 
 @dataclass(frozen=True)
 class _HeadMap:
-    """Where the source's rows of q, k and v (= columns of o for v) lie in the new shape."""
+    """Places of the source's rows of q, k and v (= columns of o for v) in the new shape."""
 
     query: torch.Tensor
     key: torch.Tensor

@@ -72,7 +72,7 @@ class Divergence:
 
     @property
     def within_rounding(self) -> bool:
-        """Whether the target could not tell the two tokens apart."""
+        """Whether the two tokens are equal within rounding."""
         return self.gap <= self.bound
 
     def as_dict(self) -> dict[str, Any]:
@@ -80,42 +80,39 @@ class Divergence:
 
 
 def plain(target: PreTrainedModel, **options: Any) -> Contender:
-    """transformers' own greedy ``generate``."""
+    """transformers' own ``generate`` with its ``options``; greedy by default."""
+    options = {"do_sample": False, **options}
 
     def decode(inputs: Inputs, max_new_tokens: int) -> tuple[Tensor, None]:
-        return target.generate(**inputs, **options, do_sample=False, max_new_tokens=max_new_tokens), None
+        return target.generate(**inputs, **options, max_new_tokens=max_new_tokens), None
 
     return decode
 
 
-def assisted(target: PreTrainedModel, draft: PreTrainedModel, num_tokens: int | None = None) -> Contender:
+def assisted(
+    target: PreTrainedModel, draft: PreTrainedModel, num_tokens: int | None = None, **options: Any
+) -> Contender:
     """transformers' assisted generation; with ``num_tokens`` always that many drafted tokens, not its schedule."""
     constant = {
         "num_assistant_tokens": num_tokens,
         "num_assistant_tokens_schedule": "constant",
         "assistant_confidence_threshold": 0.0,
     }
+    decode = plain(target, assistant_model=draft, **options)
 
-    def decode(inputs: Inputs, max_new_tokens: int) -> tuple[Tensor, None]:
+    def decode_with_settings(inputs: Inputs, max_new_tokens: int) -> tuple[Tensor, GenerationStats | None]:
         with _generation_config(draft, constant if num_tokens is not None else {}):
-            output = target.generate(**inputs, assistant_model=draft, do_sample=False, max_new_tokens=max_new_tokens)
-        return output, None
+            return decode(inputs, max_new_tokens)
 
-    return decode
+    return decode_with_settings
 
 
 def graph(target: PreTrainedModel, **options: Any) -> Contender:
-    """Greedy :func:`gsd_kernels.generate` with its ``options``; the chain and the tree are graph configs."""
+    """:func:`gsd_kernels.generate` with its ``options``, greedy by default; chain and tree are graph configs."""
+    options = {"do_sample": False, **options}
 
     def decode(inputs: Inputs, max_new_tokens: int) -> tuple[Tensor, GenerationStats | None]:
-        output = generate(
-            target,
-            **inputs,
-            **options,
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            return_dict_in_generate=True,
-        )
+        output = generate(target, **inputs, **options, max_new_tokens=max_new_tokens, return_dict_in_generate=True)
         return output.sequences, output.stats
 
     return decode
@@ -195,7 +192,7 @@ def first_divergence(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Divergence | None:
-    """Where two continuations of one prompt [1, P] first differ, judged by the target's own logits there.
+    """First difference of two continuations of one prompt [1, P], judged by the target's own logits there.
 
     Sampled ones are ours, with one seed and no other warper than the temperature: the token picked is then the one of
     the largest logit + temperature · noise.
@@ -219,7 +216,7 @@ def first_divergence(
 
 
 def rounding_bound(target: PreTrainedModel, logits: Tensor) -> float:
-    """How far the difference of two logits [V] can lie from what other row shapes round it to.
+    """Bound on the difference of two logits [V] between row shapes that round differently.
 
     Each of the 2·layers additions to the residual stream rounds independently by half a unit in the last place, and so
     do the final norm and the head; their effects add up like a random walk. Two logits, two standard deviations.
@@ -245,7 +242,7 @@ def _logits_and_noise(target: PreTrainedModel, input_ids: Tensor) -> tuple[Tenso
 
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[Callable[[], int | None]]:
-    """Tells the peak since here: allocated on a GPU, resident in a Linux process, elsewhere ``None``."""
+    """Measure the peak of memory from here on: allocated on a GPU, resident in a Linux process, elsewhere ``None``."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         yield lambda: torch.cuda.max_memory_allocated(device)

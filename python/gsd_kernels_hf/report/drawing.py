@@ -96,13 +96,13 @@ class StepPicture:
 
     @property
     def interest(self) -> tuple[int, int, int]:
-        """How much there is to see: accepted merges, then accepted tokens, then merges (greater is better)."""
+        """Interest of the picture: accepted merges, then accepted tokens, then merges (greater is better)."""
         drawn = self.checked_only()
         return sum(edge.merged and edge.accepted for edge in self.edges), len(self.accepted), len(drawn.merges)
 
 
 NEXT = -1
-"""Where a node id is expected: the token that the target itself added."""
+"""Node id of the bonus token, which the target itself added."""
 
 FONT_SIZE = 10.0
 ADVANCE = 0.602 * FONT_SIZE  # of DejaVu Sans Mono

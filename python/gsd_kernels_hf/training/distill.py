@@ -112,7 +112,7 @@ class Distillation:
 
     @torch.no_grad()
     def measure(self, held_out: HeldOut) -> dict[str, Any]:
-        """On held-out text and on the target's own greedy continuations of it.
+        """Measure on held-out text and on the target's own greedy continuations of it.
 
         Returns:
             agreement: share of positions of the text where both have the same most likely token. divergence: KL(target
@@ -147,7 +147,7 @@ class Distillation:
 
 
 def distill(draft: str, options: TrainingOptions) -> dict[str, Any]:
-    """Train ``draft`` (a folder) as ``options`` say; the report that ``training.json`` holds.
+    """Train ``draft`` (a folder) by ``options``; the report that ``training.json`` holds.
 
     Raises:
         ValueError: options, text or models that cannot be used, by name.

@@ -21,7 +21,7 @@ from .text import HeldOut
 __all__ = ["HeadTraining", "train_heads"]
 
 HEAD_WEIGHT = 0.8
-"""Of a head's loss, to the power of its number: later tokens are harder (arXiv 2401.10774, section 2.2.1)."""
+"""Weight of a head's loss, to the power of its number: later tokens are harder (arXiv 2401.10774, section 2.2.1)."""
 
 
 class HeadTraining:
@@ -95,7 +95,7 @@ class HeadTraining:
 
     @torch.no_grad()
     def measure(self, held_out: HeldOut) -> dict[str, Any]:
-        """On held-out text and on the target's own greedy continuations of it.
+        """Measure on held-out text and on the target's own greedy continuations of it.
 
         Returns:
             accuracy: by head, how often its first guess is the token of the text. continuation_accuracy: the same where
@@ -131,7 +131,7 @@ class HeadTraining:
 
 
 def train_heads(num_heads: int, num_layers: int, options: TrainingOptions) -> dict[str, Any]:
-    """Train heads as ``options`` say; the report that ``training.json`` holds.
+    """Train heads by ``options``; the report that ``training.json`` holds.
 
     Raises:
         ValueError: options, text or a target that cannot be used, by name.

@@ -1,4 +1,4 @@
-"""What ``distill`` and ``train-heads`` have in common: options, one run from text to result, and how it is measured."""
+"""Frame of ``distill`` and ``train-heads``: options, one run from text to result, and its measurements."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .text import HeldOut, own_text, read_text, target_picks
 __all__ = ["Trainee", "TrainingOptions", "accepted_per_step", "load_target", "run"]
 
 WRITING_SHARE = 0.2
-"""Of ``minutes``, at most, that the target may write its own text for."""
+"""Largest share of ``minutes`` in which the target may write its own text."""
 
 USES_OF_OWN_TEXT = 4
-"""How often a token of it is trained on, in a run by ``steps``."""
+"""Number of times that a token of it is trained on, in a run by ``steps``."""
 
 WRITTEN_AT_ONCE = 64  # sequences
 MEASURED_AT_ONCE = 8  # windows
@@ -32,7 +32,7 @@ MEASURED_AT_ONCE = 8  # windows
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Of both trainings.
+    """Options of both trainings.
 
     Attributes:
         target: folder of the target.
@@ -95,7 +95,7 @@ class TrainingOptions:
 
     @property
     def weights(self) -> torch.dtype:
-        """Of what is trained."""
+        """Dtype of the trained weights."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def identity(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class TrainingOptions:
 
 
 class Trainee(Protocol):
-    """What is trained.
+    """Protocol of a module in training.
 
     Attributes:
         kind: ``draft`` or ``heads``.
@@ -127,7 +127,7 @@ class Trainee(Protocol):
         """Mean loss of int64 [windows, length + 1] on the device."""
 
     def measure(self, held_out: HeldOut) -> dict[str, Any]:
-        """How well it guesses, as JSON values."""
+        """Quality of the guesses, as JSON values."""
 
     def save(self, folder: Path) -> None:
         """Write the result."""
@@ -224,7 +224,7 @@ def accepted_per_step(right: Tensor, lengths: Tensor) -> float | None:
     """Drafted tokens that greedy decoding of these texts accepts in a step, on average.
 
     Args:
-        right: bool [texts, places, depth]; [:, i, k] says whether the guess for token i + 1 + k, made when token i was
+        right: bool [texts, places, depth]; [:, i, k] whether the guess for token i + 1 + k, made when token i was
             the newest, is the target's.
         lengths: int [texts], places of each text that count.
 

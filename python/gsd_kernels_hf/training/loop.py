@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
+
+from ..files import write_file, write_folder
 
 __all__ = [
     "Budget",
@@ -33,8 +33,6 @@ __all__ = [
     "build_optimizers",
     "learning_rate_factor",
     "train",
-    "write_file",
-    "write_folder",
 ]
 
 # ---------------------------------------------------------------- schedule
@@ -42,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a model trains: a number of steps, or minutes of wall time (whichever is given)."""
+    """Length of a training: a number of steps, or minutes of wall time (whichever is given)."""
 
     steps: int | None = None
     minutes: float | None = None
@@ -54,7 +52,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Interval:
-    """How often something is done: every so many steps, or seconds."""
+    """Frequency of something: every so many steps, or seconds."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -78,7 +76,7 @@ class Interval:
 
 @dataclass
 class Record:
-    """What one training run used."""
+    """Resources that one training run used."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -145,40 +143,6 @@ class Streams:
 # ---------------------------------------------------------------- what survives a kill
 
 
-def _flush(path: Path) -> None:
-    """Have the system write a file or folder to the disk, where it can."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:  # a folder on Windows
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_file(file: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary file, then rename it: ``file`` is whole or absent."""
-    partial = file.with_name(f".partial-{file.name}")
-    write(partial)
-    _flush(partial)
-    partial.replace(file)
-    _flush(file.parent)
-
-
-@contextmanager
-def write_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder to fill, which is then renamed: ``folder``, which must not exist, is whole or absent."""
-    partial = folder.with_name(f".partial-{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    yield partial
-    for file in partial.rglob("*"):
-        _flush(file)
-    partial.rename(folder)
-    _flush(folder.parent)
-
-
 class Checkpoints:
     """The newest state of a run, in ``folder/step-<number>``."""
 
@@ -186,7 +150,7 @@ class Checkpoints:
         self.folder = folder
 
     def steps(self) -> list[int]:
-        """Those that are whole, oldest first."""
+        """Steps of the whole checkpoints, oldest first."""
         return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
 
     def load(self) -> dict[str, Any] | None:
@@ -246,73 +210,106 @@ def train(
     Raises:
         RuntimeError: the loss or its gradient is not finite; the last checkpoint stays.
     """
-    device = next(model.parameters()).device
-    base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-    record = Record()
-    state = checkpoints.load()
-    if state is not None:
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        _set_random_state(state["random"], device)
-        record = Record(**state["record"])
-        if budget.progress(record.steps, record.seconds) < state["progress"] - 1e-3:
-            record.extended_at.append(record.steps)
-        del state
-
-    def save() -> None:
-        checkpoints.save(
-            record.steps,
-            {
-                "model": model.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                "random": _random_state(device),
-                "record": asdict(record),
-                "progress": budget.progress(record.steps, record.seconds),
-            },
-        )
-
-    def finite(what: str, value: float) -> None:
-        if not math.isfinite(value):
-            saved = checkpoints.steps()
-            kept = f"the checkpoint of step {saved[-1]} stays in {checkpoints.folder}" if saved else "none was saved"
-            raise RuntimeError(
-                f"{name}: {what} is {value} at step {record.steps}; {kept}; start anew with a lower learning rate"
-            )
-
+    run = _Run(name, model, optimizers, budget, checkpoints)
+    run.resume()
+    record = run.record
     begin, before = time.monotonic(), record.seconds
     saved_at, saved_step = begin, record.steps
-    smooth = record.loss
     model.train()
     with tqdm(desc=name, unit="step", initial=record.steps, total=budget.steps, mininterval=1) as bar:
-        while (progress := budget.progress(record.steps, record.seconds)) < 1.0:
-            factor = schedule(progress)
-            for optimizer, rates in zip(optimizers, base_rates, strict=True):
-                for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = rate * factor
-            value = 0.0
-            for loss in losses(record.steps, progress):
-                value += loss.item()
-                finite("the loss", value)
-                loss.backward()
-            finite("the gradient", torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            smooth = value if math.isnan(smooth) else 0.98 * smooth + 0.02 * value
+        while (progress := run.progress) < 1.0:
+            value = run.step(losses(record.steps, progress), schedule(progress))
             now = time.monotonic()
             record.steps += 1
             record.tokens += tokens_per_step
             record.seconds = before + now - begin
-            record.loss = smooth
-            bar.set_postfix_str(f"loss {smooth:.4f}, {progress:.0%}", refresh=False)
+            record.loss = value if math.isnan(record.loss) else 0.98 * record.loss + 0.02 * value
+            bar.set_postfix_str(f"loss {record.loss:.4f}, {progress:.0%}", refresh=False)
             bar.update()
             if every.due(record.steps - saved_step, now - saved_at):
-                save()
+                run.save()
                 saved_at, saved_step = time.monotonic(), record.steps
-    save()
+    run.save()
     model.eval()
     return record
+
+
+class _Run:
+    """A model in training, and what a checkpoint holds of it."""
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        budget: Budget,
+        checkpoints: Checkpoints,
+    ) -> None:
+        self.name, self.model, self.optimizers = name, model, optimizers
+        self.budget, self.checkpoints, self.record = budget, checkpoints, Record()
+        self.device = next(model.parameters()).device
+        self.base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+
+    @property
+    def progress(self) -> float:
+        """Share of the budget that is used, 0 … 1."""
+        return self.budget.progress(self.record.steps, self.record.seconds)
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint, if there is one."""
+        state = self.checkpoints.load()
+        if state is None:
+            return
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        _set_random_state(state["random"], self.device)
+        self.record = Record(**state["record"])
+        if self.progress < state["progress"] - 1e-3:
+            self.record.extended_at.append(self.record.steps)
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        self.checkpoints.save(
+            self.record.steps,
+            {
+                "model": self.model.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "random": _random_state(self.device),
+                "record": asdict(self.record),
+                "progress": self.progress,
+            },
+        )
+
+    def step(self, losses: Iterable[Tensor], factor: float) -> float:
+        """Update the weights once, at ``factor`` times the base learning rates; the step's loss.
+
+        Raises:
+            RuntimeError: the loss or its gradient is not finite.
+        """
+        for optimizer, rates in zip(self.optimizers, self.base_rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+        value = 0.0
+        for loss in losses:
+            value += loss.item()
+            self._check_finite("the loss", value)
+            loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._check_finite("the gradient", norm.item())
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return value
+
+    def _check_finite(self, what: str, value: float) -> None:
+        if math.isfinite(value):
+            return
+        saved = self.checkpoints.steps()
+        kept = f"the checkpoint of step {saved[-1]} stays in {self.checkpoints.folder}" if saved else "none was saved"
+        raise RuntimeError(
+            f"{self.name}: {what} is {value} at step {self.record.steps}; {kept}; start anew with a lower learning rate"
+        )
 
 
 # ---------------------------------------------------------------- the folder of a run
@@ -335,7 +332,7 @@ class RunFolder:
         self.folder, self.identity = folder, identity
         self.work = folder / "checkpoints"
         self.report: dict[str, Any] | None = None
-        """What :meth:`finish` wrote, if the run is over."""
+        """Report that :meth:`finish` wrote, if the run is over."""
         finished, begun = folder / self.REPORT, self.work / "run.json"
         if finished.exists():
             self.report = json.loads(finished.read_text(encoding="utf-8"))
@@ -350,7 +347,7 @@ class RunFolder:
             write_file(begun, lambda file: file.write_text(json.dumps(identity, indent=1), encoding="utf-8"))
 
     def _others(self) -> Iterator[Path]:
-        """What a run that was killed before its first file does not leave."""
+        """Files of something else than a run that was killed before its first file."""
         for path in self.folder.rglob("*"):
             if path != self.work and not path.name.startswith(".partial-"):
                 yield path
@@ -369,7 +366,7 @@ class RunFolder:
         return Checkpoints(self.work)
 
     def remember(self, name: str, measure: Callable[[], Any]) -> Any:
-        """What ``measure`` returned (as JSON), now or before the run was interrupted."""
+        """Result of ``measure`` (as JSON), now or before the run was interrupted."""
         file = self.work / f"{name}.json"
         if not file.exists():
             value = measure()

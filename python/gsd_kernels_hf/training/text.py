@@ -1,4 +1,4 @@
-"""What drafts and heads are trained and measured on: text files as token streams, and what the target writes itself."""
+"""Data of drafts and heads: text files as token streams, and text that the target writes itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .loop import RunFolder, Streams, write_file
+from ..files import write_file
+from .loop import RunFolder, Streams
 
 __all__ = ["HeldOut", "Text", "blocks", "own_text", "read_text", "target_picks"]
 
@@ -36,7 +37,7 @@ class Text:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What is measured before and after.
+    """Text of the measurements before and after.
 
     Attributes:
         windows: int64 [n, length + 1], of the held-out text.
@@ -125,7 +126,7 @@ def _continue(target: PreTrainedModel, prefix: Tensor, new_tokens: int, **sampli
 
 
 def _real(target: PreTrainedModel, new: Tensor) -> Tensor:
-    """Of new tokens [n, N]: those up to the first end of text, itself included."""
+    """Mask of new tokens [n, N] up to the first end of text, itself included."""
     ends = target.generation_config.eos_token_id
     ends = torch.tensor([] if ends is None else ends, dtype=torch.long).reshape(-1)
     return (torch.isin(new, ends).cumsum(1) - torch.isin(new, ends).long()) == 0

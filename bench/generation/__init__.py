@@ -1,0 +1,1 @@
+"""Whole generations: the race of all decoders, and tables by shape, source and criterion. Imports ``lib`` alone."""

@@ -1,0 +1,212 @@
+"""``gsd-kernels bench generate | tree-table | sources-table | typical-deviation``."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import ExitStack, redirect_stderr
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..lib.options import (
+    RESULTS,
+    Compare,
+    Device,
+    Dtype,
+    DtypeOption,
+    Name,
+    NewTokens,
+    Out,
+    Pair,
+    PairName,
+    Prompts,
+    Quick,
+    device_of,
+    dtype_of,
+    show,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from .generate import GenerateReport
+
+TargetShape = Annotated[str, typer.Option("--target-shape", help="Inflate the target to it; or none.")]
+
+
+def generate(
+    pair: Pair = PairName.demo,
+    target_shape: TargetShape = "250m",
+    draft_shape: Annotated[str, typer.Option("--draft-shape", help="The same for the draft.")] = "none",
+    text: Annotated[str, typer.Option("--text", help="Kind of prompts: code, copy, table or prose.")] = "code",
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="The first so many of that kind.")] = 20,
+    new_tokens: NewTokens = 128,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
+    names: Annotated[
+        list[str] | None, typer.Option("--competitors", help="Comma-separated. Default: all but single sources.")
+    ] = None,
+    backend: Annotated[str, typer.Option("--backend", help="Of our ops.")] = "auto",
+    dtype: DtypeOption = None,
+    device: Device = None,
+    tp: Annotated[
+        bool, typer.Option("--tp", help="Shard the target over torchrun's processes; the first one prints and writes.")
+    ] = False,
+    tp_timeout: Annotated[
+        float, typer.Option("--tp-timeout", metavar="SECONDS", min=1.0, help="After which a silent rank is lost.")
+    ] = 600.0,
+    quick: Quick = False,
+    seconds: Annotated[float | None, typer.Option("--seconds", help="Begin no prompt beyond this.")] = None,
+    out: Out = RESULTS,
+    name: Name = None,
+    compare: Compare = None,
+) -> None:
+    """Whole generations in one interleaved run: plain, chain, tree, graph, auto, and transformers' own modes."""
+    from gsd_kernels_hf.console.pair import quiet_transformers
+
+    from .competitors import DEFAULT
+    from .generate import Settings
+
+    where, processes = _join(device, tp_timeout) if tp else (device_of(device), 1)
+    kind = dtype_of(dtype, str(where))
+    if quick:
+        target_shape, prompts, new_tokens = "none", min(prompts, 2), min(new_tokens, 16)
+    parts = ["generate", target_shape, str(kind).removeprefix("torch."), *([f"tp{processes}"] * tp)]
+    quiet_transformers()
+    settings = Settings(
+        device=where,
+        dtype=kind,
+        pair=pair.value,
+        target_shape=target_shape,
+        draft_shape=draft_shape,
+        text=text,
+        prompts=prompts,
+        new_tokens=new_tokens,
+        temperature=temperature,
+        competitors=tuple(part.strip() for given in names or () for part in given.split(",")) or DEFAULT,
+        backend=backend,
+        quick=quick,
+        seconds=float("inf") if seconds is None else seconds,
+        ranks=processes,
+    )
+    _race(settings, out, name or "-".join([*parts, *(["quick"] * quick)]), compare)
+
+
+def _race(settings: Any, folder: Path, name: str, compare: Path | None) -> None:
+    """Run it on every rank; the first one writes and prints."""
+    from gsd_kernels_hf.console.ranks import is_first
+
+    from .generate import run
+
+    if not is_first():
+        with ExitStack() as silence:
+            silence.enter_context(redirect_stderr(silence.enter_context(open(os.devnull, "w"))))
+            run(settings)
+        return
+    report = run(settings, folder=folder, name=name)
+    show(report.write(folder, name), report.table(), report.missing)
+    for floor in report.floors:
+        ratio = floor["ratio"]
+        verdict = "met" if floor["met"] else "NOT met"
+        typer.echo(
+            f"auto against {floor['against']}: {ratio['value']:.3f} ({ratio['low']:.3f}–{ratio['high']:.3f}), "
+            f"floor {floor['floor']}: {verdict}"
+        )
+    if compare is not None:
+        _show_changes(report, compare)
+
+
+def _show_changes(report: GenerateReport, path: Path) -> None:
+    earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if earlier.get("case") != "generate":
+        raise ValueError(f"--compare: {path} is not a result of gsd-kernels bench generate")
+    before = {row["competitor"]: row["tokens_per_second"] for row in earlier["summary"]}
+    commit = earlier["environment"]["commit"]
+    typer.echo(f"\nagainst {commit} of {earlier['environment']['date']} (above 1 is faster now):")
+    for row in report.summary:
+        if row["competitor"] in before:
+            typer.echo(f"{row['tokens_per_second'] / before[row['competitor']]:.2f}  {row['competitor']}")
+
+
+def _join(device: str | None, timeout: float) -> tuple[torch.device, int]:
+    """This process's device and the number of processes that torchrun started, after they have met.
+
+    Raises:
+        ValueError: torchrun did not, or a device was asked for.
+    """
+    if device is not None:
+        raise ValueError("--tp: takes no --device: the GPUs, or the CPU of a machine without one")
+    import torch.distributed as dist
+
+    from gsd_kernels_hf.console import ranks
+    from gsd_kernels_hf.console.output import only_first_rank_prints
+
+    only_first_rank_prints()
+    return ranks.join(timeout), dist.get_world_size()
+
+
+def tree_table(
+    pair: Pair = PairName.demo,
+    prompts: Prompts = 10,
+    new_tokens: NewTokens = 64,
+    quick: Quick = False,
+    out: Out = RESULTS,
+) -> None:
+    """Tokens per step of chain, tree and graph over a grid of draft and target rows. Resumes where it was stopped."""
+    from gsd_kernels_hf.console.pair import quiet_transformers
+
+    from .tree_table import QUICK, Grid, run
+
+    quiet_transformers()
+    grid = QUICK if quick else Grid()
+    count = min(prompts, 2) if quick else prompts
+    typer.echo(run(grid, pair=pair.value, prompts=count, new_tokens=new_tokens, folder=out))
+
+
+def sources_table(
+    pair: Pair = PairName.demo,
+    target_shape: TargetShape = "250m",
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of both models.")] = Dtype.bfloat16,
+    prompts: Prompts = 8,
+    new_tokens: NewTokens = 64,
+    quick: Annotated[bool, typer.Option("--quick", help="Two prompts of one text, 16 tokens, not inflated.")] = False,
+    out: Out = RESULTS,
+) -> None:
+    """Every draft source, alone and together, on three kinds of text. Resumes where it was stopped."""
+    import torch
+
+    from gsd_kernels_hf.console.pair import quiet_transformers
+
+    from .generate import Settings
+    from .sources_table import NAME, OURS, TEXTS, THEIRS, run
+
+    quiet_transformers()
+    settings = Settings(
+        device=torch.device("cpu"),
+        dtype=getattr(torch, dtype.value),
+        pair=pair.value,
+        target_shape="none" if quick else target_shape,
+        prompts=2 if quick else prompts,
+        new_tokens=16 if quick else new_tokens,
+        competitors=(*THEIRS, *OURS),
+        quick=quick,
+    )
+    texts, name = (("copy",), f"{NAME}-quick") if quick else (TEXTS, NAME)
+    typer.echo(run(settings, texts=texts, folder=out, name=name))
+
+
+def typical_deviation(
+    pair: Pair = PairName.demo,
+    prompts: Annotated[int, typer.Option("--prompts", min=1)] = 8,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Of every prompt.")] = 4,
+    new_tokens: NewTokens = 64,
+    out: Out = RESULTS,
+) -> None:
+    """Deviation and gain of typical acceptance, beside the exact criterion and speculative sampling."""
+    from gsd_kernels_hf.console.pair import quiet_transformers
+
+    from .typical_deviation import run
+
+    quiet_transformers()
+    typer.echo(run(pair=pair.value, prompts=prompts, samples=samples, new_tokens=new_tokens, folder=out))

@@ -1,0 +1,198 @@
+"""Ways of decoding one prompt: ours, and everything transformers brings for the same purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from gsd_kernels import GraphConfig, LayerSkip
+from gsd_kernels_hf import GenerationStats
+from gsd_kernels_hf.report import comparison
+
+from .pairs import Pair
+
+GREEDY, STATIC, PLAIN, AUTO, HISTORY_AUTO = "hf-greedy", "hf-static-compile", "plain", "auto", "history-auto"
+ASSISTED = ("hf-assisted-3", "hf-assisted-5", "hf-assisted-8", "hf-assisted-dynamic")
+OTHER_SPECULATION = ("hf-prompt-lookup", "hf-early-exit", "hf-mtp", "hf-dflash")
+#: ``merged`` joins recurring sequences inside a step, ``graph`` across steps too, through the history; ``all`` is
+#: ``graph`` with the heads. ``history`` verifies as many rows as prompt lookup does, ``history-auto`` what pays.
+OURS = (PLAIN, "chain", "tree", "merged", "graph", "history", HISTORY_AUTO, "layer-skip", "heads", "all", AUTO)
+COMPETITORS = (GREEDY, STATIC, *ASSISTED, *OTHER_SPECULATION, *OURS)
+SINGLE_SOURCES = ("merged", HISTORY_AUTO, "layer-skip", "heads", "all")  # of sources_table, unless asked for
+DEFAULT = tuple(name for name in COMPETITORS if name not in SINGLE_SOURCES)
+
+PROMPT_LOOKUP_TOKENS = 10  # transformers' documentation's choice
+
+Decode = Callable[[Tensor, int, int], "tuple[Tensor, GenerationStats | None]"]
+"""(prompt [1, P], new tokens, seed) → (sequence [1, L], statistics of ours)."""
+
+
+@dataclass(frozen=True)
+class Competitor:
+    """A way of decoding, or why it is missing.
+
+    Attributes:
+        compiled: decodes with a compiled forward, which must be warmed up in full and not be hooked.
+        own_draft: drafts with the target's own forward, so that calls of it do not count as verification.
+    """
+
+    name: str
+    decode: Decode | None = None
+    missing: str | None = None
+    compiled: bool = False
+    own_draft: bool = False
+
+
+def fixed_configs(device: torch.device) -> dict[str, GraphConfig]:
+    """The chain, tree and graph that ``auto`` has to beat: rows cost time on a CPU and hardly any on a GPU."""
+    if device.type == "cuda":
+        tree = GraphConfig(depth=6, width=8, branch=4, max_rows=64, merge_context=-1)
+        chain = GraphConfig.preset("chain", depth=8)
+    else:
+        tree = GraphConfig(depth=5, width=3, branch=3, max_rows=16, merge_context=-1)
+        chain = GraphConfig.preset("chain", depth=5)
+    merged = tree.replace(merge_context=2)
+    graph = merged.replace(reuse_depth=4, reuse_width=8)
+    rows = PROMPT_LOOKUP_TOKENS + 1
+    history = GraphConfig(
+        depth=0, branch=3, max_rows=rows, merge_context=2, reuse_depth=PROMPT_LOOKUP_TOKENS, reuse_width=3
+    )
+    return {"chain": chain, "tree": tree, "merged": merged, "graph": graph, "history": history, "all": graph}
+
+
+def competitors(
+    pair: Pair, names: Sequence[str], *, temperature: float = 0.0, backend: str = "auto", quick: bool = False
+) -> list[Competitor]:
+    """The named ones, in the given order.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    unknown = [name for name in names if name not in COMPETITORS]
+    if unknown:
+        raise ValueError(f"--competitors: {unknown[0]!r} is none of {', '.join(COMPETITORS)}")
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
+    return [_competitor(name, pair, sampling, backend, quick) for name in dict.fromkeys(names)]
+
+
+def _competitor(name: str, pair: Pair, sampling: dict[str, Any], backend: str, quick: bool) -> Competitor:
+    target, draft = pair.target, pair.draft
+    if name in OURS:
+        if name in ("heads", "all") and pair.heads is None:
+            return Competitor(name, missing="the pair has no trained heads")
+        if name == "layer-skip" and pair.source is None:
+            return Competitor(name, missing="not searched for a sharded target")
+        return Competitor(name, _ours(name, pair, sampling, backend))
+
+    def theirs(**options: Any) -> Decode:
+        return _seeded(comparison.plain(target, **sampling, **options))
+
+    if name == GREEDY:
+        return Competitor(name, theirs())
+    if name == STATIC:
+        return _static(name, target, theirs, quick)
+    if name in ASSISTED:
+        setting = name.rpartition("-")[2]
+        tokens = None if setting == "dynamic" else int(setting)
+        return Competitor(name, _seeded(comparison.assisted(target, draft, tokens, **sampling)))
+    if name == "hf-prompt-lookup":
+        return Competitor(name, theirs(prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS))
+    if name == "hf-early-exit":
+        layers = target.config.num_hidden_layers
+        if layers < 2:
+            return Competitor(name, missing="a target of one layer has no earlier exit")
+        # Half of the layers that compute something: an inflated target's added ones do not.
+        return Competitor(name, theirs(assistant_early_exit=max(1, _effective_layers(target) // 2)), own_draft=True)
+    return _by_model(name, target, draft, theirs)
+
+
+def _seeded(contender: comparison.Contender) -> Decode:
+    """Decode with transformers' own random numbers."""
+
+    def decode(ids: Tensor, new_tokens: int, seed: int) -> tuple[Tensor, GenerationStats | None]:
+        torch.manual_seed(seed)
+        return contender(_inputs(ids), new_tokens)
+
+    return decode
+
+
+def _inputs(ids: Tensor) -> comparison.Inputs:
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _by_model(name: str, target: PreTrainedModel, draft: PreTrainedModel, theirs: Callable[..., Decode]) -> Competitor:
+    """Modes that need a model which was trained for them."""
+    known = vars(GenerationConfig())
+    if name == "hf-mtp":
+        if "use_mtp" not in known:
+            return Competitor(name, missing="this version of transformers has no multi-token prediction")
+        if not getattr(target.config, "num_mtp_layers", None):
+            return Competitor(name, missing="the target has no multi-token-prediction layers")
+        return Competitor(name, theirs(use_mtp=True))
+    if "speculation_type" not in known:
+        return Competitor(name, missing="this version of transformers has no dflash")
+    if not hasattr(draft.config, "target_layer_ids"):
+        return Competitor(name, missing="the draft is not a dflash model")
+    return Competitor(name, theirs(assistant_model=draft, speculation_type="dflash"))
+
+
+def _static(name: str, target: PreTrainedModel, theirs: Callable[..., Decode], quick: bool) -> Competitor:
+    if quick:
+        return Competitor(name, missing="compiling it takes longer than --quick allows")
+    from transformers import CompileConfig
+
+    config = CompileConfig()
+    if target.device.type == "cpu":
+        if not hasattr(config, "_compile_all_devices"):
+            return Competitor(name, missing="this version of transformers compiles on GPUs only")
+        config._compile_all_devices = True
+        config.mode = "default"  # the other modes are about CUDA graphs
+    return Competitor(name, theirs(cache_implementation="static", compile_config=config), compiled=True)
+
+
+def _effective_layers(target: PreTrainedModel) -> int:
+    """Layers whose output projections are not all zero."""
+    return sum(bool(layer.mlp.down_proj.weight.any()) for layer in target.model.layers)
+
+
+def layer_skip(pair: Pair) -> LayerSkip:
+    """Search skipped layers on the source of the target; of an inflated target's added layers skip the same share."""
+    assert pair.source is not None and pair.sample is not None
+    source = pair.source.to(pair.sample.device)
+    found = LayerSkip.search(source, pair.sample)
+    own, all_ = source.config.num_hidden_layers, pair.target.config.num_hidden_layers
+
+    def scaled(skipped: Sequence[int]) -> list[int]:
+        return [*skipped, *range(own, own + round((all_ - own) * len(skipped) / own))]
+
+    return LayerSkip(pair.target, attention=scaled(found.attention), mlp=scaled(found.mlp))
+
+
+def _ours(name: str, pair: Pair, sampling: dict[str, Any], backend: str) -> Decode:
+    target, configs = pair.target, fixed_configs(pair.target.device)
+    options: dict[str, Any] = {"assistant_model": pair.draft}
+    if name == PLAIN:
+        options = {}
+    elif name == AUTO:
+        options |= {"graph_config": "auto", "draft_heads": pair.heads}
+    elif name in ("history", HISTORY_AUTO):
+        options = {"draft_sources": ("history",), "graph_config": configs.get(name, "auto")}
+    elif name == "layer-skip":
+        options = {"assistant_model": layer_skip(pair), "graph_config": configs["merged"]}
+    elif name == "heads":
+        options = {"draft_heads": pair.heads, "draft_sources": ("heads",), "graph_config": configs["merged"]}
+    else:
+        options["graph_config"] = configs[name]
+        if name == "all":
+            options["draft_heads"] = pair.heads
+
+    def decode(ids: Tensor, new_tokens: int, seed: int) -> tuple[Tensor, GenerationStats | None]:
+        contender = comparison.graph(target, seed=seed, backend=backend, **sampling, **options)
+        return contender(_inputs(ids), new_tokens)
+
+    return decode

@@ -1,0 +1,367 @@
+"""Whole generations in one interleaved run: ours beside everything that transformers brings for the same purpose."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from gsd_kernels import tune
+from gsd_kernels_hf.console.ranks import from_first
+from gsd_kernels_hf.policy.tuning import prefix_bucket
+from gsd_kernels_hf.report.comparison import first_divergence
+
+from ..lib.environment import environment
+from ..lib.intervals import Ratio, paired_ratio
+from ..lib.report import SCHEMA, caption, markdown, write_json
+from .competitors import (
+    ASSISTED,
+    AUTO,
+    DEFAULT,
+    GREEDY,
+    HISTORY_AUTO,
+    OURS,
+    PLAIN,
+    Competitor,
+    competitors,
+    fixed_configs,
+)
+from .pairs import Pair, load_pair
+
+NAME = "generate"
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. ``seconds`` bounds it: no further prompt is begun after that, and there is always one."""
+
+    device: torch.device
+    dtype: torch.dtype
+    pair: str = "demo"
+    target_shape: str = "250m"
+    draft_shape: str = "none"
+    text: str = "code"
+    prompts: int = 20
+    new_tokens: int = 128
+    temperature: float = 0.0
+    competitors: Sequence[str] = DEFAULT
+    backend: str = "auto"
+    quick: bool = False
+    seconds: float = float("inf")
+    ranks: int = 1  # processes that share the target, this one among them
+
+
+@dataclass
+class GenerateReport:
+    """Every decoding of the run, and what follows from them."""
+
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+    parameters: dict[str, int]
+    prompts: list[str]
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    setup_seconds: dict[str, float] = field(default_factory=dict)  # warm-up, compiling and calibration; not timed
+    summary: list[dict[str, Any]] = field(default_factory=list)
+    ratios: dict[str, dict[str, float]] = field(default_factory=dict)
+    floors: list[dict[str, Any]] = field(default_factory=list)
+    case: str = NAME
+    schema: int = SCHEMA
+
+    def totals(self, name: str, cost: str = "seconds") -> list[tuple[float, float]]:
+        """(tokens, cost) of a competitor on every prompt, in order."""
+        return [(run["tokens"], run[cost]) for run in self.runs if run["competitor"] == name]
+
+    def ratio(self, ours: str, theirs: str) -> Ratio:
+        return paired_ratio(self.totals(ours), self.totals(theirs))
+
+    def write(self, folder: Path, name: str) -> list[Path]:
+        """Write ``name`` as .json, .csv and (with matplotlib) .png; the files written."""
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [write_json(folder / f"{name}.json", asdict(self)), folder / f"{name}.csv"]
+        shared = {key: self.environment[key] for key in ("device", "threads", "commit", "date")}
+        shared |= self.environment["versions"] | {k: self.settings[k] for k in ("dtype", "pair", "target_shape")}
+        scalars = [key for key in self.runs[0] if key not in ("stats", "divergence")] if self.runs else []
+        with paths[1].open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [*shared, *scalars], extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows({**shared, **run} for run in self.runs)
+        if self.plot(folder / f"{name}.png"):
+            paths.append(folder / f"{name}.png")
+        return paths
+
+    def plot(self, path: Path) -> bool:
+        """Tokens per second of every competitor; ``False`` without matplotlib."""
+        try:
+            import matplotlib
+        except ImportError:
+            return False
+        matplotlib.use("Agg")
+        from matplotlib import pyplot as plt
+
+        rows = self.summary[::-1]
+        figure, axis = plt.subplots(figsize=(7.5, 0.36 * len(rows) + 1.5), layout="constrained")
+        colors = ["C0" if row["competitor"] in OURS else "C7" for row in rows]
+        rates = [row["tokens_per_second"] for row in rows]
+        axis.barh([row["competitor"] for row in rows], rates, color=colors)
+        for place, row in enumerate(rows):
+            label = f" {row['tokens_per_second']:.1f}"
+            if row["speedup"] is not None:
+                label += f"   {row['speedup']['value']:.2f}×"
+            axis.text(row["tokens_per_second"], place, label, va="center", fontsize=8)
+        axis.set_xlim(0, max(rates) * 1.22)
+        axis.set_xlabel(f"tokens per second (× is against {GREEDY}); blue is gsd_kernels", fontsize=9)
+        axis.tick_params(labelsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+        figure.suptitle(f"{title(self.settings, self.parameters)}\n{caption(self.environment)}", fontsize=9)
+        figure.savefig(path, dpi=120)
+        plt.close(figure)
+        return True
+
+    def table(self) -> str:
+        """The summary in Markdown."""
+        return markdown(
+            ["", "tokens/s", f"against {GREEDY} (95%)", "tokens/forward", "same tokens"],
+            [
+                [
+                    row["competitor"],
+                    f"{row['tokens_per_second']:.1f}",
+                    "–" if row["speedup"] is None else str(Ratio(**row["speedup"])),
+                    "–" if row["tokens_per_forward"] is None else f"{row['tokens_per_forward']:.2f}",
+                    _sameness(row),
+                ]
+                for row in self.summary
+            ],
+        )
+
+
+def title(settings: dict[str, Any], parameters: dict[str, int]) -> str:
+    """Description of a run in one line."""
+    shape = "" if settings["target_shape"] == "none" else f" inflated to {settings['target_shape']}"
+    text = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']}"
+    ranks = settings.get("ranks", 1)
+    shared = f", {ranks} tensor-parallel ranks (auto is the preset graph)" if ranks > 1 else ""
+    return (
+        f"{settings['pair']} pair{shape} ({parameters['target'] / 1e6:.0f}M with a {parameters['draft'] / 1e6:.1f}M "
+        f"draft), {settings['dtype']}, {text}, {settings['new_tokens']} new tokens{shared}"
+    )
+
+
+def _sameness(row: dict[str, Any]) -> str:
+    if row["compared"] == 0:
+        return "–"
+    text = f"{row['equal']} of {row['compared']}"
+    if row["within_rounding"]:
+        text += f", {row['within_rounding']} by rounding"
+    if row["beyond_rounding"]:
+        text += f", {row['beyond_rounding']} DIFFER"
+    return text
+
+
+def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> GenerateReport:
+    """Race the competitors; after every prompt the results so far are written to ``folder``."""
+    pair = load_pair(
+        settings.pair,
+        device=settings.device,
+        dtype=settings.dtype,
+        target_shape=settings.target_shape,
+        draft_shape=settings.draft_shape,
+        texts=[settings.text],
+        prompts=settings.prompts,
+        tensor_parallel=settings.ranks > 1,
+    )
+    report = GenerateReport(
+        settings={
+            **{k: v for k, v in asdict(settings).items() if k not in ("device", "dtype", "competitors", "seconds")},
+            "dtype": str(settings.dtype).removeprefix("torch."),
+            "competitors": list(settings.competitors),
+            "configs": {key: asdict(config) for key, config in fixed_configs(settings.device).items()},
+        },
+        environment=environment(settings.device),
+        parameters={key: getattr(pair, key).num_parameters() for key in ("target", "draft")},
+        prompts=[prompt.name for prompt in pair.prompts],
+    )
+    racing = _prepare(settings, pair, report)
+    begin = time.perf_counter()
+    for number, prompt in enumerate(pair.prompts):
+        spent = from_first(time.perf_counter() - begin)
+        if number and spent * (number + 1) / number > settings.seconds:
+            print(f"generate: {number} of {len(pair.prompts)} prompts in {spent:.0f} s", file=sys.stderr)
+            break
+        turn = number % len(racing)
+        decoded: dict[str, Tensor] = {}
+        order = racing[turn:] + racing[:turn]
+        for place, competitor in enumerate(order):
+            print(f"generate: prompt {number + 1}/{len(pair.prompts)}, {competitor.name}", file=sys.stderr, flush=True)
+            measured, decoded[competitor.name] = _decode(pair, competitor, prompt.input_ids, settings, seed=number)
+            report.runs.append({"prompt": prompt.name, "competitor": competitor.name, "place": place, **measured})
+        _judge(settings, pair, prompt.input_ids, decoded, report.runs[-len(order) :], seed=number)
+        _summarise(settings, report, [c.name for c in racing])
+        if folder is not None:
+            report.write(folder, name)
+    return report
+
+
+def _prepare(settings: Settings, pair: Pair, report: GenerateReport) -> list[Competitor]:
+    """Compile, warm up and calibrate; the competitors that work."""
+    longest = max((prompt.input_ids for prompt in pair.prompts), key=lambda ids: ids.shape[1])
+    racing = []
+    found = competitors(
+        pair, settings.competitors, temperature=settings.temperature, backend=settings.backend, quick=settings.quick
+    )
+    for competitor in found:
+        if competitor.decode is None:
+            report.missing[competitor.name] = competitor.missing or ""
+            continue
+        print(f"generate: warming up {competitor.name}", file=sys.stderr, flush=True)
+        begin = time.perf_counter()
+        try:
+            if competitor.name in (AUTO, HISTORY_AUTO) and settings.ranks == 1:  # with several they are fixed
+                _calibrate(settings, pair, pair.draft if competitor.name == AUTO else None)
+            competitor.decode(longest, settings.new_tokens if competitor.compiled else WARM_UP_TOKENS, 0)
+        except Exception as error:
+            if competitor.name in OURS:
+                raise
+            report.missing[competitor.name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            continue
+        report.setup_seconds[competitor.name] = time.perf_counter() - begin
+        racing.append(competitor)
+    return racing
+
+
+_calibrated: set[tuple[Any, ...]] = set()
+
+
+def _calibrate(settings: Settings, pair: Pair, draft: PreTrainedModel | None) -> None:
+    """Measure the step costs anew for every prompt length of the run, once in a process."""
+    for prompt in pair.prompts:
+        length = prompt.input_ids.shape[1] + settings.new_tokens // 2  # the middle of the text, as generate asks
+        bucket = prefix_bucket(length)
+        what = (settings.pair, settings.target_shape, settings.draft_shape, settings.dtype, draft is None, bucket)
+        if what not in _calibrated:
+            tune(pair.target, draft, prefix_length=length, backend=settings.backend, refresh=True)
+            _calibrated.add(what)
+
+
+def _decode(
+    pair: Pair, competitor: Competitor, ids: Tensor, settings: Settings, seed: int
+) -> tuple[dict[str, Any], Tensor]:
+    forwards = 0
+
+    def count(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    assert competitor.decode is not None
+    hook = None if competitor.compiled or competitor.own_draft else pair.target.register_forward_pre_hook(count)
+    try:
+        _wait(settings.device)
+        begin = time.perf_counter()
+        sequence, stats = competitor.decode(ids, settings.new_tokens, seed)
+        _wait(settings.device)
+        seconds = time.perf_counter() - begin
+    finally:
+        if hook is not None:
+            hook.remove()
+    steps = stats.steps if stats is not None else forwards if hook is not None else None
+    new = sequence[0, ids.shape[1] :]
+    result = {
+        "tokens": len(new),
+        "seconds": seconds,
+        # A captured step calls no Python, so its forwards are known from our own count only.
+        "target_forwards": steps,
+        "mean_rows": stats.target_rows / stats.steps if stats is not None and stats.steps else None,
+        "same": None,
+        "divergence": None,
+        "stats": None if stats is None else stats.as_dict(),
+    }
+    return result, new
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _judge(
+    settings: Settings,
+    pair: Pair,
+    ids: Tensor,
+    decoded: dict[str, Tensor],
+    runs: list[dict[str, Any]],
+    seed: int,
+) -> None:
+    """Compare every text with plain decoding: transformers' own, or where tokens are sampled ours with the seed."""
+    reference = GREEDY if settings.temperature == 0 else PLAIN
+    if reference not in decoded:
+        return
+    plain = decoded[reference].tolist()
+    for run_ in runs:
+        if run_["competitor"] == reference or (settings.temperature > 0 and run_["competitor"] not in OURS):
+            continue
+        other = decoded[run_["competitor"]].tolist()
+        run_["same"] = plain == other
+        if not run_["same"]:
+            divergence = first_divergence(pair.target, ids, plain, other, temperature=settings.temperature, seed=seed)
+            run_["divergence"] = None if divergence is None else divergence.as_dict()
+
+
+def _summarise(settings: Settings, report: GenerateReport, names: list[str]) -> None:
+    report.summary, report.ratios, report.floors = [], {}, []
+    for name in names:
+        runs = [run for run in report.runs if run["competitor"] == name]
+        tokens, seconds = sum(run["tokens"] for run in runs), sum(run["seconds"] for run in runs)
+        forwards = [run["target_forwards"] for run in runs]
+        compared = [run for run in runs if run["same"] is not None]
+        found = [run["divergence"] for run in compared if not run["same"]]
+        near = sum(d is not None and d["within_rounding"] for d in found)
+        report.summary.append(
+            {
+                "competitor": name,
+                "tokens_per_second": tokens / seconds,
+                "median_seconds": statistics.median(run["seconds"] for run in runs),
+                "speedup": asdict(report.ratio(name, GREEDY)) if GREEDY in names else None,
+                "tokens_per_forward": tokens / sum(forwards) if all(forwards) else None,
+                "mean_rows": None if runs[0]["mean_rows"] is None else statistics.mean(r["mean_rows"] for r in runs),
+                "compared": len(compared),
+                "equal": len(compared) - len(found),
+                "within_rounding": near,
+                "beyond_rounding": len(found) - near,
+            }
+        )
+    rates = {row["competitor"]: row["tokens_per_second"] for row in report.summary}
+    if AUTO not in rates:
+        return
+    for name in names:
+        if name != AUTO:
+            report.ratios[f"{AUTO} / {name}"] = asdict(report.ratio(AUTO, name))
+    for theirs, ratio, floor, bound in _floors(settings, report, rates):
+        met = (ratio.low if bound == "low" else ratio.value) >= floor
+        report.floors.append({"against": theirs, "ratio": asdict(ratio), "floor": floor, "bound": bound, "met": met})
+
+
+def _floors(settings: Settings, report: GenerateReport, rates: dict[str, float]) -> list[tuple[str, Ratio, float, str]]:
+    """Floors that ``auto`` has to reach: (against, ratio, floor, which bound has to reach it)."""
+    found = []
+    half = settings.dtype != torch.float32
+    if settings.target_shape == "none":
+        if PLAIN in rates:
+            found.append((PLAIN, report.ratio(AUTO, PLAIN), 0.97, "low"))
+        return found
+    assisted = [name for name in ASSISTED if name in rates]
+    if assisted:
+        best = max(assisted, key=lambda name: rates[name])
+        found.append((best, report.ratio(AUTO, best), 1.10 if half else 1.03, "value"))
+    if half and GREEDY in rates:
+        found.append((GREEDY, report.ratio(AUTO, GREEDY), 2.0, "value"))
+    return found

@@ -1,0 +1,193 @@
+"""The pairs and prompts that whole generations are measured on."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import shutil
+import tempfile
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from gsd_kernels import DraftHeads
+from gsd_kernels_hf import demo
+from gsd_kernels_hf.console import ranks
+from gsd_kernels_hf.demo.inflate import fitted_heads, inflate, inflated_config
+from gsd_kernels_hf.parallel import check_heads
+
+from ..lib.shapes import shape_named
+from .prose import PASSAGES
+
+PAIRS = ("demo", "tiny")
+TEXTS = ("code", "copy", "table", "prose")
+MAX_TABLES = 16
+SAMPLE_TOKENS = 384
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A named prompt, int64 [1, P] on the target's device."""
+
+    name: str
+    kind: str
+    input_ids: Tensor
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, its draft, and prompts that neither was trained on."""
+
+    name: str
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    prompts: list[Prompt]
+    heads: DraftHeads | None = None  # trained for the target
+    source: PreTrainedModel | None = None  # what the target was inflated from
+    sample: Tensor | None = None  # int64 [1, L]; text that is neither prompt nor held out, to search layers on
+
+
+def load_pair(
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    target_shape: str = "none",
+    draft_shape: str = "none",
+    texts: Sequence[str] = ("code",),
+    prompts: int = 20,
+    tensor_parallel: bool = False,
+) -> Pair:
+    """A pair with its first ``prompts`` prompts of every kind in ``texts``.
+
+    Args:
+        name: ``demo``, the embedded pair; or ``tiny``, random weights that exercise the code and mean nothing.
+        device, dtype: of both models.
+        target_shape, draft_shape: a named shape to inflate to (the same function at another cost), or ``none``.
+        texts: ``code`` (held-out Python source), ``copy`` (a function, and again), ``table`` (data that repeats),
+            ``prose`` (English books).
+        tensor_parallel: shard the target over the processes of the group that :func:`ranks.join` made.
+
+    Raises:
+        ValueError: an unknown name, or heads that do not divide among the processes.
+    """
+    for text in texts:
+        if text not in TEXTS:
+            raise ValueError(f"texts: {text!r} is none of {', '.join(TEXTS)}")
+    if name not in PAIRS:
+        raise ValueError(f"pair: {name!r} is none of {', '.join(PAIRS)}")
+    source, draft, found = (_demo if name == "demo" else _tiny)(texts, prompts)
+    target = (_sharded if tensor_parallel else _placed)(source, target_shape, device, dtype)
+    draft = _placed(draft, draft_shape, device, dtype)
+    for model in (target, draft):
+        # All texts get the same length, so that rates are comparable: decoding goes on past an end-of-text token.
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+    extras: dict[str, Any] = {}
+    if not tensor_parallel:
+        heads = DraftHeads.from_pretrained(demo.path() / "heads") if name == "demo" else None
+        extras = {"heads": heads and fitted_heads(heads, target), "source": source, "sample": _sample(name).to(device)}
+    return Pair(name, target, draft, [Prompt(n, k, ids.to(device)) for n, k, ids in found], **extras)
+
+
+def _placed(model: PreTrainedModel, shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    if shape == "none":
+        return model.to(device=device, dtype=dtype)
+    return inflate(model, shape_named(shape), dtype=dtype, device=device)
+
+
+def _sharded(target: PreTrainedModel, shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """transformers shards what it reads from disk: one process of every machine writes the target there."""
+    config = target.config if shape == "none" else inflated_config(target.config, shape_named(shape))
+    check_heads(f"--target-shape {shape}", config, dist.get_world_size())
+    folder = ranks.from_first(os.path.join(tempfile.gettempdir(), f"gsd-kernels-{os.urandom(8).hex()}"))
+    folder += f"-{os.environ.get('GROUP_RANK', '0')}"  # torchrun's number of the machine
+    writes = os.environ["LOCAL_RANK"] == "0"
+    try:
+        if writes:
+            _placed(target, shape, torch.device("cpu"), dtype).save_pretrained(folder)
+        dist.barrier()
+        loaded = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, **ranks.sharding()).eval()
+        dist.barrier()
+    finally:
+        if writes:
+            shutil.rmtree(folder, ignore_errors=True)
+    return loaded
+
+
+Found = tuple[PreTrainedModel, PreTrainedModel, list[tuple[str, str, Tensor]]]
+
+
+def _demo(texts: Sequence[str], count: int) -> Found:
+    target, draft, tokenizer = demo.load()
+    found = []
+    for kind in texts:
+        known = [(p["name"], p["text"]) for p in demo.prompts(kind)]
+        if kind in ("table", "prose"):
+            known = _tables() if kind == "table" else list(PASSAGES.items())
+        for prompt, text in known[:count]:
+            found.append((prompt, kind, tokenizer(text, return_tensors="pt")["input_ids"]))
+    return target, draft, found
+
+
+def _sample(name: str) -> Tensor:
+    """Source code that the demo pair was trained on, as tokens; or any tokens."""
+    if name != "demo":
+        return torch.randint(3, 512, (1, 64), generator=torch.Generator().manual_seed(99))
+    text = inspect.getsource(textwrap)
+    tokenizer = AutoTokenizer.from_pretrained(demo.path() / "target")
+    return tokenizer(text, return_tensors="pt")["input_ids"][:, :SAMPLE_TOKENS]
+
+
+def _tables() -> list[tuple[str, str]]:
+    """Python tables of seeded pseudo-random entries: structure that repeats, values that do not."""
+    words = "north south east west alpha beta gamma delta copper silver amber coral river stone cloud ember".split()
+    tables = []
+    for number in range(MAX_TABLES):
+        gen = torch.Generator().manual_seed(number)
+
+        def pick(high: int, gen: torch.Generator = gen) -> int:
+            return int(torch.randint(high, (), generator=gen))
+
+        keys = [words[pick(len(words))] + suffix for suffix in ("_id", "_name", "_size")]
+        lines = [
+            f'    {{"{keys[0]}": {100 + pick(900)}, "{keys[1]}": "{words[pick(16)]}", "{keys[2]}": {pick(90)}}},'
+            for _ in range(8)
+        ]
+        tables.append((f"table-{number}", "\n".join(["ENTRIES = [", *lines, "    {"])))
+    return tables
+
+
+def _tiny(texts: Sequence[str], count: int) -> Found:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=4096,
+    )
+    target = LlamaForCausalLM(config).eval()
+    for parameter in target.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    draft = copy.deepcopy(target)
+    for parameter in draft.parameters():
+        if parameter.dim() > 1:
+            parameter.data += 0.01 * torch.randn_like(parameter)
+    found = []
+    for kind in texts:
+        for number in range(count):
+            ids = torch.randint(3, 512, (1, 24), generator=torch.Generator().manual_seed(number))
+            found.append((f"{kind}-{number}", kind, ids.repeat(1, 2) if kind == "copy" else ids))
+    return target, draft, found

@@ -1,0 +1,144 @@
+"""Every draft source, alone and together, on three kinds of text: tokens per forward and tokens per second.
+
+Texts, settings and configurations below were fixed before the run. Each cell (a text at a temperature) is one
+interleaved run of :mod:`gsd_kernels_bench.generation.generate`. A run that is stopped goes on where it was: finished
+cells are kept beside the result.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ..lib.environment import environment
+from ..lib.intervals import Ratio, paired_ratio
+from ..lib.report import SCHEMA, markdown, write_json
+from . import generate
+from .generate import Settings, title
+
+NAME = "sources"
+TEXTS = ("copy", "code", "prose")
+TEMPERATURES = (0.0, 0.7)
+THEIRS = ("hf-greedy", "hf-assisted-5", "hf-assisted-dynamic", "hf-prompt-lookup")
+OURS = ("plain", "chain", "tree", "merged", "history", "history-auto", "layer-skip", "heads", "graph", "all", "auto")
+LABELS = {
+    "hf-greedy": "transformers, plain",
+    "hf-assisted-5": "transformers, assisted (5)",
+    "hf-assisted-dynamic": "transformers, assisted (dynamic)",
+    "hf-prompt-lookup": "transformers, prompt lookup",
+    "merged": "graph, draft alone",
+    "history": "history alone, rows of prompt lookup",
+    "history-auto": "history alone, automatic rows",
+    "layer-skip": "layer skipping alone",
+    "heads": "heads alone",
+    "graph": "graph, draft and history",
+    "all": "graph, draft, heads and history",
+}
+#: What the table is asked: ours against which of theirs, by what.
+QUESTIONS = (
+    ("history-auto", ("hf-prompt-lookup",), "seconds"),
+    ("history", ("hf-prompt-lookup",), "target_forwards"),
+    ("graph", ("merged",), "seconds"),
+    ("graph", ("merged",), "target_forwards"),
+    ("auto", ("hf-assisted-5", "hf-assisted-dynamic", "hf-prompt-lookup"), "seconds"),
+)
+KEPT = ("prompt", "competitor", "place", "tokens", "seconds", "target_forwards", "mean_rows", "same", "divergence")
+
+
+def run(settings: Settings, *, texts: Sequence[str], folder: Path, name: str = NAME) -> str:
+    """Fill the cells, write ``name``.json and .md to ``folder``, and return the table."""
+    journal = folder / f"{name}.partial.json"
+    left_out = ("device", "dtype", "text", "temperature", "seconds")
+    head: dict[str, Any] = {key: value for key, value in asdict(settings).items() if key not in left_out}
+    head = json.loads(json.dumps({**head, "dtype": str(settings.dtype).removeprefix("torch.")}))
+    result: dict[str, Any] = {"schema": SCHEMA, "case": NAME, "settings": head, "cells": []}
+    if journal.exists() and (earlier := json.loads(journal.read_text(encoding="utf-8")))["settings"] == head:
+        result = earlier
+    done = {(cell["text"], cell["temperature"]) for cell in result["cells"]}
+    for text in texts:
+        for temperature in TEMPERATURES:
+            if (text, temperature) in done:
+                continue
+            print(f"{name}: {text}, temperature {temperature}", file=sys.stderr, flush=True)
+            report = generate.run(replace(settings, text=text, temperature=temperature))
+            result["parameters"], result["configs"] = report.parameters, report.settings["configs"]
+            result["cells"].append(
+                {
+                    "text": text,
+                    "temperature": temperature,
+                    "environment": report.environment,
+                    "prompts": report.prompts,
+                    "missing": report.missing,
+                    "summary": report.summary,
+                    "questions": _answers(report.runs),
+                    "runs": [{key: run_[key] for key in KEPT} for run_ in report.runs],
+                }
+            )
+            write_json(journal, result, indent=None)
+    result["environment"] = environment(settings.device)
+    written = table(result)
+    write_json(folder / f"{name}.json", result, indent=None)
+    (folder / f"{name}.md").write_text(written + "\n", encoding="utf-8")
+    journal.unlink(missing_ok=True)
+    return written
+
+
+def _answers(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ratios of rates, by time and by forwards, against the fastest of those named."""
+    answers = []
+    for ours, theirs, cost in QUESTIONS:
+        totals = {
+            name: [(run_["tokens"], run_[cost]) for run_ in runs if run_["competitor"] == name]
+            for name in (ours, *theirs)
+        }
+        there = [name for name in theirs if totals[name] and all(c for _, c in totals[name])]
+        if not there or not totals[ours]:
+            continue
+        best = max(there, key=lambda name: sum(t for t, _ in totals[name]) / sum(c for _, c in totals[name]))
+        ratio = paired_ratio(totals[ours], totals[best])
+        answers.append({"ours": ours, "against": best, "by": cost, "ratio": asdict(ratio)})
+    return answers
+
+
+def table(result: dict[str, Any]) -> str:
+    """Tokens per second and per forward of every cell, and the answers, in Markdown."""
+    cells = result["cells"]
+    heads = [f"{c['text']}, {'greedy' if c['temperature'] == 0 else 'T = ' + str(c['temperature'])}" for c in cells]
+    found = [{row["competitor"]: row for row in cell["summary"]} for cell in cells]
+    rows = []
+    for name in (*THEIRS, *OURS):
+        if not any(name in cell for cell in found):
+            continue
+        entries = []
+        for cell in found:
+            row = cell.get(name)
+            forward = "" if row is None or row["tokens_per_forward"] is None else f" ({row['tokens_per_forward']:.2f})"
+            entries.append("–" if row is None else f"{row['tokens_per_second']:.1f}{forward}")
+        rows.append([f"**{name}**" if name == "auto" else LABELS.get(name, name), *entries])
+    what = title({**result["settings"], "temperature": 0.0}, result["parameters"]).replace(", greedy", "")
+    prompts = max(len(cell["prompts"]) for cell in cells)
+    answers = []
+    for ours, theirs, cost in QUESTIONS:
+        entries = []
+        for cell in cells:
+            answer = next((a for a in cell["questions"] if (a["ours"], a["by"]) == (ours, cost)), None)
+            best = "" if answer is None or len(theirs) == 1 else f" {answer['against'].removeprefix('hf-')}"
+            entries.append("–" if answer is None else f"{Ratio(**answer['ratio'])}{best}")
+        against = LABELS[theirs[0]] if len(theirs) == 1 else "the fastest of transformers' assisted and prompt lookup"
+        by = "tokens/s" if cost == "seconds" else "tokens/forward"
+        answers.append([f"{LABELS.get(ours, ours)} against {against}, {by}", *entries])
+    return "\n".join(
+        [
+            f"Tokens per second (and per target forward); {what}, {prompts} prompts of each text:",
+            "",
+            markdown(["", *heads], rows),
+            "",
+            "Ratios with paired bootstrap 95% intervals:",
+            "",
+            markdown(["", *heads], answers),
+        ]
+    )

@@ -1,0 +1,79 @@
+"""One layer's attention of a verified tree over a cache: the prefix, and the ancestors that each row's mask names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gsd_kernels import dag_attention
+from gsd_kernels.graph import pack_bits
+from gsd_kernels.ops.dag_attention import compiled
+from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
+
+from ..lib.runner import Contestant, Entry, Settings
+from ..lib.shapes import SHAPES
+from .peers import attention_peers
+
+NAME, X = "attention", "rows"
+
+
+def entries(settings: Settings) -> Iterator[Entry]:
+    """Every shape × prefix × rows."""
+    rows_grid = settings.pick(settings.rows, (1, 16), (1, 8, 16, 32, 64), (1, 8, 16, 32, 64, 128))
+    prefixes = settings.pick(settings.prefixes, (256,), (1024, 4096), (1024, 4096, 8192, 32768))
+    device, dtype = settings.device, settings.dtype
+    for name in settings.shape_names():
+        shape = SHAPES[name]
+        for prefix in prefixes:
+            for rows in rows_grid:
+                gen = torch.Generator().manual_seed(0)
+                size = prefix + rows
+
+                def new(heads: int, length: int, gen: torch.Generator = gen, head_dim: int = shape.head_dim) -> Tensor:
+                    return torch.randn(1, heads, length, head_dim, generator=gen).to(device, dtype)
+
+                q = new(shape.num_heads, rows)
+                k, v = (new(shape.num_key_value_heads, size) for _ in range(2))
+                tree = random_tree(rows, gen).to(device)
+                visible = torch.cat([torch.ones(rows, prefix, dtype=torch.bool, device=device), tree], 1)
+                mask, kv_len = pack_bits(tree)[None], torch.tensor([prefix], dtype=torch.int32, device=device)
+                contestants = [
+                    Contestant(
+                        backend,
+                        None if reason else functools.partial(dag_attention, q, k, v, mask, kv_len, backend=backend),
+                        reason,
+                    )
+                    for backend, reason in backends_for(settings, q, k, v)
+                ]
+                exact = dag_attention(q.float(), k.float(), v.float(), mask, kv_len, backend="reference")
+                yield Entry(
+                    shape=name,
+                    parameters={"rows": rows, "prefix": prefix},
+                    operation="dag_attention",
+                    bytes_moved=2 * q.nbytes + k.nbytes + v.nbytes + mask.nbytes,
+                    contestants=[*contestants, *attention_peers(settings, q, k, v, visible)],
+                    error=lambda out, exact=exact: float((out.float() - exact).abs().max()),
+                    tolerance=8 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-4,
+                )
+
+
+def backends_for(settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str | None]]:
+    """Backends, each with the reason why it does not run here or not with these tensors."""
+    for backend, reason in settings.backend_names(tuple(IMPLEMENTATIONS)):
+        if backend == "cuda" and reason is None:
+            try:
+                compiled.check(q, k, v)
+            except (TypeError, ValueError) as error:
+                reason = str(error)
+        yield backend, reason
+
+
+def random_tree(rows: int, gen: torch.Generator) -> Tensor:
+    """Which rows each row of a random tree sees: bool [R, R]."""
+    sees = torch.eye(rows, dtype=torch.bool)
+    for row in range(1, rows):
+        sees[row] |= sees[int(torch.randint(max(0, row - 8), row, (), generator=gen))]
+    return sees

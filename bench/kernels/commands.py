@@ -1,0 +1,169 @@
+"""``gsd-kernels bench attention | merge | sample | commit | step-overhead``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..lib.options import RESULTS, Compare, Device, Dtype, DtypeOption, Name, Out, Quick, device_of, dtype_of, show
+
+if TYPE_CHECKING:
+    from ..lib.report import Report
+
+Backends = Annotated[
+    list[str] | None, typer.Option("--backend", help="Ours to measure; repeatable. Default: all that run here.")
+]
+Peers = Annotated[
+    list[str] | None, typer.Option("--peer", help="Peers to measure; repeatable, or none. Default: all that run here.")
+]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option("--shape", help="Named after a model: llama-2-7b, …; repeatable. Default: several."),
+]
+Rows = Annotated[list[int] | None, typer.Option("--rows", help="Repeatable. Default: a grid.")]
+AcceptedRows = Annotated[list[int] | None, typer.Option("--rows", help="Accepted rows; repeatable.")]
+Prefixes = Annotated[list[int] | None, typer.Option("--prefix", help="Cached tokens; repeatable. Default: a grid.")]
+Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="For each measurement.")]
+
+
+def attention(
+    shapes: Shapes = None,
+    rows: Rows = None,
+    prefixes: Prefixes = None,
+    backends: Backends = None,
+    peers: Peers = None,
+    dtype: DtypeOption = None,
+    device: Device = None,
+    quick: Quick = False,
+    seconds: Seconds = 0.5,
+    out: Out = RESULTS,
+    name: Name = None,
+    compare: Compare = None,
+) -> None:
+    """One layer's attention under a tree mask; peers: SDPA with a mask, FlexAttention, flash-attn, FlashInfer."""
+    _run("attention", locals())
+
+
+def merge(
+    rows: Rows = None,
+    backends: Backends = None,
+    dtype: DtypeOption = None,
+    device: Device = None,
+    quick: Quick = False,
+    seconds: Seconds = 0.5,
+    out: Out = RESULTS,
+    name: Name = None,
+    compare: Compare = None,
+) -> None:
+    """The graph ops of one step: merging of all levels, unrolling, verification."""
+    _run("merge", locals())
+
+
+def sample(
+    shapes: Shapes = None,
+    rows: Rows = None,
+    backends: Backends = None,
+    peers: Peers = None,
+    dtype: DtypeOption = None,
+    device: Device = None,
+    quick: Quick = False,
+    seconds: Seconds = 0.5,
+    out: Out = RESULTS,
+    name: Name = None,
+    compare: Compare = None,
+) -> None:
+    """Picking tokens; peers: torch argmax, multinomial, sort, topk, and FlashInfer's sampling."""
+    _run("sample", locals())
+
+
+def commit(
+    shapes: Shapes = None,
+    rows: AcceptedRows = None,
+    backends: Backends = None,
+    peers: Peers = None,
+    dtype: DtypeOption = None,
+    device: Device = None,
+    quick: Quick = False,
+    seconds: Seconds = 0.5,
+    out: Out = RESULTS,
+    name: Name = None,
+    compare: Compare = None,
+) -> None:
+    """Keeping the accepted keys and values of all layers; peer: a copy a layer with torch."""
+    _run("commit", locals())
+
+
+def step_overhead(
+    device: Annotated[str, typer.Option("--device")] = "cpu",
+    dtype: Annotated[Dtype, typer.Option("--dtype")] = Dtype.float32,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.")] = 1,
+    file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the row here.")] = None,
+) -> None:
+    """Cost of one step's graph ops beside the target's forward: merge × depth + flatten + verify + commit."""
+    import torch
+
+    from ..lib.report import write_json
+    from .step_overhead import run
+
+    row = run(device_of(device), getattr(torch, dtype.value), batch)
+    typer.echo(json.dumps(row, indent=2))
+    if file is not None:
+        write_json(file, row, indent=2)
+
+
+def _run(case: str, given: dict[str, Any]) -> None:
+    """Measure a case with a command's arguments, write the result and show it."""
+    from importlib import import_module
+
+    from ..lib.report import Report
+    from ..lib.runner import Settings, run
+
+    quick, device, compare = given["quick"], given["device"], given["compare"]
+    settings = Settings(
+        device=device_of(device),
+        dtype=dtype_of(given["dtype"], device),
+        shapes=given.get("shapes") or (),
+        rows=given["rows"] or (),
+        prefixes=given.get("prefixes") or (),
+        backends=given["backends"],
+        peers=[] if given.get("peers") == ["none"] else given.get("peers"),
+        quick=quick,
+        seconds=min(given["seconds"], 0.05) if quick else given["seconds"],
+    )
+    earlier = None if compare is None else Report.read(compare)
+    report = run(import_module(f".{case}", __package__), settings)
+    files = report.write(given["out"], given["name"] or case + ("-quick" if quick else ""))
+    show(files, _table(report), report.missing())
+    if earlier is not None:
+        _show_changes(report, earlier)
+
+
+def _table(report: Report) -> str:
+    from ..lib.report import markdown, micros
+
+    rows = [
+        [
+            f"{row.operation}, {row.shape}, " + ", ".join(f"{k} {v}" for k, v in row.parameters.items()),
+            row.contestant,
+            micros(row.median or 0),
+            f"{micros(row.p20 or 0)}–{micros(row.p80 or 0)}",
+            f"{row.bandwidth_fraction:.2f}",
+        ]
+        for row in report.measured()
+    ]
+    return markdown(["", "by", "median", "p20–p80", "of copy bandwidth"], rows)
+
+
+def _show_changes(report: Report, earlier: Report) -> None:
+    if earlier.environment["device"] != report.environment["device"] or earlier.dtype != report.dtype:
+        typer.echo("the earlier result is of another device or dtype", err=True)
+    changes = report.compare(earlier)
+    typer.echo(f"\nagainst {earlier.environment['commit']} of {earlier.environment['date']} (above 1 is faster now):")
+    for row, ratio in sorted(changes, key=lambda change: change[1]):
+        where = ", ".join([row.operation, row.shape, *(f"{k} {v}" for k, v in row.parameters.items())])
+        typer.echo(f"{ratio:.2f}  {where}: {row.contestant}")
+    if not changes:
+        typer.echo("the two results have no row in common")

@@ -1,0 +1,125 @@
+"""The graph ops of one step: all levels of merging, unrolling, and walking the target's picks. No model takes part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gsd_kernels import GraphConfig, Rows, TokenGraph, flatten, merge, verify
+from gsd_kernels.config import MAX_CONTEXT
+from gsd_kernels.ops.flatten.api import IMPLEMENTATIONS as FLATTEN
+from gsd_kernels.ops.merge.api import IMPLEMENTATIONS as MERGE
+from gsd_kernels.ops.verify.api import IMPLEMENTATIONS as VERIFY
+
+from ..lib.runner import Contestant, Entry, Settings
+
+NAME, X = "merge", "rows"
+TOKENS = 200  # candidates come from this many tokens, so that some merge
+NO_PEER = "no other library has this operation"
+
+#: rows → the drafted shape whose best rows they are
+CONFIGS = {
+    16: GraphConfig(depth=5, width=4, branch=3, max_rows=16),
+    32: GraphConfig(depth=6, width=8, branch=4, max_rows=32),
+    64: GraphConfig(depth=6, width=16, branch=4, max_rows=64),
+    128: GraphConfig(depth=8, width=16, branch=8, max_rows=128),
+}
+
+
+class Step:
+    """One step's graph ops on fixed random candidates."""
+
+    def __init__(self, config: GraphConfig, device: torch.device) -> None:
+        gen = torch.Generator().manual_seed(0)
+        self.config, self.device = config, device
+        self.graph = TokenGraph.empty(1, config, device)
+        self.root = torch.zeros(1, dtype=torch.int32, device=device)
+        self.tail = torch.full((1, MAX_CONTEXT), -1, dtype=torch.int32, device=device)
+        self.levels = []
+        for width in [1] + [config.width] * (config.depth - 1):
+            scores = torch.randn(1, width, TOKENS, generator=gen).mul(2).log_softmax(-1)
+            log_probs, tokens = scores.topk(config.branch)
+            self.levels.append((tokens.to(device, torch.int32), log_probs.to(device)))
+        self.picks = torch.randint(0, TOKENS, (1, config.max_rows), generator=gen).to(device, torch.int32)
+        self.eos = torch.zeros(0, dtype=torch.int32, device=device)
+        self.remaining = torch.full((1,), 1000, dtype=torch.int32, device=device)
+        self.done = torch.zeros(1, dtype=torch.bool, device=device)
+
+    def merge(self, backend: str) -> tuple[Tensor, ...]:
+        """All levels, from an empty graph."""
+        self.graph.reset(self.root, self.tail)
+        frontier = self.graph.root_frontier()
+        for level, (tokens, log_probs) in enumerate(self.levels):
+            frontier = merge(
+                self.graph,
+                frontier,
+                tokens,
+                log_probs,
+                level=level,
+                width=self.config.width,
+                merge_context=self.config.merge_context,
+                backend=backend,
+            ).node_ids
+        return self.graph.token_ids, self.graph.parents, self.graph.edge_targets, self.graph.num_merges
+
+    def flatten(self, backend: str) -> Rows:
+        return flatten(self.graph, self.config.max_rows, self.max_path, backend=backend)
+
+    def verify(self, rows: Rows, backend: str) -> tuple[Tensor, ...]:
+        return verify(
+            rows,
+            self.picks,
+            eos_ids=self.eos,
+            remaining=self.remaining,
+            done=self.done,
+            max_path=self.max_path,
+            backend=backend,
+        ).tensors()
+
+    @property
+    def max_path(self) -> int:
+        return int(self.config.max_path or 0)
+
+
+def entries(settings: Settings) -> Iterator[Entry]:
+    """Merging of a whole draft, unrolling and verification, by the rows that are kept."""
+    grid = settings.pick(settings.rows, (16, 64), tuple(CONFIGS), tuple(CONFIGS))
+    for rows_kept in grid:
+        if rows_kept not in CONFIGS:
+            raise ValueError(f"--rows: merge has graphs for {', '.join(map(str, CONFIGS))} rows, not {rows_kept}")
+        config = CONFIGS[rows_kept]
+        step = Step(config, settings.device)
+        merged = tuple(t.clone() for t in step.merge("reference"))
+        rows = step.flatten("reference")
+        accepted = step.verify(rows, "reference")
+        graph_bytes = sum(t.nbytes for t in step.graph.tensors())
+        candidates = sum(t.nbytes for level in step.levels for t in level)
+        row_bytes = sum(t.nbytes for t in rows.tensors())
+        edges = step.graph.edge_targets.nbytes + step.graph.edge_log_probs.nbytes + step.graph.token_ids.nbytes
+        for operation, implementations, call, right, size in (
+            ("merge, all levels", MERGE, step.merge, merged, graph_bytes + candidates),
+            ("flatten", FLATTEN, lambda b, s=step: s.flatten(b).tensors(), rows.tensors(), edges + row_bytes),
+            ("verify", VERIFY, lambda b, s=step, r=rows: s.verify(r, b), accepted, row_bytes + step.picks.nbytes),
+        ):
+            contestants = [
+                Contestant(backend, None if reason else lambda c=call, b=backend: c(b), reason)
+                for backend, reason in settings.backend_names(tuple(implementations))
+            ]
+            yield Entry(
+                shape="token graph",
+                parameters={"rows": rows_kept},
+                operation=operation,
+                detail=f"depth {config.depth}, width {config.width}, branch {config.branch}, "
+                f"{config.node_capacity} nodes",
+                bytes_moved=size,
+                contestants=[*contestants, Contestant("others", missing=NO_PEER, peer=True)],
+                error=lambda output, right=right: different(output, right),
+            )
+
+
+def different(output: Any, right: tuple[Tensor, ...]) -> float:
+    """Number of entries that differ: these ops are equal to the bit."""
+    return float(sum(int((a != b).sum()) for a, b in zip(output, right, strict=True)))

@@ -1,0 +1,1 @@
+"""Shared by all benchmarks: timing, environment, intervals, results, options. Imports no other room."""

@@ -1,0 +1,67 @@
+"""Options that several benchmarks share, what their values mean, and how a result is shown."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+RESULTS = Path("bench/results")
+
+
+class Dtype(str, Enum):
+    """Dtype of the tensors, or of both models."""
+
+    float64 = "float64"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class PairName(str, Enum):
+    """Models: the embedded pair, or random weights that exercise the code and mean nothing."""
+
+    demo = "demo"
+    tiny = "tiny"
+
+
+Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
+Compare = Annotated[
+    Path | None, typer.Option("--compare", metavar="FILE", help="An earlier result (.json): print the changes.")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="A small grid, under a minute on a CPU.")]
+Device = Annotated[str | None, typer.Option("--device", help="Default: the first GPU if there is one.")]
+DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="Default: bfloat16 on a GPU, float32 on a CPU.")]
+Name = Annotated[str | None, typer.Option("--name", help="Name of the written files.")]
+Pair = Annotated[PairName, typer.Option("--pair", help="demo (embedded), or tiny (random weights).")]
+Prompts = Annotated[int, typer.Option("--prompts", min=1, help="Of every kind of text.")]
+NewTokens = Annotated[int, typer.Option("--new-tokens", min=1, help="Of every text.")]
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device that ``--device`` names; by default the first GPU if there is one."""
+    from gsd_kernels_hf.console.pair import pick_device
+
+    return pick_device(name)
+
+
+def dtype_of(dtype: Dtype | None, device: str | None) -> torch.dtype:
+    """The dtype that ``--dtype`` names; by default bfloat16 on a GPU, float32 on a CPU."""
+    import torch
+
+    if dtype is not None:
+        return getattr(torch, dtype.value)
+    return torch.bfloat16 if device_of(device).type == "cuda" else torch.float32
+
+
+def show(files: list[Path], table: str, missing: dict[str, str]) -> None:
+    """Print a result: its table on stdout, what is missing and the files written on stderr."""
+    typer.echo(table)
+    for name, reason in missing.items():
+        typer.echo(f"missing: {name}: {reason}", err=True)
+    typer.echo("written: " + ", ".join(map(str, files)), err=True)

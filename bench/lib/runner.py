@@ -1,0 +1,168 @@
+"""Runs the kernel cases: every contestant of every entry, checked before it is timed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from gsd_kernels.backends import unavailable_reason
+
+from .environment import environment
+from .report import Report, Row
+from .shapes import default_shapes, shape_named
+from .timing import copy_bandwidth, time_call
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Points to measure. Empty sequences mean the case's own choice; ``None`` for backends and peers means all."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shapes: Sequence[str] = ()
+    rows: Sequence[int] = ()
+    prefixes: Sequence[int] = ()
+    backends: Sequence[str] | None = None
+    peers: Sequence[str] | None = None
+    quick: bool = False
+    seconds: float = 0.5  # for each measurement
+
+    def shape_names(self) -> Sequence[str]:
+        return self.shapes or default_shapes(self.device.type, self.quick)
+
+    def pick(self, given: Sequence[int], quick: Sequence[int], cpu: Sequence[int], gpu: Sequence[int]) -> Sequence[int]:
+        """The grid: what was given, else the default for this kind of run."""
+        return given or (quick if self.quick else gpu if self.device.type == "cuda" else cpu)
+
+    def backend_names(self, implementations: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+        """Backends to measure, each with the reason why it cannot run here.
+
+        Raises:
+            ValueError: a backend that the op does not have.
+        """
+        for name in implementations if self.backends is None else self.backends:
+            if name not in implementations:
+                raise ValueError(f"--backend: {name!r} is none of {', '.join(implementations)}")
+            yield name, unavailable_reason(name, self.device)
+
+    def wants_peer(self, name: str) -> bool:
+        return self.peers is None or name in self.peers
+
+
+@dataclass
+class Contestant:
+    """One way of doing an entry's work.
+
+    Attributes:
+        name: the backend, or the peer's name.
+        call: does the work once; ``None`` where it is missing.
+        missing: why.
+        peer: whether it is someone else's.
+        setup_seconds: what had to be compiled or planned first.
+    """
+
+    name: str
+    call: Callable[[], Any] | None = None
+    missing: str | None = None
+    peer: bool = False
+    setup_seconds: float | None = None
+
+
+@dataclass
+class Entry:
+    """One point of a case's grid.
+
+    Attributes:
+        operation: what is done, where a case has several.
+        bytes_moved: the least that has to be read and written.
+        error: how far a contestant's output is from the right one, and how far it may be; ``None`` where outputs are
+            random.
+        detail: what else there is to know about the point.
+    """
+
+    shape: str
+    parameters: dict[str, Any]
+    operation: str
+    bytes_moved: int
+    contestants: list[Contestant]
+    error: Callable[[Any], float] | None = None
+    tolerance: float = 0.0
+    detail: str | None = None
+
+
+@dataclass
+class _Pace:
+    """One line on stderr for every measurement, and no more than one a second."""
+
+    last: float = field(default=0.0)
+
+    def __call__(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self.last > 1.0:
+            self.last = now
+            print(text, file=sys.stderr, flush=True)
+
+
+@torch.no_grad()
+def run(case: ModuleType, settings: Settings) -> Report:
+    """Measure a case: a module with ``NAME``, ``X`` (the parameter that plots go over) and ``entries(settings)``."""
+    for name in settings.shapes:
+        shape_named(name)
+    pace = _Pace()
+    report = Report(
+        case=case.NAME,
+        x=case.X,
+        environment=environment(settings.device),
+        copy_bandwidth=copy_bandwidth(settings.device, quick=settings.quick),
+        dtype=str(settings.dtype).removeprefix("torch."),
+        quick=settings.quick,
+    )
+    for entry in case.entries(settings):
+        for contestant in entry.contestants:
+            where = [entry.shape, *(f"{key} {value}" for key, value in entry.parameters.items())]
+            pace(f"{case.NAME}: {entry.operation}: {', '.join(where)}: {contestant.name}")
+            report.rows.append(_measure(entry, contestant, settings, report))
+    return report
+
+
+def _measure(entry: Entry, contestant: Contestant, settings: Settings, report: Report) -> Row:
+    row = Row(
+        operation=entry.operation,
+        shape=entry.shape,
+        parameters=entry.parameters,
+        detail=entry.detail,
+        contestant=contestant.name,
+        peer=contestant.peer,
+        setup_seconds=contestant.setup_seconds,
+        missing=contestant.missing,
+    )
+    if contestant.call is None:
+        return row
+    try:
+        begin = time.perf_counter()
+        output = contestant.call()
+        if contestant.setup_seconds is not None:
+            if settings.device.type == "cuda":
+                torch.cuda.synchronize(settings.device)
+            row.setup_seconds = contestant.setup_seconds + time.perf_counter() - begin
+        if entry.error is not None:
+            row.max_error = entry.error(output)
+            if not row.max_error <= entry.tolerance:
+                raise RuntimeError(f"wrong result: error {row.max_error:.3g}, allowed {entry.tolerance:.3g}")
+        timing = time_call(contestant.call, settings.device, seconds=settings.seconds)
+    except Exception as error:
+        if not contestant.peer:
+            raise
+        row.missing = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return row
+    row.median, row.p20, row.p80 = timing.median, timing.p20, timing.p80
+    row.samples, row.clock = timing.samples, timing.clock
+    row.bytes_moved = entry.bytes_moved
+    row.bandwidth_fraction = entry.bytes_moved / timing.median / report.copy_bandwidth
+    return row

@@ -1,0 +1,35 @@
+"""Shapes named after real models, and the grids that the cases go through."""
+
+from __future__ import annotations
+
+from gsd_kernels_hf.demo.inflate import SHAPES as INFLATED
+from gsd_kernels_hf.demo.inflate import ModelShape
+
+#: Besides the shapes that :mod:`gsd_kernels_hf.demo.inflate` names: a draft for Llama 3, one that takes no time, and
+#: the demo pair's target with each key/value head twice, so that its heads divide among four ranks.
+SHAPES: dict[str, ModelShape] = {
+    **INFLATED,
+    "demo-mha": ModelShape(256, 704, 6, 4, 4, 64, 2048, tie_word_embeddings=True),
+    "llama-3.2-1b": ModelShape(2048, 8192, 16, 32, 8, 64, 128256),
+    "tiny": ModelShape(64, 128, 2, 4, 2, 16, 512),
+}
+
+QUICK_SHAPES = ("tiny", "tinyllama-1.1b")
+CPU_SHAPES = ("tinyllama-1.1b", "llama-2-7b", "llama-3-8b")
+GPU_SHAPES = ("llama-2-7b", "llama-3-8b", "llama-2-70b")
+
+
+def shape_named(name: str) -> ModelShape:
+    """Raises:
+    ValueError: no such shape.
+    """
+    if name not in SHAPES:
+        raise ValueError(f"shape {name!r} is unknown; named shapes: {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def default_shapes(device_type: str, quick: bool) -> tuple[str, ...]:
+    """Shapes that a case measures by default."""
+    if quick:
+        return QUICK_SHAPES
+    return GPU_SHAPES if device_type == "cuda" else CPU_SHAPES

@@ -1,0 +1,1 @@
+"""Larger than one device: memory by GPUs, messages between ranks, memory of long prompts."""

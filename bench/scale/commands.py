@@ -1,0 +1,47 @@
+"""``gsd-kernels bench scale-memory | scale-messages | long-prompt-memory``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..lib.options import RESULTS, Dtype, NewTokens, Out, Pair, PairName
+
+
+def memory() -> None:
+    """Memory that one GPU holds of a tensor-parallel target and a replicated draft, from their shapes alone."""
+    from .memory import table
+
+    typer.echo(table())
+
+
+def messages(
+    sizes: Annotated[str, typer.Option("--ranks", help="Numbers of processes, comma-separated.")] = "1,2,4",
+    pair: Pair = PairName.demo,
+    target_shape: Annotated[str, typer.Option("--target-shape", help="Heads must divide.")] = "demo-mha",
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of both models.")] = Dtype.float32,
+    prompts: Annotated[int, typer.Option("--prompts", min=1)] = 8,
+    new_tokens: NewTokens = 64,
+    out: Out = RESULTS,
+    one_rank: Annotated[Path | None, typer.Option("--one-rank", hidden=True)] = None,
+) -> None:
+    """Messages between the ranks of a tensor-parallel target for an emitted token, by way of decoding."""
+    from .messages import Settings, run, run_rank, table
+
+    settings = Settings(pair.value, target_shape, dtype.value, prompts, new_tokens)
+    if one_rank is not None:
+        run_rank(settings, one_rank)
+        return
+    typer.echo(table(run(settings, ranks=[int(size) for size in sizes.split(",")], folder=out)))
+
+
+def long_prompt_memory(
+    case: Annotated[str | None, typer.Option("--case", help="One of them, in this process.")] = None,
+) -> None:
+    """Peak memory of an 8k-token prompt: transformers' plain decoding beside graph-speculative decoding. JSON."""
+    from .long_prompt import measure, run
+
+    typer.echo(json.dumps(run(), indent=1) if case is None else json.dumps(measure(case)))

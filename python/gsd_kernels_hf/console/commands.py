@@ -1,0 +1,71 @@
+"""Groups of commands: errors in one line, and commands whose code is imported when they are called."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from .output import FAILURE, INTERRUPTED, USAGE, err
+
+
+class LazyCommand(TyperCommand):
+    """A line of ``--help`` that stands for a Typer application until it is called.
+
+    Args:
+        name: of the command.
+        application: ``module:attribute`` of the :class:`typer.Typer`; imported by name, so that the command line of
+            this package does not depend on packages that depend on it.
+        summary: the line of help.
+    """
+
+    def __init__(self, name: str, application: str, summary: str) -> None:
+        super().__init__(name, help=summary)
+        self.application = application
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        command = typer.main.get_command(pkgutil.resolve_name(self.application))
+        return command.make_context(info_name, args, parent=parent, **extra)
+
+
+class Commands(TyperGroup):
+    """Commands whose errors are one line on stderr, unless ``--debug`` asks for the traceback.
+
+    The library refuses arguments by ``ValueError`` and ``TypeError``, which therefore mean bad usage.
+
+    Attributes:
+        lazy: name → (``module:attribute`` of a Typer application, its line of help).
+    """
+
+    lazy: ClassVar[Mapping[str, tuple[str, str]]] = {}
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *self.lazy]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in self.lazy:
+            return LazyCommand(cmd_name, *self.lazy[cmd_name])
+        return super().get_command(ctx, cmd_name)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
+        except KeyboardInterrupt:
+            err.print("gsd-kernels: interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            raise
+        except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
+            if ctx.params.get("debug"):
+                raise
+            message = " ".join(str(error).split()) or type(error).__name__
+            whose = f"rank {os.environ['RANK']}: " if err.quiet else ""
+            err.quiet = False
+            err.print(f"gsd-kernels: error: {whose}{message}", markup=False, soft_wrap=True)
+            raise typer.Exit(USAGE if isinstance(error, (ValueError, TypeError)) else FAILURE) from None

@@ -1,0 +1,64 @@
+"""Consoles, tables, progress and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+OK, FAILURE, USAGE, DIFFERS, INTERRUPTED = 0, 1, 2, 3, 130
+
+EXIT_CODES = (
+    "Exit codes: 0 success; 1 failure; 2 bad arguments; 3 the output differs from plain decoding beyond rounding "
+    "(check, demo); 130 interrupted. Text and tables go to stdout, progress and errors to stderr."
+)
+
+PATIENCE = 2.0
+"""Seconds after which a silent command reports what it is doing."""
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def only_first_rank_prints() -> None:
+    """Silence the other processes that torchrun started; errors are printed by all."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        out.quiet = err.quiet = True
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open as long as the process
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Report on stderr what is being done: a spinner on a terminal, elsewhere one line once it takes two seconds."""
+    if err.is_terminal:
+        with err.status(what):
+            yield
+        return
+    timer = threading.Timer(PATIENCE, err.print, (f"{what} …",), {"markup": False, "soft_wrap": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def print_json(value: Any) -> None:
+    """Plain JSON on stdout, never wrapped or coloured."""
+    out.print(json.dumps(value, indent=2, ensure_ascii=False), markup=False, soft_wrap=True)
+
+
+def table(*headers: str, title: str | None = None) -> Table:
+    """An undecorated table; the first column is text, the others are numbers. A leading ``<`` aligns left."""
+    result = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for place, header in enumerate(headers):
+        left = place == 0 or header.startswith("<")
+        result.add_column(header.removeprefix("<"), justify="left" if left else "right", no_wrap=not left)
+    return result

@@ -1,0 +1,193 @@
+"""Loading a target, its draft and their tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from gsd_kernels_hf import demo, validate
+from gsd_kernels_hf.model import properties
+from gsd_kernels_hf.parallel import check_heads
+from gsd_kernels_hf.sources.heads import DraftHeads
+
+from . import ranks
+
+WITHOUT_MODEL: dict[str | None, tuple[str, ...] | None] = {"none": None, "history": ("history",)}
+"""Values of ``--draft`` that name no model, and the draft sources that they mean."""
+
+
+@dataclass
+class Pair:
+    """Models and tokenizer of a command. Without ``draft`` and ``sources``: plain decoding."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase
+    sources: tuple[str, ...] | None = None
+    heads: DraftHeads | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return properties.device_of(self.target)
+
+    def encode(self, prompts: list[str], chat: bool = False) -> dict[str, Tensor]:
+        """Left-padded ``input_ids`` and ``attention_mask`` on the target's device.
+
+        Raises:
+            ValueError: ``chat`` without a chat template, or a prompt without a token.
+        """
+        if chat:
+            if not self.tokenizer.chat_template:
+                raise ValueError("--chat: the tokenizer has no chat template")
+            prompts = [
+                self.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+                )
+                for prompt in prompts
+            ]
+        encoded = self.tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=not chat)
+        return {name: encoded[name].to(self.device) for name in ("input_ids", "attention_mask")}
+
+    @property
+    def padding(self) -> dict[str, Any]:
+        """``pad_token_id`` for any ``generate`` where the model names none."""
+        config = self.target.generation_config
+        return {} if config.pad_token_id is not None else {"pad_token_id": self.tokenizer.pad_token_id}
+
+    @property
+    def speculation(self) -> dict[str, Any]:
+        """Arguments of :func:`gsd_kernels.generate` that name the draft sources."""
+        sources = self.sources if self.heads is None else None  # all that there are, and the history
+        return {"assistant_model": self.draft, "draft_sources": sources, "draft_heads": self.heads}
+
+
+def quiet_transformers() -> None:
+    """Silence its progress bars and hints: a command reports its own progress."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def pick_device(name: str | None) -> torch.device:
+    """``--device``: by default the first GPU if there is one.
+
+    Raises:
+        ValueError: not a device, or not one of this machine's.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device: {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def load_pair(
+    model: str | None,
+    draft: str | None,
+    *,
+    heads: str | None = None,
+    dtype: str = "auto",
+    device: str | None = None,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    trust_remote_code: bool = False,
+    tp_timeout: float | None = None,
+) -> Pair:
+    """The pair that the options name, with its heads; the embedded one without ``model``.
+
+    With ``tp_timeout`` (seconds) the target is sharded over the processes that torchrun started.
+
+    Raises:
+        ValueError: options that contradict each other, or a pair of different tokenizers.
+        OSError: a checkpoint cannot be found.
+    """
+    pair = _load_models(
+        model,
+        draft,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        draft_revision=draft_revision,
+        trust_remote_code=trust_remote_code,
+        tp_timeout=tp_timeout,
+    )
+    if heads is not None:
+        pair.heads = DraftHeads.from_pretrained(demo.path() / "heads" if heads == "demo" else heads, pair.target)
+    return pair
+
+
+def _load_models(
+    model: str | None,
+    draft: str | None,
+    *,
+    dtype: str,
+    device: str | None,
+    revision: str | None,
+    draft_revision: str | None,
+    trust_remote_code: bool,
+    tp_timeout: float | None,
+) -> Pair:
+    quiet_transformers()
+    sharded = {}
+    if tp_timeout is None:
+        where = pick_device(device)
+    elif model is None or device is not None:
+        raise ValueError("--tp: needs --model, and takes no --device: the GPUs, or the CPU of a machine without one")
+    else:
+        where, sharded = ranks.join(tp_timeout), ranks.sharding()
+    if model is None:
+        if draft not in (None, *WITHOUT_MODEL):
+            raise ValueError("--draft: needs --model; without both the embedded pair is used")
+        weights = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+        target, small, tokenizer = demo.load(weights, where)
+        return Pair(target, small if draft is None else None, tokenizer, WITHOUT_MODEL.get(draft))
+
+    _check_folders({"--model": model, "--draft": draft})
+    tokenizer = _load_tokenizer(model, revision, trust_remote_code)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if sharded:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **_revision(revision))
+        check_heads("--model", config, dist.get_world_size())  # before anything large is read
+    options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    target = _load_model(model, where, **options, **sharded, **_revision(revision))
+    if draft is None or draft in WITHOUT_MODEL:
+        return Pair(target, None, tokenizer, WITHOUT_MODEL.get(draft))
+    small = _load_model(draft, where, **options, **_revision(draft_revision))
+    try:
+        draft_tokenizer = _load_tokenizer(draft, draft_revision, trust_remote_code)
+    except (OSError, ValueError):
+        draft_tokenizer = None  # a folder of weights alone: the vocabulary sizes are compared
+    validate.check_pair(target, small, tokenizer, draft_tokenizer)
+    return Pair(target, small, tokenizer)
+
+
+def _revision(commit: str | None) -> dict[str, str]:
+    return {"revision": commit} if commit else {}
+
+
+def _check_folders(named: dict[str, str | None]) -> None:
+    for option, name in named.items():
+        if name is not None and name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+            raise ValueError(f"{option}: no such folder: {name}")
+
+
+def _load_model(name: str, where: torch.device, **options: Any) -> PreTrainedModel:
+    """A model in evaluation mode on its device; one that is sharded is there already."""
+    loaded = AutoModelForCausalLM.from_pretrained(name, **options)
+    on_device = any(option in options for option in ("tp_plan", "distributed_config")) and loaded.tp_size
+    return (loaded if on_device else loaded.to(where)).eval()
+
+
+def _load_tokenizer(name: str, commit: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    options = {"trust_remote_code": trust_remote_code, **_revision(commit)}
+    return AutoTokenizer.from_pretrained(name, padding_side="left", **options)

@@ -1,0 +1,19 @@
+"""Installed versions."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+import gsd_kernels
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and the packages that decide results; ``None`` for what is missing."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "gsd_kernels": gsd_kernels.__version__}
+    for package in ("torch", "transformers", "triton"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found

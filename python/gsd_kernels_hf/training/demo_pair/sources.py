@@ -1,0 +1,100 @@
+"""The text: Python's standard library, and which of its files are held out."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Whole files that neither the tokenizer nor the models see before evaluation.
+HELD_OUT = (
+    "asyncio/queues.py",
+    "base64.py",
+    "bdb.py",
+    "calendar.py",
+    "cmd.py",
+    "collections/__init__.py",
+    "configparser.py",
+    "contextlib.py",
+    "csv.py",
+    "difflib.py",
+    "email/message.py",
+    "filecmp.py",
+    "fractions.py",
+    "ftplib.py",
+    "functools.py",
+    "graphlib.py",
+    "heapq.py",
+    "html/parser.py",
+    "http/cookies.py",
+    "json/decoder.py",
+    "json/encoder.py",
+    "logging/handlers.py",
+    "pprint.py",
+    "queue.py",
+    "sched.py",
+    "shelve.py",
+    "shlex.py",
+    "string.py",
+    "tempfile.py",
+    "textwrap.py",
+    "urllib/parse.py",
+    "xml/dom/minidom.py",
+)
+
+#: Left out altogether: other people's packages, tables and deliberately undecodable text, and what differs by machine.
+EXCLUDED_PARTS = frozenset({"site-packages", "dist-packages", "__pycache__", "ensurepip", "encodings", "pydoc_data",
+                            "encoded_modules", "cjkencodings", "lib2to3"})  # fmt: skip
+#: Too like sunau.py and process.py to be evaluated on, and not trained on either.
+EXCLUDED_FILES = frozenset({"wave.py", "concurrent/futures/thread.py"})
+EXCLUDED_PREFIXES = ("_sysconfigdata", "config-", "bad_coding", "badsyntax", "bad_")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One source file: its path below the standard library, its text and the SHA-256 of its bytes."""
+
+    name: str
+    text: str
+    sha256: str
+
+    @property
+    def is_test(self) -> bool:
+        """Whether the file belongs to a test suite."""
+        return any(part in ("test", "tests", "idle_test") for part in Path(self.name).parts)
+
+
+def stdlib_sources() -> list[SourceFile]:
+    """Return the standard library's readable Python files, sorted by name."""
+    root = Path(sysconfig.get_path("stdlib"))
+    sources = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if (
+            EXCLUDED_PARTS.intersection(relative.parts)
+            or relative.as_posix() in EXCLUDED_FILES
+            or any(part.startswith(EXCLUDED_PREFIXES) for part in relative.parts)
+        ):
+            continue
+        data = path.read_bytes()
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError:
+            continue
+        sources.append(SourceFile(relative.as_posix(), text.replace("\r\n", "\n"), hashlib.sha256(data).hexdigest()))
+    return sources
+
+
+def split_sources(sources: list[SourceFile]) -> tuple[list[SourceFile], list[SourceFile]]:
+    """Return (training files, held-out files)."""
+    names = set(HELD_OUT)
+    held_out = [source for source in sources if source.name in names]
+    if missing := names.difference(source.name for source in held_out):
+        raise FileNotFoundError(f"held-out modules not in this standard library: {sorted(missing)}")
+    return [source for source in sources if source.name not in names], held_out
+
+
+def sources_digest(sources: list[SourceFile]) -> str:
+    """Return one SHA-256 over the sorted per-file hashes."""
+    return hashlib.sha256("\n".join(sorted(source.sha256 for source in sources)).encode()).hexdigest()

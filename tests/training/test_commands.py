@@ -1,0 +1,244 @@
+"""``distill`` and ``train-heads``: what they reach, interruption, and options that are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from models import tiny
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from gsd_kernels_hf.cli import app
+from gsd_kernels_hf.sources.heads import DraftHeads
+from gsd_kernels_hf.training import job, loop
+from gsd_kernels_hf.training.loop import Checkpoints
+from gsd_kernels_hf.training.text import own_text
+
+QUICK = ["--steps", 12, "--batch", 4, "--length", 24, "--lr", 0.01, "--checkpoint-every", 5, "--device", "cpu"]
+
+
+def arguments(command, folder, out, *more, quick=QUICK):
+    draft = ["--draft", folder / "draft"] if command == "distill" else ["--heads", 3]
+    given = [command, "--target", folder / "target", *draft, "--out", out, *quick, *more]
+    return [str(a) for a in [*given, "--text", folder / "text.txt"]]
+
+
+def run(*given):
+    return CliRunner().invoke(app, [str(a) for a in given])
+
+
+def done(*given):
+    result = run(*given, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def refused(*given, code=2):
+    result = run(*given)
+    assert result.exit_code == code, result.output
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("gsd-kernels: error: ")]
+    return line
+
+
+def weights(out):
+    (file,) = Path(out).glob("*.safetensors")
+    return load_file(file)
+
+
+def assert_equal_weights(one, other):
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def distilled(folder):
+    out = folder / "distilled"
+    return out, done(*arguments("distill", folder, out))
+
+
+@pytest.fixture(scope="module")
+def headed(folder):
+    out = folder / "headed"
+    return out, done(*arguments("train-heads", folder, out, quick=[*QUICK, "--steps", 40]))
+
+
+def test_distillation_brings_a_draft_nearer_to_its_target(folder, distilled):
+    out, report = distilled
+    assert report["after"]["divergence"] < 0.9 * report["before"]["divergence"]
+    assert report["training"]["steps"] == 12 and report["training"]["tokens"] == 12 * 4 * 24
+    assert report["own_text"]["tokens"] > 24
+    draft = AutoModelForCausalLM.from_pretrained(out)
+    before = AutoModelForCausalLM.from_pretrained(folder / "draft")
+    assert draft.config.vocab_size == before.config.vocab_size and draft.dtype == before.dtype
+    assert not torch.equal(draft.lm_head.weight, before.lm_head.weight)
+    assert not (out / "checkpoints").exists() and (out / "tokenizer.json").exists()
+
+
+def test_heads_learn_what_their_target_says_later(folder, headed):
+    out, report = headed
+    target = AutoModelForCausalLM.from_pretrained(folder / "target")
+    heads = DraftHeads.from_pretrained(out, target)
+    assert heads.num_heads == 3 and heads.weight.abs().sum() > 0
+    first = done(*arguments("train-heads", folder, folder / "first", quick=[*QUICK, "--steps", 1]))
+    assert report["training"]["loss"] < 0.95 * first["training"]["loss"]
+    assert len(report["after"]["accuracy"]) == len(report["after"]["continuation_accuracy"]) == 3
+    assert report["before"] == first["before"] and report["after"] != report["before"]
+
+
+def test_a_finished_run_answers_again_and_is_not_trained_further(folder, distilled, monkeypatch):
+    out, report = distilled
+    monkeypatch.setattr(job, "train", None)
+    assert done(*arguments("distill", folder, out)) == report
+    table = run(*arguments("distill", folder, out)).stdout
+    assert f"{report['after']['agreement']:.3f}" in table and "accepted of a chain of 5" in table
+
+
+def test_a_config_alone_is_a_draft_from_nothing(folder, tmp_path):
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    (fresh / "config.json").write_text((folder / "draft" / "config.json").read_text())
+    drafts = {}
+    for seed in (0, 1):
+        out = tmp_path / str(seed)
+        given = arguments("distill", folder, out, "--sequence-level", 0, "--token-level", 0.5, "--seed", seed)
+        given[given.index("--draft") + 1] = str(fresh)
+        report = done(*given)
+        assert report["own_text"] == {} and report["after"] != report["before"]
+        drafts[seed] = weights(out)
+    assert drafts[0].keys() == weights(folder / "draft").keys()
+    assert not torch.equal(drafts[0]["lm_head.weight"], drafts[1]["lm_head.weight"])
+
+
+def test_a_killed_run_goes_on_to_equal_weights(folder, tmp_path):
+    long = [*QUICK, "--steps", 60]
+    given = arguments("distill", folder, tmp_path / "killed", quick=long)
+    program = [sys.executable, "-m", "gsd_kernels_hf", *given]
+    process = subprocess.Popen(program, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    checkpoints = Checkpoints(tmp_path / "killed" / "checkpoints")
+    try:
+        deadline = time.monotonic() + 120
+        while not checkpoints.steps():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not (tmp_path / "killed" / "training.json").exists()
+    at = checkpoints.steps()[-1]
+    assert at % 5 == 0 and 0 < at < 60
+    resumed = done(*given)
+    whole = done(*arguments("distill", folder, tmp_path / "whole", quick=long))
+    assert_equal_weights(tmp_path / "killed", tmp_path / "whole")
+    assert resumed["before"] == whole["before"] and resumed["after"] == whole["after"]
+
+
+def test_own_text_goes_on_with_the_next_batch(folder, tmp_path, monkeypatch):
+    target = AutoModelForCausalLM.from_pretrained(folder / "target")
+    stream = torch.arange(3, 250).repeat(8).numpy()
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+
+    def write(name, sequences=192, may_write=lambda: True, seconds=None):
+        return own_text(
+            target,
+            stream,
+            12,
+            7,
+            tmp_path / name,
+            at_once=64,
+            sequences=sequences,
+            seconds=seconds,
+            may_write=may_write,
+        )[0]
+
+    whole = write("whole")
+    first = write("cut", sequences=64)
+    assert (whole[: len(first)] == first).all() and len(whole) == 192 * 12
+    assert (write("cut", may_write=lambda: False) == first).all()  # training has begun: no more is written
+    assert (write("cut") == whole).all()
+    assert len(write("cut", seconds=0.0, sequences=None)) == len(whole)
+
+
+def test_a_run_with_other_options_is_refused_by_name(folder, distilled):
+    out, _ = distilled
+    for name, *more in (
+        ("lr", "--lr", 0.02),
+        ("steps", "--steps", 13),
+        ("seed", "--seed", 1),
+        ("sequence_level", "--sequence-level", 0.25),
+        ("text", "--text", folder / "draft" / "config.json"),
+        ("text", folder / "draft" / "config.json"),  # as the shell expands --text *
+    ):
+        line = refused(*arguments("distill", folder, out, *more))
+        assert f"error: {name}: the run in {out} has" in line and "name another folder" in line
+    assert "error: heads: the run in" in refused(*arguments("train-heads", folder, out))
+    assert done(*arguments("distill", folder, out, "--checkpoint-every", "9s"))  # which does not change the run
+
+
+def test_an_unfinished_run_with_other_options_is_refused_too(folder, tmp_path):
+    loop.RunFolder(tmp_path / "run", {"lr": 0.1, "seed": 3})
+    assert loop.RunFolder(tmp_path / "run", {"lr": 0.1, "seed": 3}).report is None
+    with pytest.raises(ValueError, match=r"seed: the run in .* has 3, and now it is 4"):
+        loop.RunFolder(tmp_path / "run", {"lr": 0.1, "seed": 4})
+
+
+def test_bad_arguments_are_refused_by_name(folder, tmp_path):
+    out, empty, binary = tmp_path / "out", tmp_path / "empty.txt", tmp_path / "binary.txt"
+    empty.write_text(" \n")
+    binary.write_bytes(b"abc\xff")
+
+    def line(*more, command="distill", **replaced):
+        given = arguments(command, folder, out, *more)
+        for option, value in replaced.items():
+            given[given.index(f"--{option}") + 1] = str(value)
+        return refused(*given).removeprefix("gsd-kernels: error: ")
+
+    assert line(text=empty).startswith("text: no text in")
+    assert line(text=binary).startswith("text: ") and "is not UTF-8 text (byte 3)" in line(text=binary)
+    assert line(text=tmp_path).startswith(f"text: {tmp_path} is a folder; name its files")
+    assert "tokens after the held-out part are less than a block of" in line("--length", 4000)
+    assert line("--length", 5000).startswith("length: expected at most 4095")
+    assert line("--held-out-text", binary.with_name("binary.txt")).startswith("held_out_text: ")
+    assert line("--dtype", "float16").startswith("dtype: expected float32, bfloat16 or float64")
+    assert line("--checkpoint-every", "often").startswith("checkpoint_every: expected steps, or seconds")
+    assert line("--minutes", 1).startswith("steps, minutes: expected one of them")
+    assert line("--sequence-level", 1.5).startswith("sequence_level: expected a share")
+    assert line("--lr", -1).startswith("lr: expected a positive number")
+    assert line(target=tmp_path / "no").startswith("target: no such folder")
+    assert line(draft=tmp_path / "no").startswith("draft: no such folder")
+    assert line(draft=tmp_path).startswith("draft: no config.json in")
+    assert line("--heads", 30, command="train-heads").startswith("length: expected more than the 30 heads")
+    assert not out.exists()
+    out.mkdir()
+    (out / "mine.txt").write_text("do not touch")
+    assert line().startswith(f"out: {out} is not empty and holds no checkpoint")
+    assert [file.name for file in out.iterdir()] == ["mine.txt"]
+
+
+def test_a_draft_of_another_vocabulary_is_refused_by_name(folder, tmp_path):
+    tiny(vocab_size=5000, dtype=torch.float32).save_pretrained(tmp_path / "other")
+    given = arguments("distill", folder, tmp_path / "out")
+    given[given.index("--draft") + 1] = str(tmp_path / "other")
+    assert "error: draft: vocabulary sizes 259 (target) and 5000 (draft) mean different tokenizers" in refused(*given)
+
+
+def test_a_target_with_a_scale_behind_its_output_matrix_gets_no_heads(folder, tmp_path):
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    sizes = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    granite = GraniteForCausalLM(GraniteConfig(**sizes, num_attention_heads=4, logits_scaling=4.0))
+    granite.save_pretrained(tmp_path / "granite")
+    for file in (folder / "target").glob("tokenizer*"):
+        (tmp_path / "granite" / file.name).write_bytes(file.read_bytes())
+    given = arguments("train-heads", folder, tmp_path / "out")
+    given[given.index("--target") + 1] = str(tmp_path / "granite")
+    assert "error: target: GraniteForCausalLM changes its logits after the output matrix" in refused(*given)

@@ -1,0 +1,134 @@
+"""The training loop: schedule, checkpoints, losses that are not finite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gsd_kernels_hf.training import loop
+from gsd_kernels_hf.training.loop import Budget, Checkpoints, Interval, learning_rate_factor
+
+
+class Dropping(torch.nn.Module):
+    """A model whose training draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def losses(self, step, _):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        yield torch.nn.functional.dropout(self.linear(x), 0.5).square().mean()
+
+
+def train_dropping(folder, *, losses=None, every=4, steps=20):
+    torch.manual_seed(0)
+    model = Dropping()
+    optimizers = loop.build_optimizers(model, matrix_lr=0.01, lr=0.01)
+    budget, interval = Budget(steps=steps), Interval(steps=every)
+    given = (budget, Checkpoints(folder))
+    loop.train("test", model, losses or model.losses, optimizers, *given, tokens_per_step=4, every=interval)
+    return model.state_dict()
+
+
+def same_state(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("at", [3, 4, 11])
+def test_at_most_one_interval_is_lost_and_random_numbers_go_on(tmp_path, at):
+    def failing(step, progress):
+        if step == at:
+            raise KeyboardInterrupt
+        return model.losses(step, progress)
+
+    whole = train_dropping(tmp_path / "whole")
+    torch.manual_seed(0)
+    model = Dropping()
+    optimizers = loop.build_optimizers(model, matrix_lr=0.01, lr=0.01)
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(
+            "test",
+            model,
+            failing,
+            optimizers,
+            Budget(steps=20),
+            Checkpoints(tmp_path / "cut"),
+            tokens_per_step=4,
+            every=Interval(steps=4),
+        )
+    kept = Checkpoints(tmp_path / "cut").steps()
+    assert (kept[-1] if kept else 0) > at - 4 - 1 and len(kept) <= 1
+    assert same_state(train_dropping(tmp_path / "cut"), whole)
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, monkeypatch):
+    whole = train_dropping(tmp_path / "whole")
+    save, calls = torch.save, []
+
+    def torn(state, file):
+        calls.append(file)
+        if len(calls) == 3:
+            Path(file).write_bytes(b"half a state")
+            raise KeyboardInterrupt
+        save(state, file)
+
+    monkeypatch.setattr(torch, "save", torn)
+    with pytest.raises(KeyboardInterrupt):
+        train_dropping(tmp_path / "cut")
+    monkeypatch.undo()
+    assert Checkpoints(tmp_path / "cut").steps() == [8]
+    assert same_state(train_dropping(tmp_path / "cut"), whole)
+
+
+def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_checkpoint(tmp_path):
+    def losses(step, progress):
+        torch.manual_seed(step)
+        loss = torch.ones((), requires_grad=True)
+        yield loss * (float("nan") if step == 10 else 1.0)
+
+    with pytest.raises(RuntimeError, match=r"test: the loss is nan at step 10; the checkpoint of step 8 stays"):
+        train_dropping(tmp_path, losses=losses)
+    assert Checkpoints(tmp_path).steps() == [8] and Checkpoints(tmp_path).load()["record"]["steps"] == 8
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_weights(tmp_path):
+    def losses(step, progress):
+        yield (model.linear.weight.sum() * 0).sqrt()  # its slope is infinite
+
+    model = Dropping()
+    optimizers = loop.build_optimizers(model, matrix_lr=0.01, lr=0.01)
+    with pytest.raises(RuntimeError, match=r"test: the gradient is nan at step 0; none was saved"):
+        loop.train("test", model, losses, optimizers, Budget(steps=3), Checkpoints(tmp_path), tokens_per_step=1)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_the_learning_rate_rises_stays_and_falls_to_zero():
+    rates = [learning_rate_factor(progress, 0.1, 0.5) for progress in (0, 0.05, 0.2, 0.5, 0.75, 1.0)]
+    assert 0 < rates[0] < rates[1] < 1 and rates[2:4] == [1.0, 1.0] and rates[4:] == [0.5, 0.0]
+    assert learning_rate_factor(0.3, 0.0, 0.0) == 1.0
+
+
+def test_intervals_are_steps_or_seconds():
+    assert Interval.parse("500") == Interval(steps=500) and Interval.parse("60s") == Interval(seconds=60)
+    assert Interval(steps=5).due(5, 0.0) and not Interval(steps=5).due(4, 1e9)
+    assert Interval(seconds=5).due(0, 5.0) and not Interval(seconds=5).due(10**9, 4.9)
+    for text in ("0", "0s", "-1", "1m", ""):
+        with pytest.raises(ValueError, match="checkpoint_every"):
+            Interval.parse(text)
+
+
+def test_a_run_by_minutes_counts_those_before_it_was_interrupted(tmp_path):
+    def spend(seconds, folder):
+        torch.manual_seed(0)
+        model = Dropping()
+        optimizers = loop.build_optimizers(model, matrix_lr=0.01, lr=0.01)
+        budget = Budget(minutes=seconds / 60)
+        return loop.train("test", model, model.losses, optimizers, budget, Checkpoints(folder), tokens_per_step=4)
+
+    first = spend(0.05, tmp_path)
+    second = spend(0.1, tmp_path)
+    assert first.seconds >= 0.05 and second.seconds >= 0.1
+    assert second.steps > first.steps and second.extended_at == [first.steps]
