@@ -222,6 +222,7 @@ class Session:
 class Learned:
     """What earlier calls learned of a target and its draft sources; calls that overlap in time share it."""
 
+    @torch.inference_mode(False)  # a call may be in that mode, the next one outside: only ordinary tensors serve both
     def __init__(self, heads: int, device: torch.device) -> None:
         branch = max(branch for _, branch in FAMILIES)
         self.acceptance = AcceptanceModel(branch)
