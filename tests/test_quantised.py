@@ -40,9 +40,7 @@ def bitsandbytes_int8(folder):
 
 
 def bitsandbytes_nf4(folder):
-    return from_pretrained(
-        folder, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-    )
+    return from_pretrained(folder, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
 
 
 def torchao_int8_weight_only(folder):

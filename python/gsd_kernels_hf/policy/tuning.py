@@ -27,7 +27,7 @@ from gsd_kernels.graph import pack_bits
 from .. import validate
 from ..engine.capture import replayable
 from ..model import properties
-from ..model.attention import switched
+from ..model.attention import original_name, switched
 from ..model.fused import draft_rows, why_not
 from ..model.runner import RowModel
 from ..parallel import tensor_parallel_group
@@ -346,7 +346,7 @@ def describe(
         "backend": backend,
         "draft_forward": "operator" if draft and not skip and why_not(draft, backend) is None else "modules",
         "compiled": gsd_kernels.backends.unavailable_reason("cpu", torch.device("cpu")) is None,
-        "attention": str(model.config._attn_implementation).removeprefix("gsd_"),
+        "attention": original_name(str(model.config._attn_implementation)),
         "versions": [gsd_kernels.__version__, torch.__version__, transformers.__version__],
     }
 
