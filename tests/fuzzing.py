@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from models import noised, tokenizer, tiny
+from models import noised, tiny, tokenizer
 from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 

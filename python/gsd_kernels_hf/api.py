@@ -226,7 +226,10 @@ def patch(
     }
 
     handle = Patch(inner, models)
-    inner.__dict__[_PATCH] = handle
+    if inner.__dict__.setdefault(_PATCH, handle) is not handle:  # another thread was faster
+        for m in models:
+            unswitch(m)
+        raise ValueError("model: already patched; unpatch(model) first")
     inner.__dict__["generate"] = _Accelerated(inner, defaults)
     return handle
 
