@@ -32,7 +32,7 @@ $(READY): $(SOURCES) | $(BIN)/python
 	$(BIN)/python -c 'import torch' 2>/dev/null || \
 		$(PIP) install --quiet $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH_SPEC)"
 	$(PIP) install --quiet ninja
-	$(PIP) install --quiet --no-build-isolation -e ".[plot,bench,test]"
+	$(PIP) install --quiet --no-build-isolation -e ".[plot,bench,test,quantised]"
 	@touch $(READY)
 
 install: $(READY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -295,8 +296,46 @@ def test_doctor():
     assert report["devices"][0]["device"] == "cpu" and report["devices"][0]["threads"] >= 1
     table = run("doctor")
     assert table.exit_code == 0
-    for word in ("python", "transformers", "nvcc", "backends on cpu", "reference", "ready"):
+    for word in (
+        "python",
+        "transformers",
+        "nvcc",
+        "flash attention",
+        "[flash]",
+        "backends on cpu",
+        "reference",
+        "ready",
+    ):
         assert word in table.stdout
+
+
+@pytest.mark.parametrize(
+    ("installed", "loads", "gpu", "says"),
+    [
+        (False, False, True, r"flash-attn is missing: pip install .*\[flash\]"),
+        (False, False, False, "NVIDIA GPU"),
+        (True, False, True, r"does not load \(undefined symbol\): pip install .*--force-reinstall"),
+        (True, True, False, "no NVIDIA GPU"),
+        (True, True, True, None),
+    ],
+)
+def test_doctor_on_flash_attention(monkeypatch, installed, loads, gpu, says):
+    from gsd_kernels_hf.cli import doctor
+
+    def version(name):
+        if not installed:
+            raise doctor.metadata.PackageNotFoundError(name)
+        return "2.8.3"
+
+    def load(name):
+        if not loads:
+            raise ImportError("undefined\n symbol")
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    monkeypatch.setattr(doctor.importlib, "import_module", load)
+    found = doctor.flash_attention(gpu)
+    assert found["version"] == ("2.8.3" if installed else None)
+    assert found["missing"] is None if says is None else re.search(says, found["missing"])
 
 
 def test_doctor_kernels(monkeypatch):

@@ -200,7 +200,10 @@ def patch(model: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer:
                 unswitch(earlier)
             raise
     handle = Patch(inner, models, Engines(keeps_sessions=True))
-    vars(inner)[_PATCH] = handle
+    if vars(inner).setdefault(_PATCH, handle) is not handle:  # another thread was faster
+        for m in models:
+            unswitch(m)
+        raise ValueError("model: already patched; unpatch(model) first")
     vars(inner)["generate"] = _Accelerated(inner, {**options, "tokenizer": tokenizer})
     return handle
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import shutil
 import subprocess
-from importlib import util
+from importlib import metadata, util
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from ..console.output import FAILURE, err, out, print_json, progress, table
 
@@ -59,8 +61,31 @@ def examine() -> dict[str, Any]:
             for backend in BACKENDS
             if backend != "auto"
         },
+        "flash_attention": flash_attention(gpu=len(devices) > 1),
         "plot": None if util.find_spec("matplotlib") else "matplotlib is missing: pip install 'gsd-kernels[plot]'",
     }
+
+
+def flash_attention(gpu: bool) -> dict[str, str | None]:
+    """The installed flash-attn, and why prompts cannot go through it: ``{"version": …, "missing": …}``.
+
+    Graph rows never do: they have an operator of their own.
+    """
+    install = "pip install --no-build-isolation 'gsd-kernels[flash]'"
+    try:
+        version = metadata.version("flash-attn")
+    except metadata.PackageNotFoundError:
+        needs = "" if gpu else ", on a machine with an NVIDIA GPU"
+        return {"version": None, "missing": f"flash-attn is missing: {install}{needs}; sdpa serves without it"}
+    reason = None
+    try:
+        importlib.import_module("flash_attn")
+    except (ImportError, OSError) as error:  # built for another torch
+        what = " ".join(str(error).split())
+        reason = f"does not load ({what}): pip install --no-build-isolation --force-reinstall --no-deps flash-attn"
+    if reason is None and not gpu:
+        reason = "there is no NVIDIA GPU; sdpa serves without one"
+    return {"version": version, "missing": reason}
 
 
 def _device(device: torch.device) -> dict[str, Any]:
@@ -125,7 +150,9 @@ def _print(report: dict[str, Any]) -> None:
     facts.add_row("platform", report["platform"])
     for name, version in report["compilers"].items():
         facts.add_row(name, version or "none found")
-    facts.add_row("drawing", report["plot"] or "matplotlib")
+    flash = report["flash_attention"]
+    facts.add_row("flash attention", escape(", ".join(filter(None, (flash["version"], flash["missing"])))))
+    facts.add_row("drawing", escape(report["plot"] or "matplotlib"))
     for device in report["devices"]:
         size = f"{device['threads']} threads" if "threads" in device else f"{device['memory_bytes'] / 2**30:.0f} GiB"
         facts.add_row(device["device"], f"{device['name']}, {size}, {device['capability']}")
@@ -134,7 +161,7 @@ def _print(report: dict[str, Any]) -> None:
         rows = table(f"backends on {device['device']}", "<")
         for backend, reasons in report["backends"].items():
             reason = reasons[device["device"]]
-            rows.add_row(backend, "[green]ready[/green]" if reason is None else f"no: {reason}")
+            rows.add_row(backend, "[green]ready[/green]" if reason is None else f"no: {escape(reason)}")
         out.print()
         out.print(rows)
     if report.get("kernels_missing"):

@@ -144,6 +144,19 @@ _lock = threading.RLock()
 _users: dict[int, tuple[Any, int]] = {}  # id(config) → (config, users); models may share a config
 
 
+def name_beside(original: str) -> str:
+    """The name of :func:`_attention_beside`: without "flash", for which transformers would look up a kernel."""
+    return PREFIX + original.replace("flash_attention_", "fa_")
+
+
+def original_name(name: str) -> str:
+    """The model's own implementation, whether ``name`` is switched or not."""
+    if not name.startswith(PREFIX):
+        return name
+    own = name.removeprefix(PREFIX)
+    return own.replace("fa_", "flash_attention_") if own.startswith("fa_") else own
+
+
 def is_switched(model: PreTrainedModel) -> bool:
     return str(model.config._attn_implementation).startswith(PREFIX)
 
@@ -158,8 +171,8 @@ def switch(model: PreTrainedModel) -> None:
         config = model.config
         _, users = _users.get(id(config), (config, 0))
         if users == 0:
-            original = str(config._attn_implementation).removeprefix(PREFIX)  # there already: a patched model's copy
-            name = PREFIX + original
+            original = original_name(str(config._attn_implementation))  # switched already: a patched model's copy
+            name = name_beside(original)
             if original != "eager" and original not in ALL_ATTENTION_FUNCTIONS:
                 raise ValueError(f"model: unknown attention implementation {original!r}")
             if original not in ALL_MASK_ATTENTION_FUNCTIONS:
@@ -182,7 +195,7 @@ def unswitch(model: PreTrainedModel) -> None:
             _users[id(config)] = (config, users - 1)
         elif users == 1:
             del _users[id(config)]
-            model.set_attn_implementation(str(config._attn_implementation).removeprefix(PREFIX))
+            model.set_attn_implementation(original_name(str(config._attn_implementation)))
 
 
 @contextmanager

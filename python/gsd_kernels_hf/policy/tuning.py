@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from gsd_kernels.graph import pack_bits
 
 from .. import validate
 from ..model import properties
-from ..model.attention import switched
+from ..model.attention import original_name, switched
 from ..model.fused import draft_rows, why_not
 from ..model.replay import replayable
 from ..model.runner import RowModel
@@ -82,14 +84,44 @@ class StepCosts:
         return once + level * (depth - 1)
 
     @classmethod
-    def load(cls, path: Path) -> StepCosts:
-        data = json.loads(path.read_text())
-        return cls(
-            target={int(k): float(v) for k, v in data["target"].items()},
-            draft={k: (float(a), float(b)) for k, (a, b) in data["draft"].items()},
-            overhead=float(data["overhead"]),
-            about=data["about"],
-        )
+    def load(cls, path: Path, about: dict[str, Any]) -> StepCosts:
+        """What :func:`tune` kept at ``path`` of what ``about`` describes.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it does not hold such a result, whole and sound.
+        """
+        try:
+            data = json.loads(path.read_bytes())
+            found = cls(
+                target={int(rows): _seconds(value) for rows, value in data["target"].items()},
+                draft={key: (_seconds(once), _seconds(level)) for key, (once, level) in data["draft"].items()},
+                overhead=_seconds(data["overhead"]),
+                about=data["about"],
+            )
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"no tuning result: {error!r}") from error
+        families = [("all", *family) for family in FAMILIES] if about["draft"] is not None else []
+        families += [("free", *family) for family in FREE]
+        if found.about != about or {family_key(*family) for family in families} != set(found.draft):
+            raise ValueError("no tuning result of this pair")
+        if not {1} <= set(found.target) <= set(ROWS) or not all(found.target.values()):
+            raise ValueError("no tuning result: target forwards that take no time, or of other rows")
+        return found
+
+
+def _seconds(value: Any) -> float:
+    """A duration from a file.
+
+    Raises:
+        TypeError: no number.
+        ValueError: negative or not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"expected seconds, got {value!r}")
+    if not 0.0 <= value < math.inf:
+        raise ValueError(f"expected seconds, got {value}")
+    return float(value)
 
 
 def family_key(name: str, width: int, branch: int) -> str:
@@ -138,11 +170,15 @@ def tune(
     path = cache_dir() / f"tune-{hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:20]}.json"
     if path in _known and not refresh:
         return _known[path]
-    if path.exists() and not refresh:
+    ignored = False
+    if os.path.lexists(path) and not refresh:
         try:
-            return _known.setdefault(path, StepCosts.load(path))
-        except (ValueError, KeyError, TypeError):
-            logger.warning("ignoring an unreadable tuning result: %s", path)
+            if not path.is_file():  # a pipe would be waited for
+                raise ValueError("not a file")
+            return _known.setdefault(path, StepCosts.load(path, about))
+        except (OSError, ValueError) as error:
+            ignored = True
+            logger.warning("ignoring an unreadable tuning result: %s: %s", path, error)
     begin = time.perf_counter()
     with torch.no_grad(), switched(*models.values()):
         costs = measure(model, draft, batch_size, prefix, backend, about, skip)
@@ -154,13 +190,15 @@ def tune(
         path,
     )
     _known[path] = costs
+    partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.tmp")
         partial.write_text(json.dumps(asdict(costs), indent=1))
         partial.replace(path)
     except OSError as error:
-        logger.warning("the tuning result could not be kept: %s", error)
+        with suppress(OSError):
+            partial.unlink()
+        logger.log(logging.DEBUG if ignored else logging.WARNING, "the tuning result could not be kept: %s", error)
     return costs
 
 
@@ -334,7 +372,7 @@ def describe(
         "backend": backend,
         "draft_forward": "operator" if draft and not skip and why_not(draft, backend) is None else "modules",
         "compiled": gsd_kernels.backends.unavailable_reason("cpu", torch.device("cpu")) is None,
-        "attention": str(model.config._attn_implementation).removeprefix("gsd_"),
+        "attention": original_name(str(model.config._attn_implementation)),
         "versions": [gsd_kernels.__version__, torch.__version__, transformers.__version__],
     }
 

@@ -1,0 +1,88 @@
+"""Calls in ``torch.inference_mode()`` and outside, in turn: nothing that outlives a call is an inference tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+
+import pytest
+import torch
+from models import noised, prompts, tiny
+
+import gsd_kernels as gsd
+from gsd_kernels import DraftHeads, GraphConfig, LayerSkip
+
+NEW = 20
+SHAPE = GraphConfig(depth=2, width=3, branch=3, max_rows=16, reuse_depth=2, reuse_width=3)
+MODES = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "ordinary": contextlib.nullcontext}
+
+
+def source(name: str, target) -> dict:
+    """Arguments of ``generate``, with a draft of its own: nothing was learned of it yet."""
+    if name == "draft":
+        return {"assistant_model": noised(target, 0.03)}
+    if name == "layer_skip":
+        return {"assistant_model": LayerSkip(target, mlp=[1])}
+    if name == "heads":
+        heads = DraftHeads.for_model(target, 2)
+        torch.nn.init.normal_(heads.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+        return {"draft_heads": heads}
+    return {"draft_sources": ("history",)}
+
+
+def inference_tensors() -> dict[int, torch.Tensor]:
+    gc.collect()
+    return {id(o): o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.is_inference()}
+
+
+@pytest.mark.parametrize("shape", [SHAPE, "auto"], ids=["fixed", "auto"])
+@pytest.mark.parametrize("name", ["history", "draft", "layer_skip", "heads"])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_a_call_in_inference_mode_spoils_no_later_one(name, shape, sampled):
+    target = tiny()
+    options = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": sampled}
+    options |= {"seed": 3, "temperature": 0.7} if sampled else {}
+    inputs = prompts(2, 13, seed=1)
+    plain = gsd.generate(copy.deepcopy(target), **inputs, **options)
+    arguments = {**source(name, target), "graph_config": shape}
+    before = inference_tensors()
+    for mode in ("inference", "ordinary", "inference", "no_grad", "ordinary"):
+        with MODES[mode]():
+            out = gsd.generate(target, **inputs, **options, **arguments, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, plain), mode
+        if shape != "auto":
+            assert out.stats.merges + out.stats.drafted_nodes > 0 and sum(out.stats.accepted[2:]) > 0
+        del out
+    assert not set(inference_tensors()) - set(before)
+
+
+@pytest.mark.parametrize("patched_in", MODES)
+def test_a_model_patched_in_one_mode_serves_all(patched_in):
+    target = tiny()
+    inputs, options = prompts(2, 13), {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": False}
+    plain = target.generate(**inputs, **options)
+    with MODES[patched_in]():
+        gsd.patch(target, assistant_model=noised(target, 0.03), graph_config=SHAPE)
+    for mode in (*MODES, *MODES):
+        with MODES[mode]():
+            assert torch.equal(target.generate(**inputs, **options), plain), mode
+            dictionary = target.generate(
+                **inputs, **options, repetition_penalty=1.3, output_scores=True, return_dict_in_generate=True
+            )
+    with torch.inference_mode():
+        gsd.unpatch(target)
+    expected = target.generate(**inputs, **options, repetition_penalty=1.3)
+    assert torch.equal(dictionary.sequences, expected) and torch.equal(target.generate(**inputs, **options), plain)
+
+
+def test_models_and_prompts_made_in_inference_mode():
+    with torch.inference_mode():
+        target = tiny()
+        draft, inputs = noised(target, 0.03), prompts(2, 13)
+    options = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": False}
+    plain = target.generate(**inputs, **options)
+    for mode in ("ordinary", "inference", "ordinary"):
+        with MODES[mode]():
+            out = gsd.generate(target, **inputs, **options, assistant_model=draft, graph_config=SHAPE)
+        assert torch.equal(out, plain), mode
