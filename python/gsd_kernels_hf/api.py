@@ -160,7 +160,11 @@ class _Accelerated:
             raise TypeError("generate: pass everything after inputs and generation_config by keyword")
         kwargs.pop("custom_generate", None)
         given = {k: v for k, v in kwargs.items() if k not in self.defaults or v is not None}
-        return generate(self.model, inputs, **{**self.defaults, **given})
+        merged = {**self.defaults, **given}
+        for source in ("assistant_model", "draft_heads"):
+            if merged[source] is False:
+                merged[source] = None
+        return generate(self.model, inputs, **merged)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _transformers_generate, (self.model,)  # a copied or pickled model has transformers' own
@@ -184,7 +188,9 @@ def patch(
     """Make ``model``'s own ``generate`` graph-speculative, until :func:`unpatch`.
 
     Pipelines, PEFT-wrapped models and servers that call ``model.generate`` get it too; it also takes ``seed=``,
-    ``graph_config=``, ``backend=``, ``criterion=`` and another ``assistant_model=`` for one call.
+    ``graph_config=``, ``backend=``, ``criterion=`` and another ``assistant_model=`` for one call, and
+    ``assistant_model=False`` or ``draft_heads=False`` to go without the patch's: alone for plain decoding, with
+    ``draft_sources=("history",)`` for the history alone.
 
     Args:
         model, assistant_model, graph_config, backend, draft_heads, criterion, tokenizer, assistant_tokenizer: as in
@@ -211,7 +217,8 @@ def patch(
     models = [inner] if draft is None else [inner, draft]
     for done, m in enumerate(models):
         try:
-            switch(m)
+            with validate.as_argument("assistant_model" if m is draft else "model"):
+                switch(m)
         except Exception:
             for earlier in models[:done]:
                 unswitch(earlier)

@@ -142,14 +142,20 @@ class ExactMatch:
             at: which sequences and rows to decide on.
 
         Returns:
-            int32 [b, r]; −1 where the logits hold NaN.
+            int32 [b, r]; −1 where the logits hold NaN, or have no distribution to sample: +∞, or nothing but −∞.
         """
         return self._sample(logits, positions, self.seed, at, **self.warpers)
 
     def _sample(self, logits: Tensor, positions: Tensor, seed: Tensor, at: At, **warpers: float) -> Tensor:
         to = logits.device
         sequences = self.sequence_ids[at[0]].to(to)
-        return sample_rows(logits, positions, seed=seed.to(to), sequence_ids=sequences, backend=self.backend, **warpers)
+        noise = {"seed": seed.to(to), "sequence_ids": sequences}
+        picked = sample_rows(logits, positions, backend=self.backend, **noise, **warpers)
+        if not warpers["temperature"] > 0:
+            return picked
+        # The largest score is picked, so that an infinite one shows there.
+        score = logits.gather(-1, picked.clamp(min=0).long()[..., None]).squeeze(-1)
+        return torch.where(score.isfinite(), picked, -1)
 
     def _log_probs(self, logits: Tensor) -> Tensor:
         """The distribution after temperature, top-k, top-p and min-p: float32 [..., V]."""

@@ -44,7 +44,7 @@ from ..policy.auto import AcceptanceModel, Budget
 from ..policy.tuning import FAMILIES, tune
 from ..sources.drafting import Calibration, DecodeState, Drafter, HeadDraft, ModelDraft, Place
 from ..sources.heads import DraftHeads
-from ..sources.history import TRUST, WORTH, History
+from ..sources.history import TRUST, WORTH, History, per_sequence
 from ..sources.layer_skip import LayerSkip, SkippedDraft, SkippedRows
 from ..sources.weights import Mixture, Worth
 from .capture import CapturedStep, can_capture
@@ -240,7 +240,7 @@ def check_sources(
     """The sources to use; by default all that there are.
 
     Raises:
-        ValueError: an unknown one, one that is not there, or one that is there and not used.
+        TypeError, ValueError: an unknown one, one that is not there, or one that is there and not used.
     """
     there = {
         "model": draft is not None and not isinstance(draft, LayerSkip),
@@ -250,8 +250,7 @@ def check_sources(
     if sources is None:
         given = tuple(source for source, present in there.items() if present)
         return (*given, "history") if given else ()
-    if isinstance(sources, str) or not all(s in SOURCES for s in sources) or not sources:
-        raise ValueError(f"draft_sources: expected a tuple of {', '.join(SOURCES)}, got {sources!r}")
+    validate.check_source_names(sources, SOURCES)
     needs = {
         "model": "assistant_model, a draft of the same tokenizer",
         "layer_skip": "assistant_model=LayerSkip(model, …)",
@@ -262,7 +261,7 @@ def check_sources(
             raise ValueError(f'draft_sources: "{source}" needs {needed}')
         if there[source] and source not in sources:
             given = needed.partition(",")[0].partition("=")[0]
-            raise ValueError(f'draft_sources: leave out {given}, or name "{source}"')
+            raise ValueError(f'draft_sources: leave {given} out ({given}=False on a patched model), or name "{source}"')
     return tuple(sources)
 
 
@@ -321,6 +320,7 @@ class GraphDecoder:
         self.reference_ids = reference_ids
         check_chain(self.criterion, self.graph_config, draft_sources, draft_heads, reference_ids)
         validate.check_backend(backend)
+        validate.check_listeners(streamer, observer)
         self.seed, self.backend, self.streamer, self.observer = seed, backend, streamer, observer
         self.stats: GenerationStats | None = None
 
@@ -375,7 +375,8 @@ class GraphDecoder:
             budget = self._budget(model, input_ids.shape[0], prompt + room // 2, learned.acceptance)
         sources = self._sources(budget)
         if self.reference_ids is not None:
-            validate.check_reference(self.reference_ids, input_ids.shape[0], properties.vocabulary(model))
+            copies = generation_config.num_return_sequences or 1
+            validate.check_reference(self.reference_ids, input_ids.shape[0], properties.vocabulary(model), copies)
             if "history" not in sources:
                 raise ValueError(
                     "reference_ids: the history reads them, and is not among the draft sources; name it in "
@@ -388,8 +389,8 @@ class GraphDecoder:
         capacity = prompt + room + (max(shape.cache_slots for shape in shapes) if sources else 1)
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
-        models = (model,) if draft is None else (model, draft)
-        with switched(*models), nullcontext() if agreement is None else agreement.explained():
+        explained = nullcontext() if agreement is None else agreement.explained()
+        with switched(model), validate.switched_draft(draft), explained:
             row_models = [RowModel(model, capacity, state.kv_start, self.backend)]
             if self.skip is not None:
                 row_models.append(SkippedRows(self.skip, row_models[0]))
@@ -442,11 +443,13 @@ class GraphDecoder:
         if self.streamer is not None:
             self.streamer.end()
 
+        if walk is not None:
+            stats.new_tokens -= walk.taken_back
         length = walk.final_length if walk is not None else int(state.out_len.max())
         unfinished = state.out_len[~state.done]
         if len(unfinished):  # out of time: no text is padded before its end
             length = min(length, int(unfinished.min()))
-        sequences = state.tokens[:, :length].to(input_ids.device)
+        sequences = (state.tokens if walk is None else walk.history)[:, :length].to(input_ids.device)
         if not as_dict:
             return sequences
         return GraphGenerateOutput(
@@ -570,7 +573,7 @@ class GraphDecoder:
             history = History(table, state.seed, state.sequence_ids, warpers, mixture, worth, self.backend)
             if self.reference_ids is not None:
                 reference = self.reference_ids.to(state.tokens.device, torch.int64)
-                history.read(reference.expand(state.tokens.shape[0], -1), torch.zeros_like(state.kv_start))
+                history.read(per_sequence(reference, state.tokens.shape[0]), torch.zeros_like(state.kv_start))
         return Drafter(state, self.backend, model=model, heads=heads, history=history)
 
     def check_sources_of(self, model: PreTrainedModel) -> None:
@@ -596,12 +599,8 @@ class GraphDecoder:
         validate.check_model("model", model)
         self.check_sources_of(model)
         validate.check_generation_config(generation_config)
-        cache = model_kwargs.get("past_key_values")
-        if cache is not None and cache.get_seq_length() > 0:
-            raise ValueError("past_key_values: continuing a filled cache is not supported; pass the whole prompt")
-        if model_kwargs.get("inputs_embeds") is not None:
-            raise ValueError("inputs_embeds: not supported; pass input_ids")
         validate.check_prompt(input_ids, attention_mask, properties.vocabulary(model))
+        validate.check_call(model, model_kwargs)
         if self.streamer is not None and input_ids.shape[0] > 1:
             raise ValueError(f"streamer: streams one sequence, got a batch of {input_ids.shape[0]}")
 

@@ -62,7 +62,10 @@ class History:
         logits = logits.float()
         if not is_off(self.warpers["temperature"], 0.0):
             logits = warp(logits, **self.warpers)
-        log_probs, tokens = logits.log_softmax(-1).topk(k, dim=-1)
+        log_probs, tokens = logits.log_softmax(-1).topk(min(k, logits.shape[-1]), dim=-1)
+        missing = k - tokens.shape[-1]  # a vocabulary smaller than branch
+        tokens = torch.nn.functional.pad(tokens, (0, missing), value=-1)
+        log_probs = torch.nn.functional.pad(log_probs, (0, missing), value=-math.inf)
         contexts = row_contexts(rows, tail, self.table.max_context)
         place = torch.arange(rows.token_ids.shape[1], device=tokens.device)
         ngram_insert(
@@ -92,6 +95,15 @@ class History:
                 tokens, log_probs, positions, seed=self.seed, sequence_ids=self.sequence_ids, backend=self.backend
             )
         return (tokens, torch.where(tokens >= 0, log_probs, -math.inf)), matched
+
+
+def per_sequence(reference_ids: Tensor, batch: int) -> Tensor:
+    """One text a sequence, int64 [batch, L]; several sequences of one prompt have the prompt's.
+
+    reference_ids: int [L], or [prompts, L] of as many prompts as divide the batch.
+    """
+    texts = reference_ids.long().reshape(-1, reference_ids.shape[-1])
+    return texts.repeat_interleave(batch // texts.shape[0], 0)
 
 
 def row_contexts(rows: Rows, tail: Tensor, length: int) -> Tensor:

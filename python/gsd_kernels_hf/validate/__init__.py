@@ -3,17 +3,23 @@
 May import :mod:`gsd_kernels` and :mod:`gsd_kernels_hf.model`.
 """
 
+from .calls import as_argument, check_call, check_listeners, check_source_names, switched_draft
 from .inputs import check_length, check_prompt, check_reference
 from .models import check_backend, check_model, check_pair
 from .options import check_arguments, check_generation_config
 
 __all__ = [
+    "as_argument",
     "check_arguments",
     "check_backend",
+    "check_call",
     "check_generation_config",
     "check_length",
+    "check_listeners",
     "check_model",
     "check_pair",
     "check_prompt",
     "check_reference",
+    "check_source_names",
+    "switched_draft",
 ]
