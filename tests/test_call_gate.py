@@ -572,7 +572,7 @@ def test_a_patched_models_draft_and_heads_can_be_left_out_for_one_call():
     heads = gsd.DraftHeads.for_model(target, 2).requires_grad_(False)
     expected = target.generate(**prompt())
     handle = gsd.patch(target, assistant_model=draft, draft_heads=heads, graph_config="graph")
-    with pytest.raises(ValueError, match=r"draft_sources: .*assistant_model=False on a patched model"):
+    with pytest.raises(ValueError, match=r"draft_sources: .*assistant_model=False leaves a patched model's out"):
         target.generate(**prompt(), draft_sources=("history",))
     drafted = {}
     for name, call in {

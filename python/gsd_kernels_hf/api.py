@@ -66,19 +66,22 @@ def generate(
         draft_sources: of ``"model"``, ``"layer_skip"``, ``"heads"`` and ``"history"``, see :class:`GraphDecoder`.
         draft_heads: :class:`~gsd_kernels.DraftHeads` of the target, a source beside or instead of the draft.
         reference_ids: a text that the output may repeat: the file to edit, a retrieved document; int64 [length] for all
-            sequences or [batch, length]. The history starts with it; it changes the speed, never the output.
+            sequences or [batch, length], one a prompt. The history starts with it; it changes the speed, never the
+            output.
         criterion: which drafted tokens are accepted when sampling. ``"exact"``: those that the model itself draws.
             ``"speculative"``: by the ratio of both models' probabilities; still an exact sample, but another one with
             another draft, and from a chain only. ``"typical"`` or :class:`~gsd_kernels.Typical`: what is likely enough
             under the model, which changes the output. Greedy output is the same with each.
         generation_config, stopping_criteria, streamer, tokenizer: as in transformers; ``tokenizer`` serves
-            ``stop_strings``. With a batch every sequence's processors are called with its own history.
+            ``stop_strings``. With a batch every sequence has its own copy of the processors (of a model inside them,
+            too), called with its own history. Stopping criteria are called once for every position, with the batch.
         assistant_tokenizer: only compared with ``tokenizer``.
         observer: called with the record of every step.
         **kwargs: every other argument of transformers' ``generate``.
 
     Returns:
-        int64 [batch, length], or with ``return_dict_in_generate`` a ``GenerateDecoderOnlyOutput`` with ``stats``.
+        int64 [batch, length], or with ``return_dict_in_generate`` a ``GenerateDecoderOnlyOutput`` with ``stats`` and
+        without ``past_key_values``.
 
     Raises:
         TypeError, ValueError: something cannot be served; the message names it and the cure, and nothing was changed.

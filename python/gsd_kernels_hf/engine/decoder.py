@@ -57,7 +57,10 @@ SOURCES = ("model", "layer_skip", "heads", "history")
 
 @dataclass
 class GraphGenerateOutput(GenerateDecoderOnlyOutput):
-    """transformers' output with :class:`~gsd_kernels_hf.stats.GenerationStats`; beyond a row's end scores are 0."""
+    """transformers' output with :class:`~gsd_kernels_hf.stats.GenerationStats`; beyond a row's end scores are 0.
+
+    ``past_key_values`` is ``None``: the cache has free slots and rejected rows in it, which no other code expects.
+    """
 
     stats: GenerationStats | None = None
 
@@ -261,7 +264,9 @@ def check_sources(
             raise ValueError(f'draft_sources: "{source}" needs {needed}')
         if there[source] and source not in sources:
             given = needed.partition(",")[0].partition("=")[0]
-            raise ValueError(f'draft_sources: leave {given} out ({given}=False on a patched model), or name "{source}"')
+            raise ValueError(
+                f'draft_sources: leave out {given}, or name "{source}"; {given}=False leaves a patched model\'s out'
+            )
     return tuple(sources)
 
 
