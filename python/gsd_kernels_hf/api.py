@@ -152,7 +152,9 @@ class _Accelerated:
             raise TypeError("generate: pass everything after inputs and generation_config by keyword")
         kwargs.pop("custom_generate", None)
         given = {k: v for k, v in kwargs.items() if k not in self.defaults or v is not None}
-        return generate(self.model, inputs, **{**self.defaults, **given})
+        merged = {**self.defaults, **given}
+        without = [name for name in ("assistant_model", "draft_heads") if merged.get(name) is False]
+        return generate(self.model, inputs, **{**merged, **dict.fromkeys(without)})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _transformers_generate, (self.model,)  # a copied or pickled model has transformers' own
@@ -167,8 +169,10 @@ def patch(model: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer:
     """Make ``model``'s own ``generate`` graph-speculative, until :func:`unpatch`.
 
     Pipelines, PEFT-wrapped models and servers that call ``model.generate`` get it too. What is given here holds for
-    all calls; a call may give any option anew. Caches and captured steps are kept between calls, and a prompt that
-    begins as the last text did, like the next turn of a chat, is read from there on only.
+    all calls; a call may give any option anew, and ``assistant_model=False`` or ``draft_heads=False`` to go without the
+    patch's: alone for plain decoding, with ``draft_sources=("history",)`` for the history alone. Caches and captured
+    steps are kept between calls, and a prompt that begins as the last text did, like the next turn of a chat, is read
+    from there on only.
 
     Args:
         model: as in :func:`generate`.
@@ -194,7 +198,8 @@ def patch(model: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer:
     models = [inner, *drafts]
     for done, m in enumerate(models):
         try:
-            switch(m)
+            with validate.as_argument("assistant_model" if done else "model"):
+                switch(m)
         except Exception:
             for earlier in models[:done]:
                 unswitch(earlier)

@@ -119,10 +119,10 @@ class Sampler:
             at: which sequences and rows these are.
 
         Returns:
-            int32 [b, r]; −1 where the logits hold NaN.
+            int32 [b, r]; −1 where the logits hold NaN, or have no distribution to sample: +∞, or nothing but −∞.
         """
         here = self.on(logits.device)
-        return sample_rows(
+        picked = sample_rows(
             logits,
             positions,
             seed=here.seed,
@@ -130,6 +130,11 @@ class Sampler:
             backend=self.backend,
             **self.warpers,
         )
+        if self.greedy:
+            return picked
+        # The largest score is picked, so that an infinite one shows there.
+        score = logits.gather(-1, picked.clamp(min=0).long()[..., None]).squeeze(-1)
+        return torch.where(score.isfinite(), picked, -1)
 
     def candidates(self, logits: Tensor, positions: Tensor, branch: int) -> Candidates:
         """The ``branch`` tokens that the target most likely picks, by a draft's logits [B, W, V]."""

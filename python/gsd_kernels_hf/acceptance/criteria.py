@@ -134,7 +134,7 @@ class ExactMatch:
             at: which sequences and rows to decide on.
 
         Returns:
-            int32 [b, r]; −1 where the logits hold NaN.
+            int32 [b, r]; −1 where the logits hold NaN, or have no distribution to sample: +∞, or nothing but −∞.
         """
         return self.sampler.pick(logits, positions, at)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -36,7 +37,8 @@ class SamplingPlan:
         """Fuse the longest tail of known warpers in the known order; everything before it stays as it is.
 
         Raises:
-            ValueError: classifier-free guidance, which needs a second target forward at every token.
+            ValueError: classifier-free guidance, which needs a second target forward at every token; a temperature
+                that is no finite number above 0.
         """
         for processor in processors:
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
@@ -52,6 +54,8 @@ class SamplingPlan:
         for warper in plan.warpers:
             if isinstance(warper, TemperatureLogitsWarper):
                 plan.temperature = float(warper.temperature)
+                if not 0.0 < plan.temperature < math.inf:
+                    raise ValueError(f"temperature: expected a finite number above 0, got {plan.temperature}")
             elif isinstance(warper, TopKLogitsWarper):
                 plan.top_k = int(warper.top_k)
             elif isinstance(warper, TopPLogitsWarper):

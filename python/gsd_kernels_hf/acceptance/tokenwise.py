@@ -20,6 +20,11 @@ class TokenByToken:
 
     It walks the rows that :func:`gsd_kernels.verify` would; the token after a row is picked only once its history is
     known.
+
+    Stopping criteria are called as transformers calls them: once for every position, in order, with the whole batch.
+    Sequences advance at different speeds here, so a position is judged as soon as the slowest sequence has reached
+    it, and what others have emitted beyond a position that turns out to be their last is taken back. In a step the
+    shortest sequence goes first, so that little is.
     """
 
     on_device = False
@@ -43,60 +48,46 @@ class TokenByToken:
         self.keep_scores, self.keep_logits = keep_scores, keep_logits
         self.scores: list[list[Tensor]] = [[] for _ in range(batch)]
         self.logits: list[list[Tensor]] = [[] for _ in range(batch)]
-        self.stopped_at: list[int | None] = [None] * batch  # without an eos id, rows run on until all have stopped
-        self.history = state.tokens.clone()  # int64 [B, S]
-        self.lengths = state.out_len.tolist()
+        self.history = state.tokens.clone()  # int64 [B, S]; the texts, padded
+        self.pad = int(self.history[0, -1])  # behind the longest text there is room for another step
+        self.lengths: list[int] = state.out_len.tolist()
         self.done = [False] * batch
+        self.prompt = self.judged = self.lengths[0]  # how far the criteria have been called
+        self.judged_scores: tuple[Tensor, ...] = ()  # [B, V] for every position that they were called at
+        self.stopped = [False] * batch  # without an eos id, a stopped sequence runs on until all have stopped
+        self.taken_back = 0  # tokens of earlier steps
 
     def accept(self, rows: Rows, logits: Tensor, positions: Tensor, max_path: int) -> Acceptance:
-        """See :class:`~gsd_kernels_hf.acceptance.rule.AcceptanceRule`; marks sequences that a criterion stops."""
-        state = self.state
-        batch, width = rows.token_ids.shape[0], max_path + 1
+        """See :class:`~gsd_kernels_hf.acceptance.rule.AcceptanceRule`; marks sequences that end."""
+        width = max_path + 1
         tokens, parents = rows.token_ids.tolist(), rows.parent_rows.tolist()
-        sizes, remaining = rows.num_rows.tolist(), state.remaining.tolist()
-        paths, picks = [], []
-        for b in range(batch):
-            if self.done[b]:
-                paths.append([-1] * width)
-                picks.append(0)
-                continue
-            children = {(parents[b][r], tokens[b][r]): r for r in range(1, sizes[b])}
-            path = [0]
-            while True:
-                row = path[-1]
-                token = self._pick(rows, (b, row), logits[b, row].float(), positions[b : b + 1, row : row + 1])
-                over = token in self.eos or len(path) >= remaining[b]
-                if self._stops(b):
-                    if self.pads_finished:
-                        over = self.done[b] = True
-                    elif self.stopped_at[b] is None:
-                        self.stopped_at[b] = self.lengths[b]
-                child = children.get((row, token))
-                if over or child is None:
-                    break
-                path.append(child)
-            self.done[b] |= token in self.eos or len(path) >= remaining[b]
-            paths.append(path + [-1] * (width - len(path)))
-            picks.append(token)
-        device = rows.token_ids.device
-        accepted_rows = torch.tensor(paths, dtype=torch.int32, device=device)
-        num_accepted = (accepted_rows >= 0).sum(1, dtype=torch.int32)
-        return Acceptance(accepted_rows, num_accepted, torch.tensor(picks, dtype=torch.int32, device=device))
+        sizes, remaining = rows.num_rows.tolist(), self.state.remaining.tolist()
+        before = list(self.lengths)
+        paths = [[] if done else [0] for done in self.done]
+        children = [{(parents[b][r], tokens[b][r]): r for r in range(1, size)} for b, size in enumerate(sizes)]
+        walking = {b for b, path in enumerate(paths) if path}
+        while walking:
+            b = min(walking, key=lambda sequence: (self.lengths[sequence], sequence))
+            row = paths[b][-1]
+            token = self._pick(rows, (b, row), logits[b, row].float(), positions[b : b + 1, row : row + 1])
+            self.done[b] = token in self.eos or self.lengths[b] - before[b] >= remaining[b]
+            self._judge()
+            child = children[b].get((row, token))
+            if child is None:
+                walking.remove(b)
+            else:
+                paths[b].append(child)
+            walking = {sequence for sequence in walking if not self.done[sequence]}
+        return self._acceptance(paths, before, width, rows.token_ids.device)
 
     def settle(self) -> None:
         """After the commit: carry the verdicts to the device state."""
         state = self.state
-        if not self.pads_finished and None not in self.stopped_at:
-            left = [max(s or 0 for s in self.stopped_at) - n for n in self.lengths]
-            state.remaining.copy_(torch.tensor(left, dtype=torch.int32))
-            self.done = [d or n <= 0 for d, n in zip(self.done, left, strict=True)]
         state.done.logical_or_(torch.tensor(self.done, device=state.done.device))
 
     @property
     def final_length(self) -> int:
-        """Longest sequence; where rows ran on until all had stopped, the length at which the last one did."""
-        if not self.pads_finished and None not in self.stopped_at:
-            return max(s or 0 for s in self.stopped_at)
+        """Length of the longest sequence."""
         return max(self.lengths)
 
     def stacked(self, per_row: list[list[Tensor]], steps: int) -> tuple[Tensor, ...]:
@@ -120,18 +111,69 @@ class TokenByToken:
         self.lengths[b] += 1
         return token
 
-    def _stops(self, b: int) -> bool:
-        if not self.criteria:
-            return False
+    def _acceptance(self, paths: list[list[int]], before: list[int], width: int, device: torch.device) -> Acceptance:
+        """What is left of the step's paths; a sequence that ended earlier than the step began accepts nothing."""
+        kept, picks = [], []
+        for b, path in enumerate(paths):
+            count = self.lengths[b] - before[b]
+            self.taken_back += max(0, -count)
+            kept.append(path[: max(0, count)] + [-1] * (width - min(len(path), max(0, count))))
+            picks.append(int(self.history[b, self.lengths[b] - 1]) if count > 0 else 0)
+        accepted_rows = torch.tensor(kept, dtype=torch.int32, device=device)
+        num_accepted = (accepted_rows >= 0).sum(1, dtype=torch.int32)
+        return Acceptance(accepted_rows, num_accepted, torch.tensor(picks, dtype=torch.int32, device=device))
+
+    def _judge(self) -> None:
+        """Call the criteria at every position that all sequences have reached; finished ones are padded."""
+        while self.criteria and self.judged < self._reach():
+            self.judged += 1
+            length = self.judged
+            verdicts = self._verdicts(length)
+            if self.pads_finished:
+                for b, stops in enumerate(verdicts):
+                    if stops and self.lengths[b] >= length:
+                        self._end(b, length)
+                continue
+            self.stopped = [a or b for a, b in zip(self.stopped, verdicts, strict=True)]
+            if all(self.stopped):
+                for b in range(len(verdicts)):
+                    self._end(b, length)
+
+    def _reach(self) -> int:
+        """The length up to which the whole batch is known."""
+        growing = [n for n, done in zip(self.lengths, self.done, strict=True) if not (done and self.pads_finished)]
+        return min(growing, default=max(self.lengths))
+
+    def _verdicts(self, length: int) -> list[bool]:
         batch = len(self.done)
-        ids = self.history[b, : self.lengths[b]].expand(batch, -1)
-        scores = tuple(s.expand(batch, -1) for s in self.scores[b]) if self.keep_scores else None
-        verdicts = [torch.as_tensor(criterion(ids, scores)) for criterion in self.criteria]
-        return any(bool(v if v.dim() == 0 else v[b]) for v in verdicts)
+        if self.keep_scores:
+            blank = torch.zeros_like(next(row[0] for row in self.scores if row))
+            at = length - self.prompt - 1
+            known = [row[at] if at < len(row) else blank for row in self.scores]
+            self.judged_scores += (torch.stack(known),)
+        ids = self.history[:, :length].clone()  # a criterion may keep it
+        stops = torch.zeros(batch, dtype=torch.bool, device=ids.device)
+        for criterion in self.criteria:
+            stops = stops | criterion(ids, self.judged_scores if self.keep_scores else None)
+            if stops.shape != (batch,):
+                raise ValueError(
+                    f"stopping_criteria: {type(criterion).__name__} must return a bool for every sequence, [{batch}], "
+                    f"or one for all; together with the others' that has shape {list(stops.shape)}"
+                )
+        return stops.bool().tolist()
+
+    def _end(self, b: int, length: int) -> None:
+        """End a sequence at ``length``, whatever it emitted beyond."""
+        self.done[b] = True
+        self.history[b, length : self.lengths[b]] = self.pad
+        self.lengths[b] = length
+        del self.scores[b][length - self.prompt :], self.logits[b][length - self.prompt :]
 
 
 def check_pick(token: int) -> None:
+    """Raise for the mark of scores from which nothing can be picked."""
     if token < 0:
         raise ValueError(
-            "logits: the target produced NaN; check its weights and dtype, or pass remove_invalid_values=True"
+            "logits: NaN, or while sampling an infinite score or none that is finite, from the target or a "
+            "logits_processor; check the weights, their dtype and the processors, or pass remove_invalid_values=True"
         )

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from .. import validate
 from ..acceptance.criteria import warn_lossy
-from ..model.attention import switched
 from ..parallel import ranks_of
 from ..policy.auto import automatic
 from ..policy.fixed import Fixed
@@ -66,7 +66,7 @@ class GraphDecoder(Options):
         session, current = engine.session(request, policy.largest_shapes(), sources, alone=ranks.alone)
         if self.streamer is not None:
             self.streamer.put(request.input_ids.cpu())
-        with switched(*request.models.values()), ranks.explained():
+        with validate.switched_as(request.models), ranks.explained():
             session.begin(request, learned.weights, reuse_prefix=current and self.reuse_prefix)
             warn_lossy(session.rule.criterion)
             out = Output(request, session)

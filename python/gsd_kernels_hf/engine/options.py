@@ -91,6 +91,7 @@ class Options:
         self.graph_config = GraphConfig() if shape == "auto" else resolve_graph_config(shape)
         check_chain(self.criterion, self.graph_config, self.draft_sources, self.draft_heads, self.reference_ids)
         validate.check_backend(self.backend)
+        validate.check_listeners(self.streamer, self.observer)
 
     def sources(self, *, automatic: bool) -> list[DraftSource]:
         """The sources of one call, in the order in which they are mixed.
@@ -148,11 +149,15 @@ class Options:
         if sources is None:
             given = tuple(name for name, present in there.items() if present)
             return (*given, "history") if given else ()
-        known = not isinstance(sources, str) and all(s in NAMES or isinstance(s, DraftSource) for s in sources)
-        if not known or not sources:
-            raise ValueError(
-                f"draft_sources: expected a tuple of {', '.join(NAMES)} or DraftSource objects, got {sources!r}"
-            )
+        expected = f"draft_sources: expected a tuple of {', '.join(NAMES)} or DraftSource objects, got {sources!r}"
+        if not isinstance(sources, (tuple, list, str)):
+            raise TypeError(expected)
+        if (
+            isinstance(sources, str)
+            or not sources
+            or not all(s in NAMES or isinstance(s, DraftSource) for s in sources)
+        ):
+            raise ValueError(expected)
         names = tuple(s.name if isinstance(s, DraftSource) else s for s in sources)
         if len(set(names)) < len(names):
             raise ValueError(f"draft_sources: {', '.join(names)} have a name twice; give each source a name of its own")
@@ -161,5 +166,7 @@ class Options:
                 raise ValueError(f'draft_sources: "{name}" needs {needed}')
             if there[name] and name not in names:
                 given = needed.partition(",")[0].partition("=")[0]
-                raise ValueError(f'draft_sources: leave out {given}, or name "{name}"')
+                raise ValueError(
+                    f'draft_sources: leave {given} out ({given}=False on a patched model), or name "{name}"'
+                )
         return names

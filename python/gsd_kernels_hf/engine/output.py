@@ -80,11 +80,14 @@ class Output:
         if self.streamer is not None:
             self.streamer.end()
         rule = session.rule
-        length = rule.final_length if isinstance(rule, TokenByToken) else int(state.out_len.max())
+        tokens, length = state.tokens, int(state.out_len.max())
+        if isinstance(rule, TokenByToken):
+            tokens, length = rule.history, rule.final_length
+            stats.new_tokens -= rule.taken_back
         unfinished = state.out_len[~state.done]
         if len(unfinished):  # out of time: no text is padded before its end
             length = min(length, int(unfinished.min()))
-        sequences = state.tokens[:, :length].to(request.input_ids.device, copy=True)  # the storage is used again
+        sequences = tokens[:, :length].to(request.input_ids.device, copy=True)  # the storage is used again
         if not request.as_dict:
             return sequences
         steps = length - request.prompt_length

@@ -78,11 +78,12 @@ class Request:
         for source in options.sources(automatic=True):
             source.check(model)
         validate.check_generation_config(generation_config)
-        validate.check_model_inputs(model_kwargs)
         vocabulary = properties.vocabulary(model)
         validate.check_prompt(input_ids, attention_mask, vocabulary)
+        validate.check_call(model, model_kwargs)
         if options.reference_ids is not None:
-            validate.check_reference(options.reference_ids, input_ids.shape[0], vocabulary)
+            copies = generation_config.num_return_sequences or 1
+            validate.check_reference(options.reference_ids, input_ids.shape[0], vocabulary, copies)
         if options.streamer is not None and input_ids.shape[0] > 1:
             raise ValueError(f"streamer: streams one sequence, got a batch of {input_ids.shape[0]}")
         samples = bool(generation_config.do_sample)

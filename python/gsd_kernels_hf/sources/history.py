@@ -38,8 +38,8 @@ class History(DraftSource):
             self.table.clear()
         reference = self.text.reference_ids
         if reference is not None:
-            batch, device = self.state.tokens.shape[0], self.state.tokens.device
-            self.read(reference.to(device, torch.int64).expand(batch, -1), torch.zeros_like(self.state.kv_start))
+            texts = per_sequence(reference.to(self.state.tokens.device), self.state.tokens.shape[0])
+            self.read(texts, torch.zeros_like(self.state.kv_start))
 
     def prepare(self, config: GraphConfig) -> None:
         """Read the text so far."""
@@ -66,7 +66,10 @@ class History(DraftSource):
         if verified.graph is None:
             return
         k, rows = self.table.tokens.shape[2], verified.rows
-        log_probs, tokens = self.sampler.log_probs(verified.logits).topk(k, dim=-1)
+        log_probs, tokens = self.sampler.log_probs(verified.logits).topk(min(k, verified.logits.shape[-1]), dim=-1)
+        missing = k - tokens.shape[-1]  # a vocabulary smaller than branch
+        tokens = torch.nn.functional.pad(tokens, (0, missing), value=-1)
+        log_probs = torch.nn.functional.pad(log_probs, (0, missing), value=-math.inf)
         contexts = row_contexts(rows, verified.tail, self.table.max_context)
         place = torch.arange(rows.token_ids.shape[1], device=tokens.device)
         self._insert(contexts, tokens.to(torch.int32), log_probs, place < rows.num_rows[:, None])
@@ -83,6 +86,15 @@ class History(DraftSource):
         tokens, log_probs = tokens[..., : graph.branch], log_probs[..., : graph.branch]
         log_probs = self.sampler.perturb(tokens, log_probs, level.positions)
         return Proposal(tokens, torch.where(tokens >= 0, log_probs, -math.inf), matched)
+
+
+def per_sequence(reference_ids: Tensor, batch: int) -> Tensor:
+    """One text a sequence, int64 [batch, L]; several sequences of one prompt have the prompt's.
+
+    reference_ids: int [L], or [prompts, L] of as many prompts as divide the batch.
+    """
+    texts = reference_ids.long().reshape(-1, reference_ids.shape[-1])
+    return texts.repeat_interleave(batch // texts.shape[0], 0)
 
 
 def row_contexts(rows: Rows, tail: Tensor, length: int) -> Tensor:

@@ -3,18 +3,22 @@
 May import :mod:`gsd_kernels` and :mod:`gsd_kernels_hf.model`.
 """
 
-from .inputs import check_length, check_model_inputs, check_prompt, check_reference
+from .calls import as_argument, check_call, check_listeners, switched_as
+from .inputs import check_length, check_prompt, check_reference
 from .models import check_backend, check_model, check_pair
 from .options import check_arguments, check_generation_config
 
 __all__ = [
+    "as_argument",
     "check_arguments",
     "check_backend",
+    "check_call",
     "check_generation_config",
     "check_length",
+    "check_listeners",
     "check_model",
-    "check_model_inputs",
     "check_pair",
     "check_prompt",
     "check_reference",
+    "switched_as",
 ]

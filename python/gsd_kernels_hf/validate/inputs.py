@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,17 +9,24 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 
-def check_reference(reference_ids: Any, batch: int, vocab_size: int) -> None:
-    """Raise unless these are known tokens, [length] or [batch, length]."""
+def check_reference(reference_ids: Any, batch: int, vocab_size: int, copies: int = 1) -> None:
+    """Raise unless these are known tokens, [length] or [batch, length], or one text for all ``copies`` of a prompt."""
     if not isinstance(reference_ids, Tensor) or reference_ids.dtype not in (torch.int32, torch.int64):
         got = str(getattr(reference_ids, "dtype", type(reference_ids).__name__)).removeprefix("torch.")
         raise TypeError(f"reference_ids: expected a tensor of int64 token ids, got {got}; tokenize the text first")
-    if reference_ids.dim() not in (1, 2) or (reference_ids.dim() == 2 and reference_ids.shape[0] not in (1, batch)):
-        raise ValueError(
-            f"reference_ids: expected [length] or [{batch}, length], got shape {list(reference_ids.shape)}"
-        )
+    counts = sorted({1, batch // copies, batch})  # of texts
+    if reference_ids.dim() not in (1, 2) or (reference_ids.dim() == 2 and reference_ids.shape[0] not in counts):
+        shapes = ", ".join(f"[{count}, length]" for count in counts)
+        raise ValueError(f"reference_ids: expected [length] or {shapes}, got shape {list(reference_ids.shape)}")
+    check_values("reference_ids", reference_ids)
     if reference_ids.numel() and not 0 <= int(reference_ids.min()) <= int(reference_ids.max()) < vocab_size:
         raise ValueError(f"reference_ids: expected ids 0 … {vocab_size - 1}")
+
+
+def check_values(name: str, tensor: Tensor) -> None:
+    """Raise for a tensor without values."""
+    if tensor.is_meta:
+        raise ValueError(f"{name}: on the meta device, which holds no values; make it on the model's device")
 
 
 def check_prompt(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> None:
@@ -28,7 +34,9 @@ def check_prompt(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: i
     for name, value in (("input_ids", input_ids), ("attention_mask", attention_mask)):
         if value is not None and not isinstance(value, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
-    if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+        if value is not None:
+            check_values(name, value)
+    if input_ids.dim() != 2 or input_ids.numel() == 0:
         raise ValueError(f"input_ids: expected a non-empty prompt [batch, length], got shape {list(input_ids.shape)}")
     if input_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"input_ids: expected int64 token ids, got {str(input_ids.dtype).removeprefix('torch.')}")
@@ -39,7 +47,10 @@ def check_prompt(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: i
         return
     if attention_mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask: expected shape {list(input_ids.shape)}, got {list(attention_mask.shape)}")
-    mask = attention_mask.bool()
+    mask = attention_mask == 1
+    if not bool((mask | (attention_mask == 0)).all()):
+        wrong = attention_mask[~mask & (attention_mask != 0)][0].item()
+        raise ValueError(f"attention_mask: expected 0 (padding) and 1 (a token), got {wrong}")
     if not bool(mask[:, -1].all()):
         raise ValueError(
             "attention_mask: a prompt is right-padded or empty; decoder-only generation needs padding_side='left'"
@@ -56,12 +67,3 @@ def check_length(model: PreTrainedModel, name: str, length: int) -> None:
             f"max_new_tokens: prompt and new tokens are {length} positions and the {name} has {limit}; "
             "lower max_new_tokens or shorten the prompt"
         )
-
-
-def check_model_inputs(model_kwargs: Mapping[str, Any]) -> None:
-    """Raise for a filled cache and for embeddings in place of tokens."""
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError("past_key_values: continuing a filled cache is not supported; pass the whole prompt")
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError("inputs_embeds: not supported; pass input_ids")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,8 +78,26 @@ GENERATE_PARAMETERS: dict[str, str] = {
 }
 
 
+COUNTS = (
+    "max_new_tokens max_length min_new_tokens min_length num_return_sequences prefill_chunk_size num_beams"
+).split()
+
+
+def check_counts(options: Mapping[str, Any]) -> None:
+    """Raise for a number of tokens or sequences that is not one."""
+    for name in COUNTS:
+        value = options.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"{name}: expected an int, got {value!r}")
+        if name == "prefill_chunk_size" and value < 1:
+            raise ValueError(f"{name}: expected at least 1 token, got {value}; None reads the prompt in one piece")
+
+
 def check_generation_config(config: GenerationConfig) -> None:
     """Raise for every option that is set and cannot be served; report one that is unknown."""
+    check_counts(vars(config))
     for name, value in vars(config).items():
         if name not in CONFIG_FIELDS and value is not None and not name.startswith("_"):
             # Checkpoints carry options of their own code, so an unknown one is no reason to refuse the model.
@@ -90,6 +109,7 @@ def check_generation_config(config: GenerationConfig) -> None:
 
 def check_arguments(kwargs: Mapping[str, Any]) -> None:
     """Raise for a ``generate`` argument that is set and cannot be served."""
+    check_counts(kwargs)
     for name, value in kwargs.items():
         if GENERATE_PARAMETERS.get(name) == REFUSED and value is not None and value is not False:
             raise ValueError(f"{name}: not supported by graph-speculative generation; leave it out or unpatch(model)")

@@ -1,0 +1,146 @@
+"""What one call hands over beside its options: model inputs, adapters, draft sources, listeners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from ..model.attention import switch, unswitch
+
+# How transformers feeds a model while it generates, which the decode loop does itself.
+FEEDING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
+LEAVE_OUT = "leave it out or unpatch(model)"
+
+
+def check_call(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
+    """Raise for what this call would have the model read, and graph-speculative generation does not.
+
+    Args:
+        model: the target.
+        model_kwargs: the model inputs beside ``input_ids``, as transformers' ``generate`` prepared them.
+
+    Raises:
+        ValueError: a model input that is not used, adapters that need more than their layers, a model that feeds
+            itself in its own way, or weights that are not there.
+    """
+    check_feeding(model)
+    check_adapters(model)
+    if model.get_input_embeddings().weight.is_meta and not hasattr(model.get_input_embeddings(), "_hf_hook"):
+        raise ValueError("model: its weights are on the meta device, which holds no values; load them first")
+    mask = model_kwargs.get("attention_mask")
+    for name, value in model_kwargs.items():
+        if not _is_read(name, value, mask):
+            raise ValueError(f"{name}: {_why_unread(name)}; {LEAVE_OUT}")
+
+
+def _is_read(name: str, value: Any, mask: Tensor | None) -> bool:
+    """Whether ignoring the model input changes nothing: it is used, empty, or what the decode loop says anyway."""
+    if value is None or name in ("attention_mask", "use_cache"):
+        return True
+    if name in ("position_ids", "cache_position"):
+        return isinstance(value, Tensor) and _is_counted(value, mask if name == "position_ids" else None)
+    if name == "past_key_values":  # transformers has made one
+        return isinstance(value, Cache) and not value.get_seq_length() and not hasattr(value, "_is_user_defined")
+    if name == "logits_to_keep":
+        return isinstance(value, int) and value == 1
+    return isinstance(value, (dict, list, tuple)) and not value
+
+
+def _why_unread(name: str) -> str:
+    if name == "past_key_values":
+        return "a cache of its own is used, and continuing one is not supported; pass the whole prompt"
+    if name == "position_ids":
+        return "positions are counted from the first token that is not padding, and these differ"
+    if name == "mm_encoder_outputs":
+        return "images and videos (pixel_values) are not supported by graph-speculative generation"
+    return "a model input that graph-speculative generation does not read"
+
+
+def _is_counted(positions: Tensor, mask: Tensor | None) -> bool:
+    """Whether positions [..., P] are 0, 1, 2, … from each sequence's first token on; padding may have any."""
+    if mask is None:
+        counted = torch.arange(positions.shape[-1], device=positions.device)
+        return bool((positions == counted).all())
+    counted = mask.to(positions.device).long().cumsum(-1) - 1
+    if positions.shape[-1] != counted.shape[-1] or positions.dim() < 2 or positions.shape[-2] not in (1, len(counted)):
+        return False
+    return bool(((positions == counted) | (counted < 0)).all())
+
+
+def check_feeding(model: PreTrainedModel) -> None:
+    """Raise where the model's inputs are prepared by code that transformers would call and the decode loop does not.
+
+    Families of transformers override some of it for image inputs and for caches of their own, which are refused
+    elsewhere; anything else, of a subclass, of a checkpoint's code or set on the instance, may do what it likes.
+    """
+    for name in FEEDING:
+        method = getattr(model, name, None)
+        if method is None:
+            continue
+        module = str(getattr(method, "__module__", ""))
+        if getattr(method, "__self__", None) is model and module.startswith("transformers."):
+            continue
+        owner = type(getattr(method, "__self__", model)).__name__
+        cure = "use transformers' own"
+        if owner.startswith("Peft"):
+            cure = "PEFT prompt learning puts virtual tokens before the text, which is not supported; unpatch(model)"
+        raise ValueError(f"model: {owner} has its own {name}, which graph-speculative generation does not call; {cure}")
+
+
+def check_adapters(model: PreTrainedModel) -> None:
+    """Raise for activated LoRA: where its weights act depends on the text, which PEFT tells its layers every call."""
+    configs = getattr(model, "peft_config", None) or {}
+    activated = {name for name, config in configs.items() if getattr(config, "alora_invocation_tokens", None)}
+    if not activated:
+        return
+    for module in model.modules():
+        if getattr(module, "disable_adapters", False):
+            continue
+        used = activated & set(getattr(module, "lora_variant", ())) & set(getattr(module, "active_adapters", ()))
+        if used:
+            raise ValueError(
+                f"model: adapter {min(used)!r} is an activated LoRA (alora_invocation_tokens), which is not "
+                "supported; disable it, or unpatch(model)"
+            )
+
+
+def check_listeners(streamer: Any, observer: Any) -> None:
+    """Raise unless these can be told of tokens and of steps."""
+    if streamer is not None:
+        usable = all(callable(getattr(streamer, name, None)) for name in ("put", "end"))
+        if isinstance(streamer, type) or not usable:
+            raise TypeError(f"streamer: expected an object with put(tokens) and end(), got {_named(streamer)}")
+    if observer is not None and not callable(observer):
+        raise TypeError(f"observer: expected a function of a gsd_kernels.Verified, got {_named(observer)}")
+
+
+@contextmanager
+def as_argument(name: str) -> Iterator[None]:
+    """A refusal of a model under the name of the argument that it was given as."""
+    try:
+        yield
+    except ValueError as error:
+        said = str(error)
+        if not said.startswith("model: "):
+            raise
+        raise ValueError(f"{name}{said.removeprefix('model')}") from error
+
+
+@contextmanager
+def switched_as(models: Mapping[str, PreTrainedModel]) -> Iterator[None]:
+    """:func:`~gsd_kernels_hf.model.attention.switch` of models, by the argument that each was given as."""
+    with ExitStack() as stack:
+        for name, model in models.items():
+            with as_argument(name):
+                switch(model)
+            stack.callback(unswitch, model)
+        yield
+
+
+def _named(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
