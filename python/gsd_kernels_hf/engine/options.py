@@ -167,6 +167,6 @@ class Options:
             if there[name] and name not in names:
                 given = needed.partition(",")[0].partition("=")[0]
                 raise ValueError(
-                    f'draft_sources: leave {given} out ({given}=False on a patched model), or name "{name}"'
+                    f'draft_sources: leave out {given}, or name "{name}"; {given}=False leaves a patched model\'s out'
                 )
         return names
