@@ -73,7 +73,7 @@ class RowModel:
         else:
             attention_mask = attention_mask.to(self.device)
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        chunk = chunk or length
+        chunk = chunk or max(1, length)
         for begin in range(self.reused, length, chunk):
             end = min(begin + chunk, length)
             self.stepping(
