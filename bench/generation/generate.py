@@ -17,12 +17,13 @@ from transformers import PreTrainedModel
 
 from gsd_kernels import tune
 from gsd_kernels_hf.console.ranks import from_first
+from gsd_kernels_hf.files import write_json
 from gsd_kernels_hf.policy.tuning import prefix_bucket
 from gsd_kernels_hf.report.comparison import first_divergence
 
 from ..lib.environment import environment
 from ..lib.intervals import Ratio, paired_ratio
-from ..lib.report import SCHEMA, caption, markdown, write_json
+from ..lib.report import SCHEMA, caption, markdown
 from .competitors import (
     ASSISTED,
     AUTO,
