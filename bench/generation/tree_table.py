@@ -25,7 +25,6 @@ from gsd_kernels import GraphConfig, generate
 from gsd_kernels_hf import Verified
 from gsd_kernels_hf.files import write_text
 =======
-from gsd_kernels_hf import StepRecord
 from gsd_kernels_hf.files import write_json, write_text
 >>>>>>> h-bench
 
