@@ -21,12 +21,8 @@ from typing import Any
 import torch
 
 from gsd_kernels import GraphConfig, generate
-<<<<<<< HEAD
 from gsd_kernels_hf import Verified
-from gsd_kernels_hf.files import write_text
-=======
 from gsd_kernels_hf.files import write_json, write_text
->>>>>>> h-bench
 
 from ..lib.environment import environment
 from ..lib.intervals import Ratio, paired_ratio
