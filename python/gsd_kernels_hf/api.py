@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,6 @@ from .acceptance.sampling import draw_seed
 from .engine.decoder import GraphDecoder, GraphGenerateOutput, StepRecord
 from .engine.stats import GenerationStats
 from .model import properties
-from .model.attention import switch, unswitch
 from .sources.heads import DraftHeads
 from .sources.layer_skip import LayerSkip
 
@@ -135,9 +133,8 @@ def _without_prompt(kwargs: dict[str, Any]) -> dict[str, Any]:
 class Patch(threading.local):
     """What :func:`patch` returns. ``stats`` is the last call's, of the asking thread."""
 
-    def __init__(self, model: PreTrainedModel, switched: list[PreTrainedModel]) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.switched = switched
         self.stats: GenerationStats | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -163,11 +160,8 @@ class _Accelerated:
         return generate(self.model, inputs, **{**self.defaults, **given})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _transformers_generate, (self.model,)  # a copied or pickled model has transformers' own
-
-
-def _transformers_generate(model: PreTrainedModel) -> types.MethodType:
-    return types.MethodType(type(model).generate, model)
+        # A copied or pickled model has transformers' own, also where this package is not installed.
+        return getattr, (self.model, "generate")
 
 
 def patch(
@@ -208,14 +202,6 @@ def patch(
     # Raises here rather than at the first call.
     decoder = GraphDecoder(skip or draft, graph_config, backend=backend, draft_heads=draft_heads, criterion=criterion)
     decoder.check_sources_of(inner)
-    models = [inner] if draft is None else [inner, draft]
-    for done, m in enumerate(models):
-        try:
-            switch(m)
-        except Exception:
-            for earlier in models[:done]:
-                unswitch(earlier)
-            raise
     defaults = {
         "assistant_model": skip or draft,
         "graph_config": graph_config,
@@ -225,14 +211,14 @@ def patch(
         "tokenizer": tokenizer,
     }
 
-    handle = Patch(inner, models)
+    handle = Patch(inner)
     inner.__dict__[_PATCH] = handle
     inner.__dict__["generate"] = _Accelerated(inner, defaults)
     return handle
 
 
 def unpatch(model: PreTrainedModel) -> None:
-    """Undo :func:`patch`: transformers' own ``generate`` and the attention the models had before.
+    """Undo :func:`patch`: the model has transformers' own ``generate`` again.
 
     Raises:
         ValueError: ``model`` is not patched.
@@ -240,7 +226,5 @@ def unpatch(model: PreTrainedModel) -> None:
     inner = properties.unwrap(model)
     if not isinstance(inner, torch.nn.Module) or inner.__dict__.get(_PATCH) is None:
         raise ValueError("model: not patched")
-    for m in inner.__dict__[_PATCH].switched:
-        unswitch(m)
     del inner.__dict__[_PATCH]
     del inner.__dict__["generate"]

@@ -36,7 +36,6 @@ from ..acceptance.criteria import (
 from ..acceptance.sampling import SamplingPlan, draw_seed
 from ..acceptance.tokenwise import Walk, check_pick
 from ..model import properties
-from ..model.attention import switched
 from ..model.fused import draft_rows
 from ..model.runner import RowModel
 from ..parallel import Agreement, honoured
@@ -388,8 +387,7 @@ class GraphDecoder:
         capacity = prompt + room + (max(shape.cache_slots for shape in shapes) if sources else 1)
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
-        models = (model,) if draft is None else (model, draft)
-        with switched(*models), nullcontext() if agreement is None else agreement.explained():
+        with nullcontext() if agreement is None else agreement.explained():
             row_models = [RowModel(model, capacity, state.kv_start, self.backend)]
             if self.skip is not None:
                 row_models.append(SkippedRows(self.skip, row_models[0]))

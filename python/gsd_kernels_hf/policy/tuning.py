@@ -26,7 +26,6 @@ from gsd_kernels.graph import pack_bits
 from .. import validate
 from ..engine.capture import replayable
 from ..model import properties
-from ..model.attention import switched
 from ..model.fused import draft_rows, why_not
 from ..model.runner import RowModel
 from ..parallel import tensor_parallel_group
@@ -141,7 +140,7 @@ def tune(
         except (ValueError, KeyError, TypeError):
             logger.warning("ignoring an unreadable tuning result: %s", path)
     begin = time.perf_counter()
-    with torch.no_grad(), switched(*models.values()):
+    with torch.no_grad():
         costs = measure(model, draft, batch_size, prefix, backend, about, skip)
     logger.info(
         "tuned %s with %s: %.1f s, kept in %s",

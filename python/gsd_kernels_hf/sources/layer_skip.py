@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from .. import validate
 from ..model import properties
 from ..model.linear import with_children, with_cpu_linears
+from ..model.probe import examine
 from ..model.runner import RowModel
 from .drafting import DecodeState, ModelDraft
 
@@ -144,6 +145,7 @@ class SkippedRows(RowModel):
     def __init__(self, skip: LayerSkip, target: RowModel) -> None:
         vars(self).update(vars(target))
         self.model = skip.view
+        self.windows = examine(skip.view).windows
         self.stepping = with_cpu_linears(skip.view, self.backend)
 
 
