@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from .. import validate
 from ..acceptance.criteria import warn_lossy
 from ..parallel import ranks_of
 from ..policy.auto import automatic
@@ -66,7 +65,7 @@ class GraphDecoder(Options):
         session, current = engine.session(request, policy.largest_shapes(), sources, alone=ranks.alone)
         if self.streamer is not None:
             self.streamer.put(request.input_ids.cpu())
-        with validate.switched_as(request.models), ranks.explained():
+        with ranks.explained():
             session.begin(request, learned.weights, reuse_prefix=current and self.reuse_prefix)
             warn_lossy(session.rule.criterion)
             out = Output(request, session)

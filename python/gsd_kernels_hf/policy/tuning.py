@@ -27,7 +27,7 @@ from gsd_kernels.graph import pack_bits
 
 from .. import validate
 from ..model import properties
-from ..model.attention import original_name, switched
+from ..model.attention import implementation_of
 from ..model.fused import draft_rows, why_not
 from ..model.replay import replayable
 from ..model.runner import RowModel
@@ -180,7 +180,7 @@ def tune(
             ignored = True
             logger.warning("ignoring an unreadable tuning result: %s: %s", path, error)
     begin = time.perf_counter()
-    with torch.no_grad(), switched(*models.values()):
+    with torch.no_grad():
         costs = measure(model, draft, batch_size, prefix, backend, about, skip)
     logger.info(
         "tuned %s with %s: %.1f s, kept in %s",
@@ -372,7 +372,7 @@ def describe(
         "backend": backend,
         "draft_forward": "operator" if draft and not skip and why_not(draft, backend) is None else "modules",
         "compiled": gsd_kernels.backends.unavailable_reason("cpu", torch.device("cpu")) is None,
-        "attention": original_name(str(model.config._attn_implementation)),
+        "attention": implementation_of(model.config),
         "versions": [gsd_kernels.__version__, torch.__version__, transformers.__version__],
     }
 
