@@ -25,6 +25,7 @@ from .engine.stats import GenerationStats
 from .model import properties
 
 _PATCH = "_gsd_patch"
+_lock = threading.Lock()
 _OPTIONS = tuple(field.name for field in fields(Options))
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -186,13 +187,12 @@ def patch(model: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer:
         source.check(inner)
     for draft in drafts_of(decoder).values():
         validate.check_pair(inner, draft, tokenizer, assistant_tokenizer)
-    if vars(inner).get(_PATCH) is not None:
-        raise ValueError("model: already patched; unpatch(model) first")
     handle = Patch(inner, Engines(keeps_sessions=True))
     accelerated = _Accelerated(inner, {**options, "tokenizer": tokenizer})
-    if vars(inner).setdefault(_PATCH, handle) is not handle:  # another thread was faster
-        raise ValueError("model: already patched; unpatch(model) first")
-    vars(inner)["generate"] = accelerated
+    with _lock:  # of two threads one is refused
+        if vars(inner).get(_PATCH) is not None:
+            raise ValueError("model: already patched; unpatch(model) first")
+        vars(inner).update({_PATCH: handle, "generate": accelerated})
     return handle
 
 
@@ -203,9 +203,9 @@ def unpatch(model: PreTrainedModel) -> None:
         ValueError: ``model`` is not patched.
     """
     inner = properties.unwrap(model)
-    if not isinstance(inner, torch.nn.Module) or vars(inner).get(_PATCH) is None:
-        raise ValueError("model: not patched")
-    handle: Patch = vars(inner)[_PATCH]
+    with _lock:
+        if not isinstance(inner, torch.nn.Module) or vars(inner).get(_PATCH) is None:
+            raise ValueError("model: not patched")
+        handle: Patch = vars(inner).pop(_PATCH)
+        del vars(inner)["generate"]
     handle.clear()
-    del inner.__dict__[_PATCH]
-    del inner.__dict__["generate"]

@@ -93,7 +93,8 @@ class RowModel:
     def holds(self, tokens: Tensor, lengths: Tensor) -> None:
         """After a text: its first ``lengths`` tokens [B] are in the cache; tokens int64 [B, S], left-padded."""
         shared = int(lengths.min())
-        self.stored = tokens[:, :shared].cpu(), self.text_kv_start.cpu()
+        # Copies: the storage is used again for the next text.
+        self.stored = tuple(t.to("cpu", copy=True) for t in (tokens[:, :shared], self.text_kv_start))
 
     def forget(self) -> None:
         """Take nothing in the cache for the beginning of the next prompt."""
