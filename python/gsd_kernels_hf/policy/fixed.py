@@ -1,0 +1,31 @@
+"""One shape for every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gsd_kernels import GraphConfig
+
+from .acceptance import AcceptanceModel
+from .base import Profiles
+
+
+class FixedPolicy:
+    """``config`` in every step; ``None`` is plain decoding."""
+
+    def __init__(self, config: GraphConfig | None) -> None:
+        self.config = config
+        self.acceptance: AcceptanceModel | None = None
+
+    def shape(self) -> GraphConfig | None:
+        return self.config
+
+    def observe(self, profiles: Profiles, tokens: Sequence[int], **_: Any) -> None:
+        """Nothing is learned."""
+
+    def end(self) -> None:
+        """Nothing is kept."""
+
+    def largest_shapes(self) -> list[GraphConfig]:
+        return [] if self.config is None else [self.config]
