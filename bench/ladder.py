@@ -24,7 +24,7 @@ import gsd_kernels
 from gsd_kernels import GraphConfig
 from gsd_kernels_hf.policy.acceptance import POOL, AcceptanceModel, GrowthPlan
 from gsd_kernels_hf.policy.fixed import FixedPolicy
-from gsd_kernels_hf.policy.ladder import ladder
+from gsd_kernels_hf.policy.ladder import ladder, shape_name
 from gsd_kernels_hf.sources.drafting import Calibration
 
 from .environment import environment
@@ -145,9 +145,7 @@ def record(file: Path = PROFILES) -> None:
                 decoder.seed = number
             ids = tokenizer(prompt, return_tensors="pt").input_ids
             with torch.no_grad():
-                target.generate(
-                    ids, custom_generate=decoder, max_new_tokens=NEW_TOKENS, eos_token_id=None, **options
-                )
+                target.generate(ids, custom_generate=decoder, max_new_tokens=NEW_TOKENS, eos_token_id=None, **options)
             for step in recorder.seen:
                 for name, (probs, hits) in step.items():
                     parts.setdefault(f"{name}/probs", []).append(probs.astype(np.float16))
@@ -232,8 +230,8 @@ def choose(simulation: Simulation, device: str, *, with_model: bool, count: int 
     for name, curve in CURVES.items():
         if curve.device == device:
             for kind in KINDS:
-                cells.append((1.0 if name in ASKED else 0.4, simulation.rates(curve, kind)))
-                cells.append((0.4, simulation.rates(curve, kind, weak=True)))
+                cells.append((1.0 if name in ASKED else 0.25, simulation.rates(curve, kind)))
+                cells.append((0.25, simulation.rates(curve, kind, weak=True)))
     pool = sorted({among[i] for _, rates in cells for i in rates[:, among].argmax(1)})
     best = [rates[:, [*among, -1]].max(1).sum() for _, rates in cells]
     weights = np.array([weight for weight, _ in cells])
@@ -241,7 +239,7 @@ def choose(simulation: Simulation, device: str, *, with_model: bool, count: int 
     def score(some: list[int]) -> float:
         own = [rates[:, [*some, -1]].max(1).sum() for _, rates in cells]
         lost = 1.0 - np.array(own) / np.array(best)
-        return float(weights @ lost / weights.sum() + 0.5 * lost[weights == 1.0].max() + 0.1 * lost.max())
+        return float(weights @ lost / weights.sum() + lost[weights == 1.0].max() + 0.1 * lost.max())
 
     chosen: list[int] = []
     while len(chosen) < count:
@@ -269,12 +267,14 @@ def main(argv: Sequence[str] | None = None, show: Callable[[str], None] = print)
             for with_model in (True, False):
                 show(f"{device}, {'with' if with_model else 'without'} a model:")
                 for shape in choose(simulation, device, with_model=with_model):
-                    show(f"  {shape}")
+                    show(f"  {shape_name(shape)}")
     rows = table(simulation)
     args.out.mkdir(parents=True, exist_ok=True)
     header = ["curve", "sources", *KINDS]
     text = markdown(header, [[str(row[key]) for key in header] for row in rows])
-    write_json(args.out / f"{NAME}.json", {"case": NAME, "environment": environment(torch.device("cpu")), "percent_lost": rows})
+    write_json(
+        args.out / f"{NAME}.json", {"case": NAME, "environment": environment(torch.device("cpu")), "percent_lost": rows}
+    )
     (args.out / f"{NAME}.md").write_text(text + "\n", encoding="utf-8")
     show(text)
 

@@ -40,8 +40,9 @@ from ..model.attention import switched
 from ..model.fused import draft_rows
 from ..model.runner import RowModel
 from ..parallel import Agreement, honoured
-from ..policy.auto import AcceptanceModel, Budget
-from ..policy.tuning import FAMILIES, tune
+from ..policy.base import Policy
+from ..policy.fixed import FixedPolicy
+from ..policy.pairs import automatic_policy
 from ..sources.drafting import Calibration, DecodeState, Drafter, HeadDraft, ModelDraft, Place
 from ..sources.heads import DraftHeads
 from ..sources.history import TRUST, WORTH, History
@@ -223,8 +224,7 @@ class Learned:
     """What earlier calls learned of a target and its draft sources; calls that overlap in time share it."""
 
     def __init__(self, heads: int, device: torch.device) -> None:
-        branch = max(branch for _, branch in FAMILIES)
-        self.acceptance = AcceptanceModel(branch)
+        self.policies: dict[Any, Any] = {}  # of automatic policies
         self.heads = Mixture([HEAD_SHARE] * heads + [0.0], device)
         self.history = Mixture(TRUST, device)
         self.worth = Worth(WORTH, MAX_BRANCH, device)
@@ -370,10 +370,9 @@ class GraphDecoder:
                 **honoured(generation_config),
             )
         learned = self._learned(model, device, sampled=plan.temperature > 0, shared=agreement is None)
-        budget = None
-        if agreement is None:
-            budget = self._budget(model, input_ids.shape[0], prompt + room // 2, learned.acceptance)
-        sources = self._sources(budget)
+        automatic = self.automatic and agreement is None and not torch.are_deterministic_algorithms_enabled()
+        sources = self._sources(automatic)
+        policy = self._policy(model, sources, learned, plan, input_ids.shape, automatic)
         if self.reference_ids is not None:
             validate.check_reference(self.reference_ids, input_ids.shape[0], properties.vocabulary(model))
             if "history" not in sources:
@@ -381,7 +380,7 @@ class GraphDecoder:
                     "reference_ids: the history reads them, and is not among the draft sources; name it in "
                     "draft_sources, or pass a graph_config with reuse_depth above 0"
                 )
-        shapes = [self.graph_config] if budget is None else budget.largest_shapes()
+        shapes = policy.largest_shapes() or [self.graph_config]
         chain_rows = max(shape.chain_rows for shape in shapes) if sources else 1
         clock = Clock(device)
         state = self._initial_state(input_ids, attention_mask, generation_config, room, chain_rows, seed_value, device)
@@ -418,9 +417,8 @@ class GraphDecoder:
                 # Ranks that differ must find out by their hashes, not by messages of different sizes.
                 trims=device.type == "cpu" and agreement is None,
             )
-            if budget is not None:
+            if policy.acceptance is not None:
                 session.drafter.calibration = Calibration(branch, device)
-            session.use(self.graph_config if sources and budget is None else None)
             as_dict = bool(generation_config.return_dict_in_generate)
             keep_scores = as_dict and bool(generation_config.output_scores)
             keep_logits = as_dict and bool(generation_config.output_logits)
@@ -433,7 +431,7 @@ class GraphDecoder:
                     keep_scores=keep_scores,
                     keep_logits=keep_logits,
                 )
-            stats = self._loop(session, walk, timers, budget, agreement)
+            stats = self._loop(session, walk, timers, policy, agreement)
             stats.cache_bytes = sum(
                 cache.nbytes for cache in {id(rows.cache): rows.cache for rows in row_models}.values()
             )
@@ -461,7 +459,7 @@ class GraphDecoder:
         session: Session,
         walk: Walk | None,
         timers: Sequence[Callable[..., Any]],
-        budget: Budget | None,
+        policy: Policy,
         agreement: Agreement | None,
     ) -> GenerationStats:
         state = session.state
@@ -476,10 +474,9 @@ class GraphDecoder:
         step = CapturedStep(session) if captures else session.step
         finished = False
         while not finished:
-            if budget is not None:
-                session.use(budget.current)
-                if budget.current is not None:
-                    budget.model.write(session.drafter.calibration)
+            session.use(policy.shape())
+            if policy.acceptance is not None and session.config is not None:
+                policy.acceptance.write(session.drafter.calibration)
             begin = time.perf_counter()
             if walk is None:
                 record = step()
@@ -496,12 +493,15 @@ class GraphDecoder:
             finished = finished or any(bool(torch.as_tensor(t(state.tokens, None)).any()) for t in timers)
             if agreement is not None:
                 finished = agreement.settle(record, state, finished, timed=bool(timers))
-            if budget is not None:
-                if record.graph is not None:
-                    budget.learn(session.profile(record), counts)
-                target_seconds = session.clock.last("target")
-                rest = time.perf_counter() - begin - target_seconds if target_seconds > 0 else 0.0
-                budget.advance(target_seconds, rest)
+            target_seconds = session.clock.last("target")
+            policy.observe(
+                session.profile(record) if policy.acceptance is not None and record.graph is not None else {},
+                counts,
+                rows=record.rows.token_ids.shape[1],
+                target_seconds=target_seconds,
+                other_seconds=time.perf_counter() - begin - target_seconds if target_seconds > 0 else 0.0,
+            )
+        policy.end()
         stats.drafted_nodes, stats.merges, stats.accepted_merges = session.counts.tolist()
         return stats
 
@@ -530,17 +530,32 @@ class GraphDecoder:
             known.setdefault(key, Learned(heads, device))
         return known[key]
 
-    def _budget(self, model: PreTrainedModel, batch: int, prefix: int, learned: AcceptanceModel) -> Budget | None:
-        """The automatic budget, or ``None`` where the shape is given (or may not depend on the clock)."""
-        if not self.automatic or torch.are_deterministic_algorithms_enabled():
-            return None
-        draft = self.skip or self.assistant_model
-        costs = tune(model, draft, batch_size=batch, prefix_length=prefix, backend=self.backend)
-        return Budget(costs, learned)
+    def _policy(
+        self,
+        model: PreTrainedModel,
+        sources: tuple[str, ...],
+        learned: Learned,
+        plan: SamplingPlan,
+        prompts: torch.Size,
+        automatic: bool,
+    ) -> Policy:
+        """What chooses the shape of every step."""
+        if not automatic:
+            return FixedPolicy(self.graph_config if sources else None)
+        return automatic_policy(
+            learned.policies,
+            model,
+            self.skip or self.assistant_model,
+            sources=sources,
+            about=f"{plan.temperature > 0} {self.criterion}",
+            batch=prompts[0],
+            prefix=prompts[1],
+            backend=self.backend,
+        )
 
-    def _sources(self, budget: Budget | None) -> tuple[str, ...]:
+    def _sources(self, automatic: bool) -> tuple[str, ...]:
         """The sources to use: unless it is asked for, a fixed shape without levels of its own has no history."""
-        if not self.asked and self.assistant_model is not None and budget is None and not self.graph_config.reuse_depth:
+        if not self.asked and self.assistant_model is not None and not automatic and not self.graph_config.reuse_depth:
             return tuple(s for s in self.draft_sources if s != "history")
         return self.draft_sources
 

@@ -52,7 +52,7 @@ class Pool:
 
     def restart(self) -> None:
         """Forget: what comes is another text, perhaps an easy one."""
-        self.profiles = np.tile(padded(OPTIMIST, self.profiles.shape[1]), (START, 1))
+        self.profiles = np.tile(padded(OPTIMIST, self.profiles.shape[1]), (START // 2, 1))
 
 
 class AcceptanceModel:

@@ -24,7 +24,7 @@ from .ladder import BRANCH
 GAIN = 1.02  # a new shape must promise this much more than the current one
 HOPE = 1.05  # an uncertain one this much more, at best, to be tried
 TRIAL_STEPS = 2
-RETRY_STEPS = 6  # after speculation was off
+RETRY_STEPS = 5  # after speculation was off
 TRIAL_SHARE = 0.03  # of the time of a generation, which trials may cost
 FIRST_CHOICE, KNOWN_CHOICE = 4, 10  # steps until the first choice; where an earlier call's shape goes on
 INTERVAL = 16  # steps between choices, at most

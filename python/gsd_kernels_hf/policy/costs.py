@@ -2,9 +2,9 @@
 
 The prior is arithmetic: bytes that a forward reads over the memory's bandwidth, a little for every layer and for every
 row more. What steps really take corrects its logarithm: a Gaussian estimate at a few numbers of rows, smooth between
-them, with one slope over the cached tokens; likewise for what a step needs besides the target, shape by shape. A machine
-is slow now and then and never fast by accident, so a step that takes longer than expected counts less the further it is
-out, and one that takes less counts in full.
+them, with one slope over the cached tokens; likewise for what a step needs besides the target, shape by shape. A
+machine is slow now and then and never fast by accident, so a step that takes longer than expected counts less the
+further it is out, and one that takes less counts in full.
 """
 
 from __future__ import annotations
@@ -102,8 +102,11 @@ class Known:
         rows = config.chain_rows + max(0, config.depth - 1) * config.width
         reading = self.draft_bytes * (config.depth + rows / self.free_rows if config.depth else 0.0)
         levels = (config.depth + config.reuse_depth) * self.level_seconds
-        return self.step_seconds + levels + config.depth * self.draft_layers * self.draft_layer_seconds + (
-            reading / self.bandwidth
+        return (
+            self.step_seconds
+            + levels
+            + config.depth * self.draft_layers * self.draft_layer_seconds
+            + (reading / self.bandwidth)
         )
 
 
