@@ -26,8 +26,8 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.policy.auto import AcceptanceModel, shape
-from gsd_kernels_hf.policy.tuning import FAMILIES, FREE
+from gsd_kernels_hf.policy.acceptance import AcceptanceModel
+from gsd_kernels_hf.policy.ladder import ladder
 
 torch.set_num_threads(1)
 
@@ -114,33 +114,33 @@ def every_third(batch_id: int, ids: torch.Tensor) -> list[int]:
 
 
 class Switching(contextlib.AbstractContextManager):
-    """Stands in for the automatic budget: another shape, or none, every few steps."""
+    """Stands in for the automatic policy: another shape, or none, every few steps."""
 
     def __init__(self, config: gsd.GraphConfig, seed: int):
-        with_model = [shape("all", *family, 10, 128) for family in FAMILIES]
-        self.shapes = [
-            None,
-            config.replace(depth=1),
-            *with_model,
-            *(shape("free", *family, 10, 128) for family in FREE),
-        ]
-        self.model, self.rng = AcceptanceModel(branch=4), random.Random(seed)
+        on_ladders = [s for device in ("cpu", "cuda") for s in ladder(device, with_model=True).values()]
+        largest = [s.replace(depth=s.depth and 10, max_rows=128) for s in on_ladders]
+        self.shapes = [None, config.replace(depth=1), *on_ladders, *largest]
+        self.acceptance, self.rng = AcceptanceModel(branch=4), random.Random(seed)
         self.current = self.rng.choice(self.shapes)
+
+    def shape(self):
+        return self.current
 
     def largest_shapes(self):
         return self.shapes[1:]
 
-    def learn(self, profiles, counts):
+    def observe(self, profiles, tokens, **_):
         for name, (probs, hits) in profiles.items():
-            self.model.observe(name, probs, hits)
-
-    def advance(self, *seconds):
+            self.acceptance.observe(name, probs, hits)
         if self.rng.random() < 0.6:
             self.current = self.rng.choice(self.shapes)
 
+    def end(self):
+        pass
+
     def __enter__(self):
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(gsd.GraphDecoder, "_budget", lambda *_: self)
+        self.patch.setattr(gsd.GraphDecoder, "_policy", lambda *_: self)
 
     def __exit__(self, *_):
         self.patch.undo()
