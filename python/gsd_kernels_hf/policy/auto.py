@@ -3,8 +3,9 @@
 Shapes come from a :mod:`ladder <gsd_kernels_hf.policy.ladder>`, tokens from :mod:`acceptance
 <gsd_kernels_hf.policy.acceptance>`, seconds from :mod:`costs <gsd_kernels_hf.policy.costs>`. A generation begins with
 the shape that the last one ended with, or with the most promising one that speculates. A shape whose cost is uncertain
-and that would be best if it were cheap is tried for two steps, as long as trials have cost little; plain decoding too,
-which is never chosen before it was timed. Where it is best, speculation is off, and tried again later.
+and that would be best if it were cheap is tried for two steps, as long as trials have cost little. So is plain
+decoding, which is never chosen before it was timed, unless steps bring one token anyhow. Where it is best, speculation
+is off, and tried again later; likewise the draft model where shapes without it are best.
 """
 
 from __future__ import annotations
@@ -219,8 +220,10 @@ class AutoPolicy:
             self.home, self.trial_seconds = None, 0.0
         elif self.since > PATIENCE and not self._unseen(home):
             self.experience.patience = PATIENCE  # speculation pays
-        may_stop = self.experience.costs.tried.get(PLAIN, 0) >= TRIAL_STEPS or self.expected[1:].max() < NOTHING
-        best = int(rates.argmax()) if may_stop else 1 + int(rates[1:].argmax())
+        best = 1 + int(rates[1:].argmax())
+        timed = self.experience.costs.tried.get(PLAIN, 0) >= TRIAL_STEPS
+        if rates[0] > rates[best] and (timed or self.expected[best] < NOTHING):
+            best = 0
         if rates[home] * GAIN >= rates[best]:
             best = home
         self._take(best)

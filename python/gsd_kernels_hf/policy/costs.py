@@ -25,11 +25,13 @@ PLAIN = "plain"  # among the shapes: no speculation
 
 SCALE = 1.2  # spread of the prior's logarithm, common to all rows: a factor of three
 BEND = 0.45  # spread of its shape over rows
-OCTAVES = 2.0  # over which that bends
+OCTAVES = 4.0  # over which that bends
 LONE = 0.04  # spread of one number of rows alone
 PREFIX = 0.15  # spread of the slope over doublings of the cached tokens beyond PREFIX_UNIT
 PREFIX_UNIT = 1024.0
+BELIEVABLE = (1e-7, 1e4)  # seconds of a step's part
 NOISE = 0.1  # of one step
+FASTER = 3.0  # standard deviations below the expected time, from which on the whole machine is faster
 COLD = 0.7  # of the first step of a shape in a process: storage is made, code is loaded
 WANDER = 0.01  # by which the whole machine, and
 LONE_WANDER = 0.004  # by which every number of rows drifts from step to step
@@ -114,12 +116,13 @@ class Correction:
     """Logarithm of observed over known seconds: a Gaussian over a few values, conditioned on one step at a time.
 
     Args:
-        covariance: of the values before anything was seen, [n, n].
+        covariance: of the values before anything was seen, [n, n]; the last one is a slope.
         wander: what a step adds to it, [n, n].
     """
 
     def __init__(self, covariance: np.ndarray, wander: np.ndarray) -> None:
         self.mean = np.zeros(len(covariance))
+        self.common = np.append(np.ones(len(covariance) - 1), 0.0)
         self.covariance, self.prior, self.wander = covariance, covariance, wander
 
     def observe(self, weights: np.ndarray, residual: float, noise: float = NOISE) -> None:
@@ -129,6 +132,9 @@ class Correction:
         excess = np.sqrt(np.maximum(covariance.diagonal() / self.prior.diagonal(), 1.0))
         covariance = covariance / excess[:, None] / excess
         surprise = residual - float(weights @ self.mean)
+        if surprise < -FASTER * np.sqrt(float(weights @ covariance @ weights) + noise * noise):
+            # The machine was busy and is no longer: all else was seen too slow as well.
+            covariance = covariance + surprise**2 * np.outer(self.common, self.common)
         variance = noise * noise + 0.5 * max(surprise, 0.0) ** 2
         spread = covariance @ weights
         gain = spread / (float(weights @ spread) + variance)
@@ -174,7 +180,7 @@ class CostModel:
         self.known_other = np.array([known.other_seconds(None), *(known.other_seconds(s) for s in shapes.values())])
         octave = np.log2(KNOTS)
         apart = (octave[:, None] - octave) / OCTAVES
-        knots = SCALE**2 + BEND**2 * np.exp(-0.5 * apart**2) + LONE**2 * np.eye(len(KNOTS))
+        knots = SCALE**2 + BEND**2 * np.exp(-np.abs(apart)) + LONE**2 * np.eye(len(KNOTS))
         drift = WANDER**2 + LONE_WANDER**2 * np.eye(len(KNOTS))
         self.target = Correction(_with_slope(knots, PREFIX), _with_slope(drift, 0.0))
         has_model = np.array([0, *(1 if s.depth else 2 for s in shapes.values())])
@@ -221,7 +227,7 @@ class CostModel:
     ) -> None:
         """One step: rows of all sequences together, and its seconds (0: unknown)."""
         if target > 0:
-            at, known = np.array([float(rows)]), self.known
+            at, known, target = np.array([float(rows)]), self.known, float(np.clip(target, *BELIEVABLE))
             # Between knots the known seconds are interpolated as they are when asked for.
             seconds = np.interp(np.log2(at), np.log2(KNOTS), np.log(known.target_seconds(KNOTS, cached)))[0]
             self.target.observe(self.target_weights(at, cached)[0], float(np.log(target) - seconds), noise)
@@ -229,7 +235,7 @@ class CostModel:
             self.tried[name] = self.tried.get(name, 0) + 1
         if other > 0:
             place = self.index[name]
-            residual = float(np.log(other / self.known_other[place]))
+            residual = float(np.log(np.clip(other, *BELIEVABLE) / self.known_other[place]))
             self.other.observe(self.other_weights([place], batch)[0], residual, max(noise, 2.0 * NOISE))
 
     def as_dict(self) -> dict[str, Any]:
