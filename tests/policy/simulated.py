@@ -22,6 +22,7 @@ HOPELESS = ((0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0))
 FLOAT32 = {1: 0.077, 2: 0.127, 4: 0.127, 8: 0.127, 16: 0.156, 32: 0.211, 64: 0.298, 128: 0.550}
 BFLOAT16 = {1: 0.052, 4: 0.055, 8: 0.060, 16: 0.068, 32: 0.097, 64: 0.150, 128: 0.280}
 NO_AMX = {1: 0.060, 2: 0.066, 4: 0.080, 8: 0.105, 16: 0.150, 32: 0.270, 64: 0.500, 128: 1.0}  # 16 rows: 2.5 times one
+MOST_NODES = 12
 GPU = {1: 0.0056, 16: 0.0058, 64: 0.0066, 128: 0.0076}
 
 
@@ -84,16 +85,16 @@ class World:
             seconds * factor * float(np.exp(self.noise * self.rng.standard_normal())) for seconds in self.takes(shape)
         )
         self.now += target + other
-        counts, profiles = [], {}
+        beyond = self.brings(shape) - 1.0
+        counts = [1 + int(self.rng.poisson(beyond)) if beyond > 0 else 1 for _ in range(self.batch)]
+        profiles = {}
         if shape is not None:
             for name, probs in self.text.items():
                 if name == "free" or shape.depth:
-                    hit = self.rng.random() < probs.cumsum(1)
+                    nodes = min(sum(counts), MOST_NODES)  # what was proposed after every accepted node is seen
+                    hit = self.rng.random((nodes, 1)) < probs.cumsum(1)
                     first = hit & (hit.cumsum(1) == 1)
-                    profiles[name] = (probs, first)
-        for _ in range(self.batch):
-            beyond = self.brings(shape) - 1.0
-            counts.append(1 + int(self.rng.poisson(beyond)) if beyond > 0 else 1)
+                    profiles[name] = (probs.repeat(nodes, 0), first)
         self.tokens += sum(counts)
         rows = 1 if shape is None else shape.max_rows
         seconds = (target, other) if self.told else (0.0, 0.0)

@@ -88,8 +88,8 @@ def test_what_steps_bring_corrects_the_prediction():
     shapes = ladder("cpu", with_model=True)
     names, plan = list(shapes), GrowthPlan(list(shapes.values()), 4)
     model = AcceptanceModel(4)
-    for name in ("all", "free"):
-        model.observe(name, np.tile([[0.6, 0.1, 0.0, 0.0]], (POOL, 1)), np.zeros((POOL, 4), bool))
+    for pool in model.pools.values():
+        pool.add(np.tile([[0.6, 0.1, 0.0, 0.0]], (POOL, 1)))
     before = model.tokens(plan, names)
     config = shapes[names[0]]
     for _ in range(400):

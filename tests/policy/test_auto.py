@@ -39,13 +39,13 @@ def usual_rate(world: World, shapes) -> float:
 @pytest.mark.parametrize("text", [EASY, USUAL, HOPELESS], ids=["easy", "usual", "hopeless"])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_it_ends_with_the_best_shape(machine, text, bandwidth):
-    """Whatever the bandwidth was believed to be: the median seed within 3% of the best, every seed within 12%."""
+    """Whatever the bandwidth was believed to be: the median seed within 3% of the best, every seed within 10%."""
     found = []
     for seed in range(3):
         world, policy, pair = start(machine, text, bandwidth, seed=seed)
         shapes = world.run(policy, 300)[-80:]
         found.append(usual_rate(world, shapes) / world.best(pair.shapes.values()))
-    assert sorted(found)[1] >= 0.97 and min(found) >= 0.88, found
+    assert sorted(found)[1] >= 0.97 and min(found) >= 0.9, found
 
 
 @pytest.mark.parametrize("machine", MACHINES)
