@@ -59,7 +59,7 @@ def generate(
         inputs: prompt ids int64 [batch, length], also as ``input_ids=``; left-padded with ``attention_mask=``.
         assistant_model: the draft, of the same tokenizer, or a :class:`~gsd_kernels.LayerSkip` of the model. ``None``:
             plain decoding with the same sampler, unless there is another source.
-        graph_config: ``"auto"`` (the default; measured once, see ``gsd_kernels.tune``), ``"chain"``, ``"tree"``,
+        graph_config: ``"auto"`` (the default; learned while decoding), ``"chain"``, ``"tree"``,
             ``"graph"`` or a :class:`~gsd_kernels.GraphConfig`.
         seed: 64-bit seed of the sampling noise; ``None`` draws one from torch's generator.
         backend: see :mod:`gsd_kernels.backends`.

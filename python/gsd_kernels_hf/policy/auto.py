@@ -212,7 +212,8 @@ class AutoPolicy:
         if self.current == 0 and self.home is None:
             self._retry()
             return
-        self._predict()
+        if self.home is None:  # a trial tells seconds; what is accepted was predicted at its beginning
+            self._predict()
         rates = self._rates(self.expected)
         home = self.current if self.home is None else self.home
         if self.home is not None:

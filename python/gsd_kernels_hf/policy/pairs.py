@@ -119,6 +119,11 @@ def automatic_policy(
     return AutoPolicy(experience, batch=batch, prefix=prefix, saver=saver)
 
 
+def known_steps(model: PreTrainedModel, draft: Draft, backend: str = "auto") -> int:
+    """Steps whose times this machine remembers of the pair, from this process and earlier ones."""
+    return pair_of(model, draft, backend).costs.steps
+
+
 def describe(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, Any]:
     """Everything that the cost of a step depends on; the identity of what is known of a pair."""
     device = properties.device_of(model)
