@@ -276,7 +276,7 @@ class GraphDecoder:
         assistant_model: the draft, or a :class:`~gsd_kernels.LayerSkip` of the target; ``None`` is plain decoding with
             the same sampler, unless there is another source.
         graph_config: a :class:`~gsd_kernels.GraphConfig`, a preset's name, or ``"auto"`` (the default): the shape of
-            every step is chosen by what steps took and by what has been accepted, see :mod:`gsd_kernels_hf.policy.auto`.
+            every step is chosen by what steps took and what was accepted, see :mod:`gsd_kernels_hf.policy.auto`.
             Clocks differ between the ranks of a tensor-parallel model, where ``"auto"`` is the preset ``"graph"``.
         seed: of the sampling noise; ``None`` draws one from torch's generator.
         backend: of all ops, see :mod:`gsd_kernels.backends`.
