@@ -72,7 +72,6 @@ class Drafter:
             if first:
                 source.begin(text)
             source.restart()
-        self.calibration = None
 
     def prepare(self, config: GraphConfig) -> None:
         """Before the first step of ``config``: make its storage, let sources catch up (may wait for the device)."""
