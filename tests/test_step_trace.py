@@ -46,10 +46,10 @@ def with_session(check: Callable[[Session], None], setup: str, plan: str, monkey
     """Run ``check`` on the session of a real call, in place of its loop."""
 
     def loop(session, policy, *_):
-        policy.begin(session)
         session.trims = False  # what a CPU does in place of static shapes, with a host read
         # The widest shape; an automatic budget takes its turn outside the step.
-        session.use(session.request.options.graph_config if session.drafter is not None else None)
+        shape = session.request.options.graph_config if session.drafter is not None else None
+        session.use(shape, policy.acceptance)
         check(session)
         raise Enough
 
