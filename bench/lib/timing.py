@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.benchmark import Timer
 
-from gsd_kernels_hf.engine.capture import replayable
+from gsd_kernels_hf.model.replay import replayable
 
 MIN_SAMPLES = 5
 
