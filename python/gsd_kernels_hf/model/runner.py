@@ -89,7 +89,8 @@ class RowModel:
     def holds(self, tokens: Tensor, lengths: Tensor) -> None:
         """After a text: its first ``lengths`` tokens [B] are in the cache; tokens int64 [B, S], left-padded."""
         shared = int(lengths.min())
-        self.stored = tokens[:, :shared].cpu(), self.text_kv_start.cpu()
+        # Copies: the next text is written into the same storage.
+        self.stored = tokens[:, :shared].to("cpu", copy=True), self.text_kv_start.to("cpu", copy=True)
 
     def forget(self) -> None:
         """Take nothing in the cache for the beginning of the next prompt."""
