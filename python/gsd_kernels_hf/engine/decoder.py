@@ -78,7 +78,7 @@ class GraphDecoder(Options):
         return result
 
     def policy(self, request: Request, learned: Learned, *, alone: bool) -> Policy:
-        """What chooses the shapes of this call's steps."""
+        """The policy that chooses the shapes of this call's steps."""
         if not self.named:
             return Fixed(None)
         if not self.automatic or not alone or torch.are_deterministic_algorithms_enabled():

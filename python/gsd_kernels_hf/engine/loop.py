@@ -17,7 +17,7 @@ class Policy(Protocol):
     """Chooses the shape of every step."""
 
     def begin(self, session: Session) -> None:
-        """Before the first step of a generation."""
+        """Prepare for a generation, before its first step."""
         ...
 
     def shape(self) -> GraphConfig | None:
@@ -25,7 +25,7 @@ class Policy(Protocol):
         ...
 
     def observe(self, verified: Verified, tokens: list[int]) -> None:
-        """After a step, with the tokens that every sequence gained."""
+        """Learn from a step and the number of tokens that every sequence gained, [B]."""
         ...
 
 
@@ -33,12 +33,22 @@ class Ranks(Protocol):
     """Keeps the ranks of a sharded model together."""
 
     def check(self, verified: Verified, finished: bool, *, timed: bool) -> bool:
-        """After a step, whether to stop; see :class:`~gsd_kernels_hf.parallel.Agreement`."""
+        """Compare a step with other ranks'; whether to stop. See :class:`~gsd_kernels_hf.parallel.Agreement`."""
         ...
 
 
 def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> GenerationStats:
-    """Decode until every sequence is done: shape → step → emit → check → observe."""
+    """Decode until every sequence is done: shape → step → emit → check → observe.
+
+    Args:
+        session: begun on the texts.
+        policy: chooses the shape of every step.
+        ranks: of a sharded target, or one process.
+        out: gets the tokens; says when all is done.
+
+    Returns:
+        Statistics, complete once ``out.result()`` was asked for.
+    """
     policy.begin(session)
     step = stepping(session)
     while not out.finished:

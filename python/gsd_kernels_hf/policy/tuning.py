@@ -245,7 +245,7 @@ def measure(
     overhead = 0.0
     for name, shape in progress([("all", c) for c in shapes if sources] + [("free", c) for c in free], "tuning: draft"):
         used = [*(sources if name == "all" else []), History()]
-        weights = {s.name: SourceWeights(s.shares, s.worth, text.branch, device) for s in used}
+        weights = {s.name: SourceWeights(s.shares, s.reliability, text.branch, device) for s in used}
         drafter = Drafter(used, weights, state, backend)
         drafter.restart(text, {}, first=True)
 
