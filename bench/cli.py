@@ -52,6 +52,7 @@ BENCHMARKS = {
         "tree-table": generation.tree_table,
         "sources-table": generation.sources_table,
         "typical-deviation": generation.typical_deviation,
+        "ladder": generation.ladder,
     },
     "Scale": {
         "scale-memory": scale.memory,

@@ -27,9 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.policy.acceptance import AcceptanceModel
-from gsd_kernels_hf.policy.auto import shape
-from gsd_kernels_hf.policy.tuning import FAMILIES, FREE
-from gsd_kernels_hf.sources.weights import Calibration
+from gsd_kernels_hf.policy.ladder import ladder
 
 torch.set_num_threads(1)
 
@@ -116,34 +114,27 @@ def every_third(batch_id: int, ids: torch.Tensor) -> list[int]:
 
 
 class Switching(contextlib.AbstractContextManager):
-    """Stands in for the automatic budget: another shape, or none, every few steps."""
+    """Stands in for the automatic policy: another shape, or none, every few steps."""
 
     def __init__(self, config: gsd.GraphConfig, seed: int):
-        with_model = [shape("all", *family, 10, 128) for family in FAMILIES]
-        self.shapes = [
-            None,
-            config.replace(depth=1),
-            *with_model,
-            *(shape("free", *family, 10, 128) for family in FREE),
-        ]
-        self.model, self.rng = AcceptanceModel(branch=4), random.Random(seed)
+        on_ladders = [s for device in ("cpu", "cuda") for s in ladder(device, with_model=True).values()]
+        largest = [s.replace(depth=s.depth and 10, max_rows=128) for s in on_ladders]
+        self.shapes = [None, config.replace(depth=1), *on_ladders, *largest]
+        self.acceptance, self.rng = AcceptanceModel(branch=4), random.Random(seed)
         self.current = self.rng.choice(self.shapes)
 
     def largest_shapes(self):
         return self.shapes[1:]
 
-    def begin(self, session):
-        self.session = session
-        session.drafter.calibration = Calibration(self.model.branch, session.state.tokens.device)
-
     def shape(self):
-        self.model.write(self.session.drafter.calibration)
         return self.current
 
-    def observe(self, verified, tokens):
-        if verified.graph is not None:
-            for name, (probs, hits, seen) in self.session.drafter.profile(verified).items():
-                self.model.observe(name, probs[seen].numpy(), hits[seen].numpy())
+    def end(self):
+        pass
+
+    def observe(self, profiles, tokens, **_):
+        for name, (probs, hits) in profiles.items():
+            self.acceptance.observe(name, probs, hits)
         if self.rng.random() < 0.6:
             self.current = self.rng.choice(self.shapes)
 

@@ -36,17 +36,15 @@ def together(work, count: int = 2) -> list[BaseException]:
 
 def test_of_two_patches_at_once_one_is_refused(monkeypatch):
     target, draft = tiny(), noised(tiny())
-    switch, inside = api.switch, threading.Barrier(2)
+    engines, inside = api.Engines, threading.Barrier(2)
 
-    def meet(model):
-        if model is target:
-            inside.wait(10)
-        switch(model)
+    def meet(**options):  # the last thing that is made before a patch is set
+        inside.wait(10)
+        return engines(**options)
 
-    monkeypatch.setattr(api, "switch", meet)
+    monkeypatch.setattr(api, "Engines", meet)
     raised = together(lambda: gsd.patch(target, assistant_model=draft, graph_config="tree"))
     assert [type(error) for error in raised] == [ValueError] and "already patched" in str(raised[0])
-    assert target.config._attn_implementation == draft.config._attn_implementation == "gsd_sdpa"
     target.generate(**prompts(1, 5), max_new_tokens=4, do_sample=False)
     gsd.unpatch(target)
     assert target.config._attn_implementation == draft.config._attn_implementation == "sdpa"

@@ -13,22 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from gsd_kernels import tune
 from gsd_kernels_hf.console.ranks import from_first
-from gsd_kernels_hf.policy.tuning import prefix_bucket
+from gsd_kernels_hf.files import write_json
 from gsd_kernels_hf.report.comparison import first_divergence
 
 from ..lib.environment import environment
 from ..lib.intervals import Ratio, paired_ratio
-from ..lib.report import SCHEMA, caption, markdown, write_json
+from ..lib.report import SCHEMA, caption, markdown
 from .competitors import (
     ASSISTED,
     AUTO,
     DEFAULT,
     GREEDY,
-    HISTORY_AUTO,
     OURS,
     PLAIN,
     Competitor,
@@ -71,7 +68,7 @@ class GenerateReport:
     prompts: list[str]
     runs: list[dict[str, Any]] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
-    setup_seconds: dict[str, float] = field(default_factory=dict)  # warm-up, compiling and calibration; not timed
+    setup_seconds: dict[str, float] = field(default_factory=dict)  # warm-up and compiling; not timed
     summary: list[dict[str, Any]] = field(default_factory=list)
     ratios: dict[str, dict[str, float]] = field(default_factory=dict)
     floors: list[dict[str, Any]] = field(default_factory=list)
@@ -213,7 +210,7 @@ def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> 
 
 
 def _prepare(settings: Settings, pair: Pair, report: GenerateReport) -> list[Competitor]:
-    """Compile, warm up and calibrate; the competitors that work."""
+    """Compile and warm up; the competitors that work."""
     longest = max((prompt.input_ids for prompt in pair.prompts), key=lambda ids: ids.shape[1])
     racing = []
     found = competitors(
@@ -226,8 +223,6 @@ def _prepare(settings: Settings, pair: Pair, report: GenerateReport) -> list[Com
         print(f"generate: warming up {competitor.name}", file=sys.stderr, flush=True)
         begin = time.perf_counter()
         try:
-            if competitor.name in (AUTO, HISTORY_AUTO) and settings.ranks == 1:  # with several they are fixed
-                _calibrate(settings, pair, pair.draft if competitor.name == AUTO else None)
             competitor.decode(longest, settings.new_tokens if competitor.compiled else WARM_UP_TOKENS, 0)
         except Exception as error:
             if competitor.name in OURS:
@@ -237,20 +232,6 @@ def _prepare(settings: Settings, pair: Pair, report: GenerateReport) -> list[Com
         report.setup_seconds[competitor.name] = time.perf_counter() - begin
         racing.append(competitor)
     return racing
-
-
-_calibrated: set[tuple[Any, ...]] = set()
-
-
-def _calibrate(settings: Settings, pair: Pair, draft: PreTrainedModel | None) -> None:
-    """Measure the step costs anew for every prompt length of the run, once in a process."""
-    for prompt in pair.prompts:
-        length = prompt.input_ids.shape[1] + settings.new_tokens // 2  # the middle of the text, as generate asks
-        bucket = prefix_bucket(length)
-        what = (settings.pair, settings.target_shape, settings.draft_shape, settings.dtype, draft is None, bucket)
-        if what not in _calibrated:
-            tune(pair.target, draft, prefix_length=length, backend=settings.backend, refresh=True)
-            _calibrated.add(what)
 
 
 def _decode(

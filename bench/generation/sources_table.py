@@ -14,9 +14,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from gsd_kernels_hf.files import write_json
+
 from ..lib.environment import environment
 from ..lib.intervals import Ratio, paired_ratio
-from ..lib.report import SCHEMA, markdown, write_json
+from ..lib.report import SCHEMA, markdown
 from . import generate
 from .generate import Settings, title
 

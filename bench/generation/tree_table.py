@@ -22,12 +22,12 @@ import torch
 
 from gsd_kernels import GraphConfig, generate
 from gsd_kernels_hf import Verified
-from gsd_kernels_hf.files import write_text
+from gsd_kernels_hf.files import write_json, write_text
 
 from ..lib.environment import environment
 from ..lib.intervals import Ratio, paired_ratio
-from ..lib.report import SCHEMA, markdown, write_json
-from .pairs import Pair, Prompt, load_pair
+from ..lib.report import SCHEMA, markdown
+from .pairs import Pair, Prompt, left_padded, load_pair
 
 NAME = "tree"
 VARIANTS = ("chain", "tree", "merged", "graph")
@@ -97,10 +97,7 @@ def decode(
 
     Tokens per step of a sequence do not depend on the others; a batch only takes less time.
     """
-    width = max(prompt.input_ids.shape[1] for prompt in prompts)
-    ids = torch.cat([torch.nn.functional.pad(p.input_ids, (width - p.input_ids.shape[1], 0)) for p in prompts])
-    lengths = torch.tensor([prompt.input_ids.shape[1] for prompt in prompts])
-    mask = (torch.arange(width) >= width - lengths[:, None]).long()
+    ids, mask = left_padded(prompts)
     runs: list[dict[str, Any]] = [
         {"prompt": prompt.name, "tokens": 0, "steps": 0, "used_target_rows": 0, "nodes": 0, "merges": 0, "accepted": []}
         for prompt in prompts

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from gsd_kernels import GraphConfig, Typical, generate, sample_rows
 from gsd_kernels_hf import Verified
+from gsd_kernels_hf.files import write_json
 
 from ..lib.environment import environment
 from ..lib.intervals import Ratio, paired_ratio
-from ..lib.report import SCHEMA, markdown, write_json
-from .pairs import Pair, load_pair
+from ..lib.report import SCHEMA, markdown
+from .pairs import Pair, left_padded, load_pair
 
 NAME = "typical"
 EXACT, SPECULATIVE = "exact", "speculative"
@@ -47,19 +48,11 @@ def ways(shape: str, temperature: float) -> dict[str, str | Typical]:
     return found | {f"typical, ε = {epsilon}": Typical(epsilon) for epsilon in epsilons}
 
 
-def batch_of(pair: Pair) -> tuple[Tensor, Tensor]:
-    """All prompts, left-padded: ids and mask, int64 [B, P]."""
-    width = max(prompt.input_ids.shape[1] for prompt in pair.prompts)
-    ids = torch.cat([torch.nn.functional.pad(p.input_ids, (width - p.input_ids.shape[1], 0)) for p in pair.prompts])
-    lengths = torch.tensor([prompt.input_ids.shape[1] for prompt in pair.prompts])
-    return ids, (torch.arange(width) >= width - lengths[:, None]).long()
-
-
 def decode(
     pair: Pair, shape: GraphConfig, criterion: str | Typical, temperature: float, samples: int, new_tokens: int
 ) -> tuple[Tensor, Tensor, list[int], bool]:
     """Sequences and mask int64 [B · samples, L], steps of each sequence, and whether the run calls itself lossless."""
-    ids, mask = batch_of(pair)
+    ids, mask = left_padded(pair.prompts)
     steps = torch.zeros(len(ids) * samples, dtype=torch.int64)
 
     def observe(record: Verified) -> None:

@@ -105,7 +105,8 @@ def step_overhead(
     """Cost of one step's graph ops beside the target's forward: merge × depth + flatten + verify + commit."""
     import torch
 
-    from ..lib.report import write_json
+    from gsd_kernels_hf.files import write_json
+
     from .step_overhead import run
 
     row = run(device_of(device), getattr(torch, dtype.value), batch)

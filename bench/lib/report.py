@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from gsd_kernels_hf.files import write_text
+from gsd_kernels_hf.files import write_json
 
 SCHEMA = 1
 
@@ -180,12 +180,6 @@ def caption(environment: dict[str, Any]) -> str:
     versions = environment["versions"]
     threads = f", {environment['threads']} threads" if environment["device_type"] == "cpu" else ""
     return f"{environment['device']}{threads}, torch {versions['torch']}"
-
-
-def write_json(path: Path, value: Any, indent: int | None = 1) -> Path:
-    """Write strict JSON, whole or not at all."""
-    write_text(path, json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False) + "\n")
-    return path
 
 
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -29,7 +29,7 @@ def measure(name: str) -> dict[str, float | int | str]:
         ValueError: an unknown case.
     """
     if name not in CASES:
-        raise ValueError(f"--case: {name!r} is none of {', '.join(CASES)}")
+        raise ValueError(f"--case: {name!r} is none of {'; '.join(CASES)}")
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

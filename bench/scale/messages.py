@@ -29,12 +29,13 @@ from gsd_kernels import GraphConfig
 from gsd_kernels.config import PRESETS
 from gsd_kernels_hf.console import ranks
 from gsd_kernels_hf.console.pair import quiet_transformers
+from gsd_kernels_hf.files import write_json
 from gsd_kernels_hf.parallel import Agreement
 from gsd_kernels_hf.report import comparison
 
 from ..generation.pairs import load_pair
 from ..lib.environment import environment
-from ..lib.report import SCHEMA, markdown, write_json
+from ..lib.report import SCHEMA, markdown
 
 NAME = "scale_messages"
 PLAIN = "plain"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import types
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -24,9 +23,9 @@ from .engine.output import GraphGenerateOutput
 from .engine.request import drafts_of
 from .engine.stats import GenerationStats
 from .model import properties
-from .model.attention import switch, unswitch
 
 _PATCH = "_gsd_patch"
+_lock = threading.Lock()
 _OPTIONS = tuple(field.name for field in fields(Options))
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -122,9 +121,8 @@ class Patch(threading.local):
         engines: what is kept, see :mod:`gsd_kernels_hf.engine.engine`; :meth:`clear` returns it.
     """
 
-    def __init__(self, model: PreTrainedModel, switched: list[PreTrainedModel], engines: Engines) -> None:
+    def __init__(self, model: PreTrainedModel, engines: Engines) -> None:
         self.model = model
-        self.switched = switched
         self.engines = engines
         self.stats: GenerationStats | None = None
 
@@ -157,11 +155,8 @@ class _Accelerated:
         return generate(self.model, inputs, **{**merged, **dict.fromkeys(without)})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _transformers_generate, (self.model,)  # a copied or pickled model has transformers' own
-
-
-def _transformers_generate(model: PreTrainedModel) -> types.MethodType:
-    return types.MethodType(type(model).generate, model)
+        # A copied or pickled model has transformers' own, also where this package is not installed.
+        return getattr, (self.model, "generate")
 
 
 @_takes_options
@@ -190,41 +185,27 @@ def patch(model: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer:
     decoder = Options(**options)
     for source in decoder.sources(automatic=True):
         source.check(inner)
-    drafts = list(drafts_of(decoder).values())
-    for draft in drafts:
+    for draft in drafts_of(decoder).values():
         validate.check_pair(inner, draft, tokenizer, assistant_tokenizer)
-    if vars(inner).get(_PATCH) is not None:
-        raise ValueError("model: already patched; unpatch(model) first")
-    models = [inner, *drafts]
-    for done, m in enumerate(models):
-        try:
-            with validate.as_argument("assistant_model" if done else "model"):
-                switch(m)
-        except Exception:
-            for earlier in models[:done]:
-                unswitch(earlier)
-            raise
-    handle = Patch(inner, models, Engines(keeps_sessions=True))
-    if vars(inner).setdefault(_PATCH, handle) is not handle:  # another thread was faster
-        for m in models:
-            unswitch(m)
-        raise ValueError("model: already patched; unpatch(model) first")
-    vars(inner)["generate"] = _Accelerated(inner, {**options, "tokenizer": tokenizer})
+    handle = Patch(inner, Engines(keeps_sessions=True))
+    accelerated = _Accelerated(inner, {**options, "tokenizer": tokenizer})
+    with _lock:  # of two threads one is refused
+        if vars(inner).get(_PATCH) is not None:
+            raise ValueError("model: already patched; unpatch(model) first")
+        vars(inner).update({_PATCH: handle, "generate": accelerated})
     return handle
 
 
 def unpatch(model: PreTrainedModel) -> None:
-    """Undo :func:`patch`: transformers' own ``generate`` and the attention the models had before.
+    """Undo :func:`patch`: the model has transformers' own ``generate`` again.
 
     Raises:
         ValueError: ``model`` is not patched.
     """
     inner = properties.unwrap(model)
-    if not isinstance(inner, torch.nn.Module) or vars(inner).get(_PATCH) is None:
-        raise ValueError("model: not patched")
-    handle: Patch = vars(inner)[_PATCH]
-    for m in handle.switched:
-        unswitch(m)
+    with _lock:
+        if not isinstance(inner, torch.nn.Module) or vars(inner).get(_PATCH) is None:
+            raise ValueError("model: not patched")
+        handle: Patch = vars(inner).pop(_PATCH)
+        del vars(inner)["generate"]
     handle.clear()
-    del inner.__dict__[_PATCH]
-    del inner.__dict__["generate"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def write_file(file: Path, write: Callable[[Path], object]) -> None:
@@ -22,6 +24,16 @@ def write_text(file: Path, text: str) -> None:
     """Write UTF-8 text as :func:`write_file` does; the folder is made if need be."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_file(file, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def write_json(file: Path, value: Any, indent: int | None = 1) -> Path:
+    """Write strict JSON with a final newline as :func:`write_text` does; the file.
+
+    Raises:
+        ValueError: the value holds a number that JSON has not (nan, infinity).
+    """
+    write_text(file, json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False) + "\n")
+    return file
 
 
 @contextmanager

@@ -24,12 +24,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 import gsd_kernels
 
 from .records import Verified
 from .sources.heads import DraftHeads
+from .validate.models import check_heads
 from .validate.options import CONFIG_FIELDS, HONOURED
 
 if TYPE_CHECKING:
@@ -68,15 +69,6 @@ def tensor_parallel_group(name: str, model: PreTrainedModel) -> dist.ProcessGrou
         return None
     check_heads(name, model.config, mesh.size())
     return mesh.get_group()
-
-
-def check_heads(name: str, config: PretrainedConfig, ranks: int) -> None:
-    """Raise unless the attention heads of a model divide among ``ranks``; ``name`` is what the error calls it."""
-    text = config.get_text_config(decoder=True)
-    for field in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(text, field, None)
-        if heads is not None and heads % ranks:
-            raise ValueError(f"{name}: {field}={heads} does not divide among {ranks} tensor-parallel ranks")
 
 
 class Alone:

@@ -184,6 +184,7 @@ def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, s
 
     from gsd_kernels import GraphConfig
     from gsd_kernels_hf.demo.inflate import inflate
+    from gsd_kernels_hf.policy.pairs import known_steps
     from gsd_kernels_hf.report import comparison
 
     with progress(f"inflating the target to {INFLATED} parameters"):
@@ -194,6 +195,7 @@ def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, s
     def ours(shape: GraphConfig | str) -> comparison.Contender:
         return comparison.graph(target, assistant_model=draft, graph_config=shape, backend=backend)
 
+    learned = known_steps(target, draft, backend)
     contenders = {
         PLAIN: comparison.plain(target),
         "assisted, its default": comparison.assisted(target, draft),
@@ -218,6 +220,7 @@ def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, s
         "parameters": target.num_parameters(),
         "prompts": len(rounds),
         "max_new_tokens": length,
+        "warm": {"tokens": comparison.WARM_UP_TOKENS, "learned_steps": learned},
         "threads": torch.get_num_threads(),
         "cpu_share": _cpu_share([run for runs in rounds for run in runs.values()]) if device == "cpu" else None,
         "contenders": results,
@@ -274,6 +277,7 @@ def _print_inflated(report: dict[str, Any], config: GraphConfig) -> None:
             result["name"], f"{result['tokens_per_second']:.1f}", versus, f"{result['tokens_per_forward']:.2f}", same
         )
     out.print(rows)
+    out.print(_warmth(report["warm"]), style="dim", soft_wrap=True)
     if report["cpu_share"] is not None and report["cpu_share"] < BUSY:
         out.print(
             f"This machine was busy with other work (the demo got {report['cpu_share']:.0%} of {report['threads']} "
@@ -288,6 +292,13 @@ def _print_inflated(report: dict[str, Any], config: GraphConfig) -> None:
         what = f"graph ({config.max_rows} rows, {config.depth} levels)" if name == "graph" else name
         ratio = result["tokens_per_second"] / best["tokens_per_second"]
         out.print(f"{what}: {speed(ratio)} as the best of the others ({best['name']})", soft_wrap=True)
+
+
+def _warmth(warm: dict[str, int]) -> str:
+    """What was warm when the race began."""
+    steps = warm["learned_steps"]
+    before = "knew nothing of this pair" if not steps else f"had {steps} steps of earlier runs to go by"
+    return f"(every way decoded {warm['tokens']} tokens beforehand; auto {before}, and only its own steps teach it)"
 
 
 def _draw(pair: Pair, pictures: list[StepPicture], directory: Path) -> dict[str, Any] | None:

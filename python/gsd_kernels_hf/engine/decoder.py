@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from .. import validate
 from ..acceptance.criteria import warn_lossy
 from ..parallel import ranks_of
-from ..policy.auto import automatic
-from ..policy.fixed import Fixed
+from ..policy.base import Policy
+from ..policy.fixed import FixedPolicy
+from ..policy.pairs import automatic_policy
+from ..sources.base import DraftSource
 from .engine import Engines, Learned, engines_of
-from .loop import Policy, decode
+from .loop import decode
 from .options import Options
 from .output import GraphGenerateOutput, Output
 from .request import Request
@@ -59,28 +61,36 @@ class GraphDecoder(Options):
         ranks = ranks_of(request.models, request.device)
         request.seed = ranks.start(request.seed, request.agreed())
         engines = self.engines if self.engines is not None else engines_of(request.model)
-        engine, sampled = engines.of(self), request.plan.temperature > 0
-        learned = engine.learned(sampled=sampled) if ranks.alone else Learned()
-        policy = self.policy(request, learned, alone=ranks.alone)
-        sources = self.sources(automatic=not isinstance(policy, Fixed))
-        session, current = engine.session(request, policy.largest_shapes(), sources, alone=ranks.alone)
+        engine = engines.of(self)
+        learned = engine.learned(sampled=request.plan.temperature > 0) if ranks.alone else Learned()
+        automatic = self.automatic and ranks.alone and not torch.are_deterministic_algorithms_enabled()
+        sources = self.sources(automatic=automatic)
+        policy = self.policy(request, sources, learned, automatic=automatic)
+        session, current = engine.session(request, policy, sources, alone=ranks.alone)
         if self.streamer is not None:
             self.streamer.put(request.input_ids.cpu())
-        with validate.switched_as(request.models), ranks.explained():
+        with ranks.explained():
             session.begin(request, learned.weights, reuse_prefix=current and self.reuse_prefix)
             warn_lossy(session.rule.criterion)
             out = Output(request, session)
             decode(session, policy, ranks, out)
             result = out.result()
         if ranks.alone:
-            engine.release(session, learned, request, sampled=sampled)
+            engine.release(session, learned, request)
         self.stats = out.stats
         return result
 
-    def policy(self, request: Request, learned: Learned, *, alone: bool) -> Policy:
+    def policy(self, request: Request, sources: Sequence[DraftSource], learned: Learned, *, automatic: bool) -> Policy:
         """The policy that chooses the shapes of this call's steps."""
-        if not self.named:
-            return Fixed(None)
-        if not self.automatic or not alone or torch.are_deterministic_algorithms_enabled():
-            return Fixed(self.graph_config)
-        return automatic(request.model, self.assistant_model, learned.acceptance, request)
+        if not automatic:
+            return FixedPolicy(self.graph_config if sources else None)
+        return automatic_policy(
+            learned.experience,
+            request.model,
+            self.assistant_model,
+            sources=[source.name for source in sources],
+            about=f"{request.plan.temperature > 0} {self.criterion}",
+            batch=request.batch,
+            prefix=request.prompt_length,
+            backend=self.backend,
+        )

@@ -9,11 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gsd_kernels import GraphConfig
-
 from ..model.identity import ModelState
-from ..policy.acceptance import AcceptanceModel
-from ..policy.tuning import FAMILIES
+from ..policy.base import Policy
 from ..sources.base import DraftSource
 from ..sources.weights import SourceWeights
 from .options import Options
@@ -27,10 +24,15 @@ GRAIN = 256  # cache positions by which kept sessions are sized
 
 @dataclass
 class Learned:
-    """Statistics of earlier calls: how often candidates were accepted, and the sources' weights by name."""
+    """Statistics of earlier calls.
 
-    acceptance: AcceptanceModel = field(default_factory=lambda: AcceptanceModel(max(branch for _, branch in FAMILIES)))
+    Attributes:
+        weights: of sources, by name.
+        experience: of automatic policies, see :func:`~gsd_kernels_hf.policy.pairs.automatic_policy`.
+    """
+
     weights: dict[str, SourceWeights] = field(default_factory=dict)
+    experience: dict[Any, Any] = field(default_factory=dict)
 
 
 class Engine:
@@ -66,25 +68,24 @@ class Engine:
         return any(part() is None for part in self.parts)
 
     def learned(self, *, sampled: bool) -> Learned:
-        """Statistics to begin a call with; the acceptance model is a copy."""
-        known = self._learned.get(sampled, Learned())
-        return Learned(copy.deepcopy(known.acceptance), known.weights)
+        """Statistics of greedy or of sampled texts, to begin a call with."""
+        return self._learned.setdefault(sampled, Learned())
 
     def session(
-        self, request: Request, shapes: Sequence[GraphConfig], sources: Sequence[DraftSource], *, alone: bool
+        self, request: Request, policy: Policy, sources: Sequence[DraftSource], *, alone: bool
     ) -> tuple[Session, bool]:
         """A session for a call, and whether keys and values in its caches may be used.
 
         Args:
             request: the call.
-            shapes: the largest shapes of its steps.
+            policy: what chooses the shapes of its steps.
             sources: of the call, for a new session.
             alone: whether no other rank must do the same at the same time.
 
         Returns:
             An idle session of this kind, the one that holds most of the prompt, or a new one.
         """
-        kind = Kind.of(request, shapes, sources, alone=alone)
+        kind = Kind.of(request, policy, sources, alone=alone)
         found = self._take(kind, request) if self.keeps_sessions else None
         if found is not None:
             return found
@@ -108,12 +109,10 @@ class Engine:
             self._idle.remove(best)
             return best[0], best[1] == states
 
-    def release(self, session: Session, learned: Learned, request: Request, *, sampled: bool) -> None:
+    def release(self, session: Session, learned: Learned, request: Request) -> None:
         """End a call that succeeded: keep what it learned and, where sessions are kept, the session."""
         if session.drafter is not None:
-            weights = {name: found.clone() for name, found in session.drafter.weights.items()}
-            learned = Learned(learned.acceptance, weights)
-        self._learned[sampled] = learned
+            learned.weights = {name: found.clone() for name, found in session.drafter.weights.items()}
         session.end()
         if self.keeps_sessions:
             states = {name: ModelState.of(model) for name, model in request.models.items()}

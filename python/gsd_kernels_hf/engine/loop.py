@@ -4,29 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from gsd_kernels import GraphConfig
-
+from ..policy.base import Policy
 from ..records import Verified
 from .capture import stepping
 from .output import Output
 from .session import Session
 from .stats import GenerationStats
-
-
-class Policy(Protocol):
-    """Chooses the shape of every step."""
-
-    def begin(self, session: Session) -> None:
-        """Prepare for a generation, before its first step."""
-        ...
-
-    def shape(self) -> GraphConfig | None:
-        """The shape of the next step; ``None`` for plain decoding."""
-        ...
-
-    def observe(self, verified: Verified, tokens: list[int]) -> None:
-        """Learn from a step and the number of tokens that every sequence gained, [B]."""
-        ...
 
 
 class Ranks(Protocol):
@@ -49,12 +32,12 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> Gener
     Returns:
         Statistics, complete once ``out.result()`` was asked for.
     """
-    policy.begin(session)
     step = stepping(session)
     while not out.finished:
-        session.use(policy.shape())
+        session.use(policy.shape(), policy.acceptance)
         verified = step()
         tokens = out.emit(verified)
         out.finished = ranks.check(verified, out.finished, timed=out.timed)
-        policy.observe(verified, tokens)
+        policy.observe(session.profile(verified), tokens, **session.took(verified))
+    policy.end()
     return out.stats

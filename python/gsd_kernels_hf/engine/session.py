@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -18,10 +19,12 @@ from ..acceptance.rule import AcceptanceRule, OnDevice
 from ..acceptance.tokenwise import TokenByToken
 from ..model.fused import draft_rows
 from ..model.runner import RowModel
+from ..policy.acceptance import AcceptanceModel
+from ..policy.base import Policy
 from ..records import DecodeState, Sampler, Verified
 from ..sources.base import DraftSource
 from ..sources.drafter import Drafter
-from ..sources.weights import SourceWeights
+from ..sources.weights import Calibration, SourceWeights
 from .request import Request
 from .stats import Clock
 
@@ -38,21 +41,21 @@ class Kind:
     warpers: tuple[tuple[str, float], ...]
     eos_ids: tuple[int, ...]
     draws: bool  # whether the draft's own samples are verified
+    calibrated: bool  # whether a policy corrects what sources claim
     backend: str
     alone: bool  # whether no other rank must do the same at the same time
 
     @classmethod
-    def of(
-        cls, request: Request, shapes: Sequence[GraphConfig], sources: Sequence[DraftSource], *, alone: bool
-    ) -> Kind:
+    def of(cls, request: Request, policy: Policy, sources: Sequence[DraftSource], *, alone: bool) -> Kind:
         """The kind of session that a call needs.
 
         Args:
             request: the call.
-            shapes: the largest shapes of its steps; none for plain decoding.
+            policy: what chooses the shapes of its steps; its largest shapes size the storage.
             sources: in the order in which they are mixed.
             alone: whether no other rank must do the same at the same time.
         """
+        shapes = policy.largest_shapes()
         return cls(
             batch=request.batch,
             branch=max((shape.branch for shape in shapes), default=1),
@@ -62,6 +65,7 @@ class Kind:
             warpers=tuple(request.plan.warper_arguments.items()),
             eos_ids=tuple(sorted(request.eos_ids)),
             draws=request.draws_from_draft,
+            calibrated=policy.acceptance is not None,
             backend=request.options.backend,
             alone=alone,
         )
@@ -112,10 +116,13 @@ class Session:
         self.lone_root = lone_root(kind.batch, device)
         self.config: GraphConfig | None = None
         self.drafter: Drafter | None = None
+        self.calibration: Calibration | None = None
         if sources:
             weights = {s.name: SourceWeights(s.shares, s.reliability, MAX_BRANCH, device) for s in sources}
             self.drafter = Drafter(sources, weights, self.state, self.backend)
             self.target.keeps_hidden = any(source.needs_hidden for source in sources)
+            if kind.calibrated:
+                self.calibration = self.drafter.calibration = Calibration(kind.branch, device)
         self.begun = self.continues = False
         self.captured: Any = None  # steps as CUDA graphs, see engine.capture
         self.clock = Clock(device)
@@ -207,9 +214,14 @@ class Session:
             chunk = self.request.generation_config.prefill_chunk_size
             rows.prefill(ids[:, :-1], None if mask is None else mask[:, :-1], chunk)
 
-    def use(self, config: GraphConfig | None) -> None:
-        """Take ``config`` for the next steps; ``None`` is plain decoding."""
+    def use(self, config: GraphConfig | None, acceptance: AcceptanceModel | None = None) -> None:
+        """Take ``config`` for the next steps; ``None`` is plain decoding.
+
+        ``acceptance``: what is known of drafted candidates, for their calibration.
+        """
         self.clock.begin_step()
+        if config is not None and self.calibration is not None and acceptance is not None:
+            acceptance.write(self.calibration)
         if config is not None and self.config != config:
             assert self.drafter is not None
             self.drafter.prepare(config)
@@ -259,6 +271,22 @@ class Session:
         with self.clock.part("draft"):
             rows = flatten(graph, self.config.max_rows, self.max_path, backend=self.backend)
             return rows.first(int(rows.num_rows.max())) if self.trims else rows
+
+    def profile(self, verified: Verified) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Candidate probabilities after accepted nodes, and which were picked, [n, K] each, by group of sources.
+
+        For a policy that learns from them, of a step that drafted (waits for the device).
+        """
+        if self.calibration is None or self.drafter is None or verified.graph is None:
+            return {}
+        found = self.drafter.profile(verified).items()
+        return {name: (probs[seen].cpu().numpy(), hits[seen].cpu().numpy()) for name, (probs, hits, seen) in found}
+
+    def took(self, verified: Verified) -> dict[str, float]:
+        """Rows that the target computed in the last step, and seconds of its forward and of all else, if known."""
+        target = self.clock.last("target")
+        other = self.clock.since_step() - target if target > 0 else 0.0
+        return {"rows": verified.rows.token_ids.shape[1], "target_seconds": target, "other_seconds": other}
 
     def attend(self, rows: Rows) -> Tensor:
         """Forward the rows through the target; logits float [B, R, V], on the state's device."""

@@ -1,7 +1,9 @@
 """The attention function that graph rows go through, beside the attention the model had before.
 
-A model is switched to ``gsd_<its own implementation>``. A forward without ``graph=`` inputs then runs exactly what it
-ran before, mask included; a forward with them runs :func:`gsd_kernels.dag_attention` over the whole cache.
+For the duration of a forward of ours a model's configs name ``gsd_<its own implementation>``; at all other times they
+are as they were, so that copies, checkpoints, callbacks and other features of the model see nothing of it. A forward
+of another thread that falls into this time has no ``graph=`` and runs exactly what it ran before, mask included. A
+forward with graph inputs runs :func:`gsd_kernels.dag_attention` over the whole cache.
 """
 
 from __future__ import annotations
@@ -9,14 +11,14 @@ from __future__ import annotations
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -24,6 +26,23 @@ from gsd_kernels import dag_attention
 from gsd_kernels.ops.dag_attention import DenseMask, dense_mask
 
 PREFIX = "gsd_"
+
+
+class Attends(Protocol):
+    """What a forward is given as ``graph=``."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,  # [B, Hq, R, D]
+        key: Tensor,  # [B, Hkv, S, D]
+        value: Tensor,
+        attention_mask: Any,
+        scaling: float | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """The output of one attention module, [B, Hq, R, D]; ``options`` are its other keywords."""
+        ...
 
 
 @dataclass
@@ -37,8 +56,51 @@ class GraphInputs:
     node_depths: Tensor  # int32 [B, N]
     num_nodes: Tensor | None = None  # int32 [B]
     backend: str = "auto"
+    windows: tuple[int | None, ...] | None = None  # sliding window of every attention call; None: as each call says
+    calls: int = 0  # so far
     _masks: dict[tuple[int, int | None], DenseMask] = field(default_factory=dict, repr=False)
     _by_device: dict[torch.device, GraphInputs] = field(default_factory=dict, repr=False)
+    _last: dict[int, GraphInputs] = field(default_factory=dict, repr=False)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        scaling: float | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Attend over the whole cache; see :class:`Attends`."""
+        window = options.get("sliding_window")
+        if self.windows is not None:
+            if self.calls >= len(self.windows):
+                raise RuntimeError(changed_meanwhile(self.calls + 1, len(self.windows)))
+            window = self.windows[self.calls]
+        self.calls += 1
+        inputs = self.on(query.device).last(query.shape[2])
+        return dag_attention(
+            query,
+            key,
+            value,
+            inputs.ancestor_mask,
+            inputs.kv_len,
+            kv_start=inputs.kv_start,
+            num_nodes=inputs.num_nodes,
+            row_depths=inputs.row_depths,
+            node_depths=inputs.node_depths,
+            scale=scaling,
+            softcap=options.get("softcap"),
+            sliding_window=window,
+            dense=inputs.dense(key.shape[2], window),
+            backend=inputs.backend,
+        )
+
+    def check_complete(self) -> None:
+        """Raise unless every attention call of the forward has come this way."""
+        if self.windows is not None and self.calls != len(self.windows):
+            raise RuntimeError(changed_meanwhile(self.calls, len(self.windows)))
 
     def dense(self, capacity: int, sliding_window: int | None) -> DenseMask | None:
         """The mask written out, made once for all layers; only where it is used (not by GPU kernels)."""
@@ -57,6 +119,21 @@ class GraphInputs:
                 capacity,
             )
         return self._masks[key]
+
+    def last(self, rows: int) -> GraphInputs:
+        """These inputs of the last rows only: layers that store nothing may be given no more than logits need."""
+        if rows == self.ancestor_mask.shape[1]:
+            return self
+        if rows not in self._last:
+            self._last[rows] = replace(
+                self,
+                ancestor_mask=self.ancestor_mask[:, -rows:].contiguous(),
+                row_depths=self.row_depths[:, -rows:].contiguous(),
+                _masks={},
+                _by_device={},
+                _last={},
+            )
+        return self._last[rows]
 
     def on(self, device: torch.device) -> GraphInputs:
         """These inputs on ``device``, copied once a step for every device of a sharded model."""
@@ -78,6 +155,39 @@ class GraphInputs:
         return self._by_device[device]
 
 
+def changed_meanwhile(calls: int, expected: int) -> str:
+    """What to say of a forward in which attention calls were missed."""
+    return (
+        f"model: {calls} attention calls saw the graph's rows where {expected} were expected; the model or its "
+        "attention implementation was changed while it generated; change it between two calls"
+    )
+
+
+class Watcher(Protocol):
+    """Sees the masks of this thread's forwards and the attention calls that were not given ``graph=``."""
+
+    def made(self, mask: Any, arguments: dict[str, Any]) -> None:
+        """A mask was made by the model's mask function."""
+        ...
+
+    def missed(self, module: nn.Module, query: Tensor, value: Tensor) -> Tensor:
+        """An attention call came without ``graph=``; its output, [B, Hq, R, D]."""
+        ...
+
+
+_local = threading.local()
+
+
+@contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Let ``watcher`` see this thread's forwards."""
+    _local.watcher = watcher
+    try:
+        yield
+    finally:
+        _local.watcher = None
+
+
 def _attention_beside(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The attention function of a model whose own implementation is ``original``."""
 
@@ -89,35 +199,33 @@ def _attention_beside(original: str) -> Callable[..., tuple[Tensor, Tensor | Non
         attention_mask: Tensor | None,
         scaling: float | None = None,
         dropout: float = 0.0,
-        graph: GraphInputs | None = None,
+        graph: Attends | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if graph is None:
+            watcher: Watcher | None = getattr(_local, "watcher", None)
+            if watcher is not None:
+                return watcher.missed(module, query, value).transpose(1, 2).contiguous(), None
             return _original(original, module)(
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
             )
-        if kwargs.get("s_aux") is not None:
-            raise ValueError("attention sinks (s_aux) are not supported by dag_attention")
-        inputs = graph.on(query.device)
-        out = dag_attention(
-            query,
-            key,
-            value,
-            inputs.ancestor_mask,
-            inputs.kv_len,
-            kv_start=inputs.kv_start,
-            num_nodes=inputs.num_nodes,
-            row_depths=inputs.row_depths,
-            node_depths=inputs.node_depths,
-            scale=scaling,
-            softcap=kwargs.get("softcap"),
-            sliding_window=kwargs.get("sliding_window"),
-            dense=inputs.dense(key.shape[2], kwargs.get("sliding_window")),
-            backend=inputs.backend,
-        )
+        out = graph.attend(module, query, key, value, attention_mask, scaling, kwargs)
         return out.transpose(1, 2).contiguous(), None  # [B, R, Hq, D]
 
     return forward
+
+
+def _mask_beside(original: str) -> Callable[..., Any]:
+    """The mask function of a model whose own implementation is ``original``."""
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        made = ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
+        watcher: Watcher | None = getattr(_local, "watcher", None)
+        if watcher is not None:
+            watcher.made(made, kwargs)
+        return made
+
+    return mask
 
 
 class _WithOriginalName:
@@ -132,16 +240,27 @@ class _WithOriginalName:
 
 
 def _original(name: str, module: nn.Module) -> Callable[..., Any]:
-    if name == "eager":
-        return sys.modules[type(module).__module__].eager_attention_forward
+    if name == "eager":  # every modelling file has its own; a subclass elsewhere uses its base's
+        homes = (sys.modules.get(base.__module__) for base in type(module).__mro__)
+        return next(home.eager_attention_forward for home in homes if hasattr(home, "eager_attention_forward"))
     function = ALL_ATTENTION_FUNCTIONS[name]
     if name.startswith("flash_attention"):
         return lambda _, *args, **kwargs: function(_WithOriginalName(module, name), *args, **kwargs)
     return function
 
 
-_lock = threading.RLock()
-_users: dict[int, tuple[Any, int]] = {}  # id(config) → (config, users); models may share a config
+def configs_of(model: nn.Module) -> list[PretrainedConfig]:
+    """Every config that a module of ``model`` may read its attention implementation from."""
+    found: dict[int, PretrainedConfig] = {}
+    waiting = [module.config for module in model.modules() if isinstance(vars(module).get("config"), PretrainedConfig)]
+    while waiting:
+        config = waiting.pop()
+        if id(config) in found:
+            continue
+        found[id(config)] = config
+        nested = (getattr(config, key, None) for key in config.sub_configs)
+        waiting += [sub for sub in nested if isinstance(sub, PretrainedConfig)]
+    return list(found.values())
 
 
 def name_beside(original: str) -> str:
@@ -157,56 +276,60 @@ def original_name(name: str) -> str:
     return own.replace("fa_", "flash_attention_") if own.startswith("fa_") else own
 
 
-def is_switched(model: PreTrainedModel) -> bool:
-    return str(model.config._attn_implementation).startswith(PREFIX)
+def implementation_of(config: PretrainedConfig) -> str | None:
+    """The attention implementation that ``config`` names, whether or not a forward of ours is running."""
+    name = config._attn_implementation
+    return original_name(name) if isinstance(name, str) else None
 
 
-def switch(model: PreTrainedModel) -> None:
-    """Route ``model``'s attention through this module; undone by as many :func:`unswitch`.
+_lock = threading.Lock()
+_users: dict[int, int] = {}  # id(config) → forwards that hold it (alive as long as that)
 
-    Raises:
-        ValueError: the model does not follow transformers' attention interface.
-    """
-    with _lock:
-        config = model.config
-        _, users = _users.get(id(config), (config, 0))
-        if users == 0:
-            original = original_name(str(config._attn_implementation))  # switched already: a patched model's copy
-            name = name_beside(original)
-            if original != "eager" and original not in ALL_ATTENTION_FUNCTIONS:
-                raise ValueError(f"model: unknown attention implementation {original!r}")
-            if original not in ALL_MASK_ATTENTION_FUNCTIONS:
-                raise ValueError(f"model: attention implementation {original!r} has no mask function; use 'sdpa'")
+
+def _enter(config: PretrainedConfig) -> None:
+    """Route the attention of ``config``'s modules through this module, once more; under the lock."""
+    original = implementation_of(config)
+    if original is not None and config._attn_implementation == original:
+        name = name_beside(original)
+        if original != "eager" and original not in ALL_ATTENTION_FUNCTIONS:
+            raise ValueError(f"has an unknown attention implementation, {original!r}; use 'sdpa'")
+        if original not in ALL_MASK_ATTENTION_FUNCTIONS:
+            raise ValueError(f"has an attention implementation without a mask function, {original!r}; use 'sdpa'")
+        if name not in ALL_ATTENTION_FUNCTIONS:
             AttentionInterface.register(name, _attention_beside(original))
-            AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
-            model.set_attn_implementation(name)
-            if config._attn_implementation != name:
-                raise ValueError(
-                    f"model: {type(model).__name__} does not use transformers' attention interface, so graph rows "
-                    "cannot be verified in it; LLaMA-family models do"
-                )
-        _users[id(config)] = (config, users + 1)
+            AttentionMaskInterface.register(name, _mask_beside(original))
+        config._attn_implementation_internal = name
+    _users[id(config)] = _users.get(id(config), 0) + 1
 
 
-def unswitch(model: PreTrainedModel) -> None:
-    with _lock:
-        config, users = _users.get(id(model.config), (model.config, 0))
-        if users > 1:
-            _users[id(config)] = (config, users - 1)
-        elif users == 1:
-            del _users[id(config)]
-            model.set_attn_implementation(original_name(str(config._attn_implementation)))
+def _leave(config: PretrainedConfig) -> None:
+    """Undo one :func:`_enter`. An implementation that somebody has set meanwhile stays; under the lock."""
+    _users[id(config)] -= 1
+    if not _users[id(config)]:
+        del _users[id(config)]
+        config._attn_implementation_internal = implementation_of(config)
 
 
 @contextmanager
-def switched(*models: PreTrainedModel) -> Iterator[None]:
-    """:func:`switch` for the duration of a block."""
-    done: list[PreTrainedModel] = []
+def switched_configs(configs: Iterable[PretrainedConfig]) -> Iterator[None]:
+    """Route the attention of the modules of ``configs`` through this module for the duration of a block.
+
+    Raises:
+        ValueError: an attention implementation is not one that transformers can choose.
+    """
+    done: list[PretrainedConfig] = []
     try:
-        for model in models:
-            switch(model)
-            done.append(model)
+        with _lock:
+            for config in configs:
+                _enter(config)
+                done.append(config)
         yield
     finally:
-        for model in reversed(done):
-            unswitch(model)
+        with _lock:
+            for config in done:
+                _leave(config)
+
+
+def switched(*models: PreTrainedModel) -> Any:
+    """:func:`switched_configs` of all that ``models`` read."""
+    return switched_configs([config for model in models for config in configs_of(model)])

@@ -61,7 +61,8 @@ class GraphLayer(CacheLayerMixin):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_seq_length(self, *args: Any) -> int:
-        return self.parent.prompt_length
+        # A layer that was left out, such as cross-attention of a text without images, asks whether it ever ran.
+        return self.parent.prompt_length if self.is_initialized else 0
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         rows = query_length.shape[0] if isinstance(query_length, Tensor) else query_length  # a tensor in 5.0
@@ -96,6 +97,10 @@ class GraphCache(Cache):
             if layer.is_initialized:
                 layer.grow(capacity)
 
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Position of the first row of a prompt's chunk, the same for layers that have not run yet."""
+        return self.prompt_length
+
     @contextmanager
     def writing(self, positions: Tensor) -> Iterator[None]:
         """Store what a forward computes at ``positions``, int64 [B, R], rather than at the end of the prompt."""
@@ -115,7 +120,8 @@ class GraphCache(Cache):
         """Move the accepted rows of all layers behind the prefix and advance ``kv_len``; one call a device."""
         by_device: dict[torch.device, list[GraphLayer]] = {}
         for layer in self.layers:
-            by_device.setdefault(layer.device, []).append(layer)
+            if layer.is_initialized:  # layers that share another's keys and values, or never run, store nothing
+                by_device.setdefault(layer.device, []).append(layer)
         # Copied before any is advanced: a device's own length moves with its layers.
         lengths = {device: kv_len.to(device, non_blocking=True) for device in by_device}
         for device, layers in by_device.items():

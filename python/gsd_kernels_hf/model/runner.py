@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from gsd_kernels.graph import num_words
 
-from .attention import GraphInputs
+from .attention import GraphInputs, configs_of, switched_configs
 from .cache import GraphCache
 from .linear import with_cpu_linears
+from .probe import examine
 from .properties import device_of, vocabulary
 
 
@@ -39,6 +40,8 @@ class RowModel:
     ) -> None:
         self.model = model
         self.stepping = with_cpu_linears(model, backend)  # the same model and weights
+        self.configs = configs_of(model)  # switched for every forward by itself, and as they were in between
+        self.windows = examine(model).windows
         self.backend = backend
         self.device = device_of(model)
         self.vocab_size = vocabulary(model)
@@ -73,24 +76,25 @@ class RowModel:
         else:
             attention_mask = attention_mask.to(self.device)
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        chunk = chunk or length
+        chunk = chunk or max(1, length)
         for begin in range(self.reused, length, chunk):
             end = min(begin + chunk, length)
-            self.stepping(
-                input_ids=self.known(input_ids[:, begin:end]),
-                attention_mask=None if attention_mask is None else attention_mask[:, :end],
-                position_ids=positions[:, begin:end],
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            with switched_configs(self.configs):
+                self.stepping(
+                    input_ids=self.known(input_ids[:, begin:end]),
+                    attention_mask=None if attention_mask is None else attention_mask[:, :end],
+                    position_ids=positions[:, begin:end],
+                    past_key_values=self.cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
             self.cache.prompt_length = end
 
     def holds(self, tokens: Tensor, lengths: Tensor) -> None:
         """After a text: its first ``lengths`` tokens [B] are in the cache; tokens int64 [B, S], left-padded."""
         shared = int(lengths.min())
-        # Copies: the next text is written into the same storage.
-        self.stored = tokens[:, :shared].to("cpu", copy=True), self.text_kv_start.to("cpu", copy=True)
+        # Copies: the storage is used again for the next text.
+        self.stored = tuple(t.to("cpu", copy=True) for t in (tokens[:, :shared], self.text_kv_start))
 
     def forget(self) -> None:
         """Take nothing in the cache for the beginning of the next prompt."""
@@ -127,9 +131,11 @@ class RowModel:
             row_depths=depths,
             node_depths=node_depths.to(to),
             backend=self.backend,
+            windows=self.windows,
         )
         assert inputs.ancestor_mask.shape[-1] == num_words(node_depths.shape[-1])
-        with self.cache.writing((kv_len[:, None] + slots.to(to)).long()), self._listening():
+        writing = self.cache.writing((kv_len[:, None] + slots.to(to)).long())
+        with switched_configs(self.configs), writing, self._listening():
             output = self.stepping(
                 input_ids=self.known(token_ids.to(to).long()),
                 attention_mask=self.no_mask,
@@ -139,6 +145,7 @@ class RowModel:
                 logits_to_keep=keep,
                 graph=inputs,
             )
+        inputs.check_complete()
         return output.logits[:, -keep:]
 
     @contextmanager

@@ -1,181 +1,272 @@
-"""Automatic budgets: the shape of the next step, from what steps cost and what has been accepted.
+"""Automatic shapes: what a step brings over what it costs, with every step as evidence.
 
-Tokens per step are predicted by growing small trees from the candidate probabilities that were seen lately, after
-calibration: how often a candidate of this rank and this draft probability was the target's pick. Seconds come from
-:mod:`gsd_kernels_hf.policy.tuning`, corrected by what steps really took. Shapes come from a small fixed set, so storage
-stays static. Where no shape beats one row, speculation is off, and tried again later if it could pay.
+Shapes come from a :mod:`ladder <gsd_kernels_hf.policy.ladder>`, tokens from :mod:`acceptance
+<gsd_kernels_hf.policy.acceptance>`, seconds from :mod:`costs <gsd_kernels_hf.policy.costs>`. A generation begins with
+the shape that the last one ended with, or with the most promising one that speculates. A shape whose cost is uncertain
+and that would be best if it were cheap is tried for two steps, as long as trials have cost little. So is plain
+decoding, which is never chosen before it was timed, unless steps bring one token anyhow. Where it is best, speculation
+is off, and tried again later; likewise the draft model where shapes without it are best.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from gsd_kernels import GraphConfig
 
-from ..records import Verified
-from ..sources.weights import Calibration
-from .acceptance import AcceptanceModel, padded
-from .tuning import DEPTHS, FAMILIES, FREE, REUSE, ROWS, StepCosts, family_key, tune
+from .acceptance import AcceptanceModel, GrowthPlan, kind_of
+from .base import Profiles
+from .costs import COLD, NOISE, PLAIN, CostModel
+from .ladder import BRANCH
 
 GAIN = 1.02  # a new shape must promise this much more than the current one
-OPTIMIST = (0.9, 0.05, 0.02, 0.01)  # an easy text: what speculation could reach at best
+HOPE = 1.05  # an uncertain one this much more, at best, to be tried
+TRIAL_STEPS = 2
+RETRY_STEPS = 5  # after speculation was off
+TRIAL_SHARE = 0.03  # of the time of a generation, which trials may cost
+FIRST_CHOICE, KNOWN_CHOICE = 4, 10  # steps until the first choice; where an earlier call's shape goes on
+INTERVAL = 16  # steps between choices, at most
+PATIENCE, MOST_PATIENCE = 64, 1024  # plain steps until speculation is tried again
+NOTHING = 1.1  # tokens a step, below which speculation brings nothing, whatever it costs
+FOLLOW = 0.1  # of a new share of rows that hold a token
+REMEMBERED = 8  # batch sizes
 
 
-class Budget:
-    """Chooses the shape of every step of one generation."""
+class Experience:
+    """What generations of a pair learn, together: calls that overlap in time share it.
 
-    def __init__(self, costs: StepCosts, model: AcceptanceModel) -> None:
-        self.costs, self.model = costs, model
+    Args:
+        costs: of the pair, for any sources and sampling.
+        shapes: of the ladder, by name; a subset of those that ``costs`` knows.
+    """
+
+    def __init__(self, costs: CostModel, shapes: Mapping[str, GraphConfig]) -> None:
+        self.costs = costs
+        self.shapes = dict(shapes)
+        self.acceptance = AcceptanceModel(BRANCH)
+        self.plan = GrowthPlan(list(self.shapes.values()), BRANCH)
+        self.last: dict[str, str] = {}  # batch size → shape that the last generation ended with
+        self.wait, self.patience = 0, PATIENCE
+        self.fill = dict.fromkeys(self.shapes, 1.0)  # share of a shape's rows that hold a token
+        self.warm: set[str] = set()  # shapes that ran in this process
+
+    def as_dict(self) -> dict[str, Any]:
+        """All but the costs, for the disk."""
+        return {
+            "acceptance": self.acceptance.as_dict(),
+            "last": self.last,
+            "wait": self.wait,
+            "patience": self.patience,
+            "fill": self.fill,
+        }
+
+    def load(self, data: Mapping[str, Any]) -> None:
+        """What :meth:`as_dict` gave.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is not that; nothing was taken over.
+        """
+        last = {str(batch): str(name) for batch, name in data["last"].items()}
+        wait, patience = int(data["wait"]), int(data["patience"])
+        fill = {name: float(data["fill"][name]) for name in self.shapes}
+        if not all(0 <= share <= 1 for share in fill.values()) or not 1 <= patience <= MOST_PATIENCE or wait < 0:
+            raise ValueError("experience: values out of range")
+        self.acceptance.load(data["acceptance"])
+        self.last, self.wait, self.patience, self.fill = last, wait, patience, fill
+
+    def keep(self, batch: int, name: str) -> None:
+        """Remember where a generation ended."""
+        last = {b: n for b, n in self.last.items() if b != str(batch)}
+        self.last = dict([*last.items(), (str(batch), name)][-REMEMBERED:])
+
+
+class AutoPolicy:
+    """The shape with the most predicted tokens a second; see :class:`~gsd_kernels_hf.policy.base.Policy`.
+
+    Args:
+        experience: of the pair.
+        batch: sequences.
+        prefix: tokens of the prompt.
+        saver: has ``save()``, called at the end.
+    """
+
+    def __init__(self, experience: Experience, *, batch: int = 1, prefix: int = 0, saver: Any = None) -> None:
+        self.experience, self.batch, self.saver = experience, batch, saver
+        self.acceptance: AcceptanceModel | None = experience.acceptance
+        self.names = (PLAIN, *experience.shapes)
+        self.configs: tuple[GraphConfig | None, ...] = (None, *experience.shapes.values())
+        self.of_costs = np.array([experience.costs.index[name] for name in self.names])
+        self.max_rows = np.array([1, *(shape.max_rows for shape in experience.shapes.values())])
+        self.kinds = tuple(dict.fromkeys(kind_of(shape) for shape in experience.shapes.values()))
+        self.cached = float(batch * prefix)  # tokens in the target's cache, all sequences together
         self.steps = 0
-        self.wait = 0  # plain steps until speculation is tried again
-        self.patience = 64
-        self.next_choice = 0
-        self.time_ratio: dict[int, float] = {}  # observed over predicted seconds of the target, by rows
-        self.rest_ratio: dict[str, float] = {}  # the same of what a speculative step needs besides, by pool
-        self.current: GraphConfig | None = None
-        self._take(self.choose())
+        self.since = 0  # steps of the current shape
+        self.home: int | None = None  # during a trial: the shape to go back to
+        self.timed = False  # whether the last step's times were known
+        self.elapsed = self.lost = self.trial_seconds = 0.0
+        self.expected = np.ones(len(self.names))
+        self.current, self.next_choice = self._first()
 
-    def begin(self, session: Any) -> None:
-        """Attach the calibration of drafted candidates to a session."""
-        self.session = session
-        session.drafter.calibration = Calibration(self.model.branch, session.state.tokens.device)
+    def _first(self) -> tuple[int, int]:
+        """The first step's shape, and when to choose."""
+        last = self.experience.last.get(str(self.batch))
+        self._predict()
+        if last in self.names:
+            if last == PLAIN:  # a new text may be easier
+                self.experience.wait = min(self.experience.wait, KNOWN_CHOICE)
+            return self.names.index(last), KNOWN_CHOICE
+        # Costs are guessed: a shape with all sources is safe, and plain decoding is not chosen by a guess.
+        drafted = [i for i, shape in enumerate(self.configs) if shape is not None and shape.depth]
+        some = np.array(drafted or range(1, len(self.names)))
+        return int(some[self._rates(self.expected)[some].argmax()]), FIRST_CHOICE
 
     def shape(self) -> GraphConfig | None:
         """The shape of the next step."""
-        if self.current is not None:
-            self.model.write(self.session.drafter.calibration)
-        return self.current
-
-    def observe(self, verified: Verified, tokens: list[int]) -> None:
-        """Learn from a step, and choose anew now and then."""
-        if verified.graph is not None:
-            found = self.session.drafter.profile(verified)
-            profiles = {
-                name: tuple(t[seen].cpu().numpy() for t in (probs, hits)) for name, (probs, hits, seen) in found.items()
-            }
-            self.learn(profiles, tokens)
-        target, whole = self.session.clock.last("target"), self.session.clock.since_step()
-        self.advance(target, whole - target if target > 0 else 0.0)
-
-    def candidates(self) -> list[tuple[str, int, int]]:
-        """(pool, width, branch) of the shapes whose cost is known."""
-        families = [("all", *family) for family in FAMILIES] + [("free", *family) for family in FREE]
-        return [family for family in families if family_key(*family) in self.costs.draft]
-
-    def choose(self, optimistic: bool = False) -> GraphConfig | None:
-        """The shape with the most tokens per second; ``None`` for plain decoding."""
-        best_rate, best = 1.0 / self.seconds(None), None
-        current_rate = best_rate if self.steps and self.current is None else 0.0
-        easy = padded(OPTIMIST, self.model.branch)[None]
-        for name, width, branch in self.candidates():
-            pool = self.model.pools[name]
-            for depth, by_rows in self.model.tokens(width, branch, easy if optimistic else pool.profiles).items():
-                for rows in ROWS[1:]:
-                    if rows > max(self.costs.target) or rows > len(by_rows) + 8:
-                        continue
-                    tokens = by_rows[min(rows, len(by_rows)) - 1]
-                    tokens = 1.0 + (tokens - 1.0) * (1.0 if optimistic else pool.ratio)
-                    config = shape(name, width, branch, depth, rows)
-                    rate = tokens / self.seconds(config)
-                    if config == self.current:
-                        current_rate = rate
-                    if rate > best_rate:
-                        best_rate, best = rate, config
-        keep = self.steps > 0 and not optimistic and current_rate * GAIN >= best_rate
-        return self.current if keep else best
+        return self.configs[self.current]
 
     def largest_shapes(self) -> list[GraphConfig]:
-        """The largest configuration of every family: what caches and buffers are sized for."""
-        return [shape(*family, DEPTHS[-1], max(ROWS)) for family in self.candidates()]
+        """All of the ladder."""
+        return list(self.experience.shapes.values())
 
-    def _take(self, config: GraphConfig | None) -> None:
-        self.current = config
-        self.expected = 0.0 if config is None else self.predicted_tokens(config) - 1.0  # beyond the first token
-
-    def seconds(self, config: GraphConfig | None) -> float:
-        """Predicted seconds of a step."""
-        if config is None:
-            return self.costs.target_seconds(1) * self.time_ratio.get(1, 1.0)
-        target = self.costs.target_seconds(config.max_rows) * self.time_ratio.get(config.max_rows, 1.0)
-        return target + self._rest_seconds(config) * self.rest_ratio.get(family_of(config)[0], 1.0)
-
-    def _rest_seconds(self, config: GraphConfig) -> float:
-        return self.costs.draft_seconds(*family_of(config)) + self.costs.overhead
-
-    def predicted_tokens(self, config: GraphConfig) -> float:
-        name, width, branch, depth = family_of(config)
-        by_rows = self.model.tokens(width, branch, self.model.pools[name].profiles)[depth]
-        return float(by_rows[min(config.max_rows, len(by_rows)) - 1])
-
-    def learn(self, profiles: dict[str, tuple[np.ndarray, np.ndarray]], counts: list[int]) -> None:
-        """After a speculative step: what :meth:`Session.profile` gives, and the tokens of every sequence."""
-        assert self.current is not None
-        for name, (probs, hits) in profiles.items():
-            self.model.observe(name, probs, hits)
-        active = [n for n in counts if n > 0]
-        if self.expected > 0.05 and active:
-            pool = self.model.pools[family_of(self.current)[0]]
-            gained = (sum(active) / len(active) - 1.0) / self.expected
-            pool.ratio += 0.05 * (min(gained, 3.0) - pool.ratio)
-
-    def advance(self, target_seconds: float, rest_seconds: float = 0.0) -> None:
-        """After every step: what the target forward took and all else (0 if unknown). Chooses anew now and then."""
+    def observe(
+        self,
+        profiles: Profiles,
+        tokens: Sequence[int],
+        *,
+        rows: int,
+        target_seconds: float = 0.0,
+        other_seconds: float = 0.0,
+    ) -> None:
+        """Learn from a step, and now and then choose anew."""
+        experience, name, config = self.experience, self.names[self.current], self.configs[self.current]
+        for pool, (probs, hits) in profiles.items():
+            experience.acceptance.observe(pool, probs, hits)
+        active = [count for count in tokens if count > 0]
+        if config is not None and active:
+            gained = sum(active) / len(active) - 1.0
+            experience.acceptance.observe_gain(config, name, gained, self.expected[self.current])
+            share = min(rows / config.max_rows, 1.0)
+            experience.fill[name] += FOLLOW * (share - experience.fill[name])
+        noise = NOISE if name in experience.warm else COLD
+        experience.warm.add(name)
+        experience.costs.observe(
+            name, self.batch * rows, self.cached, self.batch, target_seconds, other_seconds, noise=noise
+        )
+        self.timed = target_seconds > 0
+        seconds = target_seconds + other_seconds
+        self.elapsed += seconds
+        self.trial_seconds += seconds if self.home is not None else 0.0
+        self.cached += sum(tokens)
         self.steps += 1
-        rows = 1 if self.current is None else self.current.max_rows
-        if target_seconds > 0:
-            _follow(self.time_ratio, rows, target_seconds / self.costs.target_seconds(rows))
-        if rest_seconds > 0 and self.current is not None:
-            # Warpers, heads and host work, which tuning does not measure.
-            pool = family_of(self.current)[0]
-            _follow(self.rest_ratio, pool, rest_seconds / self._rest_seconds(self.current))
-        if self.current is None and self.wait > 0:
-            self.wait -= 1
+        self.since += 1
+        if self.home is None and self._unseen(self.current):
+            experience.wait = max(0, experience.wait - 1)
         if self.steps >= self.next_choice:
-            self.next_choice = self.steps + min(16, max(4, self.steps // 2))
-            self._choose_next()
+            self.next_choice = self.steps + min(INTERVAL, max(FIRST_CHOICE, self.steps // 2))
+            self._choose()
 
-    def _choose_next(self) -> None:
-        if self.current is not None:
-            self._take(self.choose())
-            if self.current is None:
-                self.wait, self.patience = self.patience, 2 * self.patience
-        elif self.wait == 0:
-            self._take(self.choose(optimistic=True))  # try again where an easier text could pay
-            if self.current is None:
-                self.wait = self.patience
+    def end(self) -> None:
+        """Keep what was learned."""
+        self.experience.keep(self.batch, self.names[self.current if self.home is None else self.home])
+        if self.saver is not None:
+            self.saver.save()
 
+    def _predict(self) -> None:
+        acceptance = self.experience.acceptance
+        self.expected = np.concatenate([[1.0], acceptance.tokens(self.experience.plan, self.names[1:])])
 
-def _follow(ratios: dict[Any, float], key: Any, observed: float) -> None:
-    """Move a ratio towards what was observed. A hiccup of the machine must not scare a shape away for good."""
-    old = ratios.get(key, 1.0)
-    ratios[key] = old + 0.1 * (min(max(observed, 0.5 * old), 2.0 * old) - old)
+    def _rows(self) -> np.ndarray:
+        """Rows of every shape, all sequences together."""
+        fill = np.array([1.0, *self.experience.fill.values()])
+        return self.batch * np.maximum(1.0, fill * self.max_rows)
 
+    def _seconds(self) -> tuple[np.ndarray, np.ndarray]:
+        costs = self.experience.costs
+        return costs.target_seconds(self._rows(), self.cached), costs.other_seconds(self.batch)[self.of_costs]
 
-def shape(name: str, width: int, branch: int, depth: int, rows: int) -> GraphConfig:
-    """One of the fixed set of configurations; cached, since making one validates it."""
-    wanted = (name, width, branch, depth, rows)
-    if wanted not in _SHAPES:
-        levels = {"depth": depth, "width": width, **REUSE}
-        if name == "free":
-            levels = {"depth": 0, "width": width, "reuse_depth": depth, "reuse_width": width}
-        _SHAPES[wanted] = GraphConfig(branch=branch, max_rows=rows, **levels)
-    return _SHAPES[wanted]
+    def _rates(self, tokens: np.ndarray) -> np.ndarray:
+        """Tokens a second of a sequence, by shape."""
+        target, other = self._seconds()
+        return tokens / (target + other)
 
+    def _hopes(self, home: int) -> np.ndarray:
+        """The same, if a shape costs less than ``home`` by as much as is not known."""
+        costs = self.experience.costs
+        target, other = self._seconds()
+        rows = costs.target_weights(self._rows(), self.cached)
+        besides = costs.other_weights(self.of_costs, self.batch)
+        target = target * np.exp(-costs.target.spread(rows - rows[home]))
+        other = other * np.exp(-costs.other.spread(besides - besides[home]))
+        return self.expected / (target + other)
 
-_SHAPES: dict[tuple[str, int, int, int, int], GraphConfig] = {}
+    def _unseen(self, shape: int) -> list[str]:
+        """Kinds of shapes of which steps of ``shape`` show nothing: all in plain ones, the model in those without."""
+        config = self.configs[shape]
+        shown = [] if config is None else ["free"] if config.depth == 0 else ["all", "free"]
+        return [kind for kind in self.kinds if kind not in shown]
 
+    def _choose(self) -> None:
+        if self.current == 0 and self.home is None:
+            self._retry()
+            return
+        if self.home is None:  # a trial tells seconds; what is accepted was predicted at its beginning
+            self._predict()
+        rates = self._rates(self.expected)
+        home = self.current if self.home is None else self.home
+        if self.home is not None:
+            self.lost += self.trial_seconds * max(0.0, 1.0 - rates[self.current] / rates[home])
+            self.home, self.trial_seconds = None, 0.0
+        elif self.since > PATIENCE and not self._unseen(home):
+            self.experience.patience = PATIENCE  # speculation pays
+        best = 1 + int(rates[1:].argmax())
+        timed = self.experience.costs.tried.get(PLAIN, 0) >= TRIAL_STEPS
+        if rates[0] > rates[best] and (timed or self.expected[best] < NOTHING):
+            best = 0
+        if rates[home] * GAIN >= rates[best]:
+            best = home
+        self._take(best)
+        if len(self._unseen(best)) > len(self._unseen(home)):
+            self.experience.wait = self.experience.patience
+            self.experience.patience = min(2 * self.experience.patience, MOST_PATIENCE)
+        elif best and self._unseen(best) and self.experience.wait == 0:
+            self._retry()
+        elif best and self.timed and self.lost <= TRIAL_SHARE * self.elapsed:
+            self._try(rates, best)
 
-def family_of(config: GraphConfig) -> tuple[str, int, int, int]:
-    """Pool, width, branch and depth of one of the fixed set."""
-    if config.depth == 0:
-        return "free", config.reuse_width, config.branch, config.reuse_depth
-    return "all", config.width, config.branch, config.depth
+    def _take(self, shape: int) -> None:
+        if shape != self.current:
+            self.since = 0
+        self.current = shape
 
+    def _try(self, rates: np.ndarray, home: int) -> None:
+        """Give two steps to the shape that could be better, if there is one."""
+        hopes = self._hopes(home)
+        hopes[home] = 0.0
+        shape = int(hopes.argmax())
+        if hopes[shape] > HOPE * rates[home]:
+            self.home, self.trial_seconds = home, 0.0
+            self._take(shape)
+            self.next_choice = self.steps + TRIAL_STEPS
 
-def automatic(model: Any, draft: Any, acceptance: AcceptanceModel, request: Any) -> Budget:
-    """The policy of one call."""
-    length = request.prompt_length + request.room // 2
-    costs = tune(model, draft, batch_size=request.batch, prefix_length=length, backend=request.options.backend)
-    return Budget(costs, acceptance)
+    def _retry(self) -> None:
+        """Something was off for long, speculation or the draft model: try it again where an easier text could pay."""
+        experience, acceptance = self.experience, self.experience.acceptance
+        if experience.wait > 0:
+            self.next_choice = self.steps + min(INTERVAL, experience.wait)
+            return
+        unseen = self._unseen(self.current)
+        rates = self._rates(np.concatenate([[1.0], acceptance.easy_tokens(experience.plan, unseen)]))
+        some = [i for i, config in enumerate(self.configs) if config is not None and kind_of(config) in unseen]
+        best = max(some, key=lambda i: float(rates[i]))
+        if rates[best] < GAIN * rates[self.current]:
+            experience.wait = experience.patience
+            return
+        config = self.configs[best]
+        assert config is not None
+        acceptance.restart(kind_of(config))
+        self._predict()
+        self._take(best)
+        self.next_choice = self.steps + RETRY_STEPS

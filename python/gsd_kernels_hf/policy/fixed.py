@@ -1,28 +1,31 @@
-"""One shape for all steps."""
+"""One shape for every step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from gsd_kernels import GraphConfig
 
-from ..records import Verified
+from .acceptance import AcceptanceModel
+from .base import Profiles
 
 
-class Fixed:
-    """The shape that the user chose; ``None`` is plain decoding."""
+class FixedPolicy:
+    """``config`` in every step; ``None`` is plain decoding."""
 
     def __init__(self, config: GraphConfig | None) -> None:
         self.config = config
-
-    def largest_shapes(self) -> list[GraphConfig]:
-        """What caches and buffers are sized for."""
-        return [] if self.config is None else [self.config]
-
-    def begin(self, session: object) -> None:
-        """Nothing is needed."""
+        self.acceptance: AcceptanceModel | None = None
 
     def shape(self) -> GraphConfig | None:
-        """The shape of the next step."""
         return self.config
 
-    def observe(self, verified: Verified, tokens: list[int]) -> None:
+    def observe(self, profiles: Profiles, tokens: Sequence[int], **_: Any) -> None:
         """Nothing is learned."""
+
+    def end(self) -> None:
+        """Nothing is kept."""
+
+    def largest_shapes(self) -> list[GraphConfig]:
+        return [] if self.config is None else [self.config]

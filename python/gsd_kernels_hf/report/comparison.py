@@ -23,6 +23,9 @@ from ..model.properties import device_of
 Inputs = Mapping[str, Tensor]
 """``input_ids`` and ``attention_mask`` of one prompt, [1, P]."""
 
+WARM_UP_TOKENS = 4
+"""That every contender decodes of the first prompt before a race."""
+
 Contender = Callable[[Inputs, int], "tuple[Tensor, GenerationStats | None]"]
 """A way of decoding: (inputs, new tokens) → (sequences [1, L], statistics if it keeps any)."""
 
@@ -166,7 +169,7 @@ def race(
     """
     for name, contender in contenders.items():
         started(name, -1)
-        contender(prompts[0], 4)
+        contender(prompts[0], WARM_UP_TOKENS)
     begin = time.perf_counter()
     rounds: list[dict[str, Run]] = []
     names = list(contenders)

@@ -72,7 +72,6 @@ class Drafter:
             if first:
                 source.begin(text)
             source.restart()
-        self.calibration = None
 
     def prepare(self, config: GraphConfig) -> None:
         """Get ready for steps of ``config``: make its storage, let sources catch up. May wait for the device."""

@@ -3,13 +3,12 @@
 May import :mod:`gsd_kernels` and :mod:`gsd_kernels_hf.model`.
 """
 
-from .calls import as_argument, check_call, check_listeners, switched_as
+from .calls import check_call, check_listeners
 from .inputs import check_length, check_prompt, check_reference
 from .models import check_backend, check_model, check_pair
 from .options import check_arguments, check_generation_config
 
 __all__ = [
-    "as_argument",
     "check_arguments",
     "check_backend",
     "check_call",
@@ -20,5 +19,4 @@ __all__ = [
     "check_pair",
     "check_prompt",
     "check_reference",
-    "switched_as",
 ]

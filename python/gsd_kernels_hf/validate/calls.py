@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
-
-from ..model.attention import switch, unswitch
 
 # How transformers feeds a model while it generates, which the decode loop does itself.
 FEEDING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
@@ -117,29 +114,6 @@ def check_listeners(streamer: Any, observer: Any) -> None:
             raise TypeError(f"streamer: expected an object with put(tokens) and end(), got {_named(streamer)}")
     if observer is not None and not callable(observer):
         raise TypeError(f"observer: expected a function of a gsd_kernels.Verified, got {_named(observer)}")
-
-
-@contextmanager
-def as_argument(name: str) -> Iterator[None]:
-    """A refusal of a model under the name of the argument that it was given as."""
-    try:
-        yield
-    except ValueError as error:
-        said = str(error)
-        if not said.startswith("model: "):
-            raise
-        raise ValueError(f"{name}{said.removeprefix('model')}") from error
-
-
-@contextmanager
-def switched_as(models: Mapping[str, PreTrainedModel]) -> Iterator[None]:
-    """:func:`~gsd_kernels_hf.model.attention.switch` of models, by the argument that each was given as."""
-    with ExitStack() as stack:
-        for name, model in models.items():
-            with as_argument(name):
-                switch(model)
-            stack.callback(unswitch, model)
-        yield
 
 
 def _named(value: Any) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels import BACKENDS
 
+from ..model.probe import examine
 from ..model.properties import vocabulary
 
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
@@ -22,7 +23,10 @@ def check_backend(backend: object) -> None:
 
 
 def check_model(name: str, model: Any) -> None:
-    """Raise unless graph rows can be verified in (or drafted by) ``model``."""
+    """Raise unless graph rows can be verified in (or drafted by) ``model``.
+
+    What the config does not say, one forward of a few tokens shows; see :mod:`gsd_kernels_hf.model.probe`.
+    """
     if not isinstance(model, PreTrainedModel) or not callable(getattr(model, "generate", None)):
         raise TypeError(f"{name}: expected a transformers causal language model, got {type(model).__name__}")
     config = model.config.get_text_config(decoder=True)
@@ -41,6 +45,26 @@ def check_model(name: str, model: Any) -> None:
         raise ValueError(f"{name}: {kind} has attention sinks; not supported")
     if not model._supports_logits_to_keep():
         raise ValueError(f"{name}: {kind}.forward does not take logits_to_keep; not supported")
+    if model.training and getattr(model, "is_gradient_checkpointing", False):
+        raise ValueError(
+            f"{name}: {kind} is in training mode with gradient checkpointing, which keeps no keys and values; "
+            "call model.eval() first"
+        )
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is not None:
+        check_heads(name, model.config, (mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh).size())
+    problem = examine(model).problem
+    if problem is not None:
+        raise ValueError(f"{name}: {kind} {problem}; not supported")
+
+
+def check_heads(name: str, config: PretrainedConfig, ranks: int) -> None:
+    """Raise unless the attention heads of a model divide among ``ranks``; ``name`` is what the error calls it."""
+    text = config.get_text_config(decoder=True)
+    for field in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(text, field, None)
+        if heads is not None and heads % ranks:
+            raise ValueError(f"{name}: {field}={heads} does not divide among {ranks} tensor-parallel ranks")
 
 
 def _rope_types(config: Any) -> set[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ...files import write_json
 from ...sources.heads import CONFIG_FILE, WEIGHTS_FILE
 from ..loop import RunFolder
 from .card import heads_card, measured_values, model_values, recipe_values, write_card
@@ -26,11 +27,6 @@ def write_heads(trained: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         shutil.copyfile(trained / name, folder / name)
-
-
-def write_json(file: Path, content: object, indent: int | None = 1) -> None:
-    """Write UTF-8 JSON with a final newline."""
-    file.write_text(json.dumps(content, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def strip_local_settings(folder: Path) -> None:

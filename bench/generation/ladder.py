@@ -1,0 +1,273 @@
+"""What the ladder of shapes loses against the full set, simulated over recorded acceptance.
+
+    gsd-kernels bench ladder [--record] [--choose] [--out DIR]
+
+Profiles (what the sources thought of the candidates after every accepted node, and which one the target picked) are
+recorded once with the demo pair on three kinds of text, greedy and sampled, and kept in ``results/profiles.npz``. The
+simulation takes windows of them, predicts the tokens of a step of all 576 shapes as the automatic policy does, divides
+by the seconds of a cost curve, and compares the best shape of all with the best of the ladder. ``--choose`` looks for a
+ladder, as those of :mod:`gsd_kernels_hf.policy.ladder` were found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import gsd_kernels
+from gsd_kernels import GraphConfig
+from gsd_kernels_hf.files import write_json, write_text
+from gsd_kernels_hf.policy.acceptance import POOL, AcceptanceModel, GrowthPlan
+from gsd_kernels_hf.policy.fixed import FixedPolicy
+from gsd_kernels_hf.policy.ladder import ladder, shape_name
+from gsd_kernels_hf.sources.weights import Calibration
+
+from ..lib.environment import environment
+from ..lib.report import markdown
+
+NAME = "ladder"
+PROFILES = Path(__file__).parents[1] / "results" / "profiles.npz"
+PROMPTS, NEW_TOKENS = 6, 160
+TEMPERATURES = (0.0, 0.8)
+KINDS = tuple(f"{text}, {how}" for text in ("code", "copy", "prose") for how in ("greedy", "sampled"))
+WINDOWS = (0.25, 1.0)  # where in a text the windows of profiles end
+WEAK = 0.4  # of the history, in a text that repeats itself less than a small model's does
+
+ROWS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10)
+FAMILIES = ((1, 1), (2, 2), (4, 3), (8, 4))  # width, branch
+FREE = ((2, 2), (6, 4))
+
+
+def full_set() -> list[GraphConfig]:
+    """576 shapes: four families with a draft model, two without, by depth and rows."""
+    reuse = {"reuse_depth": 4, "reuse_width": 8}
+    with_model = [
+        GraphConfig(depth=d, width=w, branch=b, max_rows=r, **reuse) for w, b in FAMILIES for d in DEPTHS for r in ROWS
+    ]
+    without = [
+        GraphConfig(depth=0, width=w, branch=b, max_rows=r, reuse_depth=d, reuse_width=w)
+        for w, b in FREE
+        for d in DEPTHS
+        for r in ROWS
+    ]
+    return with_model + without
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of a step.
+
+    Attributes:
+        target: of a forward, at 1, 2, 4, … 128 rows.
+        level: of a draft forward; ``wide`` of it more for every further row.
+        step, other_level: of what a step and a level need besides.
+        batch: sequences.
+        device: whose ladder.
+    """
+
+    target: tuple[float, ...]
+    level: float
+    wide: float
+    step: float
+    other_level: float
+    device: str
+    batch: int = 1
+
+    def seconds(self, shapes: Sequence[GraphConfig]) -> np.ndarray:
+        """Of every shape, and of a plain step last: [S + 1]."""
+        rows = self.batch * np.array([*(s.max_rows for s in shapes), 1])
+        octaves, last = np.arange(len(self.target)), 2.0 ** (len(self.target) - 1)
+        target = np.interp(np.log2(rows), octaves, np.maximum.accumulate(self.target)) * np.maximum(rows / last, 1.0)
+        other = [
+            self.step
+            + s.depth * self.level * (1.0 + self.wide * s.width)
+            + (s.depth + s.reuse_depth) * self.other_level
+            for s in shapes
+        ]
+        return target + np.array([*other, 0.2 * self.step])
+
+
+FLOAT32 = (0.077, 0.127, 0.127, 0.127, 0.156, 0.211, 0.298, 0.550)  # a 260M target, 2 cores, prefix 256
+BFLOAT16 = (0.052, 0.052, 0.055, 0.060, 0.068, 0.097, 0.150, 0.280)
+H200 = tuple(0.0056 + 0.001 * rows / 64 for rows in (1, 2, 4, 8, 16, 32, 64, 128))  # 8B by bytes, launches included
+#: The three curves of the table, then others that a ladder should serve as well.
+CURVES = {
+    "CPU float32": Curve(FLOAT32, 0.0011, 0.03, 0.003, 0.0003, "cpu"),
+    "CPU bfloat16": Curve(BFLOAT16, 0.0011, 0.03, 0.003, 0.0003, "cpu"),
+    "H200 by bytes": Curve(H200, 0.0020, 0.002, 0.001, 0.00005, "cuda"),
+    "CPU float32, dear draft": Curve(FLOAT32, 0.012, 0.05, 0.003, 0.0003, "cpu"),
+    "CPU bfloat16, dear draft": Curve(BFLOAT16, 0.010, 0.05, 0.003, 0.0003, "cpu"),
+    "CPU float32, batch 4": Curve(FLOAT32, 0.0013, 0.1, 0.003, 0.0004, "cpu", 4),
+    "H200, 70B + 1B": Curve(tuple(0.034 + t for t in H200), 0.0020, 0.002, 0.001, 0.00005, "cuda"),
+    "H200, batch 8": Curve(H200, 0.0020, 0.002, 0.001, 0.00005, "cuda", 8),
+}
+ASKED = tuple(CURVES)[:3]
+
+
+class _Recorder(FixedPolicy):
+    """One large shape, whose profiles are kept."""
+
+    def __init__(self) -> None:
+        super().__init__(GraphConfig(depth=10, width=8, branch=4, max_rows=128, reuse_depth=4, reuse_width=8))
+        self.acceptance = AcceptanceModel(4)
+        self.seen: list[dict[str, tuple[np.ndarray, np.ndarray]]] = []
+
+    def observe(self, profiles: Any, tokens: Sequence[int], **_: Any) -> None:
+        self.seen.append(profiles)
+
+
+def record(file: Path = PROFILES) -> None:
+    """Decode with the demo pair and keep what :meth:`Session.profile` says of every step."""
+    from gsd_kernels_hf import demo
+
+    from .prose import PASSAGES
+
+    target, draft, tokenizer = demo.load()
+    texts = {kind: [p["text"] for p in demo.prompts(kind)[:PROMPTS]] for kind in ("code", "copy")}
+    texts["prose"] = list(PASSAGES.values())[:PROMPTS]
+    arrays: dict[str, np.ndarray] = {}
+    for kind in KINDS:
+        text, how = kind.split(", ")
+        parts: dict[str, list[np.ndarray]] = {}
+        for number, prompt in enumerate(texts[text]):
+            recorder = _Recorder()
+            decoder = gsd_kernels.GraphDecoder(draft)
+            decoder.policy = lambda *_, recorder=recorder, **__: recorder
+            options: dict[str, Any] = {"do_sample": False}
+            if how == "sampled":
+                options = {"do_sample": True, "temperature": TEMPERATURES[1]}
+                decoder.seed = number
+            ids = tokenizer(prompt, return_tensors="pt").input_ids
+            with torch.no_grad():
+                target.generate(ids, custom_generate=decoder, max_new_tokens=NEW_TOKENS, eos_token_id=None, **options)
+            for step in recorder.seen:
+                for name, (probs, hits) in step.items():
+                    parts.setdefault(f"{name}/probs", []).append(probs.astype(np.float16))
+                    parts.setdefault(f"{name}/hits", []).append(hits)
+                    parts.setdefault(f"{name}/prompt", []).append(np.full(len(probs), number, np.int8))
+        arrays |= {f"{kind}/{name}": np.concatenate(found) for name, found in parts.items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(file, **arrays)
+
+
+def windows(file: Path = PROFILES) -> dict[str, list[dict[str, np.ndarray]]]:
+    """By kind of text: pools of calibrated profiles, as the policy would have them at some place of a text."""
+    arrays = np.load(file)
+    found: dict[str, list[dict[str, np.ndarray]]] = {}
+    for kind in KINDS:
+        probs, hits = arrays[f"{kind}/all/probs"].astype(float), arrays[f"{kind}/all/hits"]
+        model = AcceptanceModel(probs.shape[1])
+        model.observe("all", probs, hits)
+        ranks = np.broadcast_to(np.arange(probs.shape[1]), probs.shape)
+        ratio = (model.hits / model.expected)[ranks, np.searchsorted(Calibration.EDGES, probs)]
+        rows = {"all": np.minimum(probs * ratio, 1.0), "free": arrays[f"{kind}/free/probs"].astype(float)}
+        found[kind] = []
+        for number in range(PROMPTS):
+            own = {name: rows[name][arrays[f"{kind}/{name}/prompt"] == number] for name in rows}
+            for share in WINDOWS:
+                ends = {name: max(8, int(share * len(own[name]))) for name in own}
+                found[kind].append({name: own[name][max(0, ends[name] - POOL) : ends[name]] for name in own})
+    return found
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Tokens of a step by kind of text, [windows, S]; with a history as recorded, and with a weaker one."""
+
+    shapes: list[GraphConfig]
+    tokens: dict[str, np.ndarray]
+    weak: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, shapes: list[GraphConfig], pools: dict[str, list[dict[str, np.ndarray]]]) -> Simulation:
+        plans = [GrowthPlan(shapes[i : i + 32], 4) for i in range(0, len(shapes), 32)]
+
+        def predict(window: dict[str, np.ndarray]) -> np.ndarray:
+            return np.concatenate([plan.tokens(window) for plan in plans])
+
+        tokens, weak = {}, {}
+        for kind, found in pools.items():
+            tokens[kind] = np.stack([predict(window) for window in found])
+            weak[kind] = np.stack([predict({**window, "free": WEAK * window["free"]}) for window in found])
+        return cls(shapes, tokens, weak)
+
+    def rates(self, curve: Curve, kind: str, *, weak: bool = False) -> np.ndarray:
+        """Tokens a second by window and shape, plain decoding last: [windows, S + 1]."""
+        tokens = (self.weak if weak else self.tokens)[kind]
+        return np.concatenate([tokens, np.ones((len(tokens), 1))], 1) / curve.seconds(self.shapes)
+
+
+def loss(rates: np.ndarray, some: Sequence[int], among: Sequence[int]) -> float:
+    """Share of the tokens a second that the best of ``among`` have and the best of ``some`` lack; both have plain."""
+    plain = rates.shape[1] - 1
+    best, own = rates[:, [*among, plain]].max(1).sum(), rates[:, [*some, plain]].max(1).sum()
+    return float(1.0 - own / best)
+
+
+def table(simulation: Simulation) -> list[dict[str, Any]]:
+    """Rows of the result: loss in percent by curve, kind of text and set."""
+    rows = []
+    for name, curve in CURVES.items():
+        for with_model in (True, False):
+            among = [i for i, s in enumerate(simulation.shapes) if with_model or not s.depth]
+            some = [simulation.shapes.index(s) for s in ladder(curve.device, with_model=with_model).values()]
+            row: dict[str, Any] = {"curve": name, "sources": "model, history" if with_model else "history"}
+            row |= {k: round(100 * loss(simulation.rates(curve, k), some, among), 2) for k in KINDS}
+            rows.append(row)
+    return rows
+
+
+def choose(simulation: Simulation, device: str, *, with_model: bool, count: int = 8) -> list[GraphConfig]:
+    """Greedy forward selection with exchanges: the curves asked for count most, and the worst cell of them."""
+    among = [i for i, s in enumerate(simulation.shapes) if with_model or not s.depth]
+    cells: list[tuple[float, np.ndarray]] = []
+    for name, curve in CURVES.items():
+        if curve.device == device:
+            for kind in KINDS:
+                cells.append((1.0 if name in ASKED else 0.25, simulation.rates(curve, kind)))
+                cells.append((0.25, simulation.rates(curve, kind, weak=True)))
+    pool = sorted({among[i] for _, rates in cells for i in rates[:, among].argmax(1)})
+    best = [rates[:, [*among, -1]].max(1).sum() for _, rates in cells]
+    weights = np.array([weight for weight, _ in cells])
+
+    def score(some: list[int]) -> float:
+        own = [rates[:, [*some, -1]].max(1).sum() for _, rates in cells]
+        lost = 1.0 - np.array(own) / np.array(best)
+        return float(weights @ lost / weights.sum() + lost[weights == 1.0].max() + 0.1 * lost.max())
+
+    chosen: list[int] = []
+    while len(chosen) < count:
+        chosen.append(min((i for i in pool if i not in chosen), key=lambda i: score([*chosen, i])))
+    before = np.inf
+    while score(chosen) < before - 1e-6:
+        before = score(chosen)
+        for place in range(count):
+            rest = chosen[:place] + chosen[place + 1 :]
+            chosen = [*rest, min((i for i in pool if i not in rest), key=lambda i, r=rest: score([*r, i]))]
+    return [simulation.shapes[i] for i in sorted(chosen)]
+
+
+def run(out: Path, *, record_anew: bool, look_for_ladders: bool, show: Callable[[str], object] = print) -> None:
+    """Simulate and write ``ladder.json`` and ``ladder.md`` into ``out``."""
+    if record_anew:
+        record()
+    simulation = Simulation.of(full_set(), windows())
+    if look_for_ladders:
+        for device in ("cpu", "cuda"):
+            for with_model in (True, False):
+                show(f"{device}, {'with' if with_model else 'without'} a model:")
+                for shape in choose(simulation, device, with_model=with_model):
+                    show(f"  {shape_name(shape)}")
+    rows = table(simulation)
+    header = ["curve", "sources", *KINDS]
+    text = markdown(header, [[str(row[key]) for key in header] for row in rows])
+    about = environment(torch.device("cpu"))
+    write_json(out / f"{NAME}.json", {"case": NAME, "environment": about, "percent_lost": rows})
+    write_text(out / f"{NAME}.md", text + "\n")
+    show(text)

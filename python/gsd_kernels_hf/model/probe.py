@@ -1,0 +1,402 @@
+"""What a model does with graph rows, found by one forward of a few tokens.
+
+Nothing here knows a family by name. The forward's attention is a stand-in in which every row sees itself alone, so that
+whatever else mixes rows or sequences shows; the rows are chosen so that one position is at two places of the cache.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import causal_mask_function
+
+from .attention import configs_of, implementation_of, switched_configs, watching
+from .cache import GraphCache
+from .properties import device_of, vocabulary
+
+CACHED = 3  # positions that the cache holds already
+POSITIONS = [[3, 4, 5, 4, 5], [0, 0, 0, 1, 2]]  # [2, ROWS]; the second sequence is padded up to its column 2
+ROWS = len(POSITIONS[0])
+TWINS = (1, 3)  # columns of the first sequence with one token at one position
+POISONED = 2  # the first sequence's column whose embedding is NaN
+DIFFERENT = 0.05  # relative difference that no rounding makes
+FAR = 1 << 20  # no window reaches further
+LOUD = 1e3  # times as large as the other rows
+
+
+@dataclass(frozen=True)
+class AttentionReport:
+    """What was found. ``problem`` completes a sentence that begins with the model's class; ``None``: there is none."""
+
+    windows: tuple[int | None, ...] = ()  # sliding window of every attention call of a forward, in their order
+    problem: str | None = None
+
+
+class Unserved(Exception):
+    """Graph rows cannot be verified in the model; the message completes a sentence that begins with its class."""
+
+
+@dataclass
+class _Call:
+    """One attention call of the forward."""
+
+    layer: int | None
+    window: int | None  # what the call says
+    mask: Any
+
+
+class Probe:
+    """Stands in for the attention of one forward and notes what arrives; see :class:`~.attention.Attends`."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.masks: list[tuple[Any, dict[str, Any]]] = []
+        self.without_graph = 0
+        self.by_place: str | None = None  # what differs between equal rows at equal positions
+
+    def made(self, mask: Any, arguments: dict[str, Any]) -> None:
+        """Note a mask."""
+        self.masks.append((mask, arguments))
+
+    def missed(self, module: nn.Module, query: Tensor, value: Tensor) -> Tensor:
+        """Note a call that was not given ``graph=``."""
+        self.without_graph += 1
+        return itself(query, value)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        scaling: float | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Note a call, and let every row see itself alone."""
+        check_call(module, query, key, value, options)
+        self.by_place = self.by_place or differing_twin(query, key, value)
+        layer = getattr(module, "layer_idx", None)
+        self.calls.append(_Call(layer, options.get("sliding_window"), attention_mask))
+        return itself(query, value)
+
+
+def itself(query: Tensor, value: Tensor) -> Tensor:
+    """The values of the rows themselves, [B, Hq, R, Dv]: attention of rows that see nothing else."""
+    rows = value[:, :, -query.shape[2] :]
+    return rows.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+
+def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> None:
+    """Raise unless ``dag_attention`` computes what this call asks for."""
+    if options.get("s_aux") is not None:
+        raise Unserved("has attention sinks (s_aux)")
+    if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:
+        raise Unserved("has attention that is not causal (is_causal=False)")
+    for name, value_given in options.items():
+        if isinstance(value_given, Tensor) and value_given.is_floating_point():
+            raise Unserved(f"hands {name} to its attention, which graph rows have none of")
+    if query.shape[2] != ROWS or key.shape[2] != CACHED + ROWS:
+        raise Unserved(
+            f"attends from {query.shape[2]} rows to {key.shape[2]} positions where {ROWS} and {CACHED + ROWS} were "
+            "expected, so its keys do not come from the cache"
+        )
+    if query.shape[1] % value.shape[1]:
+        raise Unserved(f"has {query.shape[1]} query heads over {value.shape[1]} heads in its cache")
+
+
+def differing_twin(query: Tensor, key: Tensor, value: Tensor) -> str | None:
+    """What differs between two rows with one token at one position."""
+    a, b = TWINS
+    for what, states in (("queries", query), ("keys", key[:, :, CACHED:]), ("values", value[:, :, CACHED:])):
+        one, other = states[0, :, a].float(), states[0, :, b].float()
+        if float((one - other).norm()) > DIFFERENT * float(one.norm()):
+            return what
+    return None
+
+
+class ProbeCache(GraphCache):
+    """A cache that notes whether layers ask for its length, which means nothing to graph rows."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config, CACHED + ROWS)
+        self.prompt_length = CACHED
+        self.length_asked = False
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        """As its base; noted once a layer has stored something."""
+        self.length_asked |= any(layer.is_initialized for layer in self.layers)
+        return super().get_seq_length(*args, **kwargs)
+
+
+_known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, AttentionReport]] = weakref.WeakKeyDictionary()
+
+
+def examine(model: PreTrainedModel) -> AttentionReport:
+    """What ``model`` does with graph rows.
+
+    One forward of 2 × 5 tokens, remembered until a module, a config or the attention of the model is another one. The
+    model is left as it was.
+    """
+    fingerprint = _fingerprint(model)
+    known = _known.get(model)
+    if known is None or known[0] != fingerprint:
+        known = fingerprint, _examine(model)
+        _known[model] = known
+    return known[1]
+
+
+def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Equal as long as the model's modules, configs and attention are; weak references, which equal only themselves."""
+    plain = (bool, int, float, str, type(None))
+    modules = []
+    for module in model.modules():
+        variables = vars(module)
+        own = variables.get("forward")
+        settings = ()
+        if "config" in variables:
+            settings = tuple((k, v) for k, v in variables.items() if isinstance(v, plain))
+        modules.append(
+            (
+                weakref.ref(module),
+                type(module),
+                None if own is None else weakref.ref(own),
+                weakref.ref(type(module).forward),
+                settings,
+                tuple(type(parameter) for parameter in module._parameters.values()),
+            )
+        )
+    configs = []
+    for config in configs_of(model):
+        fields = {k: repr(v) for k, v in vars(config).items() if not isinstance(v, PretrainedConfig)}
+        fields["_attn_implementation_internal"] = str(implementation_of(config))
+        configs.append((weakref.ref(config), fields))
+    return modules, configs, model.training
+
+
+@torch.no_grad()
+def _examine(model: PreTrainedModel) -> AttentionReport:
+    try:
+        with _random_numbers_kept(model):
+            check_linears(model)
+            probe, clean = _forward(model, poisoned=True)
+            if not clean:
+                # Weights that hold NaN show nothing; they are found out by their logits.
+                _, clean = _forward(model, poisoned=False)
+                if clean:
+                    raise Unserved("lets a token's row reach other rows or sequences otherwise than by attention")
+            if probe.by_place is not None:
+                raise Unserved(f"computes {probe.by_place} by place in the cache rather than by position_ids")
+        return AttentionReport(windows=tuple(_windows(model, probe)))
+    except Unserved as error:
+        return AttentionReport(problem=str(error))
+    except Exception as error:  # whatever it is: the model cannot be forwarded as graph rows are
+        first = " ".join(str(error).split())[:200]
+        return AttentionReport(problem=f"cannot be forwarded with graph rows ({type(error).__name__}: {first})")
+
+
+@contextmanager
+def _random_numbers_kept(model: PreTrainedModel) -> Iterator[None]:
+    """Leave torch's generators as they are: a model in training mode draws from them."""
+    device = device_of(model)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" and model.training else []):
+        yield
+
+
+def _forward(model: PreTrainedModel, *, poisoned: bool) -> tuple[Probe, bool]:
+    """Forward the rows: what was noted, and whether NaN appeared nowhere but where it was put."""
+    device, probe = device_of(model), Probe()
+    cache = ProbeCache(model.config)
+    tokens = torch.tensor([[5, 7, 9, 7, 8], [5, 7, 9, 7, 8]], device=device) % vocabulary(model)
+    mask = torch.ones(2, CACHED + ROWS, dtype=torch.int64, device=device)
+    mask[1, : CACHED + POISONED] = 0
+    configs = configs_of(model)
+    with switched_configs(configs), watching(probe), _poison(model, poisoned):
+        output = model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=torch.tensor(POSITIONS, device=device),
+            past_key_values=cache,
+            use_cache=True,
+            graph=probe,
+        )
+    if probe.without_graph or not probe.calls:
+        total = probe.without_graph + len(probe.calls)
+        seen = f"{len(probe.calls)} of {total} attention calls" if total else "none of its layers"
+        raise Unserved(
+            f"does not use transformers' attention interface as graph rows need it: {seen} pass unknown keywords on to "
+            "the attention function; LLaMA-family models do"
+        )
+    stored = sum(layer.is_initialized for layer in cache.layers)
+    if stored == 0 or stored > len(probe.calls):
+        raise Unserved(f"stores keys in {stored} layers of the cache and attends in {len(probe.calls)}")
+    if cache.length_asked:
+        raise Unserved("computes with the cache's length in its layers, which differs from the positions of graph rows")
+    unknown = output.logits.isnan().any(-1)  # [2, ROWS]
+    if poisoned:
+        unknown[0, POISONED] = False
+    return probe, not bool(unknown.any())
+
+
+@contextmanager
+def _poison(model: PreTrainedModel, poisoned: bool) -> Iterator[None]:
+    """Make one embedding of this thread's forward NaN."""
+    thread = threading.get_ident()
+
+    def spoil(_: nn.Module, __: Any, output: Any) -> Any:
+        if not poisoned or threading.get_ident() != thread or output.shape[:2] != (2, ROWS):
+            return None
+        output = output.clone()
+        output[0, POISONED] = torch.nan
+        return output
+
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    handle = embedding.register_forward_hook(spoil)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _windows(model: PreTrainedModel, probe: Probe) -> Iterator[int | None]:
+    """The sliding window of every attention call.
+
+    What a call says is what flash attention goes by, the mask is what every other implementation goes by.
+    """
+    flash = str(implementation_of(model.config.get_text_config(decoder=True))).startswith("flash")
+    cached = _windows_of_cache(model)
+    for call in probe.calls:
+        in_mask = _window_of_mask(call.mask, call.window, probe.masks)
+        window = call.window if flash else in_mask
+        if flash and call.window != in_mask:
+            raise Unserved(f"has a sliding window of {in_mask} in its mask and of {call.window} in its attention calls")
+        kept = cached.get(call.layer)
+        if kept is not None and (window is None or window > kept):
+            raise Unserved(
+                f"has a cache that keeps {kept} tokens (sliding_window) under attention that "
+                + ("sees all of them" if window is None else f"sees {window}")
+            )
+        yield window
+
+
+def _windows_of_cache(model: PreTrainedModel) -> dict[int | None, int]:
+    """How many tokens a layer of transformers' own cache keeps, by layer, where that is limited."""
+    layers = DynamicCache(config=model.config).layers
+    return {i: layer.sliding_window for i, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
+
+
+def _window_of_mask(mask: Any, said: int | None, made: list[tuple[Any, dict[str, Any]]]) -> int | None:
+    """The sliding window of the mask that arrived, which the model's mask function must have made.
+
+    Where it is a copy, on another device for instance, that could be of several, ``said`` decides: the call's window.
+    """
+    found = [arguments for own, arguments in made if mask is own and own is not None]
+    found = found or [arguments for own, arguments in made if _is_view(mask, own)]
+    found = found or [arguments for own, arguments in made if _equal(mask, own)]
+    if not found:
+        raise Unserved("makes an attention mask of its own, which graph rows cannot follow")
+    if any(arguments.get("attention_mask") is None for arguments in found):
+        raise Unserved("leaves padding out of its attention mask")
+    windows = {window_of(arguments.get("mask_function", causal_mask_function)) for arguments in found}
+    if len(windows) == 1:
+        return windows.pop()
+    if said not in windows:
+        raise Unserved("has attention masks that cannot be told apart")
+    return said
+
+
+def _is_view(mask: Any, own: Any) -> bool:
+    if not isinstance(mask, Tensor) or not isinstance(own, Tensor):
+        return False
+    try:
+        same = mask.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+    except RuntimeError:  # a wrapper of tensors has no storage
+        return False
+    return same and mask.dtype == own.dtype and mask.shape == own.shape
+
+
+def _equal(mask: Any, own: Any) -> bool:
+    """Whether ``mask`` is a copy of ``own``."""
+    if not isinstance(mask, Tensor) or not isinstance(own, Tensor) or mask.dtype != own.dtype:
+        return False
+    return mask.shape == own.shape and bool((mask == own.to(mask.device)).all())
+
+
+def window_of(mask_function: Callable[..., Tensor]) -> int | None:
+    """The sliding window of a mask function (b, h, q, k) → bool: a row sees d < window tokens back; ``None``: all.
+
+    Raises:
+        Unserved: the function is not that of a causal mask, with or without a window.
+    """
+
+    def sees(row: Tensor, back: Tensor) -> Tensor:
+        zero = torch.zeros_like(row)
+        return torch.as_tensor(mask_function(zero, zero, row, row - back)).expand_as(row)
+
+    try:
+        low, high = 0, FAR  # the first token back that is not seen lies in (low, high]
+        while high - low > 1:
+            middle = (low + high) // 2
+            seen = bool(sees(torch.tensor([FAR]), torch.tensor([middle])))
+            low, high = (middle, high) if seen else (low, middle)
+        window = None if high == FAR else high
+        edge = 4096 if window is None else window
+        rows = torch.tensor(sorted({0, 1, 2, 7, 100, max(edge - 1, 0), edge, edge + 1, 2 * edge, 3 * edge + 1, FAR}))
+        back = {-1, -2, -100, 0, 1, 2, 3, 7, *(1 << i for i in range(20)), max(edge - 1, 0), edge, edge + 1}
+        row, distance = torch.meshgrid(rows, torch.tensor(sorted(back)), indexing="ij")
+        row, distance = row[distance <= row], distance[distance <= row]
+        expected = (distance >= 0) & (distance < (FAR + 1 if window is None else window))
+        exact = bool((sees(row, distance) == expected).all())
+    except Exception as error:
+        raise Unserved(f"has an attention mask that depends on more than positions ({type(error).__name__})") from error
+    if not exact:
+        raise Unserved("has attention that is neither causal nor causal within a sliding window")
+    return window
+
+
+def check_linears(model: PreTrainedModel) -> None:
+    """Raise if what a linear layer says of a row depends on the other rows, as with activations quantised together."""
+    dtype = model.get_input_embeddings().weight.dtype  # type: ignore[operator]
+    for name, module in model.named_modules():
+        if not _is_special_linear(module):
+            continue
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(2, module.in_features, generator=generator)
+        x = x.to(device_of_linear(module, model), dtype if dtype.is_floating_point else torch.float32)
+        try:
+            if model.training:
+                torch.manual_seed(0)  # dropout drops the same
+            alone = module(x)[:1].float()
+            if model.training:
+                torch.manual_seed(0)
+            beside = module(torch.cat([x[:1], LOUD * x[1:]]))[:1].float()
+        except Exception:  # it takes something else than rows; the forward shows what it does with them
+            continue
+        if float((alone - beside).norm()) > 2 * DIFFERENT * float(alone.norm()):
+            raise Unserved(
+                f"has activations that are quantised over all rows of a forward ({name}: {type(module).__name__}), so "
+                "drafted tokens would change the output; quantise weights only, or activations row by row"
+            )
+
+
+def _is_special_linear(module: nn.Module) -> bool:
+    if not isinstance(getattr(module, "in_features", None), int) or getattr(module, "out_features", None) is None:
+        return False
+    weight = getattr(module, "weight", None)
+    if type(weight).__name__ == "DTensor" or type(getattr(weight, "data", None)).__name__ == "DTensor":
+        return False  # a shard of a tensor-parallel layer takes a shard of a row
+    return type(module) is not nn.Linear or type(weight) not in (Tensor, nn.Parameter)
+
+
+def device_of_linear(module: nn.Module, model: PreTrainedModel) -> torch.device:
+    """Where a linear layer takes its rows."""
+    tensor = next((t for t in (*module.parameters(), *module.buffers()) if t.device.type != "meta"), None)
+    return device_of(model) if tensor is None else tensor.device

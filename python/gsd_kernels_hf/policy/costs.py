@@ -1,0 +1,326 @@
+"""What a step costs here: known without measuring, corrected by every step that is decoded.
+
+The prior is arithmetic: bytes that a forward reads over the memory's bandwidth, a little for every layer and for every
+row more. What steps really take corrects its logarithm: a Gaussian estimate at a few numbers of rows, smooth between
+them, with one slope over the cached tokens; likewise for what a step needs besides the target, shape by shape. A
+machine is slow now and then and never fast by accident, so a step that takes longer than expected counts less the
+further it is out, and one that takes less counts in full.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from gsd_kernels import GraphConfig
+
+KNOTS = 2.0 ** np.arange(15)  # rows of all sequences together, 1 … 16384
+PLAIN = "plain"  # among the shapes: no speculation
+
+SCALE = 1.2  # spread of the prior's logarithm, common to all rows: a factor of three
+BEND = 0.45  # spread of its shape over rows
+OCTAVES = 4.0  # over which that bends
+LONE = 0.04  # spread of one number of rows alone
+PREFIX = 0.15  # spread of the slope over doublings of the cached tokens beyond PREFIX_UNIT
+PREFIX_UNIT = 1024.0
+BELIEVABLE = (1e-7, 1e4)  # seconds of a step's part
+NOISE = 0.1  # of one step
+FASTER = 3.0  # standard deviations below the expected time, from which on the whole machine is faster
+COLD = 0.7  # of the first step of a shape in a process: storage is made, code is loaded
+WANDER = 0.01  # by which the whole machine, and
+LONE_WANDER = 0.004  # by which every number of rows drifts from step to step
+
+TODAY = 0.2  # by which the whole machine may differ from what another process saw
+
+BATCH = 0.2  # spread of the slope over doublings of the batch, of what a step needs besides the target
+KIND = 0.6  # spread of what shapes with and without a draft model have in common
+SHAPE = 0.4  # spread of one shape
+
+COPY_BYTES = 48 << 20
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a pair without running it.
+
+    Attributes:
+        target_bytes, draft_bytes: of weights that a forward reads; 0 without a draft model.
+        target_layers, draft_layers: how many.
+        cache_bytes: keys and values of one token in the target.
+        bandwidth: bytes a second that the device reads.
+        free_rows: rows that cost a forward as much again as its weights do; more on a device with idle arithmetic.
+        layer_seconds, draft_layer_seconds: calling a layer's operators.
+        level_seconds, step_seconds: calling a level's and a step's other operators.
+    """
+
+    target_bytes: float
+    target_layers: int
+    draft_bytes: float = 0.0
+    draft_layers: int = 0
+    cache_bytes: float = 0.0
+    bandwidth: float = 1.5e10
+    free_rows: float = 32.0
+    layer_seconds: float = 2e-4
+    draft_layer_seconds: float = 2e-4
+    level_seconds: float = 4e-4
+    step_seconds: float = 1.5e-3
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, draft: PreTrainedModel | None, bandwidth: float, *, one_op: bool) -> Known:
+        """Of two models as they lie in memory. ``one_op``: the draft's forward is one operator."""
+        on_gpu = next(model.parameters()).device.type == "cuda"
+        config = model.config.get_text_config(decoder=True)
+        layers = int(config.num_hidden_layers)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        speeds = {"free_rows": 256.0, "layer_seconds": 1e-4, "draft_layer_seconds": 1e-4} if on_gpu else {}
+        if one_op:
+            speeds["draft_layer_seconds"] = 5e-5
+        return cls(
+            target_bytes=weight_bytes(model),
+            target_layers=layers,
+            draft_bytes=0.0 if draft is None else weight_bytes(draft),
+            draft_layers=0 if draft is None else int(draft.config.get_text_config(decoder=True).num_hidden_layers),
+            cache_bytes=2.0 * layers * heads * size * model.dtype.itemsize,
+            bandwidth=bandwidth,
+            **speeds,
+        )
+
+    def target_seconds(self, rows: np.ndarray, cached: float) -> np.ndarray:
+        """One target forward of ``rows`` rows behind ``cached`` tokens, all sequences together."""
+        reading = self.target_bytes * (1.0 + (rows - 1.0) / self.free_rows) + self.cache_bytes * cached
+        return self.target_layers * self.layer_seconds + reading / self.bandwidth
+
+    def other_seconds(self, config: GraphConfig | None) -> float:
+        """All that a step of one sequence needs besides."""
+        if config is None:
+            return 0.25 * self.step_seconds
+        rows = config.chain_rows + max(0, config.depth - 1) * config.width
+        reading = self.draft_bytes * (config.depth + rows / self.free_rows if config.depth else 0.0)
+        levels = (config.depth + config.reuse_depth) * self.level_seconds
+        return (
+            self.step_seconds
+            + levels
+            + config.depth * self.draft_layers * self.draft_layer_seconds
+            + (reading / self.bandwidth)
+        )
+
+
+class Correction:
+    """Logarithm of observed over known seconds: a Gaussian over a few values, conditioned on one step at a time.
+
+    Args:
+        covariance: of the values before anything was seen, [n, n]; the last one is a slope.
+        wander: what a step adds to it, [n, n].
+    """
+
+    def __init__(self, covariance: np.ndarray, wander: np.ndarray) -> None:
+        self.mean = np.zeros(len(covariance))
+        self.common = np.append(np.ones(len(covariance) - 1), 0.0)
+        self.covariance, self.prior, self.wander = covariance, covariance, wander
+
+    def observe(self, weights: np.ndarray, residual: float, noise: float = NOISE) -> None:
+        """One step whose logarithm is ``residual`` above the known one, where ``weights`` [n] say what it is of."""
+        covariance = self.covariance + self.wander
+        # Nothing grows less certain than it was before anything was seen.
+        excess = np.sqrt(np.maximum(covariance.diagonal() / self.prior.diagonal(), 1.0))
+        covariance = covariance / excess[:, None] / excess
+        surprise = residual - float(weights @ self.mean)
+        if surprise < -FASTER * np.sqrt(float(weights @ covariance @ weights) + noise * noise):
+            # The machine was busy and is no longer: all else was seen too slow as well.
+            covariance = covariance + surprise**2 * np.outer(self.common, self.common)
+        variance = noise * noise + 0.5 * max(surprise, 0.0) ** 2
+        spread = covariance @ weights
+        gain = spread / (float(weights @ spread) + variance)
+        self.mean = self.mean + gain * surprise
+        covariance = covariance - np.outer(gain, spread)
+        self.covariance = 0.5 * (covariance + covariance.T)
+
+    def spread(self, weights: np.ndarray) -> np.ndarray:
+        """Standard deviation of linear combinations, weights [S, n] → [S]."""
+        return np.sqrt(np.maximum(np.einsum("si,ij,sj->s", weights, self.covariance, weights), 0.0))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"mean": _rounded(self.mean), "covariance": [_rounded(row) for row in self.covariance]}
+
+    def load(self, data: Mapping[str, Any]) -> None:
+        """What :meth:`as_dict` gave.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is not that; nothing was taken over.
+        """
+        mean, covariance = np.array(data["mean"], dtype=float), np.array(data["covariance"], dtype=float)
+        if mean.shape != self.mean.shape or covariance.shape != self.covariance.shape:
+            raise ValueError("costs: another number of values")
+        if not (np.isfinite(mean).all() and np.isfinite(covariance).all() and (abs(mean) < 20).all()):
+            raise ValueError("costs: values that no machine has")
+        if (covariance.diagonal() < 0).any() or (covariance.diagonal() > 2 * self.prior.diagonal() + 1).any():
+            raise ValueError("costs: not a covariance")
+        self.mean, self.covariance = mean, covariance
+
+
+class CostModel:
+    """Seconds of a step's parts by rows, cached tokens and shape.
+
+    Args:
+        known: the prior.
+        shapes: by name, those that steps can have.
+    """
+
+    def __init__(self, known: Known, shapes: Mapping[str, GraphConfig]) -> None:
+        self.known = known
+        self.names = (PLAIN, *shapes)
+        self.index = {name: i for i, name in enumerate(self.names)}
+        self.known_other = np.array([known.other_seconds(None), *(known.other_seconds(s) for s in shapes.values())])
+        octave = np.log2(KNOTS)
+        apart = (octave[:, None] - octave) / OCTAVES
+        knots = SCALE**2 + BEND**2 * np.exp(-np.abs(apart)) + LONE**2 * np.eye(len(KNOTS))
+        drift = WANDER**2 + LONE_WANDER**2 * np.eye(len(KNOTS))
+        self.target = Correction(_with_slope(knots, PREFIX), _with_slope(drift, 0.0))
+        has_model = np.array([0, *(1 if s.depth else 2 for s in shapes.values())])
+        same_kind = has_model[:, None] == has_model
+        other = SCALE**2 + KIND**2 * same_kind + SHAPE**2 * np.eye(len(self.names))
+        drift = WANDER**2 + LONE_WANDER**2 * np.eye(len(self.names))
+        self.other = Correction(_with_slope(other, BATCH), _with_slope(drift, 0.0))
+        self.steps = 0  # whose times were known
+        self.tried: dict[str, int] = {}  # of them, by shape
+
+    def target_weights(self, rows: np.ndarray, cached: float) -> np.ndarray:
+        """[S] → [S, knots + 1]: which values a forward's time is of."""
+        octave = np.clip(np.log2(np.maximum(rows, 1.0)), 0.0, len(KNOTS) - 1.0)
+        below = np.minimum(octave.astype(int), len(KNOTS) - 2)
+        share = octave - below
+        weights = np.zeros((len(rows), len(KNOTS) + 1))
+        place = np.arange(len(rows))
+        weights[place, below] = 1.0 - share
+        weights[place, below + 1] = share
+        weights[:, -1] = _doublings(cached)
+        return weights
+
+    def other_weights(self, names: Sequence[int] | np.ndarray, batch: int) -> np.ndarray:
+        """[S, shapes + 1]"""
+        weights = np.zeros((len(names), len(self.names) + 1))
+        weights[np.arange(len(names)), names] = 1.0
+        weights[:, -1] = np.log2(batch)
+        return weights
+
+    def target_seconds(self, rows: np.ndarray, cached: float) -> np.ndarray:
+        """Seconds of target forwards, rows [S] of all sequences together; never less for more rows."""
+        slope = self.target.mean[-1] * _doublings(cached)
+        at_knots = self.known.target_seconds(KNOTS, cached) * np.exp(self.target.mean[:-1] + slope)
+        certain = 1.0 / np.maximum(self.target.covariance.diagonal()[:-1], 1e-6)
+        rising = np.log(increasing(at_knots, certain))
+        return np.exp(np.interp(np.log2(np.maximum(rows, 1.0)), np.log2(KNOTS), rising))
+
+    def other_seconds(self, batch: int) -> np.ndarray:
+        """What a step needs besides the target: of plain decoding and of every shape, [1 + shapes]."""
+        return self.known_other * np.exp(self.other.mean[:-1] + self.other.mean[-1] * np.log2(batch))
+
+    def observe(
+        self, name: str, rows: int, cached: float, batch: int, target: float, other: float, *, noise: float = NOISE
+    ) -> None:
+        """One step: rows of all sequences together, and its seconds (0: unknown)."""
+        if target > 0:
+            at, known, target = np.array([float(rows)]), self.known, float(np.clip(target, *BELIEVABLE))
+            # Between knots the known seconds are interpolated as they are when asked for.
+            seconds = np.interp(np.log2(at), np.log2(KNOTS), np.log(known.target_seconds(KNOTS, cached)))[0]
+            self.target.observe(self.target_weights(at, cached)[0], float(np.log(target) - seconds), noise)
+            self.steps += 1
+            self.tried[name] = self.tried.get(name, 0) + 1
+        if other > 0:
+            place = self.index[name]
+            residual = float(np.log(np.clip(other, *BELIEVABLE) / self.known_other[place]))
+            self.other.observe(self.other_weights([place], batch)[0], residual, max(noise, 2.0 * NOISE))
+
+    def as_dict(self) -> dict[str, Any]:
+        """All that was learned, for the disk."""
+        return {
+            "names": list(self.names),
+            "target": self.target.as_dict(),
+            "other": self.other.as_dict(),
+            "steps": self.steps,
+            "tried": self.tried,
+        }
+
+    def load(self, data: Mapping[str, Any]) -> None:
+        """What :meth:`as_dict` gave, of the same shapes.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is not that; nothing was taken over.
+        """
+        if tuple(data["names"]) != self.names:
+            raise ValueError("costs: of other shapes")
+        steps, tried = int(data["steps"]), {str(name): int(n) for name, n in data["tried"].items()}
+        before = self.target.mean, self.target.covariance
+        self.target.load(data["target"])
+        try:
+            self.other.load(data["other"])
+        except (ValueError, KeyError, TypeError):
+            self.target.mean, self.target.covariance = before
+            raise
+        self.steps, self.tried = steps, tried
+        for part in (self.target, self.other):  # the machine may be faster or slower today, for all shapes alike
+            part.covariance = part.covariance.copy()
+            part.covariance[:-1, :-1] += TODAY**2
+
+
+def increasing(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The closest never falling sequence: isotonic regression by pooling adjacent violators, weights [n]."""
+    blocks: list[tuple[float, float, int]] = []
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        count = 1
+        while blocks and blocks[-1][0] > value:
+            v, w, c = blocks.pop()
+            value, weight, count = (v * w + value * weight) / (w + weight), w + weight, c + count
+        blocks.append((value, weight, count))
+    return np.concatenate([np.full(count, value) for value, _, count in blocks])
+
+
+def weight_bytes(model: PreTrainedModel) -> float:
+    """Bytes of the weights that a forward of few rows reads: all but the input embedding, of which it reads rows."""
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    left_out = getattr(embedding, "weight", None)
+    if left_out is None or left_out is getattr(output, "weight", None):
+        return float(sum(p.nbytes for p in model.parameters()))
+    return float(sum(p.nbytes for p in model.parameters() if p is not left_out))
+
+
+def measure_bandwidth(device: torch.device) -> float:
+    """Bytes a second that a copy reads and writes there: the best of three, a few milliseconds."""
+    source = torch.ones(COPY_BYTES // 4, device=device)
+    copy = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(4):  # the first one touches the pages
+        _wait(device)
+        begin = time.perf_counter()
+        copy.copy_(source)
+        _wait(device)
+        best = min(best, time.perf_counter() - begin)
+    return 2.0 * COPY_BYTES / max(best, 1e-6)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _doublings(cached: float) -> float:
+    return float(np.log2(1.0 + cached / PREFIX_UNIT))
+
+
+def _with_slope(covariance: np.ndarray, spread: float) -> np.ndarray:
+    """One more value, of no relation to the others."""
+    out = np.zeros((len(covariance) + 1,) * 2)
+    out[:-1, :-1] = covariance
+    out[-1, -1] = spread**2
+    return out
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    return [float(f"{value:.7g}") for value in values]

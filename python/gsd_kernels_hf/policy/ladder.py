@@ -1,0 +1,82 @@
+"""The few shapes that an automatic policy chooses among.
+
+Every shape has storage of its own, on a GPU a captured graph, so there are at most eight for a pair: four lists, by
+whether a draft model is there and whether rows are dear (a CPU) or nearly free (a GPU). ``bench/ladder.py`` found them
+and says what they lose against 576 shapes; ``docs/policy.md`` has the table.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from gsd_kernels import GraphConfig
+
+REUSE_DEPTH, REUSE_WIDTH = 4, 8  # levels from the history behind those of a model
+
+_Shapes = tuple[tuple[int, int, int, int], ...]  # width, branch, depth, rows
+
+WITH_MODEL: dict[str, tuple[_Shapes, _Shapes]] = {  # shapes with, and without the model's levels
+    "cpu": (
+        ((2, 2, 10, 16), (4, 3, 3, 8), (4, 3, 5, 8), (8, 4, 4, 16), (8, 4, 6, 16)),
+        ((2, 2, 10, 12), (6, 4, 6, 8), (6, 4, 10, 12)),
+    ),
+    "cuda": (
+        ((8, 4, 1, 16), (8, 4, 2, 12), (8, 4, 3, 48), (8, 4, 10, 128)),
+        ((2, 2, 3, 8), (2, 2, 10, 16), (6, 4, 5, 16), (6, 4, 10, 32)),
+    ),
+}
+WITHOUT_MODEL: dict[str, _Shapes] = {
+    "cpu": (
+        (2, 2, 3, 4),
+        (2, 2, 8, 8),
+        (2, 2, 10, 12),
+        (6, 4, 1, 2),
+        (6, 4, 4, 4),
+        (6, 4, 6, 8),
+        (6, 4, 8, 8),
+        (6, 4, 10, 12),
+    ),
+    "cuda": (
+        (2, 2, 10, 16),
+        (6, 4, 3, 4),
+        (6, 4, 3, 12),
+        (6, 4, 5, 8),
+        (6, 4, 5, 24),
+        (6, 4, 6, 16),
+        (6, 4, 10, 12),
+        (6, 4, 10, 48),
+    ),
+}
+BRANCH = 4  # the widest of them
+
+
+@cache
+def ladder(device: str, *, with_model: bool, reuses: bool = True) -> dict[str, GraphConfig]:
+    """At most eight shapes by name.
+
+    Args:
+        device: ``"cuda"``, or anything else for a device where rows cost time.
+        with_model: whether a draft model (or the target without some layers) expands levels.
+        reuses: whether a source that costs no forward is there, the history or prediction heads; without one only
+            shapes with the model's levels make sense.
+    """
+    device = device if device in WITH_MODEL else "cpu"
+    drafted, free = WITH_MODEL[device] if with_model else ((), WITHOUT_MODEL[device])
+    shapes = [
+        GraphConfig(
+            depth=depth, width=width, branch=branch, max_rows=rows, reuse_depth=REUSE_DEPTH, reuse_width=REUSE_WIDTH
+        )
+        for width, branch, depth, rows in drafted
+    ]
+    shapes += [
+        GraphConfig(depth=0, width=width, branch=branch, max_rows=rows, reuse_depth=depth, reuse_width=width)
+        for width, branch, depth, rows in (free if reuses or not drafted else ())
+    ]
+    return {shape_name(shape): shape for shape in shapes}
+
+
+def shape_name(config: GraphConfig) -> str:
+    """``depth·width·branch·rows`` of a shape of the ladder, with ``free-`` before it where no model drafts."""
+    if config.depth:
+        return f"{config.depth}x{config.width}x{config.branch}x{config.max_rows}"
+    return f"free-{config.reuse_depth}x{config.reuse_width}x{config.branch}x{config.max_rows}"

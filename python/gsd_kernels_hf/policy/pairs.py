@@ -1,0 +1,182 @@
+"""What belongs to a pair in this process and on disk: its identity, its costs, what was learned of its sources."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import threading
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+import gsd_kernels
+
+from ..model import properties
+from ..model.attention import implementation_of
+from ..model.fused import why_not
+from ..sources.layer_skip import LayerSkip
+from .auto import AutoPolicy, Experience
+from .costs import CostModel, Known, measure_bandwidth
+from .ladder import ladder
+from .store import Document, Saver, cache_dir
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+PAIRS = 32  # kept in a process; what was learned of the others is on disk
+COSTS = "costs"
+PRINT_VALUES = 16  # of a weight, that tell models of the same sizes apart
+
+Draft = PreTrainedModel | LayerSkip | None
+
+
+class Pair:
+    """A target with a draft, or alone, on this machine: its document and its costs.
+
+    Args:
+        model, draft: see :func:`~gsd_kernels.tune`.
+        backend: of the ops.
+    """
+
+    def __init__(self, model: PreTrainedModel, draft: Draft, backend: str, document: Document) -> None:
+        self.document = document
+        self.sections = document.read()
+        self.device = properties.device_of(model)
+        self.shapes = ladder(self.device.type, with_model=draft is not None)
+        view = draft.view if isinstance(draft, LayerSkip) else draft
+        known = Known.of(model, view, bandwidth(self.device), one_op=document.about["draft_forward"] == "operator")
+        self.costs = CostModel(known, self.shapes)
+        self._load(COSTS, self.costs)
+
+    def _load(self, section: str, part: CostModel | Experience) -> None:
+        if section in self.sections:
+            try:
+                part.load(self.sections[section])
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+                self.document.ignore(error)
+
+    def experience(self, about: str, *, reuses: bool) -> tuple[Experience, Saver]:
+        """What was learned under ``about``, and what keeps it on disk."""
+        shapes = ladder(self.device.type, with_model=any(s.depth for s in self.shapes.values()), reuses=reuses)
+        found = Experience(self.costs, shapes)
+        section = f"learned {hashlib.sha256(about.encode()).hexdigest()[:16]}"
+        self._load(section, found)
+        return found, Saver(self.document, lambda: {COSTS: self.costs.as_dict(), section: found.as_dict()})
+
+
+_pairs: dict[Path, Pair] = {}
+_lock = threading.Lock()
+
+
+def pair_of(model: PreTrainedModel, draft: Draft, backend: str) -> Pair:
+    """The pair's place in this process; costs are the same object for every call."""
+    document = Document("pair", describe(model, draft, backend))
+    with _lock:
+        found = _pairs.pop(document.path, None) or Pair(model, draft, backend, document)
+        _pairs[document.path] = found  # the newest is last
+        while len(_pairs) > PAIRS:
+            del _pairs[next(iter(_pairs))]
+    return found
+
+
+def automatic_policy(
+    kept: MutableMapping[Any, tuple[Experience, Saver]],
+    model: PreTrainedModel,
+    draft: Draft,
+    *,
+    sources: Sequence[str],
+    about: str,
+    batch: int,
+    prefix: int,
+    backend: str,
+) -> AutoPolicy:
+    """The policy of one generation.
+
+    Args:
+        kept: what the caller keeps of this pair between generations; filled here.
+        model, draft: target and draft.
+        sources: names of the draft sources.
+        about: of all else that acceptance depends on: how tokens are sampled, the criterion.
+        batch, prefix: sequences, and tokens of the prompt.
+        backend: of the ops.
+    """
+    key = (cache_dir(), backend, *sources)
+    if key not in kept:
+        models = [model, *([] if draft is None or isinstance(draft, LayerSkip) else [draft])]
+        about = " ".join([about, *sources, *(fingerprint(m) for m in models)])
+        reuses = not set(sources) <= {"model", "layer_skip"}
+        kept.setdefault(key, pair_of(model, draft, backend).experience(about, reuses=reuses))
+    experience, saver = kept[key]
+    return AutoPolicy(experience, batch=batch, prefix=prefix, saver=saver)
+
+
+def known_steps(model: PreTrainedModel, draft: Draft, backend: str = "auto") -> int:
+    """Steps whose times this machine remembers of the pair, from this process and earlier ones."""
+    return pair_of(model, draft, backend).costs.steps
+
+
+def describe(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, Any]:
+    """Everything that the cost of a step depends on; the identity of what is known of a pair."""
+    device = properties.device_of(model)
+    skip = isinstance(draft, LayerSkip)
+
+    def identity(m: PreTrainedModel) -> dict[str, Any]:
+        config = m.config.get_text_config(decoder=True)
+        size = {key: getattr(config, key, None) for key in SIZES}
+        return {"class": type(m).__name__, "dtype": str(m.dtype), "device": str(properties.device_of(m)), **size}
+
+    return {
+        "target": identity(model),
+        "draft": str(draft) if skip else None if draft is None else identity(draft),
+        "machine": machine(device),
+        "backend": backend,
+        "draft_forward": "operator" if draft and not skip and why_not(draft, backend) is None else "modules",
+        "compiled": gsd_kernels.backends.unavailable_reason("cpu", torch.device("cpu")) is None,
+        "attention": implementation_of(model.config),
+        "versions": [gsd_kernels.__version__, torch.__version__, transformers.__version__],
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the device is called, and how many threads serve it."""
+    if device.type == "cuda":
+        return {"device": torch.cuda.get_device_name(device)}
+    name = platform.processor() or platform.machine()
+    return {"device": name, "node": platform.node(), "threads": torch.get_num_threads()}
+
+
+_bandwidths: dict[tuple[Path, str], float] = {}
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes a second that the device's memory reads: measured once in a process unless the disk knows."""
+    document = Document("machine", {**machine(device), "type": device.type})
+    key = (document.path, str(device))
+    if key not in _bandwidths:
+        found = document.read().get("bandwidth")
+        if not isinstance(found, float) or not 1e8 < found < 1e14:
+            found = measure_bandwidth(device)
+            document.write({"bandwidth": found})
+        _bandwidths[key] = found
+    return _bandwidths[key]
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Tells models of the same sizes apart by a few values of their first and last weights."""
+    digest = hashlib.sha256()
+    weights = list(model.parameters())
+    for weight in (weights[0], weights[len(weights) // 2], weights[-1]):
+        if weight.device.type != "meta":
+            some = weight.detach().flatten()[:PRINT_VALUES]
+            digest.update(some.to(device="cpu", dtype=torch.float32).numpy().tobytes())
+    return digest.hexdigest()[:16]

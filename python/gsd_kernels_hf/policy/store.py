@@ -1,0 +1,127 @@
+"""What was learned, on disk between processes.
+
+One small JSON file for a pair: its costs, the result of :func:`~gsd_kernels.tune` if that ran, and what was learned of
+its sources under every kind of sampling. Files are replaced whole, so a reader never sees half of one; of two processes
+that write at once the later one counts. A file that cannot be read is ignored.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+logger = logging.getLogger("gsd_kernels")
+
+VERSION = 1
+SECTIONS = 24  # of a file; the oldest ones go
+EVERY = 5.0  # seconds between two writes of a file, at least
+
+
+def cache_dir() -> Path:
+    """``$GSD_KERNELS_CACHE``, else the user's cache folder of the platform (``~/.cache/gsd_kernels`` on Linux)."""
+    given = os.environ.get("GSD_KERNELS_CACHE")
+    return Path(given) if given else platformdirs.user_cache_path("gsd_kernels", appauthor=False)
+
+
+class Document:
+    """A JSON object on disk.
+
+    Args:
+        kind: what its file's name begins with.
+        about: what it is of; kept in it, and its digest in the file's name.
+    """
+
+    def __init__(self, kind: str, about: Mapping[str, Any]) -> None:
+        self.about = json.loads(json.dumps(about, sort_keys=True, default=str))
+        digest = hashlib.sha256(json.dumps(self.about, sort_keys=True).encode()).hexdigest()[:20]
+        self.path = cache_dir() / f"{kind}-{digest}.json"
+        self.warned = False
+        self.lock = threading.Lock()
+
+    def read(self) -> dict[str, Any]:
+        """Its sections; empty where there is no file, or none that can be used (one warning)."""
+        try:
+            data = json.loads(self.path.read_text(encoding="utf-8"))
+            if not isinstance(data, dict) or not isinstance(data.get("sections"), dict):
+                raise ValueError("no sections")
+            # Another version's, or another pair's of the same digest: nothing is damaged.
+            return data["sections"] if data.get("version") == VERSION and data.get("about") == self.about else {}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            self.ignore(error)
+            return {}
+
+    def ignore(self, error: Exception) -> None:
+        """Say once that what was kept cannot be used."""
+        if not self.warned:
+            self.warned = True
+            logger.warning("ignoring %s, which cannot be used: %s", self.path, error)
+
+    def write(self, sections: Mapping[str, Any]) -> None:
+        """Put these sections in place of the file's of the same names; one warning where that is impossible."""
+        with self.lock:
+            kept = {name: value for name, value in self.read().items() if name not in sections}
+            newest = list({**kept, **sections}.items())[-SECTIONS:]
+            partial = self.path.with_suffix(f".{uuid.uuid4().hex[:12]}.partial")
+            try:
+                content = {"version": VERSION, "about": self.about, "sections": dict(newest)}
+                text = json.dumps(content, allow_nan=False)
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    partial.write_text(text, encoding="utf-8")
+                    partial.replace(self.path)
+                finally:
+                    partial.unlink(missing_ok=True)
+            except (OSError, ValueError) as error:
+                if not self.warned:
+                    self.warned = True
+                    logger.warning("what was learned could not be kept: %s", error)
+
+
+class Saver:
+    """Writes what ``content`` gives now and then, and what is left when the process ends.
+
+    Args:
+        document: where to.
+        content: sections as they are now.
+    """
+
+    def __init__(self, document: Document, content: Callable[[], Mapping[str, Any]]) -> None:
+        self.document, self.content = document, content
+        self.written = -EVERY  # on the clock of time.monotonic
+        self.waiting = False
+        _savers.add(self)
+
+    def save(self) -> None:
+        """Write, unless that was done a moment ago; then when the process ends, or at a later call."""
+        self.waiting = True
+        if time.monotonic() - self.written >= EVERY:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is waiting."""
+        if self.waiting:
+            self.waiting, self.written = False, time.monotonic()
+            self.document.write(self.content())
+
+
+_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
+
+
+@atexit.register
+def _flush_all() -> None:
+    for saver in list(_savers):
+        saver.flush()

@@ -1,0 +1,137 @@
+"""Predicted tokens: calibration, growth of trees, correction by what steps brought."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gsd_kernels import GraphConfig
+from gsd_kernels_hf.policy.acceptance import POOL, SEEN, AcceptanceModel, GrowthPlan, Pool
+from gsd_kernels_hf.policy.ladder import ladder, shape_name
+from gsd_kernels_hf.sources.weights import Calibration
+
+
+def pools(first, second=(0.0, 0.0, 0.0, 0.0)):
+    return {"all": np.array([first], dtype=float), "free": np.array([second], dtype=float)}
+
+
+def tokens(config: GraphConfig, *profiles) -> float:
+    return float(GrowthPlan([config], 4).tokens(pools(*profiles))[0])
+
+
+def test_a_chain_brings_the_geometric_sum():
+    chain = GraphConfig(depth=4, width=1, branch=1, max_rows=5, reuse_depth=0)
+    assert tokens(chain, (0.5, 0.2, 0.0, 0.0)) == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.0625)
+    assert tokens(chain.replace(max_rows=3), (0.5, 0.2, 0.0, 0.0)) == pytest.approx(1.75)
+
+
+def test_branches_add_and_only_the_best_nodes_are_expanded():
+    tree = GraphConfig(depth=2, width=1, branch=2, max_rows=64, reuse_depth=0)
+    assert tokens(tree, (0.6, 0.3, 0.0, 0.0)) == pytest.approx(1 + 0.9 + 0.6 * 0.9)
+    assert tokens(tree.replace(width=2), (0.6, 0.3, 0.0, 0.0)) == pytest.approx(1 + 0.9 + 0.9 * 0.9)
+
+
+def test_reused_levels_draw_from_their_own_pool():
+    config = GraphConfig(depth=1, width=1, branch=1, max_rows=64, reuse_depth=2, reuse_width=1)
+    assert tokens(config, (0.5, 0, 0, 0), (0.8, 0, 0, 0)) == pytest.approx(1 + 0.5 + 0.4 + 0.32)
+    free = GraphConfig(depth=0, width=1, branch=1, max_rows=64, reuse_depth=2, reuse_width=1)
+    assert tokens(free, (0.5, 0, 0, 0), (0.8, 0, 0, 0)) == pytest.approx(1 + 0.8 + 0.64)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.lists(st.floats(0, 0.3), min_size=4, max_size=4), min_size=1, max_size=POOL), st.data())
+def test_more_rows_and_deeper_shapes_never_bring_less(rows, data):
+    profiles = {"all": np.array(rows), "free": np.array(rows)[::-1]}
+    width, branch = data.draw(st.sampled_from([(1, 1), (2, 2), (4, 3), (8, 4)]))
+    shapes = [
+        GraphConfig(depth=depth, width=width, branch=branch, max_rows=rows, reuse_depth=2)
+        for depth in (1, 3, 6)
+        for rows in (2, 8, 32, 128)
+    ]
+    found = GrowthPlan(shapes, 4).tokens(profiles).reshape(3, 4)
+    assert (found >= 1).all() and (np.diff(found, axis=1) >= -1e-6).all()
+    assert (found <= 1 + np.array([2, 8, 32, 128]) - 1 + 1e-6).all()
+    alone = [GrowthPlan([shape], 4).tokens(profiles)[0] for shape in shapes]
+    # Which profile a node gets depends on the widest shape of a plan, so the mean over trees differs a little.
+    np.testing.assert_allclose(found.ravel(), alone, rtol=0.5, atol=0.2)
+
+
+def test_calibration_tells_an_overconfident_draft():
+    model = AcceptanceModel(2)
+    for i in range(400):
+        model.observe("all", np.array([[0.9, 0.05]]), np.array([[i % 2 == 0, False]]))
+    calibration = Calibration(2, torch.device("cpu"))
+    model.write(calibration)
+    log_probs = torch.tensor([[[0.9, 0.05]]]).log()
+    calibrated = calibration(log_probs).exp()[0, 0]
+    assert 0.45 < calibrated[0] < 0.6
+    assert calibrated[1] < 0.05
+    assert (calibration(torch.tensor([[[0.0, float("-inf")]]])) <= 0).all()
+
+
+def test_a_pool_keeps_the_newest_and_guesses_what_a_wider_shape_had_found():
+    pool = Pool((0.6, 0.1), 4)
+    pool.add(np.array([[0.5]]))
+    assert pool.profiles[-1].tolist() == [0.5, 0.25, 0.125, 0.0625]
+    pool.add(np.array([[0.9, 0.1]]))
+    assert pool.profiles[-1] == pytest.approx([0.9, 0.1, 0.0, 0.0])
+    pool.add(np.tile([[0.2, 0.1, 0.0, 0.0]], (POOL, 1)))
+    assert len(pool.profiles) == POOL and (pool.profiles == [0.2, 0.1, 0.0, 0.0]).all()
+    pool.restart()
+    assert len(pool.profiles) < SEEN and pool.profiles[0, 0] > 0.9
+
+
+def test_what_steps_bring_corrects_the_prediction():
+    shapes = ladder("cpu", with_model=True)
+    names, plan = list(shapes), GrowthPlan(list(shapes.values()), 4)
+    model = AcceptanceModel(4)
+    for pool in model.pools.values():
+        pool.add(np.tile([[0.6, 0.1, 0.0, 0.0]], (POOL, 1)))
+    before = model.tokens(plan, names)
+    config = shapes[names[0]]
+    for _ in range(400):
+        model.observe_gain(config, names[0], 2.0 * (before[0] - 1.0), float(model.tokens(plan, names)[0]))
+    after = model.tokens(plan, names)
+    assert after[0] - 1 == pytest.approx(2 * (before[0] - 1), rel=0.1)
+    drafted = [i for i, s in enumerate(shapes.values()) if s.depth]
+    assert (after[drafted] > 1.5 * (before[drafted] - 1) + 1).all()
+    free = [i for i, s in enumerate(shapes.values()) if not s.depth]
+    assert (after[free] == before[free]).all()
+    model.restart("all")
+    assert model.ratio(config, names[0]) == 1.0
+
+
+def test_nothing_is_corrected_while_the_prediction_is_a_prior():
+    model = AcceptanceModel(4)
+    config = next(iter(ladder("cpu", with_model=True).values()))
+    model.observe_gain(config, shape_name(config), 9.0, 2.0)
+    assert model.gains == {}
+
+
+def test_probabilities_wider_than_the_model_are_cut():
+    model = AcceptanceModel(2)
+    model.observe("all", np.full((3, 6), 0.1), np.zeros((3, 6), bool))
+    model.observe("free", np.full((3, 6), 0.1), np.zeros((3, 6), bool))
+    assert model.pools["all"].profiles.shape[1] == 2
+
+
+def test_it_survives_the_disk_and_refuses_damage():
+    model = AcceptanceModel(4)
+    model.observe("all", np.array([[0.9, 0.05, 0.0, 0.0]]), np.array([[True, False, False, False]]))
+    model.gains = {"all": (3.0, 4.0)}
+    copy = AcceptanceModel(4)
+    copy.load(model.as_dict())
+    assert copy.as_dict() == model.as_dict()
+    for part, bad in (
+        ("hits", [[0.0]]),
+        ("expected", "x"),
+        ("pools", {"all": [[2.0] * 4], "free": [[0.1] * 4]}),
+        ("pools", {"all": [], "free": []}),
+        ("gains", {"all": 1}),
+    ):
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            copy.load({**model.as_dict(), part: bad})
+        assert copy.as_dict() == model.as_dict()

@@ -1,0 +1,205 @@
+"""The cost model: priors from bytes, corrected by steps, robust against a machine that is busy now and then."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import tiny
+from simulated import BFLOAT16, GPU, KNOWN, NO_AMX
+
+from gsd_kernels_hf.policy import costs
+from gsd_kernels_hf.policy.costs import NOISE, PLAIN, CostModel, Known, increasing, weight_bytes
+from gsd_kernels_hf.policy.ladder import ladder
+
+SHAPES = ladder("cpu", with_model=True)
+FIRST = next(iter(SHAPES))
+
+
+def model(known: Known = KNOWN) -> CostModel:
+    return CostModel(known, SHAPES)
+
+
+def target(costs: CostModel, rows: float, cached: float = 0.0) -> float:
+    return float(costs.target_seconds(np.array([float(rows)]), cached)[0])
+
+
+def test_the_prior_is_the_bytes_over_the_bandwidth():
+    known = Known(target_bytes=1.4e9, target_layers=0, bandwidth=1.4e10, cache_bytes=1e5)
+    assert target(CostModel(known, SHAPES), 1) == pytest.approx(0.1)
+    assert target(CostModel(known, SHAPES), 1, cached=1.4e4) == pytest.approx(0.2)
+    assert target(CostModel(known, SHAPES), 32) > 1.5 * 0.1
+
+
+def test_known_counts_the_weights_of_a_model_but_not_an_embedding_that_is_read_by_rows():
+    untied, tied = tiny(tie_word_embeddings=False), tiny(tie_word_embeddings=True)
+    everything = sum(p.nbytes for p in untied.parameters())
+    assert weight_bytes(untied) == everything - untied.get_input_embeddings().weight.nbytes
+    assert weight_bytes(tied) == sum(p.nbytes for p in tied.parameters())
+    known = Known.of(untied, tied, 1e10, one_op=False)
+    assert known.draft_bytes == weight_bytes(tied) and known.target_layers == untied.config.num_hidden_layers
+    assert Known.of(untied, None, 1e10, one_op=False).draft_bytes == 0
+
+
+@pytest.mark.parametrize("factor", [0.25, 1.0, 4.0])
+@pytest.mark.parametrize("curve", [BFLOAT16, NO_AMX, GPU])
+def test_a_few_steps_overrule_the_prior(curve, factor):
+    known = Known(target_bytes=0.05 * 1.4e10, target_layers=0, bandwidth=factor * 1.4e10)
+    found, rng = model(known), np.random.default_rng(0)
+    for rows, seconds in [*list(curve.items())] * 4:
+        found.observe(FIRST, rows, 100.0, 1, seconds * float(np.exp(0.05 * rng.standard_normal())), 0.0)
+    for rows, seconds in curve.items():
+        assert target(found, rows, 100.0) == pytest.approx(seconds, rel=0.15), rows
+
+
+def test_one_number_of_rows_teaches_the_others_the_speed_of_the_machine():
+    found = model()
+    before = target(found, 1) / target(found, 16)
+    for _ in range(4):
+        found.observe(FIRST, 16, 0.0, 1, 10 * target(model(), 16), 0.0)
+    assert target(found, 16) == pytest.approx(10 * target(model(), 16), rel=0.1)
+    assert target(found, 1) > 4 * target(model(), 1)
+    assert target(found, 1) / target(found, 16) == pytest.approx(before, rel=0.5)
+
+
+def test_a_hiccup_hardly_counts_and_a_fast_step_does():
+    found = model()
+    usual = target(found, 8)
+    for _ in range(50):
+        found.observe(FIRST, 8, 0.0, 1, usual, 0.003)
+    other = found.other_seconds(1)[found.index[FIRST]]
+    found.observe(FIRST, 8, 0.0, 1, 30 * usual, 30 * 0.003)
+    assert target(found, 8) < 1.05 * usual
+    assert found.other_seconds(1)[found.index[FIRST]] < 1.05 * other
+    for _ in range(30):
+        found.observe(FIRST, 8, 0.0, 1, usual / 2, 0.0)
+    assert target(found, 8) == pytest.approx(usual / 2, rel=0.2)
+
+
+def test_what_lasts_is_believed_in_the_end():
+    found = model()
+    usual = target(found, 8)
+    for _ in range(200):
+        found.observe(FIRST, 8, 0.0, 1, usual, 0.003)
+    for _ in range(400):
+        found.observe(FIRST, 8, 0.0, 1, 2.5 * usual, 0.003)
+    assert target(found, 8) == pytest.approx(2.5 * usual, rel=0.15)
+
+
+def test_a_second_of_slowness_at_one_number_of_rows_leaves_the_ratio_between_them():
+    found = model()
+    for _ in range(100):
+        for rows in (1, 16):
+            found.observe(FIRST, rows, 0.0, 1, BFLOAT16[rows], 0.003)
+    before = target(found, 1) / target(found, 16)
+    for _ in range(15):
+        found.observe(FIRST, 16, 0.0, 1, 3 * BFLOAT16[16], 0.009)
+    assert target(found, 1) / target(found, 16) == pytest.approx(before, rel=0.12)
+
+
+def test_a_bad_measurement_between_good_ones_does_not_make_few_rows_dearer_than_many():
+    found = model()
+    for _ in range(3):
+        for rows, seconds in ((1, 0.056), (2, 0.056), (8, 0.056), (16, 0.058)):
+            found.observe(FIRST, rows, 0.0, 1, seconds, 0.0)
+    found.observe(FIRST, 4, 0.0, 1, 0.081, 0.0)
+    assert target(found, 4) < 1.1 * 0.056
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 512),
+            st.floats(0, 1e5),
+            st.integers(1, 8),
+            st.floats(1e-6, 1e3),
+            st.floats(0, 1e3),
+            st.sampled_from([PLAIN, *SHAPES]),
+        ),
+        max_size=60,
+    )
+)
+def test_seconds_never_fall_with_rows_and_stay_finite(steps):
+    found = model()
+    for rows, cached, batch, seconds, other, name in steps:
+        found.observe(name, rows, cached, batch, seconds, other)
+        covariance = found.target.covariance
+        assert np.linalg.eigvalsh(covariance).min() > -1e-8 * max(1.0, covariance.max())
+    rows = 2.0 ** np.linspace(0, 12, 60)
+    seconds = found.target_seconds(rows, 1000.0)
+    assert np.isfinite(seconds).all() and (seconds > 0).all() and (np.diff(seconds) >= -1e-12 * seconds[1:]).all()
+    assert np.isfinite(found.other_seconds(3)).all() and (found.other_seconds(3) > 0).all()
+
+
+def test_unknown_times_teach_nothing():
+    found = model()
+    found.observe(FIRST, 8, 100.0, 1, 0.0, 0.0)
+    assert found.as_dict() == model().as_dict()
+
+
+def test_the_slope_over_the_prefix_is_learned():
+    known = Known(target_bytes=1.4e9, target_layers=0, bandwidth=1.4e10, cache_bytes=0.0)
+    found, rng = CostModel(known, SHAPES), np.random.default_rng(0)
+    for cached in np.tile(np.linspace(100, 8000, 60), 3):
+        found.observe(FIRST, 8, cached, 1, 0.1 * (1 + cached / 8000) * float(np.exp(0.03 * rng.standard_normal())), 0)
+    for cached in (500.0, 4000.0, 8000.0):
+        assert target(found, 8, cached) == pytest.approx(0.1 * (1 + cached / 8000), rel=0.2)
+
+
+def test_batches_enter_as_rows():
+    found = model()
+    for _ in range(20):
+        found.observe(FIRST, 4 * 8, 400.0, 4, 0.2, 0.01)
+    assert target(found, 32, 400.0) == pytest.approx(0.2, rel=0.05)
+
+
+def test_costs_survive_the_disk():
+    found = model()
+    for rows in (1, 8, 16):
+        found.observe(FIRST, rows, 50.0, 2, 0.01 * rows, 0.002, noise=NOISE)
+    copy = model()
+    copy.load(found.as_dict())
+    rows = np.array([1.0, 3.0, 16.0, 100.0])
+    np.testing.assert_allclose(copy.target_seconds(rows, 77.0), found.target_seconds(rows, 77.0), rtol=1e-4)
+    np.testing.assert_allclose(copy.other_seconds(2), found.other_seconds(2), rtol=1e-5)
+    assert copy.tried == found.tried and copy.steps == found.steps
+
+
+@pytest.mark.parametrize("part", ["names", "target", "other", "steps"])
+def test_damaged_costs_are_refused_and_nothing_is_taken_over(part):
+    found = model()
+    found.observe(FIRST, 8, 50.0, 1, 0.5, 0.1)
+    data = {**found.as_dict(), part: {"mean": [float("nan")], "covariance": [[1]]} if part != "steps" else "x"}
+    fresh = model()
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        fresh.load(data)
+    assert fresh.as_dict() == model().as_dict()
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 100), st.floats(0.1, 10)), min_size=1, max_size=12))
+def test_increasing_is_the_weighted_isotonic_fit(pairs):
+    values, weights = (np.array(x) for x in zip(*pairs, strict=True))
+    fit = increasing(values, weights)
+    assert (np.diff(fit) >= 0).all()
+    assert fit @ weights == pytest.approx(values @ weights)
+    best = ((fit - values) ** 2) @ weights
+    for other in (np.maximum.accumulate(values), np.minimum.accumulate(values[::-1])[::-1]):
+        assert best <= ((other - values) ** 2) @ weights + 1e-9
+
+
+def test_bandwidth_is_measured_once_and_kept(tmp_path, monkeypatch):
+    from gsd_kernels_hf.policy import pairs
+
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
+    monkeypatch.setattr(costs, "COPY_BYTES", 1 << 20)
+    assert costs.measure_bandwidth(torch.device("cpu")) > 1e7
+    calls = []
+    monkeypatch.setattr(pairs, "measure_bandwidth", lambda device: calls.append(device) or 2.5e10)
+    for _ in range(3):
+        assert pairs.bandwidth(torch.device("cpu")) == 2.5e10
+    pairs._bandwidths.clear()  # another process
+    assert pairs.bandwidth(torch.device("cpu")) == 2.5e10
+    assert len(calls) == 1 and len(list(tmp_path.glob("machine-*.json"))) == 1
