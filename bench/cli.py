@@ -17,19 +17,20 @@ from .scale import commands as scale
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "scale.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "scale.md")
 
 
 def readme(
     files: Annotated[
-        list[Path] | None, typer.Option("--readme", help="Repeatable. Default: README.md and docs/scale.md.")
+        list[Path] | None,
+        typer.Option("--readme", help="Repeatable. Default: README.md, docs/benchmarks.md and docs/scale.md."),
     ] = None,
     results: Annotated[Path, typer.Option("--results", show_default=False, help="Default: bench/results.")] = ROOT
     / "bench"
     / "results",
     check: Annotated[bool, typer.Option("--check", help="Change nothing, fail if a file is out of date.")] = False,
 ) -> None:
-    """Write the measured tables of README.md and docs/scale.md from the results."""
+    """Write the measured tables of README.md and the pages from the results."""
     from .readme import rewrite
 
     done = [rewrite(file, results, check=check) for file in files or DOCUMENTS]

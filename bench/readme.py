@@ -1,4 +1,4 @@
-"""Generated tables: the figures of README.md and docs/scale.md, from bench/results.
+"""Generated tables: the figures of README.md, docs/benchmarks.md and docs/scale.md, from bench/results.
 
 Rewrites what lies between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``; ``--check`` changes nothing and fails
 where a file is out of date. Nothing in these blocks is written by hand.
@@ -29,13 +29,58 @@ class MissingResultError(Exception):
     """A block needs a result that is not there; the message names the command that makes it."""
 
 
+def headline(results: Path) -> str:
+    """``auto`` beside the fastest of transformers' own ways in the same run, one line a run, and what is missing."""
+    rows, machines, setups = [], {}, []
+    runs = [data for data in _end_to_end(results) if AUTO in data["setup_seconds"]]
+    for data in runs:
+        settings, environment = data["settings"], data["environment"]
+        rates = {row["competitor"]: row["tokens_per_second"] for row in data["summary"]}
+        best = max((name for name in rates if name.startswith("hf-")), key=lambda name: rates[name])
+        sizes = f"{_millions(data['parameters']['target'])} with {_millions(data['parameters']['draft'])}"
+        rows.append(
+            [
+                f"{settings['pair']} pair, {sizes}, {settings['dtype']}",
+                f"{rates[GREEDY]:.1f}",
+                f"{rates[best]:.1f} ({best.removeprefix('hf-')})",
+                f"{rates[AUTO]:.1f}",
+                str(Ratio(**data["ratios"][f"{AUTO} / {best}"])),
+            ]
+        )
+        setups.append(data["setup_seconds"][AUTO])
+        machines[f"{_machine(environment)}, {environment['date']}"] = None
+    if not rows:
+        raise MissingResultError("`gsd-kernels bench generate`")
+    head = ["target and draft", "transformers, plain", "transformers' fastest", "`auto`", "ratio to the fastest (95%)"]
+    foot = (
+        f"Tokens per second, greedy; {'; '.join(machines)}. Each way was warmed up first, which took `auto` "
+        f"{min(setups):.1f}–{max(setups):.1f} s and is not counted."
+    )
+    if not any(data["environment"]["device_type"] == "cuda" for data in runs):
+        foot += " **Nothing has been measured on a GPU yet.**"
+    return f"{markdown(head, rows)}\n\n{foot}"
+
+
+def _millions(parameters: int) -> str:
+    return f"{parameters / 1e6:.0f}M" if parameters >= 1e6 else f"{parameters / 1e6:.1f}M"
+
+
 def speed(results: Path) -> str:
-    """Every end-to-end run: a table each, and what ``auto`` gains over the best of transformers' assisted settings."""
-    paths = [*sorted(results.glob("generate-*.json")), *sorted((results / "gpu").glob("e2e-*.json"))]
-    runs = [(path, data) for path in paths if not (data := _read(path))["settings"]["quick"]]
+    """Every end-to-end run: a table each, and what ``auto`` gains over the best of transformers' assisted settings.
+
+    Raises:
+        MissingResultError: there is no run.
+    """
+    runs = _end_to_end(results)
     if not runs:
         raise MissingResultError("`gsd-kernels bench generate`")
-    return "\n\n".join(_speed_table(data) for _, data in sorted(runs, key=lambda run: _order(run[1])))
+    return "\n\n".join(_speed_table(data) for data in runs)
+
+
+def _end_to_end(results: Path) -> list[dict[str, Any]]:
+    """The runs of ``bench generate``, but for quick ones."""
+    paths = [*sorted(results.glob("generate-*.json")), *sorted((results / "gpu").glob("e2e-*.json"))]
+    return sorted((data for data in map(_read, paths) if not data["settings"]["quick"]), key=_order)
 
 
 def _order(data: dict[str, Any]) -> tuple[bool, bool, str, str]:
@@ -111,7 +156,7 @@ def tree(results: Path) -> str:
         f"The graph is ahead of the tree in {total['ahead']} of {total['cells']} cells, in {total['surely_ahead']} of "
         f"them beyond doubt; at worst its tokens per step are {total['worst']:.2f} times the tree's, at best "
         f"{total['best']:.2f}. Chain, tree, in-step merging and intervals of every cell: "
-        "[bench/results/tree.md](bench/results/tree.md)."
+        "[bench/results/tree.md](../bench/results/tree.md)."
     )
     return "\n\n".join([head, markdown(["text", "draft rows", *map(str, target_rows)], rows), foot])
 
@@ -190,29 +235,6 @@ def memory(results: Path) -> str:
     )
 
 
-def scale(results: Path) -> str:
-    """Memory and messages in short."""
-    short, long = scale_memory.TEXTS[1:]
-    rows = []
-    for found in map(scale_memory.memory, scale_memory.GPUS):
-        totals = [found.total(text) / scale_memory.GIB for text in (short, long)]
-        rows.append([str(found.gpus), f"{found.target / scale_memory.GIB:.1f}", *(f"{size:.1f}" for size in totals)])
-    head = ["GPUs", "target", *(f"all, {length:,} positions × {batch}" for length, batch in (short, long))]
-    title_ = f"GiB on each GPU ({scale_memory.TARGET} with {scale_memory.DRAFT}, bfloat16, without activations):"
-    parts = [title_, markdown(head, rows)]
-    data = _messages(results)
-    largest = max(data["settings"]["ranks"])
-    ways = {row["way"]: row for row in data["summary"] if row["ranks"] == largest}
-    plain, graph = ways[scale_messages.PLAIN], ways["graph"]
-    parts.append(
-        f"Speculation divides the all-reduces: {plain['all_reduces_per_token']:.1f} a token with plain decoding, "
-        f"{graph['all_reduces_per_token']:.1f} with the preset graph ({graph['fewer_all_reduces']:.2f} times fewer; "
-        f"demo pair, {largest} ranks, counted). Each carries all the rows that are verified: "
-        f"{plain['bytes_per_token'] / 1024:.0f} KiB a token become {graph['bytes_per_token'] / 1024:.0f}."
-    )
-    return "\n\n".join(parts)
-
-
 def _messages(results: Path) -> dict[str, Any]:
     path = results / f"{scale_messages.NAME}.json"
     if not path.exists():
@@ -224,9 +246,12 @@ def _size(row: Any) -> int:
     return int(row.bytes_moved or 0)
 
 
+def _machine(environment: dict[str, Any]) -> str:
+    return f"{caption(environment)}, transformers {environment['versions']['transformers']}"
+
+
 def _place(environment: dict[str, Any]) -> str:
-    versions = environment["versions"]
-    return f"{caption(environment)}, transformers {versions['transformers']}, commit {environment['commit']}"
+    return f"{_machine(environment)}, commit {environment['commit']}"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -234,11 +259,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 BLOCKS: dict[str, Callable[[Path], str]] = {
+    "headline": headline,
     "speed": speed,
     "tree": tree,
     "sources": sources,
     "kernels": kernels,
-    "scale": scale,
     "scale-messages": messages,
     "scale-memory": memory,
 }

@@ -12,6 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,22 @@ import gsd_kernels
 LINE = 90
 PAGE = Path(__file__).with_name("api.md")
 SECTIONS = {
-    "Generation": ("generate", "patch", "unpatch", "tune", "GraphConfig", "Typical", "DraftHeads", "LayerSkip"),
-    "One step": ("GraphDecoder", "TokenGraph", "Frontier", "Rows", "Acceptance"),
+    "Generation": (
+        "generate",
+        "Options",
+        "patch",
+        "Patch",
+        "unpatch",
+        "tune",
+        "GenerationStats",
+        "GraphConfig",
+        "Typical",
+        "DraftHeads",
+        "LayerSkip",
+        "GraphDecoder",
+    ),
+    "Draft sources": ("DraftSource", "Level", "Proposal", "Verified", "Text", "DecodeState", "Sampler"),
+    "One step": ("TokenGraph", "Frontier", "Rows", "Acceptance"),
     "Operations": (
         "merge",
         "flatten",
@@ -39,10 +54,21 @@ SECTIONS = {
     ),
     "Backends": ("BACKENDS", "BackendUnavailableError"),
 }
+TYPES = {
+    "Options": "gsd_kernels_hf.engine.options",
+    "Patch": "gsd_kernels_hf.api",
+    "GenerationStats": "gsd_kernels_hf.engine.stats",
+    "Text": "gsd_kernels_hf.sources.base",
+    "DecodeState": "gsd_kernels_hf.records",
+    "Sampler": "gsd_kernels_hf.records",
+}
+"""Types that public functions take, hand to you or return, and no user makes."""
+
 HEAD = """\
 # Public names
 
-All of `gsd_kernels`; anything else is private. Made from the docstrings by `python docs/write_api.py`.
+All of `gsd_kernels`; anything else is private. *Types* are met in arguments and results, and need not be imported. Made
+from the docstrings by `python docs/write_api.py`.
 """
 
 
@@ -53,20 +79,26 @@ def page() -> str:
         ValueError: a public name is in no section, or a section names what is not public.
     """
     listed = [name for names in SECTIONS.values() for name in names]
-    if odd := set(listed) ^ (set(gsd_kernels.__all__) - {"__version__"}):
+    if odd := (set(listed) - set(TYPES)) ^ (set(gsd_kernels.__all__) - {"__version__"}):
         raise ValueError(f"SECTIONS and gsd_kernels.__all__ differ: {', '.join(sorted(odd))}")
     parts = [HEAD]
     for title, names in SECTIONS.items():
         parts.append(f"## {title}\n")
-        parts += [entry(name, getattr(gsd_kernels, name)) for name in names]
+        parts += [entry(name, value_of(name)) for name in names]
     return "\n".join(parts)
 
 
+def value_of(name: str) -> Any:
+    """A public name, or one of :data:`TYPES`."""
+    return getattr(import_module(TYPES[name]) if name in TYPES else gsd_kernels, name)
+
+
 def entry(name: str, value: Any) -> str:
-    """One name: its signature, its docstring, and the public methods of a class."""
+    """One name: its signature unless it is a type, its docstring, and the public methods of a class."""
     if not callable(value):
         return f"### `{name}`\n\n`{value!r}`\n"
-    lines = [f"### `{name}`\n", code(f"{name}{signature(value)}"), prose(inspect.getdoc(value))]
+    made = f"*Type*, of `{TYPES[name]}`.\n" if name in TYPES else code(f"{name}{signature(value)}")
+    lines = [f"### `{name}`\n", made, prose(inspect.getdoc(value))]
     for method, member in methods(value) if inspect.isclass(value) else ():
         lines += [
             f"#### `{name}.{method}`\n",

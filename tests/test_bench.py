@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gsd_kernels_bench.cli import BENCHMARKS, app
+from gsd_kernels_bench.cli import BENCHMARKS, DOCUMENTS, app
 from gsd_kernels_bench.generation import generate, sources_table, tree_table
 from gsd_kernels_bench.generation.competitors import DEFAULT, competitors
 from gsd_kernels_bench.generation.pairs import load_pair
@@ -25,6 +25,7 @@ from gsd_kernels_bench.lib.report import Report, Row
 from gsd_kernels_bench.lib.runner import Contestant, Entry, Settings, run
 from gsd_kernels_bench.lib.shapes import SHAPES
 from gsd_kernels_bench.lib.timing import Timing, time_call
+from gsd_kernels_bench.readme import BLOCKS
 from gsd_kernels_hf.report import comparison
 
 CPU = torch.device("cpu")
@@ -329,9 +330,10 @@ def test_readme(raced, tmp_path):
     options = ["--readme", str(readme_file), "--results", str(results)]
     readme_file.write_text(
         "a\n<!-- bench:speed -->\n<!-- /bench:speed -->\nb\n<!-- bench:kernels -->\nold\n<!-- /bench:kernels -->\n"
+        "<!-- bench:headline -->\n<!-- /bench:headline -->\n"
     )
     bench("readme", *options)
-    assert "Not measured yet: `gsd-kernels bench generate`." in readme_file.read_text()
+    assert readme_file.read_text().count("Not measured yet: `gsd-kernels bench generate`.") == 2
     data = json.loads((folder / "generate.json").read_text())
     data["settings"]["quick"] = False
     (results / "generate-none-float32.json").write_text(json.dumps(data))
@@ -343,6 +345,10 @@ def test_readme(raced, tmp_path):
     assert "| **auto** |" in text
     assert "flatten: token graph, rows 16" in text
     assert "old" not in text
+    rates = {row["competitor"]: row["tokens_per_second"] for row in data["summary"]}
+    best = max((name for name in rates if name.startswith("hf-")), key=rates.get)
+    assert f"{rates[best]:.1f} ({best.removeprefix('hf-')}) | {rates['auto']:.1f} |" in text
+    assert data["environment"]["date"] in text and "Nothing has been measured on a GPU yet" in text
     assert text.startswith("a\n") and "\nb\n" in text
     bench("readme", *options, "--check")
     readme_file.write_text("<!-- bench:speed -->\n")
@@ -350,8 +356,8 @@ def test_readme(raced, tmp_path):
 
 
 def test_readme_of_this_repository_is_up_to_date():
-    if "<!-- bench:" not in (ROOT / "README.md").read_text(encoding="utf-8"):
-        pytest.skip("README.md has no figures yet")
+    blocks = [set(re.findall(r"<!-- bench:([\w-]+) -->", file.read_text(encoding="utf-8"))) for file in DOCUMENTS]
+    assert set.union(*blocks) == set(BLOCKS) and all(blocks), "a table that no page shows, or a page without one"
     bench("readme", "--check")
 
 

@@ -19,7 +19,7 @@ from gsd_kernels_hf.policy.costs import Known
 from gsd_kernels_hf.policy.ladder import ladder
 from gsd_kernels_hf.sources.history import History
 from gsd_kernels_hf.sources.layer_skip import expected_speed
-from gsd_kernels_hf.sources.weights import Mixture, Worth
+from gsd_kernels_hf.sources.weights import Mixture, Reliability
 
 NEW = 24
 CPU = torch.device("cpu")
@@ -257,18 +257,18 @@ def test_a_mixture_ignores_what_was_not_seen_and_what_none_had_said():
 
 
 def test_worth_is_learned_by_context_and_rank():
-    worth = Worth((0.0, 0.5, 0.5), 2, CPU)
+    reliability = Reliability((0.0, 0.5, 0.5), 2, CPU)
     gen = torch.Generator().manual_seed(0)
     log_probs = torch.tensor([[[0.6, 0.3], [0.8, 0.1]]]).log()
     for _ in range(600):
         first, second = torch.rand(2, generator=gen).tolist()
         hits = torch.tensor([[[first < 0.3, first > 0.9], [second < 0.78, False]]])
-        worth.learn(log_probs, torch.tensor([[1, 2]]), hits, torch.ones(1, 2, dtype=torch.bool))
-    found = worth(log_probs, torch.tensor([[1, 2]])).exp()[0]
+        reliability.learn(log_probs, torch.tensor([[1, 2]]), hits, torch.ones(1, 2, dtype=torch.bool))
+    found = reliability(log_probs, torch.tensor([[1, 2]])).exp()[0]
     assert found[0].tolist() == pytest.approx([0.3, 0.1], abs=0.06)
     assert found[1, 0] == pytest.approx(0.78, abs=0.06) and found[1, 1] < 0.03
-    assert (worth(log_probs, torch.tensor([[0, 0]])) == -torch.inf).all()
-    assert (worth(torch.zeros(1, 1, 2), torch.tensor([[2]])) <= 0).all()
+    assert (reliability(log_probs, torch.tensor([[0, 0]])) == -torch.inf).all()
+    assert (reliability(torch.zeros(1, 1, 2), torch.tensor([[2]])) <= 0).all()
 
 
 def test_what_was_learned_serves_the_next_call_and_no_other_pair(target, given_sources):

@@ -1,4 +1,4 @@
-"""What flows through the corridor of one generation: where the text stands, what keys its noise, what a step verified.
+"""Records that travel through one generation: state of the texts, keys of the noise, a verified step.
 
 May import :mod:`gsd_kernels` only; every room may import it.
 """
@@ -21,12 +21,14 @@ Candidates = tuple[Tensor, Tensor]
 NO_NODE = -2  # neither a node nor a frontier's padding
 
 At = tuple[slice, slice]
+"""Which sequences and which rows of a tensor [B, R]."""
+
 EVERY: At = (slice(None), slice(None))
 
 
 @dataclass
 class DecodeState:
-    """Where every sequence stands; static shapes, on the target's device. The last token is the next root."""
+    """State of every sequence; static shapes, on the target's device. A text's last token is the next step's root."""
 
     tokens: Tensor  # int64 [B, S]; padded prompt, then emitted tokens
     out_len: Tensor  # int32 [B]; tokens so far, left padding included
@@ -38,7 +40,7 @@ class DecodeState:
 
     @classmethod
     def empty(cls, batch: int, length: int, width: int, device: torch.device) -> DecodeState:
-        """Storage for ``length`` tokens a sequence and ``width`` tokens a step."""
+        """Storage for ``length`` tokens a sequence (S) and ``width`` emitted tokens a step (E)."""
 
         def per_sequence(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
@@ -88,11 +90,11 @@ class DecodeState:
 
 @dataclass(frozen=True)
 class Sampler:
-    """What a draw depends on besides logits and position, and the backend of the ops that draw.
+    """Everything that a draw depends on besides logits and position, and the backend of the ops that draw.
 
     Attributes:
         seed: int64 [], of the noise.
-        sequence_ids: int32 [B], row in the batch, which keys the noise too.
+        sequence_ids: int32 [B], index in the batch, which keys the noise too.
         warpers: ``temperature`` (0 is greedy), ``top_k``, ``top_p``, ``min_p``.
         backend: of the ops, see :mod:`gsd_kernels.backends`.
     """
@@ -104,6 +106,7 @@ class Sampler:
 
     @property
     def greedy(self) -> bool:
+        """Whether the best token is taken and nothing is drawn."""
         return is_off(self.warpers["temperature"], 0.0)
 
     def on(self, device: torch.device) -> Sampler:
@@ -137,7 +140,16 @@ class Sampler:
         return torch.where(score.isfinite(), picked, -1)
 
     def candidates(self, logits: Tensor, positions: Tensor, branch: int) -> Candidates:
-        """The ``branch`` tokens that the target most likely picks, by a draft's logits [B, W, V]."""
+        """The ``branch`` tokens that the target most likely picks, see :func:`gsd_kernels.draft_candidates`.
+
+        Args:
+            logits: float [B, W, V], a draft's after every node.
+            positions: int [B, W], index of the token after each node.
+            branch: K, candidates after a node.
+
+        Returns:
+            Tokens int32 and log-probabilities float32 [B, W, K], on the device of ``logits``.
+        """
         here = self.on(logits.device)
         return draft_candidates(
             logits,
@@ -150,7 +162,16 @@ class Sampler:
         )
 
     def perturb(self, tokens: Tensor, log_probs: Tensor, positions: Tensor) -> Tensor:
-        """Log-probabilities of remembered candidates [B, W, K] with the noise of their positions [B, W]."""
+        """Log-probabilities with the noise that the target will draw with, see :func:`gsd_kernels.perturb_candidates`.
+
+        Args:
+            tokens: int32 [B, W, K].
+            log_probs: float32 [B, W, K], without noise.
+            positions: int32 [B, W], index of the tokens in the text.
+
+        Returns:
+            float32 [B, W, K]; as given with greedy decoding.
+        """
         if self.greedy:
             return log_probs
         return perturb_candidates(
@@ -158,7 +179,7 @@ class Sampler:
         )
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """The distribution after temperature, top-k, top-p and min-p: float32 [..., V]. Greedy: of the logits."""
+        """Log-probabilities after temperature, top-k, top-p and min-p, float32 [..., V]; greedy: of the bare logits."""
         logits = logits.float()
         return (logits if self.greedy else warp(logits, **self.warpers)).log_softmax(-1)
 
@@ -171,7 +192,7 @@ class Verified:
         graph: what was drafted; ``None`` where nothing was.
         rows: the graph unrolled, R rows.
         logits: float [B, R, V], the target's at every row.
-        hidden: [B, R, D], what the target's output matrix read, where a source needs it.
+        hidden: [B, R, D] in the target's dtype, the input of its output matrix; ``None`` unless a source needs it.
         accepted: the path of rows that was accepted, P rows at most, and the bonus token.
         tail: int32 [B, C], the tokens before the root, nearest first, −1 where the text begins.
         tokens: int32 [B, P], the token emitted after each accepted row; 0 beyond ``accepted.num_accepted``.
@@ -197,7 +218,7 @@ class Verified:
         accepted: Acceptance,
         tail: Tensor,
     ) -> Verified:
-        """The record of a step; each accepted node and emitted token is looked up here, once."""
+        """The record of a step, from its parts; accepted nodes and emitted tokens are looked up here, once."""
         path = accepted.accepted_rows  # [B, P]
         after = torch.nn.functional.pad(path[:, 1:], (0, 1), value=-1)
         drafted = rows.token_ids.gather(1, after.clamp(min=0).long())
@@ -216,6 +237,6 @@ class Verified:
         )
 
     def last_rows(self) -> Tensor:
-        """The row whose pick is the next root, int64 [B]; 0 for a finished sequence."""
+        """The last accepted row, whose pick is the next root: int64 [B]; 0 for a finished sequence."""
         last = (self.accepted.num_accepted[:, None].long() - 1).clamp(min=0)
         return self.accepted.accepted_rows.gather(1, last).clamp(min=0).squeeze(1).long()

@@ -16,7 +16,7 @@ class AcceptanceRule(Protocol):
     """Decides which rows a step accepts.
 
     Attributes:
-        criterion: what follows a row.
+        criterion: which token follows a row.
         on_device: whether nothing in :meth:`accept` and :meth:`settle` waits for the device.
     """
 
@@ -24,23 +24,33 @@ class AcceptanceRule(Protocol):
     on_device: bool
 
     def accept(self, rows: Rows, logits: Tensor, positions: Tensor, max_path: int) -> Acceptance:
-        """The accepted path of every sequence.
+        """Accept a path of rows in every sequence.
 
         Args:
             rows: the drafted rows.
             logits: float [B, R, V], the target's.
             positions: int32 [B, R], index of the token picked after each row, padding excluded.
-            max_path: deepest row that may be accepted.
+            max_path: depth of the deepest row that may be accepted, P − 1.
+
+        Returns:
+            Accepted rows int32 [B, P], their number and the bonus token int32 [B].
         """
         ...
 
     def settle(self) -> None:
-        """After the commit: mark the sequences that ended for a reason which the device state does not know."""
+        """Mark, after the commit, sequences that ended for a reason which the device state does not know."""
         ...
 
 
 class OnDevice:
-    """The rule where end-of-text tokens and lengths alone end a sequence."""
+    """The rule where end-of-text tokens and lengths alone end a sequence.
+
+    Args:
+        criterion: which token follows a row.
+        state: of the texts.
+        eos_ids: int32 [E], end-of-text tokens.
+        backend: of the op.
+    """
 
     on_device = True
 

@@ -81,7 +81,7 @@ class TokenByToken:
         return self._acceptance(paths, before, width, rows.token_ids.device)
 
     def settle(self) -> None:
-        """After the commit: carry the verdicts to the device state."""
+        """Carry the verdicts to the device state, after the commit."""
         state = self.state
         state.done.logical_or_(torch.tensor(self.done, device=state.done.device))
 
@@ -112,7 +112,7 @@ class TokenByToken:
         return token
 
     def _acceptance(self, paths: list[list[int]], before: list[int], width: int, device: torch.device) -> Acceptance:
-        """What is left of the step's paths; a sequence that ended earlier than the step began accepts nothing."""
+        """The step's paths up to the ends of sequences; one that ended before the step began accepts nothing."""
         kept, picks = [], []
         for b, path in enumerate(paths):
             count = self.lengths[b] - before[b]

@@ -22,7 +22,7 @@ WARM_STEPS = 2
 
 
 def stepping(session: Session) -> Callable[[], Verified]:
-    """What runs a step: replayed from CUDA graphs where that is possible."""
+    """The function that takes a step: replayed from CUDA graphs where that is possible, else ``session.step``."""
     if not can_capture(session):
         return session.step
     if session.captured is None:
@@ -58,7 +58,7 @@ class CapturedStep:
         self.failed = False
 
     def __call__(self) -> Verified:
-        """One step, and its record."""
+        """Take a step; its record."""
         shape = self.session.config
         if shape not in self.graphs and (self.failed or self.warm[shape] < WARM_STEPS or not self._add(shape)):
             self.warm[shape] += 1
@@ -78,7 +78,14 @@ class CapturedStep:
         return not self.failed
 
     def capture(self) -> tuple[Callable[[], Any], Verified]:
-        """Record one step without running it: what replays it, and its record."""
+        """Record one step without running it.
+
+        Returns:
+            A function that replays it, and the step's record, whose tensors every replay writes.
+
+        Raises:
+            RuntimeError: something in the step cannot be captured.
+        """
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU meanwhile.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):

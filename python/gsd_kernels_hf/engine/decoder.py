@@ -81,7 +81,7 @@ class GraphDecoder(Options):
         return result
 
     def policy(self, request: Request, sources: Sequence[DraftSource], learned: Learned, *, automatic: bool) -> Policy:
-        """What chooses the shapes of this call's steps."""
+        """The policy that chooses the shapes of this call's steps."""
         if not automatic:
             return FixedPolicy(self.graph_config if sources else None)
         return automatic_policy(

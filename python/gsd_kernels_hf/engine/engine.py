@@ -1,4 +1,4 @@
-"""What outlives a call: sessions with their caches and captured steps, and statistics of a target and its sources."""
+"""State that outlives a call: sessions with caches and captured steps, and statistics of a target and its sources."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ from .request import Request
 from .session import Kind, Session
 
 MOST_ENGINES = 8  # of a target; the least recently used one goes
-
-
 MOST_SESSIONS = 4  # that an engine keeps for later calls; the least recently used one goes
 GRAIN = 256  # cache positions by which kept sessions are sized
 
 
 @dataclass
 class Learned:
-    """What earlier calls learned.
+    """Statistics of earlier calls.
 
     Attributes:
         weights: of sources, by name.
@@ -38,7 +36,7 @@ class Learned:
 
 
 class Engine:
-    """What is kept for one target with one set of sources and one criterion.
+    """Sessions and statistics of one target with one set of sources and one criterion.
 
     Calls that overlap in time have a session each. They begin with what was learned by the last call that ended. Where
     a model was changed in place since, no key or value of before is used; where its tensors, modules or hooks are
@@ -59,30 +57,33 @@ class Engine:
         self._lock = threading.Lock()
 
     def serves(self, parts: Sequence[Any], criterion: object) -> bool:
-        """Whether these are the engine's own."""
+        """Whether the engine was made for these sources' objects and this criterion."""
         mine = [part() for part in self.parts]
         same = len(mine) == len(parts) and all(a is b for a, b in zip(mine, parts, strict=True))
         return same and self.criterion == criterion
 
     @property
     def ended(self) -> bool:
-        """Whether a draft is gone."""
+        """Whether an object that a source is made of was deleted."""
         return any(part() is None for part in self.parts)
 
     def learned(self, *, sampled: bool) -> Learned:
-        """What is known of greedy or of sampled texts."""
+        """Statistics of greedy or of sampled texts, to begin a call with."""
         return self._learned.setdefault(sampled, Learned())
 
     def session(
         self, request: Request, policy: Policy, sources: Sequence[DraftSource], *, alone: bool
     ) -> tuple[Session, bool]:
-        """A session for a call, and whether the caches that it comes with may be read.
+        """A session for a call, and whether keys and values in its caches may be used.
 
         Args:
             request: the call.
             policy: what chooses the shapes of its steps.
             sources: of the call, for a new session.
             alone: whether no other rank must do the same at the same time.
+
+        Returns:
+            An idle session of this kind, the one that holds most of the prompt, or a new one.
         """
         kind = Kind.of(request, policy, sources, alone=alone)
         found = self._take(kind, request) if self.keeps_sessions else None
@@ -94,7 +95,7 @@ class Engine:
         return Session(kind, request.model, request.device, capacity, [copy.copy(s) for s in sources]), False
 
     def _take(self, kind: Kind, request: Request) -> tuple[Session, bool] | None:
-        """An idle session of this kind, the one that holds most of the prompt first."""
+        """Take an idle session of this kind, the one that holds most of the prompt; ``None`` if there is none."""
         with self._lock:
             states = {name: ModelState.of(model) for name, model in request.models.items()}
             same = {name: state.structure for name, state in states.items()}
@@ -109,7 +110,7 @@ class Engine:
             return best[0], best[1] == states
 
     def release(self, session: Session, learned: Learned, request: Request) -> None:
-        """After a call that ended well: keep what it learned and, where sessions are kept, its storage."""
+        """End a call that succeeded: keep what it learned and, where sessions are kept, the session."""
         if session.drafter is not None:
             learned.weights = {name: found.clone() for name, found in session.drafter.weights.items()}
         session.end()
@@ -169,12 +170,12 @@ _lock = threading.Lock()
 
 
 def engines_of(model: Any) -> Engines:
-    """What calls outside a patch keep of a target: what was learned, and no sessions, which would keep drafts alive."""
+    """The engines of calls outside a patch: they keep statistics and no sessions, which would keep drafts alive."""
     with _lock:
         return _unpatched.setdefault(model, Engines())
 
 
 def parts_of(options: Options) -> list[Any]:
-    """The objects that tell sources apart."""
+    """The objects whose identity tells sets of sources apart."""
     own = [source for source in options.draft_sources or () if isinstance(source, DraftSource)]
     return [part for part in (options.assistant_model, options.draft_heads, *own) if part is not None]

@@ -16,12 +16,22 @@ class Ranks(Protocol):
     """Keeps the ranks of a sharded model together."""
 
     def check(self, verified: Verified, finished: bool, *, timed: bool) -> bool:
-        """After a step, whether to stop; see :class:`~gsd_kernels_hf.parallel.Agreement`."""
+        """Compare a step with other ranks'; whether to stop. See :class:`~gsd_kernels_hf.parallel.Agreement`."""
         ...
 
 
 def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> GenerationStats:
-    """Decode until every sequence is done: shape → step → emit → check → observe."""
+    """Decode until every sequence is done: shape → step → emit → check → observe.
+
+    Args:
+        session: begun on the texts.
+        policy: chooses the shape of every step.
+        ranks: of a sharded target, or one process.
+        out: gets the tokens; says when all is done.
+
+    Returns:
+        Statistics, complete once ``out.result()`` was asked for.
+    """
     step = stepping(session)
     while not out.finished:
         session.use(policy.shape(), policy.acceptance)

@@ -1,4 +1,4 @@
-"""What a user may ask for, declared once: ``generate``, ``patch``, :class:`GraphDecoder` and the ranks read it here."""
+"""Options of decoding, declared once: ``generate``, ``patch``, :class:`GraphDecoder` and the ranks read them here."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from ..sources.history import History
 from ..sources.layer_skip import LayerSkip, SkippedLayers
 
 NAMES = ("model", "layer_skip", "heads", "history")
+"""What ``draft_sources`` may name."""
+
 NEEDS = {
     "model": "assistant_model, a draft of the same tokenizer",
     "layer_skip": "assistant_model=LayerSkip(model, …)",
@@ -58,6 +60,10 @@ class Options:
             alike, as the turns of a chat do; in what :func:`gsd_kernels.patch` keeps only.
         streamer: gets every emitted token (batch 1).
         observer: called with the :class:`~gsd_kernels_hf.records.Verified` of every step.
+
+    Attributes:
+        named: names of the sources in use; empty for plain decoding.
+        automatic: whether a policy may choose the shapes.
 
     Raises:
         TypeError, ValueError: an option that cannot be served.
@@ -122,7 +128,7 @@ class Options:
         return found
 
     def agreed(self) -> dict[str, object]:
-        """What the ranks of a tensor-parallel model must have been given alike, by name."""
+        """Options that the ranks of a tensor-parallel model must have been given alike, by name."""
         names = (
             "assistant_model",
             "graph_config",
@@ -138,7 +144,7 @@ class Options:
         return values
 
     def _names(self) -> tuple[str, ...]:
-        """The sources to use, by name; by default all that there are."""
+        """Names of the sources in use; by default all that are given, and the history."""
         skips = isinstance(self.assistant_model, LayerSkip)
         there = {
             "model": self.assistant_model is not None and not skips,

@@ -1,4 +1,4 @@
-"""What a generation hands out: tokens to the streamer, counts to the statistics, and what ``generate`` returns."""
+"""Output of a generation: tokens to the streamer, counts to the statistics, and what ``generate`` returns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ class GraphGenerateOutput(GenerateDecoderOnlyOutput):
 
 
 class Output:
-    """Everything that leaves one generation.
+    """Output of one generation.
+
+    Args:
+        request: the call.
+        session: that writes its texts.
 
     Attributes:
         finished: whether every sequence is done, or the time is over.
@@ -50,7 +54,7 @@ class Output:
         """Hand a step's tokens to the streamer: the step's one host read.
 
         Returns:
-            Tokens of every sequence.
+            Number of tokens that every sequence gained, [B].
 
         Raises:
             ValueError: the target's logits held NaN.

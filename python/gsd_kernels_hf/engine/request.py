@@ -21,18 +21,18 @@ from .options import NAMES, Options
 
 @dataclass
 class Request:
-    """What a call asks for, checked.
+    """A call of ``generate``, checked.
 
     Attributes:
-        options: the user's.
+        options: of speculation.
         model: the target, unwrapped.
         device: where it takes its input.
         input_ids: int64 [B, P], left-padded.
-        attention_mask: [B, P] or ``None``.
+        attention_mask: int64 [B, P], 0 for padding; ``None`` where there is none.
         generation_config: transformers' options.
         plan: processors and fused warpers.
         seed: of the sampling noise; 0 where nothing is random.
-        given_seed: what the user gave.
+        given_seed: the user's; ``None`` where none was given or nothing is random.
         eos_ids: end-of-text tokens.
         room: tokens that may be emitted.
         timers: stopping criteria that depend on a clock, asked once a step.
@@ -112,10 +112,12 @@ class Request:
 
     @property
     def batch(self) -> int:
+        """B, sequences."""
         return self.input_ids.shape[0]
 
     @property
     def prompt_length(self) -> int:
+        """P, tokens of the prompt, padding included."""
         return self.input_ids.shape[1]
 
     @property
@@ -127,14 +129,17 @@ class Request:
 
     @property
     def as_dict(self) -> bool:
+        """Whether transformers' output object is returned rather than token ids."""
         return bool(self.generation_config.return_dict_in_generate)
 
     @property
     def keeps_scores(self) -> bool:
+        """Whether the output has processed scores [B, V] of every token."""
         return self.as_dict and bool(self.generation_config.output_scores)
 
     @property
     def keeps_logits(self) -> bool:
+        """Whether the output has logits [B, V] of every token."""
         return self.as_dict and bool(self.generation_config.output_logits)
 
     @property
@@ -153,7 +158,7 @@ class Request:
         return {"model": self.model, **drafts_of(self.options)}
 
     def agreed(self) -> dict[str, object]:
-        """What the ranks of a tensor-parallel model must have been given alike, by name."""
+        """Everything that the ranks of a tensor-parallel model must have been given alike, by name."""
         return {
             "model": self.model,
             "prompt": self.input_ids,

@@ -31,7 +31,7 @@ from .stats import Clock
 
 @dataclass(frozen=True)
 class Kind:
-    """What the storage of a session and its captured steps depend on, besides the models."""
+    """Key of sessions that may serve a call: what storage and captured steps depend on, besides the models."""
 
     batch: int
     branch: int  # the most candidates after one node
@@ -47,7 +47,14 @@ class Kind:
 
     @classmethod
     def of(cls, request: Request, policy: Policy, sources: Sequence[DraftSource], *, alone: bool) -> Kind:
-        """Of a call whose steps have at most the policy's largest shapes; none for plain decoding."""
+        """The kind of session that a call needs.
+
+        Args:
+            request: the call.
+            policy: what chooses the shapes of its steps; its largest shapes size the storage.
+            sources: in the order in which they are mixed.
+            alone: whether no other rank must do the same at the same time.
+        """
         shapes = policy.largest_shapes()
         return cls(
             batch=request.batch,
@@ -71,13 +78,17 @@ class Session:
     :class:`~gsd_kernels_hf.sources.base.Text` of its sources.
 
     Args:
-        kind: what storage is made for.
+        kind: of the calls that it serves.
         model: the target.
         device: where it takes its input.
         capacity: cache positions to begin with.
         sources: in the order in which they are mixed, of this session alone.
 
     Attributes:
+        state, sampler, target, branch, draws, reference_ids: see :class:`~gsd_kernels_hf.sources.base.Text`.
+        kv_len: int32 [B], committed positions of the target's cache.
+        config: shape of the next step; ``None`` is plain decoding.
+        rule: accepts rows; of the call.
         trims: forward only rows that hold a token; else shapes are static and nothing waits for the device.
         continues: whether the text goes on from what the target's cache held.
     """
@@ -107,7 +118,7 @@ class Session:
         self.drafter: Drafter | None = None
         self.calibration: Calibration | None = None
         if sources:
-            weights = {s.name: SourceWeights(s.shares, s.worth, MAX_BRANCH, device) for s in sources}
+            weights = {s.name: SourceWeights(s.shares, s.reliability, MAX_BRANCH, device) for s in sources}
             self.drafter = Drafter(sources, weights, self.state, self.backend)
             self.target.keeps_hidden = any(source.needs_hidden for source in sources)
             if kind.calibrated:
@@ -124,7 +135,7 @@ class Session:
 
         Args:
             request: the call.
-            weights: what is known of the sources.
+            weights: statistics of the sources, by name.
             reuse_prefix: whether keys and values of the last text may serve as the beginning of this one.
         """
         self.request, self.clock, self.config = request, Clock(request.device), None
@@ -174,11 +185,11 @@ class Session:
         self.captured = None
 
     def holds(self, request: Request) -> int:
-        """Positions of a call's prompt that are in the target's cache."""
+        """Number of positions of a call's prompt that are in the target's cache."""
         return self.target.common(request.input_ids, request.kv_start)
 
     def end(self) -> None:
-        """Remember which tokens the caches hold, and let go of the call."""
+        """End a text: note which tokens the caches hold, and drop the request."""
         self.target.holds(self.state.tokens, self.kv_len)
         if self.drafter is not None:
             for source in self.drafter.sources:
@@ -187,11 +198,11 @@ class Session:
 
     @property
     def reference_ids(self) -> Tensor | None:
-        """What the text may repeat."""
+        """A text that the output may repeat, int64 [length] or [batch, length]; ``None`` for none."""
         return self.request.options.reference_ids
 
     def rows_of(self, model: PreTrainedModel) -> RowModel:
-        """A draft with a cache of its own."""
+        """``model`` with a cache of its own, which grows with the session."""
         rows = draft_rows(model, self.capacity, self.state.kv_start, self.backend)
         self.row_models.append(rows)
         return rows
@@ -218,12 +229,12 @@ class Session:
 
     @property
     def drafted_rows(self) -> int:
-        """Rows that drafts compute in a step."""
+        """Rows that drafts forward in a step of the current shape, padding included."""
         return 0 if self.config is None or self.drafter is None else self.drafter.num_rows(self.config)
 
     @property
     def max_path(self) -> int:
-        """Deepest row of a step."""
+        """Depth of the deepest row of a step; 0 in plain decoding."""
         return int(self.config.max_path or 0) if self.config is not None else 0
 
     @property
@@ -232,7 +243,7 @@ class Session:
         return sum(rows.cache.nbytes for rows in self.row_models)
 
     def step(self) -> Verified:
-        """One whole step on the device."""
+        """Take one step: draft → merge → flatten → attend → verify → commit, then let sources observe it."""
         tail = self.state.tail()
         graph = self.draft()
         rows = self.flatten(graph)
@@ -246,7 +257,7 @@ class Session:
         return verified
 
     def draft(self) -> TokenGraph | None:
-        """draft + merge, once a level."""
+        """Grow the step's graph: draft and merge, once a level; ``None`` in plain decoding."""
         if self.drafter is None or self.config is None:
             return None
         with self.clock.part("draft"):
@@ -278,7 +289,7 @@ class Session:
         return {"rows": verified.rows.token_ids.shape[1], "target_seconds": target, "other_seconds": other}
 
     def attend(self, rows: Rows) -> Tensor:
-        """The target's logits at every row, [B, R, V]."""
+        """Forward the rows through the target; logits float [B, R, V], on the state's device."""
         count = rows.token_ids.shape[1]
         with self.clock.part("target"):
             logits = self.target.rows(
@@ -318,7 +329,7 @@ class Session:
 
 
 def accepted_merges(verified: Verified) -> Tensor:
-    """Merge edges on accepted paths: rows whose node's primary parent is not the node that they came from."""
+    """Number of merge edges on accepted paths, int64 []: rows whose primary parent is not the row before."""
     node, path = verified.nodes[:, 1:], verified.accepted.accepted_rows[:, 1:]
     primary = verified.graph.parents.gather(1, node.clamp(min=0).long())
     return ((path >= 0) & (primary != verified.nodes[:, :-1])).sum()

@@ -1,4 +1,4 @@
-"""What a generation did, in numbers."""
+"""Counts and times of a generation."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class GenerationStats:
         merges: merge edges in all graphs.
         accepted_merges: merge edges on accepted paths.
         accepted: ``accepted[n]`` counts the steps in which a sequence emitted n tokens.
-        cache_bytes: both key/value caches.
-        seconds: ``prefill``, ``draft``, ``target``, ``other`` and ``total``.
+        cache_bytes: all key/value caches.
+        seconds: ``prefill``, ``draft`` (with merging and flattening), ``target``, ``other`` and ``total``.
         backend: the backend asked for.
         criterion: what decided which drafted tokens were accepted; ``"exact"`` with greedy decoding and without a
             draft, whatever was asked for.
@@ -53,7 +53,7 @@ class GenerationStats:
     lossless: bool = True
 
     def count_step(self, target_rows: int, draft_rows: int, *, plain: bool) -> None:
-        """One target forward, after ``draft_rows`` of a draft model; ``plain`` if nothing was drafted."""
+        """Count one target forward; both numbers are rows a sequence, ``plain``: nothing was drafted."""
         self.steps += 1
         self.plain_steps += plain
         self.target_rows += self.sequences * target_rows
@@ -65,6 +65,7 @@ class GenerationStats:
         return self.new_tokens / self.sequence_steps if self.sequence_steps else 0.0
 
     def count_accepted(self, tokens: int) -> None:
+        """Count the tokens that one sequence gained in a step; 0 for a finished one."""
         if tokens:
             self.accepted += [0] * (tokens + 1 - len(self.accepted))
             self.accepted[tokens] += 1
@@ -72,11 +73,12 @@ class GenerationStats:
             self.sequence_steps += 1
 
     def as_dict(self) -> dict[str, Any]:
+        """All fields and ``tokens_per_step``, for JSON."""
         return {**asdict(self), "tokens_per_step": self.tokens_per_step}
 
 
 class Clock:
-    """Adds up the seconds of named parts; device time by events on a GPU, so that nothing waits."""
+    """Sum of the seconds of named parts; device time by events on a GPU, so that nothing waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -87,6 +89,7 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
+        """Time what runs inside as part ``name``."""
         if self.use_events:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -112,6 +115,7 @@ class Clock:
         return self.latest.get(name, 0.0)
 
     def finish(self) -> dict[str, float]:
+        """Seconds of every part, of all else and of all; waits for the device."""
         for name, begin, end in self.events:
             end.synchronize()
             self.seconds[name] = self.seconds.get(name, 0.0) + begin.elapsed_time(end) / 1e3

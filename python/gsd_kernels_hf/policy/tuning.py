@@ -165,7 +165,7 @@ def measure(
     by_shape: dict[str, float] = {}
     for name, shape in progress(list(shapes.items()), "tuning: draft"):
         sources = [*(forwarded if shape.depth else []), History()]
-        weights = {s.name: SourceWeights(s.shares, s.worth, text.branch, device) for s in sources}
+        weights = {s.name: SourceWeights(s.shares, s.reliability, text.branch, device) for s in sources}
         drafter = Drafter(sources, weights, state, backend)
         drafter.restart(text, {}, first=True)
         drafter.prepare(shape)

@@ -1,7 +1,7 @@
-"""What a draft source is: one class that proposes candidates, one file each.
+"""Draft sources: a class that proposes candidates, one file each.
 
 A step's drafting goes level by level. At each level every source is asked what may follow each frontier node;
-:class:`~gsd_kernels_hf.sources.drafter.Drafter` mixes the answers by weights that it learns. Of a source only
+:class:`~gsd_kernels_hf.sources.drafter.Drafter` mixes the answers by learned weights. Of a source only
 :meth:`DraftSource.propose` has to be written, see docs/architecture.md.
 """
 
@@ -21,17 +21,17 @@ from ..records import Candidates, DecodeState, Sampler, Verified
 
 
 class Text(Protocol):
-    """What a source may use of the session that writes batches of texts, one after the other.
+    """The session as its sources see it: it writes batches of texts, one after the other.
 
     Attributes:
-        state: where every sequence stands, on the target's device; its tensors stay, their content changes.
-        sampler: what keys the noise of a draw.
+        state: tokens and lengths of every sequence, on the target's device; updated in place.
+        sampler: seed, warpers and row numbers, which key the noise of a draw.
         target: the model that verifies.
         branch: the most candidates that any shape has after one node.
         continues: whether this text goes on from the last one.
-        draws: takes a forward's candidates from its logits in place of the best ones, or ``None``:
-            (level, logits [B, W, V], positions int32 [B, W]) → candidates.
-        reference_ids: int64 [length] or [batch, length], what the text may repeat, or ``None``.
+        draws: function that draws a forward's candidates rather than take the best, as speculative sampling needs:
+            (level, logits [B, W, V], positions int32 [B, W]) → candidates; else ``None``.
+        reference_ids: int64 [length] or [batch, length], a text that the output may repeat; ``None`` for none.
     """
 
     state: DecodeState
@@ -61,7 +61,7 @@ class Level:
         number: of the level; the root alone is level 0.
         config: the shape of the step.
         graph: all nodes so far, with the tokens before each.
-        frontier: ids, tokens, depths and draft-cache slots of the nodes, padded.
+        frontier: ids, tokens, depths and draft-cache ancestors of the nodes, [B, W]; ids of padding are −1.
         positions: int32 [B, W], index in the text of the token after each node, which keys its noise.
     """
 
@@ -79,8 +79,8 @@ class Proposal:
     Attributes:
         tokens: int32 [B, W, K], best first; −1 for none.
         log_probs: float32 [B, W, K]; −inf for none.
-        index: int [B, W], which of the source's weights holds for each node (matched context, place of a head);
-            ``None``: it has one.
+        index: int [B, W], which of the source's interpolation weights holds for each node (length of the matched
+            context, number of the head); ``None``: it has one.
     """
 
     tokens: Tensor
@@ -89,6 +89,7 @@ class Proposal:
 
     @property
     def candidates(self) -> Candidates:
+        """Tokens and log-probabilities."""
         return self.tokens, self.log_probs
 
 
@@ -100,11 +101,12 @@ class DraftSource:
 
     Attributes:
         name: in ``draft_sources`` and in statistics.
-        costs_forward: whether proposing takes a forward of a model.
+        costs_forward: whether proposing takes a forward of a model. Where a source takes none, ``reuse_depth`` levels
+            follow the ``depth`` ones; all are asked there too, and those that forward a model return ``None``.
         needs_hidden: whether :class:`~gsd_kernels_hf.records.Verified` must hold hidden states.
-        shares: share of the source beside those asked before it, by ``Proposal.index``, until something is learned.
-        worth: how often its candidates are right, over what they claim, by ``Proposal.index``, where it is alone;
-            ``None``: its probabilities are taken as they are.
+        shares: prior interpolation weight w in (1 − w) · P(sources before it) + w · P(this one), by ``Proposal.index``.
+        reliability: prior ratio of how often its candidates are right to their probability, by ``Proposal.index``, for
+            levels where it is alone; ``None``: its probabilities are taken as they are.
         models: models that it forwards, besides the target; they take part in the checks of a call.
     """
 
@@ -112,26 +114,30 @@ class DraftSource:
     costs_forward = False
     needs_hidden = False
     shares: tuple[float, ...] = (0.2,)
-    worth: tuple[float, ...] | None = None
+    reliability: tuple[float, ...] | None = None
     models: tuple[PreTrainedModel, ...] = ()
 
     def check(self, target: PreTrainedModel) -> None:
-        """Raise ValueError, with the cure, unless the source can draft for ``target``."""
+        """Refuse a target that the source cannot draft for.
+
+        Raises:
+            ValueError: the reason and the cure.
+        """
 
     def begin(self, text: Text) -> None:
-        """Make what texts of this session need."""
+        """Make the storage for texts of a session, once; ``text`` stays valid as long as the session."""
 
     def restart(self) -> None:
         """Start a batch of texts, whose prompt is in the state: forget the last one, in place."""
 
     def end(self) -> None:
-        """After the last step of a text."""
+        """End a text, after its last step."""
 
     def prepare(self, config: GraphConfig) -> None:
         """Get ready for steps of another shape; outside the step, so this may wait for the device."""
 
     def propose(self, level: Level) -> Proposal | None:
-        """Candidates after every frontier node, or ``None`` for nothing at this level."""
+        """Candidates after every frontier node, [B, W, K] with any K; ``None`` for nothing at this level."""
         raise NotImplementedError
 
     def observe(self, verified: Verified) -> None:

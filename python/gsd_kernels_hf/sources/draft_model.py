@@ -31,7 +31,11 @@ class DraftModel(Expansion):
         self.models = (model,)
 
     def check(self, target: PreTrainedModel) -> None:
-        """Raise unless both read the same tokens."""
+        """Refuse a target of another tokenizer.
+
+        Raises:
+            ValueError: the difference and the cure.
+        """
         validate.check_pair(target, self.models[0])
 
     def row_model(self, text: Text) -> RowModel:

@@ -1,4 +1,4 @@
-"""Growing the token graph from all sources, and learning what each is worth."""
+"""Growing the token graph from all sources, and learning their weights."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from .weights import Calibration, SourceWeights
 
 @dataclass
 class Drafted:
-    """What the sources proposed at one level."""
+    """Proposals of all sources at one level."""
 
     node_ids: Tensor  # int32 [B, W]
     candidates: Candidates | None = None  # of all sources together, before calibration
-    costs_forward: bool = False  # whether a source that forwards a model had a say
+    costs_forward: bool = False  # whether a source that forwards a model proposed
     proposals: dict[str, Proposal] = field(default_factory=dict)  # by source
-    before: dict[str, Candidates] = field(default_factory=dict)  # by source: what it was mixed into
+    before: dict[str, Candidates] = field(default_factory=dict)  # by source: the mixture before it
     free: str | None = None  # the last source that costs no forward
 
 
 @dataclass
 class Storage:
-    """What a shape needs, made at its first use."""
+    """Storage of a shape, made at its first use."""
 
     graph: TokenGraph
     levels: list[Drafted] = field(default_factory=list)  # of the last step
 
 
 class Drafter:
-    """Folds over the sources level by level, and knows of them what :class:`DraftSource` declares.
+    """Fold over the sources level by level; it uses of them what :class:`DraftSource` declares.
 
     Sources that forward a model expand the first ``depth`` levels; where others are there, ``reuse_depth`` more levels
-    cost nothing. At every level P = (1 − w) · P(sources so far) + w · P(next source), with learned w.
+    need no forward. At every level P = (1 − w) · P(sources so far) + w · P(next source), with learned w [B, W].
 
     Args:
         sources: in the order in which they are mixed; already begun.
-        weights: of each source, by name; updated in place.
+        weights: statistics of each source, by name; updated in place.
         state: of the text.
         backend: of the ops.
     """
@@ -59,11 +59,11 @@ class Drafter:
         self.current: Storage | None = None
 
     def restart(self, text: Text, weights: Mapping[str, SourceWeights], *, first: bool) -> None:
-        """Start all sources on a batch of texts, with what is known of them.
+        """Start all sources on a batch of texts.
 
         Args:
             text: the session.
-            weights: by source; starting values where a source is not among them.
+            weights: statistics of earlier calls, by name; a source that is not among them keeps its own.
             first: whether this is the session's first text.
         """
         for source in self.sources:
@@ -74,7 +74,7 @@ class Drafter:
             source.restart()
 
     def prepare(self, config: GraphConfig) -> None:
-        """Before the first step of ``config``: make its storage, let sources catch up (may wait for the device)."""
+        """Get ready for steps of ``config``: make its storage, let sources catch up. May wait for the device."""
         if config not in self.shapes:
             graph = TokenGraph.empty(self.state.tokens.shape[0], config, self.state.tokens.device)
             self.shapes[config] = Storage(graph)
@@ -87,7 +87,11 @@ class Drafter:
         return sum(source.num_rows(config) for source in self.sources)
 
     def draft(self, config: GraphConfig) -> TokenGraph:
-        """draft + merge, once a level."""
+        """Grow a step's graph: draft and merge, once a level.
+
+        Returns:
+            The shape's own graph, which its next step writes again.
+        """
         assert self.current is not None, "prepare(config) comes first"
         state, graph, levels = self.state, self.current.graph, []
         graph.reset(state.root_tokens(), state.tail())
@@ -137,14 +141,14 @@ class Drafter:
         return drafted
 
     def alone(self, name: str, proposal: Proposal) -> Candidates:
-        """What a source proposes where it is not mixed with others, by its worth."""
-        worth = self.weights[name].worth
-        if worth is None:
+        """Candidates of a source that is not mixed with others, calibrated by its reliability."""
+        reliability = self.weights[name].reliability
+        if reliability is None:
             return proposal.candidates
-        return proposal.tokens, worth(proposal.log_probs, proposal.index)
+        return proposal.tokens, reliability(proposal.log_probs, proposal.index)
 
     def observe(self, verified: Verified) -> None:
-        """Let every source learn from a step, and learn how much probability each gave to the emitted tokens."""
+        """Let every source learn from a step, and update its weights by the probability it gave the emitted tokens."""
         for source in self.sources:
             source.observe(verified)
         if verified.graph is None or self.current is None:
@@ -161,13 +165,13 @@ class Drafter:
                 )
                 weights.mixture.learn(at.take([d.proposals[name].index for d in mixed]), first, other, at.found)
             asked = [d for d in self.current.levels if name in d.proposals]
-            if weights.worth is not None and asked:
+            if weights.reliability is not None and asked:
                 at = Lookup.of([d.node_ids for d in asked], verified.nodes)
                 tokens, log_probs, index = (
                     at.take([getattr(d.proposals[name], part) for d in asked])
                     for part in ("tokens", "log_probs", "index")
                 )
-                weights.worth.learn(log_probs, index, tokens == picked, at.found)
+                weights.reliability.learn(log_probs, index, tokens == picked, at.found)
 
     def profile(self, verified: Verified) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         """How probable the sources held the candidates of each accepted node, and which of them the target picked.
@@ -197,19 +201,19 @@ class Drafter:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Where nodes were expanded: an index into the levels' entries, side by side."""
+    """Index of nodes among the levels' expanded nodes, E in all, side by side."""
 
     index: Tensor  # int64 [B, P]
     found: Tensor  # bool [B, P]
 
     @classmethod
     def of(cls, node_ids: list[Tensor], nodes: Tensor) -> Lookup:
-        """Of ``nodes``, int32 [B, P], among the levels' expanded nodes, int32 [B, W] each."""
+        """The index of ``nodes``, int32 [B, P], among the levels' expanded nodes, int32 [B, W] each."""
         same = torch.cat(node_ids, 1)[:, None, :] == nodes[:, :, None]  # [B, P, E]
         return cls(same.int().argmax(-1), same.any(-1))
 
     def take(self, entries: list[Tensor]) -> Tensor:
-        """Of [B, W] or [B, W, K] of every level what belongs to the nodes: [B, P] or [B, P, K]."""
+        """Gather the nodes' entries from those of every level: [B, W] or [B, W, K] → [B, P] or [B, P, K]."""
         whole = torch.cat(entries, 1)
         if whole.dim() == 2:
             return whole.gather(1, self.index)

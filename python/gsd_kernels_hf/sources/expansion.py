@@ -12,7 +12,7 @@ from .base import DraftSource, Level, Proposal, Text
 
 
 class Expansion(DraftSource):
-    """One forward a level over the frontier nodes, whose keys and values stay in slots behind the prefix."""
+    """A draft source with one forward a level over the frontier nodes; their keys and values lie behind the prefix."""
 
     costs_forward = True
 
@@ -27,7 +27,7 @@ class Expansion(DraftSource):
         raise NotImplementedError
 
     def root_logits(self, config: GraphConfig) -> Tensor:
-        """Forward what is new up to the root; logits after it, [B, 1, V]."""
+        """Forward the tokens up to the root that the cache lacks; logits after it, float [B, 1, V]."""
         raise NotImplementedError
 
     def prepare(self, config: GraphConfig) -> None:
@@ -37,7 +37,7 @@ class Expansion(DraftSource):
             self.slot_depths[config] = torch.zeros(batch, config.draft_slots, dtype=torch.int32, device=device)
 
     def propose(self, level: Level) -> Proposal | None:
-        """One forward over the frontier; nothing beyond ``depth`` levels."""
+        """Candidates of one forward over the frontier; ``None`` beyond ``depth`` levels."""
         config, frontier = level.config, level.frontier
         if level.number >= config.depth:
             return None

@@ -25,7 +25,7 @@ from .base import DraftSource, Level, Proposal, Text
 __all__ = ["CONFIG_FILE", "DraftHeads"]
 
 CONFIG_FILE = "draft_heads.json"
-"""By this file a folder of heads is known."""
+"""The file that marks a folder of heads."""
 
 WEIGHTS_FILE = "draft_heads.safetensors"
 SHARE = 0.2  # beside another source, before anything was learned
@@ -158,7 +158,7 @@ class DraftHeads(nn.Module):
 
 
 def shape_of(target: PreTrainedModel) -> dict[str, int | str]:
-    """The fields by which heads know their target: kind, width, layers, vocabulary."""
+    """Kind, width, layers and vocabulary of a target, by which heads tell it from others."""
     config = target.config.get_text_config(decoder=True)
     return {
         "model_type": config.model_type,
@@ -209,7 +209,7 @@ class Heads(DraftSource):
         self.known.zero_()
 
     def propose(self, level: Level) -> Proposal:
-        """After nodes of depth d what head d guesses; the heads run once a step, at level 0."""
+        """Candidates of head d after nodes of depth d; the heads run once a step, at level 0."""
         if level.number == 0:
             self.ahead = self.look_ahead(level.positions[:, 0], level.config.branch)
         place = level.frontier.depths.long().clamp(max=self.heads.num_heads)  # [B, W]
@@ -217,7 +217,12 @@ class Heads(DraftSource):
         return Proposal(self.ahead[0].gather(1, at), self.ahead[1].gather(1, at), place)
 
     def look_ahead(self, first_pick: Tensor, branch: int) -> Candidates:
-        """The heads' candidates [B, H + 1, K], the last entry empty; first_pick int [B]: index of the next token."""
+        """Candidates of all H heads [B, H + 1, K], the last entry empty.
+
+        Args:
+            first_pick: int [B], index of the token after the root in the text.
+            branch: K.
+        """
         device = first_pick.device
         logits = self.heads(self.hidden, self.lm_head)  # [B, H, V]
         place = torch.arange(self.heads.num_heads, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""What the target picked, and nearly picked, after the same tokens before: a draft source that costs no forward."""
+"""History: a draft source without a forward, from the text and what the target picked and nearly picked before."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ PROMPT_PROBABILITY = 0.6  # of a continuation that was read in the prompt
 
 
 class History(DraftSource):
-    """The target's most likely tokens after every context that it was shown, by the last 1 … 4 tokens.
+    """The target's most likely tokens after every context that it was given, by the last 1 … 4 tokens.
 
-    Filled from the prompt and from every verified row, accepted or not. Read for every node that the draft model
-    expands, whose candidates it is mixed with, and for leaves beyond the draft's depth.
+    Filled from the prompt and from every verified row, accepted or not. Looked up for every expanded node: at the
+    levels of a draft model, with whose candidates it is mixed, and at ``reuse_depth`` levels beyond.
     """
 
     name = "history"
-    # By matched context of 0, 1, 2, … tokens, before anything was learned.
+    # Priors by the length of the matched context: 0, 1, 2, … tokens.
     shares = (0.0, 0.3, 0.5, 0.7, 0.85)
-    worth = (0.0, 0.5, 0.7, 0.85, 0.95)
+    reliability = (0.0, 0.5, 0.7, 0.85, 0.95)
 
     def begin(self, text: Text) -> None:
         self.text, self.state, self.sampler = text, text.state, text.sampler
@@ -48,7 +48,12 @@ class History(DraftSource):
             self.unread = False
 
     def read(self, tokens: Tensor, kv_start: Tensor) -> None:
-        """Remember the continuations in a text that was not verified here; tokens int64 [B, P], left-padded."""
+        """Remember the continuations in a text that was not verified here.
+
+        Args:
+            tokens: int64 [B, P], left-padded.
+            kv_start: int32 [B], padding.
+        """
         length = tokens.shape[1]
         if length < 2:
             return
@@ -78,7 +83,7 @@ class History(DraftSource):
         ngram_insert(self.table, contexts, tokens, log_probs, valid, backend=self.sampler.backend)
 
     def propose(self, level: Level) -> Proposal:
-        """What followed the same tokens as each frontier node's; the index is the length of the matched context."""
+        """Continuations of the longest context of each frontier node that is known; its length is the index."""
         graph, node = level.graph, level.frontier.node_ids.clamp(min=0).long()
         before = graph.contexts.gather(1, node[:, :, None].expand(-1, -1, MAX_CONTEXT))[..., :-1]
         contexts = torch.cat([graph.token_ids.gather(1, node)[..., None], before], -1)

@@ -24,7 +24,7 @@ from .base import Text
 from .expansion import Expansion
 
 PARTS = {"attention": "self_attn", "mlp": "mlp"}
-LONGEST_DRAFT = 10  # levels that the search thinks of
+LONGEST_DRAFT = 10  # tokens of the longest chain that the search considers
 
 
 class LayerSkip:
@@ -133,7 +133,11 @@ class SkippedLayers(Expansion):
         self.models = (skip.view,)
 
     def check(self, target: PreTrainedModel) -> None:
-        """Raise unless the layers are ``target``'s own."""
+        """Refuse a target whose layers these are not.
+
+        Raises:
+            ValueError: they are another model's.
+        """
         if self.skip.model is not target:
             raise ValueError("assistant_model: a LayerSkip of another model; make one of the model that generates")
 
@@ -144,7 +148,7 @@ class SkippedLayers(Expansion):
         return 1 + config.draft_slots if config.depth > 0 else 0
 
     def root_logits(self, config: GraphConfig) -> Tensor:
-        """Forward the root alone; its slot is the first that verification overwrites."""
+        """Forward the root alone; logits float [B, 1, V]. Its slot is the first that verification overwrites."""
         state = self.state
         zeros = torch.zeros_like(state.out_len)[:, None]
         return self.rows.rows(

@@ -1,9 +1,9 @@
-"""Statistics of draft sources, learned from what the target picked: interpolation weights, worth, calibration.
+"""Statistics of draft sources, learned from what the target picked: interpolation weights, reliability, calibration.
 
 All state lies on the device and is updated in place; nothing here waits for it, so that a step can be captured. It
 decides what is worth a row, never what is accepted.
 
-Interpolation weights and worth sink back to their priors by what was observed since (:func:`_add`). The table of
+Interpolation weights and reliability sink back to their priors by what was observed since (:func:`_add`). The table of
 :class:`Calibration` is counted on the host by :mod:`gsd_kernels_hf.policy.acceptance`, which forgets by steps, because
 it also needs those counts to predict what a shape gains.
 """
@@ -21,11 +21,11 @@ MEMORY = 400.0  # observations after which an older one counts 1/e
 
 
 class Mixture:
-    """The share w of a second source in P = (1 − w) · P(first) + w · P(other), for every value of an index.
+    """Interpolation weight w of a second source in P = (1 − w) · P(first) + w · P(other), for every value of an index.
 
-    Learned by expectation maximisation, one step a look: how likely each picked token came from the other source is
-    its share of the mixture at that token (deleted interpolation; Jelinek and Mercer, 1980, "Interpolated estimation of
-    Markov source parameters from sparse data").
+    Learned by one step of expectation maximisation a verified step: how likely each picked token came from the other
+    source is its share of the mixture at that token (deleted interpolation; Jelinek and Mercer, 1980, "Interpolated
+    estimation of Markov source parameters from sparse data").
 
     Args:
         start: w before anything was seen, by index; 0 stays 0.
@@ -43,11 +43,11 @@ class Mixture:
         return self.weights[index.long()]
 
     def learn(self, index: Tensor, first: Tensor, other: Tensor, seen: Tensor) -> None:
-        """What both sources had given the picked token.
+        """Update w from the probabilities that both sources gave the picked tokens.
 
         Args:
             index: int [B, P].
-            first, other: float32 [B, P], the sources' probabilities of the token; 0 where it was no candidate.
+            first, other: float32 [B, P], the probabilities; 0 where the token was no candidate.
             seen: bool [B, P], which entries to learn from.
         """
         w = self.of(index)
@@ -62,11 +62,11 @@ class Mixture:
         torch.div(self.shares, self.counts, out=self.weights)
 
 
-class Worth:
-    """How often a remembered continuation was right, over how often it claimed to be, by context length and rank.
+class Reliability:
+    """Ratio of how often candidates were right to the probability that they had, by context length and rank.
 
     Args:
-        start: this ratio before anything was seen, by context length; length 0 is no match.
+        start: prior of this ratio by context length (``Proposal.index``); length 0 is no match.
         branch: ranks that are told apart.
         device: of the tables.
     """
@@ -79,11 +79,18 @@ class Worth:
         self.log_ratio = ratio.log()  # float32 [C + 1, K]
 
     def __call__(self, log_probs: Tensor, matched: Tensor) -> Tensor:
-        """float32 [B, W, K], best first, after contexts of ``matched`` tokens [B, W] → calibrated, at most 0."""
+        """Calibrate log-probabilities float32 [B, W, K], best first, by matched context length [B, W]; at most 0."""
         return (log_probs + self.log_ratio[matched.long(), : log_probs.shape[2]]).clamp(max=0.0)
 
     def learn(self, log_probs: Tensor, matched: Tensor, hits: Tensor, seen: Tensor) -> None:
-        """log_probs float32 and hits bool [B, P, K], matched int and seen bool [B, P]."""
+        """Update the ratio.
+
+        Args:
+            log_probs: float32 [B, P, K], of the candidates, uncalibrated.
+            matched: int [B, P], context length.
+            hits: bool [B, P, K], which candidate the target picked.
+            seen: bool [B, P], which entries to learn from.
+        """
         index, k = matched.flatten().long(), log_probs.shape[2]
         known = (seen & (matched > 0))[..., None] & (log_probs > -torch.inf)
         claimed = torch.where(known, log_probs.exp(), 0.0).flatten(0, 1)
@@ -101,7 +108,7 @@ def _add(table: Tensor, prior: Tensor | float, new: Tensor, observed: Tensor) ->
 
 
 class Calibration:
-    """Draft log-probabilities → how often such a candidate really was the target's pick.
+    """Calibration of draft log-probabilities: how often such a candidate was the target's pick.
 
     A table of log-ratios by rank and draft probability, on the device.
 
@@ -117,35 +124,36 @@ class Calibration:
         self.log_ratio = torch.zeros(branch, len(self.EDGES) + 1, device=device)
 
     def __call__(self, log_probs: Tensor) -> Tensor:
-        """float32 [B, W, K], best candidate first → calibrated, at most 0."""
+        """Calibrate log-probabilities float32 [B, W, K], best candidate first; at most 0."""
         bins = torch.bucketize(log_probs.exp(), self.edges)  # [B, W, K]
         rank = torch.arange(log_probs.shape[2], device=log_probs.device)
         return (log_probs + self.log_ratio[rank, bins]).clamp(max=0.0)
 
 
 class SourceWeights:
-    """What is known of one source: its share beside the sources asked before it, and its worth where it is alone.
+    """Statistics of one source: its interpolation weights, and its reliability where it is alone.
 
     Args:
-        shares: starting share by ``Proposal.index``, see :class:`Mixture`.
-        worth: starting worth by ``Proposal.index``, see :class:`Worth`; ``None``: probabilities are taken as they are.
+        shares: prior interpolation weight by ``Proposal.index``, see :class:`Mixture`.
+        reliability: prior by ``Proposal.index``, see :class:`Reliability`; ``None``: probabilities are taken as they
+            are.
         branch: ranks that are told apart.
         device: of the tables.
     """
 
     def __init__(
-        self, shares: Sequence[float], worth: Sequence[float] | None, branch: int, device: torch.device
+        self, shares: Sequence[float], reliability: Sequence[float] | None, branch: int, device: torch.device
     ) -> None:
         self.mixture = Mixture(shares, device)
-        self.worth = None if worth is None else Worth(worth, branch, device)
+        self.reliability = None if reliability is None else Reliability(reliability, branch, device)
 
     def clone(self) -> SourceWeights:
         """The same tables in storage of their own."""
         return copy.deepcopy(self)
 
     def copy_(self, other: SourceWeights) -> None:
-        """Take over the tables of ``other``, in place."""
-        for mine, theirs in ((self.mixture, other.mixture), (self.worth, other.worth)):
+        """Copy the tables of ``other`` into these."""
+        for mine, theirs in ((self.mixture, other.mixture), (self.reliability, other.reliability)):
             if mine is not None:
                 for name, table in vars(mine).items():
                     table.copy_(getattr(theirs, name))

@@ -1,0 +1,77 @@
+"""A draft source in one file: what followed the same token last time.
+
+python examples/bigram_source.py                      the embedded target
+python examples/bigram_source.py --model DIR_OR_ID    your own
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import gsd_kernels
+from gsd_kernels import DraftSource, Level, Proposal, Verified
+from gsd_kernels_hf import demo
+
+
+class Bigram(DraftSource):
+    """The token that last followed the frontier's token in this text."""
+
+    name = "bigram"
+
+    def begin(self, text):  # once a session: storage, which later steps update in place
+        self.state = text.state
+        batch, device = len(self.state.tokens), self.state.tokens.device
+        self.after = torch.empty(batch, text.target.vocab_size, dtype=torch.int32, device=device)
+
+    def restart(self):  # once a text, its prompt in the state; may wait for the device
+        self.after.fill_(-1)
+        prompt = self.state.tokens[:, : int(self.state.out_len.min())].int()  # [B, P]
+        for i in range(prompt.shape[1] - 1):
+            self.remember(prompt[:, i : i + 1], prompt[:, i + 1 : i + 2], torch.ones_like(self.state.done))
+
+    def propose(self, level: Level) -> Proposal:  # once a level
+        token = self.after.gather(1, level.frontier.token_ids.long())[..., None]  # int32 [B, W, K], K = 1; −1: none
+        return Proposal(token, torch.where(token < 0, -math.inf, math.log(0.5)))
+
+    def observe(self, verified: Verified) -> None:  # once a step
+        before = verified.rows.token_ids[:, :1]  # the root, [B, 1]
+        for i in range(verified.tokens.shape[1]):
+            token = verified.tokens[:, i : i + 1]
+            self.remember(before, token, verified.accepted.num_accepted > i)
+            before = token
+
+    def remember(self, before: torch.Tensor, token: torch.Tensor, new: torch.Tensor) -> None:
+        before = before.long()
+        self.after.scatter_(1, before, torch.where(new[:, None], token, self.after.gather(1, before)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model")
+    parser.add_argument("--draft", help="A second source beside it.")
+    parser.add_argument("--max-new-tokens", type=int, default=48)
+    options = parser.parse_args()
+    if options.model:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
+    else:
+        model, _, tokenizer = demo.load()
+    draft = AutoModelForCausalLM.from_pretrained(options.draft, dtype="auto") if options.draft else None
+    sources = (*(("model",) if draft else ()), Bigram())
+    inputs = tokenizer("def main():\n    parser = argparse.ArgumentParser(", return_tensors="pt")
+    decoding = {"max_new_tokens": options.max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
+    out = gsd_kernels.generate(
+        model, inputs["input_ids"], **decoding, assistant_model=draft, draft_sources=sources, graph_config="graph"
+    )
+    print(tokenizer.decode(out.sequences[0]))
+    plain = gsd_kernels.generate(model, inputs["input_ids"], **decoding)
+    print("the same tokens as without it:", torch.equal(out.sequences, plain.sequences))
+    print(f"{out.stats.tokens_per_step:.2f} tokens per step, {out.stats.steps} target forwards")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""docs/architecture.md is true: its source decodes exactly, its layers are those that ``make lint`` holds."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from models import noised, prompts, tiny
+
+import gsd_kernels as gsd
+from gsd_kernels import GraphConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+EXAMPLE = ROOT / "examples" / "bigram_source.py"
+CONFIG = GraphConfig(depth=2, width=3, branch=2, max_rows=16, merge_context=0, reuse_depth=2, reuse_width=3)
+GREEDY = {"max_new_tokens": 40, "eos_token_id": [5, 7], "pad_token_id": 0, "do_sample": False}
+SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.3, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def source():
+    return runpy.run_path(str(EXAMPLE))["Bigram"]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny()
+
+
+def test_the_page_shows_the_example_of_at_most_40_lines():
+    code = re.search(r"^class Bigram.*?(?=\n\n\n)", EXAMPLE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)[0]
+    assert f"```python\n{code}\n```" in PAGE
+    assert len(code.splitlines()) <= 40
+
+
+@pytest.mark.parametrize("beside", [(), ("history",), ("model",), ("model", "history")], ids="+".join)
+def test_its_source_decodes_exactly(beside, source, target):
+    options = {"assistant_model": noised(target) if "model" in beside else None, "graph_config": CONFIG}
+    inputs = prompts(2, 12)
+    for decoding in (GREEDY, SAMPLED):
+        plain = gsd.generate(target, **inputs, **decoding)
+        if not decoding["do_sample"]:
+            assert torch.equal(plain, target.generate(**inputs, **decoding))
+        sources = (*beside, source())
+        out = gsd.generate(target, **inputs, **decoding, **options, draft_sources=sources, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, plain)
+        assert sum(out.stats.accepted[2:]) > 0, "nothing was accepted, so nothing was tested"
+
+
+def test_its_source_decodes_exactly_in_a_session_that_is_used_again(source, target):
+    first, second = prompts(1, 12)["input_ids"], prompts(1, 9, seed=4)["input_ids"]
+    plain = [target.generate(ids, **GREEDY) for ids in (first, second, first)]
+    gsd.patch(target, draft_sources=(bigram := source(),), graph_config=CONFIG)
+    try:
+        for ids, expected in zip((first, second, first), plain, strict=True):
+            assert torch.equal(target.generate(ids, **GREEDY), expected)
+    finally:
+        gsd.unpatch(target)
+    assert not hasattr(bigram, "after"), "sessions work on copies"
+
+
+def test_the_layers_are_those_of_the_import_contracts():
+    tomllib = pytest.importorskip("tomllib")
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    layers = next(c["layers"] for c in contracts["contracts"] if c.get("containers") == ["gsd_kernels_hf"])
+    shown = re.search(r"```text\n(.*?)```", PAGE.partition("## Who imports whom")[2], re.DOTALL)[1].splitlines()
+    assert [line.split("  ")[0].strip() for line in shown] == layers
+
+
+def test_every_verb_of_the_step_is_a_method():
+    from gsd_kernels_hf.engine.session import Session
+
+    verbs = re.findall(r"^\| \*\*(\w+)\*\* \|", PAGE, re.MULTILINE)
+    assert verbs == ["draft", "merge", "flatten", "attend", "verify", "commit"]
+    step = inspect.getsource(Session.step)
+    assert re.findall(r"self\.(draft|flatten|attend|rule\.accept|commit)\(", step) == [
+        "draft", "flatten", "attend", "rule.accept", "commit",
+    ]  # fmt: skip
