@@ -1,7 +1,7 @@
 """The instruction sets that the CPU's products of rows (:func:`gsd_kernels.ops.decoder_rows`) may use.
 
 Every level that the processor and the system have proves itself on small products before its first use; the best of
-them serves. ``GSD_CPU_LEVEL`` names another. Levels round differently; under one level a row's bits are always the same.
+them serves. ``GSD_CPU_LEVEL`` names another. Levels round differently; under one level a row's bits are the same.
 """
 
 from __future__ import annotations

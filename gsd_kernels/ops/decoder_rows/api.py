@@ -84,13 +84,13 @@ def decoder_rows(
 ) -> tuple[Tensor, Tensor]:
     """Forward rows of a token graph through all layers of a decoder in one call.
 
-    LLaMA's layers (RMSNorm, rotary embedding, grouped attention, SwiGLU; arXiv 2302.13971) with what Mistral, Qwen2 and
-    Qwen3 add: a sliding window, biases, norms of queries and keys. Keys and values of the rows are stored in the caches.
+    LLaMA's layers (RMSNorm, rotary embedding, grouped attention, SwiGLU; arXiv 2302.13971) with what Mistral, Qwen2
+    and Qwen3 add: a sliding window, biases, norms of queries and keys. The caches get the rows' keys and values.
 
-    Sums and the hidden state are float32; what is multiplied with bfloat16 weights or keys is rounded to bfloat16 first.
-    The CPU operator is row-invariant: the bits of a row depend on its token, its position and what it sees, not on other
-    rows and sequences, where its ancestors lie, what of them is committed, padding, or threads
-    (:mod:`gsd_kernels.cpu_levels`: another instruction set may round differently).
+    Sums and the hidden state are float32; what is multiplied with bfloat16 weights or keys is rounded to bfloat16
+    first. The CPU operator is row-invariant: the bits of a row depend on its token, its position and what it sees, not
+    on other rows and sequences, where its ancestors lie, what of them is committed, padding, or threads. (Another
+    instruction set may round differently, see :mod:`gsd_kernels.cpu_levels`.)
 
     Args:
         weights: matrices of one dtype, float32, bfloat16 or float16.

@@ -1,7 +1,7 @@
 """A model's forward of rows as one operator, where that is possible.
 
-A draft of a few million parameters spends most of a forward in calling modules; a target on a CPU reads its weights at a
-fraction of the memory's speed, and its rounding depends on how many rows there are. Through
+A draft of a few million parameters spends most of a forward in calling modules; a target on a CPU reads its weights at
+a fraction of the memory's speed, and its rounding depends on how many rows there are. Through
 :func:`gsd_kernels.ops.decoder_rows` weights are read once, and a row has the same bits alone and among others: in any
 dtype plain decoding and speculation with any draft give the same text.
 """
