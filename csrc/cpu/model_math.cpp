@@ -309,13 +309,19 @@ GSD_CLONES void silu_times(float* gate, const float* up, int64_t width) {
 GSD_CLONES float largest(const float* scores, int64_t padded) {
   Floats best, seen;
   fill(negative_infinity(), best);
+  Ints nan{};
   for (int64_t i = 0; i < padded; i += kLanes) {
     load(scores + i, seen);
-    best = seen > best || seen != seen ? seen : best;  // NaN gets through
+    nan |= seen != seen;
+    best = seen > best ? seen : best;
   }
   float top = negative_infinity();
-  for (int lane = 0; lane < kLanes; lane++) top = best[lane] > top || best[lane] != best[lane] ? best[lane] : top;
-  return top;
+  bool found = false;
+  for (int lane = 0; lane < kLanes; lane++) {
+    top = best[lane] > top ? best[lane] : top;
+    found |= nan[lane] != 0;
+  }
+  return found ? float_from_bits(0x7FC00000) : top;  // NaN gets through
 }
 
 GSD_CLONES float exp_row(float* scores, int64_t padded, float shift) {

@@ -42,7 +42,7 @@ void rms_norm(const float* x, const float* weight, float eps, float* out, int64_
 // gate · sigmoid(gate) · up, into gate
 void silu_times(float* gate, const float* up, int64_t width);
 
-// The largest of n scores, padded to kLanes with −inf.
+// The largest of n scores, padded to kLanes with −inf; NaN if there is one.
 float largest(const float* scores, int64_t padded);
 
 // scores → exp(score − shift), in place; their sum.

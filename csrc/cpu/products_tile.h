@@ -7,7 +7,7 @@
 #define GSD_TILE static inline __attribute__((always_inline))
 
 constexpr int kOutputs = 4;  // with six rows: 24 sums, four vectors of weights and one of a row in 32 registers
-constexpr int64_t kRowsAtOnce = 96;  // packed rows that stay in the second cache while all weights go past
+constexpr int64_t kNearBytes = 512 << 10;  // of packed rows, that stay in the second cache while all weights go past
 constexpr int64_t kLine = 64;
 
 GSD_TILE int64_t fewer(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -101,9 +101,9 @@ void products_of(const void* packed, int64_t rows, int64_t k, const void* w, int
                  int64_t end, float* out, int64_t out_stride) {
   typedef typename T::Stored Stored;
   const Stored* from = static_cast<const Stored*>(w);
-  const int64_t bytes = row_bytes_of<T>(k);
-  for (int64_t first = 0; first < rows; first += kRowsAtOnce) {
-    const int64_t count = fewer(kRowsAtOnce, rows - first);
+  const int64_t bytes = row_bytes_of<T>(k), near = kNearBytes / bytes > 32 ? kNearBytes / bytes : 32;
+  for (int64_t first = 0; first < rows; first += near) {
+    const int64_t count = fewer(near, rows - first);
     const int64_t tiles = (count + T::kRows - 1) / T::kRows, tall = (count + tiles - 1) / tiles;  // as even as possible
     const int64_t asking = fewer(tiles, kOutputs);  // each tile asks for a part of the next columns
     const char* x = static_cast<const char*>(packed) + first * bytes;
