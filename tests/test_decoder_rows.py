@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoders import SIZES, Sizes, Text, decoder, random_parents, random_tokens, tree
-from guards import guarded
+from decoders import SIZES, Text, decoder, random_parents, random_tokens, tree
 from models import noised, prompts, tiny
 from torch import nn
 
@@ -308,45 +307,33 @@ def test_levels_are_named_with_their_reasons(level):
     assert cpu_levels.active() == level
 
 
-@pytest.mark.parametrize("name", ["sse", ""])
-def test_unknown_levels_are_refused(name):
-    if name:
-        with pytest.raises(ValueError, match=r"expected one of portable, avx2, .* got sse"), cpu_levels.forced(name):
-            pass
-    code = "from gsd_kernels import cpu_levels; print(cpu_levels.active())"
-    for value, expected in (("portable", "portable"), ("sse", "GSD_CPU_LEVEL: expected one of portable")):
-        environment = {**os.environ, "GSD_CPU_LEVEL": value}
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
-        assert expected in run.stdout + run.stderr
+def test_unknown_levels_are_refused():
+    with pytest.raises(ValueError, match=r"expected one of portable, avx2, .* got sse"), cpu_levels.forced("sse"):
+        pass
+    code = "from gsd_kernels import cpu_levels; cpu_levels.active()"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "GSD_CPU_LEVEL": "sse"},
+    )
+    assert "ValueError" in run.stderr and "GSD_CPU_LEVEL: expected one of portable" in run.stderr
 
 
 # Memory.
 
 
-def touch_every_edge(name: str) -> None:
-    """All products of one level with tensors between protected pages."""
-    with cpu_levels.forced(name):
-        for dtype in DTYPES:
-            for sizes in (*SIZES.values(), Sizes(hidden=1, inner=1, heads=1, kv_heads=1, head_dim=2, layers=1)):
-                text = Text(decoder(sizes, dtype, guarded), sizes, dtype, [0, 2], 64)
-                text.caches = tuple([guarded(t) for t in caches] for caches in text.caches)
-                text.read(random_tokens(2, 24), 24)
-                count = 64 - int(text.kv_len.max())
-                text.rows(random_tokens(2, count, 1), *tree(random_parents(count)), 0, count)
-
-
-@pytest.mark.parametrize("name", LEVELS)
-def test_nothing_outside_a_tensor_is_touched(name):
-    here = Path(__file__).resolve()
-    paths = os.pathsep.join((str(here.parent), os.environ.get("PYTHONPATH", "")))
+def test_nothing_outside_a_tensor_is_touched():
+    here = Path(__file__).resolve().parent
     run = subprocess.run(
-        [sys.executable, str(here), name],
+        [sys.executable, str(here / "decoder_edges.py")],
         capture_output=True,
         text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": paths},
+        timeout=600,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(here.parent), os.environ.get("PYTHONPATH", "")))},
     )
-    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.returncode == 0 and run.stdout.endswith("done\n"), run.stdout + run.stderr[-2000:]
 
 
 def test_bad_arguments_are_named():
@@ -377,7 +364,3 @@ def test_bad_arguments_are_named():
     object.__setattr__(mixed, "head", nn.Parameter(mixed.head.bfloat16()))
     with pytest.raises(RuntimeError, match="head: expected the dtype of the embedding"):
         decoder_rows(mixed, *arguments, keep=1)
-
-
-if __name__ == "__main__":
-    touch_every_edge(sys.argv[1])
