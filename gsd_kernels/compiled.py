@@ -37,9 +37,10 @@ SCHEMAS = (
     "dag_attention(Tensor q, Tensor k, Tensor v, Tensor ancestor_mask, Tensor kv_len, Tensor? kv_start, "
     "Tensor? num_nodes, Tensor? row_depths, Tensor? node_depths, float scale, float? softcap, int? sliding_window) "
     "-> (Tensor, Tensor)",
-    "decoder_rows(Tensor token_ids, Tensor positions, Tensor slots, Tensor ancestor_mask, Tensor kv_len, "
-    "Tensor kv_start, Tensor embedding, Tensor[] layers, Tensor final_norm, Tensor head, Tensor inv_freq, "
-    "Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int heads, float eps, float rope_scale, int keep) -> Tensor",
+    "decoder_rows(Tensor token_ids, Tensor positions, Tensor slots, Tensor ancestor_mask, Tensor node_depths, "
+    "Tensor kv_len, Tensor kv_start, Tensor embedding, Tensor[] layers, Tensor final_norm, Tensor head, "
+    "Tensor inv_freq, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int[] windows, int heads, float eps, "
+    "float rope_scale, int keep) -> (Tensor, Tensor)",
     "ngram_insert(Tensor(a!) keys, Tensor(b!) table_tokens, Tensor(c!) table_log_probs, Tensor contexts, "
     "Tensor tokens, Tensor log_probs, Tensor valid, int max_context, int ways) -> ()",
     "ngram_lookup(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor contexts, int max_context, "
@@ -146,10 +147,11 @@ def _define() -> None:
         return x.new_empty(x.shape[0], weight.shape[0])
 
     @torch.library.register_fake("gsd_kernels::decoder_rows")
-    def _decoder_rows(token_ids: Tensor, *args: object) -> Tensor:
-        head, keep = args[8], args[-1]
+    def _decoder_rows(token_ids: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+        head, keep = args[9], args[-1]
         assert isinstance(head, Tensor) and isinstance(keep, (int, torch.SymInt))
-        return head.new_empty((token_ids.shape[0], keep, head.shape[0]), dtype=torch.float32)
+        logits, hidden = ((token_ids.shape[0], keep, size) for size in head.shape)
+        return head.new_empty(logits, dtype=torch.float32), head.new_empty(hidden, dtype=torch.float32)
 
 
 _define()

@@ -16,6 +16,7 @@ FAMILIES = {
     "llama-gqa": ("Llama", {"num_key_value_heads": 2}),
     "llama-mha": ("Llama", {"num_key_value_heads": 8}),
     "llama-tied": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
     "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
     "mistral-window": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 13}),
 }

@@ -17,7 +17,7 @@ import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.compiled import SCHEMAS
 from gsd_kernels.ops.dag_attention import visibility
-from gsd_kernels.ops.decoder_rows import DecoderWeights, decoder_rows
+from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, decoder_rows
 from gsd_kernels.ops.sampling.reference import warp
 
 CPU = torch.device("cpu")
@@ -356,7 +356,9 @@ def decoder_case(dtype=torch.float32, batch=2, rows=5):
     def layer():
         norms = [(1 + 0.1 * torch.randn(hidden, generator=gen)).to(dtype) for _ in range(2)]
         attention = [matrix(n * dim, hidden) for n in (heads, kv_heads, kv_heads)] + [matrix(hidden, heads * dim)]
-        return (norms[0], *attention, norms[1], matrix(inner, hidden), matrix(inner, hidden), matrix(hidden, inner))
+        return LayerWeights(
+            norms[0], *attention, norms[1], matrix(inner, hidden), matrix(inner, hidden), matrix(hidden, inner)
+        )
 
     weights = DecoderWeights(
         embedding=matrix(vocab, hidden),
@@ -377,6 +379,7 @@ def decoder_case(dtype=torch.float32, batch=2, rows=5):
         "positions": kv_len[:, None] + depths,
         "slots": kv_len[:, None] + torch.arange(rows, dtype=torch.int32),
         "ancestor_mask": mask.contiguous(),
+        "node_depths": depths.contiguous(),
         "kv_len": kv_len,
         "kv_start": torch.tensor([0, 3], dtype=torch.int32)[:batch],
         "k_caches": k_caches,
@@ -394,7 +397,7 @@ def test_decoder_rows_equal_the_reference(dtype, atol, threads):
         for backend in ("cpu", "reference"):
             weights, case = decoder_case(dtype)
             results.append(
-                (decoder_rows(weights, **case, keep=3, backend=backend), case["k_caches"] + case["v_caches"])
+                (decoder_rows(weights, **case, keep=3, backend=backend)[0], case["k_caches"] + case["v_caches"])
             )
     finally:
         torch.set_num_threads(before)
@@ -470,7 +473,7 @@ def attention_inputs():
 def decoder_inputs():
     w, case = decoder_case()
     *rows, k_caches, v_caches = case.values()
-    rest = (w.heads, w.eps, w.rope_scale, 3)
+    rest = (w.windows, w.heads, w.eps, w.rope_scale, 3)
     return *rows, w.embedding, w.flat_layers, w.final_norm, w.head, w.inv_freq, k_caches, v_caches, *rest
 
 

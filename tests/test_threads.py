@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import sys
 import threading
 
-import torch
 from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels_hf import api
-from gsd_kernels_hf.policy import tuning
 
 
 def together(work, count: int = 2) -> list[BaseException]:
@@ -49,21 +44,3 @@ def test_of_two_patches_at_once_one_is_refused(monkeypatch):
     gsd.unpatch(target)
     assert target.config._attn_implementation == draft.config._attn_implementation == "sdpa"
     assert "generate" not in vars(target)
-
-
-def test_threads_that_keep_the_same_costs_write_whole_files(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
-    model = tiny(dtype=torch.float32)
-    costs = gsd.tune(model)
-    (file,) = tmp_path.glob("tune-*.json")
-    whole = json.loads(file.read_text())
-    monkeypatch.setattr(tuning, "measure", lambda *a: costs)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with caplog.at_level(logging.WARNING, logger="gsd_kernels"):
-            assert not together(lambda: [gsd.tune(model, refresh=True) for _ in range(40)], count=4)
-    finally:
-        sys.setswitchinterval(interval)
-    assert not caplog.records
-    assert [path.name for path in tmp_path.iterdir()] == [file.name] and json.loads(file.read_text()) == whole

@@ -184,11 +184,26 @@ GSD_INLINE void weighted_rows_of(const float* weights, int64_t weights_stride, i
 
 template <class E>
 GSD_INLINE void read_row_of(const Matrix& from, int64_t row, float* to, int64_t width) {
+  typedef typename E::Stored Stored;
+  const Stored* elements = static_cast<const Stored*>(from.data) + row * from.row_stride;
   Floats value;
-  for (int64_t i = 0; i < width; i += kLanes) {
-    E::widen(static_cast<const typename E::Stored*>(from.data) + row * from.row_stride + i, value);
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) {
+    E::widen(elements + i, value);
     store(value, to + i);
   }
+  if (i < width) {
+    Stored part[kLanes] = {};
+    memcpy(part, elements + i, static_cast<size_t>(width - i) * sizeof(Stored));
+    E::widen(part, value);
+    memcpy(to + i, &value, static_cast<size_t>(width - i) * sizeof(float));
+  }
+}
+
+// The lanes that a row still has, zeros beyond.
+GSD_INLINE void load_up_to(const float* from, int64_t left, Floats& to) {
+  to = Floats{};
+  memcpy(&to, from, static_cast<size_t>(smaller(left, kLanes)) * sizeof(float));
 }
 
 }  // namespace
@@ -256,17 +271,28 @@ GSD_CLONES void scale_row(float* x, float by, int64_t width) {
 
 GSD_CLONES void rms_norm(const float* x, const float* weight, float eps, float* out, int64_t width) {
   Floats square{}, seen, scaled;
-  for (int64_t i = 0; i < width; i += kLanes) {
+  const int64_t whole = width / kLanes * kLanes, left = width - whole;
+  for (int64_t i = 0; i < whole; i += kLanes) {
     load(x + i, seen);
+    square += seen * seen;
+  }
+  if (left > 0) {
+    load_up_to(x + whole, left, seen);
     square += seen * seen;
   }
   float total = 0.0f;
   for (int lane = 0; lane < kLanes; lane++) total += square[lane];
   const float by = 1.0f / std::sqrt(total / static_cast<float>(width) + eps);
-  for (int64_t i = 0; i < width; i += kLanes) {
+  for (int64_t i = 0; i < whole; i += kLanes) {
     load(x + i, seen);
     load(weight + i, scaled);
     store(seen * by * scaled, out + i);
+  }
+  if (left > 0) {
+    load_up_to(x + whole, left, seen);
+    load_up_to(weight + whole, left, scaled);
+    seen = seen * by * scaled;
+    memcpy(out + whole, &seen, static_cast<size_t>(left) * sizeof(float));
   }
 }
 
@@ -283,13 +309,19 @@ GSD_CLONES void silu_times(float* gate, const float* up, int64_t width) {
 GSD_CLONES float largest(const float* scores, int64_t padded) {
   Floats best, seen;
   fill(negative_infinity(), best);
+  Ints nan{};
   for (int64_t i = 0; i < padded; i += kLanes) {
     load(scores + i, seen);
-    best = seen > best || seen != seen ? seen : best;  // NaN gets through
+    nan |= seen != seen;
+    best = seen > best ? seen : best;
   }
   float top = negative_infinity();
-  for (int lane = 0; lane < kLanes; lane++) top = best[lane] > top || best[lane] != best[lane] ? best[lane] : top;
-  return top;
+  bool found = false;
+  for (int lane = 0; lane < kLanes; lane++) {
+    top = best[lane] > top ? best[lane] : top;
+    found |= nan[lane] != 0;
+  }
+  return found ? float_from_bits(0x7FC00000) : top;  // NaN gets through
 }
 
 GSD_CLONES float exp_row(float* scores, int64_t padded, float shift) {

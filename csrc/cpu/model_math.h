@@ -1,7 +1,7 @@
 // The arithmetic of a LLaMA decoder over a few rows: float32 activations, weights and caches in any float type.
 //
-// Sizes that vectors run over (K of products, the width of everything else) are multiples of kLanes. Every output is
-// computed by one thread in one order, so results do not depend on the number of threads.
+// Sizes that vectors run over (K of products, the width of everything but read_row and rms_norm) are multiples of kLanes.
+// Every output is computed by one thread in one order, so results do not depend on the number of threads.
 #pragma once
 
 #include <cstdint>
@@ -36,13 +36,13 @@ void make_finite(float* x, Element element, int64_t width);
 // x · by
 void scale_row(float* x, float by, int64_t width);
 
-// out = x · weight / sqrt(mean(x²) + eps)
+// out = x · weight / sqrt(mean(x²) + eps); out may be x
 void rms_norm(const float* x, const float* weight, float eps, float* out, int64_t width);
 
 // gate · sigmoid(gate) · up, into gate
 void silu_times(float* gate, const float* up, int64_t width);
 
-// The largest of n scores, padded to kLanes with −inf.
+// The largest of n scores, padded to kLanes with −inf; NaN if there is one.
 float largest(const float* scores, int64_t padded);
 
 // scores → exp(score − shift), in place; their sum.

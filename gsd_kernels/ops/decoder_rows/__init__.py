@@ -1,5 +1,5 @@
-"""A small decoder's forward over graph rows as one operator."""
+"""A decoder's forward over graph rows as one operator."""
 
-from .api import DecoderWeights, decoder_rows
+from .api import DecoderWeights, LayerWeights, decoder_rows
 
-__all__ = ["DecoderWeights", "decoder_rows"]
+__all__ = ["DecoderWeights", "LayerWeights", "decoder_rows"]

@@ -15,12 +15,13 @@ def decoder_rows(
     positions: Tensor,
     slots: Tensor,
     ancestor_mask: Tensor,
+    node_depths: Tensor,
     kv_len: Tensor,
     kv_start: Tensor,
     k_caches: list[Tensor],
     v_caches: list[Tensor],
     keep: int,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """csrc/cpu/decoder_rows.cpp"""
     w = weights
     return torch.ops.gsd_kernels.decoder_rows(
@@ -28,8 +29,9 @@ def decoder_rows(
         positions.contiguous(),
         slots.contiguous(),
         ancestor_mask.contiguous(),
-        kv_len,
-        kv_start,
+        node_depths.contiguous(),
+        kv_len.contiguous(),
+        kv_start.contiguous(),
         w.embedding,
         w.flat_layers,
         w.final_norm,
@@ -37,6 +39,7 @@ def decoder_rows(
         w.inv_freq,
         k_caches,
         v_caches,
+        w.windows,
         w.heads,
         w.eps,
         w.rope_scale,

@@ -20,41 +20,51 @@ def decoder_rows(
     positions: Tensor,  # int32 [B, R]
     slots: Tensor,  # int32 [B, R]
     ancestor_mask: Tensor,  # int32 [B, R, words]
+    node_depths: Tensor,  # int32 [B, N]
     kv_len: Tensor,  # int32 [B]
     kv_start: Tensor,  # int32 [B]
     k_caches: list[Tensor],
     v_caches: list[Tensor],
     keep: int,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     w = weights
+
+    def rounded(x: Tensor, factor: Tensor) -> Tensor:
+        """x as it is multiplied with ``factor``."""
+        return x.bfloat16().float() if factor.dtype == torch.bfloat16 else x
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight.shape, weight.float(), w.eps)
 
-    def project(x: Tensor, weight: Tensor) -> Tensor:
-        return linear(x, weight.float())
+    def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(rounded(x, weight), weight.float(), None if bias is None else bias.float())
+
+    def split(x: Tensor) -> Tensor:
+        """[B, R, H·D] → [B, H, R, D]"""
+        return x.unflatten(-1, (-1, 2 * w.inv_freq.shape[0])).transpose(1, 2)
 
     angles = positions[..., None].float() * w.inv_freq  # [B, R, D/2]
     cos, sin = (angles.cos() * w.rope_scale)[:, None], (angles.sin() * w.rope_scale)[:, None]  # [B, 1, R, D/2]
 
-    def heads(x: Tensor, *, rotate: bool) -> Tensor:
-        """[B, R, H·D] → [B, H, R, D]"""
-        x = x.unflatten(-1, (-1, 2 * w.inv_freq.shape[0])).transpose(1, 2)
-        if not rotate:
-            return x
-        a, b = x.chunk(2, -1)
+    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
+        a, b = (x if weight is None else norm(x, weight)).chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-    visible = visibility(ancestor_mask, kv_len, kv_start, None, None, None, None, k_caches[0].shape[2])
+    row_depths, capacity = positions - (kv_len - kv_start)[:, None], k_caches[0].shape[2]
     x = torch.nn.functional.embedding(token_ids, w.embedding).float()  # [B, R, hidden]
     for layer, k_cache, v_cache in zip(w.layers, k_caches, v_caches, strict=True):
-        norm_1, q, k, v, o, norm_2, gate, up, down = layer
-        normed = norm(x, norm_1)
-        key, value = heads(project(normed, k), rotate=True), heads(project(normed, v), rotate=False)
+        normed = norm(x, layer.input_norm)
+        query = turned(split(project(normed, layer.q, layer.q_bias)), layer.q_norm)
+        key = turned(split(project(normed, layer.k, layer.k_bias)), layer.k_norm)
+        value = split(project(normed, layer.v, layer.v_bias))
         write_kv(k_cache, v_cache, key.to(k_cache.dtype), value.to(v_cache.dtype), slots.long())
-        query = heads(project(normed, q), rotate=True)
-        out, _ = attention.attend(query, k_cache, v_cache, visible, query.shape[-1] ** -0.5, None)
-        x = x + project(out.transpose(1, 2).flatten(2), o)
-        normed = norm(x, norm_2)
-        x = x + project(silu(project(normed, gate)) * project(normed, up), down)
-    return project(norm(x[:, -keep:], w.final_norm), w.head)
+        visible = visibility(
+            ancestor_mask, kv_len, kv_start, None, row_depths, node_depths, layer.window or None, capacity
+        )
+        out, _ = attention.attend(rounded(query, k_cache), k_cache, v_cache, visible, query.shape[-1] ** -0.5, None)
+        x = x + project(out.transpose(1, 2).flatten(2), layer.o, layer.o_bias)
+        normed = norm(x, layer.second_norm)
+        gated = silu(project(normed, layer.gate, layer.gate_bias)) * project(normed, layer.up, layer.up_bias)
+        x = x + project(gated, layer.down, layer.down_bias)
+    hidden = norm(x[:, x.shape[1] - keep :], w.final_norm)
+    return project(hidden, w.head), hidden

@@ -46,6 +46,7 @@ def examine() -> dict[str, Any]:
     """Everything that ``doctor`` reports about this machine, as plain data."""
     import torch
 
+    from gsd_kernels import cpu_levels
     from gsd_kernels.backends import BACKENDS, unavailable_reason
 
     from ..console.versions import versions
@@ -62,6 +63,7 @@ def examine() -> dict[str, Any]:
             if backend != "auto"
         },
         "flash_attention": flash_attention(gpu=len(devices) > 1),
+        "cpu_levels": {} if unavailable_reason("cpu", torch.device("cpu")) else cpu_levels.levels(),
         "plot": None if util.find_spec("matplotlib") else "matplotlib is missing: pip install 'gsd-kernels[plot]'",
     }
 
@@ -162,6 +164,12 @@ def _print(report: dict[str, Any]) -> None:
         for backend, reasons in report["backends"].items():
             reason = reasons[device["device"]]
             rows.add_row(backend, "[green]ready[/green]" if reason is None else f"no: {escape(reason)}")
+        out.print()
+        out.print(rows)
+    if report["cpu_levels"]:
+        rows = table("instructions for rows on the CPU", "<")
+        for level, reason in report["cpu_levels"].items():
+            rows.add_row(level, "[green]ready[/green]" if reason is None else f"no: {escape(reason)}")
         out.print()
         out.print(rows)
     if report.get("kernels_missing"):

@@ -17,7 +17,7 @@ from gsd_kernels.config import MAX_BRANCH
 from ..acceptance.criteria import ChainProposal, criterion_of
 from ..acceptance.rule import AcceptanceRule, OnDevice
 from ..acceptance.tokenwise import TokenByToken
-from ..model.fused import draft_rows
+from ..model.fused import rows_of
 from ..model.runner import RowModel
 from ..policy.acceptance import AcceptanceModel
 from ..policy.base import Policy
@@ -108,7 +108,7 @@ class Session:
         )
         self.proposal = ChainProposal(self.sampler) if kind.draws else None
         self.draws = None if self.proposal is None else self.proposal.draw
-        self.target = RowModel(model, capacity, self.state.kv_start, self.backend)
+        self.target = rows_of(model, capacity, self.state.kv_start, self.backend)
         self.row_models = [self.target]
         self.eos_ids = torch.tensor(kind.eos_ids, dtype=torch.int32, device=device)
         self.kv_len = torch.zeros_like(self.state.out_len)
@@ -203,7 +203,7 @@ class Session:
 
     def rows_of(self, model: PreTrainedModel) -> RowModel:
         """``model`` with a cache of its own, which grows with the session."""
-        rows = draft_rows(model, self.capacity, self.state.kv_start, self.backend)
+        rows = rows_of(model, self.capacity, self.state.kv_start, self.backend)
         self.row_models.append(rows)
         return rows
 

@@ -1,80 +1,136 @@
-"""A small draft's forward as one operator, where that is possible.
+"""A model's forward of rows as one operator, where that is possible.
 
-A draft of a few million parameters spends most of a forward in calling modules and operators. Its rows can go through
-:func:`gsd_kernels.ops.decoder_rows` instead; what it proposes may differ by rounding, what is accepted cannot.
+A draft of a few million parameters spends most of a forward in calling modules; a target on a CPU reads its weights at
+a fraction of the memory's speed, and its rounding depends on how many rows there are. Through
+:func:`gsd_kernels.ops.decoder_rows` weights are read once, and a row has the same bits alone and among others: in any
+dtype plain decoding and speculation with any draft give the same text.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 from gsd_kernels.backends import unavailable_reason
-from gsd_kernels.ops.decoder_rows import DecoderWeights, decoder_rows
-from gsd_kernels.ops.decoder_rows.api import FLOATS, LANES
+from gsd_kernels.graph import pack_bits
+from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, decoder_rows
+from gsd_kernels.ops.decoder_rows.api import FLOATS
 
 from .runner import RowModel
 
 logger = logging.getLogger("gsd_kernels")
-CLASSES = (LlamaForCausalLM, MistralForCausalLM)
-MAX_PARAMETERS = 8_000_000  # beyond that arithmetic dominates, which PyTorch's matrix products are better at
+CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # one set of frequencies for all lengths
+PLAIN_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
+SWITCH = "GSD_FUSED_ROWS"
+"""Environment variable: ``0`` sends rows and prompts through the model's modules."""
+PROMPT_ROWS = 128
+"""Of a prompt at a time, all sequences together: what they need stays in the second cache."""
 
 
 def why_not(model: PreTrainedModel, backend: str) -> str | None:
     """What keeps ``model`` from being forwarded by one operator, or ``None``."""
-    config = model.config
     reason = unavailable_reason("cpu", model.device)
+    if os.environ.get(SWITCH, "1") == "0":
+        return f"{SWITCH}=0"
     if backend not in ("auto", "cpu") or reason is not None:
         return reason or f"backend {backend!r} has no such operator"
     if type(model) not in CLASSES:
         return f"{type(model).__name__} is not one of {', '.join(c.__name__ for c in CLASSES)}"
-    if model.num_parameters() > MAX_PARAMETERS:
-        return f"more than {MAX_PARAMETERS:,} parameters"
-    if config.hidden_act != "silu" or getattr(config, "sliding_window", None) is not None:
-        return "another activation than silu, or a sliding window"
+    return _foreign_config(model) or _foreign_module(model) or _foreign_parameter(model)
+
+
+def _foreign_config(model: PreTrainedModel) -> str | None:
+    config = model.config
+    if config.hidden_act != "silu":
+        return f"the activation {config.hidden_act} instead of silu"
     if (config.rope_parameters or {}).get("rope_type", "default") not in STATIC_ROPE:
         return "frequencies of the rotary embedding that depend on the length"
-    sizes = (config.hidden_size, config.intermediate_size, model.model.layers[0].self_attn.head_dim)
-    if any(size % LANES for size in sizes):
-        return f"a hidden, inner or head size that is no multiple of {LANES}"
+    if getattr(model, "_device_mesh", None) is not None:
+        return "a tensor-parallel model"
+    return None
+
+
+def _foreign_module(model: PreTrainedModel) -> str | None:
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return f"{name or 'the model'} has a hook"
-        if isinstance(module, nn.Linear) and (type(module) is not nn.Linear or module.bias is not None):
-            return f"{name} is not a plain nn.Linear without bias"
-    for name, parameter in model.named_parameters():
-        if parameter.dtype not in FLOATS or not parameter.is_contiguous() or type(parameter) is not nn.Parameter:
-            return f"{name} is not a plain tensor of float32, bfloat16 or float16"
+        kind = type(module)
+        if kind.__module__ not in (type(model).__module__, "transformers.activations") and kind not in PLAIN_MODULES:
+            return f"{name} is not a plain module of transformers or PyTorch but {kind.__module__}.{kind.__qualname__}"
+    if model.lm_head.bias is not None:
+        return "a bias of the output matrix"
+    attention = model.model.layers[0].self_attn
+    if attention.scaling != attention.head_dim**-0.5 or attention.head_dim != 2 * _rotary(model).inv_freq.numel():
+        return "another scale of the attention, or heads that are turned in part"
     return None
+
+
+def _foreign_parameter(model: PreTrainedModel) -> str | None:
+    dtype = model.lm_head.weight.dtype
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter or parameter.dtype not in FLOATS or not parameter.is_contiguous():
+            return f"{name} is not a plain tensor of float32, bfloat16 or float16"
+        if parameter.dim() == 2 and parameter.dtype != dtype:
+            return f"{name} is {parameter.dtype}, the output matrix {dtype}"
+        if parameter.device != model.device:
+            return f"{name} lies on another device"
+    return None
+
+
+def _rotary(model: PreTrainedModel) -> Any:
+    return model.model.rotary_emb
+
+
+def _layer(layer: Any, config: Any) -> LayerWeights:
+    a, m = layer.self_attn, layer.mlp
+    projections = {
+        "q": a.q_proj,
+        "k": a.k_proj,
+        "v": a.v_proj,
+        "o": a.o_proj,
+        "gate": m.gate_proj,
+        "up": m.up_proj,
+        "down": m.down_proj,
+    }
+    parts = {name: part.weight for name, part in projections.items()}
+    parts |= {f"{name}_bias": part.bias for name, part in projections.items() if part.bias is not None}
+    parts |= {name: getattr(a, name).weight for name in ("q_norm", "k_norm") if hasattr(a, name)}
+    parts |= {"input_norm": layer.input_layernorm.weight, "second_norm": layer.post_attention_layernorm.weight}
+    # Mistral's attention reads the window from the configuration, Qwen's has its own.
+    window = a.sliding_window if hasattr(a, "sliding_window") else getattr(config, "sliding_window", None)
+    return LayerWeights(**{name: weight.detach() for name, weight in parts.items()}, window=window or 0)
 
 
 def weights_of(model: PreTrainedModel) -> DecoderWeights:
     """The parameters as they lie in the model."""
     decoder, config = model.model, model.config
-    layers = []
-    for layer in decoder.layers:
-        a, m = layer.self_attn, layer.mlp
-        parts = (layer.input_layernorm, a.q_proj, a.k_proj, a.v_proj, a.o_proj)
-        parts += (layer.post_attention_layernorm, m.gate_proj, m.up_proj, m.down_proj)
-        layers.append(tuple(part.weight.detach() for part in parts))
     return DecoderWeights(
         embedding=decoder.embed_tokens.weight.detach(),
-        layers=layers,
+        layers=[_layer(layer, config) for layer in decoder.layers],
         final_norm=decoder.norm.weight.detach(),
         head=model.lm_head.weight.detach(),
-        inv_freq=decoder.rotary_emb.inv_freq.float(),
-        rope_scale=float(decoder.rotary_emb.attention_scaling),
+        inv_freq=_rotary(model).inv_freq.float(),
+        rope_scale=float(_rotary(model).attention_scaling),
         heads=config.num_attention_heads,
         eps=config.rms_norm_eps,
     )
 
 
-class SmallDraft(RowModel):
-    """A :class:`RowModel` whose graph rows are one operator; prompts still go through the model."""
+class FusedRows(RowModel):
+    """A :class:`RowModel` whose rows, of graphs and of prompts, are one operator."""
 
     def __init__(self, model: PreTrainedModel, capacity: int, kv_start: Tensor, backend: str) -> None:
         super().__init__(model, capacity, kv_start, backend)
@@ -82,11 +138,34 @@ class SmallDraft(RowModel):
         self.kv_heads, self.head_dim = model.config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
 
     def caches(self, batch: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of every layer, allocated if no prompt was read."""
+        """Keys and values of every layer, allocated if nothing was read."""
         for layer in self.cache.layers:
             if not layer.is_initialized:
-                layer.lazy_initialization(self.model.lm_head.weight.new_empty(batch, self.kv_heads, 0, self.head_dim))
+                layer.lazy_initialization(self.weights.head.new_empty(batch, self.kv_heads, 0, self.head_dim))
         return [layer.keys for layer in self.cache.layers], [layer.values for layer in self.cache.layers]
+
+    def read(self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None) -> None:
+        """As :meth:`RowModel.read`, at most ``chunk`` tokens at a time. Padding is where ``kv_start`` says."""
+        batch, length = input_ids.shape
+        most = min(chunk or PROMPT_ROWS, max(1, PROMPT_ROWS // batch))
+        if length > self.cache.capacity:
+            raise ValueError(f"cache: full, {length} positions needed and {self.cache.capacity} allocated")
+        for begin in range(self.reused, length, most):
+            end = min(begin + most, length)
+            at = torch.arange(begin, end, dtype=torch.int32)
+            pads = at < self.kv_start[:, None]  # [B, R]; they see themselves alone, and nobody sees them
+            causal = torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
+            seen = (causal & ~pads[:, None, :]) | torch.eye(end - begin, dtype=torch.bool)
+            self._forward(
+                input_ids[:, begin:end],
+                (at - self.kv_start[:, None]).clamp(min=0),
+                at.expand(batch, -1),
+                pack_bits(seen),
+                (at - begin).expand(batch, -1),
+                torch.full((batch,), begin, dtype=torch.int32),
+                keep=0,
+            )
+            self.cache.prompt_length = end
 
     def rows(
         self,
@@ -95,17 +174,38 @@ class SmallDraft(RowModel):
         slots: Tensor,  # int [B, R] or [R]
         ancestor_mask: Tensor,  # int32 [B, R, words]
         depths: Tensor,  # int32 [B, R]
-        node_depths: Tensor,
+        node_depths: Tensor,  # int32 [B, N]
         keep: int,
     ) -> Tensor:
-        """As :meth:`RowModel.rows`; float32 logits."""
-        keys, values = self.caches(token_ids.shape[0])
-        return decoder_rows(
-            self.weights,
-            self.known(token_ids).to(torch.int32),
+        """As :meth:`RowModel.rows`."""
+        return self._forward(
+            token_ids,
             (kv_len - self.kv_start)[:, None] + depths,
             (kv_len[:, None] + slots).to(torch.int32),
             ancestor_mask,
+            node_depths,
+            kv_len,
+            keep,
+        )
+
+    def _forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        ancestor_mask: Tensor,
+        node_depths: Tensor,
+        kv_len: Tensor,
+        keep: int,
+    ) -> Tensor:
+        keys, values = self.caches(token_ids.shape[0])
+        logits, hidden = decoder_rows(
+            self.weights,
+            self.known(token_ids).to(torch.int32),
+            positions.to(torch.int32),
+            slots,
+            ancestor_mask,
+            node_depths.to(torch.int32),
             kv_len,
             self.kv_start,
             keys,
@@ -113,13 +213,22 @@ class SmallDraft(RowModel):
             keep=keep,
             backend=self.backend,
         )
+        dtype = self.weights.head.dtype
+        if self.keeps_hidden and keep:
+            self.hidden = hidden.to(dtype)
+        return logits.to(dtype)
 
 
-def draft_rows(model: PreTrainedModel, capacity: int, kv_start: Tensor, backend: str) -> RowModel:
-    """The fastest way to forward a draft's rows."""
+@lru_cache(maxsize=64)
+def _log_once(kind: str, reason: str) -> None:
+    logger.info("rows of %s go through its modules: %s", kind, reason)
+
+
+def rows_of(model: PreTrainedModel, capacity: int, kv_start: Tensor, backend: str) -> RowModel:
+    """The fastest way to forward the rows of a target or draft; arguments as of :class:`RowModel`."""
     reason = why_not(model, backend)
     if reason is None:
-        return SmallDraft(model, capacity, kv_start, backend)
+        return FusedRows(model, capacity, kv_start, backend)
     if model.device.type == "cpu":
-        logger.debug("the draft's rows go through its modules: %s", reason)
+        _log_once(type(model).__name__, reason)
     return RowModel(model, capacity, kv_start, backend)

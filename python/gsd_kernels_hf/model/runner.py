@@ -67,10 +67,13 @@ class RowModel:
         self.hidden = None
         if self.kv_start is not self.text_kv_start:
             self.kv_start.copy_(self.text_kv_start)
-        length = input_ids.shape[1]
         self.cache.prompt_length = self.reused = self.common(input_ids, self.text_kv_start)
         self.stored = None
-        input_ids = input_ids.to(self.device)
+        self.read(input_ids.to(self.device), attention_mask, chunk)
+
+    def read(self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None) -> None:
+        """Cache the prompt [B, P] from ``self.reused`` on."""
+        length = input_ids.shape[1]
         if attention_mask is None:
             positions = torch.arange(length, device=self.device).expand(input_ids.shape[0], -1)
         else:

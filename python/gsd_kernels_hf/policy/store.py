@@ -53,6 +53,8 @@ class Document:
     def read(self) -> dict[str, Any]:
         """Its sections; empty where there is no file, or none that can be used (one warning)."""
         try:
+            if self.path.exists() and not self.path.is_file():  # a pipe would be waited for
+                raise ValueError("not a file")
             data = json.loads(self.path.read_text(encoding="utf-8"))
             if not isinstance(data, dict) or not isinstance(data.get("sections"), dict):
                 raise ValueError("no sections")

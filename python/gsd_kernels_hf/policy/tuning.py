@@ -19,7 +19,7 @@ from gsd_kernels.graph import pack_bits
 
 from .. import validate
 from ..model import properties
-from ..model.fused import draft_rows
+from ..model.fused import rows_of
 from ..model.replay import replayable
 from ..model.runner import RowModel
 from ..parallel import tensor_parallel_group
@@ -191,11 +191,11 @@ class SyntheticText:
         warpers = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         ids = torch.arange(state.tokens.shape[0], dtype=torch.int32, device=device)
         self.sampler = Sampler(torch.zeros((), dtype=torch.int64, device=device), ids, warpers, backend)
-        self.target = RowModel(model, capacity, state.kv_start, backend)
+        self.target = rows_of(model, capacity, state.kv_start, backend)
 
     def rows_of(self, model: PreTrainedModel) -> RowModel:
         """A draft with a cache of its own."""
-        return draft_rows(model, self.capacity, self.state.kv_start, self.backend)
+        return rows_of(model, self.capacity, self.state.kv_start, self.backend)
 
     def read_prompt(self, rows: RowModel) -> None:
         """Nothing is read: what a cache holds does not change the time."""

@@ -1,0 +1,210 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace gsd {
+namespace {
+
+constexpr int64_t kUnit = 32;  // outputs that are not shared out among threads
+constexpr int64_t kVector = 16;
+
+std::unique_ptr<float[]> floats(int64_t n) { return std::unique_ptr<float[]>(new float[static_cast<size_t>(n)]); }
+
+// work(begin, end) over 0 … n − 1 in shares of whole units. A thread is worth waking for 64 thousand weights, or for
+// fewer if many rows are multiplied with them.
+template <class Work>
+void share_outputs(int64_t n, int64_t rows, int64_t k, const Work& work) {
+  const int64_t units = (n + kUnit - 1) / kUnit, weights = (1 << 16) / std::max<int64_t>(1, rows / 8);
+  torch::stable::parallel_for(0, units, std::max<int64_t>(1, weights / (kUnit * k)), [&](int64_t begin, int64_t end) {
+    work(begin * kUnit, std::min(n, end * kUnit));
+  });
+}
+
+// work(begin, end) over rows in shares of whole blocks.
+template <class Work>
+void share_rows(int64_t rows, const Work& work) {
+  torch::stable::parallel_for(0, (rows + kRowBlock - 1) / kRowBlock, 1, [&](int64_t begin, int64_t end) {
+    for (; begin < end; begin++) work(begin * kRowBlock, std::min(rows, (begin + 1) * kRowBlock));
+  });
+}
+
+void add_bias(const std::vector<float>& bias, int64_t rows, int64_t begin, int64_t end, float* out, int64_t stride) {
+  if (bias.empty()) return;
+  for (int64_t r = 0; r < rows; r++) {
+    for (int64_t n = begin; n < end; n++) out[r * stride + n] += bias[static_cast<size_t>(n)];
+  }
+}
+
+// x1, x2 → x1 cos − x2 sin, x2 cos + x1 sin of the two halves of a head.
+void rotate(float* x, int64_t head_dim, const float* cos, const float* sin) {
+  const int64_t half = head_dim / 2;
+  for (int64_t i = 0; i < half; i++) {
+    const float a = x[i], b = x[half + i];
+    x[i] = a * cos[i] - b * sin[i];
+    x[half + i] = b * cos[i] + a * sin[i];
+  }
+}
+
+// One head into its slot, finite: what overflows in one row must not reach those that do not see it.
+void store(float* x, const CacheTensor& cache, Element element, int64_t b, int64_t h, int64_t slot, int64_t head_dim) {
+  make_finite(x, element, head_dim);
+  write_row(x, cache.data + b * cache.batch_stride + h * cache.head_stride + slot * cache.slot_stride, element,
+            head_dim);
+}
+
+}  // namespace
+
+Decoder::Decoder(const DecoderSizes& sizes, const DecoderRows& rows, const Paths& paths, Element element,
+                 const Matrix& embedding)
+    : s_(sizes), r_(rows), paths_(paths), element_(element), kernels_(kernels()),
+      kernel_(kernels_.large[static_cast<int>(element)]) {
+  const int64_t count = s_.count(), half = s_.head_dim / 2;
+  x_ = floats(count * s_.hidden), added_ = floats(count * s_.hidden);
+  q_ = floats(count * s_.q_size()), attended_ = floats(count * s_.q_size());
+  k_ = floats(count * s_.kv_size()), v_ = floats(count * s_.kv_size());
+  inner_ = floats(count * s_.inner);
+  cos_ = floats(count * half), sin_ = floats(count * half);
+  for (int64_t m = 0; m < count; m++) {
+    read_row(embedding, r_.tokens[m], x_.get() + m * s_.hidden, s_.hidden);
+    for (int64_t i = 0; i < half; i++) {
+      const float angle = static_cast<float>(r_.positions[m]) * r_.inv_freq[i];
+      cos_[m * half + i] = std::cos(angle) * s_.rope_scale;
+      sin_[m * half + i] = std::sin(angle) * s_.rope_scale;
+    }
+  }
+}
+
+void Decoder::forward(const DecoderLayer& layer) {
+  norm_and_pack(layer.input_norm);
+  project_heads(layer);
+  attend(layer);
+  pack(attended_.get(), s_.count(), s_.q_size());
+  project_and_add(layer.o, s_.q_size());
+  norm_and_pack(layer.second_norm);
+  feed_forward(layer);
+  pack(inner_.get(), s_.count(), s_.inner);
+  project_and_add(layer.down, s_.inner);
+}
+
+void Decoder::finish(const std::vector<float>& norm, const Projection& head, int64_t keep, float* normed,
+                     float* logits) {
+  const int64_t kept = s_.batch * keep;
+  if (kept == 0) return;
+  for (int64_t i = 0; i < kept; i++) {
+    const int64_t row = i / keep * s_.rows + s_.rows - keep + i % keep;
+    rms_norm(x_.get() + row * s_.hidden, norm.data(), s_.eps, normed + i * s_.hidden, s_.hidden);
+  }
+  pack(normed, kept, s_.hidden);
+  share_outputs(head.outputs, kept, s_.hidden,
+                [&](int64_t begin, int64_t end) { multiply(head, kept, s_.hidden, begin, end, logits); });
+}
+
+void Decoder::norm_and_pack(const std::vector<float>& norm) {
+  packed_.resize(static_cast<size_t>((s_.count() + kRowBlock) * kernel_.row_bytes(s_.hidden)));
+  share_rows(s_.count(), [&](int64_t first, int64_t last) {
+    for (int64_t m = first; m < last; m++) {
+      rms_norm(x_.get() + m * s_.hidden, norm.data(), s_.eps, added_.get() + m * s_.hidden, s_.hidden);
+    }
+    kernel_.pack(added_.get(), s_.hidden, first, last, s_.hidden, packed_.data());
+  });
+}
+
+void Decoder::pack(const float* x, int64_t rows, int64_t k) {
+  packed_.resize(static_cast<size_t>((rows + kRowBlock) * kernel_.row_bytes(k)));
+  share_rows(rows, [&](int64_t first, int64_t last) { kernel_.pack(x, k, first, last, k, packed_.data()); });
+}
+
+// Outputs begin … end − 1 of the packed rows into out, [rows, outputs].
+void Decoder::multiply(const Projection& p, int64_t rows, int64_t k, int64_t begin, int64_t end, float* out) const {
+  kernel_.products(packed_.data(), rows, k, p.weight, k, begin, end, out, p.outputs);
+  add_bias(p.bias, rows, begin, end, out, p.outputs);
+}
+
+void Decoder::project_and_add(const Projection& p, int64_t k) {
+  share_outputs(p.outputs, s_.count(), k, [&](int64_t begin, int64_t end) {
+    multiply(p, s_.count(), k, begin, end, added_.get());
+    for (int64_t m = 0; m < s_.count(); m++) {
+      for (int64_t n = begin; n < end; n++) x_[m * p.outputs + n] += added_[m * p.outputs + n];
+    }
+  });
+}
+
+void Decoder::project_heads(const DecoderLayer& layer) {
+  const struct {
+    const Projection& projection;
+    float* out;
+  } parts[] = {{layer.q, q_.get()}, {layer.k, k_.get()}, {layer.v, v_.get()}};
+  share_outputs(s_.q_size() + 2 * s_.kv_size(), s_.count(), s_.hidden, [&](int64_t begin, int64_t end) {
+    int64_t first = 0;
+    for (const auto& part : parts) {
+      const int64_t outputs = part.projection.outputs;
+      const int64_t from = std::max<int64_t>(0, begin - first), to = std::min(outputs, end - first);
+      if (from < to) multiply(part.projection, s_.count(), s_.hidden, from, to, part.out);
+      first += outputs;
+    }
+  });
+}
+
+// A row's queries turned, its keys turned and stored, its values stored.
+void Decoder::turn_and_store(const DecoderLayer& layer, int64_t row) {
+  const int64_t half = s_.head_dim / 2, b = row / s_.rows;
+  const float *cos = cos_.get() + row * half, *sin = sin_.get() + row * half;
+  for (int64_t h = 0; h < s_.heads; h++) {
+    float* q = q_.get() + row * s_.q_size() + h * s_.head_dim;
+    if (!layer.q_norm.empty()) rms_norm(q, layer.q_norm.data(), s_.eps, q, s_.head_dim);
+    rotate(q, s_.head_dim, cos, sin);
+  }
+  for (int64_t h = 0; h < s_.kv_heads; h++) {
+    float* k = k_.get() + row * s_.kv_size() + h * s_.head_dim;
+    if (!layer.k_norm.empty()) rms_norm(k, layer.k_norm.data(), s_.eps, k, s_.head_dim);
+    rotate(k, s_.head_dim, cos, sin);
+    store(k, layer.keys, layer.cache_element, b, h, r_.slots[row], s_.head_dim);
+    store(v_.get() + row * s_.kv_size() + h * s_.head_dim, layer.values, layer.cache_element, b, h, r_.slots[row],
+          s_.head_dim);
+  }
+}
+
+void Decoder::attend(const DecoderLayer& layer) {
+  share_rows(s_.count(), [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) turn_and_store(layer, row);
+  });
+  PathAttention a{};
+  a.batch = s_.batch, a.heads = s_.heads, a.kv_heads = s_.kv_heads, a.rows = s_.rows, a.head_dim = s_.head_dim;
+  a.q = q_.get(), a.q_stride = s_.q_size();
+  a.keys = layer.keys, a.values = layer.values, a.element = layer.cache_element;
+  a.paths = &paths_, a.kv_len = r_.kv_len, a.kv_start = r_.kv_start, a.positions = r_.positions;
+  a.window = layer.window;
+  a.scale = 1.0f / std::sqrt(static_cast<float>(s_.head_dim));
+  a.out = attended_.get(), a.out_stride = s_.q_size();
+  attend_paths(a, kernels_.small[static_cast<int>(layer.cache_element)]);
+}
+
+// silu(gate) · up, strip by strip of outputs.
+void Decoder::feed_forward(const DecoderLayer& layer) {
+  const int64_t count = s_.count();
+  const int64_t strip = std::max<int64_t>(64, std::min<int64_t>(256, 8192 / count / kUnit * kUnit));
+  share_outputs(s_.inner, 2 * count, s_.hidden, [&](int64_t begin, int64_t end) {
+    std::vector<float> buffer(static_cast<size_t>(2 * count * strip));
+    float *gate = buffer.data(), *up = gate + count * strip;
+    const auto product = [&](const Projection& p, int64_t n, int64_t outputs, float* out) {
+      const char* weight = static_cast<const char*>(p.weight) + n * s_.hidden * bytes_of(element_);
+      kernel_.products(packed_.data(), count, s_.hidden, weight, s_.hidden, 0, outputs, out, strip);
+      if (p.bias.empty()) return;
+      for (int64_t m = 0; m < count; m++) {
+        for (int64_t j = 0; j < outputs; j++) out[m * strip + j] += p.bias[static_cast<size_t>(n + j)];
+      }
+    };
+    for (int64_t n = begin; n < end; n += strip) {
+      const int64_t outputs = std::min(strip, end - n);
+      product(layer.gate, n, outputs, gate);
+      product(layer.up, n, outputs, up);
+      for (int64_t m = 0; m < count; m++) {
+        silu_times(gate + m * strip, up + m * strip, (outputs + kVector - 1) / kVector * kVector);
+        std::copy(gate + m * strip, gate + m * strip + outputs, inner_.get() + m * s_.inner + n);
+      }
+    }
+  });
+}
+
+}  // namespace gsd

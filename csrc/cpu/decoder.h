@@ -1,0 +1,75 @@
+// The layers of a LLaMA-like decoder over rows of a token graph.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "path_attention.h"
+#include "products.h"
+
+namespace gsd {
+
+struct DecoderSizes {
+  int64_t batch, rows, hidden, heads, kv_heads, head_dim, inner;
+  float eps, rope_scale;
+
+  int64_t count() const { return batch * rows; }
+  int64_t q_size() const { return heads * head_dim; }
+  int64_t kv_size() const { return kv_heads * head_dim; }
+};
+
+// One weight matrix where it lies, [outputs, k], and its bias, empty if there is none.
+struct Projection {
+  const void* weight;
+  int64_t outputs;
+  std::vector<float> bias;
+};
+
+struct DecoderLayer {
+  std::vector<float> input_norm, second_norm, q_norm, k_norm;  // the last two are empty where there are none
+  Projection q, k, v, o, gate, up, down;
+  CacheTensor keys, values;
+  Element cache_element;
+  int64_t window;  // 0: none
+};
+
+struct DecoderRows {
+  const int32_t *tokens, *positions, *slots;  // [batch, rows]
+  const int32_t *kv_len, *kv_start;           // [batch]
+  const float* inv_freq;                      // [head_dim / 2]
+};
+
+// The hidden state of all rows, which goes from layer to layer in float32.
+class Decoder {
+ public:
+  // `element` is the float type of the weight matrices, `embedding` one of them.
+  Decoder(const DecoderSizes& sizes, const DecoderRows& rows, const Paths& paths, Element element,
+          const Matrix& embedding);
+
+  void forward(const DecoderLayer& layer);
+
+  // The last `keep` rows of every sequence: normed, [batch · keep, hidden], and times the output matrix.
+  void finish(const std::vector<float>& norm, const Projection& head, int64_t keep, float* normed, float* logits);
+
+ private:
+  void norm_and_pack(const std::vector<float>& norm);
+  void pack(const float* x, int64_t rows, int64_t k);
+  void multiply(const Projection& p, int64_t rows, int64_t k, int64_t begin, int64_t end, float* out) const;
+  void project_and_add(const Projection& p, int64_t k);
+  void project_heads(const DecoderLayer& layer);
+  void turn_and_store(const DecoderLayer& layer, int64_t row);
+  void attend(const DecoderLayer& layer);
+  void feed_forward(const DecoderLayer& layer);
+
+  DecoderSizes s_;
+  DecoderRows r_;
+  const Paths& paths_;
+  Element element_;
+  const LevelKernels& kernels_;
+  const RowKernel& kernel_;
+  std::unique_ptr<float[]> x_, added_, q_, k_, v_, attended_, inner_, cos_, sin_;
+  std::vector<char> packed_;
+};
+
+}  // namespace gsd

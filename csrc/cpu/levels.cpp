@@ -1,0 +1,197 @@
+// Which instruction sets the products of rows may use: what the processor and the system have, proven on small products.
+#include <torch/headeronly/util/Exception.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#include "../elements.h"
+#include "instructions.h"
+#include "products.h"
+
+#if GSD_X86
+#include <cpuid.h>
+#endif
+
+namespace gsd {
+namespace {
+
+constexpr const char* kVariable = "GSD_CPU_LEVEL";
+
+std::string missing(const char* instructions) { return std::string("this processor has no ") + instructions; }
+
+#if GSD_X86
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+}
+unsigned leaf_7(int subleaf, int which) {
+  unsigned registers[4] = {};
+  __get_cpuid_count(7, static_cast<unsigned>(subleaf), &registers[0], &registers[1], &registers[2], &registers[3]);
+  return registers[which];
+}
+bool has_bfloat16() { return has_avx512() && (leaf_7(1, 0) >> 5 & 1u); }
+bool has_tiles() { return has_bfloat16() && (leaf_7(0, 3) >> 22 & 1u) && (leaf_7(0, 3) >> 24 & 1u); }
+#else
+bool has_avx2() { return false; }
+bool has_avx512() { return false; }
+bool has_bfloat16() { return false; }
+bool has_tiles() { return false; }
+#endif
+
+// Numbers of about one that every float type holds exactly.
+float number(int64_t i) { return static_cast<float>((i * 37 + i / 7 * 11) % 33 - 16) / 8.0f; }
+
+struct Small {
+  int64_t rows, k, outputs;
+};
+
+// Sums of few such products are exact in float32, in whatever order.
+bool same_products(const RowKernel& kernel, const RowKernel& portable, Element element, const Small& small) {
+  const int64_t elements = small.outputs * small.k, padded = (small.rows + kRowBlock - 1) / kRowBlock * kRowBlock;
+  std::vector<float> x(static_cast<size_t>(small.rows * small.k)), wide(static_cast<size_t>(elements));
+  for (size_t i = 0; i < x.size(); i++) x[i] = number(static_cast<int64_t>(i));
+  for (size_t i = 0; i < wide.size(); i++) wide[i] = number(static_cast<int64_t>(i) + 5);
+  std::vector<char> weights(static_cast<size_t>(elements) * sizeof(float));
+  write_row(wide.data(), weights.data(), element, elements);
+  std::vector<float> found[2], mixed[2];
+  for (int i = 0; i < 2; i++) {
+    const RowKernel& use = i == 0 ? kernel : portable;
+    std::unique_ptr<char[]> packed(new char[static_cast<size_t>(padded * use.row_bytes(small.k))]());
+    found[i].assign(static_cast<size_t>(small.rows * small.outputs), 7.0f);
+    use.pack(x.data(), small.k, 0, small.rows, small.k, packed.get());
+    use.products(packed.get(), small.rows, small.k, weights.data(), small.k, 0, small.outputs, found[i].data(),
+                 small.outputs);
+    std::vector<int64_t> offsets;
+    for (int64_t p = 0; p < small.outputs; p++) offsets.push_back(p * small.k);
+    mixed[i].assign(static_cast<size_t>(small.rows * small.k), 0.5f);
+    use.weighted(found[0].data(), small.outputs, small.rows, weights.data(),
+                 offsets.data(), small.outputs, small.k, mixed[i].data(), small.k);
+  }
+  const auto same = [](const std::vector<float>& a, const std::vector<float>& b) {
+    float most = 0.0f, apart = 0.0f;
+    for (size_t i = 0; i < a.size(); i++) {
+      most = std::fmax(most, std::fabs(b[i]));
+      if (!(a[i] == b[i])) apart = std::fmax(apart, std::isnan(a[i] - b[i]) ? INFINITY : std::fabs(a[i] - b[i]));
+    }
+    return apart <= 1e-5f * most;
+  };
+  return same(found[0], found[1]) && same(mixed[0], mixed[1]);
+}
+
+std::string proof(const LevelKernels& level) {
+  const LevelKernels& portable = *portable_kernels();
+  const char* names[] = {"float32", "bfloat16", "float16"};
+  for (int e = 0; e < 3; e++) {
+    for (const Small& small : {Small{1, 33, 5}, Small{17, 160, 37}, Small{3, 16, 4}, Small{50, 70, 33}}) {
+      const Element element = static_cast<Element>(e);
+      if (!same_products(level.large[e], portable.large[e], element, small) ||
+          !same_products(level.small[e], portable.small[e], element, small)) {
+        return std::string("its products of ") + names[e] + " differ from the portable ones";
+      }
+    }
+  }
+  return "";
+}
+
+struct Known {
+  std::vector<LevelState> states;
+  std::vector<const LevelKernels*> kernels;  // null where the state has a reason
+  const LevelKernels* best;
+};
+
+const Known& known() {
+  static const Known found = [] {
+    Known all;
+    const auto add = [&](const char* name, const LevelKernels* kernels, std::string reason) {
+      if (reason.empty() && kernels == nullptr) reason = "the library was compiled without it";
+      if (reason.empty()) reason = proof(*kernels);
+      all.states.push_back({name, reason});
+      all.kernels.push_back(reason.empty() ? kernels : nullptr);
+      if (reason.empty()) all.best = kernels;
+    };
+    add("portable", portable_kernels(), "");
+    add("avx2", avx2_kernels(), has_avx2() ? "" : missing("AVX2 with FMA and F16C"));
+    add("avx512", avx512_kernels(), has_avx512() ? "" : missing("AVX-512 F, BW and VL"));
+    add("avx512_bf16", avx512_bf16_kernels(), has_bfloat16() ? "" : missing("AVX512_BF16"));
+    add("amx", amx_kernels(), has_tiles() ? amx_permission() : missing("AMX tiles for bfloat16"));
+    return all;
+  }();
+  return found;
+}
+
+// What a name stands for, or null and why.
+const LevelKernels* named(const std::string& name, std::string& reason) {
+  const Known& all = known();
+  if (name == soft_amx_kernels()->name) return soft_amx_kernels();
+  std::string names;
+  for (size_t i = 0; i < all.states.size(); i++) {
+    if (all.states[i].name == name) {
+      reason = "level " + name + " cannot run: " + all.states[i].reason;
+      return all.kernels[i];
+    }
+    names += (i ? ", " : "") + all.states[i].name;
+  }
+  reason = "expected one of " + names + ", got " + name;
+  return nullptr;
+}
+
+std::atomic<const LevelKernels*> chosen{nullptr};
+
+}  // namespace
+
+const std::vector<LevelState>& levels() { return known().states; }
+
+const LevelKernels& kernels() {
+  const LevelKernels* use = chosen.load(std::memory_order_relaxed);
+  if (use != nullptr) return *use;
+  use = known().best;
+  const char* asked = std::getenv(kVariable);
+  if (asked != nullptr && *asked != '\0') {
+    std::string reason;
+    use = named(asked, reason);
+    STD_TORCH_CHECK(use != nullptr, kVariable, ": ", reason, "; unset it to let the best be chosen");
+  }
+  chosen.store(use, std::memory_order_relaxed);
+  return *use;
+}
+
+std::string use_level(const std::string& name) {
+  std::string reason;
+  const LevelKernels* use = name.empty() ? known().best : named(name, reason);
+  if (use == nullptr) return reason;
+  chosen.store(use, std::memory_order_relaxed);
+  return "";
+}
+
+}  // namespace gsd
+
+// For Python's ctypes; texts stay valid until the thread's next call.
+extern "C" {
+__attribute__((visibility("default"))) const char* gsd_cpu_levels() {
+  static thread_local std::string text;
+  text.clear();
+  for (const gsd::LevelState& level : gsd::levels()) text += level.name + "\t" + level.reason + "\n";
+  return text.c_str();
+}
+
+__attribute__((visibility("default"))) const char* gsd_cpu_level() {
+  static thread_local std::string text;
+  try {
+    text = gsd::kernels().name;
+  } catch (const std::exception& error) {
+    text = std::string("\t") + error.what();
+  }
+  return text.c_str();
+}
+
+__attribute__((visibility("default"))) const char* gsd_cpu_use_level(const char* name) {
+  static thread_local std::string text;
+  text = gsd::use_level(name);
+  return text.c_str();
+}
+}

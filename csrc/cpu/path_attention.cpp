@@ -1,0 +1,218 @@
+#include "path_attention.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "attention.h"
+
+namespace gsd {
+namespace {
+
+constexpr int64_t kBlockPositions = 256;  // of the text, from its beginning
+constexpr int64_t kItemRows = 64;         // query vectors that share the reading of keys and values
+constexpr int64_t kVector = 16;
+
+int64_t to_vectors(int64_t n) { return (n + kVector - 1) / kVector * kVector; }
+
+// The online softmax of one row: what was added so far is relative to `best`.
+struct Running {
+  float best = negative_infinity(), total = 0.0f;
+
+  // Takes n scores in, padded with −inf, and turns them into weights; what to scale the accumulated by.
+  float take(float* scores, int64_t padded) {
+    const float top = largest(scores, padded);
+    float decay = 1.0f;
+    if (top == negative_infinity()) {
+      std::fill(scores, scores + padded, 0.0f);
+      return decay;
+    }
+    if (top > best || top != top) {
+      decay = best == negative_infinity() ? 0.0f : std::exp(best - top);
+      total *= decay;
+      best = top;
+    }
+    total += exp_row(scores, padded, best);
+    return decay;
+  }
+};
+
+// Query vectors of one cache head and sequence.
+class Item {
+ public:
+  Item(const PathAttention& a, const RowKernel& kernel, int64_t b, int64_t kv_head, int64_t begin, int64_t count)
+      : a_(a), kernel_(kernel), b_(b), kv_head_(kv_head), begin_(begin), count_(count) {
+    size_ = bytes_of(a.element);
+    start_ = a.kv_start[b];
+    prefix_ = std::max<int64_t>(0, a.kv_len[b] - start_);
+    keys_ = a.keys.data + b * a.keys.batch_stride + kv_head * a.keys.head_stride;
+    values_ = a.values.data + b * a.values.batch_stride + kv_head * a.values.head_stride;
+    width_ = to_vectors(a.head_dim);
+    acc_.assign(static_cast<size_t>(count * width_), 0.0f);
+    scores_.resize(static_cast<size_t>(count * kBlockPositions));
+    running_.resize(static_cast<size_t>(count));
+    offsets_.resize(kBlockPositions);
+  }
+
+  void run() {
+    pack_queries();
+    score_nodes();
+    int64_t most = 0, oldest = INT64_MAX;
+    for (int64_t m = 0; m < count_; m++) {
+      most = std::max(most, seen(m));
+      oldest = std::min(oldest, low(m));
+    }
+    for (int64_t first = oldest / kBlockPositions * kBlockPositions; first < most; first += kBlockPositions) {
+      block(first, std::max(first, oldest));
+    }
+    for (int64_t m = 0; m < count_; m++) finish(m);
+  }
+
+ private:
+  int64_t flat_row(int64_t m) const { return b_ * a_.rows + (begin_ + m) % a_.rows; }
+  int64_t head(int64_t m) const { return kv_head_ * (a_.heads / a_.kv_heads) + (begin_ + m) / a_.rows; }
+  size_t path_begin(int64_t m) const { return a_.paths->begin[static_cast<size_t>(flat_row(m))]; }
+  int64_t path_length(int64_t m) const {
+    return static_cast<int64_t>(a_.paths->begin[static_cast<size_t>(flat_row(m)) + 1] - path_begin(m));
+  }
+  int64_t seen(int64_t m) const { return prefix_ + path_length(m); }
+  // First position of the text that the window leaves to a row.
+  int64_t low(int64_t m) const {
+    return a_.window == 0 ? 0 : std::max<int64_t>(0, a_.positions[flat_row(m)] - (a_.window - 1));
+  }
+
+  void pack_queries() {
+    packed_.resize(static_cast<size_t>((count_ + kRowBlock) * kernel_.row_bytes(a_.head_dim)));
+    std::vector<float> queries(static_cast<size_t>(count_ * a_.head_dim));
+    for (int64_t m = 0; m < count_; m++) {
+      const float* q = a_.q + flat_row(m) * a_.q_stride + head(m) * a_.head_dim;
+      std::copy(q, q + a_.head_dim, queries.data() + m * a_.head_dim);
+    }
+    kernel_.pack(queries.data(), a_.head_dim, 0, count_, a_.head_dim, packed_.data());
+  }
+
+  void score(const char* keys, int64_t positions, float* out, int64_t stride) const {
+    kernel_.products(packed_.data(), count_, a_.head_dim, keys, a_.keys.slot_stride / size_, 0, positions, out, stride);
+  }
+
+  // Every query with every slot behind the prefix that a row sees; a row takes its own.
+  void score_nodes() {
+    nodes_ = std::min(a_.paths->slots, a_.keys.slots - a_.kv_len[b_]);
+    node_scores_.resize(static_cast<size_t>(count_ * std::max<int64_t>(1, nodes_)));
+    if (nodes_ > 0) score(keys_ + a_.kv_len[b_] * a_.keys.slot_stride, nodes_, node_scores_.data(), nodes_);
+  }
+
+  // Positions first … first + kBlockPositions − 1 of the text; `from` is where the oldest window begins.
+  void block(int64_t first, int64_t from) {
+    const int64_t dense = std::min(kBlockPositions, prefix_ - first);  // of the prefix, may be negative
+    const int64_t skipped = std::min(from - first, std::max<int64_t>(0, dense)), count = dense - skipped;
+    const char* keys = keys_ + (start_ + first + skipped) * a_.keys.slot_stride;
+    if (count > 0) score(keys, count, scores_.data() + skipped, kBlockPositions);
+    for (int64_t m = 0; m < count_; m++) weigh(m, first, skipped, std::max<int64_t>(0, dense));
+    if (count > 0) {
+      for (int64_t p = 0; p < count; p++) {
+        offsets_[static_cast<size_t>(p)] = (start_ + first + skipped + p) * a_.values.slot_stride / size_;
+      }
+      kernel_.weighted(scores_.data() + skipped, kBlockPositions, count_, values_, offsets_.data(), count, a_.head_dim,
+                       acc_.data(), width_);
+    }
+    for (int64_t m = 0; m < count_; m++) add_nodes(m, first);
+  }
+
+  // Part of a row's path that lies in a block: [begin, end) of its nodes.
+  void path_part(int64_t m, int64_t first, int64_t& begin, int64_t& end) const {
+    begin = std::min(path_length(m), std::max<int64_t>(0, first - prefix_));
+    end = std::min(path_length(m), std::max<int64_t>(0, first + kBlockPositions - prefix_));
+  }
+
+  void weigh(int64_t m, int64_t first, int64_t skipped, int64_t dense) {
+    float* scores = scores_.data() + m * kBlockPositions;
+    int64_t begin, end;
+    path_part(m, first, begin, end);
+    const int64_t hidden = std::min(std::max(skipped, low(m) - first), dense);
+    std::fill(scores, scores + hidden, negative_infinity());
+    const int64_t filled = dense + end - begin, padded = to_vectors(filled);
+    for (int64_t i = begin; i < end; i++) {
+      const size_t at = path_begin(m) + static_cast<size_t>(i);
+      const int64_t text = a_.kv_len[b_] - start_ + a_.paths->node_depths[at];
+      scores[dense + i - begin] = a_.window > 0 && text < low(m)
+                                      ? negative_infinity()
+                                      : node_scores_[static_cast<size_t>(m * nodes_ + a_.paths->nodes[at])];
+    }
+    for (int64_t p = hidden; p < filled; p++) scores[p] *= a_.scale;
+    std::fill(scores + filled, scores + padded, negative_infinity());
+    const float decay = running_[static_cast<size_t>(m)].take(scores, padded);
+    if (decay != 1.0f) scale_row(acc_.data() + m * width_, decay, width_);
+  }
+
+  void add_nodes(int64_t m, int64_t first) {
+    int64_t begin, end;
+    path_part(m, first, begin, end);
+    if (begin == end) return;
+    const float* scores = scores_.data() + m * kBlockPositions + (prefix_ + begin - first);
+    for (int64_t i = begin; i < end; i++) {
+      offsets_[static_cast<size_t>(i - begin)] =
+          (a_.kv_len[b_] + a_.paths->nodes[path_begin(m) + static_cast<size_t>(i)]) * a_.values.slot_stride / size_;
+    }
+    kernel_.weighted(scores, kBlockPositions, 1, values_, offsets_.data(), end - begin, a_.head_dim,
+                     acc_.data() + m * width_, width_);
+  }
+
+  void finish(int64_t m) {
+    const Running& r = running_[static_cast<size_t>(m)];
+    scale_row(acc_.data() + m * width_, r.best == negative_infinity() ? 0.0f : 1.0f / r.total, width_);
+    std::copy(acc_.data() + m * width_, acc_.data() + m * width_ + a_.head_dim,
+              a_.out + flat_row(m) * a_.out_stride + head(m) * a_.head_dim);
+  }
+
+  const PathAttention& a_;
+  const RowKernel& kernel_;
+  int64_t b_, kv_head_, begin_, count_, size_, start_, prefix_, width_, nodes_ = 0;
+  const char *keys_, *values_;
+  std::vector<char> packed_;
+  std::vector<float> acc_, scores_, node_scores_;
+  std::vector<Running> running_;
+  std::vector<int64_t> offsets_;
+};
+
+}  // namespace
+
+Paths::Paths(const int32_t* mask, const int32_t* depths, int64_t batch, int64_t rows, int64_t words,
+             int64_t most_depths, const int32_t* kv_len, int64_t capacity) {
+  std::vector<int32_t> order;
+  begin.push_back(0);
+  for (int64_t row = 0; row < batch * rows; row++) {
+    const int64_t b = row / rows, most = std::min({words * 32, most_depths, capacity - kv_len[b]});
+    const int32_t* bits = mask + row * words;
+    const int32_t* depth = depths + b * most_depths;
+    order.clear();
+    for (int64_t node = 0; node < most; node++) {
+      const uint32_t word = static_cast<uint32_t>(bits[node / 32]);
+      if (word == 0) node |= 31;  // on to the next word
+      else if (word >> (node % 32) & 1u) order.push_back(static_cast<int32_t>(node));
+    }
+    std::stable_sort(order.begin(), order.end(), [&](int32_t i, int32_t j) { return depth[i] < depth[j]; });
+    for (const int32_t node : order) {
+      nodes.push_back(node);
+      node_depths.push_back(depth[node]);
+      slots = std::max<int64_t>(slots, node + 1);
+    }
+    begin.push_back(nodes.size());
+  }
+}
+
+void attend_paths(const PathAttention& a, const RowKernel& kernel) {
+  if (a.batch == 0 || a.rows == 0) return;
+  constexpr int64_t kWorkPerThread = 1 << 18;  // multiplications that make a thread worth waking
+  const int64_t vectors = a.heads / a.kv_heads * a.rows, tall = std::min(kItemRows, vectors);
+  const int64_t cuts = (vectors + tall - 1) / tall;
+  const int64_t work = tall * (a.kv_len[0] + 1 + a.paths->slots) * 2 * a.head_dim;
+  torch::stable::parallel_for(
+      0, a.batch * a.kv_heads * cuts, std::max<int64_t>(1, kWorkPerThread / work), [&](int64_t begin, int64_t end) {
+        for (int64_t item = begin; item < end; item++) {
+          const int64_t cut = item % cuts * tall;
+          Item(a, kernel, item / cuts / a.kv_heads, item / cuts % a.kv_heads, cut, std::min(tall, vectors - cut)).run();
+        }
+      });
+}
+
+}  // namespace gsd

@@ -1,0 +1,67 @@
+// Products of a few rows with weights that lie row-major in memory, for every instruction set in one library.
+//
+// Nothing is packed or copied but the rows, which are few. A product is summed in one order that depends on the length
+// of the inner dimension alone: not on how many rows there are, which of them is meant, where a thread's share of the
+// outputs begins. So a row has the same bits alone and among others.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "model_math.h"
+
+namespace gsd {
+
+constexpr int64_t kRowBlock = 16;  // rows are packed in groups of as many
+
+// One level's functions for weights of one float type.
+struct RowKernel {
+  // Bytes of one packed row; room is needed for a multiple of kRowBlock.
+  int64_t (*row_bytes)(int64_t k);
+
+  // Rows first … last − 1 of x (float32, rows x_stride apart), rounded where the products multiply in bfloat16.
+  // `first` is a multiple of kRowBlock, and last too unless there are no more rows.
+  void (*pack)(const float* x, int64_t x_stride, int64_t first, int64_t last, int64_t k, void* packed);
+
+  // out[r, n] = Σ_k x[r, k] · w[n, k] for the outputs begin … end − 1; rows of w are w_stride elements apart.
+  void (*products)(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin,
+                   int64_t end, float* out, int64_t out_stride);
+
+  // out[r, :] += Σ_p weights[r, p] · v[offsets[p] …], position by position. Nothing beyond `width` is touched.
+  void (*weighted)(const float* weights, int64_t weights_stride, int64_t rows, const void* v, const int64_t* offsets,
+                   int64_t positions, int64_t width, float* out, int64_t out_stride);
+};
+
+struct LevelKernels {
+  const char* name;
+  RowKernel large[3];  // of the model's weights, by Element
+  RowKernel small[3];  // of the cache, whose products are short
+};
+
+// What each translation unit was compiled to; null where the compiler or the architecture has no such instructions.
+const LevelKernels* portable_kernels();
+const LevelKernels* avx2_kernels();
+const LevelKernels* avx512_kernels();
+const LevelKernels* avx512_bf16_kernels();
+const LevelKernels* amx_kernels();
+const LevelKernels* soft_amx_kernels();  // never chosen, only asked for by name
+
+// Whether the system lets this process use tiles, asked for once; empty, or the reason.
+std::string amx_permission();
+
+// The best level that has proven itself, or the one that GSD_CPU_LEVEL or use_level names.
+// Throws what names the variable if that one cannot run here.
+const LevelKernels& kernels();
+
+struct LevelState {
+  std::string name, reason;  // reason: why it is left out; empty if it is used or could be
+};
+
+// All levels, slowest first.
+const std::vector<LevelState>& levels();
+
+// Empty: the best. Returns what is wrong with the name, or an empty string.
+std::string use_level(const std::string& name);
+
+}  // namespace gsd

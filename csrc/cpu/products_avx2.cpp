@@ -1,0 +1,160 @@
+// Products with AVX2, FMA and F16C: sixteen registers of eight floats.
+#include <cstring>
+
+#include "../group.h"
+#include "instructions.h"
+#include "products.h"
+
+namespace gsd {
+
+#if GSD_X86
+GSD_BEGIN_TARGET("avx2,fma,f16c")
+namespace {
+
+constexpr int kLanes = 16;
+#include "products_tile.h"
+
+struct Avx2 {
+  typedef float Seen;
+  typedef __m256 Sum;
+  struct Lanes {
+    __m256 low, high;
+  };
+  static constexpr int kRows = 2, kVectors = 2, kTall = 2;
+
+  GSD_TILE void clear(Sum& sum) { sum = _mm256_setzero_ps(); }
+
+  // The same tree for each of the four.
+  GSD_TILE void sums(const Sum x[kOutputs], float out[kOutputs]) {
+    const __m256 first = _mm256_add_ps(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
+    const __m256 second = _mm256_add_ps(_mm256_unpacklo_ps(x[2], x[3]), _mm256_unpackhi_ps(x[2], x[3]));
+    const __m256 both = _mm256_add_ps(_mm256_shuffle_ps(first, second, 0x44), _mm256_shuffle_ps(first, second, 0xEE));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1)));
+  }
+
+  GSD_TILE void load_lanes(const float* from, int part, Lanes& to) {
+    float whole[kLanes];
+    if (part < kLanes) {
+      memset(whole, 0, sizeof whole);
+      memcpy(whole, from, static_cast<size_t>(part) * sizeof(float));
+      from = whole;
+    }
+    to.low = _mm256_loadu_ps(from), to.high = _mm256_loadu_ps(from + 8);
+  }
+  GSD_TILE void store_lanes(const Lanes& from, int part, float* to) {
+    if (part < kLanes) {
+      float whole[kLanes];
+      _mm256_storeu_ps(whole, from.low), _mm256_storeu_ps(whole + 8, from.high);
+      memcpy(to, whole, static_cast<size_t>(part) * sizeof(float));
+    } else {
+      _mm256_storeu_ps(to, from.low), _mm256_storeu_ps(to + 8, from.high);
+    }
+  }
+  GSD_TILE void add_lanes(const Lanes& value, float weight, Lanes& sum) {
+    const __m256 by = _mm256_set1_ps(weight);
+    sum.low = _mm256_fmadd_ps(value.low, by, sum.low);
+    sum.high = _mm256_fmadd_ps(value.high, by, sum.high);
+  }
+};
+
+// Elements in the order of memory, eight at a time.
+template <class E>
+struct Ordered : Avx2 {
+  typedef typename E::Stored Stored;
+  typedef __m256 Weights;
+  typedef __m256 Row;
+  static constexpr int kStep = 8;
+
+  GSD_TILE void see(const float* from, Row& row) { row = _mm256_loadu_ps(from); }
+  GSD_TILE void widen(const Stored* from, Weights& to) { to = E::eight(from); }
+  GSD_TILE void widen_part(const Stored* from, int n, Weights& to) {
+    Stored whole[kStep] = {};
+    memcpy(whole, from, static_cast<size_t>(n) * sizeof(Stored));
+    to = E::eight(whole);
+  }
+  GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) { sum = _mm256_fmadd_ps(row, weights, sum); }
+  GSD_TILE void arrange(const float* from, float* to) { _mm256_storeu_ps(to, _mm256_loadu_ps(from)); }
+
+  GSD_TILE void widen_lanes(const Stored* from, int part, Lanes& to) {
+    Stored whole[kLanes] = {};
+    if (part < kLanes) {
+      memcpy(whole, from, static_cast<size_t>(part) * sizeof(Stored));
+      from = whole;
+    }
+    to.low = E::eight(from), to.high = E::eight(from + 8);
+  }
+};
+
+struct Eight32 {
+  typedef float Stored;
+  GSD_TILE __m256 eight(const float* from) { return _mm256_loadu_ps(from); }
+};
+struct EightHalf {
+  typedef uint16_t Stored;
+  GSD_TILE __m256 eight(const uint16_t* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+};
+struct EightBfloat16 {
+  typedef uint16_t Stored;
+  GSD_TILE __m256 eight(const uint16_t* from) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+  }
+};
+
+// Two bfloat16 share a word: a shift widens the first, a mask the second. Rows are packed accordingly.
+struct PairedBfloat16 : Ordered<EightBfloat16> {
+  struct Weights {
+    __m256 first, second;
+  };
+  struct Row {
+    __m256 first, second;
+  };
+  static constexpr int kStep = 16;
+
+  GSD_TILE void see(const float* from, Row& row) {
+    row.first = _mm256_loadu_ps(from), row.second = _mm256_loadu_ps(from + 8);
+  }
+  GSD_TILE void widen(const uint16_t* from, Weights& to) {
+    const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    to.first = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+    to.second = _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
+  }
+  GSD_TILE void widen_part(const uint16_t* from, int n, Weights& to) {
+    uint16_t whole[kStep] = {};
+    memcpy(whole, from, static_cast<size_t>(n) * sizeof(uint16_t));
+    widen(whole, to);
+  }
+  GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) {
+    sum = _mm256_fmadd_ps(row.first, weights.first, sum);
+    sum = _mm256_fmadd_ps(row.second, weights.second, sum);
+  }
+  GSD_TILE void arrange(const float* from, float* to) {
+    for (int i = 0; i < kStep / 2; i++) {
+      for (int half = 0; half < 2; half++) to[i + 8 * half] = rounded(from[2 * i + half]);
+    }
+  }
+  GSD_TILE float rounded(float x) {  // as Bfloat16::round
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits = (bits & 0x7FFFFFFFu) > 0x7F800000u ? bits | 0x400000u : bits + 0x7FFFu + (bits >> 16 & 1u);
+    bits &= 0xFFFF0000u;
+    memcpy(&x, &bits, sizeof bits);
+    return x;
+  }
+};
+
+constexpr RowKernel kFloat32 = kernel_of<Ordered<Eight32>>(), kBfloat16 = kernel_of<PairedBfloat16>(),
+                    kFloat16 = kernel_of<Ordered<EightHalf>>();
+constexpr LevelKernels kKernels{"avx2", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}};
+
+}  // namespace
+GSD_END_TARGET
+
+const LevelKernels* avx2_kernels() { return &kKernels; }
+#else
+const LevelKernels* avx2_kernels() { return nullptr; }
+#endif
+
+}  // namespace gsd

@@ -1,0 +1,28 @@
+// Products with AVX-512: thirty-two registers of sixteen floats.
+#include "../group.h"
+#include "instructions.h"
+#include "products.h"
+
+namespace gsd {
+
+#if GSD_X86
+GSD_BEGIN_TARGET("avx512f,avx512bw,avx512vl,avx2,fma")
+namespace {
+
+constexpr int kLanes = 16;
+#include "products_tile.h"
+#include "products_zmm.h"
+
+constexpr RowKernel kFloat32 = kernel_of<Float32>(), kBfloat16 = kernel_of<PairedBfloat16>(),
+                    kFloat16 = kernel_of<Float16>();
+constexpr LevelKernels kKernels{"avx512", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}};
+
+}  // namespace
+GSD_END_TARGET
+
+const LevelKernels* avx512_kernels() { return &kKernels; }
+#else
+const LevelKernels* avx512_kernels() { return nullptr; }
+#endif
+
+}  // namespace gsd

@@ -1,0 +1,87 @@
+// Products for any processor: vectors that the compiler maps to what there is. The level that others prove themselves on.
+#include <cstring>
+
+#include "../elements.h"
+#include "lanes.h"
+#include "products.h"
+
+namespace gsd {
+namespace {
+
+#include "products_tile.h"
+
+struct Generic {
+  typedef float Seen;
+  typedef Floats Weights;
+  typedef Floats Row;
+  typedef Floats Sum;
+  typedef Floats Lanes;
+  static constexpr int kStep = kLanes, kRows = 1, kVectors = 1, kTall = 1;
+
+  GSD_TILE void clear(Sum& sum) { sum = Floats{}; }
+  GSD_TILE void see(const float* from, Row& row) { load(from, row); }
+  GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) { sum += row * weights; }
+  GSD_TILE void arrange(const float* from, float* to) { memcpy(to, from, sizeof(Floats)); }
+
+  static void sums(const Sum x[kOutputs], float out[kOutputs]) {
+    for (int j = 0; j < kOutputs; j++) {
+      float at[kLanes];
+      memcpy(at, &x[j], sizeof at);
+      for (int width = kLanes / 2; width > 0; width /= 2) {
+        for (int i = 0; i < width; i++) at[i] += at[i + width];
+      }
+      out[j] = at[0];
+    }
+  }
+
+  GSD_TILE void load_lanes(const float* from, int part, Lanes& to) {
+    to = Floats{};
+    memcpy(&to, from, static_cast<size_t>(part) * sizeof(float));
+  }
+  GSD_TILE void store_lanes(const Lanes& from, int part, float* to) {
+    memcpy(to, &from, static_cast<size_t>(part) * sizeof(float));
+  }
+  GSD_TILE void add_lanes(const Lanes& value, float weight, Lanes& sum) { sum += value * weight; }
+};
+
+template <class E>
+struct Scalars : Generic {
+  typedef typename E::Stored Stored;
+  GSD_TILE void widen_part(const Stored* from, int n, Floats& to) {
+    float wide[kLanes] = {};
+    for (int i = 0; i < n; i++) wide[i] = E::widen_one(from[i]);
+    load(wide, to);
+  }
+  GSD_TILE void widen(const Stored* from, Floats& to) { widen_part(from, kLanes, to); }
+  GSD_TILE void widen_lanes(const Stored* from, int part, Floats& to) { widen_part(from, part, to); }
+};
+
+struct One32 {
+  typedef float Stored;
+  GSD_TILE float widen_one(float x) { return x; }
+};
+struct OneBfloat16 {
+  typedef uint16_t Stored;
+  GSD_TILE float widen_one(uint16_t x) { return Bfloat16::widen(x); }
+};
+struct OneHalf {
+  typedef uint16_t Stored;
+  GSD_TILE float widen_one(uint16_t x) { return Half::widen(x); }
+};
+
+struct Rounding : Scalars<OneBfloat16> {  // as the levels do that multiply in bfloat16
+  GSD_TILE void arrange(const float* from, float* to) {
+    for (int i = 0; i < kLanes; i++) to[i] = Bfloat16::widen(Bfloat16::round(from[i]));
+  }
+};
+
+}  // namespace
+
+const LevelKernels* portable_kernels() {
+  static const RowKernel float32 = kernel_of<Scalars<One32>>(), bfloat16 = kernel_of<Rounding>(),
+                         float16 = kernel_of<Scalars<OneHalf>>();
+  static const LevelKernels kernels{"portable", {float32, bfloat16, float16}, {float32, bfloat16, float16}};
+  return &kernels;
+}
+
+}  // namespace gsd

@@ -1,0 +1,187 @@
+// The loops of every level, included by its translation unit with that level's instructions switched on. No include
+// may stand here: what a header defines inline must not be compiled for more than the baseline.
+//
+// A level gives types T with: Stored (a weight in memory), Seen (an element of a packed row), kStep (elements of a
+// step), Weights, Row, Sum and Lanes (registers), and the functions below.
+
+#define GSD_TILE static inline __attribute__((always_inline))
+
+constexpr int kOutputs = 4;  // with six rows: 24 sums, four vectors of weights and one of a row in 32 registers
+constexpr int64_t kNearBytes = 512 << 10;  // of packed rows, that stay in the second cache while all weights go past
+constexpr int64_t kLine = 64;
+
+GSD_TILE int64_t fewer(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <class T>
+int64_t row_bytes_of(int64_t k) {
+  // Rows at powers of two would meet in one set of the first cache.
+  return (k + T::kStep - 1) / T::kStep * T::kStep * static_cast<int64_t>(sizeof(typename T::Seen)) + kLine;
+}
+
+template <class T>
+void pack_of(const float* x, int64_t x_stride, int64_t first, int64_t last, int64_t k, void* packed) {
+  const int64_t bytes = row_bytes_of<T>(k), whole = k / T::kStep * T::kStep;
+  for (int64_t r = first; r < last; r++) {
+    const float* from = x + r * x_stride;
+    typename T::Seen* to = reinterpret_cast<typename T::Seen*>(static_cast<char*>(packed) + r * bytes);
+    int64_t i = 0;
+    for (; i < whole; i += T::kStep) T::arrange(from + i, to + i);
+    if (i < k) {
+      float part[T::kStep] = {};
+      for (int64_t j = i; j < k; j++) part[j - i] = from[j];
+      T::arrange(part, to + i);
+    }
+  }
+}
+
+// out[R, 4] = x[R, k] · column[4, k]ᵀ. Meanwhile memory is asked for `asked` of the next columns.
+template <class T, int R>
+GSD_TILE void product_tile(const char* x, int64_t row_bytes, int64_t k, const typename T::Stored* const* column,
+                           const typename T::Stored* const* ahead, int64_t asked, int64_t outputs, float* out,
+                           int64_t out_stride) {
+  typedef typename T::Seen Seen;
+  constexpr int64_t kStepsALine = kLine / (T::kStep * static_cast<int64_t>(sizeof(typename T::Stored)));
+  typename T::Sum total[R][kOutputs];
+  GSD_UNROLL
+  for (int r = 0; r < R; r++) {
+    GSD_UNROLL
+    for (int j = 0; j < kOutputs; j++) T::clear(total[r][j]);
+  }
+  typename T::Weights weights[kOutputs];
+  typename T::Row row;
+  int64_t i = 0;
+  for (; i + T::kStep <= k; i += T::kStep) {
+    if (kStepsALine <= 1 || i % (kStepsALine * T::kStep) == 0) {
+      for (int64_t j = 0; j < asked; j++) __builtin_prefetch(ahead[j] + i, 0, 2);
+    }
+    GSD_UNROLL
+    for (int j = 0; j < kOutputs; j++) T::widen(column[j] + i, weights[j]);
+    GSD_UNROLL
+    for (int r = 0; r < R; r++) {
+      T::see(reinterpret_cast<const Seen*>(x + r * row_bytes) + i, row);
+      GSD_UNROLL
+      for (int j = 0; j < kOutputs; j++) T::add(row, weights[j], total[r][j]);
+    }
+  }
+  if (i < k) {
+    GSD_UNROLL
+    for (int j = 0; j < kOutputs; j++) T::widen_part(column[j] + i, static_cast<int>(k - i), weights[j]);
+    GSD_UNROLL
+    for (int r = 0; r < R; r++) {
+      T::see(reinterpret_cast<const Seen*>(x + r * row_bytes) + i, row);
+      GSD_UNROLL
+      for (int j = 0; j < kOutputs; j++) T::add(row, weights[j], total[r][j]);
+    }
+  }
+  GSD_UNROLL
+  for (int r = 0; r < R; r++) {
+    float sum[kOutputs];
+    T::sums(total[r], sum);
+    GSD_UNROLL
+    for (int j = 0; j < kOutputs; j++) {
+      if (j < outputs) out[r * out_stride + j] = sum[j];
+    }
+  }
+}
+
+// The same for up to R rows, as many as there are.
+template <class T, int R>
+GSD_TILE void product_rows(int64_t rows, const char* x, int64_t row_bytes, int64_t k,
+                           const typename T::Stored* const* column, const typename T::Stored* const* ahead,
+                           int64_t asked, int64_t outputs, float* out, int64_t out_stride) {
+  if constexpr (R > 1) {
+    if (rows < R) return product_rows<T, R - 1>(rows, x, row_bytes, k, column, ahead, asked, outputs, out, out_stride);
+  }
+  product_tile<T, R>(x, row_bytes, k, column, ahead, asked, outputs, out, out_stride);
+}
+
+// Outputs that hang over the edge repeat the last one and are not stored.
+template <class T>
+void products_of(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin,
+                 int64_t end, float* out, int64_t out_stride) {
+  typedef typename T::Stored Stored;
+  const Stored* from = static_cast<const Stored*>(w);
+  const int64_t bytes = row_bytes_of<T>(k), near = kNearBytes / bytes > 32 ? kNearBytes / bytes : 32;
+  for (int64_t first = 0; first < rows; first += near) {
+    const int64_t count = fewer(near, rows - first);
+    const int64_t tiles = (count + T::kRows - 1) / T::kRows, tall = (count + tiles - 1) / tiles;  // as even as possible
+    const int64_t asking = fewer(tiles, kOutputs);  // each tile asks for a part of the next columns
+    const char* x = static_cast<const char*>(packed) + first * bytes;
+    for (int64_t n = begin; n < end; n += kOutputs) {
+      const Stored *column[kOutputs], *next[kOutputs];
+      GSD_UNROLL
+      for (int j = 0; j < kOutputs; j++) {
+        column[j] = from + fewer(n + j, end - 1) * w_stride;
+        next[j] = column[j] + kOutputs * w_stride;  // beyond the end it is asked for, and never read
+      }
+      for (int64_t m = 0, tile = 0; m < count; m += tall, tile++) {
+        const int64_t begin_ask = fewer(kOutputs * tile / asking, kOutputs);
+        const int64_t end_ask = fewer(kOutputs * (tile + 1) / asking, kOutputs);
+        product_rows<T, T::kRows>(fewer(tall, count - m), x + m * bytes, bytes, k, column, next + begin_ask,
+                                  end_ask - begin_ask, fewer(kOutputs, end - n), out + (first + m) * out_stride + n,
+                                  out_stride);
+      }
+    }
+  }
+}
+
+// out[R, V vectors] += weights · v, in registers over all positions.
+template <class T, int R, int V>
+GSD_TILE void weighted_tile(const float* weights, int64_t weights_stride, const typename T::Stored* v,
+                            const int64_t* offsets, int64_t positions, float* out, int64_t out_stride, int part) {
+  typename T::Lanes total[R][V], value[V];
+  GSD_UNROLL
+  for (int r = 0; r < R; r++) {
+    GSD_UNROLL
+    for (int j = 0; j < V; j++) T::load_lanes(out + r * out_stride + j * kLanes, part, total[r][j]);
+  }
+  for (int64_t p = 0; p < positions; p++) {
+    GSD_UNROLL
+    for (int j = 0; j < V; j++) T::widen_lanes(v + offsets[p] + j * kLanes, part, value[j]);
+    GSD_UNROLL
+    for (int r = 0; r < R; r++) {
+      GSD_UNROLL
+      for (int j = 0; j < V; j++) T::add_lanes(value[j], weights[r * weights_stride + p], total[r][j]);
+    }
+  }
+  GSD_UNROLL
+  for (int r = 0; r < R; r++) {
+    GSD_UNROLL
+    for (int j = 0; j < V; j++) T::store_lanes(total[r][j], part, out + r * out_stride + j * kLanes);
+  }
+}
+
+template <class T, int R>
+GSD_TILE void weighted_strip(const float* weights, int64_t weights_stride, const void* v, const int64_t* offsets,
+                             int64_t positions, int64_t width, float* out, int64_t out_stride) {
+  const typename T::Stored* values = static_cast<const typename T::Stored*>(v);
+  int64_t d = 0;
+  for (; d + T::kVectors * kLanes <= width; d += T::kVectors * kLanes) {
+    weighted_tile<T, R, T::kVectors>(weights, weights_stride, values + d, offsets, positions, out + d, out_stride,
+                                     kLanes);
+  }
+  for (; d < width; d += kLanes) {
+    weighted_tile<T, R, 1>(weights, weights_stride, values + d, offsets, positions, out + d, out_stride,
+                           static_cast<int>(fewer(kLanes, width - d)));
+  }
+}
+
+template <class T>
+void weighted_of(const float* weights, int64_t weights_stride, int64_t rows, const void* v, const int64_t* offsets,
+                 int64_t positions, int64_t width, float* out, int64_t out_stride) {
+  constexpr int R = T::kTall;
+  int64_t r = 0;
+  for (; r + R <= rows; r += R) {
+    weighted_strip<T, R>(weights + r * weights_stride, weights_stride, v, offsets, positions, width,
+                         out + r * out_stride, out_stride);
+  }
+  for (; r < rows; r++) {
+    weighted_strip<T, 1>(weights + r * weights_stride, weights_stride, v, offsets, positions, width,
+                         out + r * out_stride, out_stride);
+  }
+}
+
+template <class T>
+constexpr RowKernel kernel_of() {
+  return {row_bytes_of<T>, pack_of<T>, products_of<T>, weighted_of<T>};
+}

@@ -1,0 +1,124 @@
+// Register types of the AVX-512 levels, for their translation units: after products_tile.h, inside the target.
+
+struct Avx512 {
+  typedef __m512 Sum;
+  typedef __m512 Lanes;
+  static constexpr int kRows = 6, kVectors = 4, kTall = 4;
+
+  GSD_TILE void clear(Sum& sum) { sum = _mm512_setzero_ps(); }
+
+  // The same tree for each of the four.
+  GSD_TILE void sums(const Sum x[kOutputs], float out[kOutputs]) {
+    const __m512 first = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+    const __m512 second = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+    const __m512 both = _mm512_add_ps(_mm512_shuffle_ps(first, second, 0x44), _mm512_shuffle_ps(first, second, 0xEE));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(both), _mm256_castpd_ps(_mm512_extractf64x4_pd(
+                                                                        _mm512_castps_pd(both), 1)));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+  }
+
+  GSD_TILE __mmask16 first_lanes(int part) { return static_cast<__mmask16>((1u << part) - 1); }
+  GSD_TILE void load_lanes(const float* from, int part, Lanes& to) {
+    to = part == kLanes ? _mm512_loadu_ps(from) : _mm512_maskz_loadu_ps(first_lanes(part), from);
+  }
+  GSD_TILE void store_lanes(const Lanes& from, int part, float* to) {
+    if (part == kLanes) return _mm512_storeu_ps(to, from);
+    _mm512_mask_storeu_ps(to, first_lanes(part), from);
+  }
+  GSD_TILE void add_lanes(const Lanes& value, float weight, Lanes& sum) {
+    sum = _mm512_fmadd_ps(value, _mm512_set1_ps(weight), sum);
+  }
+};
+
+GSD_TILE __m512i wide_words(const uint16_t* from, int part) {  // 16-bit elements, one a word
+  const __mmask16 lanes = static_cast<__mmask16>((1u << part) - 1);
+  return _mm512_cvtepu16_epi32(part == kLanes ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))
+                                              : _mm256_maskz_loadu_epi16(lanes, from));
+}
+
+GSD_TILE __m512i whole_line(const uint16_t* from) { return _mm512_loadu_si512(from); }
+GSD_TILE __m512i part_of_line(const uint16_t* from, int n) {
+  return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << n) - 1), from);
+}
+
+GSD_TILE __m512i rounded_words(const float* from) {  // bfloat16 in the high halves, to the nearest, as Bfloat16::round
+  const __m512i bits = _mm512_loadu_si512(from);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+  const __mmask16 nan = _mm512_cmpgt_epu32_mask(_mm512_and_si512(bits, _mm512_set1_epi32(0x7FFFFFFF)),
+                                                _mm512_set1_epi32(0x7F800000));
+  const __m512i both = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
+  return _mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u)));
+}
+
+struct Float32 : Avx512 {
+  typedef float Stored;
+  typedef float Seen;
+  typedef __m512 Weights;
+  typedef __m512 Row;
+  static constexpr int kStep = 16;
+  GSD_TILE void see(const float* from, Row& row) { row = _mm512_loadu_ps(from); }
+  GSD_TILE void widen(const float* from, Weights& to) { to = _mm512_loadu_ps(from); }
+  GSD_TILE void widen_part(const float* from, int n, Weights& to) {
+    to = _mm512_maskz_loadu_ps(first_lanes(n), from);
+  }
+  GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) { sum = _mm512_fmadd_ps(row, weights, sum); }
+  GSD_TILE void arrange(const float* from, float* to) { _mm512_storeu_ps(to, _mm512_loadu_ps(from)); }
+  GSD_TILE void widen_lanes(const float* from, int part, Lanes& to) { load_lanes(from, part, to); }
+};
+
+struct Float16 : Avx512 {
+  typedef uint16_t Stored;
+  typedef float Seen;
+  typedef __m512 Weights;
+  typedef __m512 Row;
+  static constexpr int kStep = 16;
+  GSD_TILE void see(const float* from, Row& row) { row = _mm512_loadu_ps(from); }
+  GSD_TILE void widen(const uint16_t* from, Weights& to) {
+    to = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
+  GSD_TILE void widen_part(const uint16_t* from, int n, Weights& to) {
+    to = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), from));
+  }
+  GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) { sum = _mm512_fmadd_ps(row, weights, sum); }
+  GSD_TILE void arrange(const float* from, float* to) { _mm512_storeu_ps(to, _mm512_loadu_ps(from)); }
+  GSD_TILE void widen_lanes(const uint16_t* from, int part, Lanes& to) {
+    if (part == kLanes) widen(from, to);
+    else widen_part(from, part, to);
+  }
+};
+
+// Two bfloat16 share a word: a shift widens the first, a mask the second. Rows are packed accordingly.
+struct PairedBfloat16 : Avx512 {
+  typedef uint16_t Stored;
+  typedef float Seen;
+  struct Weights {
+    __m512 first, second;
+  };
+  struct Row {
+    __m512 first, second;
+  };
+  static constexpr int kStep = 32;
+  GSD_TILE void see(const float* from, Row& row) {
+    row.first = _mm512_loadu_ps(from), row.second = _mm512_loadu_ps(from + 16);
+  }
+  GSD_TILE void split(__m512i words, Weights& to) {
+    to.first = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+    to.second = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))));
+  }
+  GSD_TILE void widen(const uint16_t* from, Weights& to) { split(whole_line(from), to); }
+  GSD_TILE void widen_part(const uint16_t* from, int n, Weights& to) { split(part_of_line(from, n), to); }
+  GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) {
+    sum = _mm512_fmadd_ps(row.first, weights.first, sum);
+    sum = _mm512_fmadd_ps(row.second, weights.second, sum);
+  }
+  GSD_TILE void arrange(const float* from, float* to) {
+    const __m512 low = _mm512_castsi512_ps(rounded_words(from)), high = _mm512_castsi512_ps(rounded_words(from + 16));
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    _mm512_storeu_ps(to, _mm512_permutex2var_ps(low, even, high));
+    _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(low, _mm512_add_epi32(even, _mm512_set1_epi32(1)), high));
+  }
+  GSD_TILE void widen_lanes(const uint16_t* from, int part, Lanes& to) {
+    to = _mm512_castsi512_ps(_mm512_slli_epi32(wide_words(from, part), 16));
+  }
+};

@@ -1,0 +1,142 @@
+"""Random decoders of odd sizes for :func:`gsd_kernels.ops.decoder_rows`, and the rows that tests give them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gsd_kernels.graph import pack_bits
+from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, decoder_rows
+
+VOCAB = 61
+
+
+@dataclass(frozen=True)
+class Sizes:
+    hidden: int = 88
+    inner: int = 150
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 24
+    layers: int = 2
+    bias: bool = False
+    head_norms: bool = False
+    window: int = 0
+
+
+SIZES = {
+    "llama-odd": Sizes(hidden=50, inner=77, head_dim=10),
+    "qwen2-64": Sizes(hidden=72, inner=176, heads=2, kv_heads=1, head_dim=64, bias=True),
+    "qwen3-96": Sizes(hidden=104, inner=33, heads=4, kv_heads=1, head_dim=96, head_norms=True),
+    "mistral-128": Sizes(hidden=48, inner=130, heads=2, kv_heads=2, head_dim=128, window=9),
+}
+
+
+def decoder(sizes: Sizes, dtype: torch.dtype, wrap=lambda t: t) -> DecoderWeights:
+    """Random weights, each handed through ``wrap``."""
+    gen = torch.Generator().manual_seed(sizes.hidden)
+
+    def matrix(*shape: int) -> Tensor:
+        return wrap((torch.randn(shape, generator=gen) * shape[-1] ** -0.5).to(dtype))
+
+    def norm(size: int) -> Tensor:
+        return wrap((1 + 0.2 * torch.randn(size, generator=gen)).to(dtype))
+
+    def layer() -> LayerWeights:
+        q_size, kv_size = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        outputs = {"q": q_size, "k": kv_size, "v": kv_size, "o": sizes.hidden}
+        outputs |= {"gate": sizes.inner, "up": sizes.inner, "down": sizes.hidden}
+        inputs = {"o": q_size, "down": sizes.inner}
+        parts = {name: matrix(n, inputs.get(name, sizes.hidden)) for name, n in outputs.items()}
+        if sizes.bias:
+            parts |= {f"{name}_bias": wrap(torch.randn(n, generator=gen).to(dtype)) for name, n in outputs.items()}
+        if sizes.head_norms:
+            parts |= {"q_norm": norm(sizes.head_dim), "k_norm": norm(sizes.head_dim)}
+        return LayerWeights(input_norm=norm(sizes.hidden), second_norm=norm(sizes.hidden), window=sizes.window, **parts)
+
+    half = sizes.head_dim // 2
+    return DecoderWeights(
+        embedding=matrix(VOCAB, sizes.hidden),
+        layers=[layer() for _ in range(sizes.layers)],
+        final_norm=norm(sizes.hidden),
+        head=matrix(VOCAB + 2, sizes.hidden),
+        inv_freq=100.0 ** -(torch.arange(half) / half),
+        rope_scale=1.1,
+        heads=sizes.heads,
+        eps=1e-5,
+    )
+
+
+@dataclass
+class Text:
+    """One or more sequences in a cache: what was read so far, padding before it, and rows behind it."""
+
+    weights: DecoderWeights
+    sizes: Sizes
+    dtype: torch.dtype
+    pads: list[int]
+    capacity: int
+    caches: tuple[list[Tensor], list[Tensor]] = field(init=False)
+    kv_start: Tensor = field(init=False)
+    kv_len: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = (len(self.pads), self.sizes.kv_heads, self.capacity, self.sizes.head_dim)
+        self.caches = tuple(
+            [torch.full(shape, float("nan"), dtype=self.dtype) for _ in range(self.sizes.layers)] for _ in range(2)
+        )
+        self.kv_start = torch.tensor(self.pads, dtype=torch.int32)
+        self.kv_len = self.kv_start.clone()
+
+    def rows(self, tokens: Tensor, sees: Tensor, depths: Tensor, first: int, last: int) -> Tensor:
+        """Logits [B, n, V] of rows first … last − 1 of a tree, [B, R] tokens, which lie in slots of their number."""
+        batch = len(self.pads)
+        mask = pack_bits(sees)[first:last].expand(batch, -1, -1).contiguous()
+        slots = torch.arange(first, last, dtype=torch.int32)
+        logits, _ = decoder_rows(
+            self.weights,
+            tokens[:, first:last].to(torch.int32),
+            (self.kv_len - self.kv_start)[:, None] + depths[first:last],
+            self.kv_len[:, None] + slots,
+            mask,
+            depths.expand(batch, -1),
+            self.kv_len,
+            self.kv_start,
+            *self.caches,
+            keep=last - first,
+            backend="cpu",
+        )
+        return logits
+
+    def read(self, tokens: Tensor, step: int) -> Tensor:
+        """Append [B, n] tokens, ``step`` at a time; their logits."""
+        found = []
+        for part in tokens.split(step, 1):
+            n = part.shape[1]
+            found.append(self.rows(part, torch.ones(n, n).tril().bool(), torch.arange(n, dtype=torch.int32), 0, n))
+            self.kv_len = self.kv_len + n
+        return torch.cat(found, 1)
+
+
+def tree(parents: list[int]) -> tuple[Tensor, Tensor]:
+    """What each node sees, bool [R, R], and its depth, int32 [R]; a parent may come later than its child."""
+    count = len(parents)
+    sees, depths = torch.eye(count, dtype=torch.bool), torch.zeros(count, dtype=torch.int32)
+    for node in range(count):
+        at = parents[node]
+        while at >= 0:
+            sees[node, at] = True
+            depths[node] += 1
+            at = parents[at]
+    return sees, depths
+
+
+def random_parents(count: int, seed: int = 0) -> list[int]:
+    gen = torch.Generator().manual_seed(seed)
+    return [-1] + [int(torch.randint(max(0, i - 6), i, (), generator=gen)) for i in range(1, count)]
+
+
+def random_tokens(batch: int, count: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, VOCAB, (batch, count), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,366 @@
+"""The forward of rows as one operator: as accurate as the modules, and a row's bits are its own."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from decoders import SIZES, Text, decoder, random_parents, random_tokens, tree
+from models import noised, prompts, tiny
+from torch import nn
+
+import gsd_kernels as gsd
+from gsd_kernels import cpu_levels
+from gsd_kernels.backends import unavailable_reason
+from gsd_kernels.graph import pack_bits
+from gsd_kernels.ops.decoder_rows import decoder_rows
+from gsd_kernels_hf.engine import decoder as engine
+from gsd_kernels_hf.model.attention import switched
+from gsd_kernels_hf.model.fused import FusedRows, rows_of, why_not
+from gsd_kernels_hf.model.runner import RowModel
+
+MISSING = unavailable_reason("cpu", torch.device("cpu"))
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SOFT = "amx_in_software"
+LEVELS = [SOFT] + [
+    name if why is None else pytest.param(name, marks=pytest.mark.skip(reason=why))
+    for name, why in (cpu_levels.levels() if MISSING is None else {}).items()
+]
+
+
+@pytest.fixture(params=LEVELS)
+def level(request):
+    with cpu_levels.forced(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+# Accuracy.
+
+FAMILIES = {
+    "llama": ("llama-gqa", {"hidden_size": 40, "intermediate_size": 104, "num_attention_heads": 4, "head_dim": 10}),
+    "llama-bias": ("llama-mha", {"attention_bias": True, "mlp_bias": True, "hidden_size": 72, "head_dim": 64}),
+    "tied-yarn": (
+        "llama-tied",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}, "intermediate_size": 90},
+    ),
+    "mistral": ("mistral-window", {"head_dim": 128, "num_attention_heads": 4, "sliding_window": 5}),
+    "qwen2": ("qwen2", {"hidden_size": 48, "num_attention_heads": 6}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "hidden_size": 48},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 96, "intermediate_size": 99, "attention_bias": True}),
+}
+
+
+def family(name: str):
+    """A model in float32 with biases and norms that matter."""
+    base, changes = FAMILIES[name]
+    model = tiny(base, dtype=torch.float32, **changes)
+    gen = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=gen)
+    return model
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_error_is_at_most_twice_the_module_paths(name, dtype):
+    model = family(name).to(dtype)
+    batch, length, parents = 2, 21, [-1, 0, 0, 1, 2, 3, 3, 6]
+    ids, tokens = random_tokens(batch, length), random_tokens(batch, len(parents), 1)
+    kv_start = torch.tensor([0, 4], dtype=torch.int32)
+    padding = (torch.arange(length) >= kv_start[:, None]).long()
+    sees, depths = tree(parents)
+    mask, depths = pack_bits(sees).expand(batch, -1, -1).contiguous(), depths.expand(batch, -1).contiguous()
+    kv_len = torch.full((batch,), length, dtype=torch.int32)
+    assert why_not(model, "auto") is None
+    found = []
+    for cls, of in ((RowModel, copy.deepcopy(model).double()), (RowModel, model), (FusedRows, model)):
+        with torch.no_grad(), switched(of):
+            rows = cls(of, 64, kv_start, "auto")
+            rows.keeps_hidden = True
+            rows.prefill(ids, padding, 8)
+            logits = rows.rows(tokens, kv_len, torch.arange(len(parents)), mask, depths, depths, keep=6)
+        assert logits.dtype == of.dtype
+        found.append((logits.double(), rows.hidden.double()))
+    exact, theirs, ours = found
+    for i in range(2):  # logits, and what the output matrix reads
+        assert (ours[i] - exact[i]).norm() <= 2 * (theirs[i] - exact[i]).norm() + 1e-6 * exact[i].norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SIZES)
+def test_every_level_equals_the_reference(name, dtype, level):
+    sizes = SIZES[name]
+    sees, depths = tree(random_parents(40))
+    results = []
+    for backend in ("cpu", "reference"):
+        text = Text(decoder(sizes, dtype), sizes, dtype, [0, 3], 80)
+        text.read(random_tokens(2, 30), 30)
+        for cache in (*text.caches[0], *text.caches[1]):
+            cache.nan_to_num_(0.0)  # the reference reads every slot
+        rows = (random_tokens(2, 40, 1).int(), (text.kv_len - text.kv_start)[:, None] + depths)
+        slots = text.kv_len[:, None] + torch.arange(40, dtype=torch.int32)
+        graph = (pack_bits(sees).expand(2, -1, -1).contiguous(), depths.expand(2, -1))
+        results.append(
+            decoder_rows(
+                text.weights, *rows, slots, *graph, text.kv_len, text.kv_start, *text.caches, keep=40, backend=backend
+            )
+        )
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}[dtype]
+    for ours, expected in zip(*results, strict=True):
+        assert (ours - expected).norm() <= tolerance * expected.norm()
+
+
+# A row's bits are its own.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SIZES)
+def test_a_row_alone_and_among_others(name, dtype, level):
+    sizes, count, pads = SIZES[name], 37, [0, 5, 2, 11]
+    weights, prompt, tokens = decoder(sizes, dtype), random_tokens(4, 19), random_tokens(4, count, 1)
+    sees, depths = tree(random_parents(count))
+
+    def logits(sequences: list[int], step: int):
+        text = Text(weights, sizes, dtype, [pads[b] for b in sequences], 80)
+        text.read(prompt[sequences], step)
+        parts = [
+            text.rows(tokens[sequences], sees, depths, first, min(count, first + step))
+            for first in range(0, count, step)
+        ]
+        return torch.cat(parts, 1)
+
+    whole = logits([0, 1, 2, 3], count)
+    assert whole.isfinite().all()
+    for step in (1, 2, 7, 16, 17):
+        assert torch.equal(logits([0, 1, 2, 3], step), whole), step
+    for sequences in ([2], [3, 1], [1, 0, 3]):
+        assert torch.equal(logits(sequences, count), whole[sequences]), sequences
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_up_to_128_rows_on_one_thread_and_two(dtype, level, threads):
+    sizes, prompt, tokens = SIZES["qwen2-64"], random_tokens(1, 30), random_tokens(1, 128, 1)
+    weights = decoder(sizes, dtype)
+    sees, depths = tree(random_parents(128))
+
+    def logits(first: int, last: int, count: int):
+        threads(count)
+        text = Text(weights, sizes, dtype, [0], 200)
+        text.read(prompt, 30)
+        for begin in range(0, first, 40):
+            text.rows(tokens, sees, depths, begin, min(first, begin + 40))
+        return text.rows(tokens, sees, depths, first, last)
+
+    whole = logits(0, 128, 1)
+    assert torch.equal(logits(0, 128, 2), whole)
+    for first, last in ((0, 1), (0, 33), (64, 128), (100, 127), (127, 128)):
+        for count in (1, 2):
+            assert torch.equal(logits(first, last, count), whole[:, first:last])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("prefix", [9, 250, 256])
+def test_a_path_of_the_tree_and_the_same_tokens_committed(name, dtype, prefix, level):
+    sizes, parents = SIZES[name], random_parents(30, seed=2)
+    weights, prompt, tokens = decoder(sizes, dtype), random_tokens(2, prefix), random_tokens(2, 30, 1)
+    sees, depths = tree(parents)
+    leaf = int(depths.argmax())
+    path = sorted(torch.nonzero(sees[leaf]).flatten().tolist(), key=lambda node: int(depths[node]))
+    assert len(path) > 8
+    text = Text(weights, sizes, dtype, [0, 3], 320)
+    text.read(prompt, 64)
+    drafted = text.rows(tokens, sees, depths, 0, 30)[:, path]
+    for step in (1, 3):
+        plain = Text(weights, sizes, dtype, [0, 3], 320)
+        plain.read(prompt, 100)
+        assert torch.equal(plain.read(tokens[:, path], step), drafted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama-odd", "mistral-128"])
+def test_where_rows_lie_does_not_matter(name, dtype, level):
+    sizes, count = SIZES[name], 20
+    weights, prompt, tokens = decoder(sizes, dtype), random_tokens(1, 12), random_tokens(1, count, 1)
+    parents = random_parents(count)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(5))  # children before parents too
+    place = order.argsort()
+    moved = [-1 if parents[old] < 0 else int(place[parents[old]]) for old in order.tolist()]
+    found = []
+    for these, of in ((parents, tokens), (moved, tokens[:, order])):
+        text = Text(weights, sizes, dtype, [0], 64)
+        text.read(prompt, 12)
+        found.append(text.rows(of, *tree(these), 0, count))
+    assert torch.equal(found[1], found[0][:, order])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SIZES)
+def test_padding_does_not_matter(name, dtype, level):
+    sizes = SIZES[name]
+    weights, prompt, tokens = decoder(sizes, dtype), random_tokens(1, 270), random_tokens(1, 20, 1)
+    found = []
+    for pad in (0, 1, 7, 16):
+        text = Text(weights, sizes, dtype, [pad], 340)
+        text.read(prompt, 90)
+        found.append(text.rows(tokens, *tree(random_parents(20)), 0, 20))
+    assert all(torch.equal(logits, found[0]) for logits in found)
+
+
+def test_what_overflows_in_one_row_stays_there(level):
+    sizes = SIZES["llama-odd"]
+    weights = decoder(sizes, torch.float32)
+    sees, depths = tree([-1, 0, 0, 1, 2])
+    found = []
+    for token in (7, 8):
+        text = Text(weights, sizes, torch.float32, [0], 40)
+        text.read(random_tokens(1, 6), 6)
+        weights.embedding[8] = 1e38
+        found.append(text.rows(torch.tensor([[1, 2, token, 3, 4]]), sees, depths, 0, 5))
+    assert torch.equal(found[0][:, [0, 1, 3]], found[1][:, [0, 1, 3]])
+    assert not torch.equal(found[0][:, 4], found[1][:, 4])
+
+
+# Prompts and texts through the model.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_prompt_has_the_same_bits_in_any_chunks_and_batch(dtype):
+    model = family("qwen3").to(dtype)
+    ids, kv_start = random_tokens(2, 150), torch.tensor([0, 9], dtype=torch.int32)
+    padding = (torch.arange(150) >= kv_start[:, None]).long()
+    caches = []
+    for chunk in (None, 1, 50):
+        rows = FusedRows(model, 160, kv_start, "auto")
+        rows.prefill(ids, padding, chunk)
+        caches.append(torch.stack([t[:, :, :150] for part in rows.caches(2) for t in part]))
+    alone = FusedRows(model, 160, kv_start[:1], "auto")
+    alone.prefill(ids[1:, 9:], None, None)
+    single = torch.stack([t[:, :, :141] for part in alone.caches(1) for t in part])
+    text = (torch.arange(150) >= kv_start[:, None])[:, None, :, None]
+    assert caches[0].isfinite().all()
+    for cache in caches[1:]:
+        assert torch.equal(cache * text, caches[0] * text)
+    assert torch.equal(single[:, 0], caches[0][:, 1, :, 9:])
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_half_precision_has_one_text_whatever_is_drafted(name, dtype, sampled, monkeypatch):
+    monkeypatch.setattr(engine, "RowModel", rows_of)
+    target = family(name).to(dtype)
+    options = {**prompts(3, 9), "max_new_tokens": 40, "do_sample": sampled, "seed": 3, "eos_token_id": None}
+    alone = gsd.generate(target, **options)
+    assert len(set(alone[:, 9:].flatten().tolist())) >= 15
+    for noise, config in ((0.02, "chain"), (0.05, "tree"), (0.02, "graph"), (0.1, "graph")):
+        out = gsd.generate(
+            target,
+            **options,
+            assistant_model=noised(target, noise),
+            graph_config=config,
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(out.sequences, alone)
+        assert out.stats.tokens_per_step > 1
+    one = {**options, "input_ids": options["input_ids"][:1], "attention_mask": options["attention_mask"][:1]}
+    assert torch.equal(gsd.generate(target, **one), alone[:1])
+
+
+def test_the_model_stays_as_it_is():
+    model = family("qwen2").bfloat16()
+    before = copy.deepcopy(model.state_dict())
+    rows = rows_of(model, 30, torch.zeros(1, dtype=torch.int32), "auto")
+    assert type(rows) is FusedRows
+    rows.prefill(random_tokens(1, 20), None, None)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert rows.weights.head.data_ptr() == model.lm_head.weight.data_ptr()
+    with pytest.raises(ValueError, match="cache: full, 31 positions needed and 30 allocated"):
+        rows_of(model, 30, torch.zeros(1, dtype=torch.int32), "auto").prefill(random_tokens(1, 31), None, None)
+
+
+# Levels.
+
+
+def test_levels_are_named_with_their_reasons(level):
+    found = cpu_levels.levels()
+    assert list(found) == ["portable", "avx2", "avx512", "avx512_bf16", "amx"]
+    assert found["portable"] is None and all(reason is None or len(reason) > 10 for reason in found.values())
+    assert cpu_levels.active() == level
+
+
+def test_unknown_levels_are_refused():
+    with pytest.raises(ValueError, match=r"expected one of portable, avx2, .* got sse"), cpu_levels.forced("sse"):
+        pass
+    code = "from gsd_kernels import cpu_levels; cpu_levels.active()"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "GSD_CPU_LEVEL": "sse"},
+    )
+    assert "ValueError" in run.stderr and "GSD_CPU_LEVEL: expected one of portable" in run.stderr
+
+
+# Memory.
+
+
+def test_nothing_outside_a_tensor_is_touched():
+    here = Path(__file__).resolve().parent
+    run = subprocess.run(
+        [sys.executable, str(here / "decoder_edges.py")],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(here.parent), os.environ.get("PYTHONPATH", "")))},
+    )
+    assert run.returncode == 0 and run.stdout.endswith("done\n"), run.stdout + run.stderr[-2000:]
+
+
+def test_bad_arguments_are_named():
+    sizes = SIZES["llama-odd"]
+    text = Text(decoder(sizes, torch.float32), sizes, torch.float32, [0], 20)
+    sees, depths = tree([-1, 0])
+    arguments = [
+        random_tokens(1, 2).int(),
+        depths[None],
+        depths[None],
+        pack_bits(sees)[None],
+        depths[None],
+        text.kv_len,
+        text.kv_start,
+        *text.caches,
+    ]
+    for index, value, match in (
+        (0, arguments[0].long(), "token_ids"),
+        (4, depths.expand(3, -1), "node_depths"),
+        (7, text.caches[0][:1], "k_caches: expected 2 layers"),
+    ):
+        changed = [*arguments[:index], value, *arguments[index + 1 :]]
+        with pytest.raises((TypeError, ValueError), match=match):
+            decoder_rows(text.weights, *changed, keep=1)
+    with pytest.raises(ValueError, match="keep: expected 0 … 2"):
+        decoder_rows(text.weights, *arguments, keep=3)
+    mixed = decoder(sizes, torch.float32)
+    object.__setattr__(mixed, "head", nn.Parameter(mixed.head.bfloat16()))
+    with pytest.raises(RuntimeError, match="head: expected the dtype of the embedding"):
+        decoder_rows(mixed, *arguments, keep=1)
