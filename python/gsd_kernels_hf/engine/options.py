@@ -155,7 +155,10 @@ class Options:
         if sources is None:
             given = tuple(name for name, present in there.items() if present)
             return (*given, "history") if given else ()
-        expected = f"draft_sources: expected a tuple of {', '.join(NAMES)} or DraftSource objects, got {sources!r}"
+        expected = (
+            f"draft_sources: expected a tuple of {', '.join(NAMES)} or DraftSource objects, got {sources!r}; leave it "
+            "out to take all that are given, or none"
+        )
         if not isinstance(sources, (tuple, list, str)):
             raise TypeError(expected)
         if (
