@@ -46,6 +46,7 @@ BENCHMARKS = {
         "sample": kernels.sample,
         "commit": kernels.commit,
         "step-overhead": kernels.step_overhead,
+        "rows": kernels.rows,
     },
     "Generation": {
         "generate": generation.generate,

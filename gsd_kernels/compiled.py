@@ -69,92 +69,105 @@ def load(backend: str) -> str | None:
     return None
 
 
-def _define() -> None:
-    for schema in SCHEMAS:
-        torch.library.define(f"gsd_kernels::{schema.partition('(')[0]}", schema[schema.index("(") :])
-
-    def int32(like: Tensor, *shape: int) -> Tensor:
-        return like.new_empty(shape, dtype=torch.int32)
-
-    @torch.library.register_fake("gsd_kernels::merge")
-    def _merge(token_ids: Tensor, *args: object) -> tuple[Tensor, ...]:
-        ancestor_mask, width = args[5], args[14]
-        assert isinstance(ancestor_mask, Tensor) and isinstance(width, (int, torch.SymInt))
-        batch, words = token_ids.shape[0], ancestor_mask.shape[2]
-        return (*(int32(token_ids, batch, width) for _ in range(3)), int32(token_ids, batch, width, words))
-
-    @torch.library.register_fake("gsd_kernels::flatten")
-    def _flatten(
-        token_ids: Tensor, edge_targets: Tensor, edge_log_probs: Tensor, max_rows: int, max_path: int
-    ) -> tuple[Tensor, ...]:
-        batch = token_ids.shape[0]
-        token, parent, depth, node = (int32(token_ids, batch, max_rows) for _ in range(4))
-        mask = int32(token_ids, batch, max_rows, num_words(max_rows))
-        return token, parent, depth, mask, node, edge_log_probs.new_empty(batch, max_rows), int32(token_ids, batch)
-
-    @torch.library.register_fake("gsd_kernels::verify")
-    def _verify(token_ids: Tensor, *args: object) -> tuple[Tensor, ...]:
-        batch, max_path = token_ids.shape[0], args[-1]
-        assert isinstance(max_path, (int, torch.SymInt))
-        return int32(token_ids, batch, max_path + 1), int32(token_ids, batch), int32(token_ids, batch)
-
-    @torch.library.register_fake("gsd_kernels::commit_kv")
-    def _commit_kv(*args: object) -> None:
-        return None
-
-    @torch.library.register_fake("gsd_kernels::sample_rows")
-    def _sample_rows(logits: Tensor, positions: Tensor, *args: object, **kwargs: object) -> Tensor:
-        return torch.empty_like(positions)
-
-    @torch.library.register_fake("gsd_kernels::draft_candidates")
-    def _draft_candidates(
-        logits: Tensor, positions: Tensor, branch: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        shape = (*positions.shape, branch)
-        return positions.new_empty(shape), logits.new_empty(shape, dtype=torch.float32)
-
-    @torch.library.register_fake("gsd_kernels::dag_attention")
-    def _dag_attention(q: Tensor, k: Tensor, v: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-        batch, heads, rows, _ = q.shape
-        out = q.new_empty(batch, rows, heads, v.shape[3]).transpose(1, 2)
-        return out, q.new_empty(batch, heads, rows, dtype=torch.float32)
-
-    @torch.library.register_fake("gsd_kernels::ngram_insert")
-    def _ngram_insert(*args: object) -> None:
-        return None
-
-    @torch.library.register_fake("gsd_kernels::ngram_lookup")
-    def _ngram_lookup(
-        keys: Tensor, table_tokens: Tensor, table_log_probs: Tensor, contexts: Tensor, max_context: int, ways: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        shape = (*contexts.shape[:2], table_tokens.shape[2])
-        return contexts.new_empty(shape), table_log_probs.new_empty(shape), contexts.new_empty(shape[:2])
-
-    @torch.library.register_fake("gsd_kernels::perturb_candidates")
-    def _perturb_candidates(tokens: Tensor, log_probs: Tensor, *args: object) -> Tensor:
-        return torch.empty_like(log_probs)
-
-    @torch.library.register_fake("gsd_kernels::mix_candidates")
-    def _mix_candidates(tokens: Tensor, log_probs: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(tokens), torch.empty_like(log_probs)
-
-    @torch.library.register_fake("gsd_kernels::write_kv")
-    def _write_kv(*args: object) -> None:
-        return None
-
-    @torch.library.register_fake("gsd_kernels::row_linear")
-    def _row_linear(x: Tensor, weight: Tensor) -> Tensor:
-        return x.new_empty(x.shape[0], weight.shape[0])
-
-    @torch.library.register_fake("gsd_kernels::decoder_rows")
-    def _decoder_rows(token_ids: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-        head, keep = args[9], args[-1]
-        assert isinstance(head, Tensor) and isinstance(keep, (int, torch.SymInt))
-        logits, hidden = ((token_ids.shape[0], keep, size) for size in head.shape)
-        return head.new_empty(logits, dtype=torch.float32), head.new_empty(hidden, dtype=torch.float32)
+for schema in SCHEMAS:
+    torch.library.define(f"gsd_kernels::{schema.partition('(')[0]}", schema[schema.index("(") :])
 
 
-_define()
+def _int32(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.int32)
+
+
+@torch.library.register_fake("gsd_kernels::merge")
+def _merge(token_ids: Tensor, *args: object) -> tuple[Tensor, ...]:
+    ancestor_mask, width = args[5], args[14]
+    assert isinstance(ancestor_mask, Tensor) and isinstance(width, (int, torch.SymInt))
+    batch, words = token_ids.shape[0], ancestor_mask.shape[2]
+    return (*(_int32(token_ids, batch, width) for _ in range(3)), _int32(token_ids, batch, width, words))
+
+
+@torch.library.register_fake("gsd_kernels::flatten")
+def _flatten(
+    token_ids: Tensor, edge_targets: Tensor, edge_log_probs: Tensor, max_rows: int, max_path: int
+) -> tuple[Tensor, ...]:
+    batch = token_ids.shape[0]
+    token, parent, depth, node = (_int32(token_ids, batch, max_rows) for _ in range(4))
+    mask = _int32(token_ids, batch, max_rows, num_words(max_rows))
+    return token, parent, depth, mask, node, edge_log_probs.new_empty(batch, max_rows), _int32(token_ids, batch)
+
+
+@torch.library.register_fake("gsd_kernels::verify")
+def _verify(token_ids: Tensor, *args: object) -> tuple[Tensor, ...]:
+    batch, max_path = token_ids.shape[0], args[-1]
+    assert isinstance(max_path, (int, torch.SymInt))
+    return _int32(token_ids, batch, max_path + 1), _int32(token_ids, batch), _int32(token_ids, batch)
+
+
+@torch.library.register_fake("gsd_kernels::commit_kv")
+def _commit_kv(*args: object) -> None:
+    return None
+
+
+@torch.library.register_fake("gsd_kernels::sample_rows")
+def _sample_rows(logits: Tensor, positions: Tensor, *args: object, **kwargs: object) -> Tensor:
+    return torch.empty_like(positions)
+
+
+@torch.library.register_fake("gsd_kernels::draft_candidates")
+def _draft_candidates(
+    logits: Tensor, positions: Tensor, branch: int, *args: object, **kwargs: object
+) -> tuple[Tensor, Tensor]:
+    shape = (*positions.shape, branch)
+    return positions.new_empty(shape), logits.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.register_fake("gsd_kernels::dag_attention")
+def _dag_attention(q: Tensor, k: Tensor, v: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    batch, heads, rows, _ = q.shape
+    out = q.new_empty(batch, rows, heads, v.shape[3]).transpose(1, 2)
+    return out, q.new_empty(batch, heads, rows, dtype=torch.float32)
+
+
+@torch.library.register_fake("gsd_kernels::ngram_insert")
+def _ngram_insert(*args: object) -> None:
+    return None
+
+
+@torch.library.register_fake("gsd_kernels::ngram_lookup")
+def _ngram_lookup(
+    keys: Tensor, table_tokens: Tensor, table_log_probs: Tensor, contexts: Tensor, max_context: int, ways: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (*contexts.shape[:2], table_tokens.shape[2])
+    return contexts.new_empty(shape), table_log_probs.new_empty(shape), contexts.new_empty(shape[:2])
+
+
+@torch.library.register_fake("gsd_kernels::perturb_candidates")
+def _perturb_candidates(tokens: Tensor, log_probs: Tensor, *args: object) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
+@torch.library.register_fake("gsd_kernels::mix_candidates")
+def _mix_candidates(tokens: Tensor, log_probs: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(tokens), torch.empty_like(log_probs)
+
+
+@torch.library.register_fake("gsd_kernels::write_kv")
+def _write_kv(*args: object) -> None:
+    return None
+
+
+@torch.library.register_fake("gsd_kernels::row_linear")
+def _row_linear(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.register_fake("gsd_kernels::decoder_rows")
+def _decoder_rows(token_ids: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    head, keep = args[9], args[-1]
+    assert isinstance(head, Tensor) and isinstance(keep, (int, torch.SymInt))
+    logits, hidden = ((token_ids.shape[0], keep, size) for size in head.shape)
+    return head.new_empty(logits, dtype=torch.float32), head.new_empty(hidden, dtype=torch.float32)
+
+
 UNAVAILABLE: dict[str, str | None] = {
     "cpu": load("cpu"),
     # A CUDA library beside a CPU-only torch could be loaded but never run.

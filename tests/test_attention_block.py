@@ -16,7 +16,7 @@ import pytest
 from test_block_code import BUILDS, CXX, DIFFERENT, DIVERGENT, RACE, ROOT, run
 
 SOURCE = ROOT / "tests/block_code/attention.cpp"
-HEADER = ROOT / "csrc/attention.h"
+HEADER = ROOT / "csrc/algorithms/attention.h"
 BANK_CONFLICT = 5
 
 pytestmark = [
@@ -79,7 +79,7 @@ def test_a_layout_without_exchanged_chunks_has_bank_conflicts(tmp_path):
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
     shutil.copytree(SOURCE.parent, tmp_path / "tests/block_code")
     assert TEXT.count("chunk ^ (row & 7)") == 1
-    (tmp_path / "csrc/attention.h").write_text(TEXT.replace("chunk ^ (row & 7)", "chunk"))
+    (tmp_path / "csrc/algorithms/attention.h").write_text(TEXT.replace("chunk ^ (row & 7)", "chunk"))
     copied = tmp_path / "tests/block_code/attention.cpp"
     program = build(copied, tmp_path / "attention", ["-O0"])
     status, output = run(program, 1, 1)

@@ -120,6 +120,21 @@ def test_compare_and_backend(tmp_path):
     assert {row.contestant for row in rows if not row.peer} == {"cpu"}
 
 
+def test_rows_are_measured_beside_the_modules(tmp_path):
+    file = tmp_path / "rows.json"
+    sizes = ["--rows", "1", "--rows", "5", "--prefix", "9", "--prompt", "12", "--seconds", "0"]
+    output = bench("rows", "--shape", "tiny", "--dtype", "float32", *sizes, "--json", str(file))
+    assert "| tiny, float32, rows 5 |" in output and "| tiny, float32, prompt of 12 |" in output
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert {"device", "commit", "versions", "threads", "date"} <= set(report["environment"])
+    (result,) = report["results"]
+    assert [line["rows"] for line in result["rows"]] == [1, 5]
+    for line in result["rows"]:
+        assert line["operator_over_floor"] == pytest.approx(line["operator_ms"] / line["read_ms"])
+    with pytest.raises(ValueError, match="--dtype: expected float32, bfloat16 or float16, got float64"):
+        bench("rows", "--shape", "tiny", "--dtype", "float64")
+
+
 def test_unknown_names_are_refused():
     settings = Settings(CPU, torch.float32, quick=True, seconds=0.0)
     with pytest.raises(ValueError, match=r"--backend: 'gpu' is none of"):

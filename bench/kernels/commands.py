@@ -1,4 +1,4 @@
-"""``gsd-kernels bench attention | merge | sample | commit | step-overhead``."""
+"""``gsd-kernels bench attention | merge | sample | commit | step-overhead | rows``."""
 
 from __future__ import annotations
 
@@ -113,6 +113,36 @@ def step_overhead(
     typer.echo(json.dumps(row, indent=2))
     if file is not None:
         write_json(file, row, indent=2)
+
+
+def rows(
+    shape: Annotated[str, typer.Option("--shape", help="Named after a model: 250m, llama-2-7b, …")] = "250m",
+    dtypes: Annotated[
+        list[Dtype] | None, typer.Option("--dtype", help="Repeatable. Default: bfloat16 and float32.")
+    ] = None,
+    counts: Annotated[
+        list[int] | None, typer.Option("--rows", min=1, max=128, help="Repeatable. Default: 1, 4, 8, 16, 32 and 64.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Default: torch's.")] = None,
+    prefix: Annotated[int, typer.Option("--prefix", min=1, help="Cached tokens.")] = 256,
+    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of the prompt that is timed.")] = 1000,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.0, help="For each number of rows.")] = 3.0,
+    file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result here.")] = None,
+) -> None:
+    """A target's forward of rows on a CPU beside its modules and the time that reading the weights takes."""
+    import torch
+
+    from gsd_kernels_hf.files import write_json
+
+    from .rows import run, table
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    named = [getattr(torch, dtype.value) for dtype in dtypes or (Dtype.bfloat16, Dtype.float32)]
+    report = run(shape, named, tuple(counts or (1, 4, 8, 16, 32, 64)), prefix, prompt, seconds)
+    typer.echo(table(report))
+    if file is not None:
+        write_json(file, report, indent=1)
 
 
 def _run(case: str, given: dict[str, Any]) -> None:

@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
+#include <tuple>
 #include <vector>
 
-#include "../torch_ops.h"
+#include "../algorithms/group.h"
+#include "../torch_ops/cache.h"
 
 namespace gsd {
 namespace {

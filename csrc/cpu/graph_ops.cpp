@@ -1,7 +1,10 @@
 // merge, flatten, verify and commit_kv on CPU tensors: the graph algorithms run by a group of one thread a sequence.
 #include <algorithm>
 
-#include "../torch_ops.h"
+#include "../torch_ops/commit_kv.h"
+#include "../torch_ops/flatten.h"
+#include "../torch_ops/merge.h"
+#include "../torch_ops/verify.h"
 #include "sequences.h"
 
 namespace gsd {

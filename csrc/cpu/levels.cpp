@@ -7,7 +7,7 @@
 #include <cstring>
 #include <memory>
 
-#include "../elements.h"
+#include "../algorithms/elements.h"
 #include "instructions.h"
 #include "products.h"
 

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "../elements.h"
+#include "../algorithms/elements.h"
 #include "lanes.h"
 
 namespace gsd {

@@ -1,6 +1,6 @@
-// The n-gram table's ops on CPU tensors: csrc/ngram.h run by a group of one thread a sequence.
+// The n-gram table's ops on CPU tensors: csrc/algorithms/ngram.h run by a group of one thread a sequence.
 
-#include "../torch_ops.h"
+#include "../torch_ops/ngram.h"
 #include "sequences.h"
 
 namespace gsd {

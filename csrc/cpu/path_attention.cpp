@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../algorithms/group.h"
 #include "attention.h"
 
 namespace gsd {

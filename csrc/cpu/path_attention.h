@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "../torch_ops.h"
+#include "../torch_ops/cache.h"
 #include "products.h"
 
 namespace gsd {

@@ -4,7 +4,7 @@
 // The loops are written for tiles of any make. Tiles in software, which only tests ask for, run them where there are none.
 #include <cstring>
 
-#include "../elements.h"
+#include "../algorithms/elements.h"
 #include "instructions.h"
 #include "products.h"
 

@@ -1,7 +1,7 @@
 // Products with AVX2, FMA and F16C: sixteen registers of eight floats.
 #include <cstring>
 
-#include "../group.h"
+#include "../algorithms/group.h"
 #include "instructions.h"
 #include "products.h"
 

@@ -1,5 +1,5 @@
 // Products with AVX-512: thirty-two registers of sixteen floats.
-#include "../group.h"
+#include "../algorithms/group.h"
 #include "instructions.h"
 #include "products.h"
 

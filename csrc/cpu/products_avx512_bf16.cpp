@@ -1,5 +1,5 @@
 // Products of bfloat16 pairs, AVX512_BF16: 32 multiplications an instruction, summed in float32.
-#include "../group.h"
+#include "../algorithms/group.h"
 #include "instructions.h"
 #include "products.h"
 

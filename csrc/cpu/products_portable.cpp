@@ -1,7 +1,7 @@
 // Products for any processor: vectors that the compiler maps to what there is. The level that others prove themselves on.
 #include <cstring>
 
-#include "../elements.h"
+#include "../algorithms/elements.h"
 #include "lanes.h"
 #include "products.h"
 

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../torch_ops.h"
+#include "../torch_ops/common.h"
 #include "attention.h"
 
 namespace gsd {

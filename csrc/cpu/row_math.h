@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "../random.h"
+#include "../algorithms/random.h"
 
 namespace gsd {
 

@@ -2,9 +2,10 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 
-#include "../sampling.h"
-#include "../torch_ops.h"
+#include "../algorithms/sampling.h"
+#include "../torch_ops/common.h"
 #include "row_math.h"
 
 namespace gsd {

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "../torch_ops.h"
+#include "../torch_ops/common.h"
 
 namespace gsd {
 

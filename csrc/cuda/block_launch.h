@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "../group.h"
+#include "../algorithms/group.h"
 
 namespace gsd {
 

@@ -4,12 +4,12 @@
 
 #include <cstdint>
 
-#include "../attention.h"
-#include "../graph/flatten.h"
-#include "../graph/merge.h"
-#include "../graph/verify.h"
-#include "../ngram.h"
-#include "../sampling.h"
+#include "../algorithms/attention.h"
+#include "../algorithms/flatten.h"
+#include "../algorithms/merge.h"
+#include "../algorithms/verify.h"
+#include "../algorithms/ngram.h"
+#include "../algorithms/sampling.h"
 
 namespace gsd {
 

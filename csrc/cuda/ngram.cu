@@ -1,4 +1,4 @@
-// The n-gram table's ops: csrc/ngram.h run by one thread block a sequence, mix_candidates by one a row, and
+// The n-gram table's ops: csrc/algorithms/ngram.h run by one thread block a sequence, mix_candidates by one a row, and
 // perturb_candidates by one thread a row.
 #include "block_launch.h"
 #include "launch.h"

@@ -4,7 +4,12 @@
 
 #include <string>
 
-#include "../torch_ops.h"
+#include "../torch_ops/commit_kv.h"
+#include "../torch_ops/dag_attention.h"
+#include "../torch_ops/flatten.h"
+#include "../torch_ops/merge.h"
+#include "../torch_ops/ngram.h"
+#include "../torch_ops/verify.h"
 #include "launch.h"
 
 #ifndef USE_CUDA

@@ -1,7 +1,7 @@
-// The warp machine of csrc/attention.h on a GPU of compute capability 8.0 or newer: inline PTX.
+// The warp machine of csrc/algorithms/attention.h on a GPU of compute capability 8.0 or newer: inline PTX.
 #pragma once
 
-#include "../elements.h"
+#include "../algorithms/elements.h"
 
 namespace gsd {
 

@@ -11,11 +11,11 @@
 #include <cstdio>
 #include <random>
 
-#include "../../csrc/graph/flatten.h"
-#include "../../csrc/graph/merge.h"
-#include "../../csrc/graph/verify.h"
-#include "../../csrc/ngram.h"
-#include "../../csrc/sampling.h"
+#include "../../csrc/algorithms/flatten.h"
+#include "../../csrc/algorithms/merge.h"
+#include "../../csrc/algorithms/verify.h"
+#include "../../csrc/algorithms/ngram.h"
+#include "../../csrc/algorithms/sampling.h"
 #include "os_group.h"
 
 using namespace gsd;

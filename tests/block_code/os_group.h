@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "../../csrc/group.h"
+#include "../../csrc/algorithms/group.h"
 
 namespace gsd {
 

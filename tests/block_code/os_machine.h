@@ -1,4 +1,4 @@
-// The warp machine of csrc/attention.h as operating-system threads, one a lane. What the PTX ISA says of each
+// The warp machine of csrc/algorithms/attention.h as operating-system threads, one a lane. What the PTX ISA says of each
 // instruction is done literally:
 //   ldmatrix, mma   move and multiply by the documented fragment layouts; lanes get each other's operands;
 //   cp.async        nothing arrives before wait_group says so, and from the copy on the old contents are gone;
@@ -11,7 +11,7 @@
 #include <cmath>
 #include <deque>
 
-#include "../../csrc/attention.h"
+#include "../../csrc/algorithms/attention.h"
 #include "os_group.h"
 
 #if defined(__SANITIZE_THREAD__)

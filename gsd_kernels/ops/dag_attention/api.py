@@ -67,6 +67,43 @@ def dag_attention(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or range.
     """
+    _check(q, k, v, ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths, sliding_window)
+    if backend == "auto" and q.dtype == torch.float64:
+        backend = "reference"  # the kernels compute in float32
+    function = resolve(backend, q.device, IMPLEMENTATIONS)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    written_out = {"dense": dense, "return_lse": return_lse} if function in DENSE else {}
+    out, lse = function(
+        q,
+        k,
+        v,
+        ancestor_mask,
+        kv_len,
+        kv_start,
+        num_nodes,
+        row_depths,
+        node_depths,
+        scale,
+        softcap,
+        sliding_window,
+        **written_out,
+    )
+    return (out, lse) if return_lse else out
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ancestor_mask: Tensor,
+    kv_len: Tensor,
+    kv_start: Tensor | None,
+    num_nodes: Tensor | None,
+    row_depths: Tensor | None,
+    node_depths: Tensor | None,
+    sliding_window: int | None,
+) -> None:
+    """Raise unless the arguments of :func:`dag_attention` are what its docstring says."""
     if not isinstance(q, Tensor) or q.dim() != 4:
         raise ValueError("q: expected a tensor [batch, heads, rows, head_dim]")
     device, int32, batch, rows = q.device, (torch.int32,), q.shape[0], q.shape[2]
@@ -87,24 +124,3 @@ def dag_attention(
         check_tensor("node_depths", node_depths, (batch, None), int32, device)
         if sliding_window < 1:
             raise ValueError(f"sliding_window: expected at least 1, got {sliding_window}")
-    if backend == "auto" and q.dtype == torch.float64:
-        backend = "reference"  # the kernels compute in float32
-    function = resolve(backend, device, IMPLEMENTATIONS)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    written_out = {"dense": dense, "return_lse": return_lse} if function in DENSE else {}
-    out, lse = function(
-        q,
-        k,
-        v,
-        ancestor_mask,
-        kv_len,
-        kv_start,
-        num_nodes,
-        row_depths,
-        node_depths,
-        scale,
-        softcap,
-        sliding_window,
-        **written_out,
-    )
-    return (out, lse) if return_lse else out

@@ -1,4 +1,4 @@
-"""The CUDA C++ attention: ``csrc/attention.h`` on tensor cores."""
+"""The CUDA C++ attention: ``csrc/algorithms/attention.h`` on tensor cores."""
 
 from __future__ import annotations
 

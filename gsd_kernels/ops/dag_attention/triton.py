@@ -297,25 +297,12 @@ def dag_attention(
 ) -> tuple[Tensor, Tensor]:
     """Two launches of static shape. ``config`` overrides the shipped table (the tuner does)."""
     batch, heads, rows, head_dim = q.shape
-    kv_heads, capacity, value_dim = k.shape[1], k.shape[2], v.shape[3]
-    group = heads // kv_heads
-    size_m = group * rows
-    words = ancestor_mask.shape[2]
-    windowed = sliding_window is not None
+    value_dim, windowed = v.shape[3], sliding_window is not None
     if config is None:
         arch, extras = current_arch(q.device), softcap is not None or windowed
-        config = attention_config(arch, q.element_size(), max(head_dim, value_dim), size_m, capacity, extras)
-    block_dv = max(16, triton.next_power_of_2(value_dim))
-    m_blocks = triton.cdiv(size_m, config.block_m)
-    graph_splits = triton.cdiv(words * WORD_BITS, NODES_PER_SPLIT)
-    prefix_splits = config.prefix_splits(m_blocks * batch * kv_heads, capacity, MIN_BLOCKS, graph_splits)
-    splits = prefix_splits + graph_splits
-    block_splits = triton.next_power_of_2(splits)
-    combine_m = max(1, min(16, COMBINE_ELEMENTS // (block_splits * block_dv)))
+        size_m = heads // k.shape[1] * rows
+        config = attention_config(arch, q.element_size(), max(head_dim, value_dim), size_m, k.shape[2], extras)
     upcast = interpreting() and q.dtype == torch.bfloat16
-
-    partial_out = torch.empty(batch, kv_heads, splits, size_m, value_dim, dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty(batch, kv_heads, splits, size_m, dtype=torch.float32, device=q.device)
     # Rows before heads in memory: the projection that follows attention reads it without a copy.
     out_dtype = torch.float32 if upcast else q.dtype
     out = torch.empty(batch, rows, heads, value_dim, dtype=out_dtype, device=q.device).transpose(1, 2)
@@ -325,36 +312,67 @@ def dag_attention(
     if windowed:
         assert row_depths is not None and node_depths is not None  # the api demands them
         row_depths, node_depths = row_depths.contiguous(), unit_stride(node_depths)
+    else:
+        row_depths = node_depths = None
     q, k, v, ancestor_mask = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(ancestor_mask)
+    depths = (row_depths, node_depths)
+    lengths = (kv_len, kv_start, num_nodes)
+    partial = _attend_splits(q, k, v, ancestor_mask, lengths, depths, scale, softcap, sliding_window, config, upcast)
+    _combine(*partial, out, lse)
+    return out.to(q.dtype), lse
+
+
+def _attend_splits(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ancestor_mask: Tensor,
+    lengths: tuple[Tensor, Tensor | None, Tensor | None],  # kv_len, kv_start, num_nodes
+    depths: tuple[Tensor | None, Tensor | None],  # of rows and nodes, with a sliding window
+    scale: float,
+    softcap: float | None,
+    sliding_window: int | None,
+    config: AttentionConfig,
+    upcast: bool,
+) -> tuple[Tensor, Tensor]:
+    """The splits' normalised outputs and base-2 log-sum-exps: float32 [B, Hkv, splits, M, Dv], [B, Hkv, splits, M]."""
+    batch, heads, rows, head_dim = q.shape
+    kv_heads, capacity, value_dim = k.shape[1], k.shape[2], v.shape[3]
+    group, words = heads // kv_heads, ancestor_mask.shape[2]
+    size_m = group * rows
+    m_blocks = triton.cdiv(size_m, config.block_m)
+    graph_splits = triton.cdiv(words * WORD_BITS, NODES_PER_SPLIT)
+    prefix_splits = config.prefix_splits(m_blocks * batch * kv_heads, capacity, MIN_BLOCKS, graph_splits)
+    splits = prefix_splits + graph_splits
+    partial_out = torch.empty(batch, kv_heads, splits, size_m, value_dim, dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(batch, kv_heads, splits, size_m, dtype=torch.float32, device=q.device)
+    node_depths = depths[1]
     _split_kernel[(m_blocks, batch * kv_heads, splits)](
         q,
         k,
         v,
         ancestor_mask,
-        kv_len,
-        kv_start,
-        num_nodes,
-        row_depths if windowed else None,
-        node_depths if windowed else None,
+        *lengths,
+        *depths,
         partial_out,
         partial_lse,
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
         *ancestor_mask.stride()[:2],
-        node_depths.stride(0) if windowed else 0,
+        0 if node_depths is None else node_depths.stride(0),
         rows,
         words,
         capacity,
         scale if softcap is not None else scale * LOG2_E,
         1.0 if softcap is None else softcap,
-        sliding_window if windowed else 0,
+        0 if sliding_window is None else sliding_window,
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_DV=block_dv,
+        BLOCK_DV=max(16, triton.next_power_of_2(value_dim)),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         PREFIX_SPLITS=prefix_splits,
@@ -362,29 +380,36 @@ def dag_attention(
         SPLIT_NODES=NODES_PER_SPLIT,
         SPLIT_MIN=MIN_BLOCKS,
         HAS_SOFTCAP=softcap is not None,
-        HAS_WINDOW=windowed,
+        HAS_WINDOW=sliding_window is not None,
         PRECISION="ieee" if q.dtype == torch.float32 or upcast else "tf32",
         UPCAST=upcast,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    _combine_kernel[(batch * kv_heads, triton.cdiv(size_m, combine_m))](
+    return partial_out, partial_lse
+
+
+def _combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Weigh the splits into ``out`` [B, Hq, R, Dv] and ``lse`` [B, Hq, R]."""
+    batch, kv_heads, splits, size_m, value_dim = partial_out.shape
+    block_dv, block_splits = max(16, triton.next_power_of_2(value_dim)), triton.next_power_of_2(splits)
+    block_m = max(1, min(16, COMBINE_ELEMENTS // (block_splits * block_dv)))
+    _combine_kernel[(batch * kv_heads, triton.cdiv(size_m, block_m))](
         partial_out,
         partial_lse,
         out,
         lse,
         *out.stride()[:3],
-        rows,
+        out.shape[2],
         KV_HEADS=kv_heads,
-        GROUP=group,
+        GROUP=out.shape[1] // kv_heads,
         VALUE_DIM=value_dim,
         BLOCK_DV=block_dv,
         SPLITS=splits,
         BLOCK_SPLITS=block_splits,
-        BLOCK_M=combine_m,
+        BLOCK_M=block_m,
         num_warps=4,
     )
-    return out.to(q.dtype), lse
 
 
 def unit_stride(x: Tensor) -> Tensor:

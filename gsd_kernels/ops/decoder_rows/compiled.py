@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .api import DecoderWeights
+from .weights import DecoderWeights
 
 
 def decoder_rows(

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
@@ -9,9 +7,7 @@ from torch.nn.functional import linear, rms_norm, silu
 from ..dag_attention import reference as attention
 from ..dag_attention.dense import visibility
 from ..write_kv.reference import write_kv
-
-if TYPE_CHECKING:
-    from .api import DecoderWeights
+from .weights import DecoderWeights
 
 
 def decoder_rows(

@@ -17,7 +17,7 @@ def merge(
     log_sibling_ratio: float,
     log_min_prob: float,
 ) -> Frontier:
-    """csrc/graph/merge.h, on the CPU or the GPU."""
+    """csrc/algorithms/merge.h, on the CPU or the GPU."""
     return Frontier(
         *torch.ops.gsd_kernels.merge(
             *graph.tensors(),

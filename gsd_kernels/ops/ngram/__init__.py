@@ -1,5 +1,6 @@
 """Remember continuations of recent contexts, look them up, and mix them with another source's."""
 
-from .api import NgramTable, mix_candidates, ngram_insert, ngram_lookup, perturb_candidates
+from .api import mix_candidates, ngram_insert, ngram_lookup, perturb_candidates
+from .table import NgramTable
 
 __all__ = ["NgramTable", "mix_candidates", "ngram_insert", "ngram_lookup", "perturb_candidates"]

@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .api import NgramTable
+from .table import NgramTable
 
 
 def ngram_insert(table: NgramTable, contexts: Tensor, tokens: Tensor, log_probs: Tensor, valid: Tensor) -> None:
-    """csrc/ngram.h, as the others here."""
+    """csrc/algorithms/ngram.h, as the others here."""
     new = (t.contiguous() for t in (contexts, tokens, log_probs, valid))
     torch.ops.gsd_kernels.ngram_insert(table.keys, table.tokens, table.log_probs, *new, table.max_context, table.ways)
 

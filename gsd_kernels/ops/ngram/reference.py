@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ..sampling.philox import gumbel_of
-
-if TYPE_CHECKING:
-    from .api import NgramTable
+from .table import NgramTable
 
 MEAN_GUMBEL = 0.5772
 LEAST_REST = 1e-6

@@ -1,9 +1,9 @@
 """The n-gram table in one launch a call, and what its candidates go through.
 
-What a call leaves in a set follows from the set's own entries (see ``csrc/ngram.h``). Here an entry finds its place by
-comparing itself with all others of its chunk: the newest of equal keys counts, and its way is the number of newer ones
-in its set. The newest entry of a set first moves what the set held. Between these steps the chunk lies in scratch
-memory.
+What a call leaves in a set follows from the set's own entries (see ``csrc/algorithms/ngram.h``). Here an entry finds
+its place by comparing itself with all others of its chunk: the newest of equal keys counts, and its way is the number
+of newer ones in its set. The newest entry of a set first moves what the set held. Between these steps the chunk lies in
+scratch memory.
 """
 
 from __future__ import annotations

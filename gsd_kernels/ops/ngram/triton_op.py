@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .api import NgramTable
+from .table import NgramTable
 
 
 @torch.library.custom_op("gsd_kernels::triton_ngram_insert", mutates_args=("keys", "table_tokens", "table_log_probs"))

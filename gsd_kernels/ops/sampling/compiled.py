@@ -16,7 +16,7 @@ def sample_rows(
     top_p: Parameter,
     min_p: Parameter,
 ) -> Tensor:
-    """csrc/cpu/sampling_ops.cpp or csrc/sampling.h: one op on the CPU and the GPU."""
+    """csrc/cpu/sampling_ops.cpp or csrc/algorithms/sampling.h: one op on the CPU and the GPU."""
     return torch.ops.gsd_kernels.sample_rows(
         logits.contiguous(),
         positions.contiguous(),
@@ -37,7 +37,7 @@ def draft_candidates(
     top_p: Parameter,
     min_p: Parameter,
 ) -> tuple[Tensor, Tensor]:
-    """csrc/cpu/sampling_ops.cpp or csrc/sampling.h: one op on the CPU and the GPU."""
+    """csrc/cpu/sampling_ops.cpp or csrc/algorithms/sampling.h: one op on the CPU and the GPU."""
     return torch.ops.gsd_kernels.draft_candidates(
         logits.contiguous(),
         positions.contiguous(),

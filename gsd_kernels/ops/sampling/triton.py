@@ -338,12 +338,8 @@ def best_tokens(
     batch, rows, vocab = logits.shape
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
-
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=logits.device)
-
-    tokens = new(batch, rows, count, dtype=torch.int32)
-    log_probs = new(batch, rows, count if with_log_probs else 0)
+    tokens = _new(logits, batch, rows, count, dtype=torch.int32)
+    log_probs = _new(logits, batch, rows, count if with_log_probs else 0)
     total = batch * rows
     if total == 0:
         return tokens, log_probs
@@ -352,29 +348,11 @@ def best_tokens(
     has_min_p = sampling and (min_ps is not None or min_p > 0.0)
     cuts = tops = None
     if has_cut or has_min_p:
-        cuts, tops = new(total), new(total)
-        _cut_kernel[(total,)](
-            logits,
-            temperatures,
-            temperature,
-            top_ks,
-            top_k,
-            top_ps,
-            top_p,
-            new(total, COLLECT) if has_cut else None,
-            cuts,
-            tops,
-            *logits.stride()[:2],
-            rows,
-            vocab,
-            HAS_CUT=has_cut,
-            BLOCK=COLLECT,
-            num_warps=8,
-        )
+        cuts, tops = _find_cuts(logits, temperatures, temperature, top_ks, top_k, top_ps, top_p, has_cut)
     stretches = triton.cdiv(vocab, STRETCH)
-    best_scores = new(total, stretches, count)
-    best_ids = new(total, stretches, count, dtype=torch.int32)
-    sums = new(total, stretches, 2) if with_log_probs else None
+    best_scores = _new(logits, total, stretches, count)
+    best_ids = _new(logits, total, stretches, count, dtype=torch.int32)
+    sums = _new(logits, total, stretches, 2) if with_log_probs else None
     _score_kernel[(total, stretches)](
         logits,
         positions.contiguous(),
@@ -400,6 +378,52 @@ def best_tokens(
         BLOCK=STRETCH,
         num_warps=8,
     )
+    _pick(best_scores, best_ids, sums, tokens, log_probs)
+    return tokens, log_probs
+
+
+def _new(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def _find_cuts(
+    logits: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
+    top_ks: Tensor | None,
+    top_k: float,
+    top_ps: Tensor | None,
+    top_p: float,
+    has_cut: bool,
+) -> tuple[Tensor, Tensor]:
+    """Of every row the smallest logit / temperature that top-k and top-p keep, and the largest: float32 [B·R] each."""
+    batch, rows, vocab = logits.shape
+    total = batch * rows
+    cuts, tops = _new(logits, total), _new(logits, total)
+    _cut_kernel[(total,)](
+        logits,
+        temperatures,
+        temperature,
+        top_ks,
+        top_k,
+        top_ps,
+        top_p,
+        _new(logits, total, COLLECT) if has_cut else None,
+        cuts,
+        tops,
+        *logits.stride()[:2],
+        rows,
+        vocab,
+        HAS_CUT=has_cut,
+        BLOCK=COLLECT,
+        num_warps=8,
+    )
+    return cuts, tops
+
+
+def _pick(best_scores: Tensor, best_ids: Tensor, sums: Tensor | None, tokens: Tensor, log_probs: Tensor) -> None:
+    """Merge the stretches' best, [B·R, stretches, count], into ``tokens`` and, with ``sums``, ``log_probs``."""
+    total, stretches, count = best_scores.shape
     _pick_kernel[(total,)](
         best_scores,
         best_ids,
@@ -408,9 +432,8 @@ def best_tokens(
         log_probs,
         stretches,
         COUNT=count,
-        WITH_SUMS=with_log_probs,
+        WITH_SUMS=sums is not None,
         BLOCK=triton.next_power_of_2(stretches * count),
         BLOCK_STRETCHES=triton.next_power_of_2(stretches),
         num_warps=4,
     )
-    return tokens, log_probs

@@ -7,7 +7,7 @@ from ...graph import Acceptance, Rows
 
 
 def verify(rows: Rows, sampled: Tensor, eos_ids: Tensor, remaining: Tensor, done: Tensor, max_path: int) -> Acceptance:
-    """csrc/graph/verify.h, on the CPU or the GPU."""
+    """csrc/algorithms/verify.h, on the CPU or the GPU."""
     return Acceptance(
         *torch.ops.gsd_kernels.verify(
             rows.token_ids.contiguous(),

@@ -6,13 +6,13 @@
 // found by sorting the call's entries, one chunk after the other, and are then independent of each other.
 #pragma once
 
-#include "graph/sort.h"
+#include "sort.h"
 #include "random.h"
 
 namespace gsd {
 
 constexpr int kMostLengths = 8;     // MAX_CONTEXT of gsd_kernels/config.py
-constexpr int kMostWays = 16;       // MAX_WAYS of gsd_kernels/ops/ngram/api.py
+constexpr int kMostWays = 16;       // MAX_WAYS of gsd_kernels/ops/ngram/table.py
 constexpr int kChunkEntries = 256;  // insertions at a time: 64 rows of 4 lengths
 
 // N entries, W ways, K continuations, R rows of C tokens, contexts of 1 … L tokens.

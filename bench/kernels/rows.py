@@ -1,7 +1,5 @@
 """A target's forward of rows against the time that reading its weights takes, and against its modules.
 
-    python -m gsd_kernels_bench.rows [--shape 250m] [--dtypes bfloat16 float32] [--threads 2] [--json FILE]
-
 The floor is the bytes of the weights and of the prefix's keys and values over the bandwidth at which the same threads
 read a tensor as large. Random weights: the time does not depend on them. The ways take turns; the smallest of many
 repeats counts, since what other processes do only ever adds.
@@ -9,11 +7,8 @@ repeats counts, since what other processes do only ever adds.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,16 +16,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from gsd_kernels import cpu_levels
 from gsd_kernels.graph import pack_bits
+from gsd_kernels.ops.decoder_rows.api import FLOATS
 from gsd_kernels_hf.model.attention import switched
 from gsd_kernels_hf.model.fused import FusedRows
 from gsd_kernels_hf.model.runner import RowModel
 
-from .environment import environment
-from .shapes import shape_named
+from ..lib.environment import environment
+from ..lib.report import markdown
+from ..lib.shapes import shape_named
 
 WAYS = {"operator": FusedRows, "modules": RowModel}
-ROWS = (1, 4, 8, 16, 32, 64)
 BRANCH = 4  # children of a node of the tree
+MOST_ROWS = 128
 
 
 def random_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -79,7 +76,9 @@ def row_inputs(rows: int, prefix: int) -> tuple[torch.Tensor, ...]:
     return torch.arange(rows)[None] % 7, kv_len, torch.arange(rows), pack_bits(sees)[None], depths[None], depths[None]
 
 
-def measure(shape: str, dtype: torch.dtype, prefix: int, prompt: int, seconds: float) -> dict[str, Any]:
+def measure(
+    shape: str, dtype: torch.dtype, rows: tuple[int, ...], prefix: int, prompt: int, seconds: float
+) -> dict[str, Any]:
     """Milliseconds of rows and of a prompt, and what they are multiples of."""
     model = random_model(shape, dtype)
     weights = sum(p.nbytes for p in model.parameters())
@@ -87,12 +86,12 @@ def measure(shape: str, dtype: torch.dtype, prefix: int, prompt: int, seconds: f
     ids = torch.randint(0, model.config.vocab_size, (1, max(prefix, prompt)))
     result: dict[str, Any] = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "prefix": prefix, "rows": []}
     with torch.no_grad(), switched(model):
-        models = {name: way(model, max(prefix, prompt) + 128, kv_start, "auto") for name, way in WAYS.items()}
+        models = {name: way(model, max(prefix, prompt) + MOST_ROWS, kv_start, "auto") for name, way in WAYS.items()}
         for model_rows in models.values():
             model_rows.prefill(ids[:, :prefix], None, None)
-        size = weights + models["operator"].cache.nbytes * prefix // (max(prefix, prompt) + 128)
+        size = weights + models["operator"].cache.nbytes * prefix // (max(prefix, prompt) + MOST_ROWS)
         source = torch.ones(size // 4)
-        for count in ROWS:
+        for count in rows:
             inputs = row_inputs(count, prefix)
             calls: dict[str, Callable[[], object]] = {
                 name: lambda of=of, inputs=inputs, count=count: of.rows(*inputs, keep=count)
@@ -115,36 +114,43 @@ def again(rows: RowModel, ids: torch.Tensor) -> None:
     rows.prefill(ids, None, None)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="250m")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--prefix", type=int, default=256)
-    parser.add_argument("--prompt", type=int, default=1000, help="tokens of the prompt that is timed")
-    parser.add_argument("--seconds", type=float, default=3.0, help="for every number of rows")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    report = {
+def run(
+    shape: str, dtypes: list[torch.dtype], rows: tuple[int, ...], prefix: int, prompt: int, seconds: float
+) -> dict[str, Any]:
+    """Measure every dtype with torch's present number of threads.
+
+    Args:
+        shape: of the model, as :func:`~gsd_kernels_bench.lib.shapes.shape_named` knows it.
+        dtypes: of weights and cache.
+        rows: numbers of rows of a forward.
+        prefix: cached tokens before the rows.
+        prompt: tokens of the prompt that is timed.
+        seconds: for each number of rows.
+
+    Raises:
+        ValueError: no such shape, or a dtype that the operator does not take.
+    """
+    for dtype in dtypes:
+        if dtype not in FLOATS:
+            raise ValueError(f"--dtype: expected float32, bfloat16 or float16, got {str(dtype).removeprefix('torch.')}")
+    return {
         "schema": 1,
         "case": "rows",
         "environment": environment(torch.device("cpu")),
         "level": cpu_levels.active(),
+        "results": [measure(shape, dtype, rows, prefix, prompt, seconds) for dtype in dtypes],
     }
-    report["results"] = []
-    for name in args.dtypes:
-        result = measure(args.shape, getattr(torch, name), args.prefix, args.prompt, args.seconds)
-        report["results"].append(result)
-        print(
-            f"{args.shape} {name}, {args.threads} threads, {report['level']}: {result['bandwidth_gb_s']:.1f} GB/s read"
-        )
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report in Markdown: milliseconds, and multiples of the floor."""
+    lines = []
+    for result in report["results"]:
+        what = f"{result['shape']}, {result['dtype']}"
         for line in result["rows"]:
-            print("  " + ", ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in line.items()))
-        print(f"  prompt {result['prompt']}", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+            times = [f"{line[f'{name}_ms']:.2f} ({line[f'{name}_over_floor']:.2f})" for name in WAYS]
+            lines.append([f"{what}, rows {line['rows']}", f"{line['read_ms']:.2f}", *times])
+        prompt = result["prompt"]
+        times = [f"{prompt[f'{name}_ms']:.2f}" for name in WAYS]
+        lines.append([f"{what}, prompt of {prompt['tokens']}", "", *times])
+    return markdown(["ms (multiples of the floor)", "floor", *WAYS], lines)

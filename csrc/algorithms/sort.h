@@ -1,7 +1,7 @@
 // Sorting by score: 64-bit keys (descending score, then 32 bits of tie-break) in a bitonic network.
 #pragma once
 
-#include "../group.h"
+#include "group.h"
 
 namespace gsd {
 

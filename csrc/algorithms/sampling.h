@@ -5,7 +5,7 @@
 // key, and top-k and top-p descend four 8-bit digits of the logit through histograms of integer counts or masses.
 #pragma once
 
-#include "graph/sort.h"
+#include "sort.h"
 #include "random.h"
 
 namespace gsd {

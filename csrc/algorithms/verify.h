@@ -3,7 +3,7 @@
 // Nothing is walked: a row is accepted when all rows of its ancestor mask agree, which is one comparison of bit masks.
 #pragma once
 
-#include "../group.h"
+#include "group.h"
 
 namespace gsd {
 

@@ -1,0 +1,136 @@
+// The table and rows of ngram_insert, ngram_lookup, perturb_candidates and mix_candidates.
+#pragma once
+
+#include <tuple>
+#include <utility>
+
+#include "../algorithms/ngram.h"
+#include "common.h"
+
+namespace gsd {
+
+inline NgramTable ngram_table(const Tensor& keys, const Tensor& tokens, const Tensor& log_probs, int64_t batch,
+                              const NgramSizes& s) {
+  check("keys", keys, ScalarType::Long, {batch, s.capacity});
+  check("table_tokens", tokens, ScalarType::Int, {batch, s.capacity, s.branch});
+  check("table_log_probs", log_probs, ScalarType::Float, {batch, s.capacity, s.branch});
+  return {written<int64_t>(keys), written<int32_t>(tokens), written<float>(log_probs)};
+}
+
+inline NgramSizes ngram_sizes(const Tensor& keys, const Tensor& tokens, const Tensor& contexts, int64_t max_context,
+                              int64_t ways) {
+  check("keys", keys, ScalarType::Long, {kAny, kAny});
+  check("table_tokens", tokens, ScalarType::Int, {kAny, kAny, kAny});
+  check("contexts", contexts, ScalarType::Int, {keys.size(0), kAny, kAny});
+  const int64_t capacity = keys.size(1), rows = contexts.size(1), context = contexts.size(2);
+  constexpr int64_t kMost = 1 << 30;
+  STD_TORCH_CHECK(ways >= 1 && ways <= kMostWays && (ways & (ways - 1)) == 0, "ways: expected a power of two up to ",
+                  kMostWays, ", got ", ways);
+  STD_TORCH_CHECK(capacity >= ways && capacity <= kMost && (capacity & (capacity - 1)) == 0,
+                  "keys: expected a power of two of at least ", ways, " entries, got ", capacity);
+  STD_TORCH_CHECK(max_context >= 1 && max_context <= kMostLengths && max_context <= context,
+                  "contexts: expected at least ", max_context, " tokens of each, 1 ... ", kMostLengths, ", got ",
+                  context);
+  STD_TORCH_CHECK(rows < kMost / kMostLengths && tokens.size(2) < kMost, "contexts: too many rows, ", rows);
+  return {static_cast<int>(capacity), static_cast<int>(ways),    static_cast<int>(tokens.size(2)),
+          static_cast<int>(rows),     static_cast<int>(context), static_cast<int>(max_context)};
+}
+
+struct NgramInsertCall {
+  NgramSizes sizes;
+  NgramInsertArgs args;  // of the first sequence
+  int64_t batch;
+};
+
+inline NgramInsertCall prepare_ngram_insert(const Tensor& keys, const Tensor& table_tokens,
+                                            const Tensor& table_log_probs, const Tensor& contexts,
+                                            const Tensor& tokens, const Tensor& log_probs, const Tensor& valid,
+                                            int64_t max_context, int64_t ways) {
+  const NgramSizes sizes = ngram_sizes(keys, table_tokens, contexts, max_context, ways);
+  const int64_t batch = keys.size(0);
+  check("tokens", tokens, ScalarType::Int, {batch, sizes.rows, sizes.branch});
+  check("log_probs", log_probs, ScalarType::Float, {batch, sizes.rows, sizes.branch});
+  check("valid", valid, ScalarType::Bool, {batch, sizes.rows});
+  const NgramInsertArgs args{ngram_table(keys, table_tokens, table_log_probs, batch, sizes), read<int32_t>(contexts),
+                             read<int32_t>(tokens), read<float>(log_probs), read<bool>(valid)};
+  return {sizes, args, batch};
+}
+
+using NgramLookupOutputs = std::tuple<Tensor, Tensor, Tensor>;
+
+struct NgramLookupCall {
+  NgramSizes sizes;
+  NgramLookupArgs args;  // of the first sequence
+  int64_t batch;
+  NgramLookupOutputs outputs;
+};
+
+inline NgramLookupCall prepare_ngram_lookup(const Tensor& keys, const Tensor& table_tokens,
+                                            const Tensor& table_log_probs, const Tensor& contexts,
+                                            int64_t max_context, int64_t ways) {
+  const NgramSizes sizes = ngram_sizes(keys, table_tokens, contexts, max_context, ways);
+  const int64_t batch = keys.size(0);
+  NgramLookupOutputs outputs{new_int32(contexts, {batch, sizes.rows, sizes.branch}),
+                             torch::stable::new_empty(table_log_probs, {batch, sizes.rows, sizes.branch}),
+                             new_int32(contexts, {batch, sizes.rows})};
+  const NgramLookupArgs args{ngram_table(keys, table_tokens, table_log_probs, batch, sizes), read<int32_t>(contexts),
+                             written<int32_t>(std::get<0>(outputs)), written<float>(std::get<1>(outputs)),
+                             written<int32_t>(std::get<2>(outputs))};
+  return {sizes, args, batch, std::move(outputs)};
+}
+
+struct PerturbCall {
+  PerturbArgs args;
+  int64_t rows;  // of all sequences
+  Tensor output;
+};
+
+inline PerturbCall prepare_perturb(const Tensor& tokens, const Tensor& log_probs, const Tensor& positions,
+                                   const Tensor& seed, const Tensor& sequence_ids) {
+  check("tokens", tokens, ScalarType::Int, {kAny, kAny, kAny});
+  const int64_t batch = tokens.size(0), rows = tokens.size(1), branch = tokens.size(2);
+  check("log_probs", log_probs, ScalarType::Float, {batch, rows, branch});
+  check("positions", positions, ScalarType::Int, {batch, rows});
+  check("seed", seed, ScalarType::Long, {});
+  check("sequence_ids", sequence_ids, ScalarType::Int, {batch});
+  Tensor output = torch::stable::new_empty(log_probs, {batch, rows, branch});
+  const PerturbArgs args{read<int32_t>(tokens),       read<float>(log_probs),     read<int32_t>(positions),
+                         read<int64_t>(seed),         read<int32_t>(sequence_ids), written<float>(output),
+                         static_cast<int>(rows),      static_cast<int>(branch)};
+  return {args, batch * rows, std::move(output)};
+}
+
+using MixOutputs = std::tuple<Tensor, Tensor>;
+
+struct MixCall {
+  MixSizes sizes;
+  MixArgs args;  // of the first row
+  int64_t rows;
+  MixOutputs outputs;
+};
+
+inline MixCall prepare_mix(const Tensor& tokens, const Tensor& log_probs, const Tensor& other_tokens,
+                           const Tensor& other_log_probs, const Tensor& weight) {
+  check("tokens", tokens, ScalarType::Int, {kAny, kAny, kAny});
+  const int64_t batch = tokens.size(0), rows = tokens.size(1), branch = tokens.size(2);
+  check("log_probs", log_probs, ScalarType::Float, {batch, rows, branch});
+  check("other_tokens", other_tokens, ScalarType::Int, {batch, rows, kAny});
+  const int64_t others = other_tokens.size(2);
+  check("other_log_probs", other_log_probs, ScalarType::Float, {batch, rows, others});
+  check("weight", weight, ScalarType::Float, {batch, rows});
+  constexpr int64_t kMost = 8192;  // their probabilities lie in shared memory
+  STD_TORCH_CHECK(branch + others <= kMost, "other_tokens: expected at most ", kMost, " candidates in all, got ",
+                  branch + others);
+  MixOutputs outputs{new_int32(tokens, {batch, rows, branch}),
+                     torch::stable::new_empty(log_probs, {batch, rows, branch})};
+  const MixArgs args{read<int32_t>(tokens),
+                     read<float>(log_probs),
+                     read<int32_t>(other_tokens),
+                     read<float>(other_log_probs),
+                     read<float>(weight),
+                     written<int32_t>(std::get<0>(outputs)),
+                     written<float>(std::get<1>(outputs))};
+  return {{static_cast<int>(branch), static_cast<int>(others)}, args, batch * rows, std::move(outputs)};
+}
+
+}  // namespace gsd
