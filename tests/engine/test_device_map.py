@@ -31,7 +31,7 @@ def generate(target, draft, device="cpu"):
 
 def test_two_devices_without_a_gpu():
     """The second device is a pretended one: its tensors are kept apart from the CPU's, and copies are counted."""
-    path = os.path.join(os.path.dirname(__file__), "two_devices.py")
+    path = two_devices_path
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

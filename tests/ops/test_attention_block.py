@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from test_block_code import BUILDS, CXX, DIFFERENT, DIVERGENT, RACE, ROOT, run
+from block_code.programs import BUILDS, CXX, DIFFERENT, DIVERGENT, RACE, ROOT, build, build_all, run
 
 SOURCE = ROOT / "tests/block_code/attention.cpp"
 HEADER = ROOT / "csrc/attention.h"
@@ -31,20 +28,12 @@ COPIES = re.findall(r'machine\.copy\("([^"]+)"', TEXT)
 LOADS = re.findall(r'machine\.template load_matrices<\w+>\("([^"]+)"', TEXT)
 
 
-def build(source: Path, program: Path, flags: list[str]) -> Path:
-    command = [CXX, "-std=c++20", "-pthread", "-Wall", "-Wextra", "-ffp-contract=off", *flags, source, "-o", program]
-    subprocess.run(list(map(str, command)), check=True)
-    return program
-
-
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("attention")
     # Without debug information: it doubles the time to compile this much unrolled code.
     flags = {name: [flag for flag in BUILDS[name] if flag != "-g"] for name in BUILDS}
-    with ThreadPoolExecutor(2) as pool:
-        built = pool.map(lambda name: build(SOURCE, folder / name, flags[name]), BUILDS)
-        return dict(zip(BUILDS, built, strict=True))
+    return build_all(SOURCE, folder, flags)
 
 
 @pytest.mark.parametrize(("sanitizer", "rounds"), [("thread", 12), ("address", 40)])

@@ -1,4 +1,4 @@
-"""The CUDA ops on a GPU: equal to the reference, capturable in a CUDA graph, on the current stream and device."""
+"""The CUDA ops on a GPU beyond their contracts: captured in CUDA graphs, on the current stream and device, in a model."""
 
 from __future__ import annotations
 
@@ -6,37 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from graphs import STYLES, drafted
+from graphs import drafted
 from models import noised, prompts, tiny
-from ngrams import MEMORIES, Memory, check_captured_memory, check_memory, check_mix, check_perturbed
-from test_compiled_ops import (
-    EQUAL_SCORE,
-    FLOATS,
-    WARPERS,
-    agreeing_target,
-    assert_bit_equal,
-    final_scores,
-    frontier_tensors,
-    sampling_inputs,
-)
-from triton_checks import Attention, check_attention, check_row_invariance
+from ops.contracts.attention import HALF_PRECISION
+from ops.contracts.backends import assert_bit_equal
+from ops.contracts.graph import CUDA_GRAPHS
+from ops.contracts.sampling import sampling_inputs
 
 import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
-from gsd_kernels.ops.dag_attention.compiled import DTYPES, HEAD_DIMS
+from gsd_kernels.ops.dag_attention.compiled import DTYPES
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
-]
-
-CONFIGS = [
-    gsd.GraphConfig(depth=5, width=4, branch=3, max_rows=32),
-    gsd.GraphConfig(depth=6, width=8, branch=4, max_rows=64, merge_context=0),
-    gsd.GraphConfig(depth=3, width=5, branch=5, max_rows=63, merge_context=2, sibling_ratio=0.2, min_prob=0.05),
-    gsd.GraphConfig(depth=2, width=30, branch=32, max_rows=128, merge_context=0),
-    gsd.GraphConfig.preset("chain"),
-    gsd.GraphConfig.preset("tree"),
 ]
 
 
@@ -44,54 +27,6 @@ CONFIGS = [
 def built():
     reason = unavailable_reason("cuda", torch.device("cuda"))
     assert reason is None, reason
-
-
-def on_cpu(tensors):
-    return [t.cpu() for t in tensors]
-
-
-def to_device(data, device="cuda"):
-    return type(data)(*(t.to(device) for t in data.tensors()))
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_merge_flatten_verify_are_bit_equal(config, style, batch):
-    seen: dict[str, list] = {"reference": [], "cuda": []}
-    graphs = {
-        backend: drafted(
-            config,
-            batch=batch,
-            vocab=7,
-            style=style,
-            seed=batch,
-            backend=backend,
-            device="cuda" if backend == "cuda" else "cpu",
-            on_level=lambda _g, _l, _f, _t, _lp, nxt, into=into: into.append(nxt),
-        )
-        for backend, into in seen.items()
-    }
-    assert_bit_equal(on_cpu(graphs["cuda"].tensors()), graphs["reference"].tensors())
-    for ours, theirs in zip(seen["cuda"], seen["reference"], strict=True):
-        assert_bit_equal(on_cpu(frontier_tensors(ours)), frontier_tensors(theirs))
-
-    rows = gsd.flatten(graphs["reference"], config.max_rows, config.max_path, backend="reference")
-    ours = gsd.flatten(graphs["cuda"], config.max_rows, config.max_path, backend="cuda")
-    assert_bit_equal(on_cpu(ours.tensors()), rows.tensors())
-
-    sampled, arguments = agreeing_target(rows, 7, batch)
-    done = torch.arange(batch) == 1
-    expected = gsd.verify(rows, sampled, **arguments, done=done, max_path=config.max_path, backend="reference")
-    got = gsd.verify(
-        to_device(rows),
-        sampled.cuda(),
-        **{name: t.cuda() for name, t in arguments.items()},
-        done=done.cuda(),
-        max_path=config.max_path,
-        backend="cuda",
-    )
-    assert_bit_equal(on_cpu(got.tensors()), expected.tensors())
 
 
 def commit_inputs(head_dim, layers=3, device="cuda", dtype=torch.bfloat16):
@@ -108,79 +43,6 @@ def commit_inputs(head_dim, layers=3, device="cuda", dtype=torch.bfloat16):
         num_accepted.to(device),
         kv_len.to(device),
     )
-
-
-@pytest.mark.parametrize("name", MEMORIES)
-def test_the_ngram_table_is_bit_equal(name):
-    check_memory(MEMORIES[name], "cuda", "cuda")
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_ngram_table_of_many_sequences_is_bit_equal(seed):
-    sizes = {"capacity": 256, "ways": 8, "max_context": 4, "vocab": 6}
-    check_memory(Memory(**sizes, rows=(300, 64, 64), batch=9, seed=seed), "cuda", "cuda")
-
-
-@pytest.mark.parametrize("branch", [1, 4, 5, 32])
-def test_perturbed_candidates_are_equal(branch):
-    for seed in range(10):
-        check_perturbed(seed, branch, "cuda", "cuda")
-
-
-@pytest.mark.parametrize(("branch", "others"), [(4, 4), (1, 1), (3, 7), (32, 32)])
-def test_mixed_candidates_are_equal(branch, others):
-    assert sum(check_mix(seed, branch, others, "cuda", "cuda") for seed in range(10)) <= 10
-
-
-def test_the_ngram_table_is_captured_in_a_cuda_graph():
-    check_captured_memory("cuda", "cuda")
-
-
-@pytest.mark.parametrize("head_dim", [1, 7, 63, 64, 128])  # odd sizes take narrower loads
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_commit_kv_is_bit_equal(head_dim, dtype):
-    results = []
-    for backend, device in (("reference", "cpu"), ("cuda", "cuda")):
-        (k, v), rows, num_accepted, kv_len = commit_inputs(head_dim, device=device, dtype=dtype)
-        gsd.commit_kv(k, v, rows, num_accepted, kv_len, backend=backend)
-        results.append(on_cpu([*k, *v, kv_len]))
-    assert_bit_equal(results[1], results[0])
-
-
-def test_more_caches_than_one_launch_takes():
-    cache = torch.randn(400, 1, 2, 20, 8, device="cuda")
-    expected = cache.clone()
-    expected[:, :, :, 6] = expected[:, :, :, 9]
-    layers = list(cache)
-    rows = torch.tensor([[0, 4]], dtype=torch.int32, device="cuda")
-    kv_len = torch.tensor([5], dtype=torch.int32, device="cuda")
-    gsd.commit_kv(layers[:200], layers[200:], rows, torch.full_like(kv_len, 2), kv_len, backend="cuda")
-    assert torch.equal(cache, expected) and kv_len.item() == 7
-
-
-@pytest.mark.parametrize("warpers", WARPERS, ids=str)
-@pytest.mark.parametrize("vocab", [1, 63, 1000, 128256])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_sampled_and_drafted_tokens_are_equal(warpers, vocab, dtype):
-    logits, positions, noise = sampling_inputs(vocab, dtype, vocab)
-    scores = final_scores(logits, positions, noise, warpers)
-    on_gpu = [x.cuda() for x in (logits, positions)]
-    gpu_noise = {name: t.cuda() for name, t in noise.items()}
-    gpu_warpers = {name: w.cuda() if isinstance(w, torch.Tensor) else w for name, w in warpers.items()}
-
-    expected = gsd.sample_rows(logits, positions, **noise, **warpers, backend="reference").long()
-    got = gsd.sample_rows(*on_gpu, **gpu_noise, **gpu_warpers, backend="cuda").cpu().long()
-    gap = (scores.gather(-1, expected[..., None]) - scores.gather(-1, got[..., None])).squeeze(-1)
-    assert (gap[got != expected].abs() <= EQUAL_SCORE).all()
-
-    tokens, log_probs = gsd.draft_candidates(logits, positions, branch=4, **noise, **warpers, backend="reference")
-    ours = gsd.draft_candidates(*on_gpu, branch=4, **gpu_noise, **gpu_warpers, backend="cuda")
-    finite = log_probs.isfinite()
-    assert torch.equal(ours[1].isfinite().cpu(), finite)
-    torch.testing.assert_close(ours[1].cpu()[finite], log_probs[finite], atol=1e-5, rtol=1e-5)
-    pairs = [scores.gather(-1, t.cpu().long().clamp(min=0)) for t in (tokens, ours[0])]
-    other = (tokens != ours[0].cpu()) & finite
-    assert ((pairs[0] - pairs[1])[other].abs() <= EQUAL_SCORE).all()
 
 
 def test_sampling_is_captured_in_a_cuda_graph_and_repeatable():
@@ -214,7 +76,7 @@ def captured(step):
 
 
 def test_a_whole_step_is_captured_in_a_cuda_graph():
-    config = CONFIGS[1]
+    config = CUDA_GRAPHS[1]
     gen = torch.Generator().manual_seed(0)
     graph = gsd.TokenGraph.empty(2, config, "cuda")
     root = torch.tensor([1, 2], dtype=torch.int32, device="cuda")
@@ -250,7 +112,7 @@ def test_a_whole_step_is_captured_in_a_cuda_graph():
 
 def test_the_current_stream_is_used():
     """An op that ran on the default stream would not wait for the slow producer of its input."""
-    config = CONFIGS[0]
+    config = CUDA_GRAPHS[0]
     graph = drafted(config, backend="cuda", device="cuda")
     expected = gsd.flatten(graph, config.max_rows, config.max_path, backend="reference")
     clean = graph.edge_log_probs.clone()
@@ -266,7 +128,7 @@ def test_the_current_stream_is_used():
 
 
 def test_opcheck_and_mixed_devices():
-    graph = drafted(CONFIGS[0], backend="cuda", device="cuda")
+    graph = drafted(CUDA_GRAPHS[0], backend="cuda", device="cuda")
     inputs = (graph.token_ids, graph.edge_targets, graph.edge_log_probs, 32, 10)
     results = torch.library.opcheck(torch.ops.gsd_kernels.flatten.default, inputs)
     assert set(results.values()) == {"SUCCESS"}, results
@@ -274,39 +136,8 @@ def test_opcheck_and_mixed_devices():
         torch.ops.gsd_kernels.flatten(graph.token_ids, graph.edge_targets.cpu(), *inputs[2:])
 
 
-ATTENTION = {
-    "one row": Attention(rows=1, nodes=1, group=1),
-    "one warp": Attention(rows=5, nodes=33, group=3),
-    "two warps": Attention(rows=9, nodes=40, group=3),
-    "four warps": Attention(rows=16, nodes=64, group=4),
-    "several blocks": Attention(rows=63, nodes=111, group=8, capacity=1000, prefixes=(800, 63)),
-    "several graph splits": Attention(rows=40, nodes=964, capacity=1500, prefixes=(530, 111)),
-    "the cache ends with the last node": Attention(nodes=40, capacity=273, prefixes=(233, 233)),
-    "no prefix": Attention(prefixes=(0, 4), paddings=(0, 4), nodes=31),
-    "soft cap": Attention(softcap=5.0, group=4),
-    "window": Attention(window=50, group=4),
-    "narrow window, soft cap": Attention(window=3, softcap=2.0, rows=30, nodes=100),
-    "positions first": Attention(positions_first=True, group=4),
-    "long": Attention(rows=64, nodes=64, group=4, capacity=5000, prefixes=(4500, 63), paddings=(7, 0)),
-}
-
-
-@pytest.mark.parametrize("name", ATTENTION)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_attention(name, head_dim, dtype):
-    """Error against float64 at most twice that of plain PyTorch; NaN wherever no row looks."""
-    check_attention(replace(ATTENTION[name], dtype=dtype, head_dim=head_dim), "cuda", "cuda")
-
-
-@pytest.mark.parametrize("name", ["one warp", "four warps", "several graph splits", "window", "soft cap"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_attention_rows_are_independent(name, dtype):
-    check_row_invariance(replace(ATTENTION[name], dtype=dtype), "cuda", "cuda")
-
-
 def test_one_captured_attention_serves_every_length():
-    tensors, _ = replace(ATTENTION["four warps"], dtype=torch.float16).build("cuda")
+    tensors, _ = replace(HALF_PRECISION["four warps"], dtype=torch.float16).build("cuda")
     tensors = {n: t.nan_to_num(0.5) if t.is_floating_point() else t for n, t in tensors.items()}
 
     def attend():
@@ -326,7 +157,7 @@ def test_one_captured_attention_serves_every_length():
 
 
 def test_attention_opcheck_and_refusals():
-    tensors, _ = replace(ATTENTION["one warp"], dtype=torch.float16).build("cuda")
+    tensors, _ = replace(HALF_PRECISION["one warp"], dtype=torch.float16).build("cuda")
     names = ("q", "k", "v", "ancestor_mask", "kv_len", "kv_start", "num_nodes")
     inputs = (*(tensors[name].nan_to_num(0) if name in "qkv" else tensors[name] for name in names), None, None)
     results = torch.library.opcheck(torch.ops.gsd_kernels.dag_attention.default, (*inputs, 0.1, None, None))

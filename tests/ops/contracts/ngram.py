@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from ops.contracts.backends import Backend
 from torch import Tensor
 
 import gsd_kernels as gsd
@@ -101,28 +102,30 @@ def contents(table: gsd.NgramTable) -> list[Tensor]:
     return [table.keys, table.tokens, table.log_probs.view(torch.int32)]
 
 
-def check_memory(case: Memory, backend: str, device: str) -> None:
+def check_memory(case: Memory, on: Backend) -> None:
     """The table after every call, bit for bit, and what it answers."""
-    ours, theirs = case.empty(device), case.empty()
+    ours, theirs = case.empty(on.device), case.empty()
     for call in case.calls():
-        gsd.ngram_insert(ours, *(t.to(device) for t in call), backend=backend)
+        gsd.ngram_insert(ours, *(t.to(on.device) for t in call), backend=on.name)
         gsd.ngram_insert(theirs, *call, backend="reference")
         for got, expected in zip(contents(ours), contents(theirs), strict=True):
             assert torch.equal(got.cpu(), expected)
     assert (theirs.keys != 0).any()
     with poisoned():
-        answers = gsd.ngram_lookup(ours, case.queries().to(device), backend=backend)
+        answers = gsd.ngram_lookup(ours, case.queries().to(on.device), backend=on.name)
     expected = gsd.ngram_lookup(theirs, case.queries(), backend="reference")
     for got, answer in zip(answers, expected, strict=True):
         assert got.dtype == answer.dtype and torch.equal(got.cpu(), answer)
     assert 0 in expected[2] and expected[2].max() >= min(2, case.max_context)
 
 
-def check_mix(seed: int, branch: int, others: int, backend: str, device: str) -> int:
+def check_mix(seed: int, branch: int, others: int, on: Backend) -> int:
     """Log-probabilities within 1e-5, tokens equal but for near ties. Returns how many differ."""
     arguments = two_sources(seed, branch, others)
     with poisoned():
-        tokens, log_probs = (t.cpu() for t in gsd.mix_candidates(*(t.to(device) for t in arguments), backend=backend))
+        tokens, log_probs = (
+            t.cpu() for t in gsd.mix_candidates(*(t.to(on.device) for t in arguments), backend=on.name)
+        )
     expected, expected_log_probs = gsd.mix_candidates(*arguments, backend="reference")
     assert tokens.dtype == torch.int32 and torch.equal(tokens < 0, expected < 0)
     assert torch.equal(log_probs == float("-inf"), expected < 0)
@@ -135,31 +138,31 @@ def check_mix(seed: int, branch: int, others: int, backend: str, device: str) ->
     return len(differ)
 
 
-def check_perturbed(seed: int, branch: int, backend: str, device: str) -> None:
+def check_perturbed(seed: int, branch: int, on: Backend) -> None:
     """The same noise to the bit, log-probabilities within 1e-5 (relative to 22, the largest noise)."""
     inputs = remembered(seed, branch)
     sequences = torch.tensor([3, 90_000], dtype=torch.int32)
     found = []
-    for on, name in ((device, backend), ("cpu", "reference")):
-        keys = {"seed": torch.tensor(-5 - seed, device=on), "sequence_ids": sequences.to(on)}
+    for device, name in ((on.device, on.name), ("cpu", "reference")):
+        keys = {"seed": torch.tensor(-5 - seed, device=device), "sequence_ids": sequences.to(device)}
         with poisoned():
-            found.append(gsd.perturb_candidates(*(t.to(on) for t in inputs), **keys, backend=name).cpu())
+            found.append(gsd.perturb_candidates(*(t.to(device) for t in inputs), **keys, backend=name).cpu())
     ours, theirs = found
     assert torch.equal(ours == float("-inf"), theirs == float("-inf"))
     assert torch.equal(theirs == float("-inf"), (inputs[0] < 0) | (inputs[1] == float("-inf")))
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
 
 
-def check_captured_memory(backend: str, device: str) -> None:
+def check_captured_memory(on: Backend) -> None:
     """An insertion and a look-up captured in a CUDA graph, replayed with other contents of the same tensors."""
     case = Memory(capacity=128, ways=8, max_context=4, branch=4, vocab=5, rows=(64, 64, 64))
-    ours, theirs, calls = case.empty(device), case.empty(), case.calls()
-    inputs = [t.to(device) for t in calls[0]]
-    asked = case.queries().to(device)
+    ours, theirs, calls = case.empty(on.device), case.empty(), case.calls()
+    inputs = [t.to(on.device) for t in calls[0]]
+    asked = case.queries().to(on.device)
 
     def step() -> tuple[Tensor, ...]:
-        gsd.ngram_insert(ours, *inputs, backend=backend)
-        return gsd.ngram_lookup(ours, asked, backend=backend)
+        gsd.ngram_insert(ours, *inputs, backend=on.name)
+        return gsd.ngram_lookup(ours, asked, backend=on.name)
 
     step()
     gsd.ngram_insert(theirs, *calls[0], backend="reference")

@@ -5,28 +5,17 @@ Blind to what only a GPU has: warps, fences, races between blocks, asynchronous 
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
+from block_code.programs import BUILDS, CXX, DIFFERENT, DIVERGENT, RACE, ROOT, build_all, run
 
 from gsd_kernels.ops.sampling import reference
 
-ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "tests/block_code/main.cpp"
 HEADERS = [*sorted((ROOT / "csrc/graph").glob("*.h")), ROOT / "csrc/sampling.h", ROOT / "csrc/ngram.h"]
-CXX = shutil.which(os.environ.get("CXX", "g++"))
-BUILDS = {
-    "thread": ["-O1", "-g", "-fsanitize=thread"],
-    "address": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DGSD_CHECK_DIVERGENCE"],
-}
-DIFFERENT, DIVERGENT, RACE = 3, 4, 66
-HUNG = "hung"
 
 pytestmark = [
     pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
@@ -38,26 +27,7 @@ BARRIERS = sorted({name for header in HEADERS for name in re.findall(r'sync\("([
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("block_code")
-
-    def build(name: str) -> Path:
-        flags = ["-std=c++20", "-pthread", "-Wall", "-Wextra", "-ffp-contract=off", *BUILDS[name]]
-        subprocess.run([CXX, *flags, str(SOURCE), "-o", str(folder / name)], check=True)
-        return folder / name
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(BUILDS, pool.map(build, BUILDS), strict=True))
-
-
-def run(program: Path, *arguments: object, timeout: float = 120) -> tuple[int | str, str]:
-    environment = {**os.environ, "TSAN_OPTIONS": f"exitcode={RACE} halt_on_error=1", "ASAN_OPTIONS": "exitcode=67"}
-    try:
-        done = subprocess.run(
-            [str(program), *map(str, arguments)], capture_output=True, text=True, timeout=timeout, env=environment
-        )
-    except subprocess.TimeoutExpired:
-        return HUNG, ""
-    return done.returncode, done.stderr
+    return build_all(SOURCE, tmp_path_factory.mktemp("block_code"))
 
 
 @pytest.mark.parametrize("threads", [8, 32])

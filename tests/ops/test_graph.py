@@ -10,25 +10,10 @@ import torch
 from graphs import STYLES, drafted
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ops.contracts.graph import configs
 
 import gsd_kernels as gsd
 from gsd_kernels.graph import pack_bits, unpack_bits
-
-
-@st.composite
-def configs(draw):
-    depth, width, branch = draw(st.integers(1, 6)), draw(st.integers(1, 6)), draw(st.integers(1, 5))
-    max_rows = draw(st.integers(2, 40))
-    return gsd.GraphConfig(
-        depth=depth,
-        width=width,
-        branch=branch,
-        max_rows=max_rows,
-        max_path=draw(st.none() | st.integers(1, max_rows - 1)),
-        merge_context=draw(st.integers(-1, 3)),
-        sibling_ratio=draw(st.sampled_from([0.0, 0.0, 0.2, 1.0])),
-        min_prob=draw(st.sampled_from([0.0, 0.0, 0.05])),
-    )
 
 
 def oracle_graphs(graph, config, frontiers):

@@ -30,7 +30,7 @@ from gsd_kernels_hf.report import comparison
 CPU = torch.device("cpu")
 CASES = {case.NAME: case for case in (attention, merge, sample, commit)}
 SMALL = {"merge": ["--rows", "16"]}
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def bench(*arguments: str, code: int = 0) -> str:

@@ -16,63 +16,17 @@ from gsd_kernels_hf.model import linear
 from gsd_kernels_hf.model.linear import CpuLinear, widened_linear, with_cpu_linears
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SHAPES = [(1, 16, 1), (2, 48, 63), (5, 1008, 111), (17, 256, 1000), (64, 96, 7), (8, 2064, 130), (13, 1040, 6)]
-"""(rows, in, out): whole tiles and parts of them."""
-BACKENDS = [
-    name if name == "reference" or not (why := unavailable_reason(name, torch.device("cpu"))) else
-    pytest.param(name, marks=pytest.mark.skip(reason=why))
-    for name in ("reference", "cpu")
-]  # fmt: skip
-
-
-def tensors(rows: int, k: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    gen = torch.Generator().manual_seed(rows * 1000 + n)
-    return torch.randn(rows, k, generator=gen).to(dtype), torch.randn(n, k, generator=gen).to(dtype)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "k", "n"), SHAPES)
-def test_the_error_is_at_most_twice_pytorchs(rows, k, n, dtype, backend):
-    x, weight = tensors(rows, k, n, dtype)
-    exact = x.double() @ weight.double().T
-    theirs = (torch.nn.functional.linear(x, weight).double() - exact).norm()
-    ours = (row_linear(x, weight, backend=backend).double() - exact).norm()
-    assert ours <= 2 * theirs + 1e-7 * exact.norm()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_the_others(dtype):
-    x, weight = tensors(23, 1200, 130, dtype)
-    whole = row_linear(x, weight)
-    for rows in (1, 2, 3, 4, 7, 16):
-        assert torch.equal(row_linear(x[:rows].contiguous(), weight), whole[:rows])
-    poisoned = x.clone()
-    poisoned[1::2] = float("nan")
-    found = row_linear(poisoned, weight)
-    assert torch.equal(found[::2], whole[::2]) and found[1::2].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize(("rows", "k", "n"), [(49, 48, 63), (130, 2048, 1025), (300, 16, 7)])
 def test_widened_products_are_at_least_as_accurate(rows, k, n, dtype):
-    x, weight = tensors(rows, k, n, dtype)
+    gen = torch.Generator().manual_seed(rows * 1000 + n)
+    x, weight = (torch.randn(m, k, generator=gen).to(dtype) for m in (rows, n))
     exact = x.double() @ weight.double().T
     theirs = (torch.nn.functional.linear(x, weight).double() - exact).norm()
     ours = (widened_linear(x, weight).double() - exact).norm()
     assert ours <= 1.1 * theirs and ours <= torch.finfo(dtype).eps / 2 * exact.norm()
-
-
-def test_shapes_and_dtypes_are_checked():
-    x, weight = tensors(3, 32, 5, torch.float32)
-    for wrong_x, wrong_weight, match in (
-        (x[:, :20].contiguous(), weight[:, :20].contiguous(), "multiple of 16"),
-        (x, weight.bfloat16(), "weight"),
-        (x, weight[:, :16].contiguous(), "weight"),
-        (x.double(), weight.double(), "x: expected"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=match):
-            row_linear(wrong_x, wrong_weight)
 
 
 @pytest.mark.parametrize("length", (8, 64))

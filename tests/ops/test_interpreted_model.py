@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import models
 import pytest
 import torch
 
 import gsd_kernels as gsd
 
-models = pytest.importorskip("models")
+pytestmark = pytest.mark.interpreter
 CONFIG = gsd.GraphConfig(depth=2, width=2, branch=2, max_rows=6, merge_context=0)
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 20, "seed": 5}
 

@@ -9,14 +9,29 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ngrams import MEMORIES, Memory, check_memory, check_mix, check_perturbed, contents, two_sources
+from ops.contracts.backends import backends, cases
+from ops.contracts.ngram import (
+    MEMORIES,
+    Memory,
+    check_captured_memory,
+    check_memory,
+    check_mix,
+    check_perturbed,
+    contents,
+    two_sources,
+)
 
 import gsd_kernels as gsd
-from gsd_kernels.backends import unavailable_reason
 
-MISSING = unavailable_reason("cpu", torch.device("cpu"))
-COMPILED = pytest.param("cpu", marks=pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}"))
-BACKENDS = ["reference", COMPILED]
+EVERYWHERE = ("reference", "cpu", "interpreter", "triton", "cuda")
+OTHERS = EVERYWHERE[1:]
+SEEDS = {"cpu": range(4), "interpreter": range(3), "triton": range(10), "cuda": range(10)}
+MANY = {
+    f"many sequences {seed}": Memory(
+        capacity=256, ways=8, max_context=4, vocab=6, rows=(300, 64, 64), batch=9, seed=seed
+    )
+    for seed in range(20)
+}
 
 
 @st.composite
@@ -34,14 +49,14 @@ def memories(draw):
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@backends("reference", "cpu")
 @settings(max_examples=80, deadline=None)
 @given(memories())
-def test_every_set_holds_what_was_inserted_last_in_order(backend, case):
+def test_every_set_holds_what_was_inserted_last_in_order(on, case):
     table = case.empty()
     expected = [oracle.NgramTable(case.capacity, case.ways, case.max_context) for _ in range(case.batch)]
     for contexts, tokens, log_probs, valid in case.calls():
-        gsd.ngram_insert(table, contexts, tokens, log_probs, valid, backend=backend)
+        gsd.ngram_insert(table, contexts, tokens, log_probs, valid, backend=on.name)
         for b, memory in enumerate(expected):
             for m in range(contexts.shape[1]):
                 if valid[b, m]:
@@ -56,7 +71,7 @@ def test_every_set_holds_what_was_inserted_last_in_order(backend, case):
 
     queries = case.queries()
     before = [t.clone() for t in contents(table)]
-    tokens, log_probs, matched = gsd.ngram_lookup(table, queries, backend=backend)
+    tokens, log_probs, matched = gsd.ngram_lookup(table, queries, backend=on.name)
     assert all(torch.equal(a, b) for a, b in zip(contents(table), before, strict=True)), "a look-up is no use"
     for b, memory in enumerate(expected):
         for w in range(queries.shape[1]):
@@ -66,21 +81,31 @@ def test_every_set_holds_what_was_inserted_last_in_order(backend, case):
             assert (tokens[b, w].tolist(), log_probs[b, w].tolist()) == (entry or nothing)
 
 
-@pytest.mark.parametrize("name", MEMORIES)
-@pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")
-def test_the_compiled_table_is_bit_equal(name):
-    check_memory(MEMORIES[name], "cpu", "cpu")
+@cases(
+    "case",
+    {
+        **{name: MEMORIES.items() for name in ("cpu", "interpreter")},
+        **{name: {**MEMORIES, **MANY}.items() for name in ("triton", "cuda")},
+    },
+)
+def test_the_table_is_bit_equal(on, case):
+    check_memory(case, on)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_least_recently_inserted_goes_and_an_insertion_refreshes(backend):
+@backends("triton", "cuda")
+def test_captured_insertions_and_lookups(on):
+    check_captured_memory(on)
+
+
+@backends("reference", "cpu")
+def test_the_least_recently_inserted_goes_and_an_insertion_refreshes(on):
     """Hand-drawn: one set of four ways, contexts of one token."""
     table = gsd.NgramTable.empty(1, 1, "cpu", capacity=4, max_context=1, ways=4)
 
     def insert(*pairs):
         contexts, tokens = (torch.tensor([[[p[i]] for p in pairs]], dtype=torch.int32) for i in (0, 1))
         valid = torch.ones(1, len(pairs), dtype=torch.bool)
-        gsd.ngram_insert(table, contexts, tokens, torch.zeros(tokens.shape), valid, backend=backend)
+        gsd.ngram_insert(table, contexts, tokens, torch.zeros(tokens.shape), valid, backend=on.name)
 
     insert((1, 10), (2, 20), (3, 30), (4, 40))
     assert table.tokens.flatten().tolist() == [40, 30, 20, 10]
@@ -92,31 +117,31 @@ def test_the_least_recently_inserted_goes_and_an_insertion_refreshes(backend):
     assert table.tokens.flatten().tolist() == [70, 19, 18, 17]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_one_call_is_many_and_sequences_are_independent(backend):
+@backends("reference", "cpu")
+def test_one_call_is_many_and_sequences_are_independent(on):
     case = Memory(rows=(90,), batch=3, max_context=4)
     whole, parts, alone = case.empty(), case.empty(), case.empty()
     (call,) = case.calls()
-    gsd.ngram_insert(whole, *call, backend=backend)
+    gsd.ngram_insert(whole, *call, backend=on.name)
     for begin in range(0, 90, 7):
-        gsd.ngram_insert(parts, *(t[:, begin : begin + 7] for t in call), backend=backend)
+        gsd.ngram_insert(parts, *(t[:, begin : begin + 7] for t in call), backend=on.name)
     for b in range(3):
         one = gsd.NgramTable(*(t[b : b + 1] for t in (alone.keys, alone.tokens, alone.log_probs)), 4, case.ways)
-        gsd.ngram_insert(one, *(t[b : b + 1] for t in call), backend=backend)
-        answers = gsd.ngram_lookup(one, case.queries()[b : b + 1], backend=backend)
-        for got, expected in zip(answers, gsd.ngram_lookup(whole, case.queries(), backend=backend), strict=True):
+        gsd.ngram_insert(one, *(t[b : b + 1] for t in call), backend=on.name)
+        answers = gsd.ngram_lookup(one, case.queries()[b : b + 1], backend=on.name)
+        for got, expected in zip(answers, gsd.ngram_lookup(whole, case.queries(), backend=on.name), strict=True):
             assert torch.equal(got[0], expected[b])
     for other in (parts, alone):
         assert all(torch.equal(a, b) for a, b in zip(contents(other), contents(whole), strict=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_invalid_or_no_text_leaves_the_table_alone(backend):
+@backends("reference", "cpu")
+def test_what_is_invalid_or_no_text_leaves_the_table_alone(on):
     case = Memory()
     table = case.empty()
     contexts, tokens, log_probs, valid = case.calls()[0]
-    gsd.ngram_insert(table, contexts, tokens, log_probs, torch.zeros_like(valid), backend=backend)
-    gsd.ngram_insert(table, torch.full_like(contexts, -1), tokens, log_probs, ~valid | valid, backend=backend)
+    gsd.ngram_insert(table, contexts, tokens, log_probs, torch.zeros_like(valid), backend=on.name)
+    gsd.ngram_insert(table, torch.full_like(contexts, -1), tokens, log_probs, ~valid | valid, backend=on.name)
     assert all(torch.equal(a, b) for a, b in zip(contents(table), contents(case.empty()), strict=True))
 
 
@@ -142,10 +167,10 @@ def test_short_contexts_are_refused():
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_mixed_candidates_are_those_of_the_interpolated_distribution(seed, backend):
+@backends("reference", "cpu")
+def test_mixed_candidates_are_those_of_the_interpolated_distribution(on, seed):
     tokens, log_probs, others, other_log_probs, weight = two_sources(seed, 4, 3)
-    mixed, mixed_log_probs = gsd.mix_candidates(tokens, log_probs, others, other_log_probs, weight, backend=backend)
+    mixed, mixed_log_probs = gsd.mix_candidates(tokens, log_probs, others, other_log_probs, weight, backend=on.name)
     for b in range(2):
         for row in range(5):
             probs: dict[int, float] = {}
@@ -161,10 +186,10 @@ def test_mixed_candidates_are_those_of_the_interpolated_distribution(seed, backe
             assert all(math.exp(lp) == pytest.approx(probs[t], abs=1e-6) for t, lp in got if t >= 0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_perturbed_candidates_of_a_whole_vocabulary_are_the_drafts(backend):
+@backends("reference", "cpu")
+def test_perturbed_candidates_of_a_whole_vocabulary_are_the_drafts(on):
     logits, positions = torch.randn(2, 3, 5), torch.tensor([[4, 5, 6], [4, 9, 1]], dtype=torch.int32)
-    keys = {"seed": torch.tensor(11), "sequence_ids": torch.arange(2, dtype=torch.int32), "backend": backend}
+    keys = {"seed": torch.tensor(11), "sequence_ids": torch.arange(2, dtype=torch.int32), "backend": on.name}
     tokens, expected = gsd.draft_candidates(logits, positions, branch=5, temperature=1.0, **keys)
     log_probs = logits.log_softmax(-1).gather(-1, tokens.long())
     found = gsd.perturb_candidates(tokens, log_probs, positions, **keys)
@@ -172,22 +197,23 @@ def test_perturbed_candidates_of_a_whole_vocabulary_are_the_drafts(backend):
 
 
 @pytest.mark.parametrize("branch", [1, 4, 5, 32])
-@pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")
-def test_compiled_noise_equals_the_reference(branch):
-    for seed in range(4):
-        check_perturbed(seed, branch, "cpu", "cpu")
+@backends(*OTHERS)
+def test_perturbed_candidates_equal_the_reference(on, branch):
+    for seed in SEEDS[on.id]:
+        check_perturbed(seed, branch, on)
 
 
 @pytest.mark.parametrize(("branch", "others"), [(4, 4), (1, 1), (3, 7), (32, 32)])
-@pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")
-def test_compiled_mixing_equals_the_reference(branch, others):
-    assert sum(check_mix(seed, branch, others, "cpu", "cpu") for seed in range(4)) <= 4
+@backends(*OTHERS)
+def test_mixed_candidates_equal_the_reference(on, branch, others):
+    seeds = SEEDS[on.id]
+    assert sum(check_mix(seed, branch, others, on) for seed in seeds) <= len(seeds)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nan_comes_first_and_ties_keep_their_order(backend):
+@backends(*EVERYWHERE)
+def test_nan_comes_first_and_ties_keep_their_order(on):
     tokens = torch.tensor([[[5, 6, 7]]], dtype=torch.int32)
     log_probs = torch.tensor([[[-1.0, math.nan, -1.0]]])
     others = torch.tensor([[[8]]], dtype=torch.int32), torch.tensor([[[-1.0]]])
-    mixed, _ = gsd.mix_candidates(tokens, log_probs, *others, torch.tensor([[0.5]]), backend=backend)
+    mixed, _ = gsd.mix_candidates(*on.to((tokens, log_probs, *others, torch.tensor([[0.5]]))), backend=on.name)
     assert mixed.tolist() == [[[6, 5, 7]]]

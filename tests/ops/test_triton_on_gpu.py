@@ -1,11 +1,10 @@
-"""The Triton ops on a GPU: the interpreter's checks, CUDA graphs, and compute time against the bytes moved.
+"""The Triton ops on a GPU beyond their contracts: CUDA graphs, and compute time against the bytes moved.
 
-Run with ``python -m pytest -m gpu tests/test_gpu_triton.py -s``; the last test prints the table of times.
+Run with ``python -m pytest -m gpu tests/ops/test_triton_on_gpu.py -s``; the last test prints the table of times.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import Callable
@@ -14,18 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-import triton_checks as checks
-from graphs import STYLES, candidates, drafted, tails
-from ngrams import (
-    MEMORIES,
-    Memory,
-    check_captured_memory,
-    check_memory,
-    check_mix,
-    check_perturbed,
-    remembered,
-    two_sources,
-)
+from graphs import candidates, drafted, tails
+from ops.contracts.attention import Attention
+from ops.contracts.ngram import Memory, remembered, two_sources
 
 import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
@@ -39,126 +29,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def single_precision_is_single():
-    """The baseline's float32 products without TF32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
-@pytest.mark.parametrize("name", checks.ATTENTION)
-def test_attention(name):
-    checks.check_attention(checks.ATTENTION[name], DEVICE)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "group", "rows"),
-    itertools.product(checks.FLOAT_TYPES, (64, 80, 96, 128, 256), (1, 4, 8), (1, 16, 64, 128)),
-)
-def test_attention_of_every_shape(dtype, head_dim, group, rows):
-    prefixes = {"capacity": 5000, "prefixes": (4500, 63, 0), "paddings": (7, 0, 0)}
-    case = checks.Attention(dtype=dtype, head_dim=head_dim, group=group, rows=rows, nodes=max(rows, 33), **prefixes)
-    checks.check_attention(case, DEVICE)
-
-
-@pytest.mark.parametrize("name", checks.INVARIANCE)
-def test_rows_are_independent(name):
-    checks.check_row_invariance(checks.INVARIANCE[name], DEVICE)
-
-
-@pytest.mark.parametrize(("name", "style"), itertools.product(checks.GRAPHS, STYLES))
-def test_graphs(name, style):
-    config, vocab = checks.GRAPHS[name]
-    checks.check_graph(config, style, vocab, 1, DEVICE, batch=5)
-
-
-@pytest.mark.parametrize(("seed", "merge_context"), itertools.product(range(20), (-1, 0, 1, 3)))
-def test_merge_into_arbitrary_graphs(seed, merge_context):
-    checks.check_merge_into_arbitrary_graph(seed, merge_context, DEVICE)
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_the_largest_graph(style):
-    config = gsd.GraphConfig(depth=3, width=63, branch=8, max_rows=128, merge_context=1)
-    checks.check_graph(config, style, 6, 0, DEVICE)
-
-
-@pytest.mark.parametrize("name", checks.SAMPLING)
-def test_sampling(name):
-    shape, options = checks.SAMPLING[name]
-    flips = checks.check_sampling(shape, DEVICE, **options)
-    print(f"{name}: {flips} tokens differ where scores tie within 1e-4")
-
-
-def test_the_same_seed_draws_the_same_tokens_at_any_launch_shape():
-    logits = torch.randn(4, 8, 32000, device=DEVICE)
-    positions = torch.arange(32, device=DEVICE, dtype=torch.int32).view(4, 8)
-    keys = {"seed": torch.tensor(9, device=DEVICE), "temperature": 1.0, "backend": "triton"}
-    ids = torch.arange(4, device=DEVICE, dtype=torch.int32)
-    together = gsd.sample_rows(logits, positions, sequence_ids=ids, **keys)
-    for b, r in itertools.product(range(4), range(8)):
-        one = gsd.sample_rows(
-            logits[b : b + 1, r : r + 1], positions[b : b + 1, r : r + 1], sequence_ids=ids[b : b + 1], **keys
-        )
-        assert one.item() == together[b, r].item()
-
-
-@pytest.mark.parametrize(("max_rows", "style"), itertools.product((2, 31, 33, 100), STYLES))
-def test_verify(max_rows, style):
-    checks.check_verify(gsd.GraphConfig(depth=5, width=4, branch=3, max_rows=max_rows), style, 3, DEVICE)
-
-
-@pytest.mark.parametrize("layout", ["stacked", "separate"])
-@pytest.mark.parametrize(("dtype", "dim"), itertools.product(checks.FLOAT_TYPES, (64, 80, 256)))
-def test_commit(layout, dtype, dim):
-    checks.check_commit(layout, dtype, dim, DEVICE)
-
-
-@pytest.mark.parametrize("name", checks.WRITES)
-def test_write(name):
-    checks.check_write(*checks.WRITES[name], DEVICE)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "dim", "heads", "rows"), itertools.product(checks.FLOAT_TYPES, (64, 128, 256), (1, 8), (1, 64))
-)
-def test_write_of_every_shape(dtype, dim, heads, rows):
-    checks.check_write(dtype, (dim, dim), heads, rows, DEVICE)
-
-
-@pytest.mark.parametrize("name", MEMORIES)
-def test_ngram_table(name):
-    check_memory(MEMORIES[name], "triton", DEVICE)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_ngram_table_of_many_sequences(seed):
-    check_memory(
-        Memory(capacity=256, ways=8, max_context=4, vocab=6, rows=(300, 64, 64), batch=9, seed=seed), "triton", DEVICE
-    )
-
-
-@pytest.mark.parametrize("branch", [1, 4, 5, 32])
-def test_perturbed_candidates(branch):
-    for seed in range(10):
-        check_perturbed(seed, branch, "triton", DEVICE)
-
-
-@pytest.mark.parametrize(("branch", "others"), [(4, 4), (1, 1), (3, 7), (32, 32)])
-def test_mixed_candidates(branch, others):
-    assert sum(check_mix(seed, branch, others, "triton", DEVICE) for seed in range(10)) <= 10
-
-
-def test_captured_insertions_and_lookups():
-    check_captured_memory("triton", DEVICE)
-
-
 def test_one_captured_graph_serves_every_length():
     """Capture a step's ops once; replay with other lengths, tokens and graphs, and compare with fresh calls."""
     config = gsd.GraphConfig(depth=2, width=4, branch=3, max_rows=16)
-    case = checks.Attention(rows=16, nodes=16, group=4, dtype=torch.float16)
+    case = Attention(rows=16, nodes=16, group=4, dtype=torch.float16)
     tensors, _ = case.build(DEVICE)
     tensors = {n: t.nan_to_num(0.5) if t.is_floating_point() else t for n, t in tensors.items()}
     gen = torch.Generator().manual_seed(0)
@@ -237,7 +111,7 @@ def _microseconds(function: Callable[[], Any], repeats: int = 20) -> float:
 def _timed_calls() -> list[tuple[str, Callable[[], Any], int]]:
     calls: list[tuple[str, Callable[[], Any], int]] = []
     for heads, kv_heads, rows, prefix in ((32, 8, 32, 2048), (32, 8, 64, 8192), (32, 32, 64, 8192), (64, 8, 64, 8192)):
-        base = checks.Attention(dtype=torch.bfloat16, head_dim=128, kv_heads=kv_heads, group=heads // kv_heads)
+        base = Attention(dtype=torch.bfloat16, head_dim=128, kv_heads=kv_heads, group=heads // kv_heads)
         shape = {"rows": rows, "nodes": rows, "capacity": prefix + 512, "prefixes": (prefix,), "paddings": (0,)}
         tensors, _ = replace(base, **shape).build(DEVICE)
         moved = 2 * kv_heads * (prefix + rows) * 128 * 2 + 2 * tensors["q"].numel() * 2

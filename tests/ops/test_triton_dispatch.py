@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton_checks as checks
 from graphs import candidates, drafted, tails
-from ngrams import Memory, contents, remembered, two_sources
+from ops.contracts.attention import Attention
+from ops.contracts.ngram import Memory, contents, remembered, two_sources
 
 import gsd_kernels as gsd
+
+pytestmark = pytest.mark.interpreter
 
 CONFIG = gsd.GraphConfig(depth=3, width=3, branch=2, max_rows=12, merge_context=0)
 OPCHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
 
 
 def small_attention() -> tuple:
-    tensors, _ = checks.Attention(rows=3, nodes=5, capacity=90, prefixes=(40, 30), paddings=(0, 2)).build("cpu")
+    tensors, _ = Attention(rows=3, nodes=5, capacity=90, prefixes=(40, 30), paddings=(0, 2)).build("cpu")
     tensors = {n: t.nan_to_num(0.0) if t.is_floating_point() else t for n, t in tensors.items()}
     names = ("q", "k", "v", "ancestor_mask", "kv_len", "kv_start", "num_nodes")
     return tuple(tensors[n] for n in names)
