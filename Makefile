@@ -53,7 +53,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
-	$(BIN)/python -m pytest --benchmark-enable --benchmark-only tests/test_bench.py
+	$(BIN)/python -m pytest --benchmark-enable --benchmark-only tests/bench/test_bench.py
 
 gpu-test: $(READY)
 	$(BIN)/python -m pytest -m gpu
@@ -65,8 +65,8 @@ gpu-bench: $(READY)
 # Out-of-bounds accesses, then races in shared memory, of the CUDA ops on a GPU. Without torch's cache of allocations,
 # every tensor ends where its memory does.
 sanitize: $(READY)
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu tests/test_cuda_ops.py
-	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu tests/test_cuda_ops.py
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu -k cuda tests/ops
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu -k cuda tests/ops
 
 wheel: $(READY)
 	PYTHON=$(BIN)/python TORCH_INDEX_URL=$(TORCH_INDEX_URL) .ci/wheel

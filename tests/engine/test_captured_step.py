@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from engine.host_data import NoHostData
 from models import noised, prompts, tiny
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip, generate
 from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
@@ -30,14 +30,6 @@ def sources(name, target, draft):
     drafts = {"layer_skip": {"assistant_model": LayerSkip(target, mlp=[1])}}
     drafts["heads"] = {"draft_heads": DraftHeads.for_model(target, 2)}
     return {**drafts.get(name, {"assistant_model": draft}), "graph_config": CONFIGS[name]}
-
-
-class NoHostData(TorchDispatchMode):
-    """Fails where a tensor is made from host data, which on a GPU is a copy that cannot be captured."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func is not torch.ops.aten.lift_fresh.default, "a tensor of host data"
-        return func(*args, **(kwargs or {}))
 
 
 class OnCpu(CapturedStep):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from transformers import AutoModelForCausalLM
 
 import gsd_kernels
 from gsd_kernels import GraphConfig
+
+TWO_DEVICES = Path(__file__).parents[1] / "two_devices.py"
 
 pytest.importorskip("accelerate", reason="device_map needs accelerate")
 
@@ -31,9 +34,8 @@ def generate(target, draft, device="cpu"):
 
 def test_two_devices_without_a_gpu():
     """The second device is a pretended one: its tensors are kept apart from the CPU's, and copies are counted."""
-    path = two_devices_path
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, TWO_DEVICES], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout)
     assert seen["same"], "another text than on one device"

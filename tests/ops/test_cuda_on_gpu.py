@@ -1,4 +1,4 @@
-"""The CUDA ops on a GPU beyond their contracts: captured in CUDA graphs, on the current stream and device, in a model."""
+"""The CUDA ops on a GPU beyond their contracts: in CUDA graphs, on the current stream and device, in a model."""
 
 from __future__ import annotations
 
