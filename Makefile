@@ -14,10 +14,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.installed
 SOURCES := pyproject.toml setup.py $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help install demo test lint format bench wheel gpu-test gpu-bench sanitize clean
+.PHONY: help install demo test test-fast lint format bench wheel gpu-test gpu-bench sanitize clean
 
 help:
-	@echo "make demo | test | lint | format | bench | wheel | gpu-test | gpu-bench | sanitize | clean"
+	@echo "make demo | test | test-fast | lint | format | bench | wheel | gpu-test | gpu-bench | sanitize | clean"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -42,6 +42,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist worksteal
+
+# Without what is marked slow: exactness, refusals and every op, but no launches, compilers or long random runs.
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "not gpu and not slow" -n $(JOBS) --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -62,6 +62,7 @@ def pair():
     return target, models.noised(target, 0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [WARPERS[3], WARPERS[5]], ids=str)
 def test_two_step_distribution_through_accepted_paths(options):
     """Joint distribution of two tokens of 20,000 texts, both mostly emitted by one speculative step."""

@@ -51,7 +51,7 @@ def draft_named(name: str):
     }[name]
 
 
-@pytest.mark.parametrize("chunk", range(10))
+@pytest.mark.parametrize("chunk", [0, *(pytest.param(c, marks=pytest.mark.slow) for c in range(1, 10))])
 def test_text_depends_on_the_seed_only(chunk):
     """50 seeds, each with every draft and two configurations of five: equal to plain decoding with that seed."""
     target, _ = pair()

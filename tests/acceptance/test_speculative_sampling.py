@@ -70,6 +70,7 @@ def p_values(counts: np.ndarray, probabilities: np.ndarray) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("index", "tokens", "backend"), [(0, 1, "auto"), (0, 2, "auto"), (1, 3, "reference")])
 def test_speculative_samples_the_target(index, tokens, backend):
     """The joint distribution of one, two and three tokens, emitted by steps that accept and reject."""
@@ -107,6 +108,7 @@ def shared_noise(self, level, logits, positions):
     return token, log_q.gather(-1, token.long())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "method", "wrong"),
     [

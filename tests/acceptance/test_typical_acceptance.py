@@ -9,6 +9,7 @@ import math
 
 import models
 import numpy as np
+import pytest
 import torch
 from acceptance.chains import VOCAB, chain_rows, generate, pair, sampler
 from hypothesis import given, settings
@@ -98,6 +99,7 @@ def test_typical_with_the_automatic_shape_learns_apart():
     assert {engine.criterion for engine in engines_of(target)} == {"exact", gsd.Typical()}
 
 
+@pytest.mark.slow
 def test_the_deviation_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(typical_deviation, "TEMPERATURES", (0.0, 0.7))
     monkeypatch.setattr(typical_deviation, "EPSILONS", (0.03,))

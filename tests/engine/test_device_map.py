@@ -32,6 +32,7 @@ def generate(target, draft, device="cpu"):
     return output
 
 
+@pytest.mark.slow
 def test_two_devices_without_a_gpu():
     """The second device is a pretended one: its tensors are kept apart from the CPU's, and copies are counted."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}

@@ -1,6 +1,6 @@
 """Random calls, wrong arguments and interruptions: the text is the target's own, before, during and after.
 
-Every case follows from its seed, which is its name: ``pytest tests/test_fuzz.py -k "combination and 123"``.
+Every case follows from its seed, which is its name: ``pytest tests/engine/test_fuzz.py -k "combination and 123"``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ import gsd_kernels as gsd
 COMBINATIONS, WRONG, INTERRUPTS = 300, 150, 200
 MODES = (contextlib.nullcontext, torch.no_grad, torch.inference_mode)
 torch.set_num_threads(1)
+
+
+def seeds(count: int) -> list[Any]:
+    """All but the first fifteen are slow together."""
+    return [*range(15), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(15, count))]
 
 
 def sequences(out: Any) -> torch.Tensor:
@@ -45,7 +50,7 @@ def patched(model: Any, own: dict[str, Any]) -> Iterator[dict[str, Any]]:
         gsd.unpatch(model)
 
 
-@pytest.mark.parametrize("seed", range(COMBINATIONS))
+@pytest.mark.parametrize("seed", seeds(COMBINATIONS))
 def test_a_combination_of_options_gives_the_targets_text(seed):
     name, shared, own = fuzzing.random_call(seed)
     rng, model = random.Random(seed + 1), fuzzing.target(name)
@@ -122,7 +127,7 @@ def filled() -> Any:
     return cache
 
 
-@pytest.mark.parametrize("seed", range(WRONG))
+@pytest.mark.parametrize("seed", seeds(WRONG))
 def test_a_wrong_argument_is_named_and_changes_nothing(seed):
     name, shared, own = fuzzing.random_call(10_000 + seed)
     rng, model = random.Random(seed), fuzzing.target(name)
@@ -260,7 +265,7 @@ def ringing(rng: random.Random, alarm: Alarm, models: list[Any], call: dict[str,
         yield {**call, "observer": alarm}
 
 
-@pytest.mark.parametrize("seed", range(INTERRUPTS))
+@pytest.mark.parametrize("seed", seeds(INTERRUPTS))
 def test_the_call_after_an_interruption_is_right(seed):
     name, shared, own = fuzzing.random_call(20_000 + seed)
     rng, model = random.Random(seed), fuzzing.target(name)

@@ -91,6 +91,7 @@ def test_chunked_prefill(family, chunk):
     assert chunked.tolist() == expected.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [None, 1000])
 def test_long_prompt(chunk):
     model = models.tiny(vocab_size=VOCAB, max_position_embeddings=16384, dtype=torch.float32, num_hidden_layers=1)

@@ -7,7 +7,7 @@ import threading
 
 import models
 import pytest
-from engine.greedy import KINDS, VOCAB, Case
+from engine.greedy import FAST, KINDS, VOCAB, Case
 from transformers import (
     AsyncTextIteratorStreamer,
     TextIteratorStreamer,
@@ -29,7 +29,7 @@ class Collector(BaseStreamer):
         self.ended += 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 @pytest.mark.parametrize("stop", ["length", "eos", "strings", "custom"])
 def test_streamed_tokens_are_the_returned_tokens(kind, stop):
     case = Case("llama-gqa", kind, 300)

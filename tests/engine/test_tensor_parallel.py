@@ -101,6 +101,7 @@ class Launched:
             process.wait()
 
 
+@pytest.mark.slow
 def test_the_cases_could_fail(alone):
     for name, case in alone.items():
         if name == "auto":  # which speculates where that is faster
@@ -111,6 +112,7 @@ def test_the_cases_could_fail(alone):
     assert len({token for case in alone.values() for row in case["tokens"] for token in row}) > 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES, ids="{} ranks".format)
 def test_ranks_decode_like_one_process(size, folder, alone):
     """All that ranks can show without one being lost, in one launch: starting is what takes long."""
@@ -182,6 +184,7 @@ def _heads(said: dict[str, str], size: int) -> None:
     assert "fixed graph_config" in said["tune"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("job", "size"), [("killed", 4), ("stopped", 2), ("early", 2)])
 def test_a_lost_rank_ends_the_others(job, size, folder):
     launched = Launched(job, size, folder)
@@ -223,6 +226,7 @@ while time.perf_counter() < since + 0.5:  # it waits for the lock
 """
 
 
+@pytest.mark.slow
 def test_a_late_gloo_thread_does_not_abort_the_exit(tmp_path):
     """As on busy cores: the thread still waits for Python's lock when the script ends."""
     done = subprocess.run(
@@ -266,6 +270,7 @@ def run(*arguments: str, processes: int = 0, launcher: Sequence[str] = ()) -> su
     )
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path):
     """Both processes run, the first one prints."""
     target, draft = save_pair(tmp_path, dtype=torch.float64)
@@ -284,6 +289,7 @@ def test_command_line(tmp_path):
     assert b"--model: num_attention_heads=8 does not divide" in run("generate", "--tp", *command, processes=3).stderr
 
 
+@pytest.mark.slow
 def test_two_machines(tmp_path):
     """As far as one machine shows it: two torchruns meet, and one of the two processes prints."""
     target, draft = save_pair(tmp_path, dtype=torch.float64)
@@ -299,6 +305,7 @@ def test_two_machines(tmp_path):
     assert sorted(machine.stdout for machine in both) == [b"", run(*command, "hello").stdout]
 
 
+@pytest.mark.slow
 def test_bench_generate(tmp_path):
     command = ["bench", "generate", "--tp", "--quick", "--pair", "tiny", "--prompts", "1", "--out", str(tmp_path)]
     both = run(*command, "--competitors", "hf-greedy,plain,graph,auto", processes=2)
@@ -316,6 +323,7 @@ def test_bench_generate(tmp_path):
     assert b"--target-shape none: num_attention_heads=4 does not divide among 3" in refused.stderr
 
 
+@pytest.mark.slow
 def test_messages_are_counted(tmp_path):
     """A forward reduces twice a layer; where the vocabulary is sharded, it reduces embeddings and gathers logits."""
     options = ["--ranks", "2", "--pair", "tiny", "--target-shape", "none", "--prompts", "1", "--new-tokens", "12"]

@@ -17,6 +17,7 @@ HEADER = ROOT / "csrc/attention.h"
 BANK_CONFLICT = 5
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
     pytest.mark.skipif(not SOURCE.exists() or not HEADER.exists(), reason="not a source checkout"),
 ]

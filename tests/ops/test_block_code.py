@@ -18,6 +18,7 @@ SOURCE = ROOT / "tests/block_code/main.cpp"
 HEADERS = [*sorted((ROOT / "csrc/graph").glob("*.h")), ROOT / "csrc/sampling.h", ROOT / "csrc/ngram.h"]
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
     pytest.mark.skipif(not SOURCE.exists() or not HEADERS, reason="not a source checkout"),
 ]

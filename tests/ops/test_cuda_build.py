@@ -36,7 +36,10 @@ def find_nvcc() -> str | None:
     return done.stdout.strip() or None
 
 
-pytestmark = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc (CUDACXX, CUDA_HOME, PATH) or no checkout")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_nvcc() is None, reason="no nvcc (CUDACXX, CUDA_HOME, PATH) or no checkout"),
+]
 
 
 @dataclass(frozen=True)

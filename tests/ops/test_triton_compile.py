@@ -23,6 +23,7 @@ KERNELS = {
 MATRIX = {80: "HMMA", 90: "HGMMA", 100: "UTCMMA"}  # what a tile of 64 or more half-precision rows must use
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", kernel_report.ARCHS)
 def test_kernels_compile_without_spilling(arch):
     table = kernel_report.kernel_table([arch])
@@ -42,6 +43,7 @@ def test_kernels_compile_without_spilling(arch):
             assert row["load_bits"] == 128, row
 
 
+@pytest.mark.slow
 def test_the_gate_fails_for_a_configuration_that_is_too_large():
     from gsd_kernels.ops.dag_attention.triton import dag_attention
 
