@@ -54,12 +54,19 @@ ALL = {
 
 def _moved(value: Any, device: str) -> Any:
     if isinstance(value, Tensor):
-        return value.to(device)
+        return value if value.device.type == device else _with_strides(value, device)
     if isinstance(value, dict):
         return {name: _moved(x, device) for name, x in value.items()}
     if isinstance(value, tuple | list):
         return type(value)(_moved(x, device) for x in value)
     return type(value)(*_moved(value.tensors(), device)) if hasattr(value, "tensors") else value
+
+
+def _with_strides(tensor: Tensor, device: str) -> Tensor:
+    """As it lies; ``to`` closes gaps."""
+    if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        return tensor.to(device)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
 
 def _marks(backend: Backend) -> list[pytest.MarkDecorator]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from ops.contracts.backends import Backend, assert_bit_equal
@@ -47,11 +49,19 @@ def check_commitment(
     """Every bit of the caches and the lengths; the arguments lie on the CPU and stay as they are."""
     results = []
     for to, name in ((on.to, on.name), (on.to_reference, "reference")):
-        caches = [[to(copied(x)) for x in part] for part in (k, v)]
+        caches = [copied_layers(part, to) for part in (k, v)]
         length = to(kv_len.clone())
         gsd.commit_kv(*caches, to(rows), to(accepted), length, backend=name)
         results.append([*caches[0], *caches[1], length])
     assert_bit_equal(*results)
+
+
+def copied_layers(layers: list[Tensor], to: Callable[[Any], Any]) -> list[Tensor]:
+    """Copies somewhere; layers of one tensor are layers of one tensor again."""
+    whole = layers[0]._base
+    if whole is not None and all(layer._base is whole for layer in layers):
+        return list(to(copied(whole)))
+    return [to(copied(layer)) for layer in layers]
 
 
 def copied(tensor: Tensor) -> Tensor:
