@@ -14,10 +14,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.installed
 SOURCES := pyproject.toml setup.py $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help install demo test lint format bench wheel gpu-test gpu-bench sanitize clean
+.PHONY: help install demo test test-fast lint format bench wheel gpu-test gpu-bench sanitize clean
 
 help:
-	@echo "make demo | test | lint | format | bench | wheel | gpu-test | gpu-bench | sanitize | clean"
+	@echo "make demo | test | test-fast | lint | format | bench | wheel | gpu-test | gpu-bench | sanitize | clean"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -43,6 +43,10 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist worksteal
 
+# Without what is marked slow: exactness, refusals and every op, but no launches, compilers or long random runs.
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "not gpu and not slow" -n $(JOBS) --dist worksteal
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -53,7 +57,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
-	$(BIN)/python -m pytest --benchmark-enable --benchmark-only tests/test_bench.py
+	$(BIN)/python -m pytest --benchmark-enable --benchmark-only tests/bench/test_bench.py
 
 gpu-test: $(READY)
 	$(BIN)/python -m pytest -m gpu
@@ -65,8 +69,8 @@ gpu-bench: $(READY)
 # Out-of-bounds accesses, then races in shared memory, of the CUDA ops on a GPU. Without torch's cache of allocations,
 # every tensor ends where its memory does.
 sanitize: $(READY)
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu tests/test_cuda_ops.py
-	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu tests/test_cuda_ops.py
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu -k cuda tests/ops
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m pytest -m gpu -k cuda tests/ops
 
 wheel: $(READY)
 	PYTHON=$(BIN)/python TORCH_INDEX_URL=$(TORCH_INDEX_URL) .ci/wheel

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 torch.set_num_threads(1)  # the models are tiny, and several test processes share the cores
+pytest.register_assert_rewrite("ops.contracts")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where triton is interpreted, the interpreter's cases run and no others; elsewhere all but these."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    others = [item for item in items if (item.get_closest_marker("interpreter") is not None) != interpreted]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
 
 
 @pytest.fixture(scope="session", autouse=True)

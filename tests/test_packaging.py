@@ -18,7 +18,10 @@ ROOT = Path(__file__).parent.parent
 CXX = shutil.which(os.environ.get("CXX", "g++"))
 TREES = ("csrc", "gsd_kernels", "python", "bench", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
-pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not a source checkout")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not a source checkout"),
+]
 
 
 @pytest.fixture

@@ -1,0 +1,311 @@
+"""Criteria beside the exact one, through the whole of generate: batches, processors, precision, refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+
+import models
+import numpy as np
+import pytest
+import torch
+import transformers
+from acceptance.chains import CHAIN, VOCAB, generate, pair
+from acceptance.distributions import P_VALUE, fit
+from engine.host_data import NoHostData
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+import gsd_kernels as gsd
+from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
+from gsd_kernels_hf.acceptance import criteria
+from gsd_kernels_hf.engine import capture, session
+from gsd_kernels_hf.engine import decoder as decoder_module
+from gsd_kernels_hf.engine.capture import untimed
+from gsd_kernels_hf.parallel import digest
+
+
+def test_speculative_is_reproducible_and_depends_on_the_draft():
+    target, draft = pair()
+    prompt = models.prompts(2, 7, seed=3, vocab=VOCAB)
+    texts = [
+        generate(target, d, "speculative", prompt, seed=seed).sequences.tolist()
+        for d, seed in [(draft, 5), (draft, 5), (draft, 6), (models.noised(target, 0.05, seed=8), 5)]
+    ]
+    assert texts[0] == texts[1] and texts[0] != texts[2] and texts[0] != texts[3]
+
+
+@pytest.mark.parametrize("criterion", ["speculative", "typical"])
+def test_greedy_and_undrafted_output_is_exact(criterion):
+    """Both rules are the exact one where p is one token or nothing is drafted, and the statistics say so."""
+    target, draft = pair(0.02)
+    prompt = models.prompts(2, 9, seed=2, vocab=VOCAB)
+    plain = target.generate(**prompt, do_sample=False, max_new_tokens=20, pad_token_id=0)
+    out = generate(target, draft, criterion, prompt, do_sample=False, max_new_tokens=20)
+    assert out.sequences.tolist() == plain.tolist()
+    assert len(out.stats.accepted) > 2 and out.stats.accepted[1] > 0
+    assert (out.stats.criterion, out.stats.lossless) == ("exact", True)
+    alone = {"assistant_model": None, "do_sample": True, "seed": 4, **prompt, "max_new_tokens": 8, "pad_token_id": 0}
+    assert torch.equal(gsd.generate(target, criterion=criterion, **alone), gsd.generate(target, **alone))
+
+
+@pytest.mark.parametrize("criterion", ["speculative", "typical"])
+def test_a_batch_is_its_sequences(criterion):
+    """Padding, end-of-text tokens, and rows that finish early: every row as if it were alone, up to its key."""
+    target, draft = models.tiny(vocab_size=VOCAB, seed=3), None
+    draft = models.noised(target, 0.04)
+    ended, lengths = 0, set()
+    for seed in range(2):
+        prompt = models.prompts(4, 8, seed=seed, vocab=VOCAB)
+        options = {"eos_token_id": [2, 5], "max_new_tokens": 14, "seed": seed}
+        together = generate(target, draft, criterion, prompt, **options).sequences
+        for row in range(4):
+            # The same prompt in every row, so that this row's sequence number is its own.
+            pad = int((prompt["attention_mask"][row] == 0).sum())
+            alone = {name: x[row : row + 1, pad:].expand(4, -1) for name, x in prompt.items()}
+            text = generate(target, draft, criterion, alone, **options).sequences[row, 8 - pad :].tolist()
+            mine = together[row, 8:].tolist()
+            ends = [i for i, token in enumerate(mine) if token in (2, 5)]
+            length = ends[0] + 1 if ends else len(mine)
+            assert mine[:length] == text[:length], (seed, row)
+            assert all(token == 0 for token in mine[length:])
+            ended += bool(ends)
+            lengths.add(length)
+    assert ended >= 3 and len(lengths) >= 3
+
+
+@pytest.mark.parametrize("criterion", ["speculative", "typical"])
+@pytest.mark.parametrize("sizes", [(VOCAB, VOCAB - 3), (VOCAB - 3, VOCAB)], ids=["narrower", "wider"])
+def test_a_draft_with_other_vocabulary_padding(criterion, sizes):
+    """The draft is the target without its last tokens, or with more of them."""
+    wide = models.tiny(vocab_size=VOCAB)
+    narrow = models.tiny(vocab_size=VOCAB - 3)
+    narrow.load_state_dict(
+        {name: x[: VOCAB - 3] if x.shape[0] == VOCAB else x for name, x in wide.state_dict().items()}
+    )
+    by_size = {VOCAB: wide, VOCAB - 3: narrow}
+    target, draft = (by_size[size] for size in sizes)
+    target.generation_config.eos_token_id = None
+    out = generate(target, draft, criterion, models.prompts(2, 8, seed=4, vocab=VOCAB - 3), max_new_tokens=80)
+    tokens = out.sequences[:, 8:]
+    assert tokens.max() < target.config.vocab_size
+    assert out.stats.tokens_per_step > 1.5
+    if sizes[0] > sizes[1] and criterion == "speculative":
+        assert (tokens >= VOCAB - 3).any(), "tokens that only the target knows are still drawn"
+
+
+@pytest.mark.parametrize("criterion", ["speculative", "typical"])
+def test_the_host_walk_agrees_with_the_device(criterion):
+    """A processor that changes nothing takes the walk, one that is called per token changes what p is."""
+    target, draft = pair()
+    prompt = models.prompts(3, 8, seed=6, vocab=VOCAB)
+    options = {"max_new_tokens": 20, "eos_token_id": 2, "temperature": 0.9, "top_k": 9}
+    device = generate(target, draft, criterion, prompt, **options)
+
+    def nothing(ids, scores, **_):
+        return scores
+
+    def never(ids, scores, **_):
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    processed = {"logits_processor": LogitsProcessorList([nothing]), "stopping_criteria": StoppingCriteriaList([never])}
+    walked = generate(target, draft, criterion, prompt, **options, **processed, output_scores=True)
+    assert walked.sequences.tolist() == device.sequences.tolist()
+    assert walked.stats.accepted == device.stats.accepted and walked.stats.tokens_per_step > 1.2
+    assert (walked.stats.criterion, walked.stats.lossless) == (criterion, criterion == "speculative")
+    said = device.sequences[:, 8:]
+    banned = int(said[said > 2].mode().values)  # no padding
+    barred = generate(target, draft, criterion, prompt, **options, bad_words_ids=[[banned]])
+    assert not (barred.sequences[:, 8:] == banned).any() and len(barred.stats.accepted) > 2
+
+
+def test_speculative_through_processors_samples_the_processed_distribution():
+    target, draft = pair()
+    prompt = models.prompts(1, 5, seed=1, vocab=VOCAB)
+    with torch.no_grad():
+        logits = target(**prompt).logits[0, -1].double()
+    likeliest = int(logits.argmax())
+    biased = logits.clone()
+    biased[likeliest] -= 1.0
+    options = {"sequence_bias": {(likeliest,): -1.0}, "graph_config": gsd.GraphConfig.preset("chain", depth=1)}
+    out = generate(target, draft, "speculative", prompt, max_new_tokens=1, num_return_sequences=600, **options)
+    counts = np.bincount(out.sequences[:, 5].numpy(), minlength=VOCAB)
+    assert fit(counts, biased.softmax(-1).numpy()) > P_VALUE
+    assert fit(counts, logits.softmax(-1).numpy()) < P_VALUE, "the bias must matter"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("criterion", ["speculative", "typical"])
+def test_half_precision(criterion, dtype):
+    target = models.tiny(vocab_size=VOCAB, dtype=dtype)
+    target.generation_config.eos_token_id = None
+    prompt = models.prompts(2, 8, seed=2, vocab=VOCAB)
+    out = generate(target, models.noised(target, 0.03), criterion, prompt, max_new_tokens=24)
+    assert out.sequences.shape == (2, 32) and out.stats.tokens_per_step > 1.2
+
+
+def test_the_target_without_some_layers_drafts_too():
+    target = models.tiny(vocab_size=VOCAB, num_hidden_layers=3)
+    target.generation_config.eos_token_id = None
+    skip = gsd.LayerSkip(target, mlp=[1])
+    for sources in (None, ("layer_skip",)):
+        prompt = models.prompts(2, 8, vocab=VOCAB)
+        out = generate(target, skip, "speculative", prompt, draft_sources=sources, max_new_tokens=24)
+        assert out.stats.criterion == "speculative" and len(out.stats.accepted) > 2 and out.stats.accepted[1] > 0
+
+
+def test_a_streamer_gets_what_is_returned():
+    target, draft = pair()
+    said: list[int] = []
+
+    class Listener(transformers.generation.streamers.BaseStreamer):
+        def put(self, value):
+            said.extend(value.flatten().tolist())
+
+        def end(self):
+            said.append(-1)
+
+    prompt = models.prompts(1, 6, vocab=VOCAB)
+    out = generate(target, draft, "speculative", prompt, streamer=Listener())
+    assert said == [*out.sequences[0].tolist(), -1]
+
+
+@pytest.mark.parametrize("criterion", ["speculative", "typical"])
+def test_a_step_copies_nothing_from_the_host(criterion, monkeypatch):
+    """So that it can be captured, see test_captured_step; that it reads nothing back, test_step_trace says."""
+    step, watched = session.Session.step, []
+
+    def watching(self):
+        watched.append(self.rule.criterion.name)
+        if len(watched) < 3:  # storage is made in the first steps
+            return step(self)
+        with NoHostData(), untimed(self):
+            return step(self)
+
+    monkeypatch.setattr(session.Session, "step", watching)
+    monkeypatch.delitem(IMPLEMENTATIONS, "cpu")  # PyTorch's attention on a CPU is no part of a step on a GPU
+    generate(*pair(), criterion, models.prompts(2, 9, vocab=VOCAB), max_new_tokens=24)
+    assert len(watched) > 5 and set(watched) == {criterion}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("criterion", ["speculative", "typical"])
+def test_captured_on_a_gpu(criterion, monkeypatch, caplog):
+    target, draft = (m.cuda() for m in (models.tiny(dtype=torch.float32), models.noised(models.tiny()).float()))
+    inputs = {key: value.cuda() for key, value in models.prompts(2, 9).items()}
+    criteria._warn("typical")  # said before, so that the log stays empty
+    with caplog.at_level(logging.WARNING, logger="gsd_kernels"):
+        captured = generate(target, draft, criterion, inputs, max_new_tokens=64).sequences
+    assert not caplog.records
+    monkeypatch.setattr(capture, "can_capture", lambda session: False)
+    assert torch.equal(generate(target, draft, criterion, inputs, max_new_tokens=64).sequences, captured)
+
+
+def test_nan_is_said():
+    target, draft = models.tiny(vocab_size=VOCAB), pair()[1]
+    target.lm_head.weight.data[3] = math.nan
+    for criterion in ("speculative", "typical"):
+        with pytest.raises(ValueError, match="NaN"):
+            generate(target, draft, criterion, models.prompts(1, 6, vocab=VOCAB))
+    target, broken = pair()[0], models.tiny(vocab_size=VOCAB)
+    broken.lm_head.weight.data[3] = math.nan
+    out = generate(target, broken, "speculative", models.prompts(1, 6, vocab=VOCAB))
+    assert out.stats.tokens_per_step == 1.0, "a broken draft costs speed only"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"criterion": "greedy"}, "criterion: expected 'exact', 'speculative', 'typical' or a gsd_kernels.Typical"),
+        (
+            {"criterion": "speculative", "graph_config": "tree"},
+            "graph_config: .* width is 4 instead of 1; pass .*chain",
+        ),
+        (
+            {"criterion": "speculative", "graph_config": gsd.GraphConfig(width=1, branch=2, merge_context=-1)},
+            "branch is 2",
+        ),
+        ({"criterion": "speculative", "graph_config": gsd.GraphConfig(width=1, branch=1)}, "merge_context is 1"),
+        ({"criterion": "speculative", "graph_config": CHAIN.replace(reuse_depth=1)}, "reuse_depth is 1"),
+        ({"criterion": "speculative", "draft_sources": ("model", "history")}, "draft_sources: .*leave it out"),
+        ({"criterion": "speculative", "draft_heads": None}, "draft_heads: .*leave them out"),
+        ({"criterion": "speculative", "reference_ids": torch.tensor([3, 4])}, "reference_ids: .*leave them out"),
+    ],
+)
+def test_refusals_name_the_argument_and_the_cure(arguments, message):
+    target, draft = pair()
+    if "draft_heads" in arguments:
+        arguments = {**arguments, "draft_heads": gsd.DraftHeads.for_model(target, 1)}
+    with pytest.raises(ValueError, match=message):
+        gsd.generate(target, torch.tensor([[3, 4]]), assistant_model=draft, max_new_tokens=2, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"epsilon": 0.0}, ValueError, "epsilon: expected a number above 0, at most 1, got 0.0"),
+        ({"epsilon": 1.5}, ValueError, "epsilon: .* got 1.5"),
+        ({"delta": -1}, ValueError, "delta: expected a number above 0, got -1"),
+        ({"delta": math.nan}, ValueError, "delta"),
+        ({"epsilon": "much"}, TypeError, "epsilon: expected a number, got 'much'"),
+        ({"epsilon": True}, TypeError, "epsilon"),
+    ],
+)
+def test_thresholds_are_checked(arguments, error, message):
+    with pytest.raises(error, match=message):
+        gsd.Typical(**arguments)
+
+
+def test_no_shape_given_is_a_chain():
+    draft = pair()[1]
+    with pytest.raises(TypeError, match=r"criterion: expected .* got NoneType"):
+        gsd.GraphDecoder(draft, criterion=None)
+    for shape in (None, "auto"):
+        decoder = gsd.GraphDecoder(draft, shape, criterion="speculative")
+        assert decoder.graph_config == gsd.GraphConfig.preset("chain") and not decoder.automatic
+    assert gsd.GraphDecoder(draft).automatic and gsd.GraphDecoder(draft, criterion="typical").automatic
+    assert gsd.Typical() == gsd.Typical(0.09, math.sqrt(0.09)) == criteria.resolve_criterion("typical")
+
+
+def test_ranks_must_have_the_same_criterion(monkeypatch):
+    seen = {}
+
+    class Alone:
+        """Tensor parallelism as a single rank sees it."""
+
+        alone = False
+
+        def start(self, own_seed, given):
+            seen.update(given)
+            return own_seed
+
+        def check(self, verified, finished, *, timed):
+            return finished
+
+        explained = contextlib.nullcontext
+
+    monkeypatch.setattr(decoder_module, "ranks_of", lambda *_: Alone())
+    said = set()
+    for criterion in ("exact", "speculative", "typical", gsd.Typical(0.2), gsd.Typical(0.2, 0.3)):
+        out = generate(*pair(), criterion, models.prompts(1, 6, vocab=VOCAB), max_new_tokens=4)
+        assert out.stats.criterion == (criterion if isinstance(criterion, str) else "typical")
+        said.add(digest(seen["criterion"]))
+    assert len(said) == 5
+
+
+def test_patch_takes_a_criterion():
+    target = models.tiny(vocab_size=VOCAB)
+    target.generation_config.eos_token_id = None
+    draft = models.noised(target, 0.05)
+    prompt = models.prompts(1, 6, vocab=VOCAB)
+    with pytest.raises(ValueError, match="needs a chain"):
+        gsd.patch(target, assistant_model=draft, graph_config="tree", criterion="speculative")
+    handle = gsd.patch(target, assistant_model=draft, criterion="speculative")
+    try:
+        target.generate(**prompt, do_sample=True, max_new_tokens=4)
+        assert handle.stats.criterion == "speculative"
+        target.generate(**prompt, do_sample=True, max_new_tokens=4, criterion="typical", graph_config="tree")
+        assert (handle.stats.criterion, handle.stats.lossless) == ("typical", False)
+    finally:
+        gsd.unpatch(target)

@@ -1,0 +1,81 @@
+"""The generator of the noise: known answers, tail mass, independence."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from acceptance.distributions import P_VALUE
+from scipy import stats as scipy_stats
+
+from gsd_kernels.ops.sampling import philox
+
+# Random123's kat_vectors, philox4x32 with 10 rounds: counter, key, output (zeros, ones, digits of pi).
+KNOWN_ANSWERS = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def words(text: str) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.tensor(int(word, 16)) for word in text.split())
+
+
+@pytest.mark.parametrize(("counter", "key", "output"), KNOWN_ANSWERS)
+def test_philox_known_answers(counter, key, output):
+    assert philox.philox4x32(words(key), words(counter)) == words(output)
+
+
+def test_the_noise_is_that_generator():
+    """Key: the 64-bit seed; counter: (token >> 2, position, sequence, 0); word: token & 3."""
+    seed, position, sequence = -(2**63) + 12345, 77, 5
+    noise = philox.gumbel_noise(torch.tensor(seed), torch.tensor([position]), torch.tensor([sequence]), 10)
+    key = (torch.tensor(seed & 0xFFFFFFFF), torch.tensor((seed >> 32) & 0xFFFFFFFF))
+    for token in range(10):
+        counter = tuple(torch.tensor(c) for c in (token >> 2, position, sequence, 0))
+        u = ((int(philox.philox4x32(key, counter)[token & 3]) >> 1) + 0.5) * 2.0**-31
+        assert float(noise[0, token]) == pytest.approx(-np.log(-np.log1p(-u)), abs=1e-5)
+        single = philox.gumbel_of(
+            torch.tensor(seed), torch.tensor([position]), torch.tensor([sequence]), torch.tensor([[token]])
+        )
+        assert float(single) == float(noise[0, token])
+
+
+def noise_of_words(word: torch.Tensor, monkeypatch) -> np.ndarray:
+    """The noise that the code makes of given 32-bit words."""
+    with monkeypatch.context() as patch:
+        patch.setattr(philox, "philox4x32", lambda key, counter, rounds=10: tuple(word[i::4] for i in range(4)))
+        noise = philox.gumbel_noise(torch.tensor(0), torch.zeros(1, dtype=torch.int64), torch.zeros(1), len(word))
+    return noise.flatten().double().numpy()
+
+
+def test_tail_mass(monkeypatch):
+    """256k tokens of p = 1e-8 keep their mass of 0.0026 together; a 24-bit uniform leaves them 1% of it."""
+    tokens, p = 2**18, 1e-8
+    # The noise decreases in the word; every exceedance of 15 or more lies in the first 2¹² of 2³¹ values.
+    upper = noise_of_words(torch.arange(2**12) << 1, monkeypatch)
+    assert (np.diff(upper) < 0).all() and upper[-1] < 15 and upper[0] > 22
+    assert np.array_equal(upper, noise_of_words((torch.arange(2**12) << 1) + 1, monkeypatch)), "31 bits are used"
+    rest = np.log1p(-tokens * p)
+    quantiles = (np.arange(4000) + 0.5) / 4000
+    threshold = -np.log(-np.log(quantiles)) + rest - np.log(p)  # what a tail token's noise must exceed
+    exceed = np.searchsorted(-upper, -threshold) / 2.0**31  # P(noise > threshold), as the code makes it
+    mass = (1 - (1 - exceed) ** tokens).mean()
+    assert mass == pytest.approx(tokens * p, rel=0.03)
+    coarse = np.floor(exceed * 2**24) / 2**24
+    assert (1 - (1 - coarse) ** tokens).mean() < 0.1 * tokens * p, "the test cannot tell a coarse uniform"
+    lowest = noise_of_words(torch.tensor([0xFFFFFFFF] * 4), monkeypatch)
+    assert np.isfinite(lowest).all()
+
+
+def test_uniform_over_many_draws():
+    """The noise is Gumbel distributed, and independent of neighbours: token, position, sequence and seed."""
+    at = torch.arange(64)
+    noise = torch.stack(
+        [philox.gumbel_noise(torch.tensor(seed), at.expand(8, -1), at[:8, None], 64) for seed in range(4)]
+    ).double()
+    assert scipy_stats.kstest(noise.flatten().numpy(), "gumbel_r").pvalue > P_VALUE
+    for dim in range(4):
+        a, b = noise.narrow(dim, 0, noise.shape[dim] - 1), noise.narrow(dim, 1, noise.shape[dim] - 1)
+        assert abs(np.corrcoef(a.flatten(), b.flatten())[0, 1]) < 4 / np.sqrt(a.numel())

@@ -1,0 +1,212 @@
+"""The same text whatever is drafted: it depends on the seed alone."""
+
+from __future__ import annotations
+
+import functools
+
+import models
+import pytest
+import torch
+import transformers
+from acceptance.distributions import transformers_warpers
+
+import gsd_kernels as gsd
+from gsd_kernels.ops.sampling import philox
+
+VOCAB = 32
+
+
+@functools.lru_cache
+def pair():
+    target = models.tiny(vocab_size=VOCAB)
+    target.generation_config.eos_token_id = None
+    return target, models.noised(target, 0.01)
+
+
+CONFIGS = {
+    "chain": gsd.GraphConfig.preset("chain", depth=4),
+    "tree": gsd.GraphConfig(depth=4, width=4, branch=3, max_rows=24, merge_context=-1),
+    "graph-0": gsd.GraphConfig(depth=6, width=6, branch=3, max_rows=64, merge_context=0),
+    "graph-1": gsd.GraphConfig(depth=3, width=8, branch=2, max_rows=17, merge_context=1),
+    "reuse": gsd.GraphConfig(depth=2, width=2, branch=2, max_rows=32, reuse_depth=3, reuse_width=4, merge_context=1),
+}
+SAMPLING = [
+    {"temperature": 1.0, "top_k": 0},
+    {"temperature": 0.7, "top_k": 12},
+    {"temperature": 1.2, "top_p": 0.8, "top_k": 0},
+    {"temperature": 0.9, "min_p": 0.1, "top_k": 20, "top_p": 0.95},
+    {"temperature": 0.9, "typical_p": 0.8, "repetition_penalty": 1.2},
+]
+
+
+@functools.lru_cache
+def draft_named(name: str):
+    target, noised = pair()
+    return {
+        "noised": noised,
+        "target": target,
+        "random": models.tiny("llama-mha", vocab_size=VOCAB, seed=9),
+        "layer_skip": gsd.LayerSkip(target, mlp=[1]),
+        "history": None,
+    }[name]
+
+
+@pytest.mark.parametrize("chunk", [0, *(pytest.param(c, marks=pytest.mark.slow) for c in range(1, 10))])
+def test_text_depends_on_the_seed_only(chunk):
+    """50 seeds, each with every draft and two configurations of five: equal to plain decoding with that seed."""
+    target, _ = pair()
+    texts, emitted, steps, long = set(), 0, 0, 0
+    for seed in range(5 * chunk, 5 * chunk + 5):
+        prompt = models.prompts(2, 6 + seed % 5, seed=seed, vocab=VOCAB)
+        arguments = {**prompt, "do_sample": True, "seed": seed * 7919 + 2**40 * seed, "max_new_tokens": 16}
+        arguments |= {**SAMPLING[seed % len(SAMPLING)], "backend": "reference", "return_dict_in_generate": True}
+        plain = gsd.generate(target, **arguments)
+        assert plain.stats.tokens_per_step == 1.0
+        texts.add(tuple(plain.sequences.flatten().tolist()))
+        for turn, name in enumerate(["noised", "target", "random", "history", "layer_skip"]):
+            config = CONFIGS[list(CONFIGS)[(seed // 5 + turn) % len(CONFIGS)]]
+            draft = draft_named(name)
+            source = {"draft_sources": ("history",)} if draft is None else {"assistant_model": draft}
+            out = gsd.generate(target, graph_config=config, **source, **arguments)
+            assert out.sequences.tolist() == plain.sequences.tolist(), (seed, name, config)
+            if name in ("noised", "target"):
+                emitted, steps = emitted + out.stats.new_tokens, steps + out.stats.sequence_steps
+                long = max(long, len(out.stats.accepted) - 1)
+    assert len(texts) == 5
+    assert emitted > 1.2 * steps and long >= 3, "nothing was accepted"
+
+
+@pytest.mark.parametrize("config", [None, "chain", "graph"])
+def test_every_token_is_the_argmax_of_its_own_noise(config):
+    """Recomputed one token at a time: position counts real tokens only, sequence is the row of the batch."""
+    target, draft = pair()
+    prompt = models.prompts(3, 9, seed=3, vocab=VOCAB)
+    assert (prompt["attention_mask"] == 0).any()
+    options = {"temperature": 0.8, "top_k": 9, "top_p": 0.9}
+    source = {} if config is None else {"assistant_model": draft, "graph_config": config}
+    seed = 2**63 + 12345
+    out = gsd.generate(target, **prompt, **source, do_sample=True, seed=seed, max_new_tokens=12, **options)
+    for row in range(3):
+        text = out[row, int((prompt["attention_mask"][row] == 0).sum()) :]
+        with torch.no_grad():
+            logits = target(text[None]).logits[0].float()
+        for position in range(len(text) - 12, len(text)):
+            scores = transformers_warpers(options)(text[None], logits[None, position - 1]).log_softmax(-1)
+            key = (torch.tensor(seed - 2**64), torch.tensor([position]), torch.tensor([row]))
+            assert int(text[position]) == int((scores + philox.gumbel_noise(*key, VOCAB)).argmax()), (row, position)
+
+
+def test_rows_of_a_batch_keep_their_noise():
+    """Noise goes by row and real position: independent of padding, of other rows' lengths, of who has finished."""
+    target, draft = pair()
+    prompt = models.prompts(3, 9, seed=3, vocab=VOCAB)
+    assert (prompt["attention_mask"] == 0).any()
+    arguments = {"do_sample": True, "seed": 5, "top_k": 0, "max_new_tokens": 12}
+    together = gsd.generate(target, **prompt, assistant_model=draft, graph_config="graph", **arguments)
+    wider = {  # more padding changes nothing
+        "input_ids": torch.nn.functional.pad(prompt["input_ids"], (4, 0)),
+        "attention_mask": torch.nn.functional.pad(prompt["attention_mask"], (4, 0)),
+    }
+    shifted = gsd.generate(target, **wider, assistant_model=draft, graph_config="tree", **arguments)
+    assert torch.equal(shifted[:, 4:], together)
+    first = gsd.generate(target, prompt["input_ids"][:1], assistant_model=draft, graph_config="graph", **arguments)
+    assert torch.equal(first, together[:1])
+    stopped = int(together[1, 11])  # the others go on as they did
+    eos = gsd.generate(target, **prompt, assistant_model=draft, graph_config="graph", eos_token_id=stopped, **arguments)
+    for row in range(3):
+        new = together[row, 9:].tolist()
+        end = new.index(stopped) + 1 if stopped in new else len(new)
+        assert eos[row, 9 : 9 + end].tolist() == new[:end]
+
+
+def test_return_sequences_differ_and_equal_plain_decoding():
+    target, draft = pair()
+    prompt = models.prompts(2, 5, vocab=VOCAB)
+    arguments = {**prompt, "do_sample": True, "num_return_sequences": 3, "max_new_tokens": 10, "seed": 1, "top_k": 0}
+    out = gsd.generate(target, assistant_model=draft, graph_config="graph", **arguments)
+    assert out.shape == (6, 15) and torch.equal(out, gsd.generate(target, **arguments))
+    assert len({tuple(row) for row in out.tolist()}) == 6
+    again = gsd.generate(target, assistant_model=draft, graph_config="chain", **arguments, return_dict_in_generate=True)
+    assert torch.equal(again.sequences, out)
+
+
+def test_set_seed_reproduces_and_the_seed_matters():
+    target, draft = pair()
+    arguments = {**models.prompts(1, 6, vocab=VOCAB), "do_sample": True, "max_new_tokens": 16, "top_k": 0}
+
+    def run(**more):
+        return gsd.generate(target, assistant_model=draft, graph_config="tree", **arguments, **more).tolist()
+
+    transformers.set_seed(3)
+    first, second = run(), run()
+    transformers.set_seed(3)
+    assert [run(), run()] == [first, second] and first != second
+    assert run(seed=0) == run(seed=0) != run(seed=1)
+    assert run(seed=2**64 - 1) == run(seed=-1) != run(seed=2**63 - 1)
+    before = torch.get_rng_state()
+    run(seed=4)
+    assert torch.equal(torch.get_rng_state(), before), "a given seed leaves torch's generator alone"
+
+
+UNFUSED = [
+    {"typical_p": 0.7},
+    {"eta_cutoff": 0.02},
+    {"epsilon_cutoff": 0.03},
+    {"renormalize_logits": True, "top_k": 9},
+    {"top_h": 0.5},
+    {"top_p": 0.9, "typical_p": 0.9, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+    {"watermarking_config": {"bias": 2.0, "seeding_scheme": "lefthash", "context_width": 1}},
+]
+
+
+@pytest.mark.parametrize("options", UNFUSED, ids=lambda o: next(iter(o)))
+def test_other_processors_go_through_the_walk(options):
+    """They equal plain decoding, and what was picked is what transformers' own processors leave."""
+    target, draft = pair()
+    options = {"top_k": 0, **options}
+    if "watermarking_config" in options:
+        options["watermarking_config"] = transformers.WatermarkingConfig(**options["watermarking_config"])
+    prompt = models.prompts(2, 7, seed=4, vocab=VOCAB)
+    arguments = {**prompt, "do_sample": True, "max_new_tokens": 12, "temperature": 1.1, **options}
+    config = transformers.GenerationConfig(
+        **{**target.generation_config.to_dict(), **options, "do_sample": True, "temperature": 1.1}
+    )
+    for seed in range(4):
+        outputs = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+        plain = gsd.generate(target, **arguments, seed=seed, **outputs)
+        out = gsd.generate(target, assistant_model=draft, graph_config="tree", seed=seed, **arguments, **outputs)
+        assert out.sequences.tolist() == plain.sequences.tolist()
+        processors = target._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=7,
+            encoder_input_ids=prompt["input_ids"],
+            device="cpu",
+            model_kwargs={"attention_mask": prompt["attention_mask"]},
+        )
+        for step, (scores, logits) in enumerate(zip(out.scores, out.logits, strict=True)):
+            theirs = processors(out.sequences[:, : 7 + step], logits.clone())
+            torch.testing.assert_close(scores, theirs, rtol=1e-5, atol=1e-4)
+            picked = theirs.gather(1, out.sequences[:, 7 + step, None])
+            assert (picked > -torch.inf).all()
+    assert out.stats.tokens_per_step > 1.0
+
+
+def test_candidates_rank_by_the_target_noise():
+    """What the draft proposes first is what the target picks wherever both distributions agree."""
+    gen = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(3, 5, VOCAB, generator=gen)
+    positions = torch.randint(0, 99, (3, 5), generator=gen, dtype=torch.int32)
+    shared = {
+        "seed": torch.tensor(11),
+        "sequence_ids": torch.arange(3, dtype=torch.int32),
+        "temperature": 0.8,
+        "top_k": 10,
+        "backend": "reference",
+    }
+    tokens, log_probs = gsd.draft_candidates(logits, positions, branch=12, **shared)
+    assert torch.equal(tokens[:, :, 0], gsd.sample_rows(logits, positions, **shared))
+    assert (log_probs[..., 10:] == -torch.inf).all() and (log_probs[..., :10] > -torch.inf).all()
+    assert (log_probs.diff(dim=-1).nan_to_num(0.0) <= 0).all() and (log_probs <= 0).all()
+    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(3, 5))
+    tokens, log_probs = gsd.draft_candidates(logits[..., :3], positions, branch=5, **shared)
+    assert (tokens[..., 3:] == -1).all() and (log_probs[..., 3:] == -torch.inf).all()

@@ -1,0 +1,117 @@
+"""Typical acceptance: the rule number by number, and what is said of its loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+
+import models
+import numpy as np
+import pytest
+import torch
+from acceptance.chains import VOCAB, chain_rows, generate, pair, sampler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gsd_kernels as gsd
+from gsd_kernels_bench.generation import typical_deviation
+from gsd_kernels_hf.acceptance import criteria
+
+
+def typical_of(p: np.ndarray, children: list[int], thresholds: gsd.Typical) -> tuple[int, int]:
+    """(the target's own pick, what the criterion picks) after a root with the given children."""
+    draws, count = sampler(1, torch.zeros(1, dtype=torch.int32)), len(children)
+    rows = dataclasses.replace(
+        chain_rows(torch.tensor([children], dtype=torch.int32)),
+        parent_rows=torch.tensor([[-1] + [0] * count], dtype=torch.int32),
+    )
+    logits = torch.from_numpy(p).log().expand(1, count + 1, -1)
+    positions = torch.full((1, count + 1), 9, dtype=torch.int32)
+    own = criteria.ExactMatch(draws).picks(rows, logits, positions)
+    picked = criteria.TypicalAcceptance(draws, thresholds).picks(rows, logits, positions)
+    assert torch.equal(own[:, 1:], picked[:, 1:]), "leaves have no child to pick"
+    return int(own[0, 0]), int(picked[0, 0])
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), vocab=st.integers(2, 9), sharp=st.floats(0.1, 3.0))
+def test_the_rule_of_typical_acceptance(data, vocab, sharp):
+    """Against the formula, number by number."""
+    p = np.random.default_rng(data.draw(st.integers(0, 2**20))).dirichlet(np.full(vocab, 1 / sharp))
+    p = p.astype(np.float32).astype(np.float64)
+    p /= p.sum()
+    children = data.draw(st.lists(st.integers(0, vocab - 1), unique=True, min_size=1, max_size=vocab))
+    thresholds = gsd.Typical(data.draw(st.floats(0.001, 1.0)), data.draw(st.none() | st.floats(0.01, 4.0)))
+    delta = math.sqrt(thresholds.epsilon) if thresholds.delta is None else thresholds.delta
+    entropy = -sum(x * math.log(x) for x in p if x > 0)
+    threshold = min(thresholds.epsilon, delta * math.exp(-entropy))
+    if min(abs(p[c] - threshold) for c in children) < 1e-5 or len({round(x, 6) for x in p}) < vocab:
+        return  # a tie that float32 decides
+    own, said = typical_of(p, children, thresholds)
+    likely = [c for c in children if p[c] > threshold]
+    assert said == (own if own in children or not likely else max(likely, key=lambda c: p[c]))
+
+
+def test_typical_goes_from_exact_to_anything():
+    """A threshold that nothing passes is the exact criterion; the lower it is, the further from that."""
+    target, draft = pair()
+    prompt = models.prompts(4, 8, seed=1, vocab=VOCAB)
+    config = gsd.GraphConfig(depth=3, width=2, branch=3, max_rows=16, reuse_depth=2)
+    options = {"graph_config": config, "max_new_tokens": 32}
+    exact = generate(target, draft, "exact", prompt, **options)
+    runs = [
+        generate(target, draft, gsd.Typical(epsilon, delta), prompt, **options)
+        for epsilon, delta in [(1.0, 1e9), (0.3, None), (0.001, None)]
+    ]
+    assert runs[0].sequences.tolist() == exact.sequences.tolist() and not runs[0].stats.lossless
+    differing = [(run.sequences != exact.sequences).float().mean() for run in runs]
+    assert differing[1] > 0 and differing[2] > 0
+    gained = [run.stats.tokens_per_step for run in runs]
+    assert gained[0] == exact.stats.tokens_per_step < gained[1] < gained[2]
+
+
+def test_typical_is_said_once_to_be_lossy(caplog):
+    target, draft = pair()
+    prompt = models.prompts(1, 6, vocab=VOCAB)
+    criteria._warn.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="gsd_kernels"):
+        for criterion in ("exact", "speculative", "typical", gsd.Typical(0.2)):
+            assert generate(target, draft, criterion, prompt, max_new_tokens=4).stats.lossless == isinstance(
+                criteria.resolve_criterion(criterion), str
+            )
+    assert [r.message for r in caplog.records if "lossy" in r.message] == [
+        "criterion 'typical' is lossy: the output is not the target's own (stats.lossless is False)"
+    ]
+
+
+def test_typical_with_the_automatic_shape_learns_apart():
+    """What was accepted by another rule says nothing of the exact one."""
+    from gsd_kernels_hf.engine.engine import engines_of
+
+    target, draft = models.tiny(vocab_size=VOCAB), None
+    target.generation_config.eos_token_id = None
+    draft = models.noised(target, 0.05)
+    prompt = models.prompts(1, 6, vocab=VOCAB)
+    for criterion in ("exact", "typical"):
+        generate(target, draft, criterion, prompt, graph_config="auto", max_new_tokens=8)
+    assert {engine.criterion for engine in engines_of(target)} == {"exact", gsd.Typical()}
+
+
+@pytest.mark.slow
+def test_the_deviation_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(typical_deviation, "TEMPERATURES", (0.0, 0.7))
+    monkeypatch.setattr(typical_deviation, "EPSILONS", (0.03,))
+    text = typical_deviation.run(pair="tiny", prompts=2, samples=2, new_tokens=8, folder=tmp_path)
+    data = json.loads((tmp_path / "typical.json").read_text())
+    assert (tmp_path / "typical.md").read_text() == text + "\n"
+    rows = {(row["temperature"], row["shape"], row["criterion"]): row for row in data["summary"]}
+    assert len(rows) == len(data["records"]) == 2 * 2 * 2 + 1 and len(text.splitlines()) == len(rows) + 6
+    for (temperature, _, criterion), row in rows.items():
+        if criterion == "exact" or not temperature:
+            assert row["not_own_share"] == row["differing_share"] == 0 and row["lossless"]
+        else:
+            assert row["lossless"] == (criterion == "speculative") and row["texts"] == 4
+    lossy = [row for row in rows.values() if not row["lossless"]]
+    assert any(row["not_own_share"] > 0 for row in lossy) and any(row["gain"]["value"] > 1 for row in lossy)

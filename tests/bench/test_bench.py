@@ -1,0 +1,450 @@
+"""The benchmarks run, write what they promise, and compute their statistics right. No figure is judged here."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gsd_kernels_bench.cli import BENCHMARKS, DOCUMENTS, app
+from gsd_kernels_bench.generation import generate, sources_table, tree_table
+from gsd_kernels_bench.generation.competitors import DEFAULT, competitors
+from gsd_kernels_bench.generation.pairs import load_pair
+from gsd_kernels_bench.generation.tree_table import Cell, Grid, cells
+from gsd_kernels_bench.gpu import stages as gpu
+from gsd_kernels_bench.kernels import attention, commit, merge, sample
+from gsd_kernels_bench.lib.intervals import paired_ratio
+from gsd_kernels_bench.lib.report import Report, Row
+from gsd_kernels_bench.lib.runner import Contestant, Entry, Settings, run
+from gsd_kernels_bench.lib.shapes import SHAPES
+from gsd_kernels_bench.lib.timing import Timing, time_call
+from gsd_kernels_bench.readme import BLOCKS
+from gsd_kernels_hf.report import comparison
+
+CPU = torch.device("cpu")
+CASES = {case.NAME: case for case in (attention, merge, sample, commit)}
+SMALL = {"merge": ["--rows", "16"]}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def bench(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("name", [name for room in BENCHMARKS.values() for name in room])
+def test_every_benchmark_answers_help(name):
+    assert f"Usage: root {name} [OPTIONS]" in bench(name, "--help")
+
+
+def test_the_registry_is_documented():
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8").partition("## bench\n")[2]
+    assert re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE) == [n for room in BENCHMARKS.values() for n in room]
+
+
+def test_it_is_a_command_of_the_package():
+    from gsd_kernels_hf.cli import app as shell
+
+    asked = CliRunner().invoke(shell, ["bench", "attention", "--help"])
+    assert asked.exit_code == 0 and "bench attention [OPTIONS]" in asked.output
+    refused = CliRunner().invoke(shell, ["bench", "merge", "--quick", "--rows", "5"])
+    assert refused.exit_code == 2 and "error: --rows: merge has graphs for 16" in refused.stderr
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("hf-assisted-5", 5), ("hf-assisted-dynamic", None)])
+def test_assisted_competitors_are_of_their_setting(name, tokens, monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        comparison, "assisted", lambda target, draft, number, **options: given.append((number, options))
+    )
+    pair = load_pair("tiny", device=CPU, dtype=torch.float32, prompts=1)
+    competitors(pair, [name], temperature=0.7)
+    assert given == [(tokens, {"do_sample": True, "temperature": 0.7, "top_k": 0})]
+
+
+def test_the_command_line_needs_no_torch():
+    code = "import sys, gsd_kernels_bench.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_cases_write_their_files(name, tmp_path):
+    options = SMALL.get(name, ["--shape", "tiny"])
+    output = bench(name, "--quick", "--device", "cpu", "--seconds", "0", "--out", str(tmp_path), *options)
+    assert "copy bandwidth" in output
+    file = tmp_path / f"{name}-quick.json"
+    report = Report.read(file)
+    assert report.case == name
+    assert report.dtype == "float32"
+    assert {"device", "commit", "versions", "threads", "date"} <= set(report.environment)
+    assert {"python", "torch", "triton", "transformers", "gsd_kernels"} <= set(report.environment["versions"])
+    assert report.copy_bandwidth > 0
+    assert all(row.missing for row in report.rows if row.median is None)
+    for row in report.measured():
+        assert 0 < row.p20 <= row.median <= row.p80
+        assert row.samples >= 5
+        assert row.bandwidth_fraction == pytest.approx(row.bytes_moved / row.median / report.copy_bandwidth)
+    present = {row.contestant for row in report.measured()}
+    assert {"cpu", "reference"} <= present
+    assert "triton" in report.missing()
+    with file.with_suffix(".csv").open(encoding="utf-8") as lines:
+        table = list(csv.DictReader(lines))
+    assert len(table) == len(report.rows)
+    assert {"device", "torch", "commit", "median", "p20", "p80", "bytes_moved", "bandwidth_fraction"} <= set(table[0])
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_attention_names_every_peer(tmp_path):
+    bench("attention", "--quick", "--device", "cpu", "--shape", "tiny", "--rows", "4", "--out", str(tmp_path))
+    report = Report.read(tmp_path / "attention-quick.json")
+    named = {row.contestant for row in report.rows if row.peer}
+    assert named == {"sdpa_mask", "flex_attention", "flash_attn", "flashinfer"}
+    assert "sdpa_mask" not in report.missing()
+
+
+def test_compare_and_backend(tmp_path):
+    options = ["merge", "--quick", "--device", "cpu", "--rows", "16", "--backend", "cpu", "--out", str(tmp_path)]
+    bench(*options)
+    output = bench(*options, "--compare", str(tmp_path / "merge-quick.json"), "--name", "again")
+    assert "above 1 is faster now" in output
+    assert re.search(r"^\d+\.\d\d  flatten, token graph, rows 16: cpu$", output, re.MULTILINE)
+    rows = Report.read(tmp_path / "again.json").rows
+    assert {row.contestant for row in rows if not row.peer} == {"cpu"}
+
+
+def test_rows_are_measured_beside_the_modules(tmp_path):
+    file = tmp_path / "rows.json"
+    sizes = ["--rows", "1", "--rows", "5", "--prefix", "9", "--prompt", "12", "--seconds", "0"]
+    output = bench("rows", "--shape", "tiny", "--dtype", "float32", *sizes, "--json", str(file))
+    assert "| tiny, float32, rows 5 |" in output and "| tiny, float32, prompt of 12 |" in output
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert {"device", "commit", "versions", "threads", "date"} <= set(report["environment"])
+    (result,) = report["results"]
+    assert [line["rows"] for line in result["rows"]] == [1, 5]
+    for line in result["rows"]:
+        assert line["operator_over_floor"] == pytest.approx(line["operator_ms"] / line["read_ms"])
+    with pytest.raises(ValueError, match="--dtype: expected float32, bfloat16 or float16, got float64"):
+        bench("rows", "--shape", "tiny", "--dtype", "float64")
+
+
+def test_unknown_names_are_refused():
+    settings = Settings(CPU, torch.float32, quick=True, seconds=0.0)
+    with pytest.raises(ValueError, match=r"--backend: 'gpu' is none of"):
+        run(merge, Settings(CPU, torch.float32, rows=(16,), backends=["gpu"], quick=True))
+    with pytest.raises(ValueError, match=r"shape 'llama-9' is unknown"):
+        run(attention, Settings(CPU, torch.float32, shapes=("llama-9",)))
+    with pytest.raises(ValueError, match=r"--rows: merge has graphs for 16"):
+        run(merge, Settings(CPU, torch.float32, rows=(5,)))
+    assert settings.shape_names() == ("tiny", "tinyllama-1.1b")
+
+
+def test_a_wrong_result_is_never_reported(monkeypatch):
+    def entries(settings):
+        yield Entry("s", {"rows": 1}, "op", 8, [Contestant("theirs", lambda: 2.0, peer=True)], error=lambda out: out)
+        yield Entry("s", {"rows": 1}, "op", 8, [Contestant("ours", lambda: 2.0)], error=lambda out: out)
+
+    monkeypatch.setattr(merge, "entries", entries)
+    rows = []
+    monkeypatch.setattr("gsd_kernels_bench.lib.runner.Report", lambda **_: type("Kept", (), {"rows": rows}))
+    with pytest.raises(RuntimeError, match="wrong result: error 2"):
+        run(merge, Settings(CPU, torch.float32, quick=True))
+    assert rows[0].median is None
+    assert "wrong result" in rows[0].missing
+
+
+def test_timing():
+    timing = Timing.of([5.0, 1.0, 2.0, 3.0, 4.0, 100.0], "wall")
+    assert (timing.median, timing.p20, timing.p80, timing.samples) == (3.5, 2.0, 5.0, 6)
+    calls = []
+    assert time_call(lambda: calls.append(1), CPU, seconds=0.0).samples == 5
+    calls.clear()
+    timing = time_call(lambda: calls.append(1), CPU, seconds=0.01)
+    assert timing.samples >= 5
+    assert len(calls) > 20 * timing.samples, "short calls are timed several at once"
+
+
+def test_paired_ratio():
+    ours, theirs = [(10, 1.0), (10, 3.0)], [(10, 2.0), (10, 6.0)]
+    ratio = paired_ratio(ours, theirs)
+    assert ratio.value == ratio.low == ratio.high == 2.0  # paired: every prompt is twice as fast
+    mixed = paired_ratio([(10, 1.0), (10, 4.0)], [(10, 2.0), (10, 2.0)])
+    assert mixed.value == pytest.approx(0.8)
+    assert (mixed.low, mixed.high) == (0.5, 2.0)
+    with pytest.raises(ValueError, match="as many prompts"):
+        paired_ratio(ours, theirs[:1])
+
+
+def test_compare_matches_points():
+    def report(median: float, shape: str = "a") -> Report:
+        row = Row("op", shape, {"rows": 1}, "cpu", median=median)
+        return Report("merge", "rows", {}, 1.0, "float32", True, [row])
+
+    (pair,) = report(1.0).compare(report(3.0))
+    assert pair[1] == 3.0
+    assert report(1.0).compare(report(3.0, "b")) == []
+
+
+@pytest.fixture(scope="module")
+def raced(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("race")
+    settings = generate.Settings(
+        CPU, torch.float32, pair="tiny", target_shape="none", prompts=2, new_tokens=10, quick=True
+    )
+    return folder, generate.run(settings, folder=folder)
+
+
+def test_generate_races_everyone(raced):
+    folder, report = raced
+    data = json.loads((folder / "generate.json").read_text())
+    assert data["case"] == "generate"
+    assert set(data["missing"]) == {"hf-static-compile", "hf-mtp", "hf-dflash"}
+    present = [name for name in DEFAULT if name not in data["missing"]]
+    assert [row["competitor"] for row in data["summary"]] == present
+    assert data["prompts"] == ["code-0", "code-1"]
+    for name in present:
+        runs = [run_ for run_ in data["runs"] if run_["competitor"] == name]
+        assert [run_["prompt"] for run_ in runs] == data["prompts"]
+        assert [run_["tokens"] for run_ in runs] == [10, 10]
+        assert len({run_["place"] for run_ in runs}) == 2, "the order rotates"
+    others = [run_ for run_ in data["runs"] if run_["competitor"] != "hf-greedy"]
+    assert all(run_["same"] for run_ in others), "float32 is equal"
+    assert data["ratios"]["auto / plain"]["low"] <= data["ratios"]["auto / plain"]["value"]
+    assert [(floor["against"], floor["floor"]) for floor in data["floors"]] == [("plain", 0.97)]
+    assert (folder / "generate.png").exists()
+    assert "| auto |" in report.table()
+
+
+def test_floors_of_an_inflated_run(raced):
+    _, report = raced
+    rates = {"hf-greedy": 1.0, "hf-assisted-3": 3.0, "hf-assisted-5": 2.0, "auto": 4.0}
+
+    def floors(dtype):
+        settings = generate.Settings(CPU, dtype, target_shape="250m")
+        return [(name, floor) for name, _, floor, _ in generate._floors(settings, report, rates)]
+
+    assert floors(torch.float32) == [("hf-assisted-3", 1.03)]
+    assert floors(torch.bfloat16) == [("hf-assisted-3", 1.10), ("hf-greedy", 2.0)]
+
+
+def test_sampled_texts_of_ours_are_equal():
+    names = ("plain", "chain", "graph")
+    settings = generate.Settings(
+        CPU,
+        torch.float64,
+        pair="tiny",
+        target_shape="none",
+        prompts=1,
+        new_tokens=8,
+        temperature=0.8,
+        competitors=names,
+    )
+    report = generate.run(settings)
+    assert [run_["same"] for run_ in report.runs] == [None, True, True]
+
+
+def test_competitors():
+    pair = load_pair("tiny", device=CPU, dtype=torch.float32, prompts=1, texts=["code", "copy", "table"])
+    assert [prompt.kind for prompt in pair.prompts] == ["code", "copy", "table"]
+    with pytest.raises(ValueError, match="'fast' is none of"):
+        competitors(pair, ["fast"])
+    assert [c.name for c in competitors(pair, ["plain", "plain"])] == ["plain"]
+    with pytest.raises(ValueError, match="pair: 'big'"):
+        load_pair("big", device=CPU, dtype=torch.float32)
+
+
+def test_tree_table(tmp_path, monkeypatch):
+    grid = Grid(draft_rows=(9,), target_rows=(8, 16), texts=("copy",), temperatures=(0.0, 0.7))
+    options = {"pair": "tiny", "prompts": 2, "new_tokens": 8, "folder": tmp_path, "name": "tree"}
+    decode, calls = tree_table.decode, []
+
+    def interrupted(*arguments):
+        calls.append(arguments[3])
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return decode(*arguments)
+
+    monkeypatch.setattr(tree_table, "decode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tree_table.run(grid, **options)
+    text = tree_table.run(grid, **options)
+    assert len(calls) == 4 * 4 + 1, "what was finished is not done again"
+    data = json.loads((tmp_path / "tree.json").read_text())
+    assert (tmp_path / "tree.md").read_text() == text + "\n"
+    assert data["summary"]["cells"] == len(data["cells"]) == 4
+    for cell in data["cells"]:
+        steps = cell["per_step"]
+        for rows in ("expanded_nodes", "computed_draft_rows", "computed_target_rows"):
+            assert steps["tree"][rows] == steps["merged"][rows] == steps["graph"][rows]
+        assert steps["graph"]["expanded_nodes"] == 9
+        assert all(step["used_target_rows"] <= step["computed_target_rows"] for step in steps.values())
+        for variant, decoded in cell["decoded"].items():
+            assert [run_["tokens"] for run_ in decoded["runs"]] == [8, 8]
+            assert all(sum(n * k for n, k in enumerate(run_["accepted"])) == 8 for run_ in decoded["runs"])
+            assert cell["tokens_per_step"][variant] == 16 / sum(run_["steps"] for run_ in decoded["runs"])
+        assert set(cell["tokens_per_step"]) == {"chain", "tree", "merged", "graph"}
+    readme_file = tmp_path / "README.md"
+    readme_file.write_text("<!-- bench:tree -->\n<!-- /bench:tree -->\n")
+    bench("readme", "--readme", str(readme_file), "--results", str(tmp_path))
+    assert "| copy, T = 0.7 | 9 |" in readme_file.read_text()
+
+
+def test_sources_table(tmp_path, monkeypatch):
+    names = ("hf-greedy", "hf-prompt-lookup", "plain", "merged", "history", "layer-skip", "graph", "all")
+    options = {"pair": "tiny", "target_shape": "none", "prompts": 2, "new_tokens": 8, "competitors": names}
+    settings = generate.Settings(device=CPU, dtype=torch.float32, **options)
+    run, calls = generate.run, []
+
+    def interrupted(cell):
+        calls.append((cell.text, cell.temperature))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return run(cell)
+
+    monkeypatch.setattr(generate, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sources_table.run(settings, texts=("copy",), folder=tmp_path)
+    text = sources_table.run(settings, texts=("copy",), folder=tmp_path)
+    assert calls == [("copy", 0.0), ("copy", 0.7), ("copy", 0.7)], "what was finished is not done again"
+    assert (tmp_path / "sources.md").read_text() == text + "\n"
+    data = json.loads((tmp_path / "sources.json").read_text())
+    assert len(data["cells"]) == 2 and not list(tmp_path.glob("*partial*"))
+    for cell in data["cells"]:
+        assert cell["missing"] == {"all": "the pair has no trained heads"}
+        assert {run_["competitor"] for run_ in cell["runs"]} == set(names) - {"all"}
+        assert all(run_["same"] for run_ in cell["runs"] if run_["competitor"] in generate.OURS[1:])
+        asked = {(answer["ours"], answer["against"], answer["by"]) for answer in cell["questions"]}
+        assert ("history", "hf-prompt-lookup", "target_forwards") in asked
+        assert ("graph", "merged", "seconds") in asked and ("graph", "merged", "target_forwards") in asked
+    (tmp_path / "README.md").write_text("<!-- bench:sources -->\n<!-- /bench:sources -->\n")
+    bench("readme", "--readme", str(tmp_path / "README.md"), "--results", str(tmp_path))
+    assert "| layer skipping alone |" in (tmp_path / "README.md").read_text()
+
+
+def test_the_whole_grid_is_valid():
+    grid = list(cells(Grid()))
+    assert len(grid) == 3 * 2 * 4 * 5
+    for cell in grid:
+        for variant in ("chain", "tree", "merged", "graph"):
+            assert cell.config(variant).max_rows <= max(cell.target_rows, 2)
+    cell = Cell("code", 0.0, 64, 8)
+    assert cell.config("chain").depth == 7, "no longer than the rows that verify it"
+
+
+def test_readme(raced, tmp_path):
+    folder, _ = raced
+    results, readme_file = tmp_path / "results", tmp_path / "README.md"
+    results.mkdir()
+    options = ["--readme", str(readme_file), "--results", str(results)]
+    readme_file.write_text(
+        "a\n<!-- bench:speed -->\n<!-- /bench:speed -->\nb\n<!-- bench:kernels -->\nold\n<!-- /bench:kernels -->\n"
+        "<!-- bench:headline -->\n<!-- /bench:headline -->\n"
+    )
+    bench("readme", *options)
+    assert readme_file.read_text().count("Not measured yet: `gsd-kernels bench generate`.") == 2
+    data = json.loads((folder / "generate.json").read_text())
+    data["settings"]["quick"] = False
+    (results / "generate-none-float32.json").write_text(json.dumps(data))
+    report = run(merge, Settings(CPU, torch.float32, rows=(16,), seconds=0.0))
+    report.write(results, "merge")
+    bench("readme", *options, "--check", code=1)
+    bench("readme", *options)
+    text = readme_file.read_text()
+    assert "| **auto** |" in text
+    assert "flatten: token graph, rows 16" in text
+    assert "old" not in text
+    rates = {row["competitor"]: row["tokens_per_second"] for row in data["summary"]}
+    best = max((name for name in rates if name.startswith("hf-")), key=rates.get)
+    assert f"{rates[best]:.1f} ({best.removeprefix('hf-')}) | {rates['auto']:.1f} |" in text
+    assert data["environment"]["date"] in text and "Nothing has been measured on a GPU yet" in text
+    assert text.startswith("a\n") and "\nb\n" in text
+    bench("readme", *options, "--check")
+    readme_file.write_text("<!-- bench:speed -->\n")
+    bench("readme", *options, code=1)
+
+
+def test_readme_of_this_repository_is_up_to_date():
+    blocks = [set(re.findall(r"<!-- bench:([\w-]+) -->", file.read_text(encoding="utf-8"))) for file in DOCUMENTS]
+    assert set.union(*blocks) == set(BLOCKS) and all(blocks), "a table that no page shows, or a page without one"
+    bench("readme", "--check")
+
+
+def test_gpu_script_rehearsal(tmp_path, monkeypatch):
+    """Every stage's command is run, in this process; compiling a peer is left out."""
+    ran = []
+
+    def call(command, environment, output, seconds):
+        assert command[0] == sys.executable
+        ran.append(command[1:])
+        words = list(command[command.index("bench") + 1 :]) if "bench" in command else None
+        if words is None:
+            return 0
+        if "flex_attention" in words or "hf-static-compile,plain,auto" in words:
+            words += ["--quick"]
+        elif words[0] == "generate":
+            words = [w.replace("hf-greedy,hf-assisted-3,auto", "hf-greedy,plain,auto") for w in words]
+        result = CliRunner().invoke(app, words)
+        output.write(result.output.encode())
+        return result.exit_code
+
+    monkeypatch.setattr(gpu, "call", call)
+    bench("gpu", "--rehearse", "--out", str(tmp_path))
+    names = [stage.name for stage in gpu.stages(tmp_path, rehearse=True)]
+    for name in names:
+        assert json.loads((tmp_path / f"{name}.stage.json").read_text())["ok"]
+    for name in ("attention-tiny", "merge", "sample", "commit", "e2e-7b", "e2e-70b", "peers-flashinfer"):
+        assert json.loads((tmp_path / f"{name}.json").read_text())["schema"] == 1
+        assert (tmp_path / f"{name}.png").exists()
+    before = len(ran)
+    bench("gpu", "--rehearse", "--out", str(tmp_path))
+    assert len(ran) == before, "done stages are skipped"
+
+
+def test_gpu_stages(tmp_path, monkeypatch):
+    planned = gpu.stages(tmp_path, rehearse=False)
+    rehearsed = {stage.name for stage in gpu.stages(tmp_path, rehearse=True)}
+    shapes = {"llama-2-7b", "llama-3-8b", "llama-2-70b"}
+    assert {stage.name for stage in planned} - {f"attention-{s}" for s in shapes} == rehearsed - {"attention-tiny"}
+    assert all(stage.limit < 540 for stage in planned)
+    text = " ".join(word for stage in planned for command in stage.commands for word in command)
+    assert shapes <= set(SHAPES)
+    assert all(shape in text for shape in shapes)
+    monkeypatch.setattr(gpu, "call", lambda *_: 3)
+    bench("gpu", "--only", "doctor", "--rehearse", "--out", str(tmp_path), code=1)
+    assert json.loads((tmp_path / "doctor.stage.json").read_text())["ok"] is False
+    output = bench("gpu", "--rehearse", "--out", str(tmp_path), "--budget", "10")
+    assert "left for the next call" in output
+    bench("gpu", "--list", "--out", str(tmp_path))
+    assert "no stage 'nothing'" in bench("gpu", "--only", "nothing", "--out", str(tmp_path), code=2)
+
+
+def test_a_stage_out_of_time_is_stopped(tmp_path):
+    stage = gpu.Stage("slow", (gpu.python("-c", "import time; print('begun', flush=True); time.sleep(900)"),), limit=1)
+    assert not gpu.run(stage, tmp_path, rehearse=True)
+    record = json.loads((tmp_path / "slow.stage.json").read_text())
+    assert record["commands"][0]["exit_code"] == 124
+    assert record["seconds"] < 600  # however busy the machine
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_benchmark_kernels(benchmark, name):
+    settings = Settings(CPU, torch.float32, shapes=("tinyllama-1.1b",), rows=(16,), peers=[], quick=True)
+    entry = next(iter(CASES[name].entries(settings)))
+    contestant = next(c for c in entry.contestants if c.call is not None)
+    benchmark.extra_info.update(operation=entry.operation, shape=entry.shape, backend=contestant.name)
+    with torch.no_grad():
+        benchmark(contestant.call)
+
+
+@pytest.mark.parametrize("name", ["hf-greedy", "plain", "chain", "tree", "graph"])
+def test_benchmark_generate(benchmark, name):
+    pair = load_pair("tiny", device=CPU, dtype=torch.float32, prompts=1)
+    (competitor,) = competitors(pair, [name])
+    benchmark(competitor.decode, pair.prompts[0].input_ids, 16, 0)

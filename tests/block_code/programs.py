@@ -1,0 +1,43 @@
+"""Builds and runs the programs that execute block code as threads, under the sanitizers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CXX = shutil.which(os.environ.get("CXX", "g++"))
+BUILDS = {
+    "thread": ["-O1", "-g", "-fsanitize=thread"],
+    "address": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DGSD_CHECK_DIVERGENCE"],
+}
+DIFFERENT, DIVERGENT, RACE = 3, 4, 66
+HUNG = "hung"
+
+
+def build(source: Path, program: Path, flags: Sequence[str]) -> Path:
+    command = [CXX, "-std=c++20", "-pthread", "-Wall", "-Wextra", "-ffp-contract=off", *flags, source, "-o", program]
+    subprocess.run(list(map(str, command)), check=True)
+    return program
+
+
+def build_all(source: Path, folder: Path, builds: dict[str, list[str]] = BUILDS) -> dict[str, Path]:
+    """One program for every sanitizer."""
+    with ThreadPoolExecutor(2) as pool:
+        built = pool.map(lambda name: build(source, folder / name, builds[name]), builds)
+        return dict(zip(builds, built, strict=True))
+
+
+def run(program: Path, *arguments: object, timeout: float = 120) -> tuple[int | str, str]:
+    environment = {**os.environ, "TSAN_OPTIONS": f"exitcode={RACE} halt_on_error=1", "ASAN_OPTIONS": "exitcode=67"}
+    try:
+        done = subprocess.run(
+            [str(program), *map(str, arguments)], capture_output=True, text=True, timeout=timeout, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return HUNG, ""
+    return done.returncode, done.stderr

@@ -1,0 +1,377 @@
+"""Tensor-parallel targets on gloo ranks: the single process's texts, divided caches, and errors instead of hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensor_parallel as ranks
+import torch
+import torch.distributed as dist
+from checkpoints import save_pair
+from transformers import AutoConfig
+from typer.testing import CliRunner
+
+from gsd_kernels_bench.scale.memory import cache_bytes, memory, parameters_per_rank
+from gsd_kernels_hf.cli import app
+from gsd_kernels_hf.demo.inflate import ModelShape
+from gsd_kernels_hf.parallel import check_heads, ranks_of, tensor_parallel_group
+
+pytest.importorskip("accelerate", reason="transformers shards models with accelerate")
+if not (dist.is_available() and dist.is_gloo_available()):
+    pytest.skip("this PyTorch has no gloo", allow_module_level=True)
+
+SIZES = (2, 4)
+LIMIT = 480.0  # seconds that ranks may take on a busy machine; a hang is longer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoints")
+    ranks.save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(folder) -> dict[str, dict[str, Any]]:
+    """Every case by one process."""
+    names = [name for target in ("gqa", "mha") for name in (target, f"{target}-draft")]
+    models = {name: ranks.load(folder, name) for name in names}
+    return {
+        name: ranks.run_case(name, models[target], models[f"{target}-draft"])
+        for name, (target, *_) in ranks.CASES.items()
+    }
+
+
+class Launched:
+    """The processes of one job."""
+
+    def __init__(self, job: str, size: int, folder: Path) -> None:
+        self.job, self.size, self.folder = job, size, folder / f"{job}-{size}"
+        self.folder.mkdir()
+        for checkpoint in folder.iterdir():
+            if checkpoint.name in {name + suffix for name in ranks.TARGETS for suffix in ("", "-draft")}:
+                (self.folder / checkpoint.name).symlink_to(checkpoint)
+        self.begin = time.monotonic()
+        self.processes = [self._start(rank) for rank in range(size)]
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.size), "OMP_NUM_THREADS": "1"}
+        paths = os.pathsep.join(filter(None, sys.path))
+        with self._errors(rank).open("wb") as errors:
+            return subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", ranks.__file__, self.job, str(self.folder)],
+                env={**os.environ, **place, "PYTHONPATH": paths, "GSD_KERNELS_DEBUG": "0"},
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
+
+    def _errors(self, rank: int) -> Path:
+        return self.folder / f"errors-{rank}.txt"
+
+    def wait(self, rank: int) -> tuple[int, str]:
+        """Exit status and standard error of a rank, which must end by itself."""
+        try:
+            status = self.processes[rank].wait(max(1.0, LIMIT - (time.monotonic() - self.begin)))
+        except subprocess.TimeoutExpired:
+            self.close(signal.SIGABRT)  # which prints where they are
+            places = "\n".join(f"rank {r}: {self._errors(r).read_text()[-3000:]}" for r in range(self.size))
+            pytest.fail(f"{self.job}: rank {rank} of {self.size} hangs\n{places}")
+        return status, self._errors(rank).read_text()
+
+    def results(self) -> list[dict[str, Any]]:
+        """What every rank found."""
+        for rank in range(self.size):
+            status, error = self.wait(rank)
+            assert status == 0, error[-3000:]
+        return [json.loads((self.folder / f"{self.job}-{r}.json").read_text()) for r in range(self.size)]
+
+    def close(self, by: signal.Signals = signal.SIGKILL) -> None:
+        for process in self.processes:
+            process.send_signal(by)
+        for process in self.processes:
+            process.wait()
+
+
+@pytest.mark.slow
+def test_the_cases_could_fail(alone):
+    for name, case in alone.items():
+        if name == "auto":  # which speculates where that is faster
+            continue
+        longest = len(case["accepted"]) - 1
+        assert longest > 1, f"{name}: nothing was accepted"
+        assert sum(case["accepted"][:-1]) > 0, f"{name}: nothing was rejected"
+    assert len({token for case in alone.values() for row in case["tokens"] for token in row}) > 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES, ids="{} ranks".format)
+def test_ranks_decode_like_one_process(size, folder, alone):
+    """All that ranks can show without one being lost, in one launch: starting is what takes long."""
+    launched = Launched("texts", size, folder)
+    try:
+        everyone = launched.results()
+    finally:
+        launched.close()
+    for found in everyone:
+        _same_texts(found["cases"], alone)
+        _divided_caches(found["cases"], alone, size)
+        assert found["drawn"] == everyone[0]["drawn"], "seed=None"
+        _differences_at_the_start(found["refused"], size)
+        _heads(found["refused"], size)
+        message = found["refused"]["rank 1 drafts otherwise"]
+        assert "decode different texts (rank 1 from rank 0) since one of the steps 5 … 8" in message
+        assert "decode different texts (rank 1 from rank 0) since step 5;" in found["refused"]["every step"]
+    _memory(everyone, size, folder)
+
+
+def _same_texts(cases: dict[str, dict[str, Any]], alone: dict[str, dict[str, Any]]) -> None:
+    for name, case in cases.items():
+        assert case["tokens"] == alone[name]["tokens"], name
+        assert case["steps"] == alone[name]["steps"] or name == "auto", name
+
+
+def _divided_caches(cases: dict[str, dict[str, Any]], alone: dict[str, dict[str, Any]], size: int) -> None:
+    for name, case in cases.items():
+        if name == "auto":  # one process has room for larger shapes
+            continue
+        _, sharded, _, arguments = ranks.CASES[name]
+        whole = alone[name]["cache_bytes"]  # target and draft have the same shape
+        if sharded or "draft_sources" in arguments:
+            assert case["cache_bytes"] * size == whole, name
+        else:
+            assert case["cache_bytes"] * size * 2 == whole * (1 + size), name
+
+
+def _memory(everyone: list[dict[str, Any]], size: int, folder: Path) -> None:
+    """What the table of docs/scale.md computes is what the ranks hold."""
+    for name in everyone[0]["parameters"]:
+        shape = ModelShape.of(AutoConfig.from_pretrained(folder / name))
+        assert parameters_per_rank(shape, 1) == shape.num_parameters
+        most = max(found["parameters"][name] for found in everyone)
+        assert most == parameters_per_rank(shape, size, vocabulary=everyone[0]["vocabulary"])
+    for name, (target, sharded, batch, _) in ranks.CASES.items():
+        if sharded and "graph-greedy" in name:
+            shape = ModelShape.of(AutoConfig.from_pretrained(folder / target))
+            positions = ranks.PROMPT + ranks.NEW_TOKENS + ranks.CONFIGS["graph"].cache_slots
+            both = 2 * cache_bytes(shape, positions, batch, size, value=8)
+            assert both == everyone[0]["cases"][name]["cache_bytes"]
+
+
+def _differences_at_the_start(said: dict[str, str], size: int) -> None:
+    last = f"(rank {size - 1} from rank 0)"
+    others = "(rank 1 from rank 0)" if size == 2 else "(ranks 1, 2, 3 from rank 0)"
+    alike = "ValueError: tensor parallel: ranks must be started alike, and differ in "
+    for name in ("prompt", "seed", "graph_config"):
+        assert said[name] == f"{alike}{name} {last}"
+    assert said["draft"] == said["no draft"] == f"{alike}assistant_model {last}"
+    assert f"max_new_tokens {last}" in said["max_new_tokens"]
+    assert f"prompt {others}" in said["length"]
+
+
+def _heads(said: dict[str, str], size: int) -> None:
+    field = "num_key_value_heads=3" if size == 2 else "num_attention_heads=6"
+    for name, model in (("heads", "model"), ("draft heads", "assistant_model")):
+        assert said[name] == f"ValueError: {model}: {field} does not divide among {size} tensor-parallel ranks"
+    assert "fixed graph_config" in said["tune"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("job", "size"), [("killed", 4), ("stopped", 2), ("early", 2)])
+def test_a_lost_rank_ends_the_others(job, size, folder):
+    launched = Launched(job, size, folder)
+    try:
+        for rank in range(size):
+            if rank == 1 and job != "early":
+                continue
+            status, error = launched.wait(rank)
+            assert status == 1, error[-3000:]
+            lost = f"RuntimeError: tensor parallel: rank {rank} of {size} lost the other ranks in step "
+            parted = "RuntimeError: tensor parallel: the ranks decode different texts"
+            assert lost in error or (job == "early" and parted in error), error[-3000:]
+    finally:
+        launched.close()
+
+
+LATE_THREAD = """
+import atexit, sys, time
+import torch, torch.distributed as dist
+from gsd_kernels_hf.parallel import Agreement
+
+class AtTheEnd:  # gives Python's lock away when the interpreter is ending
+    def __del__(self, sleep=time.sleep):
+        sleep(0.1)
+
+def others():  # seconds that the other threads have worked
+    return time.process_time() - time.thread_time()
+
+atexit._clear()  # of modules that give it away before
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
+Agreement(dist.group.WORLD, torch.device("cpu"))
+sent, received, at_the_end = torch.ones(1 << 23), [torch.empty(1 << 23)], AtTheEnd()
+sys.setswitchinterval(1000.0)  # nobody takes the lock from this thread
+dist.all_gather(received, sent, async_op=True)  # which a gloo thread will be the last to hold
+worked, since = others(), time.perf_counter()
+while time.perf_counter() < since + 0.5:  # it waits for the lock
+    if others() > worked + 1e-3:
+        worked, since = others(), time.perf_counter()
+"""
+
+
+@pytest.mark.slow
+def test_a_late_gloo_thread_does_not_abort_the_exit(tmp_path):
+    """As on busy cores: the thread still waits for Python's lock when the script ends."""
+    done = subprocess.run(
+        [sys.executable, "-c", LATE_THREAD, (tmp_path / "store").as_uri()],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+
+
+def test_one_process_needs_no_agreement(folder):
+    model = ranks.load(folder, "gqa")
+    assert tensor_parallel_group("model", model) is None
+    assert ranks_of({"model": model}, torch.device("cpu")).alone
+
+
+def test_heads_are_checked_from_a_configuration(folder):
+    config = ranks.load(folder, "gqa").config
+    check_heads("model", config, 4)
+    with pytest.raises(ValueError, match="--model: num_key_value_heads=4 does not divide among 8"):
+        check_heads("--model", config, 8)
+
+
+def alone_here(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """The command line in this process, which has imported everything."""
+    done = CliRunner().invoke(app, list(arguments))
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout_bytes, done.stderr_bytes)
+
+
+def run(*arguments: str, processes: int = 0, launcher: Sequence[str] = ()) -> subprocess.CompletedProcess[bytes]:
+    """The command line; by torchrun where there are ``processes``, or with the given ``launcher`` options."""
+    if processes:
+        launcher = ["--standalone", "--nproc-per-node", str(processes)]
+    return subprocess.run(
+        [
+            sys.executable,
+            *(["-m", "torch.distributed.run", *launcher] if launcher else []),
+            "-m",
+            "gsd_kernels_hf",
+            *arguments,
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=LIMIT,
+    )
+
+
+@pytest.mark.slow
+def test_command_line(tmp_path):
+    """Both processes run, the first one prints."""
+    target, draft = save_pair(tmp_path, dtype=torch.float64)
+    command = ["--model", target, "--draft", draft, "--max-new-tokens", "12", "--graph-config", "graph", "hello"]
+    alone = alone_here("generate", *command)
+    both = run("generate", "--tp", *command, processes=2)
+    assert both.returncode == 0, both.stderr.decode()[-3000:]
+    assert both.stdout == alone.stdout
+    assert len(both.stdout) > 5
+    checked = run("check", "--tp", "--json", *command, processes=2)
+    assert checked.returncode == 0, checked.stderr.decode()[-3000:]
+    assert json.loads(checked.stdout)["summary"]["equal"] == 1
+    unshared = run("generate", "--tp", *command[:-1], processes=2)
+    assert b"processes cannot share stdin" in unshared.stderr
+    assert b"start it as torchrun" in alone_here("generate", "--tp", *command).stderr
+    assert b"--model: num_attention_heads=8 does not divide" in run("generate", "--tp", *command, processes=3).stderr
+
+
+@pytest.mark.slow
+def test_two_machines(tmp_path):
+    """As far as one machine shows it: two torchruns meet, and one of the two processes prints."""
+    target, draft = save_pair(tmp_path, dtype=torch.float64)
+    command = ["generate", "--model", target, "--draft", draft, "--max-new-tokens", "12", "--graph-config", "graph"]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        endpoint = f"localhost:{free.getsockname()[1]}"
+    meeting = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    with ThreadPoolExecutor(2) as machines:
+        both = list(machines.map(lambda _: run(*command, "--tp", "hello", launcher=meeting), range(2)))
+    for machine in both:
+        assert machine.returncode == 0, machine.stderr.decode()[-3000:]
+    assert sorted(machine.stdout for machine in both) == [b"", alone_here(*command, "hello").stdout]
+
+
+@pytest.mark.slow
+def test_bench_generate(tmp_path):
+    command = ["bench", "generate", "--tp", "--quick", "--pair", "tiny", "--prompts", "1", "--out", str(tmp_path)]
+    both = run(*command, "--competitors", "hf-greedy,plain,graph,auto", processes=2)
+    assert both.returncode == 0, both.stderr.decode()[-3000:]
+    assert both.stdout.count(b"| hf-greedy |") == 1, "the first process prints"
+    assert both.stderr.count(b"warming up auto") == 1
+    found = {path.suffix: path for path in tmp_path.iterdir()}
+    assert found[".json"].name == "generate-none-float32-tp2-quick.json"
+    data = json.loads(found[".json"].read_text())
+    assert data["settings"]["ranks"] == 2
+    assert [row["competitor"] for row in data["summary"]] == ["hf-greedy", "plain", "graph", "auto"]
+    assert all(row["equal"] == row["compared"] for row in data["summary"])
+    assert b"start it as torchrun" in run(*command).stderr
+    refused = run(*command, processes=3)
+    assert b"--target-shape none: num_attention_heads=4 does not divide among 3" in refused.stderr
+
+
+@pytest.mark.slow
+def test_messages_are_counted(tmp_path):
+    """A forward reduces twice a layer; where the vocabulary is sharded, it reduces embeddings and gathers logits."""
+    options = ["--ranks", "2", "--pair", "tiny", "--target-shape", "none", "--prompts", "1", "--new-tokens", "12"]
+    done = run("bench", "scale-messages", *options, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    data = json.loads((tmp_path / "scale_messages.json").read_text())
+    layers, hidden, vocabulary = (data["target"][k] for k in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    assert [run_["way"] for run_ in data["runs"]] == ["plain", "chain", "tree", "graph"]
+    for run_ in data["runs"]:
+        messages, forwards = run_["messages"], run_["forwards"]
+        rows = 1 if run_["way"] == "plain" else data["settings"]["configs"][run_["way"]]["max_rows"]
+        gather = {"count": forwards, "bytes": forwards * rows * vocabulary // 2 * 4}
+        shards_vocabulary = "all_gather" in messages["decoding"]
+        count = 2 * layers + shards_vocabulary
+        assert messages["decoding"] == {
+            "all_reduce": {"count": forwards * count, "bytes": forwards * count * rows * hidden * 4},
+            **({"all_gather": gather} if shards_vocabulary else {}),
+        }
+        assert messages["prompt"]["all_reduce"]["count"] == count
+        assert "other" not in messages
+        if run_["way"] == "plain":
+            assert set(messages) == {"prompt", "decoding"}
+            assert forwards == run_["decoded_tokens"] == 11
+            continue
+        checks = forwards.bit_length() + (forwards & (forwards - 1) > 0)  # steps 1, 2, 4, … and the last
+        assert messages["agreement checks"] == {"all_gather": {"count": checks, "bytes": 8 * checks}}
+        assert messages["agreement at the start"]["all_gather"]["count"] == 1
+    for row in data["summary"]:
+        assert row["equal"] == 1
+        if row["way"] != "plain":
+            assert row["fewer_all_reduces"] == pytest.approx(row["tokens_per_forward"])
+            assert row["tokens_per_forward"] > 1.5
+
+
+def test_memory_of_a_large_pair():
+    sizes = [memory(gpus) for gpus in (1, 2, 4, 8)]
+    assert sizes[0].target == 2 * 68_976_648_192  # LLaMA-2-70B
+    assert sizes[0].draft == 2 * 1_100_048_384  # TinyLlama-1.1B
+    for found in sizes:
+        assert found.target == pytest.approx(sizes[0].target / found.gpus, rel=1e-3)  # all but the norms
+        assert found.draft == sizes[0].draft
+    with pytest.raises(ValueError, match="64 heads and 8 key/value heads do not divide among 16"):
+        memory(16)

@@ -1,0 +1,160 @@
+"""Arguments that the ops take, for the tests of their refusals and of the reference."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from graphs import drafted
+from torch import Tensor
+
+import gsd_kernels as gsd
+from gsd_kernels.graph import pack_bits, unpack_bits
+
+
+def attention_case(
+    seed: int,
+    *,
+    batch: int = 2,
+    kv_heads: int = 2,
+    groups: int = 1,
+    rows: int = 9,
+    nodes: int | None = None,
+    prefix: int = 20,
+    head_dim: int = 16,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, Tensor]:
+    """Ragged prefixes with left padding, random masks with an empty row, NaN in every slot that nobody sees."""
+    gen = torch.Generator().manual_seed(seed)
+    nodes = rows if nodes is None else nodes
+    capacity = prefix + nodes + 7
+    kv_len = torch.randint(1, prefix + 1, (batch,), generator=gen, dtype=torch.int32)
+    kv_len[0] = prefix
+    kv_start = (torch.rand(batch, generator=gen) * kv_len).to(torch.int32)
+    num_nodes = torch.randint(1, nodes + 1, (batch,), generator=gen, dtype=torch.int32)
+    bits = torch.rand(batch, rows, nodes, generator=gen) < 0.4
+    q = torch.randn(batch, kv_heads * groups, rows, head_dim, generator=gen)
+    k = torch.randn(batch, kv_heads, capacity, head_dim, generator=gen)
+    v = torch.randn(batch, kv_heads, capacity, value_dim or head_dim, generator=gen)
+    case = {
+        "q": q.to(dtype),
+        "k": k.to(dtype),
+        "v": v.to(dtype),
+        "ancestor_mask": pack_bits(bits),
+        "kv_len": kv_len,
+        "kv_start": kv_start,
+        "num_nodes": num_nodes,
+        "row_depths": torch.randint(0, nodes, (batch, rows), generator=gen, dtype=torch.int32),
+        "node_depths": torch.randint(0, nodes, (batch, nodes), generator=gen, dtype=torch.int32),
+    }
+    if batch > 1:  # a row that sees nothing: no prefix, no bit
+        case["kv_start"][1] = case["kv_len"][1]
+        bits[1, 0] = False
+        case["ancestor_mask"] = pack_bits(bits)
+    seen = dense_mask(case, None).any(1)
+    case["k"][~seen[:, None].expand(-1, kv_heads, -1)] = math.nan
+    case["v"][~seen[:, None].expand(-1, kv_heads, -1)] = math.nan
+    return case
+
+
+def dense_mask(case: dict[str, Tensor], window: int | None) -> Tensor:
+    """bool [B, R, S], one position at a time."""
+    batch, rows = case["ancestor_mask"].shape[:2]
+    capacity = case["k"].shape[2]
+    mask = torch.zeros(batch, rows, capacity, dtype=torch.bool)
+    bits = unpack_bits(case["ancestor_mask"], case["ancestor_mask"].shape[2] * 32)
+    for b in range(batch):
+        start, length, nodes = (int(case[name][b]) for name in ("kv_start", "kv_len", "num_nodes"))
+        for r in range(rows):
+            here = length + int(case["row_depths"][b, r])
+            for p in range(start, length):
+                mask[b, r, p] = window is None or here - p < window
+            for j in range(nodes):
+                there = length + int(case["node_depths"][b, j])
+                mask[b, r, length + j] = bool(bits[b, r, j]) and (window is None or here - there < window)
+    return mask
+
+
+def rows_case(seed: int, max_rows: int = 24) -> tuple[gsd.Rows, gsd.GraphConfig, Tensor]:
+    """Rows of a random graph, and picks that agree with a child of their row more often than not."""
+    gen = torch.Generator().manual_seed(seed)
+    config = gsd.GraphConfig(depth=5, width=4, branch=3, max_rows=max_rows, merge_context=seed % 4 - 1)
+    graph = drafted(config, batch=4, vocab=6, seed=seed, style=("random", "repeat", "sparse")[seed % 3])
+    rows = gsd.flatten(graph, config.max_rows, config.max_path, backend="reference")
+    picked = torch.randint(0, 6, (4, max_rows), generator=gen, dtype=torch.int32)
+    for b in range(4):
+        for r in range(1, int(rows.num_rows[b])):
+            if torch.rand((), generator=gen) < 0.6:
+                picked[b, rows.parent_rows[b, r]] = rows.token_ids[b, r]
+    return rows, config, picked
+
+
+def attention_arguments():
+    return {name: x for name, x in attention_case(0).items()} | {"backend": "reference"}
+
+
+def sampling_arguments():
+    return {
+        "logits": torch.randn(2, 3, 8),
+        "positions": torch.zeros(2, 3, dtype=torch.int32),
+        "seed": torch.tensor(0),
+        "sequence_ids": torch.zeros(2, dtype=torch.int32),
+        "backend": "reference",
+    }
+
+
+def verify_arguments():
+    rows, config, picked = rows_case(0)
+    return {
+        "rows": rows,
+        "sampled": picked,
+        "eos_ids": torch.tensor([1], dtype=torch.int32),
+        "remaining": torch.ones(4, dtype=torch.int32),
+        "done": torch.zeros(4, dtype=torch.bool),
+        "max_path": config.max_path,
+        "backend": "reference",
+    }
+
+
+def commit_arguments():
+    return {
+        "k_caches": [torch.zeros(2, 1, 8, 4)],
+        "v_caches": [torch.zeros(2, 1, 8, 4)],
+        "accepted_rows": torch.zeros(2, 3, dtype=torch.int32),
+        "num_accepted": torch.zeros(2, dtype=torch.int32),
+        "kv_len": torch.zeros(2, dtype=torch.int32),
+        "backend": "reference",
+    }
+
+
+def write_arguments():
+    return {
+        "k_cache": torch.zeros(2, 1, 8, 4),
+        "v_cache": torch.zeros(2, 1, 8, 6),
+        "k": torch.ones(2, 1, 3, 4),
+        "v": torch.ones(2, 1, 3, 6),
+        "positions": torch.arange(6).view(2, 3),
+        "backend": "reference",
+    }
+
+
+def merge_arguments():
+    config = gsd.GraphConfig(depth=2, width=2, branch=3, max_rows=8)
+    graph = gsd.TokenGraph.empty(2, config, "cpu")
+    graph.reset(torch.zeros(2, dtype=torch.int32), torch.full((2, 8), -1, dtype=torch.int32))
+    return {
+        "graph": graph,
+        "frontier": graph.root_frontier(),
+        "cand_tokens": torch.arange(3, dtype=torch.int32).expand(2, 1, 3).contiguous(),
+        "cand_log_probs": torch.full((2, 1, 3), -1.0),
+        "level": 0,
+        "width": 2,
+        "merge_context": 0,
+        "backend": "reference",
+    }
+
+
+def flatten_arguments():
+    config = gsd.GraphConfig(depth=2, width=2, branch=3, max_rows=8)
+    return {"graph": drafted(config, vocab=6), "max_rows": 8, "max_path": 4, "backend": "reference"}

@@ -1,0 +1,181 @@
+"""dag_attention: random problems, and what every backend owes the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from ops.contracts.backends import Backend
+from torch import Tensor
+
+import gsd_kernels as gsd
+from gsd_kernels.graph import pack_bits
+from gsd_kernels.ops.dag_attention.reference import visibility
+
+NAN = math.nan
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention problem; ragged in every length, NaN wherever nothing may be read."""
+
+    dtype: torch.dtype = torch.float32
+    head_dim: int = 64
+    value_dim: int | None = None
+    group: int = 1
+    kv_heads: int = 2
+    rows: int = 9
+    nodes: int = 40
+    capacity: int = 311
+    prefixes: tuple[int, ...] = (130, 233)
+    paddings: tuple[int, ...] = (3, 70)
+    softcap: float | None = None
+    window: int | None = None
+    positions_first: bool = False  # caches stored [B, S, H, D]
+    density: float = 0.4
+    seed: int = 0
+
+    def build(self, device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        gen = torch.Generator().manual_seed(self.seed)
+        batch, value_dim = len(self.prefixes), self.value_dim or self.head_dim
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=gen).to(self.dtype)
+
+        def cache(dim: int) -> Tensor:
+            if self.positions_first:
+                return normal(batch, self.capacity, self.kv_heads, dim).transpose(1, 2)
+            return normal(batch, self.kv_heads, self.capacity, dim)
+
+        tensors = {
+            "q": normal(batch, self.kv_heads * self.group, self.rows, self.head_dim),
+            "k": cache(self.head_dim),
+            "v": cache(value_dim),
+            "kv_len": torch.tensor(self.prefixes, dtype=torch.int32),
+            "kv_start": torch.tensor(self.paddings, dtype=torch.int32),
+            "num_nodes": torch.tensor([max(0, self.nodes - 7 * b) for b in range(batch)], dtype=torch.int32),
+            "ancestor_mask": pack_bits(torch.rand(batch, self.rows, self.nodes, generator=gen) < self.density),
+        }
+        options: dict[str, Any] = {"softcap": self.softcap}
+        if self.window is not None:
+            depths = torch.randint(0, 12, (2, batch, max(self.rows, self.nodes)), generator=gen, dtype=torch.int32)
+            tensors["row_depths"] = depths[0, :, : self.rows].contiguous()
+            tensors["node_depths"] = depths[1, :, : self.nodes].contiguous()
+            options["sliding_window"] = self.window
+        for b in range(batch):  # positions that no row sees
+            unseen = ~self.visible(tensors, self.capacity)[b].any(0)
+            tensors["k"][b, :, unseen] = NAN
+            tensors["v"][b, :, unseen] = NAN
+        return {name: t.to(device) for name, t in tensors.items()}, options
+
+    def visible(self, tensors: dict[str, Tensor], capacity: int) -> Tensor:
+        return visibility(
+            tensors["ancestor_mask"],
+            tensors["kv_len"],
+            tensors["kv_start"],
+            tensors["num_nodes"],
+            tensors.get("row_depths"),
+            tensors.get("node_depths"),
+            self.window,
+            capacity,
+        )
+
+
+def check_attention(case: Attention, on: Backend) -> None:
+    """Error against float64 at most twice that of plain PyTorch in the same dtype; the log-sum-exp; empty rows."""
+    tensors, options = case.build(on.device)
+    out, lse = gsd.dag_attention(**tensors, **options, return_lse=True, backend=on.name)
+    wide = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
+    exact, exact_lse = gsd.dag_attention(**wide, **options, return_lse=True, backend="reference")
+    plain = [_plain_attention(case, tensors, torch.matmul)]
+    if on.interpreted and case.dtype == torch.float32:
+        # The interpreter multiplies with numpy, which sums 256 products in one chain: twice the error of torch's CPU
+        # product, in plain PyTorch's formula just as in the kernel.
+        plain.append(_plain_attention(case, tensors, lambda a, b: torch.from_numpy(np.matmul(a.numpy(), b.numpy()))))
+    empty = exact_lse == float("-inf")
+    assert out.dtype == case.dtype and torch.equal(lse == float("-inf"), empty)
+    assert not empty.any() or out[empty].abs().max() == 0
+    error = (out.double() - exact)[~empty].norm()  # one wrong element would stand out: the norms are about 1e-5
+    allowed = max((p.double() - exact)[~empty].norm() for p in plain)
+    assert error <= 2 * allowed, f"error {error:.2e}, plain PyTorch {allowed:.2e}"
+    assert (lse.double() - exact_lse)[~empty].abs().max() < (1e-5 if case.dtype == torch.float32 else 1e-2)
+
+
+def _plain_attention(case: Attention, tensors: dict[str, Tensor], product: Callable[..., Tensor]) -> Tensor:
+    """scaled_dot_product_attention, or its formula where that cannot be had, in the case's own dtype."""
+    k, v = (torch.nan_to_num(tensors[n]).repeat_interleave(case.group, 1) for n in "kv")
+    mask = case.visible(tensors, case.capacity)[:, None]
+    if case.softcap is None and product is torch.matmul:
+        return torch.nn.functional.scaled_dot_product_attention(tensors["q"], k, v, attn_mask=mask)
+    scores = product(tensors["q"], k.mT.contiguous()) * case.head_dim**-0.5
+    if case.softcap is not None:
+        scores = torch.tanh(scores / case.softcap) * case.softcap
+    return product(scores.masked_fill(~mask, float("-inf")).softmax(-1), v)
+
+
+def check_row_invariance(case: Attention, on: Backend) -> None:
+    """Row 1 keeps every bit when all other rows' queries, masks and own cache slots change, even to NaN."""
+    tensors, options = case.build(on.device)
+    row = 1
+    before = gsd.dag_attention(**tensors, **options, backend=on.name)[:, :, row]
+    seen = case.visible(tensors, case.capacity)[:, row]  # [B, S]
+    changed = {n: t.clone() for n, t in tensors.items()}
+    others = torch.arange(case.rows) != row
+    changed["q"][:, :, others] = NAN
+    changed["ancestor_mask"][:, others] = -1
+    for b, prefix in enumerate(case.prefixes):
+        slots = ~seen[b]
+        slots[:prefix] = False
+        changed["k"][b, :, slots] = NAN
+        changed["v"][b, :, slots] = NAN
+    after = gsd.dag_attention(**changed, **options, backend=on.name)[:, :, row]
+    assert before.isfinite().all() and torch.equal(before, after)
+
+
+FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+ATTENTION = {
+    **{
+        f"{str(t).removeprefix('torch.')}-D{d}": Attention(dtype=t, head_dim=d, group=g, seed=d)
+        for t in FLOAT_TYPES
+        for d, g in ((64, 4), (80, 1), (96, 8), (128, 4), (256, 1))
+    },
+    "one-row": Attention(rows=1, nodes=1, density=1.0),
+    "odd-63": Attention(rows=5, nodes=63, group=4, dtype=torch.float16, kv_heads=1),
+    "odd-111-rows": Attention(rows=111, nodes=111, group=1, kv_heads=1, prefixes=(64,), paddings=(0,)),
+    "1000-nodes": Attention(rows=3, nodes=1000, kv_heads=1, capacity=1100, prefixes=(97,), paddings=(1,), group=8),
+    "no-nodes-seen": Attention(density=0.0),
+    "empty-prefix": Attention(prefixes=(0, 70), paddings=(0, 70), density=0.1, rows=13),
+    "values-narrower": Attention(head_dim=96, value_dim=64),
+    "positions-first": Attention(positions_first=True, group=4),
+    "window": Attention(window=31, group=4),
+    "window-shorter-than-depths": Attention(window=5, rows=16),
+    "softcap": Attention(softcap=20.0, group=4),
+    "softcap-small-scores": Attention(softcap=500.0),
+    "window-softcap-bf16": Attention(window=50, softcap=5.0, dtype=torch.bfloat16, group=8, rows=5),
+    "splits": Attention(capacity=3000, prefixes=(2900,), paddings=(0,), kv_heads=1, rows=3, head_dim=80),
+}
+INVARIANCE = {
+    "float32": Attention(rows=20, nodes=40),
+    "bfloat16": Attention(rows=20, nodes=40, dtype=torch.bfloat16, group=4),
+    "window": Attention(rows=20, nodes=40, window=20),
+}
+# Shapes for kernels that take half precision and a few head sizes, which their test adds.
+HALF_PRECISION = {
+    "one row": Attention(rows=1, nodes=1, group=1),
+    "one warp": Attention(rows=5, nodes=33, group=3),
+    "two warps": Attention(rows=9, nodes=40, group=3),
+    "four warps": Attention(rows=16, nodes=64, group=4),
+    "several blocks": Attention(rows=63, nodes=111, group=8, capacity=1000, prefixes=(800, 63)),
+    "several graph splits": Attention(rows=40, nodes=964, capacity=1500, prefixes=(530, 111)),
+    "the cache ends with the last node": Attention(nodes=40, capacity=273, prefixes=(233, 233)),
+    "no prefix": Attention(prefixes=(0, 4), paddings=(0, 4), nodes=31),
+    "soft cap": Attention(softcap=5.0, group=4),
+    "window": Attention(window=50, group=4),
+    "narrow window, soft cap": Attention(window=3, softcap=2.0, rows=30, nodes=100),
+    "positions first": Attention(positions_first=True, group=4),
+    "long": Attention(rows=64, nodes=64, group=4, capacity=5000, prefixes=(4500, 63), paddings=(7, 0)),
+}

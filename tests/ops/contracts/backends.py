@@ -1,0 +1,122 @@
+"""Which backends a contract's test runs on, and where each of them and the reference run.
+
+A test takes ``on``, a :class:`Backend`, and is marked ``@backends("cpu", "interpreter", …)``. The interpreter's cases
+run in processes of their own, which tests/ops/test_triton_interpreter.py starts: triton reads TRITON_INTERPRET once,
+when it is imported. Cases of the GPU carry the marker ``gpu``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gsd_kernels.backends import unavailable_reason
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to run an op: the backend's name, its device, and the device of the reference beside it."""
+
+    id: str
+    name: str
+    device: str = "cpu"
+    reference_device: str = "cpu"
+
+    @property
+    def interpreted(self) -> bool:
+        """Slow enough to be asked little."""
+        return self.id == "interpreter"
+
+    def to(self, value: Any) -> Any:
+        """Tensors on the backend's device; anything else, and dataclasses of tensors, likewise."""
+        return _moved(value, self.device)
+
+    def to_reference(self, value: Any) -> Any:
+        return _moved(value, self.reference_device)
+
+
+ALL = {
+    b.id: b
+    for b in (
+        Backend("reference", "reference"),
+        Backend("cpu", "cpu"),
+        Backend("interpreter", "triton"),
+        Backend("triton", "triton", "cuda", "cuda"),
+        Backend("cuda", "cuda", "cuda"),
+    )
+}
+
+
+def _moved(value: Any, device: str) -> Any:
+    if isinstance(value, Tensor):
+        return value if value.device.type == device else _with_strides(value, device)
+    if isinstance(value, dict):
+        return {name: _moved(x, device) for name, x in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_moved(x, device) for x in value)
+    return type(value)(*_moved(value.tensors(), device)) if hasattr(value, "tensors") else value
+
+
+def _with_strides(tensor: Tensor, device: str) -> Tensor:
+    """As it lies; ``to`` closes gaps."""
+    if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        return tensor.to(device)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
+
+
+def _marks(backend: Backend) -> list[pytest.MarkDecorator]:
+    if backend.id == "interpreter":
+        return [pytest.mark.interpreter]
+    if backend.device == "cuda":
+        if not torch.cuda.is_available():
+            reason: str | None = "no CUDA GPU"
+        else:  # where there is a GPU, a CUDA library that is not built is a failure and no reason to skip
+            reason = unavailable_reason(backend.name, torch.device("cuda")) if backend.name == "triton" else None
+        return [pytest.mark.gpu, pytest.mark.skipif(reason is not None, reason=str(reason))]
+    reason = unavailable_reason(backend.name, torch.device("cpu"))
+    return [pytest.mark.skipif(reason is not None, reason=f"{backend.name}: {reason}")]
+
+
+def backend_param(name: str, *values: Any, id: str | None = None) -> Any:
+    """A case of one backend, with its marks; further values make a tuple of parameters."""
+    label = name if id is None else f"{name}-{id}"
+    return pytest.param(ALL[name], *values, id=label, marks=_marks(ALL[name]))
+
+
+def backends(*names: str) -> pytest.MarkDecorator:
+    """Parametrise ``on`` over the named backends."""
+    return pytest.mark.parametrize("on", [backend_param(name) for name in names])
+
+
+def cases(argument: str, lists: dict[str, Iterable[tuple[str, Any]]]) -> pytest.MarkDecorator:
+    """Parametrise ``on`` and ``argument`` over (id, value) pairs of every backend."""
+    listed = [backend_param(name, value, id=case) for name, values in lists.items() for case, value in values]
+    return pytest.mark.parametrize(f"on,{argument}", listed)
+
+
+def assert_bit_equal(got: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    """Dtype, shape and every bit of tensors, or of dataclasses of tensors, wherever they lie."""
+    got, expected = (_tensors(x) for x in (got, expected))
+    for place, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape, place
+        a, b = _bits(ours), _bits(theirs)
+        assert torch.equal(a, b), f"tensor {place}: {ours} instead of {theirs}"
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if hasattr(value, "tensors"):
+        return list(value.tensors())
+    if hasattr(value, "__dataclass_fields__"):
+        return [getattr(value, name) for name in value.__dataclass_fields__]
+    return list(value)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    sizes = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    tensor = tensor.detach().cpu()
+    return tensor.contiguous().view(sizes[tensor.dtype.itemsize]) if tensor.is_floating_point() else tensor

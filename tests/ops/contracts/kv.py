@@ -1,0 +1,98 @@
+"""commit_kv and write_kv: problems, and equality with the reference bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from ops.contracts.backends import Backend, assert_bit_equal
+from torch import Tensor
+
+import gsd_kernels as gsd
+
+NAN = math.nan
+WRITES = {
+    "float32-D80": (torch.float32, (80, 80), 2, 9),
+    "float16-one-row": (torch.float16, (64, 64), 8, 1),
+    "bfloat16-D128": (torch.bfloat16, (128, 128), 4, 33),
+    "float64-odd": (torch.float64, (7, 1), 3, 5),
+    "values-narrower": (torch.bfloat16, (96, 24), 5, 6),
+    "values-wider": (torch.float16, (17, 200), 1, 10),
+    "one-head-per-program": (torch.float32, (1500, 3), 2, 2),
+}
+
+
+def check_commit(layout: str, dtype: torch.dtype, dim: int, on: Backend) -> None:
+    """Any order of rows, finished sequences, stacked and separate layers; the whole cache compared, NaN included."""
+    gen = torch.Generator().manual_seed(dim)
+    layers, batch, heads, capacity = 3, 3, 2, 61
+
+    def caches() -> list[Tensor]:
+        if layout == "stacked":
+            return list(torch.randn(layers, batch, heads, capacity, dim, generator=gen).to(dtype))
+        each = [torch.randn(batch, capacity, heads, dim, generator=gen).to(dtype) for _ in range(layers)]
+        return [x.transpose(1, 2) for x in each]
+
+    k, v = caches(), caches()
+    k[1][:, :, 40:] = NAN
+    rows = torch.tensor([[0, 9, 2, 17, 4, -1], [3, -1, -1, -1, -1, -1], [-1] * 6], dtype=torch.int32)
+    accepted = torch.tensor([5, 1, 0], dtype=torch.int32)
+    kv_len = torch.tensor([11, 30, 43], dtype=torch.int32)
+    check_commitment(k, v, rows, accepted, kv_len, on)
+
+
+def check_commitment(
+    k: list[Tensor], v: list[Tensor], rows: Tensor, accepted: Tensor, kv_len: Tensor, on: Backend
+) -> None:
+    """Every bit of the caches and the lengths; the arguments lie on the CPU and stay as they are."""
+    results = []
+    for to, name in ((on.to, on.name), (on.to_reference, "reference")):
+        caches = [copied_layers(part, to) for part in (k, v)]
+        length = to(kv_len.clone())
+        gsd.commit_kv(*caches, to(rows), to(accepted), length, backend=name)
+        results.append([*caches[0], *caches[1], length])
+    assert_bit_equal(*results)
+
+
+def copied_layers(layers: list[Tensor], to: Callable[[Any], Any]) -> list[Tensor]:
+    """Copies somewhere; layers of one tensor are layers of one tensor again."""
+    whole = layers[0]._base
+    if whole is not None and all(layer._base is whole for layer in layers):
+        return list(to(copied(whole)))
+    return [to(copied(layer)) for layer in layers]
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy with the same strides."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+
+
+def check_write(dtype: torch.dtype, dims: tuple[int, int], heads: int, rows: int, on: Backend) -> None:
+    """Every bit of the caches, whatever they held; values that are not finite, the smallest and both zeros."""
+    gen = torch.Generator().manual_seed(rows)
+    batch, capacity = 3, rows + 5
+    info = torch.finfo(dtype)
+    rare = torch.tensor([NAN, -NAN, math.inf, -math.inf, info.max, info.min, info.smallest_normal, 0.0, -0.0])
+    rare = torch.cat([rare.to(dtype), torch.tensor([info.tiny / 2, -info.tiny / 2], dtype=dtype)])
+
+    def rows_of(dim: int, spare: int) -> Tensor:
+        values = torch.randn(batch, rows, heads, dim + spare, generator=gen).to(dtype)
+        picked = torch.randint(0, 2 * len(rare), values.shape, generator=gen)
+        return torch.where(picked < len(rare), rare[picked % len(rare)], values)
+
+    k, v = rows_of(dims[0], 3)[..., 3:].transpose(1, 2), rows_of(dims[1], 0).transpose(1, 2)
+    v = v.mT.contiguous().mT if rows % 2 else v  # dimensions need not be next to each other
+    order = torch.stack([torch.randperm(capacity, generator=gen)[:rows] for _ in range(batch)])
+    positions = order.T.contiguous().T
+    caches = {
+        "k_cache": torch.full((batch, heads, capacity, dims[0]), NAN, dtype=dtype),
+        "v_cache": torch.full((batch, capacity, heads, dims[1] + 2), 7.0, dtype=dtype).transpose(1, 2),
+    }
+    results = []
+    for to, name in ((on.to, on.name), (on.to_reference, "reference")):
+        mine = [to(copied(cache)) for cache in caches.values()]
+        gsd.write_kv(*(c[..., :d] for c, d in zip(mine, dims, strict=True)), to(k), to(v), to(positions), backend=name)
+        results.append(mine)
+    assert_bit_equal(*results)

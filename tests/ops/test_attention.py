@@ -1,0 +1,193 @@
+"""dag_attention on every backend: as accurate as plain PyTorch, every row on its own, NaN where it belongs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ops.contracts.attention import (
+    ATTENTION,
+    FLOAT_TYPES,
+    HALF_PRECISION,
+    INVARIANCE,
+    Attention,
+    check_attention,
+    check_row_invariance,
+)
+from ops.contracts.backends import backends, cases
+
+import gsd_kernels as gsd
+from gsd_kernels.backends import unavailable_reason
+from gsd_kernels.ops.dag_attention import visibility
+from gsd_kernels.ops.dag_attention.compiled import DTYPES, HEAD_DIMS
+
+MISSING = unavailable_reason("cpu", torch.device("cpu"))
+COMPILED = pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")
+
+EVERY_SHAPE = {
+    f"{dtype}-D{head_dim}-{group}x{rows}": Attention(
+        dtype=dtype,
+        head_dim=head_dim,
+        group=group,
+        rows=rows,
+        nodes=max(rows, 33),
+        capacity=5000,
+        prefixes=(4500, 63, 0),
+        paddings=(7, 0, 0),
+    )
+    for dtype, head_dim, group, rows in itertools.product(
+        FLOAT_TYPES, (64, 80, 96, 128, 256), (1, 4, 8), (1, 16, 64, 128)
+    )
+}
+SERVED_BY_CUDA = {
+    f"{name}-D{head_dim}-{dtype}": replace(case, dtype=dtype, head_dim=head_dim)
+    for (name, case), head_dim, dtype in itertools.product(HALF_PRECISION.items(), HEAD_DIMS, DTYPES)
+}
+FEW = ("one warp", "four warps", "several graph splits", "window", "soft cap")
+INVARIANT_ON_CUDA = {f"{n}-{dtype}": replace(HALF_PRECISION[n], dtype=dtype) for n in FEW for dtype in DTYPES}
+
+
+@pytest.fixture(autouse=True)
+def single_precision_is_single():
+    """The baseline's float32 products without TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@cases(
+    "case",
+    {
+        "cpu": ATTENTION.items(),
+        "interpreter": ATTENTION.items(),
+        "triton": {**ATTENTION, **EVERY_SHAPE}.items(),
+        "cuda": SERVED_BY_CUDA.items(),
+    },
+)
+def test_the_error_is_at_most_twice_plain_pytorchs(on, case):
+    """Against float64; NaN wherever no row looks."""
+    check_attention(case, on)
+
+
+@cases(
+    "case",
+    {
+        **{name: INVARIANCE.items() for name in ("interpreter", "triton")},
+        "cuda": INVARIANT_ON_CUDA.items(),
+    },
+)
+def test_a_row_ignores_the_other_rows_bit_for_bit(on, case):
+    check_row_invariance(case, on)
+
+
+@backends("cpu", "interpreter", "triton", "cuda")
+def test_nan_reaches_exactly_the_rows_that_see_it(on):
+    problem = Attention(rows=6, nodes=6, dtype=torch.float16 if on.name == "cuda" else torch.float32)
+    tensors, options = problem.build(on.device)
+    masks = torch.tensor([1, 3, 5, 9, 17, 33], dtype=torch.int32)
+    tensors["ancestor_mask"][:] = on.to(masks)[:, None]
+    tensors["num_nodes"][:] = 6
+    for b, prefix in enumerate(problem.prefixes):
+        tensors["k"][b, :, prefix : prefix + 6] = 0.5
+        tensors["v"][b, :, prefix : prefix + 6] = 0.5
+        tensors["v"][b, 0, prefix + 2] = float("nan")  # node 2, for head 0
+    out = gsd.dag_attention(**tensors, **options, backend=on.name)
+    assert out[:, 0, 2].isnan().all() and out[:, 0, [0, 1, 3, 4, 5]].isfinite().all()
+    assert out[:, 1].isfinite().all()
+
+
+@backends("interpreter", "triton")
+def test_the_output_needs_no_copy_before_the_projection(on):
+    tensors, options = Attention().build(on.device)
+    assert gsd.dag_attention(**tensors, **options, backend=on.name).transpose(1, 2).is_contiguous()
+
+
+# The compiled CPU kernel by itself: by name, some shapes go to PyTorch's attention.
+
+
+@st.composite
+def attentions(draw):
+    """Arguments of dag_attention in float32, unseen positions NaN, and a dtype to round q, k and v to."""
+    gen = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    batch, kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 5))
+    dim, value_dim, rows = draw(st.sampled_from((16, 48, 64))), draw(st.sampled_from((16, 80))), draw(st.integers(1, 9))
+    words = draw(st.integers(1, 2))
+    prefix = draw(st.sampled_from((0, 1, 7, 300, 511, 513, 1100)))
+    kv_len = torch.tensor([prefix, max(0, prefix - 3)], dtype=torch.int32)[:batch]
+    capacity = prefix + 32 * words + 5
+    mask = torch.randint(-(2**31), 2**31, (batch, rows, words), generator=gen).int()
+    mask[:, 0] = 0  # a row that sees the prefix only, or nothing
+    node_depths = torch.randint(0, 6, (batch, 32 * words), generator=gen).int()
+    args = {
+        "kv_len": kv_len,
+        "kv_start": (kv_len // 3).int() if draw(st.booleans()) else None,
+        "num_nodes": torch.randint(0, 32 * words, (batch,), generator=gen).int() if draw(st.booleans()) else None,
+        "row_depths": torch.randint(0, 6, (batch, rows), generator=gen).int(),
+        "node_depths": node_depths,
+        "sliding_window": draw(st.sampled_from((None, None, 2, 5, 400))),
+    }
+    visible = visibility(mask, **args, capacity=capacity)
+    q = torch.randn(batch, rows, kv_heads * group, dim, generator=gen).transpose(1, 2)
+    k, v = (torch.randn(batch, kv_heads, capacity, d, generator=gen) for d in (dim, value_dim))
+    unseen = ~visible.any(1)[:, None, :, None]
+    dtype = draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16)))
+    k, v = (torch.where(unseen, float("nan"), x).to(dtype) for x in (k, v))
+    return {
+        "q": q.to(dtype),
+        "k": k,
+        "v": v,
+        "ancestor_mask": mask,
+        **args,
+        "softcap": draw(st.sampled_from((None, 5.0))),
+    }
+
+
+@COMPILED
+@settings(max_examples=80, deadline=None)
+@given(attentions())
+def test_the_compiled_kernel_equals_the_reference(case):
+    exact = {name: x.double() if name in "qkv" else x for name, x in case.items()}
+    expected, expected_lse = gsd.dag_attention(**exact, return_lse=True, backend="reference")
+    order = "q k v ancestor_mask kv_len kv_start num_nodes row_depths node_depths".split()
+    got, lse = torch.ops.gsd_kernels.dag_attention(
+        *(case[name] for name in order), case["q"].shape[3] ** -0.5, case["softcap"], case["sliding_window"]
+    )
+    empty = expected_lse == float("-inf")
+    assert torch.equal(lse == float("-inf"), empty) and (got[empty] == 0).all()
+    torch.testing.assert_close(lse[~empty], expected_lse[~empty], atol=1e-4, rtol=1e-4)
+    unit = {torch.float32: 2e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[got.dtype]
+    torch.testing.assert_close(got.double(), expected, atol=unit, rtol=unit)
+    by_name = gsd.dag_attention(**case, backend="cpu")
+    torch.testing.assert_close(by_name.double(), expected, atol=4 * unit, rtol=4 * unit)
+
+
+@COMPILED
+def test_a_row_of_the_compiled_kernel_ignores_how_many_rows_there_are():
+    gen = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 6, 7, 64, generator=gen)
+    k, v = torch.randn(2, 1, 2, 1300, 64, generator=gen)
+    mask = torch.randint(0, 2**7, (1, 7, 1), generator=gen).int()
+    kv_len = torch.tensor([1200], dtype=torch.int32)
+
+    def attend(q, mask):
+        rest = (None, None, None, None, 0.125, None, None)
+        return torch.ops.gsd_kernels.dag_attention(q, k, v, mask, kv_len, *rest)[0]
+
+    together = attend(q, mask)
+    for row in range(7):
+        assert torch.equal(attend(q[:, :, row : row + 1], mask[:, row : row + 1])[:, :, 0], together[:, :, row])
+
+
+@COMPILED
+def test_nan_reaches_exactly_the_rows_that_see_it_in_the_compiled_kernel():
+    q, (k, v) = torch.randn(1, 2, 3, 16), torch.randn(2, 1, 2, 40, 16)
+    v[0, 0, 31] = float("nan")  # node 1, for head 0
+    mask = torch.tensor([[[1], [2], [3]]], dtype=torch.int32)
+    rest = (None, None, None, None, 0.25, None, None)
+    out, _ = torch.ops.gsd_kernels.dag_attention(q, k, v, mask, torch.tensor([30], dtype=torch.int32), *rest)
+    assert out.isnan().all(-1).tolist() == [[[False, True, True], [False, False, False]]]

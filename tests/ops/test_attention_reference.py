@@ -1,0 +1,112 @@
+"""The reference of dag_attention against plain statements of what it does, one position at a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from ops.contracts.arguments import attention_case, dense_mask
+from torch import Tensor
+
+import gsd_kernels as gsd
+
+
+def dense_attention(
+    case: dict[str, Tensor], dtype: torch.dtype, *, window: int | None = None, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Plain softmax attention in ``dtype``: output [B, Hq, R, Dv] and log-sum-exp."""
+    mask = dense_mask(case, window)[:, None]
+    groups = case["q"].shape[1] // case["k"].shape[1]
+    k, v = (case[x].nan_to_num(0.0).to(dtype).repeat_interleave(groups, 1) for x in "kv")
+    scores = case["q"].to(dtype) @ k.mT * case["q"].shape[3] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -math.inf)
+    weights = scores.softmax(-1).nan_to_num(0.0)  # rows that see nothing
+    return weights @ v, scores.logsumexp(-1)
+
+
+def attend(case: dict[str, Tensor], **options) -> tuple[Tensor, Tensor]:
+    return gsd.dag_attention(**case, **options, return_lse=True, backend="reference")
+
+
+@pytest.mark.parametrize("groups", [1, 4, 8])
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 5}, {"softcap": 3.0}, {"sliding_window": 1, "softcap": 1.5}]
+)
+def test_attention_equals_dense_softmax(groups, options):
+    for seed in range(6):
+        shape = {"rows": (1, 9, 33)[seed % 3], "nodes": (1, 9, 70)[(seed + seed // 3) % 3], "kv_heads": 1 + seed % 2}
+        case = attention_case(
+            seed, groups=groups, prefix=(1, 20, 63)[seed // 2], **shape, value_dim=(None, 24)[seed % 2]
+        )
+        out, lse = attend(case, **options)
+        exact, exact_lse = dense_attention(
+            case, torch.float64, window=options.get("sliding_window"), softcap=options.get("softcap")
+        )
+        assert out.shape == exact.shape and out.dtype == torch.float64 and lse.dtype == torch.float32
+        torch.testing.assert_close(out, exact, rtol=0, atol=1e-12)
+        torch.testing.assert_close(lse, exact_lse.float(), rtol=1e-6, atol=1e-6)
+        empty = ~dense_mask(case, options.get("sliding_window")).any(-1)
+        assert empty.any()
+        for b, r in empty.nonzero().tolist():
+            assert (out[b, :, r] == 0).all() and (lse[b, :, r] == -math.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("groups", [1, 4, 8])
+def test_attention_error_is_at_most_twice_sdpas(dtype, groups):
+    ours = sdpas = 0.0
+    for seed in range(6):
+        case = attention_case(seed, groups=groups, rows=33, prefix=111, head_dim=64, dtype=dtype)
+        mask = dense_mask(case, None)
+        exact, _ = dense_attention(case, torch.float64)
+        seen = mask.any(-1)[:, None, :, None]
+        k, v = (case[x].nan_to_num(0.0) for x in "kv")
+        sdpa = torch.nn.functional.scaled_dot_product_attention(case["q"], k, v, mask[:, None], enable_gqa=True)
+        out, _ = attend(case)
+        assert out.dtype == dtype
+        ours = max(ours, float((out - exact).abs().masked_fill(~seen, 0).max()))
+        sdpas = max(sdpas, float((sdpa - exact).abs().masked_fill(~seen, 0).max()))
+    assert 0 < ours <= 2 * sdpas, (ours, sdpas)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_is_bitwise_independent_of_other_rows(dtype):
+    """Other rows' queries, masks, positions, and every key and value that the row does not see, are replaced."""
+    gen = torch.Generator().manual_seed(0)
+    for seed in range(4):
+        case = attention_case(seed, rows=17, groups=2, dtype=dtype)
+        for name in "kv":
+            case[name] = case[name].nan_to_num(0.0)
+        out, lse = attend(case, sliding_window=9)
+        mask = dense_mask(case, 9)
+        for row in (0, 5, 16):
+            other = {name: x.clone() for name, x in case.items()}
+            others = torch.arange(17) != row
+            other["q"][:, :, others] = torch.randn(other["q"][:, :, others].shape, generator=gen).to(dtype)
+            random_mask = torch.randint(-(2**31), 2**31 - 1, other["ancestor_mask"].shape, generator=gen).int()
+            other["ancestor_mask"] = torch.where(others[:, None], random_mask, other["ancestor_mask"])
+            other["row_depths"][:, others] = 3
+            unseen = ~mask[:, row][:, None].expand(-1, case["k"].shape[1], -1)
+            for name in "kv":
+                noise = 100 * torch.randn(other[name][unseen].shape, generator=gen)
+                other[name][unseen] = noise.to(dtype)
+            again, again_lse = attend(other, sliding_window=9)
+            assert torch.equal(again[:, :, row], out[:, :, row]) and torch.equal(again_lse[:, :, row], lse[:, :, row])
+            assert not torch.equal(again, out)
+
+
+def test_attention_defaults_and_strides():
+    """No optional argument, a transposed cache layout, an own scale."""
+    case = attention_case(3, batch=1, groups=2)
+    case["k"], case["v"] = case["k"].nan_to_num(0.0), case["v"].nan_to_num(0.0)
+    plain = {name: case[name] for name in ("q", "k", "v", "ancestor_mask", "kv_len")}
+    full = {**case, "kv_start": torch.zeros(1, dtype=torch.int32), "num_nodes": torch.tensor([9], dtype=torch.int32)}
+    expected = dense_attention(full, torch.float64)[0]
+    torch.testing.assert_close(gsd.dag_attention(**plain, backend="reference"), expected, rtol=0, atol=1e-12)
+    strided = {**plain, "k": plain["k"].transpose(1, 2).contiguous().transpose(1, 2)}
+    torch.testing.assert_close(gsd.dag_attention(**strided, backend="reference"), expected, rtol=0, atol=1e-12)
+    doubled = gsd.dag_attention(**{**plain, "q": plain["q"] * 2}, scale=0.125, backend="reference")
+    torch.testing.assert_close(doubled, expected, rtol=0, atol=1e-12)

@@ -1,0 +1,175 @@
+"""The compiled CPU ops as operators: schemas, fakes, torch.compile, clear errors, and a package without them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from graphs import drafted, tails
+from ops.contracts.backends import backend_param
+from ops.contracts.decoder import decoder_case
+from ops.contracts.ngram import Memory, remembered, two_sources
+from ops.contracts.sampling import sampling_inputs
+
+import gsd_kernels as gsd
+from gsd_kernels.compiled import SCHEMAS
+
+CPU = torch.device("cpu")
+pytestmark = backend_param("cpu").marks
+
+
+def op_inputs():
+    config = gsd.GraphConfig(depth=2, width=3, branch=2, max_rows=8, merge_context=0)
+    graph = drafted(config, vocab=4)
+    rows = gsd.flatten(graph, 8, 4, backend="reference")
+    fresh = gsd.TokenGraph.empty(2, config, "cpu")
+    fresh.reset(torch.tensor([1, 2], dtype=torch.int32), tails(2, 4, torch.Generator().manual_seed(0)))
+    candidates = torch.tensor([[[0, 3]], [[1, 2]]], dtype=torch.int32), torch.full((2, 1, 2), -0.7)
+    logits, positions, noise = sampling_inputs(50, torch.float32, 0)
+    stream = (noise["seed"], noise["sequence_ids"])
+    cache = [torch.randn(2, 1, 16, 4) for _ in range(4)]
+    accepted = torch.tensor([[0, 2, 5], [0, -1, -1]], dtype=torch.int32), torch.tensor([3, 1], dtype=torch.int32)
+    return {
+        "merge": (*fresh.tensors(), fresh.root_frontier(), *candidates, 0, 3, 0, -1.0, float("-inf")),
+        "flatten": (graph.token_ids, graph.edge_targets, graph.edge_log_probs, 8, 4),
+        "verify": (
+            *(rows.token_ids, rows.parent_rows, rows.depths, rows.ancestor_mask, rows.num_rows),
+            torch.zeros(2, 8, dtype=torch.int32),
+            torch.tensor([1], dtype=torch.int32),
+            torch.tensor([4, 4], dtype=torch.int32),
+            torch.tensor([False, True]),
+            4,
+        ),
+        "commit_kv": (cache[:2], cache[2:], *accepted, torch.tensor([2, 3], dtype=torch.int32)),
+        "sample_rows": (logits, positions, *stream, 1.0, 0, 0.9, 0.0, None, torch.tensor([3.0, 0.0]), None, None),
+        "draft_candidates": (logits, positions, 3, *stream, 0.0, 0, 1.0, 0.0),
+        "dag_attention": attention_inputs(),
+        "write_kv": (*cache[:2], *torch.randn(2, 2, 1, 3, 4), torch.tensor([[0, 5, 2], [1, 2, 3]])),
+        "decoder_rows": decoder_inputs(),
+        "row_linear": (torch.randn(3, 32), torch.randn(5, 32)),
+        "ngram_insert": (*ngram_tensors(), *Memory().calls()[0], 3, 4),
+        "ngram_lookup": (*ngram_tensors(), Memory().queries(), 3, 4),
+        "perturb_candidates": (*remembered(0, 4), *stream),
+        "mix_candidates": two_sources(0, 4, 3),
+    }
+
+
+def attention_inputs():
+    q, (k, v) = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 2, 40, 16)
+    lengths = (torch.tensor([20, 7], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32))
+    mask = torch.tensor([[[1], [3], [5]]], dtype=torch.int32).expand(2, -1, -1).contiguous()
+    return q, k, v, mask, *lengths, None, None, None, 0.25, None, None
+
+
+def decoder_inputs():
+    w, case = decoder_case()
+    *rows, k_caches, v_caches = case.values()
+    rest = (w.windows, w.heads, w.eps, w.rope_scale, 3)
+    return *rows, w.embedding, w.flat_layers, w.final_norm, w.head, w.inv_freq, k_caches, v_caches, *rest
+
+
+def ngram_tensors():
+    table = Memory().empty()
+    return table.keys, table.tokens, table.log_probs
+
+
+def test_every_schema_has_inputs_below():
+    assert sorted(op_inputs()) == sorted(schema.partition("(")[0] for schema in SCHEMAS)
+
+
+@pytest.mark.parametrize("name", sorted(op_inputs()))
+def test_opcheck(name):
+    op = getattr(torch.ops.gsd_kernels, name).default
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"gsd_kernels::{name}", "CPU")
+    results = torch.library.opcheck(op, op_inputs()[name])
+    assert set(results.values()) == {"SUCCESS"}, results
+
+
+def test_a_step_compiles_to_one_graph():
+    config = gsd.GraphConfig(depth=1, width=3, branch=2, max_rows=4)
+
+    def step(tokens, log_probs):
+        graph = gsd.TokenGraph.empty(1, config, "cpu")
+        graph.reset(torch.ones(1, dtype=torch.int32), torch.full((1, 8), -1, dtype=torch.int32))
+        gsd.merge(graph, graph.root_frontier(), tokens, log_probs, level=0, width=3, merge_context=1, backend="cpu")
+        return gsd.flatten(graph, 4, 2, backend="cpu").token_ids
+
+    inputs = torch.tensor([[[5, 6]]], dtype=torch.int32), torch.tensor([[[-0.1, -2.0]]])
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*inputs), step(*inputs))
+    assert step(*inputs).tolist() == [[1, 5, 6, 0]]
+
+
+def test_a_graph_too_small_for_the_level_is_refused():
+    config = gsd.GraphConfig(depth=1, width=2, branch=2, max_rows=4)
+    graph = gsd.TokenGraph.empty(1, config, "cpu")
+    graph.reset(torch.ones(1, dtype=torch.int32), torch.full((1, 8), -1, dtype=torch.int32))
+    level = {"width": 2, "merge_context": -1, "backend": "cpu"}
+    candidates = torch.tensor([[[1, 2]]], dtype=torch.int32), torch.tensor([[[-0.1, -0.2]]])
+    frontier = gsd.merge(graph, graph.root_frontier(), *candidates, level=0, **level).node_ids
+    more = (c.expand(1, 2, 2).contiguous() for c in candidates)
+    with pytest.raises(RuntimeError, match="needs 7 nodes, the graph holds 3"):
+        gsd.merge(graph, frontier, *more, level=1, **level)
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "value", "match"),
+    [
+        ("merge", 3, torch.zeros(2, 5, dtype=torch.float64), "scores: wrong dtype"),
+        ("merge", 12, torch.zeros(2, 2, 2, dtype=torch.int32), "frontier: expected size"),
+        ("merge", 16, 9, "merge_context"),
+        ("flatten", 3, 129, "max_rows"),
+        ("flatten", 4, 8, "max_path"),
+        ("verify", 5, torch.zeros(2, 8, dtype=torch.int64), "sampled: wrong dtype"),
+        ("verify", 7, torch.zeros(3, dtype=torch.int32), "remaining: expected size"),
+        ("commit_kv", 3, torch.tensor([4, 1], dtype=torch.int32), "num_accepted: 4 of 3"),
+        ("sample_rows", 2, torch.zeros((), dtype=torch.int32), "seed: wrong dtype"),
+        ("sample_rows", 0, torch.zeros(2, 5, 50, dtype=torch.int32), "logits: expected float"),
+        ("draft_candidates", 2, 0, "branch"),
+        ("ngram_insert", 8, 3, "ways: expected a power of two"),
+        ("ngram_insert", 6, torch.ones(2, 3, dtype=torch.bool), "valid: expected size"),
+        ("perturb_candidates", 2, torch.zeros(2, 4, dtype=torch.int32), "positions: expected size"),
+        ("ngram_lookup", 4, 9, "contexts: expected at least 9"),
+        ("ngram_lookup", 0, torch.zeros(2, 31, dtype=torch.int64), "keys: expected a power of two"),
+    ],
+)
+def test_wrong_arguments_of_the_plain_ops_raise(name, at, value, match):
+    arguments = list(op_inputs()[name])
+    arguments[at] = value
+    with pytest.raises(RuntimeError, match=match):
+        getattr(torch.ops.gsd_kernels, name)(*arguments)
+
+
+def test_auto_is_the_compiled_op_and_names_never_fall_back():
+    from gsd_kernels.backends import resolve
+    from gsd_kernels.ops.merge.api import IMPLEMENTATIONS
+
+    assert resolve("auto", CPU, IMPLEMENTATIONS) is IMPLEMENTATIONS["cpu"]
+    with pytest.raises(gsd.BackendUnavailableError, match="cuda tensors"):
+        resolve("cuda", CPU, IMPLEMENTATIONS)
+
+
+def test_without_the_library_the_reference_runs_and_the_reason_names_the_cure(tmp_path):
+    """A pure-Python install: the package without its shared objects."""
+    import shutil
+    from pathlib import Path
+
+    package = Path(gsd.__file__).parent
+    shutil.copytree(package, tmp_path / "gsd_kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    program = (
+        "import torch, gsd_kernels as gsd\n"
+        "from gsd_kernels.backends import resolve, unavailable_reason\n"
+        "from gsd_kernels.ops.verify.api import IMPLEMENTATIONS\n"
+        f"assert gsd.__file__.startswith({str(tmp_path)!r}), gsd.__file__\n"
+        "print(unavailable_reason('cpu', torch.device('cpu')))\n"
+        "print(resolve('auto', torch.device('cpu'), IMPLEMENTATIONS).__module__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}
+    )
+    assert done.returncode == 0, done.stderr
+    reason, module = done.stdout.strip().splitlines()
+    assert "not built" in reason and "pip install --no-build-isolation" in reason
+    assert module == "gsd_kernels.ops.verify.reference"

@@ -1,0 +1,193 @@
+"""The CUDA library, without a GPU: compiles for every architecture without spills, loads, registers its ops."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ARCHS = ("8.0", "9.0", "10.0")
+KERNELS = (
+    *("merge_kernel", "flatten_kernel", "verify_kernel", "pick_kernel", "commit_kernel", "advance_kernel"),
+    *("ngram_insert_kernel", "ngram_lookup_kernel", "perturb_kernel", "mix_kernel"),
+)
+ATTENTION = ("attention_split_kernel", "attention_combine_kernel")
+CUDA_OPS = (
+    *("merge", "flatten", "verify", "commit_kv", "sample_rows", "draft_candidates", "dag_attention"),
+    *("ngram_insert", "ngram_lookup", "perturb_candidates", "mix_candidates"),
+)
+
+ELEMENTS, HEAD_DIMS, WARPS = ("Half", "Bfloat16"), (64, 128), (1, 2, 4)  # of the attention
+
+
+def find_nvcc() -> str | None:
+    if not (ROOT / "setup.py").exists():
+        return None
+    program = "import setuptools; setuptools.setup = lambda **_: None; import setup; print(setup.find_nvcc() or '')"
+    environment = {**os.environ, "GSD_BUILD_CPU": "0", "GSD_BUILD_CUDA": "0"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
+    return done.stdout.strip() or None
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_nvcc() is None, reason="no nvcc (CUDACXX, CUDA_HOME, PATH) or no checkout"),
+]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    arch: str
+    registers: int
+    stack: int
+    spills: int
+    static_shared: int
+
+
+def parse_ptxas(log: str) -> list[Kernel]:
+    """Kernels of an `nvcc -Xptxas -v` log."""
+    kernels = []
+    for part in log.split("Compiling entry function ")[1:]:
+        mangled, arch = re.match(r"'(\w+)' for 'sm_(\d+)\w?'", part).groups()
+        name = next((k for k in (*KERNELS, *ATTENTION) if k in mangled), mangled)
+        if name in ATTENTION:  # by head size and, for the splits, warps
+            element, numbers = re.search(r"INS_\d+(Half|Bfloat16)((?:EL?i?\d*)+)", mangled).groups()
+            name = " ".join([name.removesuffix("_kernel"), element, *re.findall(r"Li(\d+)", numbers)])
+        stack, stores, loads = map(
+            int, re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part).groups()
+        )
+        used = re.search(r"Used (\d+) registers.*", part)
+        shared = re.search(r"(\d+) bytes smem", used.group())
+        registers = int(used.group(1))
+        kernels.append(Kernel(name, arch, registers, stack, stores + loads, int(shared.group(1)) if shared else 0))
+    return kernels
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cuda")
+    environment = {
+        **os.environ,
+        "GSD_BUILD_CPU": "0",
+        "GSD_BUILD_CUDA": "1",
+        "GSD_CUDA_ARCHS": ";".join(ARCHS),
+        "MAX_JOBS": os.environ.get("MAX_JOBS", "2"),
+    }
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(folder), "--build-temp", str(folder / "tmp")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log[-4000:]
+    return folder / "gsd_kernels/_cuda.abi3.so", log
+
+
+@pytest.fixture(scope="module")
+def arenas(tmp_path_factory):
+    """Dynamic shared memory in bytes: for the default graph and history, and for the largest that are allowed."""
+    program = tmp_path_factory.mktemp("arena") / "block_code"
+    cxx = os.environ.get("CXX", "g++")
+    subprocess.run([cxx, "-std=c++20", "-pthread", ROOT / "tests/block_code/main.cpp", "-o", program], check=True)
+
+    def ask(*sizes: int) -> dict[str, int]:  # depth, width, branch, rows; context lengths and ways of the history
+        command = [program, "--arena", *map(str, sizes)]
+        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\n")
+        return {name: int(size) for name, size in (line.split() for line in lines if line)}
+
+    return ask(5, 4, 3, 32, 4, 8), ask(2, 30, 32, 128, 8, 16)
+
+
+def test_kernels_compile_for_every_architecture_without_spills(build, arenas, capsys):
+    kernels = parse_ptxas(build[1])
+    usual, largest = arenas
+    with capsys.disabled():
+        print(f"\n{'kernel':30} {'arch':>5} {'registers':>9} {'spills':>6} {'shared: usual':>13} {'largest':>8}")
+        for k in sorted(set(kernels), key=lambda k: (k.name, k.arch)):
+            shared = [arena.get(k.name, 0) + k.static_shared for arena in (usual, largest)]
+            print(f"{k.name:30} {k.arch:>5} {k.registers:9} {k.spills:6} {shared[0]:13} {shared[1]:8}")
+    assert max(largest.values()) <= 48 * 1024, "more than a block may have without opting in"
+    for name in (*KERNELS, *attention_kernels()):
+        found = {k.arch for k in kernels if k.name == name}
+        assert found == {a.replace(".", "") for a in ARCHS}, (name, found)
+    for k in kernels:
+        assert k.spills == 0 and k.stack == 0, f"{k.name} for sm_{k.arch} spills"
+        # Tensor-core tiles live in registers; 168 leave three blocks of four warps a multiprocessor, 255 four of two.
+        wide = k.name.startswith("attention_split") and k.name.endswith(" 4")
+        most = (255 if k.arch == "100" else 168) if wide else 255 if "split" in k.name else 64
+        assert k.registers <= most, (
+            f"{k.name} for sm_{k.arch}: {k.registers} registers leave few blocks a multiprocessor"
+        )
+
+
+def attention_kernels() -> list[str]:
+    split = [f"attention_split {e} {d} {w}" for e in ELEMENTS for d in HEAD_DIMS for w in WARPS]
+    return split + [f"attention_combine {e} {d}" for e in ELEMENTS for d in HEAD_DIMS]
+
+
+def test_the_attention_uses_tensor_cores_and_asynchronous_copies(build):
+    """In the machine code of every split kernel: 128-bit copies past the first-level cache, ldmatrix, its transpose."""
+    backend = pytest.importorskip("triton.backends.nvidia")  # which brings the toolkit's disassembler
+    cuobjdump = Path(backend.__file__).parent / "bin/cuobjdump"
+    command = [cuobjdump, "-arch", "sm_80", "--dump-sass", build[0]]  # the others take the same instructions
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    split = [part for part in done.stdout.split("Function : ")[1:] if "attention_split_kernel" in part.split("\n")[0]]
+    assert len(split) == len(ELEMENTS) * len(HEAD_DIMS) * len(WARPS)
+    for code in split:
+        for instruction in ("LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "LDSM.16.MT88.4", "HMMA.16816.F32", "MUFU.EX2"):
+            assert instruction in code, (instruction, code.split("\n")[0])
+
+
+def test_the_attention_leaves_older_gpus_to_the_other_ops(tmp_path):
+    """Compute capability 7.5 has no asynchronous copies; a build for it must not fail because of one op."""
+    command = [find_nvcc(), "-std=c++17", "-arch=sm_75", "-cubin", ROOT / "csrc/cuda/dag_attention.cu"]
+    done = subprocess.run([*command, "-o", tmp_path / "attention.cubin"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_library_loads_beside_a_cpu_torch_and_registers_its_ops(build):
+    program = (
+        "import sys, torch, gsd_kernels\n"
+        "torch.ops.load_library(sys.argv[1])\n"
+        "has = torch._C._dispatch_has_kernel_for_dispatch_key\n"
+        "for name in sys.argv[2:]: assert has(f'gsd_kernels::{name}', 'CUDA'), name\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(build[0]), *CUDA_OPS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_only_the_stable_abi_is_used(build):
+    undefined = subprocess.run(["nm", "-D", "--undefined-only", "-C", build[0]], capture_output=True, text=True).stdout
+    foreign = [line for line in undefined.splitlines() if re.search(r"\b(at|c10|torch)::", line)]
+    assert not foreign, "symbols of torch's unstable C++ interface: " + "; ".join(foreign)
+
+
+@pytest.mark.parametrize(
+    ("archs", "flags"),
+    [
+        ("8.0", ["-gencode", "arch=compute_80,code=sm_80"]),
+        ("9.0a", ["-gencode", "arch=compute_90a,code=sm_90a"]),
+        (
+            "12.0+PTX",
+            [*("-gencode", "arch=compute_120,code=sm_120"), *("-gencode", "arch=compute_120,code=compute_120")],
+        ),
+        ("8.0 9.0", [*("-gencode", "arch=compute_80,code=sm_80"), *("-gencode", "arch=compute_90,code=sm_90")]),
+    ],
+)
+def test_architecture_lists(archs, flags, monkeypatch):
+    monkeypatch.setenv("GSD_BUILD_CPU", "0")
+    monkeypatch.setenv("GSD_BUILD_CUDA", "0")
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    monkeypatch.chdir(ROOT)
+    spec = importlib.util.spec_from_file_location("gsd_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "gsd_setup", module)
+    spec.loader.exec_module(module)
+    assert module.code_flags(archs) == flags
+    with pytest.raises(SystemExit, match="cannot read"):
+        module.code_flags("ampere")

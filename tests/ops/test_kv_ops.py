@@ -1,0 +1,141 @@
+"""commit_kv and write_kv on every backend: read all, then write; every bit of the caches."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from ops.contracts.backends import assert_bit_equal, backends, cases
+from ops.contracts.kv import WRITES, check_commit, check_commitment, check_write, copied
+
+import gsd_kernels as gsd
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FEW = [(torch.float32, 80), (torch.bfloat16, 64), (torch.float16, 256)]
+HALF_AND_SINGLE = list(itertools.product(FLOATS[:3], (64, 80, 256)))
+ODD = list(itertools.product((torch.bfloat16, torch.float32, torch.float64), (1, 7, 63, 64, 128)))  # narrower loads
+COMPILED = [*HALF_AND_SINGLE, *ODD]
+COMMITS = {"cpu": COMPILED, "interpreter": FEW, "triton": HALF_AND_SINGLE, "cuda": COMPILED}
+SHAPES = {
+    f"{dtype}-D{dim}-{heads}-{rows}": (dtype, (dim, dim), heads, rows)
+    for dtype, dim, heads, rows in itertools.product(FLOATS[:3], (64, 128, 256), (1, 8), (1, 64))
+}
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("transposed", [False, True])
+@backends("reference", "cpu", "interpreter", "triton", "cuda")
+def test_commit_equals_reading_all_and_then_writing(on, seed, transposed):
+    """Rows in any order, sources that are also destinations, finished sequences, several layers of several sizes."""
+    gen = torch.Generator().manual_seed(seed)
+    batch, rows, prefix, width = 4, 9, 11, 6
+    capacity = prefix + rows + 2
+    caches = []
+    for heads, dim in ((1, 4), (2, 8), (3, 2)):
+        shape = (batch, capacity, heads, dim) if transposed else (batch, heads, capacity, dim)
+        cache = torch.randn(shape, generator=gen)
+        cache[(cache.abs() < 0.01)] = math.nan
+        caches.append(cache.transpose(1, 2) if transposed else cache)
+    kv_len = torch.randint(0, prefix + 1, (batch,), generator=gen, dtype=torch.int32)
+    accepted, count = torch.full((batch, width), -1, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
+    for b in range(batch - 1):  # the last sequence is finished
+        n = int(torch.randint(1, width + 1, (), generator=gen))
+        order = torch.randperm(rows, generator=gen)[:n]
+        accepted[b, :n] = order.sort().values if b == 0 else order
+        count[b] = n
+    expected = [cache.clone() for cache in caches]
+    for cache, before in zip(expected, caches, strict=True):
+        for b in range(batch):
+            for i in range(int(count[b])):
+                cache[b, :, int(kv_len[b]) + i] = before[b, :, int(kv_len[b]) + int(accepted[b, i])]
+    for part in range(2):  # keys and then values
+        moved, others = ([on.to(copied(cache)) for cache in caches] for _ in range(2))
+        length = on.to(kv_len.clone())
+        pair = (moved, others) if part == 0 else (others, moved)
+        gsd.commit_kv(*pair, on.to(accepted), on.to(count), length, backend=on.name)
+        assert_bit_equal(moved, expected)
+        assert torch.equal(length.cpu(), kv_len + count)
+
+
+@pytest.mark.parametrize("layout", ["stacked", "separate"])
+@cases("kind", {name: [(f"{t}-D{d}", (t, d)) for t, d in dict.fromkeys(kinds)] for name, kinds in COMMITS.items()})
+def test_commit_equals_the_reference(on, kind, layout):
+    check_commit(layout, *kind, on)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("seed", range(4))
+@backends("cpu", "interpreter", "triton", "cuda")
+def test_commit_of_odd_sizes(on, dtype, seed):
+    gen = torch.Generator().manual_seed(seed)
+    layers, batch, heads, slots, width = 3, 5, 2, 97, 6
+    # Odd sizes, and layers stored slot-first: [B, S, Hkv, D] seen as [B, Hkv, S, D].
+    k = [torch.randn(batch, heads, slots, 7, generator=gen).to(dtype) for _ in range(layers)]
+    v = [torch.randn(batch, slots, heads, 9, generator=gen).to(dtype).transpose(1, 2) for _ in range(layers)]
+    kv_len = torch.randint(0, 30, (batch,), generator=gen, dtype=torch.int32)
+    num_accepted = torch.randint(0, width + 1, (batch,), generator=gen, dtype=torch.int32)
+    rows = torch.rand(batch, 60, generator=gen).argsort(-1)[:, :width].int()  # any order, not only ascending
+    rows[0] = torch.arange(width)
+    rows = torch.where(torch.arange(width) < num_accepted[:, None], rows, -1).int()
+    check_commitment(k, v, rows, num_accepted, kv_len, on)
+
+
+@backends("cpu", "triton", "cuda")
+def test_more_caches_than_one_launch_takes(on):
+    cache = on.to(torch.randn(400, 1, 2, 20, 8))
+    expected = cache.clone()
+    expected[:, :, :, 6] = expected[:, :, :, 9]
+    layers = list(cache)
+    rows = on.to(torch.tensor([[0, 4]], dtype=torch.int32))
+    kv_len = on.to(torch.tensor([5], dtype=torch.int32))
+    gsd.commit_kv(layers[:200], layers[200:], rows, torch.full_like(kv_len, 2), kv_len, backend=on.name)
+    assert torch.equal(cache, expected) and kv_len.item() == 7
+
+
+@backends("cpu")
+def test_commit_outside_the_cache_is_refused(on):
+    cache = [torch.zeros(1, 1, 8, 4)]
+    rows, count = torch.tensor([[0, 6]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="position 9 is outside"):
+        gsd.commit_kv(cache, cache, rows, count, torch.tensor([3], dtype=torch.int32), backend="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@backends("reference", "cpu", "interpreter", "triton")
+def test_rows_are_written_to_their_positions_and_made_finite(on, dtype):
+    k_cache = on.to(torch.ones(2, 3, 9, 4, dtype=dtype))
+    v_cache = on.to(torch.ones(2, 9, 3, 5, dtype=dtype).transpose(1, 2))
+    k, v = torch.randn(2, 3, 2, 4).to(dtype), torch.randn(2, 3, 2, 5).to(dtype)
+    k[0, 1, 1] = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
+    positions = torch.tensor([[8, 2], [0, 5]])
+    gsd.write_kv(k_cache, v_cache, *on.to((k, v, positions)), backend=on.name)
+    k_cache, v_cache = k_cache.cpu(), v_cache.cpu()
+    top = torch.finfo(dtype).max
+    assert k_cache[0, 1, 2].tolist() == [0.0, top, -top, 0.0]
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        for b in range(2):
+            assert torch.equal(cache[b][:, positions[b]], rows[b].nan_to_num())
+        assert int((cache != 1).any(-1).any(1).sum()) == 4, "nothing else is written"
+
+
+@cases("case", {**{n: WRITES.items() for n in ("cpu", "interpreter")}, "triton": {**WRITES, **SHAPES}.items()})
+def test_written_rows_equal_the_reference_bit_for_bit(on, case):
+    check_write(*case, on)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@backends("cpu")
+def test_write_of_strided_rows_and_a_position_outside(on, dtype):
+    gen = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(2, 5, 3, d, generator=gen).to(dtype).transpose(1, 2) for d in (16, 8))
+    k[0, 0, 0, :4] = torch.tensor([float("nan"), float("inf"), float("-inf"), 0.0], dtype=dtype)
+    positions = torch.stack([torch.randperm(20, generator=gen)[:5] for _ in range(2)])
+    caches = [[torch.zeros(2, 3, 20, 16, dtype=dtype), torch.zeros(2, 3, 20, 8, dtype=dtype)] for _ in range(2)]
+    for (k_cache, v_cache), backend in zip(caches, ("cpu", "reference"), strict=True):
+        gsd.write_kv(k_cache, v_cache, k, v, positions, backend=backend)
+    assert_bit_equal(*caches)
+    assert caches[0][0].isfinite().all()
+    with pytest.raises(RuntimeError, match="positions: 20 is outside"):
+        gsd.write_kv(*caches[0], k, v, positions + (20 - positions.max()), backend="cpu")

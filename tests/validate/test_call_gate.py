@@ -1,0 +1,204 @@
+"""What one call hands over: read and exact, or refused by name before anything changes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+
+import models
+import pytest
+import torch
+import transformers
+from validate.calls import LENGTH, VOCAB, pair, prompt, refused, ways
+
+import gsd_kernels as gsd
+
+# Model inputs ---------------------------------------------------------------------------------------------------------
+
+
+def llava():
+    text = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+        projection_dim=16,
+    )
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=3, image_token_id=3)
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.double()
+
+
+@pytest.mark.parametrize("way", range(3))
+def test_an_image_is_not_ignored(way):
+    model = llava()
+    ids = torch.tensor([[1, 3, 3, 3, 3, 7, 8]])
+    images = [torch.full((1, 3, 8, 8), value, dtype=torch.float64) for value in (0.0, 3.0)]
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    texts = [model.generate(pixel_values=image, **call) for image in images]
+    assert not torch.equal(*texts), "the image must matter"
+    with refused(model, ValueError, "pixel_values", input_ids=ids + 3, attention_mask=None):
+        list(ways(model, None, pixel_values=images[0], **call))[way]()
+
+
+@pytest.mark.parametrize("way", range(3))
+@pytest.mark.parametrize("name", ["token_type_ids", "position_ids", "num_items_in_batch", "cache_position"])
+def test_a_model_input_that_is_not_read_is_refused_by_name(name, way):
+    target, draft = pair()
+
+    class Reads(type(target)):
+        """A family whose forward takes more."""
+
+        def forward(self, input_ids, logits_to_keep=0, token_type_ids=None, cache_position=None, **kwargs):
+            return super().forward(input_ids, logits_to_keep=logits_to_keep, **kwargs)
+
+    model = Reads(target.config).double().eval()
+    model.load_state_dict(target.state_dict())
+    model.generation_config.eos_token_id = None
+    value = 3 if name == "num_items_in_batch" else torch.arange(LENGTH)[None].repeat(2, 1) + 2
+    with refused(model, ValueError, f"^{name}"):
+        list(ways(model, draft, **prompt(), **{name: value}))[way]()
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_the_positions_that_transformers_makes_itself_are_no_reason(ragged, copies):
+    target, draft = pair()
+    call = prompt(3, num_return_sequences=copies, do_sample=copies > 1)
+    if not ragged:
+        call |= models.prompts(3, LENGTH, ragged=False, vocab=VOCAB)
+    plain = gsd.generate(target, seed=3, **call)
+    if copies == 1:
+        assert torch.equal(plain, target.generate(**call))
+    mask = call["attention_mask"]
+    for positions in (None, (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)):
+        decoder = gsd.GraphDecoder(draft, "tree", seed=3)
+        assert torch.equal(target.generate(custom_generate=decoder, position_ids=positions, **call), plain)
+    if copies == 1:
+        with refused(target, ValueError, "position_ids"):
+            target.generate(custom_generate=gsd.GraphDecoder(draft), position_ids=mask.cumsum(1) + 1, **call)
+
+
+def test_an_empty_cache_of_ones_own_is_refused():
+    target, draft = pair()
+    marked = transformers.DynamicCache()
+    target.generate(**prompt(), past_key_values=marked)
+    if not hasattr(marked, "_is_user_defined"):
+        pytest.skip("this transformers does not mark a caller's own cache")
+    with refused(target, ValueError, "past_key_values"):
+        target.generate(
+            custom_generate=gsd.GraphDecoder(draft), past_key_values=transformers.DynamicCache(), **prompt()
+        )
+
+
+@pytest.mark.parametrize("value", [2, -1, 0.5, 255, math.nan, -math.inf])
+def test_a_mask_of_other_values_is_refused(value):
+    target, draft = pair()
+    mask = prompt()["attention_mask"].to(torch.int64 if isinstance(value, int) else torch.float64)
+    mask[1, -3] = value
+    for way in ways(target, draft, **prompt(attention_mask=mask)):
+        with refused(target, ValueError, "attention_mask: expected 0"):
+            way()
+    with refused(target, ValueError, "attention_mask: expected 0"):
+        gsd.generate(target, **prompt(attention_mask=torch.full_like(mask, value)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.uint8, torch.float32, torch.bfloat16])
+def test_a_mask_of_another_dtype_is_exact(dtype):
+    target, draft = pair()
+    call = prompt(3)
+    assert (call["attention_mask"] == 0).any()
+    expected = target.generate(**call)
+    call["attention_mask"] = call["attention_mask"].to(dtype)
+    for way in ways(target, draft, **call):
+        assert torch.equal(way(), expected)
+
+
+# Models that are fed in another way -----------------------------------------------------------------------------------
+
+
+class Feeds(transformers.LlamaForCausalLM):
+    def prepare_inputs_for_generation(self, input_ids, **kwargs):
+        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        return {**inputs, "input_ids": inputs["input_ids"].clamp(max=9)}
+
+
+def test_an_own_preparation_of_inputs_is_not_ignored():
+    target, draft = pair()
+    model = Feeds(target.config).double().eval()
+    model.load_state_dict(target.state_dict())
+    expected = model.generate(**prompt(eos_token_id=None))
+    assert not torch.equal(expected, target.generate(**prompt())), "the preparation must matter"
+    for way in ways(model, draft, **prompt()):
+        with pytest.raises(ValueError, match=r"^model: Feeds has its own prepare_inputs_for_generation"):
+            way()
+        assert torch.equal(model.generate(**prompt(eos_token_id=None)), expected)
+    target.prepare_inputs_for_generation = functools.partial(Feeds.prepare_inputs_for_generation, target)
+    try:
+        with pytest.raises(ValueError, match="prepare_inputs_for_generation"):
+            gsd.generate(target, **prompt())
+    finally:
+        del target.prepare_inputs_for_generation
+    assert torch.equal(gsd.generate(target, **prompt()), target.generate(**prompt()))
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+@pytest.mark.parametrize("patched", [True, False])
+def test_prompt_learning_round_a_base_model(kind, patched):
+    peft = pytest.importorskip("peft")
+    target, draft = copy.deepcopy(pair()[0]).float(), None
+    plain = target.generate(**prompt())
+    more = {"encoder_hidden_size": 16} if kind == "PromptEncoderConfig" else {}
+    if patched:
+        gsd.patch(target, assistant_model=draft, graph_config="tree")
+    wrapped = peft.get_peft_model(target, getattr(peft, kind)(num_virtual_tokens=4, task_type="CAUSAL_LM", **more))
+    wrapped.eval()
+    weights = copy.deepcopy(target.state_dict())
+    call = {} if patched else {"custom_generate": gsd.GraphDecoder(None, "tree", draft_sources=("history",))}
+    with pytest.raises(ValueError, match=r"^model: Peft.*virtual tokens"):
+        wrapped.generate(**prompt(), **call)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in target.state_dict().items())
+    assert torch.equal(gsd.generate(target, **prompt()), plain), "the base model itself is as before"
+    if patched:
+        gsd.unpatch(target)
+    wrapped.generate(**prompt())
+
+
+def test_activated_lora():
+    peft = pytest.importorskip("peft")
+    target = copy.deepcopy(pair()[0]).float()
+    plain = target.generate(**prompt())
+    gsd.patch(target, graph_config="tree")
+    config = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    invocation = prompt()["input_ids"][0, 3:5].tolist()
+    wrapped = peft.get_peft_model(target, peft.LoraConfig(**config, alora_invocation_tokens=invocation)).eval()
+    for way in (
+        lambda: wrapped.generate(**prompt()),
+        lambda: gsd.generate(wrapped, **prompt()),
+        lambda: wrapped.generate(**prompt(), custom_generate=gsd.GraphDecoder()),
+    ):
+        with pytest.raises(ValueError, match="alora_invocation_tokens"):
+            way()
+    with wrapped.disable_adapter():
+        assert torch.equal(wrapped.generate(**prompt()), plain)
+    wrapped.add_adapter("other", peft.LoraConfig(**config))
+    wrapped.set_adapter("other")
+    with_other = wrapped.generate(**prompt())
+    gsd.unpatch(target)
+    assert torch.equal(wrapped.generate(**prompt()), with_other) and not torch.equal(with_other, plain)
