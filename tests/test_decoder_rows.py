@@ -19,7 +19,6 @@ from gsd_kernels import cpu_levels
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import decoder_rows
-from gsd_kernels_hf.engine import decoder as engine
 from gsd_kernels_hf.model.attention import switched
 from gsd_kernels_hf.model.fused import FusedRows, rows_of, why_not
 from gsd_kernels_hf.model.runner import RowModel
@@ -265,8 +264,7 @@ def test_a_prompt_has_the_same_bits_in_any_chunks_and_batch(dtype):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_half_precision_has_one_text_whatever_is_drafted(name, dtype, sampled, monkeypatch):
-    monkeypatch.setattr(engine, "RowModel", rows_of)
+def test_half_precision_has_one_text_whatever_is_drafted(name, dtype, sampled):
     target = family(name).to(dtype)
     options = {**prompts(3, 9), "max_new_tokens": 40, "do_sample": sampled, "seed": 3, "eos_token_id": None}
     alone = gsd.generate(target, **options)

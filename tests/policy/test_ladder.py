@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gsd_kernels_bench import ladder as bench
+from gsd_kernels_bench.generation import ladder as bench
 from gsd_kernels_hf.policy.ladder import BRANCH, ladder, shape_name
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -62,7 +62,7 @@ class Pair:
         if section in self.sections:
             try:
                 part.load(self.sections[section])
-            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
                 self.document.ignore(error)
 
     def experience(self, about: str, *, reuses: bool) -> tuple[Experience, Saver]:

@@ -116,7 +116,7 @@ def tune(
     if not refresh and section in pair.sections:
         try:
             return StepCosts.of(pair.sections[section])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             pair.document.ignore(error)
     begin = time.perf_counter()
     about = {**describe(model, skip or draft, backend), "batch": batch_size, "prefix": prefix}

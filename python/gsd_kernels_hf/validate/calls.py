@@ -27,8 +27,6 @@ def check_call(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
     """
     check_feeding(model)
     check_adapters(model)
-    if model.get_input_embeddings().weight.is_meta and not hasattr(model.get_input_embeddings(), "_hf_hook"):
-        raise ValueError("model: its weights are on the meta device, which holds no values; load them first")
     mask = model_kwargs.get("attention_mask")
     for name, value in model_kwargs.items():
         if not _is_read(name, value, mask):
