@@ -104,7 +104,7 @@ def check_sampling(
     rtol = 0.0 if on.name == "triton" else 1e-5
     torch.testing.assert_close(log_probs[real], expected_lp[real], atol=1e-5, rtol=rtol)
     assert (log_probs <= 0).all()
-    if logits.shape[-1] < branch and on.name != "triton":  # whose absent tokens are any, at −∞
+    if logits.shape[-1] < branch and on.name == "cpu":  # elsewhere absent tokens may be any, at −∞
         assert (tokens[..., logits.shape[-1] :] == -1).all()
     ids = [[token for token in row if token >= 0] for row in tokens.masked_fill(~real, -1).flatten(0, 1).tolist()]
     assert all(len(row) == len(set(row)) for row in ids), "a candidate twice"
