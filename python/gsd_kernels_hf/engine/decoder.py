@@ -72,7 +72,7 @@ class GraphDecoder(Options):
             decode(session, policy, ranks, out)
             result = out.result()
         if ranks.alone:
-            engine.release(session, learned, request, sampled=sampled)
+            engine.release(session, learned, sampled=sampled)
         self.stats = out.stats
         return result
 

@@ -17,6 +17,7 @@ from ..acceptance.criteria import ChainProposal, criterion_of
 from ..acceptance.rule import AcceptanceRule, OnDevice
 from ..acceptance.tokenwise import TokenByToken
 from ..model.fused import draft_rows
+from ..model.identity import ModelState
 from ..model.runner import RowModel
 from ..records import DecodeState, Sampler, Verified
 from ..sources.base import DraftSource
@@ -106,6 +107,7 @@ class Session:
             self.drafter = Drafter(sources, weights, self.state, self.backend)
             self.target.keeps_hidden = any(source.needs_hidden for source in sources)
         self.begun = self.continues = False
+        self.models: dict[str, ModelState] = {}  # what the models were when the text was begun, see engine.engine
         self.captured: Any = None  # steps as CUDA graphs, see engine.capture
         self.clock = Clock(device)
         self.request: Request
@@ -121,11 +123,12 @@ class Session:
             reuse_prefix: whether keys and values of the last text may serve as the beginning of this one.
         """
         self.request, self.clock, self.config = request, Clock(request.device), None
-        self.grow(request.prompt_length + request.room + self.kind.slots)
         pad = request.generation_config._pad_token_tensor
         self.state.restart(request.input_ids, request.kv_start, request.room, 0 if pad is None else int(pad))
         self.kv_len.copy_(self.state.out_len - 1)  # the root is not in the target's cache yet
         self.sampler.seed.fill_(request.seed)
+        if self.proposal is not None:
+            self.proposal.restart()
         self.counts.zero_()
         if not reuse_prefix:
             for rows in self.row_models:
