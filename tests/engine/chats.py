@@ -116,8 +116,8 @@ class OnCpu(CapturedStep):
 
     def capture(self) -> tuple[Callable[[], Any], Verified]:
         OnCpu.captures += 1
-        static = Verified(*[None] * 8)
-        return lambda: vars(static).update(vars(self.session.step())), static
+        static, session = Verified(*[None] * 8), self.session
+        return lambda: vars(static).update(vars(session.step())), static
 
 
 def capture_on_cpu(monkeypatch: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -136,7 +137,8 @@ class Session:
         self.read_prompt(self.target)
         self.continues = self.target.reused > 0
         if self.drafter is not None:
-            self.drafter.restart(self, weights, first=not self.begun)
+            # No cycle: caches go with their session, at once.
+            self.drafter.restart(weakref.proxy(self), weights, first=not self.begun)
         self.begun = True
         self.rule = self._rule(request)
 

@@ -15,7 +15,6 @@ import numpy as np
 from gsd_kernels import GraphConfig
 
 from ..records import Verified
-from ..sources.weights import Calibration
 from .acceptance import AcceptanceModel, padded
 from .tuning import DEPTHS, FAMILIES, FREE, REUSE, ROWS, StepCosts, family_key, tune
 
@@ -40,7 +39,7 @@ class Budget:
     def begin(self, session: Any) -> None:
         """Attach the calibration of drafted candidates to a session."""
         self.session = session
-        session.drafter.calibration = Calibration(self.model.branch, session.state.tokens.device)
+        session.drafter.calibrate(self.model.branch)
 
     def shape(self) -> GraphConfig | None:
         """The shape of the next step."""
