@@ -118,7 +118,7 @@ class Patch(threading.local):
 
     Attributes:
         stats: of the last call of the asking thread.
-        engines: what is kept, see :mod:`gsd_kernels_hf.engine.engine`; :meth:`clear` returns it.
+        engines: what is kept, see docs/engine.md; :meth:`clear` returns it.
     """
 
     def __init__(self, model: PreTrainedModel, engines: Engines) -> None:

@@ -144,9 +144,15 @@ class ChainProposal:
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
-        seed = derived_seed(sampler.seed, DRAFT_STREAM)
-        self.own = replace(sampler, seed=seed, warpers=UNWARPED)  # q is warped already
+        self.own = replace(sampler, seed=torch.empty_like(sampler.seed), warpers=UNWARPED)  # q is warped already
+        self.accept_seed = torch.empty_like(sampler.seed)  # int64 [], of the test
+        self.restart()
         self.distributions: list[Tensor] = []  # q of the step's levels, float32 [B, 1, draft's V] each
+
+    def restart(self) -> None:
+        """Begin a text: derive the streams from the sampler's seed, in place, since captured steps read them."""
+        self.own.seed.copy_(derived_seed(self.sampler.seed, DRAFT_STREAM))
+        self.accept_seed.copy_(derived_seed(self.sampler.seed, ACCEPT_STREAM))
 
     def draw(self, level: int, logits: Tensor, positions: Tensor) -> Candidates:
         """Draw the chain's next token; draft logits [B, 1, V], positions int32 [B, 1].
@@ -177,7 +183,6 @@ class SpeculativeSampling(ExactMatch):
     def __init__(self, sampler: Sampler, proposal: ChainProposal) -> None:
         super().__init__(sampler)
         self.proposal = proposal
-        self.accept_seed = derived_seed(sampler.seed, ACCEPT_STREAM)
         self.residual = replace(sampler, warpers=UNWARPED)
 
     def picks(self, rows: Rows, logits: Tensor, positions: Tensor, at: At = EVERY) -> Tensor:
@@ -190,7 +195,7 @@ class SpeculativeSampling(ExactMatch):
         child = children_of(rows)[at].amax(-1)  # [b, r], −1 where nothing was drafted
         index = child.clamp(min=0).long()[..., None]
         p_child, q_child = p.gather(-1, index).squeeze(-1), q.gather(-1, index).squeeze(-1)
-        u = uniform_of(self.accept_seed, positions, self.sampler.sequence_ids[at[0]][:, None])
+        u = uniform_of(self.proposal.accept_seed, positions, self.sampler.sequence_ids[at[0]][:, None])
         accepted = (child >= 0) & (p_child > 0) & (u * q_child <= p_child)
         rest = torch.where(child[..., None] >= 0, (p - q).clamp(min=0), p)
         rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # p = q: never rejected but for rounding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,7 +52,7 @@ class CapturedStep:
     """
 
     def __init__(self, session: Session) -> None:
-        self.session = session
+        self.session: Session = weakref.proxy(session)  # which holds this
         self.warm: Counter[GraphConfig | None] = Counter()
         self.graphs: dict[GraphConfig | None, tuple[Callable[[], Any], Verified]] = {}
         self.pool: Any = None  # one memory pool: only one graph runs at a time, and state lies outside

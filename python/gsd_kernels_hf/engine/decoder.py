@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,12 +32,27 @@ class GraphDecoder(Options):
     The arguments are :class:`~gsd_kernels_hf.engine.options.Options`.
 
     Attributes:
-        stats: of the last call.
+        stats: of the asking thread's last call; of any thread's where it made none.
         engines: what outlives a call; ``None``: see :func:`~gsd_kernels_hf.engine.engine.engines_of`.
     """
 
-    stats: GenerationStats | None = None
     engines: Engines | None = None
+    _last: GenerationStats | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._threads = threading.local()
+
+    @property
+    def stats(self) -> GenerationStats | None:
+        """Counts of a call, see above."""
+        return getattr(self._threads, "stats", self._last)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_threads", "_last", "engines")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _threads=threading.local())
 
     @torch.no_grad()
     def __call__(
@@ -76,8 +92,8 @@ class GraphDecoder(Options):
             decode(session, policy, ranks, out)
             result = out.result()
         if ranks.alone:
-            engine.release(session, learned, request)
-        self.stats = out.stats
+            engine.release(session, learned)
+        self._threads.stats = self._last = out.stats
         return result
 
     def policy(self, request: Request, sources: Sequence[DraftSource], learned: Learned, *, automatic: bool) -> Policy:

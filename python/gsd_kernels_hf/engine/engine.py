@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from .request import Request
 from .session import Kind, Session
 
 MOST_ENGINES = 8  # of a target; the least recently used one goes
-MOST_SESSIONS = 4  # that an engine keeps for later calls; the least recently used one goes
+MOST_SESSIONS = 4  # that wait for later calls, of all engines of a target; the least recently used one goes
 GRAIN = 256  # cache positions by which kept sessions are sized
 
 
@@ -35,26 +35,65 @@ class Learned:
     experience: dict[Any, Any] = field(default_factory=dict)
 
 
+class Idle:
+    """Sessions that wait for a call: of all engines of a target, at most :data:`MOST_SESSIONS`."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Engine, Session]] = []  # the most recently used last
+        self._lock = threading.Lock()
+
+    def take(self, engine: Engine, kind: Kind, request: Request, states: Mapping[str, ModelState]) -> Session | None:
+        """One of this engine and kind whose models have the structure they had, of several that which holds most of
+        the prompt. The engine's sessions of another structure go."""
+        structure = {name: state.structure for name, state in states.items()}
+        with self._lock:
+            self._kept = [
+                (owner, session)
+                for owner, session in self._kept
+                if owner is not engine or {n: state.structure for n, state in session.models.items()} == structure
+            ]
+            fitting = [entry for entry in self._kept if entry[0] is engine and entry[1].kind == kind]
+            if not fitting:
+                return None
+            best = max(fitting, key=lambda entry: entry[1].holds(request))
+            self._kept = [entry for entry in self._kept if entry is not best]
+            return best[1]
+
+    def add(self, engine: Engine, session: Session) -> None:
+        """Keep a session, unless its engine was forgotten meanwhile."""
+        with self._lock:
+            if not engine.ended:
+                self._kept = [*self._kept, (engine, session)][-MOST_SESSIONS:]
+
+    def keep_only(self, engines: Sequence[Engine]) -> None:
+        """Let go of the sessions of all other engines."""
+        with self._lock:
+            self._kept = [entry for entry in self._kept if any(entry[0] is engine for engine in engines)]
+
+    @property
+    def sessions(self) -> list[Session]:
+        """The sessions, the most recently used last."""
+        return [session for _, session in self._kept]
+
+
 class Engine:
     """Sessions and statistics of one target with one set of sources and one criterion.
 
     Calls that overlap in time have a session each. They begin with what was learned by the last call that ended. Where
-    a model was changed in place since, no key or value of before is used; where its tensors, modules or hooks are
-    others, nothing is.
+    a model was changed in place since a session's text was begun, no key or value of it is used; where its tensors,
+    modules, settings or hooks are others, the session is not.
 
     Args:
         parts: the objects that the sources are made of, held weakly: an engine ends with them.
         criterion: which drafted tokens are accepted.
-        keeps_sessions: whether caches, captured steps and drafts are kept for later calls: the memory of up to
-            :data:`MOST_SESSIONS` sessions.
+        idle: where sessions wait for later calls; ``None``: they end with their call.
     """
 
-    def __init__(self, parts: Sequence[Any], criterion: object, *, keeps_sessions: bool) -> None:
+    def __init__(self, parts: Sequence[Any], criterion: object, idle: Idle | None) -> None:
         self.parts = [weakref.ref(part) for part in parts]
-        self.criterion, self.keeps_sessions = criterion, keeps_sessions
+        self.criterion, self.idle = criterion, idle
+        self.ended = False  # forgotten, by a thread that may be another one than a call's
         self._learned: dict[bool, Learned] = {}  # by whether tokens are sampled
-        self._idle: list[tuple[Session, dict[str, ModelState]]] = []  # the most recently used last
-        self._lock = threading.Lock()
 
     def serves(self, parts: Sequence[Any], criterion: object) -> bool:
         """Whether the engine was made for these sources' objects and this criterion."""
@@ -63,7 +102,7 @@ class Engine:
         return same and self.criterion == criterion
 
     @property
-    def ended(self) -> bool:
+    def orphaned(self) -> bool:
         """Whether an object that a source is made of was deleted."""
         return any(part() is None for part in self.parts)
 
@@ -86,54 +125,40 @@ class Engine:
             An idle session of this kind, the one that holds most of the prompt, or a new one.
         """
         kind = Kind.of(request, policy, sources, alone=alone)
-        found = self._take(kind, request) if self.keeps_sessions else None
-        if found is not None:
-            return found
         capacity = request.prompt_length + request.room + kind.slots
-        if self.keeps_sessions:
-            capacity = -(-capacity // GRAIN) * GRAIN
-        return Session(kind, request.model, request.device, capacity, [copy.copy(s) for s in sources]), False
+        if self.idle is None:
+            return Session(kind, request.model, request.device, capacity, [copy.copy(s) for s in sources]), False
+        capacity = -(-capacity // GRAIN) * GRAIN
+        # As they are now: what is changed while a text is written is a change to the next call.
+        states = {name: ModelState.of(model) for name, model in request.models.items()}
+        session, current = self.idle.take(self, kind, request, states), False
+        if session is None:
+            session = Session(kind, request.model, request.device, capacity, [copy.copy(s) for s in sources])
+        else:
+            session.grow(capacity)
+            current = session.models == states
+        session.models = states
+        return session, current
 
-    def _take(self, kind: Kind, request: Request) -> tuple[Session, bool] | None:
-        """Take an idle session of this kind, the one that holds most of the prompt; ``None`` if there is none."""
-        with self._lock:
-            states = {name: ModelState.of(model) for name, model in request.models.items()}
-            same = {name: state.structure for name, state in states.items()}
-            self._idle = [
-                entry for entry in self._idle if {name: state.structure for name, state in entry[1].items()} == same
-            ]
-            fitting = [entry for entry in self._idle if entry[0].kind == kind]
-            if not fitting:
-                return None
-            best = max(fitting, key=lambda entry: entry[0].holds(request))
-            self._idle.remove(best)
-            return best[0], best[1] == states
-
-    def release(self, session: Session, learned: Learned, request: Request) -> None:
+    def release(self, session: Session, learned: Learned) -> None:
         """End a call that succeeded: keep what it learned and, where sessions are kept, the session."""
         if session.drafter is not None:
             learned.weights = {name: found.clone() for name, found in session.drafter.weights.items()}
         session.end()
-        if self.keeps_sessions:
-            states = {name: ModelState.of(model) for name, model in request.models.items()}
-            with self._lock:
-                self._idle = [*self._idle, (session, states)][-MOST_SESSIONS:]
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the caches of idle sessions."""
-        return sum(session.cache_bytes for session, _ in self._idle)
+        if self.idle is not None:
+            self.idle.add(self, session)
 
 
 class Engines:
     """The engines of one target, by sources and criterion; at most :data:`MOST_ENGINES`.
 
     Args:
-        keeps_sessions: see :class:`Engine`.
+        keeps_sessions: whether caches, captured steps and drafts are kept for later calls: the memory of up to
+            :data:`MOST_SESSIONS` sessions.
     """
 
     def __init__(self, *, keeps_sessions: bool = False) -> None:
-        self.keeps_sessions = keeps_sessions
+        self.idle = Idle() if keeps_sessions else None
         self._engines: list[Engine] = []
         self._lock = threading.Lock()
 
@@ -141,25 +166,32 @@ class Engines:
         """The engine of a call's sources and criterion; made at the first call."""
         parts, criterion = parts_of(options), options.criterion
         with self._lock:
-            engines = [engine for engine in self._engines if not engine.ended]
-            found = next((e for e in engines if e.serves(parts, criterion)), None)
+            found = next((e for e in self._engines if e.serves(parts, criterion)), None)
             if found is None:
-                found = Engine(parts, criterion, keeps_sessions=self.keeps_sessions)
-            self._engines = [*(e for e in engines if e is not found), found][-MOST_ENGINES:]
+                found = Engine(parts, criterion, self.idle)
+            others = [e for e in self._engines if e is not found and not e.orphaned]
+            self._keep([*others, found][-MOST_ENGINES:])
             return found
 
     def clear(self) -> None:
-        """Forget everything and return the memory."""
+        """Forget everything and return the memory, of calls that are running when they end."""
         with self._lock:
-            self._engines.clear()
+            self._keep([])
 
-    def __iter__(self) -> Any:
+    def _keep(self, engines: list[Engine]) -> None:
+        for engine in self._engines:
+            engine.ended = not any(engine is kept for kept in engines)
+        self._engines = engines
+        if self.idle is not None:
+            self.idle.keep_only(engines)
+
+    def __iter__(self) -> Iterator[Engine]:
         return iter(self._engines)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the caches of idle sessions."""
-        return sum(engine.cache_bytes for engine in self._engines)
+        """Bytes of the caches of sessions that wait for a call."""
+        return 0 if self.idle is None else sum(session.cache_bytes for session in self.idle.sessions)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Engines, ()  # a copied or pickled model starts anew

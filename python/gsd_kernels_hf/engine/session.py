@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from ..acceptance.criteria import ChainProposal, criterion_of
 from ..acceptance.rule import AcceptanceRule, OnDevice
 from ..acceptance.tokenwise import TokenByToken
 from ..model.fused import rows_of
+from ..model.identity import ModelState
 from ..model.runner import RowModel
 from ..policy.acceptance import AcceptanceModel
 from ..policy.base import Policy
@@ -124,6 +126,7 @@ class Session:
             if kind.calibrated:
                 self.calibration = self.drafter.calibration = Calibration(kind.branch, device)
         self.begun = self.continues = False
+        self.models: dict[str, ModelState] = {}  # what the models were when the text was begun, see engine.engine
         self.captured: Any = None  # steps as CUDA graphs, see engine.capture
         self.clock = Clock(device)
         self.request: Request
@@ -139,11 +142,12 @@ class Session:
             reuse_prefix: whether keys and values of the last text may serve as the beginning of this one.
         """
         self.request, self.clock, self.config = request, Clock(request.device), None
-        self.grow(request.prompt_length + request.room + self.kind.slots)
         pad = request.generation_config._pad_token_tensor
         self.state.restart(request.input_ids, request.kv_start, request.room, 0 if pad is None else int(pad))
         self.kv_len.copy_(self.state.out_len - 1)  # the root is not in the target's cache yet
         self.sampler.seed.fill_(request.seed)
+        if self.proposal is not None:
+            self.proposal.restart()
         self.counts.zero_()
         if not reuse_prefix:
             for rows in self.row_models:
@@ -151,7 +155,8 @@ class Session:
         self.read_prompt(self.target)
         self.continues = self.target.reused > 0
         if self.drafter is not None:
-            self.drafter.restart(self, weights, first=not self.begun)
+            # No cycle: caches go with their session, at once.
+            self.drafter.restart(weakref.proxy(self), weights, first=not self.begun)
         self.begun = True
         self.rule = self._rule(request)
 

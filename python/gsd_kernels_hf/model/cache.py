@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +25,7 @@ class GraphLayer(CacheLayerMixin):
 
     def __init__(self, parent: GraphCache) -> None:
         super().__init__()
-        self.parent = parent
+        self.parent: GraphCache = weakref.proxy(parent)  # no cycle: storage goes with its last user, at once
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         value_states = key_states if value_states is None else value_states

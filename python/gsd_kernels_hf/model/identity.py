@@ -1,15 +1,37 @@
-"""Noticing that a model was changed since it was last used."""
+"""Noticing that a model was changed since it was last used.
+
+What is noticed, before every call that could use something of an earlier one:
+
+- **structure**: modules, layers and parameters that were added, removed, replaced or tied; dtype, device and shape;
+  training mode; every number, string and flag on a module or in a config (attention implementation, epsilons, scales,
+  sliding windows); hooks that were added or removed; adapters that were added, switched, scaled, merged or disabled.
+- **content**: changes in place that PyTorch counts (an optimizer's step, ``load_state_dict``, anything under
+  ``no_grad``), of parameters, buffers, other tensors on modules, and the tensors that a hook holds in its closure or on
+  its object. Of changes that PyTorch does not count (``.data``, memory shared with another process or with NumPy, all
+  changes of inference tensors) those that reach one of :data:`SAMPLES` elements, evenly spaced, of a tensor.
+
+What is not: single elements edited through ``.data``; numbers in the state of a hook or of a function that was put in
+a module's place; weights that accelerate keeps off the device. After those, ``handle.clear()`` forgets everything.
+"""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import PretrainedConfig
 
-SAMPLES = 16  # elements of a weight that are compared
-FLAGS = ("active_adapter", "active_adapters", "_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+from .attention import configs_of, implementation_of
+
+SAMPLES = 16  # elements of a tensor that are compared
+ADAPTERS = ("_active_adapter", "active_adapters", "merged_adapters", "scaling")
+"""Lists and dicts on PEFT's layers that say what they compute; its flags are plain attributes."""
+PLAIN = (bool, int, float, str, type(None))
+OWN = __name__.partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -17,9 +39,8 @@ class ModelState:
     """What a model was at some time; equal while nothing was changed.
 
     Attributes:
-        structure: of modules, hooks and tensors: what captured steps and prepared weights depend on.
-        content: of weights and adapters: what keys and values in a cache depend on. Versions that PyTorch counts at
-            changes in place, and a few elements of every tensor, for changes that it does not count (``.data``).
+        structure: what captured steps and prepared weights depend on.
+        content: what keys and values in a cache depend on besides.
     """
 
     structure: tuple[Any, ...]
@@ -27,28 +48,86 @@ class ModelState:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
-        """The state now. Reads a few elements of every tensor, so it waits for the device once."""
-        modules, tensors = list(model.modules()), [*model.parameters(), *model.buffers()]
-        structure = (
-            tuple(
-                (type(m), m.training, tuple(m._forward_hooks), tuple(m._forward_pre_hooks), "forward" in vars(m))
-                for m in modules
-            ),
-            tuple((t.data_ptr(), t.dtype, t.device, tuple(t.shape)) for t in tensors if not t.is_meta),
-            str(getattr(model.config, "_attn_implementation", None)),
+        """The state now. Reads a few elements of every tensor, so it waits for every device once."""
+        modules = list(model.modules())
+        hooks = [hooks_of(module) for module in modules]
+        tensors = [part for module in modules for tensor in tensors_of(module) for part in parts_of(tensor)]
+        held = [part for found in hooks for hook in found.values() for t in held_by(hook) for part in parts_of(t)]
+        places = tuple((t.data_ptr(), t.dtype, t.device, tuple(t.shape)) for t in tensors if not t.is_meta)
+        structure = (structure_of(model), tuple(tuple(found) for found in hooks), places)
+        versions = tuple(-1 if t.is_inference() else t._version for t in (*tensors, *held))
+        return cls(structure, (versions, samples([*tensors, *held])))
+
+
+def structure_of(model: nn.Module) -> tuple[Any, ...]:
+    """Equal as long as the model's modules, their settings and its configs are.
+
+    Modules are weak references, which equal only themselves. A forward of ours that is running changes nothing here.
+    """
+    modules = []
+    for module in model.modules():
+        variables = vars(module)
+        own = variables.get("forward")
+        modules.append(
+            (
+                weakref.ref(module),
+                type(module),
+                None if own is None else weakref.ref(own),
+                weakref.ref(type(module).forward),
+                tuple((k, v) for k, v in list(variables.items()) if isinstance(v, PLAIN)),
+                tuple(repr(variables[name]) for name in ADAPTERS if name in variables),
+                tuple(type(parameter) for parameter in module._parameters.values()),
+            )
         )
-        flags = tuple(repr(vars(m)[name]) for m in modules for name in FLAGS if name in vars(m))
-        versions = tuple(-1 if t.is_inference() else t._version for t in tensors)
-        return cls(structure, (flags, versions, samples(tensors)))
+    configs = []
+    for config in configs_of(model):
+        fields = {k: repr(v) for k, v in list(vars(config).items()) if not isinstance(v, PretrainedConfig)}
+        fields["_attn_implementation_internal"] = str(implementation_of(config))
+        configs.append((weakref.ref(config), fields))
+    return modules, configs
 
 
-def samples(tensors: list[torch.Tensor]) -> bytes:
+def hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """The module's forward hooks by their number, without those that this package sets for a forward."""
+    found = [*list(module._forward_pre_hooks.items()), *list(module._forward_hooks.items())]
+    return {key: hook for key, hook in found if not str(getattr(hook, "__module__", "")).startswith(OWN)}
+
+
+def held_by(function: Callable[..., Any]) -> Iterator[Tensor]:
+    """Tensors in a function's closure, or on the object that it is a method of."""
+    cells: Iterable[Any] = getattr(function, "__closure__", None) or ()
+    values = [cell.cell_contents for cell in cells if cell != type(cell)()]
+    owner = getattr(function, "__self__", function)
+    values += getattr(owner, "__dict__", {}).values()
+    return (value for value in values if isinstance(value, Tensor))
+
+
+def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """The module's own parameters, buffers and other tensors."""
+    for values in (module._parameters, module._buffers, vars(module)):
+        yield from (value for value in list(values.values()) if isinstance(value, Tensor))
+
+
+def parts_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that hold the data of a wrapper, such as a shard or a quantised weight; else the tensor itself."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from parts_of(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def samples(tensors: list[Tensor]) -> bytes:
     """A few elements of every tensor that has any here."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        local = getattr(tensor.detach(), "to_local", tensor.detach)()
-        if local.is_meta or not local.numel() or not local.is_floating_point():
+        if tensor.is_meta or not tensor.numel() or tensor.is_complex():
             continue
-        flat = local.reshape(-1) if local.is_contiguous() else local.flatten()[:SAMPLES]
-        by_device.setdefault(local.device, []).append(flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].double())
+        step, values = max(1, tensor.numel() // SAMPLES), tensor.detach()
+        if values.is_contiguous():
+            found = values.view(-1)[::step]
+        else:
+            at = torch.arange(0, values.numel(), step, device=values.device)
+            found = values[torch.unravel_index(at, values.shape)]
+        by_device.setdefault(tensor.device, []).append(found[:SAMPLES].double())
     return b"".join(torch.cat(found).cpu().numpy().tobytes() for found in by_device.values())

@@ -20,6 +20,7 @@ from transformers.masking_utils import causal_mask_function
 
 from .attention import configs_of, implementation_of, switched_configs, watching
 from .cache import GraphCache
+from .identity import structure_of
 from .properties import device_of, vocabulary
 
 CACHED = 3  # positions that the cache holds already
@@ -143,43 +144,15 @@ _known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, AttentionReport]] 
 def examine(model: PreTrainedModel) -> AttentionReport:
     """What ``model`` does with graph rows.
 
-    One forward of 2 × 5 tokens, remembered until a module, a config or the attention of the model is another one. The
+    One forward of 2 × 5 tokens, remembered until the model's structure is another one, see :mod:`.identity`. The
     model is left as it was.
     """
-    fingerprint = _fingerprint(model)
+    structure = structure_of(model)
     known = _known.get(model)
-    if known is None or known[0] != fingerprint:
-        known = fingerprint, _examine(model)
+    if known is None or known[0] != structure:
+        known = structure, _examine(model)
         _known[model] = known
     return known[1]
-
-
-def _fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Equal as long as the model's modules, configs and attention are; weak references, which equal only themselves."""
-    plain = (bool, int, float, str, type(None))
-    modules = []
-    for module in model.modules():
-        variables = vars(module)
-        own = variables.get("forward")
-        settings = ()
-        if "config" in variables:
-            settings = tuple((k, v) for k, v in variables.items() if isinstance(v, plain))
-        modules.append(
-            (
-                weakref.ref(module),
-                type(module),
-                None if own is None else weakref.ref(own),
-                weakref.ref(type(module).forward),
-                settings,
-                tuple(type(parameter) for parameter in module._parameters.values()),
-            )
-        )
-    configs = []
-    for config in configs_of(model):
-        fields = {k: repr(v) for k, v in vars(config).items() if not isinstance(v, PretrainedConfig)}
-        fields["_attn_implementation_internal"] = str(implementation_of(config))
-        configs.append((weakref.ref(config), fields))
-    return modules, configs, model.training
 
 
 @torch.no_grad()

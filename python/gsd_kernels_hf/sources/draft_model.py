@@ -50,9 +50,7 @@ class DraftModel(Expansion):
         self.cached.copy_(self.state.out_len - 1)
 
     def end(self) -> None:
-        if self.unread:
-            self.rows.forget()
-        else:
+        if not self.unread:  # else its cache holds what it held before
             self.rows.holds(self.state.tokens, self.cached)
 
     def num_rows(self, config: GraphConfig) -> int:

@@ -19,7 +19,7 @@ class Expansion(DraftSource):
     def begin(self, text: Text) -> None:
         self.text, self.state, self.rows = text, text.state, self.row_model(text)
         self.vocab_size = min(text.target.vocab_size, self.rows.vocab_size)
-        self.sampler = text.sampler.on(self.rows.device)
+        self.sampler = text.sampler  # a copy on the draft's device would keep the first text's seed
         self.slot_depths: dict[GraphConfig, Tensor] = {}
 
     def row_model(self, text: Text) -> RowModel:

@@ -50,15 +50,20 @@ def check_model(name: str, model: Any) -> None:
             f"{name}: {kind} is in training mode with gradient checkpointing, which keeps no keys and values; "
             "call model.eval() first"
         )
-    embedding = model.get_input_embeddings()
-    if embedding.weight.is_meta and not hasattr(embedding, "_hf_hook"):
-        raise ValueError(f"{name}: its weights are on the meta device, which holds no values; load them first")
     mesh = getattr(model, "_device_mesh", None)
     if mesh is not None:
         check_heads(name, model.config, (mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh).size())
+    check_weights(name, model)
     problem = examine(model).problem
     if problem is not None:
         raise ValueError(f"{name}: {kind} {problem}; not supported")
+
+
+def check_weights(name: str, model: PreTrainedModel) -> None:
+    """Raise where the weights hold no values."""
+    embedding: Any = model.get_input_embeddings()
+    if embedding.weight.is_meta and not hasattr(embedding, "_hf_hook"):
+        raise ValueError(f"{name}: its weights are on the meta device, which holds no values; load them first")
 
 
 def check_heads(name: str, config: PretrainedConfig, ranks: int) -> None:

@@ -1,0 +1,127 @@
+"""Chats of a few turns, what they read, and the same texts by models that keep nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from models import VOCAB, noised, tiny
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import gsd_kernels as gsd
+from gsd_kernels import DraftHeads, GraphConfig, LayerSkip
+from gsd_kernels_hf.engine import capture
+from gsd_kernels_hf.engine.capture import CapturedStep
+from gsd_kernels_hf.records import Verified
+
+TREE = GraphConfig(depth=3, width=2, branch=2, max_rows=8, merge_context=-1)
+GRAPH = GraphConfig(depth=3, width=2, branch=2, max_rows=8, reuse_depth=2)
+FREE = GraphConfig(depth=0, branch=2, max_rows=8, reuse_depth=3)
+SOURCES = ("plain", "model", "graph", "layer_skip", "heads", "history", "auto")
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 0, "seed": 5}
+
+
+def endless(**config: Any) -> PreTrainedModel:
+    """A target whose texts do not end."""
+    target = tiny(**config)
+    target.generation_config.eos_token_id = None
+    return target
+
+
+def sources(name: str, target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, Any]:
+    """Options of ``patch`` for one of :data:`SOURCES`."""
+    if name == "plain":
+        return {}
+    if name == "heads":
+        return {"draft_heads": DraftHeads.for_model(target, 2), "graph_config": FREE}
+    if name == "history":
+        return {"draft_sources": ("history",), "graph_config": FREE}
+    if name == "layer_skip":
+        return {"assistant_model": LayerSkip(target, mlp=[1]), "graph_config": GRAPH}
+    return {"assistant_model": draft, "graph_config": {"model": TREE, "graph": GRAPH, "auto": "auto"}[name]}
+
+
+def words(batch: int, length: int, seed: int) -> Tensor:
+    """What a user says, [batch, length]."""
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def pair(seed: int = 0, **config: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A target without an end of text and a draft that agrees now and then."""
+    target = endless(seed=seed, **config)
+    return target, noised(target)
+
+
+def ask(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, *, tokens: int = 10, **options: Any) -> Tensor:
+    """The model's own ``generate``, greedy unless said otherwise."""
+    return model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids) if mask is None else mask,
+        max_new_tokens=tokens,
+        pad_token_id=0,
+        **{**GREEDY, **options},
+    )
+
+
+def expected(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    """What a copy of the model says that was never used: transformers' greedy text, or ours without any draft."""
+    fresh = copy.deepcopy(model)
+    if not options.get("do_sample"):
+        options.pop("seed", None)
+        return ask(fresh, ids, mask, **options)
+    mask = torch.ones_like(ids) if mask is None else mask
+    tokens = options.pop("tokens", 10)
+    return gsd.generate(fresh, ids, attention_mask=mask, max_new_tokens=tokens, pad_token_id=0, **options)
+
+
+class Reads:
+    """Tokens of a model's forwards that are no graph rows: prompts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.count = 0
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if kwargs.get("graph") is None:
+                ids = args[0] if args else kwargs["input_ids"]
+                self.count += ids.numel()
+
+        model.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def since(self) -> int:
+        """Tokens since the last time."""
+        count, self.count = self.count, 0
+        return count
+
+
+@contextmanager
+def patched(target: PreTrainedModel, **options: Any) -> Iterator[Any]:
+    """The handle of a patch for a while."""
+    handle = gsd.patch(target, **options)
+    try:
+        yield handle
+    finally:
+        if "generate" in vars(target):
+            gsd.unpatch(target)
+
+
+class OnCpu(CapturedStep):
+    """Captures nothing; a replay runs the step and fills the one record."""
+
+    captures = 0
+
+    def capture(self) -> tuple[Callable[[], Any], Verified]:
+        OnCpu.captures += 1
+        static, session = Verified(*[None] * 8), self.session
+        return lambda: vars(static).update(vars(session.step())), static
+
+
+def capture_on_cpu(monkeypatch: Any) -> None:
+    """Let CPU models be captured, counted in :class:`OnCpu`."""
+    monkeypatch.setattr(OnCpu, "captures", 0)
+    monkeypatch.setattr(capture, "can_capture", lambda session: session.rule.on_device)
+    monkeypatch.setattr(capture, "CapturedStep", OnCpu)

@@ -1,0 +1,436 @@
+"""What an engine keeps, for whom, how much of it, and until when."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import chats
+import pytest
+import torch
+from chats import FREE, GRAPH, SAMPLED, TREE, OnCpu, ask, capture_on_cpu, expected, pair, patched, sources, words
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import gsd_kernels as gsd
+from gsd_kernels_hf.engine import engine as rooms
+from gsd_kernels_hf.engine.decoder import GraphDecoder
+from gsd_kernels_hf.engine.session import Session
+from gsd_kernels_hf.model.cache import GraphCache, GraphLayer
+from gsd_kernels_hf.policy import auto
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch):
+    capture_on_cpu(monkeypatch)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Counts sessions, caches and the storage of layers."""
+    counts: Counter[str] = Counter()
+
+    def counted(kind: type, name: str) -> None:
+        own = getattr(kind, name)
+
+        def call(self, *args, **kwargs):
+            counts[f"{kind.__name__}.{name}"] += 1
+            return own(self, *args, **kwargs)
+
+        monkeypatch.setattr(kind, name, call)
+
+    counted(Session, "__init__")
+    counted(GraphLayer, "lazy_initialization")
+    counted(GraphLayer, "grow")
+    return counts
+
+
+def allocations(counts: Counter[str]) -> int:
+    return counts["GraphLayer.lazy_initialization"] + counts["GraphLayer.grow"] + counts["Session.__init__"]
+
+
+def after(made: Counter[str], call: Callable[[], Any]) -> tuple[int, int]:
+    """Allocations of caches and sessions, and captures, in a call. (The probe's cache is made at a change alone.)"""
+    before = allocations(made), OnCpu.captures
+    call()
+    return allocations(made) - before[0], OnCpu.captures - before[1]
+
+
+@pytest.mark.parametrize("name", chats.SOURCES)
+def test_the_second_call_of_a_bucket_makes_nothing(name, made, monkeypatch):
+    target, draft = pair()
+    if name == "auto":
+        costs = gsd.tune(target, draft)
+        monkeypatch.setattr(auto, "tune", lambda *args, **kwargs: costs)
+        one = auto.shape("all", 2, 2, 2, 8)
+        monkeypatch.setattr(auto.Budget, "choose", lambda self, optimistic=False: one)
+    with patched(target, **sources(name, target, draft)):
+        first = after(made, lambda: ask(target, words(2, 9, seed=1), tokens=30))
+        assert first[0] >= 3 and first[1] == 1
+        for length, seed in ((9, 2), (30, 3), (4, 4)):
+            prompt = words(2, length, seed=seed)
+            want = expected(target, prompt, tokens=30)
+            assert after(made, lambda prompt=prompt: ask(target, prompt, tokens=30)) == (0, 0)
+            assert torch.equal(ask(target, prompt, tokens=30), want)
+
+
+def test_another_bucket_grows_and_captures_anew(made):
+    target, draft = pair()
+    with patched(target, assistant_model=draft, graph_config=GRAPH) as handle:
+        ask(target, words(1, 9, seed=1), tokens=30)
+        bytes_before = handle.engines.cache_bytes
+        text, captures = words(1, 9, seed=1), OnCpu.captures
+        for turn in range(12):
+            text = torch.cat([ask(target, text, tokens=30), words(1, 2, seed=turn)], 1)
+        assert torch.equal(ask(target, text, tokens=30), expected(target, text, tokens=30))
+        assert made["Session.__init__"] == 1
+        assert made["GraphLayer.grow"] == 4, "393 positions are the second bucket of two models of two layers"
+        assert OnCpu.captures == captures + 1
+        assert handle.engines.cache_bytes == 2 * bytes_before
+        assert after(made, lambda: ask(target, words(1, 9, seed=5), tokens=30)) == (0, 0)
+
+
+def test_what_has_a_session_of_its_own(made):
+    target, draft = pair()
+    with patched(target, assistant_model=draft, graph_config=GRAPH):
+        text = words(1, 9, seed=1)
+        ask(target, text)
+        for options in (SAMPLED, {**SAMPLED, "temperature": 0.5}, {"eos_token_id": 14}):
+            want, before = expected(target, text, **options), made["Session.__init__"]
+            for _ in range(2):
+                assert torch.equal(ask(target, text, **options), want)
+            assert made["Session.__init__"] == before + 1, options
+        before = made["Session.__init__"]
+        ask(target, words(3, 9, seed=1))
+        assert made["Session.__init__"] == before + 1
+        ask(target, text, **{**SAMPLED, "temperature": 0.5, "seed": 9})
+        assert made["Session.__init__"] == before + 1, "another seed needs none"
+
+
+def test_few_sessions_wait(made):
+    """Of all engines together, whatever was asked for in between."""
+    target, draft = pair()
+    drafts = [pair(seed=i)[1] for i in range(3)]
+    with patched(target, assistant_model=draft, graph_config=TREE) as handle:
+        for batch in range(1, 4):
+            for other in (draft, *drafts):
+                prompt = words(batch, 5, seed=batch)
+                assert torch.equal(
+                    ask(target, prompt, assistant_model=other, tokens=4), expected(target, prompt, tokens=4)
+                )
+                assert len(handle.engines.idle.sessions) <= rooms.MOST_SESSIONS
+        kept = handle.engines.idle.sessions
+        assert len(kept) == rooms.MOST_SESSIONS and {s.kind.batch for s in kept} == {3}, "the latest ones"
+        assert handle.engines.cache_bytes == sum(s.cache_bytes for s in kept) > 0
+        for i in range(rooms.MOST_ENGINES + 2):
+            ask(target, words(1, 5, seed=1), criterion=gsd.Typical(0.1 + i / 100), tokens=2)
+        assert len(list(handle.engines)) == rooms.MOST_ENGINES
+
+
+@pytest.fixture
+def objects(monkeypatch):
+    """Weak references to every session, every cache, and every layer's keys."""
+    found: list[weakref.ref] = []
+    session, cache, layer = Session.__init__, GraphCache.__init__, GraphLayer.lazy_initialization
+
+    def watch(kind: type, name: str, own: Callable[..., Any], what: Callable[[Any], Any]) -> None:
+        def call(self, *args, **kwargs):
+            own(self, *args, **kwargs)
+            found.append(weakref.ref(what(self)))
+
+        monkeypatch.setattr(kind, name, call)
+
+    watch(Session, "__init__", session, lambda self: self)
+    watch(GraphCache, "__init__", cache, lambda self: self)
+    watch(GraphLayer, "lazy_initialization", layer, lambda self: self.keys)
+    return found
+
+
+def alive(objects: list[weakref.ref]) -> list[Any]:
+    return [type(ref()).__name__ for ref in objects if ref() is not None]
+
+
+@pytest.mark.parametrize("how", ["clear", "unpatch", "evicted", "structure"])
+@pytest.mark.parametrize("name", chats.SOURCES)
+def test_memory_comes_back_at_once(name, how, objects, monkeypatch):
+    """Without waiting for the collector of cycles, which may take long."""
+    target, draft = pair()
+    if name == "auto":
+        costs = gsd.tune(target, draft)
+        monkeypatch.setattr(auto, "tune", lambda *args, **kwargs: costs)
+    gc.collect()
+    objects.clear()
+    gc.disable()
+    try:
+        with patched(target, **sources(name, target, draft)) as handle:
+            ask(target, words(2, 9, seed=1), tokens=30)
+            ask(target, words(2, 9, seed=2), tokens=30, **SAMPLED)
+            assert alive(objects)
+            if how == "clear":
+                handle.clear()
+            elif how == "unpatch":
+                gsd.unpatch(target)
+            elif how == "evicted":
+                handle.engines.idle.keep_only([])
+            else:
+                target.model.layers[0].mlp.register_forward_hook(lambda *args: None)
+                ask(target, words(2, 9, seed=1), tokens=2)
+                ask(target, words(2, 9, seed=1), tokens=2, **SAMPLED)
+                handle.clear()
+            assert not alive(objects)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", chats.SOURCES)
+def test_a_call_outside_a_patch_keeps_no_memory(name, objects, monkeypatch):
+    target, draft = pair()
+    if name == "auto":
+        costs = gsd.tune(target, draft)
+        monkeypatch.setattr(auto, "tune", lambda *args, **kwargs: costs)
+    options = sources(name, target, draft)
+    gc.collect()
+    objects.clear()
+    gc.disable()
+    try:
+        out = gsd.generate(target, words(1, 9, seed=1), max_new_tokens=20, pad_token_id=0, **options)
+        assert objects and not alive(objects)
+    finally:
+        gc.enable()
+    assert out.shape == (1, 29)
+
+
+@pytest.mark.parametrize("how", ["patched", "cleared", "unpatched", "never"])
+@pytest.mark.parametrize("name", [name for name in chats.SOURCES if name != "auto"])
+def test_models_die(name, how, objects):
+    target, draft = pair()
+    refs = [weakref.ref(target), weakref.ref(draft)]
+    handle = None
+    options = sources(name, target, draft)
+    if how == "never":
+        gsd.generate(target, words(1, 9, seed=1), max_new_tokens=6, pad_token_id=0, **options)
+    else:
+        handle = gsd.patch(target, **options)
+        for _ in range(2):
+            ask(target, words(1, 9, seed=1))
+        if how == "cleared":
+            handle.clear()
+        if how == "unpatched":
+            gsd.unpatch(target)
+    del handle, target, options
+    gc.collect()
+    assert refs[0]() is None and not alive(objects)
+    del draft
+    gc.collect()
+    assert refs[1]() is None
+
+
+def test_a_draft_of_one_call_dies():
+    target, draft = pair()
+    ref = weakref.ref(draft)
+    gsd.generate(target, words(1, 9, seed=1), assistant_model=draft, graph_config=TREE, max_new_tokens=6)
+    with patched(target) as handle:
+        ask(target, words(1, 9, seed=1), assistant_model=draft, graph_config=TREE)
+        del draft
+        gc.collect()
+        assert ref() is not None, "its session waits for another call"
+        handle.clear()
+        gc.collect()
+        assert ref() is None
+
+
+def test_a_running_call_returns_its_memory_when_it_ends(objects):
+    target, draft = pair()
+    handle = gsd.patch(target, assistant_model=draft, graph_config=GRAPH)
+    prompt, steps = words(1, 9, seed=1), []
+
+    def leave(record) -> None:
+        steps.append(record.tokens.clone())
+        if len(steps) == 2:
+            gsd.unpatch(target)
+
+    want = expected(target, prompt, tokens=30)
+    assert torch.equal(ask(target, prompt, tokens=30, observer=leave), want)
+    assert handle.engines.cache_bytes == 0
+    gc.collect()
+    assert not alive(objects)
+
+
+class Outside(TorchDispatchMode):
+    """The storage that a step reads and that was made before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: set[int] = set()
+        self.read: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.inside:
+                storage = tensor.untyped_storage()
+                self.read.setdefault(storage._cdata, StorageWeakRef(storage))
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.read:
+                self.inside.add(tensor.untyped_storage()._cdata)
+                self.kept = [*getattr(self, "kept", []), tensor]  # no address is used twice
+        return out
+
+
+READ = [(name, decoding) for name in chats.SOURCES for decoding in ({}, SAMPLED)]
+READ += [("chain", {**SAMPLED, "criterion": "speculative"})]
+
+
+@pytest.mark.parametrize(("name", "decoding"), READ, ids=[f"{n}-{'drawn' if d else 'greedy'}" for n, d in READ])
+def test_what_a_captured_step_reads_lives_on(name, decoding, monkeypatch):
+    """A graph holds addresses: later calls must put what is new at the same places."""
+    target, draft = pair()
+    options = {"assistant_model": draft, "graph_config": name}
+    if name != "chain":
+        options = sources(name, target, draft)
+    if name == "auto":
+        costs = gsd.tune(target, draft)
+        monkeypatch.setattr(auto, "tune", lambda *args, **kwargs: costs)
+        one = auto.shape("all", 2, 2, 2, 8)
+        monkeypatch.setattr(auto.Budget, "choose", lambda self, optimistic=False: one)
+    seen: list[Outside] = []
+    step = Session.step
+
+    def watching(self):
+        if len(seen) == 4:
+            return step(self)
+        with Outside() as mode:
+            seen.append(mode)
+            return step(self)
+
+    with patched(target, **options):
+        ask(target, words(1, 9, seed=1), tokens=20, **decoding)
+        monkeypatch.setattr(Session, "step", watching)
+        ask(target, words(1, 9, seed=2), tokens=20, **decoding)
+        ask(target, words(1, 12, seed=3), tokens=20, **{**decoding, **({"seed": 8} if decoding else {})})
+        ask(target, words(1, 12, seed=4), tokens=20, **decoding)
+        gone = [ref for mode in seen for ref in mode.read.values() if ref.expired()]
+        assert len(seen) == 4 and not gone
+
+
+def both(work: Callable[[int], None], count: int = 2) -> None:
+    """Threads that begin at once; what one raises is raised."""
+    barrier, raised = threading.Barrier(count), []
+
+    def run(thread: int) -> None:
+        barrier.wait()
+        try:
+            work(thread)
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if raised:
+        raise raised[0]
+
+
+@pytest.mark.parametrize("name", ["graph", "heads", "layer_skip"])
+def test_threads_with_batches_of_their_own(name):
+    target, draft = pair()
+    prompts = [(words(1 + i % 3, 6 + i, seed=i), GREEDY_OR[i % 2]) for i in range(6)]
+    wanted = [expected(target, prompt, **decoding) for prompt, decoding in prompts]
+    with patched(target, **sources(name, target, draft)) as handle:
+
+        def work(thread: int) -> None:
+            for i in (*range(thread, 6), *range(thread)):
+                prompt, decoding = prompts[i]
+                assert torch.equal(ask(target, prompt, **decoding), wanted[i]), i
+                assert handle.stats.sequences == len(prompt)
+
+        both(work)
+        assert len(handle.engines.idle.sessions) <= rooms.MOST_SESSIONS
+
+
+GREEDY_OR: tuple[dict[str, Any], ...] = ({}, SAMPLED)
+
+
+@pytest.mark.parametrize("name", ["model", "heads"])
+def test_a_forward_of_another_thread_is_no_change(name, made):
+    """Configs are switched and hidden states listened for in the middle of it."""
+    target, draft = pair()
+    inside, done = threading.Event(), threading.Event()
+    forward = target.lm_head.forward
+
+    def slow(hidden):
+        if threading.current_thread().name == "other" and not inside.is_set():
+            inside.set()
+            done.wait(20)
+        return forward(hidden)
+
+    target.lm_head.forward = slow
+    with patched(target, **sources(name, target, draft)):
+        ask(target, words(1, 9, seed=1))
+        other = threading.Thread(target=lambda: ask(target, words(2, 9, seed=1), tokens=3), name="other")
+        other.start()
+        assert inside.wait(20)
+        before = made["Session.__init__"]
+        ask(target, words(1, 9, seed=1))
+        done.set()
+        other.join()
+        assert made["Session.__init__"] == before
+
+
+def test_a_decoder_of_two_threads():
+    target, draft = pair()
+    decoder = GraphDecoder(draft, GRAPH)
+    meet = threading.Barrier(2)
+
+    def work(thread: int) -> None:
+        for i in range(3):
+            prompt = words(1 + thread, 6 + i, seed=i)
+            out = ask(target, prompt, custom_generate=decoder, tokens=4 + thread)
+            meet.wait(30)
+            assert torch.equal(out, expected(target, prompt, tokens=4 + thread))
+            assert (decoder.stats.sequences, decoder.stats.new_tokens) == (1 + thread, (1 + thread) * (4 + thread))
+
+    both(work)
+    assert decoder.stats is not None, "a thread that made no call sees the last call of all"
+    ask(target, words(1, 5, seed=1), custom_generate=decoder, tokens=2)
+    assert decoder.stats.new_tokens == 2
+
+
+def test_a_copied_decoder_and_a_copied_model_start_anew():
+    target, draft = pair()
+    decoder = GraphDecoder(None)
+    ask(target, words(1, 5, seed=1), custom_generate=decoder)
+    assert copy.deepcopy(decoder).named == decoder.named and copy.copy(decoder).stats is None
+    with patched(target, assistant_model=draft, graph_config=GRAPH):
+        ask(target, words(1, 5, seed=1))
+        twin = copy.deepcopy(target)
+        assert twin.generate.__func__ is type(target).generate
+        file = io.BytesIO()
+        torch.save(target, file)
+        assert torch.equal(ask(twin, words(1, 5, seed=1)), ask(target, words(1, 5, seed=1)))
+
+
+def test_plain_and_free_calls_of_one_patch():
+    """Calls that leave sources out have sessions of their own."""
+    target, draft = pair()
+    with patched(target, assistant_model=draft, graph_config=GRAPH):
+        text = words(1, 9, seed=1)
+        for options in (
+            {},
+            {"assistant_model": False},
+            {"assistant_model": False, "draft_sources": ("history",), "graph_config": FREE},
+            {"graph_config": TREE},
+            {},
+        ):
+            want = expected(target, text)
+            assert torch.equal(ask(target, text, **options), want)
+            text = torch.cat([want, words(1, 2, seed=3)], 1)

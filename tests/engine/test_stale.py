@@ -1,0 +1,382 @@
+"""What is changed between two calls is noticed: the second is what a model that was never used says."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from chats import GRAPH, SAMPLED, Reads, ask, expected, pair, patched, words
+from models import noised, tiny
+from torch import nn
+
+import gsd_kernels as gsd
+
+
+def add_in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.add_(0.3)
+
+
+def one_element(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight[3, 5] += 40.0
+
+
+def data_in_place(model: Any) -> None:
+    model.model.layers[0].mlp.down_proj.weight.data.add_(0.3)
+
+
+def data_replaced(model: Any) -> None:
+    weight = model.model.layers[1].self_attn.v_proj.weight
+    weight.data = weight.data.flip(0).clone()
+
+
+def load_state(model: Any) -> None:
+    model.load_state_dict(pair(seed=9)[0].state_dict())
+
+
+def optimizer_step(model: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(input_ids=words(1, 8, seed=1), labels=words(1, 8, seed=1)).loss.backward()
+    optimizer.step()
+    model.zero_grad()
+
+
+def to_float(model: Any) -> None:
+    model.float()
+
+
+def through_half(model: Any) -> None:
+    model.half().double()
+
+
+def resize(model: Any) -> None:
+    model.resize_token_embeddings(101, mean_resizing=False)
+
+
+def tie(model: Any) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def hook(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: -2 * out)
+
+
+def attention(model: Any) -> None:
+    model.config._attn_implementation = "eager"
+
+
+def layer_replaced(model: Any) -> None:
+    model.model.layers[1] = copy.deepcopy(pair(seed=9)[0].model.layers[1])
+
+
+def layers_swapped(model: Any) -> None:
+    layers = model.model.layers
+    layers[0].mlp, layers[1].mlp = layers[1].mlp, layers[0].mlp
+
+
+def weight_replaced(model: Any) -> None:
+    proj = model.model.layers[0].mlp.up_proj
+    proj.weight = nn.Parameter(proj.weight.detach().flip(0).clone())
+
+
+def rotary_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def rotary_buffer_replaced(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
+
+
+def rotary_scale(model: Any) -> None:
+    model.model.rotary_emb.attention_scaling = 1.3
+
+
+def norm_epsilon(model: Any) -> None:
+    model.model.layers[0].input_layernorm.variance_epsilon = 30.0
+
+
+def attention_scale(model: Any) -> None:
+    model.model.layers[0].self_attn.scaling *= 3.0
+
+
+def head_bias(model: Any) -> None:
+    torch.manual_seed(0)
+    model.lm_head.bias = nn.Parameter(3 * torch.randn(model.config.vocab_size, dtype=model.dtype))
+
+
+def own_forward(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x, forward=mlp.forward: -2 * forward(x)
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "weights in place": add_in_place,
+    "one weight under no_grad": one_element,
+    ".data of a tensor": data_in_place,
+    ".data replaced": data_replaced,
+    "load_state_dict": load_state,
+    "optimizer": optimizer_step,
+    "dtype": to_float,
+    "dtype and back": through_half,
+    "resize": resize,
+    "tied": tie,
+    "hook": hook,
+    "attention implementation": attention,
+    "layer replaced": layer_replaced,
+    "blocks swapped": layers_swapped,
+    "weight replaced": weight_replaced,
+    "rope buffer": rotary_buffer,
+    "rope buffer replaced": rotary_buffer_replaced,
+    "rope scale": rotary_scale,
+    "norm epsilon": norm_epsilon,
+    "attention scale": attention_scale,
+    "output bias": head_bias,
+    "forward replaced": own_forward,
+}
+SAME_TEXT = {"attention implementation", "dtype", "dtype and back", "resize"}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("who", ["target", "draft"])
+def test_a_change_between_two_turns(change, who):
+    target, draft = pair()
+    with patched(target, assistant_model=draft, graph_config=GRAPH):
+        text = torch.cat([ask(target, words(1, 12, seed=1)), words(1, 4, seed=2)], 1)
+        before = expected(target, text)
+        CHANGES[change](target if who == "target" else draft)
+        want = expected(target, text)
+        assert (who == "draft" or change in SAME_TEXT) == torch.equal(before, want), "a change that shows"
+        assert torch.equal(ask(target, text), want)
+        longer = torch.cat([want, words(1, 4, seed=3)], 1)
+        assert torch.equal(ask(target, longer), expected(target, longer))
+
+
+@pytest.mark.parametrize("change", [add_in_place, data_in_place, load_state, layer_replaced, hook, norm_epsilon])
+def test_a_changed_target_reads_all_of_its_prompt(change):
+    """And a draft's change lets the prompt be read anew as well: nothing of before is used."""
+    target, draft = pair()
+    reads = {"target": Reads(target), "draft": Reads(draft)}
+    with patched(target, assistant_model=draft, graph_config=GRAPH):
+        for model in (target, draft):
+            text = torch.cat([ask(target, words(1, 12, seed=1)), words(1, 4, seed=2)], 1)
+            change(model)
+            for found in reads.values():
+                found.since()
+            ask(target, text)
+            assert [found.since() for found in reads.values()] == [text.shape[1] - 1] * 2
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_hooks_that_come_and_go(removed):
+    target, draft = pair()
+    handle = None
+    if removed:
+        handle = target.model.layers[0].register_forward_hook(lambda m, args, out: out * 1.5)
+    with patched(target, assistant_model=draft, graph_config=GRAPH):
+        text = torch.cat([ask(target, words(1, 12, seed=1)), words(1, 4, seed=2)], 1)
+        if handle is not None:
+            handle.remove()
+        else:
+            target.model.layers[0].register_forward_hook(lambda m, args, out: out * 1.5)
+        assert torch.equal(ask(target, text), expected(target, text))
+
+
+class Steering:
+    def __init__(self, vector: torch.Tensor) -> None:
+        self.vector = vector
+
+    def hook(self, module, args, out):
+        return out + self.vector
+
+
+def steered(kind: str, vector: torch.Tensor) -> Callable[..., Any]:
+    return {
+        "closure": lambda module, args, out: out + vector,
+        "method": Steering(vector).hook,
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["closure", "method"])
+def test_a_hook_whose_vector_changes(kind):
+    target, draft = pair()
+    vector = torch.zeros(32, dtype=torch.float64)
+    target.model.layers[0].register_forward_hook(steered(kind, vector))
+    with patched(target, assistant_model=draft, graph_config=GRAPH):
+        text = torch.cat([ask(target, words(1, 12, seed=1)), words(1, 4, seed=2)], 1)
+        vector.copy_(torch.linspace(-3, 3, 32))
+        assert torch.equal(ask(target, text), expected(target, text))
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_adapters(merged):
+    peft = pytest.importorskip("peft")
+    target, draft = pair()
+    texts = set()
+
+    def check() -> None:
+        nonlocal text
+        want = expected(target, text)
+        assert torch.equal(ask(target, text), want)
+        texts.add(tuple(want[0].tolist()))
+        text = torch.cat([text, words(1, 1, seed=4)], 1)
+
+    def adapter() -> Any:
+        return peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
+
+    with patched(target, assistant_model=draft, graph_config=GRAPH):
+        text = words(1, 12, seed=1)
+        check()
+        torch.manual_seed(3)
+        wrapped = peft.get_peft_model(target, adapter()).double()
+        check()
+        wrapped.add_adapter("other", adapter())
+        wrapped.double()
+        check()
+        wrapped.set_adapter("other")
+        check()
+        with wrapped.disable_adapter():
+            check()
+        check()
+        if merged:
+            wrapped.merge_adapter()
+            check()
+            wrapped.unmerge_adapter()
+            check()
+            wrapped.set_adapter("default")
+            check()
+            wrapped.base_model.scaling = None
+            for module in wrapped.modules():
+                if hasattr(module, "scale_layer"):
+                    module.scale_layer(4.0)
+            check()
+            wrapped.unload()
+            check()
+    assert len(texts) > 3
+
+
+def test_another_draft_of_the_same_shapes():
+    target, draft = pair()
+    other = pair(seed=9)[1]
+    with patched(target, assistant_model=draft, graph_config=GRAPH):
+        text = words(2, 12, seed=1)
+        for model in (draft, other, draft, False, other):
+            want = expected(target, text)
+            assert torch.equal(ask(target, text, assistant_model=model), want)
+            text = torch.cat([want, words(2, 3, seed=2)], 1)
+
+
+def test_a_draft_that_took_the_place_of_one_that_is_gone():
+    target, draft = pair()
+    with patched(target) as handle:
+        text = words(1, 12, seed=1)
+        for seed in range(4):
+            draft = pair(seed=seed)[1]
+            assert torch.equal(ask(target, text, assistant_model=draft, graph_config=GRAPH), expected(target, text))
+            del draft
+            handle.clear()
+            gc.collect()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"eos_token_id": 14},
+        {"temperature": 0.5},
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"seed": 6},
+        {"do_sample": False},
+        {"repetition_penalty": 1.9},
+        {"tokens": 3},
+        {"tokens": 40},
+        {"prefill_chunk_size": 3},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_other_settings_of_generation(changed):
+    target, draft = pair()
+    with patched(target, assistant_model=draft, graph_config=GRAPH):
+        text = ask(target, words(1, 12, seed=1), **SAMPLED)
+        for options in (SAMPLED, {**SAMPLED, **changed}, SAMPLED):
+            assert torch.equal(ask(target, text, **options), expected(target, text, **options)), options
+
+
+def test_the_models_own_generation_config():
+    target, draft = pair()
+    with patched(target, assistant_model=draft, graph_config=GRAPH):
+        text = ask(target, words(2, 12, seed=1))
+        target.generation_config.eos_token_id = int(text[0, 15])
+        assert torch.equal(ask(target, text[:, :12]), expected(target, text[:, :12]))
+        target.generation_config.repetition_penalty = 1.9
+        assert torch.equal(ask(target, text), expected(target, text))
+
+
+def test_training_and_back():
+    target, draft = pair(attention_dropout=0.5)
+    with patched(target, assistant_model=draft, graph_config=GRAPH):
+        text = words(1, 12, seed=1)
+        for training in (False, True, False):
+            target.train(training)
+            torch.manual_seed(0)
+            out = ask(target, text)
+            if not training:
+                assert torch.equal(out, expected(target, text))
+            text = torch.cat([out, words(1, 4, seed=2)], 1)
+
+
+def test_a_change_in_the_middle_of_a_text():
+    """Keys of the first half are of other weights; the next call must not begin with them."""
+    target, draft = pair()
+    calls = []
+
+    def change(record) -> None:
+        calls.append(record)
+        if len(calls) == 2:
+            add_in_place(target)
+
+    with patched(target, assistant_model=draft, graph_config=GRAPH):
+        text = torch.cat([ask(target, words(1, 12, seed=1), observer=change, tokens=20), words(1, 4, seed=2)], 1)
+        assert len(calls) > 2
+        assert torch.equal(ask(target, text), expected(target, text))
+
+
+def test_a_config_that_attention_follows():
+    target = tiny("mistral-window")
+    target.generation_config.eos_token_id = None
+    draft = noised(target)
+    with patched(target, assistant_model=draft, graph_config=GRAPH):
+        text = torch.cat([ask(target, words(1, 30, seed=1)), words(1, 4, seed=2)], 1)
+        before = expected(target, text)
+        target.config.sliding_window = 5
+        want = expected(target, text)
+        assert not torch.equal(before, want)
+        assert torch.equal(ask(target, text), want)
+
+
+def test_what_is_not_noticed_is_forgotten_by_hand():
+    """A single element through ``.data`` changes neither a counter nor a sampled element; see model/identity.py."""
+    target, draft = pair()
+    reads = Reads(target)
+    with patched(target, assistant_model=draft, graph_config=GRAPH) as handle:
+        text = torch.cat([ask(target, words(1, 12, seed=1)), words(1, 4, seed=2)], 1)
+        target.model.layers[0].self_attn.k_proj.weight.data[3, 5] += 40.0
+        reads.since()
+        ask(target, text)
+        assert reads.since() == 4
+        handle.clear()
+        assert torch.equal(ask(target, text), expected(target, text))
+
+
+def test_unpatched_calls_use_nothing_of_a_changed_model():
+    target, draft = pair()
+    for change in (None, add_in_place, layer_replaced, hook):
+        if change is not None:
+            change(target)
+        text = words(1, 12, seed=1)
+        out = gsd.generate(target, text, assistant_model=draft, graph_config=GRAPH, max_new_tokens=10, pad_token_id=0)
+        assert torch.equal(out, expected(target, text))

@@ -1,0 +1,264 @@
+"""The turns of a chat: what was read is not read again, and the text is what full reading gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from chats import GRAPH, GREEDY, SAMPLED, SOURCES, TREE, Reads, ask, expected, pair, patched, sources, words
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+import gsd_kernels as gsd
+from gsd_kernels_hf.policy import auto
+
+SAID = 5  # tokens of a user's turn
+
+
+@pytest.fixture(scope="module")
+def costs():
+    target, draft = pair()
+    return gsd.tune(target, draft)
+
+
+@pytest.fixture(autouse=True)
+def no_tuning(monkeypatch, costs):
+    """``"auto"`` measures nothing here, so that prompts alone are counted."""
+    monkeypatch.setattr(auto, "tune", lambda *args, **kwargs: costs)
+
+
+@pytest.mark.parametrize("decoding", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", SOURCES)
+def test_later_turns_read_only_what_is_new(name, batch, decoding):
+    target, draft = pair()
+    reads, draft_reads = Reads(target), Reads(draft)
+    text, mask = words(batch, 9, seed=1), torch.ones(batch, 9, dtype=torch.int64)
+    if batch == 2:
+        text[1, :4], mask[1, :4] = 0, 0
+    with patched(target, **sources(name, target, draft)) as handle:
+        for turn in range(3):
+            want = expected(target, text, mask, **decoding)
+            reads.since(), draft_reads.since()
+            held = text.shape[1] - SAID - 1 if turn else 0
+            out = ask(target, text, mask, **decoding)
+            assert torch.equal(out, want), turn
+            assert reads.since() == batch * (text.shape[1] - 1 - held)
+            if name in ("model", "graph"):
+                # The draft has not read what its last step's verification emitted.
+                assert draft_reads.since() <= batch * (SAID + TREE.chain_rows if turn else text.shape[1])
+            text = torch.cat([out, words(batch, SAID, seed=10 + turn)], 1)
+            mask = torch.cat([mask, mask.new_ones(batch, text.shape[1] - mask.shape[1])], 1)
+        assert handle.stats.steps > 0
+
+
+@pytest.mark.parametrize("options", [{"graph_config": TREE}, {"graph_config": "auto"}], ids=["tree", "auto"])
+def test_switched_off_everything_is_read(options):
+    target, draft = pair()
+    reads = Reads(target)
+    with patched(target, assistant_model=draft, reuse_prefix=False, **options):
+        text = words(1, 9, seed=1)
+        for turn in range(3):
+            want = expected(target, text)
+            reads.since()
+            out = ask(target, text)
+            assert reads.since() == text.shape[1] - 1 and torch.equal(out, want)
+            text = torch.cat([out, words(1, SAID, seed=turn)], 1)
+        ask(target, text, reuse_prefix=True)
+        assert reads.since() == SAID, "one call may ask for it"
+
+
+def test_a_draft_that_was_left_out_of_a_turn_has_not_forgotten(monkeypatch):
+    """``"auto"`` may go without the draft for a turn; what the draft read before still holds."""
+    target, draft = pair()
+    reads = Reads(draft)
+    read: list[int] = []
+    drafting, chosen = auto.shape("all", *auto.FAMILIES[0], auto.DEPTHS[0], 8), []
+    monkeypatch.setattr(auto.Budget, "choose", lambda self, optimistic=False: chosen[-1])
+    with patched(target, assistant_model=draft, graph_config="auto"):
+        text = words(1, 40, seed=1)
+        for turn, choice in enumerate((drafting, None, drafting)):
+            chosen.append(choice)
+            want = expected(target, text)
+            out = ask(target, text)
+            assert torch.equal(out, want)
+            read.append(reads.since())
+            text = torch.cat([out, words(1, SAID, seed=turn)], 1)
+    assert read[0] == 39 and read[1] == 0 and 0 < read[2] < 39, read
+
+
+PROMPTS = {
+    "part": lambda text: torch.cat([text[:, :6], words(1, 9, seed=7)], 1),
+    "last token alone differs": lambda text: torch.cat([text[:, :-1], (text[:, -1:] - 2) % 90 + 3], 1),
+    "first token differs": lambda text: torch.cat([(text[:, :1] - 2) % 90 + 3, text[:, 1:]], 1),
+    "strict prefix": lambda text: text[:, :7],
+    "one token": lambda text: text[:, :1],
+    "two tokens": lambda text: text[:, :2],
+    "equal": lambda text: text,
+    "all but the last": lambda text: text[:, :-1],
+    "longer": lambda text: torch.cat([text, words(1, 300, seed=7)], 1),
+}
+
+
+@pytest.mark.parametrize("decoding", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", PROMPTS)
+@pytest.mark.parametrize("name", ["graph", "layer_skip"])
+def test_prompts_that_share_something(name, kind, decoding):
+    target, draft = pair()
+    reads = Reads(target)
+    with patched(target, **sources(name, target, draft)):
+        text = ask(target, words(1, 9, seed=1), **decoding)
+        prompt = PROMPTS[kind](text)
+        shared = min(prompt.shape[1] - 1, text.shape[1] - 1)
+        while shared and not torch.equal(prompt[:, :shared], text[:, :shared]):
+            shared -= 1
+        want = expected(target, prompt, **decoding)
+        reads.since()
+        assert torch.equal(ask(target, prompt, **decoding), want)
+        assert reads.since() == prompt.shape[1] - 1 - shared
+        again = torch.cat([want, words(1, 3, seed=9)], 1)
+        assert torch.equal(ask(target, again, **decoding), expected(target, again, **decoding))
+
+
+def test_other_padding_is_another_text():
+    """The same tokens at other positions have other keys."""
+    target, draft = pair()
+    with patched(target, assistant_model=draft, graph_config=GRAPH):
+        ids, mask = words(2, 9, seed=1), torch.ones(2, 9, dtype=torch.int64)
+        for padding in (4, 3, 0, 4):
+            mask[1] = 1
+            mask[1, :padding] = 0
+            out = ask(target, ids, mask)
+            assert torch.equal(out, expected(target, ids, mask)), padding
+
+
+def test_any_token_may_lie_in_the_padding():
+    target, draft = pair()
+    with patched(target, assistant_model=draft, graph_config=GRAPH):
+        mask = torch.ones(2, 9, dtype=torch.int64)
+        mask[1, :4] = 0
+        for seed in (1, 2):
+            ids = words(2, 9, seed=1)
+            ids[1, :4] = words(1, 4, seed=seed)
+            assert torch.equal(ask(target, ids, mask), expected(target, ids, mask))
+
+
+def test_rows_that_changed_places():
+    target, draft = pair()
+    with patched(target, assistant_model=draft, graph_config=GRAPH):
+        out = ask(target, words(2, 9, seed=1))
+        prompt = torch.cat([out.flip(0), words(2, 3, seed=2)], 1)
+        assert torch.equal(ask(target, prompt), expected(target, prompt))
+
+
+@pytest.mark.parametrize("decoding", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_text_that_ends_and_goes_on(decoding):
+    target, draft = pair()
+    first = words(2, 9, seed=1)
+    eos = int(expected(target, first, **decoding)[0, 12])  # the first sequence's fourth token
+    with patched(target, assistant_model=draft, graph_config=GRAPH):
+        text = first
+        for turn in range(3):
+            want = expected(target, text, eos_token_id=eos, **decoding)
+            out = ask(target, text, eos_token_id=eos, **decoding)
+            assert torch.equal(out, want), turn
+            assert turn or (want[0] == 0).any(), "one sequence must end before the other"
+            text = torch.cat([out, words(2, SAID, seed=turn)], 1)
+
+
+class Breaking(BaseStreamer):
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def put(self, value):
+        self.left -= 1
+        if self.left < 0:
+            raise InterruptedError("enough")
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("after", [0, 1, 6])
+def test_a_call_that_broke_off_leaves_nothing_behind(after):
+    target, draft = pair()
+    with patched(target, assistant_model=draft, graph_config=GRAPH) as handle:
+        text = torch.cat([ask(target, words(1, 9, seed=1)), words(1, SAID, seed=2)], 1)
+        want = expected(target, text)
+        with pytest.raises(InterruptedError):
+            ask(target, text, streamer=Breaking(after))
+        assert handle.engines.cache_bytes == 0, "its session is not used again"
+        for _ in range(2):
+            assert torch.equal(ask(target, text), want)
+
+
+class Forbid(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        scores.scatter_(1, input_ids[:, -1:], -torch.inf)
+        scores[:, 11::3] -= 1.0
+        return scores
+
+
+class StopAt(StoppingCriteria):
+    """Stops a sequence by a property of its last token, others go on: faster sequences take tokens back."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, -1] % 7 == 0) & (torch.arange(len(input_ids)) == input_ids.shape[1] % 2)
+
+
+@pytest.mark.parametrize("decoding", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_calls_with_processors_and_criteria_in_between(batch, decoding):
+    target, draft = pair()
+    extras = [
+        {},
+        {"logits_processor": LogitsProcessorList([Forbid()])},
+        {},
+        {"stopping_criteria": StoppingCriteriaList([StopAt()])},
+        {"output_scores": True, "return_dict_in_generate": True},
+    ]
+    for order in ((0, 1, 2), (0, 3, 2), (1, 3, 4), (3, 0, 3)):
+        with patched(target, assistant_model=draft, graph_config=GRAPH):
+            text = words(batch, 7, seed=sum(order))
+            for turn in order:
+                want = expected(target, text, tokens=6, **extras[turn], **decoding)
+                out = ask(target, text, tokens=6, **extras[turn], **decoding)
+                want, out = (found if isinstance(found, torch.Tensor) else found.sequences for found in (want, out))
+                assert torch.equal(out, want), (order, turn)
+                text = torch.cat([out, words(batch, 2, seed=turn)], 1)
+
+
+def test_seeds_have_noise_of_their_own_in_a_session_that_was_used():
+    """The same drawn text whether the seed is the session's first or a later one."""
+    target, draft = pair()
+    prompt = words(1, 9, seed=1)
+    for criterion, shape in (("exact", GRAPH), ("speculative", "chain")):
+        options = {**SAMPLED, "criterion": criterion, "graph_config": shape, "assistant_model": draft}
+        alone = {}
+        for seed in (5, 6, 7):
+            with patched(target):
+                alone[seed] = ask(target, prompt, **{**options, "seed": seed})
+        with patched(target):
+            for seed in (5, 6, 7, 5):
+                assert torch.equal(ask(target, prompt, **{**options, "seed": seed}), alone[seed]), (criterion, seed)
+        assert len({tuple(text[0].tolist()) for text in alone.values()}) == 3
+
+
+def test_the_drafts_of_speculative_sampling_depend_on_the_seed():
+    target, draft = pair()
+    drafted = {}
+    for seed in (5, 6, 7, 8):
+        seen: list[int] = []
+        gsd.generate(
+            target,
+            words(1, 9, seed=1),
+            attention_mask=torch.ones(1, 9, dtype=torch.int64),
+            assistant_model=draft,
+            criterion="speculative",
+            max_new_tokens=2,
+            pad_token_id=0,
+            observer=lambda record, seen=seen: seen.extend(record.rows.token_ids[0, 1:].tolist()),
+            **{**SAMPLED, "temperature": 3.0, "seed": seed},
+        )
+        drafted[seed] = tuple(seen[:2])
+    assert len(set(drafted.values())) > 1
