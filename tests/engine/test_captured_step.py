@@ -1,4 +1,4 @@
-"""Steps replayed from a CUDA graph: what can be shown without a GPU. test_capture.py watches for host reads."""
+"""Steps replayed from a CUDA graph: what can be shown without a GPU. test_step_trace.py watches for host reads."""
 
 from __future__ import annotations
 
