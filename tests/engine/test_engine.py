@@ -25,6 +25,7 @@ from gsd_kernels_hf.engine.decoder import GraphDecoder
 from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_hf.model.cache import GraphCache, GraphLayer
 from gsd_kernels_hf.policy import auto
+from gsd_kernels_hf.policy.ladder import ladder
 
 
 @pytest.fixture(autouse=True)
@@ -67,10 +68,8 @@ def after(made: Counter[str], call: Callable[[], Any]) -> tuple[int, int]:
 def test_the_second_call_of_a_bucket_makes_nothing(name, made, monkeypatch):
     target, draft = pair()
     if name == "auto":
-        costs = gsd.tune(target, draft)
-        monkeypatch.setattr(auto, "tune", lambda *args, **kwargs: costs)
-        one = auto.shape("all", 2, 2, 2, 8)
-        monkeypatch.setattr(auto.Budget, "choose", lambda self, optimistic=False: one)
+        one = next(shape for shape in ladder("cpu", with_model=True).values() if shape.depth)
+        monkeypatch.setattr(auto.AutoPolicy, "shape", lambda self: one)
     with patched(target, **sources(name, target, draft)):
         first = after(made, lambda: ask(target, words(2, 9, seed=1), tokens=30))
         assert first[0] >= 3 and first[1] == 1
@@ -162,9 +161,6 @@ def alive(objects: list[weakref.ref]) -> list[Any]:
 def test_memory_comes_back_at_once(name, how, objects, monkeypatch):
     """Without waiting for the collector of cycles, which may take long."""
     target, draft = pair()
-    if name == "auto":
-        costs = gsd.tune(target, draft)
-        monkeypatch.setattr(auto, "tune", lambda *args, **kwargs: costs)
     gc.collect()
     objects.clear()
     gc.disable()
@@ -192,9 +188,6 @@ def test_memory_comes_back_at_once(name, how, objects, monkeypatch):
 @pytest.mark.parametrize("name", chats.SOURCES)
 def test_a_call_outside_a_patch_keeps_no_memory(name, objects, monkeypatch):
     target, draft = pair()
-    if name == "auto":
-        costs = gsd.tune(target, draft)
-        monkeypatch.setattr(auto, "tune", lambda *args, **kwargs: costs)
     options = sources(name, target, draft)
     gc.collect()
     objects.clear()
@@ -296,10 +289,8 @@ def test_what_a_captured_step_reads_lives_on(name, decoding, monkeypatch):
     if name != "chain":
         options = sources(name, target, draft)
     if name == "auto":
-        costs = gsd.tune(target, draft)
-        monkeypatch.setattr(auto, "tune", lambda *args, **kwargs: costs)
-        one = auto.shape("all", 2, 2, 2, 8)
-        monkeypatch.setattr(auto.Budget, "choose", lambda self, optimistic=False: one)
+        one = next(shape for shape in ladder("cpu", with_model=True).values() if shape.depth)
+        monkeypatch.setattr(auto.AutoPolicy, "shape", lambda self: one)
     seen: list[Outside] = []
     step = Session.step
 

@@ -9,21 +9,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.policy import auto
+from gsd_kernels_hf.policy.auto import AutoPolicy
+from gsd_kernels_hf.policy.ladder import ladder
 
 SAID = 5  # tokens of a user's turn
-
-
-@pytest.fixture(scope="module")
-def costs():
-    target, draft = pair()
-    return gsd.tune(target, draft)
-
-
-@pytest.fixture(autouse=True)
-def no_tuning(monkeypatch, costs):
-    """``"auto"`` measures nothing here, so that prompts alone are counted."""
-    monkeypatch.setattr(auto, "tune", lambda *args, **kwargs: costs)
 
 
 @pytest.mark.parametrize("decoding", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -72,8 +61,8 @@ def test_a_draft_that_was_left_out_of_a_turn_has_not_forgotten(monkeypatch):
     target, draft = pair()
     reads = Reads(draft)
     read: list[int] = []
-    drafting, chosen = auto.shape("all", *auto.FAMILIES[0], auto.DEPTHS[0], 8), []
-    monkeypatch.setattr(auto.Budget, "choose", lambda self, optimistic=False: chosen[-1])
+    drafting, chosen = next(shape for shape in ladder("cpu", with_model=True).values() if shape.depth), []
+    monkeypatch.setattr(AutoPolicy, "shape", lambda self: chosen[-1])
     with patched(target, assistant_model=draft, graph_config="auto"):
         text = words(1, 40, seed=1)
         for turn, choice in enumerate((drafting, None, drafting)):
