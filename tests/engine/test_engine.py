@@ -156,8 +156,10 @@ def alive(objects: list[weakref.ref]) -> list[Any]:
     return [type(ref()).__name__ for ref in objects if ref() is not None]
 
 
-@pytest.mark.parametrize("how", ["clear", "unpatch", "evicted", "structure"])
-@pytest.mark.parametrize("name", chats.SOURCES)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(name, "clear") for name in chats.SOURCES] + [("graph", how) for how in ("unpatch", "evicted", "structure")],
+)
 def test_memory_comes_back_at_once(name, how, objects, monkeypatch):
     """Without waiting for the collector of cycles, which may take long."""
     target, draft = pair()
@@ -200,8 +202,11 @@ def test_a_call_outside_a_patch_keeps_no_memory(name, objects, monkeypatch):
     assert out.shape == (1, 29)
 
 
-@pytest.mark.parametrize("how", ["patched", "cleared", "unpatched", "never"])
-@pytest.mark.parametrize("name", [name for name in chats.SOURCES if name != "auto"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(name, "patched") for name in chats.SOURCES if name != "auto"]
+    + [("graph", how) for how in ("cleared", "unpatched", "never")],
+)
 def test_models_die(name, how, objects):
     target, draft = pair()
     refs = [weakref.ref(target), weakref.ref(draft)]

@@ -141,8 +141,12 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 SAME_TEXT = {"attention implementation", "dtype", "dtype and back", "resize"}
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("who", ["target", "draft"])
+OF_A_DRAFT = ("weights in place", ".data replaced", "dtype", "resize", "tied", "hook", "layer replaced", "rope scale")
+
+
+@pytest.mark.parametrize(
+    ("who", "change"), [("target", change) for change in CHANGES] + [("draft", change) for change in OF_A_DRAFT]
+)
 def test_a_change_between_two_turns(change, who):
     target, draft = pair()
     with patched(target, assistant_model=draft, graph_config=GRAPH):
