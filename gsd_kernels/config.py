@@ -25,11 +25,11 @@ class GraphConfig:
     """Budgets and rules of one speculative step. Immutable; see :meth:`preset` for the named ones.
 
     Args:
-        depth: drafted levels, i.e. draft forwards a step (0 … 64). 0: no draft model, only ``reuse_depth`` levels.
+        depth: drafted levels, i.e. draft forwards a step (0 … 64). 0: no draft model, only ``history_depth`` levels.
         width: nodes that one level expands, the best of all unexpanded ones (1 … 64).
         branch: candidate tokens drafted after each expanded node (1 … 32).
         max_rows: rows that the target verifies in one forward, the root included (2 … 128).
-        max_path: deepest row of the unrolled graph. ``None``: ``min(2·depth + reuse_depth, max_rows − 1)``. Paths can
+        max_path: deepest row of the unrolled graph. ``None``: ``min(2·depth + history_depth, max_rows − 1)``. Paths can
             be longer than ``depth``, because a merge edge may lead to a node whose continuation is already drafted.
         merge_context: tokens that must agree before two equal tokens when a candidate joins an existing node
             (0 … 8); −1 turns merging off, which leaves a token tree. The paper's ``repeat_threshold``
@@ -38,9 +38,9 @@ class GraphConfig:
             paper's ``sibling_threshold``).
         min_prob: a node whose path probability is below this is kept but not expanded (0 … 1; the paper's
             ``prob_threshold``).
-        reuse_depth: levels after the drafted ones whose candidates come from what followed the same tokens earlier
+        history_depth: levels after the drafted ones whose candidates come from what followed the same tokens earlier
             (0 … 64), at no draft cost: merging across steps. Above 0 the same is mixed into the draft's candidates too.
-        reuse_width: nodes that such a level expands (1 … 64).
+        history_width: nodes that such a level expands (1 … 64).
 
     Raises:
         TypeError: a field has the wrong type.
@@ -55,18 +55,18 @@ class GraphConfig:
     merge_context: int = 1
     sibling_ratio: float = 0.0
     min_prob: float = 0.0
-    reuse_depth: int = 0
-    reuse_width: int = 8
+    history_depth: int = 0
+    history_width: int = 8
 
     def __post_init__(self) -> None:
-        _check_int("reuse_depth", self.reuse_depth, 0, 64)
-        _check_int("reuse_width", self.reuse_width, 1, 64)
-        _check_int("depth", self.depth, 0 if self.reuse_depth else 1, 64)
+        _check_int("history_depth", self.history_depth, 0, 64)
+        _check_int("history_width", self.history_width, 1, 64)
+        _check_int("depth", self.depth, 0 if self.history_depth else 1, 64)
         _check_int("width", self.width, 1, 64)
         _check_int("branch", self.branch, 1, MAX_BRANCH)
         _check_int("max_rows", self.max_rows, 2, MAX_ROWS)
         if self.max_path is None:
-            deepest = 2 * self.depth + self.reuse_depth
+            deepest = 2 * self.depth + self.history_depth
             object.__setattr__(self, "max_path", min(deepest, self.max_rows - 1))
         _check_int("max_path", self.max_path, 1, self.max_rows - 1)
         _check_int("merge_context", self.merge_context, -1, MAX_CONTEXT)
@@ -105,12 +105,12 @@ class GraphConfig:
 
     @property
     def node_capacity(self) -> int:
-        """Nodes that the graph can hold: root + branch·(1 + (depth − 1)·width + reuse_depth·reuse_width).
+        """Nodes that the graph can hold: root + branch·(1 + (depth − 1)·width + history_depth·history_width).
 
         Without drafted levels the first of the others expands the root alone.
         """
-        reused = self.reuse_depth - (self.depth == 0)
-        expanded = 1 + max(0, self.depth - 1) * self.width + reused * self.reuse_width
+        reused = self.history_depth - (self.depth == 0)
+        expanded = 1 + max(0, self.depth - 1) * self.width + reused * self.history_width
         return 1 + self.branch * expanded
 
     @property

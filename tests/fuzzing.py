@@ -117,8 +117,8 @@ def random_shape(rng: random.Random, sources: tuple[str, ...]) -> GraphConfig | 
         merge_context=rng.randint(-1, 3),
         sibling_ratio=rng.choice([0.0, 0.0, 0.2]),
         min_prob=rng.choice([0.0, 0.0, 0.05]),
-        reuse_depth=reuse,
-        reuse_width=rng.randint(1, 5),
+        history_depth=reuse,
+        history_width=rng.randint(1, 5),
     )
 
 

@@ -153,7 +153,7 @@ made. Linear layers whose output for a row depends on the other rows, as with ac
 rows of a forward, are found as well; so an unknown class is judged by what it does. What one forward cannot show is a
 rule that begins to matter at a far position only.
 
-Written by `python tests/model_sweep.py`; `tests/test_model_sweep.py` checks it.
+Written by `python tests/model_sweep.py`; `tests/validate/test_model_sweep.py` checks it.
 
 | class | |
 |---|---|

@@ -40,7 +40,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 CONFIGS = {
     "chain": GraphConfig.preset("chain"),
     "tree": GraphConfig.preset("tree", max_rows=16),
-    "graph": GraphConfig(depth=4, width=3, branch=3, max_rows=16, merge_context=0, reuse_depth=2, reuse_width=2),
+    "graph": GraphConfig(depth=4, width=3, branch=3, max_rows=16, merge_context=0, history_depth=2, history_width=2),
 }
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 0, "seed": 7}
 

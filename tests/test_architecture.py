@@ -17,7 +17,7 @@ from gsd_kernels import GraphConfig
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 EXAMPLE = ROOT / "examples" / "bigram_source.py"
-CONFIG = GraphConfig(depth=2, width=3, branch=2, max_rows=16, merge_context=0, reuse_depth=2, reuse_width=3)
+CONFIG = GraphConfig(depth=2, width=3, branch=2, max_rows=16, merge_context=0, history_depth=2, history_width=3)
 GREEDY = {"max_new_tokens": 40, "eos_token_id": [5, 7], "pad_token_id": 0, "do_sample": False}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.3, "seed": 3}
 

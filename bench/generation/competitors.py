@@ -57,10 +57,10 @@ def fixed_configs(device: torch.device) -> dict[str, GraphConfig]:
         tree = GraphConfig(depth=5, width=3, branch=3, max_rows=16, merge_context=-1)
         chain = GraphConfig.preset("chain", depth=5)
     merged = tree.replace(merge_context=2)
-    graph = merged.replace(reuse_depth=4, reuse_width=8)
+    graph = merged.replace(history_depth=4, history_width=8)
     rows = PROMPT_LOOKUP_TOKENS + 1
     history = GraphConfig(
-        depth=0, branch=3, max_rows=rows, merge_context=2, reuse_depth=PROMPT_LOOKUP_TOKENS, reuse_width=3
+        depth=0, branch=3, max_rows=rows, merge_context=2, history_depth=PROMPT_LOOKUP_TOKENS, history_width=3
     )
     return {"chain": chain, "tree": tree, "merged": merged, "graph": graph, "history": history, "all": graph}
 

@@ -46,12 +46,12 @@ FREE = ((2, 2), (6, 4))
 
 def full_set() -> list[GraphConfig]:
     """576 shapes: four families with a draft model, two without, by depth and rows."""
-    reuse = {"reuse_depth": 4, "reuse_width": 8}
+    reuse = {"history_depth": 4, "history_width": 8}
     with_model = [
         GraphConfig(depth=d, width=w, branch=b, max_rows=r, **reuse) for w, b in FAMILIES for d in DEPTHS for r in ROWS
     ]
     without = [
-        GraphConfig(depth=0, width=w, branch=b, max_rows=r, reuse_depth=d, reuse_width=w)
+        GraphConfig(depth=0, width=w, branch=b, max_rows=r, history_depth=d, history_width=w)
         for w, b in FREE
         for d in DEPTHS
         for r in ROWS
@@ -87,7 +87,7 @@ class Curve:
         other = [
             self.step
             + s.depth * self.level * (1.0 + self.wide * s.width)
-            + (s.depth + s.reuse_depth) * self.other_level
+            + (s.depth + s.history_depth) * self.other_level
             for s in shapes
         ]
         return target + np.array([*other, 0.2 * self.step])
@@ -114,7 +114,7 @@ class _Recorder(FixedPolicy):
     """One large shape, whose profiles are kept."""
 
     def __init__(self) -> None:
-        super().__init__(GraphConfig(depth=10, width=8, branch=4, max_rows=128, reuse_depth=4, reuse_width=8))
+        super().__init__(GraphConfig(depth=10, width=8, branch=4, max_rows=128, history_depth=4, history_width=8))
         self.acceptance = AcceptanceModel(4)
         self.seen: list[dict[str, tuple[np.ndarray, np.ndarray]]] = []
 

@@ -75,7 +75,7 @@ class Cell:
         merged = tree.replace(merge_context=MERGE_CONTEXT, max_path=path)
         if variant == "merged":
             return merged
-        return merged.replace(reuse_depth=REUSE_DEPTH, reuse_width=REUSE_WIDTH, max_path=path)
+        return merged.replace(history_depth=REUSE_DEPTH, history_width=REUSE_WIDTH, max_path=path)
 
     def key(self, variant: str) -> str:
         """Identity of a decoding."""

@@ -34,7 +34,7 @@ EPSILONS = (0.3, 0.09, 0.03, 0.01)
 TEMPERATURES = (0.0, 0.7, 1.0)
 SHAPES = {
     "chain": GraphConfig.preset("chain", depth=5),
-    "graph": GraphConfig(depth=5, width=4, branch=4, max_rows=32, merge_context=2, reuse_depth=4),
+    "graph": GraphConfig(depth=5, width=4, branch=4, max_rows=32, merge_context=2, history_depth=4),
 }
 SEED = 0
 

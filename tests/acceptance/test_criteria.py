@@ -227,7 +227,7 @@ def test_nan_is_said():
             "branch is 2",
         ),
         ({"criterion": "speculative", "graph_config": gsd.GraphConfig(width=1, branch=1)}, "merge_context is 1"),
-        ({"criterion": "speculative", "graph_config": CHAIN.replace(reuse_depth=1)}, "reuse_depth is 1"),
+        ({"criterion": "speculative", "graph_config": CHAIN.replace(history_depth=1)}, "history_depth is 1"),
         ({"criterion": "speculative", "draft_sources": ("model", "history")}, "draft_sources: .*leave it out"),
         ({"criterion": "speculative", "draft_heads": None}, "draft_heads: .*leave them out"),
         ({"criterion": "speculative", "reference_ids": torch.tensor([3, 4])}, "reference_ids: .*leave them out"),

@@ -28,7 +28,9 @@ CONFIGS = {
     "tree": gsd.GraphConfig(depth=4, width=4, branch=3, max_rows=24, merge_context=-1),
     "graph-0": gsd.GraphConfig(depth=6, width=6, branch=3, max_rows=64, merge_context=0),
     "graph-1": gsd.GraphConfig(depth=3, width=8, branch=2, max_rows=17, merge_context=1),
-    "reuse": gsd.GraphConfig(depth=2, width=2, branch=2, max_rows=32, reuse_depth=3, reuse_width=4, merge_context=1),
+    "reuse": gsd.GraphConfig(
+        depth=2, width=2, branch=2, max_rows=32, history_depth=3, history_width=4, merge_context=1
+    ),
 }
 SAMPLING = [
     {"temperature": 1.0, "top_k": 0},

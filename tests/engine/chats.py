@@ -19,8 +19,8 @@ from gsd_kernels_hf.engine.capture import CapturedStep
 from gsd_kernels_hf.records import Verified
 
 TREE = GraphConfig(depth=3, width=2, branch=2, max_rows=8, merge_context=-1)
-GRAPH = GraphConfig(depth=3, width=2, branch=2, max_rows=8, reuse_depth=2)
-FREE = GraphConfig(depth=0, branch=2, max_rows=8, reuse_depth=3)
+GRAPH = GraphConfig(depth=3, width=2, branch=2, max_rows=8, history_depth=2)
+FREE = GraphConfig(depth=0, branch=2, max_rows=8, history_depth=3)
 SOURCES = ("plain", "model", "graph", "layer_skip", "heads", "history", "auto")
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 0, "seed": 5}

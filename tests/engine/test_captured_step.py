@@ -17,9 +17,9 @@ CONFIGS = {
     "plain": None,
     "chain": GraphConfig.preset("chain", depth=3),
     "tree": GraphConfig(depth=3, width=2, branch=2, max_rows=8, merge_context=-1),
-    "graph": GraphConfig(depth=3, width=2, branch=2, max_rows=8, reuse_depth=2),
-    "layer_skip": GraphConfig(depth=3, width=2, branch=2, max_rows=8, reuse_depth=2),
-    "heads": GraphConfig(depth=0, branch=2, max_rows=8, reuse_depth=3),
+    "graph": GraphConfig(depth=3, width=2, branch=2, max_rows=8, history_depth=2),
+    "layer_skip": GraphConfig(depth=3, width=2, branch=2, max_rows=8, history_depth=2),
+    "heads": GraphConfig(depth=0, branch=2, max_rows=8, history_depth=3),
 }
 
 

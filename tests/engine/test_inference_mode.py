@@ -14,7 +14,7 @@ import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip
 
 NEW = 14
-SHAPE = GraphConfig(depth=2, width=3, branch=3, max_rows=16, reuse_depth=2, reuse_width=3)
+SHAPE = GraphConfig(depth=2, width=3, branch=3, max_rows=16, history_depth=2, history_width=3)
 MODES = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "ordinary": contextlib.nullcontext}
 
 

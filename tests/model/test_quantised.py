@@ -18,7 +18,7 @@ import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
 
 NEW = 24
-SHAPE = GraphConfig(depth=3, width=3, branch=3, max_rows=20, reuse_depth=2, reuse_width=3)
+SHAPE = GraphConfig(depth=3, width=3, branch=3, max_rows=20, history_depth=2, history_width=3)
 GREEDY = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": False}
 
 

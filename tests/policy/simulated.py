@@ -68,7 +68,7 @@ class World:
         target *= max(1.0, rows / known[-1])
         if shape is None:
             return target, 0.2 * self.step_seconds
-        other = self.step_seconds + 0.0003 * (shape.depth + shape.reuse_depth)
+        other = self.step_seconds + 0.0003 * (shape.depth + shape.history_depth)
         return target, other + shape.depth * self.level * (1 + 0.03 * shape.width)
 
     def rate(self, shape: GraphConfig | None) -> float:

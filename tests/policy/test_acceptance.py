@@ -23,21 +23,21 @@ def tokens(config: GraphConfig, *profiles) -> float:
 
 
 def test_a_chain_brings_the_geometric_sum():
-    chain = GraphConfig(depth=4, width=1, branch=1, max_rows=5, reuse_depth=0)
+    chain = GraphConfig(depth=4, width=1, branch=1, max_rows=5, history_depth=0)
     assert tokens(chain, (0.5, 0.2, 0.0, 0.0)) == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.0625)
     assert tokens(chain.replace(max_rows=3), (0.5, 0.2, 0.0, 0.0)) == pytest.approx(1.75)
 
 
 def test_branches_add_and_only_the_best_nodes_are_expanded():
-    tree = GraphConfig(depth=2, width=1, branch=2, max_rows=64, reuse_depth=0)
+    tree = GraphConfig(depth=2, width=1, branch=2, max_rows=64, history_depth=0)
     assert tokens(tree, (0.6, 0.3, 0.0, 0.0)) == pytest.approx(1 + 0.9 + 0.6 * 0.9)
     assert tokens(tree.replace(width=2), (0.6, 0.3, 0.0, 0.0)) == pytest.approx(1 + 0.9 + 0.9 * 0.9)
 
 
 def test_reused_levels_draw_from_their_own_pool():
-    config = GraphConfig(depth=1, width=1, branch=1, max_rows=64, reuse_depth=2, reuse_width=1)
+    config = GraphConfig(depth=1, width=1, branch=1, max_rows=64, history_depth=2, history_width=1)
     assert tokens(config, (0.5, 0, 0, 0), (0.8, 0, 0, 0)) == pytest.approx(1 + 0.5 + 0.4 + 0.32)
-    free = GraphConfig(depth=0, width=1, branch=1, max_rows=64, reuse_depth=2, reuse_width=1)
+    free = GraphConfig(depth=0, width=1, branch=1, max_rows=64, history_depth=2, history_width=1)
     assert tokens(free, (0.5, 0, 0, 0), (0.8, 0, 0, 0)) == pytest.approx(1 + 0.8 + 0.64)
 
 
@@ -47,7 +47,7 @@ def test_more_rows_and_deeper_shapes_never_bring_less(rows, data):
     profiles = {"all": np.array(rows), "free": np.array(rows)[::-1]}
     width, branch = data.draw(st.sampled_from([(1, 1), (2, 2), (4, 3), (8, 4)]))
     shapes = [
-        GraphConfig(depth=depth, width=width, branch=branch, max_rows=rows, reuse_depth=2)
+        GraphConfig(depth=depth, width=width, branch=branch, max_rows=rows, history_depth=2)
         for depth in (1, 3, 6)
         for rows in (2, 8, 32, 128)
     ]

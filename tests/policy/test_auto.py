@@ -167,7 +167,7 @@ def test_depth_grows_with_acceptance():
         world, policy, _ = start("GPU", text)
         world.run(policy, 200)
         found.append(policy.shape())
-    hard, easy = (0 if s is None else s.depth + s.reuse_depth for s in found)
+    hard, easy = (0 if s is None else s.depth + s.history_depth for s in found)
     assert easy > hard
 
 

@@ -44,7 +44,7 @@ def test_history_changes_the_speed_and_never_the_text(batch, sampled, with_draft
         **options,
         assistant_model=draft,
         draft_sources=("model", "history") if with_draft else ("history",),
-        graph_config=GraphConfig(depth=3, width=3, branch=3, max_rows=24, reuse_depth=3),
+        graph_config=GraphConfig(depth=3, width=3, branch=3, max_rows=24, history_depth=3),
         return_dict_in_generate=True,
     )
     assert torch.equal(out.sequences, plain)
@@ -90,7 +90,7 @@ def test_a_reference_that_the_output_repeats_makes_it_faster(sampled):
     target = tiny()
     inputs = prompts(2, 12, seed=3)
     options = {"do_sample": sampled, "max_new_tokens": 40, "eos_token_id": None, "return_dict_in_generate": True}
-    options |= {"seed": 1, "draft_sources": ("history",), "graph_config": GraphConfig(reuse_depth=4)}
+    options |= {"seed": 1, "draft_sources": ("history",), "graph_config": GraphConfig(history_depth=4)}
     alone = gsd.generate(target, **inputs, **options)
     told = gsd.generate(target, **inputs, **options, reference_ids=alone.sequences)
     assert torch.equal(told.sequences, alone.sequences)

@@ -24,9 +24,9 @@ from gsd_kernels_hf.sources.weights import Mixture, Reliability
 NEW = 24
 CPU = torch.device("cpu")
 CONFIGS = {
-    "tree": GraphConfig(depth=2, width=3, branch=3, max_rows=20, merge_context=-1, reuse_depth=1),
-    "graph": GraphConfig(depth=3, width=3, branch=3, max_rows=32, merge_context=0, reuse_depth=2, reuse_width=4),
-    "free": GraphConfig(depth=0, branch=3, max_rows=16, reuse_depth=4, reuse_width=3),
+    "tree": GraphConfig(depth=2, width=3, branch=3, max_rows=20, merge_context=-1, history_depth=1),
+    "graph": GraphConfig(depth=3, width=3, branch=3, max_rows=32, merge_context=0, history_depth=2, history_width=4),
+    "free": GraphConfig(depth=0, branch=3, max_rows=16, history_depth=4, history_width=3),
 }
 
 

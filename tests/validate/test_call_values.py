@@ -98,7 +98,7 @@ def test_a_vocabulary_smaller_than_a_branch(sampled, with_draft):
     sources = {"draft_sources": ("history",)}
     if with_draft:
         sources = {"assistant_model": models.noised(target, 0.02), "draft_sources": ("model", "history")}
-    config = gsd.GraphConfig(depth=3, width=3, branch=8, max_rows=32, reuse_depth=3)
+    config = gsd.GraphConfig(depth=3, width=3, branch=8, max_rows=32, history_depth=3)
     for backend in ("cpu", "reference"):
         assert torch.equal(gsd.generate(target, seed=3, graph_config=config, backend=backend, **sources, **call), plain)
 
@@ -235,7 +235,7 @@ def test_references_of_prompts_with_several_sequences_each():
         out = gsd.generate(
             target,
             draft_sources=("history",),
-            graph_config=gsd.GraphConfig(depth=0, branch=2, reuse_depth=6, max_rows=16),
+            graph_config=gsd.GraphConfig(depth=0, branch=2, history_depth=6, max_rows=16),
             reference_ids=reference,
             **call,
         )

@@ -67,7 +67,7 @@ def test_stopping_criteria_are_called_as_transformers_calls_them(kind, batch, eo
             call |= {"eos_token_id": [free[-1][5]], "pad_token_id": 0}
         theirs, ours = CRITERIA[kind](free), CRITERIA[kind](free)
         expected = target.generate(stopping_criteria=[theirs], **call)
-        for config in ("chain", "tree", gsd.GraphConfig(depth=4, width=3, branch=3, max_rows=24, reuse_depth=3)):
+        for config in ("chain", "tree", gsd.GraphConfig(depth=4, width=3, branch=3, max_rows=24, history_depth=3)):
             ours.seen.clear()
             out = gsd.generate(
                 target,

@@ -24,7 +24,7 @@ from ..records import EVERY, At, Candidates, Sampler
 logger = logging.getLogger("gsd_kernels")
 
 EXACT, SPECULATIVE, TYPICAL = CRITERIA = ("exact", "speculative", "typical")
-CHAIN = {"width": 1, "branch": 1, "merge_context": -1, "reuse_depth": 0}  # what makes a GraphConfig a chain
+CHAIN = {"width": 1, "branch": 1, "merge_context": -1, "history_depth": 0}  # what makes a GraphConfig a chain
 DRAFT_STREAM, ACCEPT_STREAM = 1, 2  # of noise, see derived_seed; 0 is the target's own
 
 UNWARPED = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # of a distribution that is warped already

@@ -201,7 +201,7 @@ def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, s
         "assisted, its default": comparison.assisted(target, draft),
         f"assisted, {config.depth} tokens": comparison.assisted(target, draft, config.depth),
         "chain": ours(GraphConfig.preset("chain", depth=config.depth)),
-        "tree": ours(config.replace(merge_context=-1, reuse_depth=0)),
+        "tree": ours(config.replace(merge_context=-1, history_depth=0)),
         "graph": ours(config),
         AUTO: ours("auto"),
     }

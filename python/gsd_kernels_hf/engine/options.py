@@ -110,7 +110,7 @@ class Options:
             ValueError: ``reference_ids`` without a history that reads them.
         """
         without = self.draft_sources is None and self.assistant_model is not None and not automatic
-        without &= self.graph_config.reuse_depth == 0
+        without &= self.graph_config.history_depth == 0
         makers: dict[str, Callable[[], DraftSource]] = {
             "model": lambda: DraftModel(self.assistant_model),
             "layer_skip": lambda: SkippedLayers(self.assistant_model),
@@ -123,7 +123,7 @@ class Options:
         elif self.reference_ids is not None:
             raise ValueError(
                 "reference_ids: the history reads them, and is not among the draft sources; name it in "
-                "draft_sources, or pass a graph_config with reuse_depth above 0"
+                "draft_sources, or pass a graph_config with history_depth above 0"
             )
         return found
 

@@ -169,14 +169,14 @@ class GrowthPlan:
         self.shapes = tuple(shapes)
         self.branch = branch
         depth = np.array([s.depth for s in shapes])
-        self.levels = max((s.depth + s.reuse_depth for s in shapes), default=0)
-        self.width = max((max(s.width if s.depth else 1, s.reuse_width) for s in shapes), default=1)
+        self.levels = max((s.depth + s.history_depth for s in shapes), default=0)
+        self.width = max((max(s.width if s.depth else 1, s.history_width) for s in shapes), default=1)
         level = np.arange(self.levels)
-        total = depth + np.array([s.reuse_depth for s in shapes])
+        total = depth + np.array([s.history_depth for s in shapes])
         width = np.where(
             level < depth[:, None],
             np.array([s.width for s in shapes])[:, None],
-            np.array([s.reuse_width for s in shapes])[:, None],
+            np.array([s.history_width for s in shapes])[:, None],
         )
         width = np.where(level == 0, 1, width) * (level < total[:, None])  # [S, L]; nodes that a level expands
         self.modelled = level < depth[:, None]  # [S, L]

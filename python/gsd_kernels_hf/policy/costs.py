@@ -103,7 +103,7 @@ class Known:
             return 0.25 * self.step_seconds
         rows = config.chain_rows + max(0, config.depth - 1) * config.width
         reading = self.draft_bytes * (config.depth + rows / self.free_rows if config.depth else 0.0)
-        levels = (config.depth + config.reuse_depth) * self.level_seconds
+        levels = (config.depth + config.history_depth) * self.level_seconds
         return (
             self.step_seconds
             + levels

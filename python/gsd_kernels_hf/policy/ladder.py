@@ -64,12 +64,12 @@ def ladder(device: str, *, with_model: bool, reuses: bool = True) -> dict[str, G
     drafted, free = WITH_MODEL[device] if with_model else ((), WITHOUT_MODEL[device])
     shapes = [
         GraphConfig(
-            depth=depth, width=width, branch=branch, max_rows=rows, reuse_depth=REUSE_DEPTH, reuse_width=REUSE_WIDTH
+            depth=depth, width=width, branch=branch, max_rows=rows, history_depth=REUSE_DEPTH, history_width=REUSE_WIDTH
         )
         for width, branch, depth, rows in drafted
     ]
     shapes += [
-        GraphConfig(depth=0, width=width, branch=branch, max_rows=rows, reuse_depth=depth, reuse_width=width)
+        GraphConfig(depth=0, width=width, branch=branch, max_rows=rows, history_depth=depth, history_width=width)
         for width, branch, depth, rows in (free if reuses or not drafted else ())
     ]
     return {shape_name(shape): shape for shape in shapes}
@@ -79,4 +79,4 @@ def shape_name(config: GraphConfig) -> str:
     """``depth·width·branch·rows`` of a shape of the ladder, with ``free-`` before it where no model drafts."""
     if config.depth:
         return f"{config.depth}x{config.width}x{config.branch}x{config.max_rows}"
-    return f"free-{config.reuse_depth}x{config.reuse_width}x{config.branch}x{config.max_rows}"
+    return f"free-{config.history_depth}x{config.history_width}x{config.branch}x{config.max_rows}"

@@ -101,7 +101,7 @@ class DraftSource:
 
     Attributes:
         name: in ``draft_sources`` and in statistics.
-        costs_forward: whether proposing takes a forward of a model. Where a source takes none, ``reuse_depth`` levels
+        costs_forward: whether proposing takes a forward of a model. Where a source takes none, ``history_depth`` levels
             follow the ``depth`` ones; all are asked there too, and those that forward a model return ``None``.
         needs_hidden: whether :class:`~gsd_kernels_hf.records.Verified` must hold hidden states.
         shares: prior interpolation weight w in (1 − w) · P(sources before it) + w · P(this one), by ``Proposal.index``.

@@ -39,7 +39,7 @@ class Storage:
 class Drafter:
     """Fold over the sources level by level; it uses of them what :class:`DraftSource` declares.
 
-    Sources that forward a model expand the first ``depth`` levels; where others are there, ``reuse_depth`` more levels
+    Sources that forward a model expand the first ``depth`` levels; where others are there, ``history_depth`` more levels
     need no forward. At every level P = (1 − w) · P(sources so far) + w · P(next source), with learned w [B, W].
 
     Args:
@@ -107,7 +107,7 @@ class Drafter:
         graph.reset(state.root_tokens(), state.tail())
         first_pick = (state.out_len - state.kv_start)[:, None]  # [B, 1]; index of the token after the root
         frontier = Frontier(graph.root_frontier(), graph.token_ids[:, :1], graph.depths[:, :1], graph.ancestor_mask)
-        for number in range(config.depth + (config.reuse_depth if self.has_free else 0)):
+        for number in range(config.depth + (config.history_depth if self.has_free else 0)):
             level = Level(number, config, graph, frontier, first_pick + frontier.depths)
             drafted = self.propose(level)
             levels.append(drafted)
@@ -120,7 +120,7 @@ class Drafter:
                 tokens,
                 log_probs,
                 level=number,
-                width=config.width if number + 1 < config.depth else config.reuse_width,
+                width=config.width if number + 1 < config.depth else config.history_width,
                 merge_context=config.merge_context,
                 log_sibling_ratio=config.log_sibling_ratio,
                 log_min_prob=config.log_min_prob,

@@ -20,7 +20,7 @@ class History(DraftSource):
     """The target's most likely tokens after every context that it was given, by the last 1 … 4 tokens.
 
     Filled from the prompt and from every verified row, accepted or not. Looked up for every expanded node: at the
-    levels of a draft model, with whose candidates it is mixed, and at ``reuse_depth`` levels beyond.
+    levels of a draft model, with whose candidates it is mixed, and at ``history_depth`` levels beyond.
     """
 
     name = "history"

@@ -1,0 +1,246 @@
+"""Models whose layers, masks, windows or positions graph rows do not reach: served exactly, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import weakref
+
+import models
+import pytest
+import tiny_configs
+import torch
+import transformers
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+import gsd_kernels as gsd
+from gsd_kernels_hf.model import probe
+
+torch.set_num_threads(1)
+VOCAB = 48
+TOKENS = {"max_new_tokens": 12, "do_sample": False}
+from gates import exact, llama, prompt, refused, unchanged
+
+# Layers and masks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["StableLmForCausalLM", "NemotronForCausalLM"])
+def test_layers_that_keep_unknown_keywords_from_their_attention(name):
+    refused(tiny_configs.build(name), "attention interface")
+
+
+class Forgetful(modeling_llama.LlamaAttention):
+    """One layer of a subclass that hands nothing on."""
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **_):
+        return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values)
+
+
+def test_one_layer_of_many():
+    model = llama(num_hidden_layers=3)
+    exact(model)
+    attention = model.model.layers[1].self_attn
+    attention.__class__ = Forgetful
+    refused(model, "2 of 3 attention calls")
+    attention.__class__ = modeling_llama.LlamaAttention
+    exact(model)
+
+
+def test_a_mask_of_the_models_own():
+    refused(tiny_configs.build("DogeForCausalLM"), "mask of its own")
+
+
+@pytest.mark.parametrize("name", ["PhimoeForCausalLM", "Qwen2MoeForCausalLM"])
+def test_a_window_that_only_the_mask_has_is_followed(name):
+    model = tiny_configs.build(name)
+    assert tiny_configs.WINDOW in probe.examine(model).windows
+    plain = model.generate(**prompt(), **TOKENS)
+    model.config.sliding_window = 1000
+    assert not torch.equal(model.generate(**prompt(), **TOKENS), plain), "the window must matter"
+    exact(tiny_configs.build(name), plain)
+
+
+def test_a_window_that_only_the_cache_has():
+    refused(llama(sliding_window=5), "cache that keeps 5 tokens")
+    refused(tiny_configs.build("MoshiForCausalLM"), "cache that keeps 5 tokens")
+
+
+def test_windows_of_mask_functions():
+    from transformers import masking_utils as masks
+
+    assert probe.window_of(masks.causal_mask_function) is None
+    for window in (1, 2, 5, 4096, 131072):
+        assert probe.window_of(masks.sliding_window_causal_mask_function(window)) == window
+    for other in (
+        masks.bidirectional_mask_function,
+        masks.chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64)),
+        masks.sliding_window_bidirectional_mask_function(5),
+        lambda b, h, q, k: torch.ones(3, dtype=torch.bool)[q],
+        lambda b, h, q, k: (k <= q) & (k % 2 == 0),
+    ):
+        with pytest.raises(probe.Unserved):
+            probe.window_of(other)
+
+
+def test_attention_that_is_not_causal():
+    refused(llama(is_causal=False), "not causal")
+    model = llama()
+    model.model.layers[1].self_attn.is_causal = False
+    refused(model, "is_causal=False")
+    text = {**tiny_configs.shrunk(transformers.Gemma4TextConfig, 2), "use_bidirectional_attention": "all"}
+    gemma = tiny_configs.build("Gemma4ForConditionalGeneration", text_config=text)
+    with unchanged(gemma), pytest.raises(ValueError, match=r"Gemma4ForConditionalGeneration.*(causal|mask)"):
+        gsd.generate(gemma, **prompt(), draft_sources=("history",), graph_config="tree", **TOKENS)
+
+
+def test_a_temperature_by_place_in_the_cache():
+    """Llama 4 with full attention in all layers scales queries by the cache's length."""
+    fields = tiny_configs.shrunk(transformers.Llama4TextConfig, 2)
+    config = transformers.Llama4TextConfig(
+        **{**fields, "layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0], "attn_temperature_tuning": True}
+        | {"floor_scale": 4}
+    )
+    model = transformers.Llama4ForCausalLM(config).eval()
+    refused(model.double(), "(place|length)")
+
+
+def test_positions_by_place_in_the_cache():
+    model = llama()
+    rotary = model.model.rotary_emb
+    own = type(rotary).forward
+
+    def by_place(x, position_ids):
+        return own(rotary, x, torch.arange(x.shape[1])[None])
+
+    rotary.forward = by_place
+    refused(model, "position_ids")
+
+
+class Shifted(nn.Module):
+    """Half of every token is its predecessor's."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states):
+        before = nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
+        return self.inner((hidden_states + before) / 2)
+
+
+def test_tokens_that_mix_outside_attention():
+    model = llama()
+    model.model.layers[0].mlp = Shifted(model.model.layers[0].mlp)
+    refused(model, "otherwise than by attention")
+
+
+# What is remembered --------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_examined_once_and_again_when_it_changes():
+    model, forwards = llama(), []
+    model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    for _ in range(3):
+        gsd.patch(model)
+        gsd.unpatch(model)
+    assert len(forwards) == 1
+    changes = [
+        lambda: model.model.layers.append(copy.deepcopy(model.model.layers[0])),
+        lambda: setattr(model.config, "rms_norm_eps", 1e-5),
+        lambda: setattr(model.model.layers[0].self_attn, "is_causal", False),
+        lambda: model.set_attn_implementation("eager"),
+        lambda: setattr(model.model.layers[0], "mlp", copy.deepcopy(model.model.layers[0].mlp)),
+    ]
+    for expected, change in enumerate(changes, 2):
+        change()
+        probe.examine(model)
+        probe.examine(model)
+        assert len(forwards) == expected
+
+
+def test_what_is_remembered_dies_with_the_model():
+    model = llama()
+    probe.examine(model)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_examining_leaves_random_numbers_alone():
+    model = llama(attention_dropout=0.1).train()
+    state = torch.get_rng_state()
+    probe.examine(model)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+# The attention implementation ----------------------------------------------------------------------------------------
+
+WAYS = {
+    "model": lambda model: model.set_attn_implementation("eager"),
+    "inner model": lambda model: model.model.set_attn_implementation("eager"),
+    "config": lambda model: setattr(model.config, "_attn_implementation", "eager"),
+}
+
+
+@functools.lru_cache
+def unpadded() -> torch.Tensor:
+    return prompt()["input_ids"][:1]  # eager attention makes NaN of padding in float64
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_another_attention_implementation_after_patch(way):
+    model = llama()
+    draft, expected = models.noised(model, 0.01), model.generate(unpadded(), **TOKENS)
+    handle = gsd.patch(model, assistant_model=draft, graph_config="tree")
+    WAYS[way](model)
+    assert torch.equal(model.generate(unpadded(), **TOKENS), expected)
+    assert handle.stats.tokens_per_step > 1 and model.config._attn_implementation == "eager"
+    gsd.unpatch(model)
+    assert model.config._attn_implementation == "eager", "it is the user's"
+    assert torch.equal(model.generate(unpadded(), **TOKENS), expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("patched", [True, False])
+def test_another_attention_implementation_in_a_callback(way, patched):
+    model = llama()
+    draft, expected = models.noised(model, 0.01), model.generate(unpadded(), **TOKENS)
+
+    def change(*_):
+        WAYS[way](model)
+        with torch.no_grad():  # a callback may use the model as it is
+            assert model(input_ids=unpadded(), output_attentions=True).attentions[0] is not None
+        return False
+
+    options = {"assistant_model": draft, "graph_config": "tree", "stopping_criteria": [change], **TOKENS}
+    if patched:
+        gsd.patch(model)
+        out = model.generate(unpadded(), **options)
+    else:
+        out = gsd.generate(model, unpadded(), **options)
+    assert torch.equal(out, expected) and model.config._attn_implementation == "eager"
+
+
+def test_a_change_within_a_forward_is_noticed():
+    """As another thread would make it."""
+    model, calls = llama(), []
+
+    def change(*_):
+        calls.append(1)
+        if len(calls) == 6:
+            model.set_attn_implementation("eager")
+
+    model.model.layers[0].register_forward_hook(change)
+    with pytest.raises(RuntimeError, match=r"model: .*changed while it generated"):
+        gsd.generate(model, unpadded(), draft_sources=("history",), graph_config="tree", **TOKENS)
+
+
+def test_an_unknown_attention_implementation_is_refused():
+    model = llama()
+    model.config._attn_implementation = "flash_of_genius"
+    with pytest.raises(ValueError, match="flash_of_genius"):
+        gsd.generate(model, unpadded(), **TOKENS)
+    assert model.config._attn_implementation == "flash_of_genius"
