@@ -38,7 +38,7 @@ KINDS = {  # merge contexts
     "switching": (0, 1, 2, -1),  # the shape changes from step to step, as an automatic budget's does
 }
 REUSE = ({"reuse_depth": 1, "reuse_width": 3}, {"reuse_depth": 4, "reuse_width": 8})
-FAST = ("chain", "graph-1", "reuse", "all")  # kinds that also run, with the first family, when slow tests do not
+FAST = ("chain", "graph-1")  # kinds that also run, with the first family, when slow tests do not
 NEW_TOKENS = (8, 12, 16, 24, 32)
 
 
