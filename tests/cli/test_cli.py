@@ -217,6 +217,7 @@ def test_graph_config_option_refuses(text, pair):
 # ---- check
 
 
+@pytest.mark.slow
 def test_check_equal(pair):
     result = run("check", *pair, *SMALL, "--max-new-tokens", 24, "--json", "hello", "graph")
     assert result.exit_code == 0, result.stderr
@@ -363,6 +364,7 @@ def test_doctor_kernels(monkeypatch):
 # ---- demo
 
 
+@pytest.mark.slow
 def test_demo_quick(tmp_path):
     file = tmp_path / "numbers.json"
     result = run("demo", "--quick", "--max-new-tokens", 32, "--out", tmp_path / "out", "--json", file)
@@ -378,6 +380,7 @@ def test_demo_quick(tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"step.svg", "step.png"}
 
 
+@pytest.mark.slow
 def test_demo_inflated_table(tmp_path, monkeypatch):
     """The whole table, on a target that is not inflated."""
     from gsd_kernels_hf.demo import inflate

@@ -100,6 +100,7 @@ def test_bits_per_byte_on_the_shipped_excerpt():
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_the_draft_agrees_with_the_targets_greedy_text():
     target, draft, tokenizer = pair()
     agreed = count = 0
@@ -116,6 +117,7 @@ def test_the_draft_agrees_with_the_targets_greedy_text():
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_the_heads_guess_what_the_target_says_later():
     target, _, tokenizer = pair()
     trained = DraftHeads.from_pretrained(demo.path() / "heads", target)

@@ -36,6 +36,7 @@ def inference_tensors() -> dict[int, torch.Tensor]:
     return {id(o): o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.is_inference()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "sampled"), [(SHAPE, False), (SHAPE, True), ("auto", False)], ids=["greedy", "sampled", "auto"]
 )

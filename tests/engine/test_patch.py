@@ -288,6 +288,7 @@ def test_saving_a_patched_model(patched, tmp_path):
     assert torch.equal(loaded.generate(**prompt(), max_new_tokens=16, do_sample=False), plain())
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_unwrapped():
     target, draft = fresh()
     compiled, compiled_draft = torch.compile(target), torch.compile(draft)
@@ -328,6 +329,7 @@ def test_the_target_as_its_own_draft():
     assert target.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(VOCAB, VOCAB + 24), (VOCAB + 24, VOCAB)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_draft_of_another_dtype_and_padded_vocabulary(sizes, dtype):
@@ -414,6 +416,7 @@ def test_layers_on_two_devices():
     assert torch.equal(out, plain())
 
 
+@pytest.mark.slow
 def test_import_is_light():
     """``import gsd_kernels`` loads neither transformers nor triton; the bindings come on first use."""
     code = (

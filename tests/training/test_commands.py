@@ -118,6 +118,7 @@ def test_a_config_alone_is_a_draft_from_nothing(folder, tmp_path):
     assert not torch.equal(drafts[0]["lm_head.weight"], drafts[1]["lm_head.weight"])
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_equal_weights(folder, tmp_path):
     long = [*QUICK, "--steps", 60]
     given = arguments("distill", folder, tmp_path / "killed", quick=long)

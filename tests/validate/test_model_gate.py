@@ -12,6 +12,7 @@ import pytest
 import tiny_configs
 import torch
 import transformers
+from gates import TOKENS, exact, llama, prompt, refused, unchanged, unpadded
 from torch import nn
 from transformers.models.llama import modeling_llama
 
@@ -19,9 +20,6 @@ import gsd_kernels as gsd
 from gsd_kernels_hf.model import probe
 
 torch.set_num_threads(1)
-VOCAB = 48
-TOKENS = {"max_new_tokens": 12, "do_sample": False}
-from gates import exact, llama, prompt, refused, unchanged
 
 # Layers and masks ----------------------------------------------------------------------------------------------------
 
@@ -186,10 +184,6 @@ WAYS = {
 
 
 @functools.lru_cache
-def unpadded() -> torch.Tensor:
-    return prompt()["input_ids"][:1]  # eager attention makes NaN of padding in float64
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_another_attention_implementation_after_patch(way):
     model = llama()

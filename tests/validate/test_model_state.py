@@ -12,15 +12,13 @@ import pytest
 import tiny_configs
 import torch
 import transformers
+from gates import TOKENS, exact, llama, prompt, refused, unpadded
 from torch import nn
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.model import probe
 
 torch.set_num_threads(1)
-VOCAB = 48
-TOKENS = {"max_new_tokens": 12, "do_sample": False}
-from gates import exact, llama, prompt, refused
 
 # Dynamic quantisation of activations ---------------------------------------------------------------------------------
 

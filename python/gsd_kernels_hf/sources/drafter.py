@@ -39,8 +39,8 @@ class Storage:
 class Drafter:
     """Fold over the sources level by level; it uses of them what :class:`DraftSource` declares.
 
-    Sources that forward a model expand the first ``depth`` levels; where others are there, ``history_depth`` more levels
-    need no forward. At every level P = (1 − w) · P(sources so far) + w · P(next source), with learned w [B, W].
+    Sources that forward a model expand the first ``depth`` levels; where others are there, ``history_depth`` more
+    levels need no forward. At every level P = (1 − w) · P(sources so far) + w · P(next source), with learned w [B, W].
 
     Args:
         sources: in the order in which they are mixed; already begun.
