@@ -35,13 +35,8 @@ KINDS = {  # merge contexts
     "all": (0, 1, 2, -1),  # draft, prediction heads and history
     "switching": (0, 1, 2, -1),  # the shape changes from step to step, as an automatic budget's does
 }
-<<<<<<< HEAD
 REUSE = ({"history_depth": 1, "history_width": 3}, {"history_depth": 4, "history_width": 8})
-FAST = ("chain", "graph-1", "reuse", "all")  # kinds that also run, with the first family, when slow tests do not
-=======
-REUSE = ({"reuse_depth": 1, "reuse_width": 3}, {"reuse_depth": 4, "reuse_width": 8})
 FAST = ("chain", "graph-1")  # kinds that also run, with the first family, when slow tests do not
->>>>>>> h-optests
 NEW_TOKENS = (8, 12, 16, 24, 32)
 
 
