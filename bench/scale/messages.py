@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from gsd_kernels import GraphConfig
 from gsd_kernels.config import PRESETS
+from gsd_kernels_hf import validate
 from gsd_kernels_hf.console import ranks
 from gsd_kernels_hf.console.pair import quiet_transformers
 from gsd_kernels_hf.files import write_json
@@ -96,11 +97,11 @@ def _given(name: str, args: Any) -> Any:
 def counted(target: torch.nn.Module) -> Iterator[Messages]:
     """Count while one text is decoded: the target's first forward reads the prompt, the others decode."""
     messages = Messages()
-    forwards, gathers = iter([PROMPT]), iter([START])
+    parts, gathers = [DECODING, PROMPT], iter([START])
     gather = Agreement._gather
 
     def begin(*_: Any) -> None:
-        messages.part = next(forwards, DECODING)
+        messages.part = parts.pop() if len(parts) > 1 else parts[0]
 
     def end(*_: Any) -> None:
         messages.part = OTHER
@@ -112,6 +113,8 @@ def counted(target: torch.nn.Module) -> Iterator[Messages]:
         return everyone
 
     hooks = [target.register_forward_pre_hook(begin), target.register_forward_hook(end)]
+    validate.check_model("model", target)  # a model proves once, by a forward, that it is served; hooks change it
+    parts[:] = [DECODING, PROMPT]
     try:
         with mock.patch.object(Agreement, "_gather", agree), messages:
             yield messages
