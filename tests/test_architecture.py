@@ -81,3 +81,8 @@ def test_every_verb_of_the_step_is_a_method():
     assert re.findall(r"self\.(draft|flatten|attend|rule\.accept|commit)\(", step) == [
         "draft", "flatten", "attend", "rule.accept", "commit",
     ]  # fmt: skip
+
+
+def test_two_sources_of_one_name_are_refused(source, target):
+    with pytest.raises(ValueError, match="draft_sources: bigram, bigram have a name twice"):
+        gsd.generate(target, **prompts(1, 5), **GREEDY, draft_sources=(source(), source()))
