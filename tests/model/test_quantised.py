@@ -128,3 +128,15 @@ def test_patch_and_unpatch_leave_quantised_weights_alone(quantised):
         gsd.unpatch(quantised)
     with torch.no_grad():
         assert torch.equal(quantised(**inputs).logits, before)
+
+
+def test_a_target_whose_int8_takes_outliers_from_all_rows_is_refused(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    target = from_pretrained(tmp_path, load_in_8bit=True)  # bitsandbytes' default
+    with pytest.raises(ValueError, match=r"^model: int8 of bitsandbytes with llm_int8_threshold=6\.0.*=0\.0\)"):
+        gsd.generate(target, **prompts(1, 9), max_new_tokens=4, draft_sources=("history",))
+    plain = original().generate(**prompts(1, 9), max_new_tokens=8, do_sample=False)
+    options = {"max_new_tokens": 8, "do_sample": False, "graph_config": "chain"}
+    assert torch.equal(gsd.generate(original(), **prompts(1, 9), assistant_model=target, **options), plain), (
+        "a draft may"
+    )

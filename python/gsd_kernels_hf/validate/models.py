@@ -60,7 +60,18 @@ def check_model(name: str, model: Any) -> None:
 
 
 def check_weights(name: str, model: PreTrainedModel) -> None:
-    """Raise where the weights hold no values."""
+    """Raise where the weights hold no values, or where a target's products mix the rows of a forward.
+
+    bitsandbytes' int8 takes columns with an activation above ``llm_int8_threshold`` out of the product of all rows, so
+    a drafted row may change the result of another. No forward of a few tokens shows that: it takes an outlier.
+    """
+    quantised = getattr(model.config, "quantization_config", None)
+    threshold = getattr(quantised, "llm_int8_threshold", 0.0) if getattr(quantised, "load_in_8bit", False) else 0.0
+    if threshold > 0 and name == "model":
+        raise ValueError(
+            f"{name}: int8 of bitsandbytes with llm_int8_threshold={threshold}, by which the rows of a forward depend on "
+            "each other; load it with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
+        )
     embedding: Any = model.get_input_embeddings()
     if embedding.weight.is_meta and not hasattr(embedding, "_hf_hook"):
         raise ValueError(f"{name}: its weights are on the meta device, which holds no values; load them first")
