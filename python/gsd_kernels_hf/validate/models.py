@@ -69,8 +69,8 @@ def check_weights(name: str, model: PreTrainedModel) -> None:
     threshold = getattr(quantised, "llm_int8_threshold", 0.0) if getattr(quantised, "load_in_8bit", False) else 0.0
     if threshold > 0 and name == "model":
         raise ValueError(
-            f"{name}: int8 of bitsandbytes with llm_int8_threshold={threshold}, by which the rows of a forward depend on "
-            "each other; load it with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
+            f"{name}: int8 of bitsandbytes with llm_int8_threshold={threshold}, by which the rows of a forward depend "
+            "on each other; load it with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
         )
     embedding: Any = model.get_input_embeddings()
     if embedding.weight.is_meta and not hasattr(embedding, "_hf_hook"):
