@@ -19,7 +19,6 @@ from gsd_kernels import cpu_levels
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import decoder_rows
-from gsd_kernels_hf.model.attention import switched
 from gsd_kernels_hf.model.fused import FusedRows, rows_of, why_not
 from gsd_kernels_hf.model.runner import RowModel
 
@@ -91,7 +90,7 @@ def test_the_error_is_at_most_twice_the_module_paths(name, dtype):
     assert why_not(model, "auto") is None
     found = []
     for cls, of in ((RowModel, copy.deepcopy(model).double()), (RowModel, model), (FusedRows, model)):
-        with torch.no_grad(), switched(of):
+        with torch.no_grad():
             rows = cls(of, 64, kv_start, "auto")
             rows.keeps_hidden = True
             rows.prefill(ids, padding, 8)

@@ -17,7 +17,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from gsd_kernels import cpu_levels
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows.api import FLOATS
-from gsd_kernels_hf.model.attention import switched
 from gsd_kernels_hf.model.fused import FusedRows
 from gsd_kernels_hf.model.runner import RowModel
 
@@ -85,7 +84,7 @@ def measure(
     kv_start = torch.zeros(1, dtype=torch.int32)
     ids = torch.randint(0, model.config.vocab_size, (1, max(prefix, prompt)))
     result: dict[str, Any] = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "prefix": prefix, "rows": []}
-    with torch.no_grad(), switched(model):
+    with torch.no_grad():
         models = {name: way(model, max(prefix, prompt) + MOST_ROWS, kv_start, "auto") for name, way in WAYS.items()}
         for model_rows in models.values():
             model_rows.prefill(ids[:, :prefix], None, None)

@@ -14,7 +14,6 @@ import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.graph import pack_bits
 from gsd_kernels_hf.model import fused
-from gsd_kernels_hf.model.attention import switched
 from gsd_kernels_hf.model.fused import FusedRows, rows_of, why_not
 from gsd_kernels_hf.model.runner import RowModel
 
@@ -69,7 +68,7 @@ def test_logits_and_caches_are_the_models_own(changes, prompt):
     depths = depths.expand(2, -1).contiguous()
     tokens = torch.randint(3, 320, (2, len(parents)), generator=gen, dtype=torch.int32)  # some beyond the vocabulary
     assert why_not(model, "auto") is None
-    with torch.no_grad(), switched(model):
+    with torch.no_grad():
         ours, theirs = FusedRows(model, 64, kv_start, "auto"), RowModel(model, 64, kv_start, "auto")
         results = []
         for rows in (ours, theirs):

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -328,8 +328,3 @@ def switched_configs(configs: Iterable[PretrainedConfig]) -> Iterator[None]:
         with _lock:
             for config in done:
                 _leave(config)
-
-
-def switched(*models: PreTrainedModel) -> Any:
-    """:func:`switched_configs` of all that ``models`` read."""
-    return switched_configs([config for model in models for config in configs_of(model)])

@@ -55,7 +55,6 @@ class Drafter:
         self.sources, self.weights, self.state, self.backend = tuple(sources), weights, state, backend
         self.has_free = not all(source.costs_forward for source in sources)
         self.calibration: Calibration | None = None  # of this text
-        self._calibration: Calibration | None = None  # of the last one that had any
         self.shapes: dict[GraphConfig, Storage] = {}
         self.current: Storage | None = None
 
@@ -73,15 +72,6 @@ class Drafter:
             if first:
                 source.begin(text)
             source.restart()
-
-    def calibrate(self, branch: int) -> None:
-        """Calibrate this text's candidates of forwarded models, ``branch`` ranks, by a table that the caller fills.
-
-        It lies where the last one did, since captured steps read it.
-        """
-        if self._calibration is None or self._calibration.log_ratio.shape[0] != branch:
-            self._calibration = Calibration(branch, self.state.tokens.device)
-        self.calibration = self._calibration
 
     def prepare(self, config: GraphConfig) -> None:
         """Get ready for steps of ``config``: make its storage, let sources catch up. May wait for the device."""
