@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from .. import validate
 from ..acceptance.criteria import warn_lossy
+from ..model import properties
 from ..parallel import ranks_of
 from ..policy.base import Policy
 from ..policy.fixed import FixedPolicy
@@ -21,6 +23,7 @@ from .loop import decode
 from .options import Options
 from .output import GraphGenerateOutput, Output
 from .request import Request
+from .screen import screen
 from .stats import GenerationStats
 
 
@@ -34,9 +37,11 @@ class GraphDecoder(Options):
     Attributes:
         stats: of the asking thread's last call; of any thread's where it made none.
         engines: what outlives a call; ``None``: see :func:`~gsd_kernels_hf.engine.engine.engines_of`.
+        screened: whether its one call was checked before transformers saw it.
     """
 
     engines: Engines | None = None
+    screened: bool = False
     _last: GenerationStats | None = None
 
     def __post_init__(self) -> None:
@@ -66,6 +71,10 @@ class GraphDecoder(Options):
         **model_kwargs: Any,
     ) -> Tensor | GraphGenerateOutput:
         """Called by transformers' ``generate`` with prepared inputs; returns what ``generate`` returns."""
+        model = properties.unwrap(model)
+        if not self.screened:
+            validate.check_model("model", model)
+            screen(self, model, input_ids, model_kwargs.get("attention_mask"), generation_config)
         request = Request.of(
             self, model, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs
         )

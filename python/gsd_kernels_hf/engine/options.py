@@ -14,6 +14,7 @@ from gsd_kernels.config import resolve_graph_config
 
 from .. import validate
 from ..acceptance.criteria import Typical, check_chain, resolve_criterion, shape_for
+from ..acceptance.sampling import draw_seed
 from ..model import properties
 from ..records import Verified
 from ..sources.base import DraftSource
@@ -97,6 +98,8 @@ class Options:
         self.graph_config = GraphConfig() if shape == "auto" else resolve_graph_config(shape)
         check_chain(self.criterion, self.graph_config, self.draft_sources, self.draft_heads, self.reference_ids)
         validate.check_backend(self.backend)
+        if self.seed is not None:
+            draw_seed(self.seed)
         validate.check_listeners(self.streamer, self.observer)
 
     def sources(self, *, automatic: bool) -> list[DraftSource]:

@@ -214,10 +214,10 @@ class Session:
 
     def read_prompt(self, rows: RowModel) -> None:
         """Store all of the prompt but its last token in the cache of ``rows``, as far as it is not there."""
-        ids, mask = self.request.input_ids, self.request.attention_mask
+        last, mask = self.request.prompt_length - 1, self.request.attention_mask
         with self.clock.part("prefill"):
             chunk = self.request.generation_config.prefill_chunk_size
-            rows.prefill(ids[:, :-1], None if mask is None else mask[:, :-1], chunk)
+            rows.prefill(self.state.tokens[:, :last], None if mask is None else mask[:, :-1], chunk)
 
     def use(self, config: GraphConfig | None, acceptance: AcceptanceModel | None = None) -> None:
         """Take ``config`` for the next steps; ``None`` is plain decoding.

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 from gsd_kernels import GraphConfig
 from gsd_kernels.graph import pack_bits
 
-from .. import validate
 from ..model.runner import RowModel
 from .base import Text
 from .expansion import Expansion
@@ -29,14 +28,6 @@ class DraftModel(Expansion):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.models = (model,)
-
-    def check(self, target: PreTrainedModel) -> None:
-        """Refuse a target of another tokenizer.
-
-        Raises:
-            ValueError: the difference and the cure.
-        """
-        validate.check_pair(target, self.models[0])
 
     def row_model(self, text: Text) -> RowModel:
         return text.rows_of(self.models[0])
