@@ -136,7 +136,7 @@ class FakeGraph:
 
     def replay(self) -> None:
         self.cuda.counts["replays"] += 1
-        self.cuda.log.append(("replay", self.cuda.current_stream(), self))
+        self.cuda.log.append(("replay", self.cuda.current_stream(), id(self)))
         self.recorder.run()
 
 
