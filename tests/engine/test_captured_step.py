@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import fake_cuda
 import pytest
 import torch
 from engine.host_data import NoHostData
@@ -10,8 +15,8 @@ from models import noised, prompts, tiny
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip, generate
 from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
 from gsd_kernels_hf.engine import capture, session
-from gsd_kernels_hf.engine.capture import WARM_STEPS, CapturedStep, can_capture, untimed
-from gsd_kernels_hf.records import Verified
+from gsd_kernels_hf.engine.capture import WARM_STEPS, can_capture, untimed
+from gsd_kernels_hf.model.replay import lane_of
 
 CONFIGS = {
     "plain": None,
@@ -32,21 +37,9 @@ def sources(name, target, draft):
     return {**drafts.get(name, {"assistant_model": draft}), "graph_config": CONFIGS[name]}
 
 
-class OnCpu(CapturedStep):
-    """Captures nothing; a replay runs the step and fills the one record."""
-
-    captures = 0
-    replays = 0
-
-    def capture(self):
-        OnCpu.captures += 1
-        static = Verified(*[None] * 8)
-
-        def replay():
-            OnCpu.replays += 1
-            vars(static).update(vars(self.session.step()))
-
-        return replay, static
+@pytest.fixture
+def cuda(monkeypatch):
+    return fake_cuda.install(monkeypatch)
 
 
 @pytest.fixture
@@ -82,36 +75,106 @@ def test_the_watch_notices():
         torch.tensor([1.0, 2.0])
 
 
-@pytest.mark.parametrize("graph_config", ["auto", CONFIGS["graph"]], ids=["auto", "graph"])
-def test_replayed_steps_give_the_same_text(pair, graph_config, monkeypatch):
-    target, draft = pair
-    inputs = prompts(1, 9)
-    options = {"assistant_model": draft, "graph_config": graph_config, "max_new_tokens": 48, "pad_token_id": 0}
-    expected = generate(target, **inputs, **options)
-    monkeypatch.setattr(OnCpu, "captures", 0)
-    monkeypatch.setattr(OnCpu, "replays", 0)
-    monkeypatch.setattr(capture, "can_capture", lambda session: True)
-    monkeypatch.setattr(capture, "CapturedStep", OnCpu)
-    assert torch.equal(generate(target, **inputs, **options), expected)
-    assert OnCpu.captures >= 1
-    assert OnCpu.replays > WARM_STEPS
+SAMPLED = {"do_sample": True, "temperature": 0.8, "seed": 3}
 
 
-def test_failing_to_capture_is_said_and_harmless(pair, monkeypatch, caplog):
-    class Failing(CapturedStep):
-        def capture(self):
-            raise RuntimeError("operation not permitted")
+def text(pair, name, rows=2, **options):
+    """A text of one of :data:`CONFIGS`."""
+    options = {"max_new_tokens": 24, "pad_token_id": 0, **sources(name, *pair), **options}
+    return generate(pair[0], **prompts(rows, 9), **options)
 
-    target, draft = pair
-    inputs = prompts(1, 9)
-    options = {"assistant_model": draft, "graph_config": CONFIGS["graph"], "max_new_tokens": 32, "pad_token_id": 0}
-    expected = generate(target, **inputs, **options)
-    monkeypatch.setattr(capture, "can_capture", lambda session: True)
-    monkeypatch.setattr(capture, "CapturedStep", Failing)
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_replayed_steps_give_the_same_text(pair, name, sampling, request):
+    expected = text(pair, name, **sampling)
+    cuda = request.getfixturevalue("cuda")
+    assert torch.equal(text(pair, name, **sampling), expected)
+    assert cuda.counts["captures"] == 1
+    assert cuda.counts["replays"] > WARM_STEPS
+
+
+def test_shapes_have_graphs_of_their_own_in_one_pool(pair, request):
+    expected = text(pair, "graph", max_new_tokens=64)
+    cuda = request.getfixturevalue("cuda")
+    assert torch.equal(text(pair, "graph", graph_config="auto", max_new_tokens=64), expected)
+    assert 1 < cuda.counts["captures"] < cuda.counts["replays"]
+    assert len(set(map(id, cuda.pools))) == 1
+
+
+def test_failing_to_capture_is_said_and_harmless(pair, cuda, monkeypatch, caplog):
+    def step(self):
+        record = own(self)
+        if cuda.capturing:
+            int(record.accepted.num_accepted[0])  # waits for the device
+        return record
+
+    expected, own = text(pair, "graph"), session.Session.step
+    assert cuda.counts["captures"] == 1
+    monkeypatch.setattr(session.Session, "step", step)
     with caplog.at_level("WARNING", logger="gsd_kernels"):
-        assert torch.equal(generate(target, **inputs, **options), expected)
-    assert [r.message for r in caplog.records if "captured" in r.message] == [
-        "a step could not be captured, so steps run uncaptured: operation not permitted"
+        assert torch.equal(text(pair, "graph"), expected)
+    said = [r.message for r in caplog.records if "captured" in r.message]
+    assert len(said) == 1 and said[0].startswith("a step could not be captured, so steps run uncaptured: operation ")
+    assert cuda.counts["captures"] == 2, "it is not tried again"
+    assert cuda.current_stream() is cuda._default, "later work is on the stream that it was on"
+
+
+def both(work):
+    """Two threads that begin at once; what one raises is raised."""
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(work, i) for i in range(2)]:
+            done.result(60)
+
+
+def test_threads_capture_on_one_gpu_one_after_the_other(pair, cuda, caplog):
+    expected = [text(pair, "graph", rows=1 + i) for i in range(2)]
+    meet = threading.Barrier(2)
+
+    def wait():
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meet.wait(0.3)  # long enough for the other thread to begin, were it let
+
+    cuda.in_capture = wait
+    with caplog.at_level("WARNING", logger="gsd_kernels"):
+        both(lambda i: torch.testing.assert_close(text(pair, "graph", rows=1 + i), expected[i]))
+    assert not caplog.records
+    assert cuda.counts["captures"] == 4
+
+
+def test_gpus_have_streams_and_locks_of_their_own(cuda):
+    devices = [torch.device("cuda", i) for i in range(2)]
+    meet, captured_on = threading.Barrier(2), []
+
+    def work(i):
+        def function():
+            captured_on.append((cuda.device, cuda.current_stream()))
+            meet.wait(20)
+
+        lane_of(devices[i]).capture(function)
+        assert cuda.device == torch.device("cpu")
+
+    both(work)
+    assert {device for device, _ in captured_on} == set(devices)
+    assert all(stream is lane_of(device).stream for device, stream in captured_on)
+    assert lane_of(devices[0]) is lane_of(devices[0])
+
+
+def test_replays_on_other_streams_wait_for_each_other(cuda):
+    """They share the workspace of the stream that they were captured on."""
+    lane, one, two = lane_of(torch.device("cpu")), cuda.new_stream(), cuda.new_stream()
+    graph, _ = lane.capture(lambda: torch.zeros(1))
+    for stream in (one, one, two, one):
+        with cuda.on(stream):
+            graph()
+    replay = id(graph.graph)
+    assert cuda.log == [
+        ("replay", one, replay),
+        ("replay", one, replay),
+        ("wait", two, one),
+        ("replay", two, replay),
+        ("wait", one, two),
+        ("replay", one, replay),
     ]
 
 

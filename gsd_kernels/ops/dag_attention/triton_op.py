@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..launching import launching_op
+
 HALF_OR_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 
 
-@torch.library.custom_op(
+@launching_op(
     "gsd_kernels::triton_dag_attention",
     mutates_args=(),
     schema=(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..launching import launching_op
 from .table import NgramTable
 
 
-@torch.library.custom_op("gsd_kernels::triton_ngram_insert", mutates_args=("keys", "table_tokens", "table_log_probs"))
+@launching_op("gsd_kernels::triton_ngram_insert", mutates_args=("keys", "table_tokens", "table_log_probs"))
 def _insert(
     keys: Tensor,
     table_tokens: Tensor,
@@ -30,7 +31,7 @@ def _(*_: object) -> None:
     return None
 
 
-@torch.library.custom_op("gsd_kernels::triton_ngram_lookup", mutates_args=())
+@launching_op("gsd_kernels::triton_ngram_lookup", mutates_args=())
 def _lookup(
     keys: Tensor, table_tokens: Tensor, table_log_probs: Tensor, contexts: Tensor, max_context: int, ways: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,7 +59,7 @@ def ngram_lookup(table: NgramTable, contexts: Tensor) -> tuple[Tensor, Tensor, T
     return _lookup(table.keys, table.tokens, table.log_probs, contexts, table.max_context, table.ways)
 
 
-@torch.library.custom_op("gsd_kernels::triton_perturb_candidates", mutates_args=())
+@launching_op("gsd_kernels::triton_perturb_candidates", mutates_args=())
 def perturb_candidates(
     tokens: Tensor, log_probs: Tensor, positions: Tensor, seed: Tensor, sequence_ids: Tensor
 ) -> Tensor:
@@ -73,7 +74,7 @@ def _(tokens: Tensor, log_probs: Tensor, *_: object) -> Tensor:
     return log_probs.new_empty(log_probs.shape)
 
 
-@torch.library.custom_op("gsd_kernels::triton_mix_candidates", mutates_args=())
+@launching_op("gsd_kernels::triton_mix_candidates", mutates_args=())
 def mix_candidates(
     tokens: Tensor, log_probs: Tensor, other_tokens: Tensor, other_log_probs: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:

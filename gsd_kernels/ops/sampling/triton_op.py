@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..launching import launching_op
 from .reference import Parameter
 
 
-@torch.library.custom_op(
+@launching_op(
     "gsd_kernels::triton_best_tokens",
     mutates_args=(),
     schema=(

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from gsd_kernels import GraphConfig
 
+from ..model import replay
 from ..records import Verified
 from .session import Session
 
@@ -37,7 +36,7 @@ def can_capture(session: Session) -> bool:
         return False
     models = [rows.model for rows in session.row_models]
     devices = {parameter.device for model in models for parameter in model.parameters()}
-    return len(devices) == 1 and next(iter(devices)).type == "cuda"
+    return len(devices) == 1 and replay.is_gpu(next(iter(devices)))
 
 
 class CapturedStep:
@@ -87,12 +86,9 @@ class CapturedStep:
         Raises:
             RuntimeError: something in the step cannot be captured.
         """
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use the GPU meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            record = self.session.step()
-        self.pool = graph.pool()
-        return graph.replay, record
+        graph, record = replay.lane_of(self.session.state.tokens.device).capture(self.session.step, self.pool)
+        self.pool = graph.pool
+        return graph, record
 
 
 class _NoClock:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..model import replay
+
 
 @dataclass
 class GenerationStats:
@@ -82,7 +84,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self.use_events = device.type == "cuda"
+        self.device, self.use_events = device, replay.is_gpu(device)
         self.seconds: dict[str, float] = {}
         self.latest: dict[str, float] = {}
         self.start = self.step_start = time.perf_counter()
@@ -92,9 +94,10 @@ class Clock:
         """Time what runs inside as part ``name``."""
         if self.use_events:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
+            stream = torch.cuda.current_stream(self.device)  # of the target's GPU, which need not be the current one
+            begin.record(stream)
             yield
-            end.record()
+            end.record(stream)
             self.events.append((name, begin, end))
         else:
             begin_time = time.perf_counter()
