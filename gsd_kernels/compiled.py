@@ -49,6 +49,19 @@ SCHEMAS = (
     "mix_candidates(Tensor tokens, Tensor log_probs, Tensor other_tokens, Tensor other_log_probs, Tensor weight) "
     "-> (Tensor, Tensor)",
     "row_linear(Tensor x, Tensor weight) -> Tensor",
+    "start_graph(Tensor(a!) token_ids, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!) scores, Tensor(e!) contexts, "
+    "Tensor(f!) expanded, Tensor(g!) ancestor_mask, Tensor(h!) edge_targets, Tensor(i!) edge_log_probs, "
+    "Tensor(j!) num_nodes, Tensor(k!) num_merges, Tensor tokens, Tensor out_len, Tensor kv_start) -> Tensor",
+    "feed_rows(Tensor token_ids, Tensor depths, Tensor? slots, Tensor kv_len, Tensor kv_start, "
+    "Tensor(a!)? node_depths, int first_slot, int shift, int vocab, bool wide) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "feed_chain(Tensor tokens, Tensor end, Tensor(a!) cached, int width) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "accepted_path(Tensor accepted_rows, Tensor num_accepted, Tensor next_token, Tensor token_ids, Tensor node_ids) "
+    "-> (Tensor, Tensor)",
+    "commit_text(Tensor new_tokens, Tensor num_accepted, Tensor next_token, Tensor eos_ids, Tensor(a!) tokens, "
+    "Tensor(b!) out_len, Tensor(c!) remaining, Tensor(d!) done, Tensor(e!) emitted, Tensor(f!) num_emitted, "
+    "Tensor(g!) counts, Tensor? nodes, Tensor? parents, Tensor? num_nodes, Tensor? num_merges) -> ()",
     "write_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor positions) -> ()",
 )
 
@@ -158,6 +171,35 @@ def _write_kv(*args: object) -> None:
 @torch.library.register_fake("gsd_kernels::row_linear")
 def _row_linear(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.register_fake("gsd_kernels::start_graph")
+def _start_graph(*args: Tensor) -> Tensor:
+    return torch.empty_like(args[12])
+
+
+@torch.library.register_fake("gsd_kernels::feed_rows")
+def _feed_rows(token_ids: Tensor, *args: object) -> tuple[Tensor, ...]:
+    dtype = torch.int64 if args[-1] else torch.int32
+    read = (token_ids.new_empty(token_ids.shape, dtype=dtype) for _ in range(3))
+    return (*read, torch.empty_like(token_ids), torch.empty_like(token_ids))
+
+
+@torch.library.register_fake("gsd_kernels::feed_chain")
+def _feed_chain(tokens: Tensor, end: Tensor, cached: Tensor, width: int) -> tuple[Tensor, ...]:
+    batch = tokens.shape[0]
+    token, slot, depth, node = (_int32(tokens, batch, width) for _ in range(4))
+    return _int32(tokens, batch), token, slot, depth, _int32(tokens, batch, width, num_words(width)), node
+
+
+@torch.library.register_fake("gsd_kernels::accepted_path")
+def _accepted_path(accepted_rows: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(accepted_rows), torch.empty_like(accepted_rows)
+
+
+@torch.library.register_fake("gsd_kernels::commit_text")
+def _commit_text(*args: object) -> None:
+    return None
 
 
 @torch.library.register_fake("gsd_kernels::decoder_rows")

@@ -10,6 +10,7 @@
 #include "../algorithms/verify.h"
 #include "../algorithms/ngram.h"
 #include "../algorithms/sampling.h"
+#include "../algorithms/step.h"
 
 namespace gsd {
 
@@ -26,6 +27,13 @@ int launch_perturb(const PerturbArgs& args, int64_t rows, void* stream);
 
 // A thread block takes one of the B·W rows.
 int launch_mix(const MixArgs& first, const MixSizes& sizes, int64_t rows, void* stream);
+
+int launch_start(const StartArgs& first, const StartSizes& sizes, int64_t batch, void* stream);
+int launch_feed(const FeedArgs<int64_t>& first, const FeedSizes& sizes, int64_t batch, void* stream);
+int launch_feed(const FeedArgs<int32_t>& first, const FeedSizes& sizes, int64_t batch, void* stream);
+int launch_chain(const ChainArgs& first, const ChainSizes& sizes, int64_t batch, void* stream);
+int launch_path(const PathArgs& first, const PathSizes& sizes, int64_t batch, void* stream);
+int launch_text(const TextArgs& first, const TextSizes& sizes, int64_t batch, void* stream);
 
 // Keys and values of all layers that share a geometry (which those of a LLaMA do): strides and sizes in bytes.
 constexpr int kMaxCaches = 384;

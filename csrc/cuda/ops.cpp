@@ -9,6 +9,7 @@
 #include "../torch_ops/flatten.h"
 #include "../torch_ops/merge.h"
 #include "../torch_ops/ngram.h"
+#include "../torch_ops/step.h"
 #include "../torch_ops/verify.h"
 #include "launch.h"
 
@@ -252,6 +253,77 @@ MixOutputs mix_candidates(const Tensor& tokens, const Tensor& log_probs, const T
   return call.outputs;
 }
 
+// Tensors that may be absent are left out.
+void check_device(const Tensor& first, std::initializer_list<const std::optional<Tensor>*> tensors) {
+  for (const auto* t : tensors) {
+    if (*t) check_device({&first, &**t});
+  }
+}
+
+Tensor start_graph(const Tensor& token_ids, const Tensor& parents, const Tensor& depths, const Tensor& scores,
+                   const Tensor& contexts, const Tensor& expanded, const Tensor& ancestor_mask,
+                   const Tensor& edge_targets, const Tensor& edge_log_probs, const Tensor& num_nodes,
+                   const Tensor& num_merges, const Tensor& tokens, const Tensor& out_len, const Tensor& kv_start) {
+  check_device({&token_ids, &parents, &depths, &scores, &contexts, &expanded, &ancestor_mask, &edge_targets,
+                &edge_log_probs, &num_nodes, &num_merges, &tokens, &out_len, &kv_start});
+  const DeviceGuard guard(token_ids.get_device_index());
+  const StartCall call = prepare_start(token_ids, parents, depths, scores, contexts, expanded, ancestor_mask,
+                                       edge_targets, edge_log_probs, num_nodes, num_merges, tokens, out_len, kv_start);
+  check_launch(launch_start(call.args, call.sizes, call.batch, current_stream(token_ids)));
+  return call.first_pick;
+}
+
+template <class Integer>
+FeedOutputs feed(const Tensor& token_ids, const Tensor& depths, const std::optional<Tensor>& slots,
+                 const Tensor& kv_len, const Tensor& kv_start, const std::optional<Tensor>& node_depths,
+                 int64_t first_slot, int64_t shift, int64_t vocab) {
+  const auto call =
+      prepare_feed<Integer>(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab);
+  check_launch(launch_feed(call.args, call.sizes, call.batch, current_stream(token_ids)));
+  return call.outputs;
+}
+
+FeedOutputs feed_rows(const Tensor& token_ids, const Tensor& depths, const std::optional<Tensor>& slots,
+                      const Tensor& kv_len, const Tensor& kv_start, const std::optional<Tensor>& node_depths,
+                      int64_t first_slot, int64_t shift, int64_t vocab, bool wide) {
+  check_device({&token_ids, &depths, &kv_len, &kv_start});
+  check_device(token_ids, {&slots, &node_depths});
+  const DeviceGuard guard(token_ids.get_device_index());
+  return wide ? feed<int64_t>(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab)
+              : feed<int32_t>(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab);
+}
+
+ChainOutputs feed_chain(const Tensor& tokens, const Tensor& end, const Tensor& cached, int64_t width) {
+  check_device({&tokens, &end, &cached});
+  const DeviceGuard guard(tokens.get_device_index());
+  const ChainCall call = prepare_chain(tokens, end, cached, width);
+  check_launch(launch_chain(call.args, call.sizes, call.batch, current_stream(tokens)));
+  return call.outputs;
+}
+
+PathOutputs accepted_path(const Tensor& accepted_rows, const Tensor& num_accepted, const Tensor& next_token,
+                          const Tensor& token_ids, const Tensor& node_ids) {
+  check_device({&accepted_rows, &num_accepted, &next_token, &token_ids, &node_ids});
+  const DeviceGuard guard(accepted_rows.get_device_index());
+  const PathCall call = prepare_path(accepted_rows, num_accepted, next_token, token_ids, node_ids);
+  check_launch(launch_path(call.args, call.sizes, call.batch, current_stream(accepted_rows)));
+  return call.outputs;
+}
+
+void commit_text(const Tensor& new_tokens, const Tensor& num_accepted, const Tensor& next_token,
+                 const Tensor& eos_ids, const Tensor& tokens, const Tensor& out_len, const Tensor& remaining,
+                 const Tensor& done, const Tensor& emitted, const Tensor& num_emitted, const Tensor& counts,
+                 const std::optional<Tensor>& nodes, const std::optional<Tensor>& parents,
+                 const std::optional<Tensor>& num_nodes, const std::optional<Tensor>& num_merges) {
+  check_device({&new_tokens, &num_accepted, &next_token, &eos_ids, &tokens, &out_len, &remaining, &done, &emitted,
+                &num_emitted, &counts});
+  check_device(new_tokens, {&nodes, &parents, &num_nodes, &num_merges});
+  const DeviceGuard guard(new_tokens.get_device_index());
+  const TextCall call = prepare_text(new_tokens, num_accepted, next_token, eos_ids, tokens, out_len, remaining, done,
+                                     emitted, num_emitted, counts, nodes, parents, num_nodes, num_merges);
+  check_launch(launch_text(call.args, call.sizes, call.batch, current_stream(new_tokens)));
+}
+
 std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                          const Tensor& ancestor_mask, const Tensor& kv_len,
                                          const std::optional<Tensor>& kv_start, const std::optional<Tensor>& num_nodes,
@@ -290,5 +362,10 @@ STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CUDA, m) {
   m.impl("ngram_lookup", TORCH_BOX(&gsd::ngram_lookup));
   m.impl("perturb_candidates", TORCH_BOX(&gsd::perturb_candidates));
   m.impl("mix_candidates", TORCH_BOX(&gsd::mix_candidates));
+  m.impl("start_graph", TORCH_BOX(&gsd::start_graph));
+  m.impl("feed_rows", TORCH_BOX(&gsd::feed_rows));
+  m.impl("feed_chain", TORCH_BOX(&gsd::feed_chain));
+  m.impl("accepted_path", TORCH_BOX(&gsd::accepted_path));
+  m.impl("commit_text", TORCH_BOX(&gsd::commit_text));
   m.impl("dag_attention", TORCH_BOX(&gsd::dag_attention));
 }

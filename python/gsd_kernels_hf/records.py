@@ -14,11 +14,10 @@ from torch import Tensor
 from gsd_kernels import Acceptance, Rows, TokenGraph, draft_candidates, perturb_candidates, sample_rows
 from gsd_kernels.config import MAX_CONTEXT
 from gsd_kernels.ops.sampling.reference import is_off, warp
+from gsd_kernels.ops.step import accepted_path
 
 Candidates = tuple[Tensor, Tensor]
 """Tokens int32 and log-probabilities float32 [B, W, K], best first; −1 and −inf for none."""
-
-NO_NODE = -2  # neither a node nor a frontier's padding
 
 At = tuple[slice, slice]
 """Which sequences and which rows of a tensor [B, R]."""
@@ -196,7 +195,7 @@ class Verified:
         accepted: the path of rows that was accepted, P rows at most, and the bonus token.
         tail: int32 [B, C], the tokens before the root, nearest first, −1 where the text begins.
         tokens: int32 [B, P], the token emitted after each accepted row; 0 beyond ``accepted.num_accepted``.
-        nodes: int32 [B, P], the graph node of each accepted row; :data:`NO_NODE` for none.
+        nodes: int32 [B, P], the graph node of each accepted row; −2 for none.
     """
 
     graph: TokenGraph | None
@@ -217,24 +216,11 @@ class Verified:
         hidden: Tensor | None,
         accepted: Acceptance,
         tail: Tensor,
+        backend: str = "auto",
     ) -> Verified:
         """The record of a step, from its parts; accepted nodes and emitted tokens are looked up here, once."""
-        path = accepted.accepted_rows  # [B, P]
-        after = torch.nn.functional.pad(path[:, 1:], (0, 1), value=-1)
-        drafted = rows.token_ids.gather(1, after.clamp(min=0).long())
-        place, count = torch.arange(path.shape[1], device=path.device), accepted.num_accepted[:, None]
-        tokens = torch.where(place == count - 1, accepted.next_token[:, None], drafted)
-        nodes = rows.node_ids.gather(1, path.clamp(min=0).long())
-        return cls(
-            graph,
-            rows,
-            logits,
-            hidden,
-            accepted,
-            tail,
-            tokens=torch.where(place < count, tokens, 0),
-            nodes=torch.where(path >= 0, nodes, NO_NODE),
-        )
+        tokens, nodes = accepted_path(accepted, rows, backend=backend)
+        return cls(graph, rows, logits, hidden, accepted, tail, tokens, nodes)
 
     def last_rows(self) -> Tensor:
         """The last accepted row, whose pick is the next root: int64 [B]; 0 for a finished sequence."""

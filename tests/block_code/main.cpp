@@ -17,6 +17,7 @@
 #include "../../csrc/algorithms/ngram.h"
 #include "../../csrc/algorithms/sampling.h"
 #include "os_group.h"
+#include "step_rounds.h"
 
 using namespace gsd;
 
@@ -380,7 +381,8 @@ int main(int argc, char** argv) {
     p.rows = between(random, 2, 70);
     p.max_path = between(random, 1, p.rows - 1);
     if (!round_agrees(p, threads, faults, random) || !picks_agree(threads, faults, random) ||
-        !memories_agree(threads, faults, random) || !mixtures_agree(threads, faults, random)) {
+        !memories_agree(threads, faults, random) || !mixtures_agree(threads, faults, random) ||
+        !steps_agree(threads, faults, random)) {
       fprintf(stderr, "round %d differs\n", round);
       return 3;
     }

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig, Rows, TokenGraph, flatten
 from gsd_kernels.config import MAX_BRANCH
+from gsd_kernels.ops.step import commit_text
 
 from ..acceptance.criteria import ChainProposal, criterion_of
 from ..acceptance.rule import AcceptanceRule, OnDevice
@@ -249,12 +250,12 @@ class Session:
 
     def step(self) -> Verified:
         """Take one step: draft → merge → flatten → attend → verify → commit, then let sources observe it."""
-        tail = self.state.tail()
         graph = self.draft()
+        tail = self.state.tail() if graph is None else graph.contexts[:, 0]  # of the root: the text's
         rows = self.flatten(graph)
         logits = self.attend(rows)
         accepted = self.rule.accept(rows, logits, self.positions(rows), self.max_path)
-        verified = Verified.of(graph, rows, logits, self.target.hidden, accepted, tail)
+        verified = Verified.of(graph, rows, logits, self.target.hidden, accepted, tail, self.backend)
         self.commit(verified)
         if self.drafter is not None:
             with self.clock.part("draft"):
@@ -300,7 +301,7 @@ class Session:
             logits = self.target.rows(
                 rows.token_ids,
                 self.kv_len,
-                torch.arange(count, device=self.kv_len.device),
+                0,
                 rows.ancestor_mask,
                 rows.depths,
                 rows.depths,
@@ -309,35 +310,29 @@ class Session:
         return logits.to(self.kv_len.device)
 
     def positions(self, rows: Rows) -> Tensor:
-        """Index of the token picked after each row, padding excluded: int32 [B, R]."""
-        return (self.kv_len - self.state.kv_start)[:, None] + rows.depths + 1
+        """Index of the token picked after each row just forwarded, padding excluded: int32 [B, R]."""
+        return self.target.after.to(rows.depths.device)
 
     def commit(self, verified: Verified) -> None:
         """Keep the accepted rows' keys and values and append the emitted tokens."""
-        state, accepted, tokens = self.state, verified.accepted, verified.tokens
+        state, accepted, graph = self.state, verified.accepted, verified.graph
         self.target.cache.commit(accepted.accepted_rows, accepted.num_accepted, self.kv_len, backend=self.backend)
-        count, place = accepted.num_accepted, torch.arange(tokens.shape[1], device=tokens.device)
-        new = place < count[:, None]
-        state.emitted[:, : tokens.shape[1]] = tokens
-        state.num_emitted.copy_(count)
-        at = (state.out_len[:, None] + place).long()
-        state.tokens.scatter_(1, at, torch.where(new, tokens.long(), state.tokens.gather(1, at)))
-        state.out_len.add_(count)
-        state.remaining.sub_(count)
-        ended = (accepted.next_token[:, None] == self.eos_ids).any(1) | (state.remaining <= 0)
-        state.done.logical_or_(ended & (count > 0))
+        commit_text(
+            verified.tokens,
+            accepted,
+            eos_ids=self.eos_ids,
+            tokens=state.tokens,
+            out_len=state.out_len,
+            remaining=state.remaining,
+            done=state.done,
+            emitted=state.emitted,
+            num_emitted=state.num_emitted,
+            counts=self.counts,
+            nodes=None if graph is None else verified.nodes,
+            graph=graph,
+            backend=self.backend,
+        )
         self.rule.settle()
-        if verified.graph is not None:
-            self.counts += torch.stack(
-                [verified.graph.num_nodes.sum(), verified.graph.num_merges.sum(), accepted_merges(verified)]
-            )
-
-
-def accepted_merges(verified: Verified) -> Tensor:
-    """Number of merge edges on accepted paths, int64 []: rows whose primary parent is not the row before."""
-    node, path = verified.nodes[:, 1:], verified.accepted.accepted_rows[:, 1:]
-    primary = verified.graph.parents.gather(1, node.clamp(min=0).long())
-    return ((path >= 0) & (primary != verified.nodes[:, :-1])).sum()
 
 
 def lone_root(batch: int, device: torch.device) -> Rows:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gsd_kernels.graph import num_words
+from gsd_kernels.ops.step import FedRows, feed_rows
 
 from .attention import GraphInputs, configs_of, switched_configs
 from .cache import GraphCache
@@ -54,6 +55,7 @@ class RowModel:
         self.hidden: Tensor | None = None  # [B, keep, D]; what the output matrix read last, if ``keeps_hidden``
         self.stored: tuple[Tensor, Tensor] | None = None  # tokens [B, n] and padding [B] of the last text, on the CPU
         self.reused = 0  # positions of the current prompt that were there
+        self.after: Tensor  # int32 [B, R]; of the last rows, index in the text of the token after each
 
     def sharing_cache(self, view: PreTrainedModel) -> RowModel:
         """``view``, this model without some blocks, in this model's own cache."""
@@ -118,31 +120,33 @@ class RowModel:
         self,
         token_ids: Tensor,  # int [B, R]
         kv_len: Tensor,  # int32 [B]
-        slots: Tensor,  # int [B, R] or [R]; cache position minus kv_len
+        slots: Tensor | int,  # int [B, R] or [R]; cache position minus kv_len; an int: of the first row
         ancestor_mask: Tensor,  # int32 [B, R, ceil(N/32)]
-        depths: Tensor,  # int32 [B, R]; text position minus kv_len
+        depths: Tensor,  # int32 [B, R]; text position minus kv_len, plus shift
         node_depths: Tensor,  # int32 [B, N]
         keep: int,
+        shift: int = 0,
     ) -> Tensor:
-        """Forward graph rows; logits of the last ``keep`` rows, [B, keep, V]."""
-        to = self.device
-        kv_len, depths = kv_len.to(to), depths.to(to)
+        """Forward graph rows; logits of the last ``keep`` rows, [B, keep, V].
+
+        Where ``slots`` is an int and ``node_depths`` not ``depths`` itself, those of the rows' slots are written.
+        """
+        fed = self.feed(token_ids, kv_len, slots, depths, node_depths, shift, torch.int64)
         inputs = GraphInputs(
-            ancestor_mask=ancestor_mask.to(to),
-            kv_len=kv_len,
+            ancestor_mask=ancestor_mask.to(self.device),
+            kv_len=kv_len.to(self.device),
             kv_start=self.kv_start,
-            row_depths=depths,
-            node_depths=node_depths.to(to),
+            row_depths=fed.depths,
+            node_depths=node_depths.to(self.device),
             backend=self.backend,
             windows=self.windows,
         )
         assert inputs.ancestor_mask.shape[-1] == num_words(node_depths.shape[-1])
-        writing = self.cache.writing((kv_len[:, None] + slots.to(to)).long())
-        with switched_configs(self.configs), writing, self._listening():
+        with switched_configs(self.configs), self.cache.writing(fed.places), self._listening():
             output = self.stepping(
-                input_ids=self.known(token_ids.to(to).long()),
+                input_ids=fed.ids,
                 attention_mask=self.no_mask,
-                position_ids=(kv_len - self.kv_start)[:, None].long() + depths.long(),
+                position_ids=fed.positions,
                 past_key_values=self.cache,
                 use_cache=True,
                 logits_to_keep=keep,
@@ -150,6 +154,34 @@ class RowModel:
             )
         inputs.check_complete()
         return output.logits[:, -keep:]
+
+    def feed(
+        self,
+        token_ids: Tensor,
+        kv_len: Tensor,
+        slots: Tensor | int,
+        depths: Tensor,
+        node_depths: Tensor,
+        shift: int,
+        dtype: torch.dtype,
+    ) -> FedRows:
+        """Rows as the model reads them, on its device; arguments as of :meth:`rows`."""
+        to, given = self.device, isinstance(slots, Tensor)
+        fed = feed_rows(
+            token_ids.to(to, torch.int32),
+            depths.to(to),
+            kv_len.to(to),
+            self.kv_start,
+            vocab=self.vocab_size,
+            slots=slots.to(to, torch.int32).expand_as(token_ids) if given else None,
+            first_slot=0 if given else slots,
+            shift=shift,
+            node_depths=None if given or node_depths is depths else node_depths,
+            dtype=dtype,
+            backend=self.backend,
+        )
+        self.after = fed.after
+        return fed
 
     @contextmanager
     def _listening(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig
-from gsd_kernels.graph import pack_bits
+from gsd_kernels.ops.step import feed_chain
 
 from ..model.runner import RowModel
 from .base import Text
@@ -63,27 +63,8 @@ class DraftModel(Expansion):
         return self.feed(self.state.out_len, config.chain_rows)
 
     def feed(self, end: Tensor, width: int) -> Tensor:
-        """Cache up to ``width`` tokens before ``end`` [B] as a chain; logits after the last, [B, 1, V].
-
-        The chain is right-aligned, so that its end is the last row; padding rows write above it.
-        """
-        state = self.state
-        count = (end - self.cached).clamp(max=width)  # [B]
-        row = torch.arange(width, device=state.tokens.device)
-        link = row - (width - count[:, None])  # [B, E]; place in the chain, negative for padding
-        real = link >= 0
-        tokens = state.tokens.gather(1, (self.cached[:, None] + link.clamp(min=0)).long())
-        slots = torch.where(real, link, count[:, None] + row)
-        before = row <= torch.where(real, link, -1)[:, :, None]  # [B, E, E]
-        mask = pack_bits(before | (row == slots[:, :, None]))
-        logits = self.rows.rows(
-            torch.where(real, tokens, 0),
-            self.cached,
-            slots,
-            mask,
-            link.clamp(min=0).to(torch.int32),
-            row.to(torch.int32).expand_as(slots),
-            keep=1,
+        """Cache up to ``width`` tokens before ``end`` [B] as a chain; logits after the last, [B, 1, V]."""
+        chain = feed_chain(self.state.tokens, end, self.cached, width, backend=self.rows.backend)
+        return self.rows.rows(
+            chain.token_ids, chain.kv_len, chain.slots, chain.ancestor_mask, chain.depths, chain.node_depths, keep=1
         )
-        self.cached.add_(count)
-        return logits

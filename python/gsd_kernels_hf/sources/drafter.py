@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gsd_kernels import Frontier, GraphConfig, TokenGraph, merge, mix_candidates
+from gsd_kernels.ops.step import start_graph
 
 from ..records import Candidates, DecodeState, Verified
 from .base import DraftSource, Level, Proposal, Text
@@ -33,6 +34,7 @@ class Storage:
     """Storage of a shape, made at its first use."""
 
     graph: TokenGraph
+    root: Tensor  # int32 [B, 1]; the first frontier
     levels: list[Drafted] = field(default_factory=list)  # of the last step
 
 
@@ -77,7 +79,7 @@ class Drafter:
         """Get ready for steps of ``config``: make its storage, let sources catch up. May wait for the device."""
         if config not in self.shapes:
             graph = TokenGraph.empty(self.state.tokens.shape[0], config, self.state.tokens.device)
-            self.shapes[config] = Storage(graph)
+            self.shapes[config] = Storage(graph, graph.root_frontier())
         self.current = self.shapes[config]
         for source in self.sources:
             source.prepare(config)
@@ -94,11 +96,10 @@ class Drafter:
         """
         assert self.current is not None, "prepare(config) comes first"
         state, graph, levels = self.state, self.current.graph, []
-        graph.reset(state.root_tokens(), state.tail())
-        first_pick = (state.out_len - state.kv_start)[:, None]  # [B, 1]; index of the token after the root
-        frontier = Frontier(graph.root_frontier(), graph.token_ids[:, :1], graph.depths[:, :1], graph.ancestor_mask)
+        first_pick = start_graph(graph, state.tokens, state.out_len, state.kv_start, backend=self.backend)
+        frontier = Frontier(self.current.root, graph.token_ids[:, :1], graph.depths[:, :1], graph.ancestor_mask)
         for number in range(config.depth + (config.history_depth if self.has_free else 0)):
-            level = Level(number, config, graph, frontier, first_pick + frontier.depths)
+            level = Level(number, config, graph, frontier, first_pick)
             drafted = self.propose(level)
             levels.append(drafted)
             tokens, log_probs = drafted.candidates

@@ -33,8 +33,8 @@ class Expansion(DraftSource):
     def prepare(self, config: GraphConfig) -> None:
         """Make the storage of a shape: the depth of the node in each slot, counted from the root's children."""
         if config.depth > 0 and config not in self.slot_depths:
-            batch, device = self.state.tokens.shape[0], self.state.tokens.device
-            self.slot_depths[config] = torch.zeros(batch, config.draft_slots, dtype=torch.int32, device=device)
+            shape = (self.state.tokens.shape[0], config.draft_slots)
+            self.slot_depths[config] = torch.zeros(shape, dtype=torch.int32, device=self.rows.device)
 
     def propose(self, level: Level) -> Proposal | None:
         """Candidates of one forward over the frontier; ``None`` beyond ``depth`` levels."""
@@ -44,20 +44,17 @@ class Expansion(DraftSource):
         if level.number == 0:
             logits = self.root_logits(config)
         else:
-            first = (level.number - 1) * config.width
-            slots = first + torch.arange(config.width, device=self.state.tokens.device)
-            slot_depths = self.slot_depths[config]
-            slot_depths[:, first : first + config.width] = frontier.depths - 1
             logits = self.rows.rows(
                 frontier.token_ids,
                 self.state.out_len,  # the root lies in the prefix
-                slots,
+                (level.number - 1) * config.width,
                 frontier.ancestor_mask,
-                frontier.depths - 1,
-                slot_depths,
+                frontier.depths,
+                self.slot_depths[config],
                 keep=config.width,
+                shift=1,
             )
-        logits, positions = logits[..., : self.vocab_size], level.positions.to(logits.device, torch.int32)
+        logits, positions = logits[..., : self.vocab_size], self.rows.after[:, -logits.shape[1] :]
         if self.text.draws is not None:
             tokens, log_probs = self.text.draws(level.number, logits, positions)
         else:
