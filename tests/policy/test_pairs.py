@@ -107,7 +107,7 @@ def test_sampling_and_other_weights_learn_apart_and_share_costs(models, opened):
     assert one.costs is sampled.costs is others.costs
 
 
-@pytest.mark.parametrize("content", ["{", '{"version": 1, "sections": {"costs": {"names": []}}}', "[]"])
+@pytest.mark.parametrize("content", ["{", '{"version": 2, "sections": {"costs": {"names": []}}}', "[]"])
 def test_a_damaged_file_is_ignored(models, tmp_path, caplog, content):
     expected = generate(models).sequences
     (file,) = tmp_path.glob("pair-*.json")

@@ -46,7 +46,7 @@ def test_the_oldest_sections_go():
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "null", '{"version": 1}', '{"sections": 3, "version": 1}', b"\xff\xfe\x00", "[" * 100_000, "NaN"],
+    ["", "{", "[]", "null", '{"version": 2}', '{"sections": 3, "version": 2}', b"\xff\xfe\x00", "[" * 100_000, "NaN"],
 )
 def test_a_damaged_file_is_ignored_with_one_warning_and_replaced(content, caplog):
     document = Document("pair", {"a": 1})

@@ -18,7 +18,7 @@ from ..policy.base import Policy
 from ..policy.fixed import FixedPolicy
 from ..policy.pairs import automatic_policy
 from ..sources.base import DraftSource
-from .engine import Engines, Learned, engines_of
+from .engine import Engines, Statistics, engines_of
 from .loop import decode
 from .options import Options
 from .output import GraphGenerateOutput, Output
@@ -87,30 +87,32 @@ class GraphDecoder(Options):
         request.seed = ranks.start(request.seed, request.agreed())
         engines = self.engines if self.engines is not None else engines_of(request.model)
         engine = engines.of(self)
-        learned = engine.learned(sampled=request.plan.temperature > 0) if ranks.alone else Learned()
+        statistics = engine.statistics(sampled=request.plan.temperature > 0) if ranks.alone else Statistics()
         automatic = self.automatic and ranks.alone and not torch.are_deterministic_algorithms_enabled()
         sources = self.sources(automatic=automatic)
-        policy = self.policy(request, sources, learned, automatic=automatic)
+        policy = self.policy(request, sources, statistics, automatic=automatic)
         session, current = engine.session(request, policy, sources, alone=ranks.alone)
         if self.streamer is not None:
             self.streamer.put(request.input_ids.cpu())
         with ranks.explained():
-            session.begin(request, learned.weights, reuse_prefix=current and self.reuse_prefix)
+            session.begin(request, statistics.weights, reuse_prefix=current and self.reuse_prefix)
             warn_lossy(session.rule.criterion)
             out = Output(request, session)
             decode(session, policy, ranks, out)
             result = out.result()
         if ranks.alone:
-            engine.release(session, learned)
+            engine.release(session, statistics)
         self._threads.stats = self._last = out.stats
         return result
 
-    def policy(self, request: Request, sources: Sequence[DraftSource], learned: Learned, *, automatic: bool) -> Policy:
+    def policy(
+        self, request: Request, sources: Sequence[DraftSource], statistics: Statistics, *, automatic: bool
+    ) -> Policy:
         """The policy that chooses the shapes of this call's steps."""
         if not automatic:
             return FixedPolicy(self.graph_config if sources else None)
         return automatic_policy(
-            learned.experience,
+            statistics.experience,
             request.model,
             self.assistant_model,
             sources=[source.name for source in sources],

@@ -24,7 +24,7 @@ import platformdirs
 
 logger = logging.getLogger("gsd_kernels")
 
-VERSION = 1
+VERSION = 2
 SECTIONS = 24  # of a file; the oldest ones go
 EVERY = 5.0  # seconds between two writes of a file, at least
 

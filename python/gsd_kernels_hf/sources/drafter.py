@@ -26,7 +26,7 @@ class Drafted:
     costs_forward: bool = False  # whether a source that forwards a model proposed
     proposals: dict[str, Proposal] = field(default_factory=dict)  # by source
     before: dict[str, Candidates] = field(default_factory=dict)  # by source: the mixture before it
-    free: str | None = None  # the last source that costs no forward
+    lookup: str | None = None  # the last source that costs no forward
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Drafter:
         self, sources: Sequence[DraftSource], weights: dict[str, SourceWeights], state: DecodeState, backend: str
     ) -> None:
         self.sources, self.weights, self.state, self.backend = tuple(sources), weights, state, backend
-        self.has_free = not all(source.costs_forward for source in sources)
+        self.has_lookup = not all(source.costs_forward for source in sources)
         self.calibration: Calibration | None = None  # of this text
         self.shapes: dict[GraphConfig, Storage] = {}
         self.current: Storage | None = None
@@ -98,7 +98,7 @@ class Drafter:
         state, graph, levels = self.state, self.current.graph, []
         first_pick = start_graph(graph, state.tokens, state.out_len, state.kv_start, backend=self.backend)
         frontier = Frontier(self.current.root, graph.token_ids[:, :1], graph.depths[:, :1], graph.ancestor_mask)
-        for number in range(config.depth + (config.history_depth if self.has_free else 0)):
+        for number in range(config.depth + (config.history_depth if self.has_lookup else 0)):
             level = Level(number, config, graph, frontier, first_pick)
             drafted = self.propose(level)
             levels.append(drafted)
@@ -131,7 +131,7 @@ class Drafter:
             if source.costs_forward:
                 drafted.costs_forward = True
             else:
-                drafted.free = source.name
+                drafted.lookup = source.name
             if found is None:
                 found = self.alone(source.name, proposal)
             else:
@@ -177,20 +177,22 @@ class Drafter:
     def profile(self, verified: Verified) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         """How probable the sources held the candidates of each accepted node, and which of them the target picked.
 
-        ``"all"``: of levels where a model was forwarded, all sources together, before calibration; ``"free"``: of
+        ``"model"``: of levels where a model was forwarded, all sources together, before calibration; ``"lookup"``: of
         these levels the last source that costs no forward, and of other levels all sources.
 
         Returns:
             By name: probabilities float32 [B, P, K], hits bool [B, P, K], and which nodes were expanded, bool [B, P].
         """
-        groups: dict[str, list[tuple[Tensor, Candidates]]] = {"all": [], "free": []}
+        groups: dict[str, list[tuple[Tensor, Candidates]]] = {"model": [], "lookup": []}
         for drafted in self.current.levels if self.current is not None else []:
             if not drafted.costs_forward:
-                groups["free"].append((drafted.node_ids, drafted.candidates))
+                groups["lookup"].append((drafted.node_ids, drafted.candidates))
                 continue
-            groups["all"].append((drafted.node_ids, drafted.candidates))
-            if drafted.free is not None:
-                groups["free"].append((drafted.node_ids, self.alone(drafted.free, drafted.proposals[drafted.free])))
+            groups["model"].append((drafted.node_ids, drafted.candidates))
+            if drafted.lookup is not None:
+                groups["lookup"].append(
+                    (drafted.node_ids, self.alone(drafted.lookup, drafted.proposals[drafted.lookup]))
+                )
         found = {}
         for name, group in groups.items():
             if group:
