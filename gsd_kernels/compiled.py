@@ -35,7 +35,7 @@ SCHEMAS = (
     "draft_candidates(Tensor logits, Tensor positions, int branch, Tensor seed, Tensor sequence_ids, "
     f"{_WARPERS}) -> (Tensor, Tensor)",
     "dag_attention(Tensor q, Tensor k, Tensor v, Tensor ancestor_mask, Tensor kv_len, Tensor? kv_start, "
-    "Tensor? num_nodes, Tensor? row_depths, Tensor? node_depths, float scale, float? softcap, int? sliding_window) "
+    "Tensor? row_depths, Tensor? node_depths, float scale, float? softcap, int? sliding_window) "
     "-> (Tensor, Tensor)",
     "decoder_rows(Tensor token_ids, Tensor positions, Tensor slots, Tensor ancestor_mask, Tensor node_depths, "
     "Tensor kv_len, Tensor kv_start, Tensor embedding, Tensor[] layers, Tensor final_norm, Tensor head, "

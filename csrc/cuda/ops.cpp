@@ -326,16 +326,16 @@ void commit_text(const Tensor& new_tokens, const Tensor& num_accepted, const Ten
 
 std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                          const Tensor& ancestor_mask, const Tensor& kv_len,
-                                         const std::optional<Tensor>& kv_start, const std::optional<Tensor>& num_nodes,
+                                         const std::optional<Tensor>& kv_start,
                                          const std::optional<Tensor>& row_depths,
                                          const std::optional<Tensor>& node_depths, double scale,
                                          std::optional<double> softcap, std::optional<int64_t> sliding_window) {
   check_device({&q, &k, &v, &ancestor_mask, &kv_len});
-  for (const auto* t : {&kv_start, &num_nodes, &row_depths, &node_depths}) {
+  for (const auto* t : {&kv_start, &row_depths, &node_depths}) {
     if (*t) check_device({&q, &**t});
   }
   const DeviceGuard guard(q.get_device_index());
-  AttentionCall call = prepare_attention(q, k, v, ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths,
+  AttentionCall call = prepare_attention(q, k, v, ancestor_mask, kv_len, kv_start, row_depths, node_depths,
                                          scale, softcap, sliding_window);
   AttentionSizes& s = call.sizes;
   check_launch(plan_attention(&s));
