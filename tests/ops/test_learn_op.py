@@ -57,7 +57,7 @@ def test_bad_arguments_are_named():
         learn_source([], nodes, picked, mixture, **COUNTS)
     with pytest.raises(TypeError, match="picked: expected int32"):
         learn_source(asked, nodes, picked.long(), mixture, **COUNTS)
-    with pytest.raises(ValueError, match="asked.log_probs: expected shape"):
+    with pytest.raises(ValueError, match=r"asked\.log_probs: expected shape"):
         learn_source([asked[0]._replace(log_probs=asked[0].log_probs[:1])], nodes, picked, mixture, **COUNTS)
     with pytest.raises(ValueError, match="reliability: expected at least 4 ranks, got 2"):
         learn_source(asked, nodes, picked, mixture, type(reliability)(*(t[:, :2] for t in reliability)), **COUNTS)
