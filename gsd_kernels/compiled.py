@@ -33,7 +33,7 @@ SCHEMAS = (
     "Tensor(c!) kv_len) -> ()",
     f"sample_rows(Tensor logits, Tensor positions, Tensor seed, Tensor sequence_ids, {_WARPERS}) -> Tensor",
     "draft_candidates(Tensor logits, Tensor positions, int branch, Tensor seed, Tensor sequence_ids, "
-    f"{_WARPERS}) -> (Tensor, Tensor)",
+    f"{_WARPERS}, bool noise=True) -> (Tensor, Tensor)",
     "dag_attention(Tensor q, Tensor k, Tensor v, Tensor ancestor_mask, Tensor kv_len, Tensor? kv_start, "
     "Tensor? row_depths, Tensor? node_depths, float scale, float? softcap, int? sliding_window) "
     "-> (Tensor, Tensor)",
@@ -46,8 +46,19 @@ SCHEMAS = (
     "ngram_lookup(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor contexts, int max_context, "
     "int ways) -> (Tensor, Tensor, Tensor)",
     "perturb_candidates(Tensor tokens, Tensor log_probs, Tensor positions, Tensor seed, Tensor sequence_ids) -> Tensor",
-    "mix_candidates(Tensor tokens, Tensor log_probs, Tensor other_tokens, Tensor other_log_probs, Tensor weight) "
-    "-> (Tensor, Tensor)",
+    "mix_candidates(Tensor tokens, Tensor log_probs, Tensor other_tokens, Tensor other_log_probs, Tensor weight, "
+    "Tensor? index=None) -> (Tensor, Tensor)",
+    "ngram_remember(Tensor(a!) keys, Tensor(b!) table_tokens, Tensor(c!) table_log_probs, Tensor token_ids, "
+    "Tensor parent_rows, Tensor depths, Tensor num_rows, Tensor tail, Tensor tokens, Tensor log_probs, "
+    "int max_context, int ways) -> ()",
+    "ngram_recall(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor token_ids, Tensor contexts, "
+    "Tensor depths, Tensor nodes, int branch, int max_context, int ways, Tensor? first_pick, Tensor? seed, "
+    "Tensor? sequence_ids) -> (Tensor, Tensor, Tensor)",
+    "calibrate_candidates(Tensor log_probs, Tensor log_ratio, Tensor? index, Tensor? edges) -> Tensor",
+    "learn_source(Tensor nodes, Tensor picked, Tensor[] node_ids, Tensor[] tokens, Tensor[] log_probs, "
+    "Tensor[] index, Tensor[] first_tokens, Tensor[] first_log_probs, Tensor start, Tensor(a!) shares, "
+    "Tensor(b!) counts, Tensor(c!) weights, Tensor? prior, Tensor(d!)? hits, Tensor(e!)? claimed, "
+    "Tensor(f!)? log_ratio, float prior_count, float memory) -> ()",
     "row_linear(Tensor x, Tensor weight) -> Tensor",
     "start_graph(Tensor(a!) token_ids, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!) scores, Tensor(e!) contexts, "
     "Tensor(f!) expanded, Tensor(g!) ancestor_mask, Tensor(h!) edge_targets, Tensor(i!) edge_log_probs, "
@@ -153,6 +164,26 @@ def _ngram_lookup(
     return contexts.new_empty(shape), table_log_probs.new_empty(shape), contexts.new_empty(shape[:2])
 
 
+@torch.library.register_fake("gsd_kernels::ngram_remember")
+def _ngram_remember(*args: object) -> None:
+    return None
+
+
+@torch.library.register_fake("gsd_kernels::ngram_recall")
+def _ngram_recall(
+    keys: Tensor, table_tokens: Tensor, table_log_probs: Tensor, *args: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    nodes, branch = args[3], args[4]
+    assert isinstance(nodes, Tensor) and isinstance(branch, (int, torch.SymInt))
+    shape = (*nodes.shape, branch)
+    return nodes.new_empty(shape), table_log_probs.new_empty(shape), torch.empty_like(nodes)
+
+
+@torch.library.register_fake("gsd_kernels::calibrate_candidates")
+def _calibrate_candidates(log_probs: Tensor, *args: object) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
 @torch.library.register_fake("gsd_kernels::perturb_candidates")
 def _perturb_candidates(tokens: Tensor, log_probs: Tensor, *args: object) -> Tensor:
     return torch.empty_like(log_probs)
@@ -199,6 +230,11 @@ def _accepted_path(accepted_rows: Tensor, *args: Tensor) -> tuple[Tensor, Tensor
 
 @torch.library.register_fake("gsd_kernels::commit_text")
 def _commit_text(*args: object) -> None:
+    return None
+
+
+@torch.library.register_fake("gsd_kernels::learn_source")
+def _learn_source(*args: object) -> None:
     return None
 
 

@@ -6,6 +6,7 @@
 
 #include "../algorithms/attention.h"
 #include "../algorithms/flatten.h"
+#include "../algorithms/learn.h"
 #include "../algorithms/merge.h"
 #include "../algorithms/verify.h"
 #include "../algorithms/ngram.h"
@@ -21,6 +22,14 @@ int launch_verify(const VerifyArgs& first, const VerifySizes& sizes, int64_t bat
 
 int launch_ngram_insert(const NgramInsertArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
 int launch_ngram_lookup(const NgramLookupArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
+
+int launch_ngram_recall(const NgramRecallArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
+
+// One thread block.
+int launch_learn(const LearnArgs& args, const LearnSizes& sizes, void* stream);
+
+// A thread takes one of the B·W·K candidates.
+int launch_calibrate(const CalibrateArgs& args, int64_t candidates, void* stream);
 
 // A thread takes one of the B·W rows.
 int launch_perturb(const PerturbArgs& args, int64_t rows, void* stream);

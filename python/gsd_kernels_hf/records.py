@@ -124,7 +124,7 @@ class Sampler:
             int32 [b, r]; −1 where the logits hold NaN, or have no distribution to sample: +∞, or nothing but −∞.
         """
         here = self.on(logits.device)
-        picked = sample_rows(
+        return sample_rows(
             logits,
             positions,
             seed=here.seed,
@@ -132,19 +132,15 @@ class Sampler:
             backend=self.backend,
             **self.warpers,
         )
-        if self.greedy:
-            return picked
-        # The largest score is picked, so that an infinite one shows there.
-        score = logits.gather(-1, picked.clamp(min=0).long()[..., None]).squeeze(-1)
-        return torch.where(score.isfinite(), picked, -1)
 
-    def candidates(self, logits: Tensor, positions: Tensor, branch: int) -> Candidates:
+    def candidates(self, logits: Tensor, positions: Tensor, branch: int, *, noise: bool = True) -> Candidates:
         """The ``branch`` tokens that the target most likely picks, see :func:`gsd_kernels.draft_candidates`.
 
         Args:
             logits: float [B, W, V], a draft's after every node.
             positions: int [B, W], index of the token after each node.
             branch: K, candidates after a node.
+            noise: know the noise that it will draw with; without it, positions say nothing.
 
         Returns:
             Tokens int32 and log-probabilities float32 [B, W, K], on the device of ``logits``.
@@ -156,6 +152,7 @@ class Sampler:
             branch=branch,
             seed=here.seed,
             sequence_ids=here.sequence_ids,
+            noise=noise,
             backend=self.backend,
             **self.warpers,
         )

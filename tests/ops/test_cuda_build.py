@@ -17,12 +17,14 @@ ARCHS = ("8.0", "9.0", "10.0")
 KERNELS = (
     *("merge_kernel", "flatten_kernel", "verify_kernel", "pick_kernel", "commit_kernel", "advance_kernel"),
     *("ngram_insert_kernel", "ngram_lookup_kernel", "perturb_kernel", "mix_kernel"),
+    *("ngram_recall_kernel", "calibrate_kernel", "learn_kernel"),
     *("start_kernel", "feed_kernel", "chain_kernel", "path_kernel", "text_kernel"),
 )
 ATTENTION = ("attention_split_kernel", "attention_combine_kernel")
 CUDA_OPS = (
     *("merge", "flatten", "verify", "commit_kv", "sample_rows", "draft_candidates", "dag_attention"),
     *("ngram_insert", "ngram_lookup", "perturb_candidates", "mix_candidates"),
+    *("ngram_remember", "ngram_recall", "calibrate_candidates", "learn_source"),
     *("start_graph", "feed_rows", "feed_chain", "accepted_path", "commit_text"),
 )
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...graph import Rows, TokenGraph
 from ..launching import launching_op
+from . import reference
 from .table import NgramTable
 
 
@@ -75,15 +77,51 @@ def _(tokens: Tensor, log_probs: Tensor, *_: object) -> Tensor:
 
 
 @launching_op("gsd_kernels::triton_mix_candidates", mutates_args=())
-def mix_candidates(
+def _mix(
     tokens: Tensor, log_probs: Tensor, other_tokens: Tensor, other_log_probs: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One launch."""
     from .triton import mix_candidates as launch
 
     return launch(tokens, log_probs, other_tokens, other_log_probs, weight)
 
 
-@mix_candidates.register_fake
+@_mix.register_fake
 def _(tokens: Tensor, log_probs: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(tokens), torch.empty_like(log_probs)
+
+
+def mix_candidates(
+    tokens: Tensor,
+    log_probs: Tensor,
+    other_tokens: Tensor,
+    other_log_probs: Tensor,
+    weight: Tensor,
+    index: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One launch, and two where weights are looked up."""
+    weight = reference.weights_of(weight, index, tokens.shape[:2])
+    return _mix(tokens, log_probs, other_tokens, other_log_probs, weight)
+
+
+def ngram_remember(table: NgramTable, rows: Rows, tail: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
+    """The contexts by PyTorch, the insertion in one launch."""
+    contexts = reference.row_contexts(rows, tail, table.max_context)
+    ngram_insert(table, contexts, tokens, log_probs, reference.real_rows(rows))
+
+
+def ngram_recall(
+    table: NgramTable,
+    graph: TokenGraph,
+    nodes: Tensor,
+    branch: int,
+    first_pick: Tensor | None,
+    seed: Tensor | None,
+    sequence_ids: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Contexts and positions by PyTorch, the look-up and the noise in one launch each."""
+    tokens, log_probs, matched = ngram_lookup(table, reference.node_contexts(graph, nodes))
+    tokens, log_probs = tokens[..., :branch], log_probs[..., :branch]
+    if first_pick is not None and seed is not None and sequence_ids is not None:
+        positions = reference.pick_positions(graph, nodes, first_pick)
+        log_probs = perturb_candidates(tokens, log_probs, positions, seed, sequence_ids)
+    return tokens, torch.where(tokens >= 0, log_probs, float("-inf")), matched

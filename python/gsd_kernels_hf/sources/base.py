@@ -64,6 +64,7 @@ class Level:
         graph: all nodes so far, with the tokens before each.
         frontier: ids, tokens, depths and draft-cache ancestors of the nodes, [B, W]; ids of padding are −1.
         first_pick: int32 [B], index in the text of the token after the root.
+        positions: int32 [B, W], index in the text of the token after each node, which keys its noise.
     """
 
     number: int
@@ -74,7 +75,7 @@ class Level:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Index in the text of the token after each node, which keys its noise: int32 [B, W]."""
+        """See above; computed when it is asked for."""
         return self.first_pick[:, None] + self.frontier.depths
 
 

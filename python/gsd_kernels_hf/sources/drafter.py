@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gsd_kernels import Frontier, GraphConfig, TokenGraph, merge, mix_candidates
+from gsd_kernels.ops.learn import Asked
 from gsd_kernels.ops.step import start_graph
 
 from ..records import Candidates, DecodeState, Verified
@@ -24,8 +25,7 @@ class Drafted:
     node_ids: Tensor  # int32 [B, W]
     candidates: Candidates | None = None  # of all sources together, before calibration
     costs_forward: bool = False  # whether a source that forwards a model proposed
-    proposals: dict[str, Proposal] = field(default_factory=dict)  # by source
-    before: dict[str, Candidates] = field(default_factory=dict)  # by source: the mixture before it
+    asked: dict[str, Asked] = field(default_factory=dict)  # by source: what it proposed, and the mixture before it
     lookup: str | None = None  # the last source that costs no forward
 
 
@@ -104,7 +104,7 @@ class Drafter:
             levels.append(drafted)
             tokens, log_probs = drafted.candidates
             if self.calibration is not None and drafted.costs_forward:
-                log_probs = self.calibration(log_probs)
+                log_probs = self.calibration(log_probs, self.backend)
             frontier = merge(
                 graph,
                 frontier.node_ids,
@@ -127,26 +127,24 @@ class Drafter:
             proposal = source.propose(level)
             if proposal is None:
                 continue
-            proposal = drafted.proposals[source.name] = fitted(proposal, level)
+            proposal = fitted(proposal, level)
+            asked = Asked(drafted.node_ids, *proposal.candidates, proposal.index, *(found or (None, None)))
+            drafted.asked[source.name] = asked
             if source.costs_forward:
                 drafted.costs_forward = True
             else:
                 drafted.lookup = source.name
             if found is None:
-                found = self.alone(source.name, proposal)
+                found = self.alone(source.name, asked)
             else:
-                drafted.before[source.name] = found
-                share = self.weights[source.name].mixture.of(proposal.index)  # [B, W]
-                found = mix_candidates(*found, *proposal.candidates, share, backend=self.backend)
+                table = self.weights[source.name].mixture.weights
+                found = mix_candidates(*found, *proposal.candidates, table, index=asked.index, backend=self.backend)
         drafted.candidates = nothing(level) if found is None else found
         return drafted
 
-    def alone(self, name: str, proposal: Proposal) -> Candidates:
+    def alone(self, name: str, asked: Asked) -> Candidates:
         """Candidates of a source that is not mixed with others, calibrated by its reliability."""
-        reliability = self.weights[name].reliability
-        if reliability is None:
-            return proposal.candidates
-        return proposal.tokens, reliability(proposal.log_probs, proposal.index)
+        return asked.tokens, self.weights[name].calibrated(asked.log_probs, asked.index, self.backend)
 
     def observe(self, verified: Verified) -> None:
         """Let every source learn from a step, and update its weights by the probability it gave the emitted tokens."""
@@ -154,25 +152,9 @@ class Drafter:
             source.observe(verified)
         if verified.graph is None or self.current is None:
             return
-        picked = verified.tokens[..., None]  # [B, P, 1]
         for source in self.sources:
-            weights, name = self.weights[source.name], source.name
-            mixed = [d for d in self.current.levels if name in d.before]
-            if mixed:
-                at = Lookup.of([d.node_ids for d in mixed], verified.nodes)
-                first, other = (
-                    (at.take([c[0] for c in found]).eq(picked) * at.take([c[1] for c in found]).exp()).sum(-1)
-                    for found in ([d.before[name] for d in mixed], [d.proposals[name].candidates for d in mixed])
-                )
-                weights.mixture.learn(at.take([d.proposals[name].index for d in mixed]), first, other, at.found)
-            asked = [d for d in self.current.levels if name in d.proposals]
-            if weights.reliability is not None and asked:
-                at = Lookup.of([d.node_ids for d in asked], verified.nodes)
-                tokens, log_probs, index = (
-                    at.take([getattr(d.proposals[name], part) for d in asked])
-                    for part in ("tokens", "log_probs", "index")
-                )
-                weights.reliability.learn(log_probs, index, tokens == picked, at.found)
+            asked = [drafted.asked[source.name] for drafted in self.current.levels if source.name in drafted.asked]
+            self.weights[source.name].learn(asked, verified.nodes, verified.tokens, self.backend)
 
     def profile(self, verified: Verified) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         """How probable the sources held the candidates of each accepted node, and which of them the target picked.
@@ -190,9 +172,7 @@ class Drafter:
                 continue
             groups["model"].append((drafted.node_ids, drafted.candidates))
             if drafted.lookup is not None:
-                groups["lookup"].append(
-                    (drafted.node_ids, self.alone(drafted.lookup, drafted.proposals[drafted.lookup]))
-                )
+                groups["lookup"].append((drafted.node_ids, self.alone(drafted.lookup, drafted.asked[drafted.lookup])))
         found = {}
         for name, group in groups.items():
             if group:
@@ -224,14 +204,12 @@ class Lookup:
 
 
 def fitted(proposal: Proposal, level: Level) -> Proposal:
-    """The proposal with as many candidates as the graph's branch, and an index."""
+    """The proposal with as many candidates as the graph's branch."""
     tokens, log_probs, index = proposal.tokens, proposal.log_probs, proposal.index
     short = level.graph.branch - tokens.shape[2]
     if short:
         tokens, log_probs = pad(tokens, (0, short), value=-1), pad(log_probs, (0, short), value=-torch.inf)
-    if index is None:
-        index = torch.zeros_like(level.frontier.node_ids)
-    return Proposal(tokens.to(torch.int32), log_probs.float(), index)
+    return Proposal(tokens.to(torch.int32), log_probs.float(), None if index is None else index.to(torch.int32))
 
 
 def nothing(level: Level) -> Candidates:
