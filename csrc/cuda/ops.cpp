@@ -30,7 +30,7 @@ using torch::stable::accelerator::DeviceGuard;
 
 void* current_stream(const Tensor& on) {
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
   return stream;
 }
 

@@ -195,3 +195,16 @@ def test_architecture_lists(archs, flags, monkeypatch):
     assert module.code_flags(archs) == flags
     with pytest.raises(SystemExit, match="cannot read"):
         module.code_flags("ampere")
+
+
+#: Macros that the headers of some supported torch lack, and what all of them have. TORCH_TARGET_VERSION hides newer
+#: functions, but no macros.
+NEWER_MACROS = {"STABLE_TORCH_ERROR_CODE_CHECK": "TORCH_ERROR_CODE_CHECK"}
+
+
+@pytest.mark.parametrize("macro", NEWER_MACROS)
+def test_the_sources_use_no_macro_that_the_oldest_torch_lacks(macro):
+    files = [file for file in (ROOT / "csrc").rglob("*") if file.suffix in (".cpp", ".cu", ".h")]
+    assert len(files) > 20
+    named = [file.name for file in files if re.search(rf"\b{macro}\b", file.read_text(encoding="utf-8"))]
+    assert not named, f"use {NEWER_MACROS[macro]} in {named}"
