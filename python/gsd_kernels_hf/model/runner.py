@@ -14,7 +14,7 @@ from gsd_kernels.graph import num_words
 from gsd_kernels.ops.step import FedRows, feed_rows
 
 from .attention import GraphInputs, configs_of, switched_configs
-from .cache import GraphCache
+from .cache import GraphCache, lies_in_a_block
 from .linear import with_cpu_linears
 from .probe import examine
 from .properties import device_of, vocabulary
@@ -46,7 +46,9 @@ class RowModel:
         self.backend = backend
         self.device = device_of(model)
         self.vocab_size = vocabulary(model)
-        self.cache = GraphCache(model.config, capacity, backend) if cache is None else cache
+        if cache is None:
+            cache = GraphCache(model.config, capacity, backend, stacked=lies_in_a_block(model))
+        self.cache = cache
         self.text_kv_start = kv_start  # of the text being written, wherever that is
         self.kv_start = kv_start.to(self.device)
         # Any 4D mask reaches the attention function untouched and keeps the model from building one.
