@@ -181,6 +181,23 @@ class Sampler:
 
 
 @dataclass
+class Unverified:
+    """What a step knows before anything is accepted.
+
+    Attributes:
+        graph, rows, logits, hidden, tail: see :class:`Verified`.
+        positions: int32 [B, R], index of the token picked after each row, padding excluded.
+    """
+
+    graph: TokenGraph | None
+    rows: Rows
+    logits: Tensor
+    hidden: Tensor | None
+    positions: Tensor
+    tail: Tensor
+
+
+@dataclass
 class Verified:
     """One verified step, for sources, policy, ranks, statistics and observers. Valid until the next step.
 
@@ -205,19 +222,10 @@ class Verified:
     nodes: Tensor
 
     @classmethod
-    def of(
-        cls,
-        graph: TokenGraph | None,
-        rows: Rows,
-        logits: Tensor,
-        hidden: Tensor | None,
-        accepted: Acceptance,
-        tail: Tensor,
-        backend: str = "auto",
-    ) -> Verified:
+    def of(cls, step: Unverified, accepted: Acceptance, backend: str = "auto") -> Verified:
         """The record of a step, from its parts; accepted nodes and emitted tokens are looked up here, once."""
-        tokens, nodes = accepted_path(accepted, rows, backend=backend)
-        return cls(graph, rows, logits, hidden, accepted, tail, tokens, nodes)
+        tokens, nodes = accepted_path(accepted, step.rows, backend=backend)
+        return cls(step.graph, step.rows, step.logits, step.hidden, accepted, step.tail, tokens, nodes)
 
     def last_rows(self) -> Tensor:
         """The last accepted row, whose pick is the next root: int64 [B]; 0 for a finished sequence."""

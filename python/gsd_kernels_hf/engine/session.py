@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gsd_kernels import GraphConfig, Rows, TokenGraph, flatten
+from gsd_kernels import Acceptance, GraphConfig, Rows, TokenGraph, flatten
 from gsd_kernels.config import MAX_BRANCH
 from gsd_kernels.ops.step import commit_text
 
@@ -24,7 +25,7 @@ from ..model.identity import ModelState
 from ..model.runner import RowModel
 from ..policy.acceptance import AcceptanceModel
 from ..policy.base import Policy
-from ..records import DecodeState, Sampler, Verified
+from ..records import DecodeState, Sampler, Unverified, Verified
 from ..sources.base import DraftSource
 from ..sources.drafter import Drafter
 from ..sources.weights import Calibration, SourceWeights
@@ -250,17 +251,45 @@ class Session:
 
     def step(self) -> Verified:
         """Take one step: draft → merge → flatten → attend → verify → commit, then let sources observe it."""
+        unverified = self.propose()
+        verified = self.settle(unverified, self.accept(unverified))
+        self.rule.settle()
+        return verified
+
+    def propose(self) -> Unverified:
+        """The step up to the target's forward, all of it on the device."""
         graph = self.draft()
         tail = self.state.tail() if graph is None else graph.contexts[:, 0]  # of the root: the text's
         rows = self.flatten(graph)
         logits = self.attend(rows)
-        accepted = self.rule.accept(rows, logits, self.positions(rows), self.max_path)
-        verified = Verified.of(graph, rows, logits, self.target.hidden, accepted, tail, self.backend)
+        return Unverified(graph, rows, logits, self.target.hidden, self.positions(rows), tail)
+
+    def accept(self, unverified: Unverified) -> Acceptance:
+        """What the call's rule accepts, on the device or on the host."""
+        return self.rule.accept(unverified.rows, unverified.logits, unverified.positions, self.max_path)
+
+    def settle(self, unverified: Unverified, accepted: Acceptance) -> Verified:
+        """The step once it is known what is accepted, all of it on the device: commit, and let sources observe it."""
+        verified = Verified.of(unverified, accepted, self.backend)
         self.commit(verified)
         if self.drafter is not None:
             with self.clock.part("draft"):
                 self.drafter.observe(verified)
         return verified
+
+    @property
+    def drafted(self) -> tuple[Any, ...]:
+        """What the last draft left on the host: the shape's storage, and what its tokens were drawn from."""
+        storage = None if self.drafter is None else copy.copy(self.drafter.current)
+        return storage, None if self.proposal is None else list(self.proposal.distributions)
+
+    @drafted.setter
+    def drafted(self, kept: tuple[Any, ...]) -> None:
+        storage, distributions = kept
+        if self.drafter is not None:
+            self.drafter.current = copy.copy(storage)
+        if self.proposal is not None:
+            self.proposal.distributions = list(distributions)
 
     def draft(self) -> TokenGraph | None:
         """Grow the step's graph: draft and merge, once a level; ``None`` in plain decoding."""
@@ -290,6 +319,7 @@ class Session:
 
     def took(self, verified: Verified) -> dict[str, float]:
         """Rows that the target computed in the last step, and seconds of its forward and of all else, if known."""
+        self.clock.read()
         target = self.clock.last("target")
         other = self.clock.since_step() - target if target > 0 else 0.0
         return {"rows": verified.rows.token_ids.shape[1], "target_seconds": target, "other_seconds": other}
@@ -332,7 +362,6 @@ class Session:
             graph=graph,
             backend=self.backend,
         )
-        self.rule.settle()
 
 
 def lone_root(batch: int, device: torch.device) -> Rows:
