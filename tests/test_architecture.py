@@ -78,7 +78,12 @@ def test_every_verb_of_the_step_is_a_method():
 
     verbs = re.findall(r"^\| \*\*(\w+)\*\* \|", PAGE, re.MULTILINE)
     assert verbs == ["draft", "merge", "flatten", "attend", "verify", "commit"]
-    step = inspect.getsource(Session.step)
+    assert re.findall(r"self\.(propose|accept|settle)\(", inspect.getsource(Session.step)) == [
+        "propose",
+        "accept",
+        "settle",
+    ]
+    step = "".join(inspect.getsource(getattr(Session, part)) for part in ("propose", "accept", "settle"))
     assert re.findall(r"self\.(draft|flatten|attend|rule\.accept|commit)\(", step) == [
         "draft", "flatten", "attend", "rule.accept", "commit",
     ]  # fmt: skip

@@ -273,7 +273,7 @@ def test_ranks_must_have_the_same_criterion(monkeypatch):
     class Alone:
         """Tensor parallelism as a single rank sees it."""
 
-        alone = False
+        alone = captures = False
 
         def start(self, own_seed, given):
             seen.update(given)

@@ -69,7 +69,7 @@ def operator_calls() -> dict[str, tuple]:
         "triton_flatten": (graph.token_ids, graph.edge_targets, graph.edge_log_probs, 12, 6),
         "triton_best_tokens": (
             *(logits, positions, 2, torch.tensor(1), torch.arange(2, dtype=torch.int32)),
-            *(each, 0.0, None, 5.0, None, 1.0, None, 0.0, True),
+            *(each, 0.0, None, 5.0, None, 1.0, None, 0.0, True, True),
         ),
         "triton_verify": (*rows.tensors()[:4], rows.num_rows, sampled, eos, remaining, done, 6),
         "triton_commit_kv": commit_arguments(),

@@ -252,7 +252,8 @@ class Session:
     def step(self) -> Verified:
         """Take one step: draft → merge → flatten → attend → verify → commit, then let sources observe it."""
         unverified = self.propose()
-        verified = self.settle(unverified, self.accept(unverified))
+        accepted = self.accept(unverified)
+        verified = self.settle(unverified, accepted)
         self.rule.settle()
         return verified
 
