@@ -214,7 +214,6 @@ def _attention_cases() -> list[Case]:
                 _meta(1, rows, 4),
                 _meta(1),
                 _meta(1),
-                _meta(1),
                 _meta(1, rows),
                 _meta(1, 128),
                 dim**-0.5,

@@ -157,9 +157,7 @@ def test_build(work, monkeypatch):
     monkeypatch.setattr(build, "build_ops", lambda output, seconds, into: int(not into.is_dir()))
     monkeypatch.setattr(build.shutil, "which", lambda name: name)
     monkeypatch.setattr(build.subprocess, "run", in_this_process)
-    monkeypatch.setattr(
-        build, "kernel_table", lambda archs, ops: [{"ok": archs == [90] and ops == [build.REHEARSED_OP]}]
-    )
+    monkeypatch.setattr(build, "kernel_table", lambda archs: [{"ok": archs == [90]}])
     done = work("build")
     perform(done)
     assert not done.failed and done.finished
