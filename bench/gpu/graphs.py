@@ -6,7 +6,7 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -112,19 +112,20 @@ def watched() -> Iterator[Watch]:
 @contextmanager
 def pretended() -> Iterator[Watch]:
     """The same without a GPU: capturing records nothing, a replay takes the step."""
-    watch, can, real = Watch(), capture.can_capture, CapturedStep.capture
+    watch, can, real = Watch(), capture.can_capture, CapturedStep.whole
 
-    def pretend(self: CapturedStep) -> tuple[Callable[[], Any], Any]:
-        record, graph = Verified(*[None] * len(fields(Verified))), Captured(0.0, 1)  # type: ignore[arg-type]
+    def pretend(self: CapturedStep) -> Callable[[], Verified]:
+        graph, session, taken = Captured(0.0, 1), self.session, []
         watch.graphs.append(graph)
 
-        def replay() -> None:
-            vars(record).update(vars(self.session.step()))
+        def step() -> Verified:
+            watch.replay(graph, lambda: taken.append(session.step()))
+            return taken.pop()
 
-        return lambda: watch.replay(graph, replay), record
+        return step
 
-    capture.can_capture, CapturedStep.capture = (lambda session: True), pretend  # type: ignore[method-assign]
+    capture.can_capture, CapturedStep.whole = (lambda session: True), pretend  # type: ignore[method-assign]
     try:
         yield watch
     finally:
-        capture.can_capture, CapturedStep.capture = can, real  # type: ignore[method-assign]
+        capture.can_capture, CapturedStep.whole = can, real  # type: ignore[method-assign]
