@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoders import SIZES, Text, decoder, random_parents, random_tokens, tree
+from decoders import SIZES, Sizes, Text, decoder, random_parents, random_tokens, tree
 from models import noised, prompts, tiny
 from torch import nn
 
@@ -172,6 +172,28 @@ def test_up_to_128_rows_on_one_thread_and_two(dtype, level, threads):
     for first, last in ((0, 1), (0, 33), (64, 128), (100, 127), (127, 128)):
         for count in (1, 2):
             assert torch.equal(logits(first, last, count), whole[:, first:last])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_alone_and_with_others_in_batches_that_threads_share(dtype, level, threads):
+    sizes, pads = Sizes(hidden=272, inner=300, head_dim=16, layers=1), [0, 3, 1, 6]
+    weights, prompt = decoder(sizes, dtype), random_tokens(4, 11)  # two threads share the outputs of a single row too
+    count = 128 if level.startswith("avx512") else 34
+    tokens, (sees, depths) = random_tokens(4, count, 1), tree(random_parents(count))
+
+    def logits(sequences: list[int], first: int, last: int, of: int):
+        threads(of)
+        text = Text(weights, sizes, dtype, [pads[b] for b in sequences], 160)
+        text.read(prompt[sequences], 11)
+        for begin in range(0, first, 40):
+            text.rows(tokens[sequences], sees, depths, begin, min(first, begin + 40))
+        return text.rows(tokens[sequences], sees, depths, first, last)
+
+    whole = logits([0, 1, 2, 3], 0, count, 2)
+    for sequences, of in (([0], 1), ([3, 1], 2), ([2, 0, 1], 1)):
+        for first, last in ((0, 1), (5, 21), (count - 1, count)):
+            assert torch.equal(logits(sequences, first, last, of), whole[sequences, first:last])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

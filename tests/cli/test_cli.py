@@ -286,7 +286,7 @@ def test_check_forgives_a_tie(pair, monkeypatch, tmp_path):
 # ---- doctor
 
 
-def test_doctor():
+def test_doctor(monkeypatch):
     report = json.loads(run("doctor", "--json").stdout)
     assert report["versions"]["torch"] and report["versions"]["gsd_kernels"] == gsd_kernels.__version__
     assert set(report["backends"]) == set(gsd_kernels.BACKENDS) - {"auto"}
@@ -294,9 +294,11 @@ def test_doctor():
     assert all(
         reason is None or isinstance(reason, str) for by in report["backends"].values() for reason in by.values()
     )
+    assert report["fused_rows"] == report["backends"]["cpu"]["cpu"]
     assert report["devices"][0]["device"] == "cpu" and report["devices"][0]["threads"] >= 1
+    monkeypatch.setenv("GSD_FUSED_ROWS", "0")
     table = run("doctor")
-    assert table.exit_code == 0
+    assert table.exit_code == 0 and "the model's modules: GSD_FUSED_ROWS=0" in table.stdout
     for word in (
         "python",
         "transformers",

@@ -50,6 +50,7 @@ def examine() -> dict[str, Any]:
     from gsd_kernels.backends import BACKENDS, unavailable_reason
 
     from ..console.versions import versions
+    from ..model import fused
 
     devices = [torch.device("cpu")] + [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     return {
@@ -63,6 +64,7 @@ def examine() -> dict[str, Any]:
             if backend != "auto"
         },
         "flash_attention": flash_attention(gpu=len(devices) > 1),
+        "fused_rows": fused.missing(torch.device("cpu")),
         "cpu_levels": {} if unavailable_reason("cpu", torch.device("cpu")) else cpu_levels.levels(),
         "plot": None if util.find_spec("matplotlib") else "matplotlib is missing: pip install 'gsd-kernels[plot]'",
     }
@@ -154,6 +156,8 @@ def _print(report: dict[str, Any]) -> None:
         facts.add_row(name, version or "none found")
     flash = report["flash_attention"]
     facts.add_row("flash attention", escape(", ".join(filter(None, (flash["version"], flash["missing"])))))
+    fused = report["fused_rows"]
+    facts.add_row("rows on the CPU", "one operator" if fused is None else escape(f"the model's modules: {fused}"))
     facts.add_row("drawing", escape(report["plot"] or "matplotlib"))
     for device in report["devices"]:
         size = f"{device['threads']} threads" if "threads" in device else f"{device['memory_bytes'] / 2**30:.0f} GiB"

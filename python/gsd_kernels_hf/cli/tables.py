@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from rich.table import Table
 
 from ..console.output import table
@@ -22,6 +23,8 @@ def stats_table(stats: GenerationStats) -> Table:
     result.add_row("target forwards", f"{stats.steps}", f"plain decoding: about {plain:.0f}")
     result.add_row("tokens per step", f"{stats.tokens_per_step:.2f}", "1 is plain decoding")
     result.add_row("rows: target, draft", f"{stats.target_rows}, {stats.draft_rows}", "padding included")
+    way = "one operator" if stats.why_modules is None else "its modules"
+    result.add_row("target's rows", way, escape(stats.why_modules or ""))
     result.add_row("merge edges", f"{stats.merges}", f"{stats.accepted_merges} on accepted paths")
     result.add_row("caches", size(stats.cache_bytes), "both models")
     parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items() if name != "total")

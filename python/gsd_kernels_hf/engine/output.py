@@ -48,6 +48,7 @@ class Output:
             backend=request.options.backend,
             criterion=criterion.name,
             lossless=criterion.lossless,
+            why_modules=session.target.why_modules,
         )
 
     def emit(self, verified: Verified) -> list[int]:

@@ -35,6 +35,8 @@ class GenerationStats:
         criterion: what decided which drafted tokens were accepted; ``"exact"`` with greedy decoding and without a
             draft, whatever was asked for.
         lossless: whether the output is the target's own (always, but for criteria documented as lossy).
+        why_modules: what kept the target's rows from being one operator, so that its modules computed them; ``None``:
+            the operator did.
     """
 
     steps: int = 0
@@ -53,6 +55,7 @@ class GenerationStats:
     backend: str = "auto"
     criterion: str = "exact"
     lossless: bool = True
+    why_modules: str | None = None
 
     def count_step(self, target_rows: int, draft_rows: int, *, plain: bool) -> None:
         """Count one target forward; both numbers are rows a sequence, ``plain``: nothing was drafted."""

@@ -40,13 +40,20 @@ PROMPT_ROWS = 128
 """Of a prompt at a time, all sequences together: what they need stays in the second cache."""
 
 
-def why_not(model: PreTrainedModel, backend: str) -> str | None:
-    """What keeps ``model`` from being forwarded by one operator, or ``None``."""
-    reason = unavailable_reason("cpu", model.device)
+def missing(device: torch.device, backend: str = "auto") -> str | None:
+    """What keeps every model on ``device`` from being forwarded by one operator, or ``None``."""
     if os.environ.get(SWITCH, "1") == "0":
         return f"{SWITCH}=0"
-    if backend not in ("auto", "cpu") or reason is not None:
-        return reason or f"backend {backend!r} has no such operator"
+    if backend not in ("auto", "cpu"):
+        return f"backend {backend!r} has no such operator"
+    return unavailable_reason("cpu", device)
+
+
+def why_not(model: PreTrainedModel, backend: str) -> str | None:
+    """What keeps ``model`` from being forwarded by one operator, or ``None``."""
+    reason = missing(model.device, backend)
+    if reason is not None:
+        return reason
     if type(model) not in CLASSES:
         return f"{type(model).__name__} is not one of {', '.join(c.__name__ for c in CLASSES)}"
     return _foreign_config(model) or _foreign_module(model) or _foreign_parameter(model)
@@ -225,4 +232,6 @@ def rows_of(model: PreTrainedModel, capacity: int, kv_start: Tensor, backend: st
         return FusedRows(model, capacity, kv_start, backend)
     if model.device.type == "cpu":
         _log_once(type(model).__name__, reason)
-    return RowModel(model, capacity, kv_start, backend)
+    rows = RowModel(model, capacity, kv_start, backend)
+    rows.why_modules = reason
+    return rows

@@ -57,6 +57,7 @@ class RowModel:
         self.hidden: Tensor | None = None  # [B, keep, D]; what the output matrix read last, if ``keeps_hidden``
         self.stored: tuple[Tensor, Tensor] | None = None  # tokens [B, n] and padding [B] of the last text, on the CPU
         self.reused = 0  # positions of the current prompt that were there
+        self.why_modules: str | None = None  # what keeps the rows from being one operator
         self.after: Tensor  # int32 [B, R]; of the last rows, index in the text of the token after each
 
     def sharing_cache(self, view: PreTrainedModel) -> RowModel:
