@@ -50,6 +50,7 @@ BENCHMARKS = {
     },
     "Generation": {
         "generate": generation.generate,
+        "first-token": generation.first_token,
         "tree-table": generation.tree_table,
         "sources-table": generation.sources_table,
         "typical-deviation": generation.typical_deviation,

@@ -1,4 +1,4 @@
-"""``gsd-kernels bench generate | tree-table | sources-table | typical-deviation``."""
+"""``gsd-kernels bench generate | first-token | tree-table | sources-table | typical-deviation``."""
 
 from __future__ import annotations
 
@@ -47,6 +47,9 @@ def generate(
     names: Annotated[
         list[str] | None, typer.Option("--competitors", help="Comma-separated. Default: all but single sources.")
     ] = None,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="OpenVINO GenAI and llama.cpp too, where installed: pip's extra [peers].")
+    ] = False,
     backend: Annotated[str, typer.Option("--backend", help="Of our ops.")] = "auto",
     dtype: DtypeOption = None,
     device: Device = None,
@@ -67,6 +70,7 @@ def generate(
 
     from .competitors import DEFAULT
     from .generate import Settings
+    from .peers.race import PEERS
 
     where, processes = _join(device, tp_timeout) if tp else (device_of(device), 1)
     kind = dtype_of(dtype, str(where))
@@ -84,13 +88,44 @@ def generate(
         prompts=prompts,
         new_tokens=new_tokens,
         temperature=temperature,
-        competitors=tuple(part.strip() for given in names or () for part in given.split(",")) or DEFAULT,
+        competitors=(*(_listed(names) or DEFAULT), *(PEERS if peers else ())),
         backend=backend,
         quick=quick,
         seconds=float("inf") if seconds is None else seconds,
         ranks=processes,
     )
     _race(settings, out, name or "-".join([*parts, *(["quick"] * quick)]), compare)
+
+
+def _listed(names: list[str] | None) -> tuple[str, ...]:
+    return tuple(part.strip() for given in names or () for part in given.split(","))
+
+
+def first_token(
+    pair: Pair = PairName.demo,
+    target_shape: TargetShape = "250m",
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Of every prompt.")] = 1000,
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="How many.")] = 5,
+    names: Annotated[
+        list[str] | None, typer.Option("--competitors", help="Comma-separated. Default: plain decoding of everyone.")
+    ] = None,
+    dtype: DtypeOption = None,
+    quick: Quick = False,
+    out: Out = RESULTS,
+    name: Name = None,
+) -> None:
+    """Seconds until the first token of a long prompt, beside transformers and the peers, on a CPU."""
+    from gsd_kernels_hf.console.pair import quiet_transformers
+
+    from .first_token import DEFAULT, run
+
+    if quick:
+        target_shape, tokens, prompts = "none", min(tokens, 64), min(prompts, 2)
+    kind = dtype_of(dtype, "cpu")
+    parts = ["first-token", target_shape, str(kind).removeprefix("torch."), *(["quick"] * quick)]
+    quiet_transformers()
+    report, table = run(pair.value, target_shape, kind, tokens=tokens, prompts=prompts, names=_listed(names) or DEFAULT)
+    show(report.write(out, name or "-".join(parts)), table, report.missing)
 
 
 def _race(settings: Any, folder: Path, name: str, compare: Path | None) -> None:
@@ -106,6 +141,11 @@ def _race(settings: Any, folder: Path, name: str, compare: Path | None) -> None:
         return
     report = run(settings, folder=folder, name=name)
     show(report.write(folder, name), report.table(), report.missing)
+    for peer, note in report.settings.get("peers", {}).items():
+        if "chosen_on" in note:
+            typer.echo(f"{peer}: {note['drafted_tokens']} drafted tokens, chosen on {', '.join(note['chosen_on'])}")
+        else:
+            typer.echo(f"{peer}: {note['version']}")
     for floor in report.floors:
         ratio = floor["ratio"]
         verdict = "met" if floor["met"] else "NOT met"

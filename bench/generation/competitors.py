@@ -62,6 +62,14 @@ def fixed_configs(device: torch.device) -> dict[str, GraphConfig]:
     return {"chain": chain, "tree": tree, "merged": merged, "graph": graph, "history": history, "all": graph}
 
 
+def check_names(names: Sequence[str], also: Sequence[str] = ()) -> None:
+    """Raise a ValueError that names the first of ``names`` which is neither a competitor nor in ``also``."""
+    known = (*COMPETITORS, *also)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"--competitors: {unknown[0]!r} is none of {', '.join(known)}")
+
+
 def competitors(
     pair: Pair, names: Sequence[str], *, temperature: float = 0.0, backend: str = "auto", quick: bool = False
 ) -> list[Competitor]:
@@ -70,9 +78,7 @@ def competitors(
     Raises:
         ValueError: an unknown name.
     """
-    unknown = [name for name in names if name not in COMPETITORS]
-    if unknown:
-        raise ValueError(f"--competitors: {unknown[0]!r} is none of {', '.join(COMPETITORS)}")
+    check_names(names)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
     return [_competitor(name, pair, sampling, backend, quick) for name in dict.fromkeys(names)]
 

@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,12 @@ from .competitors import (
     OURS,
     PLAIN,
     Competitor,
+    check_names,
     competitors,
     fixed_configs,
 )
-from .pairs import Pair, load_pair
+from .pairs import Pair, Prompt, load_pair, of_length
+from .peers.race import PEERS, TUNING_PROMPTS, Peers
 
 NAME = "generate"
 WARM_UP_TOKENS = 8
@@ -40,7 +42,11 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. ``seconds`` bounds it: no further prompt is begun after that, and there is always one."""
+    """One run. ``seconds`` bounds it: no further prompt is begun after that, and there is always one.
+
+    ``competitors`` may name :data:`PEERS`, other engines, too. ``prompt_tokens`` is the length of every prompt; the
+    prompts' own by default.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -56,6 +62,7 @@ class Settings:
     quick: bool = False
     seconds: float = float("inf")
     ranks: int = 1  # processes that share the target, this one among them
+    prompt_tokens: int | None = None
 
 
 @dataclass
@@ -167,16 +174,8 @@ def _sameness(row: dict[str, Any]) -> str:
 
 def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> GenerateReport:
     """Race the competitors; after every prompt the results so far are written to ``folder``."""
-    pair = load_pair(
-        settings.pair,
-        device=settings.device,
-        dtype=settings.dtype,
-        target_shape=settings.target_shape,
-        draft_shape=settings.draft_shape,
-        texts=[settings.text],
-        prompts=settings.prompts,
-        tensor_parallel=settings.ranks > 1,
-    )
+    check_names(settings.competitors, PEERS)
+    pair, tuning = _pair_and_tuning(settings)
     report = GenerateReport(
         settings={
             **{k: v for k, v in asdict(settings).items() if k not in ("device", "dtype", "competitors", "seconds")},
@@ -188,7 +187,40 @@ def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> 
         parameters={key: getattr(pair, key).num_parameters() for key in ("target", "draft")},
         prompts=[prompt.name for prompt in pair.prompts],
     )
-    racing = _prepare(settings, pair, report)
+    peers = Peers(pair, settings.competitors, tuning, new_tokens=settings.new_tokens, temperature=settings.temperature)
+    with peers:
+        if peers.names:
+            report.settings["peers"] = peers.notes
+        racing = _prepare(settings, pair, report, peers.competitors)
+        _rounds(settings, pair, racing, report, folder, name)
+    return report
+
+
+def _pair_and_tuning(settings: Settings) -> tuple[Pair, list[Prompt]]:
+    """The pair with the prompts that are reported, and others for what is chosen of the peers' settings."""
+    others = TUNING_PROMPTS if any(name in PEERS for name in settings.competitors) else 0
+    pair = load_pair(
+        settings.pair,
+        device=settings.device,
+        dtype=settings.dtype,
+        target_shape=settings.target_shape,
+        draft_shape=settings.draft_shape,
+        texts=[settings.text],
+        prompts=settings.prompts + others,
+        tensor_parallel=settings.ranks > 1,
+    )
+    count = max(1, min(settings.prompts, len(pair.prompts) - others))
+    reported, tuning = pair.prompts[:count], pair.prompts[count:]
+    if settings.prompt_tokens is not None:
+        limit = pair.target.config.max_position_embeddings - settings.new_tokens
+        reported = of_length(reported, settings.prompt_tokens, limit)
+    return replace(pair, prompts=reported), tuning
+
+
+def _rounds(
+    settings: Settings, pair: Pair, racing: list[Competitor], report: GenerateReport, folder: Path | None, name: str
+) -> None:
+    """One round for each prompt; each begins with another competitor."""
     begin = time.perf_counter()
     for number, prompt in enumerate(pair.prompts):
         spent = from_first(time.perf_counter() - begin)
@@ -206,17 +238,15 @@ def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> 
         _summarise(settings, report, [c.name for c in racing])
         if folder is not None:
             report.write(folder, name)
-    return report
 
 
-def _prepare(settings: Settings, pair: Pair, report: GenerateReport) -> list[Competitor]:
+def _prepare(settings: Settings, pair: Pair, report: GenerateReport, peers: Sequence[Competitor]) -> list[Competitor]:
     """Compile and warm up; the competitors that work."""
     longest = max((prompt.input_ids for prompt in pair.prompts), key=lambda ids: ids.shape[1])
     racing = []
-    found = competitors(
-        pair, settings.competitors, temperature=settings.temperature, backend=settings.backend, quick=settings.quick
-    )
-    for competitor in found:
+    names = [name for name in settings.competitors if name not in PEERS]
+    found = competitors(pair, names, temperature=settings.temperature, backend=settings.backend, quick=settings.quick)
+    for competitor in (*found, *peers):
         if competitor.decode is None:
             report.missing[competitor.name] = competitor.missing or ""
             continue
@@ -242,7 +272,7 @@ def _decode(
     begin = time.perf_counter()
     decoded = competitor.decode(ids, settings.new_tokens, seed)
     wait_for(settings.device)
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - begin if decoded.seconds is None else decoded.seconds
     new, stats = decoded.sequences[0, ids.shape[1] :], decoded.stats
     result = {
         "tokens": len(new),

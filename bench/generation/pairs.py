@@ -62,6 +62,22 @@ def left_padded(prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
     return ids, (torch.arange(width) >= width - lengths[:, None]).long()
 
 
+def of_length(prompts: Sequence[Prompt], tokens: int, limit: int) -> list[Prompt]:
+    """The prompts, each with the next ones behind it, and again from the first, cut to exactly ``tokens`` tokens.
+
+    Raises:
+        ValueError: more than ``limit``, the model's positions.
+    """
+    if tokens > limit:
+        raise ValueError(f"--prompt-tokens: expected at most {limit}, the model's positions, got {tokens}")
+    found = []
+    for number, prompt in enumerate(prompts):
+        ids = torch.cat([other.input_ids for other in (*prompts[number:], *prompts[:number])], 1)
+        times = -(-tokens // ids.shape[1])
+        found.append(Prompt(prompt.name, prompt.kind, ids.repeat(1, times)[:, :tokens]))
+    return found
+
+
 def load_pair(
     name: str,
     *,

@@ -36,11 +36,13 @@ class Decoded:
         target_forwards: those that gave tokens. transformers' forward of the prompt gives the first one; ours reads
             the prompt but for its last token, gives none, and is not among them. ``None`` where they are not counted.
         stats: of our own decoding.
+        seconds: of the decoding alone, where it ran in another process.
     """
 
     sequences: Tensor
     target_forwards: int | None
     stats: GenerationStats | None = None
+    seconds: float | None = None
 
 
 Contender = Callable[[Inputs, int], Decoded]

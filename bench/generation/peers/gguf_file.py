@@ -1,0 +1,99 @@
+"""A Llama as a GGUF file, written by the ``gguf`` package from the torch model's own numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from .weights import distinct
+
+FILE = "model.gguf"
+_BASE = 10000.0  # of the frequencies that the factors correct
+_TYPES = {torch.float32: gguf.GGMLQuantizationType.F32, torch.bfloat16: gguf.GGMLQuantizationType.BF16}
+_ATTENTION = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
+_MLP = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+
+
+def write_gguf(model: LlamaForCausalLM, folder: Path) -> None:
+    """Write ``folder``/model.gguf: matrices in the model's dtype to the bit, norms in float32 as llama.cpp wants them.
+
+    Its vocabulary has the right size and no meaning: prompts and texts are token ids.
+
+    Raises:
+        ValueError: a rotary embedding whose cosines are scaled, for which there is no field.
+    """
+    if model.model.rotary_emb.attention_scaling != 1.0:
+        raise ValueError(f"model: expected unscaled rotary cosines, got rope_type {model.model.rotary_emb.rope_type!r}")
+    folder.mkdir(parents=True, exist_ok=True)
+    config, inner = model.config, model.model
+    writer = gguf.GGUFWriter(folder / FILE, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(_BASE)
+    writer.add_vocab_size(config.vocab_size)
+    _add_vocabulary(writer, config.vocab_size)
+
+    _add_norm(writer, "rope_freqs.weight", _frequency_factors(inner.rotary_emb.inv_freq))
+    _add_matrix(writer, "token_embd.weight", inner.embed_tokens.weight)
+    _add_norm(writer, "output_norm.weight", inner.norm.weight)
+    if not config.tie_word_embeddings:
+        _add_matrix(writer, "output.weight", model.lm_head.weight)
+    for index, layer in enumerate(inner.layers):
+        block = f"blk.{index}."
+        _add_norm(writer, f"{block}attn_norm.weight", layer.input_layernorm.weight)
+        _add_norm(writer, f"{block}ffn_norm.weight", layer.post_attention_layernorm.weight)
+        for name, short in _ATTENTION.items():
+            weight = getattr(layer.self_attn, name).weight
+            if name in ("q_proj", "k_proj"):
+                weight = _interleaved(weight, config.head_dim)
+            _add_matrix(writer, f"{block}{short}.weight", distinct(weight, index))
+        for name, short in _MLP.items():
+            _add_matrix(writer, f"{block}{short}.weight", distinct(getattr(layer.mlp, name).weight, index))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _frequency_factors(inverse: Tensor) -> Tensor:
+    """What llama.cpp divides its frequencies by, so that they are the model's, scaled or rounded as they may be."""
+    half = len(inverse)
+    own = _BASE ** (-torch.arange(half, dtype=torch.float64) / half)
+    return own / inverse.double()
+
+
+def _interleaved(weight: Tensor, head_dim: int) -> Tensor:
+    """Rows of a query or key projection in llama.cpp's order: rotary pairs side by side, not half a head apart."""
+    halves = weight.reshape(-1, 2, head_dim // 2, weight.shape[1])
+    return halves.transpose(1, 2).reshape(weight.shape)
+
+
+def _add_norm(writer: gguf.GGUFWriter, name: str, weight: Tensor) -> None:
+    writer.add_tensor(name, weight.detach().float().contiguous().numpy())
+
+
+def _add_matrix(writer: gguf.GGUFWriter, name: str, weight: Tensor) -> None:
+    raw = weight.detach().contiguous()
+    kind = _TYPES[raw.dtype]
+    array = raw.numpy() if raw.dtype == torch.float32 else raw.view(torch.uint8).numpy()
+    writer.add_tensor(name, array, raw_dtype=kind)
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
+    """Names that a text can be read back from; this kind of tokenizer has no end-of-text token to stop at or to ban."""
+    writer.add_tokenizer_model("rwkv")
+    writer.add_token_list([f"t{token}" for token in range(size)])
+    writer.add_token_types([gguf.TokenType.NORMAL] * size)
+    writer.add_add_bos_token(False)

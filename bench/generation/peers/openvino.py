@@ -1,0 +1,85 @@
+"""OpenVINO GenAI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .base import Place, Setting
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LOOKUP_NGRAM = 3  # the longest that is looked for
+
+
+class OpenVino:
+    """Its pipelines: paged attention, one request at a time, no prefix caching."""
+
+    name = "openvino"
+    packages = ("openvino", "openvino_genai", "openvino_tokenizers")
+
+    def prepare(self, target: PreTrainedModel, draft: PreTrainedModel, folder: Path) -> None:
+        from .ir import write_ir, write_tokenizer
+
+        for name, model in (("target", target), ("draft", draft)):
+            write_ir(model, folder / name)
+            write_tokenizer(folder / name)
+
+    def start(self, place: Place) -> _Pipelines:
+        return _Pipelines(place)
+
+    def about(self) -> str:
+        return f"openvino-genai {version('openvino-genai')}"
+
+
+class _Pipelines:
+    """One pipeline a kind; drafted tokens are a matter of the call."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.opened: dict[str, Any] = {}
+
+    def open(self, setting: Setting) -> None:
+        if setting.kind in self.opened:
+            return
+        import openvino_genai as genai
+
+        precision = {"float32": "f32", "bfloat16": "bf16"}[self.place.dtype]
+        # Both by name: the cache's would be u8. Hyper-threads and all cores are what torch's threads get too.
+        properties = {
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
+            "INFERENCE_NUM_THREADS": self.place.threads,
+            "PERFORMANCE_HINT": "LATENCY",
+            "ENABLE_HYPER_THREADING": True,
+        }
+        scheduler = genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = False
+        scheduler.max_num_batched_tokens = max(256, self.place.longest)  # a prompt is read at once
+        scheduler.max_num_seqs = 1
+        more: dict[str, Any] = {}
+        if setting.kind == "draft":
+            more["draft_model"] = genai.draft_model(str(self.place.folder / "draft"), "CPU", **properties)
+        elif setting.kind == "lookup":
+            more["prompt_lookup"] = True
+        self.opened[setting.kind] = genai.LLMPipeline(
+            str(self.place.folder / "target"), "CPU", scheduler_config=scheduler, **more, **properties
+        )
+
+    def decode(self, setting: Setting, ids: Sequence[int], new_tokens: int) -> list[int]:
+        import numpy as np
+        import openvino as ov
+        import openvino_genai as genai
+
+        config = genai.GenerationConfig()
+        config.max_new_tokens, config.do_sample, config.apply_chat_template = new_tokens, False, False
+        config.ignore_eos, config.eos_token_id = True, 0
+        if setting.kind != "plain":
+            config.num_assistant_tokens = setting.tokens
+        if setting.kind == "lookup":
+            config.max_ngram_size = LOOKUP_NGRAM
+        prompt = ov.Tensor(np.array([ids], dtype=np.int64))
+        return list(self.opened[setting.kind].generate(prompt, config).tokens[0])

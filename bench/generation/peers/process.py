@@ -1,0 +1,50 @@
+"""A process for one engine: its threads and its memory are not torch's, and it may die without us."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+
+from .base import Engine, Place, Runner, Setting
+
+_runners: dict[str, Runner] = {}  # of this process, when it is an engine's: one
+
+
+class EngineProcess:
+    """Decodes with ``engine`` in a fresh process, which imports neither torch nor transformers."""
+
+    def __init__(self, engine: Engine, place: Place) -> None:
+        self.engine, self.place = engine, place
+        self.executor = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+    def decode(self, setting: Setting, ids: Sequence[int], new_tokens: int) -> tuple[list[int], float]:
+        """The new tokens, and the seconds of decoding alone.
+
+        Raises:
+            RuntimeError: there are not ``new_tokens`` of them, or the process died.
+        """
+        tokens, seconds = self.executor.submit(
+            _decode, self.engine, self.place, setting, list(ids), new_tokens
+        ).result()
+        if len(tokens) != new_tokens:
+            raise RuntimeError(f"{self.engine.name} gave {len(tokens)} tokens of {new_tokens}")
+        return tokens, seconds
+
+    def about(self) -> str:
+        """What the engine says of itself."""
+        return self.executor.submit(self.engine.about).result()
+
+    def close(self) -> None:
+        self.executor.shutdown(cancel_futures=True)
+
+
+def _decode(engine: Engine, place: Place, setting: Setting, ids: list[int], new_tokens: int) -> tuple[list[int], float]:
+    if engine.name not in _runners:
+        _runners[engine.name] = engine.start(place)
+    runner = _runners[engine.name]
+    runner.open(setting)
+    begin = time.perf_counter()
+    tokens = runner.decode(setting, ids, new_tokens)
+    return tokens, time.perf_counter() - begin
