@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,6 +58,34 @@ def _triton_unavailable_reason(device: torch.device) -> str | None:
     return None
 
 
+FIRST = ("triton", "compiled")
+"""What ``GSD_CUDA_FIRST`` may say: which implementation of an op ``auto`` takes first on a GPU."""
+
+
+@cache
+def compiled_first() -> bool:
+    """Whether ``auto`` takes CUDA C++, compiled ahead for sizes known at run time, before Triton, compiled for each.
+
+    Raises:
+        ValueError: ``GSD_CUDA_FIRST`` is none of :data:`FIRST`.
+    """
+    value = os.environ.get("GSD_CUDA_FIRST", FIRST[0])
+    if value not in FIRST:
+        raise ValueError(f"GSD_CUDA_FIRST: expected {' or '.join(FIRST)}, got {value!r}; or unset it")
+    return value == "compiled"
+
+
+def preferred(implementations: dict[str, Callable[..., Any]]) -> list[str]:
+    """Names of an op's implementations in the order in which ``auto`` tries them on a GPU.
+
+    CUDA C++ that stands behind the reference is taken on request only, whatever comes first.
+    """
+    names = list(implementations)
+    if compiled_first() and "cuda" in names and names.index("cuda") < names.index("reference"):
+        names.sort(key=lambda name: name != "cuda")
+    return names
+
+
 def resolve(backend: str, device: torch.device, implementations: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
     """The implementation of one op that ``backend`` names.
 
@@ -69,10 +98,10 @@ def resolve(backend: str, device: torch.device, implementations: dict[str, Calla
         BackendUnavailableError: a named backend is missing for this device, or does not implement the op.
     """
     if backend == "auto":
-        for name, function in implementations.items():
+        for name in preferred(implementations) if device.type == "cuda" else implementations:
             interpreted = name == "triton" and device.type == "cpu"  # a debugging aid, never a choice
             if not interpreted and unavailable_reason(name, device) is None:
-                return function
+                return implementations[name]
     if backend not in implementations:
         raise BackendUnavailableError(f"backend: expected one of auto, {', '.join(implementations)}, got {backend!r}")
     reason = unavailable_reason(backend, device)

@@ -9,8 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gsd_kernels as gsd
 from gsd_kernels import backends
+from gsd_kernels.ops.commit_kv.api import IMPLEMENTATIONS as COMMIT
 from gsd_kernels.ops.dag_attention import compiled, reference
 from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
+from gsd_kernels.ops.merge.api import IMPLEMENTATIONS as MERGE
+from gsd_kernels.ops.verify.api import IMPLEMENTATIONS as VERIFY
+from gsd_kernels.ops.write_kv.api import IMPLEMENTATIONS as WRITE
 
 HALF = torch.float16
 
@@ -53,6 +57,33 @@ def test_auto_never_picks_it(monkeypatch):
     chosen = backends.resolve("auto", torch.device("cuda"), {n: f for n, f in IMPLEMENTATIONS.items() if n != "cpu"})
     assert chosen is IMPLEMENTATIONS["reference"]
     assert backends.resolve("cuda", torch.device("cuda"), IMPLEMENTATIONS) is compiled.dag_attention
+
+
+@pytest.fixture
+def first(monkeypatch):
+    """Sets ``GSD_CUDA_FIRST`` on a machine that has everything."""
+    monkeypatch.setattr(backends, "unavailable_reason", lambda name, _: None if name != "cpu" else "absent")
+    monkeypatch.setattr(backends, "compiled_first", backends.compiled_first.__wrapped__)
+    return lambda value: monkeypatch.setenv("GSD_CUDA_FIRST", value)
+
+
+def test_one_switch_prefers_what_is_compiled_ahead(first):
+    gpu = torch.device("cuda")
+    assert backends.resolve("auto", gpu, MERGE) is MERGE["triton"], "until a GPU has shown the others"
+    for value, name in (("triton", "triton"), ("compiled", "cuda")):
+        first(value)
+        for op in (MERGE, VERIFY, COMMIT):
+            assert backends.resolve("auto", gpu, op) is op[name]
+            assert backends.resolve("triton", gpu, op) is op["triton"], "a name never falls back"
+        assert backends.resolve("auto", gpu, WRITE) is WRITE["triton"], "there is no other"
+        assert backends.resolve("auto", gpu, IMPLEMENTATIONS) is IMPLEMENTATIONS["triton"], "attention is on request"
+
+
+def test_the_switch_names_what_it_takes(first):
+    first("cuda")
+    with pytest.raises(ValueError, match="GSD_CUDA_FIRST: expected triton or compiled, got 'cuda'; or unset it"):
+        backends.resolve("auto", torch.device("cuda"), MERGE)
+    backends.resolve("auto", torch.device("cpu"), MERGE)  # a CPU does not ask
 
 
 def test_shapes_are_known_without_running():

@@ -94,6 +94,6 @@ def test_compiled_operators_switch_too():
     names = re.findall(r'm\.impl\("\w+", TORCH_BOX\(&gsd::(\w+)\)\)', source)
     assert len(names) > 10
     for name in names:
-        body = source[source.index(f" {name}(const ") :].partition("\n}\n")[0]
-        launch = re.search(r"current_stream\(|\bpick\(", body)
+        body = source[re.search(rf" {name}\((const|Tensor|int64_t)", source).start() :].partition("\n}\n")[0]
+        launch = re.search(r"current_stream\(|\bpick\(|\bfeed<", body)
         assert launch and 0 < body.find("const DeviceGuard guard(") < launch.start(), name

@@ -10,6 +10,7 @@ from .capture import Capturers, stepping
 from .output import Output
 from .session import Session
 from .stats import GenerationStats
+from .warming import warm
 
 
 class Ranks(Capturers, Protocol):
@@ -35,6 +36,7 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> Gener
     step = stepping(session, ranks)
     while not out.finished:
         session.use(policy.shape(), policy.acceptance)
+        warm(session, policy.largest_shapes())
         verified = step()
         tokens = out.emit(verified)
         out.finished = ranks.check(verified, out.finished, timed=out.timed)

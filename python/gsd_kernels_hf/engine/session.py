@@ -130,6 +130,7 @@ class Session:
         self.begun = self.continues = False
         self.models: dict[str, ModelState] = {}  # what the models were when the text was begun, see engine.engine
         self.captured: Any = None  # steps as CUDA graphs, see engine.capture
+        self.warmed: Any = None  # the sizes for which kernels were compiled, see engine.warming
         self.clock = Clock(device)
         self.request: Request
         self.rule: AcceptanceRule

@@ -1,0 +1,111 @@
+"""Kernels that are compiled for sizes: launched once for every shape that a policy may choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from gsd_kernels import GraphConfig, TokenGraph, dag_attention, flatten, merge, verify, write_kv
+from gsd_kernels.config import MAX_CONTEXT
+from gsd_kernels.graph import num_words
+
+from ..model import replay
+from ..model.runner import RowModel
+from .session import Session
+
+
+def warm(session: Session, shapes: Sequence[GraphConfig]) -> None:
+    """Compile what steps of ``shapes`` launch, where a policy has several and the device is a GPU; once a size.
+
+    Triton compiles merge, flatten, verify, commit and attention for their sizes. A policy that takes another shape in
+    the middle of a text would stop there for seconds. The ops run here on a graph of the root alone and on cache slots
+    that are free, and commit nothing.
+    """
+    if len(shapes) < 2 or not replay.is_gpu(session.state.tokens.device):
+        return
+    size = session.capacity, sum(rows.cache.layers[0].is_initialized for rows in session.row_models)
+    if session.warmed == size:
+        return
+    for shape in shapes:
+        _warm_graph(session, shape)
+    for rows, count, words in sorted(set(_forwards(session, shapes)), key=lambda forward: forward[1:]):
+        _warm_forward(session, session.row_models[rows], count, words)
+    session.warmed = size
+
+
+def _warm_graph(session: Session, shape: GraphConfig) -> None:
+    """Everything but the forwards: merge at every level, flatten, verify, commit."""
+    batch, device, backend = session.kind.batch, session.state.tokens.device, session.backend
+    graph = TokenGraph.empty(batch, shape, device)
+    graph.reset(torch.zeros(batch, device=device), torch.full((batch, MAX_CONTEXT), -1, device=device))
+    node_ids = graph.root_frontier()
+    looks_up = session.drafter is not None and session.drafter.has_lookup
+    for level in range(shape.depth + (shape.history_depth if looks_up else 0)):
+        candidates = torch.full((*node_ids.shape, shape.branch), -1, dtype=torch.int32, device=device)
+        node_ids = merge(
+            graph,
+            node_ids,
+            candidates,
+            torch.full_like(candidates, -torch.inf, dtype=torch.float32),
+            level=level,
+            width=shape.width if level + 1 < shape.depth else shape.history_width,
+            merge_context=shape.merge_context,
+            log_sibling_ratio=shape.log_sibling_ratio,
+            log_min_prob=shape.log_min_prob,
+            backend=backend,
+        ).node_ids
+    rows = flatten(graph, shape.max_rows, int(shape.max_path or 0), backend=backend)
+    accepted = verify(
+        rows,
+        torch.zeros_like(rows.token_ids),
+        eos_ids=session.eos_ids,
+        remaining=torch.zeros_like(session.state.remaining),
+        done=torch.ones_like(session.state.done),  # nothing is accepted
+        max_path=int(shape.max_path or 0),
+        backend=backend,
+    )
+    session.target.cache.commit(accepted.accepted_rows, accepted.num_accepted, session.kv_len.clone(), backend=backend)
+
+
+def _forwards(session: Session, shapes: Sequence[GraphConfig]) -> Iterator[tuple[int, int, int]]:
+    """Which model forwards how many rows over how many mask words: the target at once, drafts level by level."""
+    yield 0, 1, 1
+    for shape in shapes:
+        yield 0, shape.max_rows, num_words(shape.max_rows)
+        for draft in range(1, len(session.row_models)):
+            if shape.depth:
+                yield draft, shape.chain_rows, num_words(shape.chain_rows)
+            if shape.depth > 1:
+                yield draft, shape.width, max(1, num_words(shape.draft_slots))
+
+
+def _warm_forward(session: Session, rows: RowModel, count: int, words: int) -> None:
+    """Cache write and attention of ``count`` rows, once for each geometry and window."""
+    config = rows.model.config.get_text_config(decoder=True)
+    group = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    kv_len = session.kv_len.to(rows.device)
+    depths = torch.zeros(session.kind.batch, 32 * words, dtype=torch.int32, device=rows.device)
+    layers = {(layer.keys.shape, layer.values.shape): layer for layer in rows.cache.layers if layer.is_initialized}
+    for layer in layers.values():
+        new = [
+            cached.new_zeros(cached.shape[0], count, cached.shape[1], cached.shape[3]).transpose(1, 2)
+            for cached in (layer.keys, layer.values)
+        ]
+        positions = kv_len[:, None].long() + torch.arange(count, device=rows.device)
+        write_kv(layer.keys, layer.values, *new, positions, backend=rows.cache.write_backend)
+        batch, heads, _, size = layer.keys.shape
+        for window in dict.fromkeys(rows.windows or (None,)):
+            dag_attention(
+                layer.keys.new_zeros(batch, count, group * heads, size).transpose(1, 2),
+                layer.keys,
+                layer.values,
+                depths.new_zeros(batch, count, words),
+                kv_len,
+                kv_start=rows.kv_start,
+                row_depths=depths[:, :count],
+                node_depths=depths,
+                softcap=getattr(config, "attn_logit_softcapping", None),
+                sliding_window=window,
+                backend=rows.backend,
+            )
