@@ -8,6 +8,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # the models are tiny, and several test processes share the cores
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # of the processes that tests start
+    os.environ.setdefault(variable, "1")
 pytest.register_assert_rewrite("ops.contracts")
 
 
