@@ -146,7 +146,7 @@ def facts(compiled: Any, arch: int) -> dict[str, Any]:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = _run(tools / "cuobjdump", "--dump-resource-usage", file.name)
-        code = _run(tools / "nvdisasm", file.name)
+        code = _run(tools / "nvdisasm", "-c", "-ndf", file.name)  # the instructions, without an analysis of branches
     numbers = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage)
     if numbers is None:
         raise RuntimeError(f"cuobjdump reported no resource usage: {usage[:200]}")

@@ -1,13 +1,20 @@
-"""Tests leave nothing behind: measured step costs go to a directory of their own. One thread for each process."""
+"""Tests leave nothing behind: measured step costs go to a directory of their own. One thread for each process.
+
+A run of many files ends with the slowest ones.
+"""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
 import torch
+from _pytest.terminal import TerminalReporter
 
 torch.set_num_threads(1)  # the models are tiny, and several test processes share the cores
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # of the processes that tests start
+    os.environ.setdefault(variable, "1")
 pytest.register_assert_rewrite("ops.contracts")
 
 
@@ -18,6 +25,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]
+
+
+def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+    """The ten slowest files, so that a suite that grows slower shows where."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) > 10:
+        terminalreporter.section("slowest files: seconds, with their fixtures")
+        for file, spent in seconds.most_common(10):
+            terminalreporter.write_line(f"{spent:7.1f}  {file}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -153,6 +153,7 @@ def test_a_row_alone_and_among_others(name, dtype, level):
         assert torch.equal(logits(sequences, count), whole[sequences]), sequences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_up_to_128_rows_on_one_thread_and_two(dtype, level, threads):
     sizes, prompt, tokens = SIZES["qwen2-64"], random_tokens(1, 30), random_tokens(1, 128, 1)
@@ -326,6 +327,7 @@ def test_levels_are_named_with_their_reasons(level):
     assert cpu_levels.active() == level
 
 
+@pytest.mark.slow
 def test_unknown_levels_are_refused():
     with pytest.raises(ValueError, match=r"expected one of portable, avx2, .* got sse"), cpu_levels.forced("sse"):
         pass
@@ -343,6 +345,7 @@ def test_unknown_levels_are_refused():
 # Memory.
 
 
+@pytest.mark.slow
 def test_nothing_outside_a_tensor_is_touched():
     here = Path(__file__).resolve().parent
     run = subprocess.run(

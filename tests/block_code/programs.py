@@ -25,11 +25,10 @@ def build(source: Path, program: Path, flags: Sequence[str]) -> Path:
     return program
 
 
-def build_all(source: Path, folder: Path, builds: dict[str, list[str]] = BUILDS) -> dict[str, Path]:
-    """One program for every sanitizer."""
+def build_all(source: Path, folder: Path, builds: dict[str, list[str]] = BUILDS) -> None:
+    """One program for every sanitizer, below its name."""
     with ThreadPoolExecutor(2) as pool:
-        built = pool.map(lambda name: build(source, folder / name, builds[name]), builds)
-        return dict(zip(builds, built, strict=True))
+        list(pool.map(lambda name: build(source, folder / name, builds[name]), builds))
 
 
 def run(program: Path, *arguments: object, timeout: float = 120) -> tuple[int | str, str]:

@@ -19,6 +19,7 @@ import tensor_parallel as ranks
 import torch
 import torch.distributed as dist
 from checkpoints import save_pair
+from forked import Fork, Forks
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
@@ -53,10 +54,18 @@ def alone(folder) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.fixture(scope="module")
+def forks():
+    started = Forks()
+    yield started
+    started.close()
+
+
 class Launched:
     """The processes of one job."""
 
-    def __init__(self, job: str, size: int, folder: Path) -> None:
+    def __init__(self, forks: Forks, job: str, size: int, folder: Path) -> None:
+        self.forks = forks
         self.job, self.size, self.folder = job, size, folder / f"{job}-{size}"
         self.folder.mkdir()
         for checkpoint in folder.iterdir():
@@ -65,16 +74,9 @@ class Launched:
         self.begin = time.monotonic()
         self.processes = [self._start(rank) for rank in range(size)]
 
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.size), "OMP_NUM_THREADS": "1"}
-        paths = os.pathsep.join(filter(None, sys.path))
-        with self._errors(rank).open("wb") as errors:
-            return subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", ranks.__file__, self.job, str(self.folder)],
-                env={**os.environ, **place, "PYTHONPATH": paths, "GSD_KERNELS_DEBUG": "0"},
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-            )
+    def _start(self, rank: int) -> Fork:
+        command, out = [ranks.__file__, self.job, str(self.folder)], Path(os.devnull)
+        return self.forks.start(command, out, self._errors(rank), **place(rank, self.size), GSD_KERNELS_DEBUG="0")
 
     def _errors(self, rank: int) -> Path:
         return self.folder / f"errors-{rank}.txt"
@@ -83,7 +85,7 @@ class Launched:
         """Exit status and standard error of a rank, which must end by itself."""
         try:
             status = self.processes[rank].wait(max(1.0, LIMIT - (time.monotonic() - self.begin)))
-        except subprocess.TimeoutExpired:
+        except TimeoutError:
             self.close(signal.SIGABRT)  # which prints where they are
             places = "\n".join(f"rank {r}: {self._errors(r).read_text()[-3000:]}" for r in range(self.size))
             pytest.fail(f"{self.job}: rank {rank} of {self.size} hangs\n{places}")
@@ -103,6 +105,11 @@ class Launched:
             process.wait()
 
 
+def place(rank: int, size: int) -> dict[str, str]:
+    """What tells a process which rank it is."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+
+
 @pytest.mark.slow
 def test_the_cases_could_fail(alone):
     for name, case in alone.items():
@@ -116,9 +123,9 @@ def test_the_cases_could_fail(alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES, ids="{} ranks".format)
-def test_ranks_decode_like_one_process(size, folder, alone):
+def test_ranks_decode_like_one_process(size, forks, folder, alone):
     """All that ranks can show without one being lost, in one launch: starting is what takes long."""
-    launched = Launched("texts", size, folder)
+    launched = Launched(forks, "texts", size, folder)
     try:
         everyone = launched.results()
     finally:
@@ -188,8 +195,8 @@ def _heads(said: dict[str, str], size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("job", "size"), [("killed", 4), ("stopped", 2), ("early", 2)])
-def test_a_lost_rank_ends_the_others(job, size, folder):
-    launched = Launched(job, size, folder)
+def test_a_lost_rank_ends_the_others(job, size, forks, folder):
+    launched = Launched(forks, job, size, folder)
     try:
         for rank in range(size):
             if rank == 1 and job != "early":
@@ -259,18 +266,28 @@ def alone_here(*arguments: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout_bytes, done.stderr_bytes)
 
 
-def run(*arguments: str, processes: int = 0, launcher: Sequence[str] = ()) -> subprocess.CompletedProcess[bytes]:
-    """The command line; by torchrun where there are ``processes``, or with the given ``launcher`` options."""
-    if processes:
-        launcher = ["--standalone", "--nproc-per-node", str(processes)]
+def run(forks: Forks, folder: Path, *arguments: str, processes: int) -> subprocess.CompletedProcess[bytes]:
+    """The command line by ranks that find each other as torchrun's do; what they print, one after the other."""
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    files = [(folder / f"out-{rank}.txt", folder / f"errors-{rank}.txt") for rank in range(processes)]
+    command = ["-m", "gsd_kernels_hf", *arguments]
+    started = [
+        forks.start(command, *files[rank], **place(rank, processes), **meeting, GROUP_RANK="0")
+        for rank in range(processes)
+    ]
+    try:
+        status = max(abs(process.wait(LIMIT)) for process in started)
+    finally:
+        for process in started:
+            process.send_signal(signal.SIGKILL)
+    out, errors = (b"".join(path.read_bytes() for path in paths) for paths in zip(*files, strict=True))
+    return subprocess.CompletedProcess(arguments, status, out, errors)
+
+
+def torchrun(launcher: Sequence[str], *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """The command line as users start it."""
     return subprocess.run(
-        [
-            sys.executable,
-            *(["-m", "torch.distributed.run", *launcher] if launcher else []),
-            "-m",
-            "gsd_kernels_hf",
-            *arguments,
-        ],
+        [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "gsd_kernels_hf", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -278,23 +295,30 @@ def run(*arguments: str, processes: int = 0, launcher: Sequence[str] = ()) -> su
     )
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
 @pytest.mark.slow
-def test_command_line(tmp_path):
+def test_command_line(forks, tmp_path):
     """Both processes run, the first one prints."""
     target, draft = save_pair(tmp_path, dtype=torch.float64)
     command = ["--model", target, "--draft", draft, "--max-new-tokens", "12", "--graph-config", "graph", "hello"]
     alone = alone_here("generate", *command)
-    both = run("generate", "--tp", *command, processes=2)
+    both = run(forks, tmp_path, "generate", "--tp", *command, processes=2)
     assert both.returncode == 0, both.stderr.decode()[-3000:]
     assert both.stdout == alone.stdout
     assert len(both.stdout) > 5
-    checked = run("check", "--tp", "--json", *command, processes=2)
+    checked = run(forks, tmp_path, "check", "--tp", "--json", *command, processes=2)
     assert checked.returncode == 0, checked.stderr.decode()[-3000:]
     assert json.loads(checked.stdout)["summary"]["equal"] == 1
-    unshared = run("generate", "--tp", *command[:-1], processes=2)
+    unshared = run(forks, tmp_path, "generate", "--tp", *command[:-1], processes=2)
     assert b"processes cannot share stdin" in unshared.stderr
     assert b"start it as torchrun" in alone_here("generate", "--tp", *command).stderr
-    assert b"--model: num_attention_heads=8 does not divide" in run("generate", "--tp", *command, processes=3).stderr
+    refused = run(forks, tmp_path, "generate", "--tp", *command, processes=3)
+    assert b"--model: num_attention_heads=8 does not divide" in refused.stderr
 
 
 @pytest.mark.slow
@@ -302,32 +326,31 @@ def test_two_machines(tmp_path):
     """As far as one machine shows it: two torchruns meet, and one of the two processes prints."""
     target, draft = save_pair(tmp_path, dtype=torch.float64)
     command = ["generate", "--model", target, "--draft", draft, "--max-new-tokens", "12", "--graph-config", "graph"]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        endpoint = f"localhost:{free.getsockname()[1]}"
-    meeting = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    meeting = ["--nnodes", "2", "--nproc-per-node", "1", *endpoint]
     with ThreadPoolExecutor(2) as machines:
-        both = list(machines.map(lambda _: run(*command, "--tp", "hello", launcher=meeting), range(2)))
+        both = list(machines.map(lambda _: torchrun(meeting, *command, "--tp", "hello"), range(2)))
     for machine in both:
         assert machine.returncode == 0, machine.stderr.decode()[-3000:]
     assert sorted(machine.stdout for machine in both) == [b"", alone_here(*command, "hello").stdout]
 
 
 @pytest.mark.slow
-def test_bench_generate(tmp_path):
-    command = ["bench", "generate", "--tp", "--quick", "--pair", "tiny", "--prompts", "1", "--out", str(tmp_path)]
-    both = run(*command, "--competitors", "hf-greedy,plain,graph,auto", processes=2)
+def test_bench_generate(forks, tmp_path):
+    out = tmp_path / "race"
+    command = ["bench", "generate", "--tp", "--quick", "--pair", "tiny", "--prompts", "1", "--out", str(out)]
+    both = run(forks, tmp_path, *command, "--competitors", "hf-greedy,plain,graph,auto", processes=2)
     assert both.returncode == 0, both.stderr.decode()[-3000:]
     assert both.stdout.count(b"| hf-greedy |") == 1, "the first process prints"
     assert both.stderr.count(b"warming up auto") == 1
-    found = {path.suffix: path for path in tmp_path.iterdir()}
+    found = {path.suffix: path for path in out.iterdir()}
     assert found[".json"].name == "generate-none-float32-tp2-quick.json"
     data = json.loads(found[".json"].read_text())
     assert data["settings"]["ranks"] == 2
     assert [row["competitor"] for row in data["summary"]] == ["hf-greedy", "plain", "graph", "auto"]
     assert all(row["equal"] == row["compared"] for row in data["summary"])
-    assert b"start it as torchrun" in run(*command).stderr
-    refused = run(*command, processes=3)
+    assert b"start it as torchrun" in alone_here(*command).stderr
+    refused = run(forks, tmp_path, *command, processes=3)
     assert b"--target-shape none: num_attention_heads=4 does not divide among 3" in refused.stderr
 
 
@@ -335,7 +358,7 @@ def test_bench_generate(tmp_path):
 def test_messages_are_counted(tmp_path):
     """A forward reduces twice a layer; where the vocabulary is sharded, it reduces embeddings and gathers logits."""
     options = ["--ranks", "2", "--pair", "tiny", "--target-shape", "none", "--prompts", "1", "--new-tokens", "12"]
-    done = run("bench", "scale-messages", *options, "--out", str(tmp_path))
+    done = alone_here("bench", "scale-messages", *options, "--out", str(tmp_path))  # which starts torchrun
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     data = json.loads((tmp_path / "scale_messages.json").read_text())
     layers, hidden, vocabulary = (data["target"][k] for k in ("num_hidden_layers", "hidden_size", "vocab_size"))

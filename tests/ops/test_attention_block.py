@@ -11,6 +11,7 @@ import shutil
 
 import pytest
 from block_code.programs import BUILDS, CXX, DIFFERENT, DIVERGENT, RACE, ROOT, build, build_all, run
+from shared import once
 
 SOURCE = ROOT / "tests/block_code/attention.cpp"
 HEADER = ROOT / "csrc/algorithms/attention.h"
@@ -31,10 +32,10 @@ LOADS = re.findall(r'machine\.template load_matrices<\w+>\("([^"]+)"', TEXT)
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("attention")
     # Without debug information: it doubles the time to compile this much unrolled code.
     flags = {name: [flag for flag in BUILDS[name] if flag != "-g"] for name in BUILDS}
-    return build_all(SOURCE, folder, flags)
+    folder = once(tmp_path_factory, "attention", lambda folder: build_all(SOURCE, folder, flags))
+    return {name: folder / name for name in BUILDS}
 
 
 @pytest.mark.parametrize(("sanitizer", "rounds"), [("thread", 12), ("address", 40)])

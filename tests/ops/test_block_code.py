@@ -11,6 +11,7 @@ import subprocess
 import pytest
 import torch
 from block_code.programs import BUILDS, CXX, DIFFERENT, DIVERGENT, RACE, ROOT, build_all, run
+from shared import once
 
 from gsd_kernels.ops.sampling import reference
 
@@ -30,7 +31,8 @@ BARRIERS = sorted({name for header in HEADERS for name in re.findall(r'sync\("([
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    return build_all(SOURCE, tmp_path_factory.mktemp("block_code"))
+    folder = once(tmp_path_factory, "block_code", lambda folder: build_all(SOURCE, folder))
+    return {name: folder / name for name in BUILDS}
 
 
 @pytest.mark.parametrize("threads", [8, 32])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from shared import once
 
 ROOT = Path(__file__).parents[2]
 ARCHS = ("8.0", "9.0", "10.0")
@@ -77,7 +78,12 @@ def parse_ptxas(log: str) -> list[Kernel]:
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cuda")
+    folder = once(tmp_path_factory, "cuda", build_library)
+    return folder / "gsd_kernels/_cuda.abi3.so", (folder / "log.txt").read_text()
+
+
+def build_library(folder: Path) -> None:
+    """The shared object for all architectures, and the compiler's log beside it."""
     environment = {
         **os.environ,
         "GSD_BUILD_CPU": "0",
@@ -89,7 +95,7 @@ def build(tmp_path_factory):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     log = done.stdout + done.stderr
     assert done.returncode == 0, log[-4000:]
-    return folder / "gsd_kernels/_cuda.abi3.so", log
+    (folder / "log.txt").write_text(log)
 
 
 @pytest.fixture(scope="module")
