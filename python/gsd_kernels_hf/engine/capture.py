@@ -73,13 +73,16 @@ class CapturedStep:
         self.steps: dict[tuple[GraphConfig | None, bool], Callable[[], Verified]] = {}
         self.pool: Any = None  # one memory pool: only one graph runs at a time, and state lies outside
         self.failed = False
+        self.typical = True  # whether the last step took as long as later ones of its shape will
 
     def __call__(self) -> Verified:
         """Take a step; its record."""
         kind = self.session.config, self.session.rule.on_device
         if kind not in self.steps and (self.failed or self.warm[kind] < WARM_STEPS or not self._add(kind)):
             self.warm[kind] += 1
+            self.typical = self.failed
             return self.session.step()
+        self.typical = True
         return self.steps[kind]()
 
     def _add(self, kind: tuple[GraphConfig | None, bool]) -> bool:
@@ -93,6 +96,7 @@ class CapturedStep:
             self.steps.pop(kind, None)
             self.failed = True
             logger.warning("a step could not be captured, so steps run uncaptured: %s", why)
+        self.session.clock.begin_step()  # capturing is no part of it
         return not self.failed
 
     def whole(self) -> Callable[[], Verified]:

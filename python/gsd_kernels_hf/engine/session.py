@@ -320,9 +320,13 @@ class Session:
         return {name: (probs[seen].cpu().numpy(), hits[seen].cpu().numpy()) for name, (probs, hits, seen) in found}
 
     def took(self, verified: Verified) -> dict[str, float]:
-        """Rows that the target computed in the last step, and seconds of its forward and of all else, if known."""
+        """Rows that the target computed in the last step, and seconds of its forward and of all else.
+
+        0 seconds where they are not known, or say nothing about later steps, which will be captured.
+        """
         self.clock.read()
-        target = self.clock.last("target")
+        typical = self.captured is None or self.captured.typical
+        target = self.clock.last("target") if typical else 0.0
         other = self.clock.since_step() - target if target > 0 else 0.0
         return {"rows": verified.rows.token_ids.shape[1], "target_seconds": target, "other_seconds": other}
 

@@ -32,6 +32,7 @@ def warm(session: Session, shapes: Sequence[GraphConfig]) -> None:
     for rows, count, words in sorted(set(_forwards(session, shapes)), key=lambda forward: forward[1:]):
         _warm_forward(session, session.row_models[rows], count, words)
     session.warmed = size
+    session.clock.begin_step()  # compiling is no part of it
 
 
 def _warm_graph(session: Session, shape: GraphConfig) -> None:
