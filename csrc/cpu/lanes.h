@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
-// Clang has no target_clones for functions that use vector types; there the baseline instruction set serves.
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+// Clang has no target_clones for functions that use vector types, and what picks one runs before the thread sanitizer
+// does; there the baseline instruction set serves.
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_THREAD__)
 #define GSD_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
 #define GSD_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
 inline bool has_avx512() { return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"); }

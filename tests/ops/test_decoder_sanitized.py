@@ -1,0 +1,55 @@
+"""The forward of rows under the sanitizers, and how much it allocates: the rows' activations, whatever the weights."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from block_code import programs
+from block_code.programs import BUILDS, CXX, ROOT, run
+
+SOURCE = ROOT / "tests/block_code/decoder.cpp"
+PARTS = [ROOT / "csrc/cpu" / f"{name}.cpp" for name in ("decoder", "path_attention", "model_math", "levels")]
+PARTS.append(ROOT / "csrc/cpu/products_portable.cpp")
+TORCH = ["-DTORCH_TARGET_VERSION=0x020A000000000000", "-isystem", Path(torch.__file__).parent / "include"]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
+    pytest.mark.skipif(not SOURCE.exists() or not PARTS[0].exists(), reason="not a source checkout"),
+]
+
+
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("decoder")
+    flags = {name: [flag for flag in of if flag != "-g"] for name, of in BUILDS.items()} | {"count": ["-DGSD_COUNT"]}
+    with ThreadPoolExecutor(2) as pool:
+        built = pool.map(lambda name: programs.build(SOURCE, folder / name, [*flags[name], *TORCH, *PARTS]), flags)
+        return dict(zip(flags, built, strict=True))
+
+
+@pytest.mark.parametrize("sanitizer", BUILDS)
+@pytest.mark.parametrize("rows", [1, 19, 50])
+def test_no_races_and_no_bad_accesses(decoders, sanitizer, rows):
+    status, output = run(decoders[sanitizer], rows, 1061, 333, 1)
+    assert status == 0, output[-3000:]
+
+
+def test_only_activations_of_the_rows_are_allocated(decoders):
+    def allocated(rows: int, hidden: int, inner: int, layers: int) -> int:
+        status, output = run(decoders["count"], rows, hidden, inner, layers)
+        assert status == 0
+        return int(output)
+
+    few = allocated(16, 64, 150, 2)
+    assert allocated(16, 64, 150, 6) == few
+    for rows, hidden, inner in ((16, 64, 150), (32, 64, 150), (16, 256, 600), (64, 256, 600)):
+        count, q = 2 * rows, 40  # of two sequences
+        activations = 4 * count * (2 * hidden + 2 * q + 2 * 20 + inner + 10)
+        packed = 4 * (count + 16) * (max(hidden, inner) + 32)
+        strips = 4 * 2 * count * 256
+        attention = 4 * 64 * (512 + rows + 64) + 4 * count * rows + (1 << 14)
+        assert allocated(rows, hidden, inner, 2) <= activations + 2 * packed + strips + attention
