@@ -8,7 +8,7 @@ residual block to the hidden state that the target's own output matrix reads, an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..model.hidden import LAST
 from ..model.properties import device_of, vocabulary
 from ..records import Candidates, Verified
 from .base import DraftSource, Level, Proposal, Text
@@ -181,11 +182,11 @@ def _device(target: PreTrainedModel) -> torch.device:
 class Heads(DraftSource):
     """Prediction heads on the target's last hidden state: candidates by depth, the same below every path.
 
-    Blockwise parallel decoding (arXiv 1811.03115), Medusa (arXiv 2401.10774). Nothing is known in the first step.
+    Blockwise parallel decoding (arXiv 1811.03115), Medusa (arXiv 2401.10774).
     """
 
     name = "heads"
-    needs_hidden = True
+    hidden_layers = (LAST,)
 
     def __init__(self, heads: DraftHeads) -> None:
         self.heads = heads
@@ -207,6 +208,13 @@ class Heads(DraftSource):
 
     def restart(self) -> None:
         self.known.zero_()
+
+    def read(self, hidden: Mapping[int, Tensor], begin: int) -> None:
+        """Keep the hidden state of the prompt's last position but one, which the root follows."""
+        if LAST in hidden:  # not of every piece
+            self.hidden.copy_(hidden[LAST][:, -1])
+            last = begin + hidden[LAST].shape[1] - 1
+            self.known.copy_(self.state.kv_start <= last)
 
     def propose(self, level: Level) -> Proposal:
         """Candidates of head d after nodes of depth d; the heads run once a step, at level 0."""
@@ -234,8 +242,7 @@ class Heads(DraftSource):
 
     def observe(self, verified: Verified) -> None:
         """Keep the hidden state of the row whose pick is the next root."""
-        assert verified.hidden is not None
-        found = verified.hidden
+        found = verified.hidden[LAST]
         at = verified.last_rows().to(found.device)[:, None, None].expand(-1, 1, found.shape[2])
         running = verified.accepted.num_accepted > 0
         self.hidden.copy_(torch.where(running.to(found.device)[:, None], found.gather(1, at)[:, 0], self.hidden))
