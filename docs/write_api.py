@@ -32,6 +32,7 @@ SECTIONS = {
         "GraphConfig",
         "Typical",
         "DraftHeads",
+        "Eagle3",
         "LayerSkip",
         "GraphDecoder",
     ),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gsd_kernels_hf import (
         DraftHeads,
         DraftSource,
+        Eagle3,
         GraphDecoder,
         LayerSkip,
         Level,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 _BINDINGS = (
     "DraftHeads",
     "DraftSource",
+    "Eagle3",
     "GraphDecoder",
     "LayerSkip",
     "Level",
@@ -59,6 +61,7 @@ __all__ = [
     "BackendUnavailableError",
     "DraftHeads",
     "DraftSource",
+    "Eagle3",
     "Frontier",
     "GraphConfig",
     "GraphDecoder",

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from .policy.tuning import StepCosts, tune
     from .records import Verified
     from .sources.base import DraftSource, Level, Proposal
+    from .sources.eagle3 import Eagle3
     from .sources.heads import DraftHeads
     from .sources.layer_skip import LayerSkip
 
 __all__ = [
     "DraftHeads",
     "DraftSource",
+    "Eagle3",
     "GenerationStats",
     "GraphDecoder",
     "GraphGenerateOutput",
@@ -37,6 +39,7 @@ __all__ = [
 
 _HOMES = {
     "DraftHeads": "sources.heads",
+    "Eagle3": "sources.eagle3",
     "GenerationStats": "engine.stats",
     "GraphDecoder": "engine.decoder",
     "GraphGenerateOutput": "engine.output",

@@ -11,11 +11,13 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..acceptance.criteria import warn_lossy
+from ..model import properties
 from ..parallel import ranks_of
 from ..policy.base import Policy
 from ..policy.fixed import FixedPolicy
 from ..policy.pairs import automatic_policy
 from ..sources.base import DraftSource
+from ..sources.heads import DraftHeads
 from .engine import Engines, Learned, engines_of
 from .loop import decode
 from .options import Options
@@ -66,6 +68,7 @@ class GraphDecoder(Options):
         **model_kwargs: Any,
     ) -> Tensor | GraphGenerateOutput:
         """Called by transformers' ``generate`` with prepared inputs; returns what ``generate`` returns."""
+        self.load(properties.unwrap(model))
         request = Request.of(
             self, model, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs
         )
@@ -103,8 +106,9 @@ class GraphDecoder(Options):
         return automatic_policy(
             learned.experience,
             request.model,
-            self.assistant_model,
+            self.assistant_model or (None if isinstance(self.drafter, DraftHeads) else self.drafter),
             sources=[source.name for source in sources],
+            reuses=not all(source.costs_forward for source in sources),
             about=f"{request.plan.temperature > 0} {self.criterion}",
             batch=request.batch,
             prefix=request.prompt_length,

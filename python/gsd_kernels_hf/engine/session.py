@@ -110,6 +110,8 @@ class Session:
         )
         self.proposal = ChainProposal(self.sampler) if kind.draws else None
         self.draws = None if self.proposal is None else self.proposal.draw
+        for source in sources:
+            source.check(model)  # and note what it needs of this target
         layers = tuple(sorted({layer for source in sources for layer in source.hidden_layers}))
         self.target = rows_of(model, capacity, self.state.kv_start, self.backend, layers)
         self.row_models: list[CachedText] = [self.target]
@@ -187,7 +189,7 @@ class Session:
         self.capacity = capacity
         self.state.grow(capacity + self.kind.width)
         for rows in self.row_models:
-            rows.cache.grow(capacity)
+            rows.grow(capacity)
         self.captured = None
 
     def holds(self, request: Request) -> int:
@@ -216,11 +218,6 @@ class Session:
     def keep(self, rows: CachedText) -> None:
         """Let a source's cache grow with the session, and forget when reuse is off."""
         self.row_models.append(rows)
-
-    @property
-    def input_ids(self) -> Tensor:
-        """The prompt, int64 [B, P]."""
-        return self.request.input_ids
 
     def read_prompt(self, rows: RowModel) -> None:
         """Store all of the prompt but its last token in the cache of ``rows``, as far as it is not there."""
@@ -260,7 +257,7 @@ class Session:
     @property
     def cache_bytes(self) -> int:
         """Bytes of all caches."""
-        return sum(rows.cache.nbytes for rows in self.row_models)
+        return sum(rows.nbytes for rows in self.row_models)
 
     def step(self) -> Verified:
         """Take one step: draft → merge → flatten → attend → verify → commit, then let sources observe it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gsd_kernels.graph import num_words
@@ -25,12 +25,13 @@ class CachedText:
     """A cache, and which tokens it holds of the last text.
 
     Args:
+        model: whose keys and values they are.
         cache: of keys and values.
         kv_start: int32 [B], left padding of every sequence of the text being written.
     """
 
-    def __init__(self, cache: GraphCache, kv_start: Tensor) -> None:
-        self.cache = cache
+    def __init__(self, model: nn.Module, cache: GraphCache, kv_start: Tensor) -> None:
+        self.model, self.cache = model, cache
         self.text_kv_start = kv_start
         self.stored: tuple[Tensor, Tensor] | None = None  # tokens [B, n] and padding [B] of the last text, on the CPU
 
@@ -39,6 +40,15 @@ class CachedText:
         shared = int(lengths.min())
         # Copies: the storage is used again for the next text.
         self.stored = tuple(t.to("cpu", copy=True) for t in (tokens[:, :shared], self.text_kv_start))
+
+    def grow(self, capacity: int) -> None:
+        """Make room for ``capacity`` positions; what is stored stays, at other addresses."""
+        self.cache.grow(capacity)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated so far."""
+        return self.cache.nbytes
 
     def forget(self) -> None:
         """Take nothing in the cache for the beginning of the next prompt."""
@@ -81,8 +91,7 @@ class RowModel(CachedText):
         hidden_layers: tuple[int, ...] = (),
     ) -> None:
         # The padding is of the text being written, wherever that is.
-        super().__init__(GraphCache(model.config, capacity, backend) if cache is None else cache, kv_start)
-        self.model = model
+        super().__init__(model, GraphCache(model.config, capacity, backend) if cache is None else cache, kv_start)
         self.stepping = with_cpu_linears(model, backend)  # the same model and weights
         self.configs = configs_of(model)  # switched for every forward by itself, and as they were in between
         self.windows = examine(model).windows

@@ -37,7 +37,8 @@ PAIRS = 32  # kept in a process; what was learned of the others is on disk
 COSTS = "costs"
 PRINT_VALUES = 16  # of a weight, that tell models of the same sizes apart
 
-Draft = PreTrainedModel | LayerSkip | None
+Draft = PreTrainedModel | LayerSkip | nn.Module | None
+"""A draft model, a view of the target, or a drafter that reads its hidden states."""
 
 
 class Pair:
@@ -95,6 +96,7 @@ def automatic_policy(
     draft: Draft,
     *,
     sources: Sequence[str],
+    reuses: bool,
     about: str,
     batch: int,
     prefix: int,
@@ -106,6 +108,7 @@ def automatic_policy(
         kept: what the caller keeps of this pair between generations; filled here.
         model, draft: target and draft.
         sources: names of the draft sources.
+        reuses: whether one of them proposes without a forward.
         about: of all else that acceptance depends on: how tokens are sampled, the criterion.
         batch, prefix: sequences, and tokens of the prompt.
         backend: of the ops.
@@ -114,7 +117,6 @@ def automatic_policy(
     if key not in kept:
         models = [model, *([] if draft is None or isinstance(draft, LayerSkip) else [draft])]
         about = " ".join([about, *sources, *(fingerprint(m) for m in models)])
-        reuses = not set(sources) <= {"model", "layer_skip"}
         kept.setdefault(key, pair_of(model, draft, backend).experience(about, reuses=reuses))
     experience, saver = kept[key]
     return AutoPolicy(experience, batch=batch, prefix=prefix, saver=saver)
@@ -130,7 +132,11 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, An
     device = properties.device_of(model)
     skip = isinstance(draft, LayerSkip)
 
-    def identity(m: PreTrainedModel) -> dict[str, Any]:
+    def identity(m: nn.Module) -> dict[str, Any]:
+        if not isinstance(m, PreTrainedModel):
+            first = next(m.parameters())
+            size = {name: list(p.shape) for name, p in m.named_parameters()}
+            return {"class": type(m).__name__, "dtype": str(first.dtype), "device": str(first.device), **size}
         config = m.config.get_text_config(decoder=True)
         size = {key: getattr(config, key, None) for key in SIZES}
         return {"class": type(m).__name__, "dtype": str(m.dtype), "device": str(properties.device_of(m)), **size}
@@ -140,11 +146,16 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, An
         "draft": str(draft) if skip else None if draft is None else identity(draft),
         "machine": machine(device),
         "backend": backend,
-        "draft_forward": "operator" if draft and not skip and why_not(draft, backend) is None else "modules",
+        "draft_forward": "operator" if in_one(draft, backend) else "modules",
         "compiled": gsd_kernels.backends.unavailable_reason("cpu", torch.device("cpu")) is None,
         "attention": implementation_of(model.config),
         "versions": [gsd_kernels.__version__, torch.__version__, transformers.__version__],
     }
+
+
+def in_one(draft: Draft, backend: str) -> bool:
+    """Whether the draft's forward is one operator."""
+    return isinstance(draft, PreTrainedModel) and why_not(draft, backend) is None
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -56,11 +56,6 @@ class Text(Protocol):
         """Let a cache of the source's own grow with the session, count as its memory, and forget when it does."""
         ...
 
-    @property
-    def input_ids(self) -> Tensor:
-        """The prompt, int64 [B, P], left-padded."""
-        ...
-
 
 @dataclass(frozen=True)
 class Level:
@@ -129,7 +124,9 @@ class DraftSource:
     models: tuple[PreTrainedModel, ...] = ()
 
     def check(self, target: PreTrainedModel) -> None:
-        """Refuse a target that the source cannot draft for.
+        """Refuse a target that the source cannot draft for; set what depends on it, as ``hidden_layers`` may.
+
+        Called before every call, and on a session's copy before :meth:`begin`.
 
         Raises:
             ValueError: the reason and the cure.

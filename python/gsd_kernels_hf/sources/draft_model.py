@@ -7,11 +7,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig
-from gsd_kernels.graph import pack_bits
 
 from .. import validate
 from ..model.runner import RowModel
 from .base import Text
+from .chain import Chain
 from .expansion import Expansion
 
 
@@ -72,27 +72,17 @@ class DraftModel(Expansion):
         return self.feed(self.state.out_len, config.chain_rows)
 
     def feed(self, end: Tensor, width: int) -> Tensor:
-        """Cache up to ``width`` tokens before ``end`` [B] as a chain; logits after the last, [B, 1, V].
-
-        The chain is right-aligned, so that its end is the last row; padding rows write above it.
-        """
-        state = self.state
-        count = (end - self.cached).clamp(max=width)  # [B]
-        row = torch.arange(width, device=state.tokens.device)
-        link = row - (width - count[:, None])  # [B, E]; place in the chain, negative for padding
-        real = link >= 0
-        tokens = state.tokens.gather(1, (self.cached[:, None] + link.clamp(min=0)).long())
-        slots = torch.where(real, link, count[:, None] + row)
-        before = row <= torch.where(real, link, -1)[:, :, None]  # [B, E, E]
-        mask = pack_bits(before | (row == slots[:, :, None]))
+        """Cache up to ``width`` tokens before ``end`` [B] as a chain; logits after the last, [B, 1, V]."""
+        chain = Chain.of(self.cached, end, width)
+        tokens = self.state.tokens.gather(1, chain.place)
         logits = self.rows.rows(
-            torch.where(real, tokens, 0),
+            torch.where(chain.real, tokens, 0),
             self.cached,
-            slots,
-            mask,
-            link.clamp(min=0).to(torch.int32),
-            row.to(torch.int32).expand_as(slots),
+            chain.slots,
+            chain.ancestor_mask,
+            chain.depths,
+            chain.node_depths,
             keep=1,
         )
-        self.cached.add_(count)
+        self.cached.add_(chain.count)
         return logits

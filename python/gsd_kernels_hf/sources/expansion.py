@@ -8,6 +8,7 @@ from torch import Tensor
 from gsd_kernels import GraphConfig
 
 from ..model.runner import RowModel
+from ..records import Candidates
 from .base import DraftSource, Level, Proposal, Text
 
 
@@ -36,31 +37,40 @@ class Expansion(DraftSource):
             batch, device = self.state.tokens.shape[0], self.state.tokens.device
             self.slot_depths[config] = torch.zeros(batch, config.draft_slots, dtype=torch.int32, device=device)
 
+    def frontier_slots(self, level: Level) -> tuple[Tensor, Tensor]:
+        """The slots of a level's frontier [W], and the depths of all slots so far [B, N], which are written here."""
+        width, frontier = level.config.width, level.frontier
+        first = (level.number - 1) * width
+        slot_depths = self.slot_depths[level.config]
+        slot_depths[:, first : first + width] = frontier.depths - 1
+        return first + torch.arange(width, device=self.state.tokens.device), slot_depths
+
+    def frontier_logits(self, level: Level) -> Tensor:
+        """Forward the frontier of a level beyond the root's; logits after its nodes, float [B, W, V]."""
+        frontier = level.frontier
+        slots, slot_depths = self.frontier_slots(level)
+        return self.rows.rows(
+            frontier.token_ids,
+            self.state.out_len,  # the root lies in the prefix
+            slots,
+            frontier.ancestor_mask,
+            frontier.depths - 1,
+            slot_depths,
+            keep=level.config.width,
+        )
+
     def propose(self, level: Level) -> Proposal | None:
         """Candidates of one forward over the frontier; ``None`` beyond ``depth`` levels."""
-        config, frontier = level.config, level.frontier
-        if level.number >= config.depth:
+        if level.number >= level.config.depth:
             return None
-        if level.number == 0:
-            logits = self.root_logits(config)
-        else:
-            first = (level.number - 1) * config.width
-            slots = first + torch.arange(config.width, device=self.state.tokens.device)
-            slot_depths = self.slot_depths[config]
-            slot_depths[:, first : first + config.width] = frontier.depths - 1
-            logits = self.rows.rows(
-                frontier.token_ids,
-                self.state.out_len,  # the root lies in the prefix
-                slots,
-                frontier.ancestor_mask,
-                frontier.depths - 1,
-                slot_depths,
-                keep=config.width,
-            )
-        logits, positions = logits[..., : self.vocab_size], level.positions.to(logits.device, torch.int32)
-        if self.text.draws is not None:
-            tokens, log_probs = self.text.draws(level.number, logits, positions)
-        else:
-            tokens, log_probs = self.sampler.candidates(logits, positions, config.branch)
+        logits = self.root_logits(level.config) if level.number == 0 else self.frontier_logits(level)
+        tokens, log_probs = self.candidates(level, logits)
         device = self.state.tokens.device
         return Proposal(tokens.to(device, non_blocking=True), log_probs.to(device, non_blocking=True))
+
+    def candidates(self, level: Level, logits: Tensor) -> Candidates:
+        """The best after every frontier node by its logits [B, W, V], or what speculative sampling draws."""
+        logits, positions = logits[..., : self.vocab_size], level.positions.to(logits.device, torch.int32)
+        if self.text.draws is not None:
+            return self.text.draws(level.number, logits, positions)
+        return self.sampler.candidates(logits, positions, level.config.branch)
