@@ -33,6 +33,7 @@ SECTIONS = {
         "Typical",
         "DraftHeads",
         "Eagle3",
+        "DFlash",
         "LayerSkip",
         "GraphDecoder",
     ),

@@ -24,6 +24,7 @@ from .ops.write_kv import write_kv
 
 if TYPE_CHECKING:
     from gsd_kernels_hf import (
+        DFlash,
         DraftHeads,
         DraftSource,
         Eagle3,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     )
 
 _BINDINGS = (
+    "DFlash",
     "DraftHeads",
     "DraftSource",
     "Eagle3",
@@ -59,6 +61,7 @@ __all__ = [
     "BACKENDS",
     "Acceptance",
     "BackendUnavailableError",
+    "DFlash",
     "DraftHeads",
     "DraftSource",
     "Eagle3",

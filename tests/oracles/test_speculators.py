@@ -12,11 +12,13 @@ pytest.importorskip("speculators", reason="oracle: needs gsd-kernels[oracles], w
 
 from models import tiny
 from sources.drafters import SIZES, random_tensors
+from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from transformers import LlamaConfig, Qwen3Config
 
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.records import DecodeState
+from gsd_kernels_hf.sources.dflash import DFlash, DFlashDrafts
 from gsd_kernels_hf.sources.eagle3 import Eagle3, Eagle3Drafts
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
@@ -119,3 +121,83 @@ def test_eagle3_equals_speculators(name, tmp_path):
     # Theirs reads token 0 after the last position.
     torch.testing.assert_close(ours.outputs(after)[1][:-1, 0], found[1][0, :-1], **TOLERANCE)
     assert (found[0] - found[1]).abs().max() > 0.1
+
+
+DFLASH = {
+    "one-layer": ({}, VOCAB, {}),
+    "three-layers": ({"num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 16}, VOCAB, {}),
+    "mha": ({"num_hidden_layers": 2, "num_key_value_heads": 4, "attention_bias": True}, VOCAB, {"block_size": 3}),
+    "reduced": ({"num_hidden_layers": 2, "hidden_size": 48}, 61, {"block_size": 7}),
+    "anchor": ({}, VOCAB, {"sample_from_anchor": True}),
+    "window": (
+        {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+        VOCAB,
+        {},
+    ),
+    "window-both-ways": (
+        {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0},
+        VOCAB,
+        {"sliding_window_non_causal": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DFLASH)
+@torch.no_grad()
+def test_dflash_equals_speculators(name, tmp_path):
+    """A block at every place of a text that the package chooses to draft from."""
+    layers, draft, settings = DFLASH[name]
+    length, settings = 19, {"block_size": 5, **settings}
+    sizes = {"hidden_size": 32, "vocab_size": VOCAB, "rms_norm_eps": 1e-5, "rope_theta": 5000.0, **SIZES}
+    config = Qwen3Config(**{**sizes, "num_hidden_layers": 1, **layers})
+    config._attn_implementation = "eager"
+    theirs = DFlashDraftModel(
+        DFlashSpeculatorConfig(
+            transformer_layer_config=config,
+            draft_vocab_size=draft,
+            aux_hidden_state_layer_ids=[0, 1, 2],
+            mask_token_id=VOCAB - 1,
+            **settings,
+        )
+    ).eval()
+    random_tensors(theirs)
+    size = theirs.hidden_size
+    if theirs.d2t is not None:
+        ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:draft].sort().values
+        theirs.d2t.copy_(ids - torch.arange(draft))
+    theirs.save_pretrained(tmp_path)
+    ours = DFlash.from_pretrained(tmp_path)
+    target = tiny(hidden_size=size, num_hidden_layers=2, num_attention_heads=4, dtype=torch.float32, vocab_size=VOCAB)
+    theirs.embed_tokens.weight.copy_(target.get_input_embeddings().weight)  # a checkpoint has none
+    assert ours.embed_tokens is None and (ours.lm_head is None) == (draft == VOCAB)
+
+    gen = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1, length, 3 * size, generator=gen)
+    tokens = torch.randint(0, VOCAB, (1, length), generator=gen)
+    block, anchors = settings["block_size"], length - settings["block_size"] - 1
+    mask = torch.zeros(1, length)
+    mask[:, 1 : 1 + anchors] = 1  # drafts from places 1 … anchors
+    found, _, _, _, places = theirs._backbone_forward(
+        hidden,
+        tokens,
+        mask,
+        torch.zeros(1, length, size),
+        torch.zeros(1, length, dtype=torch.long),
+        max_anchors=anchors,
+    )
+    places = places.view(anchors, block)[:, 0]
+    assert places.tolist() == list(range(1, 1 + anchors))
+
+    text = Text(target, tokens.expand(anchors, -1), torch.zeros(anchors, dtype=torch.int32))
+    source = DFlashDrafts(ours)
+    source.check(target)
+    source.begin(text)
+    source.restart()
+    source.read(dict(enumerate(hidden.expand(anchors, -1, -1).chunk(3, -1))), 0)
+    text.state.out_len.copy_(places + 1)  # the root is at the place
+    source.enter(text.state.out_len - 1, length)
+    mine = source.block_states()
+    # Their output for the root's own row is not trained and not read, but it is the same.
+    torch.testing.assert_close(mine, found.view(anchors, block, size), **TOLERANCE)
+    head = theirs.lm_head if ours.lm_head is None else ours.lm_head
+    torch.testing.assert_close(head(mine), theirs.lm_head(found).view(anchors, block, -1), **TOLERANCE)

@@ -200,3 +200,16 @@ def test_layouts_are_the_same_drafter(tmp_path):
     del sglang["eagle_config"]
     loaded = Eagle3.from_pretrained(save(tmp_path / "default", sglang, tensors))
     assert loaded.config.layers_of(tiny(num_hidden_layers=32, hidden_size=8)) == (2, 16, 29)
+
+
+def test_a_drafter_that_is_cast_between_calls_gets_another_session():
+    target, drafter = tiny(num_hidden_layers=3, vocab_size=VOCAB), random_eagle3(eagle3_config(target_of()))
+    options = {"max_new_tokens": 8, "eos_token_id": None, "do_sample": False}
+    plain = target.generate(prompts(1, 9, vocab=VOCAB)["input_ids"], **options)
+    gsd.patch(target, drafter=drafter, graph_config=GRAPHS["tree"])
+    try:
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            drafter.to(dtype)
+            assert torch.equal(target.generate(plain[:, :9], **options), plain)
+    finally:
+        gsd.unpatch(target)

@@ -55,8 +55,9 @@ class Options:
             draft model.
         draft_heads: :class:`~gsd_kernels.DraftHeads` that were trained for the target.
         drafter: a drafter that was trained for the target, from a checkpoint: its folder or hub id, whose config says
-            which kind it is, or a loaded one (:class:`~gsd_kernels.Eagle3`, :class:`~gsd_kernels.DraftHeads`).
-            :func:`gsd_kernels.patch` loads it once, :func:`gsd_kernels.generate` for every call.
+            which kind it is, or a loaded one (:class:`~gsd_kernels.Eagle3`, :class:`~gsd_kernels.DFlash`,
+            :class:`~gsd_kernels.DraftHeads`). :func:`gsd_kernels.patch` loads it once, :func:`gsd_kernels.generate` for
+            every call.
         reference_ids: int64 [length] for all sequences or [batch, length], a text that the output may repeat: the file
             to edit, a retrieved document. The history starts with it; it changes the speed, never the output.
         criterion: which drafted tokens are accepted when sampling. ``"exact"``: those that the model itself draws.

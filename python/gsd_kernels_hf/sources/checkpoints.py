@@ -228,6 +228,11 @@ def flag(config: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
+def set_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a config that are not null."""
+    return {name: value for name, value in config.items() if value is not None}
+
+
 def layer_numbers(name: str, value: Any, shift: int = 0) -> tuple[int, ...]:
     """Numbers of hidden states that a config lists, each ``shift`` higher.
 

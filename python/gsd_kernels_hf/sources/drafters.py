@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 from . import checkpoints
 from .base import DraftSource
 from .checkpoints import BadCheckpoint, Checkpoint
+from .dflash import DFlash, DFlashDrafts
 from .eagle3 import Eagle3, Eagle3Drafts
 from .heads import CONFIG_FILE, DraftHeads, Heads
 
-Drafter = Eagle3 | DraftHeads
+Drafter = Eagle3 | DFlash | DraftHeads
 """What ``drafter=`` takes, beside the place of one."""
 
-KINDS = (Eagle3, DraftHeads)
+KINDS = (Eagle3, DFlash, DraftHeads)
 
 
 def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Drafter:
@@ -32,13 +33,15 @@ def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
     if (folder / CONFIG_FILE).is_file():
         return DraftHeads.from_pretrained(folder, target)
     config = checkpoints.read_json(folder / checkpoints.CONFIG)
-    kind_of(config, folder)
-    return Eagle3.from_checkpoint(Checkpoint.open(folder), target)
+    kind = {"eagle3": Eagle3, "dflash": DFlash}[kind_of(config, folder)]
+    return kind.from_checkpoint(Checkpoint.open(folder), target)
 
 
 def source_of(drafter: Drafter) -> DraftSource:
     """The draft source of a loaded drafter."""
-    return Heads(drafter) if isinstance(drafter, DraftHeads) else Eagle3Drafts(drafter)
+    if isinstance(drafter, DraftHeads):
+        return Heads(drafter)
+    return DFlashDrafts(drafter) if isinstance(drafter, DFlash) else Eagle3Drafts(drafter)
 
 
 def kind_of(config: Mapping[str, Any], folder: Path) -> str:
@@ -47,13 +50,13 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
     Raises:
         ValueError: none that is served.
     """
-    if config.get("auto_map") and not config.get("dflash_config"):
-        raise BadCheckpoint(f"drafter: {folder} brings code of its own (auto_map), which is not run")
     named = config.get("speculators_model_type")
     if named is not None:
-        if named == "eagle3":
+        if named in ("eagle3", "dflash"):
             return named
-        raise BadCheckpoint(f"drafter: {folder} is of speculators' kind {named!r}; served is 'eagle3'")
+        raise BadCheckpoint(f"drafter: {folder} is of speculators' kind {named!r}; served are 'eagle3' and 'dflash'")
+    if "dflash_config" in config:  # its auto_map names code, which is not run
+        return "dflash"
     architectures = [str(name) for name in config.get("architectures") or ()]
     if any("Eagle3" in name for name in architectures) or "draft_vocab_size" in config:
         return "eagle3"
@@ -63,6 +66,6 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
             "pass it as assistant_model"
         )
     raise BadCheckpoint(
-        f"drafter: {folder} is no EAGLE-3 drafter and no draft heads: its config names the architectures "
+        f"drafter: {folder} is no EAGLE-3 or DFlash drafter and no draft heads: its config names the architectures "
         f"{architectures}"
     )

@@ -25,7 +25,7 @@ from .base import Level, Text
 from .chain import Chain
 from .checkpoints import BadCheckpoint, Checkpoint
 from .expansion import Expansion
-from .features import FeatureSource
+from .features import FeatureSource, in_target_ids
 from .layers import Attention, Layer, Rotary, RowPass, Turns, mlp_of
 
 __all__ = ["Eagle3"]
@@ -75,7 +75,7 @@ class Eagle3Config:
             raise BadCheckpoint("drafter: its config has no transformer_layer_config, which speculators' layout nests")
         flat = dict(nested) if isinstance(nested, dict) else dict(config)
         layers = checkpoints.layer_config(flat, "llama")
-        draft_vocab_size = checkpoints.number(set_in(config), "draft_vocab_size", default=layers.vocab_size)
+        draft_vocab_size = checkpoints.number(checkpoints.set_in(config), "draft_vocab_size", default=layers.vocab_size)
         if draft_vocab_size > layers.vocab_size:
             raise BadCheckpoint(
                 f"drafter: draft_vocab_size={draft_vocab_size} in its config is more than "
@@ -90,7 +90,9 @@ class Eagle3Config:
         return cls(
             layers,
             draft_vocab_size,
-            checkpoints.number({"target_hidden_size": layers.hidden_size, **set_in(config)}, "target_hidden_size"),
+            checkpoints.number(
+                {"target_hidden_size": layers.hidden_size, **checkpoints.set_in(config)}, "target_hidden_size"
+            ),
             fused_layers(config),
             own_embedding=own_embedding,
             **found,
@@ -107,11 +109,6 @@ class Eagle3Config:
             return self.hidden_layers
         count = int(target.config.get_text_config(decoder=True).num_hidden_layers)
         return (2, count // 2, count - 3)
-
-
-def set_in(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a config that are not null."""
-    return {name: value for name, value in config.items() if value is not None}
 
 
 def fused_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -269,6 +266,7 @@ class Eagle3Drafts(FeatureSource, Expansion):
 
     name = "eagle3"
     ahead = 1
+    shares = (0.5,)
 
     def __init__(self, module: Eagle3) -> None:
         self.module = module
@@ -327,16 +325,10 @@ class Eagle3Drafts(FeatureSource, Expansion):
         node_depths: Tensor,
     ) -> Tensor:
         """Outputs [B, R, D] of rows, as of :meth:`~gsd_kernels_hf.model.runner.RowModel.rows`."""
-        embedded = self.embedded(tokens.long()).to(features.dtype)
+        embedded = self.embedded(tokens.long())
         rows = self.rows.row_pass(kv_len, ancestor_mask, depths, node_depths)
         with self.rows.cache.writing((kv_len[:, None] + slots).long()):
             return self.module(embedded, features, self.rows.positions(kv_len, depths), rows)
-
-    def embedded(self, tokens: Tensor) -> Tensor:
-        """Embeddings of target ids [B, R]; one beyond a smaller vocabulary reads as token 0."""
-        own = self.module.embed_tokens
-        embed = self.embed if own is None else own
-        return embed(torch.where(tokens < embed.num_embeddings, tokens, 0))
 
     def root_logits(self, config: GraphConfig) -> Tensor:
         vectors, logits = self.module.outputs(self.feed(self.state.out_len - 1, config.chain_rows))
@@ -368,6 +360,5 @@ class Eagle3Drafts(FeatureSource, Expansion):
         if self.module.d2t is None:
             return super().candidates(level, logits)
         # Noise and filters go by the target's ids.
-        whole = logits.new_full((*logits.shape[:-1], self.module.config.layers.vocab_size), -torch.inf)
-        whole[..., self.target_ids] = logits
+        whole = in_target_ids(logits, self.target_ids, self.module.config.layers.vocab_size)
         return super().candidates(level, whole)

@@ -29,12 +29,15 @@ class FeatureCache(CachedText):
 
     Args:
         model: the drafter.
+        config: of its layers.
         text: being written.
+        extra: cache positions that a forward of the drafter needs, more than the target's rows do.
     """
 
-    def __init__(self, model: nn.Module, config: PretrainedConfig, text: Text) -> None:
-        target = text.target
-        super().__init__(model, GraphCache(config, target.cache.capacity, target.backend), text.state.kv_start)
+    def __init__(self, model: nn.Module, config: PretrainedConfig, text: Text, extra: int) -> None:
+        target, self.extra = text.target, extra
+        cache = GraphCache(config, target.cache.capacity + extra, target.backend)
+        super().__init__(model, cache, text.state.kv_start)
         self.backend = target.backend
         weight = next(model.parameters())
         batch = text.state.tokens.shape[0]
@@ -42,7 +45,7 @@ class FeatureCache(CachedText):
 
     def grow(self, capacity: int) -> None:
         """See :meth:`CachedText.grow`."""
-        super().grow(capacity)
+        super().grow(capacity + self.extra)
         grown = self.features.new_zeros(self.features.shape[0], capacity, self.features.shape[2])
         grown[:, : self.features.shape[1]] = self.features
         self.features = grown
@@ -84,12 +87,15 @@ class FeatureSource(DraftSource):
     ahead = 0
     """How many tokens beyond its own position an entry reads."""
 
+    extra_slots = 0
+    """Cache positions that a forward needs, more than the target's rows do."""
+
     module: nn.Module
 
     def start(self, text: Text, config: PretrainedConfig) -> None:
         """Make the storage of a session."""
         self.text, self.state, self.sampler = text, text.state, text.sampler
-        self.rows = FeatureCache(self.module, config, text)
+        self.rows = FeatureCache(self.module, config, text, self.extra_slots)
         text.keep(self.rows)
         self.embed = text.target.stepping.get_input_embeddings()
         self.cached = torch.zeros_like(self.state.out_len)  # int32 [B]; entries in the cache, padding included
@@ -127,6 +133,12 @@ class FeatureSource(DraftSource):
         like = self.rows.features
         return self.module.fuse([state.to(like.device, like.dtype) for state in states])
 
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Embeddings of target ids [B, R], in the drafter's dtype; one beyond a smaller vocabulary reads as token 0."""
+        own = self.module.embed_tokens
+        embed = self.embed if own is None else own
+        return embed(torch.where(tokens < embed.num_embeddings, tokens, 0)).to(self.rows.features.dtype)
+
     def prepare(self, config: GraphConfig) -> None:
         """Make entries of the prompt and of what other shapes' steps emitted, until at most a step's are missing."""
         if config.depth == 0:
@@ -141,3 +153,13 @@ class FeatureSource(DraftSource):
     def enter(self, end: Tensor, width: int) -> None:
         """Make up to ``width`` entries before ``end`` [B]."""
         raise NotImplementedError
+
+
+def in_target_ids(logits: Tensor, target_ids: Tensor, vocab_size: int) -> Tensor:
+    """Logits over the target's vocabulary, which noise and filters go by: [..., draft] → [..., V]; −inf elsewhere.
+
+    target_ids int64 [draft]: the target's id of every draft token.
+    """
+    whole = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+    whole[..., target_ids] = logits
+    return whole

@@ -46,12 +46,12 @@ class RowPass:
 
     Attributes:
         cache: of the drafter's layers, in its ``writing`` block.
-        inputs: of layers that see all of the text.
+        inputs: of layers that see all of the text; ``None`` where keys and values are stored only.
         windowed: of layers with a sliding window, where that differs.
     """
 
     cache: GraphCache
-    inputs: GraphInputs
+    inputs: GraphInputs | None
     windowed: GraphInputs | None = None
 
     def attend(self, module: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
