@@ -113,13 +113,15 @@ class Options:
         validate.check_listeners(self.streamer, self.observer)
 
     def load(self, target: PreTrainedModel) -> None:
-        """Load a drafter that was named by its place.
+        """Load a drafter that was named by its place, once.
 
         Raises:
-            ValueError: none that can be served, or another target's.
+            ValueError: none that can be served, another target's, or heads beside others.
         """
         if isinstance(self.drafter, (str, os.PathLike)):
             self.drafter = load_drafter(self.drafter, target)
+        if isinstance(self.drafter, DraftHeads) and self.draft_heads is not None:
+            raise ValueError("drafter: these are heads, and draft_heads has others; give one of the two")
 
     def sources(self, *, automatic: bool) -> list[DraftSource]:
         """The sources of one call, in the order in which they are mixed.

@@ -25,6 +25,7 @@ from ..model.properties import device_of, vocabulary
 from ..validate.models import MAX_VOCABULARY_PADDING
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "medusa_lm_head.pt")
 WANTED = ["*.json", "*.safetensors"]
 """What is fetched from the hub."""
@@ -98,19 +99,15 @@ class Checkpoint:
     files: dict[str, tuple[Path, tuple[int, ...]]] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, where: str | os.PathLike[str], weights: str = WEIGHTS) -> Checkpoint:
-        """Read the config and the headers of the weights.
-
-        Args:
-            where: a folder or hub id.
-            weights: name of the file of weights, if not the usual one or its shards.
+    def open(cls, where: str | os.PathLike[str]) -> Checkpoint:
+        """Read the config and the headers of the weights of a folder or hub id.
 
         Raises:
             BadCheckpoint: not there, unreadable, or pickled.
         """
         folder = fetch(where)
         found = cls(folder, read_json(folder / CONFIG))
-        for path in found._weight_files(weights):
+        for path in found._weight_files():
             try:
                 with safe_open(path, "pt") as file:
                     for name in list(file.keys()):
@@ -121,9 +118,10 @@ class Checkpoint:
                 raise BadCheckpoint(f"drafter: {path} is no readable safetensors file: {error}") from error
         return found
 
-    def _weight_files(self, weights: str) -> list[Path]:
-        if (self.folder / weights).is_file():
-            return [self.folder / weights]
+    def _weight_files(self) -> list[Path]:
+        for weights in (MEDUSA_WEIGHTS, WEIGHTS):
+            if (self.folder / weights).is_file():
+                return [self.folder / weights]
         if (self.folder / INDEX).is_file():
             index = read_json(self.folder / INDEX).get("weight_map")
             if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
@@ -136,9 +134,9 @@ class Checkpoint:
         if pickled:
             raise BadCheckpoint(
                 f"drafter: {self.folder} has {pickled[0]} alone, a pickle, which is not loaded since it may run code; "
-                f"convert it where you trust it: {conversion(self.folder / pickled[0], self.folder / weights)}"
+                f"convert it where you trust it: {conversion(self.folder / pickled[0], self.folder / WEIGHTS)}"
             )
-        raise BadCheckpoint(f"drafter: no {weights} in {self.folder}")
+        raise BadCheckpoint(f"drafter: no {WEIGHTS} in {self.folder}")
 
     def rename(self, new_name: Callable[[str], str | None]) -> None:
         """Give every tensor another name; ``None`` drops it.
@@ -163,9 +161,17 @@ class Checkpoint:
         """Give ``module``, whose weights are on the meta device, those of the files.
 
         Raises:
+            BadCheckpoint: see :meth:`read`.
+        """
+        shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+        module.load_state_dict(self.read(shapes), assign=True)
+
+    def read(self, expected: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """The tensors, once all of them are known to have the shapes that are expected.
+
+        Raises:
             BadCheckpoint: a tensor is missing, not known, of another shape, or not finite.
         """
-        expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
         for name, shape in expected.items():
             if name not in self.files:
                 raise BadCheckpoint(f"drafter: {self.folder} has no tensor {name}, which its config calls for")
@@ -180,10 +186,11 @@ class Checkpoint:
                 f"drafter: {self.folder} has a tensor {unknown[0]}, which this kind of drafter has no use for; it may "
                 "be of a variant that is not served"
             )
-        module.load_state_dict(self._read(), assign=True)
-        for name, value in module.state_dict().items():
+        found = self._read()
+        for name, value in found.items():
             if value.is_floating_point() and not bool(value.isfinite().all()):
                 raise BadCheckpoint(f"drafter: {name} in {self.folder} holds NaN or infinity")
+        return found
 
     def _read(self) -> dict[str, Tensor]:
         origin = getattr(self, "origin", {})

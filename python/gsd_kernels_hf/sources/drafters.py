@@ -33,8 +33,9 @@ def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
     if (folder / CONFIG_FILE).is_file():
         return DraftHeads.from_pretrained(folder, target)
     config = checkpoints.read_json(folder / checkpoints.CONFIG)
-    kind = {"eagle3": Eagle3, "dflash": DFlash}[kind_of(config, folder)]
-    return kind.from_checkpoint(Checkpoint.open(folder), target)
+    kind = kind_of(config, folder)
+    makers = {"eagle3": Eagle3.from_checkpoint, "dflash": DFlash.from_checkpoint, "medusa": DraftHeads.from_medusa}
+    return makers[kind](Checkpoint.open(folder), target)
 
 
 def source_of(drafter: Drafter) -> DraftSource:
@@ -57,6 +58,8 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
         raise BadCheckpoint(f"drafter: {folder} is of speculators' kind {named!r}; served are 'eagle3' and 'dflash'")
     if "dflash_config" in config:  # its auto_map names code, which is not run
         return "dflash"
+    if "medusa_num_heads" in config:
+        return "medusa"
     architectures = [str(name) for name in config.get("architectures") or ()]
     if any("Eagle3" in name for name in architectures) or "draft_vocab_size" in config:
         return "eagle3"
@@ -66,6 +69,6 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
             "pass it as assistant_model"
         )
     raise BadCheckpoint(
-        f"drafter: {folder} is no EAGLE-3 or DFlash drafter and no draft heads: its config names the architectures "
-        f"{architectures}"
+        f"drafter: {folder} is no EAGLE-3, DFlash or Medusa drafter and no draft heads: its config names the "
+        f"architectures {architectures}"
     )
