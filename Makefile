@@ -77,9 +77,9 @@ bench: $(READY)
 gpu-test: $(READY)
 	$(BIN)/python -m pytest -m gpu
 
-# In stages that can be interrupted and resumed; results in bench/results/gpu.
+# All stages; the same command goes on after an interruption. Results in bench/results/gpu.
 gpu-bench: $(READY)
-	$(BIN)/python bench/gpu/stages.py
+	$(BIN)/python bench/gpu/stages.py --files 100
 
 # Out-of-bounds accesses, then races in shared memory, of the CUDA ops on a GPU. Without torch's cache of allocations,
 # every tensor ends where its memory does.

@@ -79,8 +79,16 @@ def speed(results: Path) -> str:
 
 def _end_to_end(results: Path) -> list[dict[str, Any]]:
     """The runs of ``bench generate``, but for quick ones."""
-    paths = [*sorted(results.glob("generate-*.json")), *sorted((results / "gpu").glob("e2e-*.json"))]
-    return sorted((data for data in map(_read, paths) if not data["settings"]["quick"]), key=_order)
+    found = [*map(_read, sorted(results.glob("generate-*.json"))), *_of_stages(results / "gpu")]
+    runs = (data for data in found if data.get("case") == "generate" and not data["settings"]["quick"])
+    return sorted(runs, key=_order)
+
+
+def _of_stages(folder: Path) -> list[dict[str, Any]]:
+    """The benchmarks' own results in the records of the GPU's stages, rehearsals left out."""
+    stages = [data for data in map(_read, sorted(folder.glob("*.json"))) if not data.get("rehearsal")]
+    points = [point for data in stages for point in data.get("points", {}).values()]
+    return [point["report"] for point in points if "report" in point]
 
 
 def _order(data: dict[str, Any]) -> tuple[bool, bool, str, str]:
@@ -173,10 +181,8 @@ def sources(results: Path) -> str:
 def kernels(results: Path) -> str:
     """Each op at its largest size, beside the best peer of the same run; the GPU's results where there are any."""
     sections = []
-    for folder, pattern in ((results / "gpu", "*.json"), (results, "*.json")):
-        reports = [
-            Report.read(path) for path in sorted(folder.glob(pattern)) if _read(path).get("case") in KERNEL_CASES
-        ]
+    for found in (_of_stages(results / "gpu"), map(_read, sorted(results.glob("*.json")))):
+        reports = [Report.of(data) for data in found if data.get("case") in KERNEL_CASES]
         reports = [report for report in reports if not report.quick]
         if reports:
             sections.append(_kernel_table(reports))

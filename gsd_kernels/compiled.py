@@ -33,9 +33,9 @@ SCHEMAS = (
     "Tensor(c!) kv_len) -> ()",
     f"sample_rows(Tensor logits, Tensor positions, Tensor seed, Tensor sequence_ids, {_WARPERS}) -> Tensor",
     "draft_candidates(Tensor logits, Tensor positions, int branch, Tensor seed, Tensor sequence_ids, "
-    f"{_WARPERS}) -> (Tensor, Tensor)",
+    f"{_WARPERS}, bool noise=True) -> (Tensor, Tensor)",
     "dag_attention(Tensor q, Tensor k, Tensor v, Tensor ancestor_mask, Tensor kv_len, Tensor? kv_start, "
-    "Tensor? num_nodes, Tensor? row_depths, Tensor? node_depths, float scale, float? softcap, int? sliding_window) "
+    "Tensor? row_depths, Tensor? node_depths, float scale, float? softcap, int? sliding_window) "
     "-> (Tensor, Tensor)",
     "decoder_rows(Tensor token_ids, Tensor positions, Tensor slots, Tensor ancestor_mask, Tensor node_depths, "
     "Tensor kv_len, Tensor kv_start, Tensor embedding, Tensor[] layers, Tensor final_norm, Tensor head, "
@@ -46,9 +46,33 @@ SCHEMAS = (
     "ngram_lookup(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor contexts, int max_context, "
     "int ways) -> (Tensor, Tensor, Tensor)",
     "perturb_candidates(Tensor tokens, Tensor log_probs, Tensor positions, Tensor seed, Tensor sequence_ids) -> Tensor",
-    "mix_candidates(Tensor tokens, Tensor log_probs, Tensor other_tokens, Tensor other_log_probs, Tensor weight) "
-    "-> (Tensor, Tensor)",
+    "mix_candidates(Tensor tokens, Tensor log_probs, Tensor other_tokens, Tensor other_log_probs, Tensor weight, "
+    "Tensor? index=None) -> (Tensor, Tensor)",
+    "ngram_remember(Tensor(a!) keys, Tensor(b!) table_tokens, Tensor(c!) table_log_probs, Tensor token_ids, "
+    "Tensor parent_rows, Tensor depths, Tensor num_rows, Tensor tail, Tensor tokens, Tensor log_probs, "
+    "int max_context, int ways) -> ()",
+    "ngram_recall(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor token_ids, Tensor contexts, "
+    "Tensor depths, Tensor nodes, int branch, int max_context, int ways, Tensor? first_pick, Tensor? seed, "
+    "Tensor? sequence_ids) -> (Tensor, Tensor, Tensor)",
+    "calibrate_candidates(Tensor log_probs, Tensor log_ratio, Tensor? index, Tensor? edges) -> Tensor",
+    "learn_source(Tensor nodes, Tensor picked, Tensor[] node_ids, Tensor[] tokens, Tensor[] log_probs, "
+    "Tensor[] index, Tensor[] first_tokens, Tensor[] first_log_probs, Tensor start, Tensor(a!) shares, "
+    "Tensor(b!) counts, Tensor(c!) weights, Tensor? prior, Tensor(d!)? hits, Tensor(e!)? claimed, "
+    "Tensor(f!)? log_ratio, float prior_count, float memory) -> ()",
     "row_linear(Tensor x, Tensor weight) -> Tensor",
+    "start_graph(Tensor(a!) token_ids, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!) scores, Tensor(e!) contexts, "
+    "Tensor(f!) expanded, Tensor(g!) ancestor_mask, Tensor(h!) edge_targets, Tensor(i!) edge_log_probs, "
+    "Tensor(j!) num_nodes, Tensor(k!) num_merges, Tensor tokens, Tensor out_len, Tensor kv_start) -> Tensor",
+    "feed_rows(Tensor token_ids, Tensor depths, Tensor? slots, Tensor kv_len, Tensor kv_start, "
+    "Tensor(a!)? node_depths, int first_slot, int shift, int vocab, bool wide) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "feed_chain(Tensor tokens, Tensor end, Tensor(a!) cached, int width) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "accepted_path(Tensor accepted_rows, Tensor num_accepted, Tensor next_token, Tensor token_ids, Tensor node_ids) "
+    "-> (Tensor, Tensor)",
+    "commit_text(Tensor new_tokens, Tensor num_accepted, Tensor next_token, Tensor eos_ids, Tensor(a!) tokens, "
+    "Tensor(b!) out_len, Tensor(c!) remaining, Tensor(d!) done, Tensor(e!) emitted, Tensor(f!) num_emitted, "
+    "Tensor(g!) counts, Tensor? nodes, Tensor? parents, Tensor? num_nodes, Tensor? num_merges) -> ()",
     "write_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor positions) -> ()",
 )
 
@@ -140,6 +164,26 @@ def _ngram_lookup(
     return contexts.new_empty(shape), table_log_probs.new_empty(shape), contexts.new_empty(shape[:2])
 
 
+@torch.library.register_fake("gsd_kernels::ngram_remember")
+def _ngram_remember(*args: object) -> None:
+    return None
+
+
+@torch.library.register_fake("gsd_kernels::ngram_recall")
+def _ngram_recall(
+    keys: Tensor, table_tokens: Tensor, table_log_probs: Tensor, *args: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    nodes, branch = args[3], args[4]
+    assert isinstance(nodes, Tensor) and isinstance(branch, (int, torch.SymInt))
+    shape = (*nodes.shape, branch)
+    return nodes.new_empty(shape), table_log_probs.new_empty(shape), torch.empty_like(nodes)
+
+
+@torch.library.register_fake("gsd_kernels::calibrate_candidates")
+def _calibrate_candidates(log_probs: Tensor, *args: object) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
 @torch.library.register_fake("gsd_kernels::perturb_candidates")
 def _perturb_candidates(tokens: Tensor, log_probs: Tensor, *args: object) -> Tensor:
     return torch.empty_like(log_probs)
@@ -158,6 +202,40 @@ def _write_kv(*args: object) -> None:
 @torch.library.register_fake("gsd_kernels::row_linear")
 def _row_linear(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.register_fake("gsd_kernels::start_graph")
+def _start_graph(*args: Tensor) -> Tensor:
+    return torch.empty_like(args[12])
+
+
+@torch.library.register_fake("gsd_kernels::feed_rows")
+def _feed_rows(token_ids: Tensor, *args: object) -> tuple[Tensor, ...]:
+    dtype = torch.int64 if args[-1] else torch.int32
+    read = (token_ids.new_empty(token_ids.shape, dtype=dtype) for _ in range(3))
+    return (*read, torch.empty_like(token_ids), torch.empty_like(token_ids))
+
+
+@torch.library.register_fake("gsd_kernels::feed_chain")
+def _feed_chain(tokens: Tensor, end: Tensor, cached: Tensor, width: int) -> tuple[Tensor, ...]:
+    batch = tokens.shape[0]
+    token, slot, depth, node = (_int32(tokens, batch, width) for _ in range(4))
+    return _int32(tokens, batch), token, slot, depth, _int32(tokens, batch, width, num_words(width)), node
+
+
+@torch.library.register_fake("gsd_kernels::accepted_path")
+def _accepted_path(accepted_rows: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(accepted_rows), torch.empty_like(accepted_rows)
+
+
+@torch.library.register_fake("gsd_kernels::commit_text")
+def _commit_text(*args: object) -> None:
+    return None
+
+
+@torch.library.register_fake("gsd_kernels::learn_source")
+def _learn_source(*args: object) -> None:
+    return None
 
 
 @torch.library.register_fake("gsd_kernels::decoder_rows")

@@ -284,7 +284,7 @@ def _sampling_cases() -> list[Case]:
 
             logits = _meta(1, 64, 128256, dtype=dtype)
             seed = _meta(dtype=torch.int64)
-            best_tokens(logits, _meta(1, 64), count, seed, _meta(1), *parameters, count > 1)
+            best_tokens(logits, _meta(1, 64), count, seed, _meta(1), *parameters, True, count > 1)
 
         return Case("sampling", name, launch)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,12 @@ def test_every_verb_of_the_step_is_a_method():
 
     verbs = re.findall(r"^\| \*\*(\w+)\*\* \|", PAGE, re.MULTILINE)
     assert verbs == ["draft", "merge", "flatten", "attend", "verify", "commit"]
-    step = inspect.getsource(Session.step)
+    assert re.findall(r"self\.(propose|accept|settle)\(", inspect.getsource(Session.step)) == [
+        "propose",
+        "accept",
+        "settle",
+    ]
+    step = "".join(inspect.getsource(getattr(Session, part)) for part in ("propose", "accept", "settle"))
     assert re.findall(r"self\.(draft|flatten|attend|rule\.accept|commit)\(", step) == [
         "draft", "flatten", "attend", "rule.accept", "commit",
     ]  # fmt: skip
@@ -86,3 +92,38 @@ def test_every_verb_of_the_step_is_a_method():
 def test_two_sources_of_one_name_are_refused(source, target):
     with pytest.raises(ValueError, match="draft_sources: bigram, bigram have a name twice"):
         gsd.generate(target, **prompts(1, 5), **GREEDY, draft_sources=(source(), source()))
+
+
+def test_input_ids_enters_each_file_once():
+    """On its way from ``generate`` to the first step: no file hands it back, and none checks it twice."""
+    target, entered = tiny(dtype=torch.float32), []
+    inputs = prompts(1, 9)
+    options = {"assistant_model": noised(target), "graph_config": CONFIG, **GREEDY}
+    storage = inputs["input_ids"].untyped_storage().data_ptr()
+
+    def holds(value):
+        if isinstance(value, dict):
+            return any(holds(v) for v in value.values())
+        return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == storage
+
+    def inside(frame):
+        while frame is not None and "/gsd_kernels_hf/" not in frame.f_code.co_filename:
+            frame = frame.f_back
+        return None if frame is None else frame.f_code.co_filename.partition("/gsd_kernels_hf/")[2]
+
+    def watch(frame, event, _):
+        if event == "call" and "/gsd_kernels_hf/" in frame.f_code.co_filename:
+            file = inside(frame)
+            if any(holds(value) for value in frame.f_locals.values()) and inside(frame.f_back) != file:
+                entered.append(file)
+
+    def stop(_):
+        sys.setprofile(None)
+
+    sys.setprofile(watch)
+    try:
+        gsd.generate(target, **inputs, **options, observer=stop)
+    finally:
+        sys.setprofile(None)
+    assert {"api.py", "validate/inputs.py", "engine/request.py", "records.py"} <= set(entered)
+    assert len(entered) == len(set(entered)) <= 8, entered

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from gsd_kernels import GraphConfig, LayerSkip
-from gsd_kernels_hf import GenerationStats
 from gsd_kernels_hf.report import comparison
 
 from .pairs import Pair
@@ -28,8 +27,8 @@ DEFAULT = tuple(name for name in COMPETITORS if name not in SINGLE_SOURCES)
 
 PROMPT_LOOKUP_TOKENS = 10  # transformers' documentation's choice
 
-Decode = Callable[[Tensor, int, int], "tuple[Tensor, GenerationStats | None]"]
-"""(prompt [1, P], new tokens, seed) → (sequence [1, L], statistics of ours)."""
+Decode = Callable[[Tensor, int, int], comparison.Decoded]
+"""(prompt [1, P], new tokens, seed) → what was decoded."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +36,13 @@ class Competitor:
     """A way of decoding, or why it is missing.
 
     Attributes:
-        compiled: decodes with a compiled forward, which must be warmed up in full and not be hooked.
-        own_draft: drafts with the target's own forward, so that calls of it do not count as verification.
+        compiled: decodes with a compiled forward, which must be warmed up in full.
     """
 
     name: str
     decode: Decode | None = None
     missing: str | None = None
     compiled: bool = False
-    own_draft: bool = False
 
 
 def fixed_configs(device: torch.device) -> dict[str, GraphConfig]:
@@ -107,14 +104,14 @@ def _competitor(name: str, pair: Pair, sampling: dict[str, Any], backend: str, q
         if layers < 2:
             return Competitor(name, missing="a target of one layer has no earlier exit")
         # Half of the layers that compute something: an inflated target's added ones do not.
-        return Competitor(name, theirs(assistant_early_exit=max(1, _effective_layers(target) // 2)), own_draft=True)
+        return Competitor(name, theirs(counted=False, assistant_early_exit=max(1, _effective_layers(target) // 2)))
     return _by_model(name, target, draft, theirs)
 
 
 def _seeded(contender: comparison.Contender) -> Decode:
     """Decode with transformers' own random numbers."""
 
-    def decode(ids: Tensor, new_tokens: int, seed: int) -> tuple[Tensor, GenerationStats | None]:
+    def decode(ids: Tensor, new_tokens: int, seed: int) -> comparison.Decoded:
         torch.manual_seed(seed)
         return contender(_inputs(ids), new_tokens)
 
@@ -152,7 +149,7 @@ def _static(name: str, target: PreTrainedModel, theirs: Callable[..., Decode], q
             return Competitor(name, missing="this version of transformers compiles on GPUs only")
         config._compile_all_devices = True
         config.mode = "default"  # the other modes are about CUDA graphs
-    return Competitor(name, theirs(cache_implementation="static", compile_config=config), compiled=True)
+    return Competitor(name, theirs(counted=False, cache_implementation="static", compile_config=config), compiled=True)
 
 
 def _effective_layers(target: PreTrainedModel) -> int:
@@ -191,7 +188,7 @@ def _ours(name: str, pair: Pair, sampling: dict[str, Any], backend: str) -> Deco
         if name == "all":
             options["draft_heads"] = pair.heads
 
-    def decode(ids: Tensor, new_tokens: int, seed: int) -> tuple[Tensor, GenerationStats | None]:
+    def decode(ids: Tensor, new_tokens: int, seed: int) -> comparison.Decoded:
         contender = comparison.graph(target, seed=seed, backend=backend, **sampling, **options)
         return contender(_inputs(ids), new_tokens)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gsd_kernels_hf.console.ranks import from_first
 from gsd_kernels_hf.files import write_json
-from gsd_kernels_hf.report.comparison import first_divergence
+from gsd_kernels_hf.report.comparison import first_divergence, wait_for
 
 from ..lib.environment import environment
 from ..lib.intervals import Ratio, paired_ratio
@@ -237,41 +237,23 @@ def _prepare(settings: Settings, pair: Pair, report: GenerateReport) -> list[Com
 def _decode(
     pair: Pair, competitor: Competitor, ids: Tensor, settings: Settings, seed: int
 ) -> tuple[dict[str, Any], Tensor]:
-    forwards = 0
-
-    def count(*_: Any) -> None:
-        nonlocal forwards
-        forwards += 1
-
     assert competitor.decode is not None
-    hook = None if competitor.compiled or competitor.own_draft else pair.target.register_forward_pre_hook(count)
-    try:
-        _wait(settings.device)
-        begin = time.perf_counter()
-        sequence, stats = competitor.decode(ids, settings.new_tokens, seed)
-        _wait(settings.device)
-        seconds = time.perf_counter() - begin
-    finally:
-        if hook is not None:
-            hook.remove()
-    steps = stats.steps if stats is not None else forwards if hook is not None else None
-    new = sequence[0, ids.shape[1] :]
+    wait_for(settings.device)
+    begin = time.perf_counter()
+    decoded = competitor.decode(ids, settings.new_tokens, seed)
+    wait_for(settings.device)
+    seconds = time.perf_counter() - begin
+    new, stats = decoded.sequences[0, ids.shape[1] :], decoded.stats
     result = {
         "tokens": len(new),
         "seconds": seconds,
-        # A captured step calls no Python, so its forwards are known from our own count only.
-        "target_forwards": steps,
+        "target_forwards": decoded.target_forwards,
         "mean_rows": stats.target_rows / stats.steps if stats is not None and stats.steps else None,
         "same": None,
         "divergence": None,
         "stats": None if stats is None else stats.as_dict(),
     }
     return result, new
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _judge(

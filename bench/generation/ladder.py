@@ -161,12 +161,12 @@ def windows(file: Path = PROFILES) -> dict[str, list[dict[str, np.ndarray]]]:
     arrays = np.load(file)
     found: dict[str, list[dict[str, np.ndarray]]] = {}
     for kind in KINDS:
-        probs, hits = arrays[f"{kind}/all/probs"].astype(float), arrays[f"{kind}/all/hits"]
+        probs, hits = arrays[f"{kind}/model/probs"].astype(float), arrays[f"{kind}/model/hits"]
         model = AcceptanceModel(probs.shape[1])
-        model.observe("all", probs, hits)
+        model.observe("model", probs, hits)
         ranks = np.broadcast_to(np.arange(probs.shape[1]), probs.shape)
         ratio = (model.hits / model.expected)[ranks, np.searchsorted(Calibration.EDGES, probs)]
-        rows = {"all": np.minimum(probs * ratio, 1.0), "free": arrays[f"{kind}/free/probs"].astype(float)}
+        rows = {"model": np.minimum(probs * ratio, 1.0), "lookup": arrays[f"{kind}/lookup/probs"].astype(float)}
         found[kind] = []
         for number in range(PROMPTS):
             own = {name: rows[name][arrays[f"{kind}/{name}/prompt"] == number] for name in rows}
@@ -194,7 +194,7 @@ class Simulation:
         tokens, weak = {}, {}
         for kind, found in pools.items():
             tokens[kind] = np.stack([predict(window) for window in found])
-            weak[kind] = np.stack([predict({**window, "free": WEAK * window["free"]}) for window in found])
+            weak[kind] = np.stack([predict({**window, "lookup": WEAK * window["lookup"]}) for window in found])
         return cls(shapes, tokens, weak)
 
     def rates(self, curve: Curve, kind: str, *, weak: bool = False) -> np.ndarray:

@@ -1,238 +1,325 @@
-"""Builds, tests, tunes and measures on one GPU, in stages that can be resumed.
+"""Builds, tests and measures on one GPU, in stages in order of worth, for a machine that is lent for minutes.
 
-    python bench/gpu/stages.py [--out DIR] [--only STAGE]... [--budget SECONDS] [--again] [--list]
+    python bench/gpu/stages.py [--out DIR] [--former DIR] [--only STAGE]... [--budget SECONDS] [--again] [--list]
     python bench/gpu/stages.py --rehearse                  the same on a CPU with tiny shapes
 
-Every stage is a process of its own that ends within its limit (at most 8.5 minutes) and leaves ``STAGE.stage.json``
-(commands, seconds, the end of their output) beside its results. Stages that are done are skipped, so the same command
-goes on after an interruption; ``--budget`` begins none that could not finish in time. Nothing is imported but
-typer and the standard library: the first stage installs the package.
+Every stage is a process that ends within its limit (at most 8 minutes). It leaves two files, STAGE.json (device,
+versions, every measured point, what is left) and STAGE.log. What is measured is not measured again: the same command
+goes on where the last one ended, also on another machine that is given the files of earlier calls (``--former``). A
+call begins no stage for which its seconds (``--budget``) or files (``--files``) do not suffice.
+
+Only the standard library is imported here, and nothing need be installed: the stages import the packages of this
+checkout. What they need beside it is looked for first.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated
-
-import typer
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results" / "gpu"
-LIMIT = 510  # seconds a stage may take
-TAIL = 6000  # characters of output that are kept
+LONGEST = 480  # seconds that a stage may take
+GRACE = 20  # seconds of them for ending: a stage begins nothing new after the rest
+FILES = 8  # that a call leaves, at most
+FILES_PER_STAGE = 2
+MOST_LOG = 4 << 20  # bytes of a log that are kept
+TAIL = 4000  # characters of it in the record
+
+MODELS = ("torch", "triton", "transformers", "numpy")
+COMMAND_LINE = (*MODELS, "typer", "rich")
+TESTING = ("pytest", "hypothesis")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Commands that are run one after the other, until one fails or ``limit`` seconds are over."""
+    """One measurement that is run in a process of its own.
+
+    Attributes:
+        name: also of its files.
+        module: of this folder; its ``run`` does the work.
+        what: in a few words.
+        limit: seconds after which it is killed.
+        least: seconds with which it is worth beginning. A stage that goes on where it ended needs fewer than ``limit``.
+        needs: modules without which it does not begin.
+        with_ops: whether it uses the compiled CUDA ops, which are built first where they are missing.
+    """
 
     name: str
-    commands: tuple[tuple[str, ...], ...]
-    limit: int = LIMIT
+    module: str
+    what: str
+    limit: int = LONGEST
+    least: int = LONGEST
+    needs: tuple[str, ...] = MODELS
+    with_ops: bool = True
 
 
-def python(*arguments: str) -> tuple[str, ...]:
-    return sys.executable, *arguments
+#: In order of worth: what decides whether anything else means something comes first.
+STAGES = (
+    Stage("build", "build", "the CUDA ops for this GPU, the Triton kernels compiled, doctor", 300, 60, ("torch",)),
+    Stage("tests", "gpu_tests", "each kernel once, captured steps, then more", 480, 90, (*MODELS, *TESTING)),
+    Stage("gemm", "gemm", "cuBLAS with few rows on the 8B and 70B matrices, cold L2", 240, 45, with_ops=False),
+    Stage("attention", "attention_cold", "tree attention beside its peers, cold L2", 480, 60),
+    Stage("pair", "pair", "8B + 1B shapes: capture, nodes, memory, one replay by kernel, generate twice", 420, 240),
+    Stage("auto", "automatic", "auto for 128 tokens, compilations by step", 420, 240),
+    Stage("e2e-8b", "races", "8B behind a 1B, beside transformers' modes", needs=COMMAND_LINE),
+    Stage("e2e-7b", "races", "7B behind a 1.1B", needs=COMMAND_LINE),
+    Stage("e2e-70b", "races", "70B behind a 1.1B, on a GPU that holds it", needs=COMMAND_LINE),
+    Stage("kernels", "races", "merge, sample, commit", needs=COMMAND_LINE),
+    Stage("tune", "races", "launch configurations of the Triton attention", needs=COMMAND_LINE),
+    Stage("static-compile", "races", "transformers' compiled static cache", needs=COMMAND_LINE),
+)
 
 
-def bench(*arguments: str) -> tuple[str, ...]:
-    return python("-m", "gsd_kernels_hf", "--debug", "bench", *arguments)
+def stage_named(name: str) -> Stage:
+    """Raises:
+    ValueError: no such stage.
+    """
+    found = {stage.name: stage for stage in STAGES}
+    if name not in found:
+        raise ValueError(f"--only: no stage {name!r}; stages: {', '.join(found)}")
+    return found[name]
 
 
-def several(option: str, values: tuple[object, ...]) -> list[str]:
-    return [word for value in values for word in (option, str(value))]
+@dataclass(frozen=True)
+class Call:
+    """Where results go and come from, and what this call may spend."""
+
+    out: Path
+    former: Path
+    rehearse: bool = False
+    again: bool = False
+    budget: float = float("inf")
+    files: int = FILES
+
+    def record(self, stage: Stage) -> dict[str, Any]:
+        """What is known of a stage: of this call's folder, else of earlier calls'; empty if nothing."""
+        for folder in (self.out, self.former):
+            try:
+                found = json.loads((folder / f"{stage.name}.json").read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                continue
+            if isinstance(found, dict) and found.get("rehearsal") == self.rehearse:
+                return found
+        return {}
+
+    def is_done(self, stage: Stage) -> bool:
+        return bool(self.record(stage).get("ok"))
 
 
-def stages(out: Path, rehearse: bool) -> list[Stage]:
-    """All stages in order. A rehearsal has the same ones, with shapes and grids that a CPU gets through."""
-    shapes = ("tiny",) if rehearse else ("llama-2-7b", "llama-3-8b", "llama-2-70b")
-    rows = (1, 8) if rehearse else (1, 8, 16, 32, 64, 128)
-    prefixes = (64,) if rehearse else (1024, 4096, 8192, 32768)
-    device = ["--device", "cpu"] if rehearse else ["--device", "cuda"]
-    dtype = ["--dtype", "float32"] if rehearse else ["--dtype", "bfloat16"]
-    common = [*device, *dtype, "--out", str(out), "--seconds", "0.01" if rehearse else "0.2"]
-    whole = [*device, *dtype, "--out", str(out), "--pair", "tiny" if rehearse else "demo"]
-    small = "tiny" if rehearse else "tinyllama-1.1b"
-
-    found = [
-        Stage("build", () if rehearse else (install(),)),
-        Stage(
-            "doctor",
-            (python("-m", "gsd_kernels_hf", "doctor", *([] if rehearse else ["--kernels", "--arch", "90"])),),
-        ),
-        Stage("tests", (python("-m", "pytest", "-q", "--co" if rehearse else "--maxfail=20", *gpu_tests()),)),
-        # Rewrites this GPU's entries of gsd_kernels/attention_configs.json; the step costs are tuned in each e2e stage.
-        Stage("tune", (bench("tune-attention", *(["--help"] if rehearse else [])),)),
-    ]
-    for shape in shapes:
-        grid = [*several("--shape", (shape,)), *several("--rows", rows), *several("--prefix", prefixes)]
-        name = f"attention-{shape}"
-        found.append(Stage(name, (bench("attention", *common, *grid, "--peer", "sdpa_mask", "--name", name),)))
-    every = several("--shape", shapes)
-    found.append(
-        Stage(
-            "kernels",
-            (
-                bench("merge", *device, *common[4:], *several("--rows", (16,) if rehearse else ()), "--name", "merge"),
-                bench("sample", *common, *every, *several("--rows", rows[:2] if rehearse else ()), "--name", "sample"),
-                bench("commit", *common, *every, *several("--rows", rows[:1] if rehearse else ()), "--name", "commit"),
-            ),
-        )
-    )
-    found += [
-        # Function and cost apart: 7B behind a TinyLlama-shaped draft, 8B behind a 1B one, 70B behind TinyLlama's.
-        whole_run("e2e-7b", "tiny" if rehearse else "llama-2-7b", small, whole, rehearse),
-        whole_run(
-            "e2e-8b", "tiny" if rehearse else "llama-3-8b", "tiny" if rehearse else "llama-3.2-1b", whole, rehearse
-        ),
-        whole_run("e2e-70b", "tiny" if rehearse else "llama-2-70b", small, whole, rehearse),
-    ]
-    peer_grid = [
-        *several("--shape", shapes[:1]),
-        *several("--rows", rows[-1:] if rehearse else (16, 64)),
-        *several("--prefix", prefixes if rehearse else (4096,)),
-    ]
-    found += [
-        Stage(f"peers-{peer}", (bench("attention", *common, *peer_grid, "--peer", peer, "--name", f"peers-{peer}"),))
-        for peer in ("flex_attention", "flash_attn", "flashinfer")
-    ]
-    found.append(
-        whole_run(
-            "peers-static-compile",
-            "tiny" if rehearse else "llama-2-7b",
-            small,
-            whole,
-            rehearse,
-            competitors="hf-static-compile,plain,auto",
-        )
-    )
-    return found
-
-
-#: Against CUDA-graphed plain decoding (``plain``); what compiles longer has a stage of its own.
-COMPETITORS = "hf-greedy,hf-assisted-3,hf-assisted-5,hf-assisted-8,hf-assisted-dynamic,plain,chain,tree,graph,auto"
-
-
-def whole_run(
-    name: str, target: str, draft: str, common: list[str], rehearse: bool, competitors: str = COMPETITORS
-) -> Stage:
-    """One end-to-end race; it begins no prompt that would end after the limit."""
-    size = ["--prompts", "1", "--new-tokens", "8"] if rehearse else ["--prompts", "20", "--new-tokens", "128"]
-    shapes = ["--target-shape", target, "--draft-shape", draft]
-    if rehearse:
-        competitors = ",".join([*competitors.split(",")[:2], "auto"])
-    return Stage(
-        name,
-        (bench("generate", *common, *shapes, *size, "--competitors", competitors, "--seconds", "300", "--name", name),),
-    )
-
-
-def install() -> tuple[str, ...]:
-    """The package with its CUDA ops, without a network: torch and the other requirements are there already."""
-    return python("-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps", "-e", str(ROOT))
-
-
-def gpu_tests() -> list[str]:
-    # The project's options need plugins that a GPU machine may lack.
-    return ["-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=--strict-markers"]
-
-
-def run(stage: Stage, out: Path, rehearse: bool) -> bool:
-    """Run a stage and keep its record; whether every command succeeded."""
-    begin = time.monotonic()
-    environment = {**os.environ, **({} if rehearse else {"GSD_BUILD_CUDA": "1"})}
-    records = []
-    for command in stage.commands:
-        left = stage.limit - (time.monotonic() - begin)
-        print(f"{stage.name}: {' '.join(command)}", file=sys.stderr, flush=True)
-        log = out / f"{stage.name}.log"
-        with log.open("ab") as output:
-            code = call(command, environment, output, left)
-        records.append({"command": command[1:], "exit_code": code, "seconds": time.monotonic() - begin})
-        if code != 0:
+def run_all(stages: Sequence[Stage], call: Call) -> list[str]:
+    """Run the stages that are not done, while seconds and files suffice; the names of those that failed."""
+    begin, files, failed = time.monotonic(), 0, []
+    call.out.mkdir(parents=True, exist_ok=True)
+    for stage in stages:
+        left = call.budget - (time.monotonic() - begin)
+        if call.is_done(stage) and not call.again:
+            say(f"{stage.name}: done before")
+        elif files + FILES_PER_STAGE > call.files:
+            say(f"{stage.name}: left for the next call: more than {call.files} files")
             break
-    ok = all(record["exit_code"] == 0 for record in records)
-    tail = ""
-    if stage.commands:
-        tail = (out / f"{stage.name}.log").read_text(encoding="utf-8", errors="replace")[-TAIL:]
-    record = {"stage": stage.name, "ok": ok, "seconds": time.monotonic() - begin, "commands": records, "output": tail}
-    mark(out, stage).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"{stage.name}: {'done' if ok else 'FAILED'} in {record['seconds']:.0f} s", file=sys.stderr, flush=True)
-    if not ok:
-        print(tail[-2000:], file=sys.stderr, flush=True)
-    return ok
-
-
-def call(command: tuple[str, ...], environment: dict[str, str], output: IO[bytes], seconds: float) -> int:
-    """The command's exit code; 124 where it ran out of time."""
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=max(seconds, 1.0)
-        )
-    except subprocess.TimeoutExpired:
-        return 124
-    return done.returncode
-
-
-def mark(out: Path, stage: Stage) -> Path:
-    return out / f"{stage.name}.stage.json"
-
-
-def is_done(out: Path, stage: Stage) -> bool:
-    try:
-        return bool(json.loads(mark(out, stage).read_text(encoding="utf-8"))["ok"])
-    except (OSError, ValueError, KeyError):
-        return False
-
-
-def command(
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for results; default: bench/results/gpu.")] = None,
-    only: Annotated[list[str] | None, typer.Option("--only", metavar="STAGE", help="This stage; repeatable.")] = None,
-    budget: Annotated[float, typer.Option("--budget", metavar="SECONDS", help="For this call.")] = float("inf"),
-    again: Annotated[bool, typer.Option("--again", help="Also stages that are done.")] = False,
-    rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="On the CPU with tiny shapes, the build left out.")
-    ] = False,
-    list_stages: Annotated[bool, typer.Option("--list", help="Name the stages and leave.")] = False,
-) -> None:
-    """Build, test, tune and measure on one GPU, in stages that can be interrupted and resumed."""
-    folder = (out or (RESULTS.with_name("gpu-rehearsal") if rehearse else RESULTS)).resolve()
-    planned = stages(folder, rehearse)
-    if unknown := sorted(set(only or ()) - {stage.name for stage in planned}):
-        names = ", ".join(stage.name for stage in planned)
-        raise typer.BadParameter(f"--only: no stage {unknown[0]!r}; stages: {names}")
-    planned = [stage for stage in planned if not only or stage.name in only]
-    folder.mkdir(parents=True, exist_ok=True)
-    if list_stages:
-        for stage in planned:
-            print(f"{stage.name}{'  done' if is_done(folder, stage) else ''}")
-    elif failed := run_all(planned, folder, rehearse=rehearse, again=again, budget=budget):
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-        raise typer.Exit(1)
-
-
-def run_all(planned: list[Stage], out: Path, *, rehearse: bool, again: bool, budget: float) -> list[str]:
-    """Run the stages that are not done yet and fit into ``budget`` seconds; the names of those that failed."""
-    begin, failed = time.monotonic(), []
-    for stage in planned:
-        if is_done(out, stage) and not again:
-            print(f"{stage.name}: done before", file=sys.stderr)
-            continue
-        if time.monotonic() - begin + stage.limit > budget:
-            print(f"{stage.name}: left for the next call", file=sys.stderr)
+        elif left < stage.least:
+            say(f"{stage.name}: left for the next call: {left:.0f} s are left, it needs {stage.least}")
             break
-        if not run(stage, out, rehearse):
-            failed.append(stage.name)
-            if stage.name == "build":
-                break
+        else:
+            files += FILES_PER_STAGE
+            if run(stage, call, min(stage.limit, left)).get("failed"):
+                failed.append(stage.name)
     return failed
 
 
+def run(stage: Stage, call: Call, seconds: float) -> dict[str, Any]:
+    """Run one stage for at most ``seconds``; its record, which is written in any case.
+
+    The record's ``ok``: all points are measured. ``failed``: something went wrong (running out of time is no failure of
+    a stage that has measured a point).
+    """
+    begin = time.monotonic()
+    say(f"{stage.name}: {stage.what}")
+    result, log = call.out / f"{stage.name}.json", call.out / f"{stage.name}.log"
+    before, code = _stamp(result), 0
+    with log.open("ab") as output:
+        problem = missing(stage)
+        if problem is None and stage.with_ops and stage.module != "build" and not call.rehearse and not built():
+            code = build_ops(output, seconds)
+            if code:  # Triton's kernels need none of it
+                say(f"{stage.name}: the CUDA ops could not be built (see the log); goes on without them")
+        if problem is None:
+            left = seconds - (time.monotonic() - begin)
+            with search_path() as environment:
+                code = execute(worker(stage, call, left), environment, output, left)
+    shorten(log)
+    record = call.record(stage) if _stamp(result) != before else {"rehearsal": call.rehearse}
+    record |= {"stage": stage.name, "exit_code": code, "wall_seconds": round(time.monotonic() - begin, 1)}
+    if problem is not None:
+        record["error"] = problem
+    timed_out = code == 124 and bool(record.get("points"))
+    record["ok"] = bool(record.get("complete")) and code == 0
+    record["failed"] = not record["ok"] and not timed_out and not (code == 0 and record.get("waiting"))
+    record["output"] = log.read_text(encoding="utf-8", errors="replace")[-TAIL:]
+    write(result, record)
+    state = "done" if record["ok"] else problem or ("FAILED" if record["failed"] else "goes on in the next call")
+    say(f"{stage.name}: {state} after {record['wall_seconds']:.0f} s")
+    if record["failed"]:
+        say(record["output"][-2000:])
+    return record
+
+
+def _stamp(file: Path) -> int | None:
+    return file.stat().st_mtime_ns if file.exists() else None
+
+
+def missing(stage: Stage) -> str | None:
+    """What the stage needs and is not installed."""
+    absent = [name for name in stage.needs if importlib.util.find_spec(name) is None]
+    return f"the stage {stage.name} needs {', '.join(absent)}: not installed for {sys.executable}" if absent else None
+
+
+def worker(stage: Stage, call: Call, seconds: float) -> list[str]:
+    """The command that does a stage's work."""
+    options = ["--out", str(call.out), "--former", str(call.former), "--seconds", str(max(1.0, seconds - GRACE))]
+    flags = [*(["--rehearse"] * call.rehearse), *(["--again"] * call.again)]
+    return [sys.executable, "-m", "gsd_kernels_bench.gpu.work", stage.name, *options, *flags]
+
+
+@contextlib.contextmanager
+def search_path() -> Iterator[dict[str, str]]:
+    """An environment in which Python finds this checkout's packages, installed or not, and no earlier measurements."""
+    with tempfile.TemporaryDirectory(prefix="gsd-stages-") as folder:
+        Path(folder, "gsd_kernels_bench").symlink_to(ROOT / "bench", target_is_directory=True)
+        places = [str(ROOT), folder, str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]
+        yield {
+            "GSD_KERNELS_CACHE": os.path.join(folder, "cache"),  # what is learned starts cold, as on a new machine
+            "PYTHONUNBUFFERED": "1",
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, places)),
+        }
+
+
+def execute(command: Sequence[str], environment: dict[str, str], output: IO[bytes], seconds: float) -> int:
+    """The command's exit code; 124 where it ran out of time and was killed with all that it had started."""
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    ) as process:
+        try:
+            return process.wait(timeout=max(seconds, 1.0))
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                return 124
+            raise
+
+
+def built() -> bool:
+    """Whether the compiled CUDA ops lie in the checkout."""
+    return any((ROOT / "gsd_kernels").glob("_cuda*.so"))
+
+
+def build_command(*, into: Path | None = None) -> tuple[list[str], dict[str, str]]:
+    """The command that builds the CUDA ops and nothing else, and its environment; ``into``: not into the checkout."""
+    place = ["--inplace"] if into is None else ["--build-lib", str(into), "--build-temp", str(into / "temp")]
+    environment = {"GSD_CUDA_ARCHS": local_archs(), **os.environ, "GSD_BUILD_CUDA": "1", "GSD_BUILD_CPU": "0"}
+    return [sys.executable, "setup.py", "-q", "build_ext", *place], environment
+
+
+def local_archs() -> str:
+    """The compute capabilities of this machine's GPUs, 9.0 where nvidia-smi does not say."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        lines = []
+    return ";".join(sorted({line for line in lines if line.replace(".", "").isdigit()})) or "9.0"
+
+
+def build_ops(output: IO[bytes], seconds: float, *, into: Path | None = None) -> int:
+    """Build the CUDA ops, for this machine's GPUs unless GSD_CUDA_ARCHS names others; the exit code."""
+    command, environment = build_command(into=into)
+    return execute(command, environment, output, seconds)
+
+
+def shorten(log: Path) -> None:
+    """Keep the end of a log that is too long to be sent."""
+    size = log.stat().st_size
+    if size > MOST_LOG:
+        with log.open("rb") as file:
+            file.seek(size - MOST_LOG)
+            end = file.read()
+        log.write_bytes(end)
+
+
+def write(file: Path, record: dict[str, Any]) -> None:
+    """Replace a record whole: a call may be killed at any time."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    partial.replace(file)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def begin(
+    out: Path | None,
+    former: Path | None,
+    only: Sequence[str] | None,
+    *,
+    rehearse: bool,
+    again: bool,
+    budget: float,
+    files: int,
+    list_stages: bool,
+) -> int:
+    """Do what a command line asks for; the exit status.
+
+    Raises:
+        ValueError: an unknown stage.
+    """
+    chosen = [stage_named(name) for name in only or ()]
+    stages = [stage for stage in STAGES if not chosen or stage in chosen]
+    folder = (out or (RESULTS.with_name("gpu-rehearsal") if rehearse else RESULTS)).resolve()
+    call = Call(folder, (former or folder).resolve(), rehearse, again, budget, files)
+    if list_stages:
+        for stage in stages:
+            waits = "" if call.is_done(stage) else f"at most {stage.limit} s"
+            print(f"{stage.name:15} {waits or 'done':14} {stage.what}")
+        return 0
+    failed = run_all(stages, call)
+    if failed:
+        say(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Build, test and measure on one GPU, in stages in order of worth.")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for results; default: bench/results/gpu")
+    parser.add_argument("--former", type=Path, metavar="DIR", help="results of earlier calls; default: --out")
+    parser.add_argument("--only", action="append", metavar="STAGE", help="this stage; repeatable")
+    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="for this call")
+    parser.add_argument("--files", type=int, default=FILES, metavar="N", help=f"left by this call; default {FILES}")
+    parser.add_argument("--again", action="store_true", help="also what is done")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU with tiny shapes")
+    parser.add_argument("--list", action="store_true", dest="list_stages", help="name the stages and leave")
+    options = vars(parser.parse_args())
+    try:
+        return begin(**options)
+    except ValueError as error:
+        parser.error(str(error))
+
+
 if __name__ == "__main__":
-    typer.run(command)
+    sys.exit(main())

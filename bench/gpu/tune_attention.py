@@ -100,7 +100,7 @@ class Problem:
         q = torch.zeros(self.shapes["q"], dtype=self.dtype, device=device)
         k, v = (torch.zeros(self.shapes["kv"], dtype=self.dtype, device=device) for _ in range(2))
         nodes = -(-self.rows // 32)
-        lengths = (ints(1, fill=self.prefix), ints(1), ints(1, fill=self.rows))
+        lengths = (ints(1, fill=self.prefix), ints(1))
         depths = (ints(1, self.rows), ints(1, 32 * nodes))
         options = (50.0, self.prefix) if self.extras else (None, None)
         arguments = (q, k, v, ints(1, self.rows, nodes, fill=-1), *lengths, *depths, q.shape[-1] ** -0.5, *options)

@@ -29,8 +29,8 @@ BRANCH = 4  # children of a node of the tree
 MOST_ROWS = 128
 
 
-def random_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A LLaMA of a named shape."""
+def random_model(name: str, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
+    """A LLaMA of a named shape, made on the device."""
     shape = shape_named(name)
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
@@ -46,7 +46,8 @@ def random_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        return LlamaForCausalLM(config).eval()
+        with torch.device(device):
+            return LlamaForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(before)
 

@@ -69,9 +69,18 @@ class Report:
         """Raises:
         ValueError: not a result of a kernel case.
         """
-        data = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            return cls.of(json.loads(path.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> Report:
+        """Raises:
+        ValueError: not the fields of a result of a kernel case.
+        """
         if data.get("schema") != SCHEMA or "rows" not in data:
-            raise ValueError(f"{path}: not a result of gsd-kernels bench of schema {SCHEMA}")
+            raise ValueError(f"not a result of gsd-kernels bench of schema {SCHEMA}")
         return cls(**{**data, "rows": [Row(**row) for row in data["rows"]]})
 
     def _write_csv(self, path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Seconds of a call, and the bandwidth of copying memory."""
+"""Seconds of a call, and the bandwidth of copying and of reading memory."""
 
 from __future__ import annotations
 
@@ -65,3 +65,11 @@ def copy_bandwidth(device: torch.device, *, quick: bool = False) -> float:
     target = torch.empty_like(source)
     timing = time_call(lambda: target.copy_(source), device, seconds=0.3)
     return 2 * size / timing.median
+
+
+def read_bandwidth(device: torch.device, *, quick: bool = False) -> float:
+    """Bytes per second of summing one large tensor, which is only read."""
+    size = (64 << 20) if quick else (1 << 30 if device.type == "cuda" else 256 << 20)
+    source = torch.ones(size // 4, device=device)
+    timing = time_call(source.sum, device, seconds=0.3)
+    return size / timing.median

@@ -173,7 +173,7 @@ def measure(settings: Settings) -> dict[str, Any]:
                     "tokens": run.tokens,
                     # The forward of the prompt emits plain decoding's first token, and none of ours.
                     "decoded_tokens": len(run.tokens) - (way == PLAIN),
-                    "forwards": run.target_forwards - 1,
+                    "forwards": run.target_forwards - (way == PLAIN),
                     "messages": messages.as_dict(),
                 }
             )

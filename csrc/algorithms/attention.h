@@ -43,7 +43,6 @@ struct AttentionArgs {
   const int32_t* ancestor_mask;  // [B, R, words]
   const int32_t* kv_len;         // [B]
   const int32_t* kv_start;       // [B], null: 0
-  const int32_t* num_nodes;      // [B], null: every bit of the mask
   const int32_t* row_depths;     // [B, R], null: no sliding window
   const int32_t* node_depths;    // [B, ≥ nodes]
   float* partial_out;            // [B · Hkv, splits, M, D]
@@ -87,8 +86,7 @@ struct Span {
 GSD_HD Span span_of(const AttentionArgs& a, const AttentionSizes& s, int batch, int split) {
   const int kv_len = min_int(max_int(a.kv_len[batch], 0), s.capacity);
   if (split >= s.prefix_splits) {
-    int nodes = min_int(32 * s.words, s.capacity - kv_len);
-    if (a.num_nodes != nullptr) nodes = min_int(nodes, a.num_nodes[batch]);
+    const int nodes = min_int(32 * s.words, s.capacity - kv_len);
     const int begin = (split - s.prefix_splits) * s.nodes_per_split;
     return {begin, min_int(begin + s.nodes_per_split, nodes), kv_len, true};
   }

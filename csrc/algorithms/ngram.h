@@ -35,17 +35,54 @@ struct NgramTable {
   }
 };
 
+// The unrolled graph, whose rows' contexts run up the tree and on into the text before the root.
+struct NgramTree {
+  const int32_t* token_ids;    // [R]
+  const int32_t* parent_rows;  // [R]; null: contexts are given
+  const int32_t* depths;       // [R]
+  const int32_t* num_rows;     // [1]
+  const int32_t* tail;         // [C], the tokens before the root, nearest first
+
+  GSD_HD NgramTree at(const NgramSizes& s, int64_t b) const {
+    if (parent_rows == nullptr) return *this;
+    const int64_t r = b * s.rows;
+    return {token_ids + r, parent_rows + r, depths + r, num_rows + b, tail + b * s.context};
+  }
+};
+
 struct NgramInsertArgs {
   NgramTable table;
-  const int32_t* contexts;  // [R, C], nearest token first
+  const int32_t* contexts;  // [R, C], nearest token first; null with a tree, and so `valid`
   const int32_t* tokens;    // [R, K]
   const float* log_probs;   // [R, K]
   const bool* valid;        // [R]
+  NgramTree tree;
 
   GSD_HD NgramInsertArgs at(const NgramSizes& s, int64_t b) const {
     const int64_t r = s.rows;
-    return {table.at(s, b), contexts + b * r * s.context, tokens + b * r * s.branch, log_probs + b * r * s.branch,
-            valid + b * r};
+    const bool given = contexts != nullptr;
+    return {table.at(s, b), given ? contexts + b * r * s.context : nullptr,
+            tokens + b * r * s.branch, log_probs + b * r * s.branch, given ? valid + b * r : nullptr, tree.at(s, b)};
+  }
+
+  GSD_HD bool takes(int64_t row) const { return contexts != nullptr ? valid[row] : row < *tree.num_rows; }
+};
+
+// The tokens of a row's context, one after the other.
+struct ContextWalk {
+  const NgramInsertArgs& a;
+  const NgramSizes& s;
+  const int64_t row;
+  int64_t at = row;
+  int back = 0;
+
+  GSD_HD int32_t next() {
+    if (a.contexts != nullptr) return a.contexts[row * s.context + back++];
+    const int place = min_int(max_int(back++ - 1 - a.tree.depths[row], 0), s.context - 1);
+    if (at < 0) return a.tree.tail[place];
+    const int32_t token = a.tree.token_ids[at];
+    at = a.tree.parent_rows[at];
+    return token;
   }
 };
 
@@ -160,10 +197,12 @@ GSD_HD void insert_rows(Group& group, const NgramInsertArgs& a, const NgramSizes
     for (int row = rank; row < rows; row += step) {
       const int64_t from = first_row + row;
       ContextKeys keys;
+      ContextWalk walk{a, s, from};
+      const bool takes = a.takes(from);
       for (int i = 0; i < s.lengths; i++) {
         const int entry = row * s.lengths + i;
-        const int64_t key = keys.next(a.contexts[from * s.context + i]);
-        const bool taken = key != 0 && a.valid[from];
+        const int64_t key = keys.next(walk.next());
+        const bool taken = key != 0 && takes;
         arena.keys[entry] = key;
         arena.order[entry] = taken ? static_cast<uint64_t>(set_of(key, s)) << 32 | (entries - 1 - entry) : kAbsent;
       }
@@ -181,28 +220,37 @@ GSD_HD void insert_rows(Group& group, const NgramInsertArgs& a, const NgramSizes
   }
 }
 
+struct NgramMatch {
+  int length;      // of the context, 0 for none
+  int64_t entry;
+};
+
+// The longest context that is in the table; `token(i)` is its i-th, the nearest first.
+template <class Token>
+GSD_HD NgramMatch longest_match(const NgramTable& table, const NgramSizes& s, const Token& token) {
+  ContextKeys keys;
+  NgramMatch found{0, 0};
+  for (int i = 0; i < s.lengths; i++) {
+    const int64_t key = keys.next(token(i));
+    if (key == 0) break;
+    const int64_t set = static_cast<int64_t>(set_of(key, s)) * s.ways;
+    for (int way = 0; way < s.ways; way++) {
+      if (table.keys[set + way] == key) found = {i + 1, set + way};
+    }
+  }
+  return found;
+}
+
 // Rows are independent: no barrier, no arena.
 template <class Group>
 GSD_HD void look_up_rows(Group& group, const NgramLookupArgs& a, const NgramSizes& s) {
   for (int64_t row = group.rank(); row < s.rows; row += group.size()) {
-    ContextKeys keys;
-    int matched = 0;
-    int64_t at = 0;
-    for (int i = 0; i < s.lengths; i++) {
-      const int64_t key = keys.next(a.contexts[row * s.context + i]);
-      if (key == 0) break;
-      const int64_t set = static_cast<int64_t>(set_of(key, s)) * s.ways;
-      for (int way = 0; way < s.ways; way++) {
-        if (a.table.keys[set + way] == key) {
-          matched = i + 1;
-          at = set + way;
-        }
-      }
-    }
-    a.matched[row] = matched;
+    const NgramMatch found = longest_match(a.table, s, [&](int i) { return a.contexts[row * s.context + i]; });
+    a.matched[row] = found.length;
     for (int k = 0; k < s.branch; k++) {
-      a.tokens[row * s.branch + k] = matched > 0 ? a.table.tokens[at * s.branch + k] : -1;
-      a.log_probs[row * s.branch + k] = matched > 0 ? a.table.log_probs[at * s.branch + k] : negative_infinity();
+      const int64_t at = found.entry * s.branch + k;
+      a.tokens[row * s.branch + k] = found.length > 0 ? a.table.tokens[at] : -1;
+      a.log_probs[row * s.branch + k] = found.length > 0 ? a.table.log_probs[at] : negative_infinity();
     }
   }
 }
@@ -220,31 +268,122 @@ struct PerturbArgs {
   int rows, branch;             // W, K
 };
 
-// One row by one thread: log-softmax of log_probs + noise, with all other tokens as one of average noise.
-GSD_HD void perturb_row(const PerturbArgs& a, int64_t row) {
-  const NoiseStream stream = noise_stream(*a.seed, a.positions[row], a.sequence_ids[row / a.rows]);
-  const int32_t* tokens = a.tokens + row * a.branch;
-  const float* log_probs = a.log_probs + row * a.branch;
-  float* perturbed = a.perturbed + row * a.branch;
+// K candidates by one thread: log-softmax of log_probs + noise, with all other tokens as one of average noise. In place
+// too.
+GSD_HD void perturb(const NoiseStream& stream, const int32_t* tokens, const float* log_probs, float* perturbed,
+                    int branch) {
   float rest = 1.0f;
-  for (int k = 0; k < a.branch; k++) rest -= expf(log_probs[k]);
+  for (int k = 0; k < branch; k++) rest -= expf(log_probs[k]);
   rest = logf(rest < kLeastRest ? kLeastRest : rest) + kMeanGumbel;
   float top = rest;
-  for (int k = 0; k < a.branch; k++) {
+  for (int k = 0; k < branch; k++) {
     float noisy = negative_infinity();
     if (tokens[k] >= 0) noisy = log_probs[k] + gumbel_from(random_word(stream, tokens[k]));
     perturbed[k] = noisy;
     if (noisy > top) top = noisy;
   }
   float total = expf(rest - top);
-  for (int k = 0; k < a.branch; k++) total += expf(perturbed[k] - top);
+  for (int k = 0; k < branch; k++) total += expf(perturbed[k] - top);
   const float log_total = top + logf(total);
-  for (int k = 0; k < a.branch; k++) perturbed[k] -= log_total;
+  for (int k = 0; k < branch; k++) perturbed[k] -= log_total;
 }
 
-// K candidates of one source, O of the other.
+GSD_HD void perturb_row(const PerturbArgs& a, int64_t row) {
+  const int64_t at = row * a.branch;
+  perturb(noise_stream(*a.seed, a.positions[row], a.sequence_ids[row / a.rows]), a.tokens + at, a.log_probs + at,
+          a.perturbed + at, a.branch);
+}
+
+// What followed nodes of a graph: M nodes in it, R asked for, N entries of K continuations of which the best are wanted.
+struct NgramRecallArgs {
+  NgramTable table;             // read only
+  const int32_t* token_ids;     // [M]
+  const int32_t* contexts;      // [M, C], the tokens before each, nearest first
+  const int32_t* depths;        // [M]
+  const int32_t* nodes;         // [R], −1 for padding
+  const int32_t* first_pick;    // [1], index of the token after the root; null: no noise, and so the next two
+  const int64_t* seed;          // of all sequences
+  const int32_t* sequence_ids;  // [1]
+  int32_t* tokens;              // [R, wanted], −1 for none
+  float* log_probs;             // [R, wanted], −inf for none
+  int32_t* matched;             // [R]
+  int graph_nodes, wanted;      // M, of K
+
+  GSD_HD NgramRecallArgs at(const NgramSizes& s, int64_t b) const {
+    const int64_t m = b * graph_nodes, r = b * s.rows;
+    const bool noisy = first_pick != nullptr;
+    return {table.at(s, b),
+            token_ids + m,
+            contexts + m * s.context,
+            depths + m,
+            nodes + r,
+            noisy ? first_pick + b : nullptr,
+            seed,
+            noisy ? sequence_ids + b : nullptr,
+            tokens + r * wanted,
+            log_probs + r * wanted,
+            matched + r,
+            graph_nodes,
+            wanted};
+  }
+};
+
+template <class Group>
+GSD_HD void recall_nodes(Group& group, const NgramRecallArgs& a, const NgramSizes& s) {
+  for (int row = group.rank(); row < s.rows; row += group.size()) {
+    const int node = max_int(a.nodes[row], 0);
+    const int32_t* before = a.contexts + static_cast<int64_t>(node) * s.context;
+    const NgramMatch found =
+        longest_match(a.table, s, [&](int i) { return i == 0 ? a.token_ids[node] : before[i - 1]; });
+    int32_t* tokens = a.tokens + static_cast<int64_t>(row) * a.wanted;
+    float* log_probs = a.log_probs + static_cast<int64_t>(row) * a.wanted;
+    a.matched[row] = found.length;
+    for (int k = 0; k < a.wanted; k++) {
+      const int64_t at = found.entry * s.branch + k;
+      tokens[k] = found.length > 0 ? a.table.tokens[at] : -1;
+      log_probs[k] = found.length > 0 ? a.table.log_probs[at] : negative_infinity();
+    }
+    if (a.first_pick != nullptr) {
+      perturb(noise_stream(*a.seed, *a.first_pick + a.depths[node], *a.sequence_ids), tokens, log_probs, log_probs,
+              a.wanted);
+    }
+    for (int k = 0; k < a.wanted; k++) {
+      if (tokens[k] < 0) log_probs[k] = negative_infinity();
+    }
+  }
+}
+
+// One candidate's log-probability by one thread, corrected by a table: by an index of its row and by its rank, or by its
+// rank and by the bin of its probability; never above 0.
+struct CalibrateArgs {
+  const float* log_probs;  // [R, K]
+  const float* log_ratio;  // [entries, columns]
+  const int32_t* index;    // [R]; null: 0
+  const float* edges;      // [columns − 1] between bins of probability; null: by index
+  float* calibrated;       // [R, K]
+  int branch, entries, columns;
+};
+
+GSD_HD void calibrate_candidate(const CalibrateArgs& a, int64_t at) {
+  const float log_prob = a.log_probs[at];
+  const int rank = static_cast<int>(at % a.branch);
+  int64_t cell = rank;
+  if (a.edges != nullptr) {
+    const float prob = expf(log_prob);
+    int bin = 0;
+    while (bin < a.columns - 1 && a.edges[bin] < prob) bin++;
+    cell = static_cast<int64_t>(rank) * a.columns + bin;
+  } else if (a.index != nullptr) {
+    const int entry = min_int(max_int(a.index[at / a.branch], 0), a.entries - 1);
+    cell = static_cast<int64_t>(entry) * a.columns + rank;
+  }
+  const float corrected = log_prob + a.log_ratio[cell];
+  a.calibrated[at] = corrected > 0.0f ? 0.0f : corrected;
+}
+
+// K candidates of one source, O of the other; `weights` entries to look a row's weight up in, 0: a row has its own.
 struct MixSizes {
-  int branch, others;
+  int branch, others, weights;
 
   GSD_HD int candidates() const { return branch + others; }
 };
@@ -255,12 +394,15 @@ struct MixArgs {
   const int32_t* other_tokens;   // [O]
   const float* other_log_probs;  // [O]
   const float* weight;           // [1], of the other source
+  const int32_t* index;          // [1]; null: the table's first entry
   int32_t* mixed;                // [K], −1 for none
   float* mixed_log_probs;        // [K]
 
   GSD_HD MixArgs at(const MixSizes& s, int64_t row) const {
     const int64_t k = row * s.branch, o = row * s.others;
-    return {tokens + k, log_probs + k, other_tokens + o, other_log_probs + o, weight + row, mixed + k,
+    int64_t at = s.weights > 0 ? 0 : row;
+    if (s.weights > 0 && index != nullptr) at = min_int(max_int(index[row], 0), s.weights - 1);
+    return {tokens + k, log_probs + k, other_tokens + o, other_log_probs + o, weight + at, nullptr, mixed + k,
             mixed_log_probs + k};
   }
 };

@@ -41,13 +41,14 @@ struct PickArgs {
   const Logit* logits;   // [V]
   float* scores;         // [V], working memory
   int32_t* tokens;       // [K], best first
-  float* log_probs;      // [K], or null: K = 1 and a NaN in the row gives token −1
+  float* log_probs;      // [K], or null: K = 1 and a row without a pick gives token −1
   Warpers warpers;
   NoiseStream noise;
 };
 
 struct PickSizes {
   int vocab, branch;
+  bool noisy = true;  // else what is likely is ranked, rather than what will be drawn
 };
 
 struct PickArena {
@@ -170,6 +171,8 @@ GSD_HD void pick_tokens(Group& group, const PickArgs<Logit>& a, const PickSizes&
   }
   const bool has_nan = reduce(group, arena.partial, my_nan ? 0 : 1, Least{}) == 0;
   float max = reduce_max(group, arena.partial, my_max);
+  // A row to draw from needs a largest logit that is finite.
+  const bool no_pick = has_nan || (!greedy && !(max > negative_infinity() && max < -negative_infinity()));
 
   // 2. Cut what the warpers cut, and add the noise.
   if (!greedy && !has_nan && max > negative_infinity()) {
@@ -182,7 +185,8 @@ GSD_HD void pick_tokens(Group& group, const PickArgs<Logit>& a, const PickSizes&
       for (int word = 0; word < 4; word++) {
         const int i = 4 * block + word;
         if (i >= s.vocab) continue;
-        const float score = a.scores[i] >= floor ? a.scores[i] + gumbel_from(bits[word]) : negative_infinity();
+        const float noise = s.noisy ? gumbel_from(bits[word]) : 0.0f;
+        const float score = a.scores[i] >= floor ? a.scores[i] + noise : negative_infinity();
         a.scores[i] = score;
         my_max = score > my_max ? score : my_max;
       }
@@ -216,7 +220,7 @@ GSD_HD void pick_tokens(Group& group, const PickArgs<Logit>& a, const PickSizes&
     const float score = found ? score_of(static_cast<uint32_t>(last >> 32)) : negative_infinity();
     a.tokens[k] = found ? static_cast<int32_t>(last & 0xFFFFFFFF) : -1;
     if (a.log_probs == nullptr) {
-      if (has_nan) a.tokens[k] = -1;
+      if (no_pick) a.tokens[k] = -1;
     } else {
       const float not_a_number = float_from_bits(0x7FC00000u);
       a.log_probs[k] = has_nan ? not_a_number : score > negative_infinity() ? score - max - log_sum : score;

@@ -49,8 +49,7 @@ void attend_item(const RowAttention& a, int64_t item) {
   const int64_t group = a.heads / a.kv_heads, size = bytes_of(a.cache_element), q_size = bytes_of(a.element);
   const int64_t begin = item % cuts * kItemRows, count = std::min(kItemRows, group * a.rows - begin);
   const int64_t kv_len = a.kv_len[b], start = a.kv_start ? a.kv_start[b] : 0;
-  int64_t nodes = std::min(a.words * 32, a.slots - kv_len);
-  if (a.num_nodes) nodes = std::min<int64_t>(nodes, a.num_nodes[b]);
+  const int64_t nodes = std::min(a.words * 32, a.slots - kv_len);
   const char* keys = a.k + (b * a.k_batch + kv_head * a.k_head) * size;
   const char* values = a.v + (b * a.v_batch + kv_head * a.v_head) * size;
 
@@ -151,7 +150,7 @@ namespace {
 
 std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                          const Tensor& ancestor_mask, const Tensor& kv_len,
-                                         const std::optional<Tensor>& kv_start, const std::optional<Tensor>& num_nodes,
+                                         const std::optional<Tensor>& kv_start,
                                          const std::optional<Tensor>& row_depths,
                                          const std::optional<Tensor>& node_depths, double scale,
                                          std::optional<double> softcap, std::optional<int64_t> sliding_window) {
@@ -179,7 +178,6 @@ std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const
   };
   a.kv_len = lengths("kv_len", kv_len);
   a.kv_start = kv_start ? lengths("kv_start", *kv_start) : nullptr;
-  a.num_nodes = num_nodes ? lengths("num_nodes", *num_nodes) : nullptr;
   for (int64_t b = 0; b < a.batch; b++) {
     STD_TORCH_CHECK(a.kv_len[b] >= 0 && a.kv_len[b] <= a.slots && (!a.kv_start || a.kv_start[b] >= 0),
                     "kv_len: the prefix ends at ", a.kv_len[b], ", the cache at ", a.slots);

@@ -20,7 +20,7 @@ struct RowAttention {
   Element cache_element;  // of k and v
   const int32_t* mask;  // [batch, rows, words]
   const int32_t* kv_len;
-  const int32_t *kv_start, *num_nodes;      // or null
+  const int32_t* kv_start;                  // or null
   const int32_t *row_depths, *node_depths;  // with a window: [batch, rows], [batch, node_depths_batch]
   int64_t node_depths_batch;
   float scale;

@@ -8,9 +8,12 @@
 
 constexpr int kOutputs = 4;  // with six rows: 24 sums, four vectors of weights and one of a row in 32 registers
 constexpr int64_t kNearBytes = 512 << 10;  // of packed rows, that stay in the second cache while all weights go past
-constexpr int64_t kLine = 64;
+constexpr int64_t kLine = 64, kPage = 4096;
+constexpr int64_t kAhead = 2 * kOutputs;     // outputs from those that are multiplied to those that are asked for
+constexpr int64_t kPagesAhead = 16 * kPage;  // from there to the pages whose addresses are known already
 
 GSD_TILE int64_t fewer(int64_t a, int64_t b) { return a < b ? a : b; }
+GSD_TILE const char* sooner(const char* a, const char* b) { return a < b ? a : b; }
 
 template <class T>
 int64_t row_bytes_of(int64_t k) {
@@ -34,11 +37,10 @@ void pack_of(const float* x, int64_t x_stride, int64_t first, int64_t last, int6
   }
 }
 
-// out[R, 4] = x[R, k] · column[4, k]ᵀ. Meanwhile memory is asked for `asked` of the next columns.
+// out[R, 4] = x[R, k] · column[4, k]ᵀ. Meanwhile memory is asked for `asked` columns from `ahead` on, in its order.
 template <class T, int R>
 GSD_TILE void product_tile(const char* x, int64_t row_bytes, int64_t k, const typename T::Stored* const* column,
-                           const typename T::Stored* const* ahead, int64_t asked, int64_t outputs, float* out,
-                           int64_t out_stride) {
+                           const char* ahead, int64_t asked, int64_t outputs, float* out, int64_t out_stride) {
   typedef typename T::Seen Seen;
   constexpr int64_t kStepsALine = kLine / (T::kStep * static_cast<int64_t>(sizeof(typename T::Stored)));
   typename T::Sum total[R][kOutputs];
@@ -51,9 +53,6 @@ GSD_TILE void product_tile(const char* x, int64_t row_bytes, int64_t k, const ty
   typename T::Row row;
   int64_t i = 0;
   for (; i + T::kStep <= k; i += T::kStep) {
-    if (kStepsALine <= 1 || i % (kStepsALine * T::kStep) == 0) {
-      for (int64_t j = 0; j < asked; j++) __builtin_prefetch(ahead[j] + i, 0, 2);
-    }
     GSD_UNROLL
     for (int j = 0; j < kOutputs; j++) T::widen(column[j] + i, weights[j]);
     GSD_UNROLL
@@ -61,6 +60,9 @@ GSD_TILE void product_tile(const char* x, int64_t row_bytes, int64_t k, const ty
       T::see(reinterpret_cast<const Seen*>(x + r * row_bytes) + i, row);
       GSD_UNROLL
       for (int j = 0; j < kOutputs; j++) T::add(row, weights[j], total[r][j]);
+    }
+    if (kStepsALine <= 1 || i % (kStepsALine * T::kStep) == 0) {  // behind the loads that are waited for
+      for (int64_t j = 0; j < asked; j++, ahead += kLine) __builtin_prefetch(ahead, 0, 2);
     }
   }
   if (i < k) {
@@ -75,11 +77,12 @@ GSD_TILE void product_tile(const char* x, int64_t row_bytes, int64_t k, const ty
   }
   GSD_UNROLL
   for (int r = 0; r < R; r++) {
-    float sum[kOutputs];
-    T::sums(total[r], sum);
-    GSD_UNROLL
-    for (int j = 0; j < kOutputs; j++) {
-      if (j < outputs) out[r * out_stride + j] = sum[j];
+    if (outputs == kOutputs) {
+      T::sums(total[r], out + r * out_stride);
+    } else {
+      float sum[kOutputs];
+      T::sums(total[r], sum);
+      for (int j = 0; j < outputs; j++) out[r * out_stride + j] = sum[j];
     }
   }
 }
@@ -87,12 +90,18 @@ GSD_TILE void product_tile(const char* x, int64_t row_bytes, int64_t k, const ty
 // The same for up to R rows, as many as there are.
 template <class T, int R>
 GSD_TILE void product_rows(int64_t rows, const char* x, int64_t row_bytes, int64_t k,
-                           const typename T::Stored* const* column, const typename T::Stored* const* ahead,
-                           int64_t asked, int64_t outputs, float* out, int64_t out_stride) {
+                           const typename T::Stored* const* column, const char* ahead, int64_t asked,
+                           int64_t outputs, float* out, int64_t out_stride) {
   if constexpr (R > 1) {
     if (rows < R) return product_rows<T, R - 1>(rows, x, row_bytes, k, column, ahead, asked, outputs, out, out_stride);
   }
   product_tile<T, R>(x, row_bytes, k, column, ahead, asked, outputs, out, out_stride);
+}
+
+// Has the addresses of `touched` … `until` − 1 looked up, many pages at once: one by one, each would hold up the products
+// for as long as that takes.
+GSD_TILE void touch_pages(const char*& touched, const char* until) {
+  for (; touched < until; touched += kPage) __builtin_prefetch(touched, 0, 2);
 }
 
 // Outputs that hang over the edge repeat the last one and are not stored.
@@ -101,25 +110,28 @@ void products_of(const void* packed, int64_t rows, int64_t k, const void* w, int
                  int64_t end, float* out, int64_t out_stride) {
   typedef typename T::Stored Stored;
   const Stored* from = static_cast<const Stored*>(w);
+  const char* at_end = reinterpret_cast<const char*>(from + end * w_stride);
   const int64_t bytes = row_bytes_of<T>(k), near = kNearBytes / bytes > 32 ? kNearBytes / bytes : 32;
   for (int64_t first = 0; first < rows; first += near) {
-    const int64_t count = fewer(near, rows - first);
-    const int64_t tiles = (count + T::kRows - 1) / T::kRows, tall = (count + tiles - 1) / tiles;  // as even as possible
+    const int64_t count = fewer(near, rows - first), tiles = (count + T::kRows - 1) / T::kRows;
     const int64_t asking = fewer(tiles, kOutputs);  // each tile asks for a part of the next columns
     const char* x = static_cast<const char*>(packed) + first * bytes;
+    const char* touched = reinterpret_cast<const char*>(from + begin * w_stride);
     for (int64_t n = begin; n < end; n += kOutputs) {
-      const Stored *column[kOutputs], *next[kOutputs];
+      const Stored* column[kOutputs];
       GSD_UNROLL
-      for (int j = 0; j < kOutputs; j++) {
-        column[j] = from + fewer(n + j, end - 1) * w_stride;
-        next[j] = column[j] + kOutputs * w_stride;  // beyond the end it is asked for, and never read
-      }
-      for (int64_t m = 0, tile = 0; m < count; m += tall, tile++) {
+      for (int j = 0; j < kOutputs; j++) column[j] = from + fewer(n + j, end - 1) * w_stride;
+      const char* ahead = reinterpret_cast<const char*>(from + (n + kAhead) * w_stride);
+      if (ahead + kPagesAhead > touched) touch_pages(touched, sooner(ahead + 2 * kPagesAhead, at_end));
+      for (int64_t m = 0, tile = 0; tile < tiles; tile++) {
+        const int64_t tall = (count - m + tiles - tile - 1) / (tiles - tile);  // as even as possible
         const int64_t begin_ask = fewer(kOutputs * tile / asking, kOutputs);
         const int64_t end_ask = fewer(kOutputs * (tile + 1) / asking, kOutputs);
-        product_rows<T, T::kRows>(fewer(tall, count - m), x + m * bytes, bytes, k, column, next + begin_ask,
+        product_rows<T, T::kRows>(tall, x + m * bytes, bytes, k, column,
+                                  ahead + begin_ask * w_stride * static_cast<int64_t>(sizeof(Stored)),
                                   end_ask - begin_ask, fewer(kOutputs, end - n), out + (first + m) * out_stride + n,
                                   out_stride);
+        m += tall;
       }
     }
   }

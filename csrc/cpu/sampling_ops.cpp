@@ -218,7 +218,7 @@ int sample_row(const LogitRows& logits, int64_t row, const Warpers& w, const Noi
   logits.copy(row, scratch.row.data());
   const Extremes found =
       scale_and_block_maxima(scratch.row.data(), logits.padded(), w.temperature, scratch.block_max.data());
-  if (found.has_nan) return -1;
+  if (found.has_nan || !(found.max > kNegInf && found.max < -kNegInf)) return -1;  // nothing to draw from
   return gumbel_argmax(logits, scratch, stream, found.max, warper_floor(logits, scratch, w, found.max));
 }
 
@@ -251,8 +251,8 @@ void top_candidates(const LogitRows& logits, const Scratch& scratch, int branch,
   }
 }
 
-void draft_row(const LogitRows& logits, int64_t row, const Warpers& w, const NoiseStream& stream, int branch,
-               Scratch& scratch, int32_t* tokens, float* log_probs) {
+void draft_row(const LogitRows& logits, int64_t row, const Warpers& w, const NoiseStream& stream, bool noisy,
+               int branch, Scratch& scratch, int32_t* tokens, float* log_probs) {
   float* x = scratch.row.data();
   logits.copy(row, x);
   const bool greedy = w.temperature <= 0.0f;
@@ -261,7 +261,7 @@ void draft_row(const LogitRows& logits, int64_t row, const Warpers& w, const Noi
     const float floor = warper_floor(logits, scratch, w, found.max);
     if (floor > kNegInf) cut_below(x, logits.padded(), floor);
     uint32_t bits[kBlock];
-    for (int block = 0; block < logits.padded() / kBlock; block++) {
+    for (int block = 0; noisy && block < logits.padded() / kBlock; block++) {
       if (scratch.block_max[block] < floor) continue;
       random_block(stream, block, bits);
       add_gumbel(x + block * kBlock, bits);
@@ -324,7 +324,7 @@ std::tuple<Tensor, Tensor> draft_candidates(const Tensor& logits, const Tensor& 
                                             int64_t top_k, double top_p, double min_p,
                                             const std::optional<Tensor>& temperatures,
                                             const std::optional<Tensor>& top_ks, const std::optional<Tensor>& top_ps,
-                                            const std::optional<Tensor>& min_ps) {
+                                            const std::optional<Tensor>& min_ps, bool noise) {
   const LogitRows rows(logits);
   check_sampling(logits, positions, seed, sequence_ids);
   STD_TORCH_CHECK(branch >= 1 && branch <= 1024, "branch: expected 1 ... 1024, got ", branch);
@@ -336,7 +336,7 @@ std::tuple<Tensor, Tensor> draft_candidates(const Tensor& logits, const Tensor& 
   float* out_log_probs = written<float>(log_probs);
   for_each_row(rows, positions, seed, sequence_ids,
                [&](int64_t row, int64_t sequence, const NoiseStream& stream, Scratch& scratch) {
-                 draft_row(rows, row, warpers.of(sequence), stream, static_cast<int>(branch), scratch,
+                 draft_row(rows, row, warpers.of(sequence), stream, noise, static_cast<int>(branch), scratch,
                            out_tokens + row * branch, out_log_probs + row * branch);
                });
   return {tokens, log_probs};

@@ -6,10 +6,12 @@
 
 #include "../algorithms/attention.h"
 #include "../algorithms/flatten.h"
+#include "../algorithms/learn.h"
 #include "../algorithms/merge.h"
 #include "../algorithms/verify.h"
 #include "../algorithms/ngram.h"
 #include "../algorithms/sampling.h"
+#include "../algorithms/step.h"
 
 namespace gsd {
 
@@ -21,11 +23,26 @@ int launch_verify(const VerifyArgs& first, const VerifySizes& sizes, int64_t bat
 int launch_ngram_insert(const NgramInsertArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
 int launch_ngram_lookup(const NgramLookupArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
 
+int launch_ngram_recall(const NgramRecallArgs& first, const NgramSizes& sizes, int64_t batch, void* stream);
+
+// One thread block.
+int launch_learn(const LearnArgs& args, const LearnSizes& sizes, void* stream);
+
+// A thread takes one of the B·W·K candidates.
+int launch_calibrate(const CalibrateArgs& args, int64_t candidates, void* stream);
+
 // A thread takes one of the B·W rows.
 int launch_perturb(const PerturbArgs& args, int64_t rows, void* stream);
 
 // A thread block takes one of the B·W rows.
 int launch_mix(const MixArgs& first, const MixSizes& sizes, int64_t rows, void* stream);
+
+int launch_start(const StartArgs& first, const StartSizes& sizes, int64_t batch, void* stream);
+int launch_feed(const FeedArgs<int64_t>& first, const FeedSizes& sizes, int64_t batch, void* stream);
+int launch_feed(const FeedArgs<int32_t>& first, const FeedSizes& sizes, int64_t batch, void* stream);
+int launch_chain(const ChainArgs& first, const ChainSizes& sizes, int64_t batch, void* stream);
+int launch_path(const PathArgs& first, const PathSizes& sizes, int64_t batch, void* stream);
+int launch_text(const TextArgs& first, const TextSizes& sizes, int64_t batch, void* stream);
 
 // Keys and values of all layers that share a geometry (which those of a LLaMA do): strides and sizes in bytes.
 constexpr int kMaxCaches = 384;

@@ -19,7 +19,19 @@ __global__ void __launch_bounds__(kBlockThreads)
   look_up_rows(group, first.at(sizes, blockIdx.x), sizes);
 }
 
+__global__ void __launch_bounds__(kBlockThreads)
+    ngram_recall_kernel(const __grid_constant__ NgramRecallArgs first, const __grid_constant__ NgramSizes sizes) {
+  CudaBlock group;
+  recall_nodes(group, first.at(sizes, blockIdx.x), sizes);
+}
+
 constexpr int kPerturbThreads = 32;
+
+__global__ void __launch_bounds__(kPerturbThreads)
+    calibrate_kernel(const __grid_constant__ CalibrateArgs args, const __grid_constant__ int64_t candidates) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kPerturbThreads + threadIdx.x;
+  if (at < candidates) calibrate_candidate(args, at);
+}
 
 __global__ void __launch_bounds__(kPerturbThreads)
     perturb_kernel(const __grid_constant__ PerturbArgs args, const __grid_constant__ int64_t rows) {
@@ -45,6 +57,18 @@ int launch_ngram_insert(const NgramInsertArgs& first, const NgramSizes& sizes, i
 int launch_ngram_lookup(const NgramLookupArgs& first, const NgramSizes& sizes, int64_t batch, void* stream) {
   if (sizes.rows == 0) return cudaSuccess;
   return launch_blocks(ngram_lookup_kernel, first, sizes, batch, sizes.rows, 0, stream);
+}
+
+int launch_ngram_recall(const NgramRecallArgs& first, const NgramSizes& sizes, int64_t batch, void* stream) {
+  if (sizes.rows == 0) return cudaSuccess;
+  return launch_blocks(ngram_recall_kernel, first, sizes, batch, sizes.rows, 0, stream);
+}
+
+int launch_calibrate(const CalibrateArgs& args, int64_t candidates, void* stream) {
+  if (candidates == 0) return cudaSuccess;
+  const unsigned blocks = static_cast<unsigned>((candidates + kPerturbThreads - 1) / kPerturbThreads);
+  calibrate_kernel<<<blocks, kPerturbThreads, 0, static_cast<cudaStream_t>(stream)>>>(args, candidates);
+  return cudaGetLastError();
 }
 
 int launch_perturb(const PerturbArgs& args, int64_t rows, void* stream) {

@@ -7,8 +7,10 @@
 #include "../torch_ops/commit_kv.h"
 #include "../torch_ops/dag_attention.h"
 #include "../torch_ops/flatten.h"
+#include "../torch_ops/learn.h"
 #include "../torch_ops/merge.h"
 #include "../torch_ops/ngram.h"
+#include "../torch_ops/step.h"
 #include "../torch_ops/verify.h"
 #include "launch.h"
 
@@ -28,7 +30,7 @@ using torch::stable::accelerator::DeviceGuard;
 
 void* current_stream(const Tensor& on) {
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
   return stream;
 }
 
@@ -47,6 +49,13 @@ void check_device(std::initializer_list<const Tensor*> tensors) {
   for (const Tensor* t : tensors) {
     STD_TORCH_CHECK(t->is_cuda() && t->get_device_index() == first.get_device_index(),
                     "gsd_kernels: all tensors of one call must be on the same CUDA device");
+  }
+}
+
+// Tensors that may be absent are left out.
+void check_device(const Tensor& first, std::initializer_list<const std::optional<Tensor>*> tensors) {
+  for (const auto* t : tensors) {
+    if (*t) check_device({&first, &**t});
   }
 }
 
@@ -149,8 +158,8 @@ LogitType logit_type(const Tensor& logits) {
 }
 
 void pick(const Tensor& logits, const Tensor& positions, int64_t branch, const Tensor& seed,
-          const Tensor& sequence_ids, const Warpers& shared, const WarperTensors& own, const Tensor& tokens,
-          const Tensor* log_probs) {
+          const Tensor& sequence_ids, const Warpers& shared, const WarperTensors& own, bool noise,
+          const Tensor& tokens, const Tensor* log_probs) {
   check_device({&logits, &positions, &seed, &sequence_ids});
   STD_TORCH_CHECK(logits.dim() == 3 && logits.size(2) >= 1 && logits.size(2) < (1 << 30) && logits.is_contiguous(),
                   "logits: expected [batch, rows, vocabulary], contiguous");
@@ -178,7 +187,7 @@ void pick(const Tensor& logits, const Tensor& positions, int64_t branch, const T
                        values(own.top_ps),
                        values(own.min_ps),
                        static_cast<int>(rows)};
-  const PickSizes sizes{static_cast<int>(logits.size(2)), static_cast<int>(branch)};
+  const PickSizes sizes{static_cast<int>(logits.size(2)), static_cast<int>(branch), noise};
   check_launch(launch_pick(args, sizes, logit_type(logits), batch * rows, current_stream(logits)));
 }
 
@@ -194,7 +203,7 @@ Tensor sample_rows(const Tensor& logits, const Tensor& positions, const Tensor& 
   const DeviceGuard guard(logits.get_device_index());
   const Tensor tokens = new_int32(positions, {positions.size(0), positions.size(1)});
   pick(logits, positions, 1, seed, sequence_ids, warpers(temperature, top_k, top_p, min_p),
-       {temperatures, top_ks, top_ps, min_ps}, tokens, nullptr);
+       {temperatures, top_ks, top_ps, min_ps}, true, tokens, nullptr);
   return tokens;
 }
 
@@ -203,14 +212,14 @@ std::tuple<Tensor, Tensor> draft_candidates(const Tensor& logits, const Tensor& 
                                             int64_t top_k, double top_p, double min_p,
                                             const std::optional<Tensor>& temperatures,
                                             const std::optional<Tensor>& top_ks, const std::optional<Tensor>& top_ps,
-                                            const std::optional<Tensor>& min_ps) {
+                                            const std::optional<Tensor>& min_ps, bool noise) {
   STD_TORCH_CHECK(branch >= 1 && branch <= 1024, "branch: expected 1 ... 1024, got ", branch);
   const DeviceGuard guard(logits.get_device_index());
   const Tensor tokens = new_int32(positions, {positions.size(0), positions.size(1), branch});
   const Tensor log_probs =
       torch::stable::new_empty(positions, {positions.size(0), positions.size(1), branch}, ScalarType::Float);
   pick(logits, positions, branch, seed, sequence_ids, warpers(temperature, top_k, top_p, min_p),
-       {temperatures, top_ks, top_ps, min_ps}, tokens, &log_probs);
+       {temperatures, top_ks, top_ps, min_ps}, noise, tokens, &log_probs);
   return {tokens, log_probs};
 }
 
@@ -234,6 +243,42 @@ NgramLookupOutputs ngram_lookup(const Tensor& keys, const Tensor& table_tokens, 
   return call.outputs;
 }
 
+void ngram_remember(const Tensor& keys, const Tensor& table_tokens, const Tensor& table_log_probs,
+                    const Tensor& token_ids, const Tensor& parent_rows, const Tensor& depths, const Tensor& num_rows,
+                    const Tensor& tail, const Tensor& tokens, const Tensor& log_probs, int64_t max_context,
+                    int64_t ways) {
+  check_device({&keys, &table_tokens, &table_log_probs, &token_ids, &parent_rows, &depths, &num_rows, &tail, &tokens,
+                &log_probs});
+  const DeviceGuard guard(keys.get_device_index());
+  const NgramInsertCall call = prepare_ngram_remember(keys, table_tokens, table_log_probs, token_ids, parent_rows,
+                                                      depths, num_rows, tail, tokens, log_probs, max_context, ways);
+  check_launch(launch_ngram_insert(call.args, call.sizes, call.batch, current_stream(keys)));
+}
+
+NgramLookupOutputs ngram_recall(const Tensor& keys, const Tensor& table_tokens, const Tensor& table_log_probs,
+                                const Tensor& token_ids, const Tensor& contexts, const Tensor& depths,
+                                const Tensor& nodes, int64_t branch, int64_t max_context, int64_t ways,
+                                const std::optional<Tensor>& first_pick, const std::optional<Tensor>& seed,
+                                const std::optional<Tensor>& sequence_ids) {
+  check_device({&keys, &table_tokens, &table_log_probs, &token_ids, &contexts, &depths, &nodes});
+  check_device(keys, {&first_pick, &seed, &sequence_ids});
+  const DeviceGuard guard(keys.get_device_index());
+  const NgramRecallCall call = prepare_ngram_recall(keys, table_tokens, table_log_probs, token_ids, contexts, depths,
+                                                    nodes, branch, max_context, ways, first_pick, seed, sequence_ids);
+  check_launch(launch_ngram_recall(call.args, call.sizes, call.batch, current_stream(keys)));
+  return call.outputs;
+}
+
+Tensor calibrate_candidates(const Tensor& log_probs, const Tensor& log_ratio, const std::optional<Tensor>& index,
+                            const std::optional<Tensor>& edges) {
+  check_device({&log_probs, &log_ratio});
+  check_device(log_probs, {&index, &edges});
+  const DeviceGuard guard(log_probs.get_device_index());
+  const CalibrateCall call = prepare_calibrate(log_probs, log_ratio, index, edges);
+  check_launch(launch_calibrate(call.args, call.candidates, current_stream(log_probs)));
+  return call.output;
+}
+
 Tensor perturb_candidates(const Tensor& tokens, const Tensor& log_probs, const Tensor& positions, const Tensor& seed,
                           const Tensor& sequence_ids) {
   check_device({&tokens, &log_probs, &positions, &seed, &sequence_ids});
@@ -244,26 +289,110 @@ Tensor perturb_candidates(const Tensor& tokens, const Tensor& log_probs, const T
 }
 
 MixOutputs mix_candidates(const Tensor& tokens, const Tensor& log_probs, const Tensor& other_tokens,
-                          const Tensor& other_log_probs, const Tensor& weight) {
+                          const Tensor& other_log_probs, const Tensor& weight, const std::optional<Tensor>& index) {
   check_device({&tokens, &log_probs, &other_tokens, &other_log_probs, &weight});
+  check_device(tokens, {&index});
   const DeviceGuard guard(tokens.get_device_index());
-  const MixCall call = prepare_mix(tokens, log_probs, other_tokens, other_log_probs, weight);
+  const MixCall call = prepare_mix(tokens, log_probs, other_tokens, other_log_probs, weight, index);
   check_launch(launch_mix(call.args, call.sizes, call.rows, current_stream(tokens)));
   return call.outputs;
 }
 
+Tensor start_graph(const Tensor& token_ids, const Tensor& parents, const Tensor& depths, const Tensor& scores,
+                   const Tensor& contexts, const Tensor& expanded, const Tensor& ancestor_mask,
+                   const Tensor& edge_targets, const Tensor& edge_log_probs, const Tensor& num_nodes,
+                   const Tensor& num_merges, const Tensor& tokens, const Tensor& out_len, const Tensor& kv_start) {
+  check_device({&token_ids, &parents, &depths, &scores, &contexts, &expanded, &ancestor_mask, &edge_targets,
+                &edge_log_probs, &num_nodes, &num_merges, &tokens, &out_len, &kv_start});
+  const DeviceGuard guard(token_ids.get_device_index());
+  const StartCall call = prepare_start(token_ids, parents, depths, scores, contexts, expanded, ancestor_mask,
+                                       edge_targets, edge_log_probs, num_nodes, num_merges, tokens, out_len, kv_start);
+  check_launch(launch_start(call.args, call.sizes, call.batch, current_stream(token_ids)));
+  return call.first_pick;
+}
+
+template <class Integer>
+FeedOutputs feed(const Tensor& token_ids, const Tensor& depths, const std::optional<Tensor>& slots,
+                 const Tensor& kv_len, const Tensor& kv_start, const std::optional<Tensor>& node_depths,
+                 int64_t first_slot, int64_t shift, int64_t vocab) {
+  const auto call =
+      prepare_feed<Integer>(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab);
+  check_launch(launch_feed(call.args, call.sizes, call.batch, current_stream(token_ids)));
+  return call.outputs;
+}
+
+FeedOutputs feed_rows(const Tensor& token_ids, const Tensor& depths, const std::optional<Tensor>& slots,
+                      const Tensor& kv_len, const Tensor& kv_start, const std::optional<Tensor>& node_depths,
+                      int64_t first_slot, int64_t shift, int64_t vocab, bool wide) {
+  check_device({&token_ids, &depths, &kv_len, &kv_start});
+  check_device(token_ids, {&slots, &node_depths});
+  const DeviceGuard guard(token_ids.get_device_index());
+  return wide ? feed<int64_t>(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab)
+              : feed<int32_t>(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab);
+}
+
+ChainOutputs feed_chain(const Tensor& tokens, const Tensor& end, const Tensor& cached, int64_t width) {
+  check_device({&tokens, &end, &cached});
+  const DeviceGuard guard(tokens.get_device_index());
+  const ChainCall call = prepare_chain(tokens, end, cached, width);
+  check_launch(launch_chain(call.args, call.sizes, call.batch, current_stream(tokens)));
+  return call.outputs;
+}
+
+PathOutputs accepted_path(const Tensor& accepted_rows, const Tensor& num_accepted, const Tensor& next_token,
+                          const Tensor& token_ids, const Tensor& node_ids) {
+  check_device({&accepted_rows, &num_accepted, &next_token, &token_ids, &node_ids});
+  const DeviceGuard guard(accepted_rows.get_device_index());
+  const PathCall call = prepare_path(accepted_rows, num_accepted, next_token, token_ids, node_ids);
+  check_launch(launch_path(call.args, call.sizes, call.batch, current_stream(accepted_rows)));
+  return call.outputs;
+}
+
+void commit_text(const Tensor& new_tokens, const Tensor& num_accepted, const Tensor& next_token,
+                 const Tensor& eos_ids, const Tensor& tokens, const Tensor& out_len, const Tensor& remaining,
+                 const Tensor& done, const Tensor& emitted, const Tensor& num_emitted, const Tensor& counts,
+                 const std::optional<Tensor>& nodes, const std::optional<Tensor>& parents,
+                 const std::optional<Tensor>& num_nodes, const std::optional<Tensor>& num_merges) {
+  check_device({&new_tokens, &num_accepted, &next_token, &eos_ids, &tokens, &out_len, &remaining, &done, &emitted,
+                &num_emitted, &counts});
+  check_device(new_tokens, {&nodes, &parents, &num_nodes, &num_merges});
+  const DeviceGuard guard(new_tokens.get_device_index());
+  const TextCall call = prepare_text(new_tokens, num_accepted, next_token, eos_ids, tokens, out_len, remaining, done,
+                                     emitted, num_emitted, counts, nodes, parents, num_nodes, num_merges);
+  check_launch(launch_text(call.args, call.sizes, call.batch, current_stream(new_tokens)));
+}
+
+void learn_source(const Tensor& nodes, const Tensor& picked, const std::vector<Tensor>& node_ids,
+                  const std::vector<Tensor>& tokens, const std::vector<Tensor>& log_probs,
+                  const std::vector<Tensor>& index, const std::vector<Tensor>& first_tokens,
+                  const std::vector<Tensor>& first_log_probs, const Tensor& start, const Tensor& shares,
+                  const Tensor& counts, const Tensor& weights, const std::optional<Tensor>& prior,
+                  const std::optional<Tensor>& hits, const std::optional<Tensor>& claimed,
+                  const std::optional<Tensor>& log_ratio, double prior_count, double memory) {
+  check_device({&nodes, &picked, &start, &shares, &counts, &weights});
+  check_device(nodes, {&prior, &hits, &claimed, &log_ratio});
+  for (const auto* level : {&node_ids, &tokens, &log_probs, &index, &first_tokens, &first_log_probs}) {
+    for (const Tensor& t : *level) check_device({&nodes, &t});
+  }
+  const DeviceGuard guard(nodes.get_device_index());
+  const LearnCall call =
+      prepare_learn(nodes, picked, node_ids, tokens, log_probs, index, first_tokens, first_log_probs, start, shares,
+                    counts, weights, prior, hits, claimed, log_ratio, prior_count, memory);
+  check_launch(launch_learn(call.args, call.sizes, current_stream(nodes)));
+}
+
 std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                          const Tensor& ancestor_mask, const Tensor& kv_len,
-                                         const std::optional<Tensor>& kv_start, const std::optional<Tensor>& num_nodes,
+                                         const std::optional<Tensor>& kv_start,
                                          const std::optional<Tensor>& row_depths,
                                          const std::optional<Tensor>& node_depths, double scale,
                                          std::optional<double> softcap, std::optional<int64_t> sliding_window) {
   check_device({&q, &k, &v, &ancestor_mask, &kv_len});
-  for (const auto* t : {&kv_start, &num_nodes, &row_depths, &node_depths}) {
+  for (const auto* t : {&kv_start, &row_depths, &node_depths}) {
     if (*t) check_device({&q, &**t});
   }
   const DeviceGuard guard(q.get_device_index());
-  AttentionCall call = prepare_attention(q, k, v, ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths,
+  AttentionCall call = prepare_attention(q, k, v, ancestor_mask, kv_len, kv_start, row_depths, node_depths,
                                          scale, softcap, sliding_window);
   AttentionSizes& s = call.sizes;
   check_launch(plan_attention(&s));
@@ -288,7 +417,16 @@ STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CUDA, m) {
   m.impl("draft_candidates", TORCH_BOX(&gsd::draft_candidates));
   m.impl("ngram_insert", TORCH_BOX(&gsd::ngram_insert));
   m.impl("ngram_lookup", TORCH_BOX(&gsd::ngram_lookup));
+  m.impl("ngram_remember", TORCH_BOX(&gsd::ngram_remember));
+  m.impl("ngram_recall", TORCH_BOX(&gsd::ngram_recall));
+  m.impl("calibrate_candidates", TORCH_BOX(&gsd::calibrate_candidates));
   m.impl("perturb_candidates", TORCH_BOX(&gsd::perturb_candidates));
   m.impl("mix_candidates", TORCH_BOX(&gsd::mix_candidates));
+  m.impl("learn_source", TORCH_BOX(&gsd::learn_source));
+  m.impl("start_graph", TORCH_BOX(&gsd::start_graph));
+  m.impl("feed_rows", TORCH_BOX(&gsd::feed_rows));
+  m.impl("feed_chain", TORCH_BOX(&gsd::feed_chain));
+  m.impl("accepted_path", TORCH_BOX(&gsd::accepted_path));
+  m.impl("commit_text", TORCH_BOX(&gsd::commit_text));
   m.impl("dag_attention", TORCH_BOX(&gsd::dag_attention));
 }

@@ -33,7 +33,7 @@ struct AttentionCall {
 
 inline AttentionCall prepare_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ancestor_mask,
                                        const Tensor& kv_len, const std::optional<Tensor>& kv_start,
-                                       const std::optional<Tensor>& num_nodes, const std::optional<Tensor>& row_depths,
+                                       const std::optional<Tensor>& row_depths,
                                        const std::optional<Tensor>& node_depths, double scale,
                                        std::optional<double> softcap, std::optional<int64_t> sliding_window) {
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && ancestor_mask.dim() == 3,
@@ -80,7 +80,6 @@ inline AttentionCall prepare_attention(const Tensor& q, const Tensor& k, const T
   };
   a.kv_len = lengths("kv_len", kv_len);
   a.kv_start = kv_start ? lengths("kv_start", *kv_start) : nullptr;
-  a.num_nodes = num_nodes ? lengths("num_nodes", *num_nodes) : nullptr;
   if (sliding_window) {
     STD_TORCH_CHECK(row_depths && node_depths, "sliding_window: needs row_depths and node_depths");
     STD_TORCH_CHECK(*sliding_window >= 1, "sliding_window: expected at least 1, got ", *sliding_window);

@@ -15,12 +15,11 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from . import validate
-from .acceptance.sampling import draw_seed
 from .engine.decoder import GraphDecoder
 from .engine.engine import Engines
 from .engine.options import Options
 from .engine.output import GraphGenerateOutput
-from .engine.request import drafts_of
+from .engine.screen import check_sources, screen
 from .engine.stats import GenerationStats
 from .model import properties
 
@@ -77,16 +76,12 @@ def generate(
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     validate.check_arguments(kwargs)
     decoder = GraphDecoder(**options)
-    if decoder.seed is not None:
-        draw_seed(decoder.seed)
-    decoder.load(model)
-    for draft in drafts_of(decoder).values():
-        validate.check_pair(model, draft, tokenizer, assistant_tokenizer)
+    validate.check_tokenizers(tokenizer, assistant_tokenizer)
     prompt = kwargs.get("input_ids") if inputs is None else inputs
-    if prompt is not None:  # before transformers looks at it: it drops a mask of ones, whatever its shape
-        validate.check_prompt(prompt, kwargs.get("attention_mask"), properties.vocabulary(model))
     merged, _ = model._prepare_generation_config(generation_config, **_without_prompt(kwargs))
-    validate.check_generation_config(merged)
+    # Before transformers looks at them: it drops a mask of ones, whatever its shape.
+    screen(decoder, model, prompt, kwargs.get("attention_mask"), merged)
+    decoder.screened = True
     if merged.stop_strings is not None:
         # transformers hands no tokenizer to a custom decoding function, so its criterion is made here.
         if tokenizer is None:
@@ -184,11 +179,8 @@ def patch(model: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer:
     inner = properties.unwrap(model)
     validate.check_model("model", inner)
     decoder = Options(**options)
-    decoder.load(inner)
-    for source in decoder.sources(automatic=True):
-        source.check(inner)
-    for draft in drafts_of(decoder).values():
-        validate.check_pair(inner, draft, tokenizer, assistant_tokenizer)
+    check_sources(decoder, inner)
+    validate.check_tokenizers(tokenizer, assistant_tokenizer)
     handle = Patch(inner, Engines(keeps_sessions=True))
     accelerated = _Accelerated(inner, {**options, "drafter": decoder.drafter, "tokenizer": tokenizer})
     with _lock:  # of two threads one is refused

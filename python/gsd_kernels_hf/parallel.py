@@ -73,7 +73,11 @@ def tensor_parallel_group(name: str, model: PreTrainedModel) -> dist.ProcessGrou
 class Alone:
     """One process: nothing to agree on."""
 
-    alone = True
+    alone = captures = True
+
+    def agree(self, yes: bool) -> bool:
+        """What this process says."""
+        return yes
 
     def start(self, own_seed: int, given: dict[str, object]) -> int:
         """The seed as it is."""
@@ -96,8 +100,15 @@ def ranks_of(models: dict[str, PreTrainedModel], device: torch.device) -> Agreem
         device: the target's.
     """
     groups = [tensor_parallel_group(name, model) for name, model in models.items()]
-    found = next((group for group in groups if group is not None), None)
-    return Alone() if found is None else Agreement(found, device)
+    sharded = [group for group in groups if group is not None]
+    if not sharded:
+        return Alone()
+    return Agreement(sharded[0], device, captures=all(can_be_captured(group) for group in sharded))
+
+
+def can_be_captured(group: dist.ProcessGroup) -> bool:
+    """Whether a GPU's messages to the group can be part of a CUDA graph: NCCL's can, gloo's wait for the host."""
+    return "cuda:nccl" in dist.get_backend_config(group).split(",")
 
 
 class Agreement:
@@ -106,11 +117,13 @@ class Agreement:
     Args:
         group: the tensor-parallel ranks.
         device: the target's, which the group's messages must come from.
+        captures: whether the models' messages can be part of CUDA graphs.
     """
 
     alone = False
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, captures: bool = False) -> None:
+        self.captures = captures
         if dist.get_backend(group) == dist.Backend.GLOO:
             pause_at_exit()
         self.group, self.device = group, device
@@ -171,6 +184,10 @@ class Agreement:
                 )
             self.agreed = self.steps
         return finished
+
+    def agree(self, yes: bool) -> bool:
+        """Whether all ranks say yes; all must ask."""
+        return bool(self._gather(torch.tensor([int(yes)])).all())
 
     def _gather(self, mine: Tensor) -> Tensor:
         """int64 [n] of every rank: [ranks, n], on the CPU."""

@@ -14,11 +14,10 @@ from torch import Tensor
 from gsd_kernels import Acceptance, Rows, TokenGraph, draft_candidates, perturb_candidates, sample_rows
 from gsd_kernels.config import MAX_CONTEXT
 from gsd_kernels.ops.sampling.reference import is_off, warp
+from gsd_kernels.ops.step import accepted_path
 
 Candidates = tuple[Tensor, Tensor]
 """Tokens int32 and log-probabilities float32 [B, W, K], best first; −1 and −inf for none."""
-
-NO_NODE = -2  # neither a node nor a frontier's padding
 
 At = tuple[slice, slice]
 """Which sequences and which rows of a tensor [B, R]."""
@@ -125,7 +124,7 @@ class Sampler:
             int32 [b, r]; −1 where the logits hold NaN, or have no distribution to sample: +∞, or nothing but −∞.
         """
         here = self.on(logits.device)
-        picked = sample_rows(
+        return sample_rows(
             logits,
             positions,
             seed=here.seed,
@@ -133,19 +132,15 @@ class Sampler:
             backend=self.backend,
             **self.warpers,
         )
-        if self.greedy:
-            return picked
-        # The largest score is picked, so that an infinite one shows there.
-        score = logits.gather(-1, picked.clamp(min=0).long()[..., None]).squeeze(-1)
-        return torch.where(score.isfinite(), picked, -1)
 
-    def candidates(self, logits: Tensor, positions: Tensor, branch: int) -> Candidates:
+    def candidates(self, logits: Tensor, positions: Tensor, branch: int, *, noise: bool = True) -> Candidates:
         """The ``branch`` tokens that the target most likely picks, see :func:`gsd_kernels.draft_candidates`.
 
         Args:
             logits: float [B, W, V], a draft's after every node.
             positions: int [B, W], index of the token after each node.
             branch: K, candidates after a node.
+            noise: know the noise that it will draw with; without it, positions say nothing.
 
         Returns:
             Tokens int32 and log-probabilities float32 [B, W, K], on the device of ``logits``.
@@ -157,6 +152,7 @@ class Sampler:
             branch=branch,
             seed=here.seed,
             sequence_ids=here.sequence_ids,
+            noise=noise,
             backend=self.backend,
             **self.warpers,
         )
@@ -185,6 +181,23 @@ class Sampler:
 
 
 @dataclass
+class Unverified:
+    """What a step knows before anything is accepted.
+
+    Attributes:
+        graph, rows, logits, hidden, tail: see :class:`Verified`.
+        positions: int32 [B, R], index of the token picked after each row, padding excluded.
+    """
+
+    graph: TokenGraph | None
+    rows: Rows
+    logits: Tensor
+    hidden: Mapping[int, Tensor]
+    positions: Tensor
+    tail: Tensor
+
+
+@dataclass
 class Verified:
     """One verified step, for sources, policy, ranks, statistics and observers. Valid until the next step.
 
@@ -197,7 +210,7 @@ class Verified:
         accepted: the path of rows that was accepted, P rows at most, and the bonus token.
         tail: int32 [B, C], the tokens before the root, nearest first, −1 where the text begins.
         tokens: int32 [B, P], the token emitted after each accepted row; 0 beyond ``accepted.num_accepted``.
-        nodes: int32 [B, P], the graph node of each accepted row; :data:`NO_NODE` for none.
+        nodes: int32 [B, P], the graph node of each accepted row; −2 for none.
     """
 
     graph: TokenGraph | None
@@ -210,32 +223,10 @@ class Verified:
     nodes: Tensor
 
     @classmethod
-    def of(
-        cls,
-        graph: TokenGraph | None,
-        rows: Rows,
-        logits: Tensor,
-        hidden: Mapping[int, Tensor],
-        accepted: Acceptance,
-        tail: Tensor,
-    ) -> Verified:
+    def of(cls, step: Unverified, accepted: Acceptance, backend: str = "auto") -> Verified:
         """The record of a step, from its parts; accepted nodes and emitted tokens are looked up here, once."""
-        path = accepted.accepted_rows  # [B, P]
-        after = torch.nn.functional.pad(path[:, 1:], (0, 1), value=-1)
-        drafted = rows.token_ids.gather(1, after.clamp(min=0).long())
-        place, count = torch.arange(path.shape[1], device=path.device), accepted.num_accepted[:, None]
-        tokens = torch.where(place == count - 1, accepted.next_token[:, None], drafted)
-        nodes = rows.node_ids.gather(1, path.clamp(min=0).long())
-        return cls(
-            graph,
-            rows,
-            logits,
-            hidden,
-            accepted,
-            tail,
-            tokens=torch.where(place < count, tokens, 0),
-            nodes=torch.where(path >= 0, nodes, NO_NODE),
-        )
+        tokens, nodes = accepted_path(accepted, step.rows, backend=backend)
+        return cls(step.graph, step.rows, step.logits, step.hidden, accepted, step.tail, tokens, nodes)
 
     def last_rows(self) -> Tensor:
         """The last accepted row, whose pick is the next root: int64 [B]; 0 for a finished sequence."""

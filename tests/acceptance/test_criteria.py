@@ -21,7 +21,6 @@ from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
 from gsd_kernels_hf.acceptance import criteria
 from gsd_kernels_hf.engine import capture, session
 from gsd_kernels_hf.engine import decoder as decoder_module
-from gsd_kernels_hf.engine.capture import untimed
 from gsd_kernels_hf.parallel import digest
 
 
@@ -179,7 +178,7 @@ def test_a_step_copies_nothing_from_the_host(criterion, monkeypatch):
         watched.append(self.rule.criterion.name)
         if len(watched) < 3:  # storage is made in the first steps
             return step(self)
-        with NoHostData(), untimed(self):
+        with NoHostData():
             return step(self)
 
     monkeypatch.setattr(session.Session, "step", watching)
@@ -274,7 +273,7 @@ def test_ranks_must_have_the_same_criterion(monkeypatch):
     class Alone:
         """Tensor parallelism as a single rank sees it."""
 
-        alone = False
+        alone = captures = False
 
         def start(self, own_seed, given):
             seen.update(given)

@@ -18,12 +18,10 @@ from gsd_kernels_bench.generation import generate, sources_table, tree_table
 from gsd_kernels_bench.generation.competitors import DEFAULT, competitors
 from gsd_kernels_bench.generation.pairs import load_pair
 from gsd_kernels_bench.generation.tree_table import Cell, Grid, cells
-from gsd_kernels_bench.gpu import stages as gpu
 from gsd_kernels_bench.kernels import attention, commit, merge, sample
 from gsd_kernels_bench.lib.intervals import paired_ratio
 from gsd_kernels_bench.lib.report import Report, Row
 from gsd_kernels_bench.lib.runner import Contestant, Entry, Settings, run
-from gsd_kernels_bench.lib.shapes import SHAPES
 from gsd_kernels_bench.lib.timing import Timing, time_call
 from gsd_kernels_bench.readme import BLOCKS
 from gsd_kernels_hf.report import comparison
@@ -373,63 +371,6 @@ def test_readme_of_this_repository_is_up_to_date():
     blocks = [set(re.findall(r"<!-- bench:([\w-]+) -->", file.read_text(encoding="utf-8"))) for file in DOCUMENTS]
     assert set.union(*blocks) == set(BLOCKS) and all(blocks), "a table that no page shows, or a page without one"
     bench("readme", "--check")
-
-
-def test_gpu_script_rehearsal(tmp_path, monkeypatch):
-    """Every stage's command is run, in this process; compiling a peer is left out."""
-    ran = []
-
-    def call(command, environment, output, seconds):
-        assert command[0] == sys.executable
-        ran.append(command[1:])
-        words = list(command[command.index("bench") + 1 :]) if "bench" in command else None
-        if words is None:
-            return 0
-        if "flex_attention" in words or "hf-static-compile,plain,auto" in words:
-            words += ["--quick"]
-        elif words[0] == "generate":
-            words = [w.replace("hf-greedy,hf-assisted-3,auto", "hf-greedy,plain,auto") for w in words]
-        result = CliRunner().invoke(app, words)
-        output.write(result.output.encode())
-        return result.exit_code
-
-    monkeypatch.setattr(gpu, "call", call)
-    bench("gpu", "--rehearse", "--out", str(tmp_path))
-    names = [stage.name for stage in gpu.stages(tmp_path, rehearse=True)]
-    for name in names:
-        assert json.loads((tmp_path / f"{name}.stage.json").read_text())["ok"]
-    for name in ("attention-tiny", "merge", "sample", "commit", "e2e-7b", "e2e-70b", "peers-flashinfer"):
-        assert json.loads((tmp_path / f"{name}.json").read_text())["schema"] == 1
-        assert (tmp_path / f"{name}.png").exists()
-    before = len(ran)
-    bench("gpu", "--rehearse", "--out", str(tmp_path))
-    assert len(ran) == before, "done stages are skipped"
-
-
-def test_gpu_stages(tmp_path, monkeypatch):
-    planned = gpu.stages(tmp_path, rehearse=False)
-    rehearsed = {stage.name for stage in gpu.stages(tmp_path, rehearse=True)}
-    shapes = {"llama-2-7b", "llama-3-8b", "llama-2-70b"}
-    assert {stage.name for stage in planned} - {f"attention-{s}" for s in shapes} == rehearsed - {"attention-tiny"}
-    assert all(stage.limit < 540 for stage in planned)
-    text = " ".join(word for stage in planned for command in stage.commands for word in command)
-    assert shapes <= set(SHAPES)
-    assert all(shape in text for shape in shapes)
-    monkeypatch.setattr(gpu, "call", lambda *_: 3)
-    bench("gpu", "--only", "doctor", "--rehearse", "--out", str(tmp_path), code=1)
-    assert json.loads((tmp_path / "doctor.stage.json").read_text())["ok"] is False
-    output = bench("gpu", "--rehearse", "--out", str(tmp_path), "--budget", "10")
-    assert "left for the next call" in output
-    bench("gpu", "--list", "--out", str(tmp_path))
-    assert "no stage 'nothing'" in bench("gpu", "--only", "nothing", "--out", str(tmp_path), code=2)
-
-
-def test_a_stage_out_of_time_is_stopped(tmp_path):
-    stage = gpu.Stage("slow", (gpu.python("-c", "import time; print('begun', flush=True); time.sleep(900)"),), limit=1)
-    assert not gpu.run(stage, tmp_path, rehearse=True)
-    record = json.loads((tmp_path / "slow.stage.json").read_text())
-    assert record["commands"][0]["exit_code"] == 124
-    assert record["seconds"] < 600  # however busy the machine
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -23,7 +23,7 @@ struct Shape {
 struct Problem {
   Shape shape;
   std::vector<uint16_t> q, k, v;
-  std::vector<int32_t> mask, kv_len, kv_start, num_nodes, row_depths, node_depths;
+  std::vector<int32_t> mask, kv_len, kv_start, row_depths, node_depths;
   AttentionSizes sizes{};
   AttentionArgs args{};
 
@@ -40,7 +40,7 @@ struct Problem {
     if (node < 0) {
       return position >= kv_start[b] && (shape.window == 0 || row_depths[b * shape.rows + row] - node < shape.window);
     }
-    if (node >= num_nodes[b] || node >= 32 * words()) return false;
+    if (node >= 32 * words()) return false;
     const uint32_t word = static_cast<uint32_t>(mask[(b * shape.rows + row) * words() + node / 32]);
     if ((word >> node % 32 & 1) == 0) return false;
     return shape.window == 0 ||
@@ -65,7 +65,7 @@ void fill(std::vector<uint16_t>& values, size_t size, std::mt19937& random) {
 // Caches end with the last node of the longest sequence: AddressSanitizer sees what lies beyond.
 template <class Element>
 Problem make_problem(const Shape& shape, std::mt19937& random) {
-  Problem p{shape, {}, {}, {}, {}, {}, {}, {}, {}, {}};
+  Problem p{shape, {}, {}, {}, {}, {}, {}, {}, {}};
   const size_t cache = static_cast<size_t>(shape.batch) * shape.kv_heads * shape.capacity * shape.head_dim;
   fill<Element>(p.q, static_cast<size_t>(shape.batch) * p.heads() * shape.rows * shape.head_dim, random);
   fill<Element>(p.k, cache, random);
@@ -74,7 +74,6 @@ Problem make_problem(const Shape& shape, std::mt19937& random) {
     const int longest = shape.capacity - shape.nodes;
     p.kv_len.push_back(b == 0 ? longest : between(random, 0, longest));
     p.kv_start.push_back(b == 0 ? 0 : between(random, 0, p.kv_len[b]));
-    p.num_nodes.push_back(b == 0 ? shape.nodes : between(random, 0, shape.nodes));
     for (int r = 0; r < shape.rows; r++) {
       const bool blind = random() % 8 == 0;  // no node at all; with an empty prefix nothing
       for (int w = 0; w < p.words(); w++) p.mask.push_back(blind ? 0 : static_cast<int32_t>(random() & random()));
@@ -114,7 +113,7 @@ void bind(Problem& p) {
   AttentionArgs& a = p.args;
   a.q = p.q.data(), a.k = p.k.data(), a.v = p.v.data();
   a.ancestor_mask = p.mask.data();
-  a.kv_len = p.kv_len.data(), a.kv_start = p.kv_start.data(), a.num_nodes = p.num_nodes.data();
+  a.kv_len = p.kv_len.data(), a.kv_start = p.kv_start.data();
   a.q_row = s.head_dim, a.q_head = a.q_row * s.rows, a.q_batch = a.q_head * p.heads();
   const int64_t slots = s.capacity;
   const int heads = s.kv_heads;

@@ -1,4 +1,4 @@
-// Drafts random graphs, flattens and verifies them, fills n-gram tables and reads them, once by a group of one thread (which the Python tests hold against
+// Drafts random graphs, flattens and verifies them, fills n-gram tables and reads them, and so on, once by a group of one thread (which the Python tests hold against
 // the reference) and once by a block of T threads, and compares every byte.
 //
 //     block_code THREADS ROUNDS SEED [--drop BARRIER | --plain ATOMIC | --diverge]
@@ -16,7 +16,9 @@
 #include "../../csrc/algorithms/verify.h"
 #include "../../csrc/algorithms/ngram.h"
 #include "../../csrc/algorithms/sampling.h"
+#include "learn_rounds.h"
 #include "os_group.h"
+#include "step_rounds.h"
 
 using namespace gsd;
 
@@ -253,7 +255,7 @@ bool memories_agree(int threads, const Faults& faults, std::mt19937& random) {
     draw();
     const auto args = [&](Memory& memory) {
       return NgramInsertArgs{memory.table(), contexts.data(), tokens.data(), log_probs.data(),
-                             reinterpret_cast<const bool*>(valid.data())};
+                             reinterpret_cast<const bool*>(valid.data()), {}};
     };
     Arena serial_arena(NgramArena::bytes(s)), block_arena(NgramArena::bytes(s));
     insert_rows(serial, args(expected), s, serial_arena.data());
@@ -271,7 +273,7 @@ bool memories_agree(int threads, const Faults& faults, std::mt19937& random) {
 }
 
 bool mixtures_agree(int threads, const Faults& faults, std::mt19937& random) {
-  const MixSizes s{1 + static_cast<int>(random() % 20), static_cast<int>(random() % 20)};
+  const MixSizes s{1 + static_cast<int>(random() % 20), static_cast<int>(random() % 20), 0};
   const auto draw = [&](int count, std::vector<int32_t>& tokens, std::vector<float>& log_probs) {
     for (int i = 0; i < count; i++) {
       tokens.push_back(random() % 6 == 0 ? -1 : 2 * i + static_cast<int32_t>(random() % 2));  // distinct
@@ -286,7 +288,7 @@ bool mixtures_agree(int threads, const Faults& faults, std::mt19937& random) {
   const float weight = 0.25f * static_cast<float>(random() % 5);
   const auto args = [&](std::vector<int32_t>& mixed, std::vector<float>& mixed_log_probs) {
     return MixArgs{tokens.data(), log_probs.data(), other_tokens.data(), other_log_probs.data(),
-                   &weight,       mixed.data(),     mixed_log_probs.data()};
+                   &weight,       nullptr,          mixed.data(),     mixed_log_probs.data()};
   };
   SerialGroup serial;
   Arena serial_arena(MixArena::bytes(s)), block_arena(MixArena::bytes(s));
@@ -353,7 +355,7 @@ int main(int argc, char** argv) {
     printf("pick_kernel %zu\n", PickArena::bytes(kPickThreads));
     const NgramSizes memory{1 << 15, atoi(argv[7]), p.branch, p.rows, kMostLengths, atoi(argv[6])};
     printf("ngram_insert_kernel %zu\n", NgramArena::bytes(memory));
-    printf("mix_kernel %zu\n", MixArena::bytes({p.branch, p.branch}));
+    printf("mix_kernel %zu\n", MixArena::bytes({p.branch, p.branch, 0}));
     printf("verify_kernel %zu\n", VerifyArena::bytes({p.rows, 1, p.max_path}));
     return 0;
   }
@@ -380,7 +382,9 @@ int main(int argc, char** argv) {
     p.rows = between(random, 2, 70);
     p.max_path = between(random, 1, p.rows - 1);
     if (!round_agrees(p, threads, faults, random) || !picks_agree(threads, faults, random) ||
-        !memories_agree(threads, faults, random) || !mixtures_agree(threads, faults, random)) {
+        !memories_agree(threads, faults, random) || !mixtures_agree(threads, faults, random) ||
+        !steps_agree(threads, faults, random) || !learning_agrees(threads, faults, random) ||
+        !recollections_agree(threads, faults, random)) {
       fprintf(stderr, "round %d differs\n", round);
       return 3;
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,9 +14,6 @@ from transformers import PreTrainedModel
 
 import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip
-from gsd_kernels_hf.engine import capture
-from gsd_kernels_hf.engine.capture import CapturedStep
-from gsd_kernels_hf.records import Verified
 
 TREE = GraphConfig(depth=3, width=2, branch=2, max_rows=8, merge_context=-1)
 GRAPH = GraphConfig(depth=3, width=2, branch=2, max_rows=8, history_depth=2)
@@ -107,21 +104,3 @@ def patched(target: PreTrainedModel, **options: Any) -> Iterator[Any]:
     finally:
         if "generate" in vars(target):
             gsd.unpatch(target)
-
-
-class OnCpu(CapturedStep):
-    """Captures nothing; a replay runs the step and fills the one record."""
-
-    captures = 0
-
-    def capture(self) -> tuple[Callable[[], Any], Verified]:
-        OnCpu.captures += 1
-        static, session = Verified(*[None] * 8), self.session
-        return lambda: vars(static).update(vars(session.step())), static
-
-
-def capture_on_cpu(monkeypatch: Any) -> None:
-    """Let CPU models be captured, counted in :class:`OnCpu`."""
-    monkeypatch.setattr(OnCpu, "captures", 0)
-    monkeypatch.setattr(capture, "can_capture", lambda session: session.rule.on_device)
-    monkeypatch.setattr(capture, "CapturedStep", OnCpu)

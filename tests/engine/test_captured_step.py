@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import fake_cuda
+import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from engine.host_data import NoHostData
 from models import noised, prompts, tiny
+from transformers import StoppingCriteria
 
-from gsd_kernels import DraftHeads, GraphConfig, LayerSkip, generate
+from gsd_kernels import DraftHeads, GraphConfig, LayerSkip, generate, patch, unpatch
 from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
-from gsd_kernels_hf.engine import capture, session
-from gsd_kernels_hf.engine.capture import WARM_STEPS, CapturedStep, can_capture, untimed
-from gsd_kernels_hf.records import Verified
+from gsd_kernels_hf.engine import capture, decoder, session
+from gsd_kernels_hf.engine.capture import WARM_STEPS, can_capture
+from gsd_kernels_hf.model.replay import lane_of
+from gsd_kernels_hf.parallel import Agreement, Alone, can_be_captured
+from gsd_kernels_hf.policy import auto
+from gsd_kernels_hf.policy.ladder import ladder
 
 CONFIGS = {
     "plain": None,
@@ -32,21 +45,9 @@ def sources(name, target, draft):
     return {**drafts.get(name, {"assistant_model": draft}), "graph_config": CONFIGS[name]}
 
 
-class OnCpu(CapturedStep):
-    """Captures nothing; a replay runs the step and fills the one record."""
-
-    captures = 0
-    replays = 0
-
-    def capture(self):
-        OnCpu.captures += 1
-        static = Verified(*[None] * 8)
-
-        def replay():
-            OnCpu.replays += 1
-            vars(static).update(vars(self.session.step()))
-
-        return replay, static
+@pytest.fixture
+def cuda(monkeypatch):
+    return fake_cuda.install(monkeypatch)
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_a_step_copies_nothing_from_the_host(pair, name, sampling, monkeypatch):
         watched.append(len(watched) > 1)
         if not watched[-1]:
             return step(self)  # storage is made in the first steps
-        with NoHostData(), untimed(self):
+        with NoHostData():
             return step(self)
 
     monkeypatch.setattr(session.Session, "step", watching)
@@ -82,36 +83,247 @@ def test_the_watch_notices():
         torch.tensor([1.0, 2.0])
 
 
-@pytest.mark.parametrize("graph_config", ["auto", CONFIGS["graph"]], ids=["auto", "graph"])
-def test_replayed_steps_give_the_same_text(pair, graph_config, monkeypatch):
-    target, draft = pair
-    inputs = prompts(1, 9)
-    options = {"assistant_model": draft, "graph_config": graph_config, "max_new_tokens": 48, "pad_token_id": 0}
-    expected = generate(target, **inputs, **options)
-    monkeypatch.setattr(OnCpu, "captures", 0)
-    monkeypatch.setattr(OnCpu, "replays", 0)
-    monkeypatch.setattr(capture, "can_capture", lambda session: True)
-    monkeypatch.setattr(capture, "CapturedStep", OnCpu)
-    assert torch.equal(generate(target, **inputs, **options), expected)
-    assert OnCpu.captures >= 1
-    assert OnCpu.replays > WARM_STEPS
+SAMPLED = {"do_sample": True, "temperature": 0.8, "seed": 3}
 
 
-def test_failing_to_capture_is_said_and_harmless(pair, monkeypatch, caplog):
-    class Failing(CapturedStep):
-        def capture(self):
-            raise RuntimeError("operation not permitted")
+def text(pair, name, rows=2, **options):
+    """A text of one of :data:`CONFIGS`."""
+    options = {"max_new_tokens": 24, "pad_token_id": 0, **sources(name, *pair), **options}
+    return generate(pair[0], **prompts(rows, 9), **options)
 
-    target, draft = pair
-    inputs = prompts(1, 9)
-    options = {"assistant_model": draft, "graph_config": CONFIGS["graph"], "max_new_tokens": 32, "pad_token_id": 0}
-    expected = generate(target, **inputs, **options)
-    monkeypatch.setattr(capture, "can_capture", lambda session: True)
-    monkeypatch.setattr(capture, "CapturedStep", Failing)
+
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [("plain", {}), ("graph", SAMPLED), ("layer_skip", {}), ("heads", SAMPLED)]
+    + [pytest.param(name, {}, marks=pytest.mark.slow) for name in ("chain", "tree", "graph")],
+)
+def test_replayed_steps_give_the_same_text(pair, name, sampling, request):
+    expected = text(pair, name, **sampling)
+    cuda = request.getfixturevalue("cuda")
+    assert torch.equal(text(pair, name, **sampling), expected)
+    assert cuda.counts["captures"] == 1
+    assert cuda.counts["replays"] > WARM_STEPS
+
+
+def test_shapes_have_graphs_of_their_own_in_one_pool(pair, request):
+    expected = text(pair, "graph", max_new_tokens=64)
+    cuda = request.getfixturevalue("cuda")
+    assert torch.equal(text(pair, "graph", graph_config="auto", max_new_tokens=64), expected)
+    assert 1 < cuda.counts["captures"] < cuda.counts["replays"]
+    assert len(set(map(id, cuda.pools))) == 1
+
+
+def test_failing_to_capture_is_said_and_harmless(pair, cuda, monkeypatch, caplog):
+    def step(self):
+        record = own(self)
+        if cuda.capturing:
+            int(record.accepted.num_accepted[0])  # waits for the device
+        return record
+
+    expected, own = text(pair, "graph"), session.Session.step
+    assert cuda.counts["captures"] == 1
+    monkeypatch.setattr(session.Session, "step", step)
     with caplog.at_level("WARNING", logger="gsd_kernels"):
-        assert torch.equal(generate(target, **inputs, **options), expected)
-    assert [r.message for r in caplog.records if "captured" in r.message] == [
-        "a step could not be captured, so steps run uncaptured: operation not permitted"
+        assert torch.equal(text(pair, "graph"), expected)
+    said = [r.message for r in caplog.records if "captured" in r.message]
+    assert len(said) == 1 and said[0].startswith("a step could not be captured, so steps run uncaptured: operation ")
+    assert cuda.counts["captures"] == 2, "it is not tried again"
+    assert cuda.current_stream() is cuda._default, "later work is on the stream that it was on"
+
+
+class Longer(StoppingCriteria):
+    """Stops all sequences early, for a reason that no device state knows."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full(input_ids.shape[:1], input_ids.shape[1] > 20)
+
+
+PER_TOKEN = {
+    "processor": {"repetition_penalty": 1.3},
+    "criterion": {"stopping_criteria": [Longer()]},
+    "scores": {"output_scores": True, "return_dict_in_generate": True},
+    "logits": {"output_logits": True, "return_dict_in_generate": True, "repetition_penalty": 1.3},
+}
+
+
+def parts(out):
+    """Every tensor of what ``generate`` returned."""
+    return [out] if isinstance(out, torch.Tensor) else [out.sequences, *(out.scores or ()), *(out.logits or ())]
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [("processor", {}), ("criterion", SAMPLED)]
+    + [pytest.param(name, {}, marks=pytest.mark.slow) for name in ("criterion", "scores")]
+    + [pytest.param(name, SAMPLED, marks=pytest.mark.slow) for name in ("processor", "logits")],
+)
+def test_what_the_host_accepts_is_committed_in_a_second_graph(pair, name, sampling, request):
+    options = {**PER_TOKEN[name], **sampling}
+    expected = parts(text(pair, "graph", **options))
+    cuda = request.getfixturevalue("cuda")
+    got = parts(text(pair, "graph", **options))
+    assert len(got) == len(expected) and all(map(torch.equal, got, expected))
+    assert cuda.counts["captures"] == 2
+    assert cuda.counts["replays"] >= 2 * WARM_STEPS
+    assert cuda.counts["replays"] % 2 == 0
+
+
+@pytest.mark.parametrize("name", ["graph", "chain"])
+def test_both_kinds_of_calls_share_a_session(pair, name, request):
+    """What a draft leaves on the host is that of the graph that ran, not of the one captured last."""
+    speculative = {"criterion": "speculative", **SAMPLED} if name == "chain" else {}
+    calls = [{"repetition_penalty": 1.3}, {}, {"repetition_penalty": 1.3}, {}]
+    expected = [text(pair, name, **speculative, **call) for call in calls]
+    cuda = request.getfixturevalue("cuda")
+    target, options = pair[0], {**sources(name, *pair), **speculative}
+    seed = options.pop("seed", None)
+    options.pop("do_sample", None), options.pop("temperature", None)
+    handle = patch(target, **options, seed=seed)
+    try:
+        for i, (call, want) in enumerate(zip(calls, expected, strict=True)):
+            decoding = {**call, **({"do_sample": True, "temperature": 0.8} if speculative else {})}
+            got = target.generate(**prompts(2, 9), max_new_tokens=24, pad_token_id=0, **decoding)
+            assert torch.equal(got, want), i
+            assert cuda.counts["captures"] == min(3, 2 + i), i
+    finally:
+        unpatch(target)
+    assert handle.stats.seconds["target"] > 0
+
+
+def test_a_policy_learns_from_replayed_steps_what_it_learns_from_others(pair, request, monkeypatch):
+    """Two shapes in turn, calls of both kinds in turn: candidates of the step that ran, and its seconds."""
+    learned = []
+
+    def observe(self, profiles, tokens, **took):
+        learned.append(({name: [a.copy() for a in arrays] for name, arrays in profiles.items()}, tokens, took))
+
+    def run():
+        shapes = itertools.cycle(list(ladder("cpu", with_model=True).values())[:2])
+        monkeypatch.setattr(auto.AutoPolicy, "shape", lambda self: next(shapes))
+        learned.clear()
+        target, draft = copy.deepcopy(pair)
+        patch(target, assistant_model=draft, graph_config="auto")
+        for processors in ({}, {"repetition_penalty": 1.3}, {}):
+            target.generate(**prompts(2, 9), max_new_tokens=24, pad_token_id=0, do_sample=False, **processors)
+        return list(learned)
+
+    monkeypatch.setattr(auto.AutoPolicy, "observe", observe)
+    expected, cuda = run(), request.getfixturevalue("cuda")
+    run()
+    assert cuda.counts["captures"] == 2 * (1 + 2)
+    assert cuda.counts["replays"] > 4 and len(learned) == len(expected)
+    for (profiles, tokens, took), (wanted, wanted_tokens, _) in zip(learned, expected, strict=True):
+        assert tokens == wanted_tokens and profiles.keys() == wanted.keys()
+        for name in profiles:
+            for got, want in zip(profiles[name], wanted[name], strict=True):
+                numpy.testing.assert_allclose(got, want, rtol=1e-5)
+        assert took["target_seconds"] > 0 and took["other_seconds"] > 0
+
+
+class Ranks(Alone):
+    """One of several ranks, of which the others say what they are asked to."""
+
+    alone = False
+
+    def __init__(self, captures, others=lambda asked: True):
+        self.captures, self.others, self.asked = captures, others, []
+
+    def agree(self, yes):
+        self.asked.append(yes)
+        return yes and self.others(len(self.asked))
+
+
+@pytest.mark.parametrize(
+    ("captures", "others", "captured", "asked"),
+    [
+        (True, lambda asked: True, 1, [True, True]),  # before the first step, and after the capture
+        (True, lambda asked: asked > 1, 0, [True]),  # another rank has two GPUs
+        (True, lambda asked: asked == 1, 1, [True, True]),  # another one failed to capture: nothing is replayed
+        (False, lambda asked: True, 0, []),  # gloo
+    ],
+    ids=["all", "one cannot", "one failed", "gloo"],
+)
+def test_ranks_capture_together_or_not_at_all(pair, cuda, monkeypatch, captures, others, captured, asked):
+    expected = text(pair, "graph")
+    cuda.counts.clear()
+    ranks = Ranks(captures, others)
+    monkeypatch.setattr(decoder, "ranks_of", lambda *_: ranks)
+    assert torch.equal(text(pair, "graph"), expected)
+    assert ranks.asked == asked
+    assert cuda.counts["captures"] == captured
+    assert (cuda.counts["replays"] > 0) == (captured == 1 and others(2))
+
+
+def test_what_ranks_agree_on(monkeypatch):
+    ranks = Agreement.__new__(Agreement)
+    for said, all_of_them in (([1, 1], True), ([1, 0], False), ([0, 0], False)):
+        monkeypatch.setattr(ranks, "_gather", lambda mine, said=said: torch.tensor(said)[:, None], raising=False)
+        assert ranks.agree(bool(said[0])) is all_of_them
+
+
+@pytest.mark.parametrize(
+    ("config", "can"), [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)]
+)
+def test_messages_of_nccl_are_captured(config, can, monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert can_be_captured(object()) is can
+
+
+def both(work):
+    """Two threads that begin at once; what one raises is raised."""
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(work, i) for i in range(2)]:
+            done.result(60)
+
+
+def test_threads_capture_on_one_gpu_one_after_the_other(pair, cuda, caplog):
+    expected = [text(pair, "graph", rows=1 + i) for i in range(2)]
+    meet = threading.Barrier(2)
+
+    def wait():
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meet.wait(0.3)  # long enough for the other thread to begin, were it let
+
+    cuda.in_capture = wait
+    with caplog.at_level("WARNING", logger="gsd_kernels"):
+        both(lambda i: torch.testing.assert_close(text(pair, "graph", rows=1 + i), expected[i]))
+    assert not caplog.records
+    assert cuda.counts["captures"] == 4
+
+
+def test_gpus_have_streams_and_locks_of_their_own(cuda):
+    devices = [torch.device("cuda", i) for i in range(2)]
+    meet, captured_on = threading.Barrier(2), []
+
+    def work(i):
+        def function():
+            captured_on.append((cuda.device, cuda.current_stream()))
+            meet.wait(20)
+
+        lane_of(devices[i]).capture(function)
+        assert cuda.device == torch.device("cpu")
+
+    both(work)
+    assert {device for device, _ in captured_on} == set(devices)
+    assert all(stream is lane_of(device).stream for device, stream in captured_on)
+    assert lane_of(devices[0]) is lane_of(devices[0])
+
+
+def test_replays_on_other_streams_wait_for_each_other(cuda):
+    """They share the workspace of the stream that they were captured on."""
+    lane, one, two = lane_of(torch.device("cpu")), cuda.new_stream(), cuda.new_stream()
+    graph, _ = lane.capture(lambda: torch.zeros(1))
+    for stream in (one, one, two, one):
+        with cuda.on(stream):
+            graph()
+    replay = id(graph.graph)
+    assert cuda.log == [
+        ("replay", one, replay),
+        ("replay", one, replay),
+        ("wait", two, one),
+        ("replay", two, replay),
+        ("wait", one, two),
+        ("replay", one, replay),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import threading
@@ -12,14 +13,16 @@ from collections.abc import Callable
 from typing import Any
 
 import chats
+import fake_cuda
 import pytest
 import torch
-from chats import FREE, GRAPH, SAMPLED, TREE, OnCpu, ask, capture_on_cpu, expected, pair, patched, sources, words
+from chats import FREE, GRAPH, SAMPLED, TREE, ask, expected, pair, patched, sources, words
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gsd_kernels as gsd
+from gsd_kernels_hf.engine import capture
 from gsd_kernels_hf.engine import engine as rooms
 from gsd_kernels_hf.engine.decoder import GraphDecoder
 from gsd_kernels_hf.engine.session import Session
@@ -29,14 +32,14 @@ from gsd_kernels_hf.policy.ladder import ladder
 
 
 @pytest.fixture(autouse=True)
-def captured(monkeypatch):
-    capture_on_cpu(monkeypatch)
+def cuda(monkeypatch):
+    return fake_cuda.install(monkeypatch)
 
 
 @pytest.fixture
-def made(monkeypatch):
-    """Counts sessions, caches and the storage of layers."""
-    counts: Counter[str] = Counter()
+def made(monkeypatch, cuda):
+    """Counts sessions, caches, the storage of layers, and captures."""
+    counts: Counter[str] = cuda.counts
 
     def counted(kind: type, name: str) -> None:
         own = getattr(kind, name)
@@ -59,9 +62,9 @@ def allocations(counts: Counter[str]) -> int:
 
 def after(made: Counter[str], call: Callable[[], Any]) -> tuple[int, int]:
     """Allocations of caches and sessions, and captures, in a call. (The probe's cache is made at a change alone.)"""
-    before = allocations(made), OnCpu.captures
+    before = allocations(made), made["captures"]
     call()
-    return allocations(made) - before[0], OnCpu.captures - before[1]
+    return allocations(made) - before[0], made["captures"] - before[1]
 
 
 @pytest.mark.parametrize("name", chats.SOURCES)
@@ -73,11 +76,29 @@ def test_the_second_call_of_a_bucket_makes_nothing(name, made, monkeypatch):
     with patched(target, **sources(name, target, draft)):
         first = after(made, lambda: ask(target, words(2, 9, seed=1), tokens=30))
         assert first[0] >= 3 and first[1] == 1
-        for length, seed in ((9, 2), (30, 3), (4, 4)):
-            prompt = words(2, length, seed=seed)
-            want = expected(target, prompt, tokens=30)
-            assert after(made, lambda prompt=prompt: ask(target, prompt, tokens=30)) == (0, 0)
-            assert torch.equal(ask(target, prompt, tokens=30), want)
+        for length, tokens in ((9, 30), (30, 24), (4, 40)):
+            prompt = words(2, length, seed=length)
+            want = expected(target, prompt, tokens=tokens)
+            texts: list[torch.Tensor] = []
+            call = functools.partial(ask, target, prompt, tokens=tokens)
+            assert after(made, lambda call=call, texts=texts: texts.append(call())) == (0, 0)
+            assert torch.equal(texts[0], want) and made["replays"] > 0
+
+
+def test_other_seeds_are_other_texts_of_the_same_graphs(made):
+    target, draft = pair()
+    with patched(target, assistant_model=draft, graph_config=GRAPH):
+        text, seen = words(1, 9, seed=1), set()
+        ask(target, text, tokens=30, **SAMPLED)
+        for seed in range(3):
+            options = {**SAMPLED, "seed": seed, "tokens": 30}
+            want = expected(target, text, **options)
+            replays = made["replays"]
+            assert after(made, lambda options=options: ask(target, text, **options)) == (0, 0)
+            assert made["replays"] > replays + 5
+            assert torch.equal(ask(target, text, **options), want)
+            seen.add(tuple(want[0].tolist()))
+        assert len(seen) == 3
 
 
 def test_another_bucket_grows_and_captures_anew(made):
@@ -85,13 +106,13 @@ def test_another_bucket_grows_and_captures_anew(made):
     with patched(target, assistant_model=draft, graph_config=GRAPH) as handle:
         ask(target, words(1, 9, seed=1), tokens=30)
         bytes_before = handle.engines.cache_bytes
-        text, captures = words(1, 9, seed=1), OnCpu.captures
+        text, captures = words(1, 9, seed=1), made["captures"]
         for turn in range(12):
             text = torch.cat([ask(target, text, tokens=30), words(1, 2, seed=turn)], 1)
         assert torch.equal(ask(target, text, tokens=30), expected(target, text, tokens=30))
         assert made["Session.__init__"] == 1
         assert made["GraphLayer.grow"] == 4, "393 positions are the second bucket of two models of two layers"
-        assert OnCpu.captures == captures + 1
+        assert made["captures"] == captures + 1
         assert handle.engines.cache_bytes == 2 * bytes_before
         assert after(made, lambda: ask(target, words(1, 9, seed=5), tokens=30)) == (0, 0)
 
@@ -296,6 +317,7 @@ def test_what_a_captured_step_reads_lives_on(name, decoding, monkeypatch):
     if name == "auto":
         one = next(shape for shape in ladder("cpu", with_model=True).values() if shape.depth)
         monkeypatch.setattr(auto.AutoPolicy, "shape", lambda self: one)
+    monkeypatch.setattr(capture, "can_capture", lambda session: False)  # each step is watched
     seen: list[Outside] = []
     step = Session.step
 

@@ -35,7 +35,6 @@ BAD_ARGUMENTS = [
     (gsd.dag_attention, attention_arguments, "kv_len", int64("kv_len"), TypeError),
     (gsd.dag_attention, attention_arguments, "kv_len", lambda a: 5, TypeError),
     (gsd.dag_attention, attention_arguments, "kv_start", lambda a: a["kv_start"][:1], ValueError),
-    (gsd.dag_attention, attention_arguments, "num_nodes", int64("num_nodes"), TypeError),
     (gsd.dag_attention, attention_arguments, "sliding_window", lambda a: 0, ValueError),
     (gsd.dag_attention, attention_arguments, "backend", lambda a: "gpu", ValueError),
     (gsd.sample_rows, sampling_arguments, "logits", lambda a: a["logits"][0], ValueError),

@@ -91,7 +91,6 @@ def test_nan_reaches_exactly_the_rows_that_see_it(on):
     tensors, options = problem.build(on.device)
     masks = torch.tensor([1, 3, 5, 9, 17, 33], dtype=torch.int32)
     tensors["ancestor_mask"][:] = on.to(masks)[:, None]
-    tensors["num_nodes"][:] = 6
     for b, prefix in enumerate(problem.prefixes):
         tensors["k"][b, :, prefix : prefix + 6] = 0.5
         tensors["v"][b, :, prefix : prefix + 6] = 0.5
@@ -126,7 +125,6 @@ def attentions(draw):
     args = {
         "kv_len": kv_len,
         "kv_start": (kv_len // 3).int() if draw(st.booleans()) else None,
-        "num_nodes": torch.randint(0, 32 * words, (batch,), generator=gen).int() if draw(st.booleans()) else None,
         "row_depths": torch.randint(0, 6, (batch, rows), generator=gen).int(),
         "node_depths": node_depths,
         "sliding_window": draw(st.sampled_from((None, None, 2, 5, 400))),
@@ -153,7 +151,7 @@ def attentions(draw):
 def test_the_compiled_kernel_equals_the_reference(case):
     exact = {name: x.double() if name in "qkv" else x for name, x in case.items()}
     expected, expected_lse = gsd.dag_attention(**exact, return_lse=True, backend="reference")
-    order = "q k v ancestor_mask kv_len kv_start num_nodes row_depths node_depths".split()
+    order = "q k v ancestor_mask kv_len kv_start row_depths node_depths".split()
     got, lse = torch.ops.gsd_kernels.dag_attention(
         *(case[name] for name in order), case["q"].shape[3] ** -0.5, case["softcap"], case["sliding_window"]
     )
@@ -175,7 +173,7 @@ def test_a_row_of_the_compiled_kernel_ignores_how_many_rows_there_are():
     kv_len = torch.tensor([1200], dtype=torch.int32)
 
     def attend(q, mask):
-        rest = (None, None, None, None, 0.125, None, None)
+        rest = (None, None, None, 0.125, None, None)
         return torch.ops.gsd_kernels.dag_attention(q, k, v, mask, kv_len, *rest)[0]
 
     together = attend(q, mask)
@@ -188,6 +186,6 @@ def test_nan_reaches_exactly_the_rows_that_see_it_in_the_compiled_kernel():
     q, (k, v) = torch.randn(1, 2, 3, 16), torch.randn(2, 1, 2, 40, 16)
     v[0, 0, 31] = float("nan")  # node 1, for head 0
     mask = torch.tensor([[[1], [2], [3]]], dtype=torch.int32)
-    rest = (None, None, None, None, 0.25, None, None)
+    rest = (None, None, None, 0.25, None, None)
     out, _ = torch.ops.gsd_kernels.dag_attention(q, k, v, mask, torch.tensor([30], dtype=torch.int32), *rest)
     assert out.isnan().all(-1).tolist() == [[[False, True, True], [False, False, False]]]

@@ -103,7 +103,7 @@ def test_attention_defaults_and_strides():
     case = attention_case(3, batch=1, groups=2)
     case["k"], case["v"] = case["k"].nan_to_num(0.0), case["v"].nan_to_num(0.0)
     plain = {name: case[name] for name in ("q", "k", "v", "ancestor_mask", "kv_len")}
-    full = {**case, "kv_start": torch.zeros(1, dtype=torch.int32), "num_nodes": torch.tensor([9], dtype=torch.int32)}
+    full = {**case, "kv_start": torch.zeros(1, dtype=torch.int32)}
     expected = dense_attention(full, torch.float64)[0]
     torch.testing.assert_close(gsd.dag_attention(**plain, backend="reference"), expected, rtol=0, atol=1e-12)
     strided = {**plain, "k": plain["k"].transpose(1, 2).contiguous().transpose(1, 2)}

@@ -10,8 +10,11 @@ import torch
 from graphs import drafted, tails
 from ops.contracts.backends import backend_param
 from ops.contracts.decoder import decoder_case
-from ops.contracts.ngram import Memory, remembered, two_sources
+from ops.contracts.learn import questions, tables
+from ops.contracts.ngram import Memory, remembered, tree_of, two_sources
 from ops.contracts.sampling import sampling_inputs
+from ops.contracts.step import accepted as accepted_rows
+from ops.contracts.step import chained, fed, graph_of, int32, state, texts
 
 import gsd_kernels as gsd
 from gsd_kernels.compiled import SCHEMAS
@@ -53,6 +56,50 @@ def op_inputs():
         "ngram_lookup": (*ngram_tensors(), Memory().queries(), 3, 4),
         "perturb_candidates": (*remembered(0, 4), *stream),
         "mix_candidates": two_sources(0, 4, 3),
+        "calibrate_candidates": (
+            torch.rand(2, 5, 4).log(),
+            torch.rand(3, 6),
+            torch.ones(2, 5, dtype=torch.int32),
+            None,
+        ),
+        "learn_source": learn_inputs(),
+        **tree_inputs(stream),
+        **step_inputs(),
+    }
+
+
+def learn_inputs():
+    asked, nodes, picked = questions(0)
+    nothing = nodes.new_empty(0)
+    lists = [[nothing if t is None else t for t in part] for part in zip(*asked, strict=True)]
+    mixture, reliability = tables(0)
+    return nodes, picked, *lists, *mixture, *reliability, 8.0, 40.0
+
+
+def tree_inputs(stream):
+    case = Memory()
+    graph, rows, tail = tree_of(case, 0)
+    tree = (rows.token_ids, rows.parent_rows, rows.depths, rows.num_rows, tail)
+    tokens = torch.zeros(2, 20, 2, dtype=torch.int32)
+    nodes, first = torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    drafted_nodes = (graph.token_ids, graph.contexts, graph.depths, nodes)
+    return {
+        "ngram_remember": (*ngram_tensors(), *tree, tokens, tokens.float(), 3, 4),
+        "ngram_recall": (*ngram_tensors(), *drafted_nodes, 2, 3, 4, first, *stream),
+    }
+
+
+def step_inputs():
+    path, rows, graph = accepted_rows(0)
+    tokens, nodes = torch.ops.gsd_kernels.accepted_path(*path.tensors(), rows.token_ids, rows.node_ids)
+    drafted_too = (nodes, graph.parents, graph.num_nodes, graph.num_merges)
+    *row_inputs, vocab = fed(1).values()
+    return {
+        "start_graph": (*graph_of(0).tensors(), *texts(0).values()),
+        "feed_rows": (*row_inputs[:2], None, *row_inputs[2:], torch.zeros(3, 9, dtype=torch.int32), 2, 1, vocab, True),
+        "feed_chain": tuple(chained(1).values()),
+        "accepted_path": (*path.tensors(), rows.token_ids, rows.node_ids),
+        "commit_text": (tokens, path.num_accepted, path.next_token, int32(3), *state(0).values(), *drafted_too),
     }
 
 
@@ -131,6 +178,20 @@ def test_a_graph_too_small_for_the_level_is_refused():
         ("ngram_insert", 8, 3, "ways: expected a power of two"),
         ("ngram_insert", 6, torch.ones(2, 3, dtype=torch.bool), "valid: expected size"),
         ("perturb_candidates", 2, torch.zeros(2, 4, dtype=torch.int32), "positions: expected size"),
+        ("start_graph", 12, torch.full((3,), 99, dtype=torch.int32), "out_len: expected 1 ... 40, got 99"),
+        ("start_graph", 11, torch.zeros(3, 40, dtype=torch.int32), "tokens: wrong dtype"),
+        ("feed_rows", 5, torch.zeros(3, 4, dtype=torch.int32), "node_depths: expected at least 6 nodes, got 4"),
+        ("feed_chain", 2, torch.full((3,), 30, dtype=torch.int32), "end: expected 30 ... 40"),
+        ("accepted_path", 4, torch.zeros(3, 3, dtype=torch.int32), "node_ids: expected size"),
+        ("commit_text", 1, torch.full((3,), 8, dtype=torch.int32), "num_accepted: 8 of 7 rows"),
+        ("commit_text", 5, torch.full((3,), 39, dtype=torch.int32), "tokens: position .* outside the text's 40"),
+        ("commit_text", 12, None, "expected all or none"),
+        ("learn_source", 1, torch.zeros(3, 7, dtype=torch.int64), "picked: wrong dtype"),
+        ("learn_source", 3, [torch.zeros(3, 1, 4, dtype=torch.int32)], "node_ids: expected 1 ... 64 levels"),
+        ("ngram_remember", 4, torch.zeros(2, 3, dtype=torch.int32), "parent_rows: expected size"),
+        ("ngram_recall", 7, 3, "branch: expected at most 2, got 3"),
+        ("ngram_recall", 10, None, "expected all or none"),
+        ("calibrate_candidates", 1, torch.zeros(3, 2), "log_ratio: expected at least 4 ranks, got 2"),
         ("ngram_lookup", 4, 9, "contexts: expected at least 9"),
         ("ngram_lookup", 0, torch.zeros(2, 31, dtype=torch.int64), "keys: expected a power of two"),
     ],

@@ -61,7 +61,7 @@ def test_shapes_are_known_without_running():
         mask = torch.empty(2, 5, 2, dtype=torch.int32, device="cuda")
         kv_len = torch.empty(2, dtype=torch.int32, device="cuda")
         call = torch.ops.gsd_kernels.dag_attention
-        out, lse = call(q, k, v, mask, kv_len, None, None, None, None, 0.125, None, None)
+        out, lse = call(q, k, v, mask, kv_len, None, None, None, 0.125, None, None)
     assert out.shape == q.shape and out.dtype == HALF and out.transpose(1, 2).is_contiguous()
     assert lse.shape == (2, 8, 5) and lse.dtype == torch.float32
 

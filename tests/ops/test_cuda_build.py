@@ -17,11 +17,15 @@ ARCHS = ("8.0", "9.0", "10.0")
 KERNELS = (
     *("merge_kernel", "flatten_kernel", "verify_kernel", "pick_kernel", "commit_kernel", "advance_kernel"),
     *("ngram_insert_kernel", "ngram_lookup_kernel", "perturb_kernel", "mix_kernel"),
+    *("ngram_recall_kernel", "calibrate_kernel", "learn_kernel"),
+    *("start_kernel", "feed_kernel", "chain_kernel", "path_kernel", "text_kernel"),
 )
 ATTENTION = ("attention_split_kernel", "attention_combine_kernel")
 CUDA_OPS = (
     *("merge", "flatten", "verify", "commit_kv", "sample_rows", "draft_candidates", "dag_attention"),
     *("ngram_insert", "ngram_lookup", "perturb_candidates", "mix_candidates"),
+    *("ngram_remember", "ngram_recall", "calibrate_candidates", "learn_source"),
+    *("start_graph", "feed_rows", "feed_chain", "accepted_path", "commit_text"),
 )
 
 ELEMENTS, HEAD_DIMS, WARPS = ("Half", "Bfloat16"), (64, 128), (1, 2, 4)  # of the attention
@@ -191,3 +195,16 @@ def test_architecture_lists(archs, flags, monkeypatch):
     assert module.code_flags(archs) == flags
     with pytest.raises(SystemExit, match="cannot read"):
         module.code_flags("ampere")
+
+
+#: Macros that the headers of some supported torch lack, and what all of them have. TORCH_TARGET_VERSION hides newer
+#: functions, but no macros.
+NEWER_MACROS = {"STABLE_TORCH_ERROR_CODE_CHECK": "TORCH_ERROR_CODE_CHECK"}
+
+
+@pytest.mark.parametrize("macro", NEWER_MACROS)
+def test_the_sources_use_no_macro_that_the_oldest_torch_lacks(macro):
+    files = [file for file in (ROOT / "csrc").rglob("*") if file.suffix in (".cpp", ".cu", ".h")]
+    assert len(files) > 20
+    named = [file.name for file in files if re.search(rf"\b{macro}\b", file.read_text(encoding="utf-8"))]
+    assert not named, f"use {NEWER_MACROS[macro]} in {named}"

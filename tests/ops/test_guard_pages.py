@@ -42,8 +42,7 @@ def attention() -> None:
         tight = replace(case, capacity=max(case.prefixes) + case.nodes)
         tensors, options = tight.build("cpu")
         tensors = {n: guarded(t) for n, t in tensors.items()}
-        gsd.dag_attention(**tensors, **options, backend="triton")
-        tensors.pop("num_nodes")  # the mask's words reach past the cache's end
+        # The mask's words reach past the cache's end.
         gsd.dag_attention(**tensors, **options, backend="triton")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import oracle
@@ -17,11 +18,14 @@ from ops.contracts.ngram import (
     check_memory,
     check_mix,
     check_perturbed,
+    check_remembered_rows,
     contents,
+    tree_of,
     two_sources,
 )
 
 import gsd_kernels as gsd
+from gsd_kernels.ops.ngram import calibrate_candidates, ngram_recall, ngram_remember
 
 EVERYWHERE = ("reference", "cpu", "interpreter", "triton", "cuda")
 OTHERS = EVERYWHERE[1:]
@@ -217,3 +221,68 @@ def test_nan_comes_first_and_ties_keep_their_order(on):
     others = torch.tensor([[[8]]], dtype=torch.int32), torch.tensor([[[-1.0]]])
     mixed, _ = gsd.mix_candidates(*on.to((tokens, log_probs, *others, torch.tensor([[0.5]]))), backend=on.name)
     assert mixed.tolist() == [[[6, 5, 7]]]
+
+
+FEW = {name: MEMORIES[name] for name in ("usual", "single tokens", "long contexts")}
+
+
+@cases(
+    "case", {"cpu": MEMORIES.items(), "interpreter": FEW.items(), "triton": MEMORIES.items(), "cuda": MEMORIES.items()}
+)
+def test_rows_are_remembered_and_nodes_recalled(on, case):
+    check_remembered_rows(case, on)
+
+
+@backends("reference", "cpu", "cuda")
+def test_one_weight_of_a_table_serves_all_rows_without_an_index(on):
+    tokens, log_probs, others, other_log_probs, _ = on.to(two_sources(3, 4, 3))
+    sources = (tokens, log_probs, others, other_log_probs)
+    table = on.to(torch.tensor([0.3, 0.9]))
+    got = gsd.mix_candidates(*sources, table, backend=on.name)
+    expected = gsd.mix_candidates(*sources, torch.full_like(log_probs[..., 0], 0.3), backend=on.name)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [3, 5])
+@backends("reference", "cpu", "cuda")
+def test_calibration_by_index_and_by_bin(on, ranks):
+    gen = torch.Generator().manual_seed(0)
+    probs = torch.tensor([[[0.9, 0.05, 0.0], [0.5, 0.2, 0.1]], [[0.25, 0.125, 0.01], [1.0, 0.3, 0.3]]])
+    table = torch.randn(4, ranks, generator=gen)
+    index = torch.tensor([[0, 3], [2, 2]], dtype=torch.int32)
+    got = calibrate_candidates(*on.to((probs.log(), table)), index=on.to(index), backend=on.name).cpu()
+    for b, w, k in itertools.product(range(2), range(2), range(3)):
+        want = min(0.0, math.log(probs[b, w, k]) + float(table[index[b, w], k])) if probs[b, w, k] > 0 else -math.inf
+        assert got[b, w, k].item() == pytest.approx(want, abs=1e-6)
+    first = calibrate_candidates(*on.to((probs.log(), table)), backend=on.name).cpu()
+    same = calibrate_candidates(*on.to((probs.log(), table)), index=on.to(index * 0), backend=on.name).cpu()
+    assert torch.equal(first, same)
+    edges = torch.tensor([0.11, 0.4])
+    bins = torch.randn(3, 3, generator=gen)  # rank, bin
+    got = calibrate_candidates(*on.to((probs.log(), bins)), edges=on.to(edges), backend=on.name).cpu()
+    for b, w, k in itertools.product(range(2), range(2), range(3)):
+        bin_of = sum(float(edge) < float(probs[b, w, k]) for edge in edges)
+        want = min(0.0, math.log(probs[b, w, k]) + float(bins[k, bin_of])) if probs[b, w, k] > 0 else -math.inf
+        assert got[b, w, k].item() == pytest.approx(want, abs=1e-6)
+
+
+def test_bad_arguments_of_the_newer_ops_are_named():
+    case = MEMORIES["usual"]
+    table, (graph, rows, tail) = case.empty(), tree_of(case, 0)
+    tokens = torch.zeros(2, 20, 2, dtype=torch.int32)
+    with pytest.raises(TypeError, match="tokens: expected int32"):
+        ngram_remember(table, rows, tail, tokens.long(), tokens.float())
+    with pytest.raises(ValueError, match="at least max_context=3 tokens"):
+        ngram_remember(table, rows, tail[:, :2], tokens, tokens.float())
+    with pytest.raises(ValueError, match="nodes: expected shape"):
+        ngram_recall(table, graph, graph.root_frontier()[:1])
+    with pytest.raises(ValueError, match="expected all or none"):
+        ngram_recall(table, graph, graph.root_frontier(), seed=torch.tensor(1))
+    with pytest.raises(ValueError, match="graph: expected a branch of at most 2, got 3"):
+        ngram_recall(table, tree_of(Memory(branch=3), 0)[0], graph.root_frontier())
+    with pytest.raises(ValueError, match="index, edges"):
+        calibrate_candidates(tokens.float(), torch.zeros(2, 2), index=tokens[..., 0], edges=torch.zeros(1))
+    with pytest.raises(ValueError, match="log_ratio: expected at least 2 ranks"):
+        calibrate_candidates(tokens.float(), torch.zeros(2, 1))
+    with pytest.raises(ValueError, match="weight: expected a table with an index"):
+        gsd.mix_candidates(*two_sources(0, 4, 3), index=torch.zeros(2, 5, dtype=torch.int32))

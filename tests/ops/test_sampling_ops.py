@@ -10,6 +10,7 @@ from ops.contracts.backends import backends, cases
 from ops.contracts.sampling import FLOATS, SAMPLING, WARPERS, check_sampling, problem, sampling_inputs
 
 import gsd_kernels as gsd
+from gsd_kernels.ops.sampling.reference import warp
 
 EVERYWHERE = ("reference", "cpu", "interpreter", "triton", "cuda")
 ON_A_GPU = list(itertools.product((1, 63, 1000, 128256), FLOATS))
@@ -82,3 +83,35 @@ def test_a_draw_does_not_depend_on_the_launch_shape(on):
     for b, r in itertools.product(range(batch), range(rows)):
         one = on.to((logits[b : b + 1, r : r + 1].contiguous(), positions[b : b + 1, r : r + 1].contiguous()))
         assert gsd.sample_rows(*one, sequence_ids=on.to(ids[b : b + 1]), **keys).item() == together[b, r].item()
+
+
+@backends(*EVERYWHERE)
+def test_a_row_without_a_distribution_is_not_drawn_from(on):
+    """At a temperature above 0; the best of it is still the best."""
+    logits, positions, keys = sampling_inputs(700, torch.float32, 0)
+    logits[0, 1, 650] = float("inf")
+    logits[1, 2] = float("-inf")
+    inputs = (*on.to((logits, positions)),)
+    for warpers in ({"temperature": 1.0}, {"temperature": torch.tensor([0.0, 0.7])}, {"temperature": 0.0}):
+        picked = gsd.sample_rows(*inputs, **on.to({**keys, **warpers}), backend=on.name).cpu()
+        temperature = torch.as_tensor(warpers["temperature"]).expand(2)
+        assert picked[0, 1] == (-1 if temperature[0] > 0 else 650)
+        assert picked[1, 2] == (-1 if temperature[1] > 0 else 0)
+        assert (picked >= 0).sum() == 10 - int((temperature > 0).sum())
+
+
+@pytest.mark.parametrize("warpers", WARPERS, ids=str)
+@backends(*EVERYWHERE)
+def test_candidates_without_noise_are_the_warped_distributions_best(on, warpers):
+    logits, positions, keys = sampling_inputs(600, torch.float32, 1)
+    given = on.to({**keys, **warpers})
+    tokens, log_probs = gsd.draft_candidates(
+        *on.to((logits, positions)), branch=4, noise=False, **given, backend=on.name
+    )
+    values = {name: warpers.get(name, off) for name, off in (("temperature", 0.0), ("top_k", 0), ("top_p", 1.0))}
+    greedy = torch.as_tensor(values["temperature"]).view(-1, 1, 1) <= 0
+    warped = torch.where(greedy, logits, warp(logits, *values.values(), warpers.get("min_p", 0.0)))
+    expected, ids = warped.log_softmax(-1).topk(4)
+    real = expected > float("-inf")
+    assert torch.equal(tokens.cpu().long()[real], ids[real])
+    torch.testing.assert_close(log_probs.cpu(), expected, atol=1e-5, rtol=1e-5)

@@ -19,7 +19,7 @@ OPCHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
 def small_attention() -> tuple:
     tensors, _ = Attention(rows=3, nodes=5, capacity=90, prefixes=(40, 30), paddings=(0, 2)).build("cpu")
     tensors = {n: t.nan_to_num(0.0) if t.is_floating_point() else t for n, t in tensors.items()}
-    names = ("q", "k", "v", "ancestor_mask", "kv_len", "kv_start", "num_nodes")
+    names = ("q", "k", "v", "ancestor_mask", "kv_len", "kv_start")
     return tuple(tensors[n] for n in names)
 
 
@@ -69,7 +69,7 @@ def operator_calls() -> dict[str, tuple]:
         "triton_flatten": (graph.token_ids, graph.edge_targets, graph.edge_log_probs, 12, 6),
         "triton_best_tokens": (
             *(logits, positions, 2, torch.tensor(1), torch.arange(2, dtype=torch.int32)),
-            *(each, 0.0, None, 5.0, None, 1.0, None, 0.0, True),
+            *(each, 0.0, None, 5.0, None, 1.0, None, 0.0, True, True),
         ),
         "triton_verify": (*rows.tensors()[:4], rows.num_rows, sampled, eos, remaining, done, 6),
         "triton_commit_kv": commit_arguments(),
@@ -86,8 +86,8 @@ def test_opcheck(name):
     torch.library.opcheck(getattr(torch.ops.gsd_kernels, name).default, operator_calls()[name], test_utils=OPCHECKS)
 
 
-def attend(q, k, v, mask, kv_len, kv_start, num_nodes):
-    options = {"kv_start": kv_start, "num_nodes": num_nodes, "backend": "triton"}
+def attend(q, k, v, mask, kv_len, kv_start):
+    options = {"kv_start": kv_start, "backend": "triton"}
     return gsd.dag_attention(q, k, v, mask, kv_len, **options) * 2
 
 

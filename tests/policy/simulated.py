@@ -49,7 +49,7 @@ class World:
 
     def read(self, text) -> None:
         """Go on with another text."""
-        self.text = {"all": np.array([text[0]]), "free": np.array([text[1]])}
+        self.text = {"model": np.array([text[0]]), "lookup": np.array([text[1]])}
         self.known: dict[GraphConfig, float] = {}
 
     def brings(self, shape: GraphConfig | None) -> float:
@@ -90,7 +90,7 @@ class World:
         profiles = {}
         if shape is not None:
             for name, probs in self.text.items():
-                if name == "free" or shape.depth:
+                if name == "lookup" or shape.depth:
                     nodes = min(sum(counts), MOST_NODES)  # what was proposed after every accepted node is seen
                     hit = self.rng.random((nodes, 1)) < probs.cumsum(1)
                     first = hit & (hit.cumsum(1) == 1)

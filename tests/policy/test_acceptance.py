@@ -15,7 +15,7 @@ from gsd_kernels_hf.sources.weights import Calibration
 
 
 def pools(first, second=(0.0, 0.0, 0.0, 0.0)):
-    return {"all": np.array([first], dtype=float), "free": np.array([second], dtype=float)}
+    return {"model": np.array([first], dtype=float), "lookup": np.array([second], dtype=float)}
 
 
 def tokens(config: GraphConfig, *profiles) -> float:
@@ -37,14 +37,14 @@ def test_branches_add_and_only_the_best_nodes_are_expanded():
 def test_reused_levels_draw_from_their_own_pool():
     config = GraphConfig(depth=1, width=1, branch=1, max_rows=64, history_depth=2, history_width=1)
     assert tokens(config, (0.5, 0, 0, 0), (0.8, 0, 0, 0)) == pytest.approx(1 + 0.5 + 0.4 + 0.32)
-    free = GraphConfig(depth=0, width=1, branch=1, max_rows=64, history_depth=2, history_width=1)
-    assert tokens(free, (0.5, 0, 0, 0), (0.8, 0, 0, 0)) == pytest.approx(1 + 0.8 + 0.64)
+    lookup = GraphConfig(depth=0, width=1, branch=1, max_rows=64, history_depth=2, history_width=1)
+    assert tokens(lookup, (0.5, 0, 0, 0), (0.8, 0, 0, 0)) == pytest.approx(1 + 0.8 + 0.64)
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.lists(st.floats(0, 0.3), min_size=4, max_size=4), min_size=1, max_size=POOL), st.data())
 def test_more_rows_and_deeper_shapes_never_bring_less(rows, data):
-    profiles = {"all": np.array(rows), "free": np.array(rows)[::-1]}
+    profiles = {"model": np.array(rows), "lookup": np.array(rows)[::-1]}
     width, branch = data.draw(st.sampled_from([(1, 1), (2, 2), (4, 3), (8, 4)]))
     shapes = [
         GraphConfig(depth=depth, width=width, branch=branch, max_rows=rows, history_depth=2)
@@ -62,7 +62,7 @@ def test_more_rows_and_deeper_shapes_never_bring_less(rows, data):
 def test_calibration_tells_an_overconfident_draft():
     model = AcceptanceModel(2)
     for i in range(400):
-        model.observe("all", np.array([[0.9, 0.05]]), np.array([[i % 2 == 0, False]]))
+        model.observe("model", np.array([[0.9, 0.05]]), np.array([[i % 2 == 0, False]]))
     calibration = Calibration(2, torch.device("cpu"))
     model.write(calibration)
     log_probs = torch.tensor([[[0.9, 0.05]]]).log()
@@ -98,9 +98,9 @@ def test_what_steps_bring_corrects_the_prediction():
     assert after[0] - 1 == pytest.approx(2 * (before[0] - 1), rel=0.1)
     drafted = [i for i, s in enumerate(shapes.values()) if s.depth]
     assert (after[drafted] > 1.5 * (before[drafted] - 1) + 1).all()
-    free = [i for i, s in enumerate(shapes.values()) if not s.depth]
-    assert (after[free] == before[free]).all()
-    model.restart("all")
+    lookup = [i for i, s in enumerate(shapes.values()) if not s.depth]
+    assert (after[lookup] == before[lookup]).all()
+    model.restart("model")
     assert model.ratio(config, names[0]) == 1.0
 
 
@@ -113,24 +113,24 @@ def test_nothing_is_corrected_while_the_prediction_is_a_prior():
 
 def test_probabilities_wider_than_the_model_are_cut():
     model = AcceptanceModel(2)
-    model.observe("all", np.full((3, 6), 0.1), np.zeros((3, 6), bool))
-    model.observe("free", np.full((3, 6), 0.1), np.zeros((3, 6), bool))
-    assert model.pools["all"].profiles.shape[1] == 2
+    model.observe("model", np.full((3, 6), 0.1), np.zeros((3, 6), bool))
+    model.observe("lookup", np.full((3, 6), 0.1), np.zeros((3, 6), bool))
+    assert model.pools["model"].profiles.shape[1] == 2
 
 
 def test_it_survives_the_disk_and_refuses_damage():
     model = AcceptanceModel(4)
-    model.observe("all", np.array([[0.9, 0.05, 0.0, 0.0]]), np.array([[True, False, False, False]]))
-    model.gains = {"all": (3.0, 4.0)}
+    model.observe("model", np.array([[0.9, 0.05, 0.0, 0.0]]), np.array([[True, False, False, False]]))
+    model.gains = {"model": (3.0, 4.0)}
     copy = AcceptanceModel(4)
     copy.load(model.as_dict())
     assert copy.as_dict() == model.as_dict()
     for part, bad in (
         ("hits", [[0.0]]),
         ("expected", "x"),
-        ("pools", {"all": [[2.0] * 4], "free": [[0.1] * 4]}),
-        ("pools", {"all": [], "free": []}),
-        ("gains", {"all": 1}),
+        ("pools", {"model": [[2.0] * 4], "lookup": [[0.1] * 4]}),
+        ("pools", {"model": [], "lookup": []}),
+        ("gains", {"model": 1}),
     ):
         with pytest.raises((ValueError, KeyError, TypeError)):
             copy.load({**model.as_dict(), part: bad})

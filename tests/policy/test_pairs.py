@@ -11,6 +11,8 @@ import torch
 from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
+from gsd_kernels import cpu_levels
+from gsd_kernels.backends import unavailable_reason
 from gsd_kernels_hf.engine import decoder, engine
 from gsd_kernels_hf.policy import pairs, tuning
 from gsd_kernels_hf.policy.auto import AutoPolicy
@@ -107,7 +109,7 @@ def test_sampling_and_other_weights_learn_apart_and_share_costs(models, opened):
     assert one.costs is sampled.costs is others.costs
 
 
-@pytest.mark.parametrize("content", ["{", '{"version": 1, "sections": {"costs": {"names": []}}}', "[]"])
+@pytest.mark.parametrize("content", ["{", '{"version": 2, "sections": {"costs": {"names": []}}}', "[]"])
 def test_a_damaged_file_is_ignored(models, tmp_path, caplog, content):
     expected = generate(models).sequences
     (file,) = tmp_path.glob("pair-*.json")
@@ -166,6 +168,36 @@ def test_auto_gives_the_same_text_while_shapes_change(batch, sampled, monkeypatc
     out = gsd.generate(target, **inputs, **options, assistant_model=draft, return_dict_in_generate=True)
     assert torch.equal(out.sequences, plain)
     assert 0 < out.stats.plain_steps < out.stats.steps
+
+
+@pytest.mark.skipif(unavailable_reason("cpu", torch.device("cpu")) is not None, reason="no compiled CPU ops")
+def test_costs_of_the_operator_are_not_those_of_the_modules_or_of_other_instructions(
+    models, opened, tmp_path, monkeypatch
+):
+    target, draft = models
+    generate(models)
+    with cpu_levels.forced("portable"):
+        generate(models)
+    monkeypatch.setenv("GSD_FUSED_ROWS", "0")
+    generate(models)
+    with cpu_levels.forced("portable"):  # the modules do not use them
+        generate(models)
+    monkeypatch.delenv("GSD_FUSED_ROWS")
+    generate(models)
+    best, portable, modules, still_modules, again = (policy.experience for policy in opened)
+    assert again is best and still_modules is modules
+    alone = cpu_levels.active() == "portable"
+    assert len({id(found.costs) for found in (best, portable, modules)}) == 3 - alone
+    forget()  # and on disk
+    ways = [pairs.pair_of(target, draft, "auto").document.about]
+    monkeypatch.setenv("GSD_FUSED_ROWS", "0")
+    ways.append(pairs.pair_of(target, draft, "auto").document.about)
+    keys = ("target_forward", "draft_forward", "cpu_level")
+    assert [tuple(about[key] for key in keys) for about in ways] == [
+        ("operator", "operator", cpu_levels.active()),
+        ("modules", "modules", None),
+    ]
+    assert len(list(tmp_path.glob("pair-*.json"))) == 3 - alone
 
 
 def test_pairs_are_bounded(models, monkeypatch):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import runpy
+import sys
 from pathlib import Path
 
 import platformdirs
@@ -24,6 +26,12 @@ def test_the_folder_is_the_platforms_unless_it_is_named(monkeypatch, tmp_path):
     monkeypatch.delenv("GSD_KERNELS_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_dir() == Path(platformdirs.user_cache_dir("gsd_kernels", appauthor=False))
+
+
+def test_a_named_folder_needs_no_platformdirs(monkeypatch, tmp_path):
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    assert runpy.run_path(store.__file__)["cache_dir"]() == tmp_path
 
 
 def test_sections_are_read_back_and_others_stay():
@@ -46,7 +54,7 @@ def test_the_oldest_sections_go():
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "null", '{"version": 1}', '{"sections": 3, "version": 1}', b"\xff\xfe\x00", "[" * 100_000, "NaN"],
+    ["", "{", "[]", "null", '{"version": 2}', '{"sections": 3, "version": 2}', b"\xff\xfe\x00", "[" * 100_000, "NaN"],
 )
 def test_a_damaged_file_is_ignored_with_one_warning_and_replaced(content, caplog):
     document = Document("pair", {"a": 1})

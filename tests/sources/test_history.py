@@ -8,7 +8,7 @@ from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
-from gsd_kernels_hf.sources.history import row_contexts
+from gsd_kernels.ops.ngram.reference import row_contexts
 
 
 def test_row_contexts_follow_the_path_and_run_on_into_the_text():

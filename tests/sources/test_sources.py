@@ -13,13 +13,14 @@ from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip
+from gsd_kernels.ops.learn import Asked
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.policy.auto import FIRST_CHOICE as AUTO_FIRST
 from gsd_kernels_hf.policy.costs import Known
 from gsd_kernels_hf.policy.ladder import ladder
 from gsd_kernels_hf.sources.history import History
 from gsd_kernels_hf.sources.layer_skip import expected_speed
-from gsd_kernels_hf.sources.weights import Mixture, Reliability
+from gsd_kernels_hf.sources.weights import SourceWeights
 
 NEW = 24
 CPU = torch.device("cpu")
@@ -239,36 +240,43 @@ def test_a_patched_model_drafts_for_itself(target, given_sources):
 def test_a_mixture_learns_which_source_was_right(share, seed):
     """Two sources that never agree; the other is right ``share`` of the time."""
     gen = torch.Generator().manual_seed(seed)
-    mixture = Mixture((0.0, 0.5), CPU)
+    weights = SourceWeights((0.0, 0.5), None, 1, CPU)
+    nodes = torch.arange(5, dtype=torch.int32).expand(4, -1)
     for _ in range(120):
         right = torch.rand(4, 5, generator=gen) < share
-        first, other = torch.where(right, 0.0, 0.9), torch.where(right, 0.9, 0.0)
-        mixture.learn(torch.ones(4, 5, dtype=torch.int32), first, other, torch.ones(4, 5, dtype=torch.bool))
-    assert mixture.weights[1] == pytest.approx(share, abs=0.09)
-    assert mixture.weights[0] == 0.0
+        first, other = torch.where(right, -1, 7)[..., None].int(), torch.where(right, 7, -1)[..., None].int()
+        log_probs = torch.full((4, 5, 1), 0.9).log()
+        asked = Asked(nodes, other, log_probs, torch.ones(4, 5, dtype=torch.int32), first, log_probs)
+        weights.learn([asked], nodes, torch.full((4, 5), 7, dtype=torch.int32))
+    assert weights.mixture.weights[1] == pytest.approx(share, abs=0.09)
+    assert weights.mixture.weights[0] == 0.0
 
 
 def test_a_mixture_ignores_what_was_not_seen_and_what_none_had_said():
-    mixture = Mixture((0.3, 0.7), CPU)
-    zeros, index = torch.zeros(1, 6), torch.tensor([[0, 0, 0, 1, 1, 1]])
-    mixture.learn(index, zeros, zeros, torch.ones(1, 6, dtype=torch.bool))
-    mixture.learn(index, zeros + 0.5, zeros + 0.1, torch.zeros(1, 6, dtype=torch.bool))
-    assert mixture.weights.tolist() == pytest.approx([0.3, 0.7])
+    weights = SourceWeights((0.3, 0.7), None, 1, CPU)
+    nodes, index = torch.arange(6, dtype=torch.int32)[None], torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.int32)
+    tokens, log_probs = torch.full((1, 6, 1), 5, dtype=torch.int32), torch.full((1, 6, 1), 0.5).log()
+    asked = Asked(nodes, tokens, log_probs, index, tokens, log_probs / 2)
+    weights.learn([asked], nodes, torch.full((1, 6), 4, dtype=torch.int32))  # none had said
+    weights.learn([asked], nodes + 10, torch.full((1, 6), 5, dtype=torch.int32))  # not asked about
+    assert weights.mixture.weights.tolist() == pytest.approx([0.3, 0.7])
 
 
 def test_worth_is_learned_by_context_and_rank():
-    reliability = Reliability((0.0, 0.5, 0.5), 2, CPU)
+    weights = SourceWeights((0.0, 0.0, 0.0), (0.0, 0.5, 0.5), 2, CPU)
     gen = torch.Generator().manual_seed(0)
     log_probs = torch.tensor([[[0.6, 0.3], [0.8, 0.1]]]).log()
+    nodes, index = torch.tensor([[3, 5]], dtype=torch.int32), torch.tensor([[1, 2]], dtype=torch.int32)
+    tokens = torch.tensor([[[10, 11], [12, 13]]], dtype=torch.int32)
     for _ in range(600):
         first, second = torch.rand(2, generator=gen).tolist()
-        hits = torch.tensor([[[first < 0.3, first > 0.9], [second < 0.78, False]]])
-        reliability.learn(log_probs, torch.tensor([[1, 2]]), hits, torch.ones(1, 2, dtype=torch.bool))
-    found = reliability(log_probs, torch.tensor([[1, 2]])).exp()[0]
+        picked = [10 if first < 0.3 else 11 if first > 0.9 else 0, 12 if second < 0.78 else 0]
+        weights.learn([Asked(nodes, tokens, log_probs, index)], nodes, torch.tensor([picked], dtype=torch.int32))
+    found = weights.calibrated(log_probs, index).exp()[0]
     assert found[0].tolist() == pytest.approx([0.3, 0.1], abs=0.06)
     assert found[1, 0] == pytest.approx(0.78, abs=0.06) and found[1, 1] < 0.03
-    assert (reliability(log_probs, torch.tensor([[0, 0]])) == -torch.inf).all()
-    assert (reliability(torch.zeros(1, 1, 2), torch.tensor([[2]])) <= 0).all()
+    assert (weights.calibrated(log_probs, torch.zeros_like(index)) == -torch.inf).all()
+    assert (weights.calibrated(torch.zeros(1, 1, 2), index[:, 1:]) <= 0).all()
 
 
 def test_what_was_learned_serves_the_next_call_and_no_other_pair(target, given_sources):
@@ -278,7 +286,7 @@ def test_what_was_learned_serves_the_next_call_and_no_other_pair(target, given_s
     (only,) = engines_of(target)
 
     def learned():
-        return only.learned(sampled=False).weights["history"].mixture.weights
+        return only.statistics(sampled=False).weights["history"].mixture.weights
 
     shares = learned()
     assert not torch.equal(shares, torch.tensor(History.shares))

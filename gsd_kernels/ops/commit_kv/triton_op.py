@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from ..launching import launching_op
 
-@torch.library.custom_op(
+
+@launching_op(
     "gsd_kernels::triton_commit_kv",
     mutates_args=("k_caches", "v_caches", "kv_len"),
     schema=(

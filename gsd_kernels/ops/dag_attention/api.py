@@ -26,7 +26,6 @@ def dag_attention(
     kv_len: Tensor,
     *,
     kv_start: Tensor | None = None,
-    num_nodes: Tensor | None = None,
     row_depths: Tensor | None = None,
     node_depths: Tensor | None = None,
     scale: float | None = None,
@@ -48,7 +47,6 @@ def dag_attention(
         ancestor_mask: int32 [B, R, ceil(N/32)], bit j: the row sees node j. A row sees itself only by its own bit.
         kv_len: int32 [B]. The caller keeps ``kv_len + N ≤ S``.
         kv_start: int32 [B], left padding to skip (default 0).
-        num_nodes: int32 [B], bits at or above it are ignored (default N).
         row_depths, node_depths: int32 [B, R] and [B, ≥N]: position minus ``kv_len``; sliding windows go by position.
         scale: default 1/sqrt(D).
         softcap: scores become ``softcap · tanh(score / softcap)``.
@@ -67,7 +65,7 @@ def dag_attention(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or range.
     """
-    _check(q, k, v, ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths, sliding_window)
+    _check(q, k, v, ancestor_mask, kv_len, kv_start, row_depths, node_depths, sliding_window)
     if backend == "auto" and q.dtype == torch.float64:
         backend = "reference"  # the kernels compute in float32
     function = resolve(backend, q.device, IMPLEMENTATIONS)
@@ -80,7 +78,6 @@ def dag_attention(
         ancestor_mask,
         kv_len,
         kv_start,
-        num_nodes,
         row_depths,
         node_depths,
         scale,
@@ -98,7 +95,6 @@ def _check(
     ancestor_mask: Tensor,
     kv_len: Tensor,
     kv_start: Tensor | None,
-    num_nodes: Tensor | None,
     row_depths: Tensor | None,
     node_depths: Tensor | None,
     sliding_window: int | None,
@@ -112,9 +108,8 @@ def _check(
     check_tensor("v", v, (batch, k.shape[1], k.shape[2], None), (q.dtype,), device)
     check_tensor("ancestor_mask", ancestor_mask, (batch, rows, None), int32, device)
     check_tensor("kv_len", kv_len, (batch,), int32, device)
-    for name, value in (("kv_start", kv_start), ("num_nodes", num_nodes)):
-        if value is not None:
-            check_tensor(name, value, (batch,), int32, device)
+    if kv_start is not None:
+        check_tensor("kv_start", kv_start, (batch,), int32, device)
     if q.shape[1] % k.shape[1] != 0:
         raise ValueError(f"q: {q.shape[1]} heads are not a multiple of the cache's {k.shape[1]}")
     if sliding_window is not None:

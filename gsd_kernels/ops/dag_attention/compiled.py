@@ -19,7 +19,6 @@ def dag_attention(
     ancestor_mask: Tensor,  # int32 [B, R, words]
     kv_len: Tensor,  # int32 [B]
     kv_start: Tensor | None,
-    num_nodes: Tensor | None,
     row_depths: Tensor | None,
     node_depths: Tensor | None,
     scale: float,
@@ -36,7 +35,6 @@ def dag_attention(
         ancestor_mask if ancestor_mask.stride(-1) == 1 else ancestor_mask.contiguous(),
         kv_len.contiguous(),
         None if kv_start is None else kv_start.contiguous(),
-        None if num_nodes is None else num_nodes.contiguous(),
         row_depths.contiguous() if windowed and row_depths is not None else None,
         node_depths.contiguous() if windowed and node_depths is not None else None,
         scale,

@@ -22,7 +22,6 @@ def dag_attention(
     ancestor_mask: Tensor,  # int32 [B, R, words]
     kv_len: Tensor,  # int32 [B]
     kv_start: Tensor | None,
-    num_nodes: Tensor | None,
     row_depths: Tensor | None,
     node_depths: Tensor | None,
     scale: float,
@@ -33,7 +32,7 @@ def dag_attention(
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The output's memory is [B, R, Hq, Dv]."""
-    arguments = (q, k, v, ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths)
+    arguments = (q, k, v, ancestor_mask, kv_len, kv_start, row_depths, node_depths)
     packed = q.shape[1] // k.shape[1] * q.shape[2]
     if packed > FEW_ROWS or q.dtype not in DTYPES or q.shape[3] % LANES or v.shape[3] % LANES:
         return sdpa.dag_attention(*arguments, scale, softcap, sliding_window, dense=dense, return_lse=return_lse)

@@ -39,14 +39,13 @@ def dense_mask(
     ancestor_mask: Tensor,  # int32 [B, R, words]
     kv_len: Tensor,  # int32 [B]
     kv_start: Tensor | None,
-    num_nodes: Tensor | None,
     row_depths: Tensor | None,
     node_depths: Tensor | None,
     sliding_window: int | None,
     capacity: int,
 ) -> DenseMask:
     """The mask over ``capacity`` cache positions."""
-    visible = visibility(ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths, sliding_window, capacity)
+    visible = visibility(ancestor_mask, kv_len, kv_start, row_depths, node_depths, sliding_window, capacity)
     return DenseMask(visible, kv_len, ancestor_mask.shape[-1] * WORD_BITS)
 
 
@@ -54,7 +53,6 @@ def visibility(
     ancestor_mask: Tensor,
     kv_len: Tensor,
     kv_start: Tensor | None,
-    num_nodes: Tensor | None,
     row_depths: Tensor | None,
     node_depths: Tensor | None,
     sliding_window: int | None,
@@ -67,7 +65,7 @@ def visibility(
     if kv_start is not None:
         in_prefix &= position >= kv_start[:, None]
     node = position - kv_len[:, None]  # [B, S]
-    is_node = (node >= 0) & (node < (bits if num_nodes is None else num_nodes[:, None].clamp(max=bits)))
+    is_node = (node >= 0) & (node < bits)
     by_node = unpack_bits(ancestor_mask, bits)  # [B, R, bits]
     rows = by_node.shape[1]
     by_position = by_node.gather(2, node.clamp(0, bits - 1)[:, None].expand(-1, rows, -1))  # [B, R, S]

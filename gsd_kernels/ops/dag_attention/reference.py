@@ -13,7 +13,6 @@ def dag_attention(
     ancestor_mask: Tensor,  # int32 [B, R, words]
     kv_len: Tensor,  # int32 [B]
     kv_start: Tensor | None,
-    num_nodes: Tensor | None,
     row_depths: Tensor | None,
     node_depths: Tensor | None,
     scale: float,
@@ -27,9 +26,7 @@ def dag_attention(
     if dense is not None:
         visible = dense.visible
     else:
-        visible = visibility(
-            ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths, sliding_window, k.shape[2]
-        )
+        visible = visibility(ancestor_mask, kv_len, kv_start, row_depths, node_depths, sliding_window, k.shape[2])
     return attend(q, k, v, visible, scale, softcap)
 
 

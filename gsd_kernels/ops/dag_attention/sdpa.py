@@ -17,7 +17,6 @@ def dag_attention(
     ancestor_mask: Tensor,  # int32 [B, R, words]
     kv_len: Tensor,  # int32 [B]
     kv_start: Tensor | None,
-    num_nodes: Tensor | None,
     row_depths: Tensor | None,
     node_depths: Tensor | None,
     scale: float,
@@ -30,9 +29,7 @@ def dag_attention(
     """As the reference; a soft cap and the log-sum-exp, which the fused kernel lacks, are computed like it."""
     trusted = dense is not None
     if dense is None:
-        dense = dense_mask(
-            ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths, sliding_window, k.shape[2]
-        )
+        dense = dense_mask(ancestor_mask, kv_len, kv_start, row_depths, node_depths, sliding_window, k.shape[2])
     if softcap is not None or return_lse:
         return reference.attend(q, k, v, dense.visible, scale, softcap)
     batch, heads, rows, _ = q.shape

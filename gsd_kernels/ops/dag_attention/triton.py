@@ -64,7 +64,6 @@ def _split_kernel(
     mask_ptr,  # int32 [B, R, num_words]
     kv_len_ptr,
     kv_start_ptr,  # None: 0
-    num_nodes_ptr,  # None: every bit of the mask
     row_depths_ptr,  # int32 [B, R], contiguous; None without a sliding window
     node_depths_ptr,  # int32 [B, node_depths_stride]
     partial_out_ptr,  # float32 [B, Hkv, splits, M, VALUE_DIM]
@@ -133,8 +132,6 @@ def _split_kernel(
         end = tl.minimum(start + blocks * BLOCK_N, kv_len)
     else:
         nodes = tl.minimum(num_words * 32, capacity - kv_len)
-        if num_nodes_ptr is not None:
-            nodes = tl.minimum(nodes, tl.load(num_nodes_ptr + batch))
         start = (split - PREFIX_SPLITS) * SPLIT_NODES
         end = tl.minimum(start + SPLIT_NODES, nodes)
     if start >= end:  # nothing here: 4 bytes a row, no output traffic
@@ -287,7 +284,6 @@ def dag_attention(
     ancestor_mask: Tensor,  # int32 [B, R, words]
     kv_len: Tensor,
     kv_start: Tensor | None,
-    num_nodes: Tensor | None,
     row_depths: Tensor | None,
     node_depths: Tensor | None,
     scale: float,
@@ -316,7 +312,7 @@ def dag_attention(
         row_depths = node_depths = None
     q, k, v, ancestor_mask = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(ancestor_mask)
     depths = (row_depths, node_depths)
-    lengths = (kv_len, kv_start, num_nodes)
+    lengths = (kv_len, kv_start)
     partial = _attend_splits(q, k, v, ancestor_mask, lengths, depths, scale, softcap, sliding_window, config, upcast)
     _combine(*partial, out, lse)
     return out.to(q.dtype), lse
@@ -327,7 +323,7 @@ def _attend_splits(
     k: Tensor,
     v: Tensor,
     ancestor_mask: Tensor,
-    lengths: tuple[Tensor, Tensor | None, Tensor | None],  # kv_len, kv_start, num_nodes
+    lengths: tuple[Tensor, Tensor | None],  # kv_len, kv_start
     depths: tuple[Tensor | None, Tensor | None],  # of rows and nodes, with a sliding window
     scale: float,
     softcap: float | None,

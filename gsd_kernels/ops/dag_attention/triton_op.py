@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..launching import launching_op
+
 HALF_OR_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 
 
-@torch.library.custom_op(
+@launching_op(
     "gsd_kernels::triton_dag_attention",
     mutates_args=(),
     schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor ancestor_mask, Tensor kv_len, Tensor? kv_start, Tensor? num_nodes, "
+        "(Tensor q, Tensor k, Tensor v, Tensor ancestor_mask, Tensor kv_len, Tensor? kv_start, "
         "Tensor? row_depths, Tensor? node_depths, float scale, float? softcap, int? sliding_window) -> (Tensor, Tensor)"
     ),
 )
@@ -24,7 +26,6 @@ def _dag_attention(
     ancestor_mask: Tensor,
     kv_len: Tensor,
     kv_start: Tensor | None,
-    num_nodes: Tensor | None,
     row_depths: Tensor | None,
     node_depths: Tensor | None,
     scale: float,
@@ -33,9 +34,7 @@ def _dag_attention(
 ) -> tuple[Tensor, Tensor]:
     from .triton import dag_attention as launch
 
-    return launch(
-        q, k, v, ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths, scale, softcap, sliding_window
-    )
+    return launch(q, k, v, ancestor_mask, kv_len, kv_start, row_depths, node_depths, scale, softcap, sliding_window)
 
 
 @_dag_attention.register_fake
@@ -52,7 +51,6 @@ def dag_attention(
     ancestor_mask: Tensor,
     kv_len: Tensor,
     kv_start: Tensor | None,
-    num_nodes: Tensor | None,
     row_depths: Tensor | None,
     node_depths: Tensor | None,
     scale: float,
@@ -65,5 +63,5 @@ def dag_attention(
     if max(q.shape[3], v.shape[3]) > MAX_HEAD_DIM:
         raise ValueError(f"q: backend 'triton' takes head sizes up to {MAX_HEAD_DIM}")
     return _dag_attention(
-        q, k, v, ancestor_mask, kv_len, kv_start, num_nodes, row_depths, node_depths, scale, softcap, sliding_window
+        q, k, v, ancestor_mask, kv_len, kv_start, row_depths, node_depths, scale, softcap, sliding_window
     )

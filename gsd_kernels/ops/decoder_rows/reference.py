@@ -54,9 +54,7 @@ def decoder_rows(
         key = turned(split(project(normed, layer.k, layer.k_bias)), layer.k_norm)
         value = split(project(normed, layer.v, layer.v_bias))
         write_kv(k_cache, v_cache, key.to(k_cache.dtype), value.to(v_cache.dtype), slots.long())
-        visible = visibility(
-            ancestor_mask, kv_len, kv_start, None, row_depths, node_depths, layer.window or None, capacity
-        )
+        visible = visibility(ancestor_mask, kv_len, kv_start, row_depths, node_depths, layer.window or None, capacity)
         out, _ = attention.attend(rounded(query, k_cache), k_cache, v_cache, visible, query.shape[-1] ** -0.5, None)
         x = x + project(out.transpose(1, 2).flatten(2), layer.o, layer.o_bias)
         normed = norm(x, layer.second_norm)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...config import MAX_NODES
 from ...graph import Rows, TokenGraph, num_words
+from ..launching import launching_op
 
 MAX_BRANCH = 32
 
 
-@torch.library.custom_op(
+@launching_op(
     "gsd_kernels::triton_flatten",
     mutates_args=(),
     schema=(

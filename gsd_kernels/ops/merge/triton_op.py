@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...graph import Frontier, TokenGraph
+from ..launching import launching_op
 
 _GRAPH = (
     "token_ids",
@@ -22,7 +22,7 @@ _GRAPH = (
 )
 
 
-@torch.library.custom_op(
+@launching_op(
     "gsd_kernels::triton_merge",
     mutates_args=_GRAPH,
     schema=(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...graph import Rows, TokenGraph
 from ..sampling.philox import gumbel_of
 from .table import NgramTable
 
@@ -87,6 +88,77 @@ def ngram_lookup(table: NgramTable, contexts: Tensor) -> tuple[Tensor, Tensor, T
     return tokens, log_probs, matched.to(torch.int32)
 
 
+def row_contexts(rows: Rows, tail: Tensor, length: int) -> Tensor:
+    """The last ``length`` tokens at every row, its own first, running on into the emitted text.
+
+    tail int32 [B, C]: the tokens before the root. Returns int32 [B, R, length].
+    """
+    at = torch.arange(rows.token_ids.shape[1], device=tail.device).expand_as(rows.token_ids)
+    context = []
+    for back in range(length):
+        drafted = rows.token_ids.gather(1, at.clamp(min=0))
+        emitted = tail.gather(1, (back - 1 - rows.depths).clamp(0, tail.shape[1] - 1).long())
+        context.append(torch.where(at >= 0, drafted, emitted))
+        at = torch.where(at >= 0, rows.parent_rows.gather(1, at.clamp(min=0)).long(), -1)
+    return torch.stack(context, -1)
+
+
+def real_rows(rows: Rows) -> Tensor:
+    """Which rows are no padding, bool [B, R]."""
+    return torch.arange(rows.token_ids.shape[1], device=rows.num_rows.device) < rows.num_rows[:, None]
+
+
+def node_contexts(graph: TokenGraph, nodes: Tensor) -> Tensor:
+    """The last tokens at nodes, their own first: int32 [B, W, C]."""
+    node = nodes.clamp(min=0).long()
+    before = graph.contexts.gather(1, node[..., None].expand(-1, -1, graph.contexts.shape[2]))[..., :-1]
+    return torch.cat([graph.token_ids.gather(1, node)[..., None], before], -1)
+
+
+def pick_positions(graph: TokenGraph, nodes: Tensor, first_pick: Tensor) -> Tensor:
+    """Index in the text of the token after nodes: int32 [B, W]."""
+    return first_pick[:, None] + graph.depths.gather(1, nodes.clamp(min=0).long())
+
+
+def ngram_remember(table: NgramTable, rows: Rows, tail: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
+    ngram_insert(table, row_contexts(rows, tail, table.max_context), tokens, log_probs, real_rows(rows))
+
+
+def ngram_recall(
+    table: NgramTable,
+    graph: TokenGraph,
+    nodes: Tensor,
+    branch: int,
+    first_pick: Tensor | None,
+    seed: Tensor | None,
+    sequence_ids: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, log_probs, matched = ngram_lookup(table, node_contexts(graph, nodes))
+    tokens, log_probs = tokens[..., :branch], log_probs[..., :branch]
+    if first_pick is not None and seed is not None and sequence_ids is not None:
+        positions = pick_positions(graph, nodes, first_pick)
+        log_probs = perturb_candidates(tokens, log_probs, positions, seed, sequence_ids)
+    return tokens, torch.where(tokens >= 0, log_probs, float("-inf")), matched
+
+
+def calibrate_candidates(log_probs: Tensor, log_ratio: Tensor, index: Tensor | None, edges: Tensor | None) -> Tensor:
+    rank = torch.arange(log_probs.shape[2], device=log_probs.device)
+    if edges is not None:
+        corrections = log_ratio[rank, torch.bucketize(log_probs.exp(), edges)]
+    elif index is not None:
+        corrections = log_ratio[index.long().clamp(0, len(log_ratio) - 1), : len(rank)]
+    else:
+        corrections = log_ratio[0, : len(rank)]
+    return (log_probs + corrections).clamp(max=0.0)
+
+
+def weights_of(weight: Tensor, index: Tensor | None, shape: tuple[int, int]) -> Tensor:
+    """The weight of every row, float32 ``shape``, of its own or from a table [n]."""
+    if weight.dim() == 2:
+        return weight
+    return weight[0].expand(shape) if index is None else weight[index.long().clamp(0, len(weight) - 1)]
+
+
 def perturb_candidates(
     tokens: Tensor, log_probs: Tensor, positions: Tensor, seed: Tensor, sequence_ids: Tensor
 ) -> Tensor:
@@ -97,9 +169,14 @@ def perturb_candidates(
 
 
 def mix_candidates(
-    tokens: Tensor, log_probs: Tensor, other_tokens: Tensor, other_log_probs: Tensor, weight: Tensor
+    tokens: Tensor,
+    log_probs: Tensor,
+    other_tokens: Tensor,
+    other_log_probs: Tensor,
+    weight: Tensor,
+    index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    w = weight[..., None]  # [B, W, 1]
+    w = weights_of(weight, index, tokens.shape[:2])[..., None]  # [B, W, 1]
     ours = torch.where(tokens >= 0, log_probs.exp() * (1.0 - w), 0.0)
     theirs = torch.where(other_tokens >= 0, other_log_probs.exp() * w, 0.0)
     same = (tokens[..., :, None] == other_tokens[..., None, :]) & (other_tokens >= 0)[..., None, :]  # [B, W, K, K']

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...graph import Rows, TokenGraph
+from ..launching import launching_op
+from . import reference
 from .table import NgramTable
 
 
-@torch.library.custom_op("gsd_kernels::triton_ngram_insert", mutates_args=("keys", "table_tokens", "table_log_probs"))
+@launching_op("gsd_kernels::triton_ngram_insert", mutates_args=("keys", "table_tokens", "table_log_probs"))
 def _insert(
     keys: Tensor,
     table_tokens: Tensor,
@@ -30,7 +33,7 @@ def _(*_: object) -> None:
     return None
 
 
-@torch.library.custom_op("gsd_kernels::triton_ngram_lookup", mutates_args=())
+@launching_op("gsd_kernels::triton_ngram_lookup", mutates_args=())
 def _lookup(
     keys: Tensor, table_tokens: Tensor, table_log_probs: Tensor, contexts: Tensor, max_context: int, ways: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,7 +61,7 @@ def ngram_lookup(table: NgramTable, contexts: Tensor) -> tuple[Tensor, Tensor, T
     return _lookup(table.keys, table.tokens, table.log_probs, contexts, table.max_context, table.ways)
 
 
-@torch.library.custom_op("gsd_kernels::triton_perturb_candidates", mutates_args=())
+@launching_op("gsd_kernels::triton_perturb_candidates", mutates_args=())
 def perturb_candidates(
     tokens: Tensor, log_probs: Tensor, positions: Tensor, seed: Tensor, sequence_ids: Tensor
 ) -> Tensor:
@@ -73,16 +76,52 @@ def _(tokens: Tensor, log_probs: Tensor, *_: object) -> Tensor:
     return log_probs.new_empty(log_probs.shape)
 
 
-@torch.library.custom_op("gsd_kernels::triton_mix_candidates", mutates_args=())
-def mix_candidates(
+@launching_op("gsd_kernels::triton_mix_candidates", mutates_args=())
+def _mix(
     tokens: Tensor, log_probs: Tensor, other_tokens: Tensor, other_log_probs: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One launch."""
     from .triton import mix_candidates as launch
 
     return launch(tokens, log_probs, other_tokens, other_log_probs, weight)
 
 
-@mix_candidates.register_fake
+@_mix.register_fake
 def _(tokens: Tensor, log_probs: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(tokens), torch.empty_like(log_probs)
+
+
+def mix_candidates(
+    tokens: Tensor,
+    log_probs: Tensor,
+    other_tokens: Tensor,
+    other_log_probs: Tensor,
+    weight: Tensor,
+    index: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One launch, and two where weights are looked up."""
+    weight = reference.weights_of(weight, index, tokens.shape[:2])
+    return _mix(tokens, log_probs, other_tokens, other_log_probs, weight)
+
+
+def ngram_remember(table: NgramTable, rows: Rows, tail: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
+    """The contexts by PyTorch, the insertion in one launch."""
+    contexts = reference.row_contexts(rows, tail, table.max_context)
+    ngram_insert(table, contexts, tokens, log_probs, reference.real_rows(rows))
+
+
+def ngram_recall(
+    table: NgramTable,
+    graph: TokenGraph,
+    nodes: Tensor,
+    branch: int,
+    first_pick: Tensor | None,
+    seed: Tensor | None,
+    sequence_ids: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Contexts and positions by PyTorch, the look-up and the noise in one launch each."""
+    tokens, log_probs, matched = ngram_lookup(table, reference.node_contexts(graph, nodes))
+    tokens, log_probs = tokens[..., :branch], log_probs[..., :branch]
+    if first_pick is not None and seed is not None and sequence_ids is not None:
+        positions = reference.pick_positions(graph, nodes, first_pick)
+        log_probs = perturb_candidates(tokens, log_probs, positions, seed, sequence_ids)
+    return tokens, torch.where(tokens >= 0, log_probs, float("-inf")), matched

@@ -51,7 +51,8 @@ def sample_rows(
         min_p: 0 is off.
 
     Returns:
-        int32 [B, R]; −1 where the logits hold NaN. Ties go to the lowest id.
+        int32 [B, R]; −1 where the logits hold NaN, or have no distribution to draw from at a temperature above 0: +∞,
+        or nothing but −∞. Ties go to the lowest id.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or range.
@@ -72,6 +73,7 @@ def draft_candidates(
     top_k: int | Tensor = 0,
     top_p: float | Tensor = 1.0,
     min_p: float | Tensor = 0.0,
+    noise: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The ``branch`` best candidates after each frontier node, and their log-probabilities.
@@ -79,7 +81,8 @@ def draft_candidates(
     With a temperature the candidates are ranked by log_softmax(log q + g), q being the warped draft distribution and g
     the very noise that the target will use at that position: what the target is likely to pick, not what is likely.
 
-    Args: as :func:`sample_rows`, with logits [B, W, V], positions [B, W], and ``branch`` ≥ 1.
+    Args: as :func:`sample_rows`, with logits [B, W, V], positions [B, W], and ``branch`` ≥ 1. Without ``noise`` it is
+    what is likely: the best of the warped distribution, and its log-probabilities; positions and seed say nothing.
 
     Returns:
         tokens int32 [B, W, branch] and log-probabilities float32, best first. A token that the warpers cut has −inf;
@@ -89,7 +92,7 @@ def draft_candidates(
     if branch < 1:
         raise ValueError(f"branch: expected at least 1, got {branch}")
     function = resolve(backend, logits.device, DRAFT_CANDIDATES)
-    return function(logits, positions, branch, seed, sequence_ids, temperature, top_k, top_p, min_p)
+    return function(logits, positions, branch, seed, sequence_ids, temperature, top_k, top_p, min_p, noise)
 
 
 def check_warpers(temperature: object, top_k: object, top_p: object, min_p: object) -> None:

@@ -36,6 +36,7 @@ def draft_candidates(
     top_k: Parameter,
     top_p: Parameter,
     min_p: Parameter,
+    noise: bool,
 ) -> tuple[Tensor, Tensor]:
     """csrc/cpu/sampling_ops.cpp or csrc/algorithms/sampling.h: one op on the CPU and the GPU."""
     return torch.ops.gsd_kernels.draft_candidates(
@@ -45,6 +46,7 @@ def draft_candidates(
         seed,
         sequence_ids.contiguous(),
         *_warpers(logits.shape[0], temperature, top_k, top_p, min_p),
+        noise,
     )
 
 

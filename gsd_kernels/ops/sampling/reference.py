@@ -23,6 +23,7 @@ def sample_rows(
 ) -> Tensor:
     """argmax(log p + g): an exact sample of p, the same whatever was drafted. Ties go to the lowest id."""
     logits = logits.float()
+    spoiled = logits.isnan().any(-1)
     if is_off(temperature, 0.0):
         scores = logits
     else:
@@ -30,8 +31,9 @@ def sample_rows(
         greedy = per_sequence(temperature, logits) <= 0.0
         warped = warp(logits, temperature, top_k, top_p, min_p)
         scores = torch.where(greedy, logits, warped + noise)
+        spoiled = spoiled | ~(greedy.squeeze(-1) | logits.amax(-1).isfinite())  # there is nothing to draw from
     picked = scores.argmax(-1).to(torch.int32)
-    return torch.where(logits.isnan().any(-1), -1, picked)
+    return torch.where(spoiled, -1, picked)
 
 
 def draft_candidates(
@@ -44,15 +46,17 @@ def draft_candidates(
     top_k: Parameter,
     top_p: Parameter,
     min_p: Parameter,
+    noise: bool,
 ) -> tuple[Tensor, Tensor]:
     """The ``branch`` tokens that the target is most likely to pick, given the noise that it will use."""
     logits = logits.float()
     scores = logits
     if not is_off(temperature, 0.0):
-        noise = gumbel_noise(seed, positions, sequence_ids[:, None], logits.shape[-1])
         greedy = per_sequence(temperature, logits) <= 0.0
-        warped = warp(logits, temperature, top_k, top_p, min_p)
-        scores = torch.where(greedy, logits, warped.log_softmax(-1) + noise)
+        warped = warp(logits, temperature, top_k, top_p, min_p).log_softmax(-1)
+        if noise:
+            warped = warped + gumbel_noise(seed, positions, sequence_ids[:, None], logits.shape[-1])
+        scores = torch.where(greedy, logits, warped)
     log_probs, tokens = scores.log_softmax(-1).topk(min(branch, logits.shape[-1]), dim=-1)
     missing = branch - tokens.shape[-1]  # a vocabulary smaller than branch
     tokens = torch.nn.functional.pad(tokens, (0, missing), value=-1)

@@ -238,6 +238,7 @@ def _score_kernel(
     vocab,
     COUNT: tl.constexpr,
     SAMPLING: tl.constexpr,
+    NOISE: tl.constexpr,
     HAS_CUT: tl.constexpr,
     HAS_MIN_P: tl.constexpr,
     WITH_SUMS: tl.constexpr,
@@ -257,13 +258,16 @@ def _score_kernel(
         temperature = _parameter(temperatures_ptr, temperature, b)
         greedy = temperature <= 0.0
         x = tl.math.div_rn(raw, tl.zeros_like(raw) + tl.where(greedy, 1.0, temperature))
-        noise = _gumbel(tl.load(seed_ptr), tl.load(positions_ptr + index), tl.load(sequence_ids_ptr + b), v0, BLOCK)
+        noisy = x
+        if NOISE:
+            position, sequence = tl.load(positions_ptr + index), tl.load(sequence_ids_ptr + b)
+            noisy = x + _gumbel(tl.load(seed_ptr), position, sequence, v0, BLOCK)
         keep = x > CUT
         if HAS_CUT:
             keep = keep & (x >= tl.load(cuts_ptr + index))
         if HAS_MIN_P:
             keep = keep & (tl.exp(x - tl.load(tops_ptr + index)) >= _parameter(min_ps_ptr, min_p, b))
-        score = tl.where(greedy, score, tl.where(keep, x + noise, CUT))
+        score = tl.where(greedy, score, tl.where(keep, noisy, CUT))
     score = tl.where(v < vocab, score, float("-inf"))
     out = index.to(tl.int64) * tl.num_programs(1) + stretch
     if WITH_SUMS:
@@ -286,8 +290,12 @@ def _pick_kernel(
     sums_ptr,
     tokens_ptr,  # int32 [rows, COUNT]
     log_probs_ptr,  # float32 [rows, COUNT]
+    temperatures_ptr,
+    temperature,
+    rows,
     stretches,
     COUNT: tl.constexpr,
+    SAMPLING: tl.constexpr,
     WITH_SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_STRETCHES: tl.constexpr,
@@ -311,6 +319,9 @@ def _pick_kernel(
         picked = tl.min(tl.where(score == best, token, 2147483647), 0)
         score = tl.where(token == picked, float("-inf"), score)
         nothing = spoiled | (picked == 2147483647)
+        if SAMPLING and not WITH_SUMS:  # nothing to draw from: all is cut, or +∞ is there
+            drawn = _parameter(temperatures_ptr, temperature, index // rows) > 0.0
+            nothing = nothing | (drawn & ((best <= CUT) | (best == float("inf"))))
         tl.store(tokens_ptr + index * COUNT + j, tl.where(nothing, -1, picked))
         if WITH_SUMS:
             # (best − top) − log Σ is at most 0 whatever the rounding; best − log-sum-exp is not.
@@ -332,6 +343,7 @@ def best_tokens(
     top_p: float,
     min_ps: Tensor | None,
     min_p: float,
+    noise: bool,
     with_log_probs: bool,
 ) -> tuple[Tensor, Tensor]:
     """The ``count`` best perturbed scores of every row: tokens int32 [B, R, count], log-probabilities if wanted."""
@@ -372,13 +384,14 @@ def best_tokens(
         vocab,
         COUNT=count,
         SAMPLING=sampling,
+        NOISE=noise,
         HAS_CUT=has_cut,
         HAS_MIN_P=has_min_p,
         WITH_SUMS=with_log_probs,
         BLOCK=STRETCH,
         num_warps=8,
     )
-    _pick(best_scores, best_ids, sums, tokens, log_probs)
+    _pick(best_scores, best_ids, sums, tokens, log_probs, temperatures, temperature)
     return tokens, log_probs
 
 
@@ -421,7 +434,15 @@ def _find_cuts(
     return cuts, tops
 
 
-def _pick(best_scores: Tensor, best_ids: Tensor, sums: Tensor | None, tokens: Tensor, log_probs: Tensor) -> None:
+def _pick(
+    best_scores: Tensor,
+    best_ids: Tensor,
+    sums: Tensor | None,
+    tokens: Tensor,
+    log_probs: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
+) -> None:
     """Merge the stretches' best, [B·R, stretches, count], into ``tokens`` and, with ``sums``, ``log_probs``."""
     total, stretches, count = best_scores.shape
     _pick_kernel[(total,)](
@@ -430,8 +451,12 @@ def _pick(best_scores: Tensor, best_ids: Tensor, sums: Tensor | None, tokens: Te
         sums,
         tokens,
         log_probs,
+        temperatures,
+        temperature,
+        tokens.shape[1],
         stretches,
         COUNT=count,
+        SAMPLING=temperatures is not None or temperature > 0.0,
         WITH_SUMS=sums is not None,
         BLOCK=triton.next_power_of_2(stretches * count),
         BLOCK_STRETCHES=triton.next_power_of_2(stretches),

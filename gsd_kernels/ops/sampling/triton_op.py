@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..launching import launching_op
 from .reference import Parameter
 
 
-@torch.library.custom_op(
+@launching_op(
     "gsd_kernels::triton_best_tokens",
     mutates_args=(),
     schema=(
         "(Tensor logits, Tensor positions, int count, Tensor seed, Tensor sequence_ids, "
         "Tensor? temperatures, float temperature, Tensor? top_ks, float top_k, "
-        "Tensor? top_ps, float top_p, Tensor? min_ps, float min_p, bool with_log_probs) -> (Tensor, Tensor)"
+        "Tensor? top_ps, float top_p, Tensor? min_ps, float min_p, bool noise, bool with_log_probs) -> (Tensor, Tensor)"
     ),
 )
 def _best_tokens(
@@ -31,6 +32,7 @@ def _best_tokens(
     top_p: float,
     min_ps: Tensor | None,
     min_p: float,
+    noise: bool,
     with_log_probs: bool,
 ) -> tuple[Tensor, Tensor]:
     from .triton import best_tokens as launch
@@ -49,6 +51,7 @@ def _best_tokens(
         top_p,
         min_ps,
         min_p,
+        noise,
         with_log_probs,
     )
 
@@ -72,7 +75,7 @@ def sample_rows(
 ) -> Tensor:
     """Two launches, three where something is cut."""
     parameters = _parameters(logits.shape[0], temperature, top_k, top_p, min_p)
-    return _best_tokens(logits, positions, 1, seed, sequence_ids, *parameters, False)[0].squeeze(-1)
+    return _best_tokens(logits, positions, 1, seed, sequence_ids, *parameters, True, False)[0].squeeze(-1)
 
 
 def draft_candidates(
@@ -85,10 +88,11 @@ def draft_candidates(
     top_k: Parameter,
     top_p: Parameter,
     min_p: Parameter,
+    noise: bool,
 ) -> tuple[Tensor, Tensor]:
     """As sample_rows, with ``branch`` tokens and the log-sum-exp; the warped distribution's own normaliser cancels."""
     parameters = _parameters(logits.shape[0], temperature, top_k, top_p, min_p)
-    return _best_tokens(logits, positions, branch, seed, sequence_ids, *parameters, True)
+    return _best_tokens(logits, positions, branch, seed, sequence_ids, *parameters, noise, True)
 
 
 def _parameters(batch: int, *values: Parameter) -> list[Tensor | float | None]:

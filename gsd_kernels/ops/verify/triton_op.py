@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...graph import Acceptance, Rows
+from ..launching import launching_op
 
 
-@torch.library.custom_op(
+@launching_op(
     "gsd_kernels::triton_verify",
     mutates_args=(),
     schema=(

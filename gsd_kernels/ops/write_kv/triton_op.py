@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from ..launching import launching_op
 
-@torch.library.custom_op("gsd_kernels::triton_write_kv", mutates_args=("k_cache", "v_cache"))
+
+@launching_op("gsd_kernels::triton_write_kv", mutates_args=("k_cache", "v_cache"))
 def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
     """Keys and values in one launch."""
     from .triton import write_kv as launch

@@ -177,7 +177,8 @@ def _load_models(
         draft_tokenizer = _load_tokenizer(draft, draft_revision, trust_remote_code)
     except (OSError, ValueError):
         draft_tokenizer = None  # a folder of weights alone: the vocabulary sizes are compared
-    validate.check_pair(target, small, tokenizer, draft_tokenizer)
+    validate.check_pair(target, small)
+    validate.check_tokenizers(tokenizer, draft_tokenizer)
     return Pair(target, small, tokenizer)
 
 

@@ -1,18 +1,18 @@
-"""One decoding step as one CUDA graph: all draft levels, merging, the target's forward, verification and commit."""
+"""Decoding steps as CUDA graphs: all draft levels, merging, the target's forward, verification and commit."""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
-from gsd_kernels import GraphConfig
+from gsd_kernels import Acceptance, GraphConfig
 
+from ..model import replay
 from ..records import Verified
 from .session import Session
 
@@ -22,93 +22,134 @@ WARM_STEPS = 2
 """Steps of a shape before it is captured: kernels are compiled and its storage is made in them."""
 
 
-def stepping(session: Session) -> Callable[[], Verified]:
+class Capturers(Protocol):
+    """The ranks that must capture together: a captured message is captured on all of them, or on none.
+
+    Attributes:
+        captures: whether their messages can be captured, the same on all of them.
+    """
+
+    captures: bool
+
+    def agree(self, yes: bool) -> bool:
+        """Whether all ranks say yes; all must ask."""
+        ...
+
+
+def stepping(session: Session, ranks: Capturers) -> Callable[[], Verified]:
     """The function that takes a step: replayed from CUDA graphs where that is possible, else ``session.step``."""
-    if not can_capture(session):
+    if not (ranks.captures and ranks.agree(can_capture(session))):
         return session.step
     if session.captured is None:
-        session.captured = CapturedStep(session)
+        session.captured = CapturedStep(session, ranks)
     return session.captured
 
 
 def can_capture(session: Session) -> bool:
-    """Whether all models lie on one GPU of their own, and nothing in a step waits for the host."""
-    if not (session.kind.alone and session.rule.on_device):
-        return False
+    """Whether all that this process forwards lies on one GPU."""
     models = [rows.model for rows in session.row_models]
     devices = {parameter.device for model in models for parameter in model.parameters()}
-    return len(devices) == 1 and next(iter(devices)).type == "cuda"
+    return len(devices) == 1 and replay.is_gpu(next(iter(devices)))
 
 
 class CapturedStep:
-    """``session.step``, replayed from a CUDA graph.
+    """``session.step``, replayed from CUDA graphs.
 
-    Every shape (:class:`~gsd_kernels.GraphConfig`, or ``None`` for plain decoding) has its own graph. Its first
+    Every shape (:class:`~gsd_kernels.GraphConfig`, or ``None`` for plain decoding) has its own. Its first
     :data:`WARM_STEPS` steps are ordinary ones; then it is captured, which computes nothing, and replayed from there on.
-    All state of a session is updated in place and nothing in a step waits for the device, so a replay is a step. Its
+    All state of a session is updated in place and nothing on the device waits for the host, so a replay is a step. Its
     record is the same tensors every time.
 
-    Where capturing fails, steps go on as ordinary ones, with one line in the log.
+    Where a rule on the device accepts, a step is one graph. Where the host accepts, it is two: the host reads what the
+    first left behind, and writes what it accepts where the second reads it.
+
+    Where capturing fails, on any rank, steps go on as ordinary ones, with one line in the log.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, ranks: Capturers) -> None:
         self.session: Session = weakref.proxy(session)  # which holds this
-        self.warm: Counter[GraphConfig | None] = Counter()
-        self.graphs: dict[GraphConfig | None, tuple[Callable[[], Any], Verified]] = {}
+        self.ranks = ranks
+        self.warm: Counter[tuple[GraphConfig | None, bool]] = Counter()
+        self.steps: dict[tuple[GraphConfig | None, bool], Callable[[], Verified]] = {}
         self.pool: Any = None  # one memory pool: only one graph runs at a time, and state lies outside
         self.failed = False
 
     def __call__(self) -> Verified:
         """Take a step; its record."""
-        shape = self.session.config
-        if shape not in self.graphs and (self.failed or self.warm[shape] < WARM_STEPS or not self._add(shape)):
-            self.warm[shape] += 1
+        kind = self.session.config, self.session.rule.on_device
+        if kind not in self.steps and (self.failed or self.warm[kind] < WARM_STEPS or not self._add(kind)):
+            self.warm[kind] += 1
             return self.session.step()
-        replay, record = self.graphs[shape]
-        replay()
-        return record
+        return self.steps[kind]()
 
-    def _add(self, shape: GraphConfig | None) -> bool:
+    def _add(self, kind: tuple[GraphConfig | None, bool]) -> bool:
         """Capture the session's current shape; ``False`` where that is impossible."""
+        why = "on another rank"
         try:
-            with untimed(self.session):
-                self.graphs[shape] = self.capture()
+            self.steps[kind] = self.whole() if self.session.rule.on_device else self.halves()
         except RuntimeError as error:
+            why = " ".join(str(error).split())
+        if not self.ranks.agree(kind in self.steps):
+            self.steps.pop(kind, None)
             self.failed = True
-            logger.warning("a step could not be captured, so steps run uncaptured: %s", " ".join(str(error).split()))
+            logger.warning("a step could not be captured, so steps run uncaptured: %s", why)
         return not self.failed
 
-    def capture(self) -> tuple[Callable[[], Any], Verified]:
-        """Record one step without running it.
-
-        Returns:
-            A function that replays it, and the step's record, whose tensors every replay writes.
+    def whole(self) -> Callable[[], Verified]:
+        """One graph of a step: a function that replays it and returns its record.
 
         Raises:
             RuntimeError: something in the step cannot be captured.
         """
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use the GPU meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            record = self.session.step()
-        self.pool = graph.pool()
-        return graph.replay, record
+        session = self.session  # no cycle: graphs go with their session, at once
+        run, verified = self._capture(session.step)
+        drafted = session.drafted
+
+        def step() -> Verified:
+            run()
+            session.drafted = drafted
+            return verified
+
+        return step
+
+    def halves(self) -> Callable[[], Verified]:
+        """Two graphs of a step, before and after the host accepts: a function that takes the step.
+
+        Raises:
+            RuntimeError: something in the device's parts cannot be captured.
+        """
+        session = self.session
+        accepted = nothing_accepted(session.kind.batch, session.max_path + 1, session.kv_len.device)
+        propose, unverified = self._capture(session.propose)
+        drafted = session.drafted
+        settle, verified = self._capture(lambda: session.settle(unverified, accepted))
+
+        def step() -> Verified:
+            propose()
+            session.drafted = drafted
+            for static, value in zip(accepted.tensors(), session.accept(unverified).tensors(), strict=True):
+                static.copy_(value)
+            settle()
+            session.rule.settle()
+            return verified
+
+        return step
+
+    def _capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Record ``function`` without running it: what replays it, and what it returned."""
+        session = self.session
+        with session.clock.capture() as parts:
+            graph, result = replay.lane_of(session.state.tokens.device).capture(function, self.pool)
+        self.pool = graph.pool
+
+        def run() -> None:
+            graph()
+            session.clock.replayed(parts)
+
+        return run, result
 
 
-class _NoClock:
-    """Stands in while a step is captured: events of a captured stream cannot be read."""
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        yield
-
-
-@contextmanager
-def untimed(session: Session) -> Iterator[None]:
-    """Keep the session's clock out of what is run here."""
-    clock = session.clock
-    session.clock = _NoClock()  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        session.clock = clock
+def nothing_accepted(batch: int, width: int, device: torch.device) -> Acceptance:
+    """Storage for what is accepted, ``width`` rows of a sequence at most."""
+    count = torch.zeros(batch, dtype=torch.int32, device=device)
+    return Acceptance(torch.full((batch, width), -1, dtype=torch.int32, device=device), count, torch.zeros_like(count))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from .. import validate
 from ..acceptance.criteria import warn_lossy
 from ..model import properties
 from ..parallel import ranks_of
@@ -18,11 +19,12 @@ from ..policy.fixed import FixedPolicy
 from ..policy.pairs import automatic_policy
 from ..sources.base import DraftSource
 from ..sources.heads import DraftHeads
-from .engine import Engines, Learned, engines_of
+from .engine import Engines, Statistics, engines_of
 from .loop import decode
 from .options import Options
 from .output import GraphGenerateOutput, Output
 from .request import Request
+from .screen import screen
 from .stats import GenerationStats
 
 
@@ -36,9 +38,11 @@ class GraphDecoder(Options):
     Attributes:
         stats: of the asking thread's last call; of any thread's where it made none.
         engines: what outlives a call; ``None``: see :func:`~gsd_kernels_hf.engine.engine.engines_of`.
+        screened: whether its one call was checked before transformers saw it.
     """
 
     engines: Engines | None = None
+    screened: bool = False
     _last: GenerationStats | None = None
 
     def __post_init__(self) -> None:
@@ -68,7 +72,10 @@ class GraphDecoder(Options):
         **model_kwargs: Any,
     ) -> Tensor | GraphGenerateOutput:
         """Called by transformers' ``generate`` with prepared inputs; returns what ``generate`` returns."""
-        self.load(properties.unwrap(model))
+        model = properties.unwrap(model)
+        if not self.screened:
+            validate.check_model("model", model)
+            screen(self, model, input_ids, model_kwargs.get("attention_mask"), generation_config)
         request = Request.of(
             self, model, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs
         )
@@ -81,30 +88,32 @@ class GraphDecoder(Options):
         request.seed = ranks.start(request.seed, request.agreed())
         engines = self.engines if self.engines is not None else engines_of(request.model)
         engine = engines.of(self)
-        learned = engine.learned(sampled=request.plan.temperature > 0) if ranks.alone else Learned()
+        statistics = engine.statistics(sampled=request.plan.temperature > 0) if ranks.alone else Statistics()
         automatic = self.automatic and ranks.alone and not torch.are_deterministic_algorithms_enabled()
         sources = self.sources(automatic=automatic)
-        policy = self.policy(request, sources, learned, automatic=automatic)
+        policy = self.policy(request, sources, statistics, automatic=automatic)
         session, current = engine.session(request, policy, sources, alone=ranks.alone)
         if self.streamer is not None:
             self.streamer.put(request.input_ids.cpu())
         with ranks.explained():
-            session.begin(request, learned.weights, reuse_prefix=current and self.reuse_prefix)
+            session.begin(request, statistics.weights, reuse_prefix=current and self.reuse_prefix)
             warn_lossy(session.rule.criterion)
             out = Output(request, session)
             decode(session, policy, ranks, out)
             result = out.result()
         if ranks.alone:
-            engine.release(session, learned)
+            engine.release(session, statistics)
         self._threads.stats = self._last = out.stats
         return result
 
-    def policy(self, request: Request, sources: Sequence[DraftSource], learned: Learned, *, automatic: bool) -> Policy:
+    def policy(
+        self, request: Request, sources: Sequence[DraftSource], statistics: Statistics, *, automatic: bool
+    ) -> Policy:
         """The policy that chooses the shapes of this call's steps."""
         if not automatic:
             return FixedPolicy(self.graph_config if sources else None)
         return automatic_policy(
-            learned.experience,
+            statistics.experience,
             request.model,
             self.assistant_model or (None if isinstance(self.drafter, DraftHeads) else self.drafter),
             sources=[source.name for source in sources],

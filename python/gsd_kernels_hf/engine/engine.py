@@ -23,7 +23,7 @@ GRAIN = 256  # cache positions by which kept sessions are sized
 
 
 @dataclass
-class Learned:
+class Statistics:
     """Statistics of earlier calls.
 
     Attributes:
@@ -93,7 +93,7 @@ class Engine:
         self.parts = [weakref.ref(part) for part in parts]
         self.criterion, self.idle = criterion, idle
         self.ended = False  # forgotten, by a thread that may be another one than a call's
-        self._learned: dict[bool, Learned] = {}  # by whether tokens are sampled
+        self._statistics: dict[bool, Statistics] = {}  # by whether tokens are sampled
 
     def serves(self, parts: Sequence[Any], criterion: object) -> bool:
         """Whether the engine was made for these sources' objects and this criterion."""
@@ -106,9 +106,9 @@ class Engine:
         """Whether an object that a source is made of was deleted."""
         return any(part() is None for part in self.parts)
 
-    def learned(self, *, sampled: bool) -> Learned:
+    def statistics(self, *, sampled: bool) -> Statistics:
         """Statistics of greedy or of sampled texts, to begin a call with."""
-        return self._learned.setdefault(sampled, Learned())
+        return self._statistics.setdefault(sampled, Statistics())
 
     def session(
         self, request: Request, policy: Policy, sources: Sequence[DraftSource], *, alone: bool
@@ -141,10 +141,10 @@ class Engine:
         session.models = states
         return session, current
 
-    def release(self, session: Session, learned: Learned) -> None:
+    def release(self, session: Session, statistics: Statistics) -> None:
         """End a call that succeeded: keep what it learned and, where sessions are kept, the session."""
         if session.drafter is not None:
-            learned.weights = {name: found.clone() for name, found in session.drafter.weights.items()}
+            statistics.weights = {name: found.clone() for name, found in session.drafter.weights.items()}
         session.end()
         if self.idle is not None:
             self.idle.add(self, session)

@@ -6,13 +6,13 @@ from typing import Protocol
 
 from ..policy.base import Policy
 from ..records import Verified
-from .capture import stepping
+from .capture import Capturers, stepping
 from .output import Output
 from .session import Session
 from .stats import GenerationStats
 
 
-class Ranks(Protocol):
+class Ranks(Capturers, Protocol):
     """Keeps the ranks of a sharded model together."""
 
     def check(self, verified: Verified, finished: bool, *, timed: bool) -> bool:
@@ -32,7 +32,7 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> Gener
     Returns:
         Statistics, complete once ``out.result()`` was asked for.
     """
-    step = stepping(session)
+    step = stepping(session, ranks)
     while not out.finished:
         session.use(policy.shape(), policy.acceptance)
         verified = step()

@@ -15,6 +15,7 @@ from gsd_kernels.config import resolve_graph_config
 
 from .. import validate
 from ..acceptance.criteria import Typical, check_chain, resolve_criterion, shape_for
+from ..acceptance.sampling import draw_seed
 from ..model import properties
 from ..records import Verified
 from ..sources.base import DraftSource
@@ -110,6 +111,8 @@ class Options:
         others = {"draft_heads": self.draft_heads, "drafter": self.drafter, "reference_ids": self.reference_ids}
         check_chain(self.criterion, self.graph_config, self.draft_sources, others)
         validate.check_backend(self.backend)
+        if self.seed is not None:
+            draw_seed(self.seed)
         validate.check_listeners(self.streamer, self.observer)
 
     def load(self, target: PreTrainedModel) -> None:

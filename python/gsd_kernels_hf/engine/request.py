@@ -16,7 +16,8 @@ from ..acceptance.criteria import SPECULATIVE
 from ..acceptance.sampling import SamplingPlan, draw_seed
 from ..model import properties
 from ..parallel import honoured
-from .options import NAMES, Options
+from .options import Options
+from .screen import drafts_of
 
 
 @dataclass
@@ -67,22 +68,15 @@ class Request:
         seed: int | None,
         model_kwargs: Mapping[str, Any],
     ) -> Request:
-        """Check all that transformers hands to a custom decoding function.
+        """Check what transformers adds to a screened call (:mod:`~gsd_kernels_hf.engine.screen`), and take all of it.
 
         Raises:
             TypeError, ValueError: something cannot be served; nothing was changed.
         """
-        model, prompt = properties.unwrap(model), input_ids.shape[1]
-        attention_mask = model_kwargs.get("attention_mask")
-        validate.check_model("model", model)
-        for source in options.sources(automatic=True):
-            source.check(model)
-        validate.check_generation_config(generation_config)
-        vocabulary = properties.vocabulary(model)
-        validate.check_prompt(input_ids, attention_mask, vocabulary)
+        prompt, attention_mask = input_ids.shape[1], model_kwargs.get("attention_mask")
         validate.check_call(model, model_kwargs)
         if options.reference_ids is not None:
-            copies = generation_config.num_return_sequences or 1
+            copies, vocabulary = generation_config.num_return_sequences or 1, properties.vocabulary(model)
             validate.check_reference(options.reference_ids, input_ids.shape[0], vocabulary, copies)
         if options.streamer is not None and input_ids.shape[0] > 1:
             raise ValueError(f"streamer: streams one sequence, got a batch of {input_ids.shape[0]}")
@@ -167,15 +161,6 @@ class Request:
             **self.options.agreed(),
             **honoured(self.generation_config),
         }
-
-
-def drafts_of(options: Options) -> dict[str, PreTrainedModel]:
-    """The models that sources forward, besides the target, by the name that an error calls them."""
-    found = {}
-    for source in options.sources(automatic=True):
-        for model in source.models:
-            found["assistant_model" if source.name in NAMES else f"draft_sources: {source.name}"] = model
-    return found
 
 
 def split_criteria(

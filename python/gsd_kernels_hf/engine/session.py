@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gsd_kernels import GraphConfig, Rows, TokenGraph, flatten
+from gsd_kernels import Acceptance, GraphConfig, Rows, TokenGraph, flatten
 from gsd_kernels.config import MAX_BRANCH
+from gsd_kernels.ops.step import commit_text
 
 from ..acceptance.criteria import ChainProposal, criterion_of
 from ..acceptance.rule import AcceptanceRule, OnDevice
@@ -23,7 +25,7 @@ from ..model.identity import ModelState
 from ..model.runner import CachedText, Listener, RowModel
 from ..policy.acceptance import AcceptanceModel
 from ..policy.base import Policy
-from ..records import DecodeState, Sampler, Verified
+from ..records import DecodeState, Sampler, Unverified, Verified
 from ..sources.base import DraftSource
 from ..sources.drafter import Drafter
 from ..sources.weights import Calibration, SourceWeights
@@ -221,15 +223,15 @@ class Session:
 
     def read_prompt(self, rows: RowModel) -> None:
         """Store all of the prompt but its last token in the cache of ``rows``, as far as it is not there."""
-        rows.restart(self.request.input_ids[:, :-1])
+        rows.restart(self.state.tokens[:, : self.request.prompt_length - 1])
         self.read(rows)
 
     def read(self, rows: RowModel, listener: Listener | None = None) -> None:
         """Store what the cache of ``rows`` lacks; ``listener`` gets the hidden states."""
-        ids, mask = self.request.input_ids, self.request.attention_mask
+        last, mask = self.request.prompt_length - 1, self.request.attention_mask
         with self.clock.part("prefill"):
             chunk = self.request.generation_config.prefill_chunk_size
-            rows.read(ids[:, :-1], None if mask is None else mask[:, :-1], chunk, listener)
+            rows.read(self.state.tokens[:, :last], None if mask is None else mask[:, :-1], chunk, listener)
 
     def use(self, config: GraphConfig | None, acceptance: AcceptanceModel | None = None) -> None:
         """Take ``config`` for the next steps; ``None`` is plain decoding.
@@ -261,17 +263,46 @@ class Session:
 
     def step(self) -> Verified:
         """Take one step: draft → merge → flatten → attend → verify → commit, then let sources observe it."""
-        tail = self.state.tail()
+        unverified = self.propose()
+        accepted = self.accept(unverified)
+        verified = self.settle(unverified, accepted)
+        self.rule.settle()
+        return verified
+
+    def propose(self) -> Unverified:
+        """The step up to the target's forward, all of it on the device."""
         graph = self.draft()
+        tail = self.state.tail() if graph is None else graph.contexts[:, 0]  # of the root: the text's
         rows = self.flatten(graph)
         logits = self.attend(rows)
-        accepted = self.rule.accept(rows, logits, self.positions(rows), self.max_path)
-        verified = Verified.of(graph, rows, logits, self.target.hidden, accepted, tail)
+        return Unverified(graph, rows, logits, self.target.hidden, self.positions(rows), tail)
+
+    def accept(self, unverified: Unverified) -> Acceptance:
+        """What the call's rule accepts, on the device or on the host."""
+        return self.rule.accept(unverified.rows, unverified.logits, unverified.positions, self.max_path)
+
+    def settle(self, unverified: Unverified, accepted: Acceptance) -> Verified:
+        """The step once it is known what is accepted, all of it on the device: commit, and let sources observe it."""
+        verified = Verified.of(unverified, accepted, self.backend)
         self.commit(verified)
         if self.drafter is not None:
             with self.clock.part("draft"):
                 self.drafter.observe(verified)
         return verified
+
+    @property
+    def drafted(self) -> tuple[Any, ...]:
+        """What the last draft left on the host: the shape's storage, and what its tokens were drawn from."""
+        storage = None if self.drafter is None else copy.copy(self.drafter.current)
+        return storage, None if self.proposal is None else list(self.proposal.distributions)
+
+    @drafted.setter
+    def drafted(self, kept: tuple[Any, ...]) -> None:
+        storage, distributions = kept
+        if self.drafter is not None:
+            self.drafter.current = copy.copy(storage)
+        if self.proposal is not None:
+            self.proposal.distributions = list(distributions)
 
     def draft(self) -> TokenGraph | None:
         """Grow the step's graph: draft and merge, once a level; ``None`` in plain decoding."""
@@ -301,6 +332,7 @@ class Session:
 
     def took(self, verified: Verified) -> dict[str, float]:
         """Rows that the target computed in the last step, and seconds of its forward and of all else, if known."""
+        self.clock.read()
         target = self.clock.last("target")
         other = self.clock.since_step() - target if target > 0 else 0.0
         return {"rows": verified.rows.token_ids.shape[1], "target_seconds": target, "other_seconds": other}
@@ -312,7 +344,7 @@ class Session:
             logits = self.target.rows(
                 rows.token_ids,
                 self.kv_len,
-                torch.arange(count, device=self.kv_len.device),
+                0,
                 rows.ancestor_mask,
                 rows.depths,
                 rows.depths,
@@ -321,35 +353,28 @@ class Session:
         return logits.to(self.kv_len.device)
 
     def positions(self, rows: Rows) -> Tensor:
-        """Index of the token picked after each row, padding excluded: int32 [B, R]."""
-        return (self.kv_len - self.state.kv_start)[:, None] + rows.depths + 1
+        """Index of the token picked after each row just forwarded, padding excluded: int32 [B, R]."""
+        return self.target.after.to(rows.depths.device)
 
     def commit(self, verified: Verified) -> None:
         """Keep the accepted rows' keys and values and append the emitted tokens."""
-        state, accepted, tokens = self.state, verified.accepted, verified.tokens
+        state, accepted, graph = self.state, verified.accepted, verified.graph
         self.target.cache.commit(accepted.accepted_rows, accepted.num_accepted, self.kv_len, backend=self.backend)
-        count, place = accepted.num_accepted, torch.arange(tokens.shape[1], device=tokens.device)
-        new = place < count[:, None]
-        state.emitted[:, : tokens.shape[1]] = tokens
-        state.num_emitted.copy_(count)
-        at = (state.out_len[:, None] + place).long()
-        state.tokens.scatter_(1, at, torch.where(new, tokens.long(), state.tokens.gather(1, at)))
-        state.out_len.add_(count)
-        state.remaining.sub_(count)
-        ended = (accepted.next_token[:, None] == self.eos_ids).any(1) | (state.remaining <= 0)
-        state.done.logical_or_(ended & (count > 0))
-        self.rule.settle()
-        if verified.graph is not None:
-            self.counts += torch.stack(
-                [verified.graph.num_nodes.sum(), verified.graph.num_merges.sum(), accepted_merges(verified)]
-            )
-
-
-def accepted_merges(verified: Verified) -> Tensor:
-    """Number of merge edges on accepted paths, int64 []: rows whose primary parent is not the row before."""
-    node, path = verified.nodes[:, 1:], verified.accepted.accepted_rows[:, 1:]
-    primary = verified.graph.parents.gather(1, node.clamp(min=0).long())
-    return ((path >= 0) & (primary != verified.nodes[:, :-1])).sum()
+        commit_text(
+            verified.tokens,
+            accepted,
+            eos_ids=self.eos_ids,
+            tokens=state.tokens,
+            out_len=state.out_len,
+            remaining=state.remaining,
+            done=state.done,
+            emitted=state.emitted,
+            num_emitted=state.num_emitted,
+            counts=self.counts,
+            nodes=None if graph is None else verified.nodes,
+            graph=graph,
+            backend=self.backend,
+        )
 
 
 def lone_root(batch: int, device: torch.device) -> Rows:

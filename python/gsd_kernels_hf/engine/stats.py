@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..model import replay
+
 
 @dataclass
 class GenerationStats:
@@ -77,33 +79,69 @@ class GenerationStats:
         return {**asdict(self), "tokens_per_step": self.tokens_per_step}
 
 
+Part = tuple[str, torch.cuda.Event, torch.cuda.Event]
+"""Name of a part, and the events at its borders."""
+
+
 class Clock:
-    """Sum of the seconds of named parts; device time by events on a GPU, so that nothing waits."""
+    """Sum of the seconds of named parts; device time by events on a GPU, so that nothing waits.
+
+    Events in a captured graph are recorded by each of its replays.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self.use_events = device.type == "cuda"
+        self.device, self.use_events = device, replay.is_gpu(device)
+        self.pending: list[Part] = []
+        self.capturing = False
         self.seconds: dict[str, float] = {}
-        self.latest: dict[str, float] = {}
+        self.latest: dict[str, float] = {}  # of the current step
         self.start = self.step_start = time.perf_counter()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Time what runs inside as part ``name``."""
         if self.use_events:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
+            begin, end = (torch.cuda.Event(enable_timing=True, external=self.capturing) for _ in range(2))
+            stream = torch.cuda.current_stream(self.device)  # of the target's GPU, which need not be the current one
+            begin.record(stream)
             yield
-            end.record()
-            self.events.append((name, begin, end))
+            end.record(stream)
+            self.pending.append((name, begin, end))
         else:
             begin_time = time.perf_counter()
             yield
-            self.latest[name] = time.perf_counter() - begin_time
-            self.seconds[name] = self.seconds.get(name, 0.0) + self.latest[name]
+            self._count(name, time.perf_counter() - begin_time)
+
+    @contextmanager
+    def capture(self) -> Iterator[list[Part]]:
+        """The parts of what is captured inside, for :meth:`replayed`."""
+        before, self.pending, self.capturing = self.pending, [], True
+        try:
+            yield self.pending
+        finally:
+            self.pending, self.capturing = before, False
+
+    def replayed(self, parts: list[Part]) -> None:
+        """A graph with these parts was replayed; they must be read before it is replayed again."""
+        self.pending += parts
+
+    def read(self) -> None:
+        """Count the parts that the device has done; does not wait for others."""
+        waiting = []
+        for name, begin, end in self.pending:
+            if end.query():
+                self._count(name, begin.elapsed_time(end) / 1e3)
+            else:
+                waiting.append((name, begin, end))
+        self.pending = waiting
+
+    def _count(self, name: str, seconds: float) -> None:
+        self.latest[name] = seconds
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def begin_step(self) -> None:
         """Mark where a step begins."""
+        self.latest.clear()
         self.step_start = time.perf_counter()
 
     def since_step(self) -> float:
@@ -111,14 +149,14 @@ class Clock:
         return time.perf_counter() - self.step_start
 
     def last(self, name: str) -> float:
-        """Seconds of the part's latest run; 0 where only the device knows."""
+        """Seconds of the step's part, as far as it was read; 0 if it was not."""
         return self.latest.get(name, 0.0)
 
     def finish(self) -> dict[str, float]:
         """Seconds of every part, of all else and of all; waits for the device."""
-        for name, begin, end in self.events:
+        for _, _, end in self.pending:
             end.synchronize()
-            self.seconds[name] = self.seconds.get(name, 0.0) + begin.elapsed_time(end) / 1e3
+        self.read()
         total = time.perf_counter() - self.start
         parts = {name: self.seconds.get(name, 0.0) for name in ("prefill", "draft", "target")}
         return {**parts, "other": max(0.0, total - sum(parts.values())), "total": total}

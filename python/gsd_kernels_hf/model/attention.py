@@ -54,7 +54,6 @@ class GraphInputs:
     kv_start: Tensor  # int32 [B]
     row_depths: Tensor  # int32 [B, R]; position minus kv_len
     node_depths: Tensor  # int32 [B, N]
-    num_nodes: Tensor | None = None  # int32 [B]
     backend: str = "auto"
     windows: tuple[int | None, ...] | None = None  # sliding window of every attention call; None: as each call says
     calls: int = 0  # so far
@@ -87,7 +86,6 @@ class GraphInputs:
             inputs.ancestor_mask,
             inputs.kv_len,
             kv_start=inputs.kv_start,
-            num_nodes=inputs.num_nodes,
             row_depths=inputs.row_depths,
             node_depths=inputs.node_depths,
             scale=scaling,
@@ -112,7 +110,6 @@ class GraphInputs:
                 self.ancestor_mask,
                 self.kv_len,
                 self.kv_start,
-                self.num_nodes,
                 self.row_depths,
                 self.node_depths,
                 sliding_window,
@@ -148,7 +145,6 @@ class GraphInputs:
                     self.kv_start,
                     self.row_depths,
                     self.node_depths,
-                    self.num_nodes,
                 )
             ]
             self._by_device[device] = GraphInputs(*moved, backend=self.backend)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from gsd_kernels import commit_kv, write_kv
@@ -23,26 +23,32 @@ class GraphLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = False
 
-    def __init__(self, parent: GraphCache) -> None:
+    def __init__(self, parent: GraphCache, index: int) -> None:
         super().__init__()
         self.parent: GraphCache = weakref.proxy(parent)  # no cycle: storage goes with its last user, at once
+        self.index = index
+        self.in_block = False  # whether keys and values are views of the parent's block
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         value_states = key_states if value_states is None else value_states
         self.dtype, self.device = key_states.dtype, key_states.device
         batch, heads, _, _ = key_states.shape
         shape = (batch, heads, self.parent.capacity)
-        self.keys = key_states.new_zeros((*shape, key_states.shape[-1]))
-        self.values = value_states.new_zeros((*shape, value_states.shape[-1]))
+        block = self.parent.block_for((*shape, key_states.shape[-1]), key_states, value_states)
+        self.in_block = block is not None
+        if block is not None:
+            self.keys, self.values = block[self.index]
+        else:
+            self.keys = key_states.new_zeros((*shape, key_states.shape[-1]))
+            self.values = value_states.new_zeros((*shape, value_states.shape[-1]))
         self.is_initialized = True
 
     def grow(self, capacity: int) -> None:
-        """Move keys and values to storage of ``capacity`` positions."""
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = old.new_zeros(*old.shape[:2], capacity, old.shape[3])
-            new[:, :, : old.shape[2]] = old
-            setattr(self, name, new)
+        """Move keys and values to storage of ``capacity`` positions; the parent's block has that already."""
+        if self.in_block:
+            self.keys, self.values = self.parent.block[self.index]
+        else:
+            self.keys, self.values = grown(self.keys, capacity), grown(self.values, capacity)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store [B, Hkv, R, D]: graph rows into their slots (all of the cache comes back), a prompt at the end."""
@@ -75,25 +81,76 @@ class GraphLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in 5.0
 
 
+def grown(storage: Tensor, capacity: int) -> Tensor:
+    """A copy of [..., S, D] with ``capacity`` positions."""
+    new = storage.new_zeros(*storage.shape[:-2], capacity, storage.shape[-1])
+    new[..., : storage.shape[-2], :] = storage
+    return new
+
+
+def lies_in_a_block(model: PreTrainedModel) -> bool:
+    """Whether all layers of a model are likely to store keys and values alike, on one GPU.
+
+    There the commit of a stacked cache is one launch, whichever backend it has. On a CPU nothing is launched, and
+    storage by layer grows layer by layer.
+    """
+    config = model.config.get_text_config(decoder=True)
+    devices = {parameter.device for parameter in model.parameters()}
+    kinds = getattr(config, "layer_types", None) or ()
+    unlike = ("num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads", "cross_attention_layers")
+    return (
+        len(devices) == 1
+        and next(iter(devices)).type == "cuda"
+        and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
+        and not any(getattr(config, name, None) for name in unlike)
+    )
+
+
 class GraphCache(Cache):
     """Cache of one model: prompt first, then committed tokens, then the slots of the current step.
 
     During the prompt its length is a host integer (all sequences are padded alike); afterwards the committed length
     of every sequence lives on the device, with the caller.
+
+    Args:
+        config: of the model.
+        capacity: positions.
+        backend: of the op that writes rows.
+        stacked: keys and values of all layers in one allocation; layers that turn out unlike the first one to be read
+            have storage of their own.
+
+    Attributes:
+        block: [layers, 2, B, Hkv, capacity, D], what stacked layers are views of.
     """
 
-    def __init__(self, config: PretrainedConfig, capacity: int, backend: str = "auto") -> None:
-        self.capacity = capacity
+    block: Tensor | None = None
+
+    def __init__(
+        self, config: PretrainedConfig, capacity: int, backend: str = "auto", *, stacked: bool = False
+    ) -> None:
+        self.capacity, self.stacked = capacity, stacked
         # A backend that does not implement write_kv ("cpu", "cuda") leaves the choice to "auto".
         self.write_backend = backend if backend in IMPLEMENTATIONS else "auto"
         self.prompt_length = 0
         self._positions: dict[torch.device, Tensor] = {}  # int64 [B, R] while graph rows are forwarded
         layers = config.get_text_config(decoder=True).num_hidden_layers
-        super().__init__(layers=[GraphLayer(self) for _ in range(layers)])
+        super().__init__(layers=[GraphLayer(self, index) for index in range(layers)])
+
+    def block_for(self, shape: tuple[int, ...], keys: Tensor, values: Tensor) -> Tensor | None:
+        """The block, if keys and values of this ``shape`` [B, Hkv, capacity, D] belong there; made when first asked."""
+        if not self.stacked or keys.shape[-1] != values.shape[-1] or keys.dtype != values.dtype:
+            return None
+        if self.block is None:
+            self.block = keys.new_zeros((len(self.layers), 2, *shape))
+        block = self.block
+        alike = block.shape[2:] == shape and block.dtype == keys.dtype and block.device == keys.device
+        return block if alike else None
 
     def grow(self, capacity: int) -> None:
         """Make room for ``capacity`` positions; what is stored stays, at other addresses."""
         self.capacity = capacity
+        if self.block is not None:
+            self.block = grown(self.block, capacity)
         for layer in self.layers:
             if layer.is_initialized:
                 layer.grow(capacity)

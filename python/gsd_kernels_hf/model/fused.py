@@ -171,7 +171,7 @@ class FusedRows(RowModel):
             causal = torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
             seen = (causal & ~pads[:, None, :]) | torch.eye(end - begin, dtype=torch.bool)
             self._forward(
-                input_ids[:, begin:end],
+                self.known(input_ids[:, begin:end]).to(torch.int32),
                 (at - self.kv_start[:, None]).clamp(min=0),
                 at.expand(batch, -1),
                 pack_bits(seen),
@@ -187,22 +187,16 @@ class FusedRows(RowModel):
         self,
         token_ids: Tensor,  # int [B, R]
         kv_len: Tensor,  # int32 [B]
-        slots: Tensor,  # int [B, R] or [R]
+        slots: Tensor | int,  # int [B, R] or [R]
         ancestor_mask: Tensor,  # int32 [B, R, words]
         depths: Tensor,  # int32 [B, R]
         node_depths: Tensor,  # int32 [B, N]
         keep: int,
+        shift: int = 0,
     ) -> Tensor:
         """As :meth:`RowModel.rows`."""
-        return self._forward(
-            token_ids,
-            (kv_len - self.kv_start)[:, None] + depths,
-            (kv_len[:, None] + slots).to(torch.int32),
-            ancestor_mask,
-            node_depths,
-            kv_len,
-            keep,
-        )
+        fed = self.feed(token_ids, kv_len, slots, depths, node_depths, shift, torch.int32)
+        return self._forward(fed.ids, fed.positions, fed.places, ancestor_mask, node_depths, kv_len, keep)
 
     def _forward(
         self,
@@ -217,7 +211,7 @@ class FusedRows(RowModel):
         keys, values = self.caches(token_ids.shape[0])
         logits, hidden = decoder_rows(
             self.weights,
-            self.known(token_ids).to(torch.int32),
+            token_ids,
             positions.to(torch.int32),
             slots,
             ancestor_mask,

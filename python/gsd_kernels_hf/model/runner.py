@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gsd_kernels.graph import num_words
+from gsd_kernels.ops.step import FedRows, feed_rows
 
 from .attention import GraphInputs, configs_of, switched_configs
-from .cache import GraphCache
+from .cache import GraphCache, lies_in_a_block
 from .hidden import LAST, listening
 from .linear import with_cpu_linears
 from .probe import examine
@@ -90,8 +91,9 @@ class RowModel(CachedText):
         cache: GraphCache | None = None,
         hidden_layers: tuple[int, ...] = (),
     ) -> None:
-        # The padding is of the text being written, wherever that is.
-        super().__init__(model, GraphCache(model.config, capacity, backend) if cache is None else cache, kv_start)
+        if cache is None:
+            cache = GraphCache(model.config, capacity, backend, stacked=lies_in_a_block(model))
+        super().__init__(model, cache, kv_start)
         self.stepping = with_cpu_linears(model, backend)  # the same model and weights
         self.configs = configs_of(model)  # switched for every forward by itself, and as they were in between
         self.windows = examine(model).windows
@@ -104,6 +106,7 @@ class RowModel(CachedText):
         self.hidden_layers = hidden_layers
         self.hidden: Mapping[int, Tensor] = {}
         self.reused = 0  # positions of the current prompt that were there
+        self.after: Tensor  # int32 [B, R]; of the last rows, index in the text of the token after each
 
     def sharing_cache(self, view: PreTrainedModel) -> RowModel:
         """``view``, this model without some blocks, in this model's own cache."""
@@ -158,31 +161,34 @@ class RowModel(CachedText):
         self,
         token_ids: Tensor,  # int [B, R]
         kv_len: Tensor,  # int32 [B]
-        slots: Tensor,  # int [B, R] or [R]; cache position minus kv_len
+        slots: Tensor | int,  # int [B, R] or [R]; cache position minus kv_len; an int: of the first row
         ancestor_mask: Tensor,  # int32 [B, R, ceil(N/32)]
-        depths: Tensor,  # int32 [B, R]; text position minus kv_len
+        depths: Tensor,  # int32 [B, R]; text position minus kv_len, plus shift
         node_depths: Tensor,  # int32 [B, N]
         keep: int,
+        shift: int = 0,
     ) -> Tensor:
-        """Forward graph rows; logits of the last ``keep`` rows, [B, keep, V]."""
-        to = self.device
-        kv_len, depths = kv_len.to(to), depths.to(to)
+        """Forward graph rows; logits of the last ``keep`` rows, [B, keep, V].
+
+        Where ``slots`` is an int and ``node_depths`` not ``depths`` itself, those of the rows' slots are written.
+        """
+        fed = self.feed(token_ids, kv_len, slots, depths, node_depths, shift, torch.int64)
         inputs = GraphInputs(
-            ancestor_mask=ancestor_mask.to(to),
-            kv_len=kv_len,
+            ancestor_mask=ancestor_mask.to(self.device),
+            kv_len=kv_len.to(self.device),
             kv_start=self.kv_start,
-            row_depths=depths,
-            node_depths=node_depths.to(to),
+            row_depths=fed.depths,
+            node_depths=node_depths.to(self.device),
             backend=self.backend,
             windows=self.windows,
         )
         assert inputs.ancestor_mask.shape[-1] == num_words(node_depths.shape[-1])
-        writing = self.cache.writing((kv_len[:, None] + slots.to(to)).long())
-        with switched_configs(self.configs), writing, listening(self.stepping, self.hidden_layers) as hidden:
+        listens = listening(self.stepping, self.hidden_layers)
+        with switched_configs(self.configs), self.cache.writing(fed.places), listens as hidden:
             output = self.stepping(
-                input_ids=self.known(token_ids.to(to).long()),
+                input_ids=fed.ids,
                 attention_mask=self.no_mask,
-                position_ids=(kv_len - self.kv_start)[:, None].long() + depths.long(),
+                position_ids=fed.positions,
                 past_key_values=self.cache,
                 use_cache=True,
                 logits_to_keep=keep,
@@ -191,6 +197,34 @@ class RowModel(CachedText):
         inputs.check_complete()
         self.hidden = hidden
         return output.logits[:, -keep:]
+
+    def feed(
+        self,
+        token_ids: Tensor,
+        kv_len: Tensor,
+        slots: Tensor | int,
+        depths: Tensor,
+        node_depths: Tensor,
+        shift: int,
+        dtype: torch.dtype,
+    ) -> FedRows:
+        """Rows as the model reads them, on its device; arguments as of :meth:`rows`."""
+        to, given = self.device, isinstance(slots, Tensor)
+        fed = feed_rows(
+            token_ids.to(to, torch.int32),
+            depths.to(to),
+            kv_len.to(to),
+            self.kv_start,
+            vocab=self.vocab_size,
+            slots=slots.to(to, torch.int32).expand_as(token_ids) if given else None,
+            first_slot=0 if given else slots,
+            shift=shift,
+            node_depths=None if given or node_depths is depths else node_depths,
+            dtype=dtype,
+            backend=self.backend,
+        )
+        self.after = fed.after
+        return fed
 
     def known(self, token_ids: Tensor) -> Tensor:
         """Ids beyond this model's vocabulary (the other one is padded further) read as token 0."""

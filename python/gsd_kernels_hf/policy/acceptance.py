@@ -24,7 +24,7 @@ FORGET = 0.998  # of what was counted, an observation
 TREES = 12  # trees grown for a prediction
 OPEN = 64  # unexpanded nodes that a tree keeps
 # Acceptance by rank, before anything was seen: of a model with all other sources, and of those that cost no forward.
-PRIORS = {"all": (0.62, 0.12, 0.06, 0.04), "free": (0.4, 0.08, 0.04, 0.02)}
+PRIORS = {"model": (0.62, 0.12, 0.06, 0.04), "lookup": (0.4, 0.08, 0.04, 0.02)}
 OPTIMIST = (0.95, 0.03, 0.01, 0.005)  # an easy text: what speculation could reach at best
 BELIEF = 6.0  # hits that the draft's own probabilities count for
 KIND_WEIGHT, SHAPE_WEIGHT = 16.0, 200.0  # tokens that a ratio of one counts for, of a kind of shape and of one shape
@@ -32,8 +32,8 @@ GAIN_MEMORY = 0.99  # of what a shape brought, a step
 
 
 def kind_of(config: GraphConfig) -> str:
-    """``"all"`` for a shape with levels that a draft model expands, ``"free"`` for one without."""
-    return "all" if config.depth else "free"
+    """``"model"`` for a shape with levels that a draft model expands, ``"lookup"`` for one without."""
+    return "model" if config.depth else "lookup"
 
 
 class Pool:
@@ -73,7 +73,7 @@ class AcceptanceModel:
         if not len(probs):
             return
         probs, hits = probs[:, : self.branch].astype(float), hits[:, : self.branch]
-        if name == "all":
+        if name == "model":
             ranks, bins = self._cells(probs)
             self.hits, self.expected = (BELIEF + (counts - BELIEF) * FORGET for counts in (self.hits, self.expected))
             np.add.at(self.hits, (ranks, bins), hits.astype(float))
@@ -101,7 +101,9 @@ class AcceptanceModel:
     def restart(self, kind: str) -> None:
         """Forget what was accepted lately of one kind of shape."""
         self.pools[kind].restart()
-        self.gains = {name: pair for name, pair in self.gains.items() if name.startswith("free") != (kind == "free")}
+        self.gains = {
+            name: pair for name, pair in self.gains.items() if name.startswith("lookup") != (kind == "lookup")
+        }
 
     def write(self, calibration: Calibration | None) -> None:
         """Put the current ratios into the device table."""
@@ -157,8 +159,8 @@ class AcceptanceModel:
 class GrowthPlan:
     """Trees of several shapes, grown side by side from the same profiles.
 
-    A shape's first ``depth`` levels draw from the pool ``"all"``, its reused levels from ``"free"``. Which profile a
-    node gets is fixed once, so that differences between shapes are not noise. Merging is not modelled.
+    A shape's first ``depth`` levels draw from the pool ``"model"``, its history levels from ``"lookup"``. Which
+    profile a node gets is fixed once, so that differences between shapes are not noise. Merging is not modelled.
 
     Args:
         shapes: S of them.
@@ -191,10 +193,10 @@ class GrowthPlan:
         """Predicted tokens per step by shape, float64 [S]; pools [n, K] by name."""
         self.predictions += 1
         count = len(self.shapes)
-        bank = np.concatenate([pools["all"], pools["free"]]).astype(np.float32)
-        drawn_all = self.draws % len(pools["all"])  # [T, L, W]
-        drawn_free = len(pools["all"]) + self.draws % len(pools["free"])
-        index = np.where(self.modelled[:, None, :, None], drawn_all, drawn_free)  # [S, T, L, W]
+        bank = np.concatenate([pools["model"], pools["lookup"]]).astype(np.float32)
+        by_model = self.draws % len(pools["model"])  # [T, L, W]
+        by_lookup = len(pools["model"]) + self.draws % len(pools["lookup"])
+        index = np.where(self.modelled[:, None, :, None], by_model, by_lookup)  # [S, T, L, W]
         profiles = bank[index] * self.mask[:, None]  # [S, T, L, W, K]
         open_nodes = profiles[:, :, 0, 0]  # [S, T, n]; path probabilities
         nodes = [open_nodes]

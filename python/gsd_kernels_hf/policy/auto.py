@@ -205,7 +205,7 @@ class AutoPolicy:
     def _unseen(self, shape: int) -> list[str]:
         """Kinds of shapes of which steps of ``shape`` show nothing: all in plain ones, the model in those without."""
         config = self.configs[shape]
-        shown = [] if config is None else ["free"] if config.depth == 0 else ["all", "free"]
+        shown = [] if config is None else ["lookup"] if config.depth == 0 else ["model", "lookup"]
         return [kind for kind in self.kinds if kind not in shown]
 
     def _choose(self) -> None:

@@ -61,7 +61,7 @@ def ladder(device: str, *, with_model: bool, reuses: bool = True) -> dict[str, G
             shapes with the model's levels make sense.
     """
     device = device if device in WITH_MODEL else "cpu"
-    drafted, free = WITH_MODEL[device] if with_model else ((), WITHOUT_MODEL[device])
+    drafted, looked_up = WITH_MODEL[device] if with_model else ((), WITHOUT_MODEL[device])
     shapes = [
         GraphConfig(
             depth=depth, width=width, branch=branch, max_rows=rows, history_depth=REUSE_DEPTH, history_width=REUSE_WIDTH
@@ -70,13 +70,13 @@ def ladder(device: str, *, with_model: bool, reuses: bool = True) -> dict[str, G
     ]
     shapes += [
         GraphConfig(depth=0, width=width, branch=branch, max_rows=rows, history_depth=depth, history_width=width)
-        for width, branch, depth, rows in (free if reuses or not drafted else ())
+        for width, branch, depth, rows in (looked_up if reuses or not drafted else ())
     ]
     return {shape_name(shape): shape for shape in shapes}
 
 
 def shape_name(config: GraphConfig) -> str:
-    """``depth·width·branch·rows`` of a shape of the ladder, with ``free-`` before it where no model drafts."""
+    """``depth·width·branch·rows`` of a shape of the ladder, with ``lookup-`` before it where no model drafts."""
     if config.depth:
         return f"{config.depth}x{config.width}x{config.branch}x{config.max_rows}"
-    return f"free-{config.history_depth}x{config.history_width}x{config.branch}x{config.max_rows}"
+    return f"lookup-{config.history_depth}x{config.history_width}x{config.branch}x{config.max_rows}"

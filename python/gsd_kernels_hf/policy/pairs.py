@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import gsd_kernels
+from gsd_kernels import cpu_levels
 
 from ..model import properties
 from ..model.attention import implementation_of
@@ -113,7 +114,7 @@ def automatic_policy(
         batch, prefix: sequences, and tokens of the prompt.
         backend: of the ops.
     """
-    key = (cache_dir(), backend, *sources)
+    key = (cache_dir(), backend, *sources, *forwards(model, draft, backend).values())
     if key not in kept:
         models = [model, *([] if draft is None or isinstance(draft, LayerSkip) else [draft])]
         about = " ".join([about, *sources, *(fingerprint(m) for m in models)])
@@ -146,16 +147,21 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, An
         "draft": str(draft) if skip else None if draft is None else identity(draft),
         "machine": machine(device),
         "backend": backend,
-        "draft_forward": "operator" if in_one(draft, backend) else "modules",
+        **forwards(model, draft, backend),
         "compiled": gsd_kernels.backends.unavailable_reason("cpu", torch.device("cpu")) is None,
         "attention": implementation_of(model.config),
         "versions": [gsd_kernels.__version__, torch.__version__, transformers.__version__],
     }
 
 
-def in_one(draft: Draft, backend: str) -> bool:
-    """Whether the draft's forward is one operator."""
-    return isinstance(draft, PreTrainedModel) and why_not(draft, backend) is None
+def forwards(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, str | None]:
+    """Whether an operator or the modules forward rows, and with which instructions the operator does."""
+
+    def way(m: nn.Module | LayerSkip | None) -> str:
+        return "operator" if isinstance(m, PreTrainedModel) and why_not(m, backend) is None else "modules"
+
+    ways = {"target_forward": way(model), "draft_forward": way(draft)}
+    return {**ways, "cpu_level": cpu_levels.active() if "operator" in ways.values() else None}
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -20,11 +20,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 logger = logging.getLogger("gsd_kernels")
 
-VERSION = 1
+VERSION = 2
 SECTIONS = 24  # of a file; the oldest ones go
 EVERY = 5.0  # seconds between two writes of a file, at least
 
@@ -32,7 +30,11 @@ EVERY = 5.0  # seconds between two writes of a file, at least
 def cache_dir() -> Path:
     """``$GSD_KERNELS_CACHE``, else the user's cache folder of the platform (``~/.cache/gsd_kernels`` on Linux)."""
     given = os.environ.get("GSD_KERNELS_CACHE")
-    return Path(given) if given else platformdirs.user_cache_path("gsd_kernels", appauthor=False)
+    if given:
+        return Path(given)
+    import platformdirs  # the one place that needs it: a machine without it can name the folder
+
+    return platformdirs.user_cache_path("gsd_kernels", appauthor=False)
 
 
 class Document:

@@ -26,8 +26,25 @@ Inputs = Mapping[str, Tensor]
 WARM_UP_TOKENS = 4
 """That every contender decodes of the first prompt before a race."""
 
-Contender = Callable[[Inputs, int], "tuple[Tensor, GenerationStats | None]"]
-"""A way of decoding: (inputs, new tokens) → (sequences [1, L], statistics if it keeps any)."""
+
+@dataclass(frozen=True)
+class Decoded:
+    """What a way of decoding gave.
+
+    Attributes:
+        sequences: int64 [1, L], prompt and new tokens.
+        target_forwards: those that gave tokens. transformers' forward of the prompt gives the first one; ours reads
+            the prompt but for its last token, gives none, and is not among them. ``None`` where they are not counted.
+        stats: of our own decoding.
+    """
+
+    sequences: Tensor
+    target_forwards: int | None
+    stats: GenerationStats | None = None
+
+
+Contender = Callable[[Inputs, int], Decoded]
+"""A way of decoding: (inputs, new tokens) → what it gave."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +55,7 @@ class Run:
         tokens: the new ones.
         seconds: of wall time.
         cpu_seconds: of this process, all its threads together.
-        target_forwards: of the target, the prompt's included.
+        target_forwards: see :class:`Decoded`.
         peak_bytes: see :func:`peak_memory`.
         stats: of our own decoding.
     """
@@ -46,7 +63,7 @@ class Run:
     tokens: list[int]
     seconds: float
     cpu_seconds: float
-    target_forwards: int
+    target_forwards: int | None
     peak_bytes: int | None
     stats: GenerationStats | None
 
@@ -82,14 +99,36 @@ class Divergence:
         return {**vars(self), "within_rounding": self.within_rounding}
 
 
-def plain(target: PreTrainedModel, **options: Any) -> Contender:
-    """transformers' own ``generate`` with its ``options``; greedy by default."""
+def plain(target: PreTrainedModel, *, counted: bool = True, **options: Any) -> Contender:
+    """transformers' own ``generate`` with its ``options``; greedy by default.
+
+    Args:
+        target: the model.
+        counted: whether to count its forwards by a hook: not of a compiled model, which a hook would compile anew, nor
+            of one that also drafts.
+        **options: of ``generate``.
+    """
     options = {"do_sample": False, **options}
 
-    def decode(inputs: Inputs, max_new_tokens: int) -> tuple[Tensor, None]:
-        return target.generate(**inputs, **options, max_new_tokens=max_new_tokens), None
+    def decode(inputs: Inputs, max_new_tokens: int) -> Decoded:
+        if not counted:
+            return Decoded(target.generate(**inputs, **options, max_new_tokens=max_new_tokens), None)
+        with _forwards(target) as count:
+            sequences = target.generate(**inputs, **options, max_new_tokens=max_new_tokens)
+        return Decoded(sequences, count())
 
     return decode
+
+
+@contextmanager
+def _forwards(target: PreTrainedModel) -> Iterator[Callable[[], int]]:
+    """Count forwards. Never of ours: rows of a model with a hook go through its modules, one by one."""
+    calls: list[None] = []
+    handle = target.register_forward_pre_hook(lambda *_: calls.append(None))
+    try:
+        yield lambda: len(calls)
+    finally:
+        handle.remove()
 
 
 def assisted(
@@ -103,7 +142,7 @@ def assisted(
     }
     decode = plain(target, assistant_model=draft, **options)
 
-    def decode_with_settings(inputs: Inputs, max_new_tokens: int) -> tuple[Tensor, GenerationStats | None]:
+    def decode_with_settings(inputs: Inputs, max_new_tokens: int) -> Decoded:
         with _generation_config(draft, constant if num_tokens is not None else {}):
             return decode(inputs, max_new_tokens)
 
@@ -114,9 +153,9 @@ def graph(target: PreTrainedModel, **options: Any) -> Contender:
     """:func:`gsd_kernels.generate` with its ``options``, greedy by default; chain and tree are graph configs."""
     options = {"do_sample": False, **options}
 
-    def decode(inputs: Inputs, max_new_tokens: int) -> tuple[Tensor, GenerationStats | None]:
+    def decode(inputs: Inputs, max_new_tokens: int) -> Decoded:
         output = generate(target, **inputs, **options, max_new_tokens=max_new_tokens, return_dict_in_generate=True)
-        return output.sequences, output.stats
+        return Decoded(output.sequences, output.stats.steps, output.stats)
 
     return decode
 
@@ -124,25 +163,15 @@ def graph(target: PreTrainedModel, **options: Any) -> Contender:
 def measure(target: PreTrainedModel, contender: Contender, inputs: Inputs, max_new_tokens: int) -> Run:
     """Decode one prompt: tokens, seconds, forwards of the target, peak memory."""
     device = device_of(target)
-    forwards = 0
-
-    def count(*_: Any) -> None:
-        nonlocal forwards
-        forwards += 1
-
-    handle = target.register_forward_pre_hook(count)
-    try:
-        with peak_memory(device) as peak:
-            _wait(device)
-            begin, cpu_begin = time.perf_counter(), time.process_time()
-            sequences, stats = contender(inputs, max_new_tokens)
-            _wait(device)
-            seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
-            peak_bytes = peak()
-    finally:
-        handle.remove()
-    tokens = sequences[0, inputs["input_ids"].shape[1] :].tolist()
-    return Run(tokens, seconds, cpu_seconds, forwards, peak_bytes, stats)
+    with peak_memory(device) as peak:
+        wait_for(device)
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        decoded = contender(inputs, max_new_tokens)
+        wait_for(device)
+        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
+        peak_bytes = peak()
+    tokens = decoded.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    return Run(tokens, seconds, cpu_seconds, decoded.target_forwards, peak_bytes, decoded.stats)
 
 
 def race(
@@ -157,7 +186,7 @@ def race(
     """Let the contenders decode each prompt in turn, so that whatever slows the machine down slows them all.
 
     Args:
-        target: whose forwards are counted.
+        target: the model of all of them.
         contenders: by name. Each round begins with another one.
         prompts: one round each, after a warm-up of a few tokens.
         max_new_tokens: for each run.
@@ -269,7 +298,8 @@ def _dtype(model: nn.Module) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
-def _wait(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has done all that it was asked."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

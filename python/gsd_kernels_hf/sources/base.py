@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from torch import Tensor
@@ -66,6 +67,7 @@ class Level:
         config: the shape of the step.
         graph: all nodes so far, with the tokens before each.
         frontier: ids, tokens, depths and draft-cache ancestors of the nodes, [B, W]; ids of padding are −1.
+        first_pick: int32 [B], index in the text of the token after the root.
         positions: int32 [B, W], index in the text of the token after each node, which keys its noise.
     """
 
@@ -73,7 +75,12 @@ class Level:
     config: GraphConfig
     graph: TokenGraph
     frontier: Frontier
-    positions: Tensor
+    first_pick: Tensor
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """See above; computed when it is asked for."""
+        return self.first_pick[:, None] + self.frontier.depths
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig
+from gsd_kernels.ops.step import feed_chain
 
-from .. import validate
 from ..model.runner import RowModel
 from .base import Text
-from .chain import Chain
 from .expansion import Expansion
 
 
@@ -29,14 +28,6 @@ class DraftModel(Expansion):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.models = (model,)
-
-    def check(self, target: PreTrainedModel) -> None:
-        """Refuse a target of another tokenizer.
-
-        Raises:
-            ValueError: the difference and the cure.
-        """
-        validate.check_pair(target, self.models[0])
 
     def row_model(self, text: Text) -> RowModel:
         return text.rows_of(self.models[0])
@@ -73,16 +64,7 @@ class DraftModel(Expansion):
 
     def feed(self, end: Tensor, width: int) -> Tensor:
         """Cache up to ``width`` tokens before ``end`` [B] as a chain; logits after the last, [B, 1, V]."""
-        chain = Chain.of(self.cached, end, width)
-        tokens = self.state.tokens.gather(1, chain.place)
-        logits = self.rows.rows(
-            torch.where(chain.real, tokens, 0),
-            self.cached,
-            chain.slots,
-            chain.ancestor_mask,
-            chain.depths,
-            chain.node_depths,
-            keep=1,
+        chain = feed_chain(self.state.tokens, end, self.cached, width, backend=self.rows.backend)
+        return self.rows.rows(
+            chain.token_ids, chain.kv_len, chain.slots, chain.ancestor_mask, chain.depths, chain.node_depths, keep=1
         )
-        self.cached.add_(chain.count)
-        return logits

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gsd_kernels import Frontier, GraphConfig, TokenGraph, merge, mix_candidates
+from gsd_kernels.ops.learn import Asked
+from gsd_kernels.ops.step import start_graph
 
 from ..records import Candidates, DecodeState, Verified
 from .base import DraftSource, Level, Proposal, Text
@@ -23,9 +25,8 @@ class Drafted:
     node_ids: Tensor  # int32 [B, W]
     candidates: Candidates | None = None  # of all sources together, before calibration
     costs_forward: bool = False  # whether a source that forwards a model proposed
-    proposals: dict[str, Proposal] = field(default_factory=dict)  # by source
-    before: dict[str, Candidates] = field(default_factory=dict)  # by source: the mixture before it
-    free: str | None = None  # the last source that costs no forward
+    asked: dict[str, Asked] = field(default_factory=dict)  # by source: what it proposed, and the mixture before it
+    lookup: str | None = None  # the last source that costs no forward
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Storage:
     """Storage of a shape, made at its first use."""
 
     graph: TokenGraph
+    root: Tensor  # int32 [B, 1]; the first frontier
     levels: list[Drafted] = field(default_factory=list)  # of the last step
 
 
@@ -53,7 +55,7 @@ class Drafter:
         self, sources: Sequence[DraftSource], weights: dict[str, SourceWeights], state: DecodeState, backend: str
     ) -> None:
         self.sources, self.weights, self.state, self.backend = tuple(sources), weights, state, backend
-        self.has_free = not all(source.costs_forward for source in sources)
+        self.has_lookup = not all(source.costs_forward for source in sources)
         self.calibration: Calibration | None = None  # of this text
         self.shapes: dict[GraphConfig, Storage] = {}
         self.current: Storage | None = None
@@ -83,7 +85,7 @@ class Drafter:
         """Get ready for steps of ``config``: make its storage, let sources catch up. May wait for the device."""
         if config not in self.shapes:
             graph = TokenGraph.empty(self.state.tokens.shape[0], config, self.state.tokens.device)
-            self.shapes[config] = Storage(graph)
+            self.shapes[config] = Storage(graph, graph.root_frontier())
         self.current = self.shapes[config]
         for source in self.sources:
             source.prepare(config)
@@ -100,16 +102,15 @@ class Drafter:
         """
         assert self.current is not None, "prepare(config) comes first"
         state, graph, levels = self.state, self.current.graph, []
-        graph.reset(state.root_tokens(), state.tail())
-        first_pick = (state.out_len - state.kv_start)[:, None]  # [B, 1]; index of the token after the root
-        frontier = Frontier(graph.root_frontier(), graph.token_ids[:, :1], graph.depths[:, :1], graph.ancestor_mask)
-        for number in range(config.depth + (config.history_depth if self.has_free else 0)):
-            level = Level(number, config, graph, frontier, first_pick + frontier.depths)
+        first_pick = start_graph(graph, state.tokens, state.out_len, state.kv_start, backend=self.backend)
+        frontier = Frontier(self.current.root, graph.token_ids[:, :1], graph.depths[:, :1], graph.ancestor_mask)
+        for number in range(config.depth + (config.history_depth if self.has_lookup else 0)):
+            level = Level(number, config, graph, frontier, first_pick)
             drafted = self.propose(level)
             levels.append(drafted)
             tokens, log_probs = drafted.candidates
             if self.calibration is not None and drafted.costs_forward:
-                log_probs = self.calibration(log_probs)
+                log_probs = self.calibration(log_probs, self.backend)
             frontier = merge(
                 graph,
                 frontier.node_ids,
@@ -132,26 +133,24 @@ class Drafter:
             proposal = source.propose(level)
             if proposal is None:
                 continue
-            proposal = drafted.proposals[source.name] = fitted(proposal, level)
+            proposal = fitted(proposal, level)
+            asked = Asked(drafted.node_ids, *proposal.candidates, proposal.index, *(found or (None, None)))
+            drafted.asked[source.name] = asked
             if source.costs_forward:
                 drafted.costs_forward = True
             else:
-                drafted.free = source.name
+                drafted.lookup = source.name
             if found is None:
-                found = self.alone(source.name, proposal)
+                found = self.alone(source.name, asked)
             else:
-                drafted.before[source.name] = found
-                share = self.weights[source.name].mixture.of(proposal.index)  # [B, W]
-                found = mix_candidates(*found, *proposal.candidates, share, backend=self.backend)
+                table = self.weights[source.name].mixture.weights
+                found = mix_candidates(*found, *proposal.candidates, table, index=asked.index, backend=self.backend)
         drafted.candidates = nothing(level) if found is None else found
         return drafted
 
-    def alone(self, name: str, proposal: Proposal) -> Candidates:
+    def alone(self, name: str, asked: Asked) -> Candidates:
         """Candidates of a source that is not mixed with others, calibrated by its reliability."""
-        reliability = self.weights[name].reliability
-        if reliability is None:
-            return proposal.candidates
-        return proposal.tokens, reliability(proposal.log_probs, proposal.index)
+        return asked.tokens, self.weights[name].calibrated(asked.log_probs, asked.index, self.backend)
 
     def observe(self, verified: Verified) -> None:
         """Let every source learn from a step, and update its weights by the probability it gave the emitted tokens."""
@@ -159,43 +158,27 @@ class Drafter:
             source.observe(verified)
         if verified.graph is None or self.current is None:
             return
-        picked = verified.tokens[..., None]  # [B, P, 1]
         for source in self.sources:
-            weights, name = self.weights[source.name], source.name
-            mixed = [d for d in self.current.levels if name in d.before]
-            if mixed:
-                at = Lookup.of([d.node_ids for d in mixed], verified.nodes)
-                first, other = (
-                    (at.take([c[0] for c in found]).eq(picked) * at.take([c[1] for c in found]).exp()).sum(-1)
-                    for found in ([d.before[name] for d in mixed], [d.proposals[name].candidates for d in mixed])
-                )
-                weights.mixture.learn(at.take([d.proposals[name].index for d in mixed]), first, other, at.found)
-            asked = [d for d in self.current.levels if name in d.proposals]
-            if weights.reliability is not None and asked:
-                at = Lookup.of([d.node_ids for d in asked], verified.nodes)
-                tokens, log_probs, index = (
-                    at.take([getattr(d.proposals[name], part) for d in asked])
-                    for part in ("tokens", "log_probs", "index")
-                )
-                weights.reliability.learn(log_probs, index, tokens == picked, at.found)
+            asked = [drafted.asked[source.name] for drafted in self.current.levels if source.name in drafted.asked]
+            self.weights[source.name].learn(asked, verified.nodes, verified.tokens, self.backend)
 
     def profile(self, verified: Verified) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         """How probable the sources held the candidates of each accepted node, and which of them the target picked.
 
-        ``"all"``: of levels where a model was forwarded, all sources together, before calibration; ``"free"``: of
+        ``"model"``: of levels where a model was forwarded, all sources together, before calibration; ``"lookup"``: of
         these levels the last source that costs no forward, and of other levels all sources.
 
         Returns:
             By name: probabilities float32 [B, P, K], hits bool [B, P, K], and which nodes were expanded, bool [B, P].
         """
-        groups: dict[str, list[tuple[Tensor, Candidates]]] = {"all": [], "free": []}
+        groups: dict[str, list[tuple[Tensor, Candidates]]] = {"model": [], "lookup": []}
         for drafted in self.current.levels if self.current is not None else []:
             if not drafted.costs_forward:
-                groups["free"].append((drafted.node_ids, drafted.candidates))
+                groups["lookup"].append((drafted.node_ids, drafted.candidates))
                 continue
-            groups["all"].append((drafted.node_ids, drafted.candidates))
-            if drafted.free is not None:
-                groups["free"].append((drafted.node_ids, self.alone(drafted.free, drafted.proposals[drafted.free])))
+            groups["model"].append((drafted.node_ids, drafted.candidates))
+            if drafted.lookup is not None:
+                groups["lookup"].append((drafted.node_ids, self.alone(drafted.lookup, drafted.asked[drafted.lookup])))
         found = {}
         for name, group in groups.items():
             if group:
@@ -227,14 +210,12 @@ class Lookup:
 
 
 def fitted(proposal: Proposal, level: Level) -> Proposal:
-    """The proposal with as many candidates as the graph's branch, and an index."""
+    """The proposal with as many candidates as the graph's branch."""
     tokens, log_probs, index = proposal.tokens, proposal.log_probs, proposal.index
     short = level.graph.branch - tokens.shape[2]
     if short:
         tokens, log_probs = pad(tokens, (0, short), value=-1), pad(log_probs, (0, short), value=-torch.inf)
-    if index is None:
-        index = torch.zeros_like(level.frontier.node_ids)
-    return Proposal(tokens.to(torch.int32), log_probs.float(), index)
+    return Proposal(tokens.to(torch.int32), log_probs.float(), None if index is None else index.to(torch.int32))
 
 
 def nothing(level: Level) -> Candidates:

@@ -340,12 +340,14 @@ class Eagle3Drafts(FeatureSource, Expansion):
         frontier, vectors = level.frontier, self.vectors[level.config]
         node = frontier.node_ids.long()  # [B, W]
         parent = level.graph.parents.gather(1, node.clamp(min=0)).clamp(min=0).long()
-        slots, slot_depths = self.frontier_slots(level)
+        first, width = (level.number - 1) * level.config.width, level.config.width
+        slot_depths = self.slot_depths[level.config]
+        slot_depths[:, first : first + width] = frontier.depths - 1
         hidden = self.forward(
             frontier.token_ids,
             vectors.gather(1, parent[..., None].expand(-1, -1, vectors.shape[2])),
             self.state.out_len - 1,  # the root's entry lies in the prefix
-            slots,
+            first + torch.arange(width, device=node.device),
             frontier.ancestor_mask,
             frontier.depths - 1,
             slot_depths,
@@ -354,6 +356,9 @@ class Eagle3Drafts(FeatureSource, Expansion):
         at = torch.where(node >= 0, node, vectors.shape[1] - 1)
         vectors.scatter_(1, at[..., None].expand_as(found), found)
         return logits
+
+    def positions(self, level: Level, count: int) -> Tensor:
+        return level.positions
 
     def candidates(self, level: Level, logits: Tensor) -> Candidates:
         """As :meth:`Expansion.candidates`, in the target's ids."""

@@ -34,29 +34,21 @@ class Expansion(DraftSource):
     def prepare(self, config: GraphConfig) -> None:
         """Make the storage of a shape: the depth of the node in each slot, counted from the root's children."""
         if config.depth > 0 and config not in self.slot_depths:
-            batch, device = self.state.tokens.shape[0], self.state.tokens.device
-            self.slot_depths[config] = torch.zeros(batch, config.draft_slots, dtype=torch.int32, device=device)
-
-    def frontier_slots(self, level: Level) -> tuple[Tensor, Tensor]:
-        """The slots of a level's frontier [W], and the depths of all slots so far [B, N], which are written here."""
-        width, frontier = level.config.width, level.frontier
-        first = (level.number - 1) * width
-        slot_depths = self.slot_depths[level.config]
-        slot_depths[:, first : first + width] = frontier.depths - 1
-        return first + torch.arange(width, device=self.state.tokens.device), slot_depths
+            shape = (self.state.tokens.shape[0], config.draft_slots)
+            self.slot_depths[config] = torch.zeros(shape, dtype=torch.int32, device=self.rows.device)
 
     def frontier_logits(self, level: Level) -> Tensor:
         """Forward the frontier of a level beyond the root's; logits after its nodes, float [B, W, V]."""
-        frontier = level.frontier
-        slots, slot_depths = self.frontier_slots(level)
+        config, frontier = level.config, level.frontier
         return self.rows.rows(
             frontier.token_ids,
             self.state.out_len,  # the root lies in the prefix
-            slots,
+            (level.number - 1) * config.width,
             frontier.ancestor_mask,
-            frontier.depths - 1,
-            slot_depths,
-            keep=level.config.width,
+            frontier.depths,
+            self.slot_depths[config],
+            keep=config.width,
+            shift=1,
         )
 
     def propose(self, level: Level) -> Proposal | None:
@@ -68,9 +60,13 @@ class Expansion(DraftSource):
         device = self.state.tokens.device
         return Proposal(tokens.to(device, non_blocking=True), log_probs.to(device, non_blocking=True))
 
+    def positions(self, level: Level, count: int) -> Tensor:
+        """Index in the text of the token after each of the last ``count`` rows forwarded, int32 [B, W]."""
+        return self.rows.after[:, -count:]
+
     def candidates(self, level: Level, logits: Tensor) -> Candidates:
         """The best after every frontier node by its logits [B, W, V], or what speculative sampling draws."""
-        logits, positions = logits[..., : self.vocab_size], level.positions.to(logits.device, torch.int32)
+        logits, positions = logits[..., : self.vocab_size], self.positions(level, logits.shape[1])
         if self.text.draws is not None:
             return self.text.draws(level.number, logits, positions)
         return self.sampler.candidates(logits, positions, level.config.branch)

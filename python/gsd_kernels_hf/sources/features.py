@@ -38,7 +38,7 @@ class FeatureCache(CachedText):
         target, self.extra = text.target, extra
         cache = GraphCache(config, target.cache.capacity + extra, target.backend)
         super().__init__(model, cache, text.state.kv_start)
-        self.backend = target.backend
+        self.backend, self.device = target.backend, next(model.parameters()).device
         weight = next(model.parameters())
         batch = text.state.tokens.shape[0]
         self.features = weight.new_zeros(batch, target.cache.capacity, config.hidden_size)  # [B, S, D]

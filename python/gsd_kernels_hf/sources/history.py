@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from gsd_kernels import GraphConfig, NgramTable, Rows, ngram_insert, ngram_lookup
+from gsd_kernels import GraphConfig, NgramTable, ngram_insert
 from gsd_kernels.config import MAX_CONTEXT
+from gsd_kernels.ops.ngram import ngram_recall, ngram_remember
 
 from ..records import Verified
 from .base import DraftSource, Level, Proposal, Text
@@ -70,27 +71,25 @@ class History(DraftSource):
         """Remember the target's best tokens at every verified row."""
         if verified.graph is None:
             return
-        k, rows = self.table.tokens.shape[2], verified.rows
-        log_probs, tokens = self.sampler.log_probs(verified.logits).topk(min(k, verified.logits.shape[-1]), dim=-1)
-        missing = k - tokens.shape[-1]  # a vocabulary smaller than branch
-        tokens = torch.nn.functional.pad(tokens, (0, missing), value=-1)
-        log_probs = torch.nn.functional.pad(log_probs, (0, missing), value=-math.inf)
-        contexts = row_contexts(rows, verified.tail, self.table.max_context)
-        place = torch.arange(rows.token_ids.shape[1], device=tokens.device)
-        self._insert(contexts, tokens.to(torch.int32), log_probs, place < rows.num_rows[:, None])
+        rows, k = verified.rows, self.table.tokens.shape[2]
+        best = self.sampler.candidates(verified.logits, rows.depths, k, noise=False)
+        ngram_remember(self.table, rows, verified.tail, *best, backend=self.sampler.backend)
 
     def _insert(self, contexts: Tensor, tokens: Tensor, log_probs: Tensor, valid: Tensor) -> None:
         ngram_insert(self.table, contexts, tokens, log_probs, valid, backend=self.sampler.backend)
 
     def propose(self, level: Level) -> Proposal:
         """Continuations of the longest context of each frontier node that is known; its length is the index."""
-        graph, node = level.graph, level.frontier.node_ids.clamp(min=0).long()
-        before = graph.contexts.gather(1, node[:, :, None].expand(-1, -1, MAX_CONTEXT))[..., :-1]
-        contexts = torch.cat([graph.token_ids.gather(1, node)[..., None], before], -1)
-        tokens, log_probs, matched = ngram_lookup(self.table, contexts, backend=self.sampler.backend)
-        tokens, log_probs = tokens[..., : graph.branch], log_probs[..., : graph.branch]
-        log_probs = self.sampler.perturb(tokens, log_probs, level.positions)
-        return Proposal(tokens, torch.where(tokens >= 0, log_probs, -math.inf), matched)
+        sampler = self.sampler
+        noise = {"first_pick": level.first_pick, "seed": sampler.seed, "sequence_ids": sampler.sequence_ids}
+        found = ngram_recall(
+            self.table,
+            level.graph,
+            level.frontier.node_ids,
+            **({} if sampler.greedy else noise),
+            backend=sampler.backend,
+        )
+        return Proposal(*found)
 
 
 def per_sequence(reference_ids: Tensor, batch: int) -> Tensor:
@@ -100,18 +99,3 @@ def per_sequence(reference_ids: Tensor, batch: int) -> Tensor:
     """
     texts = reference_ids.long().reshape(-1, reference_ids.shape[-1])
     return texts.repeat_interleave(batch // texts.shape[0], 0)
-
-
-def row_contexts(rows: Rows, tail: Tensor, length: int) -> Tensor:
-    """The last ``length`` tokens at every row, its own first, running on into the emitted text.
-
-    tail int32 [B, C]: the tokens before the root. Returns int32 [B, R, length].
-    """
-    at = torch.arange(rows.token_ids.shape[1], device=tail.device).expand_as(rows.token_ids)
-    context = []
-    for back in range(length):
-        drafted = rows.token_ids.gather(1, at.clamp(min=0))
-        emitted = tail.gather(1, (back - 1 - rows.depths).clamp(0, tail.shape[1] - 1).long())
-        context.append(torch.where(at >= 0, drafted, emitted))
-        at = torch.where(at >= 0, rows.parent_rows.gather(1, at.clamp(min=0)).long(), -1)
-    return torch.stack(context, -1)

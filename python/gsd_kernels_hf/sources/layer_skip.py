@@ -154,7 +154,7 @@ class SkippedLayers(Expansion):
         return self.rows.rows(
             state.root_tokens()[:, None],
             state.out_len - 1,
-            zeros,
+            0,
             torch.ones_like(zeros)[..., None],
             zeros,
             zeros,

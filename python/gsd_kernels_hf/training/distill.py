@@ -74,7 +74,8 @@ class Distillation:
         dtype: torch.dtype,
     ) -> None:
         try:
-            validate.check_pair(target, draft, tokenizer, draft_tokenizer)
+            validate.check_pair(target, draft)
+            validate.check_tokenizers(tokenizer, draft_tokenizer)
         except ValueError as error:
             reason = str(error).split("; ")[0].split(": ", 1)[1]
             raise ValueError(f"draft: {reason}; a draft is trained for a target of the same tokenizer") from error

@@ -5,7 +5,7 @@ May import :mod:`gsd_kernels` and :mod:`gsd_kernels_hf.model`.
 
 from .calls import check_call, check_listeners
 from .inputs import check_length, check_prompt, check_reference
-from .models import check_backend, check_model, check_pair
+from .models import check_backend, check_model, check_pair, check_tokenizers
 from .options import check_arguments, check_generation_config
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "check_pair",
     "check_prompt",
     "check_reference",
+    "check_tokenizers",
 ]

@@ -92,28 +92,32 @@ def _rope_types(config: Any) -> set[str]:
     return {str(p.get("rope_type", p.get("type", "default"))) for p in nested}
 
 
-def check_pair(
-    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any = None, assistant_tokenizer: Any = None
-) -> None:
+UNIVERSAL = "transformers' universal assisted generation (generate(..., assistant_tokenizer=...)) serves such pairs"
+
+
+def check_pair(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Raise unless draft and target read the same tokens; a few padded vocabulary entries may differ."""
-    cure = "transformers' universal assisted generation (generate(..., assistant_tokenizer=...)) serves such pairs"
     sizes = vocabulary(target), vocabulary(draft)
     if abs(sizes[0] - sizes[1]) > MAX_VOCABULARY_PADDING:
         raise ValueError(
             f"assistant_model: vocabulary sizes {sizes[0]} (target) and {sizes[1]} (draft) mean different tokenizers; "
-            + cure
+            + UNIVERSAL
         )
     for token in ("bos_token_id", "eos_token_id"):
         ids = [_as_set(getattr(m.config.get_text_config(decoder=True), token, None)) for m in (target, draft)]
         if ids[0] and ids[1] and not ids[0] & ids[1]:
             raise ValueError(
                 f"assistant_model: {token} {sorted(ids[0])} (target) and {sorted(ids[1])} (draft) mean different "
-                f"tokenizers; {cure}"
+                f"tokenizers; {UNIVERSAL}"
             )
+
+
+def check_tokenizers(tokenizer: Any, assistant_tokenizer: Any) -> None:
+    """Raise unless the tokenizers of target and draft, where both are given, are one."""
     if tokenizer is None or assistant_tokenizer is None:
         return
     if tokenizer.get_vocab() != assistant_tokenizer.get_vocab():
-        raise ValueError(f"assistant_tokenizer: its vocabulary differs from the tokenizer's; {cure}")
+        raise ValueError(f"assistant_tokenizer: its vocabulary differs from the tokenizer's; {UNIVERSAL}")
 
 
 def _as_set(value: Any) -> set[int]:

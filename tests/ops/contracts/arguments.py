@@ -32,8 +32,8 @@ def attention_case(
     kv_len = torch.randint(1, prefix + 1, (batch,), generator=gen, dtype=torch.int32)
     kv_len[0] = prefix
     kv_start = (torch.rand(batch, generator=gen) * kv_len).to(torch.int32)
-    num_nodes = torch.randint(1, nodes + 1, (batch,), generator=gen, dtype=torch.int32)
-    bits = torch.rand(batch, rows, nodes, generator=gen) < 0.4
+    held = torch.randint(1, nodes + 1, (batch, 1, 1), generator=gen)  # nodes of each graph
+    bits = (torch.rand(batch, rows, nodes, generator=gen) < 0.4) & (torch.arange(nodes) < held)
     q = torch.randn(batch, kv_heads * groups, rows, head_dim, generator=gen)
     k = torch.randn(batch, kv_heads, capacity, head_dim, generator=gen)
     v = torch.randn(batch, kv_heads, capacity, value_dim or head_dim, generator=gen)
@@ -44,7 +44,6 @@ def attention_case(
         "ancestor_mask": pack_bits(bits),
         "kv_len": kv_len,
         "kv_start": kv_start,
-        "num_nodes": num_nodes,
         "row_depths": torch.randint(0, nodes, (batch, rows), generator=gen, dtype=torch.int32),
         "node_depths": torch.randint(0, nodes, (batch, nodes), generator=gen, dtype=torch.int32),
     }
@@ -65,12 +64,12 @@ def dense_mask(case: dict[str, Tensor], window: int | None) -> Tensor:
     mask = torch.zeros(batch, rows, capacity, dtype=torch.bool)
     bits = unpack_bits(case["ancestor_mask"], case["ancestor_mask"].shape[2] * 32)
     for b in range(batch):
-        start, length, nodes = (int(case[name][b]) for name in ("kv_start", "kv_len", "num_nodes"))
+        start, length = (int(case[name][b]) for name in ("kv_start", "kv_len"))
         for r in range(rows):
             here = length + int(case["row_depths"][b, r])
             for p in range(start, length):
                 mask[b, r, p] = window is None or here - p < window
-            for j in range(nodes):
+            for j in range(case["node_depths"].shape[1]):
                 there = length + int(case["node_depths"][b, j])
                 mask[b, r, length + j] = bool(bits[b, r, j]) and (window is None or here - there < window)
     return mask

@@ -57,7 +57,6 @@ class Attention:
             "v": cache(value_dim),
             "kv_len": torch.tensor(self.prefixes, dtype=torch.int32),
             "kv_start": torch.tensor(self.paddings, dtype=torch.int32),
-            "num_nodes": torch.tensor([max(0, self.nodes - 7 * b) for b in range(batch)], dtype=torch.int32),
             "ancestor_mask": pack_bits(torch.rand(batch, self.rows, self.nodes, generator=gen) < self.density),
         }
         options: dict[str, Any] = {"softcap": self.softcap}
@@ -77,7 +76,6 @@ class Attention:
             tensors["ancestor_mask"],
             tensors["kv_len"],
             tensors["kv_start"],
-            tensors["num_nodes"],
             tensors.get("row_depths"),
             tensors.get("node_depths"),
             self.window,

@@ -57,6 +57,8 @@ def _moved(value: Any, device: str) -> Any:
         return value if value.device.type == device else _with_strides(value, device)
     if isinstance(value, dict):
         return {name: _moved(x, device) for name, x in value.items()}
+    if hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*(_moved(x, device) for x in value))
     if isinstance(value, tuple | list):
         return type(value)(_moved(x, device) for x in value)
     return type(value)(*_moved(value.tensors(), device)) if hasattr(value, "tensors") else value

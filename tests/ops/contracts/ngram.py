@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from graphs import drafted
 from ops.contracts.backends import Backend
 from torch import Tensor
 
 import gsd_kernels as gsd
+from gsd_kernels.ops.ngram import ngram_recall, ngram_remember
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,38 @@ def check_memory(case: Memory, on: Backend) -> None:
     assert 0 in expected[2] and expected[2].max() >= min(2, case.max_context)
 
 
+def tree_of(case: Memory, seed: int) -> tuple[gsd.TokenGraph, gsd.Rows, Tensor]:
+    """A drafted graph of the case's vocabulary, its rows, and the tokens before its root."""
+    config = gsd.GraphConfig(depth=3, width=4, branch=case.branch, max_rows=20, merge_context=0)
+    graph = drafted(config, batch=case.batch, vocab=case.vocab, seed=seed)
+    return graph, gsd.flatten(graph, 20, 6, backend="reference"), graph.contexts[:, 0].contiguous()
+
+
+def check_remembered_rows(case: Memory, on: Backend) -> None:
+    """The table after steps' rows, and what it recalls after nodes of another graph: with noise within 2e-5."""
+    ours, theirs = case.empty(on.device), case.empty()
+    for seed in range(3):
+        _, rows, tail = tree_of(case, seed)
+        gen = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(-1, 1000, (case.batch, 20, case.branch), generator=gen).int()
+        log_probs = torch.rand(tokens.shape, generator=gen).log()
+        for table, to, name in ((ours, on.to, on.name), (theirs, lambda x: x, "reference")):
+            ngram_remember(table, to(rows), *to((tail, tokens, log_probs)), backend=name)
+        for got, expected in zip(contents(ours), contents(theirs), strict=True):
+            assert torch.equal(got.cpu(), expected)
+    graph, _, _ = tree_of(case, 1)
+    nodes = torch.arange(-1, 9, dtype=torch.int32).repeat(case.batch, 1)
+    sequences, first = torch.arange(case.batch, dtype=torch.int32) + 3, torch.arange(case.batch, dtype=torch.int32)
+    for noise in ({}, {"first_pick": first, "seed": torch.tensor(-77), "sequence_ids": sequences}):
+        with poisoned():
+            got = ngram_recall(ours, on.to(graph), on.to(nodes), **on.to(noise), backend=on.name)
+        expected = ngram_recall(theirs, graph, nodes, **noise, backend="reference")
+        assert torch.equal(got[0].cpu(), expected[0]) and torch.equal(got[2].cpu(), expected[2])
+        torch.testing.assert_close(got[1].cpu(), expected[1], atol=2e-5 if noise else 0, rtol=0)
+        assert torch.equal(expected[1] == float("-inf"), expected[0] < 0)
+        assert expected[2].max() >= min(2, case.max_context)
+
+
 def check_mix(seed: int, branch: int, others: int, on: Backend) -> int:
     """Log-probabilities within 1e-5, tokens equal but for near ties. Returns how many differ."""
     arguments = two_sources(seed, branch, others)
@@ -126,6 +160,10 @@ def check_mix(seed: int, branch: int, others: int, on: Backend) -> int:
         tokens, log_probs = (
             t.cpu() for t in gsd.mix_candidates(*(t.to(on.device) for t in arguments), backend=on.name)
         )
+        table = arguments[4].flatten()  # each row's weight looked up instead
+        index = torch.arange(table.numel(), dtype=torch.int32).view_as(arguments[4])
+        looked_up = gsd.mix_candidates(*on.to((*arguments[:4], table)), index=on.to(index), backend=on.name)
+    assert torch.equal(looked_up[0].cpu(), tokens) and torch.equal(looked_up[1].cpu(), log_probs)
     expected, expected_log_probs = gsd.mix_candidates(*arguments, backend="reference")
     assert tokens.dtype == torch.int32 and torch.equal(tokens < 0, expected < 0)
     assert torch.equal(log_probs == float("-inf"), expected < 0)

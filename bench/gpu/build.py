@@ -1,0 +1,101 @@
+"""What this machine has, the CUDA ops built for it, and every Triton kernel compiled."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gsd_kernels.kernel_report import kernel_table
+
+from .stages import STAGES, build_ops, built
+from .work import Work
+
+REHEARSED_OP = "commit_kv"  # one op's kernels: compiling all of them takes a minute on two cores
+
+
+def run(work: Work) -> None:
+    """Points ``needs``, ``ops``, ``backends``, ``kernels``."""
+    work.each(["needs"], lambda _: needs())
+    if not work.rehearse and not built():  # earlier results, another machine
+        work.points.pop("ops", None)
+    work.each(["ops"], lambda _: ops(work))
+    if work.rehearse:
+        work.skip("kernels on a GPU: whether the backends run there")
+    # In a process of its own: which libraries there are is looked up once, when the package is imported.
+    work.each(["backends"], lambda _: backends(work))
+    work.each(["kernels"], lambda _: kernels(work))
+
+
+def needs() -> dict[str, Any]:
+    """Modules and programs that stages need, and the stages that will not run for want of one."""
+    modules = sorted({name for stage in STAGES for name in stage.needs} | {"setuptools", "ninja", "accelerate"})
+    found = {name: importlib.util.find_spec(name) is not None for name in modules}
+    lacking = {s.name: [m for m in s.needs if not found[m]] for s in STAGES if not all(found[m] for m in s.needs)}
+    programs = {name: shutil.which(name) for name in ("nvcc", "g++", "ninja")}
+    print(f"missing: {lacking or 'nothing'}; {programs}", flush=True)
+    return {"modules": found, "programs": programs, "stages_without": lacking}
+
+
+def ops(work: Work) -> dict[str, Any]:
+    """Build the CUDA ops; in a rehearsal into a folder that is deleted.
+
+    Raises:
+        RuntimeError: they cannot be built; the reason is in the log.
+    """
+    if work.rehearse and shutil.which("nvcc") is None:
+        work.skip("the build of the CUDA ops: there is no nvcc")
+        return {"seconds": None}
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        code = build_ops(sys.stdout.buffer, work.left(), into=Path(folder) if work.rehearse else None)
+        libraries = [file.name for file in Path(folder).rglob("_cuda*.so")]
+    if code:
+        raise RuntimeError(f"setup.py build_ext ended with {code}: see the log")
+    return {"seconds": time.monotonic() - begin, "libraries": libraries}
+
+
+_BACKENDS = """
+import json, torch
+from gsd_kernels.backends import BACKENDS, unavailable_reason
+device = torch.device("{device}")
+print(json.dumps({{name: unavailable_reason(name, device) for name in BACKENDS if name != "auto"}}))
+"""
+
+
+def backends(work: Work) -> dict[str, Any]:
+    """Why a backend cannot run on the device, ``None`` for those that can."""
+    device = work.device
+    code = _BACKENDS.format(device=device.type)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    found: dict[str, Any] = {"missing_because": json.loads(done.stdout)}
+    print(f"backends on {device.type}: {done.stdout.strip()}", flush=True)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {name: str(getattr(properties, name, None)) for name in PROPERTIES}
+        found["memory_bytes"] = torch.cuda.mem_get_info(device)
+    return found
+
+
+PROPERTIES = ("name", "major", "minor", "multi_processor_count", "L2_cache_size", "total_memory", "clock_rate")
+
+
+def kernels(work: Work) -> dict[str, Any]:
+    """Registers, spills and shared memory of every Triton kernel for this GPU (9.0 in a rehearsal)."""
+    major, minor = (9, 0) if work.rehearse else torch.cuda.get_device_capability(work.device)
+    if work.rehearse:
+        work.skip(f"the table of all Triton kernels: {REHEARSED_OP}'s only")
+    begin = time.monotonic()
+    rows = kernel_table([10 * major + minor], ops=[REHEARSED_OP] if work.rehearse else None)
+    bad = [f"{row['case']} {row['kernel']}" for row in rows if not row["ok"]]
+    if bad:
+        raise RuntimeError(f"spilled or too much shared memory: {', '.join(bad)}")
+    return {"seconds": time.monotonic() - begin, "rows": rows}

@@ -1,0 +1,74 @@
+"""Products of few rows with the matrices of 8B and 70B models, as cuBLAS does them, against reading the weights once.
+
+The weights rotate through copies that the second-level cache cannot hold: a decoding step reads every matrix once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gsd_kernels_hf.demo.inflate import ModelShape
+
+from ..lib.cold import copies_for, time_rotating
+from ..lib.shapes import shape_named
+from ..lib.timing import copy_bandwidth, read_bandwidth
+from .work import Work
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+MODELS = ("llama-3-8b", "llama-2-70b")
+
+
+def run(work: Work) -> None:
+    """Points ``bandwidth`` and ``MODEL MATRIX M=ROWS``: seconds, and the fraction of the floor that is reached."""
+    models, rows = (("tiny",), (1, 8)) if work.rehearse else (MODELS, ROWS)
+    work.each(["bandwidth"], lambda _: bandwidth(work))
+    names = {f"{m} {matrix} M={r}": (m, matrix, r) for m in models for matrix in matrices(shape_named(m)) for r in rows}
+    if work.is_done("bandwidth"):
+        work.each(names, lambda name: product(work, *names[name]))
+
+
+def matrices(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of every matrix of a layer with what can be packed packed, and of the output head."""
+    width, heads = shape.hidden_size, shape.num_heads * shape.head_dim
+    return {
+        "qkv": (heads + 2 * shape.num_key_value_heads * shape.head_dim, width),
+        "o": (width, heads),
+        "gate_up": (2 * shape.intermediate_size, width),
+        "down": (width, shape.intermediate_size),
+        "lm_head": (shape.vocab_size, width),
+    }
+
+
+def bandwidth(work: Work) -> dict[str, Any]:
+    """Bytes per second of a copy (read and written ones) and of a sum (read ones)."""
+    quick = work.rehearse
+    copied, read = (f(work.device, quick=quick) for f in (copy_bandwidth, read_bandwidth))
+    print(f"copy {copied / 1e9:.0f} GB/s, read {read / 1e9:.0f} GB/s", flush=True)
+    return {"copy": copied, "read": read}
+
+
+@torch.no_grad()
+def product(work: Work, model: str, matrix: str, rows: int) -> dict[str, Any]:
+    """Time ``x @ weight.T`` with ``rows`` rows of x."""
+    outputs, inputs = matrices(shape_named(model))[matrix]
+    x = torch.randn(rows, inputs, device=work.device, dtype=work.dtype)
+    count = copies_for(outputs * inputs * work.dtype.itemsize, work.device)
+    weights = [torch.randn(outputs, inputs, device=work.device, dtype=work.dtype) for _ in range(count)]
+    calls = [lambda weight=weight: torch.nn.functional.linear(x, weight) for weight in weights]
+    timing = time_rotating(calls, work.device, seconds=0.02 if work.rehearse else 0.15)
+    moved = (outputs * inputs + rows * (outputs + inputs)) * work.dtype.itemsize
+    found = work.points["bandwidth"]
+    floor = moved / max(found["copy"], found["read"])
+    print(f"  {timing.median * 1e6:.1f} µs, {floor / timing.median:.2f} of the floor", flush=True)
+    return {
+        **vars(timing),
+        "model": model,
+        "matrix": matrix,
+        "shape": [rows, outputs, inputs],
+        "copies": count,
+        "bytes": moved,
+        "floor_seconds": floor,
+        "of_floor": floor / timing.median,
+    }

@@ -1,0 +1,116 @@
+"""Tests marked ``gpu``, the ones that say most first, for as long as there is time.
+
+All of them compile some hundred variants of the Triton kernels, more than a stage has time for. So their order is
+
+1. of every test and backend the one case that is nearest to what runs in a decoding step: each kernel once;
+2. captured steps against uncaptured ones, token for token: what no CPU can show and losslessness rests on;
+3. every further case, in turn over tests and backends, so that one test with hundreds of shapes keeps none waiting.
+
+Every test is a point, by its id. What passed is not run again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from .stages import ROOT
+from .work import Work
+
+FILES = ("tests/ops", "tests/engine/test_captured_step.py", "tests/acceptance/test_criteria.py")
+FILES_WITHOUT_GPU = ("tests/ops/test_kv_ops.py", "tests/engine/test_captured_step.py")  # collected in seconds
+CAPTURED = re.compile(r"captur")
+#: Of a test's cases the first one is run whose id matches the earliest of these: the dtype and head size of the models
+#: that are measured; then the dtype alone; then whatever comes first.
+NEAREST = (re.compile(r"bfloat16.*D128|D128.*bfloat16"), re.compile(r"bfloat16"))
+#: Prints times, which the stages after this one measure.
+LEFT_OUT = ("test_times_against_the_floor",)
+
+
+def ordered(ids: Sequence[str]) -> list[str]:
+    """Test ids by worth."""
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    captured = []
+    for name in ids:
+        test, _, case = name.partition("[")
+        if test.endswith(LEFT_OUT):
+            continue
+        if CAPTURED.search(test):
+            captured.append(name)
+        else:
+            groups[test, re.split(r"[-\]]", case)[0]].append(name)
+    turns = [[first, *(c for c in cases if c != first)] for cases in groups.values() for first in [nearest(cases)]]
+    longest = max(map(len, turns), default=0)
+    rounds = [[cases[place] for cases in turns if place < len(cases)] for place in range(longest)]
+    return [name for part in (*rounds[:1], captured, *rounds[1:]) for name in part]
+
+
+def nearest(cases: Sequence[str]) -> str:
+    """The case that is nearest to what a decoding step runs."""
+    found = (case for pattern in NEAREST for case in cases if pattern.search(case))
+    return next(found, cases[0])
+
+
+class Plugin:
+    """Orders pytest's items, ends in time, and keeps every outcome."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.begin = 0.0
+        self.left: list[str] = []
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        by_id = {item.nodeid: item for item in items}
+        self.left = [name for name in ordered(list(by_id)) if not self.work.is_done(name)]
+        items[:] = [by_id[name] for name in self.left]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        if self.work.left() >= self.work.slowest:
+            return None
+        item.session.shouldstop = "out of time; goes on in the next call"
+        return True  # nothing else runs it
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.begin = time.monotonic()
+        self.work.points[nodeid] = {"error": "was running when the stage ended"}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            seconds = time.monotonic() - self.begin
+            self.work.slowest = max(self.work.slowest, seconds)
+            record: dict[str, Any] = {"outcome": report.outcome, "seconds": round(seconds, 3)}
+            if report.outcome == "failed":
+                record["error"] = str(report.longrepr)[-1500:]
+            elif report.outcome == "skipped" and isinstance(report.longrepr, tuple):
+                record["reason"] = report.longrepr[2]
+            self.left = [name for name in self.left if name != report.nodeid]
+            self.work.waiting = self.left
+            self.work.keep(report.nodeid, record)
+
+
+def run(work: Work) -> None:
+    """Points by test id: outcome and seconds.
+
+    Raises:
+        RuntimeError: tests cannot be collected.
+    """
+    if work.rehearse:
+        work.skip("what a GPU test does: without a GPU it skips; of the others' files only some are collected")
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    # The project's own options need plugins that a GPU machine may lack.
+    options = ["-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=--strict-markers", "--rootdir", str(ROOT)]
+    files = [str(ROOT / file) for file in (FILES_WITHOUT_GPU if work.rehearse else FILES)]
+    plugin = Plugin(work)
+    code = pytest.main([*options, "-v", "--tb=short", *files], plugins=[plugin])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
+        if code == pytest.ExitCode.NO_TESTS_COLLECTED and work.points:
+            return  # all of them passed before
+        raise RuntimeError(f"pytest ended with {code!r}: see the log")

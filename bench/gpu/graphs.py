@@ -1,0 +1,130 @@
+"""What CUDA graphs are made while something runs: seconds of capturing, nodes, replays, and one replay by kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from gsd_kernels_hf.engine import capture
+from gsd_kernels_hf.engine.capture import CapturedStep
+from gsd_kernels_hf.records import Verified
+
+TOP = 20  # kernels of a profile
+SETTLED = 3  # replays of a graph before the one that is profiled
+
+
+@dataclass
+class Captured:
+    """One captured graph."""
+
+    capture_seconds: float
+    nodes: int | None
+    replays: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass
+class Watch:
+    """The graphs that were captured, and a profile of the one with most nodes, taken once it has settled."""
+
+    graphs: list[Captured] = field(default_factory=list)
+    wants_profile: bool = False
+    profiled: dict[str, Any] | None = None
+
+    def replay(self, graph: Captured, replay: Callable[[], None]) -> None:
+        """Replay, and profile that where it is due."""
+        graph.replays += 1
+        due = self.wants_profile and self.profiled is None and graph.replays > SETTLED
+        if due and (graph.nodes or 0) >= max(other.nodes or 0 for other in self.graphs if other.replays):
+            self.profiled = kernel_table(replay)
+            self.profiled["nodes"] = graph.nodes
+        else:
+            replay()
+
+
+def kernel_table(call: Callable[[], None]) -> dict[str, Any]:
+    """The kernels of one call with the most device time: [name, launches, seconds], and all of them together."""
+    on_gpu = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        call()
+        if on_gpu:
+            torch.cuda.synchronize()
+    events = [e for e in profiler.key_averages() if not on_gpu or e.device_type == DeviceType.CUDA]
+    attribute = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    rows = [(e.key, e.count, getattr(e, attribute) / 1e6) for e in events]
+    rows = sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])
+    total = {"launches": sum(row[1] for row in rows), "seconds": sum(row[2] for row in rows), "kinds": len(rows)}
+    return {**total, "clock": "device" if on_gpu else "host", "top": [list(row) for row in rows[:TOP]]}
+
+
+def count_nodes(graph: int) -> int | None:
+    """Number of nodes of a captured ``cudaGraph_t``, asked of the driver; ``None`` where it does not answer."""
+    number = ctypes.c_size_t()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    status = driver.cuGraphGetNodes(ctypes.c_void_p(graph), None, ctypes.byref(number))
+    return int(number.value) if status == 0 else None
+
+
+@contextmanager
+def watched() -> Iterator[Watch]:
+    """Watch all graphs that are captured inside, whoever captures them through ``torch.cuda.CUDAGraph``."""
+    watch, real = Watch(), torch.cuda.CUDAGraph
+    if torch.cuda.is_available():  # the profiler sees kernels of graphs that were captured after its first use only
+        kernel_table(lambda: None)
+
+    class Watched(real):  # type: ignore[misc, valid-type]
+        def __init__(self, keep_graph: bool = False) -> None:
+            super().__init__(True)  # else its nodes are gone after capturing
+
+        def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.begin = time.perf_counter()
+            super().capture_begin(*args, **kwargs)
+
+        def capture_end(self) -> None:
+            super().capture_end()
+            self.instantiate()
+            watch.graphs.append(Captured(time.perf_counter() - self.begin, count_nodes(self.raw_cuda_graph())))
+            self.found = watch.graphs[-1]
+
+        def replay(self) -> None:
+            watch.replay(self.found, super().replay)
+
+    torch.cuda.CUDAGraph = Watched  # type: ignore[misc]
+    try:
+        yield watch
+    finally:
+        torch.cuda.CUDAGraph = real  # type: ignore[misc]
+
+
+@contextmanager
+def pretended() -> Iterator[Watch]:
+    """The same without a GPU: capturing records nothing, a replay takes the step."""
+    watch, can, real = Watch(), capture.can_capture, CapturedStep.capture
+
+    def pretend(self: CapturedStep) -> tuple[Callable[[], Any], Any]:
+        record, graph = Verified(*[None] * len(fields(Verified))), Captured(0.0, 1)  # type: ignore[arg-type]
+        watch.graphs.append(graph)
+
+        def replay() -> None:
+            vars(record).update(vars(self.session.step()))
+
+        return lambda: watch.replay(graph, replay), record
+
+    capture.can_capture, CapturedStep.capture = (lambda session: True), pretend  # type: ignore[method-assign]
+    try:
+        yield watch
+    finally:
+        capture.can_capture, CapturedStep.capture = can, real  # type: ignore[method-assign]

@@ -1,0 +1,101 @@
+"""Whole benchmarks of the command line as stages: their results without the files beside them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gsd_kernels.attention_config import TABLE
+
+from ..lib.shapes import shape_named
+from .work import Work
+
+#: Against CUDA-graphed plain decoding (``plain``); what compiles longer has a stage of its own.
+COMPETITORS = "hf-greedy,hf-assisted-3,hf-assisted-5,hf-assisted-8,hf-assisted-dynamic,plain,chain,tree,graph,auto"
+STATIC = "hf-static-compile,plain,auto"
+#: (target, draft, competitors): function and cost apart, the demo pair's function at the cost of these shapes.
+PAIRS = {
+    "e2e-7b": ("llama-2-7b", "tinyllama-1.1b", COMPETITORS),
+    "e2e-8b": ("llama-3-8b", "llama-3.2-1b", COMPETITORS),
+    "e2e-70b": ("llama-2-70b", "tinyllama-1.1b", COMPETITORS),
+    "static-compile": ("llama-2-7b", "tinyllama-1.1b", STATIC),
+}
+HEADROOM = 1.05  # of a GPU's memory against a pair's weights
+
+
+def run(work: Work) -> None:
+    """A point for every benchmark; ``report`` is the JSON that it would have written by itself."""
+    planned = commands(work.stage.name, work.rehearse)
+    lack = memory_lack(work)
+    if lack is not None:
+        work.keep("memory", {"missing": lack})
+        return
+    work.each(planned, lambda name: bench(work, name, planned[name]))
+
+
+def commands(stage: str, rehearse: bool) -> dict[str, list[str]]:
+    """The arguments of ``gsd-kernels bench`` for a stage, by the name of the result."""
+    where = ["--device", "cpu", "--dtype", "float32"] if rehearse else ["--device", "cuda", "--dtype", "bfloat16"]
+    quick = ["--seconds", "0.01" if rehearse else "0.2"]
+    if stage == "tune":
+        return {"tune": ["tune-attention", *(["--help"] if rehearse else [])]}
+    if stage == "kernels":
+        shapes = ("tiny",) if rehearse else ("llama-2-7b", "llama-3-8b", "llama-2-70b")
+        every = [word for shape in shapes for word in ("--shape", shape)]
+        one = {name: ["--rows", rows] if rehearse else [] for name, rows in (("merge", "16"), ("rows", "1"))}
+        return {
+            "merge": ["merge", *where[:2], *quick, *one["merge"]],
+            "sample": ["sample", *where, *quick, *every, *one["rows"]],
+            "commit": ["commit", *where, *quick, *every, *one["rows"]],
+        }
+    target, draft, competitors = PAIRS[stage]
+    if rehearse:
+        target = draft = "tiny"
+        competitors = "hf-greedy,plain,auto" if stage != "static-compile" else "plain,auto"
+    size = ["--prompts", "1", "--new-tokens", "8"] if rehearse else ["--prompts", "20", "--new-tokens", "128"]
+    # It begins no prompt that would end after 300 seconds: models are made and warmed up before.
+    models = ["--pair", "tiny" if rehearse else "demo", "--target-shape", target, "--draft-shape", draft]
+    return {stage: ["generate", *where, *models, *size, "--competitors", competitors, "--seconds", "300"]}
+
+
+def memory_lack(work: Work) -> str | None:
+    """Why this GPU cannot hold a stage's pair; ``None`` if it can."""
+    if work.stage.name not in PAIRS or work.device.type != "cuda":
+        return None
+    shapes = [shape_named(name) for name in PAIRS[work.stage.name][:2]]
+    weights = work.dtype.itemsize * sum(shape.num_parameters for shape in shapes)
+    total = torch.cuda.get_device_properties(work.device).total_memory
+    if HEADROOM * weights <= total:
+        return None
+    return f"{weights / 1e9:.0f} GB of weights, the GPU has {total / 1e9:.0f} GB"
+
+
+def bench(work: Work, name: str, arguments: list[str]) -> dict[str, Any]:
+    """Run one benchmark.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        where = [] if arguments[0] == "tune-attention" else ["--out", folder, "--name", name]
+        call(["--debug", "bench", *arguments, *where])
+        if arguments[0] == "tune-attention":  # it rewrites this GPU's entries of the table
+            return {"table": json.loads(TABLE.read_text(encoding="utf-8"))}
+        return {"report": json.loads(Path(folder, f"{name}.json").read_text(encoding="utf-8"))}
+
+
+def call(arguments: list[str]) -> None:
+    """The package's command line, in a process that ends with this one's group.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    done = subprocess.run([sys.executable, "-m", "gsd_kernels_hf", *arguments])
+    if done.returncode:
+        raise RuntimeError(f"gsd-kernels {' '.join(arguments)} ended with {done.returncode}: see the log")

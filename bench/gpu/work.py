@@ -1,0 +1,143 @@
+"""The process of one stage: ``python -m gsd_kernels_bench.gpu.work STAGE``, started by ``stages.py``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..lib.environment import environment
+from .stages import Call, Stage, stage_named, write
+
+SCHEMA = 1
+
+
+class Work:
+    """A stage's points: measured one by one, written after each, and not measured again by a later call.
+
+    Args:
+        stage: whose points they are.
+        call: where they are written, and where earlier calls' are.
+        seconds: after which none is begun.
+
+    Attributes:
+        points: results by name. A point with ``error`` counts as not measured.
+        not_run: what a rehearsal leaves out.
+    """
+
+    def __init__(self, stage: Stage, call: Call, seconds: float) -> None:
+        self.stage, self.call = stage, call
+        self.end = time.monotonic() + seconds
+        self.rehearse = call.rehearse
+        self.device = torch.device("cpu" if call.rehearse else "cuda")
+        self.dtype = torch.float32 if call.rehearse else torch.bfloat16
+        self.environment = environment(self.device)
+        former = {} if call.again else call.record(stage)
+        same = _place(former.get("environment")) == _place(self.environment)
+        self.points: dict[str, dict[str, Any]] = former.get("points", {}) if same else {}
+        self.waiting: list[str] = []
+        self.not_run: list[str] = []
+        self.slowest = 0.0
+        self.finished = False
+
+    def left(self) -> float:
+        """Seconds in which something may still be begun."""
+        return self.end - time.monotonic()
+
+    def is_done(self, name: str) -> bool:
+        return name in self.points and "error" not in self.points[name]
+
+    def each(self, names: Iterable[str], measure: Callable[[str], dict[str, Any]]) -> None:
+        """Measure every named point that is not done, unless it would end too late if it took as long as the slowest.
+
+        A point that raises is recorded with its error; after an error that leaves the GPU unusable nothing follows.
+        """
+        due = [name for name in names if not self.is_done(name)]
+        for place, name in enumerate(due):
+            if self.left() < self.slowest:
+                self.waiting += due[place:]
+                break
+            print(f"{self.stage.name}: {name}", flush=True)
+            begin, fatal = time.monotonic(), False
+            try:
+                record = measure(name)
+            except Exception as error:
+                traceback.print_exc()
+                record = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:1000]}
+                fatal = isinstance(error, torch.AcceleratorError)
+            self.slowest = max(self.slowest, time.monotonic() - begin)
+            self.keep(name, record)
+            if fatal:
+                raise SystemExit(f"{name}: the GPU is unusable after this error")
+
+    def keep(self, name: str, record: dict[str, Any]) -> None:
+        """Keep a point's result."""
+        self.points[name] = record
+        self.write()
+
+    def skip(self, what: str) -> None:
+        """Say what a rehearsal does not run."""
+        self.not_run.append(what)
+        print(f"not run: {what}", flush=True)
+
+    @property
+    def failed(self) -> list[str]:
+        return [name for name, point in self.points.items() if "error" in point]
+
+    def write(self) -> None:
+        """Write everything so far."""
+        record = {
+            "schema": SCHEMA,
+            "stage": self.stage.name,
+            "rehearsal": self.rehearse,
+            "environment": self.environment,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "complete": self.finished and not self.waiting and not self.failed,
+            "waiting": self.waiting,
+            "failed_points": self.failed,
+            "not_run": self.not_run,
+            "points": self.points,
+        }
+        write(self.call.out / f"{self.stage.name}.json", record)
+
+
+def _place(found: dict[str, Any] | None) -> object:
+    """What two results must share to stand in one table."""
+    return found and (found["device"], {k: v for k, v in found["versions"].items() if k != "driver"})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("stage")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--former", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--again", action="store_true")
+    given = parser.parse_args()
+    if not given.rehearse and not torch.cuda.is_available():
+        print("no CUDA GPU: --rehearse runs the stages on a CPU", file=sys.stderr)
+        return 1
+    stage = stage_named(given.stage)
+    work = Work(stage, Call(given.out, given.former, given.rehearse, given.again), given.seconds)
+    perform(work)
+    return 1 if work.failed else 0
+
+
+def perform(work: Work) -> None:
+    """Run a stage's module."""
+    work.write()
+    import_module(f".{work.stage.module}", __package__).run(work)
+    work.finished = True
+    work.write()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

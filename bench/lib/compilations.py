@@ -1,0 +1,60 @@
+"""Counts Triton's compilations while something runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One kernel that was made ready: compiled, or read from the cache on disk.
+
+    Attributes:
+        kernel: its name.
+        seconds: what that took.
+        cached: whether it was read.
+        at: when it was ready, by ``time.perf_counter``.
+    """
+
+    kernel: str
+    seconds: float
+    cached: bool
+    at: float
+
+
+@contextmanager
+def compilations() -> Iterator[list[Compilation]]:
+    """A list that grows by every kernel that Triton compiles inside; it stays empty without Triton."""
+    found: list[Compilation] = []
+    try:
+        from triton import knobs
+    except ImportError:
+        yield found
+        return
+
+    def listener(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
+        name = metadata.get("name") if isinstance(metadata, dict) else getattr(metadata, "name", None)
+        found.append(Compilation(str(name or src), times.total / 1e6, cache_hit, time.perf_counter()))
+
+    before = knobs.compilation.listener
+    knobs.compilation.listener = listener
+    try:
+        yield found
+    finally:
+        knobs.compilation.listener = before
+
+
+def summary(found: list[Compilation]) -> dict[str, Any]:
+    """Counts and seconds, and the kernels that were compiled with the seconds of each."""
+    compiled = [c for c in found if not c.cached]
+    return {
+        "compiled": len(compiled),
+        "compile_seconds": sum(c.seconds for c in compiled),
+        "read_from_cache": len(found) - len(compiled),
+        "cache_seconds": sum(c.seconds for c in found if c.cached),
+        "kernels": [[c.kernel, round(c.seconds, 3)] for c in sorted(compiled, key=lambda c: -c.seconds)],
+    }

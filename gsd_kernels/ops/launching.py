@@ -1,0 +1,49 @@
+"""Operators whose kernels are launched from Python: where they are launched. Importing this imports no triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def launching_op(name: str, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """:func:`torch.library.custom_op` for a function that launches Triton kernels: on the GPU of its tensors.
+
+    Triton launches on the thread's current device and stream, which need not be those of the tensors: a model on the
+    second GPU would fail, or race with the stream that wrote its tensors. PyTorch's own operators, and the compiled
+    ones, switch by themselves. Tensors elsewhere than on a GPU switch nothing.
+
+    Args:
+        name: of the operator, with its namespace.
+        options: of :func:`torch.library.custom_op`.
+
+    Returns:
+        A decorator that gives the operator.
+    """
+
+    def decorate(launch: Callable[..., Any]) -> Any:
+        @wraps(launch)
+        def launch_there(*args: Any) -> Any:
+            tensor = first_tensor(args)
+            if not tensor.is_cuda:
+                return launch(*args)
+            with torch.cuda.device(tensor.device):
+                return launch(*args)
+
+        return torch.library.custom_op(name, **options)(launch_there)
+
+    return decorate
+
+
+def first_tensor(args: Iterable[Any]) -> Tensor:
+    """The first tensor among an operator's arguments, lists of tensors included; all of a call share a device."""
+    for argument in args:
+        if isinstance(argument, Tensor):
+            return argument
+        if isinstance(argument, (list, tuple)) and argument and isinstance(argument[0], Tensor):
+            return argument[0]
+    raise TypeError("expected a tensor among the arguments of an operator that launches kernels")

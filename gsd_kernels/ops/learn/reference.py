@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .records import Asked, Mixture, Reliability
+
+
+def learn_source(
+    asked: Sequence[Asked],
+    nodes: Tensor,
+    picked: Tensor,
+    mixture: Mixture,
+    reliability: Reliability | None,
+    prior_count: float,
+    memory: float,
+) -> None:
+    last = len(mixture.start) - 1
+    mixed = [level for level in asked if level.first_tokens is not None]
+    if mixed:
+        at, found = _places(mixed, nodes)
+        index = _index(mixed).gather(1, at).clamp(0, last)
+        other = _probability(mixed, "tokens", "log_probs", at, picked)
+        first = _probability(mixed, "first_tokens", "first_log_probs", at, picked)
+        w = mixture.weights[index]
+        theirs = w * other
+        both = theirs + (1.0 - w) * first
+        seen = found & (both > 0)
+        counted = torch.zeros_like(mixture.counts).index_add_(0, index.flatten(), seen.float().flatten())
+        share = torch.where(seen, theirs / both, 0.0)
+        shares = torch.zeros_like(mixture.shares).index_add_(0, index.flatten(), share.flatten())
+        _add(mixture.shares, prior_count * mixture.start, shares, counted, memory)
+        _add(mixture.counts, prior_count, counted, counted, memory)
+        torch.div(mixture.shares, mixture.counts, out=mixture.weights)
+    if reliability is None:
+        return
+    at, found = _places(asked, nodes)
+    index = _index(asked).gather(1, at).clamp(0, last)
+    tokens, log_probs = (_take([getattr(level, name) for level in asked], at) for name in ("tokens", "log_probs"))
+    known = (found & (index > 0))[..., None] & (log_probs > -torch.inf)
+    k, index = log_probs.shape[2], index.flatten()
+    claimed = torch.where(known, log_probs.exp(), 0.0).flatten(0, 1)
+    right = ((tokens == picked[..., None]) & known).float().flatten(0, 1)
+    claims, hits = torch.zeros_like(reliability.claimed), torch.zeros_like(reliability.hits)
+    claims[:, :k].index_add_(0, index, claimed)
+    hits[:, :k].index_add_(0, index, right)
+    _add(reliability.claimed, prior_count, claims, claims, memory)
+    _add(reliability.hits, reliability.prior, hits, claims, memory)
+    torch.div(reliability.hits, reliability.claimed, out=reliability.log_ratio).log_()
+
+
+def _places(asked: Sequence[Asked], nodes: Tensor) -> tuple[Tensor, Tensor]:
+    """Place of every node among the levels' nodes, side by side: int64 [B, P], and whether it is there."""
+    same = torch.cat([level.node_ids for level in asked], 1)[:, None, :] == nodes[:, :, None]  # [B, P, E]
+    return same.int().argmax(-1), same.any(-1)
+
+
+def _index(asked: Sequence[Asked]) -> Tensor:
+    """[B, E]"""
+    return torch.cat([torch.zeros_like(lvl.node_ids) if lvl.index is None else lvl.index for lvl in asked], 1).long()
+
+
+def _take(entries: list[Tensor], at: Tensor) -> Tensor:
+    """[B, W, K] each → [B, P, K]"""
+    whole = torch.cat(entries, 1)
+    return whole.gather(1, at[..., None].expand(-1, -1, whole.shape[2]))
+
+
+def _probability(asked: Sequence[Asked], tokens: str, log_probs: str, at: Tensor, picked: Tensor) -> Tensor:
+    """That candidates gave to the picked tokens, float32 [B, P]."""
+    ids, scores = (_take([getattr(level, name) for level in asked], at) for name in (tokens, log_probs))
+    return torch.where(ids == picked[..., None], scores.exp(), 0.0).sum(-1)
+
+
+def _add(table: Tensor, prior: Tensor | float, new: Tensor, observed: Tensor, memory: float) -> None:
+    """Add to a table that sinks back to its prior by how much was observed."""
+    table.sub_(prior).mul_((-observed / memory).exp()).add_(prior).add_(new)

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...graph import Acceptance, Rows, TokenGraph, pack_bits
+from .records import NO_NODE, Chain, FedRows
+
+
+def start_graph(graph: TokenGraph, tokens: Tensor, out_len: Tensor, kv_start: Tensor) -> Tensor:
+    root = out_len[:, None].long() - 1  # [B, 1]
+    before = root - 1 - torch.arange(graph.contexts.shape[2], device=tokens.device)  # [B, C]
+    tail = torch.where(before >= kv_start[:, None], tokens.gather(1, before.clamp(min=0)), -1)
+    graph.reset(tokens.gather(1, root).squeeze(1), tail)
+    return out_len - kv_start
+
+
+def feed_rows(
+    token_ids: Tensor,
+    depths: Tensor,
+    slots: Tensor | None,
+    kv_len: Tensor,
+    kv_start: Tensor,
+    node_depths: Tensor | None,
+    first_slot: int,
+    shift: int,
+    vocab: int,
+    dtype: torch.dtype,
+) -> FedRows:
+    rows = token_ids.shape[1]
+    if slots is None:
+        slots = first_slot + torch.arange(rows, device=token_ids.device).expand_as(token_ids)
+    depths = depths - shift
+    positions = (kv_len - kv_start)[:, None] + depths
+    if node_depths is not None:
+        node_depths[:, first_slot : first_slot + rows] = depths
+    ids = torch.where(token_ids < vocab, token_ids, 0)
+    return FedRows(ids.to(dtype), (kv_len[:, None] + slots).to(dtype), positions.to(dtype), depths, positions + 1)
+
+
+def feed_chain(tokens: Tensor, end: Tensor, cached: Tensor, width: int) -> Chain:
+    base = cached.clone()
+    count = (end - base).clamp(max=width)  # [B]
+    row = torch.arange(width, device=tokens.device)
+    link = row - (width - count[:, None])  # [B, E]; place in the chain, negative for padding
+    real = link >= 0
+    read = tokens.gather(1, (base[:, None] + link.clamp(min=0)).long())
+    slots = torch.where(real, link, count[:, None] + row)
+    before = row <= torch.where(real, link, -1)[:, :, None]  # [B, E, E]
+    cached.add_(count)
+    return Chain(
+        kv_len=base,
+        token_ids=torch.where(real, read, 0).to(torch.int32),
+        slots=slots.to(torch.int32),
+        depths=link.clamp(min=0).to(torch.int32),
+        ancestor_mask=pack_bits(before | (row == slots[:, :, None])),
+        node_depths=row.to(torch.int32).repeat(len(tokens), 1),
+    )
+
+
+def accepted_path(accepted: Acceptance, rows: Rows) -> tuple[Tensor, Tensor]:
+    path, count = accepted.accepted_rows, accepted.num_accepted[:, None]  # [B, P], [B, 1]
+    after = torch.nn.functional.pad(path[:, 1:], (0, 1), value=-1)
+    drafted = rows.token_ids.gather(1, after.clamp(min=0).long())
+    place = torch.arange(path.shape[1], device=path.device)
+    tokens = torch.where(place == count - 1, accepted.next_token[:, None], drafted)
+    nodes = rows.node_ids.gather(1, path.clamp(min=0).long())
+    return torch.where(place < count, tokens, 0), torch.where(path >= 0, nodes, NO_NODE)
+
+
+def commit_text(
+    new_tokens: Tensor,
+    num_accepted: Tensor,
+    next_token: Tensor,
+    eos_ids: Tensor,
+    tokens: Tensor,
+    out_len: Tensor,
+    remaining: Tensor,
+    done: Tensor,
+    emitted: Tensor,
+    num_emitted: Tensor,
+    counts: Tensor,
+    nodes: Tensor | None,
+    graph: TokenGraph | None,
+) -> None:
+    count, place = num_accepted, torch.arange(new_tokens.shape[1], device=tokens.device)
+    emitted[:, : new_tokens.shape[1]] = new_tokens
+    num_emitted.copy_(count)
+    at = (out_len[:, None] + place).long().clamp(max=tokens.shape[1] - 1)
+    new = place < count[:, None]
+    # Places beyond what is new keep what they hold: added, as two places may have been clamped to one.
+    tokens.scatter_add_(1, at, torch.where(new, new_tokens.long() - tokens.gather(1, at), 0))
+    out_len.add_(count)
+    remaining.sub_(count)
+    ended = (next_token[:, None] == eos_ids).any(1) | (remaining <= 0)
+    done.logical_or_(ended & (count > 0))
+    if nodes is None or graph is None:
+        return
+    primary = graph.parents.gather(1, nodes[:, 1:].clamp(min=0).long())
+    merged = ((nodes[:, 1:] >= 0) & (primary != nodes[:, :-1])).sum()
+    counts.add_(torch.stack([graph.num_nodes.sum(), graph.num_merges.sum(), merged]))

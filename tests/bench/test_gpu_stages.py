@@ -1,0 +1,222 @@
+"""The staged run on a GPU: order, limits, files, going on. The stages' processes are replaced."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gsd_kernels_bench.cli import app
+from gsd_kernels_bench.gpu import stages
+from gsd_kernels_bench.gpu.stages import STAGES, Call, Stage, stage_named
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+NAMES = [stage.name for stage in STAGES]
+
+
+def bench(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["gpu", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Stages' processes are replaced: each measures one of two points a call, ``fails`` measures none."""
+    ran, fails = [], set()
+
+    def execute(command, environment, output, seconds):
+        name, out = command[3], Path(command[command.index("--out") + 1])
+        former = Path(command[command.index("--former") + 1])
+        ran.append((name, seconds))
+        if name in fails:
+            output.write(b"it broke\n")
+            return 1
+        call = Call(out, former, "--rehearse" in command, "--again" in command)
+        points = {} if call.again else call.record(stage_named(name)).get("points", {})
+        points[f"point {len(points)}"] = {"median": 1.0}
+        record = {"rehearsal": call.rehearse, "points": points, "complete": len(points) > 1}
+        stages.write(out / f"{name}.json", record | {"waiting": [] if len(points) > 1 else ["point 1"]})
+        return 0
+
+    monkeypatch.setattr(stages, "execute", execute)
+    monkeypatch.setattr(stages, "missing", lambda stage: None)
+    monkeypatch.setattr(stages, "built", lambda: True)
+    ran_names = lambda: [name for name, _ in ran]  # noqa: E731
+    return type("Processes", (), {"ran": ran, "names": staticmethod(ran_names), "fails": fails})
+
+
+def record(folder: Path, name: str) -> dict:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_the_order_of_worth_and_the_limits():
+    assert NAMES[:6] == ["build", "tests", "gemm", "attention", "pair", "auto"]
+    assert len(set(NAMES)) == len(NAMES)
+    for stage in STAGES:
+        assert 0 < stage.least <= stage.limit <= 480, stage
+        assert callable(import_module(f"gsd_kernels_bench.gpu.{stage.module}").run)
+
+
+def test_the_runner_needs_the_standard_library_only():
+    tree = ast.parse((ROOT / "bench" / "gpu" / "stages.py").read_text())
+    found = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
+    found |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in found} <= sys.stdlib_module_names
+
+
+def test_the_script_lists_its_stages_by_itself(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-S", ROOT / "bench" / "gpu" / "stages.py", "--list", "--out", tmp_path],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert [line.split()[0] for line in done.stdout.splitlines()] == NAMES
+
+
+def test_a_machine_for_ten_minutes_is_documented():
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").partition("## A machine for ten minutes\n")[2]
+    assert re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE) == NAMES
+    files = re.search(r"bench/gpu/stages\.py --files (\d+)", (ROOT / "Makefile").read_text()).group(1)
+    assert int(files) >= stages.FILES_PER_STAGE * len(STAGES)
+
+
+def test_unknown_stages_are_named(tmp_path, capsys, monkeypatch):
+    assert "no stage 'nothing'" in bench("--only", "nothing", "--out", tmp_path, code=2)
+    monkeypatch.setattr(sys, "argv", ["stages.py", "--only", "gemm", "--only", "nothing"])
+    with pytest.raises(SystemExit, match="2"):
+        stages.main()
+    assert "--only: no stage 'nothing'; stages: build, tests, gemm" in capsys.readouterr().err
+
+
+def test_goes_on_from_the_results_of_earlier_calls(tmp_path, processes):
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    bench("--only", "gemm", "--out", first)
+    assert not record(first, "gemm")["ok"] and not record(first, "gemm")["failed"]
+    bench("--only", "gemm", "--out", second, "--former", first)
+    assert record(second, "gemm")["ok"] and set(record(second, "gemm")["points"]) == {"point 0", "point 1"}
+    bench("--only", "gemm", "--out", third, "--former", second)
+    assert processes.names() == ["gemm", "gemm"] and not list(third.iterdir())
+    bench("--only", "gemm", "--out", third, "--former", second, "--rehearse")
+    assert processes.names() == ["gemm"] * 3, "a measurement is no rehearsal"
+    bench("--only", "gemm", "--out", second, "--again")
+    assert processes.names() == ["gemm"] * 4
+
+
+def test_no_more_files_than_come_back(tmp_path, processes):
+    out = tmp_path / "out"
+    bench("--out", out)
+    assert processes.names() == NAMES[:4]
+    assert len(list(out.iterdir())) == 8 and all(f.suffix in (".json", ".log") for f in out.iterdir())
+    bench("--out", out)
+    bench("--out", out)
+    assert processes.names()[4:8] == NAMES[:4] and processes.names()[8:] == NAMES[4:8]
+    assert "gemm            done" in bench("--list", "--out", out)
+
+
+def test_nothing_is_begun_beyond_the_budget(tmp_path, processes, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(stages.time, "monotonic", lambda: clock[0])
+    execute = stages.execute
+
+    def slow(command, environment, output, seconds):
+        clock[0] += 200.0
+        return execute(command, environment, output, seconds)
+
+    monkeypatch.setattr(stages, "execute", slow)
+    bench("--out", tmp_path, "--budget", "500")
+    assert [name for name, _ in processes.ran] == ["build", "tests", "gemm"], "attention could not end in time"
+    assert [seconds for _, seconds in processes.ran] == [300.0, 300.0, 100.0], "the limit, or what is left"
+
+
+def test_failures_are_recorded_and_others_go_on(tmp_path, processes):
+    processes.fails |= {"tests"}
+    bench("--out", tmp_path, "--only", "tests", "--only", "gemm", code=1)
+    found = record(tmp_path, "tests")
+    assert found["failed"] and not found["ok"] and found["exit_code"] == 1 and "it broke" in found["output"]
+    assert processes.names() == ["tests", "gemm"]
+
+
+def test_the_ops_are_built_on_every_new_machine(tmp_path, processes, monkeypatch):
+    built = []
+    monkeypatch.setattr(stages, "built", lambda: bool(built))
+    monkeypatch.setattr(stages, "build_ops", lambda output, seconds: built.append(seconds) or 0)
+    bench("--out", tmp_path, "--only", "gemm")
+    assert not built, "cuBLAS needs none of ours"
+    bench("--out", tmp_path, "--only", "attention", "--only", "pair")
+    assert built == [480], "once"
+    command, environment = stages.build_command()
+    assert "--inplace" in command and environment["GSD_BUILD_CPU"] == "0" and environment["GSD_BUILD_CUDA"] == "1"
+
+
+@pytest.mark.parametrize(("says", "archs"), [("9.0\n9.0\n", "9.0"), ("8.0\n9.0\n", "8.0;9.0"), ("no devices", "9.0")])
+def test_only_this_machines_architecture_is_built(says, archs, monkeypatch):
+    monkeypatch.delenv("GSD_CUDA_ARCHS", raising=False)
+    done = subprocess.CompletedProcess([], 0, stdout=says)
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: done)
+    assert stages.build_command()[1]["GSD_CUDA_ARCHS"] == archs
+
+
+def test_what_is_missing_is_named(tmp_path):
+    stage = Stage("e2e", "races", "", needs=("json", "no_such_module"))
+    found = stages.run(stage, Call(tmp_path, tmp_path), 9.0)
+    assert found["failed"] and "the stage e2e needs no_such_module: not installed for" in found["error"]
+
+
+def test_a_stage_out_of_time_is_killed_with_what_it_started(tmp_path, monkeypatch):
+    pid = tmp_path / "pid"
+    child = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(900)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    monkeypatch.setattr(stages, "worker", lambda *_: [sys.executable, "-S", "-c", code])
+    found = stages.run(Stage("slow", "gemm", "", needs=(), with_ops=False), Call(tmp_path, tmp_path), 3.0)
+    assert found["exit_code"] == 124 and found["failed"], "no point was measured"
+    for _ in range(100):
+        if not running(int(pid.read_text())):
+            break
+        time.sleep(0.05)
+    assert not running(int(pid.read_text()))
+
+    def measured(*_):
+        stages.write(tmp_path / "slow.json", {"rehearsal": False, "points": {"a": {}}, "complete": False})
+        return 124
+
+    monkeypatch.setattr(stages, "execute", measured)
+    found = stages.run(Stage("slow", "gemm", "", needs=(), with_ops=False), Call(tmp_path, tmp_path), 3.0)
+    assert not found["failed"] and not found["ok"] and found["points"], "it goes on in the next call"
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_logs_are_short_enough_to_be_sent(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "MOST_LOG", 100)
+    (tmp_path / "log").write_bytes(b"a" * 500 + b"end")
+    stages.shorten(tmp_path / "log")
+    assert (tmp_path / "log").read_bytes() == b"a" * 97 + b"end"
+    assert stages.FILES * 4 <= 64, "MiB together"
+
+
+@pytest.mark.slow
+def test_the_script_runs_a_stage(tmp_path):
+    command = [sys.executable, ROOT / "bench" / "gpu" / "stages.py", "--rehearse", "--only", "gemm", "--out", tmp_path]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "gemm: done after" in done.stderr and record(tmp_path, "gemm")["ok"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["gemm.json", "gemm.log"]

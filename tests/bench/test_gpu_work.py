@@ -1,0 +1,365 @@
+"""What the stages of a GPU measure, at tiny sizes on a CPU, with what only a GPU can do replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gsd_kernels_bench.cli import app
+from gsd_kernels_bench.gpu import gpu_tests, graphs, stages
+from gsd_kernels_bench.gpu.stages import Call, stage_named
+from gsd_kernels_bench.gpu.work import Work, perform
+from gsd_kernels_bench.lib import cold, compilations
+from gsd_kernels_bench.lib.report import Report
+from gsd_kernels_bench.readme import kernels as readme_kernels
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+
+def record(folder: Path, name: str) -> dict:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+@pytest.fixture
+def work(tmp_path):
+    def make(name: str, seconds: float = 600.0, **options) -> Work:
+        return Work(stage_named(name), Call(tmp_path, tmp_path, rehearse=True, **options), seconds)
+
+    return make
+
+
+def test_points_are_measured_once_and_kept_one_by_one(work, tmp_path):
+    measured = []
+
+    def measure(name):
+        measured.append(name)
+        if name == "b":
+            raise ValueError("no")
+        if name == "c":
+            raise KeyboardInterrupt
+        return {"median": 1.0}
+
+    with pytest.raises(KeyboardInterrupt):
+        work("gemm").each("abc", measure)
+    kept = record(tmp_path, "gemm")
+    assert kept["points"] == {"a": {"median": 1.0}, "b": {"error": "ValueError: no"}} and not kept["complete"]
+    assert {"device", "versions", "commit", "date"} <= set(kept["environment"])
+    assert "driver" in kept["environment"]["versions"] and kept["dtype"] == "float32"
+    work("gemm").each("ab", measure)
+    assert measured == ["a", "b", "c", "b"], "an error is no measurement"
+    work("gemm", again=True).each("a", measure)
+    assert measured[-1] == "a"
+    other = record(tmp_path, "gemm")
+    other["environment"]["device"] = "another GPU"
+    stages.write(tmp_path / "gemm.json", other)
+    assert work("gemm").points == {}, "one table, one device"
+
+
+def test_no_point_is_begun_that_would_end_too_late(work):
+    late = work("gemm", seconds=0.3)
+    late.each("abc", lambda name: time.sleep(0.2) or {})
+    assert list(late.points) == ["a"] and late.waiting == ["b", "c"]
+
+
+def test_nothing_follows_an_error_of_the_device(work):
+    def measure(name):
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    broken = work("gemm")
+    with pytest.raises(SystemExit, match="unusable"):
+        broken.each("ab", measure)
+    assert list(broken.points) == ["a"]
+
+
+IDS = [
+    *(f"t.py::test_op[{backend}-{dtype}-D{size}]" for backend in ("triton", "cuda") for dtype in ("float32", "bfloat16")
+      for size in (64, 128)),
+    "t.py::test_plain[triton-one]",
+    "t.py::test_captured_on_a_gpu[greedy-tree]",
+    "t.py::test_captured_on_a_gpu[sampled-tree]",
+    "t.py::test_alone",
+    "t.py::test_times_against_the_floor",
+]  # fmt: skip
+
+
+def test_gpu_tests_come_in_order_of_worth():
+    order = gpu_tests.ordered(IDS)
+    assert set(order) == set(IDS[:-1]) and len(order) == len(IDS) - 1
+    kernels = ["test_op[triton-bfloat16-D128]", "test_op[cuda-bfloat16-D128]", "test_plain[triton-one]", "test_alone"]
+    assert [name.partition("::")[2] for name in order[:4]] == kernels, "every kernel and backend once"
+    assert all("captured" in name for name in order[4:6])
+    assert [name.partition("::")[2] for name in order[6:8]] == [
+        "test_op[triton-float32-D64]",
+        "test_op[cuda-float32-D64]",
+    ]
+
+
+def test_outcomes_are_kept_by_id_until_time_is_over(work, tmp_path, monkeypatch):
+    file = tmp_path / "test_few.py"
+    file.write_text(
+        "import pytest, time\npytestmark = pytest.mark.gpu\n"
+        "def test_a(): pass\ndef test_b(): assert 0\ndef test_c(): pytest.skip('why')\n"
+        "def test_d(): time.sleep(0.3)\ndef test_e(): pass\n"
+    )
+    monkeypatch.setattr(gpu_tests, "FILES_WITHOUT_GPU", (str(file),))
+    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: x\n")
+    first = work("tests")
+    monkeypatch.setattr(first, "left", lambda: 600.0 if len(first.points) < 4 else 0.0)
+    gpu_tests.run(first)
+    outcomes = {name.partition("::")[2]: point["outcome"] for name, point in first.points.items()}
+    assert outcomes == {"test_a": "passed", "test_b": "failed", "test_c": "skipped", "test_d": "passed"}
+    assert [name.partition("::")[2] for name in first.waiting] == ["test_e"]
+    assert "assert 0" in first.points["test_few.py::test_b"]["error"] and first.failed == ["test_few.py::test_b"]
+    second = work("tests")
+    gpu_tests.run(second)
+    assert second.points["test_few.py::test_e"]["outcome"] == "passed" and not second.waiting
+    assert "test_few.py::test_a" in second.points, "kept, and not run again"
+
+
+def test_every_file_of_gpu_tests_is_among_those_asked():
+    marked = {
+        file.relative_to(ROOT).as_posix()
+        for file in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"mark\.gpu|\bbackends\(|\bcases\(", file.read_text(encoding="utf-8")) and file != Path(__file__)
+    }
+    two_gpus = {"tests/engine/test_device_map.py"}
+    assert {name for name in marked if not name.startswith(gpu_tests.FILES)} <= two_gpus
+    assert all((ROOT / name).exists() for name in (*gpu_tests.FILES, *gpu_tests.FILES_WITHOUT_GPU))
+
+
+run_process = subprocess.run
+
+
+def in_this_process(command, **options):
+    if command[:2] != [sys.executable, "-c"]:
+        return run_process(command, **options)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(command[2], {})
+    return subprocess.CompletedProcess(command, 0, stdout=output.getvalue())
+
+
+def test_build(work, monkeypatch):
+    from gsd_kernels_bench.gpu import build
+
+    monkeypatch.setattr(build, "build_ops", lambda output, seconds, into: int(not into.is_dir()))
+    monkeypatch.setattr(build.shutil, "which", lambda name: name)
+    monkeypatch.setattr(build.subprocess, "run", in_this_process)
+    monkeypatch.setattr(
+        build, "kernel_table", lambda archs, ops: [{"ok": archs == [90] and ops == [build.REHEARSED_OP]}]
+    )
+    done = work("build")
+    perform(done)
+    assert not done.failed and done.finished
+    assert set(done.points) == {"needs", "ops", "backends", "kernels"}
+    assert done.points["backends"]["missing_because"]["reference"] is None
+    assert "tests" not in done.points["needs"]["stages_without"]
+    monkeypatch.setattr(build, "build_ops", lambda *a, **k: 1)
+    failing = work("build", again=True)
+    perform(failing)
+    assert failing.failed == ["ops"], "the rest is looked at all the same"
+
+
+REHEARSED = ["gemm", "attention", "pair", "auto", pytest.param("kernels", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("name", REHEARSED)
+def test_rehearsal(name, work, tmp_path, monkeypatch):
+    if name == "kernels":
+        from gsd_kernels_bench.gpu import races
+
+        def call(arguments):
+            result = CliRunner().invoke(app, arguments[2:])
+            assert result.exit_code == 0, result.output
+
+        monkeypatch.setattr(races, "call", call)
+    done = work(name)
+    perform(done)
+    assert not done.failed and not done.waiting, done.points
+    kept = record(tmp_path, name)
+    assert kept["complete"] and kept["points"] and len(list(tmp_path.glob("*"))) == 1
+    check = {"gemm": check_gemm, "attention": check_attention, "pair": check_pair, "auto": check_auto}.get(name)
+    if check is not None:
+        check(kept["points"])
+    again, before = work(name), dict(done.points)
+    monkeypatch.setattr(again, "keep", lambda *_: pytest.fail("measured twice"))
+    perform(again)
+    assert again.points == json.loads(json.dumps(before))
+
+
+def check_gemm(points):
+    assert len(points) == 1 + 5 * 2
+    point = points["tiny gate_up M=8"]
+    assert point["shape"] == [8, 256, 64] and point["bytes"] == 4 * (256 * 64 + 8 * (256 + 64))
+    assert 0 < point["p20"] <= point["median"] <= point["p80"] and point["copies"] == 2
+    assert point["of_floor"] == pytest.approx(point["floor_seconds"] / point["median"])
+    assert point["floor_seconds"] == pytest.approx(point["bytes"] / max(points["bandwidth"].values()))
+
+
+def check_attention(points):
+    found = {name.split()[-1]: point for name, point in points.items()}
+    assert set(found) == {"bandwidth", "cpu", "sdpa_mask", "flex_attention", "flash_attn", "flashinfer"}
+    for name in ("cpu", "sdpa_mask"):
+        assert (
+            found[name]["clock"] == "rotating wall" and found[name]["copies"] == 2 and found[name]["max_error"] < 1e-4
+        )
+    assert "GPU" in found["flashinfer"]["missing"]
+
+
+def check_pair(points):
+    first, second = points["graph"]["calls"]
+    assert first["captured"] and not second["captured"], "what the first call captured serves the second"
+    assert first["stats"]["steps"] > 3, "nothing drafted is accepted"
+    assert second["stats"]["steps"] <= first["stats"]["steps"], "the history remembers the text"
+    assert 0 < len(points["graph"]["replay"]["top"]) <= 20 and points["graph"]["replay"]["seconds"] > 0
+
+
+def check_auto(points):
+    assert points["same as plain"] == {"cold": True, "again": True, "plain": True}
+    for name in ("cold", "again", "plain"):
+        point = points[name]
+        assert sum(step["tokens"] for step in point["steps"]) == len(point["text"]) == 16
+        assert len(point["steps"]) == point["stats"]["steps"]
+        assert point["compilations"]["compiled"] == 0
+
+
+def test_the_races_fit_the_gpu_or_say_why_not(work, monkeypatch):
+    from gsd_kernels_bench.gpu import races
+
+    race = work("e2e-70b")
+    race.device, race.dtype = torch.device("cuda"), torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("P", (), {"total_memory": 80 << 30}))
+    monkeypatch.setattr(races, "bench", lambda *_: pytest.fail("70B do not fit"))
+    races.run(race)
+    assert re.match(r"14\d GB of weights, the GPU has 86 GB", race.points["memory"]["missing"])
+    for stage in (*races.PAIRS, "kernels", "tune"):
+        for rehearse in (True, False):
+            for arguments in races.commands(stage, rehearse).values():
+                assert arguments[0] in ("generate", "merge", "sample", "commit", "tune-attention")
+
+
+def test_readme_takes_reports_from_stages_that_were_no_rehearsal(tmp_path):
+    point = {"operation": "merge", "shape": "s", "parameters": {"rows": 4}, "contestant": "cuda", "median": 1e-6,
+             "bandwidth_fraction": 0.5}  # fmt: skip
+    environment = {"device": "Some GPU", "device_type": "cuda", "threads": 1, "commit": "c", "date": "d",
+                   "versions": {"torch": "2", "transformers": "5", "cuda": "13"}}  # fmt: skip
+    report = {"schema": 1, "case": "merge", "x": "rows", "environment": environment, "copy_bandwidth": 1.0,
+              "dtype": "bfloat16", "quick": False, "rows": [point]}  # fmt: skip
+    assert Report.of(report).rows[0].contestant == "cuda"
+    (tmp_path / "gpu").mkdir()
+    for rehearsal, shown in ((False, True), (True, False)):
+        stage = {"stage": "kernels", "rehearsal": rehearsal, "points": {"merge": {"report": report}, "x": {"a": 1}}}
+        (tmp_path / "gpu" / "kernels.json").write_text(json.dumps(stage))
+        if shown:
+            assert "Some GPU" in readme_kernels(tmp_path)
+        else:
+            with pytest.raises(Exception, match="bench attention"):
+                readme_kernels(tmp_path)
+
+
+def test_copies_outgrow_the_cache(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("P", (), {"L2_cache_size": 50 << 20}))
+    cuda = torch.device("cuda")
+    assert [cold.copies_for(size << 20, cuda) for size in (1, 10, 100, 400)] == [64, 15, 2, 2]
+    calls = []
+    timing = cold.time_rotating([lambda n=n: calls.append(n) for n in range(3)], CPU, seconds=0.0)
+    assert calls == [0, 1, 2] * (len(calls) // 3) and timing.samples >= 5 and timing.clock == "rotating wall"
+    assert timing.median > 0
+
+
+class FakeGraph:
+    """Stands for ``torch.cuda.CUDAGraph``."""
+
+    def __init__(self, keep_graph=False):
+        self.kept, self.replayed = keep_graph, 0
+
+    def capture_begin(self, pool=None, capture_error_mode="global"):
+        self.pool_given = pool
+
+    def capture_end(self):
+        pass
+
+    def instantiate(self):
+        self.instantiated = True
+
+    def raw_cuda_graph(self):
+        assert self.kept, "its nodes are gone"
+        return 7
+
+    def replay(self):
+        assert self.instantiated
+        self.replayed += 1
+
+
+def test_captured_graphs_are_counted_and_one_replay_is_profiled(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    nodes = iter([3, 9])
+    monkeypatch.setattr(graphs, "count_nodes", lambda graph: next(nodes))
+    with graphs.watched() as watch:
+        small, large = (torch.cuda.CUDAGraph() for _ in range(2))
+        for graph in (small, large):
+            graph.capture_begin(pool=None, capture_error_mode="thread_local")
+            graph.capture_end()
+        watch.wants_profile = True
+        for _ in range(2 * graphs.SETTLED):
+            large.replay()
+            small.replay()
+    assert torch.cuda.CUDAGraph is FakeGraph
+    assert [graph.nodes for graph in watch.graphs] == [3, 9]
+    assert [graph.replays for graph in watch.graphs] == [small.replayed, large.replayed] == [6, 6], "none twice"
+    assert watch.profiled["nodes"] == 9
+    assert all(graph.capture_seconds > 0 for graph in watch.graphs)
+
+
+def test_nodes_are_asked_of_the_driver(monkeypatch):
+    class Driver:
+        status = 0
+
+        def cuGraphGetNodes(self, graph, nodes, number):
+            assert graph.value == 7 and nodes is None
+            number._obj.value = 1305
+            return self.status
+
+    monkeypatch.setattr(graphs.ctypes, "CDLL", lambda name: Driver())
+    assert graphs.count_nodes(7) == 1305
+    Driver.status = 1
+    assert graphs.count_nodes(7) is None
+
+
+def test_kernels_by_time():
+    x = torch.randn(64, 64)
+    table = graphs.kernel_table(lambda: [x @ x for _ in range(3)])
+    assert table["clock"] == "host" and len(table["top"]) <= graphs.TOP
+    assert [row for row in table["top"] if row[0] == "aten::mm" and row[1] == 3]
+    assert [row[2] for row in table["top"]] == sorted((row[2] for row in table["top"]), reverse=True)
+
+
+@pytest.mark.slow
+def test_compilations_are_counted(tmp_path, monkeypatch):
+    from triton import knobs
+
+    from gsd_kernels.kernel_report import compile_launches, shipped_cases
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    before = knobs.compilation.listener
+    case = next(case for case in shipped_cases() if case.op == "commit_kv")
+    with compilations.compilations() as found:
+        begin = time.perf_counter()
+        compile_launches(case.launch, 86)  # no other test compiles for it in this process
+        seconds = time.perf_counter() - begin
+    assert knobs.compilation.listener is before
+    made = compilations.summary(found)
+    assert made["compiled"] >= 1 and 0 < made["compile_seconds"] <= seconds
+    assert "commit" in made["kernels"][0][0] and begin < found[0].at < begin + seconds

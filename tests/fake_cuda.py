@@ -1,0 +1,252 @@
+"""CUDA streams, events and graphs on a machine without a GPU.
+
+A graph records the operations of its capture and undoes them, as a capture computes nothing; a replay runs them again
+on the same tensors. So whatever a captured step took from the host stays what it was at capture, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
+from gsd_kernels_hf.engine import session
+from gsd_kernels_hf.model import replay
+
+WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::lift_fresh")
+CPU = torch.device("cpu")
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operator changes in place."""
+    found: list[Tensor] = []
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tensors_of(args[place] if place < len(args) else kwargs.get(argument.name))
+    return found
+
+
+class Recorder(TorchDispatchMode):
+    """Records operations, refuses those that wait for the device or bring data from the host, and can undo them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.made: set[int] = set()  # storage that is the graph's own
+        self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function.name().startswith(WAITING):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {function.name()}")
+        for tensor in written(function, args, kwargs):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.made:
+                self.before.setdefault(storage._cdata, (storage, storage.clone()))
+        result = function(*args, **kwargs)
+        given = {t.untyped_storage()._cdata for t in tensors_of((args, kwargs))}
+        self.made |= {t.untyped_storage()._cdata for t in tensors_of(result)} - given
+        self.calls.append((function, args, kwargs, result))
+        return result
+
+    def undo(self) -> None:
+        for storage, content in self.before.values():
+            storage.copy_(content)
+
+    def run(self) -> None:
+        """Run everything again, its results in the same tensors."""
+        for function, args, kwargs, result in self.calls:
+            if function.is_view:
+                continue
+            given = {t.untyped_storage()._cdata for t in tensors_of((args, kwargs))}
+            for old, new in zip(tensors_of(result), tensors_of(function(*args, **kwargs)), strict=True):
+                if old.untyped_storage()._cdata not in given:
+                    old.copy_(new)
+
+
+class FakeStream:
+    def __init__(self, device: Any = CPU, cuda: FakeCuda | None = None) -> None:
+        self.device, self.cuda = torch.device(device), cuda
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.cuda.log.append(("wait", self, event.recorded_on))
+
+
+class FakeEvent:
+    """Its time is a number of this process's clock; in a graph it is set by every replay."""
+
+    def __init__(self, cuda: FakeCuda, enable_timing: bool = False, external: bool = False) -> None:
+        self.cuda, self.timing, self.external = cuda, enable_timing, external
+        self.recorded_on: FakeStream | None = None
+        self.at: float | None = None
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        stream = self.cuda.current_stream() if stream is None else stream
+        graph = self.cuda.capturing.get(stream)
+        if graph is not None:
+            if self.timing and not self.external:
+                raise RuntimeError("operation not permitted when stream is capturing: an event that is timed")
+            graph.recorder.calls.append((Marker(self, stream), (), {}, None))
+            return
+        self.recorded_on, self.at = stream, time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self.cuda.counts["waits"] += 1
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.timing and end.timing
+        if self.at is None or end.at is None:
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        return 1e3 * (end.at - self.at)
+
+
+class Marker:
+    """An event's place in a graph."""
+
+    is_view = False
+
+    def __init__(self, event: FakeEvent, stream: FakeStream) -> None:
+        self.event, self.stream = event, stream
+
+    def __call__(self) -> None:
+        self.event.recorded_on, self.event.at = self.stream, time.perf_counter()
+
+
+class FakeGraph:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.recorder, self.memory = cuda, Recorder(), None
+
+    def pool(self) -> Any:
+        return self.memory
+
+    def replay(self) -> None:
+        self.cuda.counts["replays"] += 1
+        self.cuda.log.append(("replay", self.cuda.current_stream(), id(self)))
+        self.recorder.run()
+
+
+class Capture:
+    """``torch.cuda.graph``."""
+
+    def __init__(
+        self, cuda: FakeCuda, graph: FakeGraph, pool: Any, stream: FakeStream, capture_error_mode: str
+    ) -> None:
+        assert capture_error_mode == "thread_local", "other threads may use the GPU meanwhile"
+        self.cuda, self.graph, self.stream = cuda, graph, stream
+        graph.memory = object() if pool is None else pool
+
+    def __enter__(self) -> None:
+        cuda = self.cuda
+        if any(stream.device == cuda.device for stream in cuda.capturing):
+            raise RuntimeError("operation would make the device wait while a stream of it is capturing")
+        cuda.counts["captures"] += 1
+        cuda.capturing[self.stream] = self.graph
+        cuda.pools.append(self.graph.memory)
+        self.before = cuda.current_stream()
+        cuda.streams[cuda.device] = self.stream
+        cuda.in_capture()
+        self.graph.recorder.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.graph.recorder.__exit__(kind, error, trace)
+        self.graph.recorder.undo()
+        del self.cuda.capturing[self.stream]
+        if error is not None:  # torch.cuda.graph does not get to the end then
+            raise RuntimeError("operation failed due to a previous error during capture") from error
+        self.cuda.streams[self.cuda.device] = self.before
+
+
+class Restored:
+    """A context that sets a value of the thread for a while."""
+
+    def __init__(self, kept: Any, name: Any, value: Any) -> None:
+        self.kept, self.name, self.value = kept, name, value
+
+    def __enter__(self) -> None:
+        self.before = self.kept.get(self.name)
+        self.kept[self.name] = self.value
+
+    def __exit__(self, *_: object) -> None:
+        self.kept[self.name] = self.before
+
+
+class FakeCuda:
+    """What the engine uses of :mod:`torch.cuda`.
+
+    Attributes:
+        counts: ``captures``, ``replays``, and ``waits`` of the host for an event.
+        log: replays and waits of streams, in order.
+        pools: the memory pool of every capture.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.log: list[tuple[Any, ...]] = []
+        self.pools: list[Any] = []
+        self.capturing: dict[FakeStream, FakeGraph] = {}
+        self.in_capture = lambda: None
+        self._threads = threading.local()
+        self._default = FakeStream(cuda=self)
+
+    @property
+    def streams(self) -> dict[torch.device, FakeStream]:
+        """The thread's current streams."""
+        return vars(self._threads).setdefault("streams", {})
+
+    @property
+    def current(self) -> dict[str, torch.device]:
+        return vars(self._threads).setdefault("current", {})
+
+    @property
+    def device(self) -> torch.device:
+        return self.current.get("device") or CPU
+
+    def current_stream(self, device: Any = None) -> FakeStream:
+        return self.streams.get(self.device if device is None else torch.device(device)) or self._default
+
+    def on(self, stream: FakeStream) -> Restored:
+        return Restored(self.streams, stream.device, stream)
+
+    def new_stream(self, device: Any = CPU) -> FakeStream:
+        return FakeStream(device, self)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """Take the CPU for a GPU: captured, timed by events, with static shapes."""
+    cuda = FakeCuda()
+    own = session.Session.__init__
+
+    def static(self: Any, *args: Any, **kwargs: Any) -> None:
+        own(self, *args, **kwargs)
+        self.trims = False
+
+    for name, value in {
+        "Stream": cuda.new_stream,
+        "Event": lambda **options: FakeEvent(cuda, **options),
+        "CUDAGraph": lambda: FakeGraph(cuda),
+        "graph": lambda graph, **options: Capture(cuda, graph, **options),
+        "stream": cuda.on,
+        "current_stream": cuda.current_stream,
+        "device": lambda device: Restored(cuda.current, "device", torch.device(device)),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(replay, "is_gpu", lambda device: True)
+    monkeypatch.setattr(replay, "_lanes", {})
+    monkeypatch.setattr(session.Session, "__init__", static)
+    monkeypatch.delitem(IMPLEMENTATIONS, "cpu")  # PyTorch's attention on a CPU is no part of a step on a GPU
+    return cuda

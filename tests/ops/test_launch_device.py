@@ -1,0 +1,99 @@
+"""Triton kernels are launched on the GPU of their tensors, whatever the current one is: shown by a fake second GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("interpreted kernels are launched nowhere", allow_module_level=True)
+
+from ops.test_triton_dispatch import operator_calls
+from triton.runtime.jit import JITFunction
+
+SECOND = torch.device("cuda", 1)
+CALLS = operator_calls()
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # commit_kv compares them
+
+
+@pytest.fixture
+def current(monkeypatch):
+    """The current GPU of a machine that has none, as a list of one index."""
+    index = [0]
+
+    def exchange(device: int) -> int:
+        before = index[0]
+        if device >= 0:
+            index[0] = device
+        return before
+
+    monkeypatch.setattr(torch.cuda, "_exchange_device", exchange)
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", exchange)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    return index
+
+
+def call(name: str, device: torch.device) -> None:
+    """Run the launch code of an operator on tensors of ``device`` without content."""
+
+    def there(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+    with FakeTensorMode():
+        OPDEFS[f"gsd_kernels::{name}"]._init_fn(*tree_map_only(torch.Tensor, there, CALLS[name]))
+
+
+def launches(name: str, device: torch.device, current: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The current GPU at every launch of an operator, called with tensors on ``device``."""
+    seen: list[int] = []
+    monkeypatch.setattr(JITFunction, "run", lambda *args, **kwargs: seen.append(current[0]))
+    call(name, device)
+    return seen
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_kernels_are_launched_where_the_tensors_lie(name, current, monkeypatch):
+    seen = launches(name, SECOND, current, monkeypatch)
+    assert seen and set(seen) == {1}
+    assert current == [0], "the current device is as it was"
+
+
+def test_every_launching_operator_is_looked_at():
+    assert {f"gsd_kernels::{name}" for name in CALLS} == {n for n in OPDEFS if n.startswith("gsd_kernels::")}
+
+
+def test_a_failed_launch_leaves_the_current_device(current, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of resources")
+
+    monkeypatch.setattr(JITFunction, "run", fail)
+    with pytest.raises(RuntimeError, match="out of resources"):
+        call("triton_commit_kv", SECOND)
+    assert current == [0]
+
+
+def test_tensors_elsewhere_switch_nothing(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("switched")
+
+    monkeypatch.setattr(torch.cuda, "_exchange_device", refuse)
+    assert launches("triton_verify", torch.device("cpu"), [7], monkeypatch) == [7]
+
+
+def test_compiled_operators_switch_too():
+    """Read in the source: the stable ABI has no dispatch key that would do it for them."""
+    source = (Path(__file__).parents[2] / "csrc/cuda/ops.cpp").read_text()
+    names = re.findall(r'm\.impl\("\w+", TORCH_BOX\(&gsd::(\w+)\)\)', source)
+    assert len(names) > 10
+    for name in names:
+        body = source[source.index(f" {name}(const ") :].partition("\n}\n")[0]
+        launch = re.search(r"current_stream\(|\bpick\(", body)
+        assert launch and 0 < body.find("const DeviceGuard guard(") < launch.start(), name

@@ -1,0 +1,63 @@
+"""Statistics of draft sources on every backend: the reference's tables, and by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from ops.contracts.backends import backends
+from ops.contracts.learn import COUNTS, check_learning, questions, tables
+
+from gsd_kernels.ops.learn import Asked, Mixture, learn_source
+from gsd_kernels.ops.learn.api import MAX_LEVELS
+
+
+@pytest.mark.parametrize("reliable", [True, False])
+@backends("cpu", "cuda")
+def test_tables_equal_the_reference(on, reliable):
+    for seed in range(8):
+        check_learning(seed, on, reliable=reliable, batch=1 + seed % 4, branch=1 + seed % 5)
+
+
+@backends("cpu", "cuda")
+def test_more_levels_than_the_compiled_op_takes(on):
+    check_learning(0, on, reliable=True, levels=MAX_LEVELS + 3)
+
+
+@backends("reference", "cpu", "cuda")
+def test_a_pick_that_both_had_is_shared_by_their_probabilities(on):
+    start = torch.tensor([0.5])
+    mixture = on.to(Mixture(start, torch.tensor([4.0]), torch.tensor([8.0]), start.clone()))
+    level = on.to(
+        [
+            torch.tensor([[3, 5]], dtype=torch.int32),
+            torch.tensor([[[9, 8], [9, 8]]], dtype=torch.int32),
+            torch.tensor([[[0.6, 0.2], [0.5, 0.1]]]).log(),
+            None,
+            torch.tensor([[[8, 9], [1, 2]]], dtype=torch.int32),
+            torch.tensor([[[0.7, 0.2], [0.5, 0.1]]]).log(),
+        ]
+    )
+    nodes, picked = on.to([torch.tensor([[3, 7, -2]], dtype=torch.int32), torch.tensor([[9, 9, 0]], dtype=torch.int32)])
+    learn_source([Asked(*level)], nodes, picked, mixture, prior_count=8.0, memory=math.inf, backend=on.name)
+    assert mixture.counts.item() == 9.0 and mixture.shares.item() == pytest.approx(4.0 + 0.6 / 0.8)
+    assert mixture.weights.item() == pytest.approx((4.0 + 0.75) / 9)
+
+
+def test_triton_has_none_and_takes_what_auto_does():
+    asked, nodes, picked = questions(0)
+    learn_source(asked, nodes, picked, *tables(0), **COUNTS, backend="triton")
+
+
+def test_bad_arguments_are_named():
+    asked, nodes, picked = questions(0)
+    mixture, reliability = tables(0)
+    with pytest.raises(ValueError, match="asked: expected at least one level"):
+        learn_source([], nodes, picked, mixture, **COUNTS)
+    with pytest.raises(TypeError, match="picked: expected int32"):
+        learn_source(asked, nodes, picked.long(), mixture, **COUNTS)
+    with pytest.raises(ValueError, match=r"asked\.log_probs: expected shape"):
+        learn_source([asked[0]._replace(log_probs=asked[0].log_probs[:1])], nodes, picked, mixture, **COUNTS)
+    with pytest.raises(ValueError, match="reliability: expected at least 4 ranks, got 2"):
+        learn_source(asked, nodes, picked, mixture, type(reliability)(*(t[:, :2] for t in reliability)), **COUNTS)
