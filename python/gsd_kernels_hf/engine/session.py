@@ -156,7 +156,7 @@ class Session:
         if not reuse_prefix:
             for rows in self.row_models:
                 rows.forget()
-        self.target.restart(request.input_ids[:, :-1])
+        self.target.restart(self.state.tokens[:, : request.prompt_length - 1])
         self.continues = self.target.reused > 0
         if self.drafter is not None:
             # No cycle: caches go with their session, at once.
