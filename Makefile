@@ -12,12 +12,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.installed
+ORACLES := .venv-oracles
 SOURCES := pyproject.toml setup.py $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help install demo test test-fast lint format bench wheel gpu-test gpu-bench sanitize clean
+.PHONY: help install demo test test-fast test-oracles lint format bench wheel gpu-test gpu-bench sanitize clean
 
 help:
-	@echo "make demo | test | test-fast | lint | format | bench | wheel | gpu-test | gpu-bench | sanitize | clean"
+	@echo "make demo | test | test-fast | test-oracles | lint | format | bench | wheel | gpu-test | gpu-bench | sanitize | clean"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -46,6 +47,20 @@ test: $(READY)
 # Without what is marked slow: exactness, refusals and every op, but no launches, compilers or long random runs.
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "not gpu and not slow" -n $(JOBS) --dist worksteal
+
+# Forwards of drafters against those of the speculators package, in an environment of its own: it pins other versions of
+# much, and its vision and audio packages do not load beside a torch built for the CPU.
+$(ORACLES)/.installed: $(SOURCES) | $(BIN)/python
+	$(PYTHON) -m venv $(ORACLES)
+	$(ORACLES)/bin/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
+	$(ORACLES)/bin/python -m pip install --quiet $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH_SPEC)"
+	$(ORACLES)/bin/python -m pip freeze | grep '^torch==' > $(ORACLES)/torch.txt
+	$(ORACLES)/bin/python -m pip install --quiet -c $(ORACLES)/torch.txt --no-build-isolation -e ".[oracles]"
+	$(ORACLES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio
+	@touch $@
+
+test-oracles: $(ORACLES)/.installed
+	$(ORACLES)/bin/python -m pytest -o addopts=-q tests/oracles
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -76,4 +91,4 @@ wheel: $(READY)
 	PYTHON=$(BIN)/python TORCH_INDEX_URL=$(TORCH_INDEX_URL) .ci/wheel
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-out
+	rm -rf $(VENV) $(ORACLES) build dist *.egg-info demo-out

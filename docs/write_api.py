@@ -32,6 +32,8 @@ SECTIONS = {
         "GraphConfig",
         "Typical",
         "DraftHeads",
+        "Eagle3",
+        "DFlash",
         "LayerSkip",
         "GraphDecoder",
     ),

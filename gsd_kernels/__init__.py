@@ -24,8 +24,10 @@ from .ops.write_kv import write_kv
 
 if TYPE_CHECKING:
     from gsd_kernels_hf import (
+        DFlash,
         DraftHeads,
         DraftSource,
+        Eagle3,
         GraphDecoder,
         LayerSkip,
         Level,
@@ -39,8 +41,10 @@ if TYPE_CHECKING:
     )
 
 _BINDINGS = (
+    "DFlash",
     "DraftHeads",
     "DraftSource",
+    "Eagle3",
     "GraphDecoder",
     "LayerSkip",
     "Level",
@@ -57,8 +61,10 @@ __all__ = [
     "BACKENDS",
     "Acceptance",
     "BackendUnavailableError",
+    "DFlash",
     "DraftHeads",
     "DraftSource",
+    "Eagle3",
     "Frontier",
     "GraphConfig",
     "GraphDecoder",

@@ -20,6 +20,7 @@ from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import decoder_rows
 from gsd_kernels_hf.model.fused import FusedRows, rows_of, why_not
+from gsd_kernels_hf.model.hidden import LAST
 from gsd_kernels_hf.model.runner import RowModel
 
 MISSING = unavailable_reason("cpu", torch.device("cpu"))
@@ -92,11 +93,11 @@ def test_the_error_is_at_most_twice_the_module_paths(name, dtype):
     for cls, of in ((RowModel, copy.deepcopy(model).double()), (RowModel, model), (FusedRows, model)):
         with torch.no_grad():
             rows = cls(of, 64, kv_start, "auto")
-            rows.keeps_hidden = True
+            rows.hidden_layers = (LAST,)
             rows.prefill(ids, padding, 8)
             logits = rows.rows(tokens, kv_len, torch.arange(len(parents)), mask, depths, depths, keep=6)
         assert logits.dtype == of.dtype
-        found.append((logits.double(), rows.hidden.double()))
+        found.append((logits.double(), rows.hidden[LAST].double()))
     exact, theirs, ours = found
     for i in range(2):  # logits, and what the output matrix reads
         assert (ours[i] - exact[i]).norm() <= 2 * (theirs[i] - exact[i]).norm() + 1e-6 * exact[i].norm()

@@ -14,12 +14,16 @@ if TYPE_CHECKING:
     from .policy.tuning import StepCosts, tune
     from .records import Verified
     from .sources.base import DraftSource, Level, Proposal
+    from .sources.dflash import DFlash
+    from .sources.eagle3 import Eagle3
     from .sources.heads import DraftHeads
     from .sources.layer_skip import LayerSkip
 
 __all__ = [
+    "DFlash",
     "DraftHeads",
     "DraftSource",
+    "Eagle3",
     "GenerationStats",
     "GraphDecoder",
     "GraphGenerateOutput",
@@ -36,7 +40,9 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DFlash": "sources.dflash",
     "DraftHeads": "sources.heads",
+    "Eagle3": "sources.eagle3",
     "GenerationStats": "engine.stats",
     "GraphDecoder": "engine.decoder",
     "GraphGenerateOutput": "engine.output",

@@ -147,7 +147,7 @@ class _Accelerated:
         kwargs.pop("custom_generate", None)
         given = {k: v for k, v in kwargs.items() if k not in self.defaults or v is not None}
         merged = {**self.defaults, **given}
-        without = [name for name in ("assistant_model", "draft_heads") if merged.get(name) is False]
+        without = [name for name in ("assistant_model", "draft_heads", "drafter") if merged.get(name) is False]
         return generate(self.model, inputs, **{**merged, **dict.fromkeys(without)})
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -160,10 +160,10 @@ def patch(model: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer:
     """Make ``model``'s own ``generate`` graph-speculative, until :func:`unpatch`.
 
     Pipelines, PEFT-wrapped models and servers that call ``model.generate`` get it too. What is given here holds for
-    all calls; a call may give any option anew, and ``assistant_model=False`` or ``draft_heads=False`` to go without the
-    patch's: alone for plain decoding, with ``draft_sources=("history",)`` for the history alone. Caches and captured
-    steps are kept between calls, and a prompt that begins as the last text did, like the next turn of a chat, is read
-    from there on only.
+    all calls; a call may give any option anew, and ``assistant_model=False``, ``draft_heads=False`` or
+    ``drafter=False`` to go without the patch's: alone for plain decoding, with ``draft_sources=("history",)`` for the
+    history alone. Caches and captured steps are kept between calls, and a prompt that begins as the last text did, like
+    the next turn of a chat, is read from there on only.
 
     Args:
         model: as in :func:`generate`.
@@ -182,7 +182,7 @@ def patch(model: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer:
     check_sources(decoder, inner)
     validate.check_tokenizers(tokenizer, assistant_tokenizer)
     handle = Patch(inner, Engines(keeps_sessions=True))
-    accelerated = _Accelerated(inner, {**options, "tokenizer": tokenizer})
+    accelerated = _Accelerated(inner, {**options, "drafter": decoder.drafter, "tokenizer": tokenizer})
     with _lock:  # of two threads one is refused
         if vars(inner).get(_PATCH) is not None:
             raise ValueError("model: already patched; unpatch(model) first")

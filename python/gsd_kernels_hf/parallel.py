@@ -29,7 +29,6 @@ from transformers import GenerationConfig, PreTrainedModel
 import gsd_kernels
 
 from .records import Verified
-from .sources.heads import DraftHeads
 from .validate.models import check_heads
 from .validate.options import CONFIG_FIELDS, HONOURED
 
@@ -240,8 +239,6 @@ def digest(value: object) -> int:
     if isinstance(value, Tensor):
         content.update(repr(tuple(value.shape)).encode())
         content.update(value.long().cpu().numpy().tobytes())
-    elif isinstance(value, DraftHeads):
-        content.update(_weights(value, value.weight.device))
     elif isinstance(value, PreTrainedModel):
         content.update(type(value).__name__.encode())
         config = value.config.to_dict()
@@ -249,6 +246,8 @@ def digest(value: object) -> int:
             config.pop(path_or_version, None)
         content.update(repr(sorted(config.items())).encode())
         content.update(_weights(value, value.device))
+    elif isinstance(value, nn.Module):  # heads, or another drafter
+        content.update(_weights(value, next(value.parameters()).device))
     else:
         content.update(repr(value).encode())
     return int.from_bytes(content.digest()[:8], "little") >> 1

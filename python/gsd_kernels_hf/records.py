@@ -192,7 +192,7 @@ class Unverified:
     graph: TokenGraph | None
     rows: Rows
     logits: Tensor
-    hidden: Tensor | None
+    hidden: Mapping[int, Tensor]
     positions: Tensor
     tail: Tensor
 
@@ -205,7 +205,8 @@ class Verified:
         graph: what was drafted; ``None`` where nothing was.
         rows: the graph unrolled, R rows.
         logits: float [B, R, V], the target's at every row.
-        hidden: [B, R, D] in the target's dtype, the input of its output matrix; ``None`` unless a source needs it.
+        hidden: [B, R, D] in the target's dtype, the hidden states that a source declared, by their number (−1: the
+            input of the output matrix); empty where none did.
         accepted: the path of rows that was accepted, P rows at most, and the bonus token.
         tail: int32 [B, C], the tokens before the root, nearest first, −1 where the text begins.
         tokens: int32 [B, P], the token emitted after each accepted row; 0 beyond ``accepted.num_accepted``.
@@ -215,7 +216,7 @@ class Verified:
     graph: TokenGraph | None
     rows: Rows
     logits: Tensor
-    hidden: Tensor | None
+    hidden: Mapping[int, Tensor]
     accepted: Acceptance
     tail: Tensor
     tokens: Tensor

@@ -400,3 +400,23 @@ def test_demo_inflated_table(tmp_path, monkeypatch):
         slower = contender["speedup"] < 1 and contender["name"] != names[0]
         line = next(line for line in result.stdout.splitlines() if line.startswith(contender["name"] + " "))
         assert ("slower" in line) == slower
+
+
+# ---- drafters
+
+
+def test_a_drafter_is_recognised_and_gives_the_same_text(pair, tmp_path):
+    from sources.drafters import eagle3_config, random_eagle3, safeailab, save
+    from transformers import AutoModelForCausalLM
+
+    target = AutoModelForCausalLM.from_pretrained(pair[1])
+    config = eagle3_config(target)
+    folder = save(tmp_path / "eagle3", config, safeailab(random_eagle3(config).float()))
+    common = ["--model", pair[1], "--max-new-tokens", 8, "--no-stream", "Say"]
+    plain = run("generate", "--draft", "none", *common)
+    drafted = run("generate", "--drafter", folder, "--stats", "json", *SMALL, *common)
+    assert drafted.exit_code == plain.exit_code == 0
+    assert drafted.stdout == plain.stdout
+    assert json.loads(drafted.stderr.splitlines()[-1])["draft_rows"] > 0
+    line = one_line_error(run("generate", "--drafter", tmp_path / "none", *common), 2)
+    assert "drafter: no such folder" in line

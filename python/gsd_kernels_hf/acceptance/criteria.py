@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -85,12 +86,14 @@ def check_chain(
     criterion: str | Typical,
     config: GraphConfig,
     sources: tuple[str, ...] | None,
-    heads: object | None,
-    reference_ids: Tensor | None,
+    others: Mapping[str, object],
 ) -> None:
     """Raise if speculative sampling should draft anything but a chain of one model's samples.
 
-    ``sources`` are those that were asked for.
+    Args:
+        criterion, config: of the call.
+        sources: those that were asked for.
+        others: what else there is to draft from, by the option; ``None`` where it was not given.
     """
     if criterion != SPECULATIVE:
         return
@@ -104,10 +107,10 @@ def check_chain(
     alone = 'criterion="speculative" drafts from one model alone'
     if sources is not None and tuple(sources) not in (("model",), ("layer_skip",)):
         raise ValueError(f"draft_sources: {alone}, got {sources!r}; leave it out, {cure}")
-    if heads is not None:
-        raise ValueError(f"draft_heads: {alone}; leave them out, {cure}")
-    if reference_ids is not None:
-        raise ValueError(f"reference_ids: the history reads them, and {alone}; leave them out, {cure}")
+    for name, value in others.items():
+        if value is not None:
+            them = "it" if name == "drafter" else "them"
+            raise ValueError(f"{name}: {alone}; leave {them} out, {cure}")
 
 
 class ExactMatch:

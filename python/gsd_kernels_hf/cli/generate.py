@@ -35,6 +35,7 @@ def command(
     model: options.Model = None,
     draft: options.Draft = None,
     draft_heads: options.DraftHeadsOption = None,
+    drafter: options.DrafterOption = None,
     revision: options.Revision = None,
     draft_revision: options.DraftRevision = None,
     dtype: options.DtypeOption = options.Dtype.auto,
@@ -84,6 +85,7 @@ def command(
             model,
             draft,
             heads=draft_heads,
+            drafter=drafter,
             dtype=dtype.value,
             device=device,
             revision=revision,
@@ -91,7 +93,7 @@ def command(
             trust_remote_code=trust_remote_code,
             tp_timeout=tp_timeout if tp else None,
         )
-    if pair.draft is None and draft is None and pair.heads is None:
+    if pair.draft is None and draft is None and pair.heads is None and pair.drafter is None:
         err.print("gsd-kernels: no --draft: plain decoding (--draft history speculates without a model)")
     inputs = pair.encode(texts, chat)
     streams = stream and len(texts) == 1

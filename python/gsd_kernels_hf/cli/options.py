@@ -63,6 +63,16 @@ DraftHeadsOption = Annotated[
         "without a draft. [bold]demo[/bold]: those of the embedded target.",
     ),
 ]
+DrafterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--drafter",
+        metavar="DIR|ID",
+        rich_help_panel=_MODELS,
+        help="Drafter that was trained for the target: an EAGLE-3, DFlash or Medusa checkpoint; its config says which. "
+        "Beside --draft and the history, or without a draft.",
+    ),
+]
 Revision = Annotated[
     str | None, typer.Option("--revision", rich_help_panel=_MODELS, help="Branch, tag or commit of --model on the hub.")
 ]

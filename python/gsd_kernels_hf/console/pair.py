@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from gsd_kernels_hf import demo, validate
 from gsd_kernels_hf.model import properties
 from gsd_kernels_hf.parallel import check_heads
+from gsd_kernels_hf.sources.drafters import Drafter, load_drafter
 from gsd_kernels_hf.sources.heads import DraftHeads
 
 from . import ranks
@@ -32,6 +33,7 @@ class Pair:
     tokenizer: PreTrainedTokenizerBase
     sources: tuple[str, ...] | None = None
     heads: DraftHeads | None = None
+    drafter: Drafter | None = None
 
     @property
     def device(self) -> torch.device:
@@ -64,8 +66,13 @@ class Pair:
     @property
     def speculation(self) -> dict[str, Any]:
         """Arguments of :func:`gsd_kernels.generate` that name the draft sources."""
-        sources = self.sources if self.heads is None else None  # all that there are, and the history
-        return {"assistant_model": self.draft, "draft_sources": sources, "draft_heads": self.heads}
+        alone = self.heads is None and self.drafter is None
+        return {
+            "assistant_model": self.draft,
+            "draft_sources": self.sources if alone else None,  # all that there are, and the history
+            "draft_heads": self.heads,
+            "drafter": self.drafter,
+        }
 
 
 def quiet_transformers() -> None:
@@ -95,6 +102,7 @@ def load_pair(
     draft: str | None,
     *,
     heads: str | None = None,
+    drafter: str | None = None,
     dtype: str = "auto",
     device: str | None = None,
     revision: str | None = None,
@@ -102,7 +110,7 @@ def load_pair(
     trust_remote_code: bool = False,
     tp_timeout: float | None = None,
 ) -> Pair:
-    """The pair that the options name, with its heads; the embedded one without ``model``.
+    """The pair that the options name, with its heads and drafter; the embedded one without ``model``.
 
     With ``tp_timeout`` (seconds) the target is sharded over the processes that torchrun started.
 
@@ -122,6 +130,8 @@ def load_pair(
     )
     if heads is not None:
         pair.heads = DraftHeads.from_pretrained(demo.path() / "heads" if heads == "demo" else heads, pair.target)
+    if drafter is not None:
+        pair.drafter = load_drafter(drafter, pair.target)
     return pair
 
 

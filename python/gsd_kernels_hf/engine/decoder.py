@@ -18,6 +18,7 @@ from ..policy.base import Policy
 from ..policy.fixed import FixedPolicy
 from ..policy.pairs import automatic_policy
 from ..sources.base import DraftSource
+from ..sources.heads import DraftHeads
 from .engine import Engines, Statistics, engines_of
 from .loop import decode
 from .options import Options
@@ -114,8 +115,9 @@ class GraphDecoder(Options):
         return automatic_policy(
             statistics.experience,
             request.model,
-            self.assistant_model,
+            self.assistant_model or (None if isinstance(self.drafter, DraftHeads) else self.drafter),
             sources=[source.name for source in sources],
+            reuses=not all(source.costs_forward for source in sources),
             about=f"{request.plan.temperature > 0} {self.criterion}",
             batch=request.batch,
             prefix=request.prompt_length,

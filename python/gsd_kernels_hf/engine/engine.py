@@ -130,7 +130,8 @@ class Engine:
             return Session(kind, request.model, request.device, capacity, [copy.copy(s) for s in sources]), False
         capacity = -(-capacity // GRAIN) * GRAIN
         # As they are now: what is changed while a text is written is a change to the next call.
-        states = {name: ModelState.of(model) for name, model in request.models.items()}
+        modules = {**request.models, "drafter": request.options.drafter}
+        states = {name: ModelState.of(module) for name, module in modules.items() if module is not None}
         session, current = self.idle.take(self, kind, request, states), False
         if session is None:
             session = Session(kind, request.model, request.device, capacity, [copy.copy(s) for s in sources])
@@ -210,4 +211,4 @@ def engines_of(model: Any) -> Engines:
 def parts_of(options: Options) -> list[Any]:
     """The objects whose identity tells sets of sources apart."""
     own = [source for source in options.draft_sources or () if isinstance(source, DraftSource)]
-    return [part for part in (options.assistant_model, options.draft_heads, *own) if part is not None]
+    return [part for part in (options.assistant_model, options.draft_heads, options.drafter, *own) if part is not None]

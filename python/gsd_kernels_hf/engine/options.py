@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
@@ -19,16 +20,18 @@ from ..model import properties
 from ..records import Verified
 from ..sources.base import DraftSource
 from ..sources.draft_model import DraftModel
+from ..sources.drafters import KINDS, Drafter, load_drafter, source_of
 from ..sources.heads import DraftHeads, Heads
 from ..sources.history import History
 from ..sources.layer_skip import LayerSkip, SkippedLayers
 
-NAMES = ("model", "layer_skip", "heads", "history")
+NAMES = ("model", "layer_skip", "drafter", "heads", "history")
 """What ``draft_sources`` may name."""
 
 NEEDS = {
     "model": "assistant_model, a draft of the same tokenizer",
     "layer_skip": "assistant_model=LayerSkip(model, …)",
+    "drafter": "drafter, a folder, a hub id or a loaded one",
     "heads": "draft_heads",
 }
 
@@ -46,11 +49,16 @@ class Options:
             ``"auto"`` is ``"graph"``.
         seed: 64-bit seed of the sampling noise; ``None`` draws one from torch's generator.
         backend: of all ops, see :mod:`gsd_kernels.backends`.
-        draft_sources: of ``"model"`` (the draft), ``"layer_skip"``, ``"heads"``, ``"history"`` (the prompt, and what
-            the target picked and nearly picked before), and :class:`~gsd_kernels.DraftSource` objects. ``None``: all
-            that are given and the history, the latter beside a model only where ``graph_config`` has levels for it,
-            as ``"auto"`` has; nothing given is plain decoding. ``("history",)`` speculates without a draft model.
+        draft_sources: of ``"model"`` (the draft), ``"layer_skip"``, ``"drafter"``, ``"heads"``, ``"history"`` (the
+            prompt, and what the target picked and nearly picked before), and :class:`~gsd_kernels.DraftSource` objects.
+            ``None``: all that are given and the history, the latter beside a model only where ``graph_config`` has
+            levels for it, as ``"auto"`` has; nothing given is plain decoding. ``("history",)`` speculates without a
+            draft model.
         draft_heads: :class:`~gsd_kernels.DraftHeads` that were trained for the target.
+        drafter: a drafter that was trained for the target, from a checkpoint: its folder or hub id, whose config says
+            which kind it is, or a loaded one (:class:`~gsd_kernels.Eagle3`, :class:`~gsd_kernels.DFlash`,
+            :class:`~gsd_kernels.DraftHeads`). :func:`gsd_kernels.patch` loads it once, :func:`gsd_kernels.generate` for
+            every call.
         reference_ids: int64 [length] for all sequences or [batch, length], a text that the output may repeat: the file
             to edit, a retrieved document. The history starts with it; it changes the speed, never the output.
         criterion: which drafted tokens are accepted when sampling. ``"exact"``: those that the model itself draws.
@@ -77,6 +85,7 @@ class Options:
     backend: str = "auto"
     draft_sources: tuple[str | DraftSource, ...] | None = None
     draft_heads: DraftHeads | None = None
+    drafter: Drafter | str | os.PathLike[str] | None = None
     reference_ids: Tensor | None = None
     criterion: str | Typical = "exact"
     reuse_prefix: bool = True
@@ -93,14 +102,29 @@ class Options:
         if self.draft_heads is not None and not isinstance(self.draft_heads, DraftHeads):
             got = type(self.draft_heads).__name__
             raise TypeError(f"draft_heads: expected DraftHeads, got {got}; use from_pretrained")
+        if self.drafter is not None and not isinstance(self.drafter, (str, os.PathLike, *KINDS)):
+            kinds, got = ", ".join(kind.__name__ for kind in KINDS), type(self.drafter).__name__
+            raise TypeError(f"drafter: expected a folder, a hub id, or one of {kinds}, got {got}")
         self.named = self._names()
         self.automatic = shape in (None, "auto") and bool(self.named)
         self.graph_config = GraphConfig() if shape == "auto" else resolve_graph_config(shape)
-        check_chain(self.criterion, self.graph_config, self.draft_sources, self.draft_heads, self.reference_ids)
+        others = {"draft_heads": self.draft_heads, "drafter": self.drafter, "reference_ids": self.reference_ids}
+        check_chain(self.criterion, self.graph_config, self.draft_sources, others)
         validate.check_backend(self.backend)
         if self.seed is not None:
             draw_seed(self.seed)
         validate.check_listeners(self.streamer, self.observer)
+
+    def load(self, target: PreTrainedModel) -> None:
+        """Load a drafter that was named by its place, once.
+
+        Raises:
+            ValueError: none that can be served, another target's, or heads beside others.
+        """
+        if isinstance(self.drafter, (str, os.PathLike)):
+            self.drafter = load_drafter(self.drafter, target)
+        if isinstance(self.drafter, DraftHeads) and self.draft_heads is not None:
+            raise ValueError("drafter: these are heads, and draft_heads has others; give one of the two")
 
     def sources(self, *, automatic: bool) -> list[DraftSource]:
         """The sources of one call, in the order in which they are mixed.
@@ -117,6 +141,7 @@ class Options:
         makers: dict[str, Callable[[], DraftSource]] = {
             "model": lambda: DraftModel(self.assistant_model),
             "layer_skip": lambda: SkippedLayers(self.assistant_model),
+            "drafter": lambda: source_of(self.drafter),
             "heads": lambda: Heads(self.draft_heads),
         }
         found = [make() for name, make in makers.items() if name in self.named]
@@ -137,6 +162,7 @@ class Options:
             "graph_config",
             "draft_sources",
             "draft_heads",
+            "drafter",
             "reference_ids",
             "criterion",
             "backend",
@@ -152,6 +178,7 @@ class Options:
         there = {
             "model": self.assistant_model is not None and not skips,
             "layer_skip": skips,
+            "drafter": self.drafter is not None,
             "heads": self.draft_heads is not None,
         }
         sources = self.draft_sources

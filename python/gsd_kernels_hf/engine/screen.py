@@ -36,7 +36,8 @@ def screen(
 
 
 def check_sources(options: Options, model: PreTrainedModel) -> None:
-    """Raise unless all sources can draft for the target ``model``."""
+    """Raise unless all sources can draft for the target ``model``; load a drafter that was named by its place."""
+    options.load(model)
     for source in options.sources(automatic=True):
         source.check(model)
     for draft in drafts_of(options).values():

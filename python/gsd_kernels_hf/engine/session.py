@@ -22,7 +22,7 @@ from ..acceptance.rule import AcceptanceRule, OnDevice
 from ..acceptance.tokenwise import TokenByToken
 from ..model.fused import rows_of
 from ..model.identity import ModelState
-from ..model.runner import RowModel
+from ..model.runner import CachedText, Listener, RowModel
 from ..policy.acceptance import AcceptanceModel
 from ..policy.base import Policy
 from ..records import DecodeState, Sampler, Unverified, Verified
@@ -112,8 +112,11 @@ class Session:
         )
         self.proposal = ChainProposal(self.sampler) if kind.draws else None
         self.draws = None if self.proposal is None else self.proposal.draw
-        self.target = rows_of(model, capacity, self.state.kv_start, self.backend)
-        self.row_models = [self.target]
+        for source in sources:
+            source.check(model)  # and note what it needs of this target
+        layers = tuple(sorted({layer for source in sources for layer in source.hidden_layers}))
+        self.target = rows_of(model, capacity, self.state.kv_start, self.backend, layers)
+        self.row_models: list[CachedText] = [self.target]
         self.eos_ids = torch.tensor(kind.eos_ids, dtype=torch.int32, device=device)
         self.kv_len = torch.zeros_like(self.state.out_len)
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)  # nodes, merges, accepted merges
@@ -124,7 +127,6 @@ class Session:
         if sources:
             weights = {s.name: SourceWeights(s.shares, s.reliability, MAX_BRANCH, device) for s in sources}
             self.drafter = Drafter(sources, weights, self.state, self.backend)
-            self.target.keeps_hidden = any(source.needs_hidden for source in sources)
             if kind.calibrated:
                 self.calibration = self.drafter.calibration = Calibration(kind.branch, device)
         self.begun = self.continues = False
@@ -155,11 +157,12 @@ class Session:
         if not reuse_prefix:
             for rows in self.row_models:
                 rows.forget()
-        self.read_prompt(self.target)
+        self.target.restart(self.state.tokens[:, : request.prompt_length - 1])
         self.continues = self.target.reused > 0
         if self.drafter is not None:
             # No cycle: caches go with their session, at once.
             self.drafter.restart(weakref.proxy(self), weights, first=not self.begun)
+        self.read(self.target, None if self.drafter is None else self.drafter.read)
         self.begun = True
         self.rule = self._rule(request)
 
@@ -189,7 +192,7 @@ class Session:
         self.capacity = capacity
         self.state.grow(capacity + self.kind.width)
         for rows in self.row_models:
-            rows.cache.grow(capacity)
+            rows.grow(capacity)
         self.captured = None
 
     def holds(self, request: Request) -> int:
@@ -215,12 +218,21 @@ class Session:
         self.row_models.append(rows)
         return rows
 
+    def keep(self, rows: CachedText) -> None:
+        """Let a source's cache grow with the session, and forget when reuse is off."""
+        self.row_models.append(rows)
+
     def read_prompt(self, rows: RowModel) -> None:
         """Store all of the prompt but its last token in the cache of ``rows``, as far as it is not there."""
+        rows.restart(self.state.tokens[:, : self.request.prompt_length - 1])
+        self.read(rows)
+
+    def read(self, rows: RowModel, listener: Listener | None = None) -> None:
+        """Store what the cache of ``rows`` lacks; ``listener`` gets the hidden states."""
         last, mask = self.request.prompt_length - 1, self.request.attention_mask
         with self.clock.part("prefill"):
             chunk = self.request.generation_config.prefill_chunk_size
-            rows.prefill(self.state.tokens[:, :last], None if mask is None else mask[:, :-1], chunk)
+            rows.read(self.state.tokens[:, :last], None if mask is None else mask[:, :-1], chunk, listener)
 
     def use(self, config: GraphConfig | None, acceptance: AcceptanceModel | None = None) -> None:
         """Take ``config`` for the next steps; ``None`` is plain decoding.
@@ -248,7 +260,7 @@ class Session:
     @property
     def cache_bytes(self) -> int:
         """Bytes of all caches."""
-        return sum(rows.cache.nbytes for rows in self.row_models)
+        return sum(rows.nbytes for rows in self.row_models)
 
     def step(self) -> Verified:
         """Take one step: draft → merge → flatten → attend → verify → commit, then let sources observe it."""

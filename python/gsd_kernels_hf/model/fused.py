@@ -28,7 +28,8 @@ from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, decoder_rows
 from gsd_kernels.ops.decoder_rows.api import FLOATS
 
-from .runner import RowModel
+from .hidden import LAST
+from .runner import Listener, RowModel
 
 logger = logging.getLogger("gsd_kernels")
 CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -49,13 +50,17 @@ def missing(device: torch.device, backend: str = "auto") -> str | None:
     return unavailable_reason("cpu", device)
 
 
-def why_not(model: PreTrainedModel, backend: str) -> str | None:
-    """What keeps ``model`` from being forwarded by one operator, or ``None``."""
+def why_not(model: PreTrainedModel, backend: str, hidden_layers: tuple[int, ...] = ()) -> str | None:
+    """What keeps ``model`` from being forwarded by one operator that keeps these hidden states, or ``None``."""
     reason = missing(model.device, backend)
     if reason is not None:
         return reason
     if type(model) not in CLASSES:
         return f"{type(model).__name__} is not one of {', '.join(c.__name__ for c in CLASSES)}"
+    if set(hidden_layers) - {LAST}:
+        return (
+            f"hidden states {', '.join(map(str, hidden_layers))} are read, and the operator returns the last one alone"
+        )
     return _foreign_config(model) or _foreign_module(model) or _foreign_parameter(model)
 
 
@@ -139,8 +144,15 @@ def weights_of(model: PreTrainedModel) -> DecoderWeights:
 class FusedRows(RowModel):
     """A :class:`RowModel` whose rows, of graphs and of prompts, are one operator."""
 
-    def __init__(self, model: PreTrainedModel, capacity: int, kv_start: Tensor, backend: str) -> None:
-        super().__init__(model, capacity, kv_start, backend)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        capacity: int,
+        kv_start: Tensor,
+        backend: str,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(model, capacity, kv_start, backend, hidden_layers=hidden_layers)
         self.weights = weights_of(model)
         self.kv_heads, self.head_dim = model.config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
 
@@ -151,7 +163,9 @@ class FusedRows(RowModel):
                 layer.lazy_initialization(self.weights.head.new_empty(batch, self.kv_heads, 0, self.head_dim))
         return [layer.keys for layer in self.cache.layers], [layer.values for layer in self.cache.layers]
 
-    def read(self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None) -> None:
+    def read(
+        self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None, listener: Listener | None = None
+    ) -> None:
         """As :meth:`RowModel.read`, at most ``chunk`` tokens at a time. Padding is where ``kv_start`` says."""
         batch, length = input_ids.shape
         most = min(chunk or PROMPT_ROWS, max(1, PROMPT_ROWS // batch))
@@ -170,9 +184,11 @@ class FusedRows(RowModel):
                 pack_bits(seen),
                 (at - begin).expand(batch, -1),
                 torch.full((batch,), begin, dtype=torch.int32),
-                keep=0,
+                keep=int(end == length and bool(self.hidden_layers)),
             )
             self.cache.prompt_length = end
+            if listener is not None:
+                listener(self.hidden, begin)
 
     def rows(
         self,
@@ -215,8 +231,7 @@ class FusedRows(RowModel):
             backend=self.backend,
         )
         dtype = self.weights.head.dtype
-        if self.keeps_hidden and keep:
-            self.hidden = hidden.to(dtype)
+        self.hidden = {LAST: hidden.to(dtype)} if self.hidden_layers and keep else {}
         return logits.to(dtype)
 
 
@@ -225,13 +240,15 @@ def _log_once(kind: str, reason: str) -> None:
     logger.info("rows of %s go through its modules: %s", kind, reason)
 
 
-def rows_of(model: PreTrainedModel, capacity: int, kv_start: Tensor, backend: str) -> RowModel:
+def rows_of(
+    model: PreTrainedModel, capacity: int, kv_start: Tensor, backend: str, hidden_layers: tuple[int, ...] = ()
+) -> RowModel:
     """The fastest way to forward the rows of a target or draft; arguments as of :class:`RowModel`."""
-    reason = why_not(model, backend)
+    reason = why_not(model, backend, hidden_layers)
     if reason is None:
-        return FusedRows(model, capacity, kv_start, backend)
+        return FusedRows(model, capacity, kv_start, backend, hidden_layers)
     if model.device.type == "cpu":
         _log_once(type(model).__name__, reason)
-    rows = RowModel(model, capacity, kv_start, backend)
+    rows = RowModel(model, capacity, kv_start, backend, hidden_layers=hidden_layers)
     rows.why_modules = reason
     return rows

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,94 +13,43 @@ from gsd_kernels.ops.step import FedRows, feed_rows
 
 from .attention import GraphInputs, configs_of, switched_configs
 from .cache import GraphCache, lies_in_a_block
+from .hidden import LAST, listening
 from .linear import with_cpu_linears
 from .probe import examine
 from .properties import device_of, vocabulary
 
+Listener = Callable[[Mapping[int, Tensor], int], None]
+"""Takes the hidden states of a piece of the prompt, [B, n, D] by layer, and the position of its first token."""
 
-class RowModel:
-    """A causal language model that takes rows of a graph.
+
+class CachedText:
+    """A cache, and which tokens it holds of the last text.
 
     Args:
-        model: target or draft.
-        capacity: cache positions.
-        kv_start: int32 [B], left padding of every sequence.
-        backend: of the attention, cache write and commit ops.
-        cache: to read and write; ``None``: a new one.
+        model: whose keys and values they are.
+        cache: of keys and values.
+        kv_start: int32 [B], left padding of every sequence of the text being written.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        capacity: int,
-        kv_start: Tensor,
-        backend: str,
-        cache: GraphCache | None = None,
-    ) -> None:
-        self.model = model
-        self.stepping = with_cpu_linears(model, backend)  # the same model and weights
-        self.configs = configs_of(model)  # switched for every forward by itself, and as they were in between
-        self.windows = examine(model).windows
-        self.backend = backend
-        self.device = device_of(model)
-        self.vocab_size = vocabulary(model)
-        if cache is None:
-            cache = GraphCache(model.config, capacity, backend, stacked=lies_in_a_block(model))
-        self.cache = cache
-        self.text_kv_start = kv_start  # of the text being written, wherever that is
-        self.kv_start = kv_start.to(self.device)
-        # Any 4D mask reaches the attention function untouched and keeps the model from building one.
-        self.no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
-        self.keeps_hidden = False
-        self.hidden: Tensor | None = None  # [B, keep, D]; what the output matrix read last, if ``keeps_hidden``
+    def __init__(self, model: nn.Module, cache: GraphCache, kv_start: Tensor) -> None:
+        self.model, self.cache = model, cache
+        self.text_kv_start = kv_start
         self.stored: tuple[Tensor, Tensor] | None = None  # tokens [B, n] and padding [B] of the last text, on the CPU
-        self.reused = 0  # positions of the current prompt that were there
-        self.why_modules: str | None = None  # what keeps the rows from being one operator
-        self.after: Tensor  # int32 [B, R]; of the last rows, index in the text of the token after each
-
-    def sharing_cache(self, view: PreTrainedModel) -> RowModel:
-        """``view``, this model without some blocks, in this model's own cache."""
-        return RowModel(view, self.cache.capacity, self.kv_start, self.backend, self.cache)
-
-    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None) -> None:
-        """Cache the prompt [B, P] in chunks of ``chunk`` tokens, with the attention that the model had before.
-
-        What the cache holds of its beginning is not read again, see :meth:`holds`.
-        """
-        self.hidden = None
-        if self.kv_start is not self.text_kv_start:
-            self.kv_start.copy_(self.text_kv_start)
-        self.cache.prompt_length = self.reused = self.common(input_ids, self.text_kv_start)
-        self.stored = None
-        self.read(input_ids.to(self.device), attention_mask, chunk)
-
-    def read(self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None) -> None:
-        """Cache the prompt [B, P] from ``self.reused`` on."""
-        length = input_ids.shape[1]
-        if attention_mask is None:
-            positions = torch.arange(length, device=self.device).expand(input_ids.shape[0], -1)
-        else:
-            attention_mask = attention_mask.to(self.device)
-            positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        chunk = chunk or max(1, length)
-        for begin in range(self.reused, length, chunk):
-            end = min(begin + chunk, length)
-            with switched_configs(self.configs):
-                self.stepping(
-                    input_ids=self.known(input_ids[:, begin:end]),
-                    attention_mask=None if attention_mask is None else attention_mask[:, :end],
-                    position_ids=positions[:, begin:end],
-                    past_key_values=self.cache,
-                    use_cache=True,
-                    logits_to_keep=1,
-                )
-            self.cache.prompt_length = end
 
     def holds(self, tokens: Tensor, lengths: Tensor) -> None:
         """After a text: its first ``lengths`` tokens [B] are in the cache; tokens int64 [B, S], left-padded."""
         shared = int(lengths.min())
         # Copies: the storage is used again for the next text.
         self.stored = tuple(t.to("cpu", copy=True) for t in (tokens[:, :shared], self.text_kv_start))
+
+    def grow(self, capacity: int) -> None:
+        """Make room for ``capacity`` positions; what is stored stays, at other addresses."""
+        self.cache.grow(capacity)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated so far."""
+        return self.cache.nbytes
 
     def forget(self) -> None:
         """Take nothing in the cache for the beginning of the next prompt."""
@@ -118,6 +65,98 @@ class RowModel:
         both = min(tokens.shape[1], input_ids.shape[1])
         same = (tokens[:, :both] == input_ids[:, :both].cpu()).all(0)
         return int(same.long().cumprod(0).sum())
+
+
+class RowModel(CachedText):
+    """A causal language model that takes rows of a graph.
+
+    Args:
+        model: target or draft.
+        capacity: cache positions.
+        kv_start: int32 [B], left padding of every sequence.
+        backend: of the attention, cache write and commit ops.
+        cache: to read and write; ``None``: a new one.
+        hidden_layers: whose hidden states are kept, see :mod:`gsd_kernels_hf.model.hidden`.
+
+    Attributes:
+        hidden: of the rows of the last forward, [B, R, D] by layer.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        capacity: int,
+        kv_start: Tensor,
+        backend: str,
+        cache: GraphCache | None = None,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> None:
+        if cache is None:
+            cache = GraphCache(model.config, capacity, backend, stacked=lies_in_a_block(model))
+        super().__init__(model, cache, kv_start)
+        self.stepping = with_cpu_linears(model, backend)  # the same model and weights
+        self.configs = configs_of(model)  # switched for every forward by itself, and as they were in between
+        self.windows = examine(model).windows
+        self.backend = backend
+        self.device = device_of(model)
+        self.vocab_size = vocabulary(model)
+        self.kv_start = kv_start.to(self.device)
+        # Any 4D mask reaches the attention function untouched and keeps the model from building one.
+        self.no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        self.hidden_layers = hidden_layers
+        self.hidden: Mapping[int, Tensor] = {}
+        self.reused = 0  # positions of the current prompt that were there
+        self.why_modules: str | None = None  # what keeps the rows from being one operator
+        self.after: Tensor  # int32 [B, R]; of the last rows, index in the text of the token after each
+
+    def sharing_cache(self, view: PreTrainedModel) -> RowModel:
+        """``view``, this model without some blocks, in this model's own cache."""
+        return RowModel(view, self.cache.capacity, self.kv_start, self.backend, self.cache)
+
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None) -> None:
+        """Cache the prompt [B, P] in chunks of ``chunk`` tokens, with the attention that the model had before.
+
+        What the cache holds of its beginning is not read again, see :meth:`holds`.
+        """
+        self.restart(input_ids)
+        self.read(input_ids, attention_mask, chunk)
+
+    def restart(self, input_ids: Tensor) -> None:
+        """Begin a text with this prompt [B, P]: ``reused`` positions of it need not be read."""
+        self.hidden = {}
+        if self.kv_start is not self.text_kv_start:
+            self.kv_start.copy_(self.text_kv_start)
+        self.reused = self.common(input_ids, self.text_kv_start)
+        if LAST in self.hidden_layers:  # nothing keeps it, so the last position is read in any case
+            self.reused = max(0, min(self.reused, input_ids.shape[1] - 1))
+        self.cache.prompt_length = self.reused
+        self.stored = None
+
+    def read(
+        self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None, listener: Listener | None = None
+    ) -> None:
+        """Cache the prompt [B, P] from ``reused`` on; ``listener`` gets the hidden states of every chunk."""
+        length, input_ids = input_ids.shape[1], input_ids.to(self.device)
+        if attention_mask is None:
+            positions = torch.arange(length, device=self.device).expand(input_ids.shape[0], -1)
+        else:
+            attention_mask = attention_mask.to(self.device)
+            positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        chunk = chunk or max(1, length)
+        for begin in range(self.reused, length, chunk):
+            end = min(begin + chunk, length)
+            with switched_configs(self.configs), listening(self.stepping, self.hidden_layers) as hidden:
+                self.stepping(
+                    input_ids=self.known(input_ids[:, begin:end]),
+                    attention_mask=None if attention_mask is None else attention_mask[:, :end],
+                    position_ids=positions[:, begin:end],
+                    past_key_values=self.cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
+            self.cache.prompt_length = end
+            if listener is not None:
+                listener(hidden, begin)
 
     def rows(
         self,
@@ -145,7 +184,8 @@ class RowModel:
             windows=self.windows,
         )
         assert inputs.ancestor_mask.shape[-1] == num_words(node_depths.shape[-1])
-        with switched_configs(self.configs), self.cache.writing(fed.places), self._listening():
+        listens = listening(self.stepping, self.hidden_layers)
+        with switched_configs(self.configs), self.cache.writing(fed.places), listens as hidden:
             output = self.stepping(
                 input_ids=fed.ids,
                 attention_mask=self.no_mask,
@@ -156,6 +196,7 @@ class RowModel:
                 graph=inputs,
             )
         inputs.check_complete()
+        self.hidden = hidden
         return output.logits[:, -keep:]
 
     def feed(
@@ -185,24 +226,6 @@ class RowModel:
         )
         self.after = fed.after
         return fed
-
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
-        """Keep the last hidden state of a forward, of this thread's own."""
-        if not self.keeps_hidden:
-            yield
-            return
-        thread = threading.get_ident()
-
-        def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if threading.get_ident() == thread:
-                self.hidden = inputs[0]
-
-        handle = self.stepping.get_output_embeddings().register_forward_pre_hook(keep)
-        try:
-            yield
-        finally:
-            handle.remove()
 
     def known(self, token_ids: Tensor) -> Tensor:
         """Ids beyond this model's vocabulary (the other one is padded further) read as token 0."""

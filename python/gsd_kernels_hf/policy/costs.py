@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig
@@ -72,7 +73,7 @@ class Known:
     step_seconds: float = 1.5e-3
 
     @classmethod
-    def of(cls, model: PreTrainedModel, draft: PreTrainedModel | None, bandwidth: float, *, one_op: bool) -> Known:
+    def of(cls, model: PreTrainedModel, draft: nn.Module | None, bandwidth: float, *, one_op: bool) -> Known:
         """Of two models as they lie in memory. ``one_op``: the draft's forward is one operator."""
         on_gpu = next(model.parameters()).device.type == "cuda"
         config = model.config.get_text_config(decoder=True)
@@ -86,7 +87,7 @@ class Known:
             target_bytes=weight_bytes(model),
             target_layers=layers,
             draft_bytes=0.0 if draft is None else weight_bytes(draft),
-            draft_layers=0 if draft is None else int(draft.config.get_text_config(decoder=True).num_hidden_layers),
+            draft_layers=layers_of(draft),
             cache_bytes=2.0 * layers * heads * size * model.dtype.itemsize,
             bandwidth=bandwidth,
             **speeds,
@@ -282,8 +283,19 @@ def increasing(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return np.concatenate([np.full(count, value) for value, _, count in blocks])
 
 
-def weight_bytes(model: PreTrainedModel) -> float:
+def layers_of(draft: nn.Module | None) -> int:
+    """Decoder layers of a draft."""
+    if draft is None:
+        return 0
+    if isinstance(draft, PreTrainedModel):
+        return int(draft.config.get_text_config(decoder=True).num_hidden_layers)
+    return len(draft.layers)
+
+
+def weight_bytes(model: nn.Module) -> float:
     """Bytes of the weights that a forward of few rows reads: all but the input embedding, of which it reads rows."""
+    if not isinstance(model, PreTrainedModel):
+        return float(sum(p.nbytes for name, p in model.named_parameters() if not name.startswith("embed_tokens")))
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     left_out = getattr(embedding, "weight", None)
     if left_out is None or left_out is getattr(output, "weight", None):

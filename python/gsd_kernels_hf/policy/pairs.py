@@ -38,7 +38,8 @@ PAIRS = 32  # kept in a process; what was learned of the others is on disk
 COSTS = "costs"
 PRINT_VALUES = 16  # of a weight, that tell models of the same sizes apart
 
-Draft = PreTrainedModel | LayerSkip | None
+Draft = PreTrainedModel | LayerSkip | nn.Module | None
+"""A draft model, a view of the target, or a drafter that reads its hidden states."""
 
 
 class Pair:
@@ -96,6 +97,7 @@ def automatic_policy(
     draft: Draft,
     *,
     sources: Sequence[str],
+    reuses: bool,
     about: str,
     batch: int,
     prefix: int,
@@ -107,6 +109,7 @@ def automatic_policy(
         kept: what the caller keeps of this pair between generations; filled here.
         model, draft: target and draft.
         sources: names of the draft sources.
+        reuses: whether one of them proposes without a forward.
         about: of all else that acceptance depends on: how tokens are sampled, the criterion.
         batch, prefix: sequences, and tokens of the prompt.
         backend: of the ops.
@@ -115,7 +118,6 @@ def automatic_policy(
     if key not in kept:
         models = [model, *([] if draft is None or isinstance(draft, LayerSkip) else [draft])]
         about = " ".join([about, *sources, *(fingerprint(m) for m in models)])
-        reuses = not set(sources) <= {"model", "layer_skip"}
         kept.setdefault(key, pair_of(model, draft, backend).experience(about, reuses=reuses))
     experience, saver = kept[key]
     return AutoPolicy(experience, batch=batch, prefix=prefix, saver=saver)
@@ -131,7 +133,11 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, An
     device = properties.device_of(model)
     skip = isinstance(draft, LayerSkip)
 
-    def identity(m: PreTrainedModel) -> dict[str, Any]:
+    def identity(m: nn.Module) -> dict[str, Any]:
+        if not isinstance(m, PreTrainedModel):
+            first = next(m.parameters())
+            size = {name: list(p.shape) for name, p in m.named_parameters()}
+            return {"class": type(m).__name__, "dtype": str(first.dtype), "device": str(first.device), **size}
         config = m.config.get_text_config(decoder=True)
         size = {key: getattr(config, key, None) for key in SIZES}
         return {"class": type(m).__name__, "dtype": str(m.dtype), "device": str(properties.device_of(m)), **size}
@@ -151,10 +157,10 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, An
 def forwards(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, str | None]:
     """Whether an operator or the modules forward rows, and with which instructions the operator does."""
 
-    def way(m: PreTrainedModel | None) -> str:
-        return "operator" if m is not None and why_not(m, backend) is None else "modules"
+    def way(m: nn.Module | LayerSkip | None) -> str:
+        return "operator" if isinstance(m, PreTrainedModel) and why_not(m, backend) is None else "modules"
 
-    ways = {"target_forward": way(model), "draft_forward": way(None if isinstance(draft, LayerSkip) else draft)}
+    ways = {"target_forward": way(model), "draft_forward": way(draft)}
     return {**ways, "cpu_level": cpu_levels.active() if "operator" in ways.values() else None}
 
 

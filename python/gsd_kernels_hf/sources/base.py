@@ -7,7 +7,7 @@ A step's drafting goes level by level. At each level every source is asked what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from gsd_kernels import Frontier, GraphConfig, TokenGraph
 
-from ..model.runner import RowModel
+from ..model.runner import CachedText, RowModel
 from ..records import Candidates, DecodeState, Sampler, Verified
 
 
@@ -51,6 +51,10 @@ class Text(Protocol):
 
     def read_prompt(self, rows: RowModel) -> None:
         """Store all of the prompt but its last token in the cache of ``rows``, as far as it is not there."""
+        ...
+
+    def keep(self, rows: CachedText) -> None:
+        """Let a cache of the source's own grow with the session, count as its memory, and forget when it does."""
         ...
 
 
@@ -110,7 +114,9 @@ class DraftSource:
         name: in ``draft_sources`` and in statistics.
         costs_forward: whether proposing takes a forward of a model. Where a source takes none, ``history_depth`` levels
             follow the ``depth`` ones; all are asked there too, and those that forward a model return ``None``.
-        needs_hidden: whether :class:`~gsd_kernels_hf.records.Verified` must hold hidden states.
+        hidden_layers: numbers of the target's hidden states that :meth:`read` and
+            :class:`~gsd_kernels_hf.records.Verified` must hold: i as transformers' ``hidden_states[i]``, so 0 are the
+            embeddings; −1 is what the output matrix reads (of a prompt the last position alone).
         shares: prior interpolation weight w in (1 − w) · P(sources before it) + w · P(this one), by ``Proposal.index``.
         reliability: prior ratio of how often its candidates are right to their probability, by ``Proposal.index``, for
             levels where it is alone; ``None``: its probabilities are taken as they are.
@@ -119,13 +125,15 @@ class DraftSource:
 
     name = "custom"
     costs_forward = False
-    needs_hidden = False
+    hidden_layers: tuple[int, ...] = ()
     shares: tuple[float, ...] = (0.2,)
     reliability: tuple[float, ...] | None = None
     models: tuple[PreTrainedModel, ...] = ()
 
     def check(self, target: PreTrainedModel) -> None:
-        """Refuse a target that the source cannot draft for.
+        """Refuse a target that the source cannot draft for; set what depends on it, as ``hidden_layers`` may.
+
+        Called before every call, and on a session's copy before :meth:`begin`.
 
         Raises:
             ValueError: the reason and the cure.
@@ -136,6 +144,17 @@ class DraftSource:
 
     def restart(self) -> None:
         """Start a batch of texts, whose prompt is in the state: forget the last one, in place."""
+
+    def read(self, hidden: Mapping[int, Tensor], begin: int) -> None:
+        """Take the target's hidden states of a piece of the prompt; after :meth:`restart`, piece by piece.
+
+        Only of what is read: where the target's cache holds the beginning of the prompt since the last text, pieces
+        begin behind it (``text.target.reused``), and what was derived from that beginning has to be kept.
+
+        Args:
+            hidden: [B, n, D] by layer, of those in ``hidden_layers``, on the device of their layer.
+            begin: position of the first of the n tokens, padding included.
+        """
 
     def end(self) -> None:
         """End a text, after its last step."""

@@ -75,6 +75,12 @@ class Drafter:
                 source.begin(text)
             source.restart()
 
+    def read(self, hidden: Mapping[int, Tensor], begin: int) -> None:
+        """Hand the hidden states of a piece of the prompt, [B, n, D] by layer, to the sources that declared any."""
+        for source in self.sources:
+            if source.hidden_layers:
+                source.read(hidden, begin)
+
     def prepare(self, config: GraphConfig) -> None:
         """Get ready for steps of ``config``: make its storage, let sources catch up. May wait for the device."""
         if config not in self.shapes:

@@ -8,6 +8,7 @@ from torch import Tensor
 from gsd_kernels import GraphConfig
 
 from ..model.runner import RowModel
+from ..records import Candidates
 from .base import DraftSource, Level, Proposal, Text
 
 
@@ -36,28 +37,36 @@ class Expansion(DraftSource):
             shape = (self.state.tokens.shape[0], config.draft_slots)
             self.slot_depths[config] = torch.zeros(shape, dtype=torch.int32, device=self.rows.device)
 
+    def frontier_logits(self, level: Level) -> Tensor:
+        """Forward the frontier of a level beyond the root's; logits after its nodes, float [B, W, V]."""
+        config, frontier = level.config, level.frontier
+        return self.rows.rows(
+            frontier.token_ids,
+            self.state.out_len,  # the root lies in the prefix
+            (level.number - 1) * config.width,
+            frontier.ancestor_mask,
+            frontier.depths,
+            self.slot_depths[config],
+            keep=config.width,
+            shift=1,
+        )
+
     def propose(self, level: Level) -> Proposal | None:
         """Candidates of one forward over the frontier; ``None`` beyond ``depth`` levels."""
-        config, frontier = level.config, level.frontier
-        if level.number >= config.depth:
+        if level.number >= level.config.depth:
             return None
-        if level.number == 0:
-            logits = self.root_logits(config)
-        else:
-            logits = self.rows.rows(
-                frontier.token_ids,
-                self.state.out_len,  # the root lies in the prefix
-                (level.number - 1) * config.width,
-                frontier.ancestor_mask,
-                frontier.depths,
-                self.slot_depths[config],
-                keep=config.width,
-                shift=1,
-            )
-        logits, positions = logits[..., : self.vocab_size], self.rows.after[:, -logits.shape[1] :]
-        if self.text.draws is not None:
-            tokens, log_probs = self.text.draws(level.number, logits, positions)
-        else:
-            tokens, log_probs = self.sampler.candidates(logits, positions, config.branch)
+        logits = self.root_logits(level.config) if level.number == 0 else self.frontier_logits(level)
+        tokens, log_probs = self.candidates(level, logits)
         device = self.state.tokens.device
         return Proposal(tokens.to(device, non_blocking=True), log_probs.to(device, non_blocking=True))
+
+    def positions(self, level: Level, count: int) -> Tensor:
+        """Index in the text of the token after each of the last ``count`` rows forwarded, int32 [B, W]."""
+        return self.rows.after[:, -count:]
+
+    def candidates(self, level: Level, logits: Tensor) -> Candidates:
+        """The best after every frontier node by its logits [B, W, V], or what speculative sampling draws."""
+        logits, positions = logits[..., : self.vocab_size], self.positions(level, logits.shape[1])
+        if self.text.draws is not None:
+            return self.text.draws(level.number, logits, positions)
+        return self.sampler.candidates(logits, positions, level.config.branch)

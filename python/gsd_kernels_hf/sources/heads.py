@@ -8,7 +8,8 @@ residual block to the hidden state that the target's own output matrix reads, an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,9 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..model.hidden import LAST
 from ..model.properties import device_of, vocabulary
 from ..records import Candidates, Verified
 from .base import DraftSource, Level, Proposal, Text
+from .checkpoints import BadCheckpoint, Checkpoint, check_vocabulary
 
 __all__ = ["CONFIG_FILE", "DraftHeads"]
 
@@ -28,6 +31,8 @@ CONFIG_FILE = "draft_heads.json"
 """The file that marks a folder of heads."""
 
 WEIGHTS_FILE = "draft_heads.safetensors"
+MEDUSA = re.compile(r"^(medusa_head\.)?\d+\.\d+\.(linear\.)?(weight|bias)$")
+"""Names of the tensors of Medusa's heads; a checkpoint may hold the target's beside them."""
 SHARE = 0.2  # beside another source, before anything was learned
 
 
@@ -45,6 +50,7 @@ class DraftHeads(nn.Module):
         hidden_size: D, of the target.
         num_heads: K, later tokens to guess.
         num_layers: residual blocks of each head.
+        output_size: rows of the heads' own output matrices, as Medusa's checkpoints have them; ``None``: the target's.
         target: what the heads were made for (see :func:`shape_of`); checked when they are loaded for a model.
 
     Raises:
@@ -52,7 +58,13 @@ class DraftHeads(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, num_heads: int, *, num_layers: int = 1, target: dict[str, int | str] | None = None
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        num_layers: int = 1,
+        output_size: int | None = None,
+        target: dict[str, int | str] | None = None,
     ) -> None:
         super().__init__()
         for name, size in (("hidden_size", hidden_size), ("num_heads", num_heads), ("num_layers", num_layers)):
@@ -63,6 +75,9 @@ class DraftHeads(nn.Module):
         # [layer, head, in, out] and [layer, head, 1, out]
         self.weight = nn.Parameter(torch.zeros(num_layers, num_heads, hidden_size, hidden_size))
         self.bias = nn.Parameter(torch.zeros(num_layers, num_heads, 1, hidden_size))
+        self.output_size = output_size
+        own = None if output_size is None else nn.Parameter(torch.zeros(num_heads, output_size, hidden_size))
+        self.register_parameter("output", own)  # [head, V, in]
 
     def forward(self, hidden: Tensor, lm_head: Callable[[Tensor], Tensor]) -> Tensor:
         """Logits of every head.
@@ -79,6 +94,8 @@ class DraftHeads(nn.Module):
         """
         if hidden.dim() != 2:
             raise ValueError(f"hidden: expected [batch, {self.hidden_size}], got shape {list(hidden.shape)}")
+        if self.output is not None:
+            return torch.einsum("bhd,hvd->bhv", self.states(hidden), self.output).to(hidden.dtype)
         return lm_head(self.states(hidden).to(hidden.dtype))
 
     def states(self, hidden: Tensor) -> Tensor:
@@ -108,6 +125,7 @@ class DraftHeads(nn.Module):
             "hidden_size": self.hidden_size,
             "num_heads": self.num_heads,
             "num_layers": self.num_layers,
+            **({} if self.output_size is None else {"output_size": self.output_size}),
             "target": self.target,
         }
         weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
@@ -125,7 +143,11 @@ class DraftHeads(nn.Module):
         try:
             config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
             heads = cls(
-                config["hidden_size"], config["num_heads"], num_layers=config["num_layers"], target=config["target"]
+                config["hidden_size"],
+                config["num_heads"],
+                num_layers=config["num_layers"],
+                output_size=config.get("output_size"),
+                target=config["target"],
             )
             weights = load_file(folder / WEIGHTS_FILE)
             heads.to(next(iter(weights.values())).dtype).load_state_dict(weights)
@@ -138,6 +160,52 @@ class DraftHeads(nn.Module):
             heads.check_target(target)
             heads.to(_device(target), target.dtype)
         return heads
+
+    @classmethod
+    def from_medusa(cls, checkpoint: Checkpoint, target: PreTrainedModel | None = None) -> DraftHeads:
+        """Heads from a checkpoint of Medusa: ``{head}.{layer}.linear.{weight,bias}``, ``{head}.{layers}.weight``.
+
+        Args:
+            checkpoint: open.
+            target: gives dtype and device; ``None``: as stored.
+
+        Raises:
+            ValueError: no such tensors, or of another model's shape; none was read.
+        """
+        checkpoint.rename(lambda name: name.removeprefix("medusa_head.") if MEDUSA.search(name) else None)
+        numbers = [int(name.partition(".")[0]) for name in checkpoint.files]
+        outputs = {name: shape for name, (_, shape) in checkpoint.files.items() if name.count(".") == 2}
+        if not outputs or len(next(iter(outputs.values()))) != 2:
+            raise BadCheckpoint(
+                f"drafter: {checkpoint.folder} has no Medusa heads, such as 0.0.linear.weight, 0.1.weight"
+            )
+        name, (vocab, size) = next(iter(outputs.items()))
+        count, layers = max(numbers) + 1, int(name.split(".")[1])
+        if layers < 1:
+            raise BadCheckpoint(f"drafter: {checkpoint.folder} has Medusa heads without a residual block; not served")
+        expected: dict[str, tuple[int, ...]] = {}
+        for head in range(count):
+            for layer in range(layers):
+                expected |= {f"{head}.{layer}.linear.weight": (size, size), f"{head}.{layer}.linear.bias": (size,)}
+            expected[f"{head}.{layers}.weight"] = (vocab, size)
+        with torch.device("meta"):
+            heads = cls(size, count, num_layers=layers, output_size=vocab)
+        if target is not None:
+            heads.check_target(target)
+        found = checkpoint.read(expected)
+
+        def stacked(part: str) -> Tensor:
+            names = [[f"{head}.{layer}.linear.{part}" for head in range(count)] for layer in range(layers)]
+            return torch.stack([torch.stack([found[name] for name in row]) for row in names])
+
+        weights = {
+            "weight": stacked("weight").transpose(2, 3).contiguous(),
+            "bias": stacked("bias")[:, :, None],
+            "output": torch.stack([found[f"{head}.{layers}.weight"] for head in range(count)]),
+        }
+        heads.load_state_dict(weights, assign=True)
+        heads.eval().requires_grad_(False)
+        return heads if target is None else heads.to(_device(target), target.dtype)
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raise unless the heads were made for a model of this shape.
@@ -152,6 +220,8 @@ class DraftHeads(nn.Module):
                     f"heads: made for a target with {name}={made_for!r}, and this one has {shape.get(name)!r}; heads "
                     "belong to the model that they were trained on (gsd-kernels train-heads)"
                 )
+        if self.output_size is not None:
+            check_vocabulary("Medusa", self.output_size, target)
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, num_layers={self.num_layers}"
@@ -181,11 +251,11 @@ def _device(target: PreTrainedModel) -> torch.device:
 class Heads(DraftSource):
     """Prediction heads on the target's last hidden state: candidates by depth, the same below every path.
 
-    Blockwise parallel decoding (arXiv 1811.03115), Medusa (arXiv 2401.10774). Nothing is known in the first step.
+    Blockwise parallel decoding (arXiv 1811.03115), Medusa (arXiv 2401.10774).
     """
 
     name = "heads"
-    needs_hidden = True
+    hidden_layers = (LAST,)
 
     def __init__(self, heads: DraftHeads) -> None:
         self.heads = heads
@@ -200,13 +270,20 @@ class Heads(DraftSource):
 
     def begin(self, text: Text) -> None:
         self.state, self.sampler = text.state, text.sampler
-        self.lm_head = text.target.stepping.get_output_embeddings()
+        self.lm_head, self.vocab_size = text.target.stepping.get_output_embeddings(), text.target.vocab_size
         batch, weight = self.state.tokens.shape[0], self.lm_head.weight
         self.hidden = torch.zeros(batch, self.heads.hidden_size, dtype=weight.dtype, device=weight.device)
         self.known = torch.zeros(batch, dtype=torch.bool, device=self.state.tokens.device)
 
     def restart(self) -> None:
         self.known.zero_()
+
+    def read(self, hidden: Mapping[int, Tensor], begin: int) -> None:
+        """Keep the hidden state of the prompt's last position but one, which the root follows."""
+        if LAST in hidden:  # not of every piece
+            self.hidden.copy_(hidden[LAST][:, -1])
+            last = begin + hidden[LAST].shape[1] - 1
+            self.known.copy_(self.state.kv_start <= last)
 
     def propose(self, level: Level) -> Proposal:
         """Candidates of head d after nodes of depth d; the heads run once a step, at level 0."""
@@ -224,7 +301,7 @@ class Heads(DraftSource):
             branch: K.
         """
         device = first_pick.device
-        logits = self.heads(self.hidden, self.lm_head)  # [B, H, V]
+        logits = self.heads(self.hidden, self.lm_head)[..., : self.vocab_size]  # [B, H, V]
         place = torch.arange(self.heads.num_heads, dtype=torch.int32, device=device)
         tokens, log_probs = self.sampler.candidates(logits, first_pick[:, None] + place, branch)
         known, pad = self.known[:, None, None], (0, 0, 0, 1)
@@ -234,8 +311,7 @@ class Heads(DraftSource):
 
     def observe(self, verified: Verified) -> None:
         """Keep the hidden state of the row whose pick is the next root."""
-        assert verified.hidden is not None
-        found = verified.hidden
+        found = verified.hidden[LAST]
         at = verified.last_rows().to(found.device)[:, None, None].expand(-1, 1, found.shape[2])
         running = verified.accepted.num_accepted > 0
         self.hidden.copy_(torch.where(running.to(found.device)[:, None], found.gather(1, at)[:, 0], self.hidden))

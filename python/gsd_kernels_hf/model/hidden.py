@@ -1,0 +1,73 @@
+"""Hidden states of chosen layers, kept while a model is forwarded.
+
+Layers are numbered as transformers numbers ``hidden_states``: 0 is what the first decoder layer reads, i what layer i
+reads, and the number of layers what leaves the final norm. :data:`LAST` is what the output matrix reads, which any
+model has; a prompt's forward computes it at the last position alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+LAST = -1
+
+
+def decoder_of(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module]:
+    """The decoder layers, and the norm behind them.
+
+    Raises:
+        ValueError: they are not where those of a LLaMA-family model are.
+    """
+    decoder = getattr(model, model.base_model_prefix, None)
+    layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
+    if not isinstance(layers, nn.ModuleList) or not isinstance(norm, nn.Module):
+        raise ValueError(
+            f"model: hidden states of {type(model).__name__} cannot be read, since its layers are not model.layers, "
+            "followed by model.norm"
+        )
+    return layers, norm
+
+
+@contextmanager
+def listening(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Keep what a forward of this thread computes; nothing is kept, copied or computed for other layers.
+
+    Args:
+        model: whose forward follows.
+        layers: numbers of the hidden states, see above.
+
+    Yields:
+        An empty dict, which the forward fills: [B, R, D] by number, on the device of their layer.
+    """
+    found: dict[int, Tensor] = {}
+    thread = threading.get_ident()
+
+    def before(number: int) -> Any:
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() == thread:
+                found[number] = args[0] if args else kwargs["hidden_states"]
+
+        return keep
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if threading.get_ident() == thread:
+            found[len(blocks)] = output
+
+    with ExitStack() as hooks:
+        if LAST in layers:
+            hooks.enter_context(model.get_output_embeddings().register_forward_pre_hook(before(LAST), with_kwargs=True))
+        chosen = [number for number in layers if number != LAST]
+        if chosen:
+            blocks, norm = decoder_of(model)
+            for number in chosen:
+                if number == len(blocks):
+                    hooks.enter_context(norm.register_forward_hook(after))
+                else:
+                    hooks.enter_context(blocks[number].register_forward_pre_hook(before(number), with_kwargs=True))
+        yield found

@@ -1,0 +1,58 @@
+"""Newly emitted tokens as the rows of one forward: a chain behind what a draft's cache holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gsd_kernels.graph import pack_bits
+
+
+@dataclass(frozen=True)
+class Chain:
+    """E rows, right-aligned, so that the end of the chain is the last row; padding rows write above it.
+
+    Attributes:
+        place: int64 [B, E], position in the text of each row; of padding rows that of the first.
+        real: bool [B, E], whether a row is no padding.
+        slots: int [B, E], cache position minus what is cached.
+        ancestor_mask: int32 [B, E, words], what each row sees of the others.
+        depths: int32 [B, E], position minus what is cached; 0 for padding.
+        node_depths: int32 [B, E], of the slots.
+        count: int [B], of real rows.
+    """
+
+    place: Tensor
+    real: Tensor
+    slots: Tensor
+    ancestor_mask: Tensor
+    depths: Tensor
+    node_depths: Tensor
+    count: Tensor
+
+    @classmethod
+    def of(cls, cached: Tensor, end: Tensor, width: int, kv_start: Tensor | None = None) -> Chain:
+        """The chain of up to ``width`` positions from ``cached`` [B] to ``end`` [B].
+
+        ``kv_start`` [B]: positions before are left padding, which sees itself alone and which nothing sees; ``None``
+        where there are none.
+        """
+        count = (end - cached).clamp(max=width)  # [B]
+        row = torch.arange(width, device=cached.device)
+        link = row - (width - count[:, None])  # [B, E]; place in the chain, negative for padding
+        real = link >= 0
+        slots = torch.where(real, link, count[:, None] + row)
+        before = row <= torch.where(real, link, -1)[:, :, None]  # [B, E, E]
+        if kv_start is not None:
+            before = before & (row >= (kv_start - cached)[:, None])[:, None, :]
+        return cls(
+            place=(cached[:, None] + link.clamp(min=0)).long(),
+            real=real,
+            slots=slots,
+            ancestor_mask=pack_bits(before | (row == slots[:, :, None])),
+            depths=link.clamp(min=0).to(torch.int32),
+            node_depths=row.to(torch.int32).expand_as(slots),
+            count=count,
+        )

@@ -1,0 +1,361 @@
+"""Reading drafter checkpoints as they are published: a folder or hub id with a config and safetensors.
+
+Nothing is executed: no code that a checkpoint brings, and no pickle. Names and shapes of all tensors are compared with
+what the config promises before the first of them is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+
+from ..model.hidden import decoder_of
+from ..model.properties import device_of, vocabulary
+from ..validate.models import MAX_VOCABULARY_PADDING
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "medusa_lm_head.pt")
+WANTED = ["*.json", "*.safetensors"]
+"""What is fetched from the hub."""
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Types of rotary embedding whose frequencies do not depend on the length."""
+LAYERS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+"""Kinds of decoder layer, by ``model_type``."""
+SETTINGS = (
+    "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size rms_norm_eps hidden_act "
+    "attention_bias mlp_bias rope_theta rope_scaling rope_parameters max_position_embeddings num_hidden_layers "
+    "layer_types sliding_window use_sliding_window max_window_layers partial_rotary_factor"
+).split()
+"""Of a drafter's config, those that its layers depend on."""
+
+
+class BadCheckpoint(ValueError):
+    """A drafter checkpoint that cannot be served; the message names what, and the cure."""
+
+
+def fetch(where: str | os.PathLike[str]) -> Path:
+    """The folder of a checkpoint: a local one, or a hub id's snapshot, of which only JSON and safetensors are fetched.
+
+    Raises:
+        BadCheckpoint: neither.
+    """
+    folder = Path(where).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise BadCheckpoint(f"drafter: {where} is a file; expected the folder of a checkpoint, or a hub id")
+    if str(where).startswith((".", "/", "~")) or str(where).count("/") > 1:
+        raise BadCheckpoint(f"drafter: no such folder: {where}")
+    try:
+        return Path(snapshot_download(str(where), allow_patterns=WANTED))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BadCheckpoint(
+            f"drafter: {where} is no folder here and could not be fetched from the hub: {first}"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        BadCheckpoint: the file is missing or holds none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BadCheckpoint(f"drafter: no {path.name} in {path.parent}") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise BadCheckpoint(f"drafter: {path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise BadCheckpoint(f"drafter: {path} holds no JSON object but {type(found).__name__}")
+    return found
+
+
+@dataclass
+class Checkpoint:
+    """A drafter's folder: its config, and where each tensor lies.
+
+    Attributes:
+        folder: of the files.
+        config: of ``config.json``.
+        files: path and shape of every tensor by its name.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    files: dict[str, tuple[Path, tuple[int, ...]]] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, where: str | os.PathLike[str]) -> Checkpoint:
+        """Read the config and the headers of the weights of a folder or hub id.
+
+        Raises:
+            BadCheckpoint: not there, unreadable, or pickled.
+        """
+        folder = fetch(where)
+        found = cls(folder, read_json(folder / CONFIG))
+        for path in found._weight_files():
+            try:
+                with safe_open(path, "pt") as file:
+                    for name in list(file.keys()):
+                        found.files[name] = path, tuple(file.get_slice(name).get_shape())
+            except FileNotFoundError as error:
+                raise BadCheckpoint(f"drafter: {INDEX} names {path.name}, and {folder} has none") from error
+            except (SafetensorError, OSError) as error:
+                raise BadCheckpoint(f"drafter: {path} is no readable safetensors file: {error}") from error
+        return found
+
+    def _weight_files(self) -> list[Path]:
+        for weights in (MEDUSA_WEIGHTS, WEIGHTS):
+            if (self.folder / weights).is_file():
+                return [self.folder / weights]
+        if (self.folder / INDEX).is_file():
+            index = read_json(self.folder / INDEX).get("weight_map")
+            if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+                raise BadCheckpoint(f"drafter: {self.folder / INDEX} has no weight_map of file names")
+            outside = [name for name in index.values() if Path(name).name != name]
+            if outside:
+                raise BadCheckpoint(f"drafter: {self.folder / INDEX} names {outside[0]!r}, which is outside the folder")
+            return [self.folder / name for name in sorted(set(index.values()))]
+        pickled = [name for name in PICKLES if (self.folder / name).is_file()]
+        if pickled:
+            raise BadCheckpoint(
+                f"drafter: {self.folder} has {pickled[0]} alone, a pickle, which is not loaded since it may run code; "
+                f"convert it where you trust it: {conversion(self.folder / pickled[0], self.folder / WEIGHTS)}"
+            )
+        raise BadCheckpoint(f"drafter: no {WEIGHTS} in {self.folder}")
+
+    def rename(self, new_name: Callable[[str], str | None]) -> None:
+        """Give every tensor another name; ``None`` drops it.
+
+        Raises:
+            BadCheckpoint: two get the same.
+        """
+        renamed: dict[str, tuple[Path, tuple[int, ...]]] = {}
+        self.origin: dict[str, str] = {}
+        for name, place in self.files.items():
+            new = new_name(name)
+            if new is None:
+                continue
+            if new in renamed:
+                raise BadCheckpoint(
+                    f"drafter: {self.folder} has {self.origin[new]} and {name}, which are the same weight"
+                )
+            renamed[new], self.origin[new] = place, name
+        self.files = renamed
+
+    def load_into(self, module: nn.Module) -> None:
+        """Give ``module``, whose weights are on the meta device, those of the files.
+
+        Raises:
+            BadCheckpoint: see :meth:`read`.
+        """
+        shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+        module.load_state_dict(self.read(shapes), assign=True)
+
+    def read(self, expected: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """The tensors, once all of them are known to have the shapes that are expected.
+
+        Raises:
+            BadCheckpoint: a tensor is missing, not known, of another shape, or not finite.
+        """
+        for name, shape in expected.items():
+            if name not in self.files:
+                raise BadCheckpoint(f"drafter: {self.folder} has no tensor {name}, which its config calls for")
+            if self.files[name][1] != shape:
+                raise BadCheckpoint(
+                    f"drafter: {name} in {self.folder} is {list(self.files[name][1])}, and its config means "
+                    f"{list(shape)}"
+                )
+        unknown = sorted(set(self.files) - set(expected))
+        if unknown:
+            raise BadCheckpoint(
+                f"drafter: {self.folder} has a tensor {unknown[0]}, which this kind of drafter has no use for; it may "
+                "be of a variant that is not served"
+            )
+        found = self._read()
+        for name, value in found.items():
+            if value.is_floating_point() and not bool(value.isfinite().all()):
+                raise BadCheckpoint(f"drafter: {name} in {self.folder} holds NaN or infinity")
+        return found
+
+    def _read(self) -> dict[str, Tensor]:
+        origin = getattr(self, "origin", {})
+        found = {}
+        for path in {path for path, _ in self.files.values()}:
+            with safe_open(path, "pt") as file:
+                for name, (where, _) in self.files.items():
+                    if where == path:
+                        found[name] = file.get_tensor(origin.get(name, name))
+        return found
+
+
+def conversion(pickled: Path, safe: Path) -> str:
+    """The command that writes a pickle of tensors as safetensors; it unpickles tensors only."""
+    return (
+        f"python -c \"import torch; from safetensors.torch import save_file; w = torch.load('{pickled}', "
+        f"map_location='cpu', weights_only=True); save_file({{k: v.contiguous() for k, v in w.items()}}, '{safe}')\""
+    )
+
+
+def number(config: Mapping[str, Any], name: str, *, default: int | None = None, least: int = 1) -> int:
+    """An integer of a config.
+
+    Raises:
+        BadCheckpoint: it is missing, no integer, or too small.
+    """
+    value = config.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise BadCheckpoint(f"drafter: {name} in its config: expected an integer of at least {least}, got {value!r}")
+    return value
+
+
+def flag(config: Mapping[str, Any], name: str) -> bool:
+    """A switch of a config, off where it is missing.
+
+    Raises:
+        BadCheckpoint: neither true nor false.
+    """
+    value = config.get(name)
+    if value not in (None, True, False):
+        raise BadCheckpoint(f"drafter: {name} in its config: expected true or false, got {value!r}")
+    return bool(value)
+
+
+def set_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a config that are not null."""
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def layer_numbers(name: str, value: Any, shift: int = 0) -> tuple[int, ...]:
+    """Numbers of hidden states that a config lists, each ``shift`` higher.
+
+    Raises:
+        BadCheckpoint: not a list of different layers.
+    """
+    good = isinstance(value, (list, tuple)) and value and all(type(i) is int and i + shift >= 0 for i in value)
+    if not good or len(set(value)) < len(value):
+        raise BadCheckpoint(f"drafter: {name} in its config: expected a list of different layers, got {value!r}")
+    return tuple(i + shift for i in value)
+
+
+def layer_config(config: Mapping[str, Any], default: str) -> PretrainedConfig:
+    """The sizes, activation and rotary settings of a drafter's decoder layers.
+
+    Args:
+        config: flat, as transformers' own.
+        default: the kind where ``model_type`` is none of :data:`LAYERS`, as in layouts with names of their own.
+
+    Raises:
+        BadCheckpoint: a size is missing or impossible, or frequencies depend on the length.
+    """
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+        number(config, name)
+    kind = LAYERS[config["model_type"] if config.get("model_type") in LAYERS else default]
+    own = {name: config[name] for name in SETTINGS if config.get(name) is not None}
+    own.setdefault("num_hidden_layers", 1)
+    own.setdefault("num_key_value_heads", own["num_attention_heads"])
+    own.setdefault("head_dim", own["hidden_size"] // own["num_attention_heads"])
+    for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"):
+        number(own, name)
+    try:
+        found = kind(**own)
+    except (TypeError, ValueError, KeyError) as error:
+        raise BadCheckpoint(f"drafter: its config describes no decoder layer: {error}") from error
+    if found.num_attention_heads % found.num_key_value_heads:
+        raise BadCheckpoint(
+            f"drafter: num_attention_heads={found.num_attention_heads} in its config is no multiple of "
+            f"num_key_value_heads={found.num_key_value_heads}"
+        )
+    if found.hidden_act != "silu":
+        raise BadCheckpoint(f"drafter: hidden_act={found.hidden_act!r} in its config; only 'silu' is served")
+    rope = (found.rope_parameters or {}).get("rope_type", "default")
+    if rope not in STATIC_ROPE:
+        raise BadCheckpoint(
+            f"drafter: rope type {rope!r} in its config; served are {', '.join(STATIC_ROPE)}, whose frequencies do not "
+            "depend on the length"
+        )
+    return found
+
+
+def check_vocabulary(kind: str, drafters: int, target: PreTrainedModel) -> None:
+    """Raise unless target ids mean the same to the drafter; a few padded entries may differ.
+
+    Raises:
+        BadCheckpoint: another vocabulary.
+    """
+    if abs(drafters - vocabulary(target)) > MAX_VOCABULARY_PADDING:
+        raise BadCheckpoint(
+            f"drafter: this {kind} drafter was made for a vocabulary of {drafters} tokens, and the target has "
+            f"{vocabulary(target)}; a drafter belongs to the model that it was trained on"
+        )
+
+
+def check_layers(kind: str, layers: tuple[int, ...], width: int, target: PreTrainedModel) -> None:
+    """Raise unless the target has hidden states of these numbers and this width.
+
+    Raises:
+        BadCheckpoint: another hidden size, or layers that the target lacks.
+    """
+    config = target.config.get_text_config(decoder=True)
+    if config.hidden_size != width:
+        raise BadCheckpoint(
+            f"drafter: this {kind} drafter reads hidden states of size {width}, and the target's are "
+            f"{config.hidden_size} wide; a drafter belongs to the model that it was trained on"
+        )
+    blocks, _ = decoder_of(target)
+    beyond = [layer for layer in layers if not 0 <= layer <= len(blocks)]
+    if beyond:
+        raise BadCheckpoint(
+            f"drafter: this {kind} drafter reads hidden state {beyond[0]}, and the target has {len(blocks)} layers; a "
+            "drafter belongs to the model that it was trained on"
+        )
+
+
+def check_device(kind: str, module: nn.Module, target: PreTrainedModel) -> None:
+    """Raise unless the drafter lies where the target takes its input.
+
+    Raises:
+        BadCheckpoint: it is elsewhere.
+    """
+    mine, theirs = next(module.parameters()).device, device_of(target)
+    if mine != theirs:
+        raise BadCheckpoint(
+            f"drafter: this {kind} drafter is on {mine}, and the target takes its input on {theirs}; move it"
+        )
+
+
+def move_to(module: nn.Module, target: PreTrainedModel | None) -> None:
+    """Put a drafter where ``target`` takes its input, in its dtype; in evaluation mode, without gradients."""
+    module.eval().requires_grad_(False)
+    if target is not None:
+        module.to(device_of(target), target.dtype)
+
+
+def check_map(name: str, target_ids: Tensor, vocabulary_size: int) -> None:
+    """Raise unless draft ids stand for different target ids.
+
+    Raises:
+        BadCheckpoint: out of range, or two for one.
+    """
+    low, high = int(target_ids.min()), int(target_ids.max())
+    if low < 0 or high >= vocabulary_size:
+        raise BadCheckpoint(
+            f"drafter: {name} maps a draft token to {low if low < 0 else high}, outside the vocabulary of "
+            f"{vocabulary_size}"
+        )
+    if len(torch.unique(target_ids)) < len(target_ids):
+        raise BadCheckpoint(f"drafter: {name} maps two draft tokens to one token of the target")

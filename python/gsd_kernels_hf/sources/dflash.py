@@ -1,0 +1,300 @@
+"""DFlash block drafters (arXiv 2602.06036) from the checkpoints that are published, drafting a lattice.
+
+One forward a step: the root's embedding and as many mask tokens as the block is long see each other and the features of
+the text, which are keys and values in every layer. It gives candidates for every later position at once, the same below
+every path: a lattice, which is a graph by nature. What follows what within it, the history's candidates say. Layouts:
+z-lab's (``dflash_config``) and that of speculators.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from gsd_kernels import GraphConfig
+from gsd_kernels.graph import pack_bits
+
+from ..records import Candidates
+from . import checkpoints
+from .base import Level, Proposal, Text
+from .chain import Chain
+from .checkpoints import BadCheckpoint, Checkpoint
+from .features import FeatureSource, in_target_ids
+from .layers import Layer, Rotary, RowPass
+
+__all__ = ["DFlash"]
+
+UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+"""Tensors of training, which drafting does not read."""
+
+SHARE = 0.5  # beside another source, before anything was learned
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """What a DFlash checkpoint's config says.
+
+    Attributes:
+        layers: sizes and rotary settings of the decoder layers; ``vocab_size`` is the target's.
+        block_size: rows of the forward, the root's included.
+        mask_token_id: whose embedding stands for a token to be drafted.
+        hidden_layers: the target's hidden states that are fused, as transformers' ``hidden_states[i]``.
+        draft_vocab_size: tokens that it can draft.
+        sample_from_anchor: whether the root's row drafts, too; else candidates after it are those of the first mask.
+        bidirectional_window: whether rows of a layer with a sliding window see the later ones of the block.
+        own_embedding, own_head: whether the checkpoint has these matrices; else the target's are used.
+    """
+
+    layers: PretrainedConfig
+    block_size: int
+    mask_token_id: int
+    hidden_layers: tuple[int, ...]
+    draft_vocab_size: int
+    sample_from_anchor: bool = False
+    bidirectional_window: bool = False
+    own_embedding: bool = False
+    own_head: bool = False
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], *, own_embedding: bool, own_head: bool) -> DFlashConfig:
+        """Read a ``config.json``.
+
+        z-lab's layout lists the layers whose outputs are fused, that of speculators what layers read.
+
+        Raises:
+            BadCheckpoint: a setting is missing, impossible, or not served.
+        """
+        inner = config.get("dflash_config")
+        if isinstance(inner, dict):
+            flat = dict(config)
+            settings = {"block_size": config.get("block_size"), **checkpoints.set_in(inner)}
+            layers = checkpoints.layer_numbers("target_layer_ids", inner.get("target_layer_ids"), shift=1)
+        else:
+            nested = config.get("transformer_layer_config")
+            if not isinstance(nested, dict):
+                raise BadCheckpoint("drafter: its config has neither dflash_config nor transformer_layer_config")
+            flat, settings = dict(nested), dict(config)
+            name = "aux_hidden_state_layer_ids"
+            layers = checkpoints.layer_numbers(name, config.get(name))
+        sizes = checkpoints.layer_config({**flat, "model_type": "qwen3"}, "qwen3")
+        draft_vocab_size = checkpoints.number(checkpoints.set_in(config), "draft_vocab_size", default=sizes.vocab_size)
+        if draft_vocab_size < sizes.vocab_size and not own_head:
+            raise BadCheckpoint(
+                f"drafter: its draft vocabulary of {draft_vocab_size} needs an output matrix of its own, lm_head.weight"
+            )
+        return cls(
+            sizes,
+            checkpoints.number(settings, "block_size", least=2),
+            checkpoints.number(settings, "mask_token_id", least=0),
+            layers,
+            draft_vocab_size,
+            checkpoints.flag(settings, "sample_from_anchor"),
+            checkpoints.flag(settings, "sliding_window_non_causal"),
+            own_embedding,
+            own_head,
+        )
+
+    @property
+    def num_drafted(self) -> int:
+        """Later positions that a block has candidates for."""
+        return self.block_size - (not self.sample_from_anchor)
+
+
+class DFlash(nn.Module):
+    """A DFlash drafter: ``gsd_kernels.patch(model, drafter=DFlash.from_pretrained(folder_or_id, model))``.
+
+    Args:
+        config: see :class:`DFlashConfig`.
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        sizes = config.layers
+        size, eps = sizes.hidden_size, sizes.rms_norm_eps
+        self.rotary = Rotary(sizes)
+        self.embed_tokens = nn.Embedding(sizes.vocab_size, size) if config.own_embedding else None
+        self.fc = nn.Linear(len(config.hidden_layers) * size, size, bias=False)
+        self.hidden_norm = LlamaRMSNorm(size, eps)
+        self.layers = nn.ModuleList(Layer(sizes, i) for i in range(sizes.num_hidden_layers))
+        for layer in self.layers:
+            if layer.self_attn.window is not None:
+                layer.self_attn.window += 1  # counted from the root, which every row of the block does
+        self.norm = LlamaRMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
+        reduced = config.draft_vocab_size < sizes.vocab_size
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if reduced else None)
+
+    @classmethod
+    def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel | None = None) -> DFlash:
+        """A drafter from a folder or hub id: as stored, or with ``target``'s dtype and device.
+
+        Raises:
+            ValueError: no DFlash checkpoint that can be served, or not one of ``target``'s; nothing was loaded.
+        """
+        return cls.from_checkpoint(Checkpoint.open(where), target)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel | None = None) -> DFlash:
+        """As :meth:`from_pretrained`, of an open checkpoint."""
+        checkpoint.rename(weight_name)
+        has = {name: f"{name}.weight" in checkpoint.files for name in ("embed_tokens", "lm_head")}
+        config = DFlashConfig.of(checkpoint.config, own_embedding=has["embed_tokens"], own_head=has["lm_head"])
+        if config.draft_vocab_size == config.layers.vocab_size:
+            checkpoint.files.pop("d2t", None)  # the identity
+        with torch.device("meta"):
+            module = cls(config)
+        if target is not None:
+            module.check_target(target)
+        checkpoint.load_into(module)
+        if module.d2t is not None:
+            checkpoints.check_map("d2t", module.target_ids(), config.layers.vocab_size)
+        checkpoints.move_to(module, target)
+        return module
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raise unless the drafter fits a target's vocabulary, width and layers.
+
+        Raises:
+            ValueError: the difference and the cure.
+        """
+        config = self.config
+        checkpoints.check_vocabulary("DFlash", config.layers.vocab_size, target)
+        checkpoints.check_layers("DFlash", config.hidden_layers, config.layers.hidden_size, target)
+        rows = (
+            config.layers.vocab_size if self.embed_tokens is not None else target.get_input_embeddings().weight.shape[0]
+        )
+        if config.mask_token_id >= rows:
+            raise BadCheckpoint(
+                f"drafter: this DFlash drafter's mask_token_id={config.mask_token_id} has no row in an embedding of "
+                f"{rows}"
+            )
+
+    def target_ids(self) -> Tensor:
+        """The target's id of every draft token, int64 [draft_vocab_size]."""
+        at = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
+        return at if self.d2t is None else at + self.d2t
+
+    def fuse(self, hidden: list[Tensor]) -> Tensor:
+        """The feature of the target's hidden states, [B, n, D] each: [B, n, D]."""
+        return self.hidden_norm(self.fc(torch.cat(hidden, -1)))
+
+    def store(self, features: Tensor, positions: Tensor, rows: RowPass) -> None:
+        """Store every layer's keys and values of features [B, n, D] at text positions int64 [B, n]."""
+        turns = self.rotary(features, positions)
+        for layer in self.layers:
+            layer.self_attn.store(features, turns, rows)
+
+    def forward(self, embedded: Tensor, positions: Tensor, rows: RowPass) -> Tensor:
+        """What the output matrix reads, of a block.
+
+        Args:
+            embedded: [B, block_size, D], of the root and of masks.
+            positions: int64 [B, block_size], in the text.
+            rows: the cache with the features' keys and values, and what is seen.
+
+        Returns:
+            [B, block_size, D].
+        """
+        turns, hidden = self.rotary(embedded, positions), embedded
+        for layer in self.layers:
+            hidden = layer(hidden, turns, rows)
+        return self.norm(hidden)
+
+
+def weight_name(name: str) -> str | None:
+    """The name here of a published tensor; ``None``: not needed."""
+    name = name.removeprefix("model.")
+    return None if name in UNUSED or name.endswith("rotary_emb.inv_freq") else name
+
+
+class DFlashDrafts(FeatureSource):
+    """The draft source of a :class:`DFlash`: candidates by depth, the same below every path, from one forward a step.
+
+    They are a lattice in a graph that merges (``merge_context=0``), and a chain in the shape ``"chain"``.
+    """
+
+    name = "dflash"
+
+    def __init__(self, module: DFlash) -> None:
+        self.module = module
+        self.hidden_layers = module.config.hidden_layers
+        self.extra_slots = module.config.block_size
+        self.shares = (*[SHARE] * module.config.num_drafted, 0.0)  # beyond the block there is nothing
+
+    def check(self, target: PreTrainedModel) -> None:
+        """Refuse a target that the drafter was not made for."""
+        self.module.check_target(target)
+        checkpoints.check_device("DFlash", self.module, target)
+
+    def begin(self, text: Text) -> None:
+        self.start(text, self.module.config.layers)
+        config, device, batch = self.module.config, self.cached.device, len(self.cached)
+        self.lm_head = self.module.lm_head or text.target.stepping.get_output_embeddings()
+        self.vocab_size = text.target.vocab_size
+        row = torch.arange(config.block_size, device=device)
+        every = torch.ones(len(row), len(row), dtype=torch.bool, device=device)
+        self.row = row.to(torch.int32).expand(batch, -1)
+        self.sees_all = pack_bits(every).expand(batch, -1, -1).contiguous()
+        self.sees_window = self.sees_all
+        if not config.bidirectional_window:
+            self.sees_window = pack_bits(every.tril()).expand(batch, -1, -1).contiguous()
+
+    def num_rows(self, config: GraphConfig) -> int:
+        return config.chain_rows + self.module.config.block_size if config.depth > 0 else 0
+
+    def enter(self, end: Tensor, width: int) -> None:
+        """Store keys and values of up to ``width`` features before ``end`` [B]."""
+        chain = Chain.of(self.cached, end, width)
+        with self.rows.cache.writing((self.cached[:, None] + chain.slots).long()):
+            positions = self.rows.positions(self.cached, chain.depths)
+            self.module.store(self.rows.at(chain.place), positions, RowPass(self.rows.cache, None))
+        self.cached.add_(chain.count)
+
+    def propose(self, level: Level) -> Proposal | None:
+        """The block's candidates after nodes of each depth; the forward is at level 0. ``None`` beyond ``depth``."""
+        if level.number >= level.config.depth:
+            return None
+        if level.number == 0:
+            self.enter(self.state.out_len - 1, level.config.chain_rows)
+            self.block = self.look_ahead(level.positions[:, 0], level.config.branch)
+        place = level.frontier.depths.long().clamp(max=self.module.config.num_drafted)  # [B, W]
+        at = place[..., None].expand(-1, -1, self.block[0].shape[2])
+        return Proposal(self.block[0].gather(1, at), self.block[1].gather(1, at), place)
+
+    def look_ahead(self, first_pick: Tensor, branch: int) -> Candidates:
+        """Candidates of all n drafted positions [B, n + 1, K], the last entry empty.
+
+        Args:
+            first_pick: int [B], index of the token after the root in the text.
+            branch: K.
+        """
+        config = self.module.config
+        hidden = self.block_states()[:, config.block_size - config.num_drafted :]
+        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype))
+        if self.module.d2t is not None:
+            logits = in_target_ids(logits, self.module.target_ids(), config.layers.vocab_size)
+        positions = first_pick[:, None] + self.row[:, : config.num_drafted]
+        tokens, log_probs = self.sampler.candidates(logits[..., : self.vocab_size], positions, branch)
+        device, behind = self.state.tokens.device, (0, 0, 0, 1)
+        return pad(tokens.to(device), behind, value=-1), pad(log_probs.to(device), behind, value=-torch.inf)
+
+    def block_states(self) -> Tensor:
+        """Forward the block behind all features; [B, block_size, D]."""
+        state, kv_len = self.state, self.cached
+        tokens = torch.full_like(self.row, self.module.config.mask_token_id, dtype=torch.int64)
+        tokens[:, 0] = state.root_tokens()
+        # Windows are counted from the root, so for attention all rows are where the root is.
+        here = torch.zeros_like(self.row)
+        rows = self.rows.row_pass(kv_len, self.sees_all, here, here)
+        rows.windowed = self.rows.row_pass(kv_len, self.sees_window, here, here).inputs
+        with self.rows.cache.writing((kv_len[:, None] + self.row).long()):
+            return self.module(self.embedded(tokens), self.rows.positions(kv_len, self.row), rows)

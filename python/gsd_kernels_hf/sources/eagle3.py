@@ -1,0 +1,369 @@
+"""EAGLE-3 drafters (arXiv 2503.01840) from the checkpoints that are published, drafting dynamic graphs.
+
+One decoder layer reads at every position a feature of the target and the embedding of the token after. Drafted tokens
+have no feature of the target's, so the layer's own output stands in for it: one vector a node, which travels along the
+drafted edges. Layouts: SafeAILab's, SpecForge's (which SGLang serves) and that of speculators (which vLLM serves).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from gsd_kernels import GraphConfig
+
+from ..records import Candidates
+from . import checkpoints
+from .base import Level, Text
+from .chain import Chain
+from .checkpoints import BadCheckpoint, Checkpoint
+from .expansion import Expansion
+from .features import FeatureSource, in_target_ids
+from .layers import Attention, Layer, Rotary, RowPass, Turns, mlp_of
+
+__all__ = ["Eagle3"]
+
+UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
+"""Tensors of training, which drafting does not read."""
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """What an EAGLE-3 checkpoint's config says.
+
+    Attributes:
+        layers: sizes and rotary settings of the decoder layers; ``vocab_size`` is the target's.
+        draft_vocab_size: tokens that it can draft.
+        target_hidden_size: Dt, width of the target's hidden states.
+        hidden_layers: which of them are fused, as transformers' ``hidden_states[i]``; ``None``: layers 2, L // 2 and
+            L − 3 of a target of L layers.
+        norm_before_residual: whether the residual of the first layer is the normed feature.
+        norm_before_fc: whether the hidden states are normed together before they are fused.
+        fc_norm: whether they are normed each by itself.
+        norm_output: whether a node's vector is the normed output, which the output matrix reads.
+        own_embedding: whether the checkpoint has an embedding; else the target's is used.
+    """
+
+    layers: PretrainedConfig
+    draft_vocab_size: int
+    target_hidden_size: int
+    hidden_layers: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    own_embedding: bool = False
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], *, own_embedding: bool) -> Eagle3Config:
+        """Read a ``config.json``.
+
+        SGLang's layout lists the layers whose outputs are fused, in ``eagle_config``; the others what layers read.
+
+        Raises:
+            BadCheckpoint: a setting is missing, impossible, or not served.
+        """
+        nested = config.get("transformer_layer_config")
+        if config.get("speculators_model_type") and not isinstance(nested, dict):
+            raise BadCheckpoint("drafter: its config has no transformer_layer_config, which speculators' layout nests")
+        flat = dict(nested) if isinstance(nested, dict) else dict(config)
+        layers = checkpoints.layer_config(flat, "llama")
+        draft_vocab_size = checkpoints.number(checkpoints.set_in(config), "draft_vocab_size", default=layers.vocab_size)
+        if draft_vocab_size > layers.vocab_size:
+            raise BadCheckpoint(
+                f"drafter: draft_vocab_size={draft_vocab_size} in its config is more than "
+                f"vocab_size={layers.vocab_size}"
+            )
+        flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        found = {name: checkpoints.flag(config, name) for name in flags}
+        if found["norm_before_fc"] and found["fc_norm"]:
+            raise BadCheckpoint(
+                "drafter: its config sets norm_before_fc and fc_norm, of which a drafter has one at most"
+            )
+        return cls(
+            layers,
+            draft_vocab_size,
+            checkpoints.number(
+                {"target_hidden_size": layers.hidden_size, **checkpoints.set_in(config)}, "target_hidden_size"
+            ),
+            fused_layers(config),
+            own_embedding=own_embedding,
+            **found,
+        )
+
+    @property
+    def num_fused(self) -> int:
+        """Hidden states that are fused."""
+        return 3 if self.hidden_layers is None else len(self.hidden_layers)
+
+    def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
+        """The target's hidden states that are fused."""
+        if self.hidden_layers is not None:
+            return self.hidden_layers
+        count = int(target.config.get_text_config(decoder=True).num_hidden_layers)
+        return (2, count // 2, count - 3)
+
+
+def fused_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Numbers of the hidden states that a config says are fused."""
+    name, inner = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config")
+    if config.get(name) is not None:
+        return checkpoints.layer_numbers(name, config[name])
+    if isinstance(inner, dict):
+        if inner.get("use_aux_hidden_state") is False:
+            raise BadCheckpoint("drafter: its config turns use_aux_hidden_state off; only fused layers are served")
+        if inner.get(name) is not None:
+            return checkpoints.layer_numbers(f"eagle_config.{name}", inner[name], shift=1)
+    return None
+
+
+class FirstLayer(nn.Module):
+    """EAGLE-3's first layer: queries, keys and values read the normed embedding beside the normed feature."""
+
+    def __init__(self, config: PretrainedConfig, *, norm_before_residual: bool) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.norm_before_residual = norm_before_residual
+        self.hidden_norm = LlamaRMSNorm(size, config.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(size, config.rms_norm_eps)
+        self.self_attn = Attention(config, 0, 2 * size)
+        self.post_attention_layernorm = LlamaRMSNorm(size, config.rms_norm_eps)
+        self.mlp = mlp_of(config)
+
+    def forward(self, embedded: Tensor, features: Tensor, turns: Turns, rows: RowPass) -> Tensor:
+        """[B, R, D] each → [B, R, D]."""
+        normed = self.hidden_norm(features)
+        residual = normed if self.norm_before_residual else features
+        both = torch.cat([self.input_layernorm(embedded), normed], -1)
+        hidden = residual + self.self_attn(both, turns, rows)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3(nn.Module):
+    """An EAGLE-3 drafter: ``gsd_kernels.patch(model, drafter=Eagle3.from_pretrained(folder_or_id, model))``.
+
+    Args:
+        config: see :class:`Eagle3Config`.
+    """
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.config = config
+        layers, width = config.layers, config.num_fused * config.target_hidden_size
+        size, eps = layers.hidden_size, layers.rms_norm_eps
+        self.rotary = Rotary(layers)
+        self.embed_tokens = nn.Embedding(layers.vocab_size, size) if config.own_embedding else None
+        self.input_norm = LlamaRMSNorm(width, eps) if config.norm_before_fc else None
+        norms = [LlamaRMSNorm(config.target_hidden_size, eps) for _ in range(config.num_fused)]
+        self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
+        self.fc = nn.Linear(width, size, bias=False)
+        first = FirstLayer(layers, norm_before_residual=config.norm_before_residual)
+        self.layers = nn.ModuleList([first, *(Layer(layers, i) for i in range(1, layers.num_hidden_layers))])
+        self.norm = LlamaRMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        reduced = config.draft_vocab_size < layers.vocab_size
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if reduced else None)
+
+    @classmethod
+    def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel | None = None) -> Eagle3:
+        """A drafter from a folder or hub id: as stored, or with ``target``'s dtype and device.
+
+        Raises:
+            ValueError: no EAGLE-3 checkpoint that can be served, or not one of ``target``'s; nothing was loaded.
+        """
+        return cls.from_checkpoint(Checkpoint.open(where), target)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel | None = None) -> Eagle3:
+        """As :meth:`from_pretrained`, of an open checkpoint."""
+        checkpoint.rename(weight_name)
+        if any("mask_hidden" in name for name in checkpoint.files):
+            raise BadCheckpoint("drafter: a P-EAGLE checkpoint (mask_hidden), which drafts in parallel; not served")
+        config = Eagle3Config.of(checkpoint.config, own_embedding="embed_tokens.weight" in checkpoint.files)
+        fc = checkpoint.files.get("fc.weight", (None, ()))[1]
+        if config.num_fused != 2 and fc == (config.layers.hidden_size, 2 * config.layers.hidden_size):
+            raise BadCheckpoint("drafter: an EAGLE-1 or EAGLE-2 checkpoint, which fuses no layers; not served")
+        if config.draft_vocab_size == config.layers.vocab_size:
+            checkpoint.files.pop("d2t", None)  # the identity
+        with torch.device("meta"):
+            module = cls(config)
+        if target is not None:
+            module.check_target(target)
+        checkpoint.load_into(module)
+        if module.d2t is not None:
+            checkpoints.check_map("d2t", module.target_ids(), config.layers.vocab_size)
+        checkpoints.move_to(module, target)
+        return module
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raise unless the drafter fits a target's vocabulary, width and layers.
+
+        Raises:
+            ValueError: the difference and the cure.
+        """
+        config = self.config
+        checkpoints.check_vocabulary("EAGLE-3", config.layers.vocab_size, target)
+        checkpoints.check_layers("EAGLE-3", config.layers_of(target), config.target_hidden_size, target)
+        if self.embed_tokens is None and config.layers.hidden_size != config.target_hidden_size:
+            raise BadCheckpoint(
+                f"drafter: this EAGLE-3 drafter has no embedding of its own, and is {config.layers.hidden_size} wide "
+                f"where the target's embedding is {config.target_hidden_size}"
+            )
+
+    def target_ids(self) -> Tensor:
+        """The target's id of every draft token, int64 [draft_vocab_size]."""
+        at = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
+        return at if self.d2t is None else at + self.d2t
+
+    def fuse(self, hidden: list[Tensor]) -> Tensor:
+        """The feature of the target's hidden states, [B, n, Dt] each: [B, n, D]."""
+        if self.fc_norm is not None:
+            hidden = [norm(state) for norm, state in zip(self.fc_norm, hidden, strict=True)]
+        whole = torch.cat(hidden, -1)
+        return self.fc(whole if self.input_norm is None else self.input_norm(whole))
+
+    def forward(self, embedded: Tensor, features: Tensor, positions: Tensor, rows: RowPass) -> Tensor:
+        """The layers' output before the last norm.
+
+        Args:
+            embedded: [B, R, D], of the token after each position.
+            features: [B, R, D], of the target, or vectors of drafted nodes' parents.
+            positions: int64 [B, R].
+            rows: where keys and values go and what is seen.
+
+        Returns:
+            [B, R, D].
+        """
+        turns = self.rotary(features, positions)
+        hidden = self.layers[0](embedded, features, turns, rows)
+        for layer in self.layers[1:]:
+            hidden = layer(hidden, turns, rows)
+        return hidden
+
+    def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The vectors that nodes hand on [B, R, D], and logits over the draft vocabulary [B, R, V]."""
+        normed = self.norm(hidden)
+        return normed if self.config.norm_output else hidden, self.lm_head(normed)
+
+
+def weight_name(name: str) -> str | None:
+    """The name here of a published tensor; ``None``: not needed."""
+    name = name.removeprefix("model.")
+    if name in UNUSED or name.endswith("rotary_emb.inv_freq"):
+        return None
+    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
+
+
+class Eagle3Drafts(FeatureSource, Expansion):
+    """The draft source of an :class:`Eagle3`: one forward a level over the frontier, as a draft model's."""
+
+    name = "eagle3"
+    ahead = 1
+    shares = (0.5,)
+
+    def __init__(self, module: Eagle3) -> None:
+        self.module = module
+
+    def check(self, target: PreTrainedModel) -> None:
+        """Refuse a target that the drafter was not made for."""
+        self.module.check_target(target)
+        checkpoints.check_device("EAGLE-3", self.module, target)
+        self.hidden_layers = self.module.config.layers_of(target)
+
+    def begin(self, text: Text) -> None:
+        self.start(text, self.module.config.layers)
+        self.target_ids = self.module.target_ids()  # int64 [draft vocabulary]
+        self.vocab_size = text.target.vocab_size
+        self.slot_depths: dict[GraphConfig, Tensor] = {}
+        self.vectors: dict[GraphConfig, Tensor] = {}  # of every expanded node, [B, N + 1, D]; the last for padding
+
+    def num_rows(self, config: GraphConfig) -> int:
+        return config.draft_rows if config.depth > 0 else 0
+
+    def prepare(self, config: GraphConfig) -> None:
+        """Make the storage of a shape, and let entries catch up."""
+        Expansion.prepare(self, config)
+        if config.depth > 0 and config not in self.vectors:
+            features = self.rows.features
+            self.vectors[config] = features.new_zeros(len(features), config.node_capacity + 1, features.shape[2])
+        FeatureSource.prepare(self, config)
+
+    def enter(self, end: Tensor, width: int) -> None:
+        self.feed(end, width)
+
+    def feed(self, end: Tensor, width: int) -> Tensor:
+        """Make up to ``width`` entries before ``end`` [B]; the output of the last, [B, 1, D]."""
+        chain = Chain.of(self.cached, end, width, self.state.kv_start)
+        tokens = self.state.tokens.gather(1, chain.place + 1)
+        hidden = self.forward(
+            torch.where(chain.real, tokens, 0),
+            self.rows.at(chain.place),
+            self.cached,
+            chain.slots,
+            chain.ancestor_mask,
+            chain.depths,
+            chain.node_depths,
+        )
+        self.cached.add_(chain.count)
+        return hidden[:, -1:]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        kv_len: Tensor,
+        slots: Tensor,
+        ancestor_mask: Tensor,
+        depths: Tensor,
+        node_depths: Tensor,
+    ) -> Tensor:
+        """Outputs [B, R, D] of rows, as of :meth:`~gsd_kernels_hf.model.runner.RowModel.rows`."""
+        embedded = self.embedded(tokens.long())
+        rows = self.rows.row_pass(kv_len, ancestor_mask, depths, node_depths)
+        with self.rows.cache.writing((kv_len[:, None] + slots).long()):
+            return self.module(embedded, features, self.rows.positions(kv_len, depths), rows)
+
+    def root_logits(self, config: GraphConfig) -> Tensor:
+        vectors, logits = self.module.outputs(self.feed(self.state.out_len - 1, config.chain_rows))
+        self.vectors[config][:, :1] = vectors
+        seen = self.state.out_len - 1 > self.state.kv_start  # else there is no feature yet, and nothing to go by
+        return torch.where(seen[:, None, None], logits, 0.0)
+
+    def frontier_logits(self, level: Level) -> Tensor:
+        frontier, vectors = level.frontier, self.vectors[level.config]
+        node = frontier.node_ids.long()  # [B, W]
+        parent = level.graph.parents.gather(1, node.clamp(min=0)).clamp(min=0).long()
+        first, width = (level.number - 1) * level.config.width, level.config.width
+        slot_depths = self.slot_depths[level.config]
+        slot_depths[:, first : first + width] = frontier.depths - 1
+        hidden = self.forward(
+            frontier.token_ids,
+            vectors.gather(1, parent[..., None].expand(-1, -1, vectors.shape[2])),
+            self.state.out_len - 1,  # the root's entry lies in the prefix
+            first + torch.arange(width, device=node.device),
+            frontier.ancestor_mask,
+            frontier.depths - 1,
+            slot_depths,
+        )
+        found, logits = self.module.outputs(hidden)
+        at = torch.where(node >= 0, node, vectors.shape[1] - 1)
+        vectors.scatter_(1, at[..., None].expand_as(found), found)
+        return logits
+
+    def positions(self, level: Level, count: int) -> Tensor:
+        return level.positions
+
+    def candidates(self, level: Level, logits: Tensor) -> Candidates:
+        """As :meth:`Expansion.candidates`, in the target's ids."""
+        if self.module.d2t is None:
+            return super().candidates(level, logits)
+        # Noise and filters go by the target's ids.
+        whole = in_target_ids(logits, self.target_ids, self.module.config.layers.vocab_size)
+        return super().candidates(level, whole)

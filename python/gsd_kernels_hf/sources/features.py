@@ -1,0 +1,165 @@
+"""What drafters that read the target's hidden states share: a feature at every position of the text, and a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from gsd_kernels import GraphConfig
+
+from ..model.attention import GraphInputs
+from ..model.cache import GraphCache
+from ..model.runner import CachedText
+from ..records import Verified
+from .base import DraftSource, Text
+from .layers import RowPass
+
+READ_ROWS = 128
+"""Of a prompt in one forward: as many as graph rows may be."""
+
+
+class FeatureCache(CachedText):
+    """The cache of a drafter's layers, and the feature of every position that the target has read.
+
+    Features are kept because a drafter may lag behind the target, in steps of shapes without it; a position's takes as
+    much memory as one hidden state.
+
+    Args:
+        model: the drafter.
+        config: of its layers.
+        text: being written.
+        extra: cache positions that a forward of the drafter needs, more than the target's rows do.
+    """
+
+    def __init__(self, model: nn.Module, config: PretrainedConfig, text: Text, extra: int) -> None:
+        target, self.extra = text.target, extra
+        cache = GraphCache(config, target.cache.capacity + extra, target.backend)
+        super().__init__(model, cache, text.state.kv_start)
+        self.backend, self.device = target.backend, next(model.parameters()).device
+        weight = next(model.parameters())
+        batch = text.state.tokens.shape[0]
+        self.features = weight.new_zeros(batch, target.cache.capacity, config.hidden_size)  # [B, S, D]
+
+    def grow(self, capacity: int) -> None:
+        """See :meth:`CachedText.grow`."""
+        super().grow(capacity + self.extra)
+        grown = self.features.new_zeros(self.features.shape[0], capacity, self.features.shape[2])
+        grown[:, : self.features.shape[1]] = self.features
+        self.features = grown
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated so far."""
+        return super().nbytes + self.features.nbytes
+
+    def at(self, place: Tensor) -> Tensor:
+        """Features at positions int64 [B, n]: [B, n, D]."""
+        return self.features.gather(1, place[..., None].expand(-1, -1, self.features.shape[2]))
+
+    def row_pass(self, kv_len: Tensor, ancestor_mask: Tensor, depths: Tensor, node_depths: Tensor) -> RowPass:
+        """A forward of rows behind ``kv_len`` [B] positions; arguments as of :class:`GraphInputs`."""
+        inputs = GraphInputs(
+            ancestor_mask=ancestor_mask,
+            kv_len=kv_len,
+            kv_start=self.text_kv_start,
+            row_depths=depths,
+            node_depths=node_depths,
+            backend=self.backend,
+        )
+        return RowPass(self.cache, inputs)
+
+    def positions(self, kv_len: Tensor, depths: Tensor) -> Tensor:
+        """Positions in the text without padding, int64 [B, R]."""
+        return ((kv_len - self.text_kv_start)[:, None] + depths).clamp(min=0).long()
+
+
+class FeatureSource(DraftSource):
+    """A draft source whose model reads the target's hidden states.
+
+    Its cache has an entry for every position of the text that the target has read. Features come in while the target
+    reads and verifies; entries are made of them when the drafter is next used.
+    """
+
+    costs_forward = True
+    ahead = 0
+    """How many tokens beyond its own position an entry reads."""
+
+    extra_slots = 0
+    """Cache positions that a forward needs, more than the target's rows do."""
+
+    module: nn.Module
+
+    def start(self, text: Text, config: PretrainedConfig) -> None:
+        """Make the storage of a session."""
+        self.text, self.state, self.sampler = text, text.state, text.sampler
+        self.rows = FeatureCache(self.module, config, text, self.extra_slots)
+        text.keep(self.rows)
+        self.embed = text.target.stepping.get_input_embeddings()
+        self.cached = torch.zeros_like(self.state.out_len)  # int32 [B]; entries in the cache, padding included
+
+    def restart(self) -> None:
+        prompt = self.state.tokens[:, : int(self.state.out_len[0])]
+        reused = self.rows.common(prompt, self.state.kv_start) - self.ahead
+        self.cached.fill_(max(0, min(reused, prompt.shape[1] - 1 - self.ahead)))
+        self.used = False
+
+    def end(self) -> None:
+        if self.used:  # else its cache holds what it held before
+            self.rows.holds(self.state.tokens, self.cached + self.ahead)
+
+    def read(self, hidden: Mapping[int, Tensor], begin: int) -> None:
+        """Keep the features of a piece of the prompt."""
+        fused = self.fuse([hidden[number] for number in self.hidden_layers])
+        self.rows.features[:, begin : begin + fused.shape[1]] = fused
+
+    def observe(self, verified: Verified) -> None:
+        """Keep the features of the accepted rows."""
+        path, count = verified.accepted.accepted_rows, verified.accepted.num_accepted
+        states = []
+        for number in self.hidden_layers:
+            found = verified.hidden[number]
+            at = path.clamp(min=0).long().to(found.device)[..., None].expand(-1, -1, found.shape[2])
+            states.append(found.gather(1, at))
+        place = torch.arange(path.shape[1], device=path.device)
+        at = (self.state.out_len - count - 1)[:, None].long() + place  # the target read the root there
+        features = torch.where((place < count[:, None])[..., None], self.fuse(states), self.rows.at(at))
+        self.rows.features.scatter_(1, at[..., None].expand_as(features), features)
+
+    def fuse(self, states: list[Tensor]) -> Tensor:
+        """The feature of hidden states, on the drafter's device in its dtype."""
+        like = self.rows.features
+        return self.module.fuse([state.to(like.device, like.dtype) for state in states])
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Embeddings of target ids [B, R], in the drafter's dtype; one beyond a smaller vocabulary reads as token 0."""
+        own = self.module.embed_tokens
+        embed = self.embed if own is None else own
+        return embed(torch.where(tokens < embed.num_embeddings, tokens, 0)).to(self.rows.features.dtype)
+
+    def prepare(self, config: GraphConfig) -> None:
+        """Make entries of the prompt and of what other shapes' steps emitted, until at most a step's are missing."""
+        if config.depth == 0:
+            return
+        self.used = True
+        end, width = self.state.out_len - 1, config.chain_rows
+        while (missing := int((end - self.cached).min()) - 1) >= width:
+            self.enter(end - 1, min(missing, READ_ROWS))  # all of them, so that no row is padding
+        while int((end - self.cached).max()) > width:
+            self.enter(end - 1, width)
+
+    def enter(self, end: Tensor, width: int) -> None:
+        """Make up to ``width`` entries before ``end`` [B]."""
+        raise NotImplementedError
+
+
+def in_target_ids(logits: Tensor, target_ids: Tensor, vocab_size: int) -> Tensor:
+    """Logits over the target's vocabulary, which noise and filters go by: [..., draft] → [..., V]; −inf elsewhere.
+
+    target_ids int64 [draft]: the target's id of every draft token.
+    """
+    whole = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+    whole[..., target_ids] = logits
+    return whole

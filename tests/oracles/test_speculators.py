@@ -1,0 +1,203 @@
+"""Forwards of our drafters equal those of the ``speculators`` package, on random weights in float32.
+
+``make test-oracles`` runs these in an environment of its own (the extra ``oracles``); elsewhere they are skipped.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("speculators", reason="oracle: needs gsd-kernels[oracles], which make test-oracles installs")
+
+from models import tiny
+from sources.drafters import SIZES, random_tensors
+from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from transformers import LlamaConfig, Qwen3Config
+
+from gsd_kernels_hf.model.runner import RowModel
+from gsd_kernels_hf.records import DecodeState
+from gsd_kernels_hf.sources.dflash import DFlash, DFlashDrafts
+from gsd_kernels_hf.sources.eagle3 import Eagle3, Eagle3Drafts
+
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+VOCAB = 97
+
+
+class Text:
+    """What a source is told of a session, without one."""
+
+    def __init__(self, target, tokens, kv_start):
+        batch, length = tokens.shape
+        self.state = DecodeState.empty(batch, length, 8, tokens.device)
+        self.state.restart(tokens, kv_start, 8, 0)
+        self.target = RowModel(target, length + 32, self.state.kv_start, "auto")
+        self.sampler = self.draws = None
+
+    def keep(self, rows):
+        pass
+
+
+def theirs_eagle3(kind, layers, draft, **flags):
+    sizes = {"hidden_size": 32, "vocab_size": VOCAB, "rms_norm_eps": 1e-5, "rope_theta": 5000.0, **SIZES, **layers}
+    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](**sizes, attn_implementation="eager")
+    config._attn_implementation = "eager"
+    return Eagle3SpeculatorConfig(
+        transformer_layer_config=config,
+        draft_vocab_size=draft,
+        eagle_aux_hidden_state_layer_ids=[0, 1, 2],
+        **flags,
+    )
+
+
+EAGLE3 = {
+    "llama": ("llama", {}, VOCAB, {}),
+    "reduced": ("llama", {}, 61, {}),
+    "mha": ("llama", {"num_key_value_heads": 4}, VOCAB, {"norm_before_residual": True}),
+    "gqa-4": ("llama", {"num_key_value_heads": 1, "head_dim": 16}, 61, {"norm_before_fc": True}),
+    "fc-norm": ("llama", {"hidden_size": 48}, VOCAB, {"fc_norm": True}),
+    "norm-output": ("llama", {"attention_bias": True}, VOCAB, {"norm_output": True}),
+    "every": ("llama", {"mlp_bias": True}, 61, {"fc_norm": True, "norm_output": True, "norm_before_residual": True}),
+    "two-layers": ("llama", {"num_hidden_layers": 2}, VOCAB, {}),
+    "qwen3": ("qwen3", {"num_hidden_layers": 2}, VOCAB, {"norm_before_residual": True}),
+    "rope": (
+        "llama",
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+        VOCAB,
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EAGLE3)
+@torch.no_grad()
+def test_eagle3_equals_speculators(name, tmp_path):
+    """Two levels: all positions of a text with the target's features, then one drafted token after every position."""
+    kind, layers, draft, flags = EAGLE3[name]
+    length = 11
+    theirs = Eagle3DraftModel(theirs_eagle3(kind, {"num_hidden_layers": 1, **layers}, draft, **flags)).eval()
+    random_tensors(theirs)
+    size = theirs.hidden_size
+    if theirs.d2t is not None:
+        ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:draft].sort().values
+        theirs.d2t.copy_(ids - torch.arange(draft))
+        theirs.t2d.fill_(False)
+        theirs.t2d[ids] = True
+    theirs.save_pretrained(tmp_path)
+    ours = Eagle3.from_pretrained(tmp_path)
+    assert ours.fc.weight.dtype == torch.float32 and (ours.d2t is None) == (draft == VOCAB)
+
+    gen = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1, length, 3 * size, generator=gen)
+    tokens = torch.randint(0, VOCAB, (1, length + 2), generator=gen)
+    found = []
+    theirs.lm_head.register_forward_hook(lambda _, __, out: found.append(out))
+    theirs(hidden, tokens[:, 1:-1], torch.zeros(1, length, dtype=torch.long), ttt_steps=2)
+
+    # One sequence for every position, which ends there.
+    target = tiny(hidden_size=size, num_hidden_layers=2, num_attention_heads=4, dtype=torch.float32)
+    text = Text(target, tokens[:, :-1].expand(length, -1), torch.zeros(length, dtype=torch.int32))
+    source = Eagle3Drafts(ours)
+    source.check(target)
+    source.begin(text)
+    source.restart()
+    source.read(dict(enumerate(hidden.expand(length, -1, -1).chunk(3, -1))), 0)
+    text.state.out_len.copy_(torch.arange(length) + 2)  # entries 0 … i
+    vectors, logits = ours.outputs(source.feed(text.state.out_len - 1, length))
+    torch.testing.assert_close(logits[:, 0], found[0][0], **TOLERANCE)
+    zeros = torch.zeros(length, 1, dtype=torch.int32)
+    after = source.forward(
+        tokens[0, 2:, None], vectors, source.cached, zeros, torch.ones(length, 1, 1, dtype=torch.int32), zeros, zeros
+    )
+    # Theirs reads token 0 after the last position.
+    torch.testing.assert_close(ours.outputs(after)[1][:-1, 0], found[1][0, :-1], **TOLERANCE)
+    assert (found[0] - found[1]).abs().max() > 0.1
+
+
+DFLASH = {
+    "one-layer": ({}, VOCAB, {}),
+    "three-layers": ({"num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 16}, VOCAB, {}),
+    "mha": ({"num_hidden_layers": 2, "num_key_value_heads": 4, "attention_bias": True}, VOCAB, {"block_size": 3}),
+    "reduced": ({"num_hidden_layers": 2, "hidden_size": 48}, 61, {"block_size": 7}),
+    "anchor": ({}, VOCAB, {"sample_from_anchor": True}),
+    "window": (
+        {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+        VOCAB,
+        {},
+    ),
+    "window-both-ways": (
+        {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0},
+        VOCAB,
+        {"sliding_window_non_causal": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DFLASH)
+@torch.no_grad()
+def test_dflash_equals_speculators(name, tmp_path):
+    """A block at every place of a text that the package chooses to draft from."""
+    layers, draft, settings = DFLASH[name]
+    length, settings = 19, {"block_size": 5, **settings}
+    sizes = {"hidden_size": 32, "vocab_size": VOCAB, "rms_norm_eps": 1e-5, "rope_theta": 5000.0, **SIZES}
+    config = Qwen3Config(**{**sizes, "num_hidden_layers": 1, **layers})
+    config._attn_implementation = "eager"
+    theirs = DFlashDraftModel(
+        DFlashSpeculatorConfig(
+            transformer_layer_config=config,
+            draft_vocab_size=draft,
+            aux_hidden_state_layer_ids=[0, 1, 2],
+            mask_token_id=VOCAB - 1,
+            **settings,
+        )
+    ).eval()
+    random_tensors(theirs)
+    size = theirs.hidden_size
+    if theirs.d2t is not None:
+        ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:draft].sort().values
+        theirs.d2t.copy_(ids - torch.arange(draft))
+    theirs.save_pretrained(tmp_path)
+    ours = DFlash.from_pretrained(tmp_path)
+    target = tiny(hidden_size=size, num_hidden_layers=2, num_attention_heads=4, dtype=torch.float32, vocab_size=VOCAB)
+    theirs.embed_tokens.weight.copy_(target.get_input_embeddings().weight)  # a checkpoint has none
+    assert ours.embed_tokens is None and (ours.lm_head is None) == (draft == VOCAB)
+
+    gen = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1, length, 3 * size, generator=gen)
+    tokens = torch.randint(0, VOCAB, (1, length), generator=gen)
+    block, anchors = settings["block_size"], length - settings["block_size"] - 1
+    mask = torch.zeros(1, length)
+    mask[:, 1 : 1 + anchors] = 1  # drafts from places 1 … anchors
+    found, _, _, _, places = theirs._backbone_forward(
+        hidden,
+        tokens,
+        mask,
+        torch.zeros(1, length, size),
+        torch.zeros(1, length, dtype=torch.long),
+        max_anchors=anchors,
+    )
+    places = places.view(anchors, block)[:, 0]
+    assert places.tolist() == list(range(1, 1 + anchors))
+
+    text = Text(target, tokens.expand(anchors, -1), torch.zeros(anchors, dtype=torch.int32))
+    source = DFlashDrafts(ours)
+    source.check(target)
+    source.begin(text)
+    source.restart()
+    source.read(dict(enumerate(hidden.expand(anchors, -1, -1).chunk(3, -1))), 0)
+    text.state.out_len.copy_(places + 1)  # the root is at the place
+    source.enter(text.state.out_len - 1, length)
+    mine = source.block_states()
+    # Their output for the root's own row is not trained and not read, but it is the same.
+    torch.testing.assert_close(mine, found.view(anchors, block, size), **TOLERANCE)
+    head = theirs.lm_head if ours.lm_head is None else ours.lm_head
+    torch.testing.assert_close(head(mine), theirs.lm_head(found).view(anchors, block, -1), **TOLERANCE)

@@ -1,0 +1,304 @@
+"""Drafter checkpoints that cannot be served: each is refused by name, and no weight of it was read."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from models import prompts, tiny
+from safetensors.torch import load_file, save_file
+from sources.drafters import dflash_config, eagle3_config, random_dflash, random_eagle3, safeailab, save
+
+import gsd_kernels as gsd
+from gsd_kernels import DFlash, DraftHeads, Eagle3
+from gsd_kernels_hf.sources import checkpoints
+from gsd_kernels_hf.sources.checkpoints import Checkpoint
+from gsd_kernels_hf.sources.drafters import load_drafter
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny(num_hidden_layers=3, dtype=torch.float32)
+
+
+def eagle3(target, folder, tensors=None, drop=(), own_embedding=False, **changes):
+    """A good EAGLE-3 folder with another config or other tensors."""
+    good = eagle3_config(target, **{k: v for k, v in changes.items() if k == "draft_vocab_size" and v == 61})
+    stored = safeailab(random_eagle3(good, own_embedding=own_embedding).float())
+    stored = {name: value for name, value in stored.items() if name not in drop} | (tensors or {})
+    return save(folder, {**good, **changes}, stored)
+
+
+def dflash(target, folder, inner=None, **changes):
+    good = dflash_config(target)
+    stored = random_dflash(good).float().state_dict()
+    config = {**good, **changes}
+    config["dflash_config"] = {**good["dflash_config"], **(inner or {})}
+    return save(folder, config, stored)
+
+
+def medusa(target, folder, tensors):
+    return save(folder, {"medusa_num_heads": 1}, tensors)
+
+
+def ones(*shape):
+    return torch.ones(shape)
+
+
+EAGLE3 = {
+    "vocabulary": ({"vocab_size": 5000, "draft_vocab_size": 97}, "vocabulary of 5000 tokens, and the target has 97"),
+    "hidden size": ({"target_hidden_size": 64}, "hidden states of size 64, and the target's are 32"),
+    "layers": ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, "reads hidden state 9, and the target has 3 layers"),
+    "layers twice": ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "a list of different layers, got [1, 1, 2]"),
+    "layers as text": ({"eagle_aux_hidden_state_layer_ids": "0,1"}, "a list of different layers, got '0,1'"),
+    "one fused layer": (
+        {"eagle_config": {"use_aux_hidden_state": False}, "eagle_aux_hidden_state_layer_ids": None},
+        "turns use_aux_hidden_state off",
+    ),
+    "shape": ({"intermediate_size": 50}, "is [48, 32], and its config means [50, 32]"),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads in its config: expected an integer of at least 1"),
+    "odd heads": ({"num_key_value_heads": 3}, "num_attention_heads=4 in its config is no multiple of"),
+    "no size": ({"hidden_size": None}, "hidden_size in its config: expected an integer"),
+    "text for a number": (
+        {"vocab_size": "97"},
+        "vocab_size in its config: expected an integer of at least 1, got '97'",
+    ),
+    "text for a flag": ({"fc_norm": "yes"}, "fc_norm in its config: expected true or false, got 'yes'"),
+    "both norms": ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm, of which"),
+    "norm without a weight": ({"norm_before_fc": True}, "has no tensor input_norm.weight, which its config calls for"),
+    "rope": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' in its config"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act='gelu' in its config"),
+    "draft vocabulary too large": ({"draft_vocab_size": 99}, "draft_vocab_size=99 in its config is more than"),
+    "reduced without a map": ({"draft_vocab_size": 61, "drop": ("d2t",)}, "has no tensor d2t"),
+    "map out of range": ({"draft_vocab_size": 61, "tensors": {"d2t": torch.full((61,), 90)}}, "outside the vocabulary"),
+    "map onto one": ({"draft_vocab_size": 61, "tensors": {"d2t": -torch.arange(61)}}, "two draft tokens to one token"),
+    "tensor missing": ({"drop": ("midlayer.self_attn.o_proj.weight",)}, "no tensor layers.0.self_attn.o_proj.weight"),
+    "tensor unknown": ({"tensors": {"experts.weight": ones(2)}}, "a tensor experts.weight, which this kind"),
+    "the same twice": ({"tensors": {"layers.0.hidden_norm.weight": ones(32)}}, "which are the same weight"),
+    "NaN": ({"tensors": {"norm.weight": ones(32) * torch.nan}}, "norm.weight in .* holds NaN"),
+    "P-EAGLE": ({"tensors": {"mask_hidden": ones(32)}}, "a P-EAGLE checkpoint"),
+    "EAGLE-1": ({"tensors": {"fc.weight": ones(32, 64)}}, "an EAGLE-1 or EAGLE-2 checkpoint"),
+    "speculators' other kind": ({"speculators_model_type": "mtp"}, "speculators' kind 'mtp'"),
+    "speculators without layers": ({"speculators_model_type": "eagle3"}, "no transformer_layer_config"),
+}
+DFLASH = {
+    "vocabulary": ({"vocab_size": 9000}, "vocabulary of 9000 tokens, and the target has 97"),
+    "layers": ({"inner": {"target_layer_ids": [0, 3]}}, "reads hidden state 4, and the target has 3 layers"),
+    "no layers": ({"inner": {"target_layer_ids": None}}, "target_layer_ids in its config: expected a list"),
+    "no block": ({"block_size": None}, "block_size in its config: expected an integer of at least 2"),
+    "mask": ({"inner": {"mask_token_id": 97}}, "mask_token_id=97 has no row in an embedding of 97"),
+    "no mask": ({"inner": {"mask_token_id": None}}, "mask_token_id in its config: expected an integer"),
+    "reduced without a matrix": ({"draft_vocab_size": 50}, "needs an output matrix of its own"),
+    "layer count": ({"num_hidden_layers": 3}, "has no tensor layers.2."),
+}
+MEDUSA = {
+    "no heads": ({"x": ones(1)}, "has no Medusa heads"),
+    "a head missing": (
+        {
+            "0.0.linear.weight": ones(32, 32),
+            "0.0.linear.bias": ones(32),
+            "0.1.weight": ones(97, 32),
+            "2.1.weight": ones(97, 32),
+        },
+        "has no tensor 1.0.linear.weight|has no tensor 2.0.linear.weight",
+    ),
+    "hidden size": (
+        {"0.0.linear.weight": ones(16, 16), "0.0.linear.bias": ones(16), "0.1.weight": ones(97, 16)},
+        "hidden_size=16, and this one has 32",
+    ),
+    "vocabulary": (
+        {"0.0.linear.weight": ones(32, 32), "0.0.linear.bias": ones(32), "0.1.weight": ones(3000, 32)},
+        "vocabulary of 3000 tokens, and the target has 97",
+    ),
+    "no block": ({"0.0.weight": ones(97, 32)}, "without a residual block"),
+}
+
+
+def refuse(target, where, message, monkeypatch, reads=False):
+    """Both doors refuse, and nothing was read (unless only the values show it) or changed."""
+    read = []
+    honest = Checkpoint._read
+    monkeypatch.setattr(Checkpoint, "_read", lambda self: read.append(1) or honest(self))
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    pattern = message if "|" in message or ".*" in message else re.escape(message)
+    with pytest.raises(ValueError, match=pattern) as error:
+        gsd.patch(target, drafter=where)
+    assert str(error.value).startswith(("drafter: ", "heads: "))
+    with pytest.raises(ValueError, match=pattern):
+        gsd.generate(target, **prompts(1, 4), drafter=where, max_new_tokens=2, do_sample=False)
+    assert bool(read) == reads
+    assert "generate" not in vars(target) and "_gsd_patch" not in vars(target)
+    assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
+
+
+VALUES = ("map out of range", "map onto one", "NaN")
+
+
+@pytest.mark.parametrize("name", EAGLE3)
+def test_bad_eagle3(name, target, tmp_path, monkeypatch):
+    changes, message = EAGLE3[name]
+    refuse(target, eagle3(target, tmp_path, **changes), message, monkeypatch, reads=name in VALUES)
+
+
+@pytest.mark.parametrize("name", DFLASH)
+def test_bad_dflash(name, target, tmp_path, monkeypatch):
+    changes, message = DFLASH[name]
+    refuse(target, dflash(target, tmp_path, **changes), message, monkeypatch)
+
+
+@pytest.mark.parametrize("name", MEDUSA)
+def test_bad_medusa(name, target, tmp_path, monkeypatch):
+    tensors, message = MEDUSA[name]
+    refuse(target, medusa(target, tmp_path, tensors), message, monkeypatch)
+
+
+CONFIGS = {
+    "broken config": "{",
+    "a list for a config": "[]",
+    "language model": json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
+    "nothing known": json.dumps({"architectures": ["Whisper"]}),
+}
+
+
+def unreadable(target, folder, how):
+    eagle3(target, folder)
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    if how == "no config":
+        config.unlink()
+    elif how in CONFIGS:
+        config.write_text(CONFIGS[how])
+    elif how == "no weights":
+        weights.unlink()
+    elif how == "broken weights":
+        weights.write_bytes(b"\x00" * 40)
+    elif how == "cut weights":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif how == "pickle":
+        weights.unlink()
+        torch.save({"fc.weight": ones(2)}, folder / "pytorch_model.bin")
+    elif how == "shard missing":
+        weights.unlink()
+        index.write_text(json.dumps({"weight_map": {"fc.weight": "model-1.safetensors"}}))
+    elif how == "shard outside":
+        weights.rename(folder.parent / "outside.safetensors")
+        index.write_text(json.dumps({"weight_map": {"fc.weight": "../outside.safetensors"}}))
+    elif how == "no map":
+        weights.unlink()
+        index.write_text("{}")
+    return folder
+
+
+UNREADABLE = {
+    "no config": "no config.json in",
+    "broken config": "cannot be read as JSON",
+    "a list for a config": "holds no JSON object but list",
+    "no weights": "no model.safetensors in",
+    "broken weights": "is no readable safetensors file",
+    "cut weights": "is no readable safetensors file",
+    "pickle": "pytorch_model.bin alone, a pickle, which is not loaded since it may run code; convert it",
+    "shard missing": "names model-1.safetensors, and",
+    "shard outside": "which is outside the folder",
+    "no map": "has no weight_map of file names",
+    "language model": "is a language model (LlamaForCausalLM), not a drafter",
+    "nothing known": "is no EAGLE-3, DFlash or Medusa drafter",
+}
+
+
+@pytest.mark.parametrize("how", UNREADABLE)
+def test_unreadable_folders(how, target, tmp_path, monkeypatch):
+    folder = unreadable(target, tmp_path / "drafter", how)
+    if how == "shard outside":
+        (tmp_path / "drafter" / "model.safetensors").unlink(missing_ok=True)
+    refuse(target, folder, UNREADABLE[how], monkeypatch)
+
+
+@pytest.mark.slow
+def test_the_conversion_that_a_pickle_is_refused_with_works(target, tmp_path):
+    folder = eagle3(target, tmp_path / "drafter")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="a pickle") as error:
+        load_drafter(folder, target)
+    command = str(error.value).partition("where you trust it: ")[2].replace("python ", f"{sys.executable} ", 1)
+    subprocess.run(command, shell=True, check=True, capture_output=True)
+    assert isinstance(load_drafter(folder, target), Eagle3)
+
+
+def test_shards_are_read(target, tmp_path):
+    folder = eagle3(target, tmp_path)
+    tensors, names = load_file(folder / "model.safetensors"), {}
+    for number, name in enumerate(tensors):
+        names[name] = f"model-{number % 2}.safetensors"
+    for file in set(names.values()):
+        save_file({name: tensors[name] for name in tensors if names[name] == file}, folder / file)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    loaded = Eagle3.from_pretrained(folder)
+    assert all(torch.equal(loaded.state_dict()[n.replace("midlayer", "layers.0")], tensors[n]) for n in names)
+
+
+def test_kinds_are_recognised_and_lie_where_the_target_does(target, tmp_path):
+    heads = {"0.0.linear.weight": ones(32, 32), "0.0.linear.bias": ones(32), "0.1.weight": ones(97, 32)}
+    own = tmp_path / "own"
+    DraftHeads.for_model(target, 2).save_pretrained(own)
+    double = tiny(num_hidden_layers=3)
+    for folder, kind in (
+        (eagle3(target, tmp_path / "a"), Eagle3),
+        (dflash(target, tmp_path / "b"), DFlash),
+        (medusa(target, tmp_path / "c", heads), DraftHeads),
+        (own, DraftHeads),
+    ):
+        loaded = load_drafter(folder, double)
+        assert type(loaded) is kind and not loaded.training
+        assert {p.dtype for p in loaded.parameters()} == {torch.float64}
+
+
+def test_a_hub_id_is_fetched_without_code_and_pickles(target, tmp_path, monkeypatch):
+    folder, asked = eagle3(target, tmp_path), []
+    monkeypatch.setattr(checkpoints, "snapshot_download", lambda name, **how: asked.append((name, how)) or str(folder))
+    assert isinstance(load_drafter("someone/eagle3", target), Eagle3)
+    assert asked == [("someone/eagle3", {"allow_patterns": ["*.json", "*.safetensors"]})]
+
+    def fails(name, **how):
+        raise OSError("offline")
+
+    monkeypatch.setattr(checkpoints, "snapshot_download", fails)
+    refuse(target, "someone/eagle3", "could not be fetched from the hub: offline", monkeypatch)
+
+
+def test_places_that_are_none(target, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    refuse(target, tmp_path / "file", "is a file; expected the folder", monkeypatch)
+    refuse(target, str(tmp_path / "missing"), "no such folder", monkeypatch)
+    with pytest.raises(
+        TypeError, match="drafter: expected a folder, a hub id, or one of Eagle3, DFlash, DraftHeads, got int"
+    ):
+        gsd.patch(target, drafter=3)
+    heads = DraftHeads.for_model(target, 2)
+    with pytest.raises(ValueError, match="drafter: these are heads, and draft_heads has others"):
+        gsd.patch(target, drafter=heads, draft_heads=heads)
+    with pytest.raises(ValueError, match='"drafter" needs drafter'):
+        gsd.patch(target, draft_sources=("drafter",))
+    with pytest.raises(ValueError, match=r"drafter: .*drafts from one model alone; leave it out"):
+        gsd.patch(target, drafter=heads, criterion="speculative", graph_config="chain")
+    assert "generate" not in vars(target)
+
+
+def test_a_target_too_small_for_the_published_layers(tmp_path, monkeypatch):
+    small = tiny(num_hidden_layers=2, dtype=torch.float32)
+    folder = eagle3(small, tmp_path, eagle_aux_hidden_state_layer_ids=None)
+    refuse(small, folder, "reads hidden state -1, and the target has 2 layers", monkeypatch)
+
+
+def test_a_loaded_drafter_of_another_model_is_refused(target):
+    other = tiny(num_hidden_layers=3, hidden_size=64, dtype=torch.float32)
+    for drafter in (random_eagle3(eagle3_config(other)).float(), random_dflash(dflash_config(other)).float()):
+        with pytest.raises(ValueError, match="hidden states of size 64"):
+            gsd.patch(target, drafter=drafter)
+        with pytest.raises(ValueError, match="is on meta, and the target takes its input on cpu; move it"):
+            gsd.patch(other, drafter=drafter.to("meta"))
