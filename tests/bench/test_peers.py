@@ -95,11 +95,11 @@ def test_an_engine_ends_with_a_race_that_is_killed(tmp_path):
     file = tmp_path / "killed.py"
     file.write_text(code)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, str(file), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == -9, done.stderr
-    engine = Path(f"/proc/{int(done.stdout.split(',')[0].split()[1])}")
+    said = tmp_path / "said"  # no pipe: an engine that goes on would hold its other end
+    with said.open("w") as out:
+        command = [sys.executable, str(file), str(tmp_path)]
+        assert subprocess.run(command, env=environment, stdout=out, stderr=out, timeout=100).returncode == -9
+    engine = Path(f"/proc/{int(said.read_text().split(',')[0].split()[1])}")
     until = time.monotonic() + 30
     while engine.exists() and "zombie" not in (engine / "status").read_text() and time.monotonic() < until:
         time.sleep(0.05)
