@@ -7,6 +7,10 @@ import dataclasses
 import importlib.util
 import json
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +77,33 @@ def test_a_peer_that_fails_is_named_and_the_others_go_on(at, said, monkeypatch):
     report = generate.run(settings("hf-greedy", "llama-cpp", "llama-cpp-draft", prompts=1))
     assert [row["competitor"] for row in report.summary] == ["hf-greedy"]
     assert said in report.missing["llama-cpp"] and "llama-cpp-draft" in report.missing
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /proc")
+def test_an_engine_ends_with_a_race_that_is_killed(tmp_path):
+    code = (
+        "import os, sys\n"
+        "from fake_engines import Recorded\n"
+        "from gsd_kernels_bench.generation.peers.base import Place\n"
+        "from gsd_kernels_bench.generation.peers.process import EngineProcess\n"
+        "if __name__ == '__main__':\n"
+        "    process = EngineProcess(Recorded({}), Place(sys.argv[1], 'float32', 1, 9))\n"
+        "    print(process.about(), flush=True)\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    file = tmp_path / "killed.py"
+    file.write_text(code)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    said = tmp_path / "said"  # no pipe: an engine that goes on would hold its other end
+    with said.open("w") as out:
+        command = [sys.executable, str(file), str(tmp_path)]
+        assert subprocess.run(command, env=environment, stdout=out, stderr=out, timeout=100).returncode == -9
+    engine = Path(f"/proc/{int(said.read_text().split(',')[0].split()[1])}")
+    until = time.monotonic() + 30
+    while engine.exists() and "zombie" not in (engine / "status").read_text() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not engine.exists() or "zombie" in (engine / "status").read_text()
 
 
 def test_why_a_peer_is_missing(pair):

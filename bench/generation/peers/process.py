@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -17,7 +19,8 @@ class EngineProcess:
 
     def __init__(self, engine: Engine, place: Place) -> None:
         self.engine, self.place = engine, place
-        self.executor = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        context = multiprocessing.get_context("spawn")
+        self.executor = ProcessPoolExecutor(1, mp_context=context, initializer=_end_with_parent)
 
     def decode(self, setting: Setting, ids: Sequence[int], new_tokens: int) -> tuple[list[int], float]:
         """The new tokens, and the seconds of decoding alone.
@@ -38,6 +41,18 @@ class EngineProcess:
 
     def close(self) -> None:
         self.executor.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """Watch the race's process: one that is killed closes nothing, and the models of this one are large."""
+
+    def watch() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _decode(engine: Engine, place: Place, setting: Setting, ids: list[int], new_tokens: int) -> tuple[list[int], float]:
