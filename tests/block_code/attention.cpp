@@ -3,6 +3,7 @@
 //     attention ROUNDS SEED [--drop BARRIER | --hurry WAIT | --misplace-copy NAME | --misplace-load NAME]
 //
 // Exit status: 0 right, 3 wrong, 4 divergent lanes or barriers, 5 bank conflict; sanitizers have their own.
+#include <algorithm>
 #include <random>
 
 #include "os_machine.h"
@@ -74,9 +75,14 @@ Problem make_problem(const Shape& shape, std::mt19937& random) {
     const int longest = shape.capacity - shape.nodes;
     p.kv_len.push_back(b == 0 ? longest : between(random, 0, longest));
     p.kv_start.push_back(b == 0 ? 0 : between(random, 0, p.kv_len[b]));
+    const int held = b == 0 ? shape.nodes : between(random, 0, shape.nodes);  // nodes of this graph
     for (int r = 0; r < shape.rows; r++) {
       const bool blind = random() % 8 == 0;  // no node at all; with an empty prefix nothing
-      for (int w = 0; w < p.words(); w++) p.mask.push_back(blind ? 0 : static_cast<int32_t>(random() & random()));
+      for (int w = 0; w < p.words(); w++) {
+        const int bits = std::clamp(held - 32 * w, 0, 32);
+        const uint32_t nodes = bits == 32 ? ~0u : (1u << bits) - 1;
+        p.mask.push_back(blind ? 0 : static_cast<int32_t>(random() & random() & nodes));
+      }
       p.row_depths.push_back(between(random, 0, 6));
     }
     for (int n = 0; n < shape.nodes; n++) p.node_depths.push_back(between(random, 0, 6));

@@ -16,7 +16,7 @@ import chats
 import fake_cuda
 import pytest
 import torch
-from chats import FREE, GRAPH, SAMPLED, TREE, ask, expected, pair, patched, sources, words
+from chats import FREE, GRAPH, SAMPLED, TREE, ask, both, expected, pair, patched, sources, words
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -336,26 +336,6 @@ def test_what_a_captured_step_reads_lives_on(name, decoding, monkeypatch):
         ask(target, words(1, 12, seed=4), tokens=20, **decoding)
         gone = [ref for mode in seen for ref in mode.read.values() if ref.expired()]
         assert len(seen) == 4 and not gone
-
-
-def both(work: Callable[[int], None], count: int = 2) -> None:
-    """Threads that begin at once; what one raises is raised."""
-    barrier, raised = threading.Barrier(count), []
-
-    def run(thread: int) -> None:
-        barrier.wait()
-        try:
-            work(thread)
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if raised:
-        raise raised[0]
 
 
 @pytest.mark.parametrize("name", ["graph", "heads", "layer_skip"])

@@ -44,7 +44,8 @@ def dag_attention(
         q: float [B, Hq, R, D].
         k, v: whole caches [B, Hkv, S, D] (v may have its own last size), any strides with unit last dimension; Hq is
             a multiple of Hkv and head h reads cache head ``h // (Hq / Hkv)``.
-        ancestor_mask: int32 [B, R, ceil(N/32)], bit j: the row sees node j. A row sees itself only by its own bit.
+        ancestor_mask: int32 [B, R, ceil(N/32)], bit j: the row sees node j. A row sees itself only by its own bit. Bits
+            of nodes that a graph does not have are 0.
         kv_len: int32 [B]. The caller keeps ``kv_len + N ≤ S``.
         kv_start: int32 [B], left padding to skip (default 0).
         row_depths, node_depths: int32 [B, R] and [B, ≥N]: position minus ``kv_len``; sliding windows go by position.
