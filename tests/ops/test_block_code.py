@@ -80,6 +80,7 @@ def test_the_sampling_block_equals_the_reference(programs, warpers, vocab):
         torch.tensor(seed),
         torch.tensor([sequence], dtype=torch.int32),
         *warpers,
+        True,
     )
     arguments = map(str, ("--pick", 8, vocab, branch, seed, position, sequence, *warpers))
     done = subprocess.run(

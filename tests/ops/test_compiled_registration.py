@@ -107,7 +107,7 @@ def attention_inputs():
     q, (k, v) = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 2, 40, 16)
     lengths = (torch.tensor([20, 7], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32))
     mask = torch.tensor([[[1], [3], [5]]], dtype=torch.int32).expand(2, -1, -1).contiguous()
-    return q, k, v, mask, *lengths, None, None, None, 0.25, None, None
+    return q, k, v, mask, *lengths, None, None, 0.25, None, None
 
 
 def decoder_inputs():
