@@ -40,7 +40,7 @@ SCHEMAS = (
     "decoder_rows(Tensor token_ids, Tensor positions, Tensor slots, Tensor ancestor_mask, Tensor node_depths, "
     "Tensor kv_len, Tensor kv_start, Tensor embedding, Tensor[] layers, Tensor final_norm, Tensor head, "
     "Tensor inv_freq, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int[] windows, int heads, float eps, "
-    "float rope_scale, int keep) -> (Tensor, Tensor)",
+    "float rope_scale, int[] states, int keep) -> (Tensor, Tensor, Tensor)",
     "ngram_insert(Tensor(a!) keys, Tensor(b!) table_tokens, Tensor(c!) table_log_probs, Tensor contexts, "
     "Tensor tokens, Tensor log_probs, Tensor valid, int max_context, int ways) -> ()",
     "ngram_lookup(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor contexts, int max_context, "
@@ -239,11 +239,12 @@ def _learn_source(*args: object) -> None:
 
 
 @torch.library.register_fake("gsd_kernels::decoder_rows")
-def _decoder_rows(token_ids: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-    head, keep = args[9], args[-1]
-    assert isinstance(head, Tensor) and isinstance(keep, (int, torch.SymInt))
+def _decoder_rows(token_ids: Tensor, *args: object) -> tuple[Tensor, Tensor, Tensor]:
+    head, states, keep = args[9], args[-2], args[-1]
+    assert isinstance(head, Tensor) and isinstance(states, list) and isinstance(keep, (int, torch.SymInt))
     logits, hidden = ((token_ids.shape[0], keep, size) for size in head.shape)
-    return head.new_empty(logits, dtype=torch.float32), head.new_empty(hidden, dtype=torch.float32)
+    read_by = (len(states), *token_ids.shape, head.shape[1])
+    return tuple(head.new_empty(shape, dtype=torch.float32) for shape in (logits, hidden, read_by))
 
 
 UNAVAILABLE: dict[str, str | None] = {

@@ -95,7 +95,7 @@ class Text:
         batch = len(self.pads)
         mask = pack_bits(sees)[first:last].expand(batch, -1, -1).contiguous()
         slots = torch.arange(first, last, dtype=torch.int32)
-        logits, _ = decoder_rows(
+        logits, _, _ = decoder_rows(
             self.weights,
             tokens[:, first:last].to(torch.int32),
             (self.kv_len - self.kv_start)[:, None] + depths[first:last],

@@ -87,6 +87,8 @@ void Decoder::forward(const DecoderLayer& layer) {
   project_and_add(layer.down, s_.inner);
 }
 
+void Decoder::copy_state(float* out) const { std::copy(x_.get(), x_.get() + s_.count() * s_.hidden, out); }
+
 void Decoder::finish(const std::vector<float>& norm, const Projection& head, int64_t keep, float* normed,
                      float* logits) {
   const int64_t kept = s_.batch * keep;

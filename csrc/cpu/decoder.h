@@ -49,6 +49,9 @@ class Decoder {
 
   void forward(const DecoderLayer& layer);
 
+  // What the next layer reads, [batch · rows, hidden].
+  void copy_state(float* out) const;
+
   // The last `keep` rows of every sequence: normed, [batch · keep, hidden], and times the output matrix.
   void finish(const std::vector<float>& norm, const Projection& head, int64_t keep, float* normed, float* logits);
 

@@ -74,14 +74,14 @@ void check_ranges(const DecoderRows& r, const DecoderSizes& s, int64_t capacity,
   }
 }
 
-std::tuple<Tensor, Tensor> decoder_rows(const Tensor& token_ids, const Tensor& positions, const Tensor& slots,
+std::tuple<Tensor, Tensor, Tensor> decoder_rows(const Tensor& token_ids, const Tensor& positions, const Tensor& slots,
                                         const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len,
                                         const Tensor& kv_start, const Tensor& embedding,
                                         const std::vector<Tensor>& layers, const Tensor& final_norm,
                                         const Tensor& head, const Tensor& inv_freq,
                                         const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
                                         const std::vector<int64_t>& windows, int64_t heads, double eps,
-                                        double rope_scale, int64_t keep) {
+                                        double rope_scale, const std::vector<int64_t>& states, int64_t keep) {
   check("token_ids", token_ids, ScalarType::Int, {kAny, kAny});
   DecoderSizes s{};
   s.batch = token_ids.size(0), s.rows = token_ids.size(1);
@@ -104,6 +104,10 @@ std::tuple<Tensor, Tensor> decoder_rows(const Tensor& token_ids, const Tensor& p
   s.eps = static_cast<float>(eps), s.rope_scale = static_cast<float>(rope_scale);
   STD_TORCH_CHECK(s.kv_heads > 0 && heads % s.kv_heads == 0, "heads: ", heads, " are not a multiple of the cache's ",
                   s.kv_heads);
+  for (const int64_t state : states) {
+    STD_TORCH_CHECK(state >= 0 && state < static_cast<int64_t>(depth), "states: expected layers 0 ... ", depth - 1,
+                    ", got ", state);
+  }
   STD_TORCH_CHECK(keep >= 0 && keep <= s.rows, "keep: expected 0 ... ", s.rows, ", got ", keep);
 
   const ScalarType dtype = embedding.scalar_type();
@@ -124,9 +128,17 @@ std::tuple<Tensor, Tensor> decoder_rows(const Tensor& token_ids, const Tensor& p
   const Tensor logits = torch::stable::new_empty(embedding, {s.batch, keep, out_vocab}, ScalarType::Float);
   const Tensor hidden = torch::stable::new_empty(embedding, {s.batch, keep, s.hidden}, ScalarType::Float);
   Decoder decoder(s, rows, paths, embedded.element, embedded);
-  for (const DecoderLayer& layer : parts) decoder.forward(layer);
+  const Tensor read_by = torch::stable::new_empty(
+      embedding, {static_cast<int64_t>(states.size()), s.batch, s.rows, s.hidden}, ScalarType::Float);
+  for (size_t l = 0; l < depth; l++) {
+    for (size_t i = 0; i < states.size(); i++) {
+      if (states[i] != static_cast<int64_t>(l)) continue;
+      decoder.copy_state(written<float>(read_by) + static_cast<int64_t>(i) * s.count() * s.hidden);
+    }
+    decoder.forward(parts[l]);
+  }
   decoder.finish(norm, output, keep, written<float>(hidden), written<float>(logits));
-  return {logits, hidden};
+  return {logits, hidden, read_by};
 }
 
 }  // namespace

@@ -113,7 +113,7 @@ def attention_inputs():
 def decoder_inputs():
     w, case = decoder_case()
     *rows, k_caches, v_caches = case.values()
-    rest = (w.windows, w.heads, w.eps, w.rope_scale, 3)
+    rest = (w.windows, w.heads, w.eps, w.rope_scale, [1, 0], 3)
     return *rows, w.embedding, w.flat_layers, w.final_norm, w.head, w.inv_freq, k_caches, v_caches, *rest
 
 

@@ -33,6 +33,21 @@ def test_decoder_rows_equal_the_reference(dtype, atol, threads):
         torch.testing.assert_close(cache, other, atol=atol, rtol=atol)
 
 
+def test_states_are_what_the_layers_read():
+    """In the order that was asked for; of layer 0 the embeddings, of layer 1 what the reference passes on."""
+    results = []
+    for backend in ("cpu", "reference"):
+        weights, case = decoder_case()
+        results.append(decoder_rows(weights, **case, keep=0, states=(1, 0, 1), backend=backend))
+        assert torch.equal(results[-1][2][1], weights.embedding[case["token_ids"].long()])
+    (logits, hidden, states), (_, _, expected) = results
+    assert states.shape == (3, 2, 5, 32) and logits.shape[1] == hidden.shape[1] == 0
+    assert torch.equal(states[0], states[2]) and not torch.equal(states[0], states[1])
+    torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="states: expected layers 0 … 1"):
+        decoder_rows(weights, **case, keep=0, states=(2,))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "match"),
     [

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,8 +27,9 @@ def decoder_rows(
     v_caches: list[Tensor],
     *,
     keep: int,
+    states: Sequence[int] = (),
     backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Forward rows of a token graph through all layers of a decoder in one call.
 
     LLaMA's layers (RMSNorm, rotary embedding, grouped attention, SwiGLU; arXiv 2302.13971) with what Mistral, Qwen2
@@ -47,10 +50,12 @@ def decoder_rows(
         kv_len, kv_start: int32 [B], the prefix.
         k_caches, v_caches: a layer each, [B, Hkv, S, D].
         keep: logits of the last so many rows, 0 … R.
+        states: numbers of layers, from 0, whose input is returned.
         backend: see :mod:`gsd_kernels.backends`.
 
     Returns:
-        Logits, float32 [B, keep, V], and what the output matrix read, float32 [B, keep, hidden].
+        Logits, float32 [B, keep, V], what the output matrix read, float32 [B, keep, hidden], and what the layers of
+        ``states`` read, float32 [len(states), B, R, hidden].
 
     Raises:
         TypeError, ValueError, RuntimeError: an argument has the wrong type, shape or range.
@@ -67,6 +72,8 @@ def decoder_rows(
         raise ValueError(f"k_caches: expected {len(weights.layers)} layers, got {len(k_caches)} and {len(v_caches)}")
     if not 0 <= keep <= rows:
         raise ValueError(f"keep: expected 0 … {rows}, the number of rows, got {keep}")
+    if any(not 0 <= state < len(weights.layers) for state in states):
+        raise ValueError(f"states: expected layers 0 … {len(weights.layers) - 1}, got {list(states)}")
     return resolve(backend, device, IMPLEMENTATIONS)(
         weights,
         token_ids,
@@ -78,5 +85,6 @@ def decoder_rows(
         kv_start,
         k_caches,
         v_caches,
+        states,
         keep,
     )

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,9 @@ def decoder_rows(
     kv_start: Tensor,
     k_caches: list[Tensor],
     v_caches: list[Tensor],
+    states: Sequence[int],
     keep: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """csrc/cpu/decoder_rows.cpp"""
     w = weights
     return torch.ops.gsd_kernels.decoder_rows(
@@ -40,5 +43,6 @@ def decoder_rows(
         w.heads,
         w.eps,
         w.rope_scale,
+        list(states),
         keep,
     )

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
@@ -21,8 +23,9 @@ def decoder_rows(
     kv_start: Tensor,  # int32 [B]
     k_caches: list[Tensor],
     v_caches: list[Tensor],
+    states: Sequence[int],
     keep: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     w = weights
 
     def rounded(x: Tensor, factor: Tensor) -> Tensor:
@@ -48,6 +51,7 @@ def decoder_rows(
 
     row_depths, capacity = positions - (kv_len - kv_start)[:, None], k_caches[0].shape[2]
     x = torch.nn.functional.embedding(token_ids, w.embedding).float()  # [B, R, hidden]
+    read_by = [x]
     for layer, k_cache, v_cache in zip(w.layers, k_caches, v_caches, strict=True):
         normed = norm(x, layer.input_norm)
         query = turned(split(project(normed, layer.q, layer.q_bias)), layer.q_norm)
@@ -60,5 +64,10 @@ def decoder_rows(
         normed = norm(x, layer.second_norm)
         gated = silu(project(normed, layer.gate, layer.gate_bias)) * project(normed, layer.up, layer.up_bias)
         x = x + project(gated, layer.down, layer.down_bias)
+        read_by.append(x)
     hidden = norm(x[:, x.shape[1] - keep :], w.final_norm)
-    return project(hidden, w.head), hidden
+    return (
+        project(hidden, w.head),
+        hidden,
+        torch.stack([read_by[i] for i in states]) if states else x.new_empty(0, *x.shape),
+    )

@@ -57,10 +57,8 @@ def why_not(model: PreTrainedModel, backend: str, hidden_layers: tuple[int, ...]
         return reason
     if type(model) not in CLASSES:
         return f"{type(model).__name__} is not one of {', '.join(c.__name__ for c in CLASSES)}"
-    if set(hidden_layers) - {LAST}:
-        return (
-            f"hidden states {', '.join(map(str, hidden_layers))} are read, and the operator returns the last one alone"
-        )
+    if model.config.num_hidden_layers in hidden_layers:
+        return "the hidden state behind the last norm is read at every row of a prompt, which the operator leaves out"
     return _foreign_config(model) or _foreign_module(model) or _foreign_parameter(model)
 
 
@@ -154,6 +152,7 @@ class FusedRows(RowModel):
     ) -> None:
         super().__init__(model, capacity, kv_start, backend, hidden_layers=hidden_layers)
         self.weights = weights_of(model)
+        self.states = [layer for layer in hidden_layers if layer != LAST]
         self.kv_heads, self.head_dim = model.config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
 
     def caches(self, batch: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -184,7 +183,7 @@ class FusedRows(RowModel):
                 pack_bits(seen),
                 (at - begin).expand(batch, -1),
                 torch.full((batch,), begin, dtype=torch.int32),
-                keep=int(end == length and bool(self.hidden_layers)),
+                keep=int(end == length and LAST in self.hidden_layers),
             )
             self.cache.prompt_length = end
             if listener is not None:
@@ -216,7 +215,7 @@ class FusedRows(RowModel):
         keep: int,
     ) -> Tensor:
         keys, values = self.caches(token_ids.shape[0])
-        logits, hidden = decoder_rows(
+        logits, hidden, read_by = decoder_rows(
             self.weights,
             token_ids,
             positions.to(torch.int32),
@@ -228,10 +227,12 @@ class FusedRows(RowModel):
             keys,
             values,
             keep=keep,
+            states=self.states,
             backend=self.backend,
         )
         dtype = self.weights.head.dtype
-        self.hidden = {LAST: hidden.to(dtype)} if self.hidden_layers and keep else {}
+        self.hidden = {LAST: hidden.to(dtype)} if LAST in self.hidden_layers and keep else {}
+        self.hidden |= zip(self.states, read_by.to(dtype), strict=True)
         return logits.to(dtype)
 
 
