@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from .scale import memory as scale_memory
 from .scale import messages as scale_messages
 
 BLOCK = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- /bench:(?P=name) -->)", re.DOTALL)
+ENGINES = ("openvino", "llama-cpp")
 KERNEL_CASES = ("attention", "merge", "sample", "commit")
 
 
@@ -30,28 +31,33 @@ class MissingResultError(Exception):
 
 
 def headline(results: Path) -> str:
-    """``auto`` beside the fastest of transformers' own ways in the same run, one line a run, and what is missing."""
+    """``auto`` beside the fastest of transformers' ways and of other engines in the same run, one line a run."""
     rows, machines, setups = [], {}, []
     runs = [data for data in _end_to_end(results) if AUTO in data["setup_seconds"]]
     for data in runs:
         settings, environment = data["settings"], data["environment"]
         rates = {row["competitor"]: row["tokens_per_second"] for row in data["summary"]}
-        best = max((name for name in rates if name.startswith("hf-")), key=lambda name: rates[name])
+        theirs = [name for name in rates if name.startswith("hf-")]
+        engines = [name for name in rates if name.startswith(ENGINES)]
         sizes = f"{_millions(data['parameters']['target'])} with {_millions(data['parameters']['draft'])}"
         rows.append(
             [
                 f"{settings['pair']} pair, {sizes}, {settings['dtype']}",
                 f"{rates[GREEDY]:.1f}",
-                f"{rates[best]:.1f} ({best.removeprefix('hf-')})",
+                *(_fastest(rates, names) for names in (theirs, engines)),
+                f"{rates[PLAIN]:.1f}" if PLAIN in rates else "–",
                 f"{rates[AUTO]:.1f}",
-                str(Ratio(**data["ratios"][f"{AUTO} / {best}"])),
+                str(Ratio(**data["ratios"][f"{AUTO} / {max([*theirs, *engines], key=rates.__getitem__)}"])),
             ]
         )
         setups.append(data["setup_seconds"][AUTO])
         machines[f"{_machine(environment)}, {environment['date']}"] = None
     if not rows:
         raise MissingResultError("`gsd-kernels bench generate`")
-    head = ["target and draft", "transformers, plain", "transformers' fastest", "`auto`", "ratio to the fastest (95%)"]
+    head = [
+        *("target and draft", "transformers, plain", "transformers' fastest", "other engines' fastest"),
+        *("this, plain", "this, `auto`", "`auto` / the fastest other (95%)"),
+    ]
     foot = (
         f"Tokens per second, greedy; {'; '.join(machines)}. Each way was warmed up first, which took `auto` "
         f"{min(setups):.1f}–{max(setups):.1f} s and is not counted."
@@ -59,6 +65,14 @@ def headline(results: Path) -> str:
     if not any(data["environment"]["device_type"] == "cuda" for data in runs):
         foot += " **Nothing has been measured on a GPU yet.**"
     return f"{markdown(head, rows)}\n\n{foot}"
+
+
+def _fastest(rates: dict[str, float], names: Sequence[str]) -> str:
+    """The fastest of ``names`` and its tokens per second."""
+    if not names:
+        return "–"
+    best = max(names, key=lambda name: rates[name])
+    return f"{rates[best]:.1f} ({best.removeprefix('hf-')})"
 
 
 def _millions(parameters: int) -> str:

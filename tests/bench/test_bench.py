@@ -359,7 +359,8 @@ def test_readme(raced, tmp_path):
     assert "old" not in text
     rates = {row["competitor"]: row["tokens_per_second"] for row in data["summary"]}
     best = max((name for name in rates if name.startswith("hf-")), key=rates.get)
-    assert f"{rates[best]:.1f} ({best.removeprefix('hf-')}) | {rates['auto']:.1f} |" in text
+    plain = f"{rates['plain']:.1f}" if "plain" in rates else "–"
+    assert f"{rates[best]:.1f} ({best.removeprefix('hf-')}) | – | {plain} | {rates['auto']:.1f} |" in text
     assert data["environment"]["date"] in text and "Nothing has been measured on a GPU yet" in text
     assert text.startswith("a\n") and "\nb\n" in text
     bench("readme", *options, "--check")
