@@ -345,6 +345,25 @@ def move_to(module: nn.Module, target: PreTrainedModel | None) -> None:
         module.to(device_of(target), target.dtype)
 
 
+def build(kind: type[Any], config: Any, checkpoint: Checkpoint, target: PreTrainedModel | None) -> Any:
+    """A drafter of ``kind`` with the checkpoint's weights, where ``target`` lies.
+
+    Raises:
+        ValueError: the drafter does not fit the target, or tensors do not fit the drafter; nothing was loaded.
+    """
+    if config.draft_vocab_size == config.layers.vocab_size:
+        checkpoint.files.pop("d2t", None)  # the identity
+    with torch.device("meta"):
+        module = kind(config)
+    if target is not None:
+        module.check_target(target)
+    checkpoint.load_into(module)
+    if module.d2t is not None:
+        check_map("d2t", module.target_ids(), config.layers.vocab_size)
+    move_to(module, target)
+    return module
+
+
 def check_map(name: str, target_ids: Tensor, vocabulary_size: int) -> None:
     """Raise unless draft ids stand for different target ids.
 

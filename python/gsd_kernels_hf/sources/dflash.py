@@ -148,17 +148,7 @@ class DFlash(nn.Module):
         checkpoint.rename(weight_name)
         has = {name: f"{name}.weight" in checkpoint.files for name in ("embed_tokens", "lm_head")}
         config = DFlashConfig.of(checkpoint.config, own_embedding=has["embed_tokens"], own_head=has["lm_head"])
-        if config.draft_vocab_size == config.layers.vocab_size:
-            checkpoint.files.pop("d2t", None)  # the identity
-        with torch.device("meta"):
-            module = cls(config)
-        if target is not None:
-            module.check_target(target)
-        checkpoint.load_into(module)
-        if module.d2t is not None:
-            checkpoints.check_map("d2t", module.target_ids(), config.layers.vocab_size)
-        checkpoints.move_to(module, target)
-        return module
+        return checkpoints.build(cls, config, checkpoint, target)
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raise unless the drafter fits a target's vocabulary, width and layers.

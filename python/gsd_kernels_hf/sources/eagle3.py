@@ -190,17 +190,7 @@ class Eagle3(nn.Module):
         fc = checkpoint.files.get("fc.weight", (None, ()))[1]
         if config.num_fused != 2 and fc == (config.layers.hidden_size, 2 * config.layers.hidden_size):
             raise BadCheckpoint("drafter: an EAGLE-1 or EAGLE-2 checkpoint, which fuses no layers; not served")
-        if config.draft_vocab_size == config.layers.vocab_size:
-            checkpoint.files.pop("d2t", None)  # the identity
-        with torch.device("meta"):
-            module = cls(config)
-        if target is not None:
-            module.check_target(target)
-        checkpoint.load_into(module)
-        if module.d2t is not None:
-            checkpoints.check_map("d2t", module.target_ids(), config.layers.vocab_size)
-        checkpoints.move_to(module, target)
-        return module
+        return checkpoints.build(cls, config, checkpoint, target)
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raise unless the drafter fits a target's vocabulary, width and layers.
