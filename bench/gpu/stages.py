@@ -1,4 +1,4 @@
-"""Builds, tests and measures on one GPU, in stages in order of worth, for a machine that is lent for minutes.
+"""Builds, tests and measures on one GPU, in stages in order of worth, for a machine at hand for minutes.
 
     python bench/gpu/stages.py [--out DIR] [--former DIR] [--only STAGE]... [--budget SECONDS] [--again] [--list]
     python bench/gpu/stages.py --rehearse                  the same on a CPU with tiny shapes
