@@ -15,9 +15,12 @@ import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip
 from gsd_kernels.ops.learn import Asked
 from gsd_kernels_hf.engine.engine import engines_of
+from gsd_kernels_hf.engine.options import Options
+from gsd_kernels_hf.engine.screen import check_sources, drafts_of
 from gsd_kernels_hf.policy.auto import FIRST_CHOICE as AUTO_FIRST
 from gsd_kernels_hf.policy.costs import Known
 from gsd_kernels_hf.policy.ladder import ladder
+from gsd_kernels_hf.sources.base import DraftSource
 from gsd_kernels_hf.sources.history import History
 from gsd_kernels_hf.sources.layer_skip import expected_speed
 from gsd_kernels_hf.sources.weights import SourceWeights
@@ -294,3 +297,25 @@ def test_what_was_learned_serves_the_next_call_and_no_other_pair(target, given_s
     assert torch.equal(learned(), shares)
     gsd.generate(target, **prompts(1, 14), **given_sources["model"], **options)
     assert not torch.equal(learned(), shares)
+
+
+def test_every_model_of_a_source_is_known():
+    """The first of two is checked against the target, too, and no name hides it."""
+
+    class Two(DraftSource):
+        name = "two"
+
+        def __init__(self, *found):
+            self.models = found
+
+        def propose(self, level):
+            return None
+
+    target = tiny()
+    drafts = noised(target), noised(target)
+    options = Options(draft_sources=(Two(*drafts), "history"))
+    assert list(drafts_of(options).items()) == [("draft_sources: two", drafts[0]), ("draft_sources: two 2", drafts[1])]
+    stranger = tiny(vocab_size=target.config.vocab_size + 5000)
+    for pair in ((stranger, drafts[0]), (drafts[0], stranger)):
+        with pytest.raises(ValueError, match="mean different tokenizers"):
+            check_sources(Options(draft_sources=(Two(*pair), "history")), target)

@@ -40,14 +40,15 @@ def check_sources(options: Options, model: PreTrainedModel) -> None:
     options.load(model)
     for source in options.sources(automatic=True):
         source.check(model)
-    for draft in drafts_of(options).values():
-        validate.check_pair(model, draft)
+        for draft in source.models:
+            validate.check_pair(model, draft)
 
 
 def drafts_of(options: Options) -> dict[str, PreTrainedModel]:
     """The models that sources forward, besides the target, by the name that an error calls them."""
     found = {}
     for source in options.sources(automatic=True):
-        for model in source.models:
-            found["assistant_model" if source.name in NAMES else f"draft_sources: {source.name}"] = model
+        name = "assistant_model" if source.name in NAMES else f"draft_sources: {source.name}"
+        for number, model in enumerate(source.models, 1):
+            found[name if number == 1 else f"{name} {number}"] = model
     return found
