@@ -67,7 +67,7 @@ struct OsWarp {
     float value;
     bool predicate;
   };
-  std::barrier<> barrier{kLanes};
+  Barrier barrier{kLanes};
   Posted posted[2][kLanes];  // in turn: nobody is two instructions ahead of anybody
 };
 
