@@ -63,7 +63,7 @@ def test_help_needs_neither_torch_nor_transformers():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for command in ("demo", "generate", "check", "distill", "train-heads", "doctor", "bench"):
+    for command in ("demo", "generate", "serve", "check", "distill", "train-heads", "doctor", "bench"):
         assert command in done.stdout
     assert "130 interrupted" in done.stdout
 

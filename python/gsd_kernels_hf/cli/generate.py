@@ -93,7 +93,7 @@ def command(
             trust_remote_code=trust_remote_code,
             tp_timeout=tp_timeout if tp else None,
         )
-    if pair.draft is None and draft is None and pair.heads is None and pair.drafter is None:
+    if draft is None and not pair.speculates:
         err.print("gsd-kernels: no --draft: plain decoding (--draft history speculates without a model)")
     inputs = pair.encode(texts, chat)
     streams = stream and len(texts) == 1

@@ -64,6 +64,11 @@ class Pair:
         return {} if config.pad_token_id is not None else {"pad_token_id": self.tokenizer.pad_token_id}
 
     @property
+    def speculates(self) -> bool:
+        """Whether there is anything to draft with."""
+        return any(found is not None for found in (self.draft, self.sources, self.heads, self.drafter))
+
+    @property
     def speculation(self) -> dict[str, Any]:
         """Arguments of :func:`gsd_kernels.generate` that name the draft sources."""
         alone = self.heads is None and self.drafter is None
