@@ -36,6 +36,7 @@ def command(
     draft: options.Draft = None,
     draft_heads: options.DraftHeadsOption = None,
     drafter: options.DrafterOption = None,
+    corpus: options.CorpusOption = None,
     revision: options.Revision = None,
     draft_revision: options.DraftRevision = None,
     dtype: options.DtypeOption = options.Dtype.auto,
@@ -86,6 +87,7 @@ def command(
             draft,
             heads=draft_heads,
             drafter=drafter,
+            corpus=corpus,
             dtype=dtype.value,
             device=device,
             revision=revision,
@@ -93,7 +95,7 @@ def command(
             trust_remote_code=trust_remote_code,
             tp_timeout=tp_timeout if tp else None,
         )
-    if pair.draft is None and draft is None and pair.heads is None and pair.drafter is None:
+    if draft is None and not pair.drafts:
         err.print("gsd-kernels: no --draft: plain decoding (--draft history speculates without a model)")
     inputs = pair.encode(texts, chat)
     streams = stream and len(texts) == 1
