@@ -35,6 +35,7 @@ SECTIONS = {
         "Eagle3",
         "DFlash",
         "LayerSkip",
+        "Corpus",
         "GraphDecoder",
     ),
     "Draft sources": ("DraftSource", "Level", "Proposal", "Verified", "Text", "DecodeState", "Sampler"),

@@ -24,6 +24,7 @@ from .ops.write_kv import write_kv
 
 if TYPE_CHECKING:
     from gsd_kernels_hf import (
+        Corpus,
         DFlash,
         DraftHeads,
         DraftSource,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     )
 
 _BINDINGS = (
+    "Corpus",
     "DFlash",
     "DraftHeads",
     "DraftSource",
@@ -61,6 +63,7 @@ __all__ = [
     "BACKENDS",
     "Acceptance",
     "BackendUnavailableError",
+    "Corpus",
     "DFlash",
     "DraftHeads",
     "DraftSource",

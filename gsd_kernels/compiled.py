@@ -1,6 +1,7 @@
 """The compiled ops: their schemas under ``torch.ops.gsd_kernels``, shape functions, and the libraries behind them.
 
-One schema an op serves the CPU and the CUDA library; decoder_rows, row_linear and write_kv have the former only.
+One schema an op serves the CPU and the CUDA library; corpus_recall, decoder_rows, row_linear and write_kv have the
+former only.
 Importing this loads what setup.py built beside this file and costs about a millisecond; nothing is compiled here.
 """
 
@@ -73,6 +74,8 @@ SCHEMAS = (
     "commit_text(Tensor new_tokens, Tensor num_accepted, Tensor next_token, Tensor eos_ids, Tensor(a!) tokens, "
     "Tensor(b!) out_len, Tensor(c!) remaining, Tensor(d!) done, Tensor(e!) emitted, Tensor(f!) num_emitted, "
     "Tensor(g!) counts, Tensor? nodes, Tensor? parents, Tensor? num_nodes, Tensor? num_merges) -> ()",
+    "corpus_recall(Tensor text, Tensor order, Tensor following, Tensor token_ids, Tensor parents, Tensor tokens, "
+    "Tensor out_len, Tensor kv_start, Tensor frontier, int branch, int vocab) -> (Tensor, Tensor, Tensor)",
     "write_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor positions) -> ()",
 )
 
@@ -197,6 +200,14 @@ def _mix_candidates(tokens: Tensor, log_probs: Tensor, *args: object) -> tuple[T
 @torch.library.register_fake("gsd_kernels::write_kv")
 def _write_kv(*args: object) -> None:
     return None
+
+
+@torch.library.register_fake("gsd_kernels::corpus_recall")
+def _corpus_recall(*args: object) -> tuple[Tensor, Tensor, Tensor]:
+    frontier, branch = args[8], args[9]
+    assert isinstance(frontier, Tensor) and isinstance(branch, (int, torch.SymInt))
+    shape = (*frontier.shape, branch)
+    return frontier.new_empty(shape), frontier.new_empty(shape, dtype=torch.float32), torch.empty_like(frontier)
 
 
 @torch.library.register_fake("gsd_kernels::row_linear")

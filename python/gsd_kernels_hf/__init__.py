@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from .policy.tuning import StepCosts, tune
     from .records import Verified
     from .sources.base import DraftSource, Level, Proposal
+    from .sources.corpus import Corpus
     from .sources.dflash import DFlash
     from .sources.eagle3 import Eagle3
     from .sources.heads import DraftHeads
     from .sources.layer_skip import LayerSkip
 
 __all__ = [
+    "Corpus",
     "DFlash",
     "DraftHeads",
     "DraftSource",
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Corpus": "sources.corpus",
     "DFlash": "sources.dflash",
     "DraftHeads": "sources.heads",
     "Eagle3": "sources.eagle3",

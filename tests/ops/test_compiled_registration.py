@@ -9,6 +9,7 @@ import pytest
 import torch
 from graphs import drafted, tails
 from ops.contracts.backends import backend_param
+from ops.contracts.corpus import arguments, indexed
 from ops.contracts.decoder import decoder_case
 from ops.contracts.learn import questions, tables
 from ops.contracts.ngram import Memory, remembered, tree_of, two_sources
@@ -51,6 +52,7 @@ def op_inputs():
         "dag_attention": attention_inputs(),
         "write_kv": (*cache[:2], *torch.randn(2, 2, 1, 3, 4), torch.tensor([[0, 5, 2], [1, 2, 3]])),
         "decoder_rows": decoder_inputs(),
+        "corpus_recall": corpus_inputs(),
         "row_linear": (torch.randn(3, 32), torch.randn(5, 32)),
         "ngram_insert": (*ngram_tensors(), *Memory().calls()[0], 3, 4),
         "ngram_lookup": (*ngram_tensors(), Memory().queries(), 3, 4),
@@ -66,6 +68,11 @@ def op_inputs():
         **tree_inputs(stream),
         **step_inputs(),
     }
+
+
+def corpus_inputs():
+    corpus, tree, nodes, *text = arguments(indexed([[1, 2, 3, 1, 2]]), [[1, 2], [3]], [[3], []])
+    return corpus.text, corpus.order, corpus.following, tree.token_ids, tree.parents, *text, nodes, 2, 9
 
 
 def learn_inputs():
@@ -192,6 +199,8 @@ def test_a_graph_too_small_for_the_level_is_refused():
         ("ngram_recall", 7, 3, "branch: expected at most 2, got 3"),
         ("ngram_recall", 10, None, "expected all or none"),
         ("calibrate_candidates", 1, torch.zeros(3, 2), "log_ratio: expected at least 4 ranks, got 2"),
+        ("corpus_recall", 2, torch.zeros(2, dtype=torch.int32), "following: expected size"),
+        ("corpus_recall", 9, 193, "branch: expected 0 ... 192, got 193"),
         ("ngram_lookup", 4, 9, "contexts: expected at least 9"),
         ("ngram_lookup", 0, torch.zeros(2, 31, dtype=torch.int64), "keys: expected a power of two"),
     ],

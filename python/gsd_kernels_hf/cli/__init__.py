@@ -1,4 +1,4 @@
-"""The command line: ``gsd-kernels demo | generate | serve | check | distill | train-heads | doctor | bench``.
+"""The command line: ``gsd-kernels demo | generate | serve | check | index | distill | train-heads | doctor | bench``.
 
 The shell alone: options, output and exit codes; nothing imports it. ``bench`` is another package's application, looked
 up by name when it is called. Commands import torch and transformers when they run, so ``--help`` answers at once.
@@ -12,7 +12,7 @@ import typer
 
 from ..console.commands import Commands
 from ..console.output import EXIT_CODES
-from . import check, demo, doctor, generate, serve, training
+from . import check, demo, doctor, generate, index, serve, training
 
 __all__ = ["app", "main"]
 
@@ -35,6 +35,7 @@ app.command("demo")(demo.command)
 app.command("generate")(generate.command)
 app.command("serve")(serve.command)
 app.command("check")(check.command)
+app.command("index")(index.command)
 app.command("distill")(training.distill_command)
 app.command("train-heads")(training.heads_command)
 app.command("doctor")(doctor.command)

@@ -24,6 +24,7 @@ def command(
     draft: options.Draft = None,
     draft_heads: options.DraftHeadsOption = None,
     drafter: options.DrafterOption = None,
+    corpus: options.CorpusOption = None,
     revision: options.Revision = None,
     draft_revision: options.DraftRevision = None,
     dtype: options.DtypeOption = options.Dtype.auto,
@@ -63,6 +64,7 @@ def command(
             draft,
             heads=draft_heads,
             drafter=drafter,
+            corpus=corpus,
             dtype=dtype.value,
             device=device,
             revision=revision,
@@ -70,7 +72,7 @@ def command(
             trust_remote_code=trust_remote_code,
             tp_timeout=tp_timeout if tp else None,
         )
-    if pair.draft is None and draft is None and pair.heads is None and pair.drafter is None:
+    if draft is None and not pair.speculates:
         err.print("gsd-kernels: no --draft: plain decoding on both sides (--draft history speculates without a model)")
     texts = texts or [prompt["text"] for prompt in demo.prompts()[:DEFAULT_PROMPTS]]
     inputs = [pair.encode([text], chat) for text in texts]

@@ -73,6 +73,16 @@ DrafterOption = Annotated[
         "Beside --draft and the history, or without a draft.",
     ),
 ]
+CorpusOption = Annotated[
+    str | None,
+    typer.Option(
+        "--corpus",
+        metavar="DIR",
+        rich_help_panel=_MODELS,
+        help="Texts indexed by [bold]gsd-kernels index[/bold] with the target's tokenizer: beside --draft and "
+        "the history, with [bold]--draft none[/bold] alone.",
+    ),
+]
 Revision = Annotated[
     str | None, typer.Option("--revision", rich_help_panel=_MODELS, help="Branch, tag or commit of --model on the hub.")
 ]

@@ -15,6 +15,8 @@ from transformers.utils import logging as transformers_logging
 from gsd_kernels_hf import demo, validate
 from gsd_kernels_hf.model import properties
 from gsd_kernels_hf.parallel import check_heads
+from gsd_kernels_hf.sources.base import DraftSource
+from gsd_kernels_hf.sources.corpus import Corpus
 from gsd_kernels_hf.sources.drafters import Drafter, load_drafter
 from gsd_kernels_hf.sources.heads import DraftHeads
 
@@ -31,9 +33,10 @@ class Pair:
     target: PreTrainedModel
     draft: PreTrainedModel | None
     tokenizer: PreTrainedTokenizerBase
-    sources: tuple[str, ...] | None = None
+    sources: tuple[str | DraftSource, ...] | None = None
     heads: DraftHeads | None = None
     drafter: Drafter | None = None
+    corpus: Corpus | None = None
 
     @property
     def device(self) -> torch.device:
@@ -66,15 +69,21 @@ class Pair:
     @property
     def speculates(self) -> bool:
         """Whether there is anything to draft with."""
-        return any(found is not None for found in (self.draft, self.sources, self.heads, self.drafter))
+        return any(found is not None for found in (self.draft, self.sources, self.heads, self.drafter, self.corpus))
 
     @property
     def speculation(self) -> dict[str, Any]:
         """Arguments of :func:`gsd_kernels.generate` that name the draft sources."""
-        alone = self.heads is None and self.drafter is None
+        sources = (
+            self.sources if self.heads is None and self.drafter is None else None
+        )  # all there are, and the history
+        if self.corpus is not None:
+            given = {"model": self.draft, "drafter": self.drafter, "heads": self.heads}
+            named = [name for name, part in given.items() if part is not None]
+            sources = (*named, *(("history",) if named or self.sources else ()), self.corpus)
         return {
             "assistant_model": self.draft,
-            "draft_sources": self.sources if alone else None,  # all that there are, and the history
+            "draft_sources": sources,
             "draft_heads": self.heads,
             "drafter": self.drafter,
         }
@@ -108,6 +117,7 @@ def load_pair(
     *,
     heads: str | None = None,
     drafter: str | None = None,
+    corpus: str | None = None,
     dtype: str = "auto",
     device: str | None = None,
     revision: str | None = None,
@@ -115,7 +125,7 @@ def load_pair(
     trust_remote_code: bool = False,
     tp_timeout: float | None = None,
 ) -> Pair:
-    """The pair that the options name, with its heads and drafter; the embedded one without ``model``.
+    """The pair that the options name, with its heads, drafter and corpus; the embedded one without ``model``.
 
     With ``tp_timeout`` (seconds) the target is sharded over the processes that torchrun started.
 
@@ -137,6 +147,10 @@ def load_pair(
         pair.heads = DraftHeads.from_pretrained(demo.path() / "heads" if heads == "demo" else heads, pair.target)
     if drafter is not None:
         pair.drafter = load_drafter(drafter, pair.target)
+    if corpus is not None:
+        pair.corpus = Corpus(corpus, tokenizer=pair.tokenizer)
+        if draft is None and model is not None:
+            pair.sources = ("history",)
     return pair
 
 

@@ -1,0 +1,154 @@
+"""The files of a corpus, docs/corpus.md: three arrays that are mapped into memory, and a header that describes them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gsd_kernels.ops.corpus import MAX_MATCH, SortedCorpus
+
+HEADER = "corpus.json"
+FORMAT = "gsd_kernels corpus"
+VERSION = 1
+ARRAYS = ("text", "order", "following")
+BLOCK = 4096  # bytes
+BLOCKS = 16  # of every array that are compared when it is opened, the first and the last among them
+PROBE = "def f(x):\n    return {'a': [1.5, \"é\"]}  # 東京\n"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a corpus says of itself.
+
+    Attributes:
+        tokens: of all documents.
+        entries: positions that can be found: all but the last of each document.
+        documents: how many texts.
+        max_match: tokens of context by which it is sorted.
+        vocab_size: of the tokenizer, 0 where none is known.
+        largest_token: the largest id in it.
+        tokenizer: its fingerprint, see :func:`fingerprint`; empty where none is known.
+        arrays: bytes of each file, and a hash of :data:`BLOCKS` blocks of it, by name.
+    """
+
+    tokens: int
+    entries: int
+    documents: int
+    max_match: int
+    vocab_size: int
+    largest_token: int
+    tokenizer: str
+    arrays: dict[str, dict[str, Any]]
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """A hash of a tokenizer's vocabulary and of what it makes of a probe; "" for none."""
+    if tokenizer is None:
+        return ""
+    vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    probe = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
+    return hashlib.sha256(json.dumps([vocabulary, probe]).encode()).hexdigest()[:32]
+
+
+def describe(folder: Path, about: Mapping[str, Any]) -> str:
+    """The header's text, of arrays that lie in ``folder``."""
+    arrays = {name: {"bytes": file_of(folder, name).stat().st_size, "sample": _sample(folder, name)} for name in ARRAYS}
+    values = {"format": FORMAT, "version": VERSION, **asdict(Header(**about, arrays=arrays))}
+    return json.dumps({**values, "sha256": _digest(values)}, indent=1) + "\n"
+
+
+def open_corpus(folder: str | os.PathLike[str], tokenizer: Any = None) -> tuple[Header, SortedCorpus]:
+    """Map an index into memory, whatever its size; every process that opens it shares the same pages.
+
+    The size of every file and a sample of its blocks are compared with the header.
+
+    Args:
+        folder: where ``gsd-kernels index`` wrote it.
+        tokenizer: of the target; ``None`` where it is not at hand.
+
+    Raises:
+        ValueError: no index, one of another tokenizer, of a newer version, or a damaged one, by name.
+    """
+    folder = Path(folder)
+    header = read_header(folder)
+    if tokenizer is not None and header.tokenizer and (found := fingerprint(tokenizer)) != header.tokenizer:
+        raise ValueError(
+            f"corpus: {folder} was made with another tokenizer (fingerprint {header.tokenizer}, the target's has "
+            f"{found}); index the files anew with the target's"
+        )
+    arrays = {name: _mapped(folder, name, header) for name in ARRAYS}
+    return header, SortedCorpus(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def read_header(folder: Path) -> Header:
+    """The header of an index.
+
+    Raises:
+        ValueError: see :func:`open_corpus`.
+    """
+    file = folder / HEADER
+    if not file.is_file():
+        raise ValueError(f"corpus: {folder} holds no index ({HEADER} is not there); write one with gsd-kernels index")
+    damaged = f"corpus: {file} is damaged; index the files anew"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        digest, kind, version = values.pop("sha256"), values.pop("format"), values.pop("version")
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(damaged) from error
+    if kind != FORMAT or not isinstance(version, int):
+        raise ValueError(f"corpus: {file} is no index of gsd_kernels; write one with gsd-kernels index")
+    if version > VERSION:
+        raise ValueError(f"corpus: {folder} has version {version}, newer than {VERSION}; update gsd_kernels")
+    try:
+        header = Header(**values)
+    except TypeError as error:
+        raise ValueError(damaged) from error
+    if digest != _digest({"format": kind, "version": version, **values}) or header.max_match != MAX_MATCH:
+        raise ValueError(damaged)
+    return header
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """The file of an array."""
+    return folder / f"{name}.npy"
+
+
+def _mapped(folder: Path, name: str, header: Header) -> np.ndarray:
+    file, expected = file_of(folder, name), header.arrays[name]
+    if not file.is_file():
+        raise ValueError(f"corpus: {file} is not there; index the files anew")
+    if (size := file.stat().st_size) != expected["bytes"]:
+        raise ValueError(f"corpus: {file} has {size} bytes instead of {expected['bytes']}; index the files anew")
+    if _sample(folder, name) != expected["sample"]:
+        raise ValueError(f"corpus: {file} is damaged; index the files anew")
+    # Copy-on-write, and never written: the pages are those of the file, and PyTorch wants memory that may be written.
+    array = np.load(file, mmap_mode="c", allow_pickle=False)
+    count = header.tokens + header.documents if name == "text" else header.entries
+    if array.dtype != np.int32 or array.shape != (count,):
+        raise ValueError(
+            f"corpus: {file} holds {array.dtype} {array.shape}, not int32 ({count},); index the files anew"
+        )
+    return array
+
+
+def _sample(folder: Path, name: str) -> str:
+    """A hash of evenly spaced blocks of a file, its first and last ones among them."""
+    found = hashlib.sha256()
+    with file_of(folder, name).open("rb") as file:
+        last = max(0, os.fstat(file.fileno()).st_size - BLOCK)
+        for at in sorted({last * i // (BLOCKS - 1) for i in range(BLOCKS)}):
+            file.seek(at)
+            found.update(file.read(BLOCK))
+    return found.hexdigest()
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

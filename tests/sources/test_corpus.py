@@ -1,0 +1,117 @@
+"""The corpus as a draft source: the same text with any corpus, alone and mixed, and fewer steps with a good one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from corpora import corpus_of, random_text
+from models import noised, prompts, tiny
+
+import gsd_kernels as gsd
+from gsd_kernels import Corpus, GraphConfig
+
+CONFIG = GraphConfig(depth=2, width=3, branch=3, max_rows=24, merge_context=0, history_depth=4, history_width=3)
+NEW = 32
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def corpora(target, tmp_path_factory):
+    """Corpora that help, that mislead, and that say nothing, by name."""
+    base = tmp_path_factory.mktemp("corpora")
+    inputs = prompts(3, 14, seed=1)
+    own = target.generate(**inputs, max_new_tokens=60, do_sample=False, eos_token_id=None)
+    texts = {
+        "own": list(own),
+        "repeated": [[5] * 3000],
+        "prompt": list(inputs["input_ids"]),
+        "random": [random_text(4000)],
+    }
+    return {name: corpus_of(base / name, *parts) for name, parts in texts.items()}
+
+
+OPTIONS = {
+    "greedy": {"do_sample": False, "eos_token_id": [2, 5], "pad_token_id": 0},
+    "sampled": {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "seed": 4, "eos_token_id": None},
+    "processors": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "eos_token_id": None},
+}
+
+
+@pytest.mark.parametrize("decoding", OPTIONS)
+@pytest.mark.parametrize("name", ["own", "repeated", "prompt", "random"])
+@pytest.mark.parametrize("beside", [(), ("model", "history")], ids=lambda b: "+".join(b) or "alone")
+def test_the_text_is_the_same_with_any_corpus(beside, name, decoding, target, corpora):
+    options = {"max_new_tokens": NEW, **OPTIONS[decoding]}
+    inputs = prompts(3, 14, seed=1)  # left-padded
+    plain = gsd.generate(target, **inputs, **options)
+    if decoding != "sampled":
+        assert torch.equal(plain, target.generate(**inputs, **options))
+    out = gsd.generate(
+        target,
+        **inputs,
+        **options,
+        assistant_model=noised(target, 0.04) if "model" in beside else None,
+        draft_sources=(*beside, Corpus(corpora[name])),
+        graph_config=CONFIG,
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(out.sequences, plain)
+    if name == "own" and decoding == "greedy":
+        assert sum(out.stats.accepted[2:]) > 0, "nothing was accepted, so nothing was tested"
+        assert out.stats.tokens_per_step > 2.0
+
+
+def test_the_automatic_policy_takes_it(target, corpora, tmp_path, monkeypatch):
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
+    inputs, options = prompts(1, 14, seed=1), {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+    plain = target.generate(**inputs, **options)
+    for sources in ((Corpus(corpora["own"]),), ("history", Corpus(corpora["own"]))):
+        out = gsd.generate(target, **inputs, **options, draft_sources=sources, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, plain)
+
+
+def test_it_serves_a_patched_model_with_one_mapping_for_all_sessions(target, corpora):
+    corpus, copied = Corpus(corpora["own"]), []
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+    inputs = [prompts(1, 14, seed=1), prompts(1, 9, seed=5)]
+    plain = [target.generate(**each, **options) for each in inputs]
+    handle = gsd.patch(target, draft_sources=("history", corpus), graph_config=CONFIG)
+    try:
+        for _ in range(2):
+            for each, expected in zip(inputs, plain, strict=True):
+                assert torch.equal(target.generate(**each, **options), expected)
+        copied = [s for session in handle.engines.idle.sessions for s in session.drafter.sources if s.name == "corpus"]
+        assert copied and all(s is not corpus and s.index is corpus.index for s in copied)
+    finally:
+        gsd.unpatch(target)
+    assert not hasattr(corpus, "state"), "sessions work on copies"
+
+
+def test_a_pickled_corpus_is_the_folder(corpora):
+    corpus = Corpus(corpora["own"], name="mine")
+    for other in (pickle.loads(pickle.dumps(corpus)), copy.deepcopy(corpus)):
+        assert other.name == "mine" and other.header == corpus.header
+    assert len(pickle.dumps(corpus)) < 1000
+
+
+def test_two_corpora_need_two_names(target, corpora):
+    options = {"max_new_tokens": 8, "do_sample": False, "graph_config": CONFIG}
+    pair = Corpus(corpora["own"]), Corpus(corpora["random"])
+    with pytest.raises(ValueError, match="corpus, corpus have a name twice"):
+        gsd.generate(target, **prompts(1, 5), **options, draft_sources=pair)
+    named = pair[0], Corpus(corpora["random"], name="other")
+    out = gsd.generate(target, **prompts(1, 5), **options, draft_sources=named)
+    assert torch.equal(out, target.generate(**prompts(1, 5), max_new_tokens=8, do_sample=False))
+
+
+def test_a_corpus_of_tokens_that_the_target_lacks_is_refused(target, tmp_path):
+    corpus = Corpus(corpus_of(tmp_path / "large", [1, 2, 200]))
+    with pytest.raises(ValueError, match="made with a tokenizer of 201 tokens, the target has 97"):
+        gsd.generate(target, **prompts(1, 5), draft_sources=(corpus,), max_new_tokens=4)
