@@ -15,10 +15,10 @@ READY := $(VENV)/.installed
 ORACLES := .venv-oracles
 SOURCES := pyproject.toml setup.py $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help install demo test test-fast test-oracles lint format bench wheel gpu-test gpu-bench sanitize clean
+.PHONY: help install demo test test-fast test-oracles test-ray lint format bench wheel gpu-test gpu-bench sanitize clean
 
 help:
-	@echo "make demo | test | test-fast | test-oracles | lint | format | bench | wheel | gpu-test | gpu-bench | sanitize | clean"
+	@echo "make demo | test | test-fast | test-oracles | test-ray | lint | format | bench | wheel | gpu-test | gpu-bench | sanitize | clean"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -61,6 +61,11 @@ $(ORACLES)/.installed: $(SOURCES) | $(BIN)/python
 
 test-oracles: $(ORACLES)/.installed
 	$(ORACLES)/bin/python -m pytest -o addopts=-q tests/oracles
+
+# Two processes of Ray on this machine, one of them killed. The extra is large (0.5 GB), so `make test` goes without it.
+test-ray: $(READY)
+	$(PIP) install --quiet --no-build-isolation -e ".[ray]"
+	$(BIN)/python -m pytest tests/machines
 
 lint: $(READY)
 	$(BIN)/ruff check .

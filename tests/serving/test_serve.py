@@ -18,6 +18,8 @@ import pytest
 
 openai = pytest.importorskip("openai", reason="the server needs the extra [serving]")
 
+pytest.importorskip("transformers.cli.serving.completion", reason="the server needs transformers 5.6")
+
 from gsd_kernels_hf import demo, generate  # noqa: E402
 
 pytestmark = pytest.mark.slow

@@ -1,0 +1,150 @@
+"""A file of prompts, decoded by patched models in many processes, on one machine or several (Ray Data).
+
+python examples/ray_batch.py                                   the embedded pair on its own prompts
+python examples/ray_batch.py prompts.jsonl texts.jsonl --model DIR_OR_ID --draft DIR_OR_ID --actors 4
+python examples/ray_batch.py … --address auto                  on the machines of a Ray cluster (ray start)
+
+Every line of the input is an object with "prompt", every line of the output one with "row" (the input's line, from 0),
+"prompt", "text", "tokens_per_step" and "process". Rows are written as they are done. Started again, it does the rows
+that the output lacks. An actor that dies is started anew, and its rows are decoded again; a row's text does not depend
+on the actor, sampled text (--temperature) neither, as its seed is --seed plus its row. Needs pip install "ray[data]".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+class Generator:
+    """An actor: a patched model that decodes one prompt after another."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        import gsd_kernels
+        from gsd_kernels_hf import demo
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cpu":
+            torch.set_num_threads(options["threads"])
+        if options["model"]:
+            names = [options["model"], options["draft"]]
+            model, draft = (
+                AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device) if name else None for name in names
+            )
+            self.tokenizer = AutoTokenizer.from_pretrained(options["model"])
+        else:
+            model, draft, self.tokenizer = demo.load(device=device)
+        # History alone where there is no draft model.
+        speculation = {"assistant_model": draft} if draft is not None else {"draft_sources": ("history",)}
+        self.model, self.options = model, options
+        self.handle = gsd_kernels.patch(model, **speculation)
+
+    def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        for row, prompt in zip(batch["row"], batch["prompt"], strict=True):
+            inputs = self.tokenizer(str(prompt), return_tensors="pt", return_token_type_ids=False).to(self.model.device)
+            sampling: dict[str, Any] = {"do_sample": False}
+            if self.options["temperature"] > 0:
+                temperature, seed = self.options["temperature"], self.options["seed"] + int(row)
+                sampling = {"do_sample": True, "temperature": temperature, "seed": seed}
+            output = self.model.generate(**inputs, **sampling, max_new_tokens=self.options["max_new_tokens"])
+            text = self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            yield {
+                "row": [int(row)],
+                "prompt": [str(prompt)],
+                "text": [text],
+                "tokens_per_step": [round(self.handle.stats.tokens_per_step, 3)],
+                "process": [f"{socket.gethostname()}:{os.getpid()}"],
+            }
+
+
+def read_prompts(path: Path | None) -> list[Row]:
+    """The rows of the input, or the embedded prompts."""
+    if path is None:
+        from gsd_kernels_hf import demo
+
+        return [{"row": row, "prompt": prompt["text"]} for row, prompt in enumerate(demo.prompts("code")[:4])]
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines):
+            record = json.loads(line) if line.strip() else {}
+            if line.strip() and not isinstance(record.get("prompt"), str):
+                raise SystemExit(f'{path}, line {number + 1}: expected an object with a string "prompt"')
+            rows += [{"row": number, "prompt": record["prompt"]}] if line.strip() else []
+    return rows
+
+
+def rows_done(path: Path) -> set[int]:
+    """The rows that the output has; a last line that a kill cut short is taken away."""
+    if not path.exists():
+        return set()
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        os.truncate(path, len(whole))
+    return {json.loads(line)["row"] for line in whole.splitlines()}
+
+
+def decode(rows: list[Row], options: argparse.Namespace) -> Iterator[Row]:
+    """The rows with their texts, as they are done."""
+    import ray
+
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    ray.init(options.address, include_dashboard=False, log_to_driver=False, logging_level="warning")
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    blocks = -(-len(rows) // options.rows_per_task)
+    done = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
+        Generator,
+        fn_constructor_args=(vars(options),),
+        batch_size=options.rows_per_task,
+        compute=ray.data.ActorPoolStrategy(size=options.actors),
+        num_cpus=options.threads,
+        num_gpus=options.gpus,
+    )
+    yield from done.iter_rows()
+    ray.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("prompts", type=Path, nargs="?")
+    parser.add_argument("texts", type=Path, nargs="?")
+    parser.add_argument("--model")
+    parser.add_argument("--draft")
+    parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--actors", type=int, default=2, help="models, in a process each")
+    parser.add_argument("--threads", type=int, default=1, help="CPUs of an actor")
+    parser.add_argument("--gpus", type=float, default=0, help="GPUs of an actor")
+    parser.add_argument("--rows-per-task", type=int, default=4, help="rows that are lost and done again with an actor")
+    parser.add_argument("--address", default="local", help="auto: the cluster that this machine belongs to")
+    options = parser.parse_args()
+
+    rows = read_prompts(options.prompts)
+    done = rows_done(options.texts) if options.texts else set()
+    missing = [row for row in rows if row["row"] not in done]
+    print(f"{len(rows)} rows, {len(rows) - len(missing)} done before")
+    if not missing:
+        return
+    with open(options.texts or os.devnull, "a", encoding="utf-8") as output:
+        for row in decode(missing, options):
+            output.write(json.dumps(row, ensure_ascii=False) + "\n")
+            output.flush()
+            if options.texts is None:
+                print(row["prompt"] + row["text"], end="\n\n---\n\n")
+    print(f"{len(missing)} rows done now")
+
+
+if __name__ == "__main__":
+    main()
