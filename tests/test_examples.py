@@ -24,6 +24,8 @@ def own_pair(tmp_path_factory):
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 @pytest.mark.parametrize("whose", ["embedded", "own"])
 def test_example(example, whose, own_pair, monkeypatch, tmp_path, capsys):
+    if example.stem == "retrieval":
+        pytest.importorskip("bm25s", reason="needs the extra [retrieval]")
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
     arguments = own_pair if whose == "own" else []
     monkeypatch.setattr(sys, "argv", [str(example), *arguments])
@@ -32,5 +34,7 @@ def test_example(example, whose, own_pair, monkeypatch, tmp_path, capsys):
     assert printed.strip()
     if example.stem == "batch":
         assert "the same tokens without a draft: True" in printed
+    if example.stem == "retrieval":
+        assert "the same tokens: True" in printed
     if example.stem == "chat":
         assert printed.count("tokens per step]") == 2

@@ -1,0 +1,277 @@
+"""Speculative retrieval (RaLMSpec, arXiv 2401.14021): the text of retrieving every few tokens, with fewer waits for it.
+
+python examples/retrieval.py                                                  the embedded pair, passages of Python
+python examples/retrieval.py --model DIR_OR_ID --draft DIR_OR_ID --documents FILE... "a question"
+
+Text is generated in intervals; before each, the last words are a query, and the best passage stands before the text. A
+cache of passages seen guesses it. After some intervals the retriever, BM25 over a store on disk, gets their queries at
+once; text after a wrong guess is rolled back. Needs pip install bm25s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import math
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import bm25s
+
+WORD = r"(?u)[A-Za-z]\w+"
+K1, B = 1.5, 0.75  # of BM25
+STATISTICS = "statistics.json"
+"""Beside the index: how many passages there are, their mean length, and in how many of them each word is."""
+
+
+def words(texts: Sequence[str]) -> list[list[str]]:
+    return bm25s.tokenize(list(texts), token_pattern=WORD, stopwords=None, return_ids=False, show_progress=False)
+
+
+class Retriever:
+    """BM25 over a memory-mapped index on disk.
+
+    Args:
+        folder: of the index, written by :meth:`build`.
+        latency: seconds added to every search, as of a store that is far away.
+        several: passages that a search gives for a query, best first.
+    """
+
+    def __init__(self, folder: str | Path, passages: Sequence[str], latency: float = 0.0, several: int = 4) -> None:
+        self.index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
+        self.latency, self.several, self.waits = latency, min(several, len(passages)), 0
+
+    @staticmethod
+    def build(folder: str | Path, passages: Sequence[str]) -> None:
+        split = words(passages)
+        index = bm25s.BM25(method="lucene", k1=K1, b=B)
+        index.index(split, show_progress=False)
+        index.save(folder, show_progress=False)
+        statistics = {
+            "count": len(split),
+            "length": sum(map(len, split)) / len(split),
+            "documents": Counter(word for text in split for word in set(text)),
+        }
+        Path(folder, STATISTICS).write_text(json.dumps(statistics), encoding="utf-8")
+
+    def search(self, queries: list[str]) -> list[list[int]]:
+        """Numbers of the best passages for each query; one wait, however many queries."""
+        self.waits += 1
+        time.sleep(self.latency)
+        found, _ = self.index.retrieve(words(queries), k=self.several, show_progress=False)
+        return found.tolist()
+
+
+class Cache:
+    """The passages that were found before, scored in memory as the store scores them.
+
+    Args:
+        folder: of the index, for the collection's statistics.
+        passages: texts by number; those that are not in the cache are not looked at.
+    """
+
+    def __init__(self, folder: str | Path, passages: Sequence[str]) -> None:
+        self.passages = passages
+        self.statistics = json.loads(Path(folder, STATISTICS).read_text(encoding="utf-8"))
+        self.known: dict[int, dict[str, float]] = {}  # passage → word → score
+
+    def add(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            if number not in self.known:
+                self.known[number] = self._scores(words([self.passages[number]])[0])
+
+    def guess(self, query: str) -> int | None:
+        """The best passage of the cache for a query; ``None`` while it is empty."""
+        asked = words([query])[0]
+        totals = {number: sum(scores.get(word, 0.0) for word in asked) for number, scores in self.known.items()}
+        return max(totals, key=totals.__getitem__, default=None)
+
+    def _scores(self, text: list[str]) -> dict[str, float]:
+        count, documents = self.statistics["count"], self.statistics["documents"]
+        norm = K1 * (1 - B + B * len(text) / self.statistics["length"])
+        return {
+            word: math.log(1 + (count - documents[word] + 0.5) / (documents[word] + 0.5)) * times / (times + norm)
+            for word, times in Counter(text).items()
+        }
+
+
+@dataclass
+class Generation:
+    """A text in the making, by a patched model whose prompt is a passage, then the text so far.
+
+    Args:
+        model, tokenizer: the patched model and its tokenizer.
+        passages: token ids of each.
+        prompt: token ids of the user's.
+        length: new tokens in all.
+        interval: tokens after which a passage is sought anew.
+        query_words: of the text's end that are the query.
+        arguments: of ``generate``; sampling needs a ``seed``.
+    """
+
+    model: Any
+    tokenizer: Any
+    passages: list[list[int]]
+    prompt: list[int]
+    length: int
+    interval: int = 8
+    query_words: int = 12
+    arguments: dict[str, Any] = field(default_factory=lambda: {"do_sample": False})
+
+    def __post_init__(self) -> None:
+        ends = self.model.generation_config.eos_token_id
+        self.ends = {ends} if isinstance(ends, int) else set(ends or ())
+        self.forwards = self.tokens = 0
+
+    def is_finished(self, new: list[int]) -> bool:
+        return len(new) >= self.length or bool(new and new[-1] in self.ends)
+
+    def query(self, new: list[int]) -> str:
+        text = self.tokenizer.decode(self.prompt + new, skip_special_tokens=True)
+        return " ".join(words([text])[0][-self.query_words :])
+
+    def extend(self, new: list[int], passage: int) -> list[int]:
+        """``new`` and the next interval after it; what was read of the same passage and text is not read again."""
+        import torch
+
+        ids = torch.tensor([[*self.passages[passage], *self.prompt, *new]], device=self.model.device)
+        count = min(self.interval, self.length - len(new))
+        output = self.model.generate(ids, max_new_tokens=count, return_dict_in_generate=True, **self.arguments)
+        self.forwards += output.stats.steps
+        self.tokens += output.stats.new_tokens
+        return new + output.sequences[0, ids.shape[1] :].tolist()
+
+
+def retrieving_every_time(generation: Generation, retriever: Retriever) -> list[int]:
+    """The reference: the retriever is asked before every interval."""
+    new: list[int] = []
+    while not generation.is_finished(new):
+        new = generation.extend(new, retriever.search([generation.query(new)])[0][0])
+    return new
+
+
+@dataclass
+class Guesses:
+    """What speculation did."""
+
+    made: int = 0
+    right: int = 0
+
+
+def retrieving_speculatively(
+    generation: Generation, retriever: Retriever, cache: Cache, *, stride: int = 3
+) -> tuple[list[int], Guesses]:
+    """The same tokens; the retriever is asked once for ``stride`` intervals, or for as many as were right."""
+    new: list[int] = []
+    count = Guesses()
+    while not generation.is_finished(new):
+        asked: list[tuple[list[int], str, int | None]] = []  # text before the interval, its query, the guess
+        while len(asked) < stride and not generation.is_finished(new):
+            query = generation.query(new)
+            guess = cache.guess(query)
+            asked.append((new, query, guess))
+            if guess is None:
+                break
+            new = generation.extend(new, guess)
+        found = retriever.search([query for _, query, _ in asked])
+        for (before, _, guess), (right, *others) in zip(asked, found, strict=True):
+            cache.add([right, *others])
+            count.made += guess is not None
+            if guess != right:  # the text from here on came from another passage
+                new = generation.extend(before, right)
+                break
+            count.right += 1
+    return new, count
+
+
+def python_passages(lines: int = 12) -> list[str]:
+    """Pieces of the standard library's source."""
+    import heapq
+    import json.decoder
+    import queue
+    import sched
+    import shlex
+    import textwrap
+
+    return [
+        piece
+        for module in (heapq, json.decoder, queue, sched, shlex, textwrap)
+        for piece in pieces(inspect.getsource(module), lines)
+    ]
+
+
+def pieces(text: str, lines: int) -> list[str]:
+    split = text.splitlines(keepends=True)
+    return ["".join(split[at : at + lines]) for at in range(0, len(split), lines)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model")
+    parser.add_argument("--draft")
+    parser.add_argument("--documents", type=Path, nargs="*", help="text files; default: some of the standard library")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--interval", type=int, default=8, help="tokens after which a passage is sought anew")
+    parser.add_argument("--stride", type=int, default=3, help="intervals that one search checks")
+    parser.add_argument("--passage-tokens", type=int, default=128, help="a passage is cut to as many")
+    parser.add_argument("--latency", type=float, default=0.05, help="seconds that a search takes longer than it does")
+    parser.add_argument("prompt", nargs="?", default="class PriorityQueue(Queue):\n    def _put(self, item):\n")
+    options = parser.parse_args()
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import gsd_kernels
+    from gsd_kernels_hf import demo
+
+    if options.model:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
+        draft = AutoModelForCausalLM.from_pretrained(options.draft, dtype="auto") if options.draft else None
+    else:
+        model, draft, tokenizer = demo.load()
+    if options.documents:
+        passages = [piece for file in options.documents for piece in pieces(file.read_text(encoding="utf-8"), 12)]
+    else:
+        passages = python_passages()
+    speculation = {"assistant_model": draft} if draft is not None else {"draft_sources": ("history",)}
+    gsd_kernels.patch(model, **speculation)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    ids = [encode(passage)[: options.passage_tokens] for passage in passages]
+
+    with tempfile.TemporaryDirectory() as folder:
+        Retriever.build(folder, passages)
+        texts = []
+        for name in ("every time", "speculatively"):
+            generation = Generation(
+                model, tokenizer, ids, encode(options.prompt), options.max_new_tokens, options.interval
+            )
+            retriever = Retriever(folder, passages, options.latency)
+            begun = time.perf_counter()
+            if name == "every time":
+                new = retrieving_every_time(generation, retriever)
+                print(tokenizer.decode(new, skip_special_tokens=True))
+                guesses = ""
+            else:
+                cache = Cache(folder, passages)
+                new, count = retrieving_speculatively(generation, retriever, cache, stride=options.stride)
+                guesses = f", {count.right} of {count.made} guesses right"
+            seconds = time.perf_counter() - begun
+            print(
+                f"[{name}: {retriever.waits} waits for the retriever{guesses}, {generation.tokens} tokens generated by "
+                f"{generation.forwards} forwards, {seconds:.2f} s]"
+            )
+            texts.append(new)
+    print("the same tokens:", texts[0] == texts[1])
+
+
+if __name__ == "__main__":
+    main()
