@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from transformers import GenerationConfig
 
 from ..api import Patch
 
@@ -30,12 +31,14 @@ class Call:
 
     Attributes:
         seed: of the request; ``None``: a new one.
+        names_length: whether the request says how long the text may be.
         gone: set once the client has closed its connection.
         statistics: of the decoding, plain data.
         since: when the request came, by ``time.perf_counter``.
     """
 
     seed: int | None = None
+    names_length: bool = True
     gone: threading.Event = field(default_factory=threading.Event)
     statistics: dict[str, Any] | None = None
     since: float = field(default_factory=time.perf_counter)
@@ -85,6 +88,9 @@ class Decoding:
         """
         begun = time.perf_counter()
         inner = kwargs.pop("streamer", None)
+        prompt = kwargs["input_ids"].shape[1]
+        if not self.call.names_length:
+            self._shorten(kwargs["generation_config"], prompt)
         # transformers' server seeds torch when a request comes; until its turn others may have drawn.
         seed = secrets.randbits(63) if self.call.seed is None else self.call.seed
         try:
@@ -96,11 +102,16 @@ class Decoding:
             reason = "the client went away" if away else " ".join(str(error).split()) or type(error).__name__
             log.warning("%s ended after %.2f s: %s", self.name, time.perf_counter() - begun, reason)
             raise
-        prompt = kwargs["input_ids"].shape[1]
         self._count(prompt, queued=begun - self.call.since)
         if inner is not None:
             inner.end()
         return output
+
+    def _shorten(self, config: GenerationConfig, prompt: int) -> None:
+        """Take transformers' default length only as far as the model goes; its server reads the end's reason there."""
+        positions = getattr(self.handle.model.config, "max_position_embeddings", None)
+        if positions is not None:
+            config.max_new_tokens = max(1, min(config.max_new_tokens, positions - prompt))
 
     def _count(self, prompt: int, queued: float) -> None:
         stats = self.handle.stats  # of this thread

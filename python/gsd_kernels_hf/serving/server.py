@@ -46,6 +46,9 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 """Fields that transformers' server ignores, and the values with which that changes nothing; null is another."""
 
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "generation_config")
+"""Fields that limit the length of a text; without any, transformers' server takes 1,024 tokens."""
+
 _call: ContextVar[Call] = ContextVar("call")
 _receive: ContextVar[Any] = ContextVar("receive")
 
@@ -126,7 +129,7 @@ class _Handler:
         for name, harmless in HARMLESS.items():
             if body.get(name) is not None and body[name] not in harmless:
                 raise HTTPException(400, f"{name}: {body[name]!r} is not served; leave it out")
-        call = Call(seed=body.get("seed"))
+        call = Call(seed=body.get("seed"), names_length=any(body.get(name) is not None for name in LENGTHS))
         _call.set(call)
         watching = None if body.get("stream") else asyncio.create_task(_watch(_receive.get(), call))
         try:
