@@ -66,6 +66,7 @@ def examine() -> dict[str, Any]:
         "flash_attention": flash_attention(gpu=len(devices) > 1),
         "fused_rows": fused.missing(torch.device("cpu")),
         "cpu_levels": {} if unavailable_reason("cpu", torch.device("cpu")) else cpu_levels.levels(),
+        "serving": serving(),
         "plot": None if util.find_spec("matplotlib") else "matplotlib is missing: pip install 'gsd-kernels[plot]'",
     }
 
@@ -90,6 +91,17 @@ def flash_attention(gpu: bool) -> dict[str, str | None]:
     if reason is None and not gpu:
         reason = "there is no NVIDIA GPU; sdpa serves without one"
     return {"version": version, "missing": reason}
+
+
+def serving() -> str | None:
+    """Why ``gsd-kernels serve`` cannot run here."""
+    from ..serving.installed import check_installed
+
+    try:
+        check_installed()
+    except ImportError as error:
+        return str(error).removeprefix("serve: ")
+    return None
 
 
 def _device(device: torch.device) -> dict[str, Any]:
@@ -158,6 +170,7 @@ def _print(report: dict[str, Any]) -> None:
     facts.add_row("flash attention", escape(", ".join(filter(None, (flash["version"], flash["missing"])))))
     fused = report["fused_rows"]
     facts.add_row("rows on the CPU", "one operator" if fused is None else escape(f"the model's modules: {fused}"))
+    facts.add_row("server", escape(report["serving"] or "transformers' own"))
     facts.add_row("drawing", escape(report["plot"] or "matplotlib"))
     for device in report["devices"]:
         size = f"{device['threads']} threads" if "threads" in device else f"{device['memory_bytes'] / 2**30:.0f} GiB"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import inspect
 import json
@@ -107,7 +108,7 @@ class Queue(GenerateManager):
 
     def wait(self, seconds: float) -> None:
         """Wait until the thread is idle."""
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(concurrent.futures.TimeoutError):  # TimeoutError itself from Python 3.11 on
             self.submit(lambda: None).result(seconds)
 
 
