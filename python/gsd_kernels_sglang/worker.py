@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,20 +29,25 @@ class GraphWorker(ngram_worker.NGRAMWorker):
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         with replaced(ngram_worker, "NgramCorpus", Departures):
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
-        self.options, self.most_rows = Options.read(), self.draft_token_num
-        self.policy = RowPolicy.of(
+        self.options, self.most_rows, self.branch = Options.read(), self.draft_token_num, self.topk
+        self.drafted: Drafted | None = None  # of the step that is under way
+        self.storage: dict[int, dict[str, Any]] = {}  # the n-gram worker's tensors, by the rows of a request
+
+    @cached_property
+    def drafter(self) -> Drafter:
+        """Made for the first draft: by then SGLang has chosen its attention, and captured what it captures."""
+        runner = self.model_runner
+        backends = {runner.prefill_attention_backend_str, runner.decode_attention_backend_str}
+        policy = RowPolicy.of(
             self.most_rows,
             self.options.batch_rows,
-            backend=getattr(server_args, "attention_backend", None),
+            backend=backends.pop() if len(backends) == 1 else None,
             device=str(self.device).partition(":")[0],
-            captured=not (str(self.device) == "cpu" or getattr(server_args, "disable_cuda_graph", False)),
+            captured=runner.decode_cuda_graph_runner is not None,
         )
-        self.branch = self.topk
-        self.drafter = Drafter(self.options, self.most_rows, self.branch, self.policy)
-        self.ngram_corpus.drafter = self.drafter
-        self.drafted: Drafted | None = None
-        self.storage: dict[int, dict[str, Any]] = {}  # the n-gram worker's tensors, by the rows of a request
-        logger.info("GSD: %s, %s", self.options, self.policy)
+        logger.info("GSD: %s, %s", self.options, policy)
+        self.ngram_corpus.drafter = drafter = Drafter(self.options, self.most_rows, self.branch, policy)
+        return drafter
 
     def use_rows(self, rows: int) -> None:
         """Take ``rows`` rows of each request for the next forward."""
