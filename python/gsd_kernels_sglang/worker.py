@@ -63,8 +63,6 @@ class GraphWorker(ngram_worker.NGRAMWorker):
     def forward_batch_generation(self, batch: Any, on_publish: Any = None, pp_proxy_tensors: Any = None) -> Any:
         """Run a step of SGLang; learn from it where it verified drafts."""
         self.drafted = None
-        if not batch.forward_mode.is_decode():
-            self.use_rows(self.most_rows)
         result = super().forward_batch_generation(batch, on_publish, pp_proxy_tensors)
         if self.drafted is not None:
             self.observe(self.drafted, result)

@@ -64,7 +64,7 @@ class NGRAMWorker:
         self.topk, self.device = server_args.speculative_eagle_topk, "cpu"
         self.model_runner = SimpleNamespace(
             prefill_attention_backend_str=server_args.attention_backend,
-            decode_attention_backend_str=server_args.attention_backend,
+            decode_attention_backend_str=server_args.decode_attention_backend or server_args.attention_backend,
             decode_cuda_graph_runner=server_args.graphs,
         )
         self.ngram_corpus = sys.modules["sglang.srt.speculative.ngram_worker"].NgramCorpus(capacity=1)
@@ -141,6 +141,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "disable_overlap_schedule": False,
         "page_size": 1,
         "attention_backend": "torch_native",
+        "decode_attention_backend": None,
         "graphs": None,
     }
     return SimpleNamespace(**given | changes)

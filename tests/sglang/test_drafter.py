@@ -10,6 +10,7 @@ import torch
 
 from gsd_kernels.graph import TokenGraph
 from gsd_kernels_sglang.drafter import TAIL, Drafter, Text
+from gsd_kernels_sglang.history import OTHERS, RELIABILITY, History
 from gsd_kernels_sglang.load import RowPolicy
 from gsd_kernels_sglang.options import Options
 from gsd_kernels_sglang.statistics import Statistics
@@ -110,6 +111,31 @@ def test_a_request_that_comes_back_is_read_anew():
     assert paths(ours.draft([text("a", [4, 5, 4, 5])]), 0)[:2] == [(5,), (5, 4)]
     assert ours.numbers["a"] != before
     assert paths(ours.draft([text("b", [1, 2])]), 0) == [(2,)], "what the request left belongs to nobody"
+
+
+def test_the_longer_context_weighs_more_and_one_that_is_alone_counts_in_full():
+    history = History(Options(**SMALL), 3)
+    history.read(0, torch.tensor([1, 2, 3, 4], dtype=torch.int32))  # 1 2 3 → 4, for request 0
+    candidates = torch.tensor([[[5, 6, -1]]], dtype=torch.int32), torch.tensor([[[0.6, 0.3, 0.0]]]).log()
+    context = torch.tensor([[[3, 9, -1, -1]]], dtype=torch.int32)  # 9 3 → 5 or 6, of request 1
+    history.remember(torch.tensor([1], dtype=torch.int32), context, *candidates, torch.ones(1, 1, dtype=torch.bool))
+
+    def recalled(number: int, *nearest: int) -> dict[int, float]:
+        contexts = torch.tensor([[[*nearest, *[-1] * (4 - len(nearest))]]], dtype=torch.int32)
+        tokens, log_probs = history.recall(torch.tensor([number], dtype=torch.int32), contexts)
+        return {t: p for t, p in zip(tokens[0, 0].tolist(), log_probs[0, 0].exp().tolist(), strict=True) if t >= 0}
+
+    known = RELIABILITY[1]
+    assert recalled(0, 2, 1) == pytest.approx({3: 0.6 * RELIABILITY[2]})
+    assert recalled(7, 3) == pytest.approx({5: 0.6 * known, 6: 0.3 * known}), "only others know it"
+    both = recalled(0, 3, 2, 1)  # three tokens of its own text, one of another request's
+    weight = OTHERS["shorter"]
+    own = 0.6 * RELIABILITY[3] * (1 - weight)
+    assert both == pytest.approx({4: own, 5: weight * 0.6 * known, 6: weight * 0.3 * known})
+    both = recalled(0, 3)
+    weight = OTHERS["equal"]
+    assert both == pytest.approx({4: 0.6 * known * (1 - weight), 5: weight * 0.6 * known, 6: weight * 0.3 * known})
+    assert recalled(0, 8) == recalled(7, 2) == {}
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,19 @@ def test_fewer_rows_than_the_start_up_has_reach_every_tensor_of_the_worker(regis
     assert len(serving.carried) == 4 * 8
 
 
+def test_rows_are_fixed_where_two_attention_backends_verify_or_graphs_were_captured(registered):
+    def policy(**changes):
+        serving = Serving(worker(**changes))
+        serving.join(Request("a", [1, 2, 3]))
+        serving.step()
+        return serving.worker.drafter.policy
+
+    assert policy().flexible and policy().trims
+    for decoding in ("triton", "flashinfer"):
+        assert not policy(decode_attention_backend=decoding).flexible
+    assert policy(graphs=object()).flexible and not policy(graphs=object()).trims
+
+
 def test_the_flushed_cache_and_the_requests_that_went_are_forgotten(registered):
     serving = Serving(worker())
     serving.join(Request("a", [1, 2, 3, 1, 2]), Request("b", [4, 5, 6]))
