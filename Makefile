@@ -13,12 +13,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.installed
 ORACLES := .venv-oracles
+SGLANG := .venv-sglang
 SOURCES := pyproject.toml setup.py $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help install demo test test-fast test-oracles test-ray lint format bench wheel gpu-test gpu-bench sanitize clean
+.PHONY: help install demo test test-fast test-oracles test-ray test-sglang lint format bench wheel gpu-test gpu-bench sanitize clean
 
 help:
-	@echo "make demo | test | test-fast | test-oracles | test-ray | lint | format | bench | wheel | gpu-test | gpu-bench | sanitize | clean"
+	@echo "make demo | test | test-fast | test-oracles | test-ray | test-sglang | lint | format | bench | wheel | gpu-test | gpu-bench | sanitize | clean"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -67,6 +68,20 @@ test-ray: $(READY)
 	$(PIP) install --quiet --no-build-isolation -e ".[ray]"
 	$(BIN)/python -m pytest tests/machines
 
+# The plug-in in SGLang itself, on the CPU: its packages pinned one by one, without those that bring CUDA. Python 3.11
+# or newer.
+$(SGLANG)/.installed: $(SOURCES) tests/sglang/requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "SGLang needs Python 3.11 or newer"; exit 1; }
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
+	$(SGLANG)/bin/python -m pip install --quiet $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH_SPEC)"
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps -r tests/sglang/requirements.txt
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+test-sglang: $(SGLANG)/.installed
+	$(SGLANG)/bin/python -m pytest -o addopts=-q tests/sglang
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -96,4 +111,4 @@ wheel: $(READY)
 	PYTHON=$(BIN)/python TORCH_INDEX_URL=$(TORCH_INDEX_URL) .ci/wheel
 
 clean:
-	rm -rf $(VENV) $(ORACLES) build dist *.egg-info demo-out
+	rm -rf $(VENV) $(ORACLES) $(SGLANG) build dist *.egg-info demo-out

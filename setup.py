@@ -23,7 +23,11 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-MAPPED = {"gsd_kernels_hf": "python/gsd_kernels_hf", "gsd_kernels_bench": "bench"}
+MAPPED = {
+    "gsd_kernels_hf": "python/gsd_kernels_hf",
+    "gsd_kernels_sglang": "python/gsd_kernels_sglang",
+    "gsd_kernels_bench": "bench",
+}
 OLDEST_TORCH = "0x020A000000000000"  # 2.10: the stable ABI that the libraries are built against
 RELEASE_ARCHS = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 CSRC = Path("csrc")

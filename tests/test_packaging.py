@@ -107,7 +107,7 @@ def test_an_isolated_build_finds_the_installed_torch(source, quick_compiler):
     target, tags = installed(source)
     assert tags.startswith("cp310-abi3-linux_")
     assert answer(target, REASON) == "None"
-    for package in ("gsd_kernels", "gsd_kernels_hf", "gsd_kernels_bench"):
+    for package in ("gsd_kernels", "gsd_kernels_hf", "gsd_kernels_sglang", "gsd_kernels_bench"):
         assert (target / package / "__init__.py").exists(), package
 
 
@@ -143,6 +143,8 @@ def test_both_off_is_pure_python(source):
     assert done.returncode == 0, done.stdout + done.stderr
     target, tags = installed(source)
     assert tags == "py3-none-any"
+    (entry_points,) = target.glob("*.dist-info/entry_points.txt")
+    assert "[sglang.srt.plugins]\ngsd = gsd_kernels_sglang.plugin:register" in entry_points.read_text()
     pair = target / "gsd_kernels_hf/demo"
     assert {folder.name for folder in pair.iterdir() if folder.is_dir()} == {"target", "draft", "heads"}
 

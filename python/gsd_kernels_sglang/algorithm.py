@@ -1,0 +1,92 @@
+"""``GSD`` among SGLang's speculative algorithms: verified as its n-gram trees are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from .options import BRANCH_FLAG, DEFAULT_BRANCH, DEFAULT_ROWS, ROWS_FLAG, Options
+
+MOST_REQUESTS = 48  # SGLang's own default beside a speculative algorithm
+
+
+class GraphAlgorithm(CustomSpecAlgo):
+    """SGLang asks the n-gram algorithm's questions of this one; what a plug-in's base class lacks answers as there."""
+
+    def is_ngram(self) -> bool:
+        return True
+
+    def has_draft_kv(self) -> bool:
+        return False
+
+    def carries_draft_hidden_states(self) -> bool:
+        return SpeculativeAlgorithm.NGRAM.carries_draft_hidden_states()
+
+    def create_future_map(self, *args: Any, **kwargs: Any) -> Any:
+        return SpeculativeAlgorithm.NGRAM.create_future_map(*args, **kwargs)
+
+    def need_topk(self) -> bool:
+        return SpeculativeAlgorithm.NGRAM.need_topk()
+
+    def get_platform_worker_cls(self) -> type | None:
+        return None
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Fill in what the user left open."""
+        if server_args.speculative_num_draft_tokens is None:
+            server_args.speculative_num_draft_tokens = DEFAULT_ROWS
+        if server_args.speculative_eagle_topk is None:
+            server_args.speculative_eagle_topk = DEFAULT_BRANCH
+        if server_args.speculative_num_steps is None:
+            # SGLang reserves the product of the two, if it is more than the rows, in a request's cache.
+            rows, branch = server_args.speculative_num_draft_tokens, server_args.speculative_eagle_topk
+            server_args.speculative_num_steps = max(1, rows // branch)
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = MOST_REQUESTS
+        server_args.enable_mixed_chunk = False
+        server_args.disable_overlap_schedule = True  # a draft starts from what the step before it accepted
+        Options.read().graph_config(server_args.speculative_num_draft_tokens, server_args.speculative_eagle_topk)
+        check_paging(server_args)
+
+
+def check(server_args: Any) -> None:
+    """Refuse, by name, what the plug-in cannot serve.
+
+    Raises:
+        TypeError, ValueError: an option that is out of range, or one of SGLang that does not go with ``GSD``.
+    """
+    Options.read()
+    reasons = {
+        "speculative_draft_model_path": "it drafts from the history; docs/sglang.md says what a draft model needs",
+        "speculative_adaptive": "its rows follow the load by themselves",
+        "speculative_ngram_external_corpus_path": "it has a history of its own",
+        "enable_dp_attention": "SGLang verifies n-gram trees without it only",
+        "speculative_use_rejection_sampling": "drafts of the history are no distribution",
+    }
+    for name, reason in reasons.items():
+        if getattr(server_args, name, None):
+            raise ValueError(f"--{name.replace('_', '-')}: not with --speculative-algorithm GSD: {reason}")
+    if getattr(server_args, "pp_size", 1) > 1:
+        raise ValueError(
+            "--pp-size: expected 1 with --speculative-algorithm GSD: its trees are not relayed between stages"
+        )
+    for flag, name in ((ROWS_FLAG, "speculative_num_draft_tokens"), (BRANCH_FLAG, "speculative_eagle_topk")):
+        value = getattr(server_args, name, None)
+        if value is not None and value < 1:
+            raise ValueError(f"{flag}: expected at least 1, got {value}")
+
+
+def check_paging(server_args: Any) -> None:
+    """Refuse pages of several tokens where SGLang moves accepted branches wrongly.
+
+    Raises:
+        ValueError: with the flag that cures it.
+    """
+    paged = (server_args.page_size or 1) > 1 and server_args.speculative_eagle_topk > 1
+    if paged and server_args.attention_backend != "flashinfer":
+        raise ValueError(
+            f"--page-size: expected 1 with --speculative-algorithm GSD, got {server_args.page_size}: SGLang verifies "
+            "branches over larger pages with --attention-backend flashinfer only"
+        )

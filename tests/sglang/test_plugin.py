@@ -1,0 +1,227 @@
+"""The plug-in where SGLang meets it, over fakes: registration, refusals, options, a worker whose batch changes."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+
+import pytest
+import torch
+from fake_sglang import OURS, VOCAB, Batch, Mode, Request, arguments, install, written
+
+from gsd_kernels_sglang.options import VARIABLE, Options
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    yield install(monkeypatch)
+    for name in OURS:
+        sys.modules.pop(f"gsd_kernels_sglang.{name}", None)
+
+
+def plugin():
+    return importlib.import_module("gsd_kernels_sglang.plugin")
+
+
+def worker(**changes):
+    settings = {"speculative_num_draft_tokens": 8, "speculative_eagle_topk": 3} | changes
+    return plugin().worker(None)(arguments(**settings), 0, 0, None)
+
+
+def test_importing_the_package_needs_no_sglang():
+    names = ("drafter", "history", "load", "options", "statistics", "versions")
+    before = set(sys.modules)
+    for name in names:
+        importlib.import_module(f"gsd_kernels_sglang.{name}")
+    assert not [name for name in set(sys.modules) - before if name.split(".")[0] in ("sglang", "transformers")]
+
+
+def test_the_entry_point_names_the_function(registered):
+    tomllib = pytest.importorskip("tomllib")
+    from pathlib import Path
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    module, _, function = project["entry-points"]["sglang.srt.plugins"]["gsd"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_an_untested_version_is_refused_by_name(monkeypatch):
+    registered = install(monkeypatch, "0.6.0")
+    plugin().register()
+    assert "gsd_kernels_sglang.worker" not in sys.modules
+    with pytest.raises(ValueError, match=r"tested with SGLang 0\.5\.23, this is 0\.6\.0.*install sglang==0\.5\.23"):
+        registered["GSD"].validate_server_args(arguments())
+
+
+def test_the_tested_version_registers_the_algorithm(registered):
+    plugin().register()
+    algorithm = registered["GSD"]
+    assert algorithm.is_ngram() and not algorithm.has_draft_kv() and algorithm.get_platform_worker_cls() is None
+    algorithm.validate_server_args(arguments())
+    filled = arguments()
+    algorithm.handle_server_args(filled)
+    assert (filled.speculative_num_draft_tokens, filled.speculative_eagle_topk) == (16, 4)
+    assert (filled.max_running_requests, filled.disable_overlap_schedule, filled.enable_mixed_chunk) == (
+        48,
+        True,
+        False,
+    )
+    chosen = arguments(speculative_num_draft_tokens=6, speculative_eagle_topk=2, max_running_requests=3)
+    algorithm.handle_server_args(chosen)
+    assert (chosen.speculative_num_draft_tokens, chosen.max_running_requests) == (6, 3)
+    assert chosen.speculative_num_steps * chosen.speculative_eagle_topk <= chosen.speculative_num_draft_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("speculative_draft_model_path", "a/model"),
+        ("speculative_adaptive", True),
+        ("speculative_ngram_external_corpus_path", "file"),
+        ("enable_dp_attention", True),
+        ("speculative_use_rejection_sampling", True),
+        ("pp_size", 2),
+        ("speculative_num_draft_tokens", 0),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(name, value, registered):
+    plugin().register()
+    with pytest.raises(ValueError, match="--" + name.replace("_", "-")):
+        registered["GSD"].validate_server_args(arguments(**{name: value}))
+
+
+def test_large_pages_are_refused_where_sglang_moves_branches_wrongly(registered):
+    plugin().register()
+    with pytest.raises(ValueError, match=r"--page-size: expected 1.*got 64"):
+        registered["GSD"].handle_server_args(arguments(page_size=64))
+    registered["GSD"].handle_server_args(arguments(page_size=64, attention_backend="flashinfer"))
+    registered["GSD"].handle_server_args(arguments(page_size=64, speculative_eagle_topk=1))
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "match"),
+    [
+        ("levels=10", ValueError, "JSON object"),
+        ("[1]", TypeError, "JSON object"),
+        ('{"level": 3}', ValueError, "unknown option 'level'; expected one of levels, width"),
+        ('{"levels": 0}', ValueError, "levels: expected 1 … 64, got 0"),
+        ('{"width": 2.5}', TypeError, "width: expected a whole number, got 2.5"),
+        ('{"shared": 1}', TypeError, "shared: expected true or false, got 1"),
+        ('{"capacity": 1500}', ValueError, "capacity: expected a power of two, got 1500"),
+        ('{"context": 8}', ValueError, "context: expected 1 … 7, got 8"),
+        ('{"batch_rows": 0}', ValueError, "batch_rows: expected 1"),
+        ('{"merge_context": -2}', ValueError, "merge_context: expected -1 … 8, got -2"),
+    ],
+)
+def test_options_out_of_range_are_refused(text, error, match):
+    with pytest.raises(error, match=f"^{VARIABLE}: .*{match}"):
+        Options.read({VARIABLE: text})
+
+
+def test_options_are_read():
+    assert Options.read({}) == Options.read({VARIABLE: " "}) == Options()
+    assert Options.read({VARIABLE: '{"levels": 3, "shared": false}'}) == Options(levels=3, shared=False)
+    config = Options(levels=12).graph_config(rows=5, branch=2)
+    assert (config.depth, config.history_depth, config.max_rows, config.branch) == (0, 4, 5, 2)
+    for flag, rows, branch in (("num-draft-tokens", 129, 4), ("num-draft-tokens", 1, 4), ("eagle-topk", 8, 33)):
+        with pytest.raises(ValueError, match=flag):
+            Options().graph_config(rows, branch)
+    with pytest.raises(ValueError, match="lower levels or width"):
+        Options(levels=64, width=64).graph_config(128, 32)
+
+
+class Serving:
+    """Requests that come and go at a worker, as SGLang's scheduler has them."""
+
+    def __init__(self, worker) -> None:
+        self.worker, self.running, self.carried = worker, [], torch.empty(0, dtype=torch.int32)
+
+    def join(self, *requests: Request) -> None:
+        result = self.worker.forward_batch_generation(Batch(reqs=list(requests), forward_mode=Mode("extend")))
+        self.carried = torch.cat([self.carried, result.next_draft_input.accept_tokens])
+        self.running += requests
+
+    def leave(self, *keys: str) -> None:
+        kept = [i for i, request in enumerate(self.running) if request.rid not in keys]
+        self.carried = self.carried.reshape(-1, self.worker.most_rows)[kept].flatten()  # as SGLang filters it
+        self.running = [self.running[i] for i in kept]
+
+    def step(self) -> None:
+        result = self.worker.forward_batch_generation(Batch(reqs=self.running, forward_mode=Mode("decode")))
+        width = self.worker.speculative_num_draft_tokens
+        for i, request in enumerate(self.running):
+            given = result.next_token_ids[i * width :][: result.accept_lens[i]]
+            request.output_ids.extend(given.tolist())
+        self.carried = result.next_draft_input.accept_tokens
+
+
+@pytest.mark.parametrize("backend", ["torch_native", "triton"])
+@pytest.mark.parametrize("shared", ["true", "false"])
+def test_requests_that_come_end_and_are_put_back_get_the_targets_text(backend, shared, registered, monkeypatch):
+    monkeypatch.setenv(VARIABLE, f'{{"batch_rows": 16, "shared": {shared}, "capacity": 4096}}')
+    serving, draw, done = Serving(worker(attention_backend=backend)), random.Random(7), []
+    waiting = [Request(f"r{i}", [draw.randrange(VOCAB) for _ in range(2 + i % 5)]) for i in range(24)]
+    while waiting or serving.running:
+        if waiting and len(serving.running) < 7 and draw.random() < 0.5:
+            serving.join(*(waiting.pop() for _ in range(min(len(waiting), draw.randrange(1, 4)))))
+        for request in [r for r in serving.running if len(r.output_ids) > 40 or draw.random() < 0.005]:
+            serving.leave(request.rid)  # ended or aborted
+            done.append(request)
+        if len(serving.running) > 2 and draw.random() < 0.2:  # put back, with what it has
+            request = serving.running[0]
+            serving.leave(request.rid)
+            waiting.append(request)
+        if serving.running:
+            serving.step()
+    assert len(done) == 24 and sum(len(request.output_ids) > 40 for request in done) > 12
+    for request in done:
+        assert request.output_ids == written(request.origin_input_ids_unpadded, len(request.output_ids))
+    statistics, widths = serving.worker.drafter.statistics, set(serving.worker.widths)
+    assert statistics.accepted > 100
+    assert statistics.tokens == statistics.requests + statistics.accepted
+    assert serving.worker.drafter.numbers.keys() <= {request.rid for request in done}
+    if backend == "triton":
+        assert widths == {8}
+    else:
+        assert {1, 8} <= widths and len(widths) > 3
+
+
+def test_fewer_rows_than_the_start_up_has_reach_every_tensor_of_the_worker(registered, monkeypatch):
+    monkeypatch.setenv(VARIABLE, '{"batch_rows": 6}')
+    serving = Serving(worker())
+    serving.join(*(Request(str(i), [i, 1, i, 1, i]) for i in range(3)))
+    serving.step()
+    assert serving.worker.widths == [2] and serving.worker.speculative_num_draft_tokens == 2
+    assert [len(view) for view in serving.worker.draft_tokens_batch[:3]] == [0, 2, 4]
+    assert len(serving.carried) == 3 * 8
+    serving.join(Request("late", [3, 4, 5]))
+    assert len(serving.carried) == 4 * 8
+
+
+def test_rows_are_fixed_where_two_attention_backends_verify_or_graphs_were_captured(registered):
+    def policy(**changes):
+        serving = Serving(worker(**changes))
+        serving.join(Request("a", [1, 2, 3]))
+        serving.step()
+        return serving.worker.drafter.policy
+
+    assert policy().flexible and policy().trims
+    for decoding in ("triton", "flashinfer"):
+        assert not policy(decode_attention_backend=decoding).flexible
+    assert policy(graphs=object()).flexible and not policy(graphs=object()).trims
+
+
+def test_the_flushed_cache_and_the_requests_that_went_are_forgotten(registered):
+    serving = Serving(worker())
+    serving.join(Request("a", [1, 2, 3, 1, 2]), Request("b", [4, 5, 6]))
+    serving.step()
+    drafter = serving.worker.drafter
+    assert set(drafter.numbers) == {"a", "b"} and bool(drafter.history.own.keys.any())
+    serving.leave("b")
+    serving.step()
+    assert set(drafter.numbers) == {"a"}
+    serving.worker.ngram_corpus.reset()
+    assert not drafter.numbers and not bool(drafter.history.own.keys.any() | drafter.history.shared.keys.any())
+    with pytest.raises(ValueError, match="external corpus"):
+        serving.worker.ngram_corpus.load_external_corpus_named("name", [])
