@@ -53,6 +53,7 @@ BENCHMARKS = {
         "first-token": generation.first_token,
         "tree-table": generation.tree_table,
         "sources-table": generation.sources_table,
+        "corpus": generation.corpus,
         "typical-deviation": generation.typical_deviation,
         "ladder": generation.ladder,
     },

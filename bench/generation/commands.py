@@ -1,4 +1,4 @@
-"""``gsd-kernels bench generate | first-token | tree-table | sources-table | typical-deviation``."""
+"""``gsd-kernels bench generate | first-token | tree-table | sources-table | corpus | typical-deviation``."""
 
 from __future__ import annotations
 
@@ -245,6 +245,40 @@ def sources_table(
     )
     texts, name = (("copy",), f"{NAME}-quick") if quick else (TEXTS, NAME)
     typer.echo(run(settings, texts=texts, folder=out, name=name))
+
+
+def corpus(
+    target_shape: TargetShape = "250m",
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of the target.")] = Dtype.bfloat16,
+    index: Annotated[
+        Path | None,
+        typer.Option("--corpus", help="Folder of the index; made where it is not there. Default: in the user's cache."),
+    ] = None,
+    prompts: Prompts = 8,
+    turns: Annotated[int, typer.Option("--turns", min=2, help="Of the agent's loop.")] = 20,
+    new_tokens: NewTokens = 64,
+    quick: Annotated[bool, typer.Option("--quick", help="Few prompts and files, 16 tokens, not inflated.")] = False,
+    out: Out = RESULTS,
+) -> None:
+    """The history across calls and a corpus of the standard library on four tasks. Resumes where it was stopped."""
+    import torch
+
+    from gsd_kernels_hf.console.pair import quiet_transformers
+    from gsd_kernels_hf.policy.store import cache_dir
+
+    from .corpus_table import NAME, Settings, run
+
+    quiet_transformers()
+    name = f"{NAME}-quick" if quick else NAME
+    settings = Settings(
+        target_shape="none" if quick else target_shape,
+        dtype=getattr(torch, dtype.value),
+        prompts=min(prompts, 2) if quick else prompts,
+        turns=min(turns, 6) if quick else turns,
+        new_tokens=min(new_tokens, 16) if quick else new_tokens,
+        quick=quick,
+    )
+    typer.echo(run(settings, corpus=index or cache_dir() / f"bench-{name}", folder=out, name=name))
 
 
 def typical_deviation(

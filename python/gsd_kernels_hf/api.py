@@ -22,6 +22,7 @@ from .engine.output import GraphGenerateOutput
 from .engine.screen import check_sources, screen
 from .engine.stats import GenerationStats
 from .model import properties
+from .sources.memory import HistoryMemory
 
 _PATCH = "_gsd_patch"
 _lock = threading.Lock()
@@ -115,12 +116,19 @@ class Patch(threading.local):
     Attributes:
         stats: of the last call of the asking thread.
         engines: what is kept, see docs/engine.md; :meth:`clear` returns it.
+        history: what is remembered of earlier calls' texts; it can be saved and loaded.
     """
 
     def __init__(self, model: PreTrainedModel, engines: Engines) -> None:
         self.model = model
         self.engines = engines
         self.stats: GenerationStats | None = None
+
+    @property
+    def history(self) -> HistoryMemory:
+        """See above."""
+        assert self.engines.memory is not None
+        return self.engines.memory
 
     def clear(self) -> None:
         """Forget what was learned, and return the memory of caches and captured steps."""
@@ -181,7 +189,8 @@ def patch(model: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer:
     decoder = Options(**options)
     check_sources(decoder, inner)
     validate.check_tokenizers(tokenizer, assistant_tokenizer)
-    handle = Patch(inner, Engines(keeps_sessions=True))
+    memory = HistoryMemory(properties.vocabulary(inner))
+    handle = Patch(inner, Engines(keeps_sessions=True, memory=memory))
     accelerated = _Accelerated(inner, {**options, "drafter": decoder.drafter, "tokenizer": tokenizer})
     with _lock:  # of two threads one is refused
         if vars(inner).get(_PATCH) is not None:

@@ -96,7 +96,8 @@ class GraphDecoder(Options):
         if self.streamer is not None:
             self.streamer.put(request.input_ids.cpu())
         with ranks.explained():
-            session.begin(request, statistics.weights, reuse_prefix=current and self.reuse_prefix)
+            memory = engines.memory if ranks.alone and self.reuse_history else None
+            session.begin(request, statistics.weights, reuse_prefix=current and self.reuse_prefix, memory=memory)
             warn_lossy(session.rule.criterion)
             out = Output(request, session)
             decode(session, policy, ranks, out)

@@ -12,6 +12,7 @@ from typing import Any
 from ..model.identity import ModelState
 from ..policy.base import Policy
 from ..sources.base import DraftSource
+from ..sources.memory import HistoryMemory
 from ..sources.weights import SourceWeights
 from .options import Options
 from .request import Request
@@ -145,6 +146,8 @@ class Engine:
         """End a call that succeeded: keep what it learned and, where sessions are kept, the session."""
         if session.drafter is not None:
             statistics.weights = {name: found.clone() for name, found in session.drafter.weights.items()}
+        if self.ended:
+            session.memory = None  # what was forgotten meanwhile stays so
         session.end()
         if self.idle is not None:
             self.idle.add(self, session)
@@ -156,10 +159,12 @@ class Engines:
     Args:
         keeps_sessions: whether caches, captured steps and drafts are kept for later calls: the memory of up to
             :data:`MOST_SESSIONS` sessions.
+        memory: what histories leave from call to call; ``None``: nothing.
     """
 
-    def __init__(self, *, keeps_sessions: bool = False) -> None:
+    def __init__(self, *, keeps_sessions: bool = False, memory: HistoryMemory | None = None) -> None:
         self.idle = Idle() if keeps_sessions else None
+        self.memory = memory
         self._engines: list[Engine] = []
         self._lock = threading.Lock()
 
@@ -178,6 +183,8 @@ class Engines:
         """Forget everything and return the memory, of calls that are running when they end."""
         with self._lock:
             self._keep([])
+        if self.memory is not None:
+            self.memory.clear()
 
     def _keep(self, engines: list[Engine]) -> None:
         for engine in self._engines:

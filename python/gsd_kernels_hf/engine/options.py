@@ -67,6 +67,9 @@ class Options:
             under the model, which changes the output. Greedy output is the same with each.
         reuse_prefix: whether keys and values of the last text may serve as the beginning of this one, where both begin
             alike, as the turns of a chat do; in what :func:`gsd_kernels.patch` keeps only.
+        reuse_history: whether the history begins with what earlier calls' histories held, and leaves them its own;
+            bounded, in what :func:`gsd_kernels.patch` keeps only. One caller's texts then speed up another's, which
+            somebody may time.
         streamer: gets every emitted token (batch 1).
         observer: called with the :class:`~gsd_kernels_hf.records.Verified` of every step.
 
@@ -89,6 +92,7 @@ class Options:
     reference_ids: Tensor | None = None
     criterion: str | Typical = "exact"
     reuse_prefix: bool = True
+    reuse_history: bool = True
     streamer: BaseStreamer | None = None
     observer: Callable[[Verified], None] | None = None
 

@@ -28,6 +28,7 @@ from ..policy.base import Policy
 from ..records import DecodeState, Sampler, Unverified, Verified
 from ..sources.base import DraftSource
 from ..sources.drafter import Drafter
+from ..sources.memory import HistoryMemory
 from ..sources.weights import Calibration, SourceWeights
 from .request import Request
 from .stats import Clock
@@ -89,7 +90,7 @@ class Session:
         sources: in the order in which they are mixed, of this session alone.
 
     Attributes:
-        state, sampler, target, branch, draws, reference_ids: see :class:`~gsd_kernels_hf.sources.base.Text`.
+        state, sampler, target, branch, draws, reference_ids, memory: see :class:`~gsd_kernels_hf.sources.base.Text`.
         kv_len: int32 [B], committed positions of the target's cache.
         config: shape of the next step; ``None`` is plain decoding.
         rule: accepts rows; of the call.
@@ -130,6 +131,7 @@ class Session:
             if kind.calibrated:
                 self.calibration = self.drafter.calibration = Calibration(kind.branch, device)
         self.begun = self.continues = False
+        self.memory: HistoryMemory | None = None
         self.models: dict[str, ModelState] = {}  # what the models were when the text was begun, see engine.engine
         self.captured: Any = None  # steps as CUDA graphs, see engine.capture
         self.warmed: Any = None  # the sizes for which kernels were compiled, see engine.warming
@@ -138,15 +140,23 @@ class Session:
         self.rule: AcceptanceRule
         self.on_device: dict[str, OnDevice] = {}
 
-    def begin(self, request: Request, weights: Mapping[str, SourceWeights], *, reuse_prefix: bool) -> None:
+    def begin(
+        self,
+        request: Request,
+        weights: Mapping[str, SourceWeights],
+        *,
+        reuse_prefix: bool,
+        memory: HistoryMemory | None = None,
+    ) -> None:
         """Start a batch of texts: read what the caches do not hold of the prompt.
 
         Args:
             request: the call.
             weights: statistics of the sources, by name.
             reuse_prefix: whether keys and values of the last text may serve as the beginning of this one.
+            memory: of earlier calls' histories; ``None``: they are not used, and this one's is not kept.
         """
-        self.request, self.clock, self.config = request, Clock(request.device), None
+        self.request, self.clock, self.config, self.memory = request, Clock(request.device), None, memory
         pad = request.generation_config._pad_token_tensor
         self.state.restart(request.input_ids, request.kv_start, request.room, 0 if pad is None else int(pad))
         self.kv_len.copy_(self.state.out_len - 1)  # the root is not in the target's cache yet

@@ -19,6 +19,7 @@ from gsd_kernels import Frontier, GraphConfig, TokenGraph
 
 from ..model.runner import CachedText, RowModel
 from ..records import Candidates, DecodeState, Sampler, Verified
+from .memory import HistoryMemory
 
 
 class Text(Protocol):
@@ -33,6 +34,7 @@ class Text(Protocol):
         draws: function that draws a forward's candidates rather than take the best, as speculative sampling needs:
             (level, logits [B, W, V], positions int32 [B, W]) → candidates; else ``None``.
         reference_ids: int64 [length] or [batch, length], a text that the output may repeat; ``None`` for none.
+        memory: what earlier calls' histories left, and where this one's goes; ``None`` where nothing is kept.
     """
 
     state: DecodeState
@@ -41,6 +43,7 @@ class Text(Protocol):
     branch: int
     continues: bool
     draws: Callable[[int, Tensor, Tensor], Candidates] | None
+    memory: HistoryMemory | None
 
     @property
     def reference_ids(self) -> Tensor | None: ...

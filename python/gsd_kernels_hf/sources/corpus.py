@@ -46,7 +46,7 @@ class Corpus(DraftSource):
         self.copies: dict[torch.device, SortedCorpus] = {self.index.text.device: self.index}  # by device
 
     def __copy__(self) -> Corpus:
-        other = object.__new__(Corpus)  # a session's: of the same mapping
+        other = object.__new__(type(self))  # a session's: of the same mapping
         vars(other).update(vars(self))
         return other
 

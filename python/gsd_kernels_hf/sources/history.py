@@ -37,6 +37,8 @@ class History(DraftSource):
         self.unread = True  # the text so far is read when it is first needed
         if not self.text.continues:
             self.table.clear()
+            if self.text.memory is not None:
+                self.text.memory.restore(self.table)
         reference = self.text.reference_ids
         if reference is not None:
             texts = per_sequence(reference.to(self.state.tokens.device), self.state.tokens.shape[0])
@@ -44,9 +46,18 @@ class History(DraftSource):
 
     def prepare(self, config: GraphConfig) -> None:
         """Read the text so far."""
+        self._read_text()
+
+    def _read_text(self) -> None:
         if self.unread:
             self.read(self.state.tokens[:, : int(self.state.out_len.min())], self.state.kv_start)
             self.unread = False
+
+    def end(self) -> None:
+        """Leave what is known now to later calls."""
+        if self.text.memory is not None:
+            self._read_text()
+            self.text.memory.add(self.table)
 
     def read(self, tokens: Tensor, kv_start: Tensor) -> None:
         """Remember the continuations in a text that was not verified here.

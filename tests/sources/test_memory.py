@@ -1,0 +1,263 @@
+"""The history across calls of a patched model: faster, bounded, the same text, and whole on disk."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import prompts, tiny
+from safetensors.torch import load_file, save_file
+
+import gsd_kernels as gsd
+from gsd_kernels import GraphConfig, NgramTable
+from gsd_kernels_hf.sources.memory import HistoryMemory, Kept
+
+CONFIG = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=4, history_width=3)
+GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.5, "seed": 3}
+
+
+@contextmanager
+def patched(model, **options):
+    options = {"draft_sources": ("history",), "graph_config": CONFIG, "reuse_prefix": False, **options}
+    handle = gsd.patch(model, **options)
+    try:
+        yield handle
+    finally:
+        gsd.unpatch(model)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny()
+
+
+def steps(handle, model, inputs, expected, **options) -> int:
+    assert torch.equal(model.generate(**inputs, **options), expected)
+    return handle.stats.steps
+
+
+@pytest.mark.parametrize("decoding", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_later_call_knows_the_texts_of_earlier_ones(decoding, target):
+    inputs, other = prompts(1, 12, seed=1), prompts(1, 12, seed=2)
+    plain = [gsd.generate(target, **each, **decoding) for each in (inputs, other)]
+    with patched(target) as handle:
+        first = steps(handle, target, inputs, plain[0], **decoding)
+        steps(handle, target, other, plain[1], **decoding)
+        assert steps(handle, target, inputs, plain[0], **decoding) < 0.7 * first
+        # Switched off it knows nothing; the sources' weights were learned all the same.
+        off = steps(handle, target, inputs, plain[0], **decoding, reuse_history=False)
+        assert off == pytest.approx(first, abs=2)
+        assert len(handle.history) > 0
+        handle.clear()
+        assert len(handle.history) == 0
+        assert steps(handle, target, inputs, plain[0], **decoding) == first
+    with patched(target, reuse_history=False) as handle:
+        for _ in range(2):
+            assert steps(handle, target, inputs, plain[0], **decoding) == pytest.approx(first, abs=2)
+        assert len(handle.history) == 0
+
+
+def test_it_serves_calls_of_another_kind(target):
+    """Another batch, another sampling, another shape: sessions of their own, one memory."""
+    alone, pair = prompts(1, 12, seed=1), prompts(3, 12, seed=1)
+    plain = {n: gsd.generate(target, **each, **GREEDY) for n, each in (("alone", alone), ("pair", pair))}
+    wide = CONFIG.replace(branch=4)
+    with patched(target) as handle:
+        first = steps(handle, target, alone, plain["alone"], **GREEDY)
+        assert handle.history is not None
+    with patched(target) as handle:
+        steps(handle, target, pair, plain["pair"], **GREEDY)  # its first row is the same prompt
+        assert steps(handle, target, alone, plain["alone"], **GREEDY, graph_config=wide) < 0.7 * first
+        assert steps(handle, target, pair, plain["pair"], **GREEDY) < 0.9 * first
+        sampled = gsd.generate(target, **pair, **{**SAMPLED, "reuse_history": False})
+        assert torch.equal(target.generate(**pair, **SAMPLED), sampled)
+
+
+def test_a_chat_that_continues_keeps_its_own_table(target):
+    inputs = prompts(1, 12, seed=1)
+    with patched(target, reuse_prefix=True) as handle:
+        text = target.generate(**inputs, **GREEDY)
+        known = len(handle.history)
+        more = torch.cat([text, prompts(1, 3, seed=9)["input_ids"]], 1)
+        expected = gsd.generate(tiny(), input_ids=more, **GREEDY)
+        assert torch.equal(target.generate(more, **GREEDY), expected)
+        assert len(handle.history) > known
+
+
+def test_threads_share_it(target):
+    inputs = [prompts(1, 12, seed=seed) for seed in range(3)]
+    plain = [target.generate(**each, **GREEDY) for each in inputs]
+    found = {}
+    with patched(target) as handle:
+
+        def work(number):
+            found[number] = [target.generate(**inputs[number], **GREEDY) for _ in range(2)]
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+        assert len(handle.history) > 0
+    assert all(torch.equal(text, plain[n]) for n, texts in found.items() for text in texts) and len(found) == 3
+
+
+def test_a_call_that_fails_leaves_nothing(target):
+    def fail(verified):
+        raise RuntimeError("no")
+
+    with patched(target) as handle:
+        with pytest.raises(RuntimeError, match="no"):
+            target.generate(**prompts(1, 12), **GREEDY, observer=fail)
+        assert len(handle.history) == 0
+
+
+def test_nothing_is_kept_without_a_patch(target):
+    inputs = prompts(1, 12, seed=1)
+    options = {**GREEDY, "draft_sources": ("history",), "graph_config": CONFIG, "return_dict_in_generate": True}
+    first, second = (gsd.generate(target, **inputs, **options).stats.steps for _ in range(2))
+    assert second == pytest.approx(first, abs=2)
+
+
+# ---- the table
+
+
+entries = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20)), max_size=30)
+
+
+def table_of(inserted, *, batch: int = 1, branch: int = 2, ways: int = 4) -> NgramTable:
+    """A table of 8 entries after insertions of (context, continuation)."""
+    table = NgramTable.empty(batch, branch, "cpu", capacity=8, max_context=1, ways=ways)
+    for context, token in inserted:
+        contexts = torch.full((batch, 1, 1), context, dtype=torch.int32)
+        tokens = torch.full((batch, 1, branch), token, dtype=torch.int32)
+        gsd.ngram_insert(table, contexts, tokens, torch.zeros(batch, 1, branch), torch.ones(batch, 1, dtype=torch.bool))
+    return table
+
+
+def sets(kept: Kept) -> list[list[tuple[int, list[int]]]]:
+    listed = list(zip(kept.keys.tolist(), kept.tokens.tolist(), strict=True))
+    return [listed[at : at + kept.ways] for at in range(0, len(listed), kept.ways)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(entries, entries)
+def test_two_tables_in_one_are_the_newest_of_both(newer, older):
+    new, old = (Kept.of(table_of(each), 0) for each in (newer, older))
+    for merged, first, second in zip(sets(new.before(old)), sets(new), sets(old), strict=True):
+        expected = [entry for entry in first if entry[0]]
+        expected += [entry for entry in second if entry[0] and entry[0] not in dict(expected)]
+        assert merged[: len(expected[:4])] == expected[:4]
+        assert all(key == 0 for key, _ in merged[len(expected) :])
+
+
+def test_tables_of_different_width_and_batches_meet():
+    memory = HistoryMemory(50)
+    memory.add(table_of([(1, 7)], branch=2))
+    memory.add(table_of([(2, 8)], batch=3, branch=3))
+    assert len(memory) == 2
+    for branch in (1, 2, 4):
+        table = table_of([], batch=2, branch=branch)
+        memory.restore(table)
+        contexts = torch.tensor([[[1], [2]]] * 2, dtype=torch.int32)
+        tokens, _, matched = gsd.ngram_lookup(table, contexts)
+        assert matched.tolist() == [[1, 1]] * 2
+        for row in tokens.tolist():
+            assert row == [([7, 7] + [-1] * 4)[:branch], ([8, 8, 8] + [-1] * 4)[:branch]]
+
+
+def test_what_is_kept_is_no_table_that_goes_on_being_written():
+    memory, table = HistoryMemory(50), table_of([(1, 7)])
+    memory.add(table)
+    table.clear()
+    assert len(memory) == 1
+    memory.restore(table)
+    table.clear()
+    assert len(memory) == 1
+
+
+# ---- on disk
+
+
+@pytest.fixture(scope="module")
+def saved(target, tmp_path_factory):
+    file = tmp_path_factory.mktemp("history") / "history.safetensors"
+    inputs = prompts(1, 12, seed=1)
+    with patched(target) as handle:
+        target.generate(**inputs, **GREEDY)
+        handle.history.save(file)
+        return SimpleNamespace(file=file, inputs=inputs, steps=handle.stats.steps, known=len(handle.history))
+
+
+def test_a_saved_history_serves_another_process(target, saved, tmp_path):
+    plain = target.generate(**saved.inputs, **GREEDY)
+    with patched(target) as handle:
+        handle.history.load(saved.file)
+        assert len(handle.history) == saved.known
+        assert steps(handle, target, saved.inputs, plain, **GREEDY) < 0.7 * saved.steps
+        handle.history.load(saved.file)
+        handle.history.save(tmp_path / "again")
+    for name, tensor in load_file(saved.file).items():
+        assert torch.equal(tensor, load_file(tmp_path / "again")[name])
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["again"]
+
+
+ABOUT = {"format": "gsd_kernels history", "version": "1", "max_context": "4", "ways": "8", "vocab_size": "97"}
+
+
+def altered(saved, file, about=None, **tensors):
+    save_file({**load_file(saved.file), **tensors}, file, metadata=ABOUT if about is None else {**ABOUT, **about})
+
+
+DAMAGES = {
+    "truncated": (lambda s, f: f.write_bytes(s.file.read_bytes()[:-100]), "is damaged"),
+    "empty": (lambda s, f: f.write_bytes(b""), "is damaged"),
+    "something else": (lambda s, f: save_file({"a": torch.zeros(2)}, f), "is no saved history"),
+    "newer": (lambda s, f: altered(s, f, {"version": "2"}), "has version 2, newer than 1; update"),
+    "another vocabulary": (
+        lambda s, f: altered(s, f, {"vocab_size": "96"}),
+        "vocabulary of 96 tokens, the target has 97",
+    ),
+    "another table": (lambda s, f: altered(s, f, {"ways": "4"}), "is damaged"),
+    "no number": (lambda s, f: altered(s, f, {"ways": "few"}), "is damaged"),
+    "a token that is none": (
+        lambda s, f: altered(s, f, tokens=load_file(s.file)["tokens"].fill_(97)),
+        "is damaged",
+    ),
+    "no probability": (
+        lambda s, f: altered(s, f, log_probs=load_file(s.file)["log_probs"].fill_(float("nan"))),
+        "is damaged",
+    ),
+    "keys of no set": (lambda s, f: altered(s, f, keys=load_file(s.file)["keys"].flip(0)), "is damaged"),
+    "twins": (
+        lambda s, f: altered(s, f, keys=load_file(s.file)["keys"].view(-1, 8)[:, :1].repeat(1, 8).flatten()),
+        "is damaged",
+    ),
+    "sizes differ": (lambda s, f: altered(s, f, tokens=load_file(s.file)["tokens"][:-1].clone()), "is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_and_foreign_files_are_refused_by_name(damage, saved, tmp_path):
+    spoil, match = DAMAGES[damage]
+    file = tmp_path / "bad.safetensors"
+    spoil(saved, file)
+    memory = HistoryMemory(97)
+    memory.load(saved.file)
+    with pytest.raises(ValueError, match=match) as error:
+        memory.load(file)
+    assert str(file) in str(error.value)
+    assert len(memory) == saved.known, "what was remembered is kept"
+
+
+def test_no_file_and_nothing_to_save(tmp_path):
+    memory = HistoryMemory(97)
+    with pytest.raises(FileNotFoundError, match="history: no such file"):
+        memory.load(tmp_path / "none")
+    with pytest.raises(ValueError, match="nothing is remembered yet"):
+        memory.save(tmp_path / "none")
+    assert list(tmp_path.iterdir()) == []
