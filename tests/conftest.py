@@ -8,18 +8,40 @@ from __future__ import annotations
 import os
 from collections import Counter
 
+# Read when torch and NumPy are loaded. The models are tiny and several test processes share the cores, on which
+# threads without work would wait by asking again and again. Processes that tests start inherit it.
+for variable, value in (("OMP_NUM_THREADS", "1"), ("OPENBLAS_NUM_THREADS", "1"), ("OMP_WAIT_POLICY", "PASSIVE")):
+    os.environ.setdefault(variable, value)
+
 import pytest
 import torch
 from _pytest.terminal import TerminalReporter
 
-torch.set_num_threads(1)  # the models are tiny, and several test processes share the cores
-for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # of the processes that tests start
-    os.environ.setdefault(variable, "1")
+torch.set_num_threads(1)
 pytest.register_assert_rewrite("ops.contracts")
 
 
+WHOLE = ("ops", "report")  # folders of cheap cases
+CHOSEN = ("test_greedy_exactness.py", "test_fuzz.py", "test_step_trace.py")  # files that say it of each case
+
+
+def mark_what_is_slow(items: list[pytest.Item]) -> None:
+    """Of tests with many cases of whole generations, all cases but the first are slow together."""
+    seen: set[str] = set()
+    for item in items:
+        if item.path.parent.name in WHOLE or item.path.name in CHOSEN or item.get_closest_marker("slow") is not None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        if test in seen:
+            item.add_marker(pytest.mark.slow)
+        if not any(mark.name in ("gpu", "skip") for mark in item.iter_markers()):
+            seen.add(test)
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where triton is interpreted, the interpreter's cases run and no others; elsewhere all but these."""
+    mark_what_is_slow(items)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     others = [item for item in items if (item.get_closest_marker("interpreter") is not None) != interpreted]
     if others:

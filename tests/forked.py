@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -136,5 +137,6 @@ if __name__ == "__main__":
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         raise SystemExit(f"{threads} threads after the imports: a fork would have one of them")
+    gc.freeze()  # or every fork's collections look through all that was imported, and copy its pages
     if asked := serve():
         become(asked)

@@ -62,6 +62,14 @@ CASES |= {
 }
 
 
+def cases_of(size: int) -> list[str]:
+    """All for two ranks; for more, every pair of target, shape, decoding and batch once, and all sources."""
+    if size == 2:
+        return list(CASES)
+    pairs = ["gqa-chain-greedy-1", "mha-chain-sampled-3", "gqa-tree-sampled-1", "mha-tree-greedy-3"]
+    return [*pairs, "gqa-graph-greedy-3", "mha-graph-sampled-1", "auto", "processors", "history"]
+
+
 def save(folder: Path) -> None:
     """The checkpoints of all cases: a target and a draft that is its noised copy."""
     for name, config in TARGETS.items():
@@ -108,7 +116,7 @@ class Ranks:
             models[f"{name}-draft", sharded] = load(self.folder, f"{name}-draft", sharded=sharded)
         cases = {
             name: run_case(name, models[target, True], models[f"{target}-draft", sharded])
-            for name, (target, sharded, *_) in CASES.items()
+            for name, (target, sharded, *_) in ((name, CASES[name]) for name in cases_of(self.size))
         }
         target, draft = models["gqa", True], models["gqa-draft", False]
         torch.manual_seed(self.rank)

@@ -198,9 +198,11 @@ def test_a_row_alone_and_with_others_in_batches_that_threads_share(dtype, level,
             assert torch.equal(logits(sequences, first, last, of), whole[sequences, first:last])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize("prefix", [9, 250, 256])
+# Every pair of size, dtype and prefix.
+@pytest.mark.parametrize(
+    ("name", "dtype", "prefix"),
+    [(n, DTYPES[(i + j) % 3], p) for i, n in enumerate(SIZES) for j, p in enumerate((9, 250, 256))],
+)
 def test_a_path_of_the_tree_and_the_same_tokens_committed(name, dtype, prefix, level):
     sizes, parents = SIZES[name], random_parents(30, seed=2)
     weights, prompt, tokens = decoder(sizes, dtype), random_tokens(2, prefix), random_tokens(2, 30, 1)

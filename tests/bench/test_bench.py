@@ -108,6 +108,7 @@ def test_attention_names_every_peer(tmp_path):
     assert "sdpa_mask" not in report.missing()
 
 
+@pytest.mark.slow
 def test_compare_and_backend(tmp_path):
     options = ["merge", "--quick", "--device", "cpu", "--rows", "16", "--backend", "cpu", "--out", str(tmp_path)]
     bench(*options)
@@ -198,6 +199,7 @@ def raced(tmp_path_factory):
     return folder, generate.run(settings, folder=folder)
 
 
+@pytest.mark.slow
 def test_generate_races_everyone(raced):
     folder, report = raced
     data = json.loads((folder / "generate.json").read_text())
@@ -293,6 +295,7 @@ def test_tree_table(tmp_path, monkeypatch):
     assert "| copy, T = 0.7 | 9 |" in readme_file.read_text()
 
 
+@pytest.mark.slow
 def test_sources_table(tmp_path, monkeypatch):
     names = ("hf-greedy", "hf-prompt-lookup", "plain", "merged", "history", "layer-skip", "graph", "all")
     options = {"pair": "tiny", "target_shape": "none", "prompts": 2, "new_tokens": 8, "competitors": names}

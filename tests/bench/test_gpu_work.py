@@ -105,6 +105,7 @@ def test_gpu_tests_come_in_order_of_worth():
     ]
 
 
+@pytest.mark.slow
 def test_outcomes_are_kept_by_id_until_time_is_over(work, tmp_path, monkeypatch):
     file = tmp_path / "test_few.py"
     file.write_text(

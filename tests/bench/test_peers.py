@@ -50,6 +50,7 @@ def settings(*names, **options):
     return generate.Settings(CPU, torch.float32, competitors=names, **given)
 
 
+@pytest.mark.slow
 def test_peers_race_in_a_process_of_their_own(texts, monkeypatch, tmp_path):
     monkeypatch.setattr(race, "ENGINES", (Recorded(texts), Failing()))
     report = generate.run(settings("hf-greedy", "plain", *race.PEERS), folder=tmp_path)

@@ -47,6 +47,7 @@ def one_line_error(result, code):
 # ---- the program
 
 
+@pytest.mark.slow
 def test_version_as_a_program():
     command = [sys.executable, "-m", "gsd_kernels_hf", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -23,7 +23,7 @@ from chats import GRAPH, SAMPLED, ask, expected, pair, words
 import gsd_kernels as gsd
 
 THREADS = 2
-KINDS = 40  # of calls, over and over: their texts are known from fresh engines
+KINDS = 24  # of calls, over and over: their texts are known from fresh engines
 
 
 def resident() -> float:

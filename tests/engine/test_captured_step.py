@@ -106,6 +106,7 @@ def test_replayed_steps_give_the_same_text(pair, name, sampling, request):
     assert cuda.counts["replays"] > WARM_STEPS
 
 
+@pytest.mark.slow
 def test_shapes_have_graphs_of_their_own_in_one_pool(pair, request):
     expected = text(pair, "graph", max_new_tokens=64)
     cuda = request.getfixturevalue("cuda")
@@ -169,6 +170,7 @@ def test_what_the_host_accepts_is_committed_in_a_second_graph(pair, name, sampli
     assert cuda.counts["replays"] % 2 == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["graph", "chain"])
 def test_both_kinds_of_calls_share_a_session(pair, name, request):
     """What a draft leaves on the host is that of the graph that ran, not of the one captured last."""
@@ -191,6 +193,7 @@ def test_both_kinds_of_calls_share_a_session(pair, name, request):
     assert handle.stats.seconds["target"] > 0
 
 
+@pytest.mark.slow
 def test_a_policy_learns_from_replayed_steps_what_it_learns_from_others(pair, request, monkeypatch):
     """Two shapes in turn, calls of both kinds in turn: candidates of the step that ran, and its seconds."""
     learned = []
@@ -283,6 +286,7 @@ def both(work):
             done.result(60)
 
 
+@pytest.mark.slow
 def test_threads_capture_on_one_gpu_one_after_the_other(pair, cuda, caplog):
     expected = [text(pair, "graph", rows=1 + i) for i in range(2)]
     meet = threading.Barrier(2)

@@ -85,6 +85,7 @@ def test_the_second_call_of_a_bucket_makes_nothing(name, made, monkeypatch):
             assert torch.equal(texts[0], want) and made["replays"] > 0
 
 
+@pytest.mark.slow
 def test_other_seeds_are_other_texts_of_the_same_graphs(made):
     target, draft = pair()
     with patched(target, assistant_model=draft, graph_config=GRAPH):
@@ -101,6 +102,7 @@ def test_other_seeds_are_other_texts_of_the_same_graphs(made):
         assert len(seen) == 3
 
 
+@pytest.mark.slow
 def test_another_bucket_grows_and_captures_anew(made):
     target, draft = pair()
     with patched(target, assistant_model=draft, graph_config=GRAPH) as handle:
@@ -117,6 +119,7 @@ def test_another_bucket_grows_and_captures_anew(made):
         assert after(made, lambda: ask(target, words(1, 9, seed=5), tokens=30)) == (0, 0)
 
 
+@pytest.mark.slow
 def test_what_has_a_session_of_its_own(made):
     target, draft = pair()
     with patched(target, assistant_model=draft, graph_config=GRAPH):
@@ -134,6 +137,7 @@ def test_what_has_a_session_of_its_own(made):
         assert made["Session.__init__"] == before + 1, "another seed needs none"
 
 
+@pytest.mark.slow
 def test_few_sessions_wait(made):
     """Of all engines together, whatever was asked for in between."""
     target, draft = pair()
@@ -338,6 +342,7 @@ def test_what_a_captured_step_reads_lives_on(name, decoding, monkeypatch):
         assert len(seen) == 4 and not gone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["graph", "heads", "layer_skip"])
 def test_threads_with_batches_of_their_own(name):
     target, draft = pair()
@@ -385,6 +390,7 @@ def test_a_forward_of_another_thread_is_no_change(name, made):
         assert made["Session.__init__"] == before
 
 
+@pytest.mark.slow
 def test_a_decoder_of_two_threads():
     target, draft = pair()
     decoder = GraphDecoder(draft, GRAPH)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gsd_kernels as gsd
 
-COMBINATIONS, WRONG, INTERRUPTS = 300, 150, 200
+COMBINATIONS, WRONG, INTERRUPTS = 300, 110, 120
 MODES = (contextlib.nullcontext, torch.no_grad, torch.inference_mode)
 torch.set_num_threads(1)
 

@@ -142,6 +142,7 @@ def test_prompt_learning_is_refused():
         gsd.generate(wrapped, **prompt(), max_new_tokens=4)
 
 
+@pytest.mark.slow
 def test_two_threads_on_one_patched_model(patched):
     """Different prompts, lengths, seeds and graphs at once; each gets what it gets alone."""
     target, _, handle = patched

@@ -274,6 +274,7 @@ def test_another_draft_of_the_same_shapes():
             text = torch.cat([want, words(2, 3, seed=2)], 1)
 
 
+@pytest.mark.slow
 def test_a_draft_that_took_the_place_of_one_that_is_gone():
     target, draft = pair()
     with patched(target) as handle:

@@ -56,6 +56,7 @@ def test_switched_off_everything_is_read(options):
         assert reads.since() == SAID, "one call may ask for it"
 
 
+@pytest.mark.slow
 def test_a_draft_that_was_left_out_of_a_turn_has_not_forgotten(monkeypatch):
     """``"auto"`` may go without the draft for a turn; what the draft read before still holds."""
     target, draft = pair()
@@ -219,6 +220,7 @@ def test_calls_with_processors_and_criteria_in_between(batch, decoding):
                 text = torch.cat([out, words(batch, 2, seed=turn)], 1)
 
 
+@pytest.mark.slow
 def test_seeds_have_noise_of_their_own_in_a_session_that_was_used():
     """The same drawn text whether the seed is the session's first or a later one."""
     target, draft = pair()

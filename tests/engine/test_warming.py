@@ -95,6 +95,7 @@ def texts(compiled, monkeypatch, prompts):
     return counts
 
 
+@pytest.mark.slow
 def test_shapes_of_a_ladder_are_compiled_before_the_first_step(compiled, monkeypatch):
     warmed, own = [], warming._warm_graph
     monkeypatch.setattr(warming, "_warm_graph", lambda session, shape: warmed.append(shape) or own(session, shape))

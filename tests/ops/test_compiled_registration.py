@@ -141,6 +141,7 @@ def test_opcheck(name):
     assert set(results.values()) == {"SUCCESS"}, results
 
 
+@pytest.mark.slow
 def test_a_step_compiles_to_one_graph():
     config = gsd.GraphConfig(depth=1, width=3, branch=2, max_rows=4)
 
@@ -221,6 +222,7 @@ def test_auto_is_the_compiled_op_and_names_never_fall_back():
         resolve("cuda", CPU, IMPLEMENTATIONS)
 
 
+@pytest.mark.slow
 def test_without_the_library_the_reference_runs_and_the_reason_names_the_cure(tmp_path):
     """A pure-Python install: the package without its shared objects."""
     import shutil

@@ -15,8 +15,7 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 JOBS = {  # files that share a process, and how many cases they have at least
-    "attention": (34, ("attention",)),
-    "graphs": (87, ("graph_ops",)),
+    "attention and graphs": (121, ("attention", "graph_ops")),
     "others": (119, ("sampling_ops", "kv_ops", "ngram", "triton_dispatch", "guard_pages", "interpreted_model")),
 }
 

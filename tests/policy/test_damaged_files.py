@@ -89,6 +89,7 @@ def damage(draw, whole: bytes) -> bytes:
     return json.dumps(data).encode()
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_damaged_file_changes_no_text_and_stops_nothing(data, pair, plain, kept, place, caplog):

@@ -34,6 +34,7 @@ def test_every_shape_of_a_ladder_is_one_of_the_full_set():
             assert set(ladder(device, with_model=with_model).values()) <= full
 
 
+@pytest.mark.slow
 def test_the_ladders_lose_less_than_two_percent():
     """Over three kinds of text, greedy and sampled, and three cost curves, against all 576 shapes."""
     simulation = bench.Simulation.of(bench.full_set(), bench.windows())
@@ -48,6 +49,7 @@ def test_the_ladders_lose_less_than_two_percent():
     assert table in (ROOT / "docs" / "policy.md").read_text()
 
 
+@pytest.mark.slow
 def test_fewer_shapes_lose_more():
     simulation = bench.Simulation.of(bench.full_set()[::9], bench.windows())
     rates = simulation.rates(bench.CURVES["CPU bfloat16"], "code, greedy")

@@ -175,6 +175,7 @@ def test_steps_without_the_drafter_are_made_up_for(monkeypatch):
     assert out.stats.plain_steps > 0 and out.stats.draft_rows > 0
 
 
+@pytest.mark.slow
 def test_layouts_are_the_same_drafter(tmp_path):
     """SafeAILab's and SpecForge's names, those of speculators, and SGLang's list of layer outputs."""
     target, drafter = target_of(), drafter_of("reduced")

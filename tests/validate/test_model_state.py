@@ -99,6 +99,7 @@ torch.save(model.generate(ids, max_new_tokens=12, do_sample=False), sys.argv[3])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["patched", "generating"])
 def test_a_saved_model_is_loaded_where_this_package_is_not(when, tmp_path):
     model = llama()
