@@ -10,12 +10,11 @@ import subprocess
 
 import pytest
 import torch
-from block_code.programs import BUILDS, CXX, DIFFERENT, DIVERGENT, RACE, ROOT, build_all, run
+from block_code.programs import BUILDS, CXX, DIFFERENT, DIVERGENT, RACE, ROOT, SOURCE, build_all, run
 from shared import once
 
 from gsd_kernels.ops.sampling import reference
 
-SOURCE = ROOT / "tests/block_code/main.cpp"
 HEADERS = [
     p for p in sorted((ROOT / "csrc/algorithms").glob("*.h")) if p.name != "attention.h"
 ]  # test_attention_block.py

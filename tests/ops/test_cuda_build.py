@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from block_code.programs import SOURCE, build_all
 from shared import once
 
 ROOT = Path(__file__).parents[2]
@@ -101,9 +102,7 @@ def build_library(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def arenas(tmp_path_factory):
     """Dynamic shared memory in bytes: for the default graph and history, and for the largest that are allowed."""
-    program = tmp_path_factory.mktemp("arena") / "block_code"
-    cxx = os.environ.get("CXX", "g++")
-    subprocess.run([cxx, "-std=c++20", "-pthread", ROOT / "tests/block_code/main.cpp", "-o", program], check=True)
+    program = once(tmp_path_factory, "block_code", lambda folder: build_all(SOURCE, folder)) / "address"
 
     def ask(*sizes: int) -> dict[str, int]:  # depth, width, branch, rows; context lengths and ways of the history
         command = [program, "--arena", *map(str, sizes)]

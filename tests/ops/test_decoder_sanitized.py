@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from block_code import programs
-from block_code.programs import BUILDS, CXX, ROOT, run
+from block_code.programs import BUILDS, CXX, ROOT, build_all, run
+from shared import once
 
 SOURCE = ROOT / "tests/block_code/decoder.cpp"
 PARTS = [ROOT / "csrc/cpu" / f"{name}.cpp" for name in ("decoder", "path_attention", "model_math", "levels")]
@@ -24,11 +23,10 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("decoder")
-    flags = {name: [flag for flag in of if flag != "-g"] for name, of in BUILDS.items()} | {"count": ["-DGSD_COUNT"]}
-    with ThreadPoolExecutor(2) as pool:
-        built = pool.map(lambda name: programs.build(SOURCE, folder / name, [*flags[name], *TORCH, *PARTS]), flags)
-        return dict(zip(flags, built, strict=True))
+    builds = {name: [flag for flag in of if flag != "-g"] for name, of in BUILDS.items()} | {"count": ["-DGSD_COUNT"]}
+    builds = {name: [*flags, *TORCH, *PARTS] for name, flags in builds.items()}
+    folder = once(tmp_path_factory, "decoder", lambda folder: build_all(SOURCE, folder, builds))
+    return {name: folder / name for name in builds}
 
 
 @pytest.mark.parametrize("sanitizer", BUILDS)
