@@ -4,7 +4,9 @@
 
 One engine a process: an engine ends all that it started with it. Every engine serves the same prompts, the first few to
 warm up, then all of them at 1, 8 and 32 requests. Needs SGLang and this package in one environment. Never run on a GPU
-so far; a rehearsal on the CPU is in docs/sglang.md's tests.
+so far; rehearsed in the environment of ``make test-sglang`` with ``PYTHONPATH=tests/sglang/stubs``,
+``SGLANG_USE_CPU_ENGINE=1`` and ``--device cpu --attention-backend torch_native --disable-overlap-schedule
+--grammar-backend none``.
 """
 
 from __future__ import annotations

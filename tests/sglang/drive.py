@@ -1,4 +1,4 @@
-"""Run an SGLang engine on the CPU through the phases of ``test_engine.py`` and write what it gave as JSON.
+"""Run an SGLang engine on the CPU through the phases of ``test_sglang_engine.py`` and write what it gave as JSON.
 
 ``python drive.py ALGORITHM RESULT``: a process of its own, because the engine ends all that it started with it.
 ALGORITHM is ``GSD`` or ``none``.

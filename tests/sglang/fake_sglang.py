@@ -181,5 +181,5 @@ def install(patch: pytest.MonkeyPatch, version: str = "0.5.23") -> dict[str, Cus
         if parent:
             setattr(sys.modules[parent], child, module)
     for name in OURS:
-        patch.delitem(sys.modules, f"gsd_kernels_sglang.{name}", raising=False)
+        sys.modules.pop(f"gsd_kernels_sglang.{name}", None)
     return registered

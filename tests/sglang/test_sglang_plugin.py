@@ -46,7 +46,7 @@ def test_the_entry_point_names_the_function(registered):
     assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_an_untested_version_is_refused_by_name(monkeypatch):
+def test_an_untested_version_is_refused_by_name(registered, monkeypatch):
     registered = install(monkeypatch, "0.6.0")
     plugin().register()
     assert "gsd_kernels_sglang.worker" not in sys.modules
