@@ -10,33 +10,23 @@ import torch
 
 pytest.importorskip("speculators", reason="oracle: needs gsd-kernels[oracles], which make test-oracles installs")
 
+from checkpoints import save_pair
 from models import tiny
-from sources.drafters import SIZES, random_tensors
+from safetensors.torch import load_file
+from sources.drafters import SIZES, FixedText, random_tensors
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from training.options import options_for
 from transformers import LlamaConfig, Qwen3Config
 
-from gsd_kernels_hf.model.runner import RowModel
-from gsd_kernels_hf.records import DecodeState
 from gsd_kernels_hf.sources.dflash import DFlash, DFlashDrafts
 from gsd_kernels_hf.sources.eagle3 import Eagle3, Eagle3Drafts
+from gsd_kernels_hf.training.drafter import DrafterOptions
+from gsd_kernels_hf.training.eagle3 import Eagle3Training
+from gsd_kernels_hf.training.job import load_target
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 VOCAB = 97
-
-
-class Text:
-    """What a source is told of a session, without one."""
-
-    def __init__(self, target, tokens, kv_start):
-        batch, length = tokens.shape
-        self.state = DecodeState.empty(batch, length, 8, tokens.device)
-        self.state.restart(tokens, kv_start, 8, 0)
-        self.target = RowModel(target, length + 32, self.state.kv_start, "auto")
-        self.sampler = self.draws = None
-
-    def keep(self, rows):
-        pass
 
 
 def theirs_eagle3(kind, layers, draft, **flags):
@@ -105,7 +95,7 @@ def test_eagle3_equals_speculators(name, tmp_path):
 
     # One sequence for every position, which ends there.
     target = tiny(hidden_size=size, num_hidden_layers=2, num_attention_heads=4, dtype=torch.float32)
-    text = Text(target, tokens[:, :-1].expand(length, -1), torch.zeros(length, dtype=torch.int32))
+    text = FixedText(target, tokens[:, :-1].expand(length, -1), torch.zeros(length, dtype=torch.int32))
     source = Eagle3Drafts(ours)
     source.check(target)
     source.begin(text)
@@ -188,7 +178,7 @@ def test_dflash_equals_speculators(name, tmp_path):
     places = places.view(anchors, block)[:, 0]
     assert places.tolist() == list(range(1, 1 + anchors))
 
-    text = Text(target, tokens.expand(anchors, -1), torch.zeros(anchors, dtype=torch.int32))
+    text = FixedText(target, tokens.expand(anchors, -1), torch.zeros(anchors, dtype=torch.int32))
     source = DFlashDrafts(ours)
     source.check(target)
     source.begin(text)
@@ -201,3 +191,33 @@ def test_dflash_equals_speculators(name, tmp_path):
     torch.testing.assert_close(mine, found.view(anchors, block, size), **TOLERANCE)
     head = theirs.lm_head if ours.lm_head is None else ours.lm_head
     torch.testing.assert_close(head(mine), theirs.lm_head(found).view(anchors, block, -1), **TOLERANCE)
+
+
+@torch.no_grad()
+def test_what_training_writes_means_the_same_to_speculators(tmp_path):
+    """A folder of ``train-drafter --kind eagle3`` under their names: the same levels."""
+    length, draft = 13, torch.arange(1, 90, 2)
+    save_pair(tmp_path)
+    options = options_for(tmp_path, dtype=torch.float32, length=length)
+    target, _ = load_target(options)
+    ours = Eagle3Training(
+        options, target, DrafterOptions("eagle3", hidden_layers=(0, 1, 2), depth=2), torch.float32, draft
+    )
+    random_tensors(ours.module)
+    ours.save(tmp_path)
+    layers = {name: ours.config[name] for name in (*SIZES, "hidden_size", "vocab_size", "rms_norm_eps", "rope_theta")}
+    theirs = Eagle3DraftModel(theirs_eagle3("llama", {"num_hidden_layers": 1, **layers}, len(draft))).eval()
+    tensors = {
+        name.replace("midlayer.", "layers.0."): t for name, t in load_file(tmp_path / "model.safetensors").items()
+    }
+    missing, unknown = theirs.load_state_dict(tensors, strict=False)
+    assert not unknown and all(name.startswith(("embed_tokens", "verifier_")) for name in missing)
+    theirs.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
+    tokens = torch.randint(3, 259, (1, length + 1), generator=torch.Generator().manual_seed(1))
+    states, _ = ours.read(tokens)
+    found = []
+    theirs.lm_head.register_forward_hook(lambda _, __, out: found.append(out))
+    theirs(torch.cat(states, -1)[:, :length], tokens[:, 1:], torch.zeros(1, length, dtype=torch.long), ttt_steps=2)
+    for level, logits in enumerate(ours.levels(tokens, states)):
+        places = logits.shape[1]
+        torch.testing.assert_close(logits, found[level][:, :places], **TOLERANCE)

@@ -13,10 +13,26 @@ from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from gsd_kernels import DFlash, Eagle3
+from gsd_kernels_hf.model.runner import RowModel
+from gsd_kernels_hf.records import DecodeState
 from gsd_kernels_hf.sources.dflash import DFlashConfig
 from gsd_kernels_hf.sources.eagle3 import Eagle3Config
 
 SIZES = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+
+
+class FixedText:
+    """What a source is told of a session, without one."""
+
+    def __init__(self, target, tokens, kv_start):
+        batch, length = tokens.shape
+        self.state = DecodeState.empty(batch, length, 8, tokens.device)
+        self.state.restart(tokens, kv_start, 8, 0)
+        self.target = RowModel(target, length + 32, self.state.kv_start, "auto")
+        self.sampler = self.draws = None
+
+    def keep(self, rows):
+        pass
 
 
 class Causal:

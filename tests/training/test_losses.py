@@ -7,39 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import noised
+from training.options import options_for
 from transformers import AutoModelForCausalLM
 
 from gsd_kernels_hf.training.distill import Distillation
 from gsd_kernels_hf.training.heads import HeadTraining
-from gsd_kernels_hf.training.job import TrainingOptions, accepted_per_step, load_target
-from gsd_kernels_hf.training.loop import Interval, Streams
+from gsd_kernels_hf.training.job import accepted_per_step, load_target
+from gsd_kernels_hf.training.loop import Streams
 from gsd_kernels_hf.training.text import HeldOut, read_text
-
-
-def options_for(folder, **changed):
-    given = {
-        "target": str(folder / "target"),
-        "text": [folder / "text.txt"],
-        "out": folder / "unused",
-        "held_out_text": [],
-        "steps": 1,
-        "minutes": None,
-        "batch": 3,
-        "length": 12,
-        "micro_batch": None,
-        "lr": 1e-3,
-        "warmup": 0.0,
-        "decay": 0.0,
-        "weight_decay": 0.0,
-        "sequence_level": 0.0,
-        "token_level": 1.0,
-        "own_sequences": None,
-        "seed": 0,
-        "dtype": torch.float64,
-        "device": torch.device("cpu"),
-        "checkpoint_every": Interval(steps=1),
-    }
-    return TrainingOptions(**{**given, **changed})
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The command line: ``gsd-kernels demo | generate | serve | check | index | distill | train-heads | doctor | bench``.
+"""The command line: ``gsd-kernels demo | generate | serve | check | index | distill | train-heads | …``.
 
 The shell alone: options, output and exit codes; nothing imports it. ``bench`` is another package's application, looked
 up by name when it is called. Commands import torch and transformers when they run, so ``--help`` answers at once.
@@ -38,6 +38,7 @@ app.command("check")(check.command)
 app.command("index")(index.command)
 app.command("distill")(training.distill_command)
 app.command("train-heads")(training.heads_command)
+app.command("train-drafter")(training.drafter_command)
 app.command("doctor")(doctor.command)
 
 

@@ -1,4 +1,4 @@
-"""``gsd-kernels distill`` and ``gsd-kernels train-heads``: drafts that fit their target."""
+"""``gsd-kernels distill``, ``train-heads`` and ``train-drafter``: drafts that fit their target."""
 
 from __future__ import annotations
 
@@ -207,6 +207,119 @@ def heads_command(
             "accepted": f"accepted of {heads} guesses",
         },
     )
+
+
+def drafter_command(
+    target: Target,
+    kind: Annotated[
+        str, typer.Option("--kind", metavar="eagle3|dflash", rich_help_panel=_MODELS, help="What is trained.")
+    ],
+    out_folder: Out,
+    more_text: MoreText = None,
+    text: TextOption = None,
+    layers: Annotated[int, typer.Option("--layers", rich_help_panel=_MODELS, help="Its decoder layers.")] = 1,
+    intermediate_size: Annotated[
+        int | None,
+        typer.Option("--intermediate-size", rich_help_panel=_MODELS, help="Of its layers. Default: the target's."),
+    ] = None,
+    hidden_layers: Annotated[
+        str | None,
+        typer.Option(
+            "--hidden-layers",
+            metavar="I,J,…",
+            rich_help_panel=_MODELS,
+            help="The target's hidden states that it reads; 0 is the embedding. Default: as in published ones.",
+        ),
+    ] = None,
+    draft_vocabulary: Annotated[
+        int | None,
+        typer.Option(
+            "--draft-vocabulary",
+            rich_help_panel=_MODELS,
+            help="eagle3: it drafts the text's so many most frequent tokens. Default: 32,000 at most.",
+        ),
+    ] = None,
+    depth: Annotated[
+        int | None,
+        typer.Option(
+            "--depth",
+            rich_help_panel=_METHOD,
+            help="eagle3: levels that it is unrolled in training, each reading the last one's output. Default: 5.",
+        ),
+    ] = None,
+    block_size: Annotated[
+        int | None,
+        typer.Option("--block-size", rich_help_panel=_MODELS, help="dflash: rows, the last token's too. Default: 8."),
+    ] = None,
+    mask_token_id: Annotated[
+        int | None,
+        typer.Option(
+            "--mask-token-id",
+            rich_help_panel=_MODELS,
+            help="dflash: stands for tokens to be drafted. Default: the tokenizer's mask, padding or end of text.",
+        ),
+    ] = None,
+    held_out_text: HeldOutText = None,
+    steps: Steps = None,
+    minutes: Minutes = None,
+    checkpoint_every: CheckpointEvery = "60s",
+    seed: Seed = 0,
+    dtype: DtypeOption = Dtype.auto,
+    device: Device = None,
+    sequence_level: SequenceLevel = 0.5,
+    token_level: TokenLevel = 1.0,
+    own_sequences: OwnSequences = None,
+    batch: Batch = 16,
+    length: Length = 256,
+    micro_batch: MicroBatch = None,
+    lr: Annotated[float, typer.Option("--lr", rich_help_panel=_OPTIMIZER, help="Highest.")] = 3e-3,
+    warmup: Warmup = 0.02,
+    decay: Decay = 0.6,
+    weight_decay: WeightDecay = 0.05,
+    as_json: Json = False,
+) -> None:
+    """Train an EAGLE-3 or DFlash drafter for a target.
+
+    It reads the target's hidden states, and is written as published ones are: --drafter takes it, as other engines do.
+    The target is not changed. Interrupted, even killed, the same command goes on from the last checkpoint.
+    """
+    with progress("loading"):
+        from gsd_kernels_hf.training.drafters import DrafterOptions, train_drafter
+
+    drafter = DrafterOptions(
+        kind,
+        layers=layers,
+        intermediate_size=intermediate_size,
+        hidden_layers=_numbers("hidden_layers", hidden_layers),
+        draft_vocabulary=draft_vocabulary,
+        depth=depth,
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+    )
+    _print(
+        lambda options: train_drafter(drafter, options),
+        _options(locals()),
+        as_json,
+        {
+            "accuracy": "accuracy on held-out text",
+            "continuation_accuracy": "accuracy on the target's own text",
+            "accepted": "accepted of these guesses",
+        },
+    )
+
+
+def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
+    """Integers between commas.
+
+    Raises:
+        ValueError: something else.
+    """
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"{name}: expected numbers between commas, as 2,16,29, got {text!r}") from error
 
 
 def _options(given: dict[str, Any]) -> Any:

@@ -15,7 +15,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..sources.heads import DraftHeads
-from .job import MEASURED_AT_ONCE, TrainingOptions, accepted_per_step, load_target, run, stored_dtype
+from .job import (
+    TrainingOptions,
+    check_output_matrix,
+    load_target,
+    measure_guesses,
+    output_logits,
+    run,
+    stored_dtype,
+)
 from .text import HeldOut
 
 __all__ = ["HeadTraining", "train_heads"]
@@ -41,19 +49,7 @@ class HeadTraining:
         if options.length <= num_heads:
             raise ValueError(f"length: expected more than the {num_heads} heads, got {options.length}")
         self.identity = {"heads": num_heads, "layers": num_layers}
-        self._check_output_layer()
-
-    @torch.no_grad()
-    def _check_output_layer(self) -> None:
-        """Heads go through the output matrix alone, so it must be all that is behind the hidden state."""
-        tokens = torch.zeros(1, 4, dtype=torch.long, device=self.options.device)
-        expected = self.target(tokens, use_cache=False).logits.float()
-        got = self.logits(self.hidden(tokens)).float()
-        if not torch.allclose(got, expected, rtol=0.02, atol=0.02 * expected.abs().max().item()):
-            raise ValueError(
-                f"target: {type(self.target).__name__} changes its logits after the output matrix (a scale or a soft "
-                "cap), which draft heads do not"
-            )
+        check_output_matrix("draft heads", options, target)
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """int64 [B, N] → [B, N, D], what the output matrix reads."""
@@ -62,9 +58,7 @@ class HeadTraining:
 
     def logits(self, states: Tensor) -> Tensor:
         """[..., D] → [..., V] by the target's own output matrix."""
-        head = self.target.get_output_embeddings()
-        with self.options.autocast():
-            return head(states.to(head.weight.dtype)).to(self.options.weights)
+        return output_logits(self.options, self.target, states)
 
     def loss(self, windows: Tensor) -> Tensor:
         """Sum over heads k of 0.8^k times the mean over positions t of
@@ -95,24 +89,9 @@ class HeadTraining:
 
     @torch.no_grad()
     def measure(self, held_out: HeldOut) -> dict[str, Any]:
-        """Measure on held-out text and on the target's own greedy continuations of it.
-
-        Returns:
-            accuracy: by head, how often its first guess is the token of the text. continuation_accuracy: the same where
-            the target wrote the text (``None`` where it ended at once). accepted: guesses of all heads together that a
-            step of decoding those would accept.
-        """
+        """See :func:`measure_guesses`: one guess a head."""
         self.module.eval()
-        heads = self.module.num_heads
-        text = [self._right(part, 0).flatten(0, 1) for part in held_out.windows.split(MEASURED_AT_ONCE)]
-        right = [self._right(part, held_out.prefix - 1) for part in held_out.picks.split(MEASURED_AT_ONCE)]
-        own, lengths = torch.cat(right), (held_out.picked.sum(1) - heads).clamp(min=0)  # [texts, places, heads]
-        counted = torch.arange(own.shape[1]) < lengths[:, None]
-        return {
-            "accuracy": torch.cat(text).double().mean(0).tolist(),
-            "continuation_accuracy": own[counted].double().mean(0).tolist() if counted.any() else [None] * heads,
-            "accepted": accepted_per_step(own, lengths),
-        }
+        return measure_guesses(self._right, self.module.num_heads, held_out)
 
     def _right(self, windows: Tensor, first: int) -> Tensor:
         """Whether each head's first guess at positions from ``first`` on is the token of the window: [B, places, K]."""

@@ -1,10 +1,10 @@
-"""Frame of ``distill`` and ``train-heads``: options, one run from text to result, and its measurements."""
+"""Frame of ``distill``, ``train-heads`` and ``train-drafter``: options, a run from text to result, its measurements."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,9 +16,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ..parallel import digest
 from .loop import Budget, Interval, RunFolder, Streams, build_optimizers, learning_rate_factor, train
-from .text import HeldOut, own_text, read_text, target_picks
+from .text import HeldOut, Text, own_text, read_text, target_picks
 
-__all__ = ["Trainee", "TrainingOptions", "accepted_per_step", "load_target", "run"]
+__all__ = [
+    "Trainee",
+    "TrainingOptions",
+    "accepted_per_step",
+    "check_output_matrix",
+    "load_target",
+    "measure_guesses",
+    "output_logits",
+    "run",
+]
 
 WRITING_SHARE = 0.2
 """Largest share of ``minutes`` in which the target may write its own text."""
@@ -32,7 +41,7 @@ MEASURED_AT_ONCE = 8  # windows
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Options of both trainings.
+    """Options of all trainings.
 
     Attributes:
         target: folder of the target.
@@ -114,7 +123,7 @@ class Trainee(Protocol):
     """Protocol of a module in training.
 
     Attributes:
-        kind: ``draft`` or ``heads``.
+        kind: ``draft``, ``heads``, ``eagle3`` or ``dflash``.
         module: its parameters.
         identity: what decides the result beside :class:`TrainingOptions`, as JSON values.
     """
@@ -153,15 +162,22 @@ def load_target(options: TrainingOptions) -> tuple[PreTrainedModel, PreTrainedTo
 
 
 def run(
-    options: TrainingOptions, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, trainee: Trainee
+    options: TrainingOptions,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    trainee: Trainee,
+    text: Text | None = None,
 ) -> dict[str, Any]:
     """Train, on from where the same command was interrupted; what ``training.json`` holds.
+
+    ``text`` is what :func:`read_text` made of the options' files, where the caller has read them already.
 
     Raises:
         ValueError: too little text, or ``out`` is of something else.
         RuntimeError: the loss is not finite.
     """
-    text = read_text(options.text, options.held_out_text, tokenizer, options.length)
+    if text is None:
+        text = read_text(options.text, options.held_out_text, tokenizer, options.length)
     folder = RunFolder(
         options.out,
         {"target": f"{digest(target):016x}", **trainee.identity, **text.digests, **options.identity()},
@@ -218,6 +234,54 @@ def run(
         trainee.save,
         {"before": before, "after": trainee.measure(held_out), "training": training, "own_text": written},
     )
+
+
+def output_logits(options: TrainingOptions, target: PreTrainedModel, states: Tensor) -> Tensor:
+    """[..., D] → [..., V] by the target's own output matrix."""
+    head = target.get_output_embeddings()
+    with options.autocast():
+        return head(states.to(head.weight.dtype)).to(options.weights)
+
+
+@torch.no_grad()
+def check_output_matrix(what: str, options: TrainingOptions, target: PreTrainedModel) -> None:
+    """Raise unless the output matrix is all that is behind the target's last hidden state.
+
+    Raises:
+        ValueError: it is not, and ``what`` goes through that matrix alone.
+    """
+    tokens = torch.zeros(1, 4, dtype=torch.long, device=options.device)
+    with options.autocast():
+        states = target.base_model(tokens, use_cache=False).last_hidden_state
+    expected, got = target(tokens, use_cache=False).logits.float(), output_logits(options, target, states).float()
+    if not torch.allclose(got, expected, rtol=0.02, atol=0.02 * expected.abs().max().item()):
+        raise ValueError(
+            f"target: {type(target).__name__} changes its logits after the output matrix (a scale or a soft cap), "
+            f"which {what} do not"
+        )
+
+
+def measure_guesses(right: Callable[[Tensor, int], Tensor], depth: int, held_out: HeldOut) -> dict[str, Any]:
+    """Measure first guesses on held-out text and on the target's own greedy continuations of it.
+
+    Args:
+        right: (windows [B, N], first place) → bool [B, places, depth]: whether the guess for token i + 2 + k, made once
+            the target has read token i of a window, is the window's, given that those before it were.
+        depth: guesses a place.
+
+    Returns:
+        accuracy: by guess, how often it is the token of the text. continuation_accuracy: the same where the target
+        wrote the text (``None`` where it ended at once). accepted: guesses that a step of decoding those would accept.
+    """
+    text = [right(part, 0).flatten(0, 1) for part in held_out.windows.split(MEASURED_AT_ONCE)]
+    own = torch.cat([right(part, held_out.prefix - 1) for part in held_out.picks.split(MEASURED_AT_ONCE)])
+    lengths = (held_out.picked.sum(1) - depth).clamp(min=0)  # own: [texts, places, depth]
+    counted = torch.arange(own.shape[1]) < lengths[:, None]
+    return {
+        "accuracy": torch.cat(text).double().mean(0).tolist(),
+        "continuation_accuracy": own[counted].double().mean(0).tolist() if counted.any() else [None] * depth,
+        "accepted": accepted_per_step(own, lengths),
+    }
 
 
 def accepted_per_step(right: Tensor, lengths: Tensor) -> float | None:

@@ -1,0 +1,162 @@
+"""Training of DFlash drafters (arXiv 2602.06036): blocks of masks at random places of a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..model.hidden import decoder_of
+from ..sources.dflash import DFlash, DFlashConfig
+from ..sources.layers import Attention
+from .drafter import DrafterOptions, DrafterTraining, layer_sizes, spread, write_checkpoint
+from .job import TrainingOptions, check_output_matrix, output_logits
+
+__all__ = ["Blocks", "DFlashTraining"]
+
+BLOCK_SIZE = 8
+"""Rows of a block, by default."""
+
+FUSED = 5
+"""Hidden states that published drafters fuse."""
+
+AT_ONCE = 32
+"""Blocks of a window that are measured at once."""
+
+
+class Blocks:
+    """Attention of many blocks behind one text: what a row pass and its cache are for the rows of one block.
+
+    Args:
+        seen: bool [B, rows, places + rows], what each row sees: features before its root, and its own block.
+    """
+
+    def __init__(self, seen: Tensor) -> None:
+        self.seen = seen
+        self.stored: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(self, module: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[B, Hq, rows, D], keys and values [B, Hkv, rows, D]: [B, Hq, rows, D]."""
+        text_keys, text_values = self.stored[module.layer]
+        keys, values = torch.cat([text_keys, key], 2), torch.cat([text_values, value], 2).to(query.dtype)
+        mask = self.seen[:, None]
+        return scaled_dot_product_attention(
+            query, keys.to(query.dtype), values, attn_mask=mask, enable_gqa=True, scale=module.scaling
+        )
+
+    @property
+    def cache(self) -> Blocks:
+        """Where features' keys and values go."""
+        return self
+
+    @property
+    def layers(self) -> list[_Layer]:
+        """By number, as a cache's."""
+        return [_Layer(self.stored, number) for number in range(len(self.stored) + 1)]
+
+
+class _Layer:
+    """A layer's keys and values of the text."""
+
+    def __init__(self, stored: dict[int, tuple[Tensor, Tensor]], number: int) -> None:
+        self.stored, self.number = stored, number
+
+    def update(self, keys: Tensor, values: Tensor) -> None:
+        self.stored[self.number] = keys, values
+
+
+class DFlashTraining(DrafterTraining):
+    """A DFlash drafter that learns from its target.
+
+    Raises:
+        ValueError: see :meth:`DrafterTraining.begin`; or a target that changes its logits after the output matrix,
+            which the drafter shares.
+    """
+
+    kind = "dflash"
+
+    def __init__(
+        self,
+        options: TrainingOptions,
+        target: PreTrainedModel,
+        drafter: DrafterOptions,
+        dtype: torch.dtype,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        super().__init__(options, target, drafter, dtype)
+        count = len(decoder_of(target)[0])
+        fused = drafter.layers_of(target, spread(min(2, count), count - 2, min(FUSED, count)))
+        if min(fused) < 1:
+            raise ValueError("hidden_layers: expected numbers from 1 on, since DFlash's layout lists outputs of layers")
+        mask = drafter.mask_token_id
+        for token in (tokenizer.mask_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id):
+            mask = token if mask is None else mask
+        if mask is None:
+            raise ValueError("mask_token_id: the tokenizer has no mask, padding or end of text; name a token by its id")
+        size = drafter.block_size or BLOCK_SIZE
+        self.config = {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            **layer_sizes(target, drafter),
+            "block_size": size,
+            "num_target_layers": count,
+            "layer_types": ["full_attention"] * drafter.layers,
+            "dflash_config": {"mask_token_id": mask, "target_layer_ids": [i - 1 for i in fused]},
+        }
+        check_output_matrix("DFlash drafters", options, target)
+        module = DFlash(DFlashConfig.of(self.config, own_embedding=False, own_head=False))
+        self.begin(module, fused, size - 1)
+        with torch.no_grad():  # the target's output matrix is behind it
+            module.norm.weight.copy_(decoder_of(target)[1].weight)
+        # Later tokens are harder, and reached less often: arXiv 2602.06036 has exp(−k/7) for 16 rows, exp(−k/4) for 8.
+        decay = torch.arange(size - 1, device=options.device, dtype=options.weights)
+        self.weights = torch.exp(-2 * decay / size)
+
+    def logits(self, windows: Tensor, states: list[Tensor], roots: Tensor) -> Tensor:
+        """Logits [B, A, guesses, V] of blocks whose roots are the tokens at places ``roots`` int64 [B, A]."""
+        batch, count = roots.shape
+        size, places = self.guesses + 1, windows.shape[1] - 1
+        row = torch.arange(size, device=windows.device)
+        block = torch.full((batch, count, size), self.module.config.mask_token_id, device=windows.device)
+        block[..., 0] = windows.gather(1, roots)
+        text = torch.arange(places, device=windows.device)
+        before = (text < roots[..., None])[:, :, None].expand(-1, -1, size, -1).flatten(1, 2)
+        owner = torch.arange(count, device=windows.device).repeat_interleave(size)
+        same = (owner[:, None] == owner).expand(batch, -1, -1)
+        rows = Blocks(torch.cat([before, same], -1))
+        with self.options.autocast():
+            features = self.module.fuse([state[:, :places] for state in states])
+            self.module.store(features, text.expand(batch, -1), rows)
+            at = (roots[..., None] + row).flatten(1)
+            hidden = self.module(self.embedded(block.flatten(1)), at, rows)
+        return output_logits(self.options, self.target, hidden.unflatten(1, (count, size))[:, :, 1:])
+
+    def loss(self, windows: Tensor) -> Tensor:
+        """Mean over blocks and their tokens, nearer ones weighing more, of :meth:`DrafterTraining.divergence`.
+
+        Roots are random places of each window; there are so many blocks that their rows are about the window's.
+        """
+        states, log_target = self.read(windows)
+        last = windows.shape[1] - 1 - self.guesses
+        count = max(1, min(last, self.options.length // (self.guesses + 1)))
+        roots = torch.rand(len(windows), last).topk(count).indices.to(windows.device) + 1  # [B, A]
+        place = roots[..., None] + torch.arange(self.guesses, device=windows.device)  # [B, A, guesses]
+        window = windows.shape[1] * torch.arange(len(windows), device=windows.device)
+        tokens = windows[:, None].expand(-1, count, -1).gather(2, place + 1)
+        labels = self.labels(log_target.flatten(0, 1)[place + window[:, None, None]])
+        loss = self.divergence(self.logits(windows, states, roots), labels, tokens)
+        return (loss * self.weights).sum(-1).mean() / self.weights.sum()
+
+    def guessed(self, windows: Tensor, first: int, places: int) -> Tensor:
+        """See :meth:`DrafterTraining.guessed`."""
+        states, _ = self.read(windows)
+        roots = torch.arange(first + 1, first + 1 + places, device=windows.device).expand(len(windows), -1)
+        parts = [self.logits(windows, states, part).argmax(-1) for part in roots.split(AT_ONCE, 1)]
+        return torch.cat(parts, 1)
+
+    def save(self, folder: Path) -> None:
+        """Write z-lab's layout."""
+        write_checkpoint(folder, self.config, self.module.state_dict(), self.dtype)

@@ -1,0 +1,259 @@
+"""``train-drafter``: what it learns, the layouts that it writes, interruption, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from models import tiny
+from safetensors.torch import load_file
+from sources.drafters import FixedText, random_tensors
+from training.options import options_for
+from training.test_commands import done, refused
+from training.test_losses import windows  # noqa: F401
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import gsd_kernels as gsd
+from gsd_kernels_hf.sources.dflash import DFlashDrafts
+from gsd_kernels_hf.sources.drafters import load_drafter
+from gsd_kernels_hf.sources.eagle3 import Eagle3Drafts
+from gsd_kernels_hf.training import loop
+from gsd_kernels_hf.training.dflash import DFlashTraining
+from gsd_kernels_hf.training.drafters import DrafterOptions, frequent_tokens
+from gsd_kernels_hf.training.eagle3 import Eagle3Training
+from gsd_kernels_hf.training.job import load_target
+
+QUICK = ["--batch", 4, "--length", 24, "--lr", 0.01, "--checkpoint-every", 5, "--device", "cpu", "--own-sequences", 64]
+KINDS = {"eagle3": ["--depth", 3, "--draft-vocabulary", 250], "dflash": ["--block-size", 4, "--layers", 2]}
+
+
+def arguments(kind, folder, out, *more, steps=30):
+    given = ["train-drafter", "--target", folder / "target", "--kind", kind, "--out", out, "--steps", steps, *QUICK]
+    return [str(a) for a in [*given, *KINDS[kind], *more, "--text", folder / "text.txt"]]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def trained(request, folder):
+    out = folder / request.param
+    return request.param, out, done(*arguments(request.param, folder, out, "--sequence-level", 1))
+
+
+def test_a_drafter_learns_and_our_loader_reads_it(folder, trained):
+    _, out, report = trained
+    before, after = (report[when]["continuation_accuracy"] for when in ("before", "after"))
+    assert len(after) == 3 and sum(after) > sum(before) + 0.05
+    assert 0 < report["after"]["accepted"] <= 3 and not (out / "checkpoints").exists()
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float64)
+    drafter = load_drafter(out, target)
+    assert drafter.fc.weight.dtype == torch.float64
+    ids = AutoTokenizer.from_pretrained(folder / "target")("3 times 3", return_tensors="pt").input_ids
+    plain = target.generate(ids, max_new_tokens=24, do_sample=False)
+    assert torch.equal(gsd.generate(target, ids, max_new_tokens=24, drafter=out, draft_sources=("drafter",)), plain)
+
+
+def test_the_layouts_are_the_published_ones(folder, trained):
+    kind, out, _ = trained
+    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    assert config["torch_dtype"] == "float32" and config["hidden_size"] == 32 and config["vocab_size"] == 259
+    assert {tensors[name].dtype for name in tensors if name not in ("d2t", "t2d")} == {torch.float32}
+    if kind == "dflash":
+        assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 4
+        assert config["dflash_config"] == {"mask_token_id": 0, "target_layer_ids": [1]}
+        assert {name.split(".")[0] for name in tensors} == {"fc", "hidden_norm", "layers", "norm"}
+        return
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] == 250
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1]
+    assert {name.split(".")[0] for name in tensors} == {"fc", "lm_head", "midlayer", "norm", "d2t", "t2d"}
+    assert tensors["midlayer.self_attn.q_proj.weight"].shape[1] == 64 and tensors["fc.weight"].shape == (32, 64)
+    ids = torch.arange(250) + tensors["d2t"]
+    assert torch.equal(tensors["t2d"].nonzero().flatten(), ids)
+
+
+def test_sglang_is_told_outputs_of_layers_and_vllm_what_layers_read(folder):
+    options = options_for(folder)
+    drafter = DrafterOptions("eagle3", hidden_layers=(1, 2))
+    trained = Eagle3Training(options, load_target(options)[0], drafter, torch.float16, torch.arange(259))
+    assert trained.config["eagle_aux_hidden_state_layer_ids"] == [1, 2]
+    assert trained.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1]
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_tokens():
+    tokens = torch.tensor([5, 5, 5, 2, 2, 7, 7, 1]).numpy()
+    assert frequent_tokens(tokens, 9, 3).tolist() == [2, 5, 7]
+    assert frequent_tokens(tokens, 9, 4).tolist() == [1, 2, 5, 7]
+    assert frequent_tokens(tokens, 9, 9).tolist() == list(range(9))
+
+
+def random_training(kind, folder, token_level=1.0, **drafter):
+    options = options_for(folder, token_level=token_level)
+    target, tokenizer = load_target(options)
+    if kind == "dflash":
+        trained = DFlashTraining(options, target, DrafterOptions(kind, **drafter), torch.float32, tokenizer)
+    else:
+        ids = torch.arange(3, 259, 2)
+        trained = Eagle3Training(options, target, DrafterOptions(kind, **drafter), torch.float32, ids)
+    random_tensors(trained.module)
+    trained.module.requires_grad_(False)
+    return trained, target
+
+
+def source_on(kind, trained, target, tokens, states):
+    """A draft source that has read ``tokens`` [1, N], once for every place."""
+    length = tokens.shape[1]
+    text = FixedText(target, tokens.expand(length, -1), torch.zeros(length, dtype=torch.int32))
+    source = kind(trained.module)
+    source.check(target)
+    source.begin(text)
+    source.restart()
+    source.read({n: s.expand(length, -1, -1) for n, s in zip(trained.hidden_layers, states, strict=True)}, 0)
+    return text, source
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_levels_are_what_drafting_computes(folder, windows, layers):  # noqa: F811
+    trained, target = random_training("eagle3", folder, layers=layers, depth=3)
+    window = windows[:1]  # [1, 13]
+    states, _ = trained.read(window)
+    levels = trained.levels(window, states)
+    places = levels[0].shape[1]
+    text, source = source_on(Eagle3Drafts, trained, target, window, states)
+    text.state.out_len.copy_((torch.arange(13) + 2).clamp(max=13))  # entries 0 … i
+    vectors, logits = trained.module.outputs(source.feed(text.state.out_len - 1, 13))
+    torch.testing.assert_close(levels[0][0], logits[:places, 0])
+    zeros = torch.zeros(13, 1, dtype=torch.int32)
+    for level in (1, 2):
+        slots = zeros + level - 1
+        tokens = window[0, torch.arange(1 + level, 14 + level).clamp(max=12), None]
+        path = torch.full((13, 1, 1), 2**level - 1, dtype=torch.int32)
+        depths = torch.arange(level, dtype=torch.int32).expand(13, -1)
+        after = source.forward(tokens, vectors, source.cached, slots, path, zeros + level - 1, depths)
+        vectors, logits = trained.module.outputs(after)
+        torch.testing.assert_close(levels[level][0], logits[:places, 0])
+
+
+def test_blocks_are_what_drafting_computes(folder, windows):  # noqa: F811
+    trained, target = random_training("dflash", folder, layers=2, block_size=4)
+    window = windows[:1]
+    states, _ = trained.read(window)
+    roots = torch.arange(1, 9)
+    logits = trained.logits(window, states, roots[None])[0]  # [8, 3, V]
+    text, source = source_on(DFlashDrafts, trained, target, window, states)
+    text.state.out_len.copy_((torch.arange(13) + 2).clamp(max=13))  # roots 1 … 12
+    source.enter(text.state.out_len - 1, 13)
+    torch.testing.assert_close(logits, target.lm_head(source.block_states()[:8, 1:]))
+    assert (trained.guessed(window, 0, 8)[0] == logits.argmax(-1)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weight", [1.0, 0.3])
+def test_losses_are_divergence_and_likelihood(folder, windows, kind, weight):  # noqa: F811
+    trained, _ = random_training(kind, folder, weight, **({"depth": 2} if kind == "eagle3" else {"block_size": 3}))
+    states, log_target = trained.read(windows)
+    ids = trained.module.target_ids().tolist()
+
+    def at(row, logits, place):
+        """Loss of the guess for the token after ``place``."""
+        log_draft, token = logits.log_softmax(-1), int(windows[row, place + 1])
+        p = log_target[row, place, ids].exp()
+        divergence = (p * (p.log() - log_draft)).sum()
+        return weight * divergence - (1 - weight) * (log_draft[ids.index(token)] if token in ids else 0.0)
+
+    torch.manual_seed(4)
+    found = trained.loss(windows)
+    if kind == "eagle3":
+        assert len(ids) == 128  # of 259
+        levels = trained.levels(windows, states)
+        means = [
+            torch.stack([at(r, logits[r, t], t + 1 + k) for r in range(3) for t in range(logits.shape[1])]).mean()
+            for k, logits in enumerate(levels)
+        ]
+        torch.testing.assert_close(found, means[0] + 0.8 * means[1])
+        return
+    torch.manual_seed(4)
+    roots = torch.rand(3, 10).topk(4).indices + 1
+    logits = trained.logits(windows, states, roots)
+    ratio = torch.exp(torch.tensor(-2 / 3, dtype=torch.float64))
+    losses = [
+        (at(r, logits[r, a, 0], int(roots[r, a])) + ratio * at(r, logits[r, a, 1], int(roots[r, a]) + 1)) / (1 + ratio)
+        for r in range(3)
+        for a in range(4)
+    ]
+    torch.testing.assert_close(found, torch.stack(losses).mean())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupted_run_goes_on_to_equal_weights(folder, tmp_path, monkeypatch, kind):
+    given, step = arguments(kind, folder, tmp_path / "cut", steps=9), loop._Run.step
+
+    def stop(run, losses, factor):
+        if run.record.steps == 7:
+            raise KeyboardInterrupt
+        return step(run, losses, factor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop._Run, "step", stop)
+        refused_or_stopped(given)
+    assert loop.Checkpoints(tmp_path / "cut" / "checkpoints").steps() == [5]
+    torch.manual_seed(99)  # random places of blocks come from the checkpoint
+    report, whole = done(*given), done(*arguments(kind, folder, tmp_path / "whole", steps=9))
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("cut", "whole"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert report["after"] == whole["after"]
+
+
+def refused_or_stopped(given):
+    from typer.testing import CliRunner
+
+    from gsd_kernels_hf.cli import app
+
+    assert CliRunner().invoke(app, given).exit_code != 0
+
+
+def test_bad_options_are_refused_by_name(folder, tmp_path):
+    def line(kind, *more):
+        return refused(*arguments(kind, folder, tmp_path / "out", *more)).removeprefix("gsd-kernels: error: ")
+
+    other = [str(a) for a in arguments("eagle3", folder, tmp_path / "out")]
+    other[other.index("--kind") + 1] = "medusa"
+    assert "kind: expected one of eagle3, dflash, got 'medusa'" in refused(*other)
+    assert line("eagle3", "--block-size", 4).startswith("block_size: not a setting of eagle3")
+    assert line("dflash", "--draft-vocabulary", 4).startswith("draft_vocabulary: not a setting of dflash")
+    assert line("dflash", "--block-size", 1).startswith("block_size: expected at least 2, got 1")
+    assert line("eagle3", "--draft-vocabulary", 260).startswith("draft_vocabulary: expected at most the target's 259")
+    assert line("eagle3", "--hidden-layers", "1,x").startswith("hidden_layers: expected numbers between commas")
+    assert line("eagle3", "--hidden-layers", "1,1").startswith("hidden_layers: expected different numbers")
+    assert line("eagle3", "--hidden-layers", "1,9").startswith("hidden_layers: expected numbers from 0 to 2")
+    assert line("dflash", "--hidden-layers", "0,1").startswith("hidden_layers: expected numbers from 1 on")
+    assert "mask_token_id=1000 has no row" in line("dflash", "--mask-token-id", 1000)
+    assert line("eagle3", "--depth", 23).startswith("length: expected more than 24 for 23 guesses, got 24")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_of_the_other_kind_is_refused_by_name(folder, trained):
+    kind, out, _ = trained
+    other = next(name for name in KINDS if name != kind)
+    assert "error: kind: the run in" in refused(*arguments(other, folder, out))
+
+
+def test_a_target_with_a_scale_behind_its_output_matrix_gets_no_dflash(folder, tmp_path):
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    sizes = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    granite = GraniteForCausalLM(GraniteConfig(**sizes, num_attention_heads=4, logits_scaling=4.0))
+    granite.save_pretrained(tmp_path / "granite")
+    for file in (folder / "target").glob("tokenizer*"):
+        (tmp_path / "granite" / file.name).write_bytes(file.read_bytes())
+    given = arguments("dflash", folder, tmp_path / "out")
+    given[given.index("--target") + 1] = str(tmp_path / "granite")
+    assert "changes its logits after the output matrix (a scale or a soft cap), which DFlash" in refused(*given)
+
+
+def test_rotary_settings_follow_the_target(folder, tmp_path):
+    from gsd_kernels_hf.training.drafter import layer_sizes
+
+    scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    target = tiny(rope_parameters={"rope_theta": 5000.0, "original_max_position_embeddings": 64, **scaling})
+    sizes = layer_sizes(target, DrafterOptions("eagle3"))
+    assert sizes["rope_theta"] == 5000.0 and sizes["rope_scaling"]["factor"] == 4.0
+    assert "rope_scaling" not in layer_sizes(tiny(), DrafterOptions("eagle3"))
