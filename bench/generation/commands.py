@@ -281,6 +281,55 @@ def corpus(
     typer.echo(run(settings, corpus=index or cache_dir() / f"bench-{name}", folder=out, name=name))
 
 
+def drafters(
+    target_shape: TargetShape = "250m",
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of all models.")] = Dtype.bfloat16,
+    prompts: Prompts = 8,
+    new_tokens: NewTokens = 64,
+    names: Annotated[list[str] | None, typer.Option("--competitors", help="Some of the rows, comma-separated.")] = None,
+    texts: Annotated[
+        str, typer.Option("--texts", help="Of code, copy and prose, comma-separated.")
+    ] = "code,copy,prose",
+    temperatures: Annotated[str, typer.Option("--temperatures", help="Comma-separated; 0 is greedy.")] = "0,0.7",
+    positions: Annotated[
+        str | None,
+        typer.Option("--positions", help="Instead: tokens a forward behind contexts of so many tokens, 512,2048,8192."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One prompt of one text, 8 tokens, not inflated.")] = False,
+    out: Out = RESULTS,
+    name: Name = None,
+) -> None:
+    """Drafters at an equal budget, alone, with the history, and together. Resumes where it was stopped."""
+    from dataclasses import replace
+
+    import torch
+
+    from gsd_kernels_hf.console.pair import quiet_transformers
+
+    from .drafters_table import TABLE, by_position, settings_of
+    from .generate import Settings
+    from .sources_table import run
+
+    quiet_transformers()
+    given = Settings(
+        device=torch.device("cpu"),
+        dtype=getattr(torch, dtype.value),
+        target_shape="none" if quick else target_shape,
+        prompts=1 if quick else prompts,
+        new_tokens=8 if quick else new_tokens,
+        quick=quick,
+    )
+    settings = settings_of(given, _listed(names) or None)
+    called = name or "-".join([TABLE.case, dtype.value, *(["quick"] * quick)])
+    if positions is not None:
+        lengths = [int(length) for length in positions.split(",")]
+        typer.echo(by_position(settings, lengths, folder=out, name=f"{called}-by-position"))
+        return
+    spec = replace(TABLE, temperatures=tuple(float(t) for t in temperatures.split(",")))
+    chosen = ("code",) if quick else tuple(texts.split(","))
+    typer.echo(run(settings, texts=chosen, folder=out, name=called, spec=spec))
+
+
 def typical_deviation(
     pair: Pair = PairName.demo,
     prompts: Annotated[int, typer.Option("--prompts", min=1)] = 8,

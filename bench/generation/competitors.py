@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from gsd_kernels import GraphConfig, LayerSkip
 from gsd_kernels_hf.report import comparison
+from gsd_kernels_hf.sources.drafters import source_of
 
 from .pairs import Pair
 
@@ -20,11 +21,25 @@ ASSISTED = ("hf-assisted-3", "hf-assisted-5", "hf-assisted-8", "hf-assisted-dyna
 OTHER_SPECULATION = ("hf-prompt-lookup", "hf-early-exit", "hf-mtp", "hf-dflash")
 #: ``merged`` joins recurring sequences inside a step, ``graph`` across steps too, through the history; ``all`` is
 #: ``graph`` with the heads. ``history`` verifies as many rows as prompt lookup does, ``history-auto`` what pays.
-OURS = (PLAIN, "chain", "tree", "merged", "graph", "history", HISTORY_AUTO, "layer-skip", "heads", "all", AUTO)
+BASIC = (PLAIN, "chain", "tree", "merged", "graph", "history", HISTORY_AUTO, "layer-skip", "heads", "all", AUTO)
+#: By name: draft sources beside the pair's own draft, and the shape. All verify as many rows at most.
+DRAFTERS: dict[str, tuple[tuple[str, ...], str]] = {
+    "heads-history": (("heads", "history"), "graph"),
+    "eagle3": (("eagle3",), "merged"),
+    "eagle3-history": (("eagle3", "history"), "graph"),
+    "dflash-chain": (("dflash",), "block-chain"),
+    "dflash-lattice": (("dflash",), "block"),
+    "dflash-history": (("dflash", "history"), "block-history"),
+    "every": (("model", "heads", "eagle3", "dflash", "history"), "graph"),
+    "every-auto": (("model", "heads", "eagle3", "dflash", "history"), AUTO),
+    "eagle3-auto": (("eagle3", "history"), AUTO),
+}
+OURS = (*BASIC, *DRAFTERS)
 COMPETITORS = (GREEDY, STATIC, *ASSISTED, *OTHER_SPECULATION, *OURS)
-SINGLE_SOURCES = ("merged", HISTORY_AUTO, "layer-skip", "heads", "all")  # of sources_table, unless asked for
+SINGLE_SOURCES = ("merged", HISTORY_AUTO, "layer-skip", "heads", "all", *DRAFTERS)  # of sources_table, unless asked for
 DEFAULT = tuple(name for name in COMPETITORS if name not in SINGLE_SOURCES)
 
+BLOCK_DEPTH = 7  # of the embedded DFlash drafter's block
 PROMPT_LOOKUP_TOKENS = 10  # transformers' documentation's choice
 
 Decode = Callable[[Tensor, int, int], comparison.Decoded]
@@ -59,7 +74,18 @@ def fixed_configs(device: torch.device) -> dict[str, GraphConfig]:
     history = GraphConfig(
         depth=0, branch=3, max_rows=rows, merge_context=2, history_depth=PROMPT_LOOKUP_TOKENS, history_width=3
     )
-    return {"chain": chain, "tree": tree, "merged": merged, "graph": graph, "history": history, "all": graph}
+    block = merged.replace(depth=BLOCK_DEPTH, merge_context=0)  # its candidates hold below every path, at one forward
+    return {
+        "chain": chain,
+        "tree": tree,
+        "merged": merged,
+        "graph": graph,
+        "history": history,
+        "all": graph,
+        "block-chain": GraphConfig.preset("chain", depth=BLOCK_DEPTH),
+        "block": block,
+        "block-history": block.replace(history_depth=4, history_width=8),
+    }
 
 
 def check_names(names: Sequence[str], also: Sequence[str] = ()) -> None:
@@ -85,6 +111,8 @@ def competitors(
 
 def _competitor(name: str, pair: Pair, sampling: dict[str, Any], backend: str, quick: bool) -> Competitor:
     target, draft = pair.target, pair.draft
+    if name in DRAFTERS:
+        return _drafters(name, pair, sampling, backend)
     if name in OURS:
         if name in ("heads", "all") and pair.heads is None:
             return Competitor(name, missing="the pair has no trained heads")
@@ -174,6 +202,31 @@ def layer_skip(pair: Pair) -> LayerSkip:
         return [*skipped, *range(own, own + round((all_ - own) * len(skipped) / own))]
 
     return LayerSkip(pair.target, attention=scaled(found.attention), mlp=scaled(found.mlp))
+
+
+def _drafters(name: str, pair: Pair, sampling: dict[str, Any], backend: str) -> Competitor:
+    """Drafters of the pair, alone or mixed."""
+    wanted, shape = DRAFTERS[name]
+    missing = [w for w in wanted if w in ("eagle3", "dflash") and w not in pair.drafters]
+    missing += ["heads"] * ("heads" in wanted and pair.heads is None)
+    if missing and not (name.startswith("every") and len(missing) < 3):
+        return Competitor(name, missing=f"the pair has no trained {', '.join(missing)}")
+    options: dict[str, Any] = {"graph_config": fixed_configs(pair.target.device).get(shape, shape)}
+    sources: list[Any] = []
+    for source in wanted:
+        if source in pair.drafters:
+            sources.append(source_of(pair.drafters[source]))
+        elif source not in ("eagle3", "dflash", *missing):
+            sources.append(source)
+    options["draft_sources"] = tuple(sources)
+    options |= {"assistant_model": pair.draft} if "model" in wanted else {}
+    options |= {"draft_heads": pair.heads} if "heads" in sources else {}
+
+    def decode(ids: Tensor, new_tokens: int, seed: int) -> comparison.Decoded:
+        contender = comparison.graph(pair.target, seed=seed, backend=backend, **sampling, **options)
+        return contender(_inputs(ids), new_tokens)
+
+    return Competitor(name, decode)
 
 
 def _ours(name: str, pair: Pair, sampling: dict[str, Any], backend: str) -> Decode:

@@ -63,6 +63,7 @@ class Settings:
     seconds: float = float("inf")
     ranks: int = 1  # processes that share the target, this one among them
     prompt_tokens: int | None = None
+    fresh: bool = False  # prompts on which no setting was chosen
 
 
 @dataclass
@@ -207,6 +208,7 @@ def _pair_and_tuning(settings: Settings) -> tuple[Pair, list[Prompt]]:
         draft_shape=settings.draft_shape,
         texts=[settings.text],
         prompts=settings.prompts + others,
+        fresh=settings.fresh,
         tensor_parallel=settings.ranks > 1,
     )
     count = max(1, min(settings.prompts, len(pair.prompts) - others))

@@ -9,19 +9,22 @@ import shutil
 import tempfile
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from gsd_kernels import DraftHeads
+from gsd_kernels import DFlash, DraftHeads, Eagle3
 from gsd_kernels_hf import demo
 from gsd_kernels_hf.console import ranks
+from gsd_kernels_hf.demo.drafters import embedded
 from gsd_kernels_hf.demo.inflate import fitted_heads, inflate, inflated_config
 from gsd_kernels_hf.parallel import check_heads
+from gsd_kernels_hf.training.demo_pair.prompts import copy_prompt
+from gsd_kernels_hf.training.demo_pair.sources import split_sources, stdlib_sources
 
 from ..lib.shapes import shape_named
 from .prose import PASSAGES
@@ -51,6 +54,7 @@ class Pair:
     prompts: list[Prompt]
     heads: DraftHeads | None = None  # trained for the target
     source: PreTrainedModel | None = None  # what the target was inflated from
+    drafters: dict[str, Eagle3 | DFlash] = field(default_factory=dict)  # trained for the target, by kind
     sample: Tensor | None = None  # int64 [1, L]; text that is neither prompt nor held out, to search layers on
 
 
@@ -87,6 +91,7 @@ def load_pair(
     draft_shape: str = "none",
     texts: Sequence[str] = ("code",),
     prompts: int = 20,
+    fresh: bool = False,
     tensor_parallel: bool = False,
 ) -> Pair:
     """A pair with its first ``prompts`` prompts of every kind in ``texts``.
@@ -97,6 +102,8 @@ def load_pair(
         target_shape, draft_shape: a named shape to inflate to (the same function at another cost), or ``none``.
         texts: ``code`` (held-out Python source), ``copy`` (a function, and again), ``table`` (data that repeats),
             ``prose`` (English books).
+        fresh: the last prompts of every kind instead, on which no setting was chosen; ``copy`` prompts are cut from
+            held-out files that have none otherwise.
         tensor_parallel: shard the target over the processes of the group that :func:`ranks.join` made.
 
     Raises:
@@ -107,7 +114,7 @@ def load_pair(
             raise ValueError(f"texts: {text!r} is none of {', '.join(TEXTS)}")
     if name not in PAIRS:
         raise ValueError(f"pair: {name!r} is none of {', '.join(PAIRS)}")
-    source, draft, found = (_demo if name == "demo" else _tiny)(texts, prompts)
+    source, draft, found = _demo(texts, prompts, fresh) if name == "demo" else _tiny(texts, prompts)
     target = (_sharded if tensor_parallel else _placed)(source, target_shape, device, dtype)
     draft = _placed(draft, draft_shape, device, dtype)
     for model in (target, draft):
@@ -117,7 +124,13 @@ def load_pair(
     extras: dict[str, Any] = {}
     if not tensor_parallel:
         heads = DraftHeads.from_pretrained(demo.path() / "heads") if name == "demo" else None
-        extras = {"heads": heads and fitted_heads(heads, target), "source": source, "sample": _sample(name).to(device)}
+        drafters = embedded(source, target) if name == "demo" else {}
+        extras = {
+            "drafters": drafters,
+            "heads": heads and fitted_heads(heads, target),
+            "source": source,
+            "sample": _sample(name).to(device),
+        }
     return Pair(name, target, draft, [Prompt(n, k, ids.to(device)) for n, k, ids in found], **extras)
 
 
@@ -149,16 +162,29 @@ def _sharded(target: PreTrainedModel, shape: str, device: torch.device, dtype: t
 Found = tuple[PreTrainedModel, PreTrainedModel, list[tuple[str, str, Tensor]]]
 
 
-def _demo(texts: Sequence[str], count: int) -> Found:
+def _demo(texts: Sequence[str], count: int, fresh: bool) -> Found:
     target, draft, tokenizer = demo.load()
     found = []
     for kind in texts:
         known = [(p["name"], p["text"]) for p in demo.prompts(kind)]
         if kind in ("table", "prose"):
             known = _tables() if kind == "table" else list(PASSAGES.items())
-        for prompt, text in known[:count]:
+        elif kind == "copy" and fresh:
+            known = _fresh_copies(tokenizer)
+        for prompt, text in known[-count:] if fresh else known[:count]:
             found.append((prompt, kind, tokenizer(text, return_tensors="pt")["input_ids"]))
     return target, draft, found
+
+
+def _fresh_copies(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
+    """Functions written twice, of this Python's files that were held out and have no such prompt in the demo's list."""
+    known = {p["file"] for p in demo.prompts("copy")}
+    found = []
+    for source in split_sources(stdlib_sources())[1]:
+        prompt = None if source.name in known else copy_prompt(source, tokenizer)
+        if prompt is not None:
+            found.append((f"fresh-copy-{source.name}", str(prompt["text"])))
+    return found
 
 
 def _sample(name: str) -> Tensor:

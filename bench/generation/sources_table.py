@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +48,43 @@ QUESTIONS = (
     ("graph", ("merged",), "target_forwards"),
     ("auto", ("hf-assisted-5", "hf-assisted-dynamic", "hf-prompt-lookup"), "seconds"),
 )
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a table holds.
+
+    Attributes:
+        case: its name in the result.
+        names: of the rows.
+        labels: of rows that are not called by their names.
+        questions: see :data:`QUESTIONS`.
+        temperatures: of every text.
+    """
+
+    case: str
+    names: tuple[str, ...]
+    labels: dict[str, str]
+    questions: tuple[tuple[str, tuple[str, ...], str], ...]
+    temperatures: tuple[float, ...]
+
+
+SOURCES = Table(NAME, (*THEIRS, *OURS), LABELS, QUESTIONS, TEMPERATURES)
 KEPT = ("prompt", "competitor", "place", "tokens", "seconds", "target_forwards", "mean_rows", "same", "divergence")
 
 
-def run(settings: Settings, *, texts: Sequence[str], folder: Path, name: str = NAME) -> str:
+def run(settings: Settings, *, texts: Sequence[str], folder: Path, name: str = NAME, spec: Table = SOURCES) -> str:
     """Fill the cells, write ``name``.json and .md to ``folder``, and return the table."""
     journal = folder / f"{name}.partial.json"
     left_out = ("device", "dtype", "text", "temperature", "seconds")
     head: dict[str, Any] = {key: value for key, value in asdict(settings).items() if key not in left_out}
     head = json.loads(json.dumps({**head, "dtype": str(settings.dtype).removeprefix("torch.")}))
-    result: dict[str, Any] = {"schema": SCHEMA, "case": NAME, "settings": head, "cells": []}
+    result: dict[str, Any] = {"schema": SCHEMA, "case": spec.case, "settings": head, "cells": []}
     if journal.exists() and (earlier := json.loads(journal.read_text(encoding="utf-8")))["settings"] == head:
         result = earlier
     done = {(cell["text"], cell["temperature"]) for cell in result["cells"]}
     for text in texts:
-        for temperature in TEMPERATURES:
+        for temperature in spec.temperatures:
             if (text, temperature) in done:
                 continue
             print(f"{name}: {text}, temperature {temperature}", file=sys.stderr, flush=True)
@@ -76,23 +98,23 @@ def run(settings: Settings, *, texts: Sequence[str], folder: Path, name: str = N
                     "prompts": report.prompts,
                     "missing": report.missing,
                     "summary": report.summary,
-                    "questions": _answers(report.runs),
+                    "questions": _answers(report.runs, spec),
                     "runs": [{key: run_[key] for key in KEPT} for run_ in report.runs],
                 }
             )
             write_json(journal, result, indent=None)
     result["environment"] = environment(settings.device)
-    written = table(result)
+    written = table(result, spec)
     write_json(folder / f"{name}.json", result, indent=None)
     (folder / f"{name}.md").write_text(written + "\n", encoding="utf-8")
     journal.unlink(missing_ok=True)
     return written
 
 
-def _answers(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _answers(runs: list[dict[str, Any]], spec: Table) -> list[dict[str, Any]]:
     """Ratios of rates, by time and by forwards, against the fastest of those named."""
     answers = []
-    for ours, theirs, cost in QUESTIONS:
+    for ours, theirs, cost in spec.questions:
         totals = {
             name: [(run_["tokens"], run_[cost]) for run_ in runs if run_["competitor"] == name]
             for name in (ours, *theirs)
@@ -106,13 +128,13 @@ def _answers(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return answers
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: dict[str, Any], spec: Table = SOURCES) -> str:
     """Tokens per second and per forward of every cell, and the answers, in Markdown."""
     cells = result["cells"]
     heads = [f"{c['text']}, {'greedy' if c['temperature'] == 0 else 'T = ' + str(c['temperature'])}" for c in cells]
     found = [{row["competitor"]: row for row in cell["summary"]} for cell in cells]
     rows = []
-    for name in (*THEIRS, *OURS):
+    for name in spec.names:
         if not any(name in cell for cell in found):
             continue
         entries = []
@@ -120,19 +142,20 @@ def table(result: dict[str, Any]) -> str:
             row = cell.get(name)
             forward = "" if row is None or row["tokens_per_forward"] is None else f" ({row['tokens_per_forward']:.2f})"
             entries.append("–" if row is None else f"{row['tokens_per_second']:.1f}{forward}")
-        rows.append([f"**{name}**" if name == "auto" else LABELS.get(name, name), *entries])
+        rows.append([f"**{name}**" if name == "auto" else spec.labels.get(name, name), *entries])
     what = title({**result["settings"], "temperature": 0.0}, result["parameters"]).replace(", greedy", "")
     prompts = max(len(cell["prompts"]) for cell in cells)
     answers = []
-    for ours, theirs, cost in QUESTIONS:
+    for ours, theirs, cost in spec.questions:
         entries = []
         for cell in cells:
             answer = next((a for a in cell["questions"] if (a["ours"], a["by"]) == (ours, cost)), None)
             best = "" if answer is None or len(theirs) == 1 else f" {answer['against'].removeprefix('hf-')}"
             entries.append("–" if answer is None else f"{Ratio(**answer['ratio'])}{best}")
-        against = LABELS[theirs[0]] if len(theirs) == 1 else "the fastest of transformers' assisted and prompt lookup"
+        best_of = "the fastest of transformers' assisted and prompt lookup"
+        against = spec.labels.get(theirs[0], theirs[0]) if len(theirs) == 1 else best_of
         by = "tokens/s" if cost == "seconds" else "tokens/forward"
-        answers.append([f"{LABELS.get(ours, ours)} against {against}, {by}", *entries])
+        answers.append([f"{spec.labels.get(ours, ours)} against {against}, {by}", *entries])
     return "\n".join(
         [
             f"Tokens per second (and per target forward); {what}, {prompts} prompts of each text:",

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from gsd_kernels_bench.cli import BENCHMARKS, DOCUMENTS, app
-from gsd_kernels_bench.generation import generate, sources_table, tree_table
+from gsd_kernels_bench.generation import drafters_table, generate, sources_table, tree_table
 from gsd_kernels_bench.generation.competitors import DEFAULT, competitors
 from gsd_kernels_bench.generation.pairs import load_pair
 from gsd_kernels_bench.generation.tree_table import Cell, Grid, cells
@@ -326,6 +327,33 @@ def test_sources_table(tmp_path, monkeypatch):
     (tmp_path / "README.md").write_text("<!-- bench:sources -->\n<!-- /bench:sources -->\n")
     bench("readme", "--readme", str(tmp_path / "README.md"), "--results", str(tmp_path))
     assert "| layer skipping alone |" in (tmp_path / "README.md").read_text()
+
+
+def test_drafters_table(tmp_path):
+    given = generate.Settings(
+        device=CPU, dtype=torch.float32, pair="tiny", target_shape="none", prompts=1, new_tokens=6
+    )
+    settings = drafters_table.settings_of(given, ("plain", "merged", "heads-history", "dflash-lattice", "every"))
+    assert settings.fresh
+    spec = replace(drafters_table.TABLE, temperatures=(0.7,))
+    text = sources_table.run(settings, texts=("code",), folder=tmp_path, name="drafters", spec=spec)
+    (cell,) = json.loads((tmp_path / "drafters.json").read_text())["cells"]
+    assert cell["missing"]["dflash-lattice"] == "the pair has no trained dflash"
+    assert cell["missing"]["every"] == "the pair has no trained eagle3, dflash, heads"
+    assert "| draft model |" in text and "| DFlash, lattice |" not in text
+    text = drafters_table.by_position(settings, [40, 90], folder=tmp_path)
+    assert text.splitlines()[0] == "| tokens a forward, by context | 40 | 90 |" and "| plain | 1.00 | 1.00 |" in text
+    with pytest.raises(ValueError, match=r"--competitors: 'hf-greedy' is none of plain, chain"):
+        drafters_table.settings_of(given, ("hf-greedy",))
+
+
+def test_fresh_prompts_are_others():
+    pairs_ = [
+        load_pair("demo", device=CPU, dtype=torch.float32, texts=["code", "copy"], prompts=3, fresh=f) for f in (0, 1)
+    ]
+    first, fresh = ({prompt.name for prompt in pair.prompts} for pair in pairs_)
+    assert len(first) == len(fresh) == 6 and not first & fresh
+    assert sum(name.startswith("fresh-copy-") for name in fresh) == 3
 
 
 def test_the_whole_grid_is_valid():

@@ -36,6 +36,8 @@ BUSY = 0.7
 PROMPT = "code-collections"
 MOST_NODES = 80  # of a picture that is still read with pleasure
 PLAIN, AUTO = "plain (transformers)", "graph, auto (default)"
+DRAFTERS = {"eagle3": "EAGLE-3, graph", "dflash": "DFlash, lattice"}
+"""Rows of the embedded drafters, by kind."""
 
 
 def command(
@@ -55,8 +57,8 @@ def command(
 
     A small trained pair continues a held-out piece of Python's standard library by graph speculation; the tokens are
     compared with plain decoding's. The same target is then inflated to about 250M parameters (same function, real
-    cost) and timed against plain decoding, transformers' assisted generation, a chain and a tree. One step's token
-    graph is drawn as SVG and PNG.
+    cost) and timed against plain decoding, transformers' assisted generation, a chain and a tree, with the draft model
+    and with an EAGLE-3 and a DFlash drafter. One step's token graph is drawn as SVG and PNG.
     """
     with progress("loading the embedded pair"):
         import torch
@@ -183,12 +185,14 @@ def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, s
     import torch
 
     from gsd_kernels import GraphConfig
+    from gsd_kernels_hf.demo.drafters import embedded
     from gsd_kernels_hf.demo.inflate import inflate
     from gsd_kernels_hf.policy.pairs import known_steps
     from gsd_kernels_hf.report import comparison
 
     with progress(f"inflating the target to {INFLATED} parameters"):
         target = inflate(pair.target, INFLATED)
+        drafters = embedded(pair.target, target)
     draft, device = pair.draft, pair.device.type
     assert draft is not None
 
@@ -205,6 +209,11 @@ def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, s
         "graph": ours(config),
         AUTO: ours("auto"),
     }
+    shapes = {"eagle3": config, "dflash": config.replace(merge_context=0)}  # a block's candidates hold below every path
+    for kind, drafter in drafters.items():
+        contenders[DRAFTERS[kind]] = comparison.graph(
+            target, drafter=drafter, draft_sources=("drafter", "history"), graph_config=shapes[kind], backend=backend
+        )
     prompts = [pair.encode([text]) for text in texts]
     with progress(f"timing {len(contenders)} ways of decoding on it (about {seconds:.0f} s)"):
         token = 1.0 / comparison.measure(target, contenders[PLAIN], prompts[0], 8).tokens_per_second
@@ -285,7 +294,8 @@ def _print_inflated(report: dict[str, Any], config: GraphConfig) -> None:
             style="bold yellow",
             soft_wrap=True,
         )
-    ours = {result["name"]: result for result in report["contenders"] if result["name"] in ("graph", AUTO)}
+    names = ("graph", AUTO, *DRAFTERS.values())
+    ours = {result["name"]: result for result in report["contenders"] if result["name"] in names}
     rivals = [result for result in report["contenders"] if result["name"] not in (*ours, PLAIN)]
     best = max(rivals, key=lambda result: result["tokens_per_second"])
     for name, result in ours.items():

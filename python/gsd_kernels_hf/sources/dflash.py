@@ -48,6 +48,7 @@ class DFlashConfig:
         mask_token_id: whose embedding stands for a token to be drafted.
         hidden_layers: the target's hidden states that are fused, as transformers' ``hidden_states[i]``.
         draft_vocab_size: tokens that it can draft.
+        target_hidden_size: Dt, width of the target's hidden states.
         sample_from_anchor: whether the root's row drafts, too; else candidates after it are those of the first mask.
         bidirectional_window: whether rows of a layer with a sliding window see the later ones of the block.
         own_embedding, own_head: whether the checkpoint has these matrices; else the target's are used.
@@ -58,6 +59,7 @@ class DFlashConfig:
     mask_token_id: int
     hidden_layers: tuple[int, ...]
     draft_vocab_size: int
+    target_hidden_size: int
     sample_from_anchor: bool = False
     bidirectional_window: bool = False
     own_embedding: bool = False
@@ -96,6 +98,9 @@ class DFlashConfig:
             checkpoints.number(settings, "mask_token_id", least=0),
             layers,
             draft_vocab_size,
+            checkpoints.number(
+                {"target_hidden_size": sizes.hidden_size, **checkpoints.set_in(config)}, "target_hidden_size"
+            ),
             checkpoints.flag(settings, "sample_from_anchor"),
             checkpoints.flag(settings, "sliding_window_non_causal"),
             own_embedding,
@@ -122,7 +127,7 @@ class DFlash(nn.Module):
         size, eps = sizes.hidden_size, sizes.rms_norm_eps
         self.rotary = Rotary(sizes)
         self.embed_tokens = nn.Embedding(sizes.vocab_size, size) if config.own_embedding else None
-        self.fc = nn.Linear(len(config.hidden_layers) * size, size, bias=False)
+        self.fc = nn.Linear(len(config.hidden_layers) * config.target_hidden_size, size, bias=False)
         self.hidden_norm = LlamaRMSNorm(size, eps)
         self.layers = nn.ModuleList(Layer(sizes, i) for i in range(sizes.num_hidden_layers))
         for layer in self.layers:
@@ -158,7 +163,13 @@ class DFlash(nn.Module):
         """
         config = self.config
         checkpoints.check_vocabulary("DFlash", config.layers.vocab_size, target)
-        checkpoints.check_layers("DFlash", config.hidden_layers, config.layers.hidden_size, target)
+        checkpoints.check_layers("DFlash", config.hidden_layers, config.target_hidden_size, target)
+        shared = self.embed_tokens is None or self.lm_head is None
+        if shared and config.layers.hidden_size != config.target_hidden_size:
+            raise BadCheckpoint(
+                f"drafter: this DFlash drafter shares the target's matrices, and is {config.layers.hidden_size} wide "
+                f"where these are {config.target_hidden_size}"
+            )
         rows = (
             config.layers.vocab_size if self.embed_tokens is not None else target.get_input_embeddings().weight.shape[0]
         )
@@ -174,7 +185,7 @@ class DFlash(nn.Module):
         return at if self.d2t is None else at + self.d2t
 
     def fuse(self, hidden: list[Tensor]) -> Tensor:
-        """The feature of the target's hidden states, [B, n, D] each: [B, n, D]."""
+        """The feature of the target's hidden states, [B, n, Dt] each: [B, n, D]."""
         return self.hidden_norm(self.fc(torch.cat(hidden, -1)))
 
     def store(self, features: Tensor, positions: Tensor, rows: RowPass) -> None:
