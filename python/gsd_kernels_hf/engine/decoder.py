@@ -18,7 +18,6 @@ from ..policy.base import Policy
 from ..policy.fixed import FixedPolicy
 from ..policy.pairs import automatic_policy
 from ..sources.base import DraftSource
-from ..sources.heads import DraftHeads
 from .engine import Engines, Statistics, engines_of
 from .loop import decode
 from .options import Options
@@ -113,10 +112,12 @@ class GraphDecoder(Options):
         """The policy that chooses the shapes of this call's steps."""
         if not automatic:
             return FixedPolicy(self.graph_config if sources else None)
+        draft, *others = self.forwarded(sources) or [None]
         return automatic_policy(
             statistics.experience,
             request.model,
-            self.assistant_model or (None if isinstance(self.drafter, DraftHeads) else self.drafter),
+            draft,
+            others=others,
             sources=[source.name for source in sources],
             reuses=not all(source.costs_forward for source in sources),
             about=f"{request.plan.temperature > 0} {self.criterion}",
@@ -124,3 +125,14 @@ class GraphDecoder(Options):
             prefix=request.prompt_length,
             backend=self.backend,
         )
+
+    def forwarded(self, sources: Sequence[DraftSource]) -> list[Any]:
+        """What the sources forward: draft models or a view of the target first, then drafters and others."""
+        found: list[Any] = [draft for draft in (self.assistant_model, *self.other_drafts) if draft is not None]
+        for source in sources:
+            if not source.costs_forward or source.name == "layer_skip":
+                continue
+            module = getattr(source, "module", None)
+            new = [*source.models, *([module] if isinstance(module, torch.nn.Module) else [])]
+            found += [model for model in new if not any(model is known for known in found)]
+        return found

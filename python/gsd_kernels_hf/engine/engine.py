@@ -218,4 +218,5 @@ def engines_of(model: Any) -> Engines:
 def parts_of(options: Options) -> list[Any]:
     """The objects whose identity tells sets of sources apart."""
     own = [source for source in options.draft_sources or () if isinstance(source, DraftSource)]
-    return [part for part in (options.assistant_model, options.draft_heads, options.drafter, *own) if part is not None]
+    given = (options.assistant_model, *options.other_drafts, options.draft_heads, options.drafter, *own)
+    return [part for part in given if part is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
@@ -41,8 +41,9 @@ class Options:
     """Options of graph-speculative decoding, checked and resolved when they are made.
 
     Args:
-        assistant_model: the draft, of the same tokenizer, or a :class:`~gsd_kernels.LayerSkip` of the target. ``None``:
-            plain decoding with the same sampler, unless there is another source.
+        assistant_model: the draft, of the same tokenizer, or a :class:`~gsd_kernels.LayerSkip` of the target; or a list
+            of drafts, whose candidates are mixed by learned weights. ``None``: plain decoding with the same sampler,
+            unless there is another source.
         graph_config: ``"auto"`` (the default: the shape of every step follows what steps cost and what has been
             accepted, see :mod:`gsd_kernels_hf.policy`), ``"chain"``, ``"tree"``, ``"graph"`` or a
             :class:`~gsd_kernels.GraphConfig`. Clocks differ between the ranks of a tensor-parallel model, where
@@ -74,6 +75,7 @@ class Options:
         observer: called with the :class:`~gsd_kernels_hf.records.Verified` of every step.
 
     Attributes:
+        other_drafts: draft models after the first.
         named: names of the sources in use; empty for plain decoding.
         automatic: whether a policy may choose the shapes.
 
@@ -81,7 +83,7 @@ class Options:
         TypeError, ValueError: an option that cannot be served.
     """
 
-    assistant_model: PreTrainedModel | LayerSkip | None = None
+    assistant_model: PreTrainedModel | LayerSkip | Sequence[PreTrainedModel] | None = None
     graph_config: GraphConfig | str | None = None
     _: KW_ONLY
     seed: int | None = None
@@ -99,10 +101,8 @@ class Options:
     def __post_init__(self) -> None:
         self.criterion = resolve_criterion(self.criterion)
         shape = shape_for(self.criterion, self.graph_config)
-        if not isinstance(self.assistant_model, LayerSkip):
-            self.assistant_model = properties.unwrap(self.assistant_model)
-            if self.assistant_model is not None:
-                validate.check_model("assistant_model", self.assistant_model)
+        self.assistant_model, *others = drafts_in(self.assistant_model)
+        self.other_drafts: tuple[PreTrainedModel, ...] = tuple(others)
         if self.draft_heads is not None and not isinstance(self.draft_heads, DraftHeads):
             got = type(self.draft_heads).__name__
             raise TypeError(f"draft_heads: expected DraftHeads, got {got}; use from_pretrained")
@@ -149,6 +149,8 @@ class Options:
             "heads": lambda: Heads(self.draft_heads),
         }
         found = [make() for name, make in makers.items() if name in self.named]
+        if "model" in self.named:
+            found[1:1] = [DraftModel(model, name=f"model {i}") for i, model in enumerate(self.other_drafts, 2)]
         found += [source for source in self.draft_sources or () if isinstance(source, DraftSource)]
         if "history" in self.named and not without:
             found.append(History())
@@ -174,6 +176,7 @@ class Options:
         values = {name: getattr(self, name) for name in names}
         if isinstance(self.assistant_model, LayerSkip):
             values["assistant_model"] = self.assistant_model.view
+        values |= {f"assistant_model {i}": model for i, model in enumerate(self.other_drafts, 2)}
         return values
 
     def _names(self) -> tuple[str, ...]:
@@ -213,3 +216,24 @@ class Options:
                     f'draft_sources: leave out {given}, or name "{name}"; {given}=False leaves a patched model\'s out'
                 )
         return names
+
+
+def drafts_in(given: object) -> list[PreTrainedModel | LayerSkip | None]:
+    """The draft models of ``assistant_model``, unwrapped, one ``None`` for none.
+
+    Raises:
+        TypeError, ValueError: not models, a model twice, or an empty list.
+    """
+    if not isinstance(given, (list, tuple)):
+        given = [given]
+    elif not given:
+        raise ValueError("assistant_model: expected draft models, got an empty list; leave it out for none")
+    if len(given) > 1 and any(isinstance(draft, LayerSkip) or draft is None for draft in given):
+        raise TypeError("assistant_model: expected a list of models; a LayerSkip is given alone")
+    found = [draft if isinstance(draft, LayerSkip) else properties.unwrap(draft) for draft in given]
+    for draft in found:
+        if draft is not None and not isinstance(draft, LayerSkip):
+            validate.check_model("assistant_model", draft)
+    if len({id(draft) for draft in found}) < len(found):
+        raise ValueError("assistant_model: the same draft model twice; give each once")
+    return found

@@ -7,6 +7,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .. import validate
 from ..model import properties
+from ..sources.draft_model import DraftModel
 from .options import NAMES, Options
 
 
@@ -49,6 +50,8 @@ def drafts_of(options: Options) -> dict[str, PreTrainedModel]:
     found = {}
     for source in options.sources(automatic=True):
         name = "assistant_model" if source.name in NAMES else f"draft_sources: {source.name}"
+        if isinstance(source, DraftModel) and source.models[0] in options.other_drafts:
+            name = source.name.replace("model", "assistant_model", 1)
         for number, model in enumerate(source.models, 1):
             found[name if number == 1 else f"{name} {number}"] = model
     return found

@@ -80,9 +80,12 @@ _pairs: dict[Path, Pair] = {}
 _lock = threading.Lock()
 
 
-def pair_of(model: PreTrainedModel, draft: Draft, backend: str) -> Pair:
-    """The pair's place in this process; costs are the same object for every call."""
-    document = Document("pair", describe(model, draft, backend))
+def pair_of(model: PreTrainedModel, draft: Draft, backend: str, others: Sequence[nn.Module] = ()) -> Pair:
+    """The pair's place in this process; costs are the same object for every call.
+
+    ``others``: what is forwarded beside ``draft``; costs with them are known apart.
+    """
+    document = Document("pair", describe(model, draft, backend, others))
     with _lock:
         found = _pairs.pop(document.path, None) or Pair(model, draft, backend, document)
         _pairs[document.path] = found  # the newest is last
@@ -96,6 +99,7 @@ def automatic_policy(
     model: PreTrainedModel,
     draft: Draft,
     *,
+    others: Sequence[nn.Module] = (),
     sources: Sequence[str],
     reuses: bool,
     about: str,
@@ -108,6 +112,7 @@ def automatic_policy(
     Args:
         kept: what the caller keeps of this pair between generations; filled here.
         model, draft: target and draft.
+        others: models and drafters that are forwarded beside ``draft``.
         sources: names of the draft sources.
         reuses: whether one of them proposes without a forward.
         about: of all else that acceptance depends on: how tokens are sampled, the criterion.
@@ -116,9 +121,9 @@ def automatic_policy(
     """
     key = (cache_dir(), backend, *sources, *forwards(model, draft, backend).values())
     if key not in kept:
-        models = [model, *([] if draft is None or isinstance(draft, LayerSkip) else [draft])]
+        models = [model, *([] if draft is None or isinstance(draft, LayerSkip) else [draft]), *others]
         about = " ".join([about, *sources, *(fingerprint(m) for m in models)])
-        kept.setdefault(key, pair_of(model, draft, backend).experience(about, reuses=reuses))
+        kept.setdefault(key, pair_of(model, draft, backend, others).experience(about, reuses=reuses))
     experience, saver = kept[key]
     return AutoPolicy(experience, batch=batch, prefix=prefix, saver=saver)
 
@@ -128,7 +133,7 @@ def known_steps(model: PreTrainedModel, draft: Draft, backend: str = "auto") -> 
     return pair_of(model, draft, backend).costs.steps
 
 
-def describe(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, Any]:
+def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequence[nn.Module] = ()) -> dict[str, Any]:
     """Everything that the cost of a step depends on; the identity of what is known of a pair."""
     device = properties.device_of(model)
     skip = isinstance(draft, LayerSkip)
@@ -145,6 +150,7 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, An
     return {
         "target": identity(model),
         "draft": str(draft) if skip else None if draft is None else identity(draft),
+        **({"others": [identity(other) for other in others]} if others else {}),
         "machine": machine(device),
         "backend": backend,
         **forwards(model, draft, backend),

@@ -22,12 +22,13 @@ class DraftModel(Expansion):
 
     Args:
         model: the draft.
+        name: in statistics, and of its weight among the sources; several draft models need a name each.
     """
 
     name = "model"
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.models = (model,)
+    def __init__(self, model: PreTrainedModel, *, name: str = "model") -> None:
+        self.models, self.name = (model,), name
 
     def row_model(self, text: Text) -> RowModel:
         return text.rows_of(self.models[0])

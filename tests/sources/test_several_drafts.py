@@ -1,0 +1,120 @@
+"""Several draft models, alone and mixed with other sources: the same text, a learned weight each."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from models import noised, prompts, tiny
+from sources.drafters import eagle3_config, fit_eagle3, random_eagle3
+
+import gsd_kernels as gsd
+from gsd_kernels import GraphConfig, LayerSkip
+from gsd_kernels_hf.engine.engine import engines_of
+from gsd_kernels_hf.sources.drafters import source_of
+
+VOCAB = 41
+GRAPH = GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=0, history_depth=2, history_width=4)
+SHAPES = {"chain": GraphConfig.preset("chain", depth=4), "graph": GRAPH, "auto": "auto"}
+
+
+@functools.cache
+def target_of():
+    return tiny(num_hidden_layers=3, vocab_size=VOCAB)
+
+
+@functools.cache
+def drafts():
+    return noised(target_of(), 0.03, seed=1), noised(target_of(), 0.06, seed=2)
+
+
+@functools.cache
+def eagle3():
+    return fit_eagle3(random_eagle3(eagle3_config(target_of())), target_of(), steps=30)
+
+
+MIXTURES = {
+    "models": {"draft_sources": ("model",)},
+    "history": {"draft_sources": ("model", "history")},
+    "every": {"drafter": True},
+}
+
+
+def generate(ids, **options):
+    if options.get("drafter") is True:
+        options["drafter"] = eagle3()
+    options = {"max_new_tokens": 20, "eos_token_id": [2, 5], "pad_token_id": 0, "assistant_model": drafts(), **options}
+    return gsd.generate(target_of(), ids, return_dict_in_generate=True, **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_greedy_text_is_the_targets(mixture, shape):
+    ids, mask = prompts(2, 9, vocab=VOCAB).values()
+    plain = target_of().generate(
+        ids, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=[2, 5], pad_token_id=0
+    )
+    out = generate(ids, attention_mask=mask, graph_config=SHAPES[shape], **MIXTURES[mixture])
+    assert torch.equal(out.sequences, plain)
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_sampled_text_is_that_of_the_seed(mixture):
+    ids, mask = prompts(2, 9, vocab=VOCAB).values()
+    options = {"attention_mask": mask, "do_sample": True, "temperature": 0.8, "seed": 3}
+    plain = generate(ids, assistant_model=None, **options)
+    assert torch.equal(generate(ids, graph_config=GRAPH, **options, **MIXTURES[mixture]).sequences, plain.sequences)
+
+
+def test_a_list_of_one_is_that_model():
+    ids = prompts(1, 9, vocab=VOCAB)["input_ids"]
+    one, other = (generate(ids, assistant_model=draft, graph_config=GRAPH) for draft in ([drafts()[0]], drafts()[0]))
+    assert torch.equal(one.sequences, other.sequences) and one.stats.draft_rows > 0
+
+
+def test_a_second_draft_has_a_weight_of_its_own():
+    target, ids = target_of(), prompts(1, 9, vocab=VOCAB)["input_ids"]
+    wrong, right = noised(target, 2.0, seed=5), noised(target, 0.001, seed=6)
+    options = {"draft_sources": ("model",), "graph_config": GRAPH, "max_new_tokens": 60, "eos_token_id": None}
+    alone = generate(ids, assistant_model=wrong, **options)
+    both = generate(ids, assistant_model=[wrong, right], **options)
+    assert both.stats.steps < 0.7 * alone.stats.steps
+    engine = [e for e in engines_of(target) if [part() for part in e.parts] == [wrong, right]]
+    (learned,) = [e.statistics(sampled=False).weights for e in engine]
+    assert set(learned) == {"model", "model 2"} and learned["model 2"].mixture.weights.max() > 0.5
+
+
+def test_a_patched_model_takes_several():
+    ids = prompts(1, 9, vocab=VOCAB)["input_ids"]
+    plain = target_of().generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    handle = gsd.patch(target_of(), assistant_model=drafts(), graph_config=GRAPH)
+    try:
+        for _ in range(2):
+            assert torch.equal(target_of().generate(ids, max_new_tokens=12, eos_token_id=None, pad_token_id=0), plain)
+        assert handle.stats.draft_rows > 0 and len(list(handle.engines)) == 1
+    finally:
+        gsd.unpatch(target_of())
+
+
+def test_automatic_shapes_use_a_source_object_that_forwards_a_model():
+    ids = prompts(1, 9, vocab=VOCAB)["input_ids"]
+    out = generate(ids, assistant_model=None, draft_sources=(source_of(eagle3()), "history"), max_new_tokens=8)
+    assert out.stats.draft_rows > 0
+
+
+def test_what_is_no_list_of_models_is_refused_by_name():
+    ids = prompts(1, 9, vocab=VOCAB)["input_ids"]
+    for given, error, why in (
+        ([], ValueError, "expected draft models, got an empty list"),
+        ([drafts()[0], drafts()[0]], ValueError, "the same draft model twice"),
+        ([drafts()[0], "draft"], TypeError, "expected a transformers causal language model, got str"),
+        (
+            [drafts()[0], LayerSkip(target_of(), attention=[1])],
+            TypeError,
+            "expected a list of models; a LayerSkip is given alone",
+        ),
+        ([drafts()[0], tiny(vocab_size=5000)], ValueError, "vocabulary sizes 41"),
+    ):
+        with pytest.raises(error, match=f"assistant_model: {why}"):
+            generate(ids, assistant_model=given)
