@@ -20,7 +20,7 @@ from ..model import properties
 from ..records import Verified
 from ..sources.base import DraftSource
 from ..sources.draft_model import DraftModel
-from ..sources.drafters import KINDS, Drafter, load_drafter, source_of
+from ..sources.drafters import KINDS, Drafter, loaded_drafter, source_of
 from ..sources.heads import DraftHeads, Heads
 from ..sources.history import History
 from ..sources.layer_skip import LayerSkip, SkippedLayers
@@ -58,8 +58,7 @@ class Options:
         draft_heads: :class:`~gsd_kernels.DraftHeads` that were trained for the target.
         drafter: a drafter that was trained for the target, from a checkpoint: its folder or hub id, whose config says
             which kind it is, or a loaded one (:class:`~gsd_kernels.Eagle3`, :class:`~gsd_kernels.DFlash`,
-            :class:`~gsd_kernels.DraftHeads`). :func:`gsd_kernels.patch` loads it once, :func:`gsd_kernels.generate` for
-            every call.
+            :class:`~gsd_kernels.DraftHeads`). A place is loaded once for a target, as long as its files stay the same.
         reference_ids: int64 [length] for all sequences or [batch, length], a text that the output may repeat: the file
             to edit, a retrieved document. The history starts with it; it changes the speed, never the output.
         criterion: which drafted tokens are accepted when sampling. ``"exact"``: those that the model itself draws.
@@ -126,7 +125,7 @@ class Options:
             ValueError: none that can be served, another target's, or heads beside others.
         """
         if isinstance(self.drafter, (str, os.PathLike)):
-            self.drafter = load_drafter(self.drafter, target)
+            self.drafter = loaded_drafter(self.drafter, target)
         if isinstance(self.drafter, DraftHeads) and self.draft_heads is not None:
             raise ValueError("drafter: these are heads, and draft_heads has others; give one of the two")
 

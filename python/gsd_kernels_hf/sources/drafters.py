@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..model.properties import device_of
 from . import checkpoints
 from .base import DraftSource
 from .checkpoints import BadCheckpoint, Checkpoint
@@ -36,6 +38,27 @@ def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
     kind = kind_of(config, folder)
     makers = {"eagle3": Eagle3.from_checkpoint, "dflash": DFlash.from_checkpoint, "medusa": DraftHeads.from_medusa}
     return makers[kind](Checkpoint.open(folder), target)
+
+
+_loaded: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, Drafter]] = weakref.WeakKeyDictionary()
+"""Of every target the drafter that was loaded last for it, and from which files."""
+
+
+def loaded_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Drafter:
+    """As :func:`load_drafter`, once as long as the files, the target's dtype and its device stay the same.
+
+    Raises:
+        ValueError: see :func:`load_drafter`.
+    """
+    folder = checkpoints.fetch(where).resolve()
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".safetensors"))
+    states = [(file.name, stat.st_size, stat.st_mtime_ns) for file in files for stat in (file.stat(),)]
+    key = (folder, states, target.dtype, device_of(target))
+    known = _loaded.get(target)
+    if known is None or known[0] != key:
+        _loaded.pop(target, None)  # not two at once
+        known = _loaded[target] = key, load_drafter(folder, target)
+    return known[1]
 
 
 def source_of(drafter: Drafter) -> DraftSource:
