@@ -11,7 +11,8 @@ from sources.drafters import dflash_config, eagle3_config, fit_dflash, fit_eagle
 
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
-from gsd_kernels_hf.demo.drafters import fitted_drafter
+from gsd_kernels_hf import demo
+from gsd_kernels_hf.demo.drafters import embedded, fitted_drafter
 from gsd_kernels_hf.demo.inflate import ModelShape, inflate
 
 GRAPH = GraphConfig(depth=3, width=2, branch=2, max_rows=12, merge_context=0)
@@ -42,6 +43,18 @@ def test_a_fitted_drafter_guesses_as_before(source):
         assert torch.equal(after.sequences, before.sequences)
         assert after.stats.accepted == before.stats.accepted and before.stats.tokens_per_step > 1.0
         assert after.stats.target_rows == before.stats.target_rows and after.stats.merges == before.stats.merges
+
+
+def test_the_embedded_drafters_are_right_now_and_then():
+    source, _, tokenizer = demo.load()
+    found = embedded(source)
+    assert set(found) == {"eagle3", "dflash"}
+    ids = tokenizer(demo.prompts("code")[-1]["text"], return_tensors="pt").input_ids
+    plain = source.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
+    for drafter in found.values():
+        options = {"draft_sources": ("drafter",), "graph_config": GRAPH, "eos_token_id": None}
+        out = gsd.generate(source, ids, drafter=drafter, max_new_tokens=24, return_dict_in_generate=True, **options)
+        assert torch.equal(out.sequences, plain) and out.stats.tokens_per_step > 1.2
 
 
 def test_what_cannot_be_fitted_is_refused_by_name(source):

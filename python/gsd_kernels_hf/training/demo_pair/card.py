@@ -42,6 +42,11 @@ Both: Llama architecture, tied embeddings, a byte-level BPE vocabulary of {vocab
 
 {heads}
 
+## Drafters
+
+`eagle3/` and `dflash/` are drafters of the published kinds for the target, from `gsd-kernels train-drafter`; their
+cards say how they were made and what they bring ([EAGLE-3](eagle3/README.md), [DFlash](dflash/README.md)).
+
 ## How it was made
 
 - Text: the standard library of Python {python}, {files} files, {megabytes:.1f} MB; {held_out_files} further files held
