@@ -118,3 +118,9 @@ def test_what_is_no_list_of_models_is_refused_by_name():
     ):
         with pytest.raises(error, match=f"assistant_model: {why}"):
             generate(ids, assistant_model=given)
+
+
+def test_speculative_sampling_drafts_from_one_model():
+    ids = prompts(1, 9, vocab=VOCAB)["input_ids"]
+    with pytest.raises(ValueError, match=r"assistant_model: criterion=.speculative. drafts from one model alone"):
+        generate(ids, do_sample=True, criterion="speculative", graph_config=SHAPES["chain"])

@@ -109,8 +109,8 @@ def check_chain(
         raise ValueError(f"draft_sources: {alone}, got {sources!r}; leave it out, {cure}")
     for name, value in others.items():
         if value is not None:
-            them = "it" if name == "drafter" else "them"
-            raise ValueError(f"{name}: {alone}; leave {them} out, {cure}")
+            what = {"drafter": "leave it out", "assistant_model": "give one"}.get(name, "leave them out")
+            raise ValueError(f"{name}: {alone}; {what}, {cure}")
 
 
 class ExactMatch:

@@ -112,6 +112,7 @@ class Options:
         self.automatic = shape in (None, "auto") and bool(self.named)
         self.graph_config = GraphConfig() if shape == "auto" else resolve_graph_config(shape)
         others = {"draft_heads": self.draft_heads, "drafter": self.drafter, "reference_ids": self.reference_ids}
+        others["assistant_model"] = self.other_drafts or None
         check_chain(self.criterion, self.graph_config, self.draft_sources, others)
         validate.check_backend(self.backend)
         if self.seed is not None:
