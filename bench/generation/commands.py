@@ -254,9 +254,9 @@ def corpus(
         Path | None,
         typer.Option("--corpus", help="Folder of the index; made where it is not there. Default: in the user's cache."),
     ] = None,
-    prompts: Prompts = 8,
+    prompts: Prompts = 5,
     turns: Annotated[int, typer.Option("--turns", min=2, help="Of the agent's loop.")] = 20,
-    new_tokens: NewTokens = 64,
+    new_tokens: NewTokens = 40,
     quick: Annotated[bool, typer.Option("--quick", help="Few prompts and files, 16 tokens, not inflated.")] = False,
     out: Out = RESULTS,
 ) -> None:

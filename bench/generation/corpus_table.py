@@ -48,7 +48,6 @@ LABELS = {
     "history": "history alone",
     "calls": "+ history across calls",
     "corpus": "+ corpus",
-    "only": "corpus alone",
     "auto": "history across calls, corpus, automatic shapes",
 }
 QUESTIONS = (("calls", "history"), ("corpus", "calls"), ("corpus", "lookup"), ("corpus", "suffix"), ("auto", "lookup"))
@@ -208,7 +207,6 @@ def _competitors(target: PreTrainedModel, corpus: Corpus) -> tuple[dict[str, Dec
         "history": _ours(target, draft_sources=("history",), graph_config=SHAPE, reuse_history=False),
         "calls": _ours(target, draft_sources=("history",), graph_config=SHAPE),
         "corpus": _ours(target, draft_sources=both, graph_config=SHAPE),
-        "only": _ours(target, draft_sources=(corpus,), graph_config=SHAPE),
         "auto": _ours(target, draft_sources=both, graph_config="auto"),
     }
     why = suffix_peer.missing()

@@ -11,7 +11,7 @@ from .prose import PASSAGES
 
 TASKS = ("code", "edit", "agent", "prose")
 VISITED = 5  # files that an agent's loop comes back to
-LINES = 24  # of a file in an edit, or in an agent's context
+LINES = 12  # of a file in an edit, or in an agent's context
 CHANGED = 3  # lines of an edit
 LABELS = {
     "code": "code completion, held-out files",

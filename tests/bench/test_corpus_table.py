@@ -43,7 +43,7 @@ def test_the_table_names_what_is_missing():
                 **{"prompt": "a", "competitor": name, "tokens": 8, "seconds": scale, "target_forwards": 4},
                 **{"lookup_seconds": 0.01, "same": True},
             }
-            for name in ("plain", "lookup", "history", "calls", "corpus", "only", "auto")
+            for name in ("plain", "lookup", "history", "calls", "corpus", "auto")
         ]
 
     cells = [{"task": t, "missing": {"suffix": "no"}, "prompt_tokens": [3], "runs": runs(1.0)} for t in TASKS]

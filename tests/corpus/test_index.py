@@ -174,25 +174,26 @@ def test_processes_share_the_pages_and_none_is_written(whole):
             _, again = open_corpus(whole)
             theirs = corpus_recall(again, *asked[1:], vocab=97, backend="cpu")
             same = all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-            os.write(writer, f"{same} {dirty_kilobytes(whole)}".encode())
+            os.write(writer, f"{same} {mapped(whole)}".encode())
         finally:
             os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as answer:
-        assert answer.read() == "True 0"
+        assert answer.read() == "True (3, 0)"
     os.waitpid(child, 0)
-    assert dirty_kilobytes(whole) == 0
+    assert mapped(whole)[1] == 0
 
 
-def dirty_kilobytes(folder: Path) -> int:
-    """Memory of this process's own among what is mapped of an index."""
-    total, inside = 0, False
+def mapped(folder: Path) -> tuple[int, int]:
+    """How many files of an index are mapped into this process, and kilobytes of them that are its own."""
+    names, own, inside = set(), 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"^[0-9a-f]+-[0-9a-f]+ ", line):
             inside = str(folder) in line
+            names |= {line.split()[-1]} if inside else set()
         elif inside and line.startswith("Private_Dirty"):
-            total += int(line.split()[1])
-    return total
+            own += int(line.split()[1])
+    return len(names), own
 
 
 def test_a_folder_stands_for_its_files(tmp_path):

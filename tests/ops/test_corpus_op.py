@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ops.contracts.backends import backends
 from ops.contracts.corpus import VOCAB, answers, arguments, contexts, expected, indexed, joined
@@ -19,6 +19,7 @@ documents = st.lists(st.lists(few, max_size=40), min_size=1, max_size=4).filter(
 
 @settings(max_examples=60, deadline=None)
 @given(documents)
+@example([[3, *[0] * 14, 1], [2, *[0] * 14, 1]])  # alike in 14 tokens
 def test_positions_are_sorted_by_their_contexts(given_documents):
     text = joined(given_documents)
     order, following = sort_corpus(text)
