@@ -22,10 +22,9 @@ import torch
 import gsd_kernels
 from gsd_kernels import GraphConfig
 from gsd_kernels_hf.files import write_json, write_text
-from gsd_kernels_hf.policy.acceptance import POOL, AcceptanceModel, GrowthPlan
+from gsd_kernels_hf.policy.acceptance import MISS, POOL, AcceptanceModel, GrowthPlan, Pool
 from gsd_kernels_hf.policy.fixed import FixedPolicy
 from gsd_kernels_hf.policy.ladder import ladder, shape_name
-from gsd_kernels_hf.sources.weights import Calibration
 
 from ..lib.environment import environment
 from ..lib.report import markdown
@@ -79,9 +78,9 @@ class Curve:
     device: str
     batch: int = 1
 
-    def seconds(self, shapes: Sequence[GraphConfig]) -> np.ndarray:
-        """Of every shape, and of a plain step last: [S + 1]."""
-        rows = self.batch * np.array([*(s.max_rows for s in shapes), 1])
+    def seconds(self, shapes: Sequence[GraphConfig], rows: np.ndarray) -> np.ndarray:
+        """Of every shape with ``rows`` [..., S] of a sequence, and of a plain step last: [..., S + 1]."""
+        rows = self.batch * np.concatenate([rows, np.ones_like(rows[..., :1])], -1)
         octaves, last = np.arange(len(self.target)), 2.0 ** (len(self.target) - 1)
         target = np.interp(np.log2(rows), octaves, np.maximum.accumulate(self.target)) * np.maximum(rows / last, 1.0)
         other = [
@@ -156,51 +155,62 @@ def record(file: Path = PROFILES) -> None:
     np.savez_compressed(file, **arrays)
 
 
-def windows(file: Path = PROFILES) -> dict[str, list[dict[str, np.ndarray]]]:
+def windows(file: Path = PROFILES) -> dict[str, list[dict[str, Pool]]]:
     """By kind of text: pools of calibrated profiles, as the policy would have them at some place of a text."""
     arrays = np.load(file)
-    found: dict[str, list[dict[str, np.ndarray]]] = {}
+    found: dict[str, list[dict[str, Pool]]] = {}
     for kind in KINDS:
-        probs, hits = arrays[f"{kind}/model/probs"].astype(float), arrays[f"{kind}/model/hits"]
-        model = AcceptanceModel(probs.shape[1])
-        model.observe("model", probs, hits)
-        ranks = np.broadcast_to(np.arange(probs.shape[1]), probs.shape)
-        ratio = (model.hits / model.expected)[ranks, np.searchsorted(Calibration.EDGES, probs)]
-        rows = {"model": np.minimum(probs * ratio, 1.0), "lookup": arrays[f"{kind}/lookup/probs"].astype(float)}
+        whole = {}
+        for name in ("model", "lookup"):
+            probs, hits = arrays[f"{kind}/{name}/probs"].astype(float), arrays[f"{kind}/{name}/hits"]
+            model = AcceptanceModel(probs.shape[1])
+            model.observe(name, probs, hits)
+            whole[name] = model.calibrated(name, probs), np.where(hits.any(1), hits.argmax(1), MISS)
         found[kind] = []
         for number in range(PROMPTS):
-            own = {name: rows[name][arrays[f"{kind}/{name}/prompt"] == number] for name in rows}
+            own = {n: [part[arrays[f"{kind}/{n}/prompt"] == number] for part in parts] for n, parts in whole.items()}
             for share in WINDOWS:
-                ends = {name: max(8, int(share * len(own[name]))) for name in own}
-                found[kind].append({name: own[name][max(0, ends[name] - POOL) : ends[name]] for name in own})
+                pools = {}
+                for name, (profiles, picks) in own.items():
+                    end = max(8, int(share * len(picks)))
+                    pools[name] = Pool(profiles[max(0, end - POOL) : end], picks[max(0, end - POOL) : end])
+                found[kind].append(pools)
     return found
+
+
+def weakened(pool: Pool) -> Pool:
+    """The same text, less alike to itself: the history's candidates are less likely, and fewer of them picked."""
+    picked = np.random.default_rng(0).random(len(pool.picks)) < WEAK
+    return Pool(WEAK * pool.profiles, np.where(picked, pool.picks, MISS))
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Tokens of a step by kind of text, [windows, S]; with a history as recorded, and with a weaker one."""
+    """Tokens and rows of a step by kind of text, [windows, S] each; with the history recorded, and a weaker one."""
 
     shapes: list[GraphConfig]
-    tokens: dict[str, np.ndarray]
-    weak: dict[str, np.ndarray]
+    usual: dict[str, tuple[np.ndarray, np.ndarray]]
+    weak: dict[str, tuple[np.ndarray, np.ndarray]]
 
     @classmethod
-    def of(cls, shapes: list[GraphConfig], pools: dict[str, list[dict[str, np.ndarray]]]) -> Simulation:
+    def of(cls, shapes: list[GraphConfig], pools: dict[str, list[dict[str, Pool]]]) -> Simulation:
         plans = [GrowthPlan(shapes[i : i + 32], 4) for i in range(0, len(shapes), 32)]
 
-        def predict(window: dict[str, np.ndarray]) -> np.ndarray:
-            return np.concatenate([plan.tokens(window) for plan in plans])
+        def predict(found: list[dict[str, Pool]]) -> tuple[np.ndarray, np.ndarray]:
+            parts = [[plan.predict(window) for plan in plans] for window in found]
+            return tuple(np.stack([np.concatenate([p[i] for p in part]) for part in parts]) for i in (0, 1))
 
-        tokens, weak = {}, {}
-        for kind, found in pools.items():
-            tokens[kind] = np.stack([predict(window) for window in found])
-            weak[kind] = np.stack([predict({**window, "lookup": WEAK * window["lookup"]}) for window in found])
-        return cls(shapes, tokens, weak)
+        usual = {kind: predict(found) for kind, found in pools.items()}
+        weak = {
+            kind: predict([{**window, "lookup": weakened(window["lookup"])} for window in found])
+            for kind, found in pools.items()
+        }
+        return cls(shapes, usual, weak)
 
     def rates(self, curve: Curve, kind: str, *, weak: bool = False) -> np.ndarray:
         """Tokens a second by window and shape, plain decoding last: [windows, S + 1]."""
-        tokens = (self.weak if weak else self.tokens)[kind]
-        return np.concatenate([tokens, np.ones((len(tokens), 1))], 1) / curve.seconds(self.shapes)
+        tokens, rows = (self.weak if weak else self.usual)[kind]
+        return np.concatenate([tokens, np.ones((len(tokens), 1))], 1) / curve.seconds(self.shapes, rows)
 
 
 def loss(rates: np.ndarray, some: Sequence[int], among: Sequence[int]) -> float:

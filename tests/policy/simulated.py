@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gsd_kernels import GraphConfig
-from gsd_kernels_hf.policy.acceptance import AcceptanceModel, GrowthPlan
+from gsd_kernels_hf.policy.acceptance import AcceptanceModel, GrowthPlan, Pool
 from gsd_kernels_hf.policy.auto import AutoPolicy, Experience
 from gsd_kernels_hf.policy.costs import CostModel, Known
 from gsd_kernels_hf.policy.ladder import BRANCH, ladder
@@ -17,7 +17,7 @@ KNOWN = Known(1e9, 12, 3.2e6, 2, 3e4, bandwidth=1.4e10, draft_layer_seconds=5e-5
 
 EASY = ((0.95, 0.02, 0.01, 0.0), (0.9, 0.03, 0.01, 0.0))  # of all sources, of those without a forward
 USUAL = ((0.7, 0.1, 0.05, 0.03), (0.45, 0.08, 0.04, 0.02))
-HOPELESS = ((0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0))
+HOPELESS = ((1e-4,) * 4, (1e-4,) * 4)  # proposed, and never right
 
 FLOAT32 = {1: 0.077, 2: 0.127, 4: 0.127, 8: 0.127, 16: 0.156, 32: 0.211, 64: 0.298, 128: 0.550}
 BFLOAT16 = {1: 0.052, 4: 0.055, 8: 0.060, 16: 0.068, 32: 0.097, 64: 0.150, 128: 0.280}
@@ -57,7 +57,9 @@ class World:
         if shape is None:
             return 1.0
         if shape not in self.known:
-            self.known[shape] = float(GrowthPlan([shape], BRANCH).tokens(self.text)[0])
+            self.known[shape] = float(
+                GrowthPlan([shape], BRANCH).predict({n: Pool.of(p) for n, p in self.text.items()})[0][0]
+            )
         return self.known[shape]
 
     def takes(self, shape: GraphConfig | None) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from gsd_kernels import cpu_levels
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels_hf.engine import decoder, engine
 from gsd_kernels_hf.policy import pairs, tuning
-from gsd_kernels_hf.policy.auto import AutoPolicy
+from gsd_kernels_hf.policy.auto import KNOWN_CHOICE, AutoPolicy
 from gsd_kernels_hf.policy.ladder import ladder
 
 OPTIONS = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
@@ -95,7 +95,7 @@ def test_a_second_process_takes_the_shapes_that_the_first_one_took_last(models, 
     forget()
     steps = []
     generate(models, tokens=60, observer=lambda record: steps.append(record.graph is None))
-    assert opened[-1]._first()[1] == 10
+    assert opened[-1]._first()[1] == KNOWN_CHOICE
     assert steps[:10] == [last is None] * len(steps[:10])
 
 

@@ -1,13 +1,14 @@
 """What has been accepted lately, and how many tokens a step of any shape would bring.
 
-Tokens per step are predicted by growing small trees from the candidate probabilities that were seen lately, after
-calibration: how often a candidate of this rank and this draft probability was the target's pick. What steps really
-brought corrects the prediction, shape by shape.
+Tokens per step are predicted by growing small trees over what was decoded last: from the candidate probabilities that
+were seen there, after calibration (how often a candidate of this rank and this probability was the target's pick), and
+from what was picked. What steps really brought corrects the prediction, for shapes with and without a draft model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,18 @@ from gsd_kernels import GraphConfig
 
 from ..sources.weights import Calibration
 
-POOL = 64  # profiles kept
+POOL = 96  # profiles kept
 START = 4  # profiles that a prior counts for
-SEEN = 32  # profiles from which on predictions are judged
+SEEN = 32  # profiles from which on predictions are judged, and a prior is forgotten
 FORGET = 0.998  # of what was counted, an observation
-TREES = 12  # trees grown for a prediction
-OPEN = 64  # unexpanded nodes that a tree keeps
+TREES = 24  # grown for a prediction
+OPEN = 24  # unexpanded nodes that a tree keeps, at least
+MISS, UNKNOWN = -1, -2  # in the place of a rank
 # Acceptance by rank, before anything was seen: of a model with all other sources, and of those that cost no forward.
 PRIORS = {"model": (0.62, 0.12, 0.06, 0.04), "lookup": (0.4, 0.08, 0.04, 0.02)}
 OPTIMIST = (0.95, 0.03, 0.01, 0.005)  # an easy text: what speculation could reach at best
-BELIEF = 6.0  # hits that the draft's own probabilities count for
-KIND_WEIGHT, SHAPE_WEIGHT = 16.0, 200.0  # tokens that a ratio of one counts for, of a kind of shape and of one shape
+BELIEF = {"model": 6.0, "lookup": 3.0}  # hits that the sources' own probabilities count for
+RATIO_WEIGHT = 16.0  # tokens that a ratio of one counts for
 GAIN_MEMORY = 0.99  # of what a shape brought, a step
 
 
@@ -36,23 +38,38 @@ def kind_of(config: GraphConfig) -> str:
     return "model" if config.depth else "lookup"
 
 
+@dataclass
 class Pool:
-    """Candidate probabilities that were seen lately, calibrated: [n, K], oldest first, at most :data:`POOL`."""
+    """What sources thought of the candidates after accepted tokens, one after the other as they stand in the text.
 
-    def __init__(self, prior: tuple[float, ...], branch: int) -> None:
-        self.profiles = np.tile(padded(prior, branch), (START, 1))
+    Attributes:
+        profiles: candidate probabilities, calibrated, [n, K], at most :data:`POOL`, the oldest first.
+        picks: rank of the candidate that was picked, :data:`MISS` for none, :data:`UNKNOWN` in a prior; int [n].
+    """
 
-    def add(self, probs: np.ndarray) -> None:
-        """[n, K']"""
+    profiles: np.ndarray
+    picks: np.ndarray
+
+    @classmethod
+    def of(cls, profiles: np.ndarray, picks: np.ndarray | None = None) -> Pool:
+        """Profiles [n, K] of which nobody knows what was picked, or is told."""
+        return cls(profiles, np.full(len(profiles), UNKNOWN) if picks is None else picks)
+
+    @classmethod
+    def prior(cls, profile: tuple[float, ...], branch: int, count: int = START) -> Pool:
+        return cls.of(np.tile(padded(profile, branch), (count, 1)))
+
+    def add(self, probs: np.ndarray, hits: np.ndarray) -> None:
+        """Candidates after accepted nodes and whether each was picked, [n, K'] both."""
         new = np.zeros((len(probs), self.profiles.shape[1]))
         new[:, : probs.shape[1]] = probs
         for rank in range(probs.shape[1], new.shape[1]):  # a wider shape would have had something there
             new[:, rank] = 0.5 * np.minimum(new[:, rank - 1], np.maximum(1.0 - new[:, :rank].sum(1), 0.0))
-        self.profiles = np.concatenate([self.profiles, new])[-POOL:]
-
-    def restart(self) -> None:
-        """Forget: what comes is another text, perhaps an easy one."""
-        self.profiles = np.tile(padded(OPTIMIST, self.profiles.shape[1]), (START // 2, 1))
+        profiles = np.concatenate([self.profiles, new])
+        picks = np.concatenate([self.picks, np.where(hits.any(1), hits.argmax(1), MISS)])
+        if (seen := picks != UNKNOWN).sum() >= SEEN:  # a prior has had its say
+            profiles, picks = profiles[seen], picks[seen]
+        self.profiles, self.picks = profiles[-POOL:], picks[-POOL:]
 
 
 class AcceptanceModel:
@@ -60,78 +77,69 @@ class AcceptanceModel:
 
     def __init__(self, branch: int) -> None:
         self.branch = branch
-        bins = len(Calibration.EDGES) + 1
-        # Hits, and hits expected by the draft. Start out by believing the draft, with the weight of a few hits.
-        self.hits = np.full((branch, bins), BELIEF)
-        self.expected = np.full((branch, bins), BELIEF)
-        self.pools = {name: Pool(prior, branch) for name, prior in PRIORS.items()}
-        # Tokens beyond the first that steps brought, and that had been predicted: by kind or shape.
+        # Hits, and hits expected by the sources, [branch, bins]. Start out by believing them, with a few hits' weight.
+        self.hits = {name: np.full((branch, len(Calibration.EDGES) + 1), hits) for name, hits in BELIEF.items()}
+        self.expected = {name: table.copy() for name, table in self.hits.items()}
+        self.pools = {name: Pool.prior(prior, branch) for name, prior in PRIORS.items()}
+        # Tokens beyond the first that steps brought, and that had been predicted: by kind of shape.
         self.gains: dict[str, tuple[float, float]] = {}
 
     def observe(self, name: str, probs: np.ndarray, hits: np.ndarray) -> None:
         """Candidates after accepted nodes as proposed by ``name``'s sources, and whether each was picked, [n, K]."""
         if not len(probs):
             return
-        probs, hits = probs[:, : self.branch].astype(float), hits[:, : self.branch]
-        if name == "model":
-            ranks, bins = self._cells(probs)
-            self.hits, self.expected = (BELIEF + (counts - BELIEF) * FORGET for counts in (self.hits, self.expected))
-            np.add.at(self.hits, (ranks, bins), hits.astype(float))
-            np.add.at(self.expected, (ranks, bins), probs)
-            probs = np.minimum(probs * (self.hits / self.expected)[ranks, bins], 1.0)
-        self.pools[name].add(probs)
+        probs, hits = probs[:, : self.branch].astype(float), hits[:, : self.branch].astype(bool)
+        cells = _cells(probs)
+        for table, counts in ((self.hits[name], hits), (self.expected[name], probs)):
+            table += (BELIEF[name] - table) * (1.0 - FORGET)
+            np.add.at(table, cells, counts.astype(float))
+        self.pools[name].add(self.calibrated(name, probs), hits)
 
-    def observe_gain(self, config: GraphConfig, key: str, gained: float, predicted: float) -> None:
-        """Tokens beyond the first that a step of ``config`` brought a sequence, and what :meth:`tokens` had said."""
-        kind = kind_of(config)
+    def calibrated(self, name: str, probs: np.ndarray) -> np.ndarray:
+        """Probabilities [n, K] as often as candidates of such ranks and probabilities were picked."""
+        return np.minimum(probs * (self.hits[name] / self.expected[name])[_cells(probs)], 1.0)
+
+    def observe_gain(self, kind: str, gained: float, predicted: float) -> None:
+        """Tokens beyond the first that a step brought a sequence, and what :meth:`tokens` had said."""
         if len(self.pools[kind].profiles) < SEEN:  # a prediction from the prior says nothing of the shape
             return
-        predicted = 1.0 + (predicted - 1.0) / max(self.ratio(config, key), 1e-3)  # before correction
-        for name in (kind, key):
-            observed, expected = self.gains.get(name, (0.0, 0.0))
-            self.gains[name] = (GAIN_MEMORY * observed + gained, GAIN_MEMORY * expected + predicted - 1.0)
+        before = (predicted - 1.0) / max(self.ratio(kind), 1e-3)  # correction
+        observed, expected = self.gains.get(kind, (0.0, 0.0))
+        self.gains[kind] = (GAIN_MEMORY * observed + gained, GAIN_MEMORY * expected + before)
 
-    def ratio(self, config: GraphConfig, key: str) -> float:
-        """Observed over predicted tokens beyond the first; of the shape, as far as it was seen, else of its kind."""
-        observed, expected = self.gains.get(kind_of(config), (0.0, 0.0))
-        kind = (KIND_WEIGHT + observed) / (KIND_WEIGHT + expected)
-        observed, expected = self.gains.get(key, (0.0, 0.0))
-        return (SHAPE_WEIGHT * kind + observed) / (SHAPE_WEIGHT + expected)
+    def ratio(self, kind: str) -> float:
+        """Observed over predicted tokens beyond the first, of shapes of a kind."""
+        observed, expected = self.gains.get(kind, (0.0, 0.0))
+        return (RATIO_WEIGHT + observed) / (RATIO_WEIGHT + expected)
 
     def restart(self, kind: str) -> None:
         """Forget what was accepted lately of one kind of shape."""
-        self.pools[kind].restart()
-        self.gains = {
-            name: pair for name, pair in self.gains.items() if name.startswith("lookup") != (kind == "lookup")
-        }
+        self.pools[kind] = Pool.prior(OPTIMIST, self.branch, 1)
+        self.gains.pop(kind, None)
 
     def write(self, calibration: Calibration | None) -> None:
         """Put the current ratios into the device table."""
         if calibration is not None:
-            table = torch.from_numpy(np.log(self.hits / self.expected)).float()
+            table = torch.from_numpy(np.log(self.hits["model"] / self.expected["model"])).float()
             calibration.log_ratio.copy_(table[: calibration.log_ratio.shape[0]], non_blocking=True)
 
-    def _cells(self, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        ranks = np.broadcast_to(np.arange(probs.shape[1]), probs.shape)
-        return ranks, np.searchsorted(Calibration.EDGES, probs)
+    def tokens(self, plan: GrowthPlan) -> tuple[np.ndarray, np.ndarray]:
+        """Predicted tokens per step and rows of every shape of ``plan``, float64 [S] each."""
+        grown, rows = plan.predict(self.pools)
+        ratios = [self.ratio(kind_of(config)) for config in plan.shapes]
+        return 1.0 + (grown - 1.0) * np.array(ratios), rows
 
-    def tokens(self, plan: GrowthPlan, keys: Sequence[str]) -> np.ndarray:
-        """Predicted tokens per step of every shape of ``plan``, float64 [S]."""
-        grown = plan.tokens({name: pool.profiles for name, pool in self.pools.items()})
-        ratios = [self.ratio(config, key) for config, key in zip(plan.shapes, keys, strict=True)]
-        return 1.0 + (grown - 1.0) * np.array(ratios)
-
-    def easy_tokens(self, plan: GrowthPlan, kinds: Sequence[str]) -> np.ndarray:
+    def easy_tokens(self, plan: GrowthPlan, kinds: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """The same on a text that is easy for the sources of these kinds, whatever was seen of them."""
-        easy = padded(OPTIMIST, self.branch)[None]
-        return plan.tokens({name: easy if name in kinds else pool.profiles for name, pool in self.pools.items()})
+        easy = Pool.prior(OPTIMIST, self.branch, 1)
+        return plan.predict({name: easy if name in kinds else pool for name, pool in self.pools.items()})
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, for the disk."""
         return {
-            "hits": self.hits.tolist(),
-            "expected": self.expected.tolist(),
-            "pools": {name: pool.profiles.tolist() for name, pool in self.pools.items()},
+            "hits": {name: table.tolist() for name, table in self.hits.items()},
+            "expected": {name: table.tolist() for name, table in self.expected.items()},
+            "pools": {name: [p.profiles.tolist(), p.picks.tolist()] for name, p in self.pools.items()},
             "gains": {name: list(pair) for name, pair in self.gains.items()},
         }
 
@@ -141,26 +149,34 @@ class AcceptanceModel:
         Raises:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.
         """
-        tables = [np.array(data[name], dtype=float) for name in ("hits", "expected")]
-        pools = {name: np.array(data["pools"][name], dtype=float) for name in self.pools}
+        hits, expected = (
+            {name: np.array(data[part][name], dtype=float) for name in self.hits} for part in ("hits", "expected")
+        )
+        pools = {}
+        for name in self.pools:
+            profiles, picks = data["pools"][name]
+            pools[name] = Pool(np.array(profiles, dtype=float), np.array(picks, dtype=int))
         gains = {str(name): (float(a), float(b)) for name, (a, b) in data["gains"].items()}
-        if any(table.shape != self.hits.shape or not (table > 0).all() for table in tables):
-            raise ValueError("acceptance: tables of another size")
-        for rows in pools.values():
+        for table in (*hits.values(), *expected.values()):
+            if table.shape != (self.branch, len(Calibration.EDGES) + 1) or not (table > 0).all():
+                raise ValueError("acceptance: tables of another size")
+        for pool in pools.values():
+            rows, picks = pool.profiles, pool.picks
             fits = rows.ndim == 2 and rows.shape[1] == self.branch and 0 < len(rows) <= POOL
             if not fits or not ((rows >= 0) & (rows <= 1)).all():
                 raise ValueError("acceptance: profiles of another size, or no probabilities")
-        self.hits, self.expected = tables
-        for name, rows in pools.items():
-            self.pools[name].profiles = rows
-        self.gains = gains
+            if picks.shape != rows.shape[:1] or not ((picks >= UNKNOWN) & (picks < self.branch)).all():
+                raise ValueError("acceptance: picks of another number, or no ranks")
+        self.hits, self.expected, self.pools, self.gains = hits, expected, pools, gains
 
 
 class GrowthPlan:
-    """Trees of several shapes, grown side by side from the same profiles.
+    """Trees of several shapes, grown side by side over the places of a text that was just decoded.
 
-    A shape's first ``depth`` levels draw from the pool ``"model"``, its history levels from ``"lookup"``. Which
-    profile a node gets is fixed once, so that differences between shapes are not noise. Merging is not modelled.
+    A tree begins at one of :data:`TREES` places of the pools and goes on with the profiles that followed there, the
+    same for all nodes of a level, so that runs of easy tokens stay runs. A shape's first ``depth`` levels read the pool
+    ``"model"``, its history levels ``"lookup"``. Half of a prediction is what the candidates promise, half what the
+    tree would have brought there. Merging is not modelled.
 
     Args:
         shapes: S of them.
@@ -183,34 +199,62 @@ class GrowthPlan:
         width = np.where(level == 0, 1, width) * (level < total[:, None])  # [S, L]; nodes that a level expands
         self.modelled = level < depth[:, None]  # [S, L]
         self.expands = np.arange(self.width) < width[:, :, None]  # [S, L, W]
-        ranks = np.arange(branch) < np.array([s.branch for s in shapes])[:, None]  # [S, K]
-        self.mask = (self.expands[..., None] & ranks[:, None, None, :]).astype(np.float32)  # [S, L, W, K]
-        self.draws = np.random.default_rng(0).integers(1 << 30, size=(TREES, self.levels, self.width))
+        self.inside = level < total[:, None]  # [S, L]
+        self.ranks = np.arange(branch) < np.array([s.branch for s in shapes])[:, None]  # [S, K]
         self.last_row = np.array([s.max_rows for s in shapes]) - 1
+        self.open = max(OPEN, int(self.last_row.max(initial=0)) // 2)
         self.predictions = 0
 
-    def tokens(self, pools: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Predicted tokens per step by shape, float64 [S]; pools [n, K] by name."""
+    def predict(self, pools: Mapping[str, Pool]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens per step and rows by shape, float64 [S] each."""
         self.predictions += 1
-        count = len(self.shapes)
-        bank = np.concatenate([pools["model"], pools["lookup"]]).astype(np.float32)
-        by_model = self.draws % len(pools["model"])  # [T, L, W]
-        by_lookup = len(pools["model"]) + self.draws % len(pools["lookup"])
-        index = np.where(self.modelled[:, None, :, None], by_model, by_lookup)  # [S, T, L, W]
-        profiles = bank[index] * self.mask[:, None]  # [S, T, L, W, K]
-        open_nodes = profiles[:, :, 0, 0]  # [S, T, n]; path probabilities
+        model, lookup = pools["model"], pools["lookup"]
+        index = np.where(
+            self.modelled[:, None], self._places(len(model.picks)), len(model.picks) + self._places(len(lookup.picks))
+        )  # [S, T, L]
+        profiles = np.concatenate([model.profiles, lookup.profiles]).astype(np.float32)[index]  # [S, T, L, K]
+        profiles *= self.ranks[:, None, None, :]
+        picks = np.concatenate([model.picks, lookup.picks])[index]  # [S, T, L]
+        best = self._grow(profiles)  # [S, T, rows]
+        shape = np.arange(len(self.shapes))
+        last = np.minimum(self.last_row, best.shape[-1]) - 1
+        promised = best.cumsum(-1, dtype=float)[shape, :, last]  # [S, T]
+        rows = 1.0 + np.minimum((best > 0).sum(-1), last[:, None] + 1).mean(1)
+        # What was picked there is among the rows if its path is no less likely than the last of them.
+        path = np.take_along_axis(profiles, np.maximum(picks, 0)[..., None], -1)[..., 0].cumprod(-1)
+        least = np.maximum(best[shape, :, last], 1e-12) * (1.0 - 1e-5)
+        accepted = ((picks >= 0) & self.inside[:, None] & (path >= least[..., None])).cumprod(-1).sum(-1)  # [S, T]
+        missed = (picks == MISS).cumsum(-1) > 0
+        known = ((picks != UNKNOWN) | missed | ~self.inside[:, None]).all(-1)
+        gained = np.where(known, 0.5 * (promised + accepted), promised)
+        return 1.0 + gained.mean(1), rows
+
+    def _places(self, count: int) -> np.ndarray:
+        """Where in a pool of ``count`` profiles the levels of every tree look: [T, L]."""
+        return (np.arange(TREES)[:, None] * count // TREES + np.arange(self.levels)) % count
+
+    def _grow(self, profiles: np.ndarray) -> np.ndarray:
+        """Path probabilities of the likeliest nodes of every tree, descending: [S, T, L, K] → [S, T, most rows]."""
+        open_nodes = profiles[:, :, 0]
         nodes = [open_nodes]
         for level in range(1, self.levels):
             ranked = -np.sort(-open_nodes, axis=-1)
-            frontier, rest = ranked[..., : self.width], ranked[..., self.width : OPEN]
-            wide = frontier.shape[-1]
-            children = (frontier[..., None] * profiles[:, :, level, :wide]).reshape(count, TREES, -1)
+            frontier, rest = ranked[..., : self.width], ranked[..., self.width : self.open]
+            expands = self.expands[:, None, level, : frontier.shape[-1]]
+            children = (frontier * expands)[..., None] * profiles[:, :, level, None]  # [S, T, W, K]
+            children = children.reshape(*children.shape[:2], -1)
             nodes.append(children)
-            left = np.where(self.expands[:, None, level, :wide], 0.0, frontier)
-            open_nodes = np.concatenate([left, rest, children], -1)
-        best = -np.sort(-np.concatenate(nodes, -1), axis=-1)
-        by_rows = best.mean(1, dtype=float).cumsum(-1)  # [S, n]
-        return 1.0 + by_rows[np.arange(count), np.minimum(self.last_row, by_rows.shape[1]) - 1]
+            open_nodes = np.concatenate([np.where(expands, 0.0, frontier), rest, children], -1)
+        found = np.concatenate(nodes, -1)
+        most = max(int(self.last_row.max()), 1)
+        if found.shape[-1] > most:
+            found = -np.partition(-found, most - 1, axis=-1)[..., :most]
+        return -np.sort(-found, axis=-1)
+
+
+def _cells(probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rank and bin of every probability, [n, K] each."""
+    return np.broadcast_to(np.arange(probs.shape[1]), probs.shape), np.searchsorted(Calibration.EDGES, probs)
 
 
 def padded(profile: tuple[float, ...], branch: int) -> np.ndarray:

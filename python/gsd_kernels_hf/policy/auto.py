@@ -25,13 +25,14 @@ from .ladder import BRANCH
 GAIN = 1.02  # a new shape must promise this much more than the current one
 HOPE = 1.05  # an uncertain one this much more, at best, to be tried
 TRIAL_STEPS = 2
+FIRST_TRIAL = 8  # steps of a generation before
+REST = 16  # steps until a shape is tried again
 RETRY_STEPS = 5  # after speculation was off
-TRIAL_SHARE = 0.03  # of the time of a generation, which trials may cost
-FIRST_CHOICE, KNOWN_CHOICE = 4, 10  # steps until the first choice; where an earlier call's shape goes on
+TRIAL_SHARE = 0.02  # of the time of a generation, which trials may cost
+FIRST_CHOICE, KNOWN_CHOICE = 2, 10  # steps until the first choice; where an earlier call's shape goes on
 INTERVAL = 16  # steps between choices, at most
 PATIENCE, MOST_PATIENCE = 64, 1024  # plain steps until speculation is tried again
 NOTHING = 1.1  # tokens a step, below which speculation brings nothing, whatever it costs
-FOLLOW = 0.1  # of a new share of rows that hold a token
 REMEMBERED = 8  # batch sizes
 
 
@@ -50,7 +51,6 @@ class Experience:
         self.plan = GrowthPlan(list(self.shapes.values()), BRANCH)
         self.last: dict[str, str] = {}  # batch size → shape that the last generation ended with
         self.wait, self.patience = 0, PATIENCE
-        self.fill = dict.fromkeys(self.shapes, 1.0)  # share of a shape's rows that hold a token
         self.warm: set[str] = set()  # shapes that ran in this process
 
     def as_dict(self) -> dict[str, Any]:
@@ -60,7 +60,6 @@ class Experience:
             "last": self.last,
             "wait": self.wait,
             "patience": self.patience,
-            "fill": self.fill,
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
@@ -71,11 +70,10 @@ class Experience:
         """
         last = {str(batch): str(name) for batch, name in data["last"].items()}
         wait, patience = int(data["wait"]), int(data["patience"])
-        fill = {name: float(data["fill"][name]) for name in self.shapes}
-        if not all(0 <= share <= 1 for share in fill.values()) or not 1 <= patience <= MOST_PATIENCE or wait < 0:
+        if not 1 <= patience <= MOST_PATIENCE or wait < 0:
             raise ValueError("experience: values out of range")
         self.acceptance.load(data["acceptance"])
-        self.last, self.wait, self.patience, self.fill = last, wait, patience, fill
+        self.last, self.wait, self.patience = last, wait, patience
 
     def keep(self, batch: int, name: str) -> None:
         """Remember where a generation ended."""
@@ -99,15 +97,15 @@ class AutoPolicy:
         self.names = (PLAIN, *experience.shapes)
         self.configs: tuple[GraphConfig | None, ...] = (None, *experience.shapes.values())
         self.of_costs = np.array([experience.costs.index[name] for name in self.names])
-        self.max_rows = np.array([1, *(shape.max_rows for shape in experience.shapes.values())])
         self.kinds = tuple(dict.fromkeys(kind_of(shape) for shape in experience.shapes.values()))
         self.cached = float(batch * prefix)  # tokens in the target's cache, all sequences together
         self.steps = 0
         self.since = 0  # steps of the current shape
+        self.tried: dict[int, int] = {}  # shape → step of its last trial
         self.home: int | None = None  # during a trial: the shape to go back to
         self.timed = False  # whether the last step's times were known
         self.elapsed = self.lost = self.trial_seconds = 0.0
-        self.expected = np.ones(len(self.names))
+        self.expected = self.rows = np.ones(len(self.names))
         self.current, self.next_choice = self._first()
 
     def _first(self) -> tuple[int, int]:
@@ -147,9 +145,7 @@ class AutoPolicy:
         active = [count for count in tokens if count > 0]
         if config is not None and active:
             gained = sum(active) / len(active) - 1.0
-            experience.acceptance.observe_gain(config, name, gained, self.expected[self.current])
-            share = min(rows / config.max_rows, 1.0)
-            experience.fill[name] += FOLLOW * (share - experience.fill[name])
+            experience.acceptance.observe_gain(kind_of(config), gained, self.expected[self.current])
         noise = NOISE if name in experience.warm else COLD
         experience.warm.add(name)
         experience.costs.observe(
@@ -175,17 +171,13 @@ class AutoPolicy:
             self.saver.save()
 
     def _predict(self) -> None:
-        acceptance = self.experience.acceptance
-        self.expected = np.concatenate([[1.0], acceptance.tokens(self.experience.plan, self.names[1:])])
-
-    def _rows(self) -> np.ndarray:
-        """Rows of every shape, all sequences together."""
-        fill = np.array([1.0, *self.experience.fill.values()])
-        return self.batch * np.maximum(1.0, fill * self.max_rows)
+        """Tokens and rows that a step of every shape would have now, of one sequence."""
+        tokens, rows = self.experience.acceptance.tokens(self.experience.plan)
+        self.expected, self.rows = np.concatenate([[1.0], tokens]), np.concatenate([[1.0], rows])
 
     def _seconds(self) -> tuple[np.ndarray, np.ndarray]:
         costs = self.experience.costs
-        return costs.target_seconds(self._rows(), self.cached), costs.other_seconds(self.batch)[self.of_costs]
+        return costs.target_seconds(self.batch * self.rows, self.cached), costs.other_seconds(self.batch)[self.of_costs]
 
     def _rates(self, tokens: np.ndarray) -> np.ndarray:
         """Tokens a second of a sequence, by shape."""
@@ -196,7 +188,7 @@ class AutoPolicy:
         """The same, if a shape costs less than ``home`` by as much as is not known."""
         costs = self.experience.costs
         target, other = self._seconds()
-        rows = costs.target_weights(self._rows(), self.cached)
+        rows = costs.target_weights(self.batch * self.rows, self.cached)
         besides = costs.other_weights(self.of_costs, self.batch)
         target = target * np.exp(-costs.target.spread(rows - rows[home]))
         other = other * np.exp(-costs.other.spread(besides - besides[home]))
@@ -212,8 +204,7 @@ class AutoPolicy:
         if self.current == 0 and self.home is None:
             self._retry()
             return
-        if self.home is None:  # a trial tells seconds; what is accepted was predicted at its beginning
-            self._predict()
+        self._predict()
         rates = self._rates(self.expected)
         home = self.current if self.home is None else self.home
         if self.home is not None:
@@ -233,7 +224,7 @@ class AutoPolicy:
             self.experience.patience = min(2 * self.experience.patience, MOST_PATIENCE)
         elif best and self._unseen(best) and self.experience.wait == 0:
             self._retry()
-        elif best and self.timed and self.lost <= TRIAL_SHARE * self.elapsed:
+        elif best and self.timed and self.steps >= FIRST_TRIAL:
             self._try(rates, best)
 
     def _take(self, shape: int) -> None:
@@ -244,10 +235,12 @@ class AutoPolicy:
     def _try(self, rates: np.ndarray, home: int) -> None:
         """Give two steps to the shape that could be better, if there is one."""
         hopes = self._hopes(home)
-        hopes[home] = 0.0
+        hopes[[home, *(shape for shape, step in self.tried.items() if self.steps < step + REST)]] = 0.0
         shape = int(hopes.argmax())
-        if hopes[shape] > HOPE * rates[home]:
+        loses = TRIAL_STEPS * self.elapsed / self.steps * max(0.0, 1.0 - rates[shape] / rates[home])
+        if hopes[shape] > HOPE * rates[home] and self.lost + loses <= TRIAL_SHARE * self.elapsed:
             self.home, self.trial_seconds = home, 0.0
+            self.tried[shape] = self.steps
             self._take(shape)
             self.next_choice = self.steps + TRIAL_STEPS
 
@@ -258,7 +251,9 @@ class AutoPolicy:
             self.next_choice = self.steps + min(INTERVAL, experience.wait)
             return
         unseen = self._unseen(self.current)
-        rates = self._rates(np.concatenate([[1.0], acceptance.easy_tokens(experience.plan, unseen)]))
+        tokens, rows = acceptance.easy_tokens(experience.plan, unseen)
+        self.rows = np.concatenate([[1.0], rows])
+        rates = self._rates(np.concatenate([[1.0], tokens]))
         some = [i for i, config in enumerate(self.configs) if config is not None and kind_of(config) in unseen]
         best = max(some, key=lambda i: float(rates[i]))
         if rates[best] < GAIN * rates[self.current]:

@@ -183,7 +183,7 @@ def measure(
 class SyntheticText:
     """A text of zeros that sources draft for while they are timed; see :class:`~gsd_kernels_hf.sources.base.Text`."""
 
-    continues, draws, reference_ids = False, None, None
+    continues, draws, reference_ids, memory = False, None, None, None
 
     def __init__(self, model: PreTrainedModel, state: DecodeState, capacity: int, branch: int, backend: str) -> None:
         self.state, self.capacity, self.branch, self.backend = state, capacity, branch, backend
