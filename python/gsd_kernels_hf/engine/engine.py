@@ -6,8 +6,9 @@ import copy
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ..model.identity import ModelState
 from ..policy.base import Policy
@@ -153,6 +154,14 @@ class Engine:
             self.idle.add(self, session)
 
 
+class Learner(Protocol):
+    """What learns from the calls of a patched model, see :mod:`gsd_kernels_hf.training.online`."""
+
+    def call(self, options: Any, prompt: Any, attention_mask: Any) -> AbstractContextManager[None]:
+        """Hold a call of these options: watch it, and learn when it is over."""
+        ...
+
+
 class Engines:
     """The engines of one target, by sources and criterion; at most :data:`MOST_ENGINES`.
 
@@ -160,11 +169,15 @@ class Engines:
         keeps_sessions: whether caches, captured steps and drafts are kept for later calls: the memory of up to
             :data:`MOST_SESSIONS` sessions.
         memory: what histories leave from call to call; ``None``: nothing.
+
+    Attributes:
+        learner: what learns from the calls, if anything does.
     """
 
     def __init__(self, *, keeps_sessions: bool = False, memory: HistoryMemory | None = None) -> None:
         self.idle = Idle() if keeps_sessions else None
         self.memory = memory
+        self.learner: Learner | None = None
         self._engines: list[Engine] = []
         self._lock = threading.Lock()
 
