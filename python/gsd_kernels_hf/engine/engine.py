@@ -82,8 +82,8 @@ class Engine:
     """Sessions and statistics of one target with one set of sources and one criterion.
 
     Calls that overlap in time have a session each. They begin with what was learned by the last call that ended. Where
-    a model was changed in place since a session's text was begun, no key or value of it is used; where its tensors,
-    modules, settings or hooks are others, the session is not.
+    a model was changed in place since a session's text was begun, no key or value of it is used, nor of any other model
+    unless it was a draft model; where its tensors, modules, settings or hooks are others, the session is not.
 
     Args:
         parts: the objects that the sources are made of, held weakly: an engine ends with them.
@@ -139,7 +139,11 @@ class Engine:
             session = Session(kind, request.model, request.device, capacity, [copy.copy(s) for s in sources])
         else:
             session.grow(capacity)
-            current = session.models == states
+            changed = [modules[name] for name, state in states.items() if session.models[name] != state]
+            # A draft model's cache is all that depends on it: of one that learns, nothing else is read anew.
+            drafts = [request.options.assistant_model, *request.options.other_drafts]
+            current = all(any(module is draft for draft in drafts) for module in changed)
+            session.forget(changed)
         session.models = states
         return session, current
 
