@@ -249,7 +249,7 @@ def test_learning_waits_for_calls_and_calls_for_learning():
     assert inside.wait(10)
     threads.append(threading.Thread(target=learn))
     threads[1].start()
-    while not gate._waiting:
+    while not gate._waiting and threads[1].is_alive():
         threads[1].join(0.001)
     threads.append(threading.Thread(target=call, args=("second",)))
     threads[2].start()
