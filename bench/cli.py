@@ -54,6 +54,7 @@ BENCHMARKS = {
         "tree-table": generation.tree_table,
         "sources-table": generation.sources_table,
         "corpus": generation.corpus,
+        "online": generation.online,
         "drafters": generation.drafters,
         "typical-deviation": generation.typical_deviation,
         "ladder": generation.ladder,

@@ -37,6 +37,7 @@ SECTIONS = {
         "DFlash",
         "LayerSkip",
         "Corpus",
+        "OnlineLearner",
         "GraphDecoder",
     ),
     "Draft sources": ("DraftSource", "Level", "Proposal", "Verified", "Text", "DecodeState", "Sampler"),

@@ -1,4 +1,4 @@
-"""``gsd-kernels bench generate | first-token | tree-table | sources-table | corpus | typical-deviation``."""
+"""``gsd-kernels bench generate | first-token | tree-table | sources-table | corpus | online | typical-deviation``."""
 
 from __future__ import annotations
 
@@ -279,6 +279,31 @@ def corpus(
         quick=quick,
     )
     typer.echo(run(settings, corpus=index or cache_dir() / f"bench-{name}", folder=out, name=name))
+
+
+def online(
+    requests: Annotated[int, typer.Option("--requests", min=1, help="Pieces of one held-out file.")] = 40,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Of every prompt.")] = 64,
+    new_tokens: NewTokens = 48,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Of learning after a request.")] = 2,
+    lr: Annotated[float, typer.Option("--lr", help="Learning rate.")] = 1e-4,
+    quick: Annotated[bool, typer.Option("--quick", help="Three requests of eight tokens.")] = False,
+    out: Out = RESULTS,
+) -> None:
+    """What is accepted of a draft that learns while serving, by number of requests on one topic."""
+    from gsd_kernels_hf.console.pair import quiet_transformers
+
+    from .online_table import NAME, Settings, run
+
+    quiet_transformers()
+    settings = Settings(
+        requests=3 if quick else requests,
+        prompt_tokens=prompt_tokens,
+        new_tokens=8 if quick else new_tokens,
+        steps=steps,
+        lr=lr,
+    )
+    typer.echo(run(settings, folder=out, name=f"{NAME}-quick" if quick else NAME))
 
 
 def drafters(

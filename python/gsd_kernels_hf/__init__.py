@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .sources.eagle3 import Eagle3
     from .sources.heads import DraftHeads
     from .sources.layer_skip import LayerSkip
+    from .training.online import OnlineLearner
 
 __all__ = [
     "Corpus",
@@ -31,6 +32,7 @@ __all__ = [
     "GraphGenerateOutput",
     "LayerSkip",
     "Level",
+    "OnlineLearner",
     "Proposal",
     "StepCosts",
     "Typical",
@@ -51,6 +53,7 @@ _HOMES = {
     "GraphGenerateOutput": "engine.output",
     "LayerSkip": "sources.layer_skip",
     "StepCosts": "policy.tuning",
+    "OnlineLearner": "training.online",
     "Typical": "acceptance.criteria",
     "Verified": "records",
     "DraftSource": "sources.base",

@@ -6,6 +6,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -93,14 +94,16 @@ def generate(
     handle: Patch | None = vars(model).get(_PATCH)
     if handle is not None:
         decoder.engines = handle.engines
-    output = type(model).generate(
-        model,
-        inputs,
-        generation_config=generation_config,
-        stopping_criteria=stopping_criteria,
-        custom_generate=decoder,
-        **kwargs,
-    )
+    learner = None if handle is None else handle.engines.learner
+    with nullcontext() if learner is None else learner.call(decoder, prompt, kwargs.get("attention_mask")):
+        output = type(model).generate(
+            model,
+            inputs,
+            generation_config=generation_config,
+            stopping_criteria=stopping_criteria,
+            custom_generate=decoder,
+            **kwargs,
+        )
     if handle is not None and decoder.stats is not None:
         handle.stats = decoder.stats
     return output

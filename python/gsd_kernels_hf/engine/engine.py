@@ -6,8 +6,9 @@ import copy
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ..model.identity import ModelState
 from ..policy.base import Policy
@@ -81,8 +82,8 @@ class Engine:
     """Sessions and statistics of one target with one set of sources and one criterion.
 
     Calls that overlap in time have a session each. They begin with what was learned by the last call that ended. Where
-    a model was changed in place since a session's text was begun, no key or value of it is used; where its tensors,
-    modules, settings or hooks are others, the session is not.
+    a model was changed in place since a session's text was begun, no key or value of it is used, nor of any other model
+    unless it was a draft model; where its tensors, modules, settings or hooks are others, the session is not.
 
     Args:
         parts: the objects that the sources are made of, held weakly: an engine ends with them.
@@ -138,7 +139,11 @@ class Engine:
             session = Session(kind, request.model, request.device, capacity, [copy.copy(s) for s in sources])
         else:
             session.grow(capacity)
-            current = session.models == states
+            changed = [modules[name] for name, state in states.items() if session.models[name] != state]
+            # A draft model's cache is all that depends on it: of one that learns, nothing else is read anew.
+            drafts = [request.options.assistant_model, *request.options.other_drafts]
+            current = all(any(module is draft for draft in drafts) for module in changed)
+            session.forget(changed)
         session.models = states
         return session, current
 
@@ -153,6 +158,14 @@ class Engine:
             self.idle.add(self, session)
 
 
+class Learner(Protocol):
+    """What learns from the calls of a patched model, see :mod:`gsd_kernels_hf.training.online`."""
+
+    def call(self, options: Any, prompt: Any, attention_mask: Any) -> AbstractContextManager[None]:
+        """Hold a call of these options: watch it, and learn when it is over."""
+        ...
+
+
 class Engines:
     """The engines of one target, by sources and criterion; at most :data:`MOST_ENGINES`.
 
@@ -160,11 +173,15 @@ class Engines:
         keeps_sessions: whether caches, captured steps and drafts are kept for later calls: the memory of up to
             :data:`MOST_SESSIONS` sessions.
         memory: what histories leave from call to call; ``None``: nothing.
+
+    Attributes:
+        learner: what learns from the calls, if anything does.
     """
 
     def __init__(self, *, keeps_sessions: bool = False, memory: HistoryMemory | None = None) -> None:
         self.idle = Idle() if keeps_sessions else None
         self.memory = memory
+        self.learner: Learner | None = None
         self._engines: list[Engine] = []
         self._lock = threading.Lock()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gsd_kernels import Acceptance, GraphConfig, Rows, TokenGraph, flatten
@@ -204,6 +204,12 @@ class Session:
         for rows in self.row_models:
             rows.grow(capacity)
         self.captured = None
+
+    def forget(self, models: Sequence[nn.Module]) -> None:
+        """Use no key or value of these models for the next text."""
+        for rows in self.row_models:
+            if any(rows.model is model for model in models):
+                rows.forget()
 
     def holds(self, request: Request) -> int:
         """Number of positions of a call's prompt that are in the target's cache."""

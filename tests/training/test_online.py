@@ -1,0 +1,332 @@
+"""Drafts that learn while serving: the same text, more of it accepted, bounded, undone bit for bit, whole on disk."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from models import noised, prompts, tiny
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import gsd_kernels as gsd
+from gsd_kernels_hf import files
+from gsd_kernels_hf.training import online_files
+from gsd_kernels_hf.training.online import Gate
+
+GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.4, "seed": 3}
+INPUTS = prompts(1, 12, seed=2)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def expected(target):
+    return gsd.generate(target, **INPUTS, **GREEDY)
+
+
+@pytest.fixture
+def draft(target):
+    return noised(target, 0.1)
+
+
+@contextmanager
+def patched(model, draft, **options):
+    kind, source = ("draft_heads", "heads") if isinstance(draft, gsd.DraftHeads) else ("assistant_model", "model")
+    options = {"graph_config": "chain", "draft_sources": (source,), **options}
+    handle = gsd.patch(model, **{kind: draft}, **options)
+    try:
+        yield handle
+    finally:
+        gsd.unpatch(model)
+
+
+def bits(model) -> list[bytes]:
+    return [p.detach().clone().view(torch.uint8).numpy().tobytes() for p in model.parameters()]
+
+
+def steps_of(handle, model, expected, calls: int, **options) -> list[int]:
+    found = []
+    for _ in range(calls):
+        assert torch.equal(model.generate(**INPUTS, **{**GREEDY, **options}), expected)
+        found.append(handle.stats.steps)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["draft", "heads"])
+def test_more_is_accepted_on_a_topic_that_comes_again(kind, target, draft, expected):
+    if kind == "heads":
+        draft = gsd.DraftHeads.for_model(target, 2)
+    first, theirs = bits(draft), bits(target)
+    with patched(target, draft) as handle:
+        without = steps_of(handle, target, expected, 2)
+        assert without[0] == without[1]
+        with gsd.OnlineLearner(handle, draft, steps=4, lr=3e-3 if kind == "draft" else 3e-2) as learner:
+            learned = steps_of(handle, target, expected, 5)
+            assert learned[0] == without[0] and learned[-1] < 0.7 * without[0]
+            assert learner.taken == 20 and bits(draft) != first
+        assert bits(draft) == first
+        assert steps_of(handle, target, expected, 1) == without[:1]
+    assert bits(target) == theirs and all(p.grad is None for p in (*target.parameters(), *draft.parameters()))
+
+
+def test_sampled_text_is_the_seeds_before_during_and_after(target, draft):
+    inputs = prompts(2, 9, seed=5)
+    plain = gsd.generate(target, **inputs, **SAMPLED)
+    seen = []
+    with patched(target, draft, graph_config="graph", draft_sources=("model", "history")) as handle:
+        assert torch.equal(target.generate(**inputs, **SAMPLED), plain)
+        state = torch.get_rng_state()
+        with gsd.OnlineLearner(handle, draft, lr=1e-2) as learner, torch.inference_mode():
+            for _ in range(3):
+                assert torch.equal(target.generate(**inputs, **SAMPLED, observer=seen.append), plain)
+            assert learner.taken == 3 and len(learner) == 6 and len(seen) > 3
+            # A call without the draft teaches nothing.
+            target.generate(**inputs, **SAMPLED, assistant_model=False, draft_sources=("history",))
+            assert learner.taken == 3 and len(learner) == 6
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.equal(target.generate(**inputs, **SAMPLED), plain)
+
+
+def test_lessons_are_what_the_target_picked(target, draft, expected):
+    inputs = prompts(3, 9, seed=5)  # left-padded
+    plain = gsd.generate(target, **inputs, **GREEDY)
+    with patched(target, draft) as handle, gsd.OnlineLearner(handle, draft, steps=0) as learner:
+        assert torch.equal(target.generate(**inputs, **GREEDY), plain)
+        for row, lesson in enumerate(learner._texts):
+            whole = torch.cat([inputs["input_ids"][row][inputs["attention_mask"][row].bool()], plain[row, 9:]])
+            assert torch.equal(lesson.tokens[: len(whole)], whole) and len(lesson.labels) >= GREEDY["max_new_tokens"]
+            emitted = lesson.tokens[-len(lesson.labels) :]
+            assert torch.equal(lesson.labels[:, 0], emitted)
+            alone = target(lesson.tokens[None]).logits[0].log_softmax(-1)[-len(emitted) - 1 : -1]
+            likely = alone.topk(8)
+            assert torch.equal(likely.indices, lesson.labels)
+            torch.testing.assert_close(likely.values.float(), lesson.log_probs, atol=1e-5, rtol=1e-5)
+
+
+def test_steps_texts_and_windows_are_bounded(target, draft, expected):
+    with patched(target, draft) as handle:
+        with gsd.OnlineLearner(handle, draft, steps=2, texts=2, window=10, top=3) as learner:
+            assert learner.step() == 0
+            steps_of(handle, target, expected, 3)
+            assert learner.taken == 6 and len(learner) == 2
+            assert all(len(t.tokens) == 10 and t.labels.shape == (10, 3) for t in learner._texts)
+            assert learner.step(3) == 3 and learner.step(0) == 0
+        assert learner.step() == 0 and len(learner) == 0
+        with gsd.OnlineLearner(handle, draft, steps=0) as learner:
+            steps_of(handle, target, expected, 1)
+            assert learner.taken == 0 and learner.step(1) == 1
+
+
+def test_a_failure_while_learning_costs_no_text(target, draft, expected, monkeypatch, caplog):
+    first = bits(draft)
+    with patched(target, draft) as handle, gsd.OnlineLearner(handle, draft) as learner:
+        loss = learner._loss
+        monkeypatch.setattr(learner, "_loss", lambda lesson: loss(lesson) * float("nan"))
+        steps_of(handle, target, expected, 1)
+        assert (learner.taken, learner.skipped, len(learner)) == (0, 1, 0) and bits(draft) == first
+
+        def out_of_memory(lesson):
+            raise torch.OutOfMemoryError("no memory")
+
+        monkeypatch.setattr(learner, "_loss", out_of_memory)
+        steps_of(handle, target, expected, 2)
+        assert caplog.text.count("no memory") == 1 and bits(draft) == first
+
+
+def test_what_was_saved_goes_on(target, draft, expected, tmp_path):
+    file, again = tmp_path / "learned", copy.deepcopy(draft)
+    with patched(target, draft) as handle, gsd.OnlineLearner(handle, draft, batch=1) as learner:
+        with pytest.raises(ValueError, match="no step was taken"):
+            learner.save(file)
+        steps_of(handle, target, expected, 2)
+        learner.save(file)
+        saved = bits(draft)
+        learner.step()
+        later = bits(draft)
+        texts = list(learner._texts)
+    with patched(target, again) as handle, gsd.OnlineLearner(handle, again, batch=1) as learner:
+        learner.load(file)
+        assert bits(again) == saved and learner.taken == 2
+        learner._texts.extend(texts)
+        learner.step()
+        assert bits(again) == later  # the optimizer goes on too
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("when", ["while it is written", "before it is renamed"])
+def test_a_kill_while_saving_leaves_the_last_state(when, target, draft, expected, tmp_path, monkeypatch):
+    file = tmp_path / "learned"
+    with patched(target, draft) as handle, gsd.OnlineLearner(handle, draft) as learner:
+        steps_of(handle, target, expected, 1)
+        learner.save(file)
+        saved = bits(draft)
+        learner.step()
+
+        def killed(*args, **kwargs):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def half(tensors, path, metadata):
+            path.write_bytes(b"half")
+            killed()
+
+        child = os.fork()
+        if child == 0:
+            if when == "while it is written":
+                online_files.save_file = half
+            else:
+                files._flush = killed
+            learner.save(file)
+            os._exit(0)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        assert len(list(tmp_path.iterdir())) == 2  # the half one beside it
+        learner.load(file)
+        assert bits(draft) == saved and learner.taken == 1
+        learner.step()
+        learner.save(file)
+        learner.load(file)
+
+
+def test_bad_files_are_refused_by_name(target, draft, expected, tmp_path):
+    file, bad = tmp_path / "learned", tmp_path / "bad"
+    with patched(target, draft) as handle, gsd.OnlineLearner(handle, draft) as learner:
+        steps_of(handle, target, expected, 1)
+        learner.save(file)
+        now = bits(draft)
+        tensors = load_file(file)
+        with safe_open(file, "pt") as opened:
+            about = opened.metadata()
+        name = next(iter(tensors))
+
+        def refused(message: str) -> None:
+            with pytest.raises(ValueError, match=message):
+                learner.load(bad)
+            assert bits(draft) == now and learner.taken == 1
+
+        with pytest.raises(FileNotFoundError, match="no such file"):
+            learner.load(bad)
+        for change, message in (
+            ({"format": "other"}, "holds nothing that a learner saved"),
+            ({"version": "2"}, "newer than 1"),
+            ({"version": "x"}, "damaged"),
+            ({"base": "0"}, "of another draft"),
+            ({"taken": "0"}, "damaged"),
+        ):
+            save_file(tensors, bad, metadata={**about, **change})
+            refused(message)
+        save_file({**tensors, name: tensors[name][:1].clone()}, bad, metadata=about)
+        refused("its tensors are not the draft's")
+        save_file({**tensors, name: tensors[name] * float("nan")}, bad, metadata=about)
+        refused("its tensors are not the draft's")
+        bad.write_bytes(file.read_bytes()[:-7])
+        refused("damaged")
+
+
+def test_learning_waits_for_calls_and_calls_for_learning():
+    gate, order, inside, leave = Gate(), [], threading.Event(), threading.Event()
+
+    def call(name: str) -> None:
+        with gate.call():
+            order.append(name)
+            inside.set()
+            assert leave.wait(10)
+
+    def learn() -> None:
+        with gate.alone("step"):
+            order.append("learned")
+
+    threads = [threading.Thread(target=call, args=("first",))]
+    threads[0].start()
+    assert inside.wait(10)
+    threads.append(threading.Thread(target=learn))
+    threads[1].start()
+    while not gate._waiting and threads[1].is_alive():
+        threads[1].join(0.001)
+    threads.append(threading.Thread(target=call, args=("second",)))
+    threads[2].start()
+    threads[2].join(0.05)
+    assert order == ["first"] and gate.busy
+    leave.set()
+    for thread in threads:
+        thread.join(10)
+    assert order == ["first", "learned", "second"] and not gate.busy
+    with gate.call(), gate.call(), pytest.raises(RuntimeError, match="step: not inside a call"), gate.alone("step"):
+        pass
+    assert not gate.busy
+
+
+def test_threads_that_call_get_their_texts(target, draft, expected):
+    found = []
+    with patched(target, draft) as handle, gsd.OnlineLearner(handle, draft, lr=1e-2) as learner:
+
+        def calls() -> None:
+            for _ in range(2):
+                found.append(target.generate(**INPUTS, **GREEDY))
+
+        threads = [threading.Thread(target=calls) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        learner.step()
+        for thread in threads:
+            thread.join(60)
+        assert len(found) == 4 and all(torch.equal(text, expected) for text in found)
+        assert len(learner) == 4 and learner.taken >= 1
+
+
+def test_inside_a_call_it_refuses(target, draft):
+    with patched(target, draft) as handle, gsd.OnlineLearner(handle, draft) as learner:
+        with pytest.raises(RuntimeError, match="close: not inside a call"):
+            target.generate(**INPUTS, **GREEDY, observer=lambda verified: learner.close())
+        assert not learner.closed and len(learner) == 0
+
+
+def test_what_cannot_learn_is_refused_by_name(target, draft):
+    shared = noised(target)
+    shared.model.embed_tokens.weight = target.model.embed_tokens.weight
+    whole, offloaded = noised(target), noised(target)
+    whole.register_parameter("scale", torch.nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False))
+    offloaded.lm_head.to("meta")
+    with torch.inference_mode():
+        frozen = noised(target)
+    cases = [
+        (None, TypeError, "the history, a LayerSkip"),
+        (gsd.LayerSkip(target, mlp=[0], attention=[]), TypeError, "a LayerSkip"),
+        (shared, ValueError, "shares weights with the target"),
+        (target, ValueError, "shares weights with the target"),
+        (whole, ValueError, "quantised"),
+        (offloaded, ValueError, "offloaded"),
+        (frozen, ValueError, "inference_mode"),
+        (tiny(vocab_size=5000), ValueError, "draft: vocabulary"),
+        (gsd.DraftHeads(8, 2), ValueError, "hidden_size"),
+    ]
+    with patched(target, draft) as handle:
+        for given, kind, message in cases:
+            with pytest.raises(kind, match=message):
+                gsd.OnlineLearner(handle, given)
+        for name in ("steps", "batch", "texts", "window", "top", "lr"):
+            for value in (-1, True, "1", float("nan")):
+                with pytest.raises(ValueError, match=f"{name}: expected"):
+                    gsd.OnlineLearner(handle, draft, **{name: value})
+        assert handle.engines.learner is None
+        with gsd.OnlineLearner(handle, draft) as learner:
+            with pytest.raises(ValueError, match="a learner already"):
+                gsd.OnlineLearner(handle, noised(target))
+            other = tiny(seed=4)
+            with patched(other, draft) as second, pytest.raises(ValueError, match="another learner changes it"):
+                gsd.OnlineLearner(second, draft)
+        learner.close()  # once more
+        with pytest.raises(ValueError, match="closed"):
+            learner.load("nowhere")
+    with pytest.raises(ValueError, match="not patched any more"):
+        gsd.OnlineLearner(handle, draft)
+    with pytest.raises(TypeError, match="handle: expected what patch returns, got Llama"):
+        gsd.OnlineLearner(target, draft)
