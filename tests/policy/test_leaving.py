@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import prompts, tiny
+from models import noised, prompts, tiny
 from torch import nn
 
 import gsd_kernels as gsd
 from gsd_kernels.ops.learn import Asked
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.policy import leaving
+from gsd_kernels_hf.policy.costs import Known
 from gsd_kernels_hf.policy.leaving import Leaving
 from gsd_kernels_hf.sources.base import DraftSource, Proposal
 from gsd_kernels_hf.sources.weights import SourceWeights
@@ -100,6 +103,33 @@ def test_a_source_that_is_always_wrong_is_left_out_and_comes_back(order, sampled
     assert any(left == ["right"] and asked[at] > 0 for left, asked, _ in later), "it returned, and the other left"
 
 
+def test_caches_of_a_model_that_was_left_out_are_right_again(target, monkeypatch, tmp_path):
+    """In a chat of a patched model, whose sessions and caches go on from turn to turn."""
+    monkeypatch.setattr(leaving, "PATIENCE", 20)
+    cheap = Known(target_bytes=1e9, target_layers=4, draft_bytes=1e6, draft_layers=1, bandwidth=1e10)
+    monkeypatch.setattr(Known, "of", classmethod(lambda *_, **__: cheap))
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
+    monkeypatch.setattr("gsd_kernels_hf.engine.stats.Clock.last", lambda *_: 0.0)
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    left, plain = [], [prompts(1, 14, vocab=40)["input_ids"]]
+
+    def next_turn(turn, before):
+        ids = torch.cat([before, torch.full((1, 3), turn + 3)], 1)
+        return target.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+    for turn in range(10):
+        plain.append(next_turn(turn, plain[-1]))
+    handle = gsd.patch(target, assistant_model=[noised(target, 0.01), noised(target, 4.0)])
+    try:
+        for turn, (before, after) in enumerate(pairwise(plain)):
+            assert torch.equal(next_turn(turn, before), after)
+            left.append(bool(handle.stats.left_out))
+            assert handle.stats.draft_rows > 0 and handle.stats.left_out in ([], ["model 2"])
+    finally:
+        gsd.unpatch(target)
+    assert any(left) and not all(left[left.index(True) :]), "it left and came back"
+
+
 def test_a_fixed_shape_takes_all_that_are_given(target, monkeypatch, tmp_path):
     inputs = prompts(1, 14, vocab=40)
     options = {**inputs, "max_new_tokens": NEW, "eos_token_id": None, "do_sample": False}
@@ -132,6 +162,24 @@ def test_little_evidence_decides_nothing():
     assert kept.staying(sources) == sources
     kept.observe(sources, {"first": seen(0, 0), "second": seen(0.0, 200)}, 1000)
     assert kept.staying(sources) == sources[:1]
+
+
+def test_each_leave_in_a_row_is_twice_as_long():
+    sources, kept = named("first", "second"), Leaving()
+    for wait in (256, 512, 1024):
+        kept.observe(sources, {"first": seen(0, 0), "second": seen(0.0)}, 10)
+        assert kept.wait == {"second": wait}
+        kept.observe(sources[:1], {}, wait)
+        assert not kept.wait
+    kept.observe(sources, {"first": seen(0, 0), "second": seen(0.9)}, 10)
+    assert not kept.patience or set(kept.patience) == {"first"}
+
+
+def test_calls_that_overlap_do_not_leave_out_all():
+    sources, kept = named("first", "second"), Leaving()
+    kept.observe(sources, {"first": seen(0, 0), "second": seen(0.0)}, 10)
+    kept.observe(sources, {"first": seen(0, 0), "second": seen(1.0)}, 10)
+    assert set(kept.wait) == {"first", "second"} and kept.staying(sources) == sources
 
 
 def test_what_is_left_out_begins_again_from_its_priors():
