@@ -21,6 +21,7 @@ from gsd_kernels_hf.policy.auto import FIRST_CHOICE as AUTO_FIRST
 from gsd_kernels_hf.policy.costs import Known
 from gsd_kernels_hf.policy.ladder import ladder
 from gsd_kernels_hf.sources.base import DraftSource
+from gsd_kernels_hf.sources.drafter import Drafter
 from gsd_kernels_hf.sources.history import History
 from gsd_kernels_hf.sources.layer_skip import expected_speed
 from gsd_kernels_hf.sources.weights import SourceWeights
@@ -109,6 +110,21 @@ def test_every_combination_of_sources_gives_the_same_text(names, sampled, target
         assert (out.stats.draft_rows > 0) == drafts
         assert sum(out.stats.accepted[1 : config.max_path + 1]) > 0
     assert accepted > 0, "nothing was accepted, so nothing was tested"
+
+
+def test_the_history_is_alone_below_the_last_head(target, given_sources, monkeypatch):
+    """Weighed against nothing, it would count for its weight alone, and learn that it is always right."""
+    levels, propose = [], Drafter.propose
+
+    def noted(drafter, level):
+        drafted = propose(drafter, level)
+        levels.append((level.number, {name: asked.first_tokens is None for name, asked in drafted.asked.items()}))
+        return drafted
+
+    monkeypatch.setattr(Drafter, "propose", noted)
+    gsd.generate(target, **prompts(1, 14), **given_sources["heads"], graph_config=CONFIGS["free"], max_new_tokens=6)
+    beside = {"heads": True, "history": False}
+    assert levels and all(alone == (beside if number < 3 else {"history": True}) for number, alone in levels)
 
 
 @pytest.mark.parametrize("with_processor", [False, True])

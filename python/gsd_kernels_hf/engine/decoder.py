@@ -89,7 +89,8 @@ class GraphDecoder(Options):
         engine = engines.of(self)
         statistics = engine.statistics(sampled=request.plan.temperature > 0) if ranks.alone else Statistics()
         automatic = self.automatic and ranks.alone and not torch.are_deterministic_algorithms_enabled()
-        sources = self.sources(automatic=automatic)
+        given = self.sources(automatic=automatic)
+        sources = statistics.leaving.staying(given) if automatic else given
         policy = self.policy(request, sources, statistics, automatic=automatic)
         session, current = engine.session(request, policy, sources, alone=ranks.alone)
         if self.streamer is not None:
@@ -99,10 +100,11 @@ class GraphDecoder(Options):
             session.begin(request, statistics.weights, reuse_prefix=current and self.reuse_prefix, memory=memory)
             warn_lossy(session.rule.criterion)
             out = Output(request, session)
+            out.stats.left_out = [source.name for source in given if source not in sources]
             decode(session, policy, ranks, out)
             result = out.result()
         if ranks.alone:
-            engine.release(session, statistics)
+            engine.release(session, statistics, steps=out.stats.steps, automatic=automatic)
         self._threads.stats = self._last = out.stats
         return result
 
@@ -128,9 +130,12 @@ class GraphDecoder(Options):
 
     def forwarded(self, sources: Sequence[DraftSource]) -> list[Any]:
         """What the sources forward: draft models or a view of the target first, then drafters and others."""
-        found: list[Any] = [draft for draft in (self.assistant_model, *self.other_drafts) if draft is not None]
+        found: list[Any] = []
         for source in sources:
-            if not source.costs_forward or source.name == "layer_skip":
+            if not source.costs_forward:
+                continue
+            if source.name == "layer_skip":
+                found.append(self.assistant_model)
                 continue
             module = getattr(source, "module", None)
             new = [*source.models, *([module] if isinstance(module, torch.nn.Module) else [])]

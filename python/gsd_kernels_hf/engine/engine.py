@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from ..model.identity import ModelState
 from ..policy.base import Policy
+from ..policy.leaving import Leaving
 from ..sources.base import DraftSource
 from ..sources.memory import HistoryMemory
 from ..sources.weights import SourceWeights
@@ -31,10 +32,12 @@ class Statistics:
     Attributes:
         weights: of sources, by name.
         experience: of automatic policies, see :func:`~gsd_kernels_hf.policy.pairs.automatic_policy`.
+        leaving: which sources automatic calls go without.
     """
 
     weights: dict[str, SourceWeights] = field(default_factory=dict)
     experience: dict[Any, Any] = field(default_factory=dict)
+    leaving: Leaving = field(default_factory=Leaving)
 
 
 class Idle:
@@ -147,10 +150,20 @@ class Engine:
         session.models = states
         return session, current
 
-    def release(self, session: Session, statistics: Statistics) -> None:
-        """End a call that succeeded: keep what it learned and, where sessions are kept, the session."""
+    def release(self, session: Session, statistics: Statistics, *, steps: int, automatic: bool) -> None:
+        """End a call that succeeded: keep what it learned and, where sessions are kept, the session.
+
+        Args:
+            session: of the call.
+            statistics: that it began with.
+            steps: that it took.
+            automatic: whether a policy chose them, which may leave sources out of the next call.
+        """
         if session.drafter is not None:
-            statistics.weights = {name: found.clone() for name, found in session.drafter.weights.items()}
+            learned = {name: found.clone() for name, found in session.drafter.weights.items()}
+            statistics.weights = {**statistics.weights, **learned}
+            if automatic:
+                statistics.leaving.observe(session.drafter.sources, statistics.weights, steps)
         if self.ended:
             session.memory = None  # what was forgotten meanwhile stays so
         session.end()

@@ -35,6 +35,7 @@ class GenerationStats:
         criterion: what decided which drafted tokens were accepted; ``"exact"`` with greedy decoding and without a
             draft, whatever was asked for.
         lossless: whether the output is the target's own (always, but for criteria documented as lossy).
+        left_out: sources that were given and not used, since they brought little lately; see docs/policy.md.
         why_modules: what kept the target's rows from being one operator, so that its modules computed them; ``None``:
             the operator did.
     """
@@ -55,6 +56,7 @@ class GenerationStats:
     backend: str = "auto"
     criterion: str = "exact"
     lossless: bool = True
+    left_out: list[str] = field(default_factory=list)
     why_modules: str | None = None
 
     def count_step(self, target_rows: int, draft_rows: int, *, plain: bool) -> None:

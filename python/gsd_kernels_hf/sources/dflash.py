@@ -35,7 +35,7 @@ __all__ = ["DFlash"]
 UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors of training, which drafting does not read."""
 
-SHARE = 0.5  # beside another source, before anything was learned
+SHARE = 0.1  # beside another source, before anything was learned; what is too large costs rows at once
 
 
 @dataclass(frozen=True)

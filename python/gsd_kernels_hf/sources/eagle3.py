@@ -256,7 +256,7 @@ class Eagle3Drafts(FeatureSource, Expansion):
 
     name = "eagle3"
     ahead = 1
-    shares = (0.5,)
+    shares = (0.1,)  # beside another source, before anything was learned; what is too large costs rows at once
 
     def __init__(self, module: Eagle3) -> None:
         self.module = module

@@ -33,7 +33,7 @@ CONFIG_FILE = "draft_heads.json"
 WEIGHTS_FILE = "draft_heads.safetensors"
 MEDUSA = re.compile(r"^(medusa_head\.)?\d+\.\d+\.(linear\.)?(weight|bias)$")
 """Names of the tensors of Medusa's heads; a checkpoint may hold the target's beside them."""
-SHARE = 0.2  # beside another source, before anything was learned
+SHARE = 0.1  # beside another source, before anything was learned; what is too large costs rows at once
 
 
 class DraftHeads(nn.Module):
@@ -285,8 +285,13 @@ class Heads(DraftSource):
             last = begin + hidden[LAST].shape[1] - 1
             self.known.copy_(self.state.kv_start <= last)
 
-    def propose(self, level: Level) -> Proposal:
-        """Candidates of head d after nodes of depth d; the heads run once a step, at level 0."""
+    def propose(self, level: Level) -> Proposal | None:
+        """Candidates of head d after nodes of depth d; the heads run once a step, at level 0.
+
+        ``None`` below the last head: the history is alone there, and would be weighed against nothing.
+        """
+        if level.number >= self.heads.num_heads:
+            return None
         if level.number == 0:
             self.ahead = self.look_ahead(level.positions[:, 0], level.config.branch)
         place = level.frontier.depths.long().clamp(max=self.heads.num_heads)  # [B, W]

@@ -93,6 +93,28 @@ class SourceWeights:
             tables = (self.mixture, self.reliability)
             learn_source(asked, nodes, picked, *tables, prior_count=PRIOR, memory=MEMORY, backend=backend)
 
+    def learned(self) -> tuple[float, float]:
+        """Picked tokens by which the interpolation weights were learned, and which share of them was this source's.
+
+        Without the prior, which an unseen source has of it; (0, 0) where nothing was seen. Waits for the device.
+        """
+        start, shares, counts, _ = (table.tolist() for table in self.mixture)
+        picked = sum(counts) - PRIOR * len(counts)
+        mine = sum(shares) - PRIOR * sum(start)
+        return (picked, min(1.0, max(0.0, mine / picked))) if picked > 0 else (0.0, 0.0)
+
+    def forget(self) -> None:
+        """Go back to the priors."""
+        start, shares, counts, weights = self.mixture
+        shares.copy_(PRIOR * start)
+        counts.fill_(PRIOR)
+        weights.copy_(start)
+        if self.reliability is not None:
+            prior, hits, claimed, log_ratio = self.reliability
+            hits.copy_(prior)
+            claimed.fill_(PRIOR)
+            torch.div(prior, PRIOR, out=log_ratio).log_()
+
     def clone(self) -> SourceWeights:
         """The same tables in storage of their own."""
         return copy.deepcopy(self)
