@@ -84,14 +84,14 @@ class AcceptanceModel:
         # Tokens beyond the first that steps brought, and that had been predicted: by kind of shape.
         self.gains: dict[str, tuple[float, float]] = {}
 
-    def observe(self, name: str, probs: np.ndarray, hits: np.ndarray) -> None:
-        """Candidates after accepted nodes as proposed by ``name``'s sources, and whether each was picked, [n, K]."""
+    def observe(self, name: str, probs: np.ndarray, hits: np.ndarray, *, steps: int = 1) -> None:
+        """Candidates after accepted nodes of some steps, by a pool's sources, and whether each was picked, [n, K]."""
         if not len(probs):
             return
         probs, hits = probs[:, : self.branch].astype(float), hits[:, : self.branch].astype(bool)
         cells = _cells(probs)
         for table, counts in ((self.hits[name], hits), (self.expected[name], probs)):
-            table += (BELIEF[name] - table) * (1.0 - FORGET)
+            table += (BELIEF[name] - table) * (1.0 - FORGET**steps)
             np.add.at(table, cells, counts.astype(float))
         self.pools[name].add(self.calibrated(name, probs), hits)
 
@@ -219,15 +219,16 @@ class GrowthPlan:
         shape = np.arange(len(self.shapes))
         last = np.minimum(self.last_row, best.shape[-1]) - 1
         promised = best.cumsum(-1, dtype=float)[shape, :, last]  # [S, T]
-        rows = 1.0 + np.minimum((best > 0).sum(-1), last[:, None] + 1).mean(1)
+        kept = np.minimum((best > 0).sum(-1), last[:, None] + 1)  # [S, T]
         # What was picked there is among the rows if its path is no less likely than the last of them.
         path = np.take_along_axis(profiles, np.maximum(picks, 0)[..., None], -1)[..., 0].cumprod(-1)
-        least = np.maximum(best[shape, :, last], 1e-12) * (1.0 - 1e-5)
+        least = np.take_along_axis(best, np.maximum(kept - 1, 0)[..., None], -1)[..., 0]
+        least = np.maximum(least * (1.0 - 1e-5), 1e-30)
         accepted = ((picks >= 0) & self.inside[:, None] & (path >= least[..., None])).cumprod(-1).sum(-1)  # [S, T]
         missed = (picks == MISS).cumsum(-1) > 0
         known = ((picks != UNKNOWN) | missed | ~self.inside[:, None]).all(-1)
         gained = np.where(known, 0.5 * (promised + accepted), promised)
-        return 1.0 + gained.mean(1), rows
+        return 1.0 + gained.mean(1), 1.0 + kept.mean(1)
 
     def _places(self, count: int) -> np.ndarray:
         """Where in a pool of ``count`` profiles the levels of every tree look: [T, L]."""

@@ -11,7 +11,7 @@ is off, and tried again later; likewise the draft model where shapes without it 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,17 @@ INTERVAL = 16  # steps between choices, at most
 PATIENCE, MOST_PATIENCE = 64, 1024  # plain steps until speculation is tried again
 NOTHING = 1.1  # tokens a step, below which speculation brings nothing, whatever it costs
 REMEMBERED = 8  # batch sizes
+
+
+class _Step(NamedTuple):
+    """What a policy is told of a step; tokens of the sequences that were not finished, and those cached before it."""
+
+    profiles: Profiles
+    tokens: list[int]
+    rows: int
+    cached: float
+    target_seconds: float
+    other_seconds: float
 
 
 class Experience:
@@ -102,6 +113,7 @@ class AutoPolicy:
         self.steps = 0
         self.since = 0  # steps of the current shape
         self.tried: dict[int, int] = {}  # shape → step of its last trial
+        self.noted: list[_Step] = []  # since the last choice
         self.home: int | None = None  # during a trial: the shape to go back to
         self.timed = False  # whether the last step's times were known
         self.elapsed = self.lost = self.trial_seconds = 0.0
@@ -138,19 +150,9 @@ class AutoPolicy:
         target_seconds: float = 0.0,
         other_seconds: float = 0.0,
     ) -> None:
-        """Learn from a step, and now and then choose anew."""
-        experience, name, config = self.experience, self.names[self.current], self.configs[self.current]
-        for pool, (probs, hits) in profiles.items():
-            experience.acceptance.observe(pool, probs, hits)
-        active = [count for count in tokens if count > 0]
-        if config is not None and active:
-            gained = sum(active) / len(active) - 1.0
-            experience.acceptance.observe_gain(kind_of(config), gained, self.expected[self.current])
-        noise = NOISE if name in experience.warm else COLD
-        experience.warm.add(name)
-        experience.costs.observe(
-            name, self.batch * rows, self.cached, self.batch, target_seconds, other_seconds, noise=noise
-        )
+        """Note a step; now and then learn from those noted, and choose anew."""
+        going = [count for count in tokens if count > 0]
+        self.noted.append(_Step(profiles, going, rows, self.cached, target_seconds, other_seconds))
         self.timed = target_seconds > 0
         seconds = target_seconds + other_seconds
         self.elapsed += seconds
@@ -159,13 +161,35 @@ class AutoPolicy:
         self.steps += 1
         self.since += 1
         if self.home is None and self._unseen(self.current):
-            experience.wait = max(0, experience.wait - 1)
+            self.experience.wait = max(0, self.experience.wait - 1)
         if self.steps >= self.next_choice:
             self.next_choice = self.steps + min(INTERVAL, max(FIRST_CHOICE, self.steps // 2))
+            self._learn()
             self._choose()
+
+    def _learn(self) -> None:
+        """Take in the steps since the last choice, all of one shape; after a single one all would be out of cache."""
+        experience, name, config = self.experience, self.names[self.current], self.configs[self.current]
+        pools: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+        for step in self.noted:
+            for pool, found in step.profiles.items():
+                pools.setdefault(pool, []).append(found)
+            if config is not None and step.tokens:
+                gained = sum(step.tokens) / len(step.tokens) - 1.0
+                experience.acceptance.observe_gain(kind_of(config), gained, self.expected[self.current])
+            noise = NOISE if name in experience.warm else COLD
+            experience.warm.add(name)
+            rows = self.batch * step.rows
+            seconds = step.target_seconds, step.other_seconds
+            experience.costs.observe(name, rows, step.cached, self.batch, *seconds, noise=noise)
+        for pool, found in pools.items():
+            probs, hits = (np.concatenate(parts) for parts in zip(*found, strict=True))
+            experience.acceptance.observe(pool, probs, hits, steps=len(found))
+        self.noted.clear()
 
     def end(self) -> None:
         """Keep what was learned."""
+        self._learn()
         self.experience.keep(self.batch, self.names[self.current if self.home is None else self.home])
         if self.saver is not None:
             self.saver.save()
