@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .generation import sources_table
+from .generation import corpus_table, drafters_table, sources_table
 from .generation.competitors import ASSISTED, AUTO, GREEDY, PLAIN
 from .generation.generate import title
 from .lib.intervals import Ratio
@@ -192,6 +192,25 @@ def sources(results: Path) -> str:
     return f"{_place(data['environment'])}. {sources_table.table(data)}"
 
 
+def drafters(results: Path) -> str:
+    """Kinds of drafters at an equal budget."""
+    paths = [results / f"{drafters_table.TABLE.case}-{dtype}.json" for dtype in ("bfloat16", "float32")]
+    found = [_read(path) for path in paths if path.exists()]
+    if not found:
+        raise MissingResultError("`gsd-kernels bench drafters`")
+    tables = [f"{_place(data['environment'])}. {sources_table.table(data, drafters_table.TABLE)}" for data in found]
+    return "\n\n".join(tables)
+
+
+def corpus(results: Path) -> str:
+    """The history across calls and a corpus, on four tasks."""
+    path = results / "corpus.json"
+    if not path.exists():
+        raise MissingResultError("`gsd-kernels bench corpus`")
+    data = _read(path)
+    return f"{_place(data['environment'])}. {corpus_table.table(data)}"
+
+
 def kernels(results: Path) -> str:
     """Each op at its largest size, beside the best peer of the same run; the GPU's results where there are any."""
     sections = []
@@ -283,6 +302,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "speed": speed,
     "tree": tree,
     "sources": sources,
+    "drafters": drafters,
+    "corpus": corpus,
     "kernels": kernels,
     "scale-messages": messages,
     "scale-memory": memory,
