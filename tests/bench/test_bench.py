@@ -74,6 +74,7 @@ def test_the_command_line_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_cases_write_their_files(name, tmp_path):
     options = SMALL.get(name, ["--shape", "tiny"])
@@ -347,6 +348,7 @@ def test_drafters_table(tmp_path):
         drafters_table.settings_of(given, ("hf-greedy",))
 
 
+@pytest.mark.slow
 def test_fresh_prompts_are_others():
     pairs_ = [
         load_pair("demo", device=CPU, dtype=torch.float32, texts=["code", "copy"], prompts=3, fresh=f) for f in (0, 1)

@@ -62,6 +62,7 @@ def steps_of(handle, model, expected, calls: int, **options) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["draft", "heads"])
 def test_more_is_accepted_on_a_topic_that_comes_again(kind, target, draft, expected):
     if kind == "heads":
@@ -79,6 +80,7 @@ def test_more_is_accepted_on_a_topic_that_comes_again(kind, target, draft, expec
     assert bits(target) == theirs and all(p.grad is None for p in (*target.parameters(), *draft.parameters()))
 
 
+@pytest.mark.slow
 def test_sampled_text_is_the_seeds_before_during_and_after(target, draft):
     inputs = prompts(2, 9, seed=5)
     plain = gsd.generate(target, **inputs, **SAMPLED)
@@ -264,6 +266,7 @@ def test_learning_waits_for_calls_and_calls_for_learning():
     assert not gate.busy
 
 
+@pytest.mark.slow
 def test_threads_that_call_get_their_texts(target, draft, expected):
     found = []
     with patched(target, draft) as handle, gsd.OnlineLearner(handle, draft, lr=1e-2) as learner:
