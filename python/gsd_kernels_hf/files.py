@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all."""
+"""Files and folders that are written whole or not at all, and what is saved in one file with its version."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 
 def write_file(file: Path, write: Callable[[Path], object]) -> None:
@@ -47,6 +49,46 @@ def write_folder(folder: Path) -> Iterator[Path]:
         _flush(file)
     partial.rename(folder)
     _flush(folder.parent)
+
+
+@contextmanager
+def open_saved(file: Path, what: str, form: str, version: int, *, foreign: str) -> Iterator[tuple[Any, dict[str, str]]]:
+    """Open a safetensors file whose metadata tell its ``format`` and ``version``: the file and its metadata.
+
+    Args:
+        file: to be read.
+        what: it holds, the first word of every error.
+        form: its ``format``.
+        version: the newest that can be read.
+        foreign: what is said of a file of another format.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is damaged (also where the block finds that by a ``KeyError``), foreign, or of a newer version.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"{what}: no such file: {file}")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            about = opened.metadata() or {}
+            if about.get("format") != form:
+                raise ValueError(f"{what}: {file} {foreign}")
+            if (found := number_in(about, "version")) > version:
+                raise ValueError(f"{what}: {file} has version {found}, newer than {version}; update gsd_kernels")
+            yield opened, about
+    except (SafetensorError, KeyError, OSError) as error:
+        raise ValueError(f"{what}: {file} is damaged ({type(error).__name__}); delete it") from error
+
+
+def number_in(about: dict[str, str], name: str) -> int:
+    """A number of a file's metadata.
+
+    Raises:
+        KeyError: it is not there, or no number.
+    """
+    if not about[name].isdecimal():
+        raise KeyError(about[name])
+    return int(about[name])
 
 
 def _flush(path: Path) -> None:

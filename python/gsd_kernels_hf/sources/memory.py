@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from gsd_kernels import NgramTable
 from gsd_kernels.ops.ngram.reference import sets_of
 
-from ..files import write_file
+from ..files import number_in, open_saved, write_file
 
 FORMAT = "gsd_kernels history"
 VERSION = 1
@@ -135,19 +134,10 @@ class HistoryMemory:
 
 
 def _read(file: Path, vocab_size: int) -> Kept:
-    if not file.is_file():
-        raise FileNotFoundError(f"history: no such file: {file}")
-    try:
-        with safe_open(file, framework="pt") as opened:
-            about = opened.metadata() or {}
-            if about.get("format") != FORMAT:
-                raise ValueError(f"history: {file} is no saved history; handle.history.save writes one")
-            sizes = {name: _number(about[name]) for name in ("version", "max_context", "ways", "vocab_size")}
-            if (version := sizes["version"]) > VERSION:
-                raise ValueError(f"history: {file} has version {version}, newer than {VERSION}; update gsd_kernels")
-            keys, tokens, log_probs = (opened.get_tensor(name) for name in ("keys", "tokens", "log_probs"))
-    except (SafetensorError, KeyError, OSError) as error:
-        raise ValueError(f"history: {file} is damaged ({type(error).__name__}); delete it") from error
+    foreign = "is no saved history; handle.history.save writes one"
+    with open_saved(file, "history", FORMAT, VERSION, foreign=foreign) as (opened, about):
+        sizes = {name: number_in(about, name) for name in ("max_context", "ways", "vocab_size")}
+        keys, tokens, log_probs = (opened.get_tensor(name) for name in ("keys", "tokens", "log_probs"))
     if sizes["vocab_size"] != vocab_size:
         raise ValueError(
             f"history: {file} is of a vocabulary of {sizes['vocab_size']} tokens, the target has {vocab_size}; load "
@@ -157,12 +147,6 @@ def _read(file: Path, vocab_size: int) -> Kept:
     if not _whole(kept, vocab_size):
         raise ValueError(f"history: {file} is damaged (its table is none); delete it")
     return kept
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise KeyError(text)
-    return int(text)
 
 
 def _whole(kept: Kept, vocab_size: int) -> bool:

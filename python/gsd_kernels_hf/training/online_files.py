@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..files import write_file
+from ..files import number_in, open_saved, write_file
 
 FORMAT = "gsd_kernels online learner"
 VERSION = 1
@@ -54,24 +53,15 @@ def read_learned(file: Path, parameters: dict[str, Tensor], base: str) -> Learne
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged, of a newer version, of another draft, or something else.
     """
-    if not file.is_file():
-        raise FileNotFoundError(f"learner: no such file: {file}")
-    try:
-        with safe_open(file, framework="pt") as opened:
-            about = opened.metadata() or {}
-            if about.get("format") != FORMAT:
-                raise ValueError(f"learner: {file} holds nothing that a learner saved")
-            if (version := _number(about["version"])) > VERSION:
-                raise ValueError(f"learner: {file} has version {version}, newer than {VERSION}; update gsd_kernels")
-            if about["base"] != base:
-                raise ValueError(
-                    f"learner: {file} is of another draft, or of this one with other weights to begin with; load what "
-                    "was saved for it"
-                )
-            taken = _number(about["taken"])
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, KeyError, OSError) as error:
-        raise ValueError(f"learner: {file} is damaged ({type(error).__name__}); delete it") from error
+    foreign = "holds nothing that a learner saved"
+    with open_saved(file, "learner", FORMAT, VERSION, foreign=foreign) as (opened, about):
+        if about["base"] != base:
+            raise ValueError(
+                f"learner: {file} is of another draft, or of this one with other weights to begin with; load what "
+                "was saved for it"
+            )
+        taken = number_in(about, "taken")
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
     expected = {f"{part}.{name}": p for name, p in parameters.items() for part in PARTS}
     same = tensors.keys() == expected.keys() and all(
         (t.shape, t.dtype) == (expected[name].shape, expected[name].dtype) and bool(t.isfinite().all())
@@ -80,9 +70,3 @@ def read_learned(file: Path, parameters: dict[str, Tensor], base: str) -> Learne
     if not same or taken < 1:
         raise ValueError(f"learner: {file} is damaged (its tensors are not the draft's); delete it")
     return Learned(tensors, taken)
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise KeyError(text)
-    return int(text)
