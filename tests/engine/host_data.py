@@ -1,9 +1,12 @@
-"""A mode that refuses data from the host."""
+"""A mode that refuses data from the host, and sessions whose steps run in it."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from gsd_kernels_hf.engine import session
 
 
 class NoHostData(TorchDispatchMode):
@@ -12,3 +15,21 @@ class NoHostData(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func is not torch.ops.aten.lift_fresh.default, "a tensor of host data"
         return func(*args, **(kwargs or {}))
+
+
+def watch_steps(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Let every session's steps but the first two, in which storage is made, refuse data from the host.
+
+    Returns: for every step so far, whether it was watched.
+    """
+    step, watched = session.Session.step, []
+
+    def watching(self):
+        watched.append(len(watched) > 1)
+        if not watched[-1]:
+            return step(self)
+        with NoHostData():
+            return step(self)
+
+    monkeypatch.setattr(session.Session, "step", watching)
+    return watched

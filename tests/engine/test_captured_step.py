@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from engine.host_data import NoHostData
+from engine.host_data import NoHostData, watch_steps
 from models import noised, prompts, tiny
 from transformers import StoppingCriteria
 
@@ -63,16 +63,7 @@ def pair():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_copies_nothing_from_the_host(pair, name, sampling, monkeypatch):
     target, draft = pair
-    step, watched = session.Session.step, []
-
-    def watching(self):
-        watched.append(len(watched) > 1)
-        if not watched[-1]:
-            return step(self)  # storage is made in the first steps
-        with NoHostData():
-            return step(self)
-
-    monkeypatch.setattr(session.Session, "step", watching)
+    watched = watch_steps(monkeypatch)
     monkeypatch.delitem(IMPLEMENTATIONS, "cpu")  # PyTorch's attention on a CPU is no part of a step on a GPU
     options = sources(name, target, draft)
     generate(target, **prompts(2, 9), max_new_tokens=24, pad_token_id=0, **options, **sampling)

@@ -6,13 +6,12 @@ import fake_cuda
 import pytest
 import torch
 from corpora import corpus_of
-from engine.host_data import NoHostData
+from engine.host_data import watch_steps
 from models import prompts, tiny
 
 from gsd_kernels import Corpus, GraphConfig, generate
 from gsd_kernels.ops.corpus.api import IMPLEMENTATIONS
 from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS as ATTENTION
-from gsd_kernels_hf.engine import session
 from gsd_kernels_hf.engine.capture import WARM_STEPS
 
 CONFIG = GraphConfig(depth=0, branch=2, max_rows=8, history_depth=3)
@@ -32,16 +31,7 @@ def options(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
 def test_a_look_up_copies_nothing_from_the_host(options, sampling, monkeypatch):
-    step, watched = session.Session.step, []
-
-    def watching(self):
-        watched.append(len(watched) > 1)
-        if not watched[-1]:
-            return step(self)  # storage is made in the first steps
-        with NoHostData():
-            return step(self)
-
-    monkeypatch.setattr(session.Session, "step", watching)
+    watched = watch_steps(monkeypatch)
     monkeypatch.delitem(ATTENTION, "cpu")
     generate(**options, **sampling)
     assert sum(watched) >= 3
