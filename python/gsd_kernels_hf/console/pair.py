@@ -74,9 +74,8 @@ class Pair:
     @property
     def speculation(self) -> dict[str, Any]:
         """Arguments of :func:`gsd_kernels.generate` that name the draft sources."""
-        sources = (
-            self.sources if self.heads is None and self.drafter is None else None
-        )  # all there are, and the history
+        alone = self.heads is None and self.drafter is None
+        sources = self.sources if alone else None  # all that there are, and the history
         if self.corpus is not None:
             given = {"model": self.draft, "drafter": self.drafter, "heads": self.heads}
             named = [name for name, part in given.items() if part is not None]

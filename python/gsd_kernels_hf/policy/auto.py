@@ -196,22 +196,22 @@ class AutoPolicy:
 
     def _predict(self) -> None:
         """Tokens and rows that a step of every shape would have now, of one sequence."""
-        tokens, rows = self.experience.acceptance.tokens(self.experience.plan)
-        self.expected, self.rows = np.concatenate([[1.0], tokens]), np.concatenate([[1.0], rows])
+        predicted = self.experience.acceptance.tokens(self.experience.plan)
+        self.expected, self.rows = (np.concatenate([[1.0], values]) for values in predicted)
 
-    def _seconds(self) -> tuple[np.ndarray, np.ndarray]:
+    def _seconds(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         costs = self.experience.costs
-        return costs.target_seconds(self.batch * self.rows, self.cached), costs.other_seconds(self.batch)[self.of_costs]
+        return costs.target_seconds(self.batch * rows, self.cached), costs.other_seconds(self.batch)[self.of_costs]
 
-    def _rates(self, tokens: np.ndarray) -> np.ndarray:
-        """Tokens a second of a sequence, by shape."""
-        target, other = self._seconds()
+    def _rates(self, tokens: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
+        """Tokens a second of a sequence, by shape; with the rows that were predicted last, or others."""
+        target, other = self._seconds(self.rows if rows is None else rows)
         return tokens / (target + other)
 
     def _hopes(self, home: int) -> np.ndarray:
         """The same, if a shape costs less than ``home`` by as much as is not known."""
         costs = self.experience.costs
-        target, other = self._seconds()
+        target, other = self._seconds(self.rows)
         rows = costs.target_weights(self.batch * self.rows, self.cached)
         besides = costs.other_weights(self.of_costs, self.batch)
         target = target * np.exp(-costs.target.spread(rows - rows[home]))
@@ -275,9 +275,8 @@ class AutoPolicy:
             self.next_choice = self.steps + min(INTERVAL, experience.wait)
             return
         unseen = self._unseen(self.current)
-        tokens, rows = acceptance.easy_tokens(experience.plan, unseen)
-        self.rows = np.concatenate([[1.0], rows])
-        rates = self._rates(np.concatenate([[1.0], tokens]))
+        easy = acceptance.easy_tokens(experience.plan, unseen)
+        rates = self._rates(*(np.concatenate([[1.0], values]) for values in easy))
         some = [i for i, config in enumerate(self.configs) if config is not None and kind_of(config) in unseen]
         best = max(some, key=lambda i: float(rates[i]))
         if rates[best] < GAIN * rates[self.current]:
