@@ -342,10 +342,21 @@ def test_drafters_table(tmp_path):
     assert cell["missing"]["dflash-lattice"] == "the pair has no trained dflash"
     assert cell["missing"]["every"] == "the pair has no trained eagle3, dflash, heads"
     assert "| draft model |" in text and "| DFlash, lattice |" not in text
-    text = drafters_table.by_position(settings, [40, 90], folder=tmp_path)
-    assert text.splitlines()[0] == "| tokens a forward, by context | 40 | 90 |" and "| plain | 1.00 | 1.00 |" in text
     with pytest.raises(ValueError, match=r"--competitors: 'hf-greedy' is none of plain, chain"):
         drafters_table.settings_of(given, ("hf-greedy",))
+
+
+def test_drafters_behind_long_contexts(tmp_path):
+    """Contexts end at the same places; past the positions of training all models turn as YaRN has it."""
+    arguments = ["--positions", "600,1200", "--prompts", "1", "--new-tokens", "6", "--dtype", "float32"]
+    bench("drafters", *arguments, "--competitors", "eagle3,history", "--out", str(tmp_path))
+    data = json.loads((tmp_path / "drafters-long.json").read_text())
+    assert [b["length"] for b in data["bins"]] == [600, 1200] and all(b["same"] for b in data["bins"])
+    assert all(set(b["found"]) == {"eagle3", "history"} for b in data["bins"])
+    assert data["settings"]["rope"]["rope_type"] == "yarn" and max(data["losses"]) < 4
+    (tmp_path / "README.md").write_text("<!-- bench:drafters-long -->\n<!-- /bench:drafters-long -->\n")
+    bench("readme", "--readme", str(tmp_path / "README.md"), "--results", str(tmp_path))
+    assert "| EAGLE-3 |" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.slow
