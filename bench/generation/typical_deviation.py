@@ -200,7 +200,8 @@ def table(data: dict[str, Any]) -> str:
         "position by position, so all that follows a first difference counts; `speculative` shows what another exact "
         "sample of the same distribution looks like. *Log-likelihood*: natural, mean, under the distribution that is "
         "sampled from (greedy: at temperature 1). *Its excess* over the mean of that distribution after the same text, "
-        "with the standard error over texts where there are several: 0 is expected of an exact sample, more of likelier tokens than that."
+        "with the standard error over texts where there are several: 0 is expected of an exact sample, more of "
+        "likelier tokens than that."
     )
     return "\n\n".join([about, markdown(head, rows), notes])
 
