@@ -75,7 +75,9 @@ def warped_log_probs(
     if is_off(temperature, 0.0):
         return logits.log_softmax(-1)
     greedy = per_sequence(temperature, logits) <= 0.0
-    return torch.where(greedy, logits, warp(logits, temperature, top_k, top_p, min_p)).log_softmax(-1)
+    kept = torch.where(greedy, logits, warp(logits, temperature, top_k, top_p, min_p))
+    # A cut compares, which takes a NaN for less than everything: the row is no distribution all the same.
+    return kept.log_softmax(-1).masked_fill(logits.isnan().any(-1, keepdim=True), float("nan"))
 
 
 def warp(logits: Tensor, temperature: Parameter, top_k: Parameter, top_p: Parameter, min_p: Parameter) -> Tensor:
