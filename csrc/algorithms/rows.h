@@ -23,7 +23,7 @@ constexpr int kMostTileRows = 64;     // of a block
 struct RowsMatrix {
   const uint16_t* weight;  // [outputs, inputs], where it lies, at a multiple of 16 bytes
   const uint16_t* bias;    // [outputs] or null
-  float* out;              // [rows, out_stride], the matrix's first column; kStore and kAdd
+  float* out;              // [rows, out_stride] from the matrix's first column on; kStore and kAdd
   int outputs;
 };
 
@@ -40,10 +40,10 @@ struct RowsProduct {
   int rows;      // any number
   int inputs;    // a multiple of 8: copies are 16 bytes
   RowsEnd end;
-  int64_t out_stride;
-  uint16_t* gated;    // [rows, outputs]; kGate
-  float* partials;    // rows_product_scratch says how much of both; null if nothing
-  int32_t* counters;  // zero before the first launch; every launch leaves them so
+  int64_t out_stride;  // from row to row of what is written
+  uint16_t* gated;     // [rows, out_stride]; kGate
+  float* partials;     // rows_product_scratch says how much of both, at a multiple of 16 bytes; null if nothing
+  int32_t* counters;   // zero before the first launch; every launch leaves them so
 
   // Blocks that lie side by side over the outputs.
   GSD_HD int output_blocks() const {
@@ -63,6 +63,14 @@ struct RowsProduct {
   // Rows of a block. Does not change any row's bits.
   GSD_HD int tile_rows() const { return rows <= 16 ? 16 : rows <= 32 ? 32 : kMostTileRows; }
   GSD_HD int row_blocks() const { return (rows + tile_rows() - 1) / tile_rows(); }
+};
+
+// What blocks would otherwise divide for again.
+struct RowsCut {
+  int output_blocks, stages, split_stages, splits;
+
+  GSD_HD explicit RowsCut(const RowsProduct& a)
+      : output_blocks(a.output_blocks()), stages(a.stages()), split_stages(a.split_stages()), splits(a.splits()) {}
 };
 
 struct RowsScratch {
