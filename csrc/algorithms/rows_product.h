@@ -36,7 +36,6 @@ struct ProductBlock {
   template <class Machine>
   static GSD_HD void run(Machine& machine, const RowsProduct& a, const RowsCut& cut, int row_block, int output_block,
                          int split) {
-    machine.release_next();
     const Weights weights = weights_of(machine, a, output_block);
     const int first = split * cut.split_stages, stages = min_int(cut.split_stages, cut.stages - first);
     const int first_row = row_block * kRows;
@@ -47,6 +46,7 @@ struct ProductBlock {
       if (i < stages) copy_weights(machine, a, weights, first + i, i);
     }
     machine.await_previous("product");
+    machine.release_next();  // not earlier: a launch would have to wait for more than the one before it
     GSD_ROLLED
     for (int i = 0; i < kStages - 1; i++) {
       if (i < stages) copy_rows(machine, a, first_row, first + i, i);

@@ -45,8 +45,8 @@ GSD_HD float sum_of_lanes(Machine& machine, float x) {
 // One block: x / sqrt(mean(x²) + eps) · weight for kept row `kept` of batch · keep.
 template <class Element, class Machine>
 GSD_HD void norm_row(Machine& machine, const RowsNorm& a, int kept) {
-  machine.release_next();
   machine.await_previous("norm");
+  machine.release_next();
   const int row = kept / a.keep * a.rows + a.rows - a.keep + kept % a.keep;
   const float* x = a.x + static_cast<int64_t>(row) * a.hidden;
   const int64_t start = static_cast<int64_t>(kept) * a.hidden;
@@ -124,8 +124,8 @@ template <class Element, int kHeadDim, class Machine>
 GSD_HD void turn_head(Machine& machine, const RowsTurn& a, int row, int head) {
   using Part = HeadPart<kHeadDim>;
   constexpr int kHalf = Part::kHalf, kOwn = Part::kOwn;
-  machine.release_next();
   machine.await_previous("heads");
+  machine.release_next();
   const int lane = machine.lane(), first = kOwn * lane;
   const float* from = a.qkv + (static_cast<int64_t>(row) * (a.heads + 2 * a.kv_heads) + head) * kHeadDim;
   Part part;
@@ -174,8 +174,8 @@ GSD_HD void turn_head(Machine& machine, const RowsTurn& a, int row, int head) {
 // One block: a token's row of the embedding.
 template <class Element, class Machine>
 GSD_HD void embed_row(Machine& machine, const RowsEmbed& a, int row) {
-  machine.release_next();
   machine.await_previous("embedding");
+  machine.release_next();
   const int64_t token = max_int(min_int(a.tokens[row], a.vocab - 1), 0);
   float value[8];
   for (int i = 8 * machine.thread(); i < a.hidden; i += 8 * kRowThreads) {
