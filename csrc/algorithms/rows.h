@@ -14,6 +14,7 @@ namespace gsd {
 
 constexpr int kMaxMatrices = 3;       // side by side in one launch
 constexpr int kTileOutputs = 64;      // of a block; of gate and up half as many each
+constexpr int kWideOutputs = 128;     // the same where many rows are read for every output
 constexpr int kTileInputs = 64;       // of a stage in shared memory: 128 bytes of a row
 constexpr int kSmallestSplit = 4;     // stages: a shorter one costs more to add up than it gains
 constexpr int kMostSplits = 16;
@@ -46,10 +47,10 @@ struct RowsProduct {
   int32_t* counters;   // zero before the first launch; every launch leaves them so
 
   // Blocks that lie side by side over the outputs.
-  GSD_HD int output_blocks() const {
-    if (end == RowsEnd::kGate) return (matrices[0].outputs + kTileOutputs / 2 - 1) / (kTileOutputs / 2);
+  GSD_HD int output_blocks(int tile = kTileOutputs) const {
+    if (end == RowsEnd::kGate) return (2 * matrices[0].outputs + tile - 1) / tile;
     int blocks = 0;
-    for (int i = 0; i < count; i++) blocks += (matrices[i].outputs + kTileOutputs - 1) / kTileOutputs;
+    for (int i = 0; i < count; i++) blocks += (matrices[i].outputs + tile - 1) / tile;
     return blocks;
   }
   GSD_HD int stages() const { return (inputs + kTileInputs - 1) / kTileInputs; }
@@ -63,14 +64,19 @@ struct RowsProduct {
   // Rows of a block. Does not change any row's bits.
   GSD_HD int tile_rows() const { return rows <= 16 ? 16 : rows <= 32 ? 32 : kMostTileRows; }
   GSD_HD int row_blocks() const { return (rows + tile_rows() - 1) / tile_rows(); }
+  // Outputs of a block, likewise: a cut goes through the inputs. Wide ones read the rows half as often.
+  GSD_HD int tile_outputs() const {
+    const bool filled = 2 * output_blocks(kWideOutputs) * splits() >= kFillingBlocks;
+    return tile_rows() == kMostTileRows && filled ? kWideOutputs : kTileOutputs;
+  }
 };
 
 // What blocks would otherwise divide for again.
 struct RowsCut {
   int output_blocks, stages, split_stages, splits;
 
-  GSD_HD explicit RowsCut(const RowsProduct& a)
-      : output_blocks(a.output_blocks()), stages(a.stages()), split_stages(a.split_stages()), splits(a.splits()) {}
+  GSD_HD explicit RowsCut(const RowsProduct& a, int tile_outputs = kTileOutputs)
+      : output_blocks(a.output_blocks(tile_outputs)), stages(a.stages()), split_stages(a.split_stages()), splits(a.splits()) {}
 };
 
 struct RowsScratch {
@@ -81,8 +87,9 @@ struct RowsScratch {
 // What `args` needs; launches that follow each other share it, so the largest of each is enough.
 GSD_HD RowsScratch rows_product_scratch(const RowsProduct& args) {
   if (args.splits() == 1) return {0, 0};
+  const int64_t outputs = max_int(args.output_blocks() * kTileOutputs, args.output_blocks(kWideOutputs) * kWideOutputs);
   const int64_t tiles = static_cast<int64_t>(args.row_blocks()) * args.output_blocks();
-  return {tiles * args.splits() * kTileOutputs * args.tile_rows(), tiles};
+  return {args.row_blocks() * args.splits() * outputs * args.tile_rows(), tiles};
 }
 
 // RMSNorm of rows of the residual.

@@ -1,8 +1,8 @@
-// One block of a RowsProduct: 64 outputs of up to 64 rows over one split of the inputs.
+// One block of a RowsProduct: 64 or 128 outputs of up to 64 rows over one split of the inputs.
 //
 // Stages of 64 inputs travel to shared memory, weights and rows side by side; two or three are on their way while one
-// is multiplied. Four warps: two halves of the outputs, and for each two halves of every stage's inputs, which are added
-// at the end. With more than one split, the last block to arrive at a tile adds the splits in order.
+// is multiplied. Two warps share 32 outputs: each has half of every stage's inputs, which are added at the end. With more
+// than one split, the last block to arrive at a tile adds the splits in order.
 //
 // The weights are the first operand of mma.m16n8k16, so that eight rows fill a tile. A thread's element e of it is
 // output lane / 4 + 8 (e / 2), row 2 (lane % 4) + e % 2.
@@ -18,20 +18,21 @@
 
 namespace gsd {
 
-template <class Element, int kRows>
+template <class Element, int kRows, int kOutputs = kTileOutputs>
 struct ProductBlock {
-  static constexpr int kWarps = 4, kThreads = kLanes * kWarps;
-  static constexpr int kStages = kRows == kMostTileRows ? 3 : 4;  // 48 KiB, which need no opt-in
+  static constexpr int kWarps = kOutputs / 16, kThreads = kLanes * kWarps;
+  static constexpr int kStages = kRows == kMostTileRows ? 3 : 4;  // with 64 outputs 48 KiB, which need no opt-in
   static constexpr int kRowBytes = 2 * kTileInputs;
-  static constexpr int kWeightBytes = kTileOutputs * kRowBytes;
+  static constexpr int kWeightBytes = kOutputs * kRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kRows * kRowBytes;
   static constexpr int kArenaBytes = kStages * kStageBytes;
   static constexpr int kRowTiles = kRows / 8;
-  static constexpr int kChunks = kTileInputs / 8;              // of a row of a stage
-  static constexpr int kRowsPerPass = kThreads / kChunks;      // that the block copies at once
-  static constexpr int kPasses = kTileOutputs / kRowsPerPass;  // of weights
-  static_assert(kRowsPerPass == 16, "a pass over weights is the outputs of one operand");
-  static_assert(kRowTiles * kThreads * 16 <= kStageBytes, "sums are exchanged in one stage");
+  static constexpr int kHalf = kOutputs / 2;
+  static constexpr int kChunks = kTileInputs / 8;          // of a row of a stage
+  static constexpr int kRowsPerPass = kThreads / kChunks;  // that the block copies at once
+  static constexpr int kPasses = 4;                        // over weights
+  static_assert(kPasses * kRowsPerPass == kOutputs && kRows % kRowsPerPass == 0, "a copy is whole passes");
+  static_assert(kRowTiles * kThreads * 16 <= kArenaBytes, "sums are exchanged there");
 
   template <class Machine>
   static GSD_HD void run(Machine& machine, const RowsProduct& a, const RowsCut& cut, int row_block, int output_block,
@@ -53,7 +54,7 @@ struct ProductBlock {
       machine.commit();
     }
 
-    float sums[2][kRowTiles][4] = {};  // of outputs 0 – 15 and 16 – 31 of the warp
+    float sums[2][kRowTiles][4] = {};  // of 16 outputs in both halves of the tile
     GSD_ROLLED
     for (int i = 0; i < stages; i++) {
       // All copies of this stage are there after the barrier, and nobody reads the one that is filled next.
@@ -68,19 +69,19 @@ struct ProductBlock {
       multiply(machine, sums, i % kStages);
     }
 
-    // Nobody reads or fills the stage after the last one.
     float own[kRowTiles][4];
-    add_halves(machine, sums, own, stages % kStages);
+    machine.sync("stages read");
+    add_halves(machine, sums, own);
     if (cut.splits > 1 && !add_splits(machine, a, cut, own, row_block, output_block, split)) return;
     finish(machine, a, weights, first_row, own);
   }
 
  private:
-  // The rows of weights that a block copies, 16 a pass. Gate and up take turns: 16 outputs of both are one warp's.
+  // The outputs of a tile are two halves. Of gate and up each is one: a warp has the same outputs of both.
   struct Weights {
-    const uint16_t* from[2];  // of this thread, in even and odd passes
-    int matrix, first;        // the block's first output in it
-    int odd, step;            // outputs from an even pass to the odd one, and to the next even one
+    const uint16_t* from[2];  // of this thread, in both halves
+    int matrix, first;        // the tile's first output in it
+    int second;               // outputs from the first half to the second
     int outputs;
   };
 
@@ -92,23 +93,23 @@ struct ProductBlock {
   static GSD_HD Weights weights_of(Machine& machine, const RowsProduct& a, int block) {
     const bool gate = a.end == RowsEnd::kGate;
     Weights w;
-    w.matrix = 0, w.odd = gate ? 0 : 16, w.step = gate ? 16 : 32;
+    w.matrix = 0, w.second = gate ? 0 : kHalf;
     const uint16_t* weight = a.matrices[0].weight;
     w.outputs = a.matrices[0].outputs;
     if (!gate) {
       GSD_UNROLL
       for (int i = 1; i < kMaxMatrices; i++) {  // no index into the arguments: that would be a copy on the stack
-        const int before = (w.outputs + kTileOutputs - 1) / kTileOutputs;
+        const int before = (w.outputs + kOutputs - 1) / kOutputs;
         if (w.matrix != i - 1 || block < before || i >= a.count) continue;
         block -= before;
         w.matrix = i, weight = a.matrices[i].weight, w.outputs = a.matrices[i].outputs;
       }
     }
-    w.first = block * (gate ? kTileOutputs / 2 : kTileOutputs);
+    w.first = block * (gate ? kHalf : kOutputs);
     const int row = machine.thread() / kChunks;
     const int64_t start = static_cast<int64_t>(w.first + row) * a.inputs + machine.thread() % kChunks * 8;
     w.from[0] = weight + start;
-    w.from[1] = gate ? a.matrices[1].weight + start : w.from[0] + static_cast<int64_t>(16) * a.inputs;
+    w.from[1] = gate ? a.matrices[1].weight + start : w.from[0] + static_cast<int64_t>(kHalf) * a.inputs;
     return w;
   }
 
@@ -119,11 +120,11 @@ struct ProductBlock {
     const bool inside = stage * kTileInputs + chunk * 8 < a.inputs;
     GSD_UNROLL
     for (int pass = 0; pass < kPasses; pass++) {
-      const int output = pass % 2 * w.odd + pass / 2 * w.step;
+      const int half = pass / 2, later = pass % 2 * kRowsPerPass;
       const uint16_t* from = a.matrices[0].weight;
-      const bool there = inside && w.first + row + output < w.outputs;
-      if (there) from = w.from[pass % 2] + static_cast<int64_t>(pass / 2 * w.step) * a.inputs + stage * kTileInputs;
-      machine.copy("weights", weights_at(to) + at(16 * pass + row, chunk), from, there);
+      const bool there = inside && w.first + half * w.second + later + row < w.outputs;
+      if (there) from = w.from[half] + static_cast<int64_t>(later) * a.inputs + stage * kTileInputs;
+      machine.copy("weights", weights_at(to) + at(pass * kRowsPerPass + row, chunk), from, there);
     }
   }
 
@@ -142,12 +143,12 @@ struct ProductBlock {
   // The warp's half of a stage: two steps of 16 inputs.
   template <class Machine>
   static GSD_HD void multiply(Machine& machine, float (&sums)[2][kRowTiles][4], int stage) {
-    const int lane = machine.lane(), outputs = machine.warp() / 2 * 32, chunk = machine.warp() % 2 * (kChunks / 2);
+    const int lane = machine.lane(), outputs = machine.warp() / 2 * 16, chunk = machine.warp() % 2 * (kChunks / 2);
     const int weights = weights_at(stage) + at(outputs + lane % 16, chunk + lane / 16);
     const int rows = rows_at(stage) + at(lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2);
     GSD_UNROLL
     for (int step = 0; step < kChunks / 4; step++) {
-      const int weight_places[2] = {weights ^ 32 * step, (weights ^ 32 * step) + 16 * kRowBytes};
+      const int weight_places[2] = {weights ^ 32 * step, (weights ^ 32 * step) + kHalf * kRowBytes};
       uint32_t left[2][4], right[kRowTiles / 2][4];
       machine.template load_matrices<false>("weights", left, weight_places);
       int row_places[kRowTiles / 2];
@@ -159,13 +160,12 @@ struct ProductBlock {
     }
   }
 
-  // Both warps of a half of the outputs have sums of all of its elements. Each finishes half of them: of every eight
-  // rows, output lane / 4 (+ 8 for the odd warp) and the one 16 later, two rows of each.
+  // Both warps of a pair have sums of all of its elements. Each finishes half of them: of every eight rows, output
+  // lane / 4 (+ 8 for the odd warp) in both halves of the tile, two rows of each.
   template <class Machine>
-  static GSD_HD void add_halves(Machine& machine, const float (&sums)[2][kRowTiles][4], float (&own)[kRowTiles][4],
-                                int stage) {
+  static GSD_HD void add_halves(Machine& machine, const float (&sums)[2][kRowTiles][4], float (&own)[kRowTiles][4]) {
     const bool odd = machine.warp() % 2 != 0;
-    const int area = weights_at(stage), thread = machine.thread();
+    const int thread = machine.thread();
     GSD_UNROLL
     for (int j = 0; j < kRowTiles; j++) {
       Chunk given;
@@ -175,12 +175,12 @@ struct ProductBlock {
         own[j][i] = odd ? both[2 + i % 2] : both[i % 2];
         given.words[i] = float_bits(odd ? both[i % 2] : both[2 + i % 2]);
       }
-      machine.write(area + (j * kThreads + (thread ^ 32)) * 16, given);
+      machine.write((j * kThreads + (thread ^ kLanes)) * 16, given);
     }
     machine.sync("halves exchanged");
     GSD_UNROLL
     for (int j = 0; j < kRowTiles; j++) {
-      const Chunk other = machine.read(area + (j * kThreads + thread) * 16);
+      const Chunk other = machine.read((j * kThreads + thread) * 16);
       GSD_UNROLL
       for (int i = 0; i < 4; i++) own[j][i] += float_from_bits(other.words[i]);
     }
@@ -191,7 +191,7 @@ struct ProductBlock {
   static GSD_HD bool add_splits(Machine& machine, const RowsProduct& a, const RowsCut& cut,
                                 float (&own)[kRowTiles][4], int row_block, int output_block, int split) {
     const int64_t tile = static_cast<int64_t>(row_block) * cut.output_blocks + output_block;
-    constexpr int kPart = kTileOutputs * kRows;
+    constexpr int kPart = kOutputs * kRows;
     const int splits = cut.splits;
     float* parts = a.partials + tile * splits * kPart + 4 * machine.thread();
     GSD_UNROLL
@@ -219,12 +219,11 @@ struct ProductBlock {
   static GSD_HD void finish(Machine& machine, const RowsProduct& a, const Weights& w, int first_row,
                             const float (&own)[kRowTiles][4]) {
     const int warp = machine.warp(), lane = machine.lane(), row = first_row + 2 * (lane % 4);
+    const int output = w.first + warp / 2 * 16 + warp % 2 * 8 + lane / 4;
     if (a.end == RowsEnd::kGate) {
-      const int output = w.first + warp / 2 * 16 + warp % 2 * 8 + lane / 4;
       if (output < w.outputs) gate(machine, a, row, output, own);
       return;
     }
-    const int output = w.first + warp / 2 * 32 + warp % 2 * 8 + lane / 4;
     const uint16_t* biases = a.matrices[0].bias;
     float* out = a.matrices[0].out;
     GSD_UNROLL
@@ -233,7 +232,7 @@ struct ProductBlock {
     }
     GSD_UNROLL
     for (int m = 0; m < 2; m++) {
-      const int n = output + 16 * m;
+      const int n = output + m * kHalf;
       if (n >= w.outputs) continue;
       const float bias = biases != nullptr ? Element::widen(biases[n]) : 0.0f;
       float* to = out + row * a.out_stride + n;

@@ -30,6 +30,22 @@ __global__ void __launch_bounds__(ProductBlock<Element, kRows>::kThreads, kRows 
 #endif
 }
 
+// Twice as many outputs a block, in shared memory that has to be opted into.
+template <class Element>
+using WideBlock = ProductBlock<Element, kMostTileRows, kWideOutputs>;
+static_assert(WideBlock<Half>::kArenaBytes <= 80 * 1024, "two blocks on every multiprocessor");
+
+template <class Element>
+__global__ void __launch_bounds__(WideBlock<Element>::kThreads, 2)
+    rows_wide_product_kernel(const __grid_constant__ RowsProduct args, const __grid_constant__ RowsCut cut) {
+#if defined(GSD_HAS_MMA)
+  extern __shared__ __align__(128) char wide_arena[];
+  CudaMachine machine(wide_arena);
+  WideBlock<Element>::run(machine, args, cut, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
+                          static_cast<int>(blockIdx.z));
+#endif
+}
+
 template <class Element>
 __global__ void __launch_bounds__(kRowThreads) rows_norm_kernel(const __grid_constant__ RowsNorm args) {
 #if defined(GSD_HAS_MMA)
@@ -59,28 +75,41 @@ __global__ void __launch_bounds__(kRowThreads) rows_embed_kernel(const __grid_co
 }
 
 template <class... Args>
-int launch(void (*kernel)(Args...), dim3 blocks, int threads, const RowsLaunch& how, const Args&... args) {
+int launch_with(int arena, void (*kernel)(Args...), dim3 blocks, int threads, const RowsLaunch& how,
+                const Args&... args) {
   int device = 0, major = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error != cudaSuccess) return error;
   if (major < kOldestMajor) return cudaErrorNoKernelImageForDevice;
+  if (arena > 0) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, arena);
+  if (error != cudaSuccess) return error;
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = blocks, config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(arena);
   config.stream = static_cast<cudaStream_t>(how.stream);
   config.attrs = &overlap, config.numAttrs = how.overlap && major >= kOverlappingMajor ? 1 : 0;
   error = cudaLaunchKernelEx(&config, kernel, args...);
   return error == cudaSuccess ? cudaGetLastError() : error;
 }
 
+template <class... Args>
+int launch(void (*kernel)(Args...), dim3 blocks, int threads, const RowsLaunch& how, const Args&... args) {
+  return launch_with(0, kernel, blocks, threads, how, args...);
+}
+
 template <class Element>
 int launch_product(const RowsProduct& args, const RowsLaunch& how) {
-  const RowsCut cut(args);
+  const RowsCut cut(args, args.tile_outputs());
   const dim3 blocks(static_cast<unsigned>(args.row_blocks()), static_cast<unsigned>(cut.output_blocks),
                     static_cast<unsigned>(cut.splits));
+  if (args.tile_outputs() == kWideOutputs) {
+    return launch_with(WideBlock<Element>::kArenaBytes, rows_wide_product_kernel<Element>, blocks,
+                       WideBlock<Element>::kThreads, how, args, cut);
+  }
   constexpr int kThreads = ProductBlock<Element, 16>::kThreads;
   switch (args.tile_rows()) {
     case 16:

@@ -44,7 +44,7 @@ def programs(tmp_path_factory):
     return {name: folder / name for name in BUILDS}
 
 
-@pytest.mark.parametrize(("sanitizer", "rounds"), [("thread", 6), ("address", 16)])
+@pytest.mark.parametrize(("sanitizer", "rounds"), [("thread", 8), ("address", 16)])
 @pytest.mark.parametrize("part", PARTS)
 def test_random_problems_are_right_and_clean(programs, part, sanitizer, rounds):
     """Odd sizes, one to three matrices with and without bias, all ends, one to three splits; caches of both orders.
@@ -62,7 +62,7 @@ def test_a_row_has_the_same_bits_among_128(programs):
 
 @pytest.mark.parametrize(("part", "barrier"), BARRIERS)
 def test_a_dropped_barrier_is_caught(programs, part, barrier):
-    status, output = run(programs["thread"], part, 6, 2, "--drop", barrier)
+    status, output = run(programs["thread"], part, 8, 2, "--drop", barrier)
     assert status in (RACE, DIFFERENT), (status, output[-2000:])
 
 
@@ -105,9 +105,9 @@ def test_a_changed_source_is_caught(tmp_path, mutation):
 
 
 def test_everything_with_a_name_is_listed():
-    calls = {"sync": 4, "any": 1, "wait<": 1, "copy": 2, "load_matrices<": 2, "await_previous": 4}
+    calls = {"sync": 5, "any": 1, "wait<": 1, "copy": 2, "load_matrices<": 2, "await_previous": 4}
     for call, count in calls.items():
         found = sum(len(re.findall(rf"machine\.(?:template )?{call}\(?", text)) for text in PARTS.values())
         assert found == count, call
-    assert len(set(BARRIERS)) == 5 and len(WAITS) == 1 and len(AWAITS) == 4
+    assert len(set(BARRIERS)) == 6 and len(WAITS) == 1 and len(AWAITS) == 4
     assert set(COPIES) == set(LOADS) == {("product", "weights"), ("product", "rows")}
