@@ -56,6 +56,7 @@ FAMILIES = {
         "llama-tied",
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}, "intermediate_size": 90},
     ),
+    "llama-unused-window": ("llama-gqa", {"sliding_window": 4, "layer_types": ["full_attention"] * 2}),
     "mistral": ("mistral-window", {"head_dim": 128, "num_attention_heads": 4, "sliding_window": 5}),
     "qwen2": ("qwen2", {"hidden_size": 48, "num_attention_heads": 6}),
     "qwen2-window": (

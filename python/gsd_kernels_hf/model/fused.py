@@ -29,6 +29,7 @@ from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, decoder_r
 from gsd_kernels.ops.decoder_rows.api import FLOATS
 
 from .hidden import LAST
+from .probe import examine
 from .runner import Listener, RowModel
 
 logger = logging.getLogger("gsd_kernels")
@@ -104,7 +105,7 @@ def _rotary(model: PreTrainedModel) -> Any:
     return model.model.rotary_emb
 
 
-def _layer(layer: Any, config: Any) -> LayerWeights:
+def _layer(layer: Any, window: int | None) -> LayerWeights:
     a, m = layer.self_attn, layer.mlp
     projections = {
         "q": a.q_proj,
@@ -119,8 +120,6 @@ def _layer(layer: Any, config: Any) -> LayerWeights:
     parts |= {f"{name}_bias": part.bias for name, part in projections.items() if part.bias is not None}
     parts |= {name: getattr(a, name).weight for name in ("q_norm", "k_norm") if hasattr(a, name)}
     parts |= {"input_norm": layer.input_layernorm.weight, "second_norm": layer.post_attention_layernorm.weight}
-    # Mistral's attention reads the window from the configuration, Qwen's has its own.
-    window = a.sliding_window if hasattr(a, "sliding_window") else getattr(config, "sliding_window", None)
     return LayerWeights(**{name: weight.detach() for name, weight in parts.items()}, window=window or 0)
 
 
@@ -129,7 +128,8 @@ def weights_of(model: PreTrainedModel) -> DecoderWeights:
     decoder, config = model.model, model.config
     return DecoderWeights(
         embedding=decoder.embed_tokens.weight.detach(),
-        layers=[_layer(layer, config) for layer in decoder.layers],
+        # What each attention call was seen to do: some classes ignore the window of their configuration.
+        layers=[_layer(*at) for at in zip(decoder.layers, examine(model).windows, strict=True)],
         final_norm=decoder.norm.weight.detach(),
         head=model.lm_head.weight.detach(),
         inv_freq=_rotary(model).inv_freq.float(),
