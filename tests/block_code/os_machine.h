@@ -1,4 +1,4 @@
-// The warp machine of csrc/algorithms/attention.h as operating-system threads, one a lane. What the PTX ISA says of each
+// The warp machine of csrc/algorithms/attention_tiles.h as operating-system threads, one a lane. What the PTX ISA says of each
 // instruction is done literally:
 //   ldmatrix, mma   move and multiply by the documented fragment layouts; lanes get each other's operands;
 //   cp.async        nothing arrives before wait_group says so, and from the copy on the old contents are gone;
@@ -11,7 +11,7 @@
 #include <cmath>
 #include <deque>
 
-#include "../../csrc/algorithms/attention.h"
+#include "../../csrc/algorithms/attention_tiles.h"
 #include "os_group.h"
 
 #if defined(__SANITIZE_THREAD__)
@@ -212,6 +212,8 @@ class OsMachine {
   float log2(float x) const { return std::log2(x); }
   float divide(float a, float b) const { return a / b; }
   float max(float a, float b) const { return std::fmax(a, b); }
+  float times(float a, float b) const { return a * b; }
+  float fma(float a, float b, float c) const { return std::fma(a, b, c); }
   void store(float* at, float first, float second) const { at[0] = first, at[1] = second; }
   template <size_t n>
   void load(const float* at, float (&values)[n]) const {
