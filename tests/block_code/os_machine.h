@@ -1,4 +1,4 @@
-// The warp machine of csrc/algorithms/attention.h as operating-system threads, one a lane. What the PTX ISA says of each
+// The warp machine of csrc/algorithms/attention_tiles.h as operating-system threads, one a lane. What the PTX ISA says of each
 // instruction is done literally:
 //   ldmatrix, mma   move and multiply by the documented fragment layouts; lanes get each other's operands;
 //   cp.async        nothing arrives before wait_group says so, and from the copy on the old contents are gone; the source
@@ -15,7 +15,7 @@
 #include <functional>
 #include <mutex>
 
-#include "../../csrc/algorithms/attention.h"
+#include "../../csrc/algorithms/attention_tiles.h"
 #include "os_group.h"
 
 #if defined(__SANITIZE_THREAD__)
@@ -241,6 +241,8 @@ class OsMachine {
   float divide(float a, float b) const { return a / b; }
   float inverse_root(float x) const { return 1.0f / std::sqrt(x); }
   float max(float a, float b) const { return std::fmax(a, b); }
+  float times(float a, float b) const { return a * b; }
+  float fma(float a, float b, float c) const { return std::fma(a, b, c); }
   void store(float* at, float first, float second) const { at[0] = first, at[1] = second; }
   template <size_t n>
   void load(const float* at, float (&values)[n]) const {
