@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from gsd_kernels_bench.cli import BENCHMARKS, DOCUMENTS, app
-from gsd_kernels_bench.generation import drafters_table, generate, sources_table, tree_table
+from gsd_kernels_bench.generation import drafters_table, generate, long_table, sources_table, tree_table
 from gsd_kernels_bench.generation.competitors import DEFAULT, competitors
 from gsd_kernels_bench.generation.pairs import load_pair
 from gsd_kernels_bench.generation.tree_table import Cell, Grid, cells
@@ -357,6 +357,19 @@ def test_drafters_behind_long_contexts(tmp_path):
     (tmp_path / "README.md").write_text("<!-- bench:drafters-long -->\n<!-- /bench:drafters-long -->\n")
     bench("readme", "--readme", str(tmp_path / "README.md"), "--results", str(tmp_path))
     assert "| EAGLE-3 |" in (tmp_path / "README.md").read_text()
+
+
+def test_all_models_of_a_long_context_turn_alike():
+    pair = load_pair("demo", device=CPU, dtype=torch.float32, prompts=1)
+    like, places = torch.zeros(1, 1, 64), torch.arange(0, 4096, 97)[None]
+    before = pair.target.model.rotary_emb(like, places)[0]
+    rotaries = [pair.draft.model.rotary_emb, *(drafter.rotary for drafter in pair.drafters.values())]
+    assert all(torch.equal(rotary(like, places)[0], before) for rotary in rotaries)
+    long_table.stretched(pair, 4096)
+    turned = pair.target.model.rotary_emb(like, places)[0]
+    assert not torch.allclose(turned, before, atol=0.1)
+    rotaries[0] = pair.draft.model.rotary_emb
+    assert len(rotaries) == 3 and all(torch.equal(rotary(like, places)[0], turned) for rotary in rotaries)
 
 
 @pytest.mark.slow

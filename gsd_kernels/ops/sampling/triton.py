@@ -110,7 +110,7 @@ def _pick(
             tl.store(log_probs_ptr + j, tl.where(spoiled, float("nan"), log_prob))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _score_kernel(
     logits_ptr,
     positions_ptr,  # int32 [B, R]
@@ -192,7 +192,7 @@ def _score_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "stretches"])
 def _cut_kernel(
     logits_ptr,
     positions_ptr,  # int32 [B, R]

@@ -165,7 +165,7 @@ def row_cut(
     return tl.max(spoiled, 0) > 0, top, cut, complete & (cut >= bound), count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _log_probs_kernel(
     logits_ptr,
     temperatures_ptr,
