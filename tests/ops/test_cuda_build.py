@@ -33,6 +33,7 @@ CUDA_OPS = (
     *("ngram_insert", "ngram_lookup", "perturb_candidates", "mix_candidates"),
     *("ngram_remember", "ngram_recall", "calibrate_candidates", "learn_source"),
     *("start_graph", "feed_rows", "feed_chain", "accepted_path", "commit_text"),
+    "decoder_rows",
 )
 
 ELEMENTS, HEAD_DIMS, WARPS = ("Half", "Bfloat16"), (64, 128), (1, 2, 4)  # of the attention
