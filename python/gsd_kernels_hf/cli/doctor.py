@@ -64,7 +64,7 @@ def examine() -> dict[str, Any]:
             if backend != "auto"
         },
         "flash_attention": flash_attention(gpu=len(devices) > 1),
-        "fused_rows": fused.missing(torch.device("cpu")),
+        "fused_rows": {str(device): fused.missing(device) for device in devices},
         "cpu_levels": {} if unavailable_reason("cpu", torch.device("cpu")) else cpu_levels.levels(),
         "serving": serving(),
         "plot": None if util.find_spec("matplotlib") else "matplotlib is missing: pip install 'gsd-kernels[plot]'",
@@ -168,8 +168,10 @@ def _print(report: dict[str, Any]) -> None:
         facts.add_row(name, version or "none found")
     flash = report["flash_attention"]
     facts.add_row("flash attention", escape(", ".join(filter(None, (flash["version"], flash["missing"])))))
-    fused = report["fused_rows"]
-    facts.add_row("rows on the CPU", "one operator" if fused is None else escape(f"the model's modules: {fused}"))
+    for place, reason in report["fused_rows"].items():
+        facts.add_row(
+            f"rows on {place}", "one operator" if reason is None else escape(f"the model's modules: {reason}")
+        )
     facts.add_row("server", escape(report["serving"] or "transformers' own"))
     facts.add_row("drawing", escape(report["plot"] or "matplotlib"))
     for device in report["devices"]:
