@@ -135,8 +135,10 @@ int launch_turn(const RowsTurn& args, const RowsLaunch& how) {
 int launch_rows_embed(const RowsEmbed& args, const RowsLaunch& how) {
   if (args.rows == 0) return cudaSuccess;
   const dim3 blocks(static_cast<unsigned>(args.rows));
-  return how.bfloat16 ? launch(rows_embed_kernel<Bfloat16>, blocks, kRowThreads, how, args)
-                      : launch(rows_embed_kernel<Half>, blocks, kRowThreads, how, args);
+  RowsLaunch first = how;
+  first.overlap = false;  // whatever wrote the weights is done, which products rely on; and it may be no kernel
+  return how.bfloat16 ? launch(rows_embed_kernel<Bfloat16>, blocks, kRowThreads, first, args)
+                      : launch(rows_embed_kernel<Half>, blocks, kRowThreads, first, args);
 }
 
 int launch_rows_norm(const RowsNorm& args, const RowsLaunch& how) {

@@ -12,6 +12,8 @@ struct RowsLaunch {
   bool overlap;   // from compute capability 9.0 on, begin while the kernel before ends (programmatic dependent launch)
 };
 
+// The embedding comes first: it waits for everything before, and so do the products' weights.
+
 int launch_rows_embed(const RowsEmbed& args, const RowsLaunch& how);
 int launch_rows_norm(const RowsNorm& args, const RowsLaunch& how);
 int launch_rows_product(const RowsProduct& args, const RowsLaunch& how);

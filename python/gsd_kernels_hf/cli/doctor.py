@@ -63,6 +63,7 @@ def examine() -> dict[str, Any]:
             for backend in BACKENDS
             if backend != "auto"
         },
+        "small_ops": {str(device): unavailable_reason("cuda", device) for device in devices if device.type == "cuda"},
         "flash_attention": flash_attention(gpu=len(devices) > 1),
         "fused_rows": {str(device): fused.missing(device) for device in devices},
         "cpu_levels": {} if unavailable_reason("cpu", torch.device("cpu")) else cpu_levels.levels(),
@@ -172,6 +173,10 @@ def _print(report: dict[str, Any]) -> None:
         facts.add_row(
             f"rows on {place}", "one operator" if reason is None else escape(f"the model's modules: {reason}")
         )
+    for device, reason in report["small_ops"].items():  # no Triton kernel: backend="triton" takes them too
+        compiled = "the compiled ones, with Triton as well"
+        slow = f"PyTorch's operators, hundreds of launches a step: {reason}"
+        facts.add_row(f"small ops on {device}", compiled if reason is None else escape(slow))
     facts.add_row("server", escape(report["serving"] or "transformers' own"))
     facts.add_row("drawing", escape(report["plot"] or "matplotlib"))
     for device in report["devices"]:
