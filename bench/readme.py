@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .generation import corpus_table, drafters_table, sources_table
+from .generation import corpus_table, drafters_table, long_table, sources_table
 from .generation.competitors import ASSISTED, AUTO, GREEDY, PLAIN
 from .generation.generate import title
 from .lib.intervals import Ratio
@@ -202,6 +202,15 @@ def drafters(results: Path) -> str:
     return "\n\n".join(tables)
 
 
+def drafters_long(results: Path) -> str:
+    """Drafters behind long contexts."""
+    path = results / f"{long_table.NAME}.json"
+    if not path.exists():
+        raise MissingResultError("`gsd-kernels bench drafters --positions 512,1024,2048,4096,8192`")
+    data = _read(path)
+    return f"{_place(data['environment'])}. {long_table.table(data)}"
+
+
 def corpus(results: Path) -> str:
     """The history across calls and a corpus, on four tasks."""
     path = results / "corpus.json"
@@ -303,6 +312,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "tree": tree,
     "sources": sources,
     "drafters": drafters,
+    "drafters-long": drafters_long,
     "corpus": corpus,
     "kernels": kernels,
     "scale-messages": messages,

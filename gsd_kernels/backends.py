@@ -66,6 +66,8 @@ FIRST = ("triton", "compiled")
 def compiled_first() -> bool:
     """Whether ``auto`` takes CUDA C++, compiled ahead for sizes known at run time, before Triton, compiled for each.
 
+    An op whose Triton form is a kernel behind several launches of PyTorch's names CUDA C++ first in any case.
+
     Raises:
         ValueError: ``GSD_CUDA_FIRST`` is none of :data:`FIRST`.
     """

@@ -35,6 +35,7 @@ SCHEMAS = (
     f"sample_rows(Tensor logits, Tensor positions, Tensor seed, Tensor sequence_ids, {_WARPERS}) -> Tensor",
     "draft_candidates(Tensor logits, Tensor positions, int branch, Tensor seed, Tensor sequence_ids, "
     f"{_WARPERS}, bool noise=True) -> (Tensor, Tensor)",
+    f"warped_log_probs(Tensor logits, {_WARPERS}) -> Tensor",
     "dag_attention(Tensor q, Tensor k, Tensor v, Tensor ancestor_mask, Tensor kv_len, Tensor? kv_start, "
     "Tensor? row_depths, Tensor? node_depths, float scale, float? softcap, int? sliding_window) "
     "-> (Tensor, Tensor)",
@@ -145,6 +146,11 @@ def _draft_candidates(
 ) -> tuple[Tensor, Tensor]:
     shape = (*positions.shape, branch)
     return positions.new_empty(shape), logits.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.register_fake("gsd_kernels::warped_log_probs")
+def _warped_log_probs(logits: Tensor, *args: object, **kwargs: object) -> Tensor:
+    return logits.new_empty(logits.shape, dtype=torch.float32)
 
 
 @torch.library.register_fake("gsd_kernels::dag_attention")

@@ -290,9 +290,17 @@ def _sampling_cases() -> list[Case]:
     def each() -> Tensor:
         return _meta(1, dtype=torch.float32)
 
+    def distribution() -> None:
+        from .ops.sampling.triton_cut import log_probs
+
+        log_probs(_meta(1, 8, 128256, dtype=torch.bfloat16), None, 0.7, None, 20.0, None, 0.9, None, 0.05)
+
     return [
+        Case("sampling", "distribution after the warpers", distribution),
         case("greedy", 1, torch.bfloat16, None, 0.0, None, 0.0, None, 1.0, None, 0.0),
         case("temperature", 1, torch.bfloat16, None, 0.7, None, 0.0, None, 1.0, None, 0.0),
+        case("temperature, candidates", 8, torch.bfloat16, None, 0.7, None, 0.0, None, 1.0, None, 0.0),
+        case("min-p", 1, torch.bfloat16, None, 0.7, None, 0.0, None, 1.0, None, 0.05),
         case("all warpers, candidates", 4, torch.float32, each(), 0.0, each(), 0.0, each(), 1.0, each(), 0.0),
     ]
 

@@ -5,8 +5,13 @@ A run of many files ends with the slowest ones.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 from collections import Counter
+
+# All that is imported below stays: looking through it for garbage, again and again while it grows, takes 7 s a process.
+gc.disable()
 
 # Read when torch and NumPy are loaded. The models are tiny and several test processes share the cores, on which
 # threads without work would wait by asking again and again. Processes that tests start inherit it.
@@ -47,6 +52,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is collected, and what was imported is not looked through."""
+    gc.freeze()
+    gc.enable()
+    atexit.register(thaw)
+
+
+def thaw() -> None:
+    """Leave the interpreter what it frees at its end, or libraries complain of leaks."""
+    gc.disable()
+    gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:

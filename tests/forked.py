@@ -131,6 +131,7 @@ def become(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # for what is imported stays
     for module in MODULES:
         importlib.import_module(module)
     faulthandler.enable()
@@ -138,5 +139,6 @@ if __name__ == "__main__":
     if threads > 1:
         raise SystemExit(f"{threads} threads after the imports: a fork would have one of them")
     gc.freeze()  # or every fork's collections look through all that was imported, and copy its pages
+    gc.enable()
     if asked := serve():
         become(asked)

@@ -104,10 +104,9 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def classes() -> dict[str, type[PreTrainedModel]]:
-    """Every causal language model of the installed transformers, by its name."""
-    names = {name for entry in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _as_tuple(entry)}
-    return {name: getattr(transformers, name) for name in sorted(names)}
+def classes() -> list[str]:
+    """Every causal language model of the installed transformers: names, since to import them all takes seconds."""
+    return sorted({name for entry in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _as_tuple(entry)})
 
 
 def _as_tuple(entry: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -120,7 +119,7 @@ def build(name: str, layers: int = LAYERS, **more: Any) -> PreTrainedModel:
     Raises:
         Unbuildable: its config cannot be made tiny by the names of its fields.
     """
-    model_class = classes()[name]
+    model_class: type[PreTrainedModel] = getattr(transformers, name)
     try:
         config = model_class.config_class(**{**shrunk(model_class.config_class, layers), **MORE.get(name, {}), **more})
         with torch.device("meta"):

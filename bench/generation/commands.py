@@ -318,7 +318,11 @@ def drafters(
     temperatures: Annotated[str, typer.Option("--temperatures", help="Comma-separated; 0 is greedy.")] = "0,0.7",
     positions: Annotated[
         str | None,
-        typer.Option("--positions", help="Instead: tokens a forward behind contexts of so many tokens, 512,2048,8192."),
+        typer.Option(
+            "--positions",
+            help="Instead: tokens a forward behind contexts of so many tokens of real text, 512,1024,2048,4096,8192; "
+            "rotary settings are stretched, models not inflated.",
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One prompt of one text, 8 tokens, not inflated.")] = False,
     out: Out = RESULTS,
@@ -331,7 +335,8 @@ def drafters(
 
     from gsd_kernels_hf.console.pair import quiet_transformers
 
-    from .drafters_table import TABLE, by_position, settings_of
+    from . import long_table
+    from .drafters_table import TABLE, settings_of
     from .generate import Settings
     from .sources_table import run
 
@@ -344,15 +349,17 @@ def drafters(
         new_tokens=8 if quick else new_tokens,
         quick=quick,
     )
-    settings = settings_of(given, _listed(names) or None)
-    called = name or "-".join([TABLE.case, dtype.value, *(["quick"] * quick)])
+    chosen = _listed(names) or None
     if positions is not None:
         lengths = [int(length) for length in positions.split(",")]
-        typer.echo(by_position(settings, lengths, folder=out, name=f"{called}-by-position"))
+        settings = settings_of(given, chosen, long_table.NAMES)
+        typer.echo(long_table.run(settings, lengths, folder=out, name=name or long_table.NAME))
         return
+    settings = settings_of(given, chosen)
+    called = name or "-".join([TABLE.case, dtype.value, *(["quick"] * quick)])
     spec = replace(TABLE, temperatures=tuple(float(t) for t in temperatures.split(",")))
-    chosen = ("code",) if quick else tuple(texts.split(","))
-    typer.echo(run(settings, texts=chosen, folder=out, name=called, spec=spec))
+    kinds = ("code",) if quick else tuple(texts.split(","))
+    typer.echo(run(settings, texts=kinds, folder=out, name=called, spec=spec))
 
 
 def typical_deviation(

@@ -161,7 +161,7 @@ def summary(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "texts": len(texts),
                 "log_likelihood": statistics.fmean(t["log_likelihood"] for t in texts),
                 "excess": statistics.fmean(excess),
-                "excess_error": statistics.stdev(excess) / math.sqrt(len(excess)),
+                "excess_error": statistics.stdev(excess) / math.sqrt(len(excess)) if len(excess) > 1 else None,
             }
         )
     return rows
@@ -172,6 +172,7 @@ def table(data: dict[str, Any]) -> str:
     rows = []
     for row in data["summary"]:
         how = f"T = {row['temperature']}" if row["temperature"] else "greedy"
+        error = "" if row["excess_error"] is None else f" ± {row['excess_error']:.3f}"
         other_sample = row["criterion"] == SPECULATIVE  # its own pick is not the noise's, though as good a sample
         rows.append(
             [
@@ -182,7 +183,7 @@ def table(data: dict[str, Any]) -> str:
                 f"{row['differing_share']:.1%}",
                 f"{row['differing_texts']}/{row['texts']}",
                 f"{row['log_likelihood']:.3f}",
-                f"{row['excess']:+.3f} ± {row['excess_error']:.3f}",
+                f"{row['excess']:+.3f}{error}",
                 "yes" if row["lossless"] else "no",
             ]
         )
@@ -199,7 +200,8 @@ def table(data: dict[str, Any]) -> str:
         "position by position, so all that follows a first difference counts; `speculative` shows what another exact "
         "sample of the same distribution looks like. *Log-likelihood*: natural, mean, under the distribution that is "
         "sampled from (greedy: at temperature 1). *Its excess* over the mean of that distribution after the same text, "
-        "with the standard error over texts: 0 is expected of an exact sample, more of likelier tokens than that."
+        "with the standard error over texts where there are several: 0 is expected of an exact sample, more of "
+        "likelier tokens than that."
     )
     return "\n\n".join([about, markdown(head, rows), notes])
 

@@ -78,6 +78,10 @@ class Plugin:
         item.session.shouldstop = "out of time; goes on in the next call"
         return True  # nothing else runs it
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:  # the other files are run all the same
+            self.work.keep(f"collecting {report.nodeid}", {"error": str(report.longrepr)[-1500:]})
+
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.begin = time.monotonic()
         self.work.points[nodeid] = {"error": "was running when the stage ended"}
@@ -107,7 +111,9 @@ def run(work: Work) -> None:
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     # The project's own options need plugins that a GPU machine may lack.
     options = ["-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=--strict-markers", "--rootdir", str(ROOT)]
+    options.append("--continue-on-collection-errors")
     files = [str(ROOT / file) for file in (FILES_WITHOUT_GPU if work.rehearse else FILES)]
+    work.points = {name: point for name, point in work.points.items() if not name.startswith("collecting ")}
     plugin = Plugin(work)
     code = pytest.main([*options, "-v", "--tb=short", *files], plugins=[plugin])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):

@@ -67,6 +67,17 @@ GSD_HD float probability_of(const int32_t* tokens, const float* log_probs, int b
   return prob;
 }
 
+// What candidates leave to a token that is none of them: half of what it could be at most, for they are the likeliest.
+GSD_HD float unnamed_probability(const float* log_probs, int branch) {
+  float sum = 0.0f, least = 1.0f;
+  for (int k = 0; k < branch; k++) {
+    const float prob = expf(log_probs[k]);
+    sum += prob;
+    least = fminf(least, prob);
+  }
+  return 0.5f * fminf(fmaxf(1.0f - sum, 0.0f), least);
+}
+
 // Where node `at` was asked about, and what part of the mixture at its pick was this source's; −1 for none.
 GSD_HD void find_node(const LearnArgs& a, const LearnSizes& s, int at) {
   a.places[at] = -1;
@@ -83,12 +94,14 @@ GSD_HD void find_node(const LearnArgs& a, const LearnSizes& s, int at) {
   if (a.first_tokens[place.level] == nullptr) return;
   const int64_t from = place.row * s.branch;
   const float weight = a.weights[place.entry];
-  const float other =
-      probability_of(a.tokens[place.level] + from, a.log_probs[place.level] + from, s.branch, a.picked[at]);
-  const float first =
-      probability_of(a.first_tokens[place.level] + from, a.first_log_probs[place.level] + from, s.branch, a.picked[at]);
-  const float theirs = weight * other, both = theirs + (1.0f - weight) * first;
-  if (both > 0.0f) a.parts[at] = theirs / both;
+  const float* mine = a.log_probs[place.level] + from;
+  const float* before = a.first_log_probs[place.level] + from;
+  float other = probability_of(a.tokens[place.level] + from, mine, s.branch, a.picked[at]);
+  float first = probability_of(a.first_tokens[place.level] + from, before, s.branch, a.picked[at]);
+  if (!(weight * other + (1.0f - weight) * first > 0.0f)) return;
+  if (!(other > 0.0f)) other = unnamed_probability(mine, s.branch);
+  if (!(first > 0.0f)) first = unnamed_probability(before, s.branch);
+  a.parts[at] = weight * other / (weight * other + (1.0f - weight) * first);
 }
 
 GSD_HD void learn_weight(const LearnArgs& a, const LearnSizes& s, int entry) {

@@ -1,4 +1,4 @@
-// One row of sample_rows or draft_candidates, for a thread group: the GPU's form of the two ops. (The CPU ops draw noise
+// One row of sample_rows, draft_candidates or warped_log_probs, for a thread group: the GPU's form of these ops. (The CPU ops draw noise
 // only where it can win, csrc/cpu/sampling_ops.cpp; a GPU has arithmetic to spare and draws all of it.)
 //
 // Whatever must not depend on the order of the threads is integer arithmetic: picks are the least 64-bit (score, token)
@@ -39,7 +39,7 @@ struct Float16Logit {
 template <class Logit>
 struct PickArgs {
   const Logit* logits;   // [V]
-  float* scores;         // [V], working memory
+  float* scores;         // [V], working memory; with branch 0 the log-probabilities of all tokens
   int32_t* tokens;       // [K], best first
   float* log_probs;      // [K], or null: K = 1 and a row without a pick gives token −1
   Warpers warpers;
@@ -47,7 +47,7 @@ struct PickArgs {
 };
 
 struct PickSizes {
-  int vocab, branch;
+  int vocab, branch;   // branch 0: nothing is picked, the distribution itself is wanted
   bool noisy = true;  // else what is likely is ranked, rather than what will be drawn
 };
 
@@ -196,12 +196,19 @@ GSD_HD void pick_tokens(Group& group, const PickArgs<Logit>& a, const PickSizes&
 
   // 3. log Σ exp(score)
   float log_sum = 0.0f;
-  if (a.log_probs != nullptr) {
+  if (a.log_probs != nullptr || s.branch == 0) {
     float sum = 0.0f;
     for (int block = rank; block < blocks; block += step) {
       for (int i = 4 * block; i < min_int(4 * block + 4, s.vocab); i++) sum += expf(a.scores[i] - max);
     }
     log_sum = logf(float_from_bits(static_cast<uint32_t>(reduce(group, arena.partial, float_bits(sum), FloatSum{}))));
+  }
+
+  if (s.branch == 0) {  // a thread's own four neighbours again
+    for (int block = rank; block < blocks; block += step) {
+      for (int i = 4 * block; i < min_int(4 * block + 4, s.vocab); i++) a.scores[i] = a.scores[i] - max - log_sum;
+    }
+    return;
   }
 
   // 4. The best tokens, one at a time: the least key above the last one.

@@ -1,4 +1,4 @@
-// sample_rows and draft_candidates on CPU tensors. A thread takes whole rows.
+// sample_rows, draft_candidates and warped_log_probs on CPU tensors. A thread takes whole rows.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -277,6 +277,34 @@ void draft_row(const LogitRows& logits, int64_t row, const Warpers& w, const Noi
   }
 }
 
+// Log-probabilities of a whole row after the warpers; NaN where there is no distribution, as PyTorch's log_softmax.
+void log_probs_row(const LogitRows& logits, int64_t row, const Warpers& w, Scratch& scratch, float* out) {
+  float* x = scratch.row.data();
+  logits.copy(row, x);
+  const bool greedy = w.temperature <= 0.0f;
+  const Extremes found =
+      scale_and_block_maxima(x, logits.padded(), greedy ? 1.0f : w.temperature, scratch.block_max.data());
+  if (found.has_nan || !(found.max > kNegInf && found.max < -kNegInf)) {
+    std::fill(out, out + logits.vocab(), std::numeric_limits<float>::quiet_NaN());
+    return;
+  }
+  const float floor = greedy ? kNegInf : warper_floor(logits, scratch, w, found.max);
+  if (floor > kNegInf) cut_below(x, logits.padded(), floor);
+  const float log_sum = static_cast<float>(std::log(sum_exp(x, logits.padded(), found.max)));
+  for (int i = 0; i < logits.vocab(); i++) out[i] = x[i] - found.max - log_sum;
+}
+
+// Calls work(row, sequence, scratch) for every row, rows shared out among threads.
+template <class Work>
+void for_each_row(const LogitRows& logits, int64_t batch, int64_t rows, const Work& work) {
+  constexpr int64_t kTokensPerThread = 1 << 15;
+  const int64_t grain = std::max<int64_t>(1, kTokensPerThread / logits.padded());
+  torch::stable::parallel_for(0, batch * rows, grain, [&](int64_t begin, int64_t end) {
+    Scratch scratch(logits.padded());
+    for (int64_t row = begin; row < end; row++) work(row, row / rows, scratch);
+  });
+}
+
 // Calls work(row, sequence, stream, scratch) for every row, rows shared out among threads.
 template <class Work>
 void for_each_row(const LogitRows& logits, const Tensor& positions, const Tensor& seed, const Tensor& sequence_ids,
@@ -285,14 +313,8 @@ void for_each_row(const LogitRows& logits, const Tensor& positions, const Tensor
   const int32_t* position = read<int32_t>(positions);
   const int32_t* sequence = read<int32_t>(sequence_ids);
   const int64_t key = *read<int64_t>(seed);
-  constexpr int64_t kTokensPerThread = 1 << 15;
-  const int64_t grain = std::max<int64_t>(1, kTokensPerThread / logits.padded());
-  torch::stable::parallel_for(0, batch * rows, grain, [&](int64_t begin, int64_t end) {
-    Scratch scratch(logits.padded());
-    for (int64_t row = begin; row < end; row++) {
-      const int64_t b = row / rows;
-      work(row, b, noise_stream(key, position[row], sequence[b]), scratch);
-    }
+  for_each_row(logits, batch, rows, [&](int64_t row, int64_t b, Scratch& scratch) {
+    work(row, b, noise_stream(key, position[row], sequence[b]), scratch);
   });
 }
 
@@ -342,10 +364,24 @@ std::tuple<Tensor, Tensor> draft_candidates(const Tensor& logits, const Tensor& 
   return {tokens, log_probs};
 }
 
+Tensor warped_log_probs(const Tensor& logits, double temperature, int64_t top_k, double top_p, double min_p,
+                        const std::optional<Tensor>& temperatures, const std::optional<Tensor>& top_ks,
+                        const std::optional<Tensor>& top_ps, const std::optional<Tensor>& min_ps) {
+  const LogitRows rows(logits);
+  const WarperTable warpers(temperature, top_k, top_p, min_p, temperatures, top_ks, top_ps, min_ps, logits.size(0));
+  Tensor log_probs = torch::stable::new_empty(logits, logits.sizes(), ScalarType::Float);
+  float* out = written<float>(log_probs);
+  for_each_row(rows, logits.size(0), logits.size(1), [&](int64_t row, int64_t sequence, Scratch& scratch) {
+    log_probs_row(rows, row, warpers.of(sequence), scratch, out + row * rows.vocab());
+  });
+  return log_probs;
+}
+
 }  // namespace
 }  // namespace gsd
 
 STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
   m.impl("sample_rows", TORCH_BOX(&gsd::sample_rows));
   m.impl("draft_candidates", TORCH_BOX(&gsd::draft_candidates));
+  m.impl("warped_log_probs", TORCH_BOX(&gsd::warped_log_probs));
 }

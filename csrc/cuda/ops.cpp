@@ -157,38 +157,49 @@ LogitType logit_type(const Tensor& logits) {
   }
 }
 
+// A row's distribution, cut by the warpers, is common to the sampling ops; what is drawn from it is theirs to add.
+PickBatch pick_batch(const Tensor& logits, const Tensor& scores, const Warpers& shared, const WarperTensors& own) {
+  check_device({&logits, &scores});
+  STD_TORCH_CHECK(logits.dim() == 3 && logits.size(2) >= 1 && logits.size(2) < (1 << 30) && logits.is_contiguous(),
+                  "logits: expected [batch, rows, vocabulary], contiguous");
+  const auto values = [&](const std::optional<Tensor>& t) -> const float* {
+    if (!t) return nullptr;
+    check_device({&logits, &*t});
+    check("warpers", *t, ScalarType::Float, {logits.size(0)});
+    return read<float>(*t);
+  };
+  PickBatch args{};
+  args.logits = logits.const_data_ptr();
+  args.scores = written<float>(scores);
+  args.shared = shared;
+  args.temperatures = values(own.temperatures);
+  args.top_ks = values(own.top_ks);
+  args.top_ps = values(own.top_ps);
+  args.min_ps = values(own.min_ps);
+  args.rows = static_cast<int>(logits.size(1));
+  return args;
+}
+
+void launch_rows(const Tensor& logits, const PickBatch& args, int64_t branch, bool noise) {
+  const PickSizes sizes{static_cast<int>(logits.size(2)), static_cast<int>(branch), noise};
+  check_launch(launch_pick(args, sizes, logit_type(logits), logits.size(0) * logits.size(1), current_stream(logits)));
+}
+
 void pick(const Tensor& logits, const Tensor& positions, int64_t branch, const Tensor& seed,
           const Tensor& sequence_ids, const Warpers& shared, const WarperTensors& own, bool noise,
           const Tensor& tokens, const Tensor* log_probs) {
   check_device({&logits, &positions, &seed, &sequence_ids});
-  STD_TORCH_CHECK(logits.dim() == 3 && logits.size(2) >= 1 && logits.size(2) < (1 << 30) && logits.is_contiguous(),
-                  "logits: expected [batch, rows, vocabulary], contiguous");
-  const int64_t batch = logits.size(0), rows = logits.size(1);
-  check("positions", positions, ScalarType::Int, {batch, rows});
-  check("seed", seed, ScalarType::Long, {});
-  check("sequence_ids", sequence_ids, ScalarType::Int, {batch});
-  const auto values = [&](const std::optional<Tensor>& t) -> const float* {
-    if (!t) return nullptr;
-    check_device({&logits, &*t});
-    check("warpers", *t, ScalarType::Float, {batch});
-    return read<float>(*t);
-  };
   const Tensor scores = torch::stable::new_empty(logits, logits.sizes(), ScalarType::Float);
-  const PickBatch args{logits.const_data_ptr(),
-                       written<float>(scores),
-                       written<int32_t>(tokens),
-                       log_probs != nullptr ? written<float>(*log_probs) : nullptr,
-                       read<int32_t>(positions),
-                       read<int64_t>(seed),
-                       read<int32_t>(sequence_ids),
-                       shared,
-                       values(own.temperatures),
-                       values(own.top_ks),
-                       values(own.top_ps),
-                       values(own.min_ps),
-                       static_cast<int>(rows)};
-  const PickSizes sizes{static_cast<int>(logits.size(2)), static_cast<int>(branch), noise};
-  check_launch(launch_pick(args, sizes, logit_type(logits), batch * rows, current_stream(logits)));
+  PickBatch args = pick_batch(logits, scores, shared, own);
+  check("positions", positions, ScalarType::Int, {logits.size(0), logits.size(1)});
+  check("seed", seed, ScalarType::Long, {});
+  check("sequence_ids", sequence_ids, ScalarType::Int, {logits.size(0)});
+  args.tokens = written<int32_t>(tokens);
+  args.log_probs = log_probs != nullptr ? written<float>(*log_probs) : nullptr;
+  args.positions = read<int32_t>(positions);
+  args.seed = read<int64_t>(seed);
+  args.sequence_ids = read<int32_t>(sequence_ids);
+  launch_rows(logits, args, branch, noise);
 }
 
 Warpers warpers(double temperature, int64_t top_k, double top_p, double min_p) {
@@ -221,6 +232,17 @@ std::tuple<Tensor, Tensor> draft_candidates(const Tensor& logits, const Tensor& 
   pick(logits, positions, branch, seed, sequence_ids, warpers(temperature, top_k, top_p, min_p),
        {temperatures, top_ks, top_ps, min_ps}, noise, tokens, &log_probs);
   return {tokens, log_probs};
+}
+
+Tensor warped_log_probs(const Tensor& logits, double temperature, int64_t top_k, double top_p, double min_p,
+                        const std::optional<Tensor>& temperatures, const std::optional<Tensor>& top_ks,
+                        const std::optional<Tensor>& top_ps, const std::optional<Tensor>& min_ps) {
+  const DeviceGuard guard(logits.get_device_index());
+  const Tensor log_probs = torch::stable::new_empty(logits, logits.sizes(), ScalarType::Float);
+  const PickBatch args = pick_batch(logits, log_probs, warpers(temperature, top_k, top_p, min_p),
+                                    {temperatures, top_ks, top_ps, min_ps});
+  launch_rows(logits, args, 0, false);
+  return log_probs;
 }
 
 void ngram_insert(const Tensor& keys, const Tensor& table_tokens, const Tensor& table_log_probs,
@@ -415,6 +437,7 @@ STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CUDA, m) {
   m.impl("commit_kv", TORCH_BOX(&gsd::commit_kv));
   m.impl("sample_rows", TORCH_BOX(&gsd::sample_rows));
   m.impl("draft_candidates", TORCH_BOX(&gsd::draft_candidates));
+  m.impl("warped_log_probs", TORCH_BOX(&gsd::warped_log_probs));
   m.impl("ngram_insert", TORCH_BOX(&gsd::ngram_insert));
   m.impl("ngram_lookup", TORCH_BOX(&gsd::ngram_lookup));
   m.impl("ngram_remember", TORCH_BOX(&gsd::ngram_remember));

@@ -1,4 +1,4 @@
-// sample_rows and draft_candidates: one thread block a row.
+// sample_rows, draft_candidates and warped_log_probs: one thread block a row.
 #include <cuda_runtime.h>
 
 #include "launch.h"
@@ -21,7 +21,8 @@ __global__ void __launch_bounds__(kPickThreads, 2)
                              a.tokens + row * sizes.branch,
                              a.log_probs != nullptr ? a.log_probs + row * sizes.branch : nullptr,
                              warpers,
-                             noise_stream(*a.seed, a.positions[row], a.sequence_ids[b])};
+                             a.seed != nullptr ? noise_stream(*a.seed, a.positions[row], a.sequence_ids[b])
+                                               : NoiseStream{}};
   CudaBlock group;
   pick_tokens(group, args, sizes, arena);
 }

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from gsd_kernels import Acceptance, Rows, TokenGraph, draft_candidates, perturb_candidates, sample_rows
 from gsd_kernels.config import MAX_CONTEXT
-from gsd_kernels.ops.sampling.reference import is_off, warp
+from gsd_kernels.ops.sampling import warped_log_probs
+from gsd_kernels.ops.sampling.reference import is_off
 from gsd_kernels.ops.step import accepted_path
 
 Candidates = tuple[Tensor, Tensor]
@@ -175,9 +176,8 @@ class Sampler:
         )
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """Log-probabilities after temperature, top-k, top-p and min-p, float32 [..., V]; greedy: of the bare logits."""
-        logits = logits.float()
-        return (logits if self.greedy else warp(logits, **self.warpers)).log_softmax(-1)
+        """Log-probabilities after temperature, top-k, top-p, min-p, float32 [B, R, V]; greedy: of the bare logits."""
+        return warped_log_probs(logits, backend=self.backend, **self.warpers)
 
 
 @dataclass

@@ -99,6 +99,18 @@ def test_typical_with_the_automatic_shape_learns_apart():
     assert {engine.criterion for engine in engines_of(target)} == {"exact", gsd.Typical()}
 
 
+def test_the_deviation_of_one_text_has_no_error():
+    text = {"tokens": 8, "steps": 4, "not_own": 1, "differing": 2, "log_likelihood": -1.5, "entropy": 1.25}
+    record = {"temperature": 0.0, "shape": "chain", "criterion": "exact", "lossless": True, "texts": [text]}
+    (row,) = rows = typical_deviation.summary([record])
+    assert row["excess"] == -0.25 and row["excess_error"] is None
+    settings = {"pair": "tiny", "prompts": ["one"], "samples": 1, "new_tokens": 8}
+    assert "| -0.250 |" in typical_deviation.table({"summary": rows, "settings": settings})
+    (row,) = rows = typical_deviation.summary([record | {"texts": [text, text | {"entropy": 1.0}]}])
+    assert row["excess_error"] == pytest.approx(0.125)
+    assert "| -0.375 ± 0.125 |" in typical_deviation.table({"summary": rows, "settings": settings})
+
+
 @pytest.mark.slow
 def test_the_deviation_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(typical_deviation, "TEMPERATURES", (0.0, 0.7))

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from gsd_kernels_bench.cli import BENCHMARKS, DOCUMENTS, app
-from gsd_kernels_bench.generation import drafters_table, generate, sources_table, tree_table
+from gsd_kernels_bench.generation import drafters_table, generate, long_table, sources_table, tree_table
 from gsd_kernels_bench.generation.competitors import DEFAULT, competitors
 from gsd_kernels_bench.generation.pairs import load_pair
 from gsd_kernels_bench.generation.tree_table import Cell, Grid, cells
@@ -342,10 +342,34 @@ def test_drafters_table(tmp_path):
     assert cell["missing"]["dflash-lattice"] == "the pair has no trained dflash"
     assert cell["missing"]["every"] == "the pair has no trained eagle3, dflash, heads"
     assert "| draft model |" in text and "| DFlash, lattice |" not in text
-    text = drafters_table.by_position(settings, [40, 90], folder=tmp_path)
-    assert text.splitlines()[0] == "| tokens a forward, by context | 40 | 90 |" and "| plain | 1.00 | 1.00 |" in text
     with pytest.raises(ValueError, match=r"--competitors: 'hf-greedy' is none of plain, chain"):
         drafters_table.settings_of(given, ("hf-greedy",))
+
+
+def test_drafters_behind_long_contexts(tmp_path):
+    """Contexts end at the same places; past the positions of training all models turn as YaRN has it."""
+    arguments = ["--positions", "600,1200", "--prompts", "1", "--new-tokens", "6", "--dtype", "float32"]
+    bench("drafters", *arguments, "--competitors", "eagle3,history", "--out", str(tmp_path))
+    data = json.loads((tmp_path / "drafters-long.json").read_text())
+    assert [b["length"] for b in data["bins"]] == [600, 1200] and all(b["same"] for b in data["bins"])
+    assert all(set(b["found"]) == {"eagle3", "history"} for b in data["bins"])
+    assert data["settings"]["rope"]["rope_type"] == "yarn" and max(data["losses"]) < 4
+    (tmp_path / "README.md").write_text("<!-- bench:drafters-long -->\n<!-- /bench:drafters-long -->\n")
+    bench("readme", "--readme", str(tmp_path / "README.md"), "--results", str(tmp_path))
+    assert "| EAGLE-3 |" in (tmp_path / "README.md").read_text()
+
+
+def test_all_models_of_a_long_context_turn_alike():
+    pair = load_pair("demo", device=CPU, dtype=torch.float32, prompts=1)
+    like, places = torch.zeros(1, 1, 64), torch.arange(0, 4096, 97)[None]
+    before = pair.target.model.rotary_emb(like, places)[0]
+    rotaries = [pair.draft.model.rotary_emb, *(drafter.rotary for drafter in pair.drafters.values())]
+    assert all(torch.equal(rotary(like, places)[0], before) for rotary in rotaries)
+    long_table.stretched(pair, 4096)
+    turned = pair.target.model.rotary_emb(like, places)[0]
+    assert not torch.allclose(turned, before, atol=0.1)
+    rotaries[0] = pair.draft.model.rotary_emb
+    assert len(rotaries) == 3 and all(torch.equal(rotary(like, places)[0], turned) for rotary in rotaries)
 
 
 @pytest.mark.slow

@@ -130,6 +130,27 @@ def test_outcomes_are_kept_by_id_until_time_is_over(work, tmp_path, monkeypatch)
     assert "test_few.py::test_a" in second.points, "kept, and not run again"
 
 
+@pytest.mark.slow
+def test_a_file_that_cannot_be_collected_keeps_no_other_from_running(work, tmp_path, monkeypatch):
+    """A module may be missing on a machine that nothing can be brought to."""
+    good, bad = tmp_path / "test_good.py", tmp_path / "test_bad.py"
+    good.write_text("import pytest\n@pytest.mark.gpu\ndef test_it(): pass\n")
+    bad.write_text("import a_module_that_nobody_has\n")
+    monkeypatch.setattr(gpu_tests, "FILES_WITHOUT_GPU", (str(bad), str(good)))
+    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu: x\n")
+    stage = work("tests")
+    gpu_tests.run(stage)
+    assert stage.points["test_good.py::test_it"]["outcome"] == "passed"
+    assert stage.failed == ["collecting test_bad.py"]
+    assert "a_module_that_nobody_has" in stage.points["collecting test_bad.py"]["error"]
+    bad.write_text("")
+    again = work("tests")
+    gpu_tests.run(again)
+    assert not again.failed, "a machine that has it"
+
+
 def test_every_file_of_gpu_tests_is_among_those_asked():
     marked = {
         file.relative_to(ROOT).as_posix()

@@ -173,7 +173,7 @@ void pick(Group& group, const std::vector<Float32Logit>& logits, const Warpers& 
 
 // Only the sum over the vocabulary depends on how many threads there are.
 bool picks_agree(int threads, const Faults& faults, std::mt19937& random) {
-  const PickSizes sizes{1 + static_cast<int>(random() % 300), 1 + static_cast<int>(random() % 6)};
+  const PickSizes sizes{1 + static_cast<int>(random() % 300), static_cast<int>(random() % 7)};
   std::vector<Float32Logit> logits(sizes.vocab);
   for (Float32Logit& logit : logits) logit.bits = 0.01f * static_cast<float>(random() % 1000);
   const auto one_of = [&](std::initializer_list<float> values) { return values.begin()[random() % values.size()]; };
@@ -187,11 +187,12 @@ bool picks_agree(int threads, const Faults& faults, std::mt19937& random) {
   run_block(threads, faults, [&](OsGroup& group) {
     pick(group, logits, warpers, noise, sizes, got, block_arena.data());
   });
+  const auto close = [](float a, float b) { return a == b || fabsf(a - b) < 1e-5f; };
   for (int k = 0; k < sizes.branch; k++) {
-    if (expected.tokens[k] != got.tokens[k]) return false;
-    if (!(expected.log_probs[k] == got.log_probs[k] || fabsf(expected.log_probs[k] - got.log_probs[k]) < 1e-5f)) {
-      return false;
-    }
+    if (expected.tokens[k] != got.tokens[k] || !close(expected.log_probs[k], got.log_probs[k])) return false;
+  }
+  for (int i = 0; sizes.branch == 0 && i < sizes.vocab; i++) {
+    if (!close(expected.scores[i], got.scores[i])) return false;
   }
   return true;
 }
@@ -208,6 +209,7 @@ void pick_from_input(char** argv) {
   Arena arena(PickArena::bytes(threads));
   run_block(threads, {}, [&](OsGroup& group) { pick(group, logits, warpers, noise, sizes, out, arena.data()); });
   for (int k = 0; k < sizes.branch; k++) printf("%d %.9g\n", out.tokens[k], static_cast<double>(out.log_probs[k]));
+  for (int i = 0; sizes.branch == 0 && i < sizes.vocab; i++) printf("%d %.9g\n", i, static_cast<double>(out.scores[i]));
 }
 
 struct Memory {

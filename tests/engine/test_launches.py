@@ -1,7 +1,8 @@
 """What a step launches on a GPU outside its two models, counted by dispatch on the CPU.
 
-Every dispatched operation counts but for those that make a view or only allocate. An operator of this package counts as
-the kernels that its compiled CUDA version launches (:data:`LAUNCHES`); Triton's, where it has one, may take more.
+Every dispatched operation counts but for those that make a view or only allocate. Ops of this package are chosen as
+``auto`` chooses on a GPU: a compiled one counts as the kernels that its CUDA version launches (:data:`LAUNCHES`), a
+Triton one as what its own launch code launches on tensors without content.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from engine.launching import as_on_a_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gsd_kernels as gsd
-from gsd_kernels.backends import unavailable_reason
+from gsd_kernels.backends import FIRST, unavailable_reason
 from gsd_kernels_hf.engine import decoder
 from gsd_kernels_hf.model.fused import SWITCH
 from gsd_kernels_hf.policy.acceptance import AcceptanceModel
@@ -33,11 +35,9 @@ PLANS = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "seed": 5},
 }
-MOST = {"greedy": 60, "sampled": 60}
+MOST = 60
 
 LAUNCHES = {"commit_kv": 2}  # copies, whose blocks all read the old lengths, and their advance; all others: 1
-TRITON = {"sample_rows": 2, "draft_candidates": 2}  # score and pick
-TRITON_CUT = 1  # and the cut of top-k, top-p and min-p
 SEVERAL = {"constant_pad_nd": 2}  # a fill and a copy
 FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "lift_fresh")
 PACKAGES = ("gsd_kernels", "gsd_kernels_hf")
@@ -86,10 +86,22 @@ class Launches(TorchDispatchMode):
     def total(self) -> int:
         return sum(self.by_name.values())
 
-    def triton(self, *, cut: bool) -> int:
-        """The same with Triton's samplers."""
-        more = {name: self.by_name[name] * (n - 1 + cut * TRITON_CUT) for name, n in TRITON.items()}
-        return self.total + sum(more.values())
+    def launch(self, kernel: str) -> None:
+        """Count a Triton kernel."""
+        self.by_name[kernel] += 1
+        self.by_place[caller(), kernel] += 1
+
+    def uncounted(self, function):
+        """``function``, with nothing in it counted."""
+
+        def call(*args, **kwargs):
+            self.inside += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.inside -= 1
+
+        return call
 
     def __str__(self) -> str:
         lines = [f"{count:5} {place}: {name}" for (place, name), count in sorted(self.by_place.items())]
@@ -115,13 +127,20 @@ class Enough(Exception):
     pass
 
 
-def counted_step(plan: str, monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """The launches of a late step of a real call, the draft's calibration on."""
+def counted_step(options: dict[str, object], first: str, monkeypatch: pytest.MonkeyPatch, shape=SHAPE) -> Launches:
+    """The launches of a late step of a real call, the draft's calibration on.
+
+    ``first``: ``GSD_CUDA_FIRST``, what ``auto`` takes first of Triton's and the compiled ops.
+    """
     launches = Launches()
+    if first == "triton":
+        jit = pytest.importorskip("triton.runtime.jit")
+        monkeypatch.setattr(jit.JITFunction, "run", lambda self, *_, **__: launches.launch(self.fn.__name__))
+    as_on_a_gpu(monkeypatch, first, launches.uncounted)
 
     def policy(*_, **__):
-        fixed = FixedPolicy(SHAPE)
-        fixed.acceptance = AcceptanceModel(SHAPE.branch)
+        fixed = FixedPolicy(shape)
+        fixed.acceptance = AcceptanceModel(shape.branch)
         return fixed
 
     def loop(session, policy, *_):
@@ -148,14 +167,33 @@ def counted_step(plan: str, monkeypatch: pytest.MonkeyPatch) -> Launches:
             **models.prompts(2, 11, seed=4, vocab=VOCAB),
             assistant_model=models.noised(target, 0.01),
             max_new_tokens=60,
-            **PLANS[plan],
+            **options,
         )
     return launches
 
 
+@pytest.mark.parametrize("first", FIRST)
 @pytest.mark.parametrize("plan", PLANS)
-def test_launches_outside_the_models(plan, monkeypatch):
-    launches = counted_step(plan, monkeypatch)
-    print(launches, f"with Triton's samplers: {launches.triton(cut=plan == 'sampled')}", sep="\n")
-    assert launches.total <= MOST[plan], str(launches)
+def test_launches_outside_the_models(plan, first, monkeypatch):
+    launches = counted_step(PLANS[plan], first, monkeypatch)
+    print(launches)
+    assert launches.total <= MOST, str(launches)
     assert not launches.sorts, f"over the vocabulary: {launches.sorts}"
+    kernels = {name for name in launches.by_name if name.endswith("_kernel")}
+    assert bool(kernels) == (first == "triton")
+
+
+CRITERIA = {
+    "exact": {},
+    "speculative": {"criterion": "speculative", "graph_config": gsd.GraphConfig.preset("chain", depth=4)},
+    "typical": {"criterion": "typical"},
+}
+
+
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_no_criterion_sorts_the_vocabulary(criterion, first, monkeypatch):
+    options = CRITERIA[criterion]
+    launches = counted_step(PLANS["sampled"] | options, first, monkeypatch, options.get("graph_config", SHAPE))
+    assert not launches.sorts, f"over the vocabulary: {launches.sorts}"
+    assert criterion == "exact" or {"warped_log_probs", "_log_probs_kernel"} & set(launches.by_name), "it was that one"

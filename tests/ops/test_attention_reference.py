@@ -10,6 +10,7 @@ from ops.contracts.arguments import attention_case, dense_mask
 from torch import Tensor
 
 import gsd_kernels as gsd
+from gsd_kernels.ops.dag_attention.dense import dense_mask as written_out
 
 
 def dense_attention(
@@ -96,6 +97,25 @@ def test_a_row_is_bitwise_independent_of_other_rows(dtype):
             again, again_lse = attend(other, sliding_window=9)
             assert torch.equal(again[:, :, row], out[:, :, row]) and torch.equal(again_lse[:, :, row], lse[:, :, row])
             assert not torch.equal(again, out)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_auto_is_as_exact_in_float64(window):
+    """On a CPU it is PyTorch's fused attention, of both kinds of mask and with values of another size."""
+    for seed in range(4):
+        case = attention_case(seed, rows=9, nodes=33, groups=(1, 4)[seed % 2], value_dim=(None, 24)[seed // 2])
+        exact, exact_lse = dense_attention(case, torch.float64, window=window)
+        out = gsd.dag_attention(**case, sliding_window=window)
+        assert out.dtype == torch.float64
+        torch.testing.assert_close(out, exact, rtol=0, atol=1e-12)
+        capped, lse = gsd.dag_attention(**case, sliding_window=window, softcap=3.0, return_lse=True)
+        assert torch.equal(capped, attend(case, sliding_window=window, softcap=3.0)[0]) and lse.dtype == torch.float32
+        for name in "kv":
+            case[name] = case[name].nan_to_num(0.0)  # as trusted masks ask for
+        rest = (case[name] for name in ("ancestor_mask", "kv_len", "kv_start", "row_depths", "node_depths"))
+        trusted = gsd.dag_attention(**case, sliding_window=window, dense=written_out(*rest, window, case["k"].shape[2]))
+        sees = exact_lse.isfinite()
+        torch.testing.assert_close(trusted[sees], exact[sees], rtol=0, atol=1e-12)
 
 
 def test_attention_defaults_and_strides():

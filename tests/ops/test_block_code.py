@@ -95,6 +95,22 @@ def test_the_sampling_block_equals_the_reference(programs, warpers, vocab):
     assert torch.equal(picked[finite], tokens.flatten().long()[finite])
 
 
+@pytest.mark.parametrize("warpers", WARPERS, ids=str)
+@pytest.mark.parametrize("vocab", [1, 111, 1000])
+def test_the_block_gives_the_whole_distribution(programs, warpers, vocab):
+    logits = torch.randn(1, 1, vocab, generator=torch.Generator().manual_seed(vocab)) * 4
+    expected = reference.warped_log_probs(logits, *warpers).flatten()
+    arguments = map(str, ("--pick", 8, vocab, 0, 1, 2, 3, *warpers))
+    done = subprocess.run(
+        [str(programs["address"]), *arguments], input=logits.numpy().tobytes(), capture_output=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    got = torch.tensor([float(line.split()[1]) for line in done.stdout.decode().splitlines()])
+    finite = expected.isfinite()
+    assert torch.equal(got.isfinite(), finite)
+    torch.testing.assert_close(got[finite], expected[finite], atol=1e-5, rtol=1e-5)
+
+
 def test_threads_at_different_barriers_are_caught(programs):
     status, output = run(programs["address"], 8, 0, 1, "--diverge")
     assert status == DIVERGENT and "divergent barrier" in output

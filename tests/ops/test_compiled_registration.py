@@ -49,6 +49,7 @@ def op_inputs():
         "commit_kv": (cache[:2], cache[2:], *accepted, torch.tensor([2, 3], dtype=torch.int32)),
         "sample_rows": (logits, positions, *stream, 1.0, 0, 0.9, 0.0, None, torch.tensor([3.0, 0.0]), None, None),
         "draft_candidates": (logits, positions, 3, *stream, 0.0, 0, 1.0, 0.0),
+        "warped_log_probs": (logits, 0.7, 5, 1.0, 0.0, None, None, torch.tensor([0.9, 1.0]), None),
         "dag_attention": attention_inputs(),
         "write_kv": (*cache[:2], *torch.randn(2, 2, 1, 3, 4), torch.tensor([[0, 5, 2], [1, 2, 3]])),
         "decoder_rows": decoder_inputs(),

@@ -13,6 +13,7 @@ from gsd_kernels.ops.commit_kv.api import IMPLEMENTATIONS as COMMIT
 from gsd_kernels.ops.dag_attention import compiled, reference
 from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
 from gsd_kernels.ops.merge.api import IMPLEMENTATIONS as MERGE
+from gsd_kernels.ops.ngram.api import MIX, RECALL, REMEMBER
 from gsd_kernels.ops.verify.api import IMPLEMENTATIONS as VERIFY
 from gsd_kernels.ops.write_kv.api import IMPLEMENTATIONS as WRITE
 
@@ -75,6 +76,8 @@ def test_one_switch_prefers_what_is_compiled_ahead(first):
         for op in (MERGE, VERIFY, COMMIT):
             assert backends.resolve("auto", gpu, op) is op[name]
             assert backends.resolve("triton", gpu, op) is op["triton"], "a name never falls back"
+        for op in (RECALL, REMEMBER, MIX):
+            assert backends.resolve("auto", gpu, op) is op["cuda"], "one launch; Triton's are many"
         assert backends.resolve("auto", gpu, WRITE) is WRITE["triton"], "there is no other"
         assert backends.resolve("auto", gpu, IMPLEMENTATIONS) is IMPLEMENTATIONS["triton"], "attention is on request"
 

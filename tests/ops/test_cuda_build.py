@@ -24,7 +24,8 @@ KERNELS = (
 )
 ATTENTION = ("attention_split_kernel", "attention_combine_kernel", "path_split_kernel", "path_end_kernel")
 CUDA_OPS = (
-    *("merge", "flatten", "verify", "commit_kv", "sample_rows", "draft_candidates", "dag_attention"),
+    *("merge", "flatten", "verify", "commit_kv", "dag_attention"),
+    *("sample_rows", "draft_candidates", "warped_log_probs"),
     *("ngram_insert", "ngram_lookup", "perturb_candidates", "mix_candidates"),
     *("ngram_remember", "ngram_recall", "calibrate_candidates", "learn_source"),
     *("start_graph", "feed_rows", "feed_chain", "accepted_path", "commit_text"),

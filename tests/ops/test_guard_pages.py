@@ -25,6 +25,7 @@ from ops.contracts.sampling import EACH
 from torch import Tensor
 
 import gsd_kernels as gsd
+from gsd_kernels.ops.sampling import warped_log_probs
 
 pytestmark = pytest.mark.interpreter
 LIMIT = 300.0  # seconds of a child
@@ -63,6 +64,7 @@ def sampling() -> None:
     each = {n: guarded(w[:2]) for n, w in EACH.items()}
     gsd.draft_candidates(logits, positions, branch=3, **keys, **each, backend="triton")
     gsd.sample_rows(logits, positions, **keys, backend="triton")
+    warped_log_probs(logits, **each, backend="triton")
 
 
 def verify_and_commit() -> None:

@@ -19,6 +19,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from ops.test_triton_dispatch import operator_calls
 from triton.runtime.jit import JITFunction
 
+from gsd_kernels.ops.sampling.triton import TICKETS, Tickets
+
 SECOND = torch.device("cuda", 1)
 CALLS = operator_calls()
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # commit_kv compares them
@@ -38,6 +40,7 @@ def current(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_exchange_device", exchange)
     monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", exchange)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(Tickets, "of", lambda self, like, rows: like.new_empty(rows, dtype=torch.int32))
     return index
 
 
@@ -95,5 +98,46 @@ def test_compiled_operators_switch_too():
     assert len(names) > 10
     for name in names:
         body = source[re.search(rf" {name}\((const|Tensor|int64_t)", source).start() :].partition("\n}\n")[0]
-        launch = re.search(r"current_stream\(|\bpick\(|\bfeed<", body)
+        launch = re.search(r"current_stream\(|\bpick\(|\blaunch_rows\(|\bfeed<", body)
         assert launch and 0 < body.find("const DeviceGuard guard(") < launch.start(), name
+
+
+class Zeros:
+    """A tensor of a GPU, as much as :class:`Tickets` asks of it."""
+
+    is_cuda = True
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+
+
+def test_tickets_are_of_a_stream_and_never_of_a_graph(monkeypatch):
+    made, state = [], {"capturing": True, "stream": 7}
+
+    class Stream:
+        cuda_stream = property(lambda self: state["stream"])
+
+        def synchronize(self):
+            assert not state["capturing"]
+
+    def zeros(*shape, dtype, device):
+        made.append(shape)
+        return torch.empty(shape, dtype=dtype).fill_(0)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    tickets, first, second = Tickets(), Zeros(0), Zeros(1)
+    assert tickets.of(first, 5).shape == (5,) and not tickets.kept, "what a capture makes is its graph's"
+    state["capturing"] = False
+    kept = tickets.of(first, 5)
+    state["capturing"] = True
+    assert len(made) == 2 and tickets.of(first, 5).data_ptr() == kept.data_ptr(), "a graph uses what was there before"
+    state.update(capturing=False, stream=8)
+    places = {kept.data_ptr(), tickets.of(first, 9).data_ptr(), tickets.of(second, 9).data_ptr()}
+    assert len(places) == 3 and len(made) == 3, "another stream and another GPU have their own"
+    assert tickets.of(first, TICKETS + 1).shape == (TICKETS + 1,) and len(made) == 4
+    for stream in range(100, 200):
+        state["stream"] = stream
+        assert tickets.of(first, 3).eq(0).all()
+    assert len(made) > 4, "more streams than there are places"

@@ -10,6 +10,7 @@ from ops.contracts.backends import backends, cases
 from ops.contracts.sampling import FLOATS, SAMPLING, WARPERS, check_sampling, problem, sampling_inputs
 
 import gsd_kernels as gsd
+from gsd_kernels.ops.sampling import warped_log_probs
 from gsd_kernels.ops.sampling.reference import warp
 
 EVERYWHERE = ("reference", "cpu", "interpreter", "triton", "cuda")
@@ -115,3 +116,41 @@ def test_candidates_without_noise_are_the_warped_distributions_best(on, warpers)
     real = expected > float("-inf")
     assert torch.equal(tokens.cpu().long()[real], ids[real])
     torch.testing.assert_close(log_probs.cpu(), expected, atol=1e-5, rtol=1e-5)
+
+
+def check_distribution(logits, on, **warpers):
+    """Cut alike, and within 1e-5 of the reference; ties at a cut may be judged either way where rounding decides."""
+    got = warped_log_probs(on.to(logits), **on.to(warpers), backend=on.name).cpu()
+    expected = warped_log_probs(on.to_reference(logits), **on.to_reference(warpers), backend="reference").cpu()
+    assert got.dtype == torch.float32 and got.shape == logits.shape
+    real = expected > float("-inf")
+    assert torch.equal(got > float("-inf"), real)
+    torch.testing.assert_close(got[real], expected[real], atol=1e-5, rtol=1e-5)
+    greedy = torch.as_tensor(warpers.get("temperature", 0.0)).view(-1, 1, 1) <= 0
+    alone = {name: warpers.get(name, off) for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))}
+    warped = torch.where(greedy, logits.float(), warp(logits.float(), warpers.get("temperature", 0.0), *alone.values()))
+    torch.testing.assert_close(expected, warped.log_softmax(-1), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+@backends(*EVERYWHERE)
+def test_the_distribution_after_the_warpers(on, name):
+    shape, options = SAMPLING[name]
+    if on.interpreted and shape[-1] > 20_000:
+        pytest.skip("minutes in the interpreter")
+    options = {key: value for key, value in options.items() if key != "branch"}
+    made = {key: options.pop(key) for key in ("dtype", "spread") if key in options}
+    check_distribution(problem(shape, **made)[0], on, **options)
+
+
+@backends(*EVERYWHERE)
+def test_a_row_without_a_distribution_has_no_log_probabilities(on):
+    logits = torch.randn(2, 3, 5000, generator=torch.Generator().manual_seed(2))
+    logits[0, 1, 4500] = float("nan")
+    logits[1, 0, 4100] = float("inf")
+    logits[1, 2] = float("-inf")
+    for warpers in ({"temperature": 0.8}, {"temperature": 1.0, "top_k": 5, "min_p": 0.1}, {"temperature": 0.0}):
+        got = warped_log_probs(on.to(logits), **warpers, backend=on.name).cpu()
+        nothing = got.isnan().all(-1)
+        assert nothing.tolist() == [[False, True, False], [True, False, True]]
+        assert torch.allclose(got.exp().sum(-1)[~nothing], torch.ones(3), atol=1e-5)

@@ -17,7 +17,7 @@ from gsd_kernels import kernel_report
 from gsd_kernels.attention_config import attention_config, load_table
 
 KERNELS = {
-    *("split", "combine", "merge", "flatten", "verify", "cut", "score", "pick", "commit", "write"),
+    *("split", "combine", "merge", "flatten", "verify", "cut", "score", "log_probs", "commit", "write"),
     *("insert", "lookup", "mix", "perturb"),
 }
 MATRIX = {80: "HMMA", 90: "HGMMA", 100: "UTCMMA"}  # what a tile of 64 or more half-precision rows must use

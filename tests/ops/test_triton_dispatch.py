@@ -71,6 +71,7 @@ def operator_calls() -> dict[str, tuple]:
             *(logits, positions, 2, torch.tensor(1), torch.arange(2, dtype=torch.int32)),
             *(each, 0.0, None, 5.0, None, 1.0, None, 0.0, True, True),
         ),
+        "triton_log_probs": (logits, each, 0.0, None, 5.0, None, 1.0, None, 0.0),
         "triton_verify": (*rows.tensors()[:4], rows.num_rows, sampled, eos, remaining, done, 6),
         "triton_commit_kv": commit_arguments(),
         "triton_write_kv": write_arguments(),

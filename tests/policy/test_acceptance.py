@@ -60,6 +60,39 @@ def test_more_rows_and_deeper_shapes_never_bring_less(rows, data):
     np.testing.assert_allclose(found.ravel(), alone, rtol=1e-5)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("with_model", [False, True])
+def test_a_family_grown_once_predicts_what_each_of_its_shapes_does_alone(device, with_model):
+    """Shapes of a ladder that share their trees' growth up to the rows, or up to a level."""
+    rng, shapes = np.random.default_rng(0), list(ladder(device, with_model=with_model).values())
+    profiles = {
+        name: Pool(-np.sort(-rng.dirichlet((1, 0.5, 0.2, 0.1), POOL), axis=-1), rng.integers(MISS, 4, POOL))
+        for name in ("model", "lookup")
+    }
+    plan = GrowthPlan(shapes, 4)
+    assert len(plan.grown) < len(shapes)
+    together, alone = plan.predict(profiles), [GrowthPlan([shape], 4).predict(profiles) for shape in shapes]
+    np.testing.assert_allclose(together, np.squeeze(alone, -1).T, rtol=1e-6)
+
+
+def test_the_device_table_is_written_when_the_counts_have_changed():
+    model, table = AcceptanceModel(4), Calibration(4, torch.device("cpu"))
+    model.write(table)
+    table.log_ratio.fill_(7.0)
+    model.write(table)
+    assert (table.log_ratio == 7.0).all(), "written again without need"
+    probs, hits = np.full((8, 4), 0.2), np.zeros((8, 4), bool)
+    model.observe("model", probs, hits)
+    model.write(table)
+    assert (table.log_ratio < 1.0).all() and table.log_ratio.min() < 0
+    other = AcceptanceModel(4)  # of other calls
+    other.write(table)
+    assert (table.log_ratio == 0.0).all()
+    other.load(model.as_dict())
+    other.write(table)
+    assert table.log_ratio.min() < 0
+
+
 def test_calibration_tells_an_overconfident_draft():
     model = AcceptanceModel(2)
     for i in range(400):

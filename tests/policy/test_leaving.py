@@ -130,6 +130,43 @@ def test_caches_of_a_model_that_was_left_out_are_right_again(target, monkeypatch
     assert any(left) and not all(left[left.index(True) :]), "it left and came back"
 
 
+def test_a_fixed_shape_after_automatic_calls_takes_what_they_left_out(target, monkeypatch, tmp_path):
+    """On one engine, in a chat: sources, caches and statistics of both kinds of calls meet in it."""
+    monkeypatch.setattr(leaving, "PATIENCE", 1000)
+    cheap = Known(target_bytes=1e9, target_layers=4, draft_bytes=1e6, draft_layers=1, bandwidth=1e10)
+    monkeypatch.setattr(Known, "of", classmethod(lambda *_, **__: cheap))
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
+    monkeypatch.setattr("gsd_kernels_hf.engine.stats.Clock.last", lambda *_: 0.0)
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    fixed = {"graph_config": gsd.GraphConfig(depth=3, width=2, branch=2, max_rows=8, history_depth=2)}
+    plain, left = [prompts(1, 14, vocab=40)["input_ids"]], []
+
+    def turn(number, **more):
+        ids = torch.cat([plain[number], torch.full((1, 3), number + 3)], 1)
+        return target.generate(ids, attention_mask=torch.ones_like(ids), **options, **more)
+
+    for number in range(8):
+        plain.append(turn(number))
+    good, bad = noised(target, 0.01), noised(target, 4.0)
+    forwards = []
+    bad.register_forward_pre_hook(lambda *_: forwards.append(1))
+    handle = gsd.patch(target, assistant_model=[good, bad])
+    try:
+        for number in range(7):
+            before = len(forwards)
+            assert torch.equal(turn(number, **(fixed if left and left[-1] else {})), plain[number + 1])
+            left.append(list(handle.stats.left_out))
+            if left[-1]:
+                assert len(forwards) == before, "what is left out is not run"
+            elif number and left[-2]:
+                assert len(forwards) > before, "the fixed shape drafts with both"
+                assert len(handle.engines._engines) == 1
+        spells = "".join("x" if names else "." for names in left)
+    finally:
+        gsd.unpatch(target)
+    assert "x.x" in spells, "left out, taken by the fixed shape, and left out again: its steps are not the wait's"
+
+
 def test_a_fixed_shape_takes_all_that_are_given(target, monkeypatch, tmp_path):
     inputs = prompts(1, 14, vocab=40)
     options = {**inputs, "max_new_tokens": NEW, "eos_token_id": None, "do_sample": False}

@@ -271,6 +271,17 @@ def test_a_mixture_learns_which_source_was_right(share, seed):
     assert weights.mixture.weights[0] == 0.0
 
 
+def test_a_mixture_knows_that_candidates_are_not_all_of_a_distribution():
+    """A token that the first source did not name is the other's alone only where the first one left nothing for it."""
+    nodes, weak = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([[[7, 8]]], dtype=torch.int32)
+    for probs, share in (([0.5, 0.2], 0.1 * 0.02 / (0.1 * 0.02 + 0.9 * 0.1)), ([0.7, 0.3], 1.0), ([0.5, 0.0], 1.0)):
+        weights = SourceWeights((0.1,), None, 2, CPU)
+        first = torch.tensor([[[3, 4]]], dtype=torch.int32), torch.tensor([[probs]]).log()
+        asked = Asked(nodes, weak, torch.tensor([[[0.02, 0.01]]]).log(), None, *first)
+        weights.learn([asked], nodes, torch.full((1, 1), 7, dtype=torch.int32))
+        assert weights.mixture.weights.item() == pytest.approx((0.8 + share) / 9, abs=1e-3)
+
+
 def test_a_mixture_ignores_what_was_not_seen_and_what_none_had_said():
     weights = SourceWeights((0.3, 0.7), None, 1, CPU)
     nodes, index = torch.arange(6, dtype=torch.int32)[None], torch.tensor([[0, 0, 0, 1, 1, 1]], dtype=torch.int32)

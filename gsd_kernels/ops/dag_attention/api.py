@@ -67,8 +67,8 @@ def dag_attention(
         TypeError, ValueError: an argument has the wrong type, shape or range.
     """
     _check(q, k, v, ancestor_mask, kv_len, kv_start, row_depths, node_depths, sliding_window)
-    if backend == "auto" and q.dtype == torch.float64:
-        backend = "reference"  # the kernels compute in float32
+    if backend == "auto" and q.dtype == torch.float64 and q.device.type != "cpu":
+        backend = "reference"  # the GPU's kernels compute in float32
     function = resolve(backend, q.device, IMPLEMENTATIONS)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     written_out = {"dense": dense, "return_lse": return_lse} if function in DENSE else {}

@@ -32,9 +32,10 @@ def learn_source(
 
     Interpolation weights w of P = (1 − w) · P(first) + w · P(source) by one step of expectation maximisation: how
     likely each picked token came from the source is its share of the mixture at that token (deleted interpolation;
-    Jelinek and Mercer, 1980, "Interpolated estimation of Markov source parameters from sparse data"). Reliability by
-    counting its candidates that were picked, and their probabilities, by rank; index 0 is no match and stays. Both
-    sink back to their priors by what is observed.
+    Jelinek and Mercer, 1980, "Interpolated estimation of Markov source parameters from sparse data"). Candidates are
+    the likeliest of a distribution: a token that is none of them has half of what it could have at most. Reliability by
+    counting a source's candidates that were picked, and their probabilities, by rank; index 0 is no match and stays.
+    Both sink back to their priors by what is observed.
 
     There is no Triton kernel: ``backend="triton"`` takes what ``"auto"`` does.
 

@@ -25,9 +25,9 @@ def learn_source(
         other = _probability(mixed, "tokens", "log_probs", at, picked)
         first = _probability(mixed, "first_tokens", "first_log_probs", at, picked)
         w = mixture.weights[index]
-        theirs = w * other
-        both = theirs + (1.0 - w) * first
-        seen = found & (both > 0)
+        seen = found & (w * other + (1.0 - w) * first > 0)
+        theirs = w * torch.where(other > 0, other, _unnamed(mixed, "log_probs", at))
+        both = theirs + (1.0 - w) * torch.where(first > 0, first, _unnamed(mixed, "first_log_probs", at))
         counted = torch.zeros_like(mixture.counts).index_add_(0, index.flatten(), seen.float().flatten())
         share = torch.where(seen, theirs / both, 0.0)
         shares = torch.zeros_like(mixture.shares).index_add_(0, index.flatten(), share.flatten())
@@ -72,6 +72,12 @@ def _probability(asked: Sequence[Asked], tokens: str, log_probs: str, at: Tensor
     """That candidates gave to the picked tokens, float32 [B, P]."""
     ids, scores = (_take([getattr(level, name) for level in asked], at) for name in (tokens, log_probs))
     return torch.where(ids == picked[..., None], scores.exp(), 0.0).sum(-1)
+
+
+def _unnamed(asked: Sequence[Asked], log_probs: str, at: Tensor) -> Tensor:
+    """What candidates leave to a token that is none of them, float32 [B, P]: half of what it could be at most."""
+    probs = _take([getattr(level, log_probs) for level in asked], at).exp()
+    return 0.5 * torch.minimum((1.0 - probs.sum(-1)).clamp(min=0.0), probs.amin(-1))
 
 
 def _add(table: Tensor, prior: Tensor | float, new: Tensor, observed: Tensor, memory: float) -> None:

@@ -44,7 +44,7 @@ def _entry_key(contexts_ptr, row, length, inside, C: tl.constexpr, L: tl.constex
     return key
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def _insert_kernel(
     keys_ptr,  # int64 [B, capacity]
     table_tokens_ptr,  # int32 [B, capacity, K]
@@ -176,7 +176,7 @@ def _insert_kernel(
         tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _lookup_kernel(
     keys_ptr,  # int64 [B, capacity]
     table_tokens_ptr,  # int32 [B, capacity, K]
@@ -227,7 +227,7 @@ def _lookup_kernel(
     tl.store(log_probs_ptr + target, tl.load(table_log_probs_ptr + source, mask=known, other=float("-inf")), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "width"])
 def _perturb_kernel(
     tokens_ptr,  # int32 [R, K]
     log_probs_ptr,  # float32 [R, K]
@@ -267,7 +267,7 @@ def _perturb_kernel(
     tl.store(perturbed_ptr + at, noisy - (top + tl.log(total))[:, None], mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _mix_kernel(
     tokens_ptr,  # int32 [R, K]
     log_probs_ptr,  # float32 [R, K]

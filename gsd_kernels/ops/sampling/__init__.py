@@ -1,5 +1,5 @@
 """Pick tokens with noise keyed by position: the target's samples and the draft's candidates."""
 
-from .api import draft_candidates, sample_rows
+from .api import draft_candidates, sample_rows, warped_log_probs
 
-__all__ = ["draft_candidates", "sample_rows"]
+__all__ = ["draft_candidates", "sample_rows", "warped_log_probs"]

@@ -20,6 +20,12 @@ DRAFT_CANDIDATES = {
     "reference": reference.draft_candidates,
 }
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+WARPED_LOG_PROBS = {
+    "cpu": compiled.warped_log_probs,
+    "triton": triton_op.warped_log_probs,
+    "cuda": compiled.warped_log_probs,
+    "reference": reference.warped_log_probs,
+}
 
 
 def sample_rows(
@@ -95,6 +101,30 @@ def draft_candidates(
     return function(logits, positions, branch, seed, sequence_ids, temperature, top_k, top_p, min_p, noise)
 
 
+def warped_log_probs(
+    logits: Tensor,
+    *,
+    temperature: float | Tensor = 0.0,
+    top_k: int | Tensor = 0,
+    top_p: float | Tensor = 1.0,
+    min_p: float | Tensor = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Log-probabilities of the distribution that :func:`sample_rows` draws from; only the reference sorts for it.
+
+    Args: as :func:`sample_rows`. At temperature 0 it is the bare logits' distribution.
+
+    Returns:
+        float32 [B, R, V], −∞ for what the warpers cut; NaN in a row that holds NaN, or has no distribution.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape or range.
+    """
+    _check_logits(logits)
+    check_warpers(temperature, top_k, top_p, min_p)
+    return resolve(backend, logits.device, WARPED_LOG_PROBS)(logits, temperature, top_k, top_p, min_p)
+
+
 def check_warpers(temperature: object, top_k: object, top_p: object, min_p: object) -> None:
     """Raise unless the sampling parameters are numbers in range (tensors are taken at their word)."""
     for name, value, low, high in (
@@ -112,10 +142,14 @@ def check_warpers(temperature: object, top_k: object, top_p: object, min_p: obje
 
 
 def _check(logits: Tensor, positions: Tensor, seed: Tensor, sequence_ids: Tensor, *warpers: object) -> None:
-    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[-1] == 0:
-        raise ValueError("logits: expected a tensor [batch, rows, vocabulary]")
-    check_tensor("logits", logits, (None, None, None), FLOATS, logits.device)
+    _check_logits(logits)
     check_tensor("positions", positions, tuple(logits.shape[:2]), (torch.int32,), logits.device)
     check_tensor("seed", seed, (), (torch.int64,), logits.device)
     check_tensor("sequence_ids", sequence_ids, (logits.shape[0],), (torch.int32,), logits.device)
     check_warpers(*warpers)
+
+
+def _check_logits(logits: Tensor) -> None:
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[-1] == 0:
+        raise ValueError("logits: expected a tensor [batch, rows, vocabulary]")
+    check_tensor("logits", logits, (None, None, None), FLOATS, logits.device)

@@ -50,6 +50,14 @@ def draft_candidates(
     )
 
 
+def warped_log_probs(
+    logits: Tensor, temperature: Parameter, top_k: Parameter, top_p: Parameter, min_p: Parameter
+) -> Tensor:
+    """csrc/cpu/sampling_ops.cpp or csrc/algorithms/sampling.h: one op on the CPU and the GPU."""
+    warpers = _warpers(logits.shape[0], temperature, top_k, top_p, min_p)
+    return torch.ops.gsd_kernels.warped_log_probs(logits.contiguous(), *warpers)
+
+
 def _warpers(
     batch: int, temperature: Parameter, top_k: Parameter, top_p: Parameter, min_p: Parameter
 ) -> tuple[float | Tensor | None, ...]:

@@ -63,6 +63,23 @@ def draft_candidates(
     return tokens.to(torch.int32), torch.nn.functional.pad(log_probs, (0, missing), value=NEG_INF)
 
 
+def warped_log_probs(
+    logits: Tensor,  # [B, R, V]
+    temperature: Parameter,
+    top_k: Parameter,
+    top_p: Parameter,
+    min_p: Parameter,
+) -> Tensor:
+    """log_softmax of what the warpers leave; of the bare logits where the temperature is 0."""
+    logits = logits.float()
+    if is_off(temperature, 0.0):
+        return logits.log_softmax(-1)
+    greedy = per_sequence(temperature, logits) <= 0.0
+    kept = torch.where(greedy, logits, warp(logits, temperature, top_k, top_p, min_p))
+    # A cut compares, which takes a NaN for less than everything: the row is no distribution all the same.
+    return kept.log_softmax(-1).masked_fill(logits.isnan().any(-1, keepdim=True), float("nan"))
+
+
 def warp(logits: Tensor, temperature: Parameter, top_k: Parameter, top_p: Parameter, min_p: Parameter) -> Tensor:
     """temperature → top-k → top-p → min-p in transformers' order; what is cut gets −inf, ties at a cut are kept."""
     safe = torch.where(per_sequence(temperature, logits) > 0.0, per_sequence(temperature, logits), 1.0)

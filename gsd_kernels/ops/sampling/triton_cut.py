@@ -1,4 +1,4 @@
-"""The cut of top-k and top-p in vocabularies of any size: two of the passes that ``triton.py`` describes."""
+"""The cut of top-k and top-p in vocabularies of any size, without a sort; ``triton.py`` describes the passes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,10 @@ def parameter(values_ptr, value, b):
 
 
 @triton.jit
-def _key(x):
+def ordered(x):
     """float32 → int32 in the same order; −0 and +0 share a key."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def _value(key):
-    """The inverse of _key."""
-    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -56,7 +50,7 @@ def _weights(x, v, vocab, top, floor, MASS: tl.constexpr):
     weights = tl.full(x.shape, 1.0, tl.float32)
     if MASS:
         weights = tl.exp(x - top)
-    return tl.where((v < vocab) & (_key(x) >= floor), weights, 0.0)
+    return tl.where((v < vocab) & (ordered(x) >= floor), weights, 0.0)
 
 
 @triton.jit
@@ -84,7 +78,7 @@ def _stream_search(x_ptr, vocab, temperature, top, floor, target, low, high, MAS
             v = v0 + tl.arange(0, BLOCK)
             x = _scaled(x_ptr, v, vocab, temperature)
             weights = _weights(x, v, vocab, top, floor, MASS)
-            key = _key(x)
+            key = ordered(x)
             above_first += tl.where(key >= first, weights, 0.0)
             above_second += tl.where(key >= second, weights, 0.0)
             above_third += tl.where(key >= third, weights, 0.0)
@@ -97,7 +91,82 @@ def _stream_search(x_ptr, vocab, temperature, top, floor, target, low, high, MAS
 
 
 @triton.jit
-def _cut_kernel(
+def row_cut(
+    x_ptr,
+    collected_ptr,  # float32 [BLOCK] scratch of this row
+    ids_ptr,  # int32 [BLOCK]
+    vocab,
+    temperature,  # above 0
+    k,
+    p,
+    min_p,
+    HAS_CUT: tl.constexpr,  # top-k or top-p, for any sequence
+    HAS_MIN_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What a row's warpers keep, by one program: (NaN is there, largest logit / temperature, key of the smallest one
+    that top-k and top-p keep, whether all that is kept was collected, number of tokens collected)."""
+    lanes = tl.full([BLOCK], float("-inf"), tl.float32)
+    spoiled = tl.full([BLOCK], 0, tl.int32)
+    for v0 in tl.range(0, vocab, BLOCK):
+        x = _scaled(x_ptr, v0 + tl.arange(0, BLOCK), vocab, temperature)
+        lanes = tl.maximum(lanes, x)
+        spoiled = spoiled | (x != x).to(tl.int32)
+    top = tl.max(lanes, 0)
+    lowest = ordered(float("-inf") + 0.0 * temperature).to(tl.int64)
+    highest = ordered(top).to(tl.int64)
+    bound = lowest
+    if HAS_CUT:
+        k = tl.minimum(k, vocab.to(tl.float32))
+        # At least as many tokens as lanes reach the bound: with top-k, k of them, so the k-th largest is above it.
+        wanted = tl.where(k > 0.0, k, BLOCK // 2)
+        if (vocab > BLOCK) & (wanted <= BLOCK):
+            bound = _search(ordered(lanes), tl.full([BLOCK], 1.0, tl.float32), wanted, lowest, highest)
+    # Collect the tokens at or above the bound.
+    count = bound.to(tl.int32) * 0
+    mass = tl.zeros([BLOCK], tl.float32)
+    for v0 in tl.range(0, vocab, BLOCK):
+        v = v0 + tl.arange(0, BLOCK)
+        x = _scaled(x_ptr, v, vocab, temperature)
+        keep = (v < vocab) & (ordered(x) >= bound)
+        if HAS_CUT:
+            mass += tl.where(v < vocab, tl.exp(x - top), 0.0)
+        elif HAS_MIN_P:
+            keep = keep & (tl.exp(x - top) >= min_p)
+        found = tl.sum(keep.to(tl.int32), 0)
+        if found > 0:
+            place = count + tl.cumsum(keep.to(tl.int32), 0) - 1
+            tl.store(collected_ptr + place, x, mask=keep & (place < BLOCK))
+            tl.store(ids_ptr + place, v, mask=keep & (place < BLOCK))
+        count += found
+    tl.debug_barrier()
+    complete = count <= BLOCK
+    cut = lowest
+    if HAS_CUT:
+        i = tl.arange(0, BLOCK)
+        few = tl.load(collected_ptr + i, mask=i < tl.minimum(count, BLOCK), other=float("-inf"))
+        few_keys = ordered(few)
+        present = tl.where(i < count, 1.0, 0.0)
+        total = tl.sum(mass, 0)
+        if k > 0.0:
+            if complete:
+                cut = _search(few_keys, present, k, bound, highest)
+                total = tl.sum(tl.where(few_keys >= cut, present * tl.exp(few - top), 0.0), 0)
+            else:
+                cut = _stream_search(x_ptr, vocab, temperature, top, lowest, k, bound, highest, False, BLOCK)
+                total = _stream_sum(x_ptr, vocab, temperature, top, cut, True, BLOCK)
+        if p < 1.0:
+            # A token stays if the mass before it is below p: the cut is the largest key with mass p at or above it.
+            few_mass = tl.where(few_keys >= cut, present * tl.exp(few - top), 0.0)
+            if complete & (tl.sum(few_mass, 0) >= p * total):
+                cut = _search(few_keys, few_mass, p * total, tl.maximum(cut, bound), highest)
+            else:
+                cut = _stream_search(x_ptr, vocab, temperature, top, cut, p * total, cut, highest, True, BLOCK)
+    return tl.max(spoiled, 0) > 0, top, cut, complete & (cut >= bound), count
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _log_probs_kernel(
     logits_ptr,
     temperatures_ptr,
     temperature,
@@ -105,97 +174,79 @@ def _cut_kernel(
     top_k,
     top_ps_ptr,
     top_p,
-    collected_ptr,  # float32 [rows, COLLECT] scratch
-    cuts_ptr,  # float32 [rows]: smallest logit / temperature that top-k and top-p keep
-    tops_ptr,  # float32 [rows]: the largest one
+    min_ps_ptr,
+    min_p,
+    collected_ptr,  # float32 [rows, BLOCK] scratch
+    ids_ptr,  # int32 [rows, BLOCK] scratch
+    log_probs_ptr,  # float32 [rows, V]
     stride_b,
     stride_r,
     rows,
     vocab,
-    HAS_CUT: tl.constexpr,  # top-k or top-p, for any sequence
+    HAS_CUT: tl.constexpr,
+    HAS_MIN_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row."""
+    """Log-probabilities of a row after the warpers. One program a row."""
     index = tl.program_id(0)
     b = index // rows
     x_ptr = logits_ptr + b.to(tl.int64) * stride_b + (index % rows).to(tl.int64) * stride_r
     temperature = parameter(temperatures_ptr, temperature, b)
-    temperature = tl.where(temperature > 0.0, temperature, 1.0)  # greedy rows ignore what is found here
-    lanes = tl.full([BLOCK], float("-inf"), tl.float32)
+    drawn = temperature > 0.0
+    temperature = tl.where(drawn, temperature, 1.0)
+    k = tl.where(drawn, parameter(top_ks_ptr, top_k, b), 0.0)
+    p = tl.where(drawn, parameter(top_ps_ptr, top_p, b), 1.0)
+    least = tl.where(drawn, parameter(min_ps_ptr, min_p, b), 0.0)
+    row = index.to(tl.int64) * BLOCK
+    spoiled, top, cut, _listed, _count = row_cut(
+        x_ptr, collected_ptr + row, ids_ptr + row, vocab, temperature, k, p, least, HAS_CUT, HAS_MIN_P, BLOCK
+    )
+    lanes = tl.zeros([BLOCK], tl.float32)
     for v0 in tl.range(0, vocab, BLOCK):
-        lanes = tl.maximum(lanes, _scaled(x_ptr, v0 + tl.arange(0, BLOCK), vocab, temperature))
-    top = tl.max(lanes, 0)
-    tl.store(tops_ptr + index, top)
-    if HAS_CUT:
-        k = tl.minimum(parameter(top_ks_ptr, top_k, b), vocab.to(tl.float32))
-        p = parameter(top_ps_ptr, top_p, b)
-        limits_k = k > 0.0
-        limits_p = p < 1.0
-        lowest = _key(float("-inf") + 0.0 * k).to(tl.int64)
-        highest = _key(top).to(tl.int64)
-        # At least as many tokens as lanes reach the bound: with top-k, k of them, so the k-th largest is above it.
-        wanted = tl.where(limits_k, k, BLOCK // 2)
-        bound = lowest
-        if (vocab > BLOCK) & (wanted <= BLOCK):
-            bound = _search(_key(lanes), tl.full([BLOCK], 1.0, tl.float32), wanted, lowest, highest)
-        # Collect the tokens at or above the bound.
-        count = bound.to(tl.int32) * 0
-        mass = tl.zeros([BLOCK], tl.float32)
-        row_ptr = collected_ptr + index.to(tl.int64) * BLOCK
-        for v0 in tl.range(0, vocab, BLOCK):
-            v = v0 + tl.arange(0, BLOCK)
-            x = _scaled(x_ptr, v, vocab, temperature)
-            mass += tl.where(v < vocab, tl.exp(x - top), 0.0)
-            keep = (v < vocab) & (_key(x) >= bound)
-            found = tl.sum(keep.to(tl.int32), 0)
-            if found > 0:
-                place = count + tl.cumsum(keep.to(tl.int32), 0) - 1
-                tl.store(row_ptr + place, x, mask=keep & (place < BLOCK))
-            count += found
-        tl.debug_barrier()
-        i = tl.arange(0, BLOCK)
-        few = tl.load(row_ptr + i, mask=i < tl.minimum(count, BLOCK), other=float("-inf"))
-        few_keys = _key(few)
-        present = tl.where(i < count, 1.0, 0.0)
-        complete = count <= BLOCK
-        cut = lowest
-        total = tl.sum(mass, 0)
-        if limits_k:
-            if complete:
-                cut = _search(few_keys, present, k, bound, highest)
-                total = tl.sum(tl.where(few_keys >= cut, present * tl.exp(few - top), 0.0), 0)
-            else:
-                cut = _stream_search(x_ptr, vocab, temperature, top, lowest, k, bound, highest, False, BLOCK)
-                total = _stream_sum(x_ptr, vocab, temperature, top, cut, True, BLOCK)
-        if limits_p:
-            # A token stays if the mass before it is below p: the cut is the largest key with mass p at or above it.
-            few_mass = tl.where(few_keys >= cut, present * tl.exp(few - top), 0.0)
-            if complete & (tl.sum(few_mass, 0) >= p * total):
-                cut = _search(few_keys, few_mass, p * total, tl.maximum(cut, bound), highest)
-            else:
-                cut = _stream_search(x_ptr, vocab, temperature, top, cut, p * total, cut, highest, True, BLOCK)
-        tl.store(cuts_ptr + index, _value(cut.to(tl.int32)))
+        v = v0 + tl.arange(0, BLOCK)
+        x = _scaled(x_ptr, v, vocab, temperature)
+        weight = tl.exp(x - top)
+        lanes += tl.where((v < vocab) & (ordered(x) >= cut) & (weight >= least), weight, 0.0)
+    log_sum = tl.log(tl.sum(lanes, 0))
+    # Nothing to draw from, as log_softmax says it.
+    log_sum = tl.where(spoiled | (top == float("inf")) | (top == float("-inf")), float("nan"), log_sum)
+    out_ptr = log_probs_ptr + index.to(tl.int64) * vocab
+    for v0 in tl.range(0, vocab, BLOCK):
+        v = v0 + tl.arange(0, BLOCK)
+        x = _scaled(x_ptr, v, vocab, temperature)
+        kept = (ordered(x) >= cut) & (tl.exp(x - top) >= least)
+        tl.store(out_ptr + v, tl.where(kept, x - top, float("-inf")) - log_sum, mask=v < vocab)
 
 
 def new(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def find_cuts(
-    logits: Tensor,
-    temperatures: Tensor | None,
+def scratch(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Where :func:`row_cut` collects tokens: scores float32 and ids int32, [B·R, COLLECT]."""
+    total = logits.shape[0] * logits.shape[1]
+    return new(logits, total, COLLECT), new(logits, total, COLLECT, dtype=torch.int32)
+
+
+def log_probs(
+    logits: Tensor,  # [B, R, V]
+    temperatures: Tensor | None,  # [B]; the number that follows counts where this is None
     temperature: float,
     top_ks: Tensor | None,
     top_k: float,
     top_ps: Tensor | None,
     top_p: float,
-    has_cut: bool,
-) -> tuple[Tensor, Tensor]:
-    """Of every row the smallest logit / temperature that top-k and top-p keep, and the largest: float32 [B·R] each."""
-    batch, rows, vocab = logits.shape
-    total = batch * rows
-    cuts, tops = new(logits, total), new(logits, total)
-    _cut_kernel[(total,)](
+    min_ps: Tensor | None,
+    min_p: float,
+) -> Tensor:
+    """Log-probabilities after the warpers, float32 [B, R, V]."""
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    out = new(logits, *logits.shape)
+    if logits.shape[0] * logits.shape[1] == 0:
+        return out
+    sampling = temperatures is not None or temperature > 0.0
+    _log_probs_kernel[(logits.shape[0] * logits.shape[1],)](
         logits,
         temperatures,
         temperature,
@@ -203,14 +254,16 @@ def find_cuts(
         top_k,
         top_ps,
         top_p,
-        new(logits, total, COLLECT) if has_cut else None,
-        cuts,
-        tops,
+        min_ps,
+        min_p,
+        *scratch(logits),
+        out,
         *logits.stride()[:2],
-        rows,
-        vocab,
-        HAS_CUT=has_cut,
+        logits.shape[1],
+        logits.shape[2],
+        HAS_CUT=sampling and (top_ks is not None or top_k > 0 or top_ps is not None or top_p < 1.0),
+        HAS_MIN_P=sampling and (min_ps is not None or min_p > 0.0),
         BLOCK=COLLECT,
         num_warps=8,
     )
-    return cuts, tops
+    return out

@@ -73,7 +73,7 @@ def sample_rows(
     top_p: Parameter,
     min_p: Parameter,
 ) -> Tensor:
-    """Two launches, three where something is cut."""
+    """One launch."""
     parameters = _parameters(logits.shape[0], temperature, top_k, top_p, min_p)
     return _best_tokens(logits, positions, 1, seed, sequence_ids, *parameters, True, False)[0].squeeze(-1)
 
@@ -93,6 +93,42 @@ def draft_candidates(
     """As sample_rows, with ``branch`` tokens and the log-sum-exp; the warped distribution's own normaliser cancels."""
     parameters = _parameters(logits.shape[0], temperature, top_k, top_p, min_p)
     return _best_tokens(logits, positions, branch, seed, sequence_ids, *parameters, noise, True)
+
+
+@launching_op(
+    "gsd_kernels::triton_log_probs",
+    mutates_args=(),
+    schema=(
+        "(Tensor logits, Tensor? temperatures, float temperature, Tensor? top_ks, float top_k, "
+        "Tensor? top_ps, float top_p, Tensor? min_ps, float min_p) -> Tensor"
+    ),
+)
+def _log_probs(
+    logits: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
+    top_ks: Tensor | None,
+    top_k: float,
+    top_ps: Tensor | None,
+    top_p: float,
+    min_ps: Tensor | None,
+    min_p: float,
+) -> Tensor:
+    from .triton_cut import log_probs as launch
+
+    return launch(logits, temperatures, temperature, top_ks, top_k, top_ps, top_p, min_ps, min_p)
+
+
+@_log_probs.register_fake
+def _(logits: Tensor, *_: object) -> Tensor:
+    return logits.new_empty(logits.shape, dtype=torch.float32)
+
+
+def warped_log_probs(
+    logits: Tensor, temperature: Parameter, top_k: Parameter, top_p: Parameter, min_p: Parameter
+) -> Tensor:
+    """One launch."""
+    return _log_probs(logits, *_parameters(logits.shape[0], temperature, top_k, top_p, min_p))
 
 
 def _parameters(batch: int, *values: Parameter) -> list[Tensor | float | None]:

@@ -344,8 +344,7 @@ class Session:
         """
         if self.calibration is None or self.drafter is None or verified.graph is None:
             return {}
-        found = self.drafter.profile(verified).items()
-        return {name: (probs[seen].cpu().numpy(), hits[seen].cpu().numpy()) for name, (probs, hits, seen) in found}
+        return self.drafter.profile(verified)
 
     def took(self, verified: Verified) -> dict[str, float]:
         """Rows that the target computed in the last step, and seconds of its forward and of all else.

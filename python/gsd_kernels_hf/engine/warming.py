@@ -1,26 +1,31 @@
-"""Kernels that are compiled for sizes: launched once for every shape that a policy may choose."""
+"""Kernels that are compiled when they are first used: launched once for every shape that a policy may choose."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
-from gsd_kernels import GraphConfig, TokenGraph, dag_attention, flatten, merge, verify, write_kv
+from gsd_kernels import GraphConfig, Rows, TokenGraph, dag_attention, flatten, merge, mix_candidates, verify, write_kv
 from gsd_kernels.config import MAX_CONTEXT
 from gsd_kernels.graph import num_words
+from gsd_kernels.ops.ngram import ngram_recall, ngram_remember
 
 from ..model import replay
 from ..model.runner import RowModel
+from ..sources.history import History
 from .session import Session
 
 
 def warm(session: Session, shapes: Sequence[GraphConfig]) -> None:
     """Compile what steps of ``shapes`` launch, where a policy has several and the device is a GPU; once a size.
 
-    Triton compiles merge, flatten, verify, commit and attention for their sizes. A policy that takes another shape in
-    the middle of a text would stop there for seconds. The ops run here on a graph of the root alone and on cache slots
-    that are free, and commit nothing.
+    Triton compiles merge, flatten, verify, commit and attention for their sizes, the samplers and the history's ops for
+    the number of candidates. A policy that takes another shape in the middle of a text would stop there for seconds.
+    The ops run here on a graph of the root alone, on logits of zeros and on cache slots that are free; they commit
+    nothing and remember nothing.
     """
     if len(shapes) < 2 or not replay.is_gpu(session.state.tokens.device):
         return
@@ -36,12 +41,13 @@ def warm(session: Session, shapes: Sequence[GraphConfig]) -> None:
 
 
 def _warm_graph(session: Session, shape: GraphConfig) -> None:
-    """Everything but the forwards: merge at every level, flatten, verify, commit."""
+    """Everything but the forwards: merge at every level, flatten, verify, commit, samplers, look-ups, mixing."""
     batch, device, backend = session.kind.batch, session.state.tokens.device, session.backend
     graph = TokenGraph.empty(batch, shape, device)
     graph.reset(torch.zeros(batch, device=device), torch.full((batch, MAX_CONTEXT), -1, device=device))
     node_ids = graph.root_frontier()
     looks_up = session.drafter is not None and session.drafter.has_lookup
+    _warm_candidates(session, shape, graph)
     for level in range(shape.depth + (shape.history_depth if looks_up else 0)):
         candidates = torch.full((*node_ids.shape, shape.branch), -1, dtype=torch.int32, device=device)
         node_ids = merge(
@@ -67,6 +73,48 @@ def _warm_graph(session: Session, shape: GraphConfig) -> None:
         backend=backend,
     )
     session.target.cache.commit(accepted.accepted_rows, accepted.num_accepted, session.kv_len.clone(), backend=backend)
+    _warm_picks(session, shape, rows)
+
+
+def _logits(rows: RowModel, batch: int, count: int) -> torch.Tensor:
+    """Logits of a model's rows, [batch, count, V], all 0."""
+    head = rows.model.get_output_embeddings()
+    vocab = rows.model.config.get_text_config(decoder=True).vocab_size
+    return torch.zeros(batch, count, vocab, dtype=head.weight.dtype, device=rows.device)
+
+
+def _warm_candidates(session: Session, shape: GraphConfig, graph: TokenGraph) -> None:
+    """What draft models and the history propose after one node and after a frontier, and their mixture."""
+    batch, sampler = session.kind.batch, session.sampler
+    noise = {"first_pick": session.kv_len, "seed": sampler.seed, "sequence_ids": sampler.sequence_ids}
+    histories = [] if session.drafter is None else [s for s in session.drafter.sources if isinstance(s, History)]
+    for width in dict.fromkeys((1, shape.width, shape.history_width)):
+        positions = torch.zeros(batch, width, dtype=torch.int32, device=session.kv_len.device)
+        found = []
+        for rows in session.row_models[1:] if shape.depth else ():
+            if session.draws is None and isinstance(rows, RowModel):
+                logits = _logits(rows, batch, width)
+                found.append(sampler.candidates(logits, positions, shape.branch))
+        for history in histories:
+            given = {} if sampler.greedy else noise
+            *recalled, _ = ngram_recall(history.table, graph, positions, **given, backend=session.backend)
+            found.append((recalled[0], recalled[1]))
+        here = [tuple(tensor.to(positions.device) for tensor in candidates) for candidates in found]
+        for first, other in pairwise(here):
+            weight = torch.zeros(batch, width, device=positions.device)
+            mix_candidates(*first, *other, weight, backend=session.backend)
+
+
+def _warm_picks(session: Session, shape: GraphConfig, rows: Rows) -> None:
+    """What the target's rows are judged by, and what the history would keep of them."""
+    logits = _logits(session.target, session.kind.batch, shape.max_rows).to(rows.token_ids.device)
+    session.rule.criterion.picks(rows, logits, rows.depths)
+    histories = [] if session.drafter is None else [s for s in session.drafter.sources if isinstance(s, History)]
+    for history in histories:
+        best = session.sampler.candidates(logits, rows.depths, history.table.tokens.shape[2], noise=False)
+        nothing = replace(rows, num_rows=torch.zeros_like(rows.num_rows))
+        tail = torch.full((session.kind.batch, MAX_CONTEXT), -1, dtype=torch.int32, device=rows.token_ids.device)
+        ngram_remember(history.table, nothing, tail, *best, backend=session.backend)
 
 
 def _forwards(session: Session, shapes: Sequence[GraphConfig]) -> Iterator[tuple[int, int, int]]:

@@ -80,6 +80,7 @@ class AcceptanceModel:
         # Hits, and hits expected by the sources, [branch, bins]. Start out by believing them, with a few hits' weight.
         self.hits = {name: np.full((branch, len(Calibration.EDGES) + 1), hits) for name, hits in BELIEF.items()}
         self.expected = {name: table.copy() for name, table in self.hits.items()}
+        self.counted = object()  # another one whenever the counts have changed
         self.pools = {name: Pool.prior(prior, branch) for name, prior in PRIORS.items()}
         # Tokens beyond the first that steps brought, and that had been predicted: by kind of shape.
         self.gains: dict[str, tuple[float, float]] = {}
@@ -93,6 +94,7 @@ class AcceptanceModel:
         for table, counts in ((self.hits[name], hits), (self.expected[name], probs)):
             table += (BELIEF[name] - table) * (1.0 - FORGET**steps)
             np.add.at(table, cells, counts.astype(float))
+        self.counted = object()
         self.pools[name].add(self.calibrated(name, probs), hits)
 
     def calibrated(self, name: str, probs: np.ndarray) -> np.ndarray:
@@ -118,10 +120,11 @@ class AcceptanceModel:
         self.gains.pop(kind, None)
 
     def write(self, calibration: Calibration | None) -> None:
-        """Put the current ratios into the device table."""
-        if calibration is not None:
+        """Put the current ratios into the device table, unless they are there."""
+        if calibration is not None and calibration.written is not self.counted:
             table = torch.from_numpy(np.log(self.hits["model"] / self.expected["model"])).float()
             calibration.log_ratio.copy_(table[: calibration.log_ratio.shape[0]], non_blocking=True)
+            calibration.written = self.counted
 
     def tokens(self, plan: GrowthPlan) -> tuple[np.ndarray, np.ndarray]:
         """Predicted tokens per step and rows of every shape of ``plan``, float64 [S] each."""
@@ -168,6 +171,7 @@ class AcceptanceModel:
             if picks.shape != rows.shape[:1] or not ((picks >= UNKNOWN) & (picks < self.branch)).all():
                 raise ValueError("acceptance: picks of another number, or no ranks")
         self.hits, self.expected, self.pools, self.gains = hits, expected, pools, gains
+        self.counted = object()
 
 
 class GrowthPlan:
@@ -198,9 +202,18 @@ class GrowthPlan:
         )
         width = np.where(level == 0, 1, width) * (level < total[:, None])  # [S, L]; nodes that a level expands
         self.modelled = level < depth[:, None]  # [S, L]
-        self.expands = np.arange(self.width) < width[:, :, None]  # [S, L, W]
         self.inside = level < total[:, None]  # [S, L]
         self.ranks = np.arange(branch) < np.array([s.branch for s in shapes])[:, None]  # [S, K]
+        # Trees that differ in rows or in how many levels the history adds are one tree, grown once: F families.
+        families: dict[tuple[int, ...], list[int]] = {}
+        for i, s in enumerate(shapes):
+            families.setdefault((s.depth, s.width if s.depth else 1, s.branch, s.history_width), []).append(i)
+        deepest = [max(group, key=total.__getitem__) for group in families.values()]
+        self.grown = np.array(deepest, dtype=int)  # [F]; a shape of each, which has all levels of the others
+        self.family = np.empty(len(shapes), dtype=int)  # [S]
+        for family, group in enumerate(families.values()):
+            self.family[group] = family
+        self.expands = np.arange(self.width) < width[self.grown, :, None]  # [F, L, W]
         self.last_row = np.array([s.max_rows for s in shapes]) - 1
         self.open = max(OPEN, int(self.last_row.max(initial=0)) // 2)
         self.predictions = 0
@@ -215,7 +228,7 @@ class GrowthPlan:
         profiles = np.concatenate([model.profiles, lookup.profiles]).astype(np.float32)[index]  # [S, T, L, K]
         profiles *= self.ranks[:, None, None, :]
         picks = np.concatenate([model.picks, lookup.picks])[index]  # [S, T, L]
-        best = self._grow(profiles)  # [S, T, rows]
+        best = self._best(self._grow(profiles[self.grown]))  # [S, T, rows]
         shape = np.arange(len(self.shapes))
         last = np.minimum(self.last_row, best.shape[-1]) - 1
         promised = best.cumsum(-1, dtype=float)[shape, :, last]  # [S, T]
@@ -234,19 +247,25 @@ class GrowthPlan:
         """Where in a pool of ``count`` profiles the levels of every tree look: [T, L]."""
         return (np.arange(TREES)[:, None] * count // TREES + np.arange(self.levels)) % count
 
-    def _grow(self, profiles: np.ndarray) -> np.ndarray:
-        """Path probabilities of the likeliest nodes of every tree, descending: [S, T, L, K] → [S, T, most rows]."""
+    def _grow(self, profiles: np.ndarray) -> list[np.ndarray]:
+        """Path probabilities of the nodes of every tree, [F, T, L, K] → [F, T, nodes], level by level."""
         open_nodes = profiles[:, :, 0]
         nodes = [open_nodes]
         for level in range(1, self.levels):
             ranked = -np.sort(-open_nodes, axis=-1)
             frontier, rest = ranked[..., : self.width], ranked[..., self.width : self.open]
             expands = self.expands[:, None, level, : frontier.shape[-1]]
-            children = (frontier * expands)[..., None] * profiles[:, :, level, None]  # [S, T, W, K]
+            children = (frontier * expands)[..., None] * profiles[:, :, level, None]  # [F, T, W, K]
             children = children.reshape(*children.shape[:2], -1)
             nodes.append(children)
             open_nodes = np.concatenate([np.where(expands, 0.0, frontier), rest, children], -1)
-        found = np.concatenate(nodes, -1)
+        return nodes
+
+    def _best(self, levels: Sequence[np.ndarray]) -> np.ndarray:
+        """Path probabilities of every shape's likeliest nodes, descending: [F, T, nodes] by level → [S, T, rows]."""
+        counts = [nodes.shape[-1] for nodes in levels]
+        inside = np.repeat(self.inside, counts, axis=1)  # [S, nodes]
+        found = np.concatenate(levels, -1)[self.family] * inside[:, None]
         most = max(int(self.last_row.max()), 1)
         if found.shape[-1] > most:
             found = -np.partition(-found, most - 1, axis=-1)[..., :most]

@@ -60,6 +60,7 @@ class Experience:
         self.shapes = dict(shapes)
         self.acceptance = AcceptanceModel(BRANCH)
         self.plan = GrowthPlan(list(self.shapes.values()), BRANCH)
+        self.predicted: tuple[np.ndarray, np.ndarray] | None = None  # what a choice went by last: tokens and rows
         self.last: dict[str, str] = {}  # batch size → shape that the last generation ended with
         self.wait, self.patience = 0, PATIENCE
         self.warm: set[str] = set()  # shapes that ran in this process
@@ -85,6 +86,7 @@ class Experience:
             raise ValueError("experience: values out of range")
         self.acceptance.load(data["acceptance"])
         self.last, self.wait, self.patience = last, wait, patience
+        self.predicted = None
 
     def keep(self, batch: int, name: str) -> None:
         """Remember where a generation ended."""
@@ -123,7 +125,10 @@ class AutoPolicy:
     def _first(self) -> tuple[int, int]:
         """The first step's shape, and when to choose."""
         last = self.experience.last.get(str(self.batch))
-        self._predict()
+        if last in self.names and self.experience.predicted is not None:
+            self.expected, self.rows = self.experience.predicted  # nothing is chosen by them
+        else:
+            self._predict()
         if last in self.names:
             if last == PLAIN:  # a new text may be easier
                 self.experience.wait = min(self.experience.wait, KNOWN_CHOICE)
@@ -198,6 +203,7 @@ class AutoPolicy:
         """Tokens and rows that a step of every shape would have now, of one sequence."""
         predicted = self.experience.acceptance.tokens(self.experience.plan)
         self.expected, self.rows = (np.concatenate([[1.0], values]) for values in predicted)
+        self.experience.predicted = self.expected, self.rows
 
     def _seconds(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         costs = self.experience.costs

@@ -9,6 +9,7 @@ further it is out, and one that takes less counts in full.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -124,24 +125,29 @@ class Correction:
     def __init__(self, covariance: np.ndarray, wander: np.ndarray) -> None:
         self.mean = np.zeros(len(covariance))
         self.common = np.append(np.ones(len(covariance) - 1), 0.0)
-        self.covariance, self.prior, self.wander = covariance, covariance, wander
+        self.covariance, self.wander = covariance, wander
+        self.certain = covariance.diagonal()  # variances before anything was seen
 
     def observe(self, weights: np.ndarray, residual: float, noise: float = NOISE) -> None:
         """One step whose logarithm is ``residual`` above the known one, where ``weights`` [n] say what it is of."""
         covariance = self.covariance + self.wander
         # Nothing grows less certain than it was before anything was seen.
-        excess = np.sqrt(np.maximum(covariance.diagonal() / self.prior.diagonal(), 1.0))
-        covariance = covariance / excess[:, None] / excess
+        diagonal = covariance.diagonal()
+        if (diagonal > self.certain).any():
+            excess = np.sqrt(np.maximum(diagonal / self.certain, 1.0))
+            covariance = covariance / (excess[:, None] * excess)
         surprise = residual - float(weights @ self.mean)
-        if surprise < -FASTER * np.sqrt(float(weights @ covariance @ weights) + noise * noise):
+        spread = covariance @ weights
+        variance = float(weights @ spread)
+        if surprise < -FASTER * math.sqrt(variance + noise * noise):
             # The machine was busy and is no longer: all else was seen too slow as well.
             covariance = covariance + surprise**2 * np.outer(self.common, self.common)
-        variance = noise * noise + 0.5 * max(surprise, 0.0) ** 2
-        spread = covariance @ weights
-        gain = spread / (float(weights @ spread) + variance)
-        self.mean = self.mean + gain * surprise
-        covariance = covariance - np.outer(gain, spread)
-        self.covariance = 0.5 * (covariance + covariance.T)
+            spread = covariance @ weights
+            variance = float(weights @ spread)
+        variance += noise * noise + 0.5 * max(surprise, 0.0) ** 2
+        self.mean = self.mean + spread * (surprise / variance)
+        part = spread / math.sqrt(variance)
+        self.covariance = covariance - part[:, None] * part
 
     def spread(self, weights: np.ndarray) -> np.ndarray:
         """Standard deviation of linear combinations, weights [S, n] → [S]."""
@@ -161,7 +167,7 @@ class Correction:
             raise ValueError("costs: another number of values")
         if not (np.isfinite(mean).all() and np.isfinite(covariance).all() and (abs(mean) < 20).all()):
             raise ValueError("costs: values that no machine has")
-        if (covariance.diagonal() < 0).any() or (covariance.diagonal() > 2 * self.prior.diagonal() + 1).any():
+        if (covariance.diagonal() < 0).any() or (covariance.diagonal() > 2 * self.certain + 1).any():
             raise ValueError("costs: not a covariance")
         self.mean, self.covariance = mean, covariance
 
@@ -228,16 +234,21 @@ class CostModel:
     ) -> None:
         """One step: rows of all sequences together, and its seconds (0: unknown)."""
         if target > 0:
-            at, known, target = np.array([float(rows)]), self.known, float(np.clip(target, *BELIEVABLE))
+            below, share = _between(rows)
             # Between knots the known seconds are interpolated as they are when asked for.
-            seconds = np.interp(np.log2(at), np.log2(KNOTS), np.log(known.target_seconds(KNOTS, cached)))[0]
-            self.target.observe(self.target_weights(at, cached)[0], float(np.log(target) - seconds), noise)
+            low, high = np.log(self.known.target_seconds(KNOTS[below : below + 2], cached)).tolist()
+            weights = np.zeros(len(KNOTS) + 1)
+            weights[below], weights[below + 1], weights[-1] = 1.0 - share, share, _doublings(cached)
+            residual = math.log(_believable(target)) - (1.0 - share) * low - share * high
+            self.target.observe(weights, residual, noise)
             self.steps += 1
             self.tried[name] = self.tried.get(name, 0) + 1
         if other > 0:
             place = self.index[name]
-            residual = float(np.log(np.clip(other, *BELIEVABLE) / self.known_other[place]))
-            self.other.observe(self.other_weights([place], batch)[0], residual, max(noise, 2.0 * NOISE))
+            weights = np.zeros(len(self.names) + 1)
+            weights[place], weights[-1] = 1.0, math.log2(batch)
+            residual = math.log(_believable(other) / self.known_other[place])
+            self.other.observe(weights, residual, max(noise, 2.0 * NOISE))
 
     def as_dict(self) -> dict[str, Any]:
         """All that was learned, for the disk."""
@@ -323,7 +334,18 @@ def _wait(device: torch.device) -> None:
 
 
 def _doublings(cached: float) -> float:
-    return float(np.log2(1.0 + cached / PREFIX_UNIT))
+    return math.log2(1.0 + cached / PREFIX_UNIT)
+
+
+def _between(rows: float) -> tuple[int, float]:
+    """The last knot that is not above ``rows``, the one before the last at most, and how far it is to the next."""
+    octave = min(math.log2(max(rows, 1.0)), len(KNOTS) - 1.0)
+    below = min(int(octave), len(KNOTS) - 2)
+    return below, octave - below
+
+
+def _believable(seconds: float) -> float:
+    return min(max(seconds, BELIEVABLE[0]), BELIEVABLE[1])
 
 
 def _with_slope(covariance: np.ndarray, spread: float) -> np.ndarray:

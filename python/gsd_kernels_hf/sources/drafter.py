@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -162,51 +163,83 @@ class Drafter:
             asked = [drafted.asked[source.name] for drafted in self.current.levels if source.name in drafted.asked]
             self.weights[source.name].learn(asked, verified.nodes, verified.tokens, self.backend)
 
-    def profile(self, verified: Verified) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    def profile(self, verified: Verified) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """How probable the sources held the candidates of each accepted node, and which of them the target picked.
 
         ``"model"``: of levels where a model was forwarded, all sources together, before calibration; ``"lookup"``: of
-        these levels the last source that costs no forward, and of other levels all sources.
+        these levels the last source that costs no forward, and of other levels all sources. Waits for the device, on a
+        GPU once.
 
         Returns:
-            By name: probabilities float32 [B, P, K], hits bool [B, P, K], and which nodes were expanded, bool [B, P].
+            By name: probabilities float32 [n, K] and hits bool [n, K] of the n accepted nodes that were expanded, one
+            sequence after the other.
         """
-        groups: dict[str, list[tuple[Tensor, Candidates]]] = {"model": [], "lookup": []}
+        groups: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {"model": [], "lookup": []}
+        looked_up: dict[str, list[Asked]] = {}  # by source, beside a model
         for drafted in self.current.levels if self.current is not None else []:
-            if not drafted.costs_forward:
-                groups["lookup"].append((drafted.node_ids, drafted.candidates))
-                continue
-            groups["model"].append((drafted.node_ids, drafted.candidates))
-            if drafted.lookup is not None:
-                groups["lookup"].append((drafted.node_ids, self.alone(drafted.lookup, drafted.asked[drafted.lookup])))
-        found = {}
-        for name, group in groups.items():
-            if group:
-                at = Lookup.of([node_ids for node_ids, _ in group], verified.nodes)
-                hits = at.take([tokens for _, (tokens, _) in group]) == verified.tokens[..., None]
-                found[name] = (at.take([log_probs for _, (_, log_probs) in group]).exp(), hits, at.found)
-        return found
+            assert drafted.candidates is not None
+            groups["model" if drafted.costs_forward else "lookup"].append((drafted.node_ids, *drafted.candidates))
+            if drafted.costs_forward and drafted.lookup is not None:
+                looked_up.setdefault(drafted.lookup, []).append(drafted.asked[drafted.lookup])
+        for name, asked in looked_up.items():
+            level = side_by_side(asked)
+            groups["lookup"].append((level.node_ids, *self.alone(name, level)))
+        found = {name: group for name, group in groups.items() if group}
+        parts = [part for group in found.values() for level in group for part in level]
+        paths, picked, *parts = on_host([verified.nodes, verified.tokens, *parts])
+        profiles, begin = {}, 0
+        for name, group in found.items():
+            end = begin + 3 * len(group)
+            levels = list(zip(*(parts[begin + i : end : 3] for i in range(3)), strict=True))
+            profiles[name] = picks(levels, paths.tolist(), picked.tolist())
+            begin = end
+        return profiles
 
 
-@dataclass(frozen=True)
-class Lookup:
-    """Index of nodes among the levels' expanded nodes, E in all, side by side."""
+def picks(
+    levels: Sequence[Sequence[Tensor]], paths: Sequence[Sequence[int]], picked: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """What levels (node_ids [B, W], tokens and log_probs [B, W, K]) held of the nodes [B, P] of accepted paths.
 
-    index: Tensor  # int64 [B, P]
-    found: Tensor  # bool [B, P]
+    Lists and not arrays, since of many nodes a few are on the path.
 
-    @classmethod
-    def of(cls, node_ids: list[Tensor], nodes: Tensor) -> Lookup:
-        """The index of ``nodes``, int32 [B, P], among the levels' expanded nodes, int32 [B, W] each."""
-        same = torch.cat(node_ids, 1)[:, None, :] == nodes[:, :, None]  # [B, P, E]
-        return cls(same.int().argmax(-1), same.any(-1))
+    Returns:
+        Probabilities float32 [n, K] and which candidates were ``picked`` [B, P], bool [n, K], by sequence and place.
+    """
+    places = [{node: place for place, node in enumerate(path) if node >= 0} for path in paths]
+    found: list[tuple[int, int, list[int], list[float]]] = []
+    for node_ids, tokens, log_probs in levels:
+        for b, row in enumerate(node_ids.tolist()):
+            for w, node in enumerate(row):
+                if node in places[b]:
+                    found.append((b, places[b][node], tokens[b, w].tolist(), log_probs[b, w].tolist()))
+    found.sort(key=lambda entry: entry[:2])
+    shape = len(found), levels[0][1].shape[2]
+    probs = np.exp(np.array([scores for *_, scores in found], dtype=np.float32).reshape(shape))
+    hits = np.array([[token == picked[b][place] for token in ids] for b, place, ids, _ in found], dtype=bool)
+    return probs, hits.reshape(shape)
 
-    def take(self, entries: list[Tensor]) -> Tensor:
-        """Gather the nodes' entries from those of every level: [B, W] or [B, W, K] → [B, P] or [B, P, K]."""
-        whole = torch.cat(entries, 1)
-        if whole.dim() == 2:
-            return whole.gather(1, self.index)
-        return whole.gather(1, self.index[..., None].expand(-1, -1, whole.shape[2]))
+
+def side_by_side(asked: Sequence[Asked]) -> Asked:
+    """What one source proposed at several levels as one level."""
+    if len(asked) == 1:
+        return asked[0]
+    parts = (
+        (a.node_ids, a.tokens, a.log_probs, torch.zeros_like(a.node_ids) if a.index is None else a.index) for a in asked
+    )
+    return Asked(*(torch.cat(part, 1) for part in zip(*parts, strict=True)))
+
+
+def on_host(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Values of tensors of four bytes an element on the CPU."""
+    return tensors if tensors[0].device.type == "cpu" else in_one_copy(tensors)
+
+
+def in_one_copy(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same tensors on the CPU, with one copy from their device for all of them."""
+    whole = torch.cat([tensor.contiguous().view(torch.int32).flatten() for tensor in tensors]).cpu()
+    pieces = whole.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 def fitted(proposal: Proposal, level: Level) -> Proposal:

@@ -58,6 +58,7 @@ class Calibration:
     def __init__(self, branch: int, device: torch.device) -> None:
         self.edges = torch.tensor(self.EDGES, device=device)
         self.log_ratio = torch.zeros(branch, len(self.EDGES) + 1, device=device)
+        self.written: object = None  # what the table was made of, for whom writes it
 
     def __call__(self, log_probs: Tensor, backend: str = "auto") -> Tensor:
         """Calibrate log-probabilities float32 [B, W, K], best candidate first; at most 0."""

@@ -31,7 +31,7 @@ def questions(seed: int, batch: int = 3, branch: int = 4, levels: int = 5) -> tu
         return torch.randint(low, high, shape, generator=gen, dtype=torch.int32)
 
     def log_probs(*shape: int) -> Tensor:
-        scores = torch.rand(shape, generator=gen).log()
+        scores = (torch.rand(shape, generator=gen) / draw(1, 3, *shape[:-1], 1) / shape[-1]).log()  # some leave a rest
         return torch.where(torch.rand(shape, generator=gen) < 0.15, -torch.inf, scores)
 
     asked, first = [], 0

@@ -1,0 +1,76 @@
+"""Steps as a GPU's backends would take them, on a machine without one: values by the CPU's ops."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._library.custom_ops import CustomOpDef
+
+from gsd_kernels import backends
+from gsd_kernels.ops.commit_kv import api as commit_kv
+from gsd_kernels.ops.flatten import api as flatten
+from gsd_kernels.ops.learn import api as learn
+from gsd_kernels.ops.merge import api as merge
+from gsd_kernels.ops.ngram import api as ngram
+from gsd_kernels.ops.sampling import api as sampling
+from gsd_kernels.ops.step import api as step
+from gsd_kernels.ops.verify import api as verify
+
+OUTSIDE_MODELS = (commit_kv, flatten, learn, merge, ngram, sampling, step, verify)
+
+
+def described(value: Any) -> Any:
+    """An argument without its content, as much as the compiler sees of it."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, (list, tuple)):
+        return [described(element) for element in value]
+    if dataclasses.is_dataclass(value):
+        value = copy.copy(value)
+        vars(value).update({name: described(field) for name, field in vars(value).items()})
+    return value
+
+
+def both(launch: Callable[..., Any], values: Callable[..., Any]) -> Callable[..., Any]:
+    """An op that launches for what its arguments look like, and computes elsewhere."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        launch(*map(described, args))
+        return values(*args, **kwargs)
+
+    return call
+
+
+def run_launch_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the operators of Triton kernels run their launch code on described tensors, which PyTorch would pass over."""
+    from gsd_kernels.ops.sampling.triton import Tickets
+
+    monkeypatch.setattr(CustomOpDef, "__call__", lambda self, *args: self._init_fn(*args))
+    # They are kept from launch to launch.
+    monkeypatch.setattr(Tickets, "of", lambda self, like, rows: like.new_empty(rows, dtype=torch.int32))
+
+
+def as_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, first: str, values: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Let ops outside the models choose as ``auto`` does on a GPU that has both Triton and the compiled ops.
+
+    Args:
+        monkeypatch: of the test.
+        first: ``GSD_CUDA_FIRST``.
+        values: wraps what computes in place of a Triton kernel.
+    """
+    monkeypatch.setattr(backends, "compiled_first", lambda: first == "compiled")
+
+    def resolve(backend: str, device: torch.device, found: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+        chosen = next(name for name in backends.preferred(found) if name != "cpu")
+        return both(found["triton"], values(found["cpu"])) if chosen == "triton" else found["cpu"]
+
+    run_launch_code(monkeypatch)
+    for api in OUTSIDE_MODELS:
+        monkeypatch.setattr(api, "resolve", resolve)
