@@ -26,8 +26,8 @@ GSD_HD int64_t path_split_begin(int split) {
 GSD_HD int path_split_of(int position) {
   int split = 0;
   while (path_split_begin(split + kSplitsPerSize) <= position) split += kSplitsPerSize;
-  while (path_split_begin(split + 1) <= position) split++;
-  return split;
+  const auto within = static_cast<unsigned>(position - path_split_begin(split));
+  return split + static_cast<int>(within / (static_cast<unsigned>(kFirstSplitPositions) << split / kSplitsPerSize));
 }
 
 GSD_HD int clamped(int value, int most) { return min_int(max_int(value, 0), most); }
