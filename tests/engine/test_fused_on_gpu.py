@@ -21,6 +21,7 @@ from gsd_kernels_hf.model import fused, replay
 from gsd_kernels_hf.model.fused import FusedRows, missing, rows_of, why_not
 from gsd_kernels_hf.model.hidden import LAST
 from gsd_kernels_hf.model.runner import RowModel
+from gsd_kernels_hf.policy.pairs import forwards
 
 GPU = torch.device("cuda", 0)
 NO_PADS = torch.zeros(1, dtype=torch.int32)
@@ -83,6 +84,8 @@ def test_models_that_the_kernels_do_not_take_keep_their_modules(monkeypatch, cap
     monkeypatch.setenv("GSD_FUSED_ROWS", "cuda")
     assert why_not(half, "auto") is None and why_not(half, "cuda") is None
     assert why_not(half, "cpu") == "backend 'cpu' has no such operator"
+    known = {"target_forward": "operator", "draft_forward": "modules", "cpu_level": None}
+    assert forwards(half, None, "auto") == known, "costs are known apart from those of the modules"
     fused._log_once.cache_clear()
     for model, reason in (
         (tiny(dtype=torch.float32, head_dim=64), "embedding: backend 'cuda' expects float16 or bfloat16, got float32"),
