@@ -163,6 +163,10 @@ def test_a_layer_is_nine_launches(tmp_path_factory):
     assert len(LAYER) <= 10
     assert launched(5) == launched(1) == launched(1, count=1) == whole
     assert launched(5, states=(0, 2)) == whole, "hidden states are copied by launches that are there"
+    folder = block_code.SOURCE.parents[2] / "csrc/cuda"
+    attention, others = ((folder / file).read_text() for file in ("path_attention.cu", "rows.cu"))
+    assert attention.count("<<<") == 3, "the lists, the prefix, the ends of rows"
+    assert others.count("cudaLaunchKernelEx(") == 1 and "<<<" not in others, "one launch a call"
     assert launched(0) == ["embed", "ancestors", *(2 * LAYER), *LAYER[:3]], "of a prompt the last layer's keys suffice"
 
 
