@@ -160,7 +160,9 @@ struct Picked {
   std::vector<float> log_probs, scores;
 
   Picked(const PickSizes& s)
-      : tokens(poisoned<int32_t>(s.branch)), log_probs(poisoned<float>(s.branch)), scores(poisoned<float>(s.vocab)) {}
+      : tokens(poisoned<int32_t>(std::max(1, s.branch))),
+        log_probs(poisoned<float>(std::max(1, s.branch))),
+        scores(poisoned<float>(s.vocab)) {}
 };
 
 template <class Group>
@@ -199,7 +201,7 @@ bool picks_agree(int threads, const Faults& faults, std::mt19937& random) {
 
 void pick_from_input(char** argv) {
   const int threads = atoi(argv[0]);
-  const PickSizes sizes{atoi(argv[1]), atoi(argv[2])};
+  const PickSizes sizes{atoi(argv[1]), atoi(argv[2]), atoi(argv[2]) != 0};
   const NoiseStream noise = noise_stream(atoll(argv[3]), atoi(argv[4]), atoi(argv[5]));
   const Warpers warpers{strtof(argv[6], nullptr), strtof(argv[7], nullptr), strtof(argv[8], nullptr),
                         strtof(argv[9], nullptr)};

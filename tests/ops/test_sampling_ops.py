@@ -154,3 +154,16 @@ def test_a_row_without_a_distribution_has_no_log_probabilities(on):
         nothing = got.isnan().all(-1)
         assert nothing.tolist() == [[False, True, False], [True, False, True]]
         assert torch.allclose(got.exp().sum(-1)[~nothing], torch.ones(3), atol=1e-5)
+
+
+@backends("interpreter")
+def test_tickets_are_put_back_for_the_next_launch(on, monkeypatch):
+    from gsd_kernels.ops.sampling import triton
+
+    kept = torch.zeros(10, dtype=torch.int32)
+    monkeypatch.setattr(triton.Tickets, "of", lambda self, like, rows: kept[:rows])
+    logits, positions, keys = sampling_inputs(4500, torch.float32, 3)
+    expected = gsd.sample_rows(logits, positions, **keys, backend="reference")
+    for _ in range(2):
+        assert torch.equal(gsd.sample_rows(logits, positions, **keys, backend=on.name), expected)
+        assert not kept.any()

@@ -41,6 +41,25 @@ def test_known_counts_the_weights_of_a_model_but_not_an_embedding_that_is_read_b
     known = Known.of(untied, tied, 1e10, one_op=False)
     assert known.draft_bytes == weight_bytes(tied) and known.target_layers == untied.config.num_hidden_layers
     assert Known.of(untied, None, 1e10, one_op=False).draft_bytes == 0
+    deep, shallow = (SHAPES[name] for name in ("10x2x2x16", "3x2x2x4"))
+    fast, slow = (Known.of(untied, tied, 1e10, one_op=True, compiled=compiled) for compiled in (True, False))
+    assert fast.other_seconds(None) < slow.other_seconds(None)
+    assert fast.other_seconds(deep) - fast.other_seconds(shallow) == pytest.approx(
+        7 * (fast.forward_seconds + fast.level_seconds + tied.config.num_hidden_layers * fast.draft_layer_seconds),
+        rel=0.1,
+    )
+
+
+def test_a_dear_draft_makes_shapes_without_it_little_dearer():
+    """Ten times what was known, in two steps of one shape: shapes with the draft are as dear, others are not."""
+    found = model()
+    before, place = found.other_seconds(1), found.index
+    for _ in range(2):
+        found.observe(FIRST, 4, 0.0, 1, 0.02, 10 * before[place[FIRST]])
+    dearer = found.other_seconds(1) / before
+    alike = [name for name, shape in SHAPES.items() if shape.depth]
+    assert min(dearer[place[name]] for name in alike) > 3
+    assert max(dearer[place[name]] for name in [PLAIN, *SHAPES] if name not in alike) < 2
 
 
 @pytest.mark.parametrize("factor", [0.25, 1.0, 4.0])

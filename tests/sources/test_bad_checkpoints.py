@@ -94,6 +94,7 @@ DFLASH = {
     "no mask": ({"inner": {"mask_token_id": None}}, "mask_token_id in its config: expected an integer"),
     "reduced without a matrix": ({"draft_vocab_size": 50}, "needs an output matrix of its own"),
     "layer count": ({"num_hidden_layers": 3}, "has no tensor layers.2."),
+    "DFlash 2": ({"architectures": ["DFlash2DraftModel"]}, "is a DFlash 2 drafter (DFlash2DraftModel)"),
 }
 MEDUSA = {
     "no heads": ({"x": ones(1)}, "has no Medusa heads"),

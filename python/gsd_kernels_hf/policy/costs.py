@@ -42,7 +42,8 @@ LONE_WANDER = 0.004  # by which every number of rows drifts from step to step
 TODAY = 0.2  # by which the whole machine may differ from what another process saw
 
 BATCH = 0.2  # spread of the slope over doublings of the batch, of what a step needs besides the target
-KIND = 0.6  # spread of what shapes with and without a draft model have in common
+STEP = 0.6  # spread of what all shapes have in common of it
+KIND = 1.0  # spread of what shapes with and without a draft model have in common
 SHAPE = 0.4  # spread of one shape
 
 COPY_BYTES = 48 << 20
@@ -59,6 +60,7 @@ class Known:
         bandwidth: bytes a second that the device reads.
         free_rows: rows that cost a forward as much again as its weights do; more on a device with idle arithmetic.
         layer_seconds, draft_layer_seconds: calling a layer's operators.
+        forward_seconds: calling a draft forward's operators besides its layers'.
         level_seconds, step_seconds: calling a level's and a step's other operators.
     """
 
@@ -71,12 +73,22 @@ class Known:
     free_rows: float = 32.0
     layer_seconds: float = 2e-4
     draft_layer_seconds: float = 2e-4
+    forward_seconds: float = 0.0
     level_seconds: float = 4e-4
     step_seconds: float = 1.5e-3
 
     @classmethod
-    def of(cls, model: PreTrainedModel, draft: nn.Module | None, bandwidth: float, *, one_op: bool) -> Known:
-        """Of two models as they lie in memory. ``one_op``: the draft's forward is one operator."""
+    def of(
+        cls, model: PreTrainedModel, draft: nn.Module | None, bandwidth: float, *, one_op: bool, compiled: bool = False
+    ) -> Known:
+        """Of two models as they lie in memory.
+
+        Args:
+            model, draft: target and draft.
+            bandwidth: bytes a second that the device reads.
+            one_op: whether the draft's forward is one operator.
+            compiled: whether a step's other operators are compiled ones of the CPU.
+        """
         on_gpu = next(model.parameters()).device.type == "cuda"
         config = model.config.get_text_config(decoder=True)
         layers = int(config.num_hidden_layers)
@@ -85,6 +97,8 @@ class Known:
         speeds = {"free_rows": 256.0, "layer_seconds": 1e-4, "draft_layer_seconds": 1e-4} if on_gpu else {}
         if one_op:
             speeds["draft_layer_seconds"] = 5e-5
+        if compiled and not on_gpu:
+            speeds.update(forward_seconds=6e-4, level_seconds=1e-4, step_seconds=1e-3)
         return cls(
             target_bytes=weight_bytes(model),
             target_layers=layers,
@@ -110,7 +124,7 @@ class Known:
         return (
             self.step_seconds
             + levels
-            + config.depth * self.draft_layers * self.draft_layer_seconds
+            + config.depth * (self.forward_seconds + self.draft_layers * self.draft_layer_seconds)
             + (reading / self.bandwidth)
         )
 
@@ -125,8 +139,8 @@ class Correction:
 
     def __init__(self, covariance: np.ndarray, wander: np.ndarray) -> None:
         self.mean = np.zeros(len(covariance))
-        self.common = np.append(np.ones(len(covariance) - 1), 0.0)
         self.slow: list[float] = []  # surprises of the last steps, as long as all were slow
+        self.common = np.append(np.ones(len(covariance) - 1), 0.0)
         self.covariance, self.wander = covariance, wander
         self.certain = covariance.diagonal()  # variances before anything was seen
 
@@ -140,7 +154,8 @@ class Correction:
             covariance = covariance / (excess[:, None] * excess)
         spread = covariance @ weights
         variance = float(weights @ spread)
-        surprise = self._lasting(residual - float(weights @ self.mean), math.sqrt(variance + noise * noise))
+        surprise = residual - float(weights @ self.mean)
+        surprise -= self._lasting(surprise, math.sqrt(variance + noise * noise))
         if surprise < -FASTER * math.sqrt(variance + noise * noise):
             # The machine was busy and is no longer: all else was seen too slow as well.
             covariance = covariance + surprise**2 * np.outer(self.common, self.common)
@@ -152,14 +167,13 @@ class Correction:
         self.covariance = covariance - part[:, None] * part
 
     def _lasting(self, surprise: float, deviation: float) -> float:
-        """Take all to be slower if step after step was; what is left of the surprise."""
+        """How much slower the machine is if step after step was slow; all that did not run is then taken to be so."""
         self.slow = [*self.slow, surprise] if surprise > SLOWER * deviation else []
         if len(self.slow) < LASTING:
-            return surprise
-        # What all of these steps have in common is the machine: shapes that did not run are as much slower.
+            return 0.0
         least, self.slow = min(self.slow), []
         self.mean = self.mean + least * self.common
-        return surprise - least
+        return least
 
     def spread(self, weights: np.ndarray) -> np.ndarray:
         """Standard deviation of linear combinations, weights [S, n] → [S]."""
@@ -204,7 +218,7 @@ class CostModel:
         self.target = Correction(_with_slope(knots, PREFIX), _with_slope(drift, 0.0))
         has_model = np.array([0, *(1 if s.depth else 2 for s in shapes.values())])
         same_kind = has_model[:, None] == has_model
-        other = SCALE**2 + KIND**2 * same_kind + SHAPE**2 * np.eye(len(self.names))
+        other = STEP**2 + KIND**2 * same_kind + SHAPE**2 * np.eye(len(self.names))
         drift = WANDER**2 + LONE_WANDER**2 * np.eye(len(self.names))
         self.other = Correction(_with_slope(other, BATCH), _with_slope(drift, 0.0))
         self.steps = 0  # whose times were known

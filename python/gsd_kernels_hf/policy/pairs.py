@@ -56,7 +56,12 @@ class Pair:
         self.device = properties.device_of(model)
         self.shapes = ladder(self.device.type, with_model=draft is not None)
         view = draft.view if isinstance(draft, LayerSkip) else draft
-        known = Known.of(model, view, bandwidth(self.device), one_op=document.about["draft_forward"] == "operator")
+        about = document.about
+        ways = {
+            "one_op": about["draft_forward"] == "operator",
+            "compiled": about["compiled"] and backend in ("auto", "cpu"),
+        }
+        known = Known.of(model, view, bandwidth(self.device), **ways)
         self.costs = CostModel(known, self.shapes)
         self._load(COSTS, self.costs)
 

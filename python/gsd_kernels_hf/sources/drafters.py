@@ -79,11 +79,15 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
         if named in ("eagle3", "dflash"):
             return named
         raise BadCheckpoint(f"drafter: {folder} is of speculators' kind {named!r}; served are 'eagle3' and 'dflash'")
+    architectures = [str(name) for name in config.get("architectures") or ()]
+    if any(name.startswith("DFlash2") for name in architectures):
+        raise BadCheckpoint(
+            f"drafter: {folder} is a DFlash 2 drafter ({architectures[0]}); DFlash's first kind is served"
+        )
     if "dflash_config" in config:  # its auto_map names code, which is not run
         return "dflash"
     if "medusa_num_heads" in config:
         return "medusa"
-    architectures = [str(name) for name in config.get("architectures") or ()]
     if any("Eagle3" in name for name in architectures) or "draft_vocab_size" in config:
         return "eagle3"
     if any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures):
