@@ -7,6 +7,7 @@ tensor's device; naming a backend never falls back to another.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from functools import cache
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 
 from .compiled import UNAVAILABLE as COMPILED_UNAVAILABLE
+
+logger = logging.getLogger("gsd_kernels")
 
 BACKENDS = ("auto", "cpu", "cuda", "triton", "reference")
 
@@ -110,3 +113,23 @@ def resolve(backend: str, device: torch.device, implementations: dict[str, Calla
     if reason is not None:
         raise BackendUnavailableError(f"backend: {backend!r} cannot run on {device.type}: {reason}")
     return implementations[backend]
+
+
+def resolve_without_triton(
+    backend: str, device: torch.device, implementations: dict[str, Callable[..., Any]]
+) -> Callable[..., Any]:
+    """:func:`resolve` for ops of a few elements that have no Triton kernel: ``"triton"`` takes what ``"auto"`` does.
+
+    On a GPU without the compiled CUDA ops that is PyTorch's operators, which is said once in the log.
+    """
+    if backend in ("auto", "triton") and device.type == "cuda" and COMPILED_UNAVAILABLE["cuda"] is not None:
+        _say_slow(COMPILED_UNAVAILABLE["cuda"])
+    return resolve("auto" if backend == "triton" else backend, device, implementations)
+
+
+@cache
+def _say_slow(reason: str) -> None:
+    logger.warning(
+        "the small ops of a step have no Triton kernel and run as PyTorch's operators, hundreds of launches a step: %s",
+        reason,
+    )

@@ -25,9 +25,20 @@ from _pytest.terminal import TerminalReporter
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("ops.contracts")
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import interpreted
+
+    interpreted.prepare_once_a_launch()
 
 WHOLE = ("ops", "report")  # folders of cheap cases
 CHOSEN = ("test_greedy_exactness.py", "test_fuzz.py", "test_step_trace.py")  # files that say it of each case
+
+# Files of long tests or of fixtures that take long: a run begins with them, so that no process waits for another's last
+# test, nor makes a fixture that another has.
+LONG = (
+    *("test_tensor_parallel.py", "test_triton_interpreter.py", "test_triton_compile.py", "test_attention_block.py"),
+    *("test_block_code.py", "test_cuda_build.py", "test_serve.py"),
+)
 
 
 def mark_what_is_slow(items: list[pytest.Item]) -> None:
@@ -46,6 +57,7 @@ def mark_what_is_slow(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where triton is interpreted, the interpreter's cases run and no others; elsewhere all but these."""
+    items.sort(key=lambda item: item.path.name not in LONG)
     mark_what_is_slow(items)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     others = [item for item in items if (item.get_closest_marker("interpreter") is not None) != interpreted]

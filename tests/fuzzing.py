@@ -166,7 +166,9 @@ def random_end(rng: random.Random, vocab: int, prompt: int) -> dict[str, Any]:
     end |= {"max_new_tokens": room} if rng.random() < 0.8 else {"max_length": prompt + room, "max_new_tokens": None}
     if eos is not None:
         end |= maybe(rng, 0.3, min_new_tokens=rng.randint(1, room)) or maybe(rng, 0.2, min_length=prompt + 1)
-        end |= maybe(rng, 0.15, exponential_decay_length_penalty=(2, 1.4))
+        decay = maybe(rng, 0.15, exponential_decay_length_penalty=(2, 1.4))
+        # Behind a least length, which sets −∞, transformers 5.17 adds ∞ and takes the NaN.
+        end |= {} if {"min_new_tokens", "min_length"} & set(end) else decay
     end |= maybe(rng, 0.15, stopping_criteria=[StopAfter(rng.randint(5, 9))])
     end |= maybe(rng, 0.1, stop_strings=[chr(ord("a") + rng.randrange(8))], tokenizer=tokenizer(vocab))
     return end

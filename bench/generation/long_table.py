@@ -161,11 +161,17 @@ def table(result: dict[str, Any]) -> str:
     for name in bins[0]["found"]:
         counts = [b["found"][name] for b in bins]
         rows.append([labels.get(name, name), *(f"{c['tokens'] / max(1, c['forwards']):.2f}" for c in counts)])
-    rows.append(["the target's loss before it, nats a token", *(f"{loss:.2f}" for loss in result["losses"])])
+    rows.append(
+        [
+            "the target's loss from half of that place to it, nats a token",
+            *(f"{loss:.2f}" for loss in result["losses"]),
+        ]
+    )
+    files, longest, same = len(settings["files"]), bins[-1]["length"], sum(b["same"] for b in bins)
     head = (
-        f"Tokens a target forward, behind the last tokens of {len(settings['files'])} held-out files' beginnings; demo "
+        f"Tokens a target forward, at place {longest:,} of {files} held-out files with so many tokens before it; demo "
         f"pair, {settings['dtype']}, greedy, {settings['new_tokens']} new tokens; rotary settings of all models: "
-        f"{_rope(settings['rope'])}. Texts of all ways equal: {sum(b['same'] for b in bins)} of {len(bins)} lengths."
+        f"{_rope(settings['rope'])}. Texts of all ways equal: {same} of {len(bins)} lengths."
     )
     return "\n\n".join([head, markdown(["context", *(f"{b['length']:,}" for b in bins)], rows)])
 

@@ -32,6 +32,38 @@ struct CudaMachine {
     asm volatile("cp.async.wait_group %0;" ::"n"(kNewer) : "memory");
   }
 
+  // Nothing unless both kernels are launched as programmatically dependent ones.
+  __device__ __forceinline__ void await_previous(const char*) const {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  }
+  __device__ __forceinline__ void release_next() const {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  }
+
+  // For another block of the launch; collected past the first-level cache, which may hold what was there before.
+  __device__ __forceinline__ void publish(float* at, const float (&values)[4]) const {
+    *reinterpret_cast<float4*>(at) = make_float4(values[0], values[1], values[2], values[3]);
+  }
+  __device__ __forceinline__ void collect(const float* at, float (&values)[4]) const {
+    const float4 four = __ldcg(reinterpret_cast<const float4*>(at));
+    values[0] = four.x, values[1] = four.y, values[2] = four.z, values[3] = four.w;
+  }
+  // One thread a block, between two barriers. True for the last of `blocks`, which sets the counter back.
+  __device__ __forceinline__ bool arrive(int32_t* counter, int blocks) const {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(__cvta_generic_to_global(counter))
+                 : "memory");
+    if (before != blocks - 1) return false;
+    *counter = 0;
+    return true;
+  }
+
   __device__ __forceinline__ Chunk read(int at) const { return *reinterpret_cast<const Chunk*>(memory + at); }
   __device__ __forceinline__ void write(int at, const Chunk& chunk) const {
     *reinterpret_cast<Chunk*>(memory + at) = chunk;
@@ -85,6 +117,7 @@ struct CudaMachine {
   }
   __device__ __forceinline__ float log2(float x) const { return log2f(x); }
   __device__ __forceinline__ float divide(float a, float b) const { return __fdividef(a, b); }  // to 2 units
+  __device__ __forceinline__ float inverse_root(float x) const { return rsqrtf(x); }  // to 2 units
   __device__ __forceinline__ float max(float a, float b) const { return fmaxf(a, b); }
   // Never merged with what comes before or after, as the compiler may do with * and +.
   __device__ __forceinline__ float times(float a, float b) const { return __fmul_rn(a, b); }

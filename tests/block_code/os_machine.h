@@ -1,7 +1,9 @@
 // The warp machine of csrc/algorithms/attention_tiles.h as operating-system threads, one a lane. What the PTX ISA says of each
 // instruction is done literally:
 //   ldmatrix, mma   move and multiply by the documented fragment layouts; lanes get each other's operands;
-//   cp.async        nothing arrives before wait_group says so, and from the copy on the old contents are gone;
+//   cp.async        nothing arrives before wait_group says so, and from the copy on the old contents are gone; the source
+//                   may not change on the way;
+//   griddepcontrol  what the launch before writes is there from wait on and not earlier (Previous);
 //   shuffles        every lane of the warp takes part, at the same place, or the run ends as divergent.
 // Warp-wide instructions order no memory, so they are hidden from ThreadSanitizer: only the block's barriers count.
 #pragma once
@@ -10,6 +12,8 @@
 #include <array>
 #include <cmath>
 #include <deque>
+#include <functional>
+#include <mutex>
 
 #include "../../csrc/algorithms/attention_tiles.h"
 #include "os_group.h"
@@ -50,9 +54,16 @@ struct MachineFaults {
   const char* hurried_wait = "";     // a name passed to wait(): it does not wait
   const char* misplaced_copy = "";   // a name passed to copy(): odd rows' chunks are exchanged wrongly
   const char* misplaced_load = "";   // a name passed to load_matrices(): likewise
+  const char* not_awaited = "";      // a name passed to await_previous(): it does not wait
 };
 
-constexpr int kDivergent = 4, kBankConflict = 5;
+constexpr int kDivergent = 4, kBankConflict = 5, kChangedSource = 6;
+
+// The launch before: writes when a block first waits for it.
+struct Previous {
+  std::once_flag done;
+  std::function<void()> write;
+};
 
 [[noreturn]] inline void stop(int status, const char* what, const char* where) {
   fprintf(stderr, "%s at %s\n", what, where);
@@ -74,6 +85,7 @@ struct OsWarp {
 struct OsMachineBlock {
   OsBlock group;
   MachineFaults faults;
+  Previous* previous = nullptr;
   std::vector<OsWarp> warps;
   std::vector<char> arena;
   std::vector<char> votes[2];
@@ -113,7 +125,8 @@ class OsMachine {
   void copy(const char* name, int at, const void* from, bool inside) {
     if (same(name, block->faults.misplaced_copy)) at ^= at >> 4 & 16;
     memset(shared(at), 0xA5, sizeof(Chunk));
-    waiting.push_back({at, inside ? from : nullptr});
+    waiting.push_back({at, inside ? from : nullptr, {}});
+    if (inside) memcpy(&waiting.back().seen, from, sizeof(Chunk));
   }
   void commit() {
     groups.push_back(std::move(waiting));
@@ -125,6 +138,7 @@ class OsMachine {
     while (groups.size() > kNewer) {
       for (const Copy& copy : groups.front()) {
         if (copy.from != nullptr) {
+          if (memcmp(copy.from, &copy.seen, sizeof(Chunk)) != 0) stop(kChangedSource, "changed source", name);
           memcpy(shared(copy.at), copy.from, sizeof(Chunk));
         } else {
           memset(shared(copy.at), 0, sizeof(Chunk));
@@ -132,6 +146,20 @@ class OsMachine {
       }
       groups.pop_front();
     }
+  }
+
+  void await_previous(const char* name) const {
+    if (block->previous == nullptr || same(name, block->faults.not_awaited)) return;
+    std::call_once(block->previous->done, block->previous->write);
+  }
+  void release_next() const {}
+
+  void publish(float* at, const float (&values)[4]) const { memcpy(at, values, sizeof values); }
+  void collect(const float* at, float (&values)[4]) const { memcpy(values, at, sizeof values); }
+  bool arrive(int32_t* counter, int blocks) const {
+    if (__atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL) != blocks - 1) return false;
+    __atomic_store_n(counter, 0, __ATOMIC_RELAXED);
+    return true;
   }
 
   Chunk read(int at) const {
@@ -211,6 +239,7 @@ class OsMachine {
   float exp2(float x) const { return std::exp2(x); }
   float log2(float x) const { return std::log2(x); }
   float divide(float a, float b) const { return a / b; }
+  float inverse_root(float x) const { return 1.0f / std::sqrt(x); }
   float max(float a, float b) const { return std::fmax(a, b); }
   float times(float a, float b) const { return a * b; }
   float fma(float a, float b, float c) const { return std::fma(a, b, c); }
@@ -224,6 +253,7 @@ class OsMachine {
   struct Copy {
     int at;
     const void* from;
+    Chunk seen;
   };
 
   static bool same(const char* a, const char* b) { return strcmp(a, b) == 0; }
@@ -271,22 +301,26 @@ class OsMachine {
   std::deque<std::vector<Copy>> groups;
 };
 
-// Runs body(machine, b) for the blocks 0 … blocks − 1, one after the other.
+// Runs body(machine, b) for the blocks 0 … blocks − 1, so many at a time: one of every `together`, one after the other.
 template <class Body>
 void run_grid(int warps, int blocks, size_t arena_bytes, const Faults& faults, const MachineFaults& machine_faults,
-              const Body& body) {
-  OsMachineBlock block(warps, arena_bytes, faults, machine_faults);
+              const Body& body, int together = 1, Previous* previous = nullptr) {
+  std::deque<OsMachineBlock> places;
   std::vector<std::thread> running;
-  for (int t = 0; t < kLanes * warps; t++) {
-    running.emplace_back([&, t] {
-      for (int b = 0; b < blocks; b++) {
-        OsMachine machine(&block, t);  // copies that nobody waited for end with their block
-        body(machine, b);
-        machine.sync("block done");
-        if (t == 0) block.poison();
-        machine.sync("next block");
-      }
-    });
+  for (int first = 0; first < together; first++) {
+    OsMachineBlock& block = places.emplace_back(warps, arena_bytes, faults, machine_faults);
+    block.previous = previous;
+    for (int t = 0; t < kLanes * warps; t++) {
+      running.emplace_back([&, first, t] {
+        for (int b = first; b < blocks; b += together) {
+          OsMachine machine(&block, t);  // copies that nobody waited for end with their block
+          body(machine, b);
+          machine.sync("block done");
+          if (t == 0) block.poison();
+          machine.sync("next block");
+        }
+      });
+    }
   }
   for (std::thread& thread : running) thread.join();
 }

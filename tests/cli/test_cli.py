@@ -314,6 +314,18 @@ def test_doctor(monkeypatch):
         assert word in table.stdout
 
 
+def test_doctor_on_ops_without_a_triton_kernel(monkeypatch):
+    from gsd_kernels_hf.cli import doctor
+
+    report = doctor.examine()
+    assert report["small_ops"] == {} or torch.cuda.is_available()
+    report["small_ops"] = {"cuda:0": None, "cuda:1": "not built"}
+    monkeypatch.setattr(doctor, "examine", lambda: report)
+    table = " ".join(run("doctor").stdout.split())
+    assert "small ops on cuda:0 the compiled ones, with Triton as well" in table
+    assert "small ops on cuda:1 PyTorch's operators, hundreds of launches a step: not built" in table
+
+
 @pytest.mark.parametrize(
     ("installed", "loads", "gpu", "says"),
     [

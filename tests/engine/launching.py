@@ -14,14 +14,12 @@ from torch._library.custom_ops import CustomOpDef
 from gsd_kernels import backends
 from gsd_kernels.ops.commit_kv import api as commit_kv
 from gsd_kernels.ops.flatten import api as flatten
-from gsd_kernels.ops.learn import api as learn
 from gsd_kernels.ops.merge import api as merge
 from gsd_kernels.ops.ngram import api as ngram
 from gsd_kernels.ops.sampling import api as sampling
-from gsd_kernels.ops.step import api as step
 from gsd_kernels.ops.verify import api as verify
 
-OUTSIDE_MODELS = (commit_kv, flatten, learn, merge, ngram, sampling, step, verify)
+OUTSIDE_MODELS = (commit_kv, flatten, merge, ngram, sampling, verify)  # those with a Triton kernel
 
 
 def described(value: Any) -> Any:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from forked import Fork, Forks
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
+from gsd_kernels_bench.scale import messages
 from gsd_kernels_bench.scale.memory import cache_bytes, memory, parameters_per_rank
 from gsd_kernels_hf.cli import app
 from gsd_kernels_hf.demo.inflate import ModelShape
@@ -270,31 +270,31 @@ def alone_here(*arguments: str) -> subprocess.CompletedProcess[bytes]:
 
 def run(forks: Forks, folder: Path, *arguments: str, processes: int) -> subprocess.CompletedProcess[bytes]:
     """The command line by ranks that find each other as torchrun's do; what they print, one after the other."""
-    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    files = [(folder / f"out-{rank}.txt", folder / f"errors-{rank}.txt") for rank in range(processes)]
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "GROUP_RANK": "0"}
     command = ["-m", "gsd_kernels_hf", *arguments]
+    places = [{**place(rank, processes), **meeting} for rank in range(processes)]
+    done = finished(forks, folder, command, places)
+    out, errors = (b"".join(getattr(process, name) for process in done) for name in ("stdout", "stderr"))
+    return subprocess.CompletedProcess(arguments, max(abs(process.returncode) for process in done), out, errors)
+
+
+def finished(
+    forks: Forks, folder: Path, command: list[str], environments: list[dict[str, str]]
+) -> list[subprocess.CompletedProcess[bytes]]:
+    """The command in several processes at once."""
+    files = [(folder / f"out-{number}.txt", folder / f"errors-{number}.txt") for number in range(len(environments))]
     started = [
-        forks.start(command, *files[rank], **place(rank, processes), **meeting, GROUP_RANK="0")
-        for rank in range(processes)
+        forks.start(command, *paths, **environment) for paths, environment in zip(files, environments, strict=True)
     ]
     try:
-        status = max(abs(process.wait(LIMIT)) for process in started)
+        statuses = [process.wait(LIMIT) for process in started]
     finally:
         for process in started:
             process.send_signal(signal.SIGKILL)
-    out, errors = (b"".join(path.read_bytes() for path in paths) for paths in zip(*files, strict=True))
-    return subprocess.CompletedProcess(arguments, status, out, errors)
-
-
-def torchrun(launcher: Sequence[str], *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    """The command line as users start it."""
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "gsd_kernels_hf", *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=LIMIT,
-    )
+    return [
+        subprocess.CompletedProcess(command, status, out.read_bytes(), errors.read_bytes())
+        for status, (out, errors) in zip(statuses, files, strict=True)
+    ]
 
 
 def free_port() -> int:
@@ -324,14 +324,14 @@ def test_command_line(forks, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_machines(tmp_path):
-    """As far as one machine shows it: two torchruns meet, and one of the two processes prints."""
+def test_two_machines(forks, tmp_path):
+    """As far as one machine shows it: two torchruns meet, and one of the two processes that they start prints."""
     target, draft = save_pair(tmp_path, dtype=torch.float64)
     command = ["generate", "--model", target, "--draft", draft, "--max-new-tokens", "12", "--graph-config", "graph"]
     endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
     meeting = ["--nnodes", "2", "--nproc-per-node", "1", *endpoint]
-    with ThreadPoolExecutor(2) as machines:
-        both = list(machines.map(lambda _: torchrun(meeting, *command, "--tp", "hello"), range(2)))
+    launch = ["-m", "torch.distributed.run", *meeting, "-m", "gsd_kernels_hf", *command, "--tp", "hello"]
+    both = finished(forks, tmp_path, launch, [{"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}] * 2)
     for machine in both:
         assert machine.returncode == 0, machine.stderr.decode()[-3000:]
     assert sorted(machine.stdout for machine in both) == [b"", alone_here(*command, "hello").stdout]
@@ -357,33 +357,41 @@ def test_bench_generate(forks, tmp_path):
 
 
 @pytest.mark.slow
-def test_messages_are_counted(tmp_path):
+def test_messages_are_counted(forks, tmp_path, monkeypatch):
     """A forward reduces twice a layer; where the vocabulary is sharded, it reduces embeddings and gathers logits."""
+
+    def torchrun(command: Sequence[str]) -> subprocess.CompletedProcess[bytes]:  # does what test_two_machines shows
+        launcher, module, arguments = command[:6], command[6:8], command[8:]
+        assert launcher == [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split()]
+        assert module == ["-m", "gsd_kernels_hf"]
+        return run(forks, tmp_path, *arguments, processes=2)
+
+    monkeypatch.setattr(messages.subprocess, "run", torchrun)
     options = ["--ranks", "2", "--pair", "tiny", "--target-shape", "none", "--prompts", "1", "--new-tokens", "12"]
-    done = alone_here("bench", "scale-messages", *options, "--out", str(tmp_path))  # which starts torchrun
+    done = alone_here("bench", "scale-messages", *options, "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     data = json.loads((tmp_path / "scale_messages.json").read_text())
     layers, hidden, vocabulary = (data["target"][k] for k in ("num_hidden_layers", "hidden_size", "vocab_size"))
     assert [run_["way"] for run_ in data["runs"]] == ["plain", "chain", "tree", "graph"]
     for run_ in data["runs"]:
-        messages, forwards = run_["messages"], run_["forwards"]
+        sent, forwards = run_["messages"], run_["forwards"]
         rows = 1 if run_["way"] == "plain" else data["settings"]["configs"][run_["way"]]["max_rows"]
         gather = {"count": forwards, "bytes": forwards * rows * vocabulary // 2 * 4}
-        shards_vocabulary = "all_gather" in messages["decoding"]
+        shards_vocabulary = "all_gather" in sent["decoding"]
         count = 2 * layers + shards_vocabulary
-        assert messages["decoding"] == {
+        assert sent["decoding"] == {
             "all_reduce": {"count": forwards * count, "bytes": forwards * count * rows * hidden * 4},
             **({"all_gather": gather} if shards_vocabulary else {}),
         }
-        assert messages["prompt"]["all_reduce"]["count"] == count
-        assert "other" not in messages
+        assert sent["prompt"]["all_reduce"]["count"] == count
+        assert "other" not in sent
         if run_["way"] == "plain":
-            assert set(messages) == {"prompt", "decoding"}
+            assert set(sent) == {"prompt", "decoding"}
             assert forwards == run_["decoded_tokens"] == 11
             continue
         checks = forwards.bit_length() + (forwards & (forwards - 1) > 0)  # steps 1, 2, 4, … and the last
-        assert messages["agreement checks"] == {"all_gather": {"count": checks, "bytes": 8 * checks}}
-        assert messages["agreement at the start"]["all_gather"]["count"] == 1
+        assert sent["agreement checks"] == {"all_gather": {"count": checks, "bytes": 8 * checks}}
+        assert sent["agreement at the start"]["all_gather"]["count"] == 1
     for row in data["summary"]:
         assert row["equal"] == 1
         if row["way"] != "plain":

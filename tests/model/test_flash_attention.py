@@ -61,6 +61,8 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(monkeypatch):
+    if not hasattr(transformers.PreTrainedModel, "_flash_attn_can_dispatch"):
+        pytest.skip("this transformers loads flash attention in another way than the stand-in takes")
     flash = StandIn()
     package, padding = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.bert_padding")
     package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)

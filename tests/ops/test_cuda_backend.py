@@ -13,7 +13,7 @@ from gsd_kernels.ops.commit_kv.api import IMPLEMENTATIONS as COMMIT
 from gsd_kernels.ops.dag_attention import compiled, reference
 from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
 from gsd_kernels.ops.merge.api import IMPLEMENTATIONS as MERGE
-from gsd_kernels.ops.ngram.api import MIX, RECALL, REMEMBER
+from gsd_kernels.ops.ngram.api import CALIBRATE, MIX, RECALL, REMEMBER
 from gsd_kernels.ops.verify.api import IMPLEMENTATIONS as VERIFY
 from gsd_kernels.ops.write_kv.api import IMPLEMENTATIONS as WRITE
 
@@ -80,6 +80,27 @@ def test_one_switch_prefers_what_is_compiled_ahead(first):
             assert backends.resolve("auto", gpu, op) is op["cuda"], "one launch; Triton's are many"
         assert backends.resolve("auto", gpu, WRITE) is WRITE["triton"], "there is no other"
         assert backends.resolve("auto", gpu, IMPLEMENTATIONS) is IMPLEMENTATIONS["triton"], "attention is on request"
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_small_ops_without_a_kernel_are_said_to_be_slow(backend, first, monkeypatch, caplog):
+    missing = {"cpu": "absent", "cuda": "not built; GSD_BUILD_CUDA=1 pip install ."}
+    monkeypatch.setattr(backends, "COMPILED_UNAVAILABLE", missing)
+    monkeypatch.setattr(backends, "unavailable_reason", lambda name, _: missing.get(name))
+    backends._say_slow.cache_clear()
+    with caplog.at_level("WARNING", logger="gsd_kernels"):
+        for _ in range(2):
+            chosen = backends.resolve_without_triton(backend, torch.device("cuda"), CALIBRATE)
+            assert chosen is CALIBRATE["reference"]
+    assert [r.message for r in caplog.records] == [
+        "the small ops of a step have no Triton kernel and run as PyTorch's operators, hundreds of launches a step: "
+        "not built; GSD_BUILD_CUDA=1 pip install ."
+    ]
+    caplog.clear()
+    monkeypatch.setitem(missing, "cuda", None)
+    assert backends.resolve_without_triton(backend, torch.device("cuda"), CALIBRATE) is CALIBRATE["cuda"]
+    backends.resolve_without_triton("reference", torch.device("cuda"), CALIBRATE)
+    assert not caplog.records
 
 
 def test_the_switch_names_what_it_takes(first):

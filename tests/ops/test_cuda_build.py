@@ -23,6 +23,10 @@ KERNELS = (
     *("start_kernel", "feed_kernel", "chain_kernel", "path_kernel", "text_kernel", "ancestors_kernel"),
 )
 ATTENTION = ("attention_split_kernel", "attention_combine_kernel", "path_split_kernel", "path_end_kernel")
+ROWS = (
+    *("rows_product_kernel", "rows_wide_product_kernel"),
+    *("rows_turn_kernel", "rows_norm_kernel", "rows_embed_kernel"),
+)
 CUDA_OPS = (
     *("merge", "flatten", "verify", "commit_kv", "dag_attention"),
     *("sample_rows", "draft_candidates", "warped_log_probs"),
@@ -32,6 +36,7 @@ CUDA_OPS = (
 )
 
 ELEMENTS, HEAD_DIMS, WARPS = ("Half", "Bfloat16"), (64, 128), (1, 2, 4)  # of the attention
+TILE_ROWS = (16, 32, 64)  # of a product
 PATH_WARPS = (1, 4)
 
 
@@ -65,8 +70,8 @@ def parse_ptxas(log: str) -> list[Kernel]:
     kernels = []
     for part in log.split("Compiling entry function ")[1:]:
         mangled, arch = re.match(r"'(\w+)' for 'sm_(\d+)\w?'", part).groups()
-        name = next((k for k in (*KERNELS, *ATTENTION) if k in mangled), mangled)
-        if name in ATTENTION:  # by type, head size and, for the splits, warps
+        name = next((k for k in (*KERNELS, *ATTENTION, *ROWS) if k in mangled), mangled)
+        if name in ATTENTION + ROWS:  # by type; head size and, for the splits, warps; rows of a product
             element, numbers = re.search(r"INS_\d+(Half|Bfloat16)((?:EL?i?\d*)+)", mangled).groups()
             name = " ".join([name.removesuffix("_kernel"), element, *re.findall(r"Li(\d+)", numbers)])
         stack, stores, loads = map(
@@ -123,7 +128,7 @@ def test_kernels_compile_for_every_architecture_without_spills(build, arenas, ca
             shared = [arena.get(k.name, 0) + k.static_shared for arena in (usual, largest)]
             print(f"{k.name:30} {k.arch:>5} {k.registers:9} {k.spills:6} {shared[0]:13} {shared[1]:8}")
     assert max(largest.values()) <= 48 * 1024, "more than a block may have without opting in"
-    for name in (*KERNELS, *attention_kernels()):
+    for name in (*KERNELS, *attention_kernels(), *rows_kernels()):
         found = {k.arch for k in kernels if k.name == name}
         assert found == {a.replace(".", "") for a in ARCHS}, (name, found)
     for k in kernels:
@@ -131,6 +136,9 @@ def test_kernels_compile_for_every_architecture_without_spills(build, arenas, ca
         # Tensor-core tiles live in registers; 168 leave three blocks of four warps a multiprocessor, 255 four of two.
         wide = "split" in k.name and k.name.endswith(" 4")
         most = (255 if k.arch == "100" else 168) if wide else 255 if "split" in k.name or "path_end" in k.name else 64
+        if "product" in k.name:  # four blocks of four warps, by shared memory too; fewer rows five; two of eight warps
+            most = 128 if "wide" in k.name or k.name.endswith(" 64") else 102
+            assert k.static_shared <= 48 * 1024, "more than a block may have without opting in"
         assert k.registers <= most, (
             f"{k.name} for sm_{k.arch}: {k.registers} registers leave few blocks a multiprocessor"
         )
@@ -143,19 +151,45 @@ def attention_kernels() -> list[str]:
     return split + [f"{name} {t}" for name in ("attention_combine", "path_end") for t in types]
 
 
-def test_the_attention_uses_tensor_cores_and_asynchronous_copies(build):
-    """In the machine code of all kernels with tiles: 128-bit copies past the first-level cache, ldmatrix, both ways."""
+def rows_kernels() -> list[str]:
+    sizes = {"rows_product": TILE_ROWS, "rows_turn": HEAD_DIMS}
+    templates = [f"{name} {e} {size}" for name in sizes for e in ELEMENTS for size in sizes[name]]
+    return templates + [f"{name} {e}" for name in ("rows_wide_product", "rows_norm", "rows_embed") for e in ELEMENTS]
+
+
+@pytest.fixture(scope="module")
+def machine_code(build):
+    """Kernels of a name for an architecture, as instructions."""
     backend = pytest.importorskip("triton.backends.nvidia")  # which brings the toolkit's disassembler
     cuobjdump = Path(backend.__file__).parent / "bin/cuobjdump"
-    command = [cuobjdump, "-arch", "sm_80", "--dump-sass", build[0]]  # the others take the same instructions
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    def dump(name: str, arch: str) -> list[str]:
+        command = [cuobjdump, "-arch", arch, "--dump-sass", build[0]]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return [part for part in done.stdout.split("Function : ")[1:] if name in part.split("\n")[0]]
+
+    return dump
+
+
+def test_the_attention_uses_tensor_cores_and_asynchronous_copies(machine_code):
+    """In the machine code of all kernels with tiles: 128-bit copies past the first-level cache, ldmatrix, both ways."""
     tiles = ("attention_split_kernel", "path_split_kernel", "path_end_kernel")
-    functions = done.stdout.split("Function : ")[1:]
-    split = [code for code in functions if any(name in code.split("\n")[0] for name in tiles)]
+    split = [code for name in tiles for code in machine_code(name, "sm_80")]  # the others take the same instructions
     assert len(split) == len(ELEMENTS) * len(HEAD_DIMS) * (len(WARPS) + len(PATH_WARPS) + 1)
     for code in split:
         for instruction in ("LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "LDSM.16.MT88.4", "HMMA.16816.F32", "MUFU.EX2"):
             assert instruction in code, (instruction, code.split("\n")[0])
+
+
+def test_the_products_use_tensor_cores_asynchronous_copies_and_dependent_launches(machine_code):
+    """128-bit copies past the first-level cache, ldmatrix; from 9.0 on both halves of a dependent launch."""
+    for arch in ("sm_80", "sm_90"):
+        products = machine_code("product_kernel", arch)
+        assert len(products) == len(ELEMENTS) * (len(TILE_ROWS) + 1)
+        for code in products:
+            for instruction in ("LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "HMMA.16816.F32"):
+                assert instruction in code, (instruction, code.split("\n")[0])
+            assert [name in code for name in ("ACQBULK", "PREEXIT")] == 2 * [arch == "sm_90"]
 
 
 def test_the_rows_attention_rounds_as_it_is_written(tmp_path):
@@ -172,11 +206,11 @@ def test_the_rows_attention_rounds_as_it_is_written(tmp_path):
         assert code.count("mul.rn.f32") == 16, "a thread's scores of a tile, each rounded once"
 
 
-@pytest.mark.parametrize("source", ["dag_attention", "path_attention"])
-def test_the_attention_leaves_older_gpus_to_the_other_ops(source, tmp_path):
+@pytest.mark.parametrize("source", ["dag_attention.cu", "path_attention.cu", "rows.cu"])
+def test_tensor_cores_leave_older_gpus_to_the_other_ops(tmp_path, source):
     """Compute capability 7.5 has no asynchronous copies; a build for it must not fail because of one op."""
-    command = [find_nvcc(), "-std=c++17", "-arch=sm_75", "-cubin", ROOT / f"csrc/cuda/{source}.cu"]
-    done = subprocess.run([*command, "-o", tmp_path / "attention.cubin"], capture_output=True, text=True)
+    command = [find_nvcc(), "-std=c++17", "-arch=sm_75", "-cubin", ROOT / "csrc/cuda" / source]
+    done = subprocess.run([*command, "-o", tmp_path / "older.cubin"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

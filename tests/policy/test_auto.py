@@ -208,6 +208,37 @@ def test_the_next_generation_and_the_next_process_go_on_where_this_one_ended():
             assert world.run(following, KNOWN_CHOICE) == [last] * KNOWN_CHOICE
 
 
+def test_a_generation_that_ends_during_a_retry_leaves_the_shape_before_it():
+    """The next one must not begin with ten steps of a shape that nothing speaks for yet."""
+    world, policy, pair = start("bfloat16", (HOPELESS[0], (0.8, 0.05, 0.02, 0.01)))
+    world.run(policy, 100)
+    before = policy.names[policy.current if policy.home is None else policy.home]
+    assert pair.shapes[before].depth == 0
+    pair.wait = 0
+    while policy.shape() is None or not policy.shape().depth:
+        world.step(policy)
+    policy.end()
+    assert pair.last["1"] == before
+    assert AutoPolicy(pair, prefix=200).shape().depth == 0
+
+
+def test_a_neighbour_process_makes_all_shapes_slower_and_none_more_promising():
+    """Half-way every step takes twice and three times as long, a quarter of them more: the choice stays good."""
+    found = []
+    for machine in ("float32", "bfloat16"):
+        for seed in range(3):
+            world, policy, pair = start(machine, USUAL, seed=seed)
+            world.run(policy, 120)
+            tails = np.random.default_rng(seed)
+            world.slow = lambda now, tails=tails: 2.0 + (tails.exponential() if tails.random() < 0.25 else 0.0)
+            shapes = world.run(policy, 20)
+            costs = policy._seconds(policy.rows)[0] / [world.takes(c)[0] for c in policy.configs]
+            assert costs.min() > 1.4, "a shape that did not run is still believed to be fast"
+            shapes += world.run(policy, 60)
+            found.append(np.mean([world.rate(s) for s in shapes]) / world.best(pair.shapes.values()))
+    assert np.median(found) >= 0.95 and min(found) >= 0.88, found
+
+
 def test_damaged_experience_is_refused_whole():
     world, policy, pair = start("bfloat16", USUAL)
     world.run(policy, 50)

@@ -88,6 +88,31 @@ def test_what_lasts_is_believed_in_the_end():
     assert target(found, 8) == pytest.approx(2.5 * usual, rel=0.15)
 
 
+def test_step_after_step_slow_is_the_machine_and_one_shape_s_cost_is_not():
+    """A neighbour process: shapes that do not run are as much slower, from the sixth step on, and fast when it ends."""
+    found, usual = model(), target(model(), 8)
+    for _ in range(20):
+        for rows in (2, 4, 8, 16):
+            found.observe(FIRST, rows, 0.0, 1, target(model(), rows), 0.003)
+    before = {rows: target(found, rows) for rows in (2, 16)}
+    for _ in range(costs.LASTING - 1):
+        found.observe(FIRST, 8, 0.0, 1, 2.5 * usual, 0.003)
+    assert target(found, 8) < 1.3 * usual, "this could still be a hiccup"
+    for _ in range(2):
+        found.observe(FIRST, 8, 0.0, 1, 2.5 * usual, 0.003)
+    for rows, seconds in before.items():
+        assert 2.0 * seconds < target(found, rows) < 3.0 * seconds
+    for _ in range(4):
+        found.observe(FIRST, 8, 0.0, 1, usual, 0.003)
+    for rows, seconds in before.items():
+        assert target(found, rows) < 1.3 * seconds
+    other, place = found.other_seconds(1), found.index
+    last = [*SHAPES][-1]
+    for _ in range(costs.LASTING + 2):  # nobody knew what this one needs
+        found.observe(last, 8, 0.0, 1, usual, 1.5 * other[place[last]])
+    assert found.other_seconds(1)[place[FIRST]] < 1.15 * other[place[FIRST]]
+
+
 def test_a_second_of_slowness_at_one_number_of_rows_leaves_the_ratio_between_them():
     found = model()
     for _ in range(100):

@@ -103,6 +103,7 @@ def test_a_source_that_is_always_wrong_is_left_out_and_comes_back(order, sampled
     assert any(left == ["right"] and asked[at] > 0 for left, asked, _ in later), "it returned, and the other left"
 
 
+@pytest.mark.slow
 def test_caches_of_a_model_that_was_left_out_are_right_again(target, monkeypatch, tmp_path):
     """In a chat of a patched model, whose sessions and caches go on from turn to turn."""
     monkeypatch.setattr(leaving, "PATIENCE", 20)

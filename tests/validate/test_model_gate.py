@@ -26,7 +26,11 @@ torch.set_num_threads(1)
 
 @pytest.mark.parametrize("name", ["StableLmForCausalLM", "NemotronForCausalLM"])
 def test_layers_that_keep_unknown_keywords_from_their_attention(name):
-    refused(tiny_configs.build(name), "attention interface")
+    try:
+        model = tiny_configs.build(name)
+    except tiny_configs.Unbuildable as error:
+        pytest.skip(f"this transformers cannot build it: {error}")
+    refused(model, "attention interface")
 
 
 class Forgetful(modeling_llama.LlamaAttention):
@@ -62,7 +66,8 @@ def test_a_window_that_only_the_mask_has_is_followed(name):
 
 def test_a_window_that_only_the_cache_has():
     refused(llama(sliding_window=5), "cache that keeps 5 tokens")
-    refused(tiny_configs.build("MoshiForCausalLM"), "cache that keeps 5 tokens")
+    # In transformers 5.0 for another reason.
+    refused(tiny_configs.build("MoshiForCausalLM"), "(cache that keeps 5 tokens|attention interface)")
 
 
 def test_windows_of_mask_functions():
@@ -74,7 +79,7 @@ def test_windows_of_mask_functions():
     for other in (
         masks.bidirectional_mask_function,
         masks.chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64)),
-        masks.sliding_window_bidirectional_mask_function(5),
+        *([both(5)] if (both := getattr(masks, "sliding_window_bidirectional_mask_function", None)) else []),
         lambda b, h, q, k: torch.ones(3, dtype=torch.bool)[q],
         lambda b, h, q, k: (k <= q) & (k % 2 == 0),
     ):
@@ -83,10 +88,18 @@ def test_windows_of_mask_functions():
 
 
 def test_attention_that_is_not_causal():
-    refused(llama(is_causal=False), "not causal")
+    model, ids = llama(is_causal=False), prompt()["input_ids"]
+    with torch.no_grad():
+        looks_ahead = not torch.equal(model(ids).logits[:, 0], model(ids[:, :4]).logits[:, 0])
+    if looks_ahead:  # transformers 5.0 does not know the option
+        refused(model, "not causal")
+    else:
+        exact(model)
     model = llama()
     model.model.layers[1].self_attn.is_causal = False
     refused(model, "is_causal=False")
+    if not hasattr(transformers, "Gemma4TextConfig"):
+        return
     text = {**tiny_configs.shrunk(transformers.Gemma4TextConfig, 2), "use_bidirectional_attention": "all"}
     gemma = tiny_configs.build("Gemma4ForConditionalGeneration", text_config=text)
     with unchanged(gemma), pytest.raises(ValueError, match=r"Gemma4ForConditionalGeneration.*(causal|mask)"):

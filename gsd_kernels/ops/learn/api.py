@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...backends import resolve
+from ...backends import resolve_without_triton
 from ...checks import check_tensor
 from . import compiled, reference
 from .records import Asked, Mixture, Reliability
@@ -74,7 +74,7 @@ def learn_source(
         raise ValueError(f"reliability: expected at least {branch} ranks, got {reliability.prior.shape[1]}")
     if len(asked) > MAX_LEVELS:
         asked = _joined(asked)
-    function = resolve("auto" if backend == "triton" else backend, device, IMPLEMENTATIONS)
+    function = resolve_without_triton(backend, device, IMPLEMENTATIONS)
     function(asked, nodes, picked, mixture, reliability, prior_count, memory)
 
 

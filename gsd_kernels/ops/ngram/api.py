@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...backends import resolve
+from ...backends import resolve, resolve_without_triton
 from ...checks import check_tensor
 from ...config import MAX_CONTEXT
 from ...graph import Rows, TokenGraph
@@ -207,7 +207,7 @@ def calibrate_candidates(
         raise ValueError(f"log_ratio: expected at least {log_probs.shape[2]} ranks, got {list(log_ratio.shape)}")
     if index is not None and edges is not None:
         raise ValueError("index, edges: expected at most one of them")
-    function = resolve("auto" if backend == "triton" else backend, device, CALIBRATE)
+    function = resolve_without_triton(backend, device, CALIBRATE)
     return function(log_probs, log_ratio, index, edges)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends import resolve
+from ...backends import resolve_without_triton
 from ...checks import check_tensor
 from ...graph import Acceptance, Rows, TokenGraph
 from . import compiled, reference
@@ -27,10 +27,6 @@ def _implementations(name: str) -> dict[str, Callable[..., Any]]:
 START, FEED, CHAIN, PATH, TEXT = map(
     _implementations, ("start_graph", "feed_rows", "feed_chain", "accepted_path", "commit_text")
 )
-
-
-def _resolve(backend: str, device: torch.device, implementations: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
-    return resolve("auto" if backend == "triton" else backend, device, implementations)
 
 
 def start_graph(
@@ -55,7 +51,7 @@ def start_graph(
     check_tensor("tokens", tokens, (batch, None), INT64, device)
     check_tensor("out_len", out_len, (batch,), INT32, device)
     check_tensor("kv_start", kv_start, (batch,), INT32, device)
-    return _resolve(backend, device, START)(graph, tokens, out_len, kv_start)
+    return resolve_without_triton(backend, device, START)(graph, tokens, out_len, kv_start)
 
 
 def feed_rows(
@@ -103,7 +99,7 @@ def feed_rows(
             raise ValueError(f"node_depths: expected no slots and at least {first_slot + rows} nodes")
     if dtype not in (torch.int64, torch.int32):
         raise TypeError(f"dtype: expected int64 or int32, got {dtype}")
-    function = _resolve(backend, device, FEED)
+    function = resolve_without_triton(backend, device, FEED)
     return function(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab, dtype)
 
 
@@ -126,7 +122,7 @@ def feed_chain(tokens: Tensor, end: Tensor, cached: Tensor, width: int, *, backe
     check_tensor("cached", cached, (len(tokens),), INT32, device)
     if width < 1:
         raise ValueError(f"width: expected at least 1, got {width}")
-    return _resolve(backend, device, CHAIN)(tokens, end, cached, width)
+    return resolve_without_triton(backend, device, CHAIN)(tokens, end, cached, width)
 
 
 def accepted_path(accepted: Acceptance, rows: Rows, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
@@ -148,7 +144,7 @@ def accepted_path(accepted: Acceptance, rows: Rows, *, backend: str = "auto") ->
     check_tensor("accepted_rows", accepted.accepted_rows, (batch, None), INT32, device)
     check_tensor("num_accepted", accepted.num_accepted, (batch,), INT32, device)
     check_tensor("next_token", accepted.next_token, (batch,), INT32, device)
-    return _resolve(backend, device, PATH)(accepted, rows)
+    return resolve_without_triton(backend, device, PATH)(accepted, rows)
 
 
 def commit_text(
@@ -205,6 +201,6 @@ def commit_text(
         raise ValueError("nodes, graph: expected both or neither")
     if nodes is not None:
         check_tensor("nodes", nodes, (batch, path), INT32, device)
-    function = _resolve(backend, device, TEXT)
+    function = resolve_without_triton(backend, device, TEXT)
     text = (tokens, out_len, remaining, done, emitted, num_emitted)
     function(new_tokens, accepted.num_accepted, accepted.next_token, eos_ids, *text, counts, nodes, graph)

@@ -63,6 +63,7 @@ def examine() -> dict[str, Any]:
             for backend in BACKENDS
             if backend != "auto"
         },
+        "small_ops": {str(device): unavailable_reason("cuda", device) for device in devices if device.type == "cuda"},
         "flash_attention": flash_attention(gpu=len(devices) > 1),
         "fused_rows": fused.missing(torch.device("cpu")),
         "cpu_levels": {} if unavailable_reason("cpu", torch.device("cpu")) else cpu_levels.levels(),
@@ -170,6 +171,10 @@ def _print(report: dict[str, Any]) -> None:
     facts.add_row("flash attention", escape(", ".join(filter(None, (flash["version"], flash["missing"])))))
     fused = report["fused_rows"]
     facts.add_row("rows on the CPU", "one operator" if fused is None else escape(f"the model's modules: {fused}"))
+    for device, reason in report["small_ops"].items():  # no Triton kernel: backend="triton" takes them too
+        compiled = "the compiled ones, with Triton as well"
+        slow = f"PyTorch's operators, hundreds of launches a step: {reason}"
+        facts.add_row(f"small ops on {device}", compiled if reason is None else escape(slow))
     facts.add_row("server", escape(report["serving"] or "transformers' own"))
     facts.add_row("drawing", escape(report["plot"] or "matplotlib"))
     for device in report["devices"]:

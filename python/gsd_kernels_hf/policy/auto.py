@@ -117,6 +117,7 @@ class AutoPolicy:
         self.tried: dict[int, int] = {}  # shape → step of its last trial
         self.noted: list[_Step] = []  # since the last choice
         self.home: int | None = None  # during a trial: the shape to go back to
+        self.left: int | None = None  # until the first choice of a retry: the shape before
         self.timed = False  # whether the last step's times were known
         self.elapsed = self.lost = self.trial_seconds = 0.0
         self.expected = self.rows = np.ones(len(self.names))
@@ -195,7 +196,8 @@ class AutoPolicy:
     def end(self) -> None:
         """Keep what was learned."""
         self._learn()
-        self.experience.keep(self.batch, self.names[self.current if self.home is None else self.home])
+        settled = next(shape for shape in (self.left, self.home, self.current) if shape is not None)
+        self.experience.keep(self.batch, self.names[settled])
         if self.saver is not None:
             self.saver.save()
 
@@ -235,6 +237,7 @@ class AutoPolicy:
             self._retry()
             return
         self._predict()
+        self.left = None
         rates = self._rates(self.expected)
         home = self.current if self.home is None else self.home
         if self.home is not None:
@@ -292,5 +295,6 @@ class AutoPolicy:
         assert config is not None
         acceptance.restart(kind_of(config))
         self._predict()
+        self.left = self.current
         self._take(best)
         self.next_choice = self.steps + RETRY_STEPS

@@ -34,6 +34,7 @@ PREFIX_UNIT = 1024.0
 BELIEVABLE = (1e-7, 1e4)  # seconds of a step's part
 NOISE = 0.1  # of one step
 FASTER = 3.0  # standard deviations below the expected time, from which on the whole machine is faster
+SLOWER, LASTING = 2.0, 6  # standard deviations above it, and steps one after the other, from which on it is slower
 COLD = 0.7  # of the first step of a shape in a process: storage is made, code is loaded
 WANDER = 0.01  # by which the whole machine, and
 LONE_WANDER = 0.004  # by which every number of rows drifts from step to step
@@ -125,6 +126,7 @@ class Correction:
     def __init__(self, covariance: np.ndarray, wander: np.ndarray) -> None:
         self.mean = np.zeros(len(covariance))
         self.common = np.append(np.ones(len(covariance) - 1), 0.0)
+        self.slow: list[float] = []  # surprises of the last steps, as long as all were slow
         self.covariance, self.wander = covariance, wander
         self.certain = covariance.diagonal()  # variances before anything was seen
 
@@ -136,9 +138,9 @@ class Correction:
         if (diagonal > self.certain).any():
             excess = np.sqrt(np.maximum(diagonal / self.certain, 1.0))
             covariance = covariance / (excess[:, None] * excess)
-        surprise = residual - float(weights @ self.mean)
         spread = covariance @ weights
         variance = float(weights @ spread)
+        surprise = self._lasting(residual - float(weights @ self.mean), math.sqrt(variance + noise * noise))
         if surprise < -FASTER * math.sqrt(variance + noise * noise):
             # The machine was busy and is no longer: all else was seen too slow as well.
             covariance = covariance + surprise**2 * np.outer(self.common, self.common)
@@ -148,6 +150,16 @@ class Correction:
         self.mean = self.mean + spread * (surprise / variance)
         part = spread / math.sqrt(variance)
         self.covariance = covariance - part[:, None] * part
+
+    def _lasting(self, surprise: float, deviation: float) -> float:
+        """Take all to be slower if step after step was; what is left of the surprise."""
+        self.slow = [*self.slow, surprise] if surprise > SLOWER * deviation else []
+        if len(self.slow) < LASTING:
+            return surprise
+        # What all of these steps have in common is the machine: shapes that did not run are as much slower.
+        least, self.slow = min(self.slow), []
+        self.mean = self.mean + least * self.common
+        return surprise - least
 
     def spread(self, weights: np.ndarray) -> np.ndarray:
         """Standard deviation of linear combinations, weights [S, n] → [S]."""

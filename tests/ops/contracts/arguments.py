@@ -61,18 +61,19 @@ def dense_mask(case: dict[str, Tensor], window: int | None) -> Tensor:
     """bool [B, R, S], one position at a time."""
     batch, rows = case["ancestor_mask"].shape[:2]
     capacity = case["k"].shape[2]
-    mask = torch.zeros(batch, rows, capacity, dtype=torch.bool)
-    bits = unpack_bits(case["ancestor_mask"], case["ancestor_mask"].shape[2] * 32)
-    for b in range(batch):
-        start, length = (int(case[name][b]) for name in ("kv_start", "kv_len"))
+    bits = unpack_bits(case["ancestor_mask"], case["ancestor_mask"].shape[2] * 32).tolist()
+    starts, lengths, row_depths, node_depths = (  # lists: one element of a tensor takes a microsecond
+        case[name].tolist() for name in ("kv_start", "kv_len", "row_depths", "node_depths")
+    )
+    mask = [[[False] * capacity for _ in range(rows)] for _ in range(batch)]
+    for b, length in enumerate(lengths):
         for r in range(rows):
-            here = length + int(case["row_depths"][b, r])
-            for p in range(start, length):
-                mask[b, r, p] = window is None or here - p < window
-            for j in range(case["node_depths"].shape[1]):
-                there = length + int(case["node_depths"][b, j])
-                mask[b, r, length + j] = bool(bits[b, r, j]) and (window is None or here - there < window)
-    return mask
+            here = length + row_depths[b][r]
+            for p in range(starts[b], length):
+                mask[b][r][p] = window is None or here - p < window
+            for j, depth in enumerate(node_depths[b]):
+                mask[b][r][length + j] = bits[b][r][j] and (window is None or here - (length + depth) < window)
+    return torch.tensor(mask)
 
 
 def rows_case(seed: int, max_rows: int = 24) -> tuple[gsd.Rows, gsd.GraphConfig, Tensor]:

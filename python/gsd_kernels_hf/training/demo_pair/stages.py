@@ -30,7 +30,7 @@ TARGET_CURRICULUM = ((0.62, 256), (0.92, 512), (1.0, 1024))
 DRAFT_CURRICULUM = ((0.69, 512), (1.0, 1024))
 #: Share of each batch that comes from library code; the rest is from its test suites.
 LIBRARY_SHARE = 0.6
-HEADS, HEAD_BATCH, HEAD_LENGTH, HEAD_RATE = 4, 4, 256, 1e-2
+HEADS, HEAD_BATCH, HEAD_LENGTH, HEAD_RATE, HEAD_SEQUENCES = 4, 8, 256, 1e-2, 320
 
 LossFunction = Callable[..., torch.Tensor]
 
@@ -120,9 +120,9 @@ def train_pair_heads(target: Path, out: Path, budget: Budget) -> dict[str, Any]:
         weight_decay=0.0,
         sequence_level=0.5,
         token_level=1.0,
-        own_sequences=None,
+        own_sequences=HEAD_SEQUENCES,
         seed=SEED,
-        dtype=torch.float32,
+        dtype=torch.bfloat16,
         device=torch.device("cpu"),
         checkpoint_every=Interval(seconds=60),
     )

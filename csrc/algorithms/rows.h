@@ -1,0 +1,130 @@
+// The forward of rows on tensor cores, but for the attention: what its kernels are given, and how a product is cut.
+//
+// Row m of B·R rows is sequence m / R. Sums and the residual are float32; what a product reads is float16 or bfloat16,
+// as its weights. gsd_kernels/ops/decoder_rows/reference.py is the specification, docs/kernels.md has the reasons.
+//
+// The bits of a row do not depend on other rows or on their number: a product is an instruction of 16 outputs × 8 rows
+// × 16 inputs over and over, whose sums go through the inputs in one order, and the cut of the inputs into splits
+// follows from the matrices' shape alone.
+#pragma once
+
+#include "elements.h"
+
+namespace gsd {
+
+constexpr int kMaxMatrices = 3;       // side by side in one launch
+constexpr int kTileOutputs = 64;      // of a block; of gate and up half as many each
+constexpr int kWideOutputs = 128;     // the same where many rows are read for every output
+constexpr int kTileInputs = 64;       // of a stage in shared memory: 128 bytes of a row
+constexpr int kSmallestSplit = 4;     // stages: a shorter one costs more to add up than it gains
+constexpr int kMostSplits = 16;
+constexpr int kFillingBlocks = 256;   // about two a multiprocessor of 132; not asked of the device, see above
+constexpr int kMostTileRows = 64;     // of a block
+
+struct RowsMatrix {
+  const uint16_t* weight;  // [outputs, inputs], where it lies, at a multiple of 16 bytes
+  const uint16_t* bias;    // [outputs] or null
+  float* out;              // [rows, out_stride] from the matrix's first column on; kStore and kAdd
+  int outputs;
+};
+
+enum class RowsEnd {
+  kStore,  // out = x · weightᵀ + bias
+  kAdd,    // out += x · weightᵀ + bias
+  kGate,   // matrices 0 and 1 are gate and up: gated = silu(gate) · up, rounded
+};
+
+struct RowsProduct {
+  const uint16_t* x;  // [rows, inputs], at a multiple of 16 bytes
+  RowsMatrix matrices[kMaxMatrices];
+  int count;     // of matrices
+  int rows;      // any number
+  int inputs;    // a multiple of 8: copies are 16 bytes
+  RowsEnd end;
+  int64_t out_stride;  // from row to row of what is written
+  uint16_t* gated;     // [rows, out_stride]; kGate
+  float* partials;     // rows_product_scratch says how much of both, at a multiple of 16 bytes; null if nothing
+  int32_t* counters;   // zero before the first launch; every launch leaves them so
+
+  // Blocks that lie side by side over the outputs.
+  GSD_HD int output_blocks(int tile = kTileOutputs) const {
+    if (end == RowsEnd::kGate) return (2 * matrices[0].outputs + tile - 1) / tile;
+    int blocks = 0;
+    for (int i = 0; i < count; i++) blocks += (matrices[i].outputs + tile - 1) / tile;
+    return blocks;
+  }
+  GSD_HD int stages() const { return (inputs + kTileInputs - 1) / kTileInputs; }
+  // Stages of a split, but for the last one.
+  GSD_HD int split_stages() const {
+    const int blocks = max_int(output_blocks(), 1);
+    const int wanted = min_int((kFillingBlocks + blocks - 1) / blocks, kMostSplits);
+    return max_int((stages() + wanted - 1) / wanted, kSmallestSplit);
+  }
+  GSD_HD int splits() const { return max_int((stages() + split_stages() - 1) / split_stages(), 1); }
+  // Rows of a block. Does not change any row's bits.
+  GSD_HD int tile_rows() const { return rows <= 16 ? 16 : rows <= 32 ? 32 : kMostTileRows; }
+  GSD_HD int row_blocks() const { return (rows + tile_rows() - 1) / tile_rows(); }
+  // Outputs of a block, likewise: a cut goes through the inputs. Wide ones read the rows half as often.
+  GSD_HD int tile_outputs() const {
+    const bool filled = 2 * output_blocks(kWideOutputs) * splits() >= kFillingBlocks;
+    return tile_rows() == kMostTileRows && filled ? kWideOutputs : kTileOutputs;
+  }
+};
+
+// What blocks would otherwise divide for again.
+struct RowsCut {
+  int output_blocks, stages, split_stages, splits;
+
+  GSD_HD explicit RowsCut(const RowsProduct& a, int tile_outputs = kTileOutputs)
+      : output_blocks(a.output_blocks(tile_outputs)), stages(a.stages()), split_stages(a.split_stages()), splits(a.splits()) {}
+};
+
+struct RowsScratch {
+  int64_t partials;  // floats
+  int64_t counters;  // of 32 bits
+};
+
+// What `args` needs; launches that follow each other share it, so the largest of each is enough.
+GSD_HD RowsScratch rows_product_scratch(const RowsProduct& args) {
+  if (args.splits() == 1) return {0, 0};
+  const int64_t outputs = max_int(args.output_blocks() * kTileOutputs, args.output_blocks(kWideOutputs) * kWideOutputs);
+  const int64_t tiles = static_cast<int64_t>(args.row_blocks()) * args.output_blocks();
+  return {args.row_blocks() * args.splits() * outputs * args.tile_rows(), tiles};
+}
+
+// RMSNorm of rows of the residual.
+struct RowsNorm {
+  const float* x;          // [batch · rows, hidden]
+  const uint16_t* weight;  // [hidden]
+  uint16_t* out;           // [batch · keep, hidden], rounded
+  float* exact;            // the same in float32, or null
+  float* copy;             // x itself, as `exact`, or null
+  int batch, rows, keep;   // the last `keep` rows of every sequence; keep = rows: all
+  int hidden;              // a multiple of 8
+  float eps;
+};
+
+// Queries and keys normed (Qwen3) and turned by their position, keys and values into the cache.
+struct RowsTurn {
+  const float* qkv;           // [batch · rows, (heads + 2 kv_heads) · head_dim]
+  const uint16_t* q_norm;     // [head_dim] or null
+  const uint16_t* k_norm;     // likewise
+  const int32_t* positions;   // [batch · rows], of the text
+  const int32_t* slots;       // [batch · rows]; one outside 0 … capacity − 1 is not written
+  const float* inv_freq;      // [head_dim / 2]
+  uint16_t* q;                // [batch · rows, heads, head_dim], rounded
+  uint16_t *k_cache, *v_cache;
+  int64_t k_batch, k_head, k_slot, v_batch, v_head, v_slot;  // strides in elements, multiples of 4
+  int batch, rows, heads, kv_heads, head_dim, capacity;      // head_dim 64 or 128
+  float eps, rope_scale;
+};
+
+// Rows of the embedding as the first residual. Tokens outside the vocabulary read its nearest end.
+struct RowsEmbed {
+  const int32_t* tokens;      // [rows]
+  const uint16_t* embedding;  // [vocab, hidden]
+  float* x;                   // [rows, hidden]
+  int rows, hidden, vocab;    // hidden: a multiple of 8
+};
+
+}  // namespace gsd

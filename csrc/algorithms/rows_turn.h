@@ -1,0 +1,187 @@
+// What lies between the products: norms, heads turned by their position, the cache's new slots, the embedding.
+//
+// One block a row or one warp a head, whose sums have one order: rows do not know of each other.
+#pragma once
+
+#include "attention.h"
+#include "rows.h"
+
+namespace gsd {
+
+constexpr int kRowThreads = 256;  // of a block that has a row; a sum's order follows from it
+constexpr int kRowWarps = kRowThreads / kLanes;
+constexpr int kNormArenaBytes = kRowWarps * 16;
+
+// Eight numbers at multiples of 16 bytes.
+template <class Element>
+GSD_HD void widen_chunk(const uint16_t* from, float (&to)[8]) {
+  const Chunk chunk = *reinterpret_cast<const Chunk*>(from);
+  GSD_UNROLL
+  for (int i = 0; i < 8; i++) to[i] = Element::widen(static_cast<uint16_t>(chunk.words[i / 2] >> i % 2 * 16));
+}
+
+template <class Machine>
+GSD_HD void load_eight(Machine& machine, const float* from, float (&to)[8]) {
+  float low[4], high[4];
+  machine.load(from, low);
+  machine.load(from + 4, high);
+  GSD_UNROLL
+  for (int i = 0; i < 4; i++) to[i] = low[i], to[4 + i] = high[i];
+}
+
+template <class Machine>
+GSD_HD void store_eight(Machine& machine, float* to, const float (&from)[8]) {
+  GSD_UNROLL
+  for (int i = 0; i < 8; i += 2) machine.store(to + i, from[i], from[i + 1]);
+}
+
+template <class Machine>
+GSD_HD float sum_of_lanes(Machine& machine, float x) {
+  GSD_UNROLL
+  for (int step = 1; step < kLanes; step *= 2) x += machine.shuffle_xor(x, step);
+  return x;
+}
+
+// One block: x / sqrt(mean(x²) + eps) · weight for kept row `kept` of batch · keep.
+template <class Element, class Machine>
+GSD_HD void norm_row(Machine& machine, const RowsNorm& a, int kept) {
+  machine.await_previous("norm");
+  machine.release_next();
+  const int row = kept / a.keep * a.rows + a.rows - a.keep + kept % a.keep;
+  const float* x = a.x + static_cast<int64_t>(row) * a.hidden;
+  const int64_t start = static_cast<int64_t>(kept) * a.hidden;
+  float sum = 0.0f, value[8], weight[8];
+  for (int i = 8 * machine.thread(); i < a.hidden; i += 8 * kRowThreads) {
+    load_eight(machine, x + i, value);
+    GSD_UNROLL
+    for (int j = 0; j < 8; j++) sum += value[j] * value[j];
+  }
+  sum = sum_of_lanes(machine, sum);
+  if (machine.lane() == 0) machine.write(16 * machine.warp(), {{float_bits(sum), 0, 0, 0}});
+  machine.sync("squares added");
+  float total = 0.0f;
+  GSD_UNROLL
+  for (int w = 0; w < kRowWarps; w++) total += float_from_bits(machine.read(16 * w).words[0]);
+  const float by = machine.inverse_root(total / static_cast<float>(a.hidden) + a.eps);
+  for (int i = 8 * machine.thread(); i < a.hidden; i += 8 * kRowThreads) {
+    load_eight(machine, x + i, value);
+    if (a.copy != nullptr) store_eight(machine, a.copy + start + i, value);
+    widen_chunk<Element>(a.weight + i, weight);
+    GSD_UNROLL
+    for (int j = 0; j < 8; j++) value[j] = value[j] * by * weight[j];
+    if (a.exact != nullptr) store_eight(machine, a.exact + start + i, value);
+    Chunk rounded;
+    GSD_UNROLL
+    for (int j = 0; j < 4; j++) rounded.words[j] = Element::pack(value[2 * j], value[2 * j + 1]);
+    *reinterpret_cast<Chunk*>(a.out + start + i) = rounded;
+  }
+}
+
+// Reduced by multiples of π/2 in double precision, so that long texts lose nothing; polynomials from Cephes (relative
+// error 1e-7). The compiler's own reduces large angles in an array on the stack.
+GSD_HD void cosine_and_sine(float angle, float& cosine, float& sine) {
+  const double turns = angle * 0.63661977236758134;
+  const int64_t quarter = static_cast<int64_t>(turns + (turns < 0.0 ? -0.5 : 0.5));
+  const float x = static_cast<float>(angle - static_cast<double>(quarter) * 1.57079632679489662), square = x * x;
+  const float s = x + x * square * (-1.6666654611e-1f + square * (8.3321608736e-3f - square * 1.9515295891e-4f));
+  const float c = 1.0f - 0.5f * square + square * square *
+                  (4.166664568298827e-2f + square * (-1.388731625493765e-3f + square * 2.443315711809948e-5f));
+  const bool swapped = (quarter & 1) != 0;
+  cosine = swapped ? s : c, sine = swapped ? c : s;
+  if (((quarter + 1) & 2) != 0) cosine = -cosine;
+  if ((quarter & 2) != 0) sine = -sine;
+}
+
+// NaN becomes 0, infinities the largest values: what overflows in one row must not reach those that do not see it.
+template <class Element>
+GSD_HD float finite(float x) {
+  const float most = Element::widen(Element::kExponent - 1);
+  return x > most ? most : x < -most ? -most : x == x ? x : 0.0f;
+}
+
+// A lane's dimensions of a head: kOwn neighbours of the first half, and those of the second half that turn with them.
+template <int kHeadDim>
+struct HeadPart {
+  static constexpr int kHalf = kHeadDim / 2, kOwn = kHalf / kLanes;
+  float x[2][kOwn];
+
+  template <class Element>
+  GSD_HD void store(uint16_t* head, int lane) const {
+    GSD_UNROLL
+    for (int i = 0; i < 2; i++) {
+      uint16_t* to = head + i * kHalf + kOwn * lane;
+      if constexpr (kOwn == 2) {
+        *reinterpret_cast<uint32_t*>(to) = Element::pack(x[i][0], x[i][1]);
+      } else {
+        *to = static_cast<uint16_t>(Element::pack(x[i][0], 0.0f));
+      }
+    }
+  }
+};
+
+// One warp: head 0 … heads + 2 kv_heads − 1 of one row.
+template <class Element, int kHeadDim, class Machine>
+GSD_HD void turn_head(Machine& machine, const RowsTurn& a, int row, int head) {
+  using Part = HeadPart<kHeadDim>;
+  constexpr int kHalf = Part::kHalf, kOwn = Part::kOwn;
+  machine.await_previous("heads");
+  machine.release_next();
+  const int lane = machine.lane(), first = kOwn * lane;
+  const float* from = a.qkv + (static_cast<int64_t>(row) * (a.heads + 2 * a.kv_heads) + head) * kHeadDim;
+  Part part;
+  GSD_UNROLL
+  for (int i = 0; i < 2 * kOwn; i++) part.x[i / kOwn][i % kOwn] = from[i / kOwn * kHalf + first + i % kOwn];
+
+  const bool query = head < a.heads, value = head >= a.heads + a.kv_heads;
+  const uint16_t* norm = query ? a.q_norm : value ? nullptr : a.k_norm;
+  if (norm != nullptr) {
+    float sum = 0.0f;
+    GSD_UNROLL
+    for (int i = 0; i < 2 * kOwn; i++) sum += part.x[i / kOwn][i % kOwn] * part.x[i / kOwn][i % kOwn];
+    const float by = machine.inverse_root(sum_of_lanes(machine, sum) / static_cast<float>(kHeadDim) + a.eps);
+    GSD_UNROLL
+    for (int i = 0; i < 2 * kOwn; i++) {
+      float& x = part.x[i / kOwn][i % kOwn];
+      x = x * by * Element::widen(norm[i / kOwn * kHalf + first + i % kOwn]);
+    }
+  }
+  if (!value) {
+    const float position = static_cast<float>(a.positions[row]);
+    GSD_UNROLL
+    for (int i = 0; i < kOwn; i++) {
+      float cosine, sine;
+      cosine_and_sine(position * a.inv_freq[first + i], cosine, sine);
+      cosine *= a.rope_scale, sine *= a.rope_scale;
+      const float x = part.x[0][i], y = part.x[1][i];
+      part.x[0][i] = x * cosine - y * sine;
+      part.x[1][i] = y * cosine + x * sine;
+    }
+  }
+  if (query) {
+    part.template store<Element>(a.q + (static_cast<int64_t>(row) * a.heads + head) * kHeadDim, lane);
+    return;
+  }
+  const int64_t slot = a.slots[row], batch = row / a.rows;
+  if (slot < 0 || slot >= a.capacity) return;
+  GSD_UNROLL
+  for (int i = 0; i < 2 * kOwn; i++) part.x[i / kOwn][i % kOwn] = finite<Element>(part.x[i / kOwn][i % kOwn]);
+  const int of_cache = (head - a.heads) % a.kv_heads;
+  part.template store<Element>(value ? a.v_cache + batch * a.v_batch + of_cache * a.v_head + slot * a.v_slot
+                                     : a.k_cache + batch * a.k_batch + of_cache * a.k_head + slot * a.k_slot,
+                               lane);
+}
+
+// One block: a token's row of the embedding.
+template <class Element, class Machine>
+GSD_HD void embed_row(Machine& machine, const RowsEmbed& a, int row) {
+  machine.await_previous("embedding");
+  machine.release_next();
+  const int64_t token = max_int(min_int(a.tokens[row], a.vocab - 1), 0);
+  float value[8];
+  for (int i = 8 * machine.thread(); i < a.hidden; i += 8 * kRowThreads) {
+    widen_chunk<Element>(a.embedding + token * a.hidden + i, value);
+    store_eight(machine, a.x + static_cast<int64_t>(row) * a.hidden + i, value);
+  }
+}
+
+}  // namespace gsd

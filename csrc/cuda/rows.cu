@@ -1,0 +1,161 @@
+// The forward of rows but for its attention: one kernel each for the embedding, a norm, a product, the turning of heads.
+#include "rows.h"
+
+#include <cuda_runtime.h>
+
+#include "../algorithms/rows_product.h"
+#include "../algorithms/rows_turn.h"
+#include "warp_machine.h"
+
+namespace gsd {
+namespace {
+
+constexpr int kTurnWarps = 4;
+constexpr int kOldestMajor = 8;       // compute capability; code for older GPUs is empty, so that the others build there
+constexpr int kOverlappingMajor = 9;
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#define GSD_HAS_MMA
+#endif
+
+// Blocks of rows vary fastest: they run together and find each other's weights in the second-level cache.
+template <class Element, int kRows>
+__global__ void __launch_bounds__(ProductBlock<Element, kRows>::kThreads, kRows == kMostTileRows ? 4 : 5)
+    rows_product_kernel(const __grid_constant__ RowsProduct args, const __grid_constant__ RowsCut cut) {
+#if defined(GSD_HAS_MMA)
+  __shared__ __align__(128) char arena[ProductBlock<Element, kRows>::kArenaBytes];
+  CudaMachine machine(arena);
+  ProductBlock<Element, kRows>::run(machine, args, cut, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
+                                    static_cast<int>(blockIdx.z));
+#endif
+}
+
+// Twice as many outputs a block, in shared memory that has to be opted into.
+template <class Element>
+using WideBlock = ProductBlock<Element, kMostTileRows, kWideOutputs>;
+static_assert(WideBlock<Half>::kArenaBytes <= 80 * 1024, "two blocks on every multiprocessor");
+
+template <class Element>
+__global__ void __launch_bounds__(WideBlock<Element>::kThreads, 2)
+    rows_wide_product_kernel(const __grid_constant__ RowsProduct args, const __grid_constant__ RowsCut cut) {
+#if defined(GSD_HAS_MMA)
+  extern __shared__ __align__(128) char wide_arena[];
+  CudaMachine machine(wide_arena);
+  WideBlock<Element>::run(machine, args, cut, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
+                          static_cast<int>(blockIdx.z));
+#endif
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kRowThreads) rows_norm_kernel(const __grid_constant__ RowsNorm args) {
+#if defined(GSD_HAS_MMA)
+  __shared__ __align__(16) char arena[kNormArenaBytes];
+  CudaMachine machine(arena);
+  norm_row<Element>(machine, args, static_cast<int>(blockIdx.x));
+#endif
+}
+
+template <class Element, int kHeadDim>
+__global__ void __launch_bounds__(kLanes* kTurnWarps) rows_turn_kernel(const __grid_constant__ RowsTurn args) {
+#if defined(GSD_HAS_MMA)
+  CudaMachine machine(nullptr);
+  const int head = static_cast<int>(blockIdx.y) * kTurnWarps + machine.warp();
+  if (head < args.heads + 2 * args.kv_heads) {
+    turn_head<Element, kHeadDim>(machine, args, static_cast<int>(blockIdx.x), head);
+  }
+#endif
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kRowThreads) rows_embed_kernel(const __grid_constant__ RowsEmbed args) {
+#if defined(GSD_HAS_MMA)
+  CudaMachine machine(nullptr);
+  embed_row<Element>(machine, args, static_cast<int>(blockIdx.x));
+#endif
+}
+
+template <class... Args>
+int launch_with(int arena, void (*kernel)(Args...), dim3 blocks, int threads, const RowsLaunch& how,
+                const Args&... args) {
+  int device = 0, major = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error != cudaSuccess) return error;
+  if (major < kOldestMajor) return cudaErrorNoKernelImageForDevice;
+  if (arena > 0) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, arena);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks, config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(arena);
+  config.stream = static_cast<cudaStream_t>(how.stream);
+  config.attrs = &overlap, config.numAttrs = how.overlap && major >= kOverlappingMajor ? 1 : 0;
+  error = cudaLaunchKernelEx(&config, kernel, args...);
+  return error == cudaSuccess ? cudaGetLastError() : error;
+}
+
+template <class... Args>
+int launch(void (*kernel)(Args...), dim3 blocks, int threads, const RowsLaunch& how, const Args&... args) {
+  return launch_with(0, kernel, blocks, threads, how, args...);
+}
+
+template <class Element>
+int launch_product(const RowsProduct& args, const RowsLaunch& how) {
+  const RowsCut cut(args, args.tile_outputs());
+  const dim3 blocks(static_cast<unsigned>(args.row_blocks()), static_cast<unsigned>(cut.output_blocks),
+                    static_cast<unsigned>(cut.splits));
+  if (args.tile_outputs() == kWideOutputs) {
+    return launch_with(WideBlock<Element>::kArenaBytes, rows_wide_product_kernel<Element>, blocks,
+                       WideBlock<Element>::kThreads, how, args, cut);
+  }
+  constexpr int kThreads = ProductBlock<Element, 16>::kThreads;
+  switch (args.tile_rows()) {
+    case 16:
+      return launch(rows_product_kernel<Element, 16>, blocks, kThreads, how, args, cut);
+    case 32:
+      return launch(rows_product_kernel<Element, 32>, blocks, kThreads, how, args, cut);
+    default:
+      return launch(rows_product_kernel<Element, kMostTileRows>, blocks, kThreads, how, args, cut);
+  }
+}
+
+template <class Element>
+int launch_turn(const RowsTurn& args, const RowsLaunch& how) {
+  const int heads = args.heads + 2 * args.kv_heads;
+  const dim3 blocks(static_cast<unsigned>(args.batch * args.rows),
+                    static_cast<unsigned>((heads + kTurnWarps - 1) / kTurnWarps));
+  return args.head_dim == 64 ? launch(rows_turn_kernel<Element, 64>, blocks, kLanes * kTurnWarps, how, args)
+                             : launch(rows_turn_kernel<Element, 128>, blocks, kLanes * kTurnWarps, how, args);
+}
+
+}  // namespace
+
+int launch_rows_embed(const RowsEmbed& args, const RowsLaunch& how) {
+  if (args.rows == 0) return cudaSuccess;
+  const dim3 blocks(static_cast<unsigned>(args.rows));
+  RowsLaunch first = how;
+  first.overlap = false;  // whatever wrote the weights is done, which products rely on; and it may be no kernel
+  return how.bfloat16 ? launch(rows_embed_kernel<Bfloat16>, blocks, kRowThreads, first, args)
+                      : launch(rows_embed_kernel<Half>, blocks, kRowThreads, first, args);
+}
+
+int launch_rows_norm(const RowsNorm& args, const RowsLaunch& how) {
+  if (args.batch * args.keep == 0) return cudaSuccess;
+  const dim3 blocks(static_cast<unsigned>(args.batch * args.keep));
+  return how.bfloat16 ? launch(rows_norm_kernel<Bfloat16>, blocks, kRowThreads, how, args)
+                      : launch(rows_norm_kernel<Half>, blocks, kRowThreads, how, args);
+}
+
+int launch_rows_product(const RowsProduct& args, const RowsLaunch& how) {
+  if (args.rows == 0 || args.output_blocks() == 0) return cudaSuccess;
+  return how.bfloat16 ? launch_product<Bfloat16>(args, how) : launch_product<Half>(args, how);
+}
+
+int launch_rows_turn(const RowsTurn& args, const RowsLaunch& how) {
+  if (args.batch * args.rows == 0) return cudaSuccess;
+  return how.bfloat16 ? launch_turn<Bfloat16>(args, how) : launch_turn<Half>(args, how);
+}
+
+}  // namespace gsd

@@ -1,0 +1,22 @@
+// What rows.cu offers to the glue: one kernel each, launched on a stream; no torch types. Every function returns a
+// cudaError_t as int and neither allocates nor reads from the device, so it can be captured in a CUDA graph.
+#pragma once
+
+#include "../algorithms/rows.h"
+
+namespace gsd {
+
+struct RowsLaunch {
+  void* stream;
+  bool bfloat16;  // what products read, norms' weights and caches; otherwise float16
+  bool overlap;   // from compute capability 9.0 on, begin while the kernel before ends (programmatic dependent launch)
+};
+
+// The embedding comes first: it waits for everything before, and so do the products' weights.
+
+int launch_rows_embed(const RowsEmbed& args, const RowsLaunch& how);
+int launch_rows_norm(const RowsNorm& args, const RowsLaunch& how);
+int launch_rows_product(const RowsProduct& args, const RowsLaunch& how);
+int launch_rows_turn(const RowsTurn& args, const RowsLaunch& how);
+
+}  // namespace gsd

@@ -1,0 +1,113 @@
+"""The source of the rows' CUDA kernels on the CPU: right, row-invariant, free of races and bad accesses.
+
+As test_attention_block.py; besides, the splits of a product run at the same time, each as a block of its own, and what
+the launch before writes is not there before a kernel waits for it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+from block_code.programs import BUILDS, CXX, DIFFERENT, RACE, ROOT, build, build_all, run
+from shared import once
+
+SOURCE = ROOT / "tests/block_code/rows.cpp"
+HEADERS = {name: ROOT / f"csrc/algorithms/{name}.h" for name in ("rows", "rows_product", "rows_turn")}
+BANK_CONFLICT = 5
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
+    pytest.mark.skipif(not SOURCE.exists(), reason="not a source checkout"),
+]
+
+TEXTS = {name: path.read_text() if path.exists() else "" for name, path in HEADERS.items()}
+PARTS = {"product": TEXTS["rows_product"], "between": TEXTS["rows_turn"]}  # of the program
+
+
+def named(call: str) -> list[tuple[str, str]]:
+    """Part and name of every call of the machine that has a name."""
+    pattern = rf'machine\.(?:template )?{call}\("([^"]+)"'
+    return [(part, name) for part, text in PARTS.items() for name in re.findall(pattern, text)]
+
+
+BARRIERS, WAITS, COPIES = named("(?:sync|any)"), named("wait<[^>]+>"), named("copy")
+LOADS, AWAITS = named(r"load_matrices<\w+>"), named("await_previous")
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    flags = {name: [flag for flag in BUILDS[name] if flag != "-g"] for name in BUILDS}
+    folder = once(tmp_path_factory, "rows", lambda folder: build_all(SOURCE, folder, flags))
+    return {name: folder / name for name in BUILDS}
+
+
+@pytest.mark.parametrize(("sanitizer", "rounds"), [("thread", 8), ("address", 16)])
+@pytest.mark.parametrize("part", PARTS)
+def test_random_problems_are_right_and_clean(programs, part, sanitizer, rounds):
+    """Odd sizes, one to three matrices with and without bias, all ends, one to three splits; caches of both orders.
+
+    Held against double precision; a row of every product must have the same bits alone, its splits in another order.
+    """
+    status, output = run(programs[sanitizer], part, rounds, 1, timeout=300)
+    assert status == 0, output[-3000:]
+
+
+def test_a_row_has_the_same_bits_among_128(programs):
+    status, output = run(programs["address"], "alone", 2, 3, timeout=300)
+    assert status == 0, output[-3000:]
+
+
+@pytest.mark.parametrize(("part", "barrier"), BARRIERS)
+def test_a_dropped_barrier_is_caught(programs, part, barrier):
+    status, output = run(programs["thread"], part, 8, 2, "--drop", barrier)
+    assert status in (RACE, DIFFERENT), (status, output[-2000:])
+
+
+@pytest.mark.parametrize(("part", "wait"), WAITS)
+def test_a_dropped_wait_is_caught(programs, part, wait):
+    assert run(programs["address"], part, 4, 2, "--hurry", wait)[0] == DIFFERENT
+
+
+@pytest.mark.parametrize(("part", "name"), AWAITS)
+def test_a_kernel_that_does_not_wait_for_the_launch_before_is_caught(programs, part, name):
+    assert run(programs["address"], part, 2, 2, "--no-await", name)[0] == DIFFERENT
+
+
+@pytest.mark.parametrize(("side", "name"), [*(("copy", name) for name in COPIES), *(("load", name) for name in LOADS)])
+def test_a_wrong_place_on_one_side_is_caught(programs, side, name):
+    part, place = name
+    assert run(programs["address"], part, 2, 2, f"--misplace-{side}", place)[0] == DIFFERENT
+
+
+#: Header, what it says, what it becomes; part of the program, and how that ends.
+MUTATIONS = {
+    "splits that depend on the row count": (
+        *("rows", "kFillingBlocks + blocks - 1", "kFillingBlocks / (4 * tile_rows()) + blocks - 1"),
+        *("alone", DIFFERENT),
+    ),
+    "chunks that are not exchanged": ("rows_product", "(chunk ^ (row & 7))", "chunk", "product", BANK_CONFLICT),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_changed_source_is_caught(tmp_path, mutation):
+    header, before, after, part, expected = MUTATIONS[mutation]
+    assert TEXTS[header].count(before) == 1
+    shutil.copytree(ROOT / "csrc/algorithms", tmp_path / "csrc/algorithms")
+    shutil.copytree(SOURCE.parent, tmp_path / "tests/block_code", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / f"csrc/algorithms/{header}.h").write_text(TEXTS[header].replace(before, after))
+    program = build(tmp_path / "tests/block_code/rows.cpp", tmp_path / "rows", ["-O0"])
+    status, output = run(program, part, 1, 1)
+    assert status == expected, (status, output)
+
+
+def test_everything_with_a_name_is_listed():
+    calls = {"sync": 5, "any": 1, "wait<": 1, "copy": 2, "load_matrices<": 2, "await_previous": 4}
+    for call, count in calls.items():
+        found = sum(len(re.findall(rf"machine\.(?:template )?{call}\(?", text)) for text in PARTS.values())
+        assert found == count, call
+    assert len(set(BARRIERS)) == 6 and len(WAITS) == 1 and len(AWAITS) == 4
+    assert set(COPIES) == set(LOADS) == {("product", "weights"), ("product", "rows")}
