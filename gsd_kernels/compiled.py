@@ -1,7 +1,6 @@
 """The compiled ops: their schemas under ``torch.ops.gsd_kernels``, shape functions, and the libraries behind them.
 
-One schema an op serves the CPU and the CUDA library; corpus_recall, decoder_rows, row_linear and write_kv have the
-former only.
+One schema an op serves the CPU and the CUDA library; corpus_recall, row_linear and write_kv have the former only.
 Importing this loads what setup.py built beside this file and costs about a millisecond; nothing is compiled here.
 """
 

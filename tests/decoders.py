@@ -62,7 +62,7 @@ def decoder(sizes: Sizes, dtype: torch.dtype, wrap=lambda t: t) -> DecoderWeight
         layers=[layer() for _ in range(sizes.layers)],
         final_norm=norm(sizes.hidden),
         head=matrix(VOCAB + 2, sizes.hidden),
-        inv_freq=100.0 ** -(torch.arange(half) / half),
+        inv_freq=wrap(100.0 ** -(torch.arange(half) / half)),
         rope_scale=1.1,
         heads=sizes.heads,
         eps=1e-5,
@@ -78,23 +78,29 @@ class Text:
     dtype: torch.dtype
     pads: list[int]
     capacity: int
+    backend: str = "cpu"
     caches: tuple[list[Tensor], list[Tensor]] = field(init=False)
     kv_start: Tensor = field(init=False)
     kv_len: Tensor = field(init=False)
 
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embedding.device
+
     def __post_init__(self) -> None:
         shape = (len(self.pads), self.sizes.kv_heads, self.capacity, self.sizes.head_dim)
         self.caches = tuple(
-            [torch.full(shape, float("nan"), dtype=self.dtype) for _ in range(self.sizes.layers)] for _ in range(2)
+            [torch.full(shape, float("nan"), dtype=self.dtype, device=self.device) for _ in range(self.sizes.layers)]
+            for _ in range(2)
         )
-        self.kv_start = torch.tensor(self.pads, dtype=torch.int32)
+        self.kv_start = torch.tensor(self.pads, dtype=torch.int32, device=self.device)
         self.kv_len = self.kv_start.clone()
 
     def rows(self, tokens: Tensor, sees: Tensor, depths: Tensor, first: int, last: int) -> Tensor:
         """Logits [B, n, V] of rows first … last − 1 of a tree, [B, R] tokens, which lie in slots of their number."""
-        batch = len(self.pads)
+        batch, tokens, sees, depths = len(self.pads), *(t.to(self.device) for t in (tokens, sees, depths))
         mask = pack_bits(sees)[first:last].expand(batch, -1, -1).contiguous()
-        slots = torch.arange(first, last, dtype=torch.int32)
+        slots = torch.arange(first, last, dtype=torch.int32, device=self.device)
         logits, _, _ = decoder_rows(
             self.weights,
             tokens[:, first:last].to(torch.int32),
@@ -106,7 +112,7 @@ class Text:
             self.kv_start,
             *self.caches,
             keep=last - first,
-            backend="cpu",
+            backend=self.backend,
         )
         return logits
 

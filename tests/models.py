@@ -52,7 +52,7 @@ def noised(target: PreTrainedModel, noise: float = 0.05, *, seed: int = 1) -> Pr
     gen = torch.Generator().manual_seed(seed)
     for parameter in draft.parameters():
         if parameter.dim() > 1:
-            parameter.data += noise * torch.randn(parameter.shape, generator=gen).to(parameter.dtype)
+            parameter.data += noise * torch.randn(parameter.shape, generator=gen).to(parameter)
     return draft
 
 

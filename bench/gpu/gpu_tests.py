@@ -23,7 +23,10 @@ import pytest
 from .stages import ROOT
 from .work import Work
 
-FILES = ("tests/ops", "tests/engine/test_captured_step.py", "tests/acceptance/test_criteria.py")
+FILES = (
+    *("tests/ops", "tests/engine/test_captured_step.py", "tests/engine/test_fused_on_gpu.py"),
+    "tests/acceptance/test_criteria.py",
+)
 FILES_WITHOUT_GPU = ("tests/ops/test_kv_ops.py", "tests/engine/test_captured_step.py")  # collected in seconds
 CAPTURED = re.compile(r"captur")
 #: Of a test's cases the first one is run whose id matches the earliest of these: the dtype and head size of the models

@@ -72,6 +72,7 @@ STAGES = (
     Stage("tests", "gpu_tests", "each kernel once, captured steps, then more", 480, 90, (*MODELS, *TESTING)),
     Stage("gemm", "gemm", "cuBLAS with few rows on the 8B and 70B matrices, cold L2", 240, 45, with_ops=False),
     Stage("attention", "attention_cold", "tree attention beside its peers, cold L2", 480, 60),
+    Stage("rows", "forward", "the forward of rows as one operator: right, then timed beside the modules", 420, 120),
     Stage("pair", "pair", "8B + 1B shapes: capture, nodes, memory, one replay by kernel, generate twice", 420, 240),
     Stage("auto", "automatic", "auto for 128 tokens, compilations by step", 420, 240),
     Stage("e2e-8b", "races", "8B behind a 1B, beside transformers' modes", needs=COMMAND_LINE),

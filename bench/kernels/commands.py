@@ -118,8 +118,12 @@ def step_overhead(
 def rows(
     shape: Annotated[str, typer.Option("--shape", help="Named after a model: 250m, llama-2-7b, …")] = "250m",
     dtypes: Annotated[
-        list[Dtype] | None, typer.Option("--dtype", help="Repeatable. Default: bfloat16 and float32.")
+        list[Dtype] | None,
+        typer.Option("--dtype", help="Repeatable. Default: bfloat16, and on a CPU float32."),
     ] = None,
+    device: Annotated[
+        str, typer.Option("--device", help="On a GPU its operator is timed, whatever GSD_FUSED_ROWS says.")
+    ] = "cpu",
     counts: Annotated[
         list[int] | None, typer.Option("--rows", min=1, max=128, help="Repeatable. Default: 1, 4, 8, 16, 32 and 64.")
     ] = None,
@@ -129,7 +133,7 @@ def rows(
     seconds: Annotated[float, typer.Option("--seconds", min=0.0, help="For each number of rows.")] = 3.0,
     file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result here.")] = None,
 ) -> None:
-    """A target's forward of rows on a CPU beside its modules and the time that reading the weights takes."""
+    """A target's forward of rows beside its modules and the time that reading the weights takes."""
     import torch
 
     from gsd_kernels_hf.files import write_json
@@ -138,8 +142,10 @@ def rows(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    named = [getattr(torch, dtype.value) for dtype in dtypes or (Dtype.bfloat16, Dtype.float32)]
-    report = run(shape, named, tuple(counts or (1, 4, 8, 16, 32, 64)), prefix, prompt, seconds)
+    place = device_of(device)
+    usual = (Dtype.bfloat16, Dtype.float32) if place.type == "cpu" else (Dtype.bfloat16,)
+    named = [getattr(torch, dtype.value) for dtype in dtypes or usual]
+    report = run(shape, named, tuple(counts or (1, 4, 8, 16, 32, 64)), prefix, prompt, seconds, place)
     typer.echo(table(report))
     if file is not None:
         write_json(file, report, indent=1)

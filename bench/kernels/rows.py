@@ -1,8 +1,9 @@
 """A target's forward of rows against the time that reading its weights takes, and against its modules.
 
-The floor is the bytes of the weights and of the prefix's keys and values over the bandwidth at which the same threads
-read a tensor as large. Random weights: the time does not depend on them. The ways take turns; the smallest of many
-repeats counts, since what other processes do only ever adds.
+The floor is the bytes of the weights and of the prefix's keys and values over the bandwidth at which the same threads,
+or the GPU, read a tensor as large. Random weights: the time does not depend on them. On a CPU the ways take turns, and
+the smallest of many repeats counts, since what other processes do only ever adds; on a GPU a forward is a CUDA graph,
+and the median counts.
 """
 
 from __future__ import annotations
@@ -17,26 +18,30 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from gsd_kernels import cpu_levels
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows.api import FLOATS
+from gsd_kernels.ops.decoder_rows.cuda import DTYPES
 from gsd_kernels_hf.model.fused import FusedRows
 from gsd_kernels_hf.model.runner import RowModel
 
 from ..lib.environment import environment
 from ..lib.report import markdown
 from ..lib.shapes import shape_named
+from ..lib.timing import read_bandwidth, time_call
 
 WAYS = {"operator": FusedRows, "modules": RowModel}
 BRANCH = 4  # children of a node of the tree
 MOST_ROWS = 128
 
 
-def random_model(name: str, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
-    """A LLaMA of a named shape, made on the device."""
+def random_model(
+    name: str, dtype: torch.dtype, device: torch.device | str = "cpu", layers: int | None = None
+) -> PreTrainedModel:
+    """A LLaMA of a named shape, made on the device; ``layers``: instead of the shape's."""
     shape = shape_named(name)
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
+        num_hidden_layers=layers or shape.num_layers,
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_key_value_heads,
         head_dim=shape.head_dim,
@@ -52,6 +57,13 @@ def random_model(name: str, dtype: torch.dtype, device: str = "cpu") -> PreTrain
         torch.set_default_dtype(before)
 
 
+def fastest(calls: dict[str, Callable[[], object]], device: torch.device, seconds: float) -> dict[str, float]:
+    """Seconds of each call: the smallest on a CPU, the median on a GPU."""
+    if device.type == "cuda":
+        return {name: time_call(call, device, seconds=seconds).median for name, call in calls.items()}
+    return smallest(calls, seconds)
+
+
 def smallest(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
     """Seconds of the fastest run of each call; they take turns for ``seconds``, at least three times."""
     best = dict.fromkeys(calls, float("inf"))
@@ -65,59 +77,76 @@ def smallest(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str
     return best
 
 
-def row_inputs(rows: int, prefix: int) -> tuple[torch.Tensor, ...]:
-    """A tree of ``rows`` nodes, each with up to BRANCH children."""
+def row_inputs(rows: int, prefix: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
+    """A tree of ``rows`` nodes, each with up to BRANCH children; arguments of :meth:`RowModel.rows`."""
     sees, depths = torch.eye(rows, dtype=torch.bool), torch.zeros(rows, dtype=torch.int32)
     for row in range(1, rows):
         parent = (row - 1) // BRANCH
         sees[row] |= sees[parent]
         depths[row] = depths[parent] + 1
     kv_len = torch.tensor([prefix], dtype=torch.int32)
-    return torch.arange(rows)[None] % 7, kv_len, torch.arange(rows), pack_bits(sees)[None], depths[None], depths[None]
+    slots, depths = torch.arange(rows), depths[None]
+    return tuple(t.to(device) for t in (slots[None] % 7, kv_len, slots, pack_bits(sees)[None], depths, depths))
 
 
 def measure(
-    shape: str, dtype: torch.dtype, rows: tuple[int, ...], prefix: int, prompt: int, seconds: float
+    shape: str,
+    dtype: torch.dtype,
+    rows: tuple[int, ...],
+    prefix: int,
+    prompt: int,
+    seconds: float,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Milliseconds of rows and of a prompt, and what they are multiples of."""
-    model = random_model(shape, dtype)
+    model = random_model(shape, dtype, device)
     weights = sum(p.nbytes for p in model.parameters())
-    kv_start = torch.zeros(1, dtype=torch.int32)
-    ids = torch.randint(0, model.config.vocab_size, (1, max(prefix, prompt)))
+    kv_start = torch.zeros(1, dtype=torch.int32, device=device)
+    ids = torch.randint(0, model.config.vocab_size, (1, max(prefix, prompt)), device=device)
     result: dict[str, Any] = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "prefix": prefix, "rows": []}
     with torch.no_grad():
         models = {name: way(model, max(prefix, prompt) + MOST_ROWS, kv_start, "auto") for name, way in WAYS.items()}
         for model_rows in models.values():
             model_rows.prefill(ids[:, :prefix], None, None)
         size = weights + models["operator"].cache.nbytes * prefix // (max(prefix, prompt) + MOST_ROWS)
-        source = torch.ones(size // 4)
+        on_gpu = device.type == "cuda"
+        source = torch.ones(1 if on_gpu else size // 4)
+        known = {"read": size / read_bandwidth(device)} if on_gpu else {}
         for count in rows:
-            inputs = row_inputs(count, prefix)
+            inputs = row_inputs(count, prefix, device)
             calls: dict[str, Callable[[], object]] = {
                 name: lambda of=of, inputs=inputs, count=count: of.rows(*inputs, keep=count)
                 for name, of in models.items()
             }
-            best = smallest({"read": source.sum, **calls}, seconds)
+            best = known | fastest(calls if on_gpu else {"read": source.sum, **calls}, device, seconds)
             line = {"rows": count, **{f"{name}_ms": 1e3 * value for name, value in best.items()}}
             line |= {f"{name}_over_floor": best[name] / best["read"] for name in WAYS}
             result["rows"].append(line)
         prompts = {name: lambda of=of: again(of, ids[:, :prompt]) for name, of in models.items()}
         best = smallest(prompts, 2 * seconds)
         result["prompt"] = {"tokens": prompt, **{f"{name}_ms": 1e3 * value for name, value in best.items()}}
-    fastest = min(line["read_ms"] for line in result["rows"])
-    return {**result, "bytes": size, "bandwidth_gb_s": size / fastest / 1e6}
+    floor = min(line["read_ms"] for line in result["rows"])
+    return {**result, "bytes": size, "bandwidth_gb_s": size / floor / 1e6}
 
 
 def again(rows: RowModel, ids: torch.Tensor) -> None:
-    """Read a prompt from the beginning."""
+    """Read a prompt from the beginning, to its end."""
     rows.cache.prompt_length = 0
     rows.prefill(ids, None, None)
+    if ids.device.type == "cuda":
+        torch.cuda.synchronize(ids.device)
 
 
 def run(
-    shape: str, dtypes: list[torch.dtype], rows: tuple[int, ...], prefix: int, prompt: int, seconds: float
+    shape: str,
+    dtypes: list[torch.dtype],
+    rows: tuple[int, ...],
+    prefix: int,
+    prompt: int,
+    seconds: float,
+    device: torch.device | None = None,
 ) -> dict[str, Any]:
-    """Measure every dtype with torch's present number of threads.
+    """Measure every dtype with torch's present number of threads, or on a GPU.
 
     Args:
         shape: of the model, as :func:`~gsd_kernels_bench.lib.shapes.shape_named` knows it.
@@ -126,19 +155,23 @@ def run(
         prefix: cached tokens before the rows.
         prompt: tokens of the prompt that is timed.
         seconds: for each number of rows.
+        device: ``None``: the CPU.
 
     Raises:
         ValueError: no such shape, or a dtype that the operator does not take.
     """
+    device = device or torch.device("cpu")
+    takes = DTYPES if device.type == "cuda" else FLOATS
     for dtype in dtypes:
-        if dtype not in FLOATS:
-            raise ValueError(f"--dtype: expected float32, bfloat16 or float16, got {str(dtype).removeprefix('torch.')}")
+        if dtype not in takes:
+            names = [str(d).removeprefix("torch.") for d in (*takes, dtype)]
+            raise ValueError(f"--dtype: expected {', '.join(names[:-2])} or {names[-2]}, got {names[-1]}")
     return {
         "schema": 1,
         "case": "rows",
-        "environment": environment(torch.device("cpu")),
-        "level": cpu_levels.active(),
-        "results": [measure(shape, dtype, rows, prefix, prompt, seconds) for dtype in dtypes],
+        "environment": environment(device),
+        "level": cpu_levels.active() if device.type == "cpu" else None,
+        "results": [measure(shape, dtype, rows, prefix, prompt, seconds, device) for dtype in dtypes],
     }
 
 

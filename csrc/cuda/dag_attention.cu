@@ -20,11 +20,10 @@ template <class Element, int kHeadDim, int kWarps>
 __global__ void __launch_bounds__(kLanes* kWarps)
     attention_split_kernel(const __grid_constant__ AttentionArgs args, const __grid_constant__ AttentionSizes sizes) {
 #if defined(GSD_HAS_MMA)
-  using Split = SplitAttention<Element, kHeadDim, kWarps>;
-  __shared__ __align__(128) char arena[Split::kArenaBytes];
+  __shared__ __align__(128) char arena[AttentionTiles<Element, kHeadDim, kWarps>::kArenaBytes];
   CudaMachine machine(arena);
-  Split::run(machine, args, sizes, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
-             static_cast<int>(blockIdx.z));
+  SplitAttention<Element, kHeadDim, kWarps>::run(machine, args, sizes, static_cast<int>(blockIdx.x),
+                                                 static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
 #endif
 }
 
@@ -40,12 +39,12 @@ __global__ void __launch_bounds__(kLanes* kCombineWarps)
 
 template <class Element, int kHeadDim, int kWarps>
 int launch(const AttentionArgs& args, const AttentionSizes& sizes, void* stream) {
-  using Split = SplitAttention<Element, kHeadDim, kWarps>;
+  using Tiles = AttentionTiles<Element, kHeadDim, kWarps>;
   const auto heads = static_cast<unsigned>(sizes.batch * sizes.kv_heads);
   const auto blocks = [&](int rows) { return static_cast<unsigned>((sizes.query_rows() + rows - 1) / rows); };
   const auto on = static_cast<cudaStream_t>(stream);
   attention_split_kernel<Element, kHeadDim, kWarps>
-      <<<dim3(blocks(Split::kRows), heads, static_cast<unsigned>(sizes.splits())), Split::kThreads, 0,
+      <<<dim3(blocks(Tiles::kRows), heads, static_cast<unsigned>(sizes.splits())), Tiles::kThreads, 0,
          on>>>(args, sizes);
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;

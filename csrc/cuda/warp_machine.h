@@ -1,4 +1,4 @@
-// The warp machine of csrc/algorithms/attention.h on a GPU of compute capability 8.0 or newer: inline PTX.
+// The warp machine of csrc/algorithms/attention_tiles.h on a GPU of compute capability 8.0 or newer: inline PTX.
 #pragma once
 
 #include "../algorithms/elements.h"
@@ -119,6 +119,9 @@ struct CudaMachine {
   __device__ __forceinline__ float divide(float a, float b) const { return __fdividef(a, b); }  // to 2 units
   __device__ __forceinline__ float inverse_root(float x) const { return rsqrtf(x); }  // to 2 units
   __device__ __forceinline__ float max(float a, float b) const { return fmaxf(a, b); }
+  // Never merged with what comes before or after, as the compiler may do with * and +.
+  __device__ __forceinline__ float times(float a, float b) const { return __fmul_rn(a, b); }
+  __device__ __forceinline__ float fma(float a, float b, float c) const { return __fmaf_rn(a, b, c); }
 
   __device__ __forceinline__ void store(float* at, float first, float second) const {
     *reinterpret_cast<float2*>(at) = make_float2(first, second);

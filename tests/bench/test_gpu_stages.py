@@ -62,7 +62,7 @@ def record(folder: Path, name: str) -> dict:
 
 
 def test_the_order_of_worth_and_the_limits():
-    assert NAMES[:6] == ["build", "tests", "gemm", "attention", "pair", "auto"]
+    assert NAMES[:7] == ["build", "tests", "gemm", "attention", "rows", "pair", "auto"]
     assert len(set(NAMES)) == len(NAMES)
     for stage in STAGES:
         assert 0 < stage.least <= stage.limit <= 480, stage

@@ -19,9 +19,11 @@ from gsd_kernels_bench.cli import app
 from gsd_kernels_bench.gpu import gpu_tests, graphs, stages
 from gsd_kernels_bench.gpu.stages import Call, stage_named
 from gsd_kernels_bench.gpu.work import Work, perform
+from gsd_kernels_bench.kernels.rows import WAYS
 from gsd_kernels_bench.lib import cold, compilations
 from gsd_kernels_bench.lib.report import Report
 from gsd_kernels_bench.readme import kernels as readme_kernels
+from gsd_kernels_hf.model.fused import FusedRows
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -155,7 +157,7 @@ def test_every_file_of_gpu_tests_is_among_those_asked():
     marked = {
         file.relative_to(ROOT).as_posix()
         for file in (ROOT / "tests").rglob("test_*.py")
-        if re.search(r"mark\.gpu|\bbackends\(|\bcases\(", file.read_text(encoding="utf-8")) and file != Path(__file__)
+        if re.search(r"mark\.gpu|@backends\(|@cases\(", file.read_text(encoding="utf-8")) and file != Path(__file__)
     }
     two_gpus = {"tests/engine/test_device_map.py"}
     assert {name for name in marked if not name.startswith(gpu_tests.FILES)} <= two_gpus
@@ -192,7 +194,7 @@ def test_build(work, monkeypatch):
     assert failing.failed == ["ops"], "the rest is looked at all the same"
 
 
-REHEARSED = ["gemm", "attention", "pair", "auto", pytest.param("kernels", marks=pytest.mark.slow)]
+REHEARSED = ["gemm", "attention", "rows", "pair", "auto", pytest.param("kernels", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("name", REHEARSED)
@@ -210,9 +212,8 @@ def test_rehearsal(name, work, tmp_path, monkeypatch):
     assert not done.failed and not done.waiting, done.points
     kept = record(tmp_path, name)
     assert kept["complete"] and kept["points"] and len(list(tmp_path.glob("*"))) == 1
-    check = {"gemm": check_gemm, "attention": check_attention, "pair": check_pair, "auto": check_auto}.get(name)
-    if check is not None:
-        check(kept["points"])
+    if name in CHECKS:
+        CHECKS[name](kept["points"])
     again, before = work(name), dict(done.points)
     monkeypatch.setattr(again, "keep", lambda *_: pytest.fail("measured twice"))
     perform(again)
@@ -226,6 +227,21 @@ def check_gemm(points):
     assert 0 < point["p20"] <= point["median"] <= point["p80"] and point["copies"] == 2
     assert point["of_floor"] == pytest.approx(point["floor_seconds"] / point["median"])
     assert point["floor_seconds"] == pytest.approx(point["bytes"] / max(points["bandwidth"].values()))
+
+
+def check_rows(points):
+    assert set(points) == {"bandwidth", "tiny right", *(f"tiny rows={r} {w}" for r in (1, 5) for w in WAYS)}
+    assert points["tiny right"]["errors"]["operator"] < 1e-5
+    point = points["tiny rows=5 operator"]
+    assert point["median"] > 0 and point["floor_seconds"] == pytest.approx(point["bytes"] / points["bandwidth"]["read"])
+
+
+def test_rows_that_are_wrong_are_not_timed(work, monkeypatch):
+    monkeypatch.setattr(FusedRows, "rows", lambda self, *inputs, keep: torch.full((1, keep, self.vocab_size), 7.0))
+    broken = work("rows")
+    perform(broken)
+    assert broken.failed == ["tiny right"] and set(broken.points) == {"bandwidth", "tiny right"}
+    assert "the operator's error is" in broken.points["tiny right"]["error"]
 
 
 def check_attention(points):
@@ -383,3 +399,12 @@ def test_compilations_are_counted(tmp_path, monkeypatch):
     made = compilations.summary(found)
     assert made["compiled"] >= 1 and 0 < made["compile_seconds"] <= seconds
     assert "commit" in made["kernels"][0][0] and begin < found[0].at < begin + seconds
+
+
+CHECKS = {
+    "gemm": check_gemm,
+    "attention": check_attention,
+    "rows": check_rows,
+    "pair": check_pair,
+    "auto": check_auto,
+}

@@ -3,16 +3,12 @@
 //     attention ROUNDS SEED [--drop BARRIER | --hurry WAIT | --misplace-copy NAME | --misplace-load NAME]
 //
 // Exit status: 0 right, 3 wrong, 4 divergent lanes or barriers, 5 bank conflict; sanitizers have their own.
-#include <algorithm>
-#include <random>
-
-#include "os_machine.h"
+#include "../../csrc/algorithms/attention.h"
+#include "tile_rounds.h"
 
 using namespace gsd;
 
 namespace {
-
-constexpr int kWrong = 3;
 
 struct Shape {
   bool bfloat16, positions_first;  // caches stored [B, S, Hkv, D]
@@ -53,15 +49,6 @@ struct Result {
   std::vector<uint16_t> out;  // [B, R, Hq, D]
   std::vector<float> lse;     // [B, Hq, R]
 };
-
-int between(std::mt19937& random, int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); }
-
-template <class Element>
-void fill(std::vector<uint16_t>& values, size_t size, std::mt19937& random) {
-  std::normal_distribution<float> normal;
-  values.resize(size);
-  for (uint16_t& value : values) value = Element::round(normal(random));
-}
 
 // Caches end with the last node of the longest sequence: AddressSanitizer sees what lies beyond.
 template <class Element>
@@ -141,15 +128,16 @@ void bind(Problem& p) {
 template <class Element, int kHeadDim, int kWarps>
 Result attend(Problem& p, const Faults& faults, const MachineFaults& machine_faults) {
   using Split = SplitAttention<Element, kHeadDim, kWarps>;
+  using Tiles = AttentionTiles<Element, kHeadDim, kWarps>;
   bind(p);
   const AttentionSizes& s = p.sizes;
-  const int rows = s.query_rows(), heads = s.batch * s.kv_heads, m_blocks = (rows + Split::kRows - 1) / Split::kRows;
+  const int rows = s.query_rows(), heads = s.batch * s.kv_heads, m_blocks = (rows + Tiles::kRows - 1) / Tiles::kRows;
   const size_t outputs = static_cast<size_t>(heads) * s.splits() * rows;
   std::vector<float> partial_out(outputs * kHeadDim, NAN), partial_lse(outputs, NAN);
   Result result{std::vector<uint16_t>(p.q.size(), 0xA5A5), std::vector<float>(p.q.size() / kHeadDim, NAN)};
   p.args.partial_out = partial_out.data(), p.args.partial_lse = partial_lse.data();
   p.args.out = result.out.data(), p.args.lse = result.lse.data();
-  run_grid(kWarps, m_blocks * heads * s.splits(), Split::kArenaBytes, faults, machine_faults,
+  run_grid(kWarps, m_blocks * heads * s.splits(), Tiles::kArenaBytes, faults, machine_faults,
            [&](OsMachine& machine, int block) {
              Split::run(machine, p.args, s, block % m_blocks, block / m_blocks % heads, block / m_blocks / heads);
            });
@@ -297,12 +285,7 @@ int main(int argc, char** argv) {
   if (argc < 3) return 2;
   const int rounds = atoi(argv[1]);
   std::mt19937 random(static_cast<unsigned>(atoi(argv[2])));
-  Faults faults;
-  MachineFaults machine_faults;
-  if (argc > 4 && strcmp(argv[3], "--drop") == 0) faults.dropped_barrier = argv[4];
-  if (argc > 4 && strcmp(argv[3], "--hurry") == 0) machine_faults.hurried_wait = argv[4];
-  if (argc > 4 && strcmp(argv[3], "--misplace-copy") == 0) machine_faults.misplaced_copy = argv[4];
-  if (argc > 4 && strcmp(argv[3], "--misplace-load") == 0) machine_faults.misplaced_load = argv[4];
+  const auto [faults, machine_faults] = faults_of(argc, argv);
   for (int round = 0; round < rounds; round++) {
     Shape s{};
     s.bfloat16 = round % 2 == 1;

@@ -12,6 +12,9 @@
 #include <vector>
 
 #include "../../csrc/algorithms/group.h"
+#if defined(GSD_FIBERS)
+#include "fibers.h"
+#endif
 
 namespace gsd {
 
@@ -20,6 +23,9 @@ struct Faults {
   const char* dropped_barrier = "";  // a name passed to sync()
   const char* plain_atomic = "";     // "atomic_or", "atomic_add" or "atomic_add64"
 };
+
+#if !defined(GSD_FIBERS)
+using Thread = std::thread;
 
 // Its threads sleep; those of std::barrier ask for the processor again and again, which takes more of it than the work.
 class Barrier {
@@ -33,6 +39,7 @@ class Barrier {
  private:
   pthread_barrier_t barrier;
 };
+#endif
 
 // Two in turn. For ThreadSanitizer a thread that wakes late comes after all that others did before they arrived at the
 // same barrier once more, which would order what a dropped barrier leaves unordered.

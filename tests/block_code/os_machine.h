@@ -1,4 +1,4 @@
-// The warp machine of csrc/algorithms/attention.h as operating-system threads, one a lane. What the PTX ISA says of each
+// The warp machine of csrc/algorithms/attention_tiles.h as operating-system threads, one a lane. What the PTX ISA says of each
 // instruction is done literally:
 //   ldmatrix, mma   move and multiply by the documented fragment layouts; lanes get each other's operands;
 //   cp.async        nothing arrives before wait_group says so, and from the copy on the old contents are gone; the source
@@ -15,7 +15,7 @@
 #include <functional>
 #include <mutex>
 
-#include "../../csrc/algorithms/attention.h"
+#include "../../csrc/algorithms/attention_tiles.h"
 #include "os_group.h"
 
 #if defined(__SANITIZE_THREAD__)
@@ -74,7 +74,7 @@ struct OsWarp {
   struct Posted {
     const char* where;
     std::array<int, 4> at;
-    uint32_t left[4], right[4][4];
+    float left[4][2], right[4][4][2];  // by register, the low half first
     float value;
     bool predicate;
   };
@@ -198,22 +198,18 @@ class OsMachine {
   void multiply(float (&sums)[kTiles][4], int first, const uint32_t (&left)[4], const uint32_t (&right)[kLoads][4]) {
     exchange("mma",
              [&](OsWarp::Posted& mine) {
-               memcpy(mine.left, left, sizeof left);
-               memcpy(mine.right, right, sizeof right);
+               widen<Element>(left, mine.left);
+               for (int i = 0; i < kLoads; i++) widen<Element>(right[i], mine.right[i]);
              },
              [&](const OsWarp::Posted* all) {
-               const auto half = [](uint32_t word, int odd) {
-                 return Element::widen(static_cast<uint16_t>(odd != 0 ? word >> 16 : word));
-               };
                for (int j = 0; j < 2 * kLoads; j++) {
                  for (int e = 0; e < 4; e++) {
                    const int row = lane() / 4 + 8 * (e / 2), column = 2 * (lane() % 4) + e % 2;
                    float& sum = sums[first + j][e];
                    for (int k = 0; k < 16; k++) {
-                     const auto& a = all[4 * (row % 8) + k % 8 / 2];
-                     const auto& b = all[4 * column + k % 8 / 2];
-                     const uint32_t left_word = a.left[row / 8 + 2 * (k / 8)];
-                     sum += half(left_word, k % 2) * half(b.right[j / 2][2 * (j % 2) + k / 8], k % 2);
+                     const float* a = all[4 * (row % 8) + k % 8 / 2].left[row / 8 + 2 * (k / 8)];
+                     const float* b = all[4 * column + k % 8 / 2].right[j / 2][2 * (j % 2) + k / 8];
+                     sum += a[k % 2] * b[k % 2];
                    }
                  }
                }
@@ -241,6 +237,8 @@ class OsMachine {
   float divide(float a, float b) const { return a / b; }
   float inverse_root(float x) const { return 1.0f / std::sqrt(x); }
   float max(float a, float b) const { return std::fmax(a, b); }
+  float times(float a, float b) const { return a * b; }
+  float fma(float a, float b, float c) const { return std::fma(a, b, c); }
   void store(float* at, float first, float second) const { at[0] = first, at[1] = second; }
   template <size_t n>
   void load(const float* at, float (&values)[n]) const {
@@ -253,6 +251,14 @@ class OsMachine {
     const void* from;
     Chunk seen;
   };
+
+  template <class Element>
+  static void widen(const uint32_t (&words)[4], float (&values)[4][2]) {
+    for (int i = 0; i < 4; i++) {
+      values[i][0] = Element::widen(static_cast<uint16_t>(words[i]));
+      values[i][1] = Element::widen(static_cast<uint16_t>(words[i] >> 16));
+    }
+  }
 
   static bool same(const char* a, const char* b) { return strcmp(a, b) == 0; }
 
@@ -304,7 +310,7 @@ template <class Body>
 void run_grid(int warps, int blocks, size_t arena_bytes, const Faults& faults, const MachineFaults& machine_faults,
               const Body& body, int together = 1, Previous* previous = nullptr) {
   std::deque<OsMachineBlock> places;
-  std::vector<std::thread> running;
+  std::vector<Thread> running;
   for (int first = 0; first < together; first++) {
     OsMachineBlock& block = places.emplace_back(warps, arena_bytes, faults, machine_faults);
     block.previous = previous;
@@ -320,7 +326,7 @@ void run_grid(int warps, int blocks, size_t arena_bytes, const Faults& faults, c
       });
     }
   }
-  for (std::thread& thread : running) thread.join();
+  for (Thread& thread : running) thread.join();
 }
 
 }  // namespace gsd

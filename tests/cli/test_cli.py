@@ -295,7 +295,7 @@ def test_doctor(monkeypatch):
     assert all(
         reason is None or isinstance(reason, str) for by in report["backends"].values() for reason in by.values()
     )
-    assert report["fused_rows"] == report["backends"]["cpu"]["cpu"]
+    assert report["fused_rows"]["cpu"] == report["backends"]["cpu"]["cpu"]
     assert report["serving"] is None or "[serving]" in report["serving"]
     assert report["devices"][0]["device"] == "cpu" and report["devices"][0]["threads"] >= 1
     monkeypatch.setenv("GSD_FUSED_ROWS", "0")

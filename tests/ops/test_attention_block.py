@@ -14,7 +14,7 @@ from block_code.programs import BUILDS, CXX, DIFFERENT, DIVERGENT, RACE, ROOT, b
 from shared import once
 
 SOURCE = ROOT / "tests/block_code/attention.cpp"
-HEADER = ROOT / "csrc/algorithms/attention.h"
+HEADER = ROOT / "csrc/algorithms/attention_tiles.h"
 BANK_CONFLICT = 5
 
 pytestmark = [
@@ -70,7 +70,7 @@ def test_a_layout_without_exchanged_chunks_has_bank_conflicts(tmp_path):
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
     shutil.copytree(SOURCE.parent, tmp_path / "tests/block_code")
     assert TEXT.count("chunk ^ (row & 7)") == 1
-    (tmp_path / "csrc/algorithms/attention.h").write_text(TEXT.replace("chunk ^ (row & 7)", "chunk"))
+    (tmp_path / HEADER.relative_to(ROOT)).write_text(TEXT.replace("chunk ^ (row & 7)", "chunk"))
     copied = tmp_path / "tests/block_code/attention.cpp"
     program = build(copied, tmp_path / "attention", ["-O0"])
     status, output = run(program, 1, 1)

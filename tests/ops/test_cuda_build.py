@@ -20,9 +20,9 @@ KERNELS = (
     *("merge_kernel", "flatten_kernel", "verify_kernel", "pick_kernel", "commit_kernel", "advance_kernel"),
     *("ngram_insert_kernel", "ngram_lookup_kernel", "perturb_kernel", "mix_kernel"),
     *("ngram_recall_kernel", "calibrate_kernel", "learn_kernel"),
-    *("start_kernel", "feed_kernel", "chain_kernel", "path_kernel", "text_kernel"),
+    *("start_kernel", "feed_kernel", "chain_kernel", "path_kernel", "text_kernel", "ancestors_kernel"),
 )
-ATTENTION = ("attention_split_kernel", "attention_combine_kernel")
+ATTENTION = ("attention_split_kernel", "attention_combine_kernel", "path_split_kernel", "path_end_kernel")
 ROWS = (
     *("rows_product_kernel", "rows_wide_product_kernel"),
     *("rows_turn_kernel", "rows_norm_kernel", "rows_embed_kernel"),
@@ -33,10 +33,12 @@ CUDA_OPS = (
     *("ngram_insert", "ngram_lookup", "perturb_candidates", "mix_candidates"),
     *("ngram_remember", "ngram_recall", "calibrate_candidates", "learn_source"),
     *("start_graph", "feed_rows", "feed_chain", "accepted_path", "commit_text"),
+    "decoder_rows",
 )
 
 ELEMENTS, HEAD_DIMS, WARPS = ("Half", "Bfloat16"), (64, 128), (1, 2, 4)  # of the attention
 TILE_ROWS = (16, 32, 64)  # of a product
+PATH_WARPS = (1, 4)
 
 
 def find_nvcc() -> str | None:
@@ -133,8 +135,8 @@ def test_kernels_compile_for_every_architecture_without_spills(build, arenas, ca
     for k in kernels:
         assert k.spills == 0 and k.stack == 0, f"{k.name} for sm_{k.arch} spills"
         # Tensor-core tiles live in registers; 168 leave three blocks of four warps a multiprocessor, 255 four of two.
-        wide = k.name.startswith("attention_split") and k.name.endswith(" 4")
-        most = (255 if k.arch == "100" else 168) if wide else 255 if "split" in k.name else 64
+        wide = "split" in k.name and k.name.endswith(" 4")
+        most = (255 if k.arch == "100" else 168) if wide else 255 if "split" in k.name or "path_end" in k.name else 64
         if "product" in k.name:  # four blocks of four warps, by shared memory too; fewer rows five; two of eight warps
             most = 128 if "wide" in k.name or k.name.endswith(" 64") else 102
             assert k.static_shared <= 48 * 1024, "more than a block may have without opting in"
@@ -144,8 +146,10 @@ def test_kernels_compile_for_every_architecture_without_spills(build, arenas, ca
 
 
 def attention_kernels() -> list[str]:
-    split = [f"attention_split {e} {d} {w}" for e in ELEMENTS for d in HEAD_DIMS for w in WARPS]
-    return split + [f"attention_combine {e} {d}" for e in ELEMENTS for d in HEAD_DIMS]
+    types = [f"{e} {d}" for e in ELEMENTS for d in HEAD_DIMS]
+    split = [f"attention_split {t} {w}" for t in types for w in WARPS]
+    split += [f"path_split {t} {w}" for t in types for w in PATH_WARPS]
+    return split + [f"{name} {t}" for name in ("attention_combine", "path_end") for t in types]
 
 
 def rows_kernels() -> list[str]:
@@ -169,9 +173,10 @@ def machine_code(build):
 
 
 def test_the_attention_uses_tensor_cores_and_asynchronous_copies(machine_code):
-    """In the machine code of every split kernel: 128-bit copies past the first-level cache, ldmatrix, its transpose."""
-    split = machine_code("attention_split_kernel", "sm_80")  # the others take the same instructions
-    assert len(split) == len(ELEMENTS) * len(HEAD_DIMS) * len(WARPS)
+    """In the machine code of all kernels with tiles: 128-bit copies past the first-level cache, ldmatrix, both ways."""
+    tiles = ("attention_split_kernel", "path_split_kernel", "path_end_kernel")
+    split = [code for name in tiles for code in machine_code(name, "sm_80")]  # the others take the same instructions
+    assert len(split) == len(ELEMENTS) * len(HEAD_DIMS) * (len(WARPS) + len(PATH_WARPS) + 1)
     for code in split:
         for instruction in ("LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "LDSM.16.MT88.4", "HMMA.16816.F32", "MUFU.EX2"):
             assert instruction in code, (instruction, code.split("\n")[0])
@@ -188,7 +193,21 @@ def test_the_products_use_tensor_cores_asynchronous_copies_and_dependent_launche
             assert [name in code for name in ("ACQBULK", "PREEXIT")] == 2 * [arch == "sm_90"]
 
 
-@pytest.mark.parametrize("source", ["dag_attention.cu", "rows.cu"])
+def test_the_rows_attention_rounds_as_it_is_written(tmp_path):
+    """Prefix and ends of rows agree bit for bit only if no kernel merges a score's product with the difference."""
+    command = [find_nvcc(), "-std=c++17", "-O3", "-arch=sm_80", "-ptx", ROOT / "csrc/cuda/path_attention.cu"]
+    done = subprocess.run([*command, "-o", tmp_path / "path.ptx"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    kernels = [part for part in (tmp_path / "path.ptx").read_text().split(".entry ")[1:] if "ELi" in part.split("(")[0]]
+    assert len(kernels) == len(ELEMENTS) * len(HEAD_DIMS) * (len(PATH_WARPS) + 1)
+    for code in kernels:
+        made_by = {register: name for name, register in re.findall(r"\t([a-z][\w.]*)\s+(%f\d+), ", code)}
+        exponents = {made_by[register] for register in re.findall(r"ex2\.approx\.ftz\.f32 %f\d+, (%f\d+)", code)}
+        assert exponents == {"sub.f32"}, exponents
+        assert code.count("mul.rn.f32") == 16, "a thread's scores of a tile, each rounded once"
+
+
+@pytest.mark.parametrize("source", ["dag_attention.cu", "path_attention.cu", "rows.cu"])
 def test_tensor_cores_leave_older_gpus_to_the_other_ops(tmp_path, source):
     """Compute capability 7.5 has no asynchronous copies; a build for it must not fail because of one op."""
     command = [find_nvcc(), "-std=c++17", "-arch=sm_75", "-cubin", ROOT / "csrc/cuda" / source]

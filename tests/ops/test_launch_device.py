@@ -93,10 +93,12 @@ def test_tensors_elsewhere_switch_nothing(monkeypatch):
 
 def test_compiled_operators_switch_too():
     """Read in the source: the stable ABI has no dispatch key that would do it for them."""
-    source = (Path(__file__).parents[2] / "csrc/cuda/ops.cpp").read_text()
-    names = re.findall(r'm\.impl\("\w+", TORCH_BOX\(&gsd::(\w+)\)\)', source)
-    assert len(names) > 10
-    for name in names:
+    sources = [(Path(__file__).parents[2] / "csrc/cuda" / file).read_text() for file in ("ops.cpp", "decoder_rows.cpp")]
+    found = [
+        (name, text) for text in sources for name in re.findall(r'm\.impl\("\w+", TORCH_BOX\(&gsd::(\w+)\)\)', text)
+    ]
+    assert len(found) > 10 and found[-1][0] == "decoder_rows"
+    for name, source in found:
         body = source[re.search(rf" {name}\((const|Tensor|int64_t)", source).start() :].partition("\n}\n")[0]
         launch = re.search(r"current_stream\(|\bpick\(|\blaunch_rows\(|\bfeed<", body)
         assert launch and 0 < body.find("const DeviceGuard guard(") < launch.start(), name

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from ...backends import resolve
 from ...checks import check_tensor
-from . import compiled, reference
+from . import compiled, cuda, reference
 from .weights import DecoderWeights
 
-IMPLEMENTATIONS = {"cpu": compiled.decoder_rows, "reference": reference.decoder_rows}
+# On a GPU on request only, until one has shown that it is right and faster: behind the reference.
+IMPLEMENTATIONS = {"cpu": compiled.decoder_rows, "reference": reference.decoder_rows, "cuda": cuda.decoder_rows}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,9 +37,14 @@ def decoder_rows(
     and Qwen3 add: a sliding window, biases, norms of queries and keys. The caches get the rows' keys and values.
 
     Sums and the hidden state are float32; what is multiplied with bfloat16 weights or keys is rounded to bfloat16
-    first. The CPU operator is row-invariant: the bits of a row depend on its token, its position and what it sees, not
-    on other rows and sequences, where its ancestors lie, what of them is committed, padding, or threads. (Another
-    instruction set may round differently, see :mod:`gsd_kernels.cpu_levels`.)
+    first (the CUDA operator rounds to float16 likewise). The compiled operators are row-invariant: the bits of a row
+    depend on its token, its position and what it sees, not on other rows and sequences, where its ancestors lie, what
+    of them is committed, padding, threads, or how it is launched. (Another instruction set may round differently, see
+    :mod:`gsd_kernels.cpu_levels`.)
+
+    The CUDA operator (``backend="cuda"``; ``"auto"`` never takes it) is for float16 and bfloat16, heads of 64 and 128,
+    on compute capability 8.0 and newer. It reads nothing back, so that a CUDA graph can hold it: token ids are not
+    checked against the vocabulary, nor slots against the cache.
 
     Args:
         weights: matrices of one dtype, float32, bfloat16 or float16.

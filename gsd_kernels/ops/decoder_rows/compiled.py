@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,7 +9,12 @@ from torch import Tensor
 from .weights import DecoderWeights
 
 
-def decoder_rows(
+def decoder_rows(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """csrc/cpu/decoder_rows.cpp, or csrc/cuda/decoder_rows.cpp on a GPU; arguments as of :func:`flat`."""
+    return torch.ops.gsd_kernels.decoder_rows(*flat(*arguments))
+
+
+def flat(
     weights: DecoderWeights,
     token_ids: Tensor,
     positions: Tensor,
@@ -21,10 +27,10 @@ def decoder_rows(
     v_caches: list[Tensor],
     states: Sequence[int],
     keep: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """csrc/cpu/decoder_rows.cpp"""
+) -> tuple[Any, ...]:
+    """The operator's arguments."""
     w = weights
-    return torch.ops.gsd_kernels.decoder_rows(
+    return (
         token_ids.contiguous(),
         positions.contiguous(),
         slots.contiguous(),

@@ -35,8 +35,12 @@ class LayerWeights:
     @property
     def tensors(self) -> list[Tensor]:
         """All of them in order, empty ones for those that there are not."""
-        values = [getattr(self, field.name) for field in fields(self) if field.name != "window"]
-        return [self.q.new_empty(0) if value is None else value for value in values]
+        return [self.q.new_empty(0) if value is None else value for value in self.named.values()]
+
+    @property
+    def named(self) -> dict[str, Tensor | None]:
+        """All of them by name, in order."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "window"}
 
 
 @dataclass(frozen=True)

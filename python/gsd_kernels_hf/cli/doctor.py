@@ -65,7 +65,7 @@ def examine() -> dict[str, Any]:
         },
         "small_ops": {str(device): unavailable_reason("cuda", device) for device in devices if device.type == "cuda"},
         "flash_attention": flash_attention(gpu=len(devices) > 1),
-        "fused_rows": fused.missing(torch.device("cpu")),
+        "fused_rows": {str(device): fused.missing(device) for device in devices},
         "cpu_levels": {} if unavailable_reason("cpu", torch.device("cpu")) else cpu_levels.levels(),
         "serving": serving(),
         "plot": None if util.find_spec("matplotlib") else "matplotlib is missing: pip install 'gsd-kernels[plot]'",
@@ -160,6 +160,18 @@ def _kernels(archs: list[int] | None) -> tuple[list[dict[str, Any]] | None, str 
         return None, " ".join(str(error).split())
 
 
+def _ways(report: dict[str, Any]) -> dict[str, str]:
+    """Which way rows and the small ops of a step go on each device."""
+    ways = {
+        f"rows on {device}": "one operator" if reason is None else f"the model's modules: {reason}"
+        for device, reason in report["fused_rows"].items()
+    }
+    for device, reason in report["small_ops"].items():  # no Triton kernel: backend="triton" takes them too
+        slow = f"PyTorch's operators, hundreds of launches a step: {reason}"
+        ways[f"small ops on {device}"] = "the compiled ones, with Triton as well" if reason is None else slow
+    return ways
+
+
 def _print(report: dict[str, Any]) -> None:
     facts = table("installed", "<")
     for name, version in report["versions"].items():
@@ -169,12 +181,8 @@ def _print(report: dict[str, Any]) -> None:
         facts.add_row(name, version or "none found")
     flash = report["flash_attention"]
     facts.add_row("flash attention", escape(", ".join(filter(None, (flash["version"], flash["missing"])))))
-    fused = report["fused_rows"]
-    facts.add_row("rows on the CPU", "one operator" if fused is None else escape(f"the model's modules: {fused}"))
-    for device, reason in report["small_ops"].items():  # no Triton kernel: backend="triton" takes them too
-        compiled = "the compiled ones, with Triton as well"
-        slow = f"PyTorch's operators, hundreds of launches a step: {reason}"
-        facts.add_row(f"small ops on {device}", compiled if reason is None else escape(slow))
+    for what, way in _ways(report).items():
+        facts.add_row(what, escape(way))
     facts.add_row("server", escape(report["serving"] or "transformers' own"))
     facts.add_row("drawing", escape(report["plot"] or "matplotlib"))
     for device in report["devices"]:

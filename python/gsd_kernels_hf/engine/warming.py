@@ -35,7 +35,8 @@ def warm(session: Session, shapes: Sequence[GraphConfig]) -> None:
     for shape in shapes:
         _warm_graph(session, shape)
     for rows, count, words in sorted(set(_forwards(session, shapes)), key=lambda forward: forward[1:]):
-        _warm_forward(session, session.row_models[rows], count, words)
+        if session.row_models[rows].compiles:
+            _warm_forward(session, session.row_models[rows], count, words)
     session.warmed = size
     session.clock.begin_step()  # compiling is no part of it
 

@@ -1,15 +1,16 @@
 """A model's forward of rows as one operator, where that is possible.
 
 A draft of a few million parameters spends most of a forward in calling modules; a target on a CPU reads its weights at
-a fraction of the memory's speed, and its rounding depends on how many rows there are. Through
-:func:`gsd_kernels.ops.decoder_rows` weights are read once, and a row has the same bits alone and among others: in any
-dtype plain decoding and speculation with any draft give the same text.
+a fraction of the memory's speed, and its rounding depends on how many rows there are; on a GPU the modules of a layer
+are 40 launches. Through :func:`gsd_kernels.ops.decoder_rows` weights are read once, and a row has the same bits alone
+and among others: in any dtype plain decoding and speculation with any draft give the same text.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -25,9 +26,10 @@ from transformers import (
 
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.graph import pack_bits
-from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, decoder_rows
+from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, cuda, decoder_rows
 from gsd_kernels.ops.decoder_rows.api import FLOATS
 
+from . import replay
 from .hidden import LAST
 from .probe import examine
 from .runner import Listener, RowModel
@@ -37,18 +39,42 @@ CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausa
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # one set of frequencies for all lengths
 PLAIN_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
 SWITCH = "GSD_FUSED_ROWS"
-"""Environment variable: ``0`` sends rows and prompts through the model's modules."""
+"""Environment variable, see :data:`SETTINGS`."""
+SETTINGS = {
+    "0": "rows and prompts go through the model's modules",
+    "1": "the default: as one operator on a CPU",
+    "cuda": "on a GPU too, where the operator has to show yet that it is right and faster",
+}
 PROMPT_ROWS = 128
-"""Of a prompt at a time, all sequences together: what they need stays in the second cache."""
+"""Of a prompt at a time, all sequences together: what they need stays in a CPU's second cache."""
 
 
 def missing(device: torch.device, backend: str = "auto") -> str | None:
-    """What keeps every model on ``device`` from being forwarded by one operator, or ``None``."""
-    if os.environ.get(SWITCH, "1") == "0":
+    """What keeps every model on ``device`` from being forwarded by one operator, or ``None``.
+
+    Raises:
+        ValueError: ``GSD_FUSED_ROWS`` is none of :data:`SETTINGS`.
+    """
+    setting = os.environ.get(SWITCH, "1")
+    if setting not in SETTINGS:
+        raise ValueError(f"{SWITCH}: expected one of {', '.join(SETTINGS)}, got {setting!r}; or unset it")
+    if setting == "0":
         return f"{SWITCH}=0"
-    if backend not in ("auto", "cpu"):
+    own = "cuda" if replay.is_gpu(device) else "cpu"
+    if own == "cuda" and setting != "cuda":
+        return f"on a GPU one operator is on request: {SWITCH}=cuda"
+    if backend not in ("auto", own):
         return f"backend {backend!r} has no such operator"
-    return unavailable_reason("cpu", device)
+    return unavailable_reason(own, device) or said(cuda.check_device, device)
+
+
+def said(check: Callable[..., None], *arguments: object) -> str | None:
+    """What a check finds wrong, or ``None``."""
+    try:
+        check(*arguments)
+    except (TypeError, ValueError) as error:
+        return str(error).removesuffix(cuda.OTHERWISE)
+    return None
 
 
 def why_not(model: PreTrainedModel, backend: str, hidden_layers: tuple[int, ...] = ()) -> str | None:
@@ -60,7 +86,10 @@ def why_not(model: PreTrainedModel, backend: str, hidden_layers: tuple[int, ...]
         return f"{type(model).__name__} is not one of {', '.join(c.__name__ for c in CLASSES)}"
     if model.config.num_hidden_layers in hidden_layers:
         return "the hidden state behind the last norm is read at every row of a prompt, which the operator leaves out"
-    return _foreign_config(model) or _foreign_module(model) or _foreign_parameter(model)
+    foreign = _foreign_config(model) or _foreign_module(model) or _foreign_parameter(model)
+    if foreign is None and replay.is_gpu(model.device):
+        return said(cuda.check, weights_of(model))
+    return foreign
 
 
 def _foreign_config(model: PreTrainedModel) -> str | None:
@@ -142,6 +171,8 @@ def weights_of(model: PreTrainedModel) -> DecoderWeights:
 class FusedRows(RowModel):
     """A :class:`RowModel` whose rows, of graphs and of prompts, are one operator."""
 
+    compiles = False
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -153,6 +184,8 @@ class FusedRows(RowModel):
         super().__init__(model, capacity, kv_start, backend, hidden_layers=hidden_layers)
         self.weights = weights_of(model)
         self.states = [layer for layer in hidden_layers if layer != LAST]
+        # On a GPU "auto" never takes it; that rows come here is what the switch says.
+        self.operator = "cuda" if replay.is_gpu(self.device) else backend
         self.kv_heads, self.head_dim = model.config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
 
     def caches(self, batch: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -166,23 +199,24 @@ class FusedRows(RowModel):
         self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None, listener: Listener | None = None
     ) -> None:
         """As :meth:`RowModel.read`, at most ``chunk`` tokens at a time. Padding is where ``kv_start`` says."""
-        batch, length = input_ids.shape
+        (batch, length), device = input_ids.shape, self.device
+        input_ids = input_ids.to(device)
         most = min(chunk or PROMPT_ROWS, max(1, PROMPT_ROWS // batch))
         if length > self.cache.capacity:
             raise ValueError(f"cache: full, {length} positions needed and {self.cache.capacity} allocated")
         for begin in range(self.reused, length, most):
             end = min(begin + most, length)
-            at = torch.arange(begin, end, dtype=torch.int32)
+            at = torch.arange(begin, end, dtype=torch.int32, device=device)
             pads = at < self.kv_start[:, None]  # [B, R]; they see themselves alone, and nobody sees them
-            causal = torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
-            seen = (causal & ~pads[:, None, :]) | torch.eye(end - begin, dtype=torch.bool)
+            causal = torch.ones(end - begin, end - begin, dtype=torch.bool, device=device).tril()
+            seen = (causal & ~pads[:, None, :]) | torch.eye(end - begin, dtype=torch.bool, device=device)
             self._forward(
                 self.known(input_ids[:, begin:end]).to(torch.int32),
                 (at - self.kv_start[:, None]).clamp(min=0),
                 at.expand(batch, -1),
                 pack_bits(seen),
                 (at - begin).expand(batch, -1),
-                torch.full((batch,), begin, dtype=torch.int32),
+                torch.full((batch,), begin, dtype=torch.int32, device=device),
                 keep=int(end == length and LAST in self.hidden_layers),
             )
             self.cache.prompt_length = end
@@ -202,7 +236,8 @@ class FusedRows(RowModel):
     ) -> Tensor:
         """As :meth:`RowModel.rows`."""
         fed = self.feed(token_ids, kv_len, slots, depths, node_depths, shift, torch.int32)
-        return self._forward(fed.ids, fed.positions, fed.places, ancestor_mask, node_depths, kv_len, keep)
+        mask, node_depths, kv_len = (t.to(self.device) for t in (ancestor_mask, node_depths, kv_len))
+        return self._forward(fed.ids, fed.positions, fed.places, mask, node_depths, kv_len, keep)
 
     def _forward(
         self,
@@ -228,7 +263,7 @@ class FusedRows(RowModel):
             values,
             keep=keep,
             states=self.states,
-            backend=self.backend,
+            backend=self.operator,
         )
         dtype = self.weights.head.dtype
         self.hidden = {LAST: hidden.to(dtype)} if LAST in self.hidden_layers and keep else {}
@@ -248,7 +283,7 @@ def rows_of(
     reason = why_not(model, backend, hidden_layers)
     if reason is None:
         return FusedRows(model, capacity, kv_start, backend, hidden_layers)
-    if model.device.type == "cpu":
+    if model.device.type == "cpu" or os.environ.get(SWITCH) == "cuda":
         _log_once(type(model).__name__, reason)
     rows = RowModel(model, capacity, kv_start, backend, hidden_layers=hidden_layers)
     rows.why_modules = reason

@@ -80,7 +80,10 @@ class RowModel(CachedText):
 
     Attributes:
         hidden: of the rows of the last forward, [B, R, D] by layer.
+        compiles: whether a forward may compile kernels for its sizes.
     """
+
+    compiles = True
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 import gsd_kernels
 from gsd_kernels import cpu_levels
 
-from ..model import properties
+from ..model import properties, replay
 from ..model.attention import implementation_of
 from ..model.fused import why_not
 from ..sources.layer_skip import LayerSkip
@@ -172,7 +172,8 @@ def forwards(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, st
         return "operator" if isinstance(m, PreTrainedModel) and why_not(m, backend) is None else "modules"
 
     ways = {"target_forward": way(model), "draft_forward": way(draft)}
-    return {**ways, "cpu_level": cpu_levels.active() if "operator" in ways.values() else None}
+    on_cpu = "operator" in ways.values() and not replay.is_gpu(properties.device_of(model))
+    return {**ways, "cpu_level": cpu_levels.active() if on_cpu else None}
 
 
 def machine(device: torch.device) -> dict[str, Any]:

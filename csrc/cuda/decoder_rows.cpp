@@ -1,0 +1,58 @@
+// A decoder's forward over graph rows on a GPU: embedding, layers, norm and output matrix, nine launches a layer.
+//
+// gsd_kernels/ops/decoder_rows/reference.py is the specification. One call allocates once beside its outputs and reads
+// nothing back, so a CUDA graph can hold it.
+#include "glue.h"
+#include "path_attention.h"
+#include "rows.h"
+#include "rows_tensors.h"
+
+namespace gsd {
+namespace {
+
+struct CudaLaunches {
+  RowsLaunch how;
+
+  int embed(const RowsEmbed& args) const { return launch_rows_embed(args, how); }
+  int norm(const RowsNorm& args) const { return launch_rows_norm(args, how); }
+  int product(const RowsProduct& args) const { return launch_rows_product(args, how); }
+  int turn(const RowsTurn& args) const { return launch_rows_turn(args, how); }
+  int ancestors(const AncestorListArgs& args) const { return launch_ancestors(args, how.stream); }
+  int attention(const PathAttentionArgs& args, const PathAttentionSizes& sizes) const {
+    return launch_path_attention(args, sizes, how.bfloat16, how.stream);
+  }
+};
+
+void check_devices(const Tensor& first, std::initializer_list<const std::vector<Tensor>*> lists) {
+  for (const auto* list : lists) {
+    for (const Tensor& t : *list) check_device({&first, &t});
+  }
+}
+
+RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const Tensor& slots,
+                         const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len,
+                         const Tensor& kv_start, const Tensor& embedding, const std::vector<Tensor>& layers,
+                         const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq,
+                         const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
+                         const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
+                         const std::vector<int64_t>& states, int64_t keep) {
+  check_device({&token_ids, &positions, &slots, &ancestor_mask, &node_depths, &kv_len, &kv_start, &embedding,
+                &final_norm, &head, &inv_freq});
+  check_devices(token_ids, {&layers, &k_caches, &v_caches});
+  const DeviceGuard guard(token_ids.get_device_index());
+  const RowsCall call =
+      prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers,
+                   final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep);
+  const RowsForward forward(call.decoder);
+  Tensor memory = torch::stable::new_empty(embedding, {forward.bytes()}, ScalarType::Byte);
+  Tensor cleared = torch::stable::narrow(memory, 0, 0, forward.cleared_bytes());
+  torch::stable::zero_(cleared);
+  CudaLaunches launches{{current_stream(token_ids), embedding.scalar_type() == ScalarType::BFloat16, true}};
+  check_launch(forward.run(written<char>(memory), launches));
+  return call.outputs;
+}
+
+}  // namespace
+}  // namespace gsd
+
+STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CUDA, m) { m.impl("decoder_rows", TORCH_BOX(&gsd::decoder_rows)); }

@@ -1,0 +1,54 @@
+// What the CUDA ops share: the current stream, errors of launches, tensors on one device.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+
+#include <string>
+
+#include "../torch_ops/common.h"
+
+#ifndef USE_CUDA
+#error "compile with -DUSE_CUDA: torch's stable headers declare their CUDA functions only then"
+#endif
+
+// Weak, so that the library can also be loaded (not run) beside a CPU-only torch: tests check its registrations there.
+#pragma weak aoti_torch_get_current_cuda_stream
+#pragma weak torch_c10_cuda_check_msg
+#pragma weak torch_c10_cuda_free_error_msg
+
+namespace gsd {
+
+using torch::stable::accelerator::DeviceGuard;
+
+inline void* current_stream(const Tensor& on) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream));
+  return stream;
+}
+
+inline void check_launch(int error) {
+  if (error == 0) return;
+  char* text = nullptr;
+  torch_c10_cuda_check_msg(error, __FILE__, __func__, __LINE__, true, &text);
+  const std::string message = text != nullptr ? text : "CUDA error " + std::to_string(error);
+  if (text != nullptr) torch_c10_cuda_free_error_msg(text);
+  STD_TORCH_CHECK(false, "gsd_kernels: ", message);
+}
+
+// A pointer into another device's memory would end in an illegal access.
+inline void check_device(std::initializer_list<const Tensor*> tensors) {
+  const Tensor& first = **tensors.begin();
+  for (const Tensor* t : tensors) {
+    STD_TORCH_CHECK(t->is_cuda() && t->get_device_index() == first.get_device_index(),
+                    "gsd_kernels: all tensors of one call must be on the same CUDA device");
+  }
+}
+
+// Tensors that may be absent are left out.
+inline void check_device(const Tensor& first, std::initializer_list<const std::optional<Tensor>*> tensors) {
+  for (const auto* t : tensors) {
+    if (*t) check_device({&first, &**t});
+  }
+}
+
+}  // namespace gsd

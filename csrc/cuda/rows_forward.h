@@ -1,0 +1,230 @@
+// The launches of a decoder's forward of rows, in order: at most ten a layer. The glue runs them on a GPU; tests count
+// them, and run them on operating-system threads.
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "../algorithms/path_attention.h"
+#include "../algorithms/rows.h"
+
+namespace gsd {
+
+// Of a matrix the output is not set here.
+struct RowsLayer {
+  const uint16_t *input_norm, *second_norm;  // [hidden]
+  const uint16_t *q_norm, *k_norm;           // [head_dim], null: none
+  RowsMatrix q, k, v, o, gate, up, down;
+  uint16_t *keys, *values;                                       // [B, Hkv, S, D]
+  int64_t k_batch, k_head, k_slot, v_batch, v_head, v_slot;      // strides in elements
+  int window;                                                    // positions that a row sees; 0: all
+  float* state;                                                  // [B · R, hidden]: takes what the layer reads; or null
+};
+
+struct RowsDecoder {
+  int batch, rows, keep, hidden, inner, heads, kv_heads, head_dim, capacity, vocab, words, nodes;
+  float eps, rope_scale;
+  const int32_t *tokens, *positions, *slots;  // [B, R]
+  const int32_t* mask;                        // [B, R, words]
+  const int32_t* depths;                      // [B, nodes]
+  const int32_t *kv_len, *kv_start;           // [B]
+  const float* inv_freq;                      // [head_dim / 2]
+  const uint16_t* embedding;                  // [vocab, hidden]
+  std::vector<RowsLayer> layers;
+  const uint16_t* final_norm;  // [hidden]
+  RowsMatrix head;
+  float* last;    // [B · keep, hidden]: what the output matrix reads
+  float* logits;  // [B · keep, outputs of the head]
+};
+
+class RowsForward {
+ public:
+  explicit RowsForward(const RowsDecoder& decoder) : d(decoder), count(decoder.batch * decoder.rows) {
+    RowsScratch most = rows_product_scratch(output(nullptr));
+    for (const RowsLayer& layer : d.layers) {
+      for (const RowsProduct& product : {qkv(layer, nullptr), o(layer, nullptr), gated(layer, nullptr),
+                                         down(layer, nullptr)}) {
+        const RowsScratch needed = rows_product_scratch(product);
+        most.partials = needed.partials > most.partials ? needed.partials : most.partials;
+        most.counters = needed.counters > most.counters ? needed.counters : most.counters;
+      }
+    }
+    counters = place(4 * most.counters);  // first, so that one piece has to be cleared
+    cleared = size;
+    x = place(4 * int64_t{count} * d.hidden);
+    normed = place(2 * int64_t{count} * d.hidden);
+    projected = place(4 * int64_t{count} * qkv_size());
+    queries = place(2 * int64_t{count} * q_size());
+    attended = place(2 * int64_t{count} * q_size());
+    products = place(2 * int64_t{count} * d.inner);
+    ancestors = place(4 * int64_t{count} * ancestor_lists(nullptr).width());
+    lengths = place(4 * int64_t{count});
+    path = place(4 * path_scratch_floats(attention_sizes()));
+    partials = place(4 * most.partials);
+  }
+
+  int64_t bytes() const { return size; }             // of scratch memory, at a multiple of 256 bytes
+  int64_t cleared_bytes() const { return cleared; }  // of its beginning, which have to be 0
+
+  // Calls `launch` for every kernel in order, up to the first error, which is returned. Without rows to keep the last
+  // layer ends with its keys and values.
+  template <class Launch>
+  int run(char* memory, Launch& launch) const {
+    if (count == 0) return 0;
+    int error = launch.embed(RowsEmbed{d.tokens, d.embedding, at<float>(memory, x), count, d.hidden, d.vocab});
+    if (error == 0) error = launch.ancestors(ancestor_lists(memory));
+    for (size_t l = 0; l < d.layers.size() && error == 0; l++) {
+      const RowsLayer& layer = d.layers[l];
+      error = store_keys(layer, memory, launch);
+      if (error == 0 && (d.keep > 0 || l + 1 < d.layers.size())) error = finish_layer(layer, memory, launch);
+    }
+    if (error != 0 || d.keep == 0) return error;
+    RowsNorm norm = norm_of(d.final_norm, memory);
+    norm.keep = d.keep;
+    norm.exact = d.last;
+    error = launch.norm(norm);
+    return error != 0 ? error : launch.product(output(memory));
+  }
+
+ private:
+  template <class Launch>
+  int store_keys(const RowsLayer& layer, char* memory, Launch& launch) const {
+    RowsNorm norm = norm_of(layer.input_norm, memory);
+    norm.copy = layer.state;
+    int error = launch.norm(norm);
+    if (error == 0) error = launch.product(qkv(layer, memory));
+    return error != 0 ? error : launch.turn(turn(layer, memory));
+  }
+
+  template <class Launch>
+  int finish_layer(const RowsLayer& layer, char* memory, Launch& launch) const {
+    int error = launch.attention(attention(layer, memory), attention_sizes());
+    if (error == 0) error = launch.product(o(layer, memory));
+    if (error == 0) error = launch.norm(norm_of(layer.second_norm, memory));
+    if (error == 0) error = launch.product(gated(layer, memory));
+    return error != 0 ? error : launch.product(down(layer, memory));
+  }
+
+  int q_size() const { return d.heads * d.head_dim; }
+  int kv_size() const { return d.kv_heads * d.head_dim; }
+  int qkv_size() const { return q_size() + 2 * kv_size(); }
+
+  int64_t place(int64_t bytes) {
+    const int64_t begin = size;
+    size += (bytes + 255) / 256 * 256;
+    return begin;
+  }
+  template <class T>
+  static T* at(char* memory, int64_t place) {
+    return memory == nullptr ? nullptr : reinterpret_cast<T*>(memory + place);
+  }
+
+  RowsNorm norm_of(const uint16_t* weight, char* memory) const {
+    return {at<float>(memory, x), weight, at<uint16_t>(memory, normed), nullptr, nullptr,
+            d.batch,              d.rows, d.rows,                       d.hidden, d.eps};
+  }
+
+  RowsProduct product(char* memory, int64_t read, int inputs, RowsEnd end, int64_t out_stride) const {
+    RowsProduct made{};
+    made.x = at<uint16_t>(memory, read);
+    made.count = 1;
+    made.rows = count;
+    made.inputs = inputs;
+    made.end = end;
+    made.out_stride = out_stride;
+    made.partials = at<float>(memory, partials);
+    made.counters = at<int32_t>(memory, counters);
+    return made;
+  }
+
+  RowsProduct qkv(const RowsLayer& layer, char* memory) const {
+    RowsProduct made = product(memory, normed, d.hidden, RowsEnd::kStore, qkv_size());
+    made.count = 3;
+    const RowsMatrix* of[] = {&layer.q, &layer.k, &layer.v};
+    int64_t place = projected;
+    for (int i = 0; i < made.count; i++) {
+      made.matrices[i] = *of[i];
+      made.matrices[i].out = at<float>(memory, place);
+      place += 4 * of[i]->outputs;
+    }
+    return made;
+  }
+
+  // Added to the residual.
+  RowsProduct added(const RowsMatrix& matrix, char* memory, int64_t read, int inputs) const {
+    RowsProduct made = product(memory, read, inputs, RowsEnd::kAdd, d.hidden);
+    made.matrices[0] = matrix;
+    made.matrices[0].out = at<float>(memory, x);
+    return made;
+  }
+  RowsProduct o(const RowsLayer& layer, char* memory) const { return added(layer.o, memory, attended, q_size()); }
+  RowsProduct down(const RowsLayer& layer, char* memory) const { return added(layer.down, memory, products, d.inner); }
+
+  RowsProduct gated(const RowsLayer& layer, char* memory) const {
+    RowsProduct made = product(memory, normed, d.hidden, RowsEnd::kGate, d.inner);
+    made.count = 2;
+    made.matrices[0] = layer.gate;
+    made.matrices[1] = layer.up;
+    made.gated = at<uint16_t>(memory, products);
+    return made;
+  }
+
+  RowsProduct output(char* memory) const {
+    RowsProduct made = product(memory, normed, d.hidden, RowsEnd::kStore, d.head.outputs);
+    made.rows = d.batch * d.keep;
+    made.matrices[0] = d.head;
+    made.matrices[0].out = d.logits;
+    return made;
+  }
+
+  RowsTurn turn(const RowsLayer& layer, char* memory) const {
+    RowsTurn made{};
+    made.qkv = at<float>(memory, projected);
+    made.q_norm = layer.q_norm, made.k_norm = layer.k_norm;
+    made.positions = d.positions, made.slots = d.slots;
+    made.inv_freq = d.inv_freq;
+    made.q = at<uint16_t>(memory, queries);
+    made.k_cache = layer.keys, made.v_cache = layer.values;
+    made.k_batch = layer.k_batch, made.k_head = layer.k_head, made.k_slot = layer.k_slot;
+    made.v_batch = layer.v_batch, made.v_head = layer.v_head, made.v_slot = layer.v_slot;
+    made.batch = d.batch, made.rows = d.rows, made.heads = d.heads, made.kv_heads = d.kv_heads;
+    made.head_dim = d.head_dim, made.capacity = d.capacity;
+    made.eps = d.eps, made.rope_scale = d.rope_scale;
+    return made;
+  }
+
+  AncestorListArgs ancestor_lists(char* memory) const {
+    return {d.mask, d.depths, d.kv_len, at<int32_t>(memory, ancestors), at<int32_t>(memory, lengths),
+            d.batch, d.rows,  d.words,  d.nodes,                        d.capacity};
+  }
+
+  PathAttentionSizes attention_sizes() const {
+    return {d.batch, d.kv_heads, d.heads / d.kv_heads, d.rows, d.head_dim, d.capacity};
+  }
+
+  PathAttentionArgs attention(const RowsLayer& layer, char* memory) const {
+    PathAttentionArgs made{};
+    made.q = at<uint16_t>(memory, queries);
+    made.k = layer.keys, made.v = layer.values;
+    made.slots = at<int32_t>(memory, ancestors), made.lengths = at<int32_t>(memory, lengths);
+    made.kv_len = d.kv_len, made.kv_start = d.kv_start, made.positions = d.positions;
+    made.scratch = at<float>(memory, path);
+    made.out = at<uint16_t>(memory, attended);
+    made.q_row = made.out_row = q_size();
+    made.k_batch = layer.k_batch, made.k_head = layer.k_head, made.k_slot = static_cast<int>(layer.k_slot);
+    made.v_batch = layer.v_batch, made.v_head = layer.v_head, made.v_slot = static_cast<int>(layer.v_slot);
+    made.path = ancestor_lists(nullptr).width();
+    made.window = layer.window;
+    made.scale = kLog2E / std::sqrt(static_cast<float>(d.head_dim));
+    return made;
+  }
+
+  const RowsDecoder& d;
+  const int count;  // of rows, B · R
+  int64_t size = 0, cleared = 0;
+  // Places in the scratch memory.
+  int64_t counters = 0, x = 0, normed = 0, projected = 0, queries = 0, attended = 0, products = 0, ancestors = 0;
+  int64_t lengths = 0, path = 0, partials = 0;
+};
+
+}  // namespace gsd

@@ -1,0 +1,177 @@
+// The tensors of decoder_rows: checked by name, unpacked to pointers, outputs allocated. Nothing is read from them.
+#pragma once
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "../torch_ops/common.h"
+#include "rows_forward.h"
+
+namespace gsd {
+
+using RowsOutputs = std::tuple<Tensor, Tensor, Tensor>;
+
+struct RowsCall {
+  RowsDecoder decoder;
+  RowsOutputs outputs;
+};
+
+// Takes pointers for 16-byte copies, of one dtype.
+class RowsTensors {
+ public:
+  explicit RowsTensors(ScalarType dtype) : dtype(dtype) {
+    STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
+                    "embedding: expected float16 or bfloat16");
+  }
+
+  const uint16_t* matrix(const char* name, const Tensor& t, int64_t rows, int64_t columns) const {
+    STD_TORCH_CHECK(t.dim() == 2 && t.size(0) == rows && t.size(1) == columns && t.is_contiguous(), name,
+                    ": expected [", rows, ", ", columns, "], contiguous");
+    return aligned(name, t);
+  }
+
+  // Null where an optional tensor is empty.
+  const uint16_t* vector(const char* name, const Tensor& t, int64_t size, bool optional = false) const {
+    if (optional && t.numel() == 0) return nullptr;
+    STD_TORCH_CHECK(t.dim() == 1 && t.size(0) == size && t.is_contiguous(), name, ": expected [", size,
+                    "], contiguous");
+    return aligned(name, t);
+  }
+
+  uint16_t* cache(const char* name, const Tensor& t, const RowsDecoder& d, int64_t& batch, int64_t& head,
+                  int64_t& slot) const {
+    STD_TORCH_CHECK(t.dim() == 4 && t.size(0) == d.batch && t.size(1) == d.kv_heads && t.size(2) == d.capacity &&
+                        t.size(3) == d.head_dim && t.stride(3) == 1,
+                    name, ": expected [", d.batch, ", ", d.kv_heads, ", ", d.capacity, ", ", d.head_dim,
+                    "], the last dimension with stride 1");
+    batch = t.stride(0), head = t.stride(1), slot = t.stride(2);
+    STD_TORCH_CHECK((batch | head | slot) % 8 == 0 && slot < (int64_t{1} << 30), name,
+                    ": expected rows that begin at multiples of 16 bytes");
+    return const_cast<uint16_t*>(aligned(name, t));
+  }
+
+ private:
+  const uint16_t* aligned(const char* name, const Tensor& t) const {
+    STD_TORCH_CHECK(t.scalar_type() == dtype, name, ": expected the dtype of the embedding");
+    STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0, name,
+                    ": expected an address that is a multiple of 16 bytes");
+    return read<uint16_t>(t);
+  }
+
+  ScalarType dtype;
+};
+
+// `t`: a layer's tensors in the order of LayerWeights.tensors.
+inline RowsLayer rows_layer(const RowsTensors& of, const Tensor* t, const RowsDecoder& d) {
+  const int64_t q_size = int64_t{d.heads} * d.head_dim, kv_size = int64_t{d.kv_heads} * d.head_dim;
+  const auto projection = [&](const char* name, int at, int64_t outputs, int64_t inputs) -> RowsMatrix {
+    const int bias = at < 5 ? at + 8 : at + 7;  // q, k, v, o: 1 … 4; gate, up, down: 6 … 8
+    const std::string bias_name = std::string(name) + " bias";
+    return {of.matrix(name, t[at], outputs, inputs), of.vector(bias_name.c_str(), t[bias], outputs, true), nullptr,
+            static_cast<int>(outputs)};
+  };
+  RowsLayer layer{};
+  layer.input_norm = of.vector("input norm", t[0], d.hidden);
+  layer.second_norm = of.vector("second norm", t[5], d.hidden);
+  layer.q_norm = of.vector("q norm", t[16], d.head_dim, true);
+  layer.k_norm = of.vector("k norm", t[17], d.head_dim, true);
+  layer.q = projection("q", 1, q_size, d.hidden);
+  layer.k = projection("k", 2, kv_size, d.hidden);
+  layer.v = projection("v", 3, kv_size, d.hidden);
+  layer.o = projection("o", 4, d.hidden, q_size);
+  layer.gate = projection("gate", 6, d.inner, d.hidden);
+  layer.up = projection("up", 7, d.inner, d.hidden);
+  layer.down = projection("down", 8, d.hidden, d.inner);
+  return layer;
+}
+
+// Sizes that kernels count in 32 bits.
+inline int rows_size(const char* name, int64_t size, int64_t most = int64_t{1} << 30) {
+  STD_TORCH_CHECK(size >= 0 && size < most, name, ": ", size, " is too large");
+  return static_cast<int>(size);
+}
+
+inline RowsCall prepare_rows(const Tensor& token_ids, const Tensor& positions, const Tensor& slots,
+                             const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len,
+                             const Tensor& kv_start, const Tensor& embedding, const std::vector<Tensor>& layers,
+                             const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq,
+                             const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
+                             const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
+                             const std::vector<int64_t>& states, int64_t keep) {
+  constexpr size_t kTensorsPerLayer = 18;  // as listed by LayerWeights.tensors
+  check("token_ids", token_ids, ScalarType::Int, {kAny, kAny});
+  const int64_t batch = token_ids.size(0), rows = token_ids.size(1);
+  check("positions", positions, ScalarType::Int, {batch, rows});
+  check("slots", slots, ScalarType::Int, {batch, rows});
+  check("ancestor_mask", ancestor_mask, ScalarType::Int, {batch, rows, kAny});
+  check("node_depths", node_depths, ScalarType::Int, {batch, kAny});
+  check("kv_len", kv_len, ScalarType::Int, {batch});
+  check("kv_start", kv_start, ScalarType::Int, {batch});
+  check("inv_freq", inv_freq, ScalarType::Float, {kAny});
+  const size_t depth = k_caches.size();
+  STD_TORCH_CHECK(depth > 0 && layers.size() == kTensorsPerLayer * depth && v_caches.size() == depth &&
+                      windows.size() == depth,
+                  "layers: expected ", kTensorsPerLayer, " tensors a layer, two caches and a window for each");
+  STD_TORCH_CHECK(embedding.dim() == 2 && head.dim() == 2 && layers[6].dim() == 2 && k_caches[0].dim() == 4,
+                  "embedding, head, layers, k_caches: wrong number of dimensions");
+  STD_TORCH_CHECK(keep >= 0 && keep <= rows, "keep: expected 0 ... ", rows, ", got ", keep);
+
+  RowsCall call{};
+  RowsDecoder& d = call.decoder;
+  d.batch = rows_size("token_ids", batch), d.rows = rows_size("token_ids", rows);
+  rows_size("token_ids", batch * rows, int64_t{1} << 20);
+  d.keep = static_cast<int>(keep);
+  d.hidden = rows_size("embedding", embedding.size(1), int64_t{1} << 20);
+  d.inner = rows_size("gate", layers[6].size(0), int64_t{1} << 20);
+  d.heads = rows_size("heads", heads, int64_t{1} << 16);
+  d.kv_heads = rows_size("k_caches", k_caches[0].size(1), int64_t{1} << 16);
+  d.head_dim = rows_size("inv_freq", 2 * inv_freq.size(0));
+  d.capacity = rows_size("k_caches", k_caches[0].size(2));
+  d.vocab = rows_size("embedding", embedding.size(0));
+  d.words = rows_size("ancestor_mask", ancestor_mask.size(2), int64_t{1} << 20);
+  d.nodes = rows_size("node_depths", node_depths.size(1), int64_t{1} << 25);
+  STD_TORCH_CHECK(d.head_dim == 64 || d.head_dim == 128, "q: expected heads of 64 or 128, got ", d.head_dim);
+  STD_TORCH_CHECK(d.kv_heads > 0 && heads % d.kv_heads == 0, "heads: ", heads, " are not a multiple of the cache's ",
+                  d.kv_heads);
+  STD_TORCH_CHECK(batch * d.kv_heads <= 65535, "k_caches: ", batch, " sequences of ", d.kv_heads,
+                  " heads are more than a launch takes");
+  STD_TORCH_CHECK(d.hidden % 8 == 0 && d.inner % 8 == 0,
+                  "embedding, gate: expected sizes that are multiples of 8, got ", d.hidden, " and ", d.inner);
+  d.eps = static_cast<float>(eps), d.rope_scale = static_cast<float>(rope_scale);
+  d.tokens = read<int32_t>(token_ids), d.positions = read<int32_t>(positions), d.slots = read<int32_t>(slots);
+  d.mask = read<int32_t>(ancestor_mask), d.depths = read<int32_t>(node_depths);
+  d.kv_len = read<int32_t>(kv_len), d.kv_start = read<int32_t>(kv_start);
+  d.inv_freq = read<float>(inv_freq);
+
+  const RowsTensors of(embedding.scalar_type());
+  d.embedding = of.matrix("embedding", embedding, d.vocab, d.hidden);
+  for (size_t l = 0; l < depth; l++) {
+    d.layers.push_back(rows_layer(of, layers.data() + l * kTensorsPerLayer, d));
+    RowsLayer& layer = d.layers.back();
+    layer.keys = of.cache("k_caches", k_caches[l], d, layer.k_batch, layer.k_head, layer.k_slot);
+    layer.values = of.cache("v_caches", v_caches[l], d, layer.v_batch, layer.v_head, layer.v_slot);
+    constexpr int64_t kNarrow = 1 << 30;  // wider ones hide nothing
+    layer.window = windows[l] > 0 && windows[l] < kNarrow ? static_cast<int>(windows[l]) : 0;
+  }
+  d.final_norm = of.vector("final norm", final_norm, d.hidden);
+  const int outputs = rows_size("head", head.size(0));
+  d.head = {of.matrix("head", head, outputs, d.hidden), nullptr, nullptr, outputs};
+
+  const Tensor logits = torch::stable::new_empty(embedding, {batch, keep, outputs}, ScalarType::Float);
+  const Tensor last = torch::stable::new_empty(embedding, {batch, keep, d.hidden}, ScalarType::Float);
+  const Tensor read_by = torch::stable::new_empty(
+      embedding, {static_cast<int64_t>(states.size()), batch, rows, d.hidden}, ScalarType::Float);
+  d.logits = written<float>(logits), d.last = written<float>(last);
+  for (size_t i = 0; i < states.size(); i++) {
+    STD_TORCH_CHECK(states[i] >= 0 && states[i] < static_cast<int64_t>(depth) &&
+                        d.layers[static_cast<size_t>(states[i])].state == nullptr,
+                    "states: expected different layers of 0 ... ", depth - 1, ", got ", states[i]);
+    d.layers[static_cast<size_t>(states[i])].state =
+        written<float>(read_by) + static_cast<int64_t>(i) * batch * rows * d.hidden;
+  }
+  call.outputs = {logits, last, read_by};
+  return call;
+}
+
+}  // namespace gsd

@@ -1,0 +1,120 @@
+"""The CUDA C++ decoder: at most ten launches a layer, which a CUDA graph can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from . import compiled
+from .weights import DecoderWeights
+
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 128)
+MIN_CAPABILITY = (8, 0)
+ALIGNMENT = 16  # bytes of one asynchronous copy
+OTHERWISE = "; use backend='reference'"
+
+
+def decoder_rows(
+    weights: DecoderWeights,
+    token_ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    ancestor_mask: Tensor,
+    node_depths: Tensor,
+    kv_len: Tensor,
+    kv_start: Tensor,
+    k_caches: list[Tensor],
+    v_caches: list[Tensor],
+    states: Sequence[int],
+    keep: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """csrc/cuda/decoder_rows.cpp"""
+    check_device(token_ids.device)
+    if "checked_for_cuda" not in vars(weights):  # hundreds of tensors, which stay as they are
+        check(weights)
+        vars(weights)["checked_for_cuda"] = True
+    check_caches(weights, k_caches, v_caches)
+    graph = (token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start)
+    distinct = sorted(set(states))
+    logits, hidden, read_by = compiled.decoder_rows(weights, *graph, k_caches, v_caches, distinct, keep)
+    if distinct != list(states):  # a layer's input is where it was computed, and there once
+        read_by = torch.stack([read_by[distinct.index(state)] for state in states])
+    return logits, hidden, read_by
+
+
+def check_device(device: torch.device) -> None:
+    """Raise for a GPU that cannot run it; other devices are not looked at.
+
+    Raises:
+        ValueError: it is too old.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= MIN_CAPABILITY:
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    raise ValueError(f"backend 'cuda' expects a GPU of compute capability 8.0 or newer, got {major}.{minor}{OTHERWISE}")
+
+
+def check(weights: DecoderWeights) -> None:
+    """Raise for weights that the kernels do not take.
+
+    Raises:
+        TypeError, ValueError: a dtype, a head size, a row's length or an address, with the tensor's name.
+    """
+    dtype, head_dim = weights.embedding.dtype, 2 * weights.inv_freq.shape[0]
+    if dtype not in DTYPES:
+        raise TypeError(f"embedding: backend 'cuda' expects float16 or bfloat16, got {_name(dtype)}{OTHERWISE}")
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"q: backend 'cuda' expects heads of 64 or 128, got {head_dim}{OTHERWISE}")
+    for name, tensor in _named(weights):
+        if tensor.dtype != dtype:
+            expected = f"the embedding's {_name(dtype)}, got {_name(tensor.dtype)}"
+            raise TypeError(f"{name}: backend 'cuda' expects {expected}{OTHERWISE}")
+        chunk = ALIGNMENT // tensor.element_size()
+        if tensor.dim() == 2 and tensor.shape[1] % chunk:
+            expected = f"rows of a multiple of {chunk}, got {tensor.shape[1]}"
+            raise ValueError(f"{name}: backend 'cuda' expects {expected}{OTHERWISE}")
+        if not tensor.is_contiguous() or _address(tensor) % ALIGNMENT:
+            expected = f"a contiguous tensor at a multiple of {ALIGNMENT} bytes"
+            raise ValueError(f"{name}: backend 'cuda' expects {expected}; pass its .clone()")
+
+
+def check_caches(weights: DecoderWeights, k_caches: list[Tensor], v_caches: list[Tensor]) -> None:
+    """Raise for caches that the kernels do not take.
+
+    Raises:
+        TypeError, ValueError: a dtype, an address or a stride, with the tensor's name.
+    """
+    dtype = weights.embedding.dtype
+    for name, caches in (("k_caches", k_caches), ("v_caches", v_caches)):
+        for layer, cache in enumerate(caches):
+            if cache.dtype != dtype:
+                expected = f"the weights' {_name(dtype)}, got {_name(cache.dtype)}"
+                raise TypeError(f"{name}[{layer}]: backend 'cuda' expects {expected}{OTHERWISE}")
+            steps = [step * cache.element_size() for step in cache.stride()[:3]]
+            if cache.stride(3) != 1 or any(at % ALIGNMENT for at in (_address(cache), *steps)):
+                expected = f"rows at multiples of {ALIGNMENT} bytes, got strides {list(cache.stride())}"
+                raise ValueError(f"{name}[{layer}]: backend 'cuda' expects {expected}{OTHERWISE}")
+
+
+def _named(weights: DecoderWeights) -> Iterator[tuple[str, Tensor]]:
+    yield "embedding", weights.embedding
+    for number, layer in enumerate(weights.layers):
+        for name, tensor in layer.named.items():
+            if tensor is not None:
+                yield f"layers[{number}].{name}", tensor
+    yield "final_norm", weights.final_norm
+    yield "head", weights.head
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor begins, as far as alignment goes: a fake one has no address, and allocations are aligned."""
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        return tensor.data_ptr()
+    return tensor.storage_offset() * tensor.element_size()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

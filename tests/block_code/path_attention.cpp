@@ -1,0 +1,412 @@
+// The rows' path attention on the machine of operating-system threads: random texts against double precision, and every
+// row bit for bit in other company and in other places.
+//
+//     path_attention ROUNDS SEED [--drop BARRIER | --hurry WAIT | --misplace-copy NAME | --misplace-load NAME]
+//     path_attention --cuts | --lists
+//
+// Exit status: 0 right, 3 wrong, 4 divergent lanes or barriers, 5 bank conflict; sanitizers have their own.
+// With GSD_ONE_KERNEL only float16 with head size 64 is compiled, which takes a third of the time.
+#include "../../csrc/algorithms/path_attention.h"
+#include "tile_rounds.h"
+
+using namespace gsd;
+
+namespace {
+
+struct Shape {
+  bool bfloat16;
+  int head_dim, batch, kv_heads, group, rows, window;  // window 0: none
+  int heads() const { return kv_heads * group; }
+};
+
+// A sequence: its prefix and a tree of nodes. Rows are the first nodes.
+struct Text {
+  int prefix;
+  std::vector<int> parents, depths;  // of nodes; parents come first, −1 is the prefix
+  std::vector<uint16_t> q, k, v;     // [rows, heads, D], [prefix + nodes, kv heads, D] twice
+
+  int nodes() const { return static_cast<int>(parents.size()); }
+  // Nodes that the row sees, the oldest first.
+  std::vector<int> path(int row) const {
+    std::vector<int> found;
+    for (int node = row; node >= 0; node = parents[node]) found.insert(found.begin(), node);
+    return found;
+  }
+  int position(int row) const { return prefix + depths[row]; }
+};
+
+template <class Element>
+Text make_text(const Shape& s, int prefix, int nodes, bool chain, std::mt19937& random) {
+  Text t{prefix, {}, {}, {}, {}, {}};
+  for (int node = 0; node < nodes; node++) {
+    const int parent = chain ? node - 1 : std::max(-1, node - between(random, 1, 5));
+    t.parents.push_back(parent);
+    t.depths.push_back(parent < 0 ? 0 : t.depths[parent] + 1);
+  }
+  const size_t slots = static_cast<size_t>(prefix + nodes) * s.kv_heads * s.head_dim;
+  fill<Element>(t.q, static_cast<size_t>(s.rows) * s.heads() * s.head_dim, random);
+  fill<Element>(t.k, slots, random);
+  fill<Element>(t.v, slots, random);
+  return t;
+}
+
+// Where one sequence of a call lies: some rows of a text, of whose path `committed` nodes are in the prefix already.
+struct Place {
+  const Text* text;
+  std::vector<int> rows;
+  int committed, start;
+  std::vector<int> node_of_slot;  // behind the prefix; −1: nobody's
+};
+
+// Nodes in any order, with gaps between them.
+Place place(const Text& text, std::vector<int> rows, int committed, int start, bool shuffled, std::mt19937& random) {
+  Place p{&text, rows, committed, start, {}};
+  std::vector<bool> done(text.nodes());
+  const std::vector<int> first = text.path(rows[0]);  // rows have the committed part in common
+  for (int i = 0; i < committed; i++) done[first[i]] = true;
+  for (int row : rows) {
+    for (int node : text.path(row)) {
+      if (!done[node]) p.node_of_slot.push_back(node);
+      done[node] = true;
+    }
+  }
+  if (shuffled) {
+    for (int gap = between(random, 0, 40); gap > 0; gap--) p.node_of_slot.push_back(-1);
+    std::shuffle(p.node_of_slot.begin(), p.node_of_slot.end(), random);
+  }
+  return p;
+}
+
+// A call in memory. Slots that no row sees hold NaN; tensors end where they are read last.
+template <class Element>
+struct Call {
+  Shape shape;
+  std::vector<uint16_t> q, k, v, out;
+  std::vector<int32_t> mask, node_depths, kv_len, kv_start, positions, slots, lengths;
+  std::vector<float> scratch;
+  AncestorListArgs list{};
+  PathAttentionSizes sizes{};
+  PathAttentionArgs args{};
+  static constexpr int kPad = 8;  // elements between rows of queries and outputs
+
+  Call(const Shape& s, const std::vector<Place>& places, int capacity, bool positions_first) : shape(s) {
+    const int batch = static_cast<int>(places.size()), rows = static_cast<int>(places[0].rows.size());
+    size_t width = 1;
+    for (const Place& p : places) width = std::max(width, p.node_of_slot.size());
+    const int words = words_for(static_cast<int>(width));
+    shape.batch = batch, shape.rows = rows;
+    sizes = {batch, s.kv_heads, s.group, rows, s.head_dim, capacity};
+
+    const size_t cache = static_cast<size_t>(batch) * s.kv_heads * capacity * s.head_dim;
+    k.assign(cache, Element::round(NAN)), v.assign(cache, Element::round(INFINITY));
+    const int64_t slot = positions_first ? s.kv_heads * s.head_dim : s.head_dim;
+    const int64_t head = positions_first ? s.head_dim : int64_t{capacity} * s.head_dim;
+    args.k_slot = args.v_slot = static_cast<int>(slot);
+    args.k_head = args.v_head = head;
+    args.k_batch = args.v_batch = int64_t{capacity} * s.kv_heads * s.head_dim;
+    args.q_row = args.out_row = s.heads() * s.head_dim + kPad;
+    q.assign(batch * rows * args.q_row - kPad, Element::round(NAN)), out.assign(batch * rows * args.out_row, 0xA5A5);
+
+    for (int b = 0; b < batch; b++) {
+      const Place& p = places[b];
+      const Text& t = *p.text;
+      const int prefix = t.prefix + p.committed;
+      kv_start.push_back(p.start), kv_len.push_back(p.start + prefix);
+      const auto put = [&](int from, int to) {
+        for (int h = 0; h < s.kv_heads; h++) {
+          const size_t source = (static_cast<size_t>(from) * s.kv_heads + h) * s.head_dim;
+          const size_t target = b * args.k_batch + h * args.k_head + to * args.k_slot;
+          std::copy_n(&t.k[source], s.head_dim, &k[target]);
+          std::copy_n(&t.v[source], s.head_dim, &v[target]);
+        }
+      };
+      int oldest = INT32_MAX;
+      for (int row : p.rows) oldest = std::min(oldest, s.window == 0 ? 0 : t.position(row) - (s.window - 1));
+      const std::vector<int> path = t.path(p.rows[0]);
+      for (int i = std::max(oldest, 0); i < prefix; i++) {
+        put(i < t.prefix ? i : t.prefix + path[i - t.prefix], p.start + i);
+      }
+      for (size_t i = 0; i < width; i++) {
+        const int node = i < p.node_of_slot.size() ? p.node_of_slot[i] : -1;
+        node_depths.push_back(node < 0 ? static_cast<int>(i % 3) : t.depths[node] - p.committed);
+        if (node >= 0) put(t.prefix + node, kv_len[b] + static_cast<int>(i));
+      }
+      for (int r = 0; r < rows; r++) {
+        const std::vector<int> seen = t.path(p.rows[r]);
+        positions.push_back(t.position(p.rows[r]));
+        mask.resize(mask.size() + words);
+        for (size_t i = 0; i < p.node_of_slot.size(); i++) {
+          if (std::find(seen.begin(), seen.end(), p.node_of_slot[i]) == seen.end()) continue;
+          mask[mask.size() - words + i / 32] |= static_cast<int32_t>(1u << i % 32);
+        }
+        std::copy_n(&t.q[static_cast<size_t>(p.rows[r]) * s.heads() * s.head_dim], s.heads() * s.head_dim,
+                    &q[(b * rows + r) * args.q_row]);
+      }
+    }
+    list = {mask.data(), node_depths.data(), kv_len.data(), nullptr, nullptr,
+            batch, rows, words, static_cast<int>(width), capacity};
+    slots.assign(static_cast<size_t>(batch) * rows * list.width(), -1), lengths.assign(batch * rows, -1);
+    list.slots = slots.data(), list.lengths = lengths.data();
+    scratch.assign(path_scratch_floats(sizes), NAN);
+    args.q = q.data(), args.k = k.data(), args.v = v.data(), args.out = out.data(), args.scratch = scratch.data();
+    args.slots = slots.data(), args.lengths = lengths.data(), args.path = list.width();
+    args.kv_len = kv_len.data(), args.kv_start = kv_start.data(), args.positions = positions.data();
+    args.window = s.window;
+    args.scale = kLog2E / std::sqrt(static_cast<float>(s.head_dim));
+  }
+  Call(const Call&) = delete;
+
+  template <int kHeadDim, int kWarps>
+  void attend_prefix(const Faults& faults, const MachineFaults& machine_faults) {
+    using Prefix = PathPrefix<Element, kHeadDim, kWarps>;
+    const int heads = sizes.batch * sizes.kv_heads, rows = Prefix::Tiles::kRows;
+    const int m_blocks = (sizes.query_rows() + rows - 1) / rows;
+    run_grid(kWarps, m_blocks * heads * sizes.splits(), Prefix::Tiles::kArenaBytes, faults, machine_faults,
+             [&](OsMachine& machine, int block) {
+               Prefix::run(machine, args, sizes, block % m_blocks, block / m_blocks % heads, block / m_blocks / heads);
+             });
+  }
+
+  template <int kHeadDim>
+  void attend(const Faults& faults, const MachineFaults& machine_faults) {
+    using End = PathEnd<Element, kHeadDim>;
+    for (int row = 0; row < list.batch * list.rows; row++) {
+      count_ancestors(list, row);
+      for (int node = 0; node < list.width(); node++) list_ancestor(list, row, node);
+    }
+    if (sizes.query_rows() <= 16) {
+      attend_prefix<kHeadDim, 1>(faults, machine_faults);
+    } else {
+      attend_prefix<kHeadDim, 4>(faults, machine_faults);
+    }
+    const int heads = sizes.batch * sizes.kv_heads, rows = End::Tiles::kRows, m_blocks = (sizes.group + rows - 1) / rows;
+    run_grid(End::kWarps, sizes.rows * heads * m_blocks, End::Tiles::kArenaBytes, faults, machine_faults,
+             [&](OsMachine& machine, int block) {
+               End::run(machine, args, sizes, block % sizes.rows, block / sizes.rows % heads,
+                        block / sizes.rows / heads);
+             });
+  }
+
+  void attend(const Faults& faults = {}, const MachineFaults& machine_faults = {}) {
+#ifndef GSD_ONE_KERNEL
+    if (shape.head_dim == 128) return attend<128>(faults, machine_faults);
+#endif
+    attend<64>(faults, machine_faults);
+  }
+
+  const uint16_t* output(int b, int row) const { return &out[(b * sizes.rows + row) * args.out_row]; }
+
+  // What a row's outputs are rounded from: a bit that a state lost would rarely be seen in 16 of them.
+  std::vector<double> unrounded(int b, int row) const {
+    const PathText text(args, sizes, b);
+    const int end = text.prefix + lengths[b * sizes.rows + row], d = shape.head_dim;
+    const int64_t states = sizes.partials();
+    std::vector<double> result;
+    for (int head = 0; head < shape.heads(); head++) {
+      std::vector<double> sums(d + 1);
+      double best = -INFINITY;
+      for (const bool summing : {false, true}) {
+        for (int split = path_split_of(text.first); split <= path_split_of(end - 1); split++) {
+          const int64_t at = (static_cast<int64_t>(b * sizes.kv_heads + head / sizes.group) * sizes.splits() + split) *
+                                 sizes.query_rows() + row * sizes.group + head % sizes.group;
+          const double highest = scratch[states * (d + 4) + at], share = summing ? std::exp2(highest - best) : 0;
+          if (!summing) best = std::max(best, highest);
+          for (int i = 0; summing && i < d; i++) sums[i] += share * scratch[at * d + i];
+          for (int i = 0; summing && i < 4; i++) sums[d] += share * scratch[states * d + 4 * at + i];
+        }
+      }
+      result.insert(result.end(), sums.begin(), sums.end());
+    }
+    return result;
+  }
+};
+
+bool same(const std::vector<double>& a, const std::vector<double>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](double x, double y) { return x == y || (std::isnan(x) && std::isnan(y)); });
+}
+
+// One row in double precision.
+template <class Element>
+bool right(const Shape& s, const Text& t, int row, const uint16_t* got) {
+  const auto value = [](uint16_t bits) { return static_cast<double>(Element::widen(bits)); };
+  const double unit = std::is_same_v<Element, Half> ? std::ldexp(1, -11) : std::ldexp(1, -8);
+  std::vector<int> seen;
+  const int oldest = s.window == 0 ? 0 : std::max(0, t.position(row) - (s.window - 1));
+  const std::vector<int> path = t.path(row);
+  for (int i = oldest; i <= t.position(row); i++) seen.push_back(i < t.prefix ? i : t.prefix + path[i - t.prefix]);
+  for (int head = 0; head < s.heads(); head++) {
+    const uint16_t* q = &t.q[(static_cast<size_t>(row) * s.heads() + head) * s.head_dim];
+    std::vector<double> scores, expected(s.head_dim, 0.0);
+    double best = -INFINITY, total = 0, error = 0, norm = 0;
+    const auto at = [&](int i) { return (static_cast<size_t>(i) * s.kv_heads + head / s.group) * s.head_dim; };
+    for (const int i : seen) {
+      double score = 0;
+      for (int d = 0; d < s.head_dim; d++) score += value(q[d]) * value(t.k[at(i) + d]);
+      scores.push_back(score / std::sqrt(static_cast<double>(s.head_dim)));
+      best = std::max(best, scores.back());
+    }
+    bool finite = true;
+    for (size_t i = 0; i < seen.size(); i++) {
+      total += std::exp(scores[i] - best);
+      for (int d = 0; d < s.head_dim; d++) {
+        finite = finite && std::isfinite(value(t.v[at(seen[i]) + d]));
+        expected[d] += std::exp(scores[i] - best) * value(t.v[at(seen[i]) + d]);
+      }
+    }
+    bool spoiled = false;
+    for (int d = 0; d < s.head_dim; d++) {
+      const double found = value(got[head * s.head_dim + d]), wanted = expected[d] / total;
+      spoiled = spoiled || !std::isfinite(found);
+      error += (found - wanted) * (found - wanted), norm += wanted * wanted;
+    }
+    if (!finite && !spoiled) return fprintf(stderr, "row %d lost what is not finite\n", row), false;
+    // A weight and an output are rounded once each.
+    if (finite && !(std::sqrt(error) <= 2 * unit * std::sqrt(norm))) {
+      return fprintf(stderr, "row %d, head %d: error %g\n", row, head, std::sqrt(error / norm)), false;
+    }
+  }
+  return true;
+}
+
+// What a row's company and place could change: rows beside it, sequences, slots, padding, capacity, the layout, how
+// many of its ancestors are committed.
+template <class Element>
+bool keeps_its_bits(const Shape& s, const std::vector<Text>& texts, int b, int row, const std::vector<double>& expected,
+                    std::mt19937& random) {
+  const int length = static_cast<int>(texts[b].path(row).size());
+  for (const int committed : {0, between(random, 1, length), length}) {
+    std::vector<int> rows = {row};  // alone, or beside another that has the same prefix
+    if (random() % 2 == 0) {
+      rows.insert(rows.begin() + random() % 2, committed == 0 ? static_cast<int>(random() % s.rows) : row);
+    }
+    std::vector<Place> places = {place(texts[b], rows, committed, between(random, 0, 40), true, random)};
+    int capacity = 0;
+    if (random() % 2 == 0) {
+      const Text& other = texts[random() % texts.size()];
+      places.insert(places.begin() + random() % 2, place(other, std::vector<int>(rows.size(), 0), 0, 0, true, random));
+    }
+    for (const Place& p : places) {
+      capacity = std::max(capacity, p.start + p.text->prefix + p.committed + static_cast<int>(p.node_of_slot.size()));
+    }
+    Call<Element> call(s, places, capacity + (random() % 2 == 0 ? 0 : between(random, 1, 300)), random() % 2 == 0);
+    call.attend();
+    for (size_t i = 0; i < places.size(); i++) {
+      for (size_t r = 0; r < rows.size(); r++) {
+        if (places[i].rows[r] != row || places[i].text != &texts[b]) continue;
+        const int found_b = static_cast<int>(i), found_row = static_cast<int>(r);
+        if (!right<Element>(s, texts[b], row, call.output(found_b, found_row))) return false;
+        if (same(call.unrounded(found_b, found_row), expected)) continue;
+        return fprintf(stderr, "row %d of %d + %d positions: other bits with %d committed, beside %zu rows\n", row,
+                       texts[b].prefix, texts[b].depths[row], committed, places.size() * rows.size() - 1), false;
+      }
+    }
+  }
+  return true;
+}
+
+template <class Element>
+bool round_is_right(const Shape& s, int round, const Faults& faults, const MachineFaults& machine_faults,
+                    std::mt19937& random) {
+  std::vector<Text> texts;
+  std::vector<Place> places;
+  int capacity = 0;
+  for (int b = 0; b < s.batch; b++) {
+    // Short; ending beside the second split's begin, so that paths reach into it; within the second split.
+    const int kinds[] = {between(random, 0, 70), between(random, 225, 256), between(random, 257, 310)};
+    const bool chain = round % 4 == 1;
+    texts.push_back(make_text<Element>(s, kinds[(round + b) % 3], s.rows + between(random, 0, 3), chain, random));
+    Text& t = texts.back();
+    if (round % 5 == 3) {  // not finite, for those who see it
+      const size_t row = static_cast<size_t>(t.prefix + random() % t.nodes()) * s.kv_heads * s.head_dim;
+      t.v[row + random() % s.head_dim] = Element::round(round % 2 == 0 ? NAN : INFINITY);
+    }
+  }
+  std::vector<int> rows(s.rows);
+  for (int r = 0; r < s.rows; r++) rows[r] = r;
+  for (int b = 0; b < s.batch; b++) {
+    places.push_back(place(texts[b], rows, 0, b == 0 ? 0 : between(random, 0, 50), false, random));
+    const Place& p = places.back();
+    capacity = std::max(capacity, p.start + p.text->prefix + static_cast<int>(p.node_of_slot.size()));
+  }
+  Call<Element> call(s, places, capacity, round % 2 == 0);
+  call.attend(faults, machine_faults);
+  for (int b = 0; b < s.batch; b++) {
+    for (int row = 0; row < s.rows; row++) {
+      if (!right<Element>(s, texts[b], row, call.output(b, row))) return false;
+    }
+  }
+  for (int row = 0; row < s.rows; row += std::max(1, s.rows - 1)) {  // the first and the last
+    const int b = static_cast<int>(random() % s.batch);
+    if (!keeps_its_bits<Element>(s, texts, b, row, call.unrounded(b, row), random)) return false;
+  }
+  return true;
+}
+
+// Splits are whole tiles without gaps, and a position is found in the one that holds it.
+bool cuts_are_right() {
+  for (int split = 0; split < 288; split++) {
+    const int64_t begin = path_split_begin(split), size = path_split_begin(split + 1) - begin;
+    if (begin % kTileColumns != 0 || size != kFirstSplitPositions << split / kSplitsPerSize) return false;
+    if (begin + size - 1 > INT32_MAX) return false;
+    for (const int64_t position : {begin, begin + size - 1}) {
+      if (path_split_of(static_cast<int>(position)) != split) return false;
+    }
+  }
+  PathAttentionSizes sizes{1, 1, 1, 1, 64, 0};
+  const int wanted[][2] = {{0, 1}, {1, 1}, {256, 1}, {257, 2}, {4096, 16}, {4097, 17}, {32768, 50}, {131072, 81}};
+  for (const auto& [capacity, splits] : wanted) {
+    sizes.capacity = capacity;
+    if (sizes.splits() != splits) return false;
+  }
+  return true;
+}
+
+// By depth, then by number; only nodes that have a depth and a slot.
+bool lists_are_right() {
+  const int32_t mask[] = {0b1110'1011, -1, 0, 1}, depths[] = {2, 0, 9, 1, 9, 1, 7, 3, 9, 9}, kv_len = 20;
+  int32_t slots[2 * 10], lengths[2];
+  AncestorListArgs list{mask, depths, &kv_len, slots, lengths, 1, 2, 2, 10, 27};
+  std::fill(slots, slots + 20, -1);
+  for (int row = 0; row < 2; row++) {
+    count_ancestors(list, row);
+    for (int node = 0; node < list.width(); node++) list_ancestor(list, row, node);
+  }
+  const int32_t wanted[] = {21, 23, 25, 20, 26, -1};
+  return lengths[0] == 5 && lengths[1] == 0 && std::equal(wanted, wanted + 6, slots) && slots[10] == -1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc == 2 && strcmp(argv[1], "--cuts") == 0) return cuts_are_right() ? 0 : kWrong;
+  if (argc == 2 && strcmp(argv[1], "--lists") == 0) return lists_are_right() ? 0 : kWrong;
+  if (argc < 3) return 2;
+  const int rounds = atoi(argv[1]);
+  std::mt19937 random(static_cast<unsigned>(atoi(argv[2])));
+  const auto [faults, machine_faults] = faults_of(argc, argv);
+  for (int round = 0; round < rounds; round++) {
+    Shape s{};
+    s.bfloat16 = round % 2 == 1;
+    s.head_dim = round / 2 % 2 == 0 ? 64 : 128;
+    s.batch = between(random, 1, 2);
+    s.kv_heads = between(random, 1, 2);
+    s.group = round % 3 == 0 ? 1 : between(random, 2, 8);
+    s.rows = between(random, 1, 6);
+    if (round % 4 == 1) s.rows = 34, s.batch = s.kv_heads = 1, s.group = 2;  // a path of more than a tile and a word
+    if (round % 8 == 4) s.rows = s.batch = s.kv_heads = 1, s.group = 70;  // more heads than a block takes
+    s.window = round % 3 == 2 ? between(random, 1, 90) : 0;
+#ifdef GSD_ONE_KERNEL
+    s.head_dim = 64;
+    const bool right = round_is_right<Half>(s, round, faults, machine_faults, random);
+#else
+    const bool right = s.bfloat16 ? round_is_right<Bfloat16>(s, round, faults, machine_faults, random)
+                                  : round_is_right<Half>(s, round, faults, machine_faults, random);
+#endif
+    if (!right) {
+      fprintf(stderr, "round %d is wrong\n", round);
+      return kWrong;
+    }
+  }
+  return 0;
+}

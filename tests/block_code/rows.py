@@ -1,0 +1,61 @@
+"""decoder_rows of the CUDA library on a CPU: its own checks and launches, the source of its kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from shared import once
+from torch import Tensor
+
+from gsd_kernels import backends
+from gsd_kernels.compiled import SCHEMAS
+from gsd_kernels.ops.decoder_rows import compiled, cuda
+from gsd_kernels_hf.model import fused
+
+from .programs import CXX, ROOT, build
+
+SOURCE = ROOT / "tests/block_code/rows_op.cpp"
+MISSING = "no C++ compiler (CXX, g++)" if CXX is None else None if SOURCE.exists() else "not a source checkout"
+KERNELS = ("embed", "ancestors", "norm", "product", "turn", "attend", "combine")
+TORCH = Path(torch.__file__).parent
+FLAGS = [
+    *("-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-U_FORTIFY_SOURCE", "-DGSD_FIBERS"),
+    *("-DTORCH_TARGET_VERSION=0x020A000000000000", "-isystem", TORCH / "include"),
+    *(f"-L{TORCH / 'lib'}", "-Wl,--no-as-needed", "-ltorch"),
+]
+
+
+def operators(factory: pytest.TempPathFactory) -> Any:
+    """``torch.ops.gsd_block_code``, built once a run."""
+    folder = once(factory, "rows_op", lambda folder: build(SOURCE, folder / "rows_op.so", FLAGS))
+    if not hasattr(torch.ops.gsd_block_code, "launches"):
+        schema = next(schema for schema in SCHEMAS if schema.startswith("decoder_rows("))
+        arguments, _, results = schema.removeprefix("decoder_rows").partition(" -> ")
+        torch.library.define("gsd_block_code::decoder_rows", f"{arguments} -> {results}")
+        torch.library.define("gsd_block_code::launches", f"{arguments} -> Tensor")
+        torch.ops.load_library(str(folder / "rows_op.so"))
+    return torch.ops.gsd_block_code
+
+
+def launches(factory: pytest.TempPathFactory, *arguments: Any) -> list[str]:
+    """Names of the kernels that a call launches, in order; arguments as of an implementation of decoder_rows."""
+    found = operators(factory).launches(*compiled.flat(*arguments))
+    return [KERNELS[kernel] for kernel in found.tolist()]
+
+
+def take_for_gpus(monkeypatch: pytest.MonkeyPatch, factory: pytest.TempPathFactory) -> None:
+    """``backend="cuda"`` of decoder_rows runs here, on CPU tensors."""
+    ops, known = operators(factory), backends.unavailable_reason
+
+    def run(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return ops.decoder_rows(*compiled.flat(*arguments))
+
+    def reason(backend: str, device: torch.device) -> str | None:
+        return None if backend == "cuda" else known(backend, device)
+
+    monkeypatch.setattr(cuda, "compiled", type("Compiled", (), {"decoder_rows": staticmethod(run)}))
+    monkeypatch.setattr(backends, "unavailable_reason", reason)
+    monkeypatch.setattr(fused, "unavailable_reason", reason)

@@ -1,0 +1,158 @@
+// decoder_rows of the CUDA library with its kernels run on the CPU, as an operator of tensors there:
+//
+//     gsd_block_code::decoder_rows   as gsd_kernels::decoder_rows; blocks in any order
+//     gsd_block_code::launches       the same arguments; what is launched, as numbers of Kernel, in order
+//
+// The tensors go through the glue's own checks, and the launches through its own sequence.
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <random>
+
+#include "../../csrc/algorithms/rows_product.h"
+#include "../../csrc/algorithms/rows_turn.h"
+#include "../../csrc/cuda/rows_tensors.h"
+#include "os_machine.h"
+
+namespace gsd {
+namespace {
+
+enum Kernel : int32_t { kEmbed, kAncestors, kNorm, kProduct, kTurn, kAttend, kCombine };
+
+struct Recorder {
+  std::vector<int32_t> launched;
+
+  int add(std::initializer_list<int32_t> kernels) {
+    launched.insert(launched.end(), kernels);
+    return 0;
+  }
+  int embed(const RowsEmbed&) { return add({kEmbed}); }
+  int ancestors(const AncestorListArgs&) { return add({kAncestors}); }
+  int norm(const RowsNorm&) { return add({kNorm}); }
+  int product(const RowsProduct&) { return add({kProduct}); }
+  int turn(const RowsTurn&) { return add({kTurn}); }
+  int attention(const PathAttentionArgs&, const PathAttentionSizes&) { return add({kAttend, kCombine}); }
+};
+
+// Runs body(machine, block) for all blocks in an order of its own: nothing may depend on it.
+template <class Body>
+int run_blocks(int warps, int blocks, size_t arena, const Body& body) {
+  static std::mt19937 random(1);
+  std::vector<int> order(static_cast<size_t>(blocks));
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), random);
+  run_grid(warps, blocks, arena, {}, {},
+           [&](OsMachine& machine, int block) { body(machine, order[static_cast<size_t>(block)]); });
+  return 0;
+}
+
+template <class Element>
+struct BlockLaunches {
+  int embed(const RowsEmbed& a) const {
+    return run_blocks(kRowWarps, a.rows, 0, [&](OsMachine& m, int block) { embed_row<Element>(m, a, block); });
+  }
+  int norm(const RowsNorm& a) const {
+    return run_blocks(kRowWarps, a.batch * a.keep, kNormArenaBytes,
+                      [&](OsMachine& m, int block) { norm_row<Element>(m, a, block); });
+  }
+  // Blocks of 64 rows as wide as the launch would make them or not, in turn: the bits may not tell.
+  int product(const RowsProduct& a) const {
+    static bool wide = false;
+    if (a.tile_rows() == 16) return product<16, kTileOutputs>(a);
+    if (a.tile_rows() == 32) return product<32, kTileOutputs>(a);
+    wide = !wide;
+    return wide ? product<kMostTileRows, kWideOutputs>(a) : product<kMostTileRows, kTileOutputs>(a);
+  }
+  int turn(const RowsTurn& a) const {
+    const int heads = a.heads + 2 * a.kv_heads;
+    return run_blocks(1, a.batch * a.rows * heads, 0, [&](OsMachine& m, int block) {
+      a.head_dim == 64 ? turn_head<Element, 64>(m, a, block / heads, block % heads)
+                       : turn_head<Element, 128>(m, a, block / heads, block % heads);
+    });
+  }
+  int ancestors(const AncestorListArgs& a) const {
+    for (int64_t row = 0; row < int64_t{a.batch} * a.rows; row++) {
+      count_ancestors(a, row);
+      for (int node = a.width() - 1; node >= 0; node--) list_ancestor(a, row, node);
+    }
+    return 0;
+  }
+  int attention(const PathAttentionArgs& a, const PathAttentionSizes& s) const {
+    return s.head_dim == 64 ? attend<64>(a, s) : attend<128>(a, s);
+  }
+
+ private:
+  template <int kHeadDim>
+  int attend(const PathAttentionArgs& a, const PathAttentionSizes& s) const {
+    s.query_rows() <= 16 ? attend_prefix<kHeadDim, 1>(a, s) : attend_prefix<kHeadDim, 4>(a, s);
+    using End = PathEnd<Element, kHeadDim>;
+    const int heads = s.batch * s.kv_heads, parts = (s.group + End::Tiles::kRows - 1) / End::Tiles::kRows;
+    return run_blocks(End::kWarps, s.rows * heads * parts, End::Tiles::kArenaBytes, [&](OsMachine& m, int block) {
+      End::run(m, a, s, block % s.rows, block / s.rows % heads, block / s.rows / heads);
+    });
+  }
+  template <int kHeadDim, int kWarps>
+  int attend_prefix(const PathAttentionArgs& a, const PathAttentionSizes& s) const {
+    using Tiles = AttentionTiles<Element, kHeadDim, kWarps>;
+    const int heads = s.batch * s.kv_heads, parts = (s.query_rows() + Tiles::kRows - 1) / Tiles::kRows;
+    return run_blocks(kWarps, parts * heads * s.splits(), Tiles::kArenaBytes, [&](OsMachine& m, int block) {
+      PathPrefix<Element, kHeadDim, kWarps>::run(m, a, s, block % parts, block / parts % heads, block / parts / heads);
+    });
+  }
+  template <int kRows, int kOutputs>
+  int product(const RowsProduct& a) const {
+    using Block = ProductBlock<Element, kRows, kOutputs>;
+    const RowsCut cut(a, kOutputs);
+    const int rows = a.row_blocks(), tiles = rows * cut.output_blocks;
+    return run_blocks(Block::kWarps, tiles * cut.splits, Block::kArenaBytes, [&](OsMachine& m, int block) {
+      Block::run(m, a, cut, block % rows, block % tiles / rows, block / tiles);
+    });
+  }
+};
+
+RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const Tensor& slots,
+                         const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len,
+                         const Tensor& kv_start, const Tensor& embedding, const std::vector<Tensor>& layers,
+                         const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq,
+                         const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
+                         const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
+                         const std::vector<int64_t>& states, int64_t keep) {
+  const RowsCall call =
+      prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers,
+                   final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep);
+  const RowsForward forward(call.decoder);
+  std::vector<char> memory(static_cast<size_t>(forward.bytes()) + 256, static_cast<char>(0xA5));
+  char* const begin = memory.data() + (256 - reinterpret_cast<uintptr_t>(memory.data()) % 256);
+  memset(begin, 0, static_cast<size_t>(forward.cleared_bytes()));
+  BlockLaunches<Half> half;
+  BlockLaunches<Bfloat16> bfloat16;
+  const int error = embedding.scalar_type() == ScalarType::Half ? forward.run(begin, half) : forward.run(begin, bfloat16);
+  STD_TORCH_CHECK(error == 0, "launch failed");
+  const auto left = std::count_if(begin, begin + forward.cleared_bytes(), [](char c) { return c != 0; });
+  STD_TORCH_CHECK(left == 0, "counters are not left at 0");
+  return call.outputs;
+}
+
+Tensor launches(const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& ancestor_mask,
+                const Tensor& node_depths, const Tensor& kv_len, const Tensor& kv_start, const Tensor& embedding,
+                const std::vector<Tensor>& layers, const Tensor& final_norm, const Tensor& head,
+                const Tensor& inv_freq, const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
+                const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
+                const std::vector<int64_t>& states, int64_t keep) {
+  const RowsCall call =
+      prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers,
+                   final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep);
+  Recorder recorder;
+  RowsForward(call.decoder).run(nullptr, recorder);
+  const Tensor found = new_int32(token_ids, {static_cast<int64_t>(recorder.launched.size())});
+  std::copy(recorder.launched.begin(), recorder.launched.end(), written<int32_t>(found));
+  return found;
+}
+
+}  // namespace
+}  // namespace gsd
+
+STABLE_TORCH_LIBRARY_IMPL(gsd_block_code, CPU, m) {
+  m.impl("decoder_rows", TORCH_BOX(&gsd::decoder_rows));
+  m.impl("launches", TORCH_BOX(&gsd::launches));
+}

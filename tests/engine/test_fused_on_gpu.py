@@ -1,0 +1,190 @@
+"""Rows of a whole model as one operator on a GPU: the switch, and texts of captured steps, without a GPU.
+
+A CPU is taken for one: steps are recorded and replayed (fake_cuda), and the kernels' source runs (block_code.rows).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import fake_cuda
+import pytest
+import torch
+from block_code import rows as block_code
+from decoders import random_tokens, tree
+from models import noised, prompts, tiny
+
+import gsd_kernels as gsd
+from gsd_kernels.graph import pack_bits
+from gsd_kernels_hf.model import fused, replay
+from gsd_kernels_hf.model.fused import FusedRows, missing, rows_of, why_not
+from gsd_kernels_hf.model.hidden import LAST
+from gsd_kernels_hf.model.runner import RowModel
+from gsd_kernels_hf.policy.pairs import forwards
+
+GPU = torch.device("cuda", 0)
+NO_PADS = torch.zeros(1, dtype=torch.int32)
+FAMILIES = {
+    "llama": ("llama-gqa", {"attention_bias": True, "mlp_bias": True}),
+    "tied-yarn": (
+        "llama-tied",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}, "num_key_value_heads": 4},
+    ),
+    "mistral": ("mistral-window", {"head_dim": 128, "sliding_window": 5}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"attention_bias": True}),
+}
+
+
+def family(name: str):
+    """A model in float32 with biases and norms that matter, of sizes that the kernels take."""
+    base, changes = FAMILIES[name]
+    sizes = {"num_attention_heads": 4, "head_dim": 64, **({} if base != "qwen2" else {"hidden_size": 256})}
+    model = tiny(base, dtype=torch.float32, **{**sizes, **changes})
+    gen = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=gen)
+    return model
+
+
+# The switch.
+
+
+def test_one_switch_selects_it(monkeypatch):
+    monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for setting, reason in ((None, "on a GPU one operator is on request: GSD_FUSED_ROWS=cuda"), ("cuda", None)):
+        if setting is not None:
+            monkeypatch.setenv("GSD_FUSED_ROWS", setting)
+        assert missing(GPU) == missing(GPU, "cuda") == reason
+        assert missing(torch.device("cpu")) is None, "a CPU asks nothing more"
+    assert missing(GPU, "triton") == "backend 'triton' has no such operator"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert missing(GPU) == "backend 'cuda' expects a GPU of compute capability 8.0 or newer, got 7.5"
+    monkeypatch.setenv("GSD_FUSED_ROWS", "0")
+    assert missing(GPU) == missing(torch.device("cpu")) == "GSD_FUSED_ROWS=0"
+    monkeypatch.setenv("GSD_FUSED_ROWS", "gpu")
+    with pytest.raises(ValueError, match="GSD_FUSED_ROWS: expected one of 0, 1, cuda, got 'gpu'; or unset it"):
+        missing(GPU)
+
+
+def test_without_the_library_a_gpu_keeps_the_modules(monkeypatch):
+    monkeypatch.setenv("GSD_FUSED_ROWS", "cuda")
+    assert missing(GPU) == fused.unavailable_reason("cuda", GPU)
+
+
+def test_models_that_the_kernels_do_not_take_keep_their_modules(monkeypatch, caplog):
+    monkeypatch.setattr(replay, "is_gpu", lambda device: True)
+    monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
+    half = tiny(dtype=torch.float16, head_dim=64)
+    assert why_not(half, "auto") == "on a GPU one operator is on request: GSD_FUSED_ROWS=cuda"
+    assert not caplog.records
+    monkeypatch.setenv("GSD_FUSED_ROWS", "cuda")
+    assert why_not(half, "auto") is None and why_not(half, "cuda") is None
+    assert why_not(half, "cpu") == "backend 'cpu' has no such operator"
+    known = {"target_forward": "operator", "draft_forward": "modules", "cpu_level": None}
+    assert forwards(half, None, "auto") == known, "costs are known apart from those of the modules"
+    fused._log_once.cache_clear()
+    for model, reason in (
+        (tiny(dtype=torch.float32, head_dim=64), "embedding: backend 'cuda' expects float16 or bfloat16, got float32"),
+        (tiny(dtype=torch.float16), "q: backend 'cuda' expects heads of 64 or 128, got 4"),
+        (
+            tiny(dtype=torch.float16, head_dim=64, intermediate_size=68),
+            "layers[0].down: backend 'cuda' expects rows of a multiple of 8, got 68",
+        ),
+    ):
+        with caplog.at_level(logging.INFO, "gsd_kernels"):
+            rows = rows_of(model, 8, NO_PADS, "auto")
+        assert type(rows) is RowModel and rows.why_modules == why_not(model, "auto") == reason
+        assert caplog.records[-1].getMessage().endswith(reason)
+
+
+# The operator in a model.
+
+
+BLOCKS = pytest.param(
+    "cpu",
+    id="blocks",
+    marks=[pytest.mark.slow, pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))],
+)
+REAL = pytest.param(
+    "cuda",
+    id="gpu",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")],
+)
+
+
+@pytest.fixture(params=[BLOCKS, REAL])
+def device(request, monkeypatch, tmp_path_factory):
+    """A GPU with the switch on, or a CPU that is taken for one."""
+    monkeypatch.setenv("GSD_FUSED_ROWS", "cuda")
+    if request.param == "cpu":
+        block_code.take_for_gpus(monkeypatch, tmp_path_factory)
+        fake_cuda.install(monkeypatch)
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, (torch.bfloat16, torch.float16)[i % 2]) for i, name in enumerate(FAMILIES)], ids=str
+)
+def test_the_error_is_at_most_twice_the_module_paths(device, name, dtype):
+    model = family(name).to(device, dtype)
+    batch, length, parents = 2, 21, [-1, 0, 0, 1, 2, 3, 3, 6]
+    ids, tokens = (t.to(device) for t in (random_tokens(batch, length), random_tokens(batch, len(parents), 1)))
+    kv_start = torch.tensor([0, 4], dtype=torch.int32, device=device)
+    padding = (torch.arange(length, device=device) >= kv_start[:, None]).long()
+    sees, depths = (t.to(device) for t in tree(parents))
+    mask, depths = pack_bits(sees).expand(batch, -1, -1).contiguous(), depths.expand(batch, -1).contiguous()
+    kv_len, slots = torch.full_like(kv_start, length), torch.arange(len(parents), device=device)
+    assert why_not(model, "auto") is None
+    found = []
+    exactly = (RowModel, copy.deepcopy(model).double(), "reference")
+    for cls, of, backend in (exactly, (RowModel, model, "auto"), (FusedRows, model, "auto")):
+        with torch.no_grad():
+            rows = cls(of, 64, kv_start, backend)
+            rows.hidden_layers = (LAST,)
+            rows.prefill(ids, padding, 8)
+            logits = rows.rows(tokens, kv_len, slots, mask, depths, depths, keep=6)
+        found.append((logits.double(), rows.hidden[LAST].double()))
+    assert rows.operator == "cuda"
+    exact, theirs, ours = found
+    for i in range(2):  # logits, and what the output matrix reads
+        assert (ours[i] - exact[i]).norm() <= 2 * (theirs[i] - exact[i]).norm() + 1e-6 * exact[i].norm()
+
+
+@pytest.mark.parametrize(("sampled", "dtype"), [(False, torch.bfloat16), (True, torch.float16)], ids=str)
+def test_a_prompt_has_one_text_in_captured_steps(device, sampled, dtype, monkeypatch):
+    graphs = []
+    monkeypatch.setattr(replay.CaptureLane, "capture", noting(replay.CaptureLane.capture, graphs))
+    target = family("mistral").to(device, dtype)
+    count, shapes = (14, ("chain", "graph")) if device == "cpu" else (100, ("chain", "tree", "graph", "auto"))
+    inputs = {name: t.to(device) for name, t in prompts(2, 9).items()}
+    options = {**inputs, "max_new_tokens": count, "do_sample": sampled, "seed": 3, "eos_token_id": None}
+    alone = gsd.generate(target, **options, return_dict_in_generate=True)
+    assert alone.stats.why_modules is None
+    assert len(set(alone.sequences[:, 9:].flatten().tolist())) >= 15
+    assert len(graphs) == 1, "plain decoding is captured"
+    for shape in shapes:
+        config = shape if shape == "auto" else gsd.GraphConfig.preset(shape, depth=3)
+        out = gsd.generate(
+            target,
+            **options,
+            assistant_model=noised(target, 0.05),
+            graph_config=config,
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(out.sequences, alone.sequences) and out.stats.tokens_per_step > 1
+    assert len(graphs) > len(shapes), "drafted steps are captured too"
+
+
+def noting(capture, graphs):
+    """``capture``, which notes what it has captured."""
+
+    def noted(*arguments):
+        found = capture(*arguments)
+        graphs.append(found[0])
+        return found
+
+    return noted

@@ -1,0 +1,315 @@
+"""The CUDA decoder: what it refuses, what it launches, what it computes.
+
+Cases of ``blocks`` run the kernels' source on a CPU, blocks in any order, their threads as fibers
+(tests/block_code/rows_op.cpp); those of ``gpu`` run on one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from block_code import rows as block_code
+from decoders import Sizes, Text, decoder, random_parents, random_tokens, tree
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gsd_kernels import backends
+from gsd_kernels.graph import pack_bits
+from gsd_kernels.ops.decoder_rows import compiled, cuda, decoder_rows
+from gsd_kernels.ops.decoder_rows.api import IMPLEMENTATIONS
+
+HALF, BFLOAT16 = torch.float16, torch.bfloat16
+DTYPES = (HALF, BFLOAT16)
+SIZES = {
+    "llama-64": Sizes(hidden=64, inner=104, heads=4, kv_heads=2, head_dim=64),
+    "qwen2-64": Sizes(hidden=72, inner=176, heads=2, kv_heads=1, head_dim=64, bias=True),
+    "qwen3-128": Sizes(hidden=104, inner=40, heads=3, kv_heads=1, head_dim=128, head_norms=True),
+    "mistral-128": Sizes(hidden=48, inner=136, heads=2, kv_heads=2, head_dim=128, window=9),
+}
+SMALL = SIZES["llama-64"]
+
+
+# What is refused, and how it is chosen.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "change", "error", "match"),
+    [
+        (SMALL, torch.float32, {}, TypeError, "embedding: .*expects float16 or bfloat16, got float32; use backend="),
+        (Sizes(hidden=64, inner=64, head_dim=80), HALF, {}, ValueError, "q: .*heads of 64 or 128, got 80; use"),
+        (Sizes(hidden=68, head_dim=64), HALF, {}, ValueError, "embedding: .*rows of a multiple of 8, got 68; use"),
+        (Sizes(hidden=64, inner=77, head_dim=64), HALF, {}, ValueError, r"layers\[0\].down: .*multiple of 8, got 77"),
+        (SMALL, HALF, {"final_norm": torch.ones(64)}, TypeError, "final_norm: .*the embedding's float16, got float32"),
+        (
+            SMALL,
+            HALF,
+            {"head": torch.zeros(63 * 64 + 1, dtype=HALF)[1:].view(63, 64)},
+            ValueError,
+            r"head: .*a multiple of 16 bytes; pass its .clone\(\)",
+        ),
+        (SMALL, HALF, {"head": torch.zeros(64, 64, dtype=HALF).T}, ValueError, "head: .*a contiguous tensor"),
+    ],
+)
+def test_weights_that_the_kernels_do_not_take_are_named(sizes, dtype, change, error, match):
+    with pytest.raises(error, match=match):
+        cuda.check(dataclasses.replace(decoder(sizes, dtype), **change))
+
+
+@pytest.mark.parametrize(
+    ("cache", "error", "match"),
+    [
+        (torch.zeros(1, 2, 40, 64), TypeError, r"v_caches\[1\]: .*the weights' float16, got float32"),
+        (torch.zeros(5121, dtype=HALF)[1:].view(1, 2, 40, 64), ValueError, r"v_caches\[1\]: .*multiples of 16 bytes"),
+        (
+            torch.zeros(1, 2, 40, 65, dtype=HALF)[..., :64],
+            ValueError,
+            r"v_caches\[1\]: .*strides \[5200, 26",
+        ),
+    ],
+)
+def test_caches_that_the_kernels_do_not_take_are_named(cache, error, match):
+    weights, fine = decoder(SMALL, HALF), torch.zeros(1, 2, 40, 64, dtype=HALF)
+    cuda.check_caches(weights, [fine] * 2, [fine.transpose(1, 2).contiguous().transpose(1, 2)] * 2)
+    with pytest.raises(error, match=match):
+        cuda.check_caches(weights, [fine] * 2, [fine, cache])
+
+
+def test_a_gpu_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ValueError, match=r"compute capability 8\.0 or newer, got 7\.5; use backend='reference'"):
+        cuda.check_device(torch.device("cuda", 0))
+    cuda.check_device(torch.device("cpu"))
+
+
+def test_auto_never_takes_it(monkeypatch):
+    monkeypatch.setattr(backends, "unavailable_reason", lambda name, _: None if name != "cpu" else "absent")
+    for first in ("triton", "compiled"):
+        monkeypatch.setattr(backends, "compiled_first", lambda first=first: first == "compiled")
+        chosen = backends.resolve("auto", torch.device("cuda"), IMPLEMENTATIONS)
+        assert chosen is IMPLEMENTATIONS["reference"]
+    assert backends.resolve("cuda", torch.device("cuda"), IMPLEMENTATIONS) is cuda.decoder_rows
+
+
+def test_shapes_are_known_without_running(monkeypatch):
+    monkeypatch.setattr(backends, "unavailable_reason", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    given = decoder(SMALL, HALF)
+    ids, lengths = torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    tensors = (ids, ids, ids, ids[..., None], ids, lengths, lengths)
+    with FakeTensorMode():
+
+        def there(tensor):
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+
+        layers = [
+            dataclasses.replace(layer, **{name: there(t) for name, t in layer.named.items() if t is not None})
+            for layer in given.layers
+        ]
+        parts = {name: there(getattr(given, name)) for name in ("embedding", "final_norm", "head", "inv_freq")}
+        weights = dataclasses.replace(given, layers=layers, **parts)
+        caches = [[torch.empty(2, 2, 40, 64, dtype=HALF, device="cuda") for _ in range(2)] for _ in range(2)]
+        graph = [there(t) for t in tensors]
+        logits, hidden, states = decoder_rows(weights, *graph, *caches, keep=3, states=(0, 1), backend="cuda")
+    assert logits.shape == (2, 3, 63) and hidden.shape == (2, 3, 64) and states.shape == (2, 2, 5, 64)
+    assert {t.dtype for t in (logits, hidden, states)} == {torch.float32} and logits.device.type == "cuda"
+
+
+# What is launched, and what it computes.
+
+
+BLOCKS = pytest.param(
+    "cpu",
+    id="blocks",
+    marks=[pytest.mark.slow, pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))],
+)
+GPU = pytest.param(
+    "cuda",
+    id="gpu",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")],
+)
+
+
+@pytest.fixture(params=[BLOCKS, GPU])
+def device(request, monkeypatch, tmp_path_factory):
+    """Where ``backend="cuda"`` takes its tensors."""
+    if request.param == "cpu":
+        block_code.take_for_gpus(monkeypatch, tmp_path_factory)
+    return request.param
+
+
+def text(sizes: Sizes, dtype: torch.dtype, pads: list[int], device: str, capacity: int = 80, backend="cuda") -> Text:
+    weights = decoder(sizes, dtype, lambda t: t.to(device))
+    return Text(weights, sizes, dtype, pads, capacity, backend)
+
+
+LAYER = ["norm", "product", "turn", "attend", "combine", "product", "norm", "product", "product"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
+def test_a_layer_is_nine_launches(tmp_path_factory):
+    sizes = dataclasses.replace(SMALL, layers=3)
+    weights, ids = decoder(sizes, HALF), torch.zeros(2, 5, dtype=torch.int32)
+    caches = [[torch.zeros(2, 2, 40, 64, dtype=HALF) for _ in range(3)] for _ in range(2)]
+    graph = (ids, ids, ids, ids[..., None], ids, ids[:, 0], ids[:, 0])
+
+    def launched(keep, states=(), count=5):
+        first = [t[:, :count] if t.dim() > 1 and t.shape[1] == 5 else t for t in graph]
+        return block_code.launches(tmp_path_factory, weights, *first, *caches, states, keep)
+
+    whole = ["embed", "ancestors", *(3 * LAYER), "norm", "product"]
+    assert len(LAYER) <= 10
+    assert launched(5) == launched(1) == launched(1, count=1) == whole
+    assert launched(5, states=(0, 2)) == whole, "hidden states are copied by launches that are there"
+    folder = block_code.SOURCE.parents[2] / "csrc/cuda"
+    attention, others = ((folder / file).read_text() for file in ("path_attention.cu", "rows.cu"))
+    assert attention.count("<<<") == 3, "the lists, the prefix, the ends of rows"
+    assert others.count("cudaLaunchKernelEx(") == 1 and "<<<" not in others, "one launch a call"
+    assert launched(0) == ["embed", "ancestors", *(2 * LAYER), *LAYER[:3]], "of a prompt the last layer's keys suffice"
+
+
+def graph_rows(case: Text, count: int) -> tuple[Tensor, ...]:
+    """Arguments of ``count`` rows of a tree behind what was read."""
+    sees, depths = (t.to(case.device) for t in tree(random_parents(count)))
+    batch = len(case.pads)
+    return (
+        random_tokens(batch, count, 1).int().to(case.device),
+        (case.kv_len - case.kv_start)[:, None] + depths,
+        case.kv_len[:, None] + torch.arange(count, dtype=torch.int32, device=case.device),
+        pack_bits(sees).expand(batch, -1, -1).contiguous(),
+        depths.expand(batch, -1),
+        case.kv_len,
+        case.kv_start,
+        *case.caches,
+    )
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(name, DTYPES[i % 2 - 1]) for i, name in enumerate(SIZES)], ids=str)
+def test_it_equals_the_reference_and_the_cpus_operator(device, name, dtype):
+    results = []
+    for backend, where in (("cuda", device), ("reference", device), ("cpu", "cpu")):
+        if backends.unavailable_reason(backend, torch.device(where)) is not None:
+            continue
+        case = text(SIZES[name], dtype, [0, 3], where, backend=backend)
+        if backend == "reference":
+            for cache in (*case.caches[0], *case.caches[1]):
+                cache.zero_()  # it reads every slot
+        case.read(random_tokens(2, 40), 30)
+        found = decoder_rows(case.weights, *graph_rows(case, 21), keep=17, states=(1, 0, 1), backend=backend)
+        results.append([t.cpu() for t in found])
+    assert len(results) >= 2
+    tolerance = {BFLOAT16: 3e-2, HALF: 3e-3}[dtype]
+    for ours, *others in zip(*results, strict=True):
+        assert ours.isfinite().all()
+        for other in others:
+            assert ours.shape == other.shape and (ours - other).norm() <= tolerance * other.norm()
+    assert torch.equal(results[0][2][1], results[1][2][1]), "of layer 0 the embeddings"
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(name, DTYPES[i % 2]) for i, name in enumerate(SIZES)], ids=str)
+def test_a_row_alone_among_others_and_committed(device, name, dtype):
+    """Also in another batch, behind other padding, in a larger cache, and cut into other blocks."""
+    count, pads, parents = 35, [0, 5, 2], random_parents(35)
+    prompt, tokens, (sees, depths) = random_tokens(3, 19), random_tokens(3, count, 1), tree(parents)
+
+    def logits(sequences: list[int], step: int, last: int = count, capacity: int = 80):
+        case = text(SIZES[name], dtype, [pads[b] for b in sequences], device, capacity)
+        case.read(prompt[sequences], step)
+        of = [case.rows(tokens[sequences], sees, depths, i, min(last, i + step)) for i in range(0, last, step)]
+        return torch.cat(of, 1), case
+
+    whole, _ = logits([0, 1, 2], count)
+    assert whole.isfinite().all()
+    assert torch.equal(logits([0, 1, 2], 17)[0], whole)
+    assert torch.equal(logits([2, 0], 7, 21, capacity=300)[0], whole[[2, 0], :21])
+    alone, case = logits([1], 1, 3)
+    assert torch.equal(alone, whole[[1], :3])
+    path = sorted(torch.nonzero(sees[int(depths.argmax())]).flatten().tolist(), key=lambda node: int(depths[node]))
+    assert len(path) > 4
+    assert torch.equal(case.read(tokens[[1]][:, path], 2), whole[[1]][:, path])
+
+
+def test_a_row_has_its_bits_in_every_tile_and_split(device):
+    """1 … 128 rows of sizes whose products are cut; behind prefixes on both sides of what one split holds."""
+    sizes = Sizes(hidden=320, inner=272, heads=2, kv_heads=1, head_dim=64, layers=1)
+    tokens, (sees, depths) = random_tokens(1, 128, 1), tree(random_parents(128))
+    for prefix in (5, 300):
+        case = text(sizes, BFLOAT16, [1], device, 448)
+        case.read(random_tokens(1, prefix), 128)
+        whole = case.rows(tokens, sees, depths, 0, 128)
+        for first, last in ((0, 1), (0, 16), (16, 33), (40, 104), (127, 128)):
+            assert torch.equal(case.rows(tokens, sees, depths, first, last), whole[:, first:last])
+
+
+def test_what_lies_outside_is_not_touched(device):
+    """Tokens outside the vocabulary, slots outside the cache: nothing is read back, so nothing is refused."""
+    inside = text(SMALL, HALF, [0], device, 24)
+    inside.read(random_tokens(1, 20), 20)
+    before = [cache.clone() for caches in inside.caches for cache in caches]
+    inside.kv_len = inside.kv_len + 2  # row 2 lies behind the cache's end
+    inside.rows(torch.tensor([[1, 2**30, -(2**30)]]), *tree([-1, 0, 1]), 0, 3)
+    after = [cache for caches in inside.caches for cache in caches]
+    for old, new in zip(before, after, strict=True):
+        changed = (old.view(torch.int16) != new.view(torch.int16)).any(-1).any(0).any(0)
+        assert torch.nonzero(changed).flatten().tolist() == [22, 23]
+
+
+# On a GPU only.
+
+
+def on_gpu(function):
+    for mark in GPU.marks:
+        function = mark(function)
+    return function
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_captured_forward_serves_every_text(dtype):
+    """Replays equal ordinary calls, bit for bit, at other lengths and after other rows, and leave no counter behind."""
+    sizes = Sizes(hidden=2048, inner=4096, heads=16, kv_heads=4, head_dim=128)
+    case = text(sizes, dtype, [0, 3], "cuda", 400)
+    case.read(random_tokens(2, 300), 128)
+    rows = graph_rows(case, 33)
+
+    def forward():
+        return decoder_rows(case.weights, *rows, keep=33, states=(1,), backend="cuda")
+
+    forward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = forward()
+    for step, length in enumerate((300, 299, 257, 256, 31)):
+        rows[0].copy_(random_tokens(2, 33, step).int())
+        for place in (rows[1], rows[2], rows[5]):
+            place.add_(length - int(rows[5][0]))
+        for _ in range(2):
+            graph.replay()
+        for replayed, called in zip(static, forward(), strict=True):
+            assert torch.equal(replayed, called)
+
+
+@on_gpu
+def test_opcheck_and_mixed_devices():
+    case = text(SMALL, HALF, [0, 3], "cuda")
+    case.read(random_tokens(2, 9), 9)
+    given = compiled.flat(case.weights, *graph_rows(case, 5), (1,), 3)
+    given = tuple([t.nan_to_num(0.0) for t in g] if g is case.caches[0] or g is case.caches[1] else g for g in given)
+    results = torch.library.opcheck(torch.ops.gsd_kernels.decoder_rows.default, given)
+    assert set(results.values()) == {"SUCCESS"}, results
+    with pytest.raises(RuntimeError, match="same CUDA device"):
+        torch.ops.gsd_kernels.decoder_rows(given[0].cpu(), *given[1:])
+
+
+@on_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_another_gpu_than_the_current_one():
+    found = []
+    for where in ("cuda:0", "cuda:1"):
+        case = text(SMALL, HALF, [0, 3], where)
+        case.read(random_tokens(2, 19), 19)
+        found.append(decoder_rows(case.weights, *graph_rows(case, 9), keep=9, backend="cuda")[0].cpu())
+    assert torch.cuda.current_device() == 0 and torch.equal(*found)

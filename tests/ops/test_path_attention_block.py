@@ -1,0 +1,104 @@
+"""The rows' path attention on the CPU: right, free of races, the same bits in any place and company.
+
+Its source runs on a machine of operating-system threads (tests/block_code/path_attention.cpp). The loop over tiles is
+that of `dag_attention`, whose own test injects the faults of copies and layout.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+from block_code.programs import BUILDS, CXX, DIFFERENT, RACE, ROOT, build, build_all, run
+from shared import once
+
+SOURCE = ROOT / "tests/block_code/path_attention.cpp"
+HEADER = ROOT / "csrc/algorithms/path_attention.h"
+TILES = ROOT / "csrc/algorithms/attention_tiles.h"
+ONE = "-DGSD_ONE_KERNEL"  # float16 with head size 64: a third of the time to compile
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
+    pytest.mark.skipif(not SOURCE.exists() or not HEADER.exists(), reason="not a source checkout"),
+]
+
+TEXT = HEADER.read_text() if HEADER.exists() else ""
+BARRIERS = re.findall(r'machine\.sync\("([^"]+)"', TEXT)
+WAITS = re.findall(r'machine\.template wait<[^>]+>\("([^"]+)"\)', TILES.read_text() if TILES.exists() else "")
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    flags = {name: [flag for flag in BUILDS[name] if flag != "-g"] for name in BUILDS}
+    flags["thread"].append(ONE)
+    folder = once(tmp_path_factory, "path_attention", lambda folder: build_all(SOURCE, folder, flags))
+    return {name: folder / name for name in BUILDS}
+
+
+@pytest.mark.parametrize(("sanitizer", "rounds"), [("thread", 3), ("address", 5)])
+def test_rows_are_right_and_keep_their_bits(programs, sanitizer, rounds):
+    """Both types and head sizes, 1 … 70 heads a cache head, prefixes round a split's end, windows, values not finite.
+
+    Rows are held against double precision. Then each runs again alone or beside others, at other slots, behind other
+    padding, in another capacity, layout and batch, with none, some or all of its ancestors committed: what its outputs
+    are rounded from may not change by a bit.
+    """
+    status, output = run(programs[sanitizer], rounds, 1, timeout=300)
+    assert status == 0, output[-3000:]
+
+
+def test_splits_are_whole_tiles_and_follow_from_the_position(programs):
+    assert run(programs["address"], "--cuts")[0] == 0
+
+
+def test_ancestors_are_listed_by_depth(programs):
+    """Equal depths by number; words and bits beyond the nodes, and nodes beyond the cache, do not count."""
+    assert run(programs["address"], "--lists")[0] == 0
+
+
+def test_barriers_and_waits_are_listed():
+    assert BARRIERS == ["tiles read", "states written"] and len(WAITS) == 2
+    assert not re.search(r"machine\.(?:any|copy|template)", TEXT)
+
+
+@pytest.mark.parametrize("barrier", BARRIERS)
+def test_a_dropped_barrier_is_caught(programs, barrier):
+    assert run(programs["thread"], 3, 2, "--drop", barrier)[0] in (RACE, DIFFERENT)
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_dropped_wait_is_caught(programs, wait):
+    assert run(programs["address"], 2, 2, "--hurry", wait)[0] == DIFFERENT
+
+
+def tiles_at_kv_len(text: str) -> str:
+    return text.replace("whole(prefix / kTileColumns * kTileColumns)", "whole(prefix)")
+
+
+def splits_by_rows(text: str) -> str:
+    cuts, begin, kernels = text.partition("// A block takes the whole tiles of one split")
+    kernels = re.sub(r"path_split_begin\(([^()]*)\)", r"(path_split_begin(\1) * (1 + (s.rows > 1)))", kernels)
+    kernels = re.sub(r"path_split_of\(([^()]*)\)", r"path_split_of((\1) / (1 + (s.rows > 1)))", kernels)
+    return cuts + begin + kernels
+
+
+def sums_of_lanes(text: str) -> str:
+    """A row's four sums are added up between the launches, in another order than within one."""
+    old = "      state.total[i] = totals(row)[lane % 4];\n"
+    assert old in text
+    total = " + ".join(f"totals(row)[{lane}]" for lane in range(4))
+    return text.replace(old, f"      state.total[i] = lane % 4 != 0 ? 0.0f : {total};\n")
+
+
+@pytest.mark.parametrize("mutation", [tiles_at_kv_len, splits_by_rows, sums_of_lanes])
+def test_what_depends_on_more_than_the_text_is_caught(mutation, tmp_path):
+    shutil.copytree(ROOT / "csrc/algorithms", tmp_path / "csrc/algorithms")
+    shutil.copytree(SOURCE.parent, tmp_path / "tests/block_code")
+    changed = mutation(TEXT)
+    assert changed != TEXT
+    (tmp_path / HEADER.relative_to(ROOT)).write_text(changed)
+    program = build(tmp_path / SOURCE.relative_to(ROOT), tmp_path / "program", ["-O0", "-w", ONE])
+    status, output = run(program, 3, 1)
+    assert status == DIFFERENT and "other bits" in output, output
