@@ -11,8 +11,8 @@ namespace gsd {
 namespace {
 
 constexpr int kTurnWarps = 4;
-constexpr int kOldestMajor = 8;       // compute capability; code for older GPUs is empty, so that the others build there
-constexpr int kOverlappingMajor = 9;
+constexpr int kOldestMajor = 8;  // compute capability; code for older GPUs is empty, so that the others build there
+constexpr int kOverlappingCode = 90;  // the oldest architecture for which kernels are compiled with their wait
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #define GSD_HAS_MMA
@@ -83,6 +83,9 @@ int launch_with(int arena, void (*kernel)(Args...), dim3 blocks, int threads, co
   if (error != cudaSuccess) return error;
   if (major < kOldestMajor) return cudaErrorNoKernelImageForDevice;
   if (arena > 0) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, arena);
+  // Of the code, not of the GPU: what was compiled for an older one and translated when it was loaded does not wait.
+  cudaFuncAttributes code{};
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, kernel);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -91,7 +94,7 @@ int launch_with(int arena, void (*kernel)(Args...), dim3 blocks, int threads, co
   config.gridDim = blocks, config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(arena);
   config.stream = static_cast<cudaStream_t>(how.stream);
-  config.attrs = &overlap, config.numAttrs = how.overlap && major >= kOverlappingMajor ? 1 : 0;
+  config.attrs = &overlap, config.numAttrs = how.overlap && code.ptxVersion >= kOverlappingCode ? 1 : 0;
   error = cudaLaunchKernelEx(&config, kernel, args...);
   return error == cudaSuccess ? cudaGetLastError() : error;
 }
