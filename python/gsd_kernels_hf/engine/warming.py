@@ -8,14 +8,24 @@ from itertools import pairwise
 
 import torch
 
-from gsd_kernels import GraphConfig, Rows, TokenGraph, dag_attention, flatten, merge, mix_candidates, verify, write_kv
+from gsd_kernels import (
+    Frontier,
+    GraphConfig,
+    TokenGraph,
+    dag_attention,
+    flatten,
+    merge,
+    mix_candidates,
+    verify,
+    write_kv,
+)
 from gsd_kernels.config import MAX_CONTEXT
 from gsd_kernels.graph import num_words
-from gsd_kernels.ops.ngram import ngram_recall, ngram_remember
 
 from ..model import replay
 from ..model.runner import RowModel
-from ..sources.history import History
+from ..records import Verified
+from ..sources.base import Level
 from .session import Session
 
 
@@ -48,7 +58,6 @@ def _warm_graph(session: Session, shape: GraphConfig) -> None:
     graph.reset(torch.zeros(batch, device=device), torch.full((batch, MAX_CONTEXT), -1, device=device))
     node_ids = graph.root_frontier()
     looks_up = session.drafter is not None and session.drafter.has_lookup
-    _warm_candidates(session, shape, graph)
     for level in range(shape.depth + (shape.history_depth if looks_up else 0)):
         candidates = torch.full((*node_ids.shape, shape.branch), -1, dtype=torch.int32, device=device)
         node_ids = merge(
@@ -74,7 +83,11 @@ def _warm_graph(session: Session, shape: GraphConfig) -> None:
         backend=backend,
     )
     session.target.cache.commit(accepted.accepted_rows, accepted.num_accepted, session.kv_len.clone(), backend=backend)
-    _warm_picks(session, shape, rows)
+    logits = _logits(session.target, batch, shape.max_rows).to(device)
+    session.rule.criterion.picks(rows, logits, rows.depths)
+    none, tail = torch.zeros_like(accepted.accepted_rows), graph.contexts[:, 0].clone()
+    nothing = replace(rows, num_rows=torch.zeros_like(rows.num_rows))  # rows for shapes, none to learn from
+    _warm_candidates(session, shape, Verified(graph, nothing, logits, {}, accepted, tail, none, none))
 
 
 def _logits(rows: RowModel, batch: int, count: int) -> torch.Tensor:
@@ -84,38 +97,24 @@ def _logits(rows: RowModel, batch: int, count: int) -> torch.Tensor:
     return torch.zeros(batch, count, vocab, dtype=head.weight.dtype, device=rows.device)
 
 
-def _warm_candidates(session: Session, shape: GraphConfig, graph: TokenGraph) -> None:
-    """What draft models and the history propose after one node and after a frontier, and their mixture."""
-    batch, sampler = session.kind.batch, session.sampler
-    noise = {"first_pick": session.kv_len, "seed": sampler.seed, "sequence_ids": sampler.sequence_ids}
-    histories = [] if session.drafter is None else [s for s in session.drafter.sources if isinstance(s, History)]
+def _warm_candidates(session: Session, shape: GraphConfig, verified: Verified) -> None:
+    """What sources propose after one node and after a frontier and make of a step, and the mixture of proposals."""
+    batch, device = session.kind.batch, session.kv_len.device
+    sources = session.drafter.sources if session.drafter is not None else ()
     for width in dict.fromkeys((1, shape.width, shape.history_width)):
-        positions = torch.zeros(batch, width, dtype=torch.int32, device=session.kv_len.device)
+        root = torch.zeros(batch, width, dtype=torch.int32, device=device)
         found = []
         for rows in session.row_models[1:] if shape.depth else ():
             if session.draws is None and isinstance(rows, RowModel):
-                logits = _logits(rows, batch, width)
-                found.append(sampler.candidates(logits, positions, shape.branch))
-        for history in histories:
-            given = {} if sampler.greedy else noise
-            *recalled, _ = ngram_recall(history.table, graph, positions, **given, backend=session.backend)
-            found.append((recalled[0], recalled[1]))
-        here = [tuple(tensor.to(positions.device) for tensor in candidates) for candidates in found]
+                found.append(session.sampler.candidates(_logits(rows, batch, width), root, shape.branch))
+        frontier = Frontier(root, root, root, root[..., None])
+        level = Level(0, shape, verified.graph, frontier, session.kv_len)
+        proposals = (source.warm(level, verified) for source in sources)
+        found += [proposal.candidates for proposal in proposals if proposal is not None]
+        here = [tuple(tensor.to(device) for tensor in candidates) for candidates in found]
         for first, other in pairwise(here):
-            weight = torch.zeros(batch, width, device=positions.device)
+            weight = torch.zeros(batch, width, device=device)
             mix_candidates(*first, *other, weight, backend=session.backend)
-
-
-def _warm_picks(session: Session, shape: GraphConfig, rows: Rows) -> None:
-    """What the target's rows are judged by, and what the history would keep of them."""
-    logits = _logits(session.target, session.kind.batch, shape.max_rows).to(rows.token_ids.device)
-    session.rule.criterion.picks(rows, logits, rows.depths)
-    histories = [] if session.drafter is None else [s for s in session.drafter.sources if isinstance(s, History)]
-    for history in histories:
-        best = session.sampler.candidates(logits, rows.depths, history.table.tokens.shape[2], noise=False)
-        nothing = replace(rows, num_rows=torch.zeros_like(rows.num_rows))
-        tail = torch.full((session.kind.batch, MAX_CONTEXT), -1, dtype=torch.int32, device=rows.token_ids.device)
-        ngram_remember(history.table, nothing, tail, *best, backend=session.backend)
 
 
 def _forwards(session: Session, shapes: Sequence[GraphConfig]) -> Iterator[tuple[int, int, int]]:

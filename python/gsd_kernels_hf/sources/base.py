@@ -165,6 +165,19 @@ class DraftSource:
     def prepare(self, config: GraphConfig) -> None:
         """Get ready for steps of another shape; outside the step, so this may wait for the device."""
 
+    def warm(self, level: Level, verified: Verified) -> Proposal | None:
+        """Launch once what :meth:`propose` and :meth:`observe` launch, on a GPU and before a shape's first step.
+
+        For kernels that are compiled when they are first used: no step should wait for that.
+
+        Args:
+            level: of the root alone, as wide as a frontier of the shape.
+            verified: a step of no rows, of which nothing may be kept.
+
+        Returns:
+            What was proposed, so that its mixture is launched, too; ``None`` for a source that compiles nothing.
+        """
+
     def propose(self, level: Level) -> Proposal | None:
         """Candidates after every frontier node, [B, W, K] with any K; ``None`` for nothing at this level."""
         raise NotImplementedError

@@ -89,6 +89,11 @@ class History(DraftSource):
     def _insert(self, contexts: Tensor, tokens: Tensor, log_probs: Tensor, valid: Tensor) -> None:
         ngram_insert(self.table, contexts, tokens, log_probs, valid, backend=self.sampler.backend)
 
+    def warm(self, level: Level, verified: Verified) -> Proposal:
+        """Look up what the root is followed by, and remember no row."""
+        self.observe(verified)
+        return self.propose(level)
+
     def propose(self, level: Level) -> Proposal:
         """Continuations of the longest context of each frontier node that is known; its length is the index."""
         sampler = self.sampler
