@@ -136,8 +136,8 @@ def check_distribution(logits, on, **warpers):
 @backends(*EVERYWHERE)
 def test_the_distribution_after_the_warpers(on, name):
     shape, options = SAMPLING[name]
-    if on.interpreted and shape[-1] > 20_000:
-        pytest.skip("minutes in the interpreter")
+    if on.interpreted:
+        shape = (*shape[:-1], min(shape[-1], 20_000))  # minutes otherwise
     options = {key: value for key, value in options.items() if key != "branch"}
     made = {key: options.pop(key) for key in ("dtype", "spread") if key in options}
     check_distribution(problem(shape, **made)[0], on, **options)

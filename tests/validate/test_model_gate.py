@@ -171,6 +171,27 @@ def test_a_model_is_examined_once_and_again_when_it_changes():
         assert len(forwards) == expected
 
 
+def test_a_passing_error_is_not_remembered():
+    model = llama()
+
+    def fail(*_):
+        raise MemoryError("full")
+
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match=r"model: LlamaForCausalLM cannot be forwarded .*full") as refusal:
+        gsd.patch(model)
+    assert isinstance(refusal.value.__cause__, MemoryError)
+    with pytest.raises(ValueError, match="full"):
+        probe.windows_of(model)
+    handle.remove()
+    with pytest.MonkeyPatch.context() as patched:  # the same structure, then: the first found is asked for again
+        patched.setattr(probe, "structure_of", lambda model: "one")
+        handle = model.model.layers[1].register_forward_pre_hook(fail)
+        assert probe.examine(model).problem is not None
+        handle.remove()
+        assert probe.examine(model).problem is None
+
+
 def test_what_is_remembered_dies_with_the_model():
     model = llama()
     probe.examine(model)

@@ -31,7 +31,7 @@ from gsd_kernels.ops.decoder_rows.api import FLOATS
 
 from . import replay
 from .hidden import LAST
-from .probe import examine
+from .probe import windows_of
 from .runner import Listener, RowModel
 
 logger = logging.getLogger("gsd_kernels")
@@ -158,7 +158,7 @@ def weights_of(model: PreTrainedModel) -> DecoderWeights:
     return DecoderWeights(
         embedding=decoder.embed_tokens.weight.detach(),
         # What each attention call was seen to do: some classes ignore the window of their configuration.
-        layers=[_layer(*at) for at in zip(decoder.layers, examine(model).windows, strict=True)],
+        layers=[_layer(*at) for at in zip(decoder.layers, windows_of(model), strict=True)],
         final_norm=decoder.norm.weight.detach(),
         head=model.lm_head.weight.detach(),
         inv_freq=_rotary(model).inv_freq.float(),

@@ -39,6 +39,7 @@ class AttentionReport:
 
     windows: tuple[int | None, ...] = ()  # sliding window of every attention call of a forward, in their order
     problem: str | None = None
+    cause: BaseException | None = None  # an error of the model's, which may be a passing one, as full memory is
 
 
 class Unserved(Exception):
@@ -144,15 +145,28 @@ _known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, AttentionReport]] 
 def examine(model: PreTrainedModel) -> AttentionReport:
     """What ``model`` does with graph rows.
 
-    One forward of 2 × 5 tokens, remembered until the model's structure is another one, see :mod:`.identity`. The
-    model is left as it was.
+    One forward of 2 × 5 tokens, remembered until the model's structure is another one, see :mod:`.identity`; what an
+    error cut short is not. The model is left as it was.
     """
     structure = structure_of(model)
     known = _known.get(model)
     if known is None or known[0] != structure:
         known = structure, _examine(model)
-        _known[model] = known
+        if known[1].cause is None:
+            _known[model] = known
     return known[1]
+
+
+def windows_of(model: PreTrainedModel, name: str = "model") -> tuple[int | None, ...]:
+    """The sliding window of every attention call of a forward.
+
+    Raises:
+        ValueError: ``model``, the argument ``name``, cannot be forwarded with graph rows.
+    """
+    report = examine(model)
+    if report.problem is not None:
+        raise ValueError(f"{name}: {type(model).__name__} {report.problem}; not supported") from report.cause
+    return report.windows
 
 
 @torch.no_grad()
@@ -170,10 +184,11 @@ def _examine(model: PreTrainedModel) -> AttentionReport:
                 raise Unserved(f"computes {probe.by_place} by place in the cache rather than by position_ids")
         return AttentionReport(windows=tuple(_windows(model, probe)))
     except Unserved as error:
-        return AttentionReport(problem=str(error))
+        return AttentionReport(problem=str(error), cause=error.__cause__)
     except Exception as error:  # whatever it is: the model cannot be forwarded as graph rows are
         first = " ".join(str(error).split())[:200]
-        return AttentionReport(problem=f"cannot be forwarded with graph rows ({type(error).__name__}: {first})")
+        problem = f"cannot be forwarded with graph rows ({type(error).__name__}: {first})"
+        return AttentionReport(problem=problem, cause=error)
 
 
 @contextmanager

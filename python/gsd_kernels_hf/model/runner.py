@@ -15,7 +15,7 @@ from .attention import GraphInputs, configs_of, switched_configs
 from .cache import GraphCache, lies_in_a_block
 from .hidden import LAST, listening
 from .linear import with_cpu_linears
-from .probe import examine
+from .probe import windows_of
 from .properties import device_of, vocabulary
 
 Listener = Callable[[Mapping[int, Tensor], int], None]
@@ -99,7 +99,7 @@ class RowModel(CachedText):
         super().__init__(model, cache, kv_start)
         self.stepping = with_cpu_linears(model, backend)  # the same model and weights
         self.configs = configs_of(model)  # switched for every forward by itself, and as they were in between
-        self.windows = examine(model).windows
+        self.windows = windows_of(model)
         self.backend = backend
         self.device = device_of(model)
         self.vocab_size = vocabulary(model)

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels import BACKENDS
 
-from ..model.probe import examine
+from ..model.probe import windows_of
 from ..model.properties import vocabulary
 
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
@@ -54,9 +54,7 @@ def check_model(name: str, model: Any) -> None:
     if mesh is not None:
         check_heads(name, model.config, (mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh).size())
     check_weights(name, model)
-    problem = examine(model).problem
-    if problem is not None:
-        raise ValueError(f"{name}: {kind} {problem}; not supported")
+    windows_of(model, name)
 
 
 def check_weights(name: str, model: PreTrainedModel) -> None:
