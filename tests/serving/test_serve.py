@@ -279,7 +279,7 @@ def test_an_interrupt_ends_it_cleanly(server):
     waiting = threading.Thread(target=request_and_wait, args=(server,))
     waiting.start()
     time.sleep(0.5)  # it is being decoded
-    assert server.stop() == 130
+    assert server.stop() == 130, server.log
     waiting.join(10)
     assert "Traceback" not in server.log
     assert server.log.rstrip().endswith("gsd-kernels: interrupted")

@@ -7,12 +7,14 @@ import concurrent.futures
 import contextlib
 import inspect
 import json
+import signal
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from copy import deepcopy
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -262,6 +264,12 @@ def make_app(name: str, handle: Patch, tokenizer: PreTrainedTokenizerBase) -> Fa
 class _Server(uvicorn.Server):
     """uvicorn's server; after a signal, requests end by themselves before uvicorn cancels them."""
 
+    interrupted = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.interrupted |= sig == signal.SIGINT
+        super().handle_exit(sig, frame)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().call_later(PATIENCE, self.config.app.state.stopping.set)
         await super().shutdown(sockets)
@@ -274,6 +282,8 @@ def run(app: FastAPI, where: socket.socket) -> None:
     server = _Server(uvicorn.Config(app, log_config=config, timeout_graceful_shutdown=5 * PATIENCE))
     try:
         server.run(sockets=[where])
+        if server.interrupted:  # uvicorn raises the signal again as its loop ends, which a task may then swallow
+            raise KeyboardInterrupt
     finally:
         app.state.stopping.set()
         app.state.queue.wait(PATIENCE)
