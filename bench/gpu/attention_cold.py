@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from gsd_kernels.backends import unavailable_reason
+
 from ..kernels import attention
 from ..kernels.peers import ATTENTION as PEERS
 from ..lib.cold import copies_for, time_rotating
@@ -25,9 +27,11 @@ def run(work: Work) -> None:
     small = work.rehearse
     shapes, prefixes, rows = (("tiny",), (64,), (8,)) if small else (SHAPES, PREFIXES, ROWS)
     work.each(["bandwidth"], lambda _: {"copy": copy_bandwidth(work.device, quick=small)})
-    ours = ("cpu",) if small else ("triton", "cuda")
+    ours = ("triton", "cuda")
     if small:
-        work.skip("backends triton and cuda, FlashInfer")
+        own = unavailable_reason("cpu", work.device)
+        ours = ("cpu" if own is None else "reference",)
+        work.skip("backends triton and cuda, FlashInfer" + ("" if own is None else f"; nor cpu, {own}"))
     contestants = (*ours, *PEERS)
     names = {
         f"{shape} prefix={prefix} rows={count} {who}": (shape, prefix, count, who)
