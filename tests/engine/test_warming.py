@@ -10,6 +10,7 @@ import pytest
 import torch
 from chats import ask, pair, patched, words
 from engine.launching import both, run_launch_code
+from sources.drafters import dflash_config, eagle3_config, random_dflash, random_eagle3
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -17,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton.runtime.jit import JITFunction
 
-from gsd_kernels import kernel_report
+from gsd_kernels import LayerSkip, kernel_report
 from gsd_kernels.ops.commit_kv import api as commit_kv
 from gsd_kernels.ops.dag_attention import api as dag_attention
 from gsd_kernels.ops.flatten import api as flatten
@@ -27,6 +28,7 @@ from gsd_kernels.ops.sampling import api as sampling
 from gsd_kernels.ops.verify import api as verify
 from gsd_kernels.ops.write_kv import api as write_kv
 from gsd_kernels_hf.engine import capture, loop, warming
+from gsd_kernels_hf.model import fused
 from gsd_kernels_hf.policy import auto
 from gsd_kernels_hf.policy.ladder import ladder
 
@@ -74,15 +76,21 @@ def compiled(monkeypatch):
         yield found
 
 
-def texts(compiled, monkeypatch, prompts, **options):
+def texts(compiled, monkeypatch, prompts, drafts="model", reports=None, **options):
     """What is compiled until a text of two shapes was warmed, and in its steps, by prompt."""
     shapes = [shape for shape in ladder("cpu", with_model=True).values() if shape.depth][:2]
     monkeypatch.setattr(auto.AutoPolicy, "largest_shapes", lambda self: shapes)
     own, warmed = loop.warm, []
     monkeypatch.setattr(loop, "warm", lambda *args: (own(*args), warmed.append(len(compiled))))
-    target, draft = pair(dtype=torch.float32)
+    target, draft = pair(dtype=torch.float32, head_dim=16)  # strides are multiples of 16, as of real models
+    given = {
+        "model": lambda: {"assistant_model": draft},
+        "layer_skip": lambda: {"assistant_model": LayerSkip(target, mlp=[1])},
+        "eagle3": lambda: {"drafter": random_eagle3(eagle3_config(target)).float()},
+        "dflash": lambda: {"drafter": random_dflash(dflash_config(target)).float()},
+    }
     counts = []
-    with patched(target, assistant_model=draft, graph_config="auto"):
+    with patched(target, **given[drafts](), graph_config="auto") as handle:
         for prompt in prompts:
             taken = itertools.chain([shapes[0]] * 2, itertools.repeat(shapes[1]))
             monkeypatch.setattr(auto.AutoPolicy, "shape", lambda self, taken=taken: next(taken))
@@ -91,6 +99,8 @@ def texts(compiled, monkeypatch, prompts, **options):
             ask(target, prompt, tokens=16, **options)
             assert len(warmed) > 3
             counts.append((compiled[: warmed[0]], compiled[warmed[0] :]))
+            if reports is not None:
+                reports.append(handle.stats)
     return counts
 
 
@@ -106,6 +116,29 @@ def test_shapes_of_a_ladder_are_compiled_before_the_first_step(name, compiled, m
     assert not later
     assert second == ([], []), "another prompt in the same bucket"
     assert len(warmed) == len(set(warmed)) == 2, "each shape once"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("drafts", ["layer_skip", "eagle3", "dflash"])
+def test_drafts_of_every_kind_are_compiled_before_the_first_step(drafts, sampled, compiled, monkeypatch):
+    options, kernels = SAMPLING["sampled" if sampled else "greedy"]
+    [(first, later)] = texts(compiled, monkeypatch, [words(2, 9, seed=1)], drafts, **options)
+    assert set(first) >= KERNELS | kernels
+    assert not later
+
+
+@pytest.mark.slow
+def test_skipped_layers_of_a_target_whose_rows_are_one_operator(compiled, monkeypatch):
+    """The operator compiles nothing, and the layers that remain are modules all the same."""
+    forward = fused.decoder_rows
+    monkeypatch.setattr(fused, "decoder_rows", lambda *args, **kw: forward(*args, **{**kw, "backend": "reference"}))
+    monkeypatch.setattr(fused, "why_not", lambda *args: None)
+    prompt = words(2, 9, seed=1)
+    [(first, later)] = texts(compiled, monkeypatch, [prompt], "layer_skip", reports=(reports := []))
+    assert [report.why_modules for report in reports] == [None]
+    assert {"_write_kernel", "_split_kernel", "_combine_kernel", "_commit_kernel"} <= set(first)
+    assert not later
 
 
 def test_the_count_notices(compiled, monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,18 +12,14 @@ from gsd_kernels import (
     Frontier,
     GraphConfig,
     TokenGraph,
-    dag_attention,
     flatten,
     merge,
     mix_candidates,
     verify,
-    write_kv,
 )
 from gsd_kernels.config import MAX_CONTEXT
-from gsd_kernels.graph import num_words
 
 from ..model import replay
-from ..model.runner import RowModel
 from ..records import Verified
 from ..sources.base import Level
 from .session import Session
@@ -44,9 +40,8 @@ def warm(session: Session, shapes: Sequence[GraphConfig]) -> None:
         return
     for shape in shapes:
         _warm_graph(session, shape)
-    for rows, count, words in sorted(set(_forwards(session, shapes)), key=lambda forward: forward[1:]):
-        if session.row_models[rows].compiles:
-            _warm_forward(session, session.row_models[rows], count, words)
+    for count in sorted({1, *(shape.max_rows for shape in shapes)}):
+        session.target.launch(session.kv_len, count, count)
     session.warmed = size
     session.clock.begin_step()  # compiling is no part of it
 
@@ -83,18 +78,11 @@ def _warm_graph(session: Session, shape: GraphConfig) -> None:
         backend=backend,
     )
     session.target.cache.commit(accepted.accepted_rows, accepted.num_accepted, session.kv_len.clone(), backend=backend)
-    logits = _logits(session.target, batch, shape.max_rows).to(device)
+    logits = session.target.no_logits(shape.max_rows).to(device)
     session.rule.criterion.picks(rows, logits, rows.depths)
     none, tail = torch.zeros_like(accepted.accepted_rows), graph.contexts[:, 0].clone()
     nothing = replace(rows, num_rows=torch.zeros_like(rows.num_rows))  # rows for shapes, none to learn from
     _warm_candidates(session, shape, Verified(graph, nothing, logits, {}, accepted, tail, none, none))
-
-
-def _logits(rows: RowModel, batch: int, count: int) -> torch.Tensor:
-    """Logits of a model's rows, [batch, count, V], all 0."""
-    head = rows.model.get_output_embeddings()
-    vocab = rows.model.config.get_text_config(decoder=True).vocab_size
-    return torch.zeros(batch, count, vocab, dtype=head.weight.dtype, device=rows.device)
 
 
 def _warm_candidates(session: Session, shape: GraphConfig, verified: Verified) -> None:
@@ -103,58 +91,11 @@ def _warm_candidates(session: Session, shape: GraphConfig, verified: Verified) -
     sources = session.drafter.sources if session.drafter is not None else ()
     for width in dict.fromkeys((1, shape.width, shape.history_width)):
         root = torch.zeros(batch, width, dtype=torch.int32, device=device)
-        found = []
-        for rows in session.row_models[1:] if shape.depth else ():
-            if session.draws is None and isinstance(rows, RowModel):
-                found.append(session.sampler.candidates(_logits(rows, batch, width), root, shape.branch))
         frontier = Frontier(root, root, root, root[..., None])
         level = Level(0, shape, verified.graph, frontier, session.kv_len)
         proposals = (source.warm(level, verified) for source in sources)
-        found += [proposal.candidates for proposal in proposals if proposal is not None]
+        found = [proposal.candidates for proposal in proposals if proposal is not None]
         here = [tuple(tensor.to(device) for tensor in candidates) for candidates in found]
         for first, other in pairwise(here):
             weight = torch.zeros(batch, width, device=device)
             mix_candidates(*first, *other, weight, backend=session.backend)
-
-
-def _forwards(session: Session, shapes: Sequence[GraphConfig]) -> Iterator[tuple[int, int, int]]:
-    """Which model forwards how many rows over how many mask words: the target at once, drafts level by level."""
-    yield 0, 1, 1
-    for shape in shapes:
-        yield 0, shape.max_rows, num_words(shape.max_rows)
-        for draft in range(1, len(session.row_models)):
-            if shape.depth:
-                yield draft, shape.chain_rows, num_words(shape.chain_rows)
-            if shape.depth > 1:
-                yield draft, shape.width, max(1, num_words(shape.draft_slots))
-
-
-def _warm_forward(session: Session, rows: RowModel, count: int, words: int) -> None:
-    """Cache write and attention of ``count`` rows, once for each geometry and window."""
-    config = rows.model.config.get_text_config(decoder=True)
-    group = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    kv_len = session.kv_len.to(rows.device)
-    depths = torch.zeros(session.kind.batch, 32 * words, dtype=torch.int32, device=rows.device)
-    layers = {(layer.keys.shape, layer.values.shape): layer for layer in rows.cache.layers if layer.is_initialized}
-    for layer in layers.values():
-        new = [
-            cached.new_zeros(cached.shape[0], count, cached.shape[1], cached.shape[3]).transpose(1, 2)
-            for cached in (layer.keys, layer.values)
-        ]
-        positions = kv_len[:, None].long() + torch.arange(count, device=rows.device)
-        write_kv(layer.keys, layer.values, *new, positions, backend=rows.cache.write_backend)
-        batch, heads, _, size = layer.keys.shape
-        for window in dict.fromkeys(rows.windows or (None,)):
-            dag_attention(
-                layer.keys.new_zeros(batch, count, group * heads, size).transpose(1, 2),
-                layer.keys,
-                layer.values,
-                depths.new_zeros(batch, count, words),
-                kv_len,
-                kv_start=rows.kv_start,
-                row_depths=depths[:, :count],
-                node_depths=depths,
-                softcap=getattr(config, "attn_logit_softcapping", None),
-                sliding_window=window,
-                backend=rows.backend,
-            )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -88,7 +88,7 @@ def why_not(model: PreTrainedModel, backend: str, hidden_layers: tuple[int, ...]
         return "the hidden state behind the last norm is read at every row of a prompt, which the operator leaves out"
     foreign = _foreign_config(model) or _foreign_module(model) or _foreign_parameter(model)
     if foreign is None and replay.is_gpu(model.device):
-        return said(cuda.check, weights_of(model))
+        return said(cuda.check, weights_of(model, windows_of(model)))
     return foreign
 
 
@@ -152,13 +152,15 @@ def _layer(layer: Any, window: int | None) -> LayerWeights:
     return LayerWeights(**{name: weight.detach() for name, weight in parts.items()}, window=window or 0)
 
 
-def weights_of(model: PreTrainedModel) -> DecoderWeights:
-    """The parameters as they lie in the model."""
+def weights_of(model: PreTrainedModel, windows: Sequence[int | None]) -> DecoderWeights:
+    """The parameters as they lie in the model; ``windows``: what each attention call was seen to do.
+
+    Some classes ignore the window of their configuration.
+    """
     decoder, config = model.model, model.config
     return DecoderWeights(
         embedding=decoder.embed_tokens.weight.detach(),
-        # What each attention call was seen to do: some classes ignore the window of their configuration.
-        layers=[_layer(*at) for at in zip(decoder.layers, windows_of(model), strict=True)],
+        layers=[_layer(*at) for at in zip(decoder.layers, windows, strict=True)],
         final_norm=decoder.norm.weight.detach(),
         head=model.lm_head.weight.detach(),
         inv_freq=_rotary(model).inv_freq.float(),
@@ -171,8 +173,6 @@ def weights_of(model: PreTrainedModel) -> DecoderWeights:
 class FusedRows(RowModel):
     """A :class:`RowModel` whose rows, of graphs and of prompts, are one operator."""
 
-    compiles = False
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -182,7 +182,7 @@ class FusedRows(RowModel):
         hidden_layers: tuple[int, ...] = (),
     ) -> None:
         super().__init__(model, capacity, kv_start, backend, hidden_layers=hidden_layers)
-        self.weights = weights_of(model)
+        self.weights = weights_of(model, self.windows)
         self.states = [layer for layer in hidden_layers if layer != LAST]
         # On a GPU "auto" never takes it; that rows come here is what the switch says.
         self.operator = "cuda" if replay.is_gpu(self.device) else backend
@@ -238,6 +238,9 @@ class FusedRows(RowModel):
         fed = self.feed(token_ids, kv_len, slots, depths, node_depths, shift, torch.int32)
         mask, node_depths, kv_len = (t.to(self.device) for t in (ancestor_mask, node_depths, kv_len))
         return self._forward(fed.ids, fed.positions, fed.places, mask, node_depths, kv_len, keep)
+
+    def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
+        """Nothing: the operator was compiled ahead, for sizes known at run time."""
 
     def _forward(
         self,

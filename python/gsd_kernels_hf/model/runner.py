@@ -14,6 +14,7 @@ from gsd_kernels.ops.step import FedRows, feed_rows
 from .attention import GraphInputs, configs_of, switched_configs
 from .cache import GraphCache, lies_in_a_block
 from .hidden import LAST, listening
+from .launching import launch_attention
 from .linear import with_cpu_linears
 from .probe import windows_of
 from .properties import device_of, vocabulary
@@ -80,10 +81,7 @@ class RowModel(CachedText):
 
     Attributes:
         hidden: of the rows of the last forward, [B, R, D] by layer.
-        compiles: whether a forward may compile kernels for its sizes.
     """
-
-    compiles = True
 
     def __init__(
         self,
@@ -201,6 +199,19 @@ class RowModel(CachedText):
         inputs.check_complete()
         self.hidden = hidden
         return output.logits[:, -keep:]
+
+    def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
+        """Launch once what a forward of ``count`` rows that see ``nodes`` slots compiles at its first use.
+
+        kv_len: int32 [B], positions that are stored.
+        """
+        config, windows = self.model.config.get_text_config(decoder=True), self.windows or (None,)
+        launch_attention(self.cache, config, kv_len, self.kv_start, count, nodes, windows, self.backend)
+
+    def no_logits(self, count: int) -> Tensor:
+        """Logits as of ``count`` rows, [B, count, V], all 0."""
+        head, vocab = self.model.get_output_embeddings(), self.model.config.get_text_config(decoder=True).vocab_size
+        return torch.zeros(len(self.kv_start), count, vocab, dtype=head.weight.dtype, device=self.device)
 
     def feed(
         self,

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from gsd_kernels import GraphConfig
 from gsd_kernels.graph import pack_bits
 
-from ..records import Candidates
+from ..records import Candidates, Verified
 from . import checkpoints
 from .base import Level, Proposal, Text
 from .chain import Chain
@@ -267,6 +267,24 @@ class DFlashDrafts(FeatureSource):
         if level.number == 0:
             self.enter(self.state.out_len - 1, level.config.chain_rows)
             self.block = self.look_ahead(level.positions[:, 0], level.config.branch)
+        return self.at_depths(level)
+
+    def warm(self, level: Level, verified: Verified) -> Proposal | None:
+        """The attention of a block and the storing of features, behind what is stored; candidates of a block."""
+        config, block_size = level.config, self.module.config.block_size
+        if config.depth == 0:
+            return None
+        stored = self.state.out_len - 1
+        self.rows.launch(stored, config.chain_rows, 0)
+        self.rows.launch(stored, block_size, block_size)
+        features, vocab = self.rows.features, self.module.config.layers.vocab_size
+        head = self.lm_head.weight if self.module.d2t is None else features
+        logits = head.new_zeros(len(features), self.module.config.num_drafted, vocab)
+        self.block = self.ranked(logits, level.first_pick, config.branch)
+        return self.at_depths(level)
+
+    def at_depths(self, level: Level) -> Proposal:
+        """The block's candidates after the nodes of a frontier."""
         place = level.frontier.depths.long().clamp(max=self.module.config.num_drafted)  # [B, W]
         at = place[..., None].expand(-1, -1, self.block[0].shape[2])
         return Proposal(self.block[0].gather(1, at), self.block[1].gather(1, at), place)
@@ -283,7 +301,11 @@ class DFlashDrafts(FeatureSource):
         logits = self.lm_head(hidden.to(self.lm_head.weight.dtype))
         if self.module.d2t is not None:
             logits = in_target_ids(logits, self.module.target_ids(), config.layers.vocab_size)
-        positions = first_pick[:, None] + self.row[:, : config.num_drafted]
+        return self.ranked(logits, first_pick, branch)
+
+    def ranked(self, logits: Tensor, first_pick: Tensor, branch: int) -> Candidates:
+        """As :meth:`look_ahead`, of the block's logits [B, n, V]."""
+        positions = first_pick[:, None] + self.row[:, : logits.shape[1]]
         tokens, log_probs = self.sampler.candidates(logits[..., : self.vocab_size], positions, branch)
         device, behind = self.state.tokens.device, (0, 0, 0, 1)
         return pad(tokens.to(device), behind, value=-1), pad(log_probs.to(device), behind, value=-torch.inf)

@@ -347,6 +347,9 @@ class Eagle3Drafts(FeatureSource, Expansion):
         vectors.scatter_(1, at[..., None].expand_as(found), found)
         return logits
 
+    def no_logits(self, count: int) -> Tensor:
+        return self.rows.features.new_zeros(len(self.cached), count, self.module.config.layers.vocab_size)
+
     def positions(self, level: Level, count: int) -> Tensor:
         return level.positions
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from gsd_kernels import GraphConfig
 
 from ..model.runner import RowModel
-from ..records import Candidates
+from ..records import Candidates, Verified
 from .base import DraftSource, Level, Proposal, Text
 
 
@@ -50,6 +50,27 @@ class Expansion(DraftSource):
             keep=config.width,
             shift=1,
         )
+
+    def warm(self, level: Level, verified: Verified) -> Proposal | None:
+        """The attention of a step's forwards behind what is stored, and candidates after as many nodes."""
+        config = level.config
+        if config.depth == 0:
+            return None
+        stored = self.state.out_len - 1
+        first = self.num_rows(config) - config.draft_slots  # of the forward up to the root
+        self.rows.launch(stored, first, first)
+        if config.depth > 1:
+            self.rows.launch(stored, config.width, config.draft_slots)
+        if self.text.draws is not None:
+            return None
+        noise, device = level.frontier.token_ids, self.state.tokens.device
+        logits = self.no_logits(noise.shape[1])[..., : self.vocab_size]
+        tokens, log_probs = self.sampler.candidates(logits, noise.to(logits.device), config.branch)
+        return Proposal(tokens.to(device), log_probs.to(device))
+
+    def no_logits(self, count: int) -> Tensor:
+        """Logits as after ``count`` nodes, [B, count, V], all 0."""
+        return self.rows.no_logits(count)
 
     def propose(self, level: Level) -> Proposal | None:
         """Candidates of one forward over the frontier; ``None`` beyond ``depth`` levels."""

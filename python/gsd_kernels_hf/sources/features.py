@@ -12,6 +12,7 @@ from gsd_kernels import GraphConfig
 
 from ..model.attention import GraphInputs
 from ..model.cache import GraphCache
+from ..model.launching import launch_attention
 from ..model.runner import CachedText
 from ..records import Verified
 from .base import DraftSource, Text
@@ -35,7 +36,7 @@ class FeatureCache(CachedText):
     """
 
     def __init__(self, model: nn.Module, config: PretrainedConfig, text: Text, extra: int) -> None:
-        target, self.extra = text.target, extra
+        target, self.config, self.extra = text.target, config, extra
         cache = GraphCache(config, target.cache.capacity + extra, target.backend)
         super().__init__(model, cache, text.state.kv_start)
         self.backend, self.device = target.backend, next(model.parameters()).device
@@ -70,6 +71,11 @@ class FeatureCache(CachedText):
             backend=self.backend,
         )
         return RowPass(self.cache, inputs)
+
+    def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
+        """As :meth:`~gsd_kernels_hf.model.runner.RowModel.launch`; no ``nodes``: rows whose keys are stored only."""
+        windows = [layer.self_attn.window for layer in self.model.layers] if nodes else ()
+        launch_attention(self.cache, self.config, kv_len, self.text_kv_start, count, nodes, windows, self.backend)
 
     def positions(self, kv_len: Tensor, depths: Tensor) -> Tensor:
         """Positions in the text without padding, int64 [B, R]."""

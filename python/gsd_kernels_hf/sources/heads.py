@@ -298,6 +298,10 @@ class Heads(DraftSource):
         at = place[..., None].expand(-1, -1, self.ahead[0].shape[2])
         return Proposal(self.ahead[0].gather(1, at), self.ahead[1].gather(1, at), place)
 
+    def warm(self, level: Level, verified: Verified) -> Proposal | None:
+        """As :meth:`propose`, which leaves nothing behind."""
+        return self.propose(level)
+
     def look_ahead(self, first_pick: Tensor, branch: int) -> Candidates:
         """Candidates of all H heads [B, H + 1, K], the last entry empty.
 
