@@ -21,7 +21,10 @@ from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
 from gsd_kernels_hf.engine import session
 from gsd_kernels_hf.model import replay
 
-WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::lift_fresh")
+WAITING = (
+    *("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::lift_fresh"),
+    *("aten::masked_select", "aten::_unique", "aten::unique_", "aten::bincount", "aten::repeat_interleave.Tensor"),
+)
 CPU = torch.device("cpu")
 
 
@@ -38,6 +41,13 @@ def written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     return found
 
 
+def waits(function: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator waits for the device; where a mask is an index, it counts what the mask selects."""
+    if function.name().startswith(("aten::index", "aten::_index_put", "aten::_unsafe_index")) and len(args) > 1:
+        return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_of(args[1]))
+    return function.name().startswith(WAITING)
+
+
 class Recorder(TorchDispatchMode):
     """Records operations, refuses those that wait for the device or bring data from the host, and can undo them."""
 
@@ -49,7 +59,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function.name().startswith(WAITING):
+        if waits(function, args):
             raise RuntimeError(f"operation not permitted when stream is capturing: {function.name()}")
         for tensor in written(function, args, kwargs):
             storage = tensor.untyped_storage()
@@ -82,6 +92,11 @@ class FakeStream:
 
     def wait_event(self, event: FakeEvent) -> None:
         self.cuda.log.append(("wait", self, event.recorded_on))
+
+    def synchronize(self) -> None:
+        if self in self.cuda.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.cuda.counts["waits"] += 1
 
 
 class FakeEvent:
@@ -189,7 +204,7 @@ class FakeCuda:
     """What the engine uses of :mod:`torch.cuda`.
 
     Attributes:
-        counts: ``captures``, ``replays``, and ``waits`` of the host for an event.
+        counts: ``captures``, ``replays``, and ``waits`` of the host for an event or stream.
         log: replays and waits of streams, in order.
         pools: the memory pool of every capture.
     """
@@ -198,7 +213,7 @@ class FakeCuda:
         self.counts: Counter[str] = Counter()
         self.log: list[tuple[Any, ...]] = []
         self.pools: list[Any] = []
-        self.capturing: dict[FakeStream, FakeGraph] = {}
+        self.capturing: dict[FakeStream, FakeGraph] = {}  # of all threads
         self.in_capture = lambda: None
         self._threads = threading.local()
         self._default = FakeStream(cuda=self)
@@ -222,6 +237,11 @@ class FakeCuda:
     def on(self, stream: FakeStream) -> Restored:
         return Restored(self.streams, stream.device, stream)
 
+    def synchronize(self, device: Any = None) -> None:
+        """Wait for the whole device, which spoils the capture of any thread."""
+        if self.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
     def new_stream(self, device: Any = CPU) -> FakeStream:
         return FakeStream(device, self)
 
@@ -242,6 +262,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "graph": lambda graph, **options: Capture(cuda, graph, **options),
         "stream": cuda.on,
         "current_stream": cuda.current_stream,
+        "synchronize": cuda.synchronize,
         "device": lambda device: Restored(cuda.current, "device", torch.device(device)),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)

@@ -19,12 +19,14 @@ from models import noised, prompts, tiny
 from transformers import StoppingCriteria
 
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip, generate, patch, unpatch
+from gsd_kernels.compiled import UNAVAILABLE as COMPILED_UNAVAILABLE
 from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
 from gsd_kernels_hf.engine import capture, decoder, session, stats
 from gsd_kernels_hf.engine.capture import WARM_STEPS, can_capture
+from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.model.replay import lane_of
 from gsd_kernels_hf.parallel import Agreement, Alone, can_be_captured
-from gsd_kernels_hf.policy import auto
+from gsd_kernels_hf.policy import auto, costs
 from gsd_kernels_hf.policy.ladder import ladder
 
 CONFIGS = {
@@ -124,6 +126,24 @@ def test_failing_to_capture_is_said_and_harmless(pair, cuda, monkeypatch, caplog
     assert cuda.current_stream() is cuda._default, "later work is on the stream that it was on"
 
 
+WAITING = {
+    "mask as an index": lambda x: x[x > 0],
+    "mask written": lambda x: x.index_put_((x > 0,), x[:1]),
+    "selected": lambda x: x.masked_select(x > 0),
+    "unique": lambda x: x.unique(),
+    "repeated": lambda x: x.repeat_interleave(torch.zeros_like(x)),
+    "read": lambda x: bool(x[0]),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_what_a_gpu_would_refuse_to_capture_is_refused(cuda, name):
+    x = torch.arange(3)
+    with pytest.raises(RuntimeError, match="capture"):
+        lane_of(torch.device("cpu")).capture(lambda: WAITING[name](x))
+    lane_of(torch.device("cpu")).capture(lambda: x[x])
+
+
 class Longer(StoppingCriteria):
     """Stops all sequences early, for a reason that no device state knows."""
 
@@ -159,6 +179,17 @@ def test_what_the_host_accepts_is_committed_in_a_second_graph(pair, name, sampli
     assert cuda.counts["captures"] == 2
     assert cuda.counts["replays"] >= 2 * WARM_STEPS
     assert cuda.counts["replays"] % 2 == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sampling"), [("graph", SAMPLED), ("layer_skip", {})])
+def test_without_compiled_ops_steps_are_captured_too(pair, name, sampling, request, monkeypatch):
+    """As on a GPU where the package was installed without nvcc: small ops are PyTorch's operators."""
+    monkeypatch.setitem(COMPILED_UNAVAILABLE, "cpu", "they were not built")
+    expected = text(pair, name, **sampling)
+    cuda = request.getfixturevalue("cuda")
+    assert torch.equal(text(pair, name, **sampling), expected)
+    assert cuda.counts["captures"] == 1 and cuda.counts["replays"] > WARM_STEPS
 
 
 @pytest.mark.slow
@@ -291,6 +322,20 @@ def test_threads_capture_on_one_gpu_one_after_the_other(pair, cuda, caplog):
         both(lambda i: torch.testing.assert_close(text(pair, "graph", rows=1 + i), expected[i]))
     assert not caplog.records
     assert cuda.counts["captures"] == 4
+
+
+def test_measuring_spoils_no_capture_of_another_thread(cuda, monkeypatch):
+    """Waiting for the whole device would: a first call measures its memory while another one's step is captured."""
+    monkeypatch.setattr(costs, "COPY_BYTES", 1 << 12)
+
+    def function():
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(costs.measure_bandwidth, torch.device("cpu")).result(20)
+
+    lane_of(torch.device("cpu")).capture(function)
+    assert cuda.counts["waits"] == 2 * 4, "of its own work it waits"
+    with pytest.raises(RuntimeError, match="during capture"):
+        lane_of(torch.device("cpu")).capture(lambda: replay.wait(torch.device("cpu")))
 
 
 def test_gpus_have_streams_and_locks_of_their_own(cuda):

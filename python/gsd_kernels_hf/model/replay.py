@@ -15,6 +15,15 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def wait(device: torch.device) -> None:
+    """Wait for what this thread has queued on a GPU.
+
+    Not for the whole device: that fails while another thread captures there, and spoils the capture.
+    """
+    if is_gpu(device):
+        torch.cuda.current_stream(device).synchronize()
+
+
 class CaptureLane:
     """What all graphs of one GPU share: a stream to capture on, a lock round captures, and the order of replays.
 
@@ -104,5 +113,5 @@ def replayable(function: Callable[[], Any], device: torch.device) -> Callable[[]
     try:
         return lane_of(device).capture(function)[0]
     except RuntimeError:
-        torch.cuda.synchronize(device)
+        wait(device)
         return function

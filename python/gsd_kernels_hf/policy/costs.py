@@ -22,6 +22,8 @@ from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig
 
+from ..model.replay import wait
+
 KNOTS = 2.0 ** np.arange(15)  # rows of all sequences together, 1 … 16384
 PLAIN = "plain"  # among the shapes: no speculation
 
@@ -346,17 +348,12 @@ def measure_bandwidth(device: torch.device) -> float:
     copy = torch.empty_like(source)
     best = float("inf")
     for _ in range(4):  # the first one touches the pages
-        _wait(device)
+        wait(device)
         begin = time.perf_counter()
         copy.copy_(source)
-        _wait(device)
+        wait(device)
         best = min(best, time.perf_counter() - begin)
     return 2.0 * COPY_BYTES / max(best, 1e-6)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _doublings(cached: float) -> float:

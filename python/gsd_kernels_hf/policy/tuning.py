@@ -20,7 +20,7 @@ from gsd_kernels.graph import pack_bits
 from .. import validate
 from ..model import properties
 from ..model.fused import rows_of
-from ..model.replay import replayable
+from ..model.replay import replayable, wait
 from ..model.runner import RowModel
 from ..parallel import tensor_parallel_group
 from ..records import DecodeState, Sampler
@@ -216,12 +216,10 @@ def stopwatch(device: torch.device, repeats: int = 3) -> Callable[[Callable[[], 
     """
 
     def once(function: Callable[[], Any]) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait(device)
         begin = time.perf_counter()
         function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait(device)
         return time.perf_counter() - begin
 
     def run(function: Callable[[], Any]) -> float:
