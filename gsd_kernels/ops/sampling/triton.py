@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_cut import COLLECT, new, ordered, parameter, row_cut, scratch
+from .triton_cut import COLLECT, new, ordered, parameter, row_cut, row_warpers, scratch
 
 STRETCH = COLLECT  # logits that one program perturbs at a time; where a row is cut, also what it collects
 TICKETS = 4096  # rows of a launch that the kept tickets serve
@@ -229,12 +229,9 @@ def _cut_kernel(
     index = tl.program_id(0)
     b = index // rows
     x_ptr = logits_ptr + b.to(tl.int64) * stride_b + (index % rows).to(tl.int64) * stride_r
-    temperature = parameter(temperatures_ptr, temperature, b)
-    drawn = temperature > 0.0
-    temperature = tl.where(drawn, temperature, 1.0)
-    k = tl.where(drawn, parameter(top_ks_ptr, top_k, b), 0.0)
-    p = tl.where(drawn, parameter(top_ps_ptr, top_p, b), 1.0)
-    least = tl.where(drawn, parameter(min_ps_ptr, min_p, b), 0.0)
+    drawn, temperature, k, p, least = row_warpers(
+        b, temperatures_ptr, temperature, top_ks_ptr, top_k, top_ps_ptr, top_p, min_ps_ptr, min_p
+    )
     place = index.to(tl.int64)
     collected_ptr += place * BLOCK
     ids_ptr += place * BLOCK

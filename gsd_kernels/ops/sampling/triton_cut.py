@@ -20,6 +20,18 @@ def parameter(values_ptr, value, b):
 
 
 @triton.jit
+def row_warpers(b, temperatures_ptr, temperature, top_ks_ptr, top_k, top_ps_ptr, top_p, min_ps_ptr, min_p):
+    """Of sequence b: whether its tokens are drawn, and temperature, k, p and min_p, which cut nothing where not."""
+    temperature = parameter(temperatures_ptr, temperature, b)
+    drawn = temperature > 0.0
+    temperature = tl.where(drawn, temperature, 1.0)
+    k = tl.where(drawn, parameter(top_ks_ptr, top_k, b), 0.0)
+    p = tl.where(drawn, parameter(top_ps_ptr, top_p, b), 1.0)
+    least = tl.where(drawn, parameter(min_ps_ptr, min_p, b), 0.0)
+    return drawn, temperature, k, p, least
+
+
+@triton.jit
 def ordered(x):
     """float32 → int32 in the same order; −0 and +0 share a key."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
@@ -191,12 +203,9 @@ def _log_probs_kernel(
     index = tl.program_id(0)
     b = index // rows
     x_ptr = logits_ptr + b.to(tl.int64) * stride_b + (index % rows).to(tl.int64) * stride_r
-    temperature = parameter(temperatures_ptr, temperature, b)
-    drawn = temperature > 0.0
-    temperature = tl.where(drawn, temperature, 1.0)
-    k = tl.where(drawn, parameter(top_ks_ptr, top_k, b), 0.0)
-    p = tl.where(drawn, parameter(top_ps_ptr, top_p, b), 1.0)
-    least = tl.where(drawn, parameter(min_ps_ptr, min_p, b), 0.0)
+    _drawn, temperature, k, p, least = row_warpers(
+        b, temperatures_ptr, temperature, top_ks_ptr, top_k, top_ps_ptr, top_p, min_ps_ptr, min_p
+    )
     row = index.to(tl.int64) * BLOCK
     spoiled, top, cut, _listed, _count = row_cut(
         x_ptr, collected_ptr + row, ids_ptr + row, vocab, temperature, k, p, least, HAS_CUT, HAS_MIN_P, BLOCK
