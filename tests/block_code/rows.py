@@ -21,6 +21,19 @@ SOURCE = ROOT / "tests/block_code/rows_op.cpp"
 MISSING = "no C++ compiler (CXX, g++)" if CXX is None else None if SOURCE.exists() else "not a source checkout"
 KERNELS = ("embed", "ancestors", "norm", "product", "turn", "attend", "combine")
 TORCH = Path(torch.__file__).parent
+BLOCKS = pytest.param(
+    "cpu",
+    id="blocks",
+    marks=[pytest.mark.slow, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))],
+)
+GPU = pytest.param(
+    "cuda",
+    id="gpu",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")],
+)
+DEVICES = (BLOCKS, GPU)
+"""Where ``backend="cuda"`` takes its tensors: parameters of a fixture, which calls :func:`take_for_gpus` for "cpu"."""
+
 FLAGS = [
     *("-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-U_FORTIFY_SOURCE", "-DGSD_FIBERS"),
     *("-DTORCH_TARGET_VERSION=0x020A000000000000", "-isystem", TORCH / "include"),

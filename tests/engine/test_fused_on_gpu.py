@@ -104,19 +104,7 @@ def test_models_that_the_kernels_do_not_take_keep_their_modules(monkeypatch, cap
 # The operator in a model.
 
 
-BLOCKS = pytest.param(
-    "cpu",
-    id="blocks",
-    marks=[pytest.mark.slow, pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))],
-)
-REAL = pytest.param(
-    "cuda",
-    id="gpu",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")],
-)
-
-
-@pytest.fixture(params=[BLOCKS, REAL])
+@pytest.fixture(params=block_code.DEVICES)
 def device(request, monkeypatch, tmp_path_factory):
     """A GPU with the switch on, or a CPU that is taken for one."""
     monkeypatch.setenv("GSD_FUSED_ROWS", "cuda")

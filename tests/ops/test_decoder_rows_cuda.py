@@ -119,19 +119,7 @@ def test_shapes_are_known_without_running(monkeypatch):
 # What is launched, and what it computes.
 
 
-BLOCKS = pytest.param(
-    "cpu",
-    id="blocks",
-    marks=[pytest.mark.slow, pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))],
-)
-GPU = pytest.param(
-    "cuda",
-    id="gpu",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")],
-)
-
-
-@pytest.fixture(params=[BLOCKS, GPU])
+@pytest.fixture(params=block_code.DEVICES)
 def device(request, monkeypatch, tmp_path_factory):
     """Where ``backend="cuda"`` takes its tensors."""
     if request.param == "cpu":
@@ -260,7 +248,7 @@ def test_what_lies_outside_is_not_touched(device):
 
 
 def on_gpu(function):
-    for mark in GPU.marks:
+    for mark in block_code.GPU.marks:
         function = mark(function)
     return function
 
