@@ -8,40 +8,17 @@
 
 #include "../algorithms/group.h"
 #include "../torch_ops/cache.h"
+#include "online_softmax.h"
 
 namespace gsd {
 namespace {
 
 constexpr int64_t kItemRows = 32;   // packed rows that share the reading of K and V
 constexpr int64_t kPositions = 512;  // of the prefix at a time: scores of an item stay in the first-level caches
-constexpr int64_t kLane = 16;
-
-int64_t padded_to_lanes(int64_t n) { return (n + kLane - 1) / kLane * kLane; }
 
 int64_t items_of_head(const RowAttention& a) {
   return (a.heads / a.kv_heads * a.rows + kItemRows - 1) / kItemRows;
 }
-
-// The online softmax of one row: what was added so far is relative to `best`.
-struct Running {
-  float best = negative_infinity(), total = 0.0f;
-
-  // Takes n scores in, padded with −inf, turns them into weights, and rescales what was accumulated.
-  void take(float* scores, int64_t padded, float* acc, int64_t width) {
-    const float top = largest(scores, padded);
-    if (top == negative_infinity()) {
-      std::fill(scores, scores + padded, 0.0f);
-      return;
-    }
-    if (top > best || top != top) {
-      const float decay = best == negative_infinity() ? 0.0f : std::exp(best - top);
-      scale_row(acc, decay, width);
-      total *= decay;
-      best = top;
-    }
-    total += exp_row(scores, padded, best);
-  }
-};
 
 // Rows of one cache head and sequence.
 void attend_item(const RowAttention& a, int64_t item) {
@@ -56,7 +33,7 @@ void attend_item(const RowAttention& a, int64_t item) {
   std::vector<float> queries(static_cast<size_t>(count * a.head_dim));
   std::vector<float> acc(static_cast<size_t>(count * a.value_dim), 0.0f);
   std::vector<float> scores(static_cast<size_t>(count * kPositions));
-  std::vector<Running> running(static_cast<size_t>(count));
+  std::vector<OnlineSoftmax> running(static_cast<size_t>(count));
   for (int64_t m = 0; m < count; m++) {
     const int64_t row = (begin + m) % a.rows, head = kv_head * group + (begin + m) / a.rows;
     const char* q = a.q + (b * a.q_batch + head * a.q_head + row * a.q_row) * q_size;
@@ -66,6 +43,10 @@ void attend_item(const RowAttention& a, int64_t item) {
   const auto cap = [&](float* score, int64_t n) {
     if (a.softcap == 0.0f) return;
     for (int64_t i = 0; i < n; i++) score[i] = a.softcap * std::tanh(score[i] / a.softcap);
+  };
+  const auto take = [&](int64_t m, float* score, int64_t padded) {
+    const float decay = running[static_cast<size_t>(m)].take(score, padded);
+    if (decay != 1.0f) scale_row(acc.data() + m * a.value_dim, decay, a.value_dim);
   };
   const auto oldest = [&](int64_t m) {  // first position of the cache that the window leaves to a row
     if (a.window == 0) return start;
@@ -83,7 +64,7 @@ void attend_item(const RowAttention& a, int64_t item) {
         float* score = scores.data() + (m - m0) * kPositions;
         cap(score, n);
         std::fill(score + n, score + padded, negative_infinity());
-        running[m].take(score, padded, acc.data() + m * a.value_dim, a.value_dim);
+        take(m, score, padded);
       }
       weighted_rows(scores.data(), kPositions, together, {values + p * a.v_slot * size, a.v_slot, a.cache_element}, n,
                     a.value_dim, acc.data() + m0 * a.value_dim, a.value_dim);
@@ -104,7 +85,7 @@ void attend_item(const RowAttention& a, int64_t item) {
       }
       cap(scores.data(), n);
       std::fill(scores.begin() + n, scores.begin() + padded_to_lanes(n), negative_infinity());
-      running[m].take(scores.data(), padded_to_lanes(n), sum, a.value_dim);
+      take(m, scores.data(), padded_to_lanes(n));
       for (int64_t i = 0; i < n; i++) {
         weighted_rows(scores.data() + i, 0, 1, {values + seen[i] * a.v_slot * size, 0, a.cache_element}, 1, a.value_dim, sum,
                       a.value_dim);
@@ -124,12 +105,11 @@ void attend_item(const RowAttention& a, int64_t item) {
 
   for (int64_t m = 0; m < count; m++) {
     const int64_t row = (begin + m) % a.rows, head = kv_head * group + (begin + m) / a.rows;
-    const Running& r = running[m];
-    const bool empty = r.best == negative_infinity();
-    scale_row(acc.data() + m * a.value_dim, empty ? 0.0f : 1.0f / r.total, a.value_dim);
+    const OnlineSoftmax& r = running[m];
+    scale_row(acc.data() + m * a.value_dim, r.inverse(), a.value_dim);
     write_row(acc.data() + m * a.value_dim, a.out + ((b * a.rows + row) * a.heads + head) * a.value_dim * q_size,
               a.element, a.value_dim);
-    if (a.lse) a.lse[(b * a.heads + head) * a.rows + row] = empty ? r.best : r.best + std::log(r.total);
+    if (a.lse) a.lse[(b * a.heads + head) * a.rows + row] = r.log_sum();
   }
 }
 
@@ -164,8 +144,8 @@ std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const
   a.kv_heads = k.size(1), a.slots = k.size(2), a.value_dim = v.size(3);
   STD_TORCH_CHECK(a.kv_heads >= 1 && a.heads % a.kv_heads == 0, "q: ", a.heads, " heads are not a multiple of ",
                   a.kv_heads);
-  STD_TORCH_CHECK(a.head_dim % kLane == 0 && a.value_dim % kLane == 0, "q, v: expected head sizes in multiples of ",
-                  kLane, ", got ", a.head_dim, " and ", a.value_dim);
+  STD_TORCH_CHECK(a.head_dim % kLanes == 0 && a.value_dim % kLanes == 0, "q, v: expected head sizes in multiples of ",
+                  kLanes, ", got ", a.head_dim, " and ", a.value_dim);
   STD_TORCH_CHECK(k.size(0) == a.batch && k.size(3) == a.head_dim && v.size(0) == a.batch &&
                       v.size(1) == a.kv_heads && v.size(2) == a.slots,
                   "k, v: expected [", a.batch, ", heads, slots, head_dim]");

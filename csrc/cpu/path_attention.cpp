@@ -5,37 +5,13 @@
 
 #include "../algorithms/group.h"
 #include "attention.h"
+#include "online_softmax.h"
 
 namespace gsd {
 namespace {
 
 constexpr int64_t kBlockPositions = 256;  // of the text, from its beginning
 constexpr int64_t kItemRows = 64;         // query vectors that share the reading of keys and values
-constexpr int64_t kVector = 16;
-
-int64_t to_vectors(int64_t n) { return (n + kVector - 1) / kVector * kVector; }
-
-// The online softmax of one row: what was added so far is relative to `best`.
-struct Running {
-  float best = negative_infinity(), total = 0.0f;
-
-  // Takes n scores in, padded with −inf, and turns them into weights; what to scale the accumulated by.
-  float take(float* scores, int64_t padded) {
-    const float top = largest(scores, padded);
-    float decay = 1.0f;
-    if (top == negative_infinity()) {
-      std::fill(scores, scores + padded, 0.0f);
-      return decay;
-    }
-    if (top > best || top != top) {
-      decay = best == negative_infinity() ? 0.0f : std::exp(best - top);
-      total *= decay;
-      best = top;
-    }
-    total += exp_row(scores, padded, best);
-    return decay;
-  }
-};
 
 // Query vectors of one cache head and sequence.
 class Item {
@@ -47,7 +23,7 @@ class Item {
     prefix_ = std::max<int64_t>(0, a.kv_len[b] - start_);
     keys_ = a.keys.data + b * a.keys.batch_stride + kv_head * a.keys.head_stride;
     values_ = a.values.data + b * a.values.batch_stride + kv_head * a.values.head_stride;
-    width_ = to_vectors(a.head_dim);
+    width_ = padded_to_lanes(a.head_dim);
     acc_.assign(static_cast<size_t>(count * width_), 0.0f);
     scores_.resize(static_cast<size_t>(count * kBlockPositions));
     running_.resize(static_cast<size_t>(count));
@@ -131,7 +107,7 @@ class Item {
     path_part(m, first, begin, end);
     const int64_t hidden = std::min(std::max(skipped, low(m) - first), dense);
     std::fill(scores, scores + hidden, negative_infinity());
-    const int64_t filled = dense + end - begin, padded = to_vectors(filled);
+    const int64_t filled = dense + end - begin, padded = padded_to_lanes(filled);
     for (int64_t i = begin; i < end; i++) {
       const size_t at = path_begin(m) + static_cast<size_t>(i);
       const int64_t text = a_.kv_len[b_] - start_ + a_.paths->node_depths[at];
@@ -159,8 +135,7 @@ class Item {
   }
 
   void finish(int64_t m) {
-    const Running& r = running_[static_cast<size_t>(m)];
-    scale_row(acc_.data() + m * width_, r.best == negative_infinity() ? 0.0f : 1.0f / r.total, width_);
+    scale_row(acc_.data() + m * width_, running_[static_cast<size_t>(m)].inverse(), width_);
     std::copy(acc_.data() + m * width_, acc_.data() + m * width_ + a_.head_dim,
               a_.out + flat_row(m) * a_.out_stride + head(m) * a_.head_dim);
   }
@@ -171,7 +146,7 @@ class Item {
   const char *keys_, *values_;
   std::vector<char> packed_;
   std::vector<float> acc_, scores_, node_scores_;
-  std::vector<Running> running_;
+  std::vector<OnlineSoftmax> running_;
   std::vector<int64_t> offsets_;
 };
 
