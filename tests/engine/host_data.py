@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gsd_kernels_hf.engine import session
@@ -17,8 +18,19 @@ class NoHostData(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Placed(TorchFunctionMode):
+    """Fails where a tensor is made without saying on which device: on a machine with a GPU it would lie elsewhere."""
+
+    MAKERS = (torch.arange, torch.zeros, torch.ones, torch.full, torch.empty, torch.eye, torch.linspace, torch.rand)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        assert func not in self.MAKERS or kwargs.get("device") is not None, f"torch.{func.__name__} without a device"
+        return func(*args, **kwargs)
+
+
 def watch_steps(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Let every session's steps but the first two, in which storage is made, refuse data from the host.
+    """Let every session's steps but the first two, in which storage is made, refuse data and tensors of the host.
 
     Returns: for every step so far, whether it was watched.
     """
@@ -28,7 +40,7 @@ def watch_steps(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         watched.append(len(watched) > 1)
         if not watched[-1]:
             return step(self)
-        with NoHostData():
+        with NoHostData(), Placed():
             return step(self)
 
     monkeypatch.setattr(session.Session, "step", watching)

@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from engine.host_data import NoHostData, watch_steps
+from engine.host_data import NoHostData, Placed, watch_steps
 from models import noised, prompts, tiny
 from transformers import StoppingCriteria
 
@@ -75,6 +75,8 @@ def test_a_step_copies_nothing_from_the_host(pair, name, sampling, monkeypatch):
 def test_the_watch_notices():
     with pytest.raises(AssertionError, match="host data"), NoHostData():
         torch.tensor([1.0, 2.0])
+    with pytest.raises(AssertionError, match="arange without a device"), Placed():
+        torch.arange(3)
 
 
 SAMPLED = {"do_sample": True, "temperature": 0.8, "seed": 3}
