@@ -194,6 +194,8 @@ def test_build(work, monkeypatch):
     failing = work("build", again=True)
     perform(failing)
     assert failing.failed == ["ops"], "the rest is looked at all the same"
+    capabilities = ((8, 0), (8, 7), (9, 0), (10, 3), (12, 1))
+    assert [build.known_arch(*found) for found in capabilities] == [80, 86, 90, 100, 120], "also GPUs yet to come"
 
 
 REHEARSED = ["gemm", "attention", "rows", "pair", "auto", pytest.param("kernels", marks=pytest.mark.slow)]
