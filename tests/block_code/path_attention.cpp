@@ -1,4 +1,4 @@
-// The rows' path attention on the machine of operating-system threads: random texts against double precision, and every
+// The rows' path attention on the machine of fibers: random texts against double precision, and every
 // row bit for bit in other company and in other places.
 //
 //     path_attention ROUNDS SEED [--drop BARRIER | --hurry WAIT | --misplace-copy NAME | --misplace-load NAME]
@@ -162,7 +162,7 @@ struct Call {
     const int heads = sizes.batch * sizes.kv_heads, rows = Prefix::Tiles::kRows;
     const int m_blocks = (sizes.query_rows() + rows - 1) / rows;
     run_grid(kWarps, m_blocks * heads * sizes.splits(), Prefix::Tiles::kArenaBytes, faults, machine_faults,
-             [&](OsMachine& machine, int block) {
+             [&](FiberMachine& machine, int block) {
                Prefix::run(machine, args, sizes, block % m_blocks, block / m_blocks % heads, block / m_blocks / heads);
              });
   }
@@ -181,7 +181,7 @@ struct Call {
     }
     const int heads = sizes.batch * sizes.kv_heads, rows = End::Tiles::kRows, m_blocks = (sizes.group + rows - 1) / rows;
     run_grid(End::kWarps, sizes.rows * heads * m_blocks, End::Tiles::kArenaBytes, faults, machine_faults,
-             [&](OsMachine& machine, int block) {
+             [&](FiberMachine& machine, int block) {
                End::run(machine, args, sizes, block % sizes.rows, block / sizes.rows % heads,
                         block / sizes.rows / heads);
              });

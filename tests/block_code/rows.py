@@ -22,7 +22,7 @@ MISSING = "no C++ compiler (CXX, g++)" if CXX is None else None if SOURCE.exists
 KERNELS = ("embed", "ancestors", "norm", "product", "turn", "attend", "combine")
 TORCH = Path(torch.__file__).parent
 FLAGS = [
-    *("-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-U_FORTIFY_SOURCE", "-DGSD_FIBERS"),
+    *("-O1", "-fPIC", "-shared", "-fvisibility=hidden"),
     *("-DTORCH_TARGET_VERSION=0x020A000000000000", "-isystem", TORCH / "include"),
     *(f"-L{TORCH / 'lib'}", "-Wl,--no-as-needed", "-ltorch"),
 ]

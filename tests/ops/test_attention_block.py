@@ -1,7 +1,7 @@
 """The attention kernel's source on the CPU: right, and free of races, bad accesses and bank conflicts.
 
-Every lane is an operating-system thread; tests/block_code/os_machine.h does what the PTX ISA says of ldmatrix, mma and
-cp.async. Faults are injected one at a time, and each must be noticed.
+Every lane is a fiber; tests/block_code/fiber_machine.h does what the PTX ISA says of ldmatrix, mma and cp.async. Faults
+are injected one at a time, and each must be noticed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The rows' path attention on the CPU: right, free of races, the same bits in any place and company.
 
-Its source runs on a machine of operating-system threads (tests/block_code/path_attention.cpp). The loop over tiles is
+Its source runs on a machine of fibers (tests/block_code/path_attention.cpp). The loop over tiles is
 that of `dag_attention`, whose own test injects the faults of copies and layout.
 """
 
