@@ -299,10 +299,16 @@ int main(int argc, char** argv) {
     s.capacity = s.nodes + (random() % 5 == 0 ? 0 : between(random, 1, round % 7 == 6 ? 600 : 150));
     s.softcap = round % 5 == 1 ? 1.5f : 0.0f;
     s.window = round % 4 == 2 || round % 8 == 3 ? between(random, 1, 90) : 0;
+#ifdef GSD_ONE_TYPE
+    s.bfloat16 = false;
+    using Other = Half;
+#else
+    using Other = Bfloat16;
+#endif
     const bool right =
         s.bfloat16
-            ? (s.head_dim == 64 ? round_is_right<Bfloat16, 64>(s, round, faults, machine_faults, random)
-                                : round_is_right<Bfloat16, 128>(s, round, faults, machine_faults, random))
+            ? (s.head_dim == 64 ? round_is_right<Other, 64>(s, round, faults, machine_faults, random)
+                                : round_is_right<Other, 128>(s, round, faults, machine_faults, random))
             : (s.head_dim == 64 ? round_is_right<Half, 64>(s, round, faults, machine_faults, random)
                                 : round_is_right<Half, 128>(s, round, faults, machine_faults, random));
     if (!right) {

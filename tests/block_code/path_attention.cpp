@@ -5,7 +5,7 @@
 //     path_attention --cuts | --lists
 //
 // Exit status: 0 right, 3 wrong, 4 divergent lanes or barriers, 5 bank conflict; sanitizers have their own.
-// With GSD_ONE_KERNEL only float16 with head size 64 is compiled, which takes a third of the time.
+// With GSD_ONE_TYPE only float16 with head size 64 is compiled, which takes a third of the time.
 #include "../../csrc/algorithms/path_attention.h"
 #include "tile_rounds.h"
 
@@ -188,7 +188,7 @@ struct Call {
   }
 
   void attend(const Faults& faults = {}, const MachineFaults& machine_faults = {}) {
-#ifndef GSD_ONE_KERNEL
+#ifndef GSD_ONE_TYPE
     if (shape.head_dim == 128) return attend<128>(faults, machine_faults);
 #endif
     attend<64>(faults, machine_faults);
@@ -396,7 +396,7 @@ int main(int argc, char** argv) {
     if (round % 4 == 1) s.rows = 34, s.batch = s.kv_heads = 1, s.group = 2;  // a path of more than a tile and a word
     if (round % 8 == 4) s.rows = s.batch = s.kv_heads = 1, s.group = 70;  // more heads than a block takes
     s.window = round % 3 == 2 ? between(random, 1, 90) : 0;
-#ifdef GSD_ONE_KERNEL
+#ifdef GSD_ONE_TYPE
     s.head_dim = 64;
     const bool right = round_is_right<Half>(s, round, faults, machine_faults, random);
 #else

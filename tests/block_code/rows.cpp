@@ -403,8 +403,13 @@ int main(int argc, char** argv) {
   if (argc > 5 && strcmp(argv[4], "--misplace-load") == 0) machine_faults.misplaced_load = argv[5];
   if (argc > 5 && strcmp(argv[4], "--no-await") == 0) machine_faults.not_awaited = argv[5];
   for (int round = 0; round < rounds; round++) {
-    if (!(round % 2 == 0 ? round_is_right<Half>(argv[1], round, random)
-                         : round_is_right<Bfloat16>(argv[1], round, random))) {
+#ifdef GSD_ONE_TYPE
+    const bool right = round_is_right<Half>(argv[1], round, random);
+#else
+    const bool right = round % 2 == 0 ? round_is_right<Half>(argv[1], round, random)
+                                      : round_is_right<Bfloat16>(argv[1], round, random);
+#endif
+    if (!right) {
       fprintf(stderr, "round %d is wrong\n", round);
       return kWrong;
     }
