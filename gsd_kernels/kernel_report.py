@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,16 +39,20 @@ class Case:
     launch: Callable[[], object]
 
 
-def kernel_table(archs: Sequence[int] = ARCHS, ops: Sequence[str] | None = None) -> list[dict[str, Any]]:
+def kernel_table(
+    archs: Sequence[int] = ARCHS, ops: Sequence[str] | None = None, read: Collection[str] | None = None
+) -> list[dict[str, Any]]:
     """One row per compiled kernel: registers, stack, shared memory, spills, load width, matrix instructions.
 
     Args:
         archs: compute capabilities, e.g. 90.
         ops: names of ops to compile; default all.
+        read: names of kernels whose instructions are read, a fifth of a second each; default all.
 
     Returns:
-        Dicts with keys op, case, kernel, arch, registers, stack_bytes, spill_stores, spill_loads, shared_kib,
-        shared_limit_kib, load_bits, matrix, instructions and ok (the gates on stack and shared memory hold).
+        Dicts with keys op, case, kernel, arch, registers, stack_bytes, shared_kib, shared_limit_kib and ok (the gates
+        on stack and shared memory hold); of kernels that were read spill_stores, spill_loads, load_bits, matrix and
+        instructions as well.
 
     Raises:
         RuntimeError: triton runs interpreted in this process.
@@ -66,7 +70,8 @@ def kernel_table(archs: Sequence[int] = ARCHS, ops: Sequence[str] | None = None)
             for kernel, compiled in compile_launches(case.launch, arch):
                 if compiled.hash not in seen:
                     seen.add(compiled.hash)
-                    rows.append({"op": case.op, "case": case.name, "kernel": kernel, **facts(compiled, arch)})
+                    found = facts(compiled, arch, read is None or kernel in read)
+                    rows.append({"op": case.op, "case": case.name, "kernel": kernel, **found})
     return rows
 
 
@@ -137,8 +142,8 @@ def _target(arch: int) -> Iterator[None]:
         driver._active = previous
 
 
-def facts(compiled: Any, arch: int) -> dict[str, Any]:
-    """Resources and instruction counts of one compiled kernel."""
+def facts(compiled: Any, arch: int, read: bool = True) -> dict[str, Any]:
+    """Resources of one compiled kernel and, if they are to be read, counts of its instructions."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -146,30 +151,37 @@ def facts(compiled: Any, arch: int) -> dict[str, Any]:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = _run(tools / "cuobjdump", "--dump-resource-usage", file.name)
-        code = _run(tools / "nvdisasm", "-c", "-ndf", file.name)  # the instructions, without an analysis of branches
+        # Without an analysis of branches.
+        code = _run(tools / "nvdisasm", "-c", "-ndf", file.name) if read else None
     numbers = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage)
     if numbers is None:
         raise RuntimeError(f"cuobjdump reported no resource usage: {usage[:200]}")
     registers, stack, static_shared = map(int, numbers.groups())
+    row = {
+        "arch": arch,
+        "registers": registers,
+        "stack_bytes": stack,
+        "shared_kib": round((compiled.metadata.shared + static_shared) / 1024, 1),
+        "shared_limit_kib": SHARED_LIMIT[arch],
+    }
+    return {**row, **({} if code is None else _instructions(code)), "ok": not gate(row)}
+
+
+def _instructions(code: str) -> dict[str, Any]:
+    """Counts of a disassembled kernel's instructions."""
     opcodes = Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z][A-Z0-9_.]+)", code, re.M))
 
     def count(pattern: str) -> int:
         return sum(n for opcode, n in opcodes.items() if re.match(pattern, opcode))
 
     matrix = [f"{count(p)} {name}" for name, p in _MATRIX if count(p)]
-    row = {
-        "arch": arch,
-        "registers": registers,
-        "stack_bytes": stack,
+    return {
         "spill_stores": count("STL"),
         "spill_loads": count("LDL"),
-        "shared_kib": round((compiled.metadata.shared + static_shared) / 1024, 1),
-        "shared_limit_kib": SHARED_LIMIT[arch],
         "load_bits": _widest_load(opcodes),
         "matrix": ", ".join(matrix) or "-",
         "instructions": sum(opcodes.values()),
     }
-    return {**row, "ok": not gate(row)}
 
 
 _MATRIX = (("HMMA", "HMMA"), ("HGMMA", "HGMMA"), ("UTCMMA", "UTC.*MMA"))

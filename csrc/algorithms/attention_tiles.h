@@ -2,8 +2,8 @@
 // into the rows' online softmax. Every attention runs this loop and says which positions its rows see.
 //
 // The code is written over a *warp machine*: lanes and warps, a block barrier, asynchronous 16-byte copies to shared
-// memory, ldmatrix, mma, shuffles. CudaMachine (cuda/warp_machine.h) is PTX; OsMachine (tests/block_code/os_machine.h)
-// is operating-system threads, on which the same source runs under sanitizers.
+// memory, ldmatrix, mma, shuffles. CudaMachine (cuda/warp_machine.h) is PTX; FiberMachine
+// (tests/block_code/fiber_machine.h) is fibers, on which the same source runs under sanitizers.
 //
 // What reaches a row's state is rounded as the source says (machine.times, machine.fma), never as a compiler finds best:
 // two kernels that run the loop agree bit for bit.

@@ -1,5 +1,5 @@
 // The launches of a decoder's forward of rows, in order: at most ten a layer. The glue runs them on a GPU; tests count
-// them, and run them on operating-system threads.
+// them, and run them on a CPU.
 #pragma once
 
 #include <cmath>

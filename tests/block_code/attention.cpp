@@ -1,4 +1,4 @@
-// dag_attention of random problems on the machine of operating-system threads, against double precision.
+// dag_attention of random problems on the machine of fibers, against double precision.
 //
 //     attention ROUNDS SEED [--drop BARRIER | --hurry WAIT | --misplace-copy NAME | --misplace-load NAME]
 //
@@ -138,10 +138,10 @@ Result attend(Problem& p, const Faults& faults, const MachineFaults& machine_fau
   p.args.partial_out = partial_out.data(), p.args.partial_lse = partial_lse.data();
   p.args.out = result.out.data(), p.args.lse = result.lse.data();
   run_grid(kWarps, m_blocks * heads * s.splits(), Tiles::kArenaBytes, faults, machine_faults,
-           [&](OsMachine& machine, int block) {
+           [&](FiberMachine& machine, int block) {
              Split::run(machine, p.args, s, block % m_blocks, block / m_blocks % heads, block / m_blocks / heads);
            });
-  run_grid(1, heads * rows, 0, {}, {}, [&](OsMachine& machine, int block) {
+  run_grid(1, heads * rows, 0, {}, {}, [&](FiberMachine& machine, int block) {
     combine_row<Element, kHeadDim>(machine, p.args, s, block / rows, block % rows);
   });
   return result;
@@ -299,10 +299,16 @@ int main(int argc, char** argv) {
     s.capacity = s.nodes + (random() % 5 == 0 ? 0 : between(random, 1, round % 7 == 6 ? 600 : 150));
     s.softcap = round % 5 == 1 ? 1.5f : 0.0f;
     s.window = round % 4 == 2 || round % 8 == 3 ? between(random, 1, 90) : 0;
+#ifdef GSD_ONE_TYPE
+    s.bfloat16 = false;
+    using Other = Half;
+#else
+    using Other = Bfloat16;
+#endif
     const bool right =
         s.bfloat16
-            ? (s.head_dim == 64 ? round_is_right<Bfloat16, 64>(s, round, faults, machine_faults, random)
-                                : round_is_right<Bfloat16, 128>(s, round, faults, machine_faults, random))
+            ? (s.head_dim == 64 ? round_is_right<Other, 64>(s, round, faults, machine_faults, random)
+                                : round_is_right<Other, 128>(s, round, faults, machine_faults, random))
             : (s.head_dim == 64 ? round_is_right<Half, 64>(s, round, faults, machine_faults, random)
                                 : round_is_right<Half, 128>(s, round, faults, machine_faults, random));
     if (!right) {

@@ -1,18 +1,45 @@
-// A block's threads as fibers of one operating-system thread, which take turns where they wait. A barrier costs some
-// nanoseconds instead of microseconds, so whole models run; sanitizers see nothing of it. Chosen by GSD_FIBERS.
+// A block's threads as fibers of one operating-system thread, which take turns where they wait, in an order drawn anew
+// for every block. A barrier costs some nanoseconds instead of microseconds. ThreadSanitizer takes each for a thread, and
+// orders two of them by nothing but what barriers say: it sees every race, whatever the turns were.
 #pragma once
 
-#include <setjmp.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <memory>
-#include <utility>
+#include <random>
 #include <vector>
 
+#if defined(__SANITIZE_THREAD__)
+extern "C" {
+void* __tsan_get_current_fiber();
+void* __tsan_create_fiber(unsigned flags);
+void __tsan_destroy_fiber(void* fiber);
+void __tsan_switch_to_fiber(void* fiber, unsigned flags);
+void __tsan_acquire(void* address);
+void __tsan_release(void* address);
+}
+#endif
+
 namespace gsd {
+
+// Of what changes stacks or decides who runs: no part of what is looked at.
+#define GSD_UNSEEN __attribute__((no_sanitize("thread", "address", "undefined")))
+
+// To ThreadSanitizer, all that was done before a release at an address comes before what follows an acquire there.
+inline void acquire([[maybe_unused]] void* at) {
+#if defined(__SANITIZE_THREAD__)
+  __tsan_acquire(at);
+#endif
+}
+inline void release([[maybe_unused]] void* at) {
+#if defined(__SANITIZE_THREAD__)
+  __tsan_release(at);
+#endif
+}
 
 class Fibers {
  public:
@@ -21,70 +48,106 @@ class Fibers {
     return fibers;
   }
 
-  void add(std::function<void()> body) { fibers.push_back(std::make_unique<Fiber>(std::move(body))); }
-
-  // Until all have ended.
-  void run() {
-    if (fibers.empty()) return;
-    left = fibers.size(), current = 0, idle = 0;
-    if (_setjmp(outside) == 0) enter();
-    fibers.clear();
+  // Runs body(0) … body(count - 1) until all have ended.
+  void run(int count, std::function<void(int)> body) {
+    while (static_cast<int>(all.size()) < count) all.push_back(std::make_unique<Fiber>());
+    std::vector<Fiber*> order;
+    for (int i = 0; i < count; i++) order.push_back(all[static_cast<size_t>(i)].get()), order.back()->number = i;
+    std::shuffle(order.begin(), order.end(), random);
+    for (size_t i = 0; i < order.size(); i++) order[i]->next = order[(i + 1) % order.size()];
+    work = std::move(body);
+    release(this);
+    if (count > 0) start(order.back(), count);
+    acquire(&left);
   }
 
   // Lets the others go on. `progress`: whether the caller did anything since it last asked.
-  void yield(bool progress) {
+  GSD_UNSEEN void yield(bool progress) {
     idle = progress ? 0 : idle + 1;
-    if (idle > 1000 * fibers.size()) {
+    if (idle > 2 * left) {
       fprintf(stderr, "every thread waits for another\n");
       _Exit(4);
     }
-    Fiber& own = *fibers[current];
-    if (_setjmp(own.place) == 0) next();
+    Fiber* const own = current;
+    previous = own, current = own->next;
+    if (current == own) return;
+    if (__builtin_setjmp(own->place) == 0) enter();
   }
 
  private:
   static constexpr size_t kStackBytes = 256 * 1024;
 
   struct Fiber {
-    std::function<void()> body;
     std::unique_ptr<char[]> stack{new char[kStackBytes]};
     ucontext_t begin{};
-    jmp_buf place;
-    bool begun = false, ended = false;
-
-    explicit Fiber(std::function<void()> body) : body(std::move(body)) {}
+    void* place[5];
+    bool begun = false;
+    int number = 0;
+    Fiber* next = nullptr;  // of those that have not ended
+#if defined(__SANITIZE_THREAD__)
+    void* seen = __tsan_create_fiber(0);
+    ~Fiber() { __tsan_destroy_fiber(seen); }
+#endif
   };
 
-  [[noreturn]] void next() {
-    do current = (current + 1) % fibers.size();
-    while (fibers[current]->ended);
-    enter();
+  GSD_UNSEEN __attribute__((noinline)) void start(Fiber* last, int count) {
+#if defined(__SANITIZE_THREAD__)
+    outside_seen = __tsan_get_current_fiber();
+#endif
+    left = count, idle = 0, previous = last, current = last->next;
+    if (__builtin_setjmp(outside) == 0) enter();
   }
 
-  [[noreturn]] void enter() {
-    Fiber& fiber = *fibers[current];
-    if (fiber.begun) _longjmp(fiber.place, 1);
-    fiber.begun = true;
-    getcontext(&fiber.begin);
-    fiber.begin.uc_stack.ss_sp = fiber.stack.get();
-    fiber.begin.uc_stack.ss_size = kStackBytes;
-    makecontext(&fiber.begin, &Fibers::body, 0);
-    setcontext(&fiber.begin);
+  [[noreturn]] GSD_UNSEEN __attribute__((noinline)) void enter() {
+    Fiber* const fiber = current;
+#if defined(__SANITIZE_THREAD__)
+    __tsan_switch_to_fiber(fiber->seen, 1);  // 1: which orders nothing
+#endif
+    if (fiber->begun) __builtin_longjmp(fiber->place, 1);
+    fiber->begun = true;
+    getcontext(&fiber->begin);
+    fiber->begin.uc_stack.ss_sp = fiber->stack.get();
+    fiber->begin.uc_stack.ss_size = kStackBytes;
+    makecontext(&fiber->begin, &Fibers::main, 0);
+    setcontext(&fiber->begin);
     abort();
   }
 
-  static void body() {
-    Fibers& all = here();
-    Fiber& own = *all.fibers[all.current];
-    own.body();
-    own.ended = true, all.idle = 0;
-    if (--all.left == 0) _longjmp(all.outside, 1);
-    all.next();
+  [[noreturn]] GSD_UNSEEN __attribute__((noinline)) void leave() {
+#if defined(__SANITIZE_THREAD__)
+    __tsan_switch_to_fiber(outside_seen, 1);
+#endif
+    __builtin_longjmp(outside, 1);
   }
 
-  std::vector<std::unique_ptr<Fiber>> fibers;
-  size_t current = 0, left = 0, idle = 0;
-  jmp_buf outside;
+  GSD_UNSEEN static void main() {
+    Fibers& fibers = here();
+    for (;;) {
+      Fiber* const own = fibers.current;
+      acquire(&fibers);
+      fibers.work(own->number);
+      release(&fibers.left);
+      fibers.end(own);
+    }
+  }
+
+  // Until there is new work.
+  GSD_UNSEEN __attribute__((noinline)) void end(Fiber* own) {
+    idle = 0, previous->next = current = own->next;
+    if (__builtin_setjmp(own->place) != 0) return;
+    if (--left == 0) leave();
+    enter();
+  }
+
+  std::vector<std::unique_ptr<Fiber>> all;
+  std::function<void(int)> work;
+  std::mt19937 random{1};
+  Fiber *previous = nullptr, *current = nullptr;
+  int left = 0, idle = 0;
+  void* outside[5];
+#if defined(__SANITIZE_THREAD__)
+  void* outside_seen = nullptr;
+#endif
 };
 
 class Barrier {
@@ -92,24 +155,19 @@ class Barrier {
   explicit Barrier(int threads) : threads(threads) {}
   Barrier(const Barrier&) = delete;
 
-  void arrive_and_wait() {
+  GSD_UNSEEN void arrive_and_wait() {
+    release(this);
     const int own = generation;
     if (++arrived == threads) {
       arrived = 0, generation++;
-      return;
+    } else {
+      for (bool progress = true; generation == own; progress = false) Fibers::here().yield(progress);
     }
-    for (bool progress = true; generation == own; progress = false) Fibers::here().yield(progress);
+    acquire(this);
   }
 
  private:
   int threads, arrived = 0, generation = 0;
-};
-
-// As std::thread, but nothing runs before the first join().
-class Thread {
- public:
-  explicit Thread(std::function<void()> body) { Fibers::here().add(std::move(body)); }
-  void join() { Fibers::here().run(); }
 };
 
 }  // namespace gsd

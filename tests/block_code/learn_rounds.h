@@ -6,7 +6,7 @@
 
 #include "../../csrc/algorithms/learn.h"
 #include "../../csrc/algorithms/ngram.h"
-#include "os_group.h"
+#include "fiber_group.h"
 #include "step_rounds.h"
 
 namespace gsd {
@@ -74,7 +74,7 @@ inline bool learning_agrees(int threads, const Faults& faults, std::mt19937& ran
   };
   SerialGroup serial;
   learn_all(serial, with(expected), sizes);
-  run_block(threads, faults, [&](OsGroup& group) { learn_all(group, with(got), sizes); });
+  run_block(threads, faults, [&](FiberGroup& group) { learn_all(group, with(got), sizes); });
   return expected == got;
 }
 
@@ -104,7 +104,7 @@ inline bool recollections_agree(int threads, const Faults& faults, std::mt19937&
   std::vector<char> serial_arena(NgramArena::bytes(s)), block_arena(NgramArena::bytes(s));
   SerialGroup serial;
   insert_rows(serial, filled(expected), s, serial_arena.data());
-  run_block(threads, faults, [&](OsGroup& group) { insert_rows(group, filled(got), s, block_arena.data()); });
+  run_block(threads, faults, [&](FiberGroup& group) { insert_rows(group, filled(got), s, block_arena.data()); });
   if (!(expected == got)) return false;
 
   const Ints graph_tokens = drawn(random, kNodes, 0, 2), contexts = drawn(random, kNodes * s.context, 0, 2);
@@ -125,7 +125,7 @@ inline bool recollections_agree(int threads, const Faults& faults, std::mt19937&
                            kNodes, 2};
   };
   recall_nodes(serial, asked(answers), s);
-  run_block(threads, faults, [&](OsGroup& group) { recall_nodes(group, asked(block_answers), s); });
+  run_block(threads, faults, [&](FiberGroup& group) { recall_nodes(group, asked(block_answers), s); });
   return answers == block_answers;
 }
 

@@ -17,7 +17,7 @@
 #include "../../csrc/algorithms/ngram.h"
 #include "../../csrc/algorithms/sampling.h"
 #include "learn_rounds.h"
-#include "os_group.h"
+#include "fiber_group.h"
 #include "step_rounds.h"
 
 using namespace gsd;
@@ -186,7 +186,7 @@ bool picks_agree(int threads, const Faults& faults, std::mt19937& random) {
   SerialGroup serial;
   Arena serial_arena(PickArena::bytes(1)), block_arena(PickArena::bytes(threads));
   pick(serial, logits, warpers, noise, sizes, expected, serial_arena.data());
-  run_block(threads, faults, [&](OsGroup& group) {
+  run_block(threads, faults, [&](FiberGroup& group) {
     pick(group, logits, warpers, noise, sizes, got, block_arena.data());
   });
   const auto close = [](float a, float b) { return a == b || fabsf(a - b) < 1e-5f; };
@@ -209,7 +209,7 @@ void pick_from_input(char** argv) {
   if (fread(logits.data(), sizeof(Float32Logit), logits.size(), stdin) != logits.size()) _Exit(2);
   Picked out(sizes);
   Arena arena(PickArena::bytes(threads));
-  run_block(threads, {}, [&](OsGroup& group) { pick(group, logits, warpers, noise, sizes, out, arena.data()); });
+  run_block(threads, {}, [&](FiberGroup& group) { pick(group, logits, warpers, noise, sizes, out, arena.data()); });
   for (int k = 0; k < sizes.branch; k++) printf("%d %.9g\n", out.tokens[k], static_cast<double>(out.log_probs[k]));
   for (int i = 0; sizes.branch == 0 && i < sizes.vocab; i++) printf("%d %.9g\n", i, static_cast<double>(out.scores[i]));
 }
@@ -263,7 +263,7 @@ bool memories_agree(int threads, const Faults& faults, std::mt19937& random) {
     };
     Arena serial_arena(NgramArena::bytes(s)), block_arena(NgramArena::bytes(s));
     insert_rows(serial, args(expected), s, serial_arena.data());
-    run_block(threads, faults, [&](OsGroup& group) { insert_rows(group, args(got), s, block_arena.data()); });
+    run_block(threads, faults, [&](FiberGroup& group) { insert_rows(group, args(got), s, block_arena.data()); });
     if (!(expected == got)) return false;
   }
   draw();
@@ -272,7 +272,7 @@ bool memories_agree(int threads, const Faults& faults, std::mt19937& random) {
     return NgramLookupArgs{expected.table(), contexts.data(), r.tokens.data(), r.log_probs.data(), r.matched.data()};
   };
   look_up_rows(serial, args(answers), s);
-  run_block(threads, faults, [&](OsGroup& group) { look_up_rows(group, args(block_answers), s); });
+  run_block(threads, faults, [&](FiberGroup& group) { look_up_rows(group, args(block_answers), s); });
   return answers == block_answers;
 }
 
@@ -297,7 +297,7 @@ bool mixtures_agree(int threads, const Faults& faults, std::mt19937& random) {
   SerialGroup serial;
   Arena serial_arena(MixArena::bytes(s)), block_arena(MixArena::bytes(s));
   mix_row(serial, args(expected, expected_log_probs), s, serial_arena.data());
-  run_block(threads, faults, [&](OsGroup& group) { mix_row(group, args(got, got_log_probs), s, block_arena.data()); });
+  run_block(threads, faults, [&](FiberGroup& group) { mix_row(group, args(got, got_log_probs), s, block_arena.data()); });
   return expected == got && expected_log_probs == got_log_probs;
 }
 
@@ -311,7 +311,7 @@ bool round_agrees(const Problem& p, int threads, const Faults& faults, std::mt19
     Next expected(p), got(p);
     Arena serial_arena(MergeArena::bytes(sizes)), block_arena(MergeArena::bytes(sizes));
     merge_level(serial, merge_args(serial_graph, level, expected), sizes, serial_arena.data());
-    run_block(threads, faults, [&](OsGroup& group) {
+    run_block(threads, faults, [&](FiberGroup& group) {
       merge_level(group, merge_args(block_graph, level, got), sizes, block_arena.data());
     });
     if (!(expected == got) || !(serial_graph == block_graph)) return false;
@@ -322,7 +322,7 @@ bool round_agrees(const Problem& p, int threads, const Faults& faults, std::mt19
   Unrolled expected(p), got(p);
   Arena serial_arena(FlattenArena::bytes(sizes)), block_arena(FlattenArena::bytes(sizes));
   flatten_graph(serial, flatten_args(serial_graph, expected), sizes, serial_arena.data());
-  run_block(threads, faults, [&](OsGroup& group) {
+  run_block(threads, faults, [&](FiberGroup& group) {
     flatten_graph(group, flatten_args(serial_graph, got), sizes, block_arena.data());
   });
   if (!(expected == got)) return false;
@@ -340,7 +340,7 @@ bool round_agrees(const Problem& p, int threads, const Faults& faults, std::mt19
   Arena serial_verify(VerifyArena::bytes(verify_sizes)), block_verify(VerifyArena::bytes(verify_sizes));
   verify_rows(serial, verify_args(expected, sampled, eos, &remaining, &done, accepted), verify_sizes,
               serial_verify.data());
-  run_block(threads, faults, [&](OsGroup& group) {
+  run_block(threads, faults, [&](FiberGroup& group) {
     verify_rows(group, verify_args(expected, sampled, eos, &remaining, &done, block_accepted), verify_sizes,
                 block_verify.data());
   });
@@ -374,7 +374,7 @@ int main(int argc, char** argv) {
   if (argc > 5 && strcmp(argv[4], "--drop") == 0) faults.dropped_barrier = argv[5];
   if (argc > 5 && strcmp(argv[4], "--plain") == 0) faults.plain_atomic = argv[5];
   if (argc > 4 && strcmp(argv[4], "--diverge") == 0) {
-    run_block(threads, faults, [](OsGroup& group) { group.sync(group.rank() % 2 == 0 ? "even" : "odd"); });
+    run_block(threads, faults, [](FiberGroup& group) { group.sync(group.rank() % 2 == 0 ? "even" : "odd"); });
   }
   for (int round = 0; round < rounds; round++) {
     Problem p{};

@@ -1,11 +1,11 @@
-// The rows' path attention on the machine of operating-system threads: random texts against double precision, and every
+// The rows' path attention on the machine of fibers: random texts against double precision, and every
 // row bit for bit in other company and in other places.
 //
 //     path_attention ROUNDS SEED [--drop BARRIER | --hurry WAIT | --misplace-copy NAME | --misplace-load NAME]
 //     path_attention --cuts | --lists
 //
 // Exit status: 0 right, 3 wrong, 4 divergent lanes or barriers, 5 bank conflict; sanitizers have their own.
-// With GSD_ONE_KERNEL only float16 with head size 64 is compiled, which takes a third of the time.
+// With GSD_ONE_TYPE only float16 with head size 64 is compiled, which takes a third of the time.
 #include "../../csrc/algorithms/path_attention.h"
 #include "tile_rounds.h"
 
@@ -162,7 +162,7 @@ struct Call {
     const int heads = sizes.batch * sizes.kv_heads, rows = Prefix::Tiles::kRows;
     const int m_blocks = (sizes.query_rows() + rows - 1) / rows;
     run_grid(kWarps, m_blocks * heads * sizes.splits(), Prefix::Tiles::kArenaBytes, faults, machine_faults,
-             [&](OsMachine& machine, int block) {
+             [&](FiberMachine& machine, int block) {
                Prefix::run(machine, args, sizes, block % m_blocks, block / m_blocks % heads, block / m_blocks / heads);
              });
   }
@@ -181,14 +181,14 @@ struct Call {
     }
     const int heads = sizes.batch * sizes.kv_heads, rows = End::Tiles::kRows, m_blocks = (sizes.group + rows - 1) / rows;
     run_grid(End::kWarps, sizes.rows * heads * m_blocks, End::Tiles::kArenaBytes, faults, machine_faults,
-             [&](OsMachine& machine, int block) {
+             [&](FiberMachine& machine, int block) {
                End::run(machine, args, sizes, block % sizes.rows, block / sizes.rows % heads,
                         block / sizes.rows / heads);
              });
   }
 
   void attend(const Faults& faults = {}, const MachineFaults& machine_faults = {}) {
-#ifndef GSD_ONE_KERNEL
+#ifndef GSD_ONE_TYPE
     if (shape.head_dim == 128) return attend<128>(faults, machine_faults);
 #endif
     attend<64>(faults, machine_faults);
@@ -396,7 +396,7 @@ int main(int argc, char** argv) {
     if (round % 4 == 1) s.rows = 34, s.batch = s.kv_heads = 1, s.group = 2;  // a path of more than a tile and a word
     if (round % 8 == 4) s.rows = s.batch = s.kv_heads = 1, s.group = 70;  // more heads than a block takes
     s.window = round % 3 == 2 ? between(random, 1, 90) : 0;
-#ifdef GSD_ONE_KERNEL
+#ifdef GSD_ONE_TYPE
     s.head_dim = 64;
     const bool right = round_is_right<Half>(s, round, faults, machine_faults, random);
 #else

@@ -17,11 +17,12 @@ BUILDS = {
     # Optimising takes longer than all that runs, and hides accesses.
     "address": ["-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DGSD_CHECK_DIVERGENCE"],
 }
+ONE_TYPE = "-DGSD_ONE_TYPE"  # float16 and not bfloat16: half of a program's code, and the same accesses
 DIFFERENT, DIVERGENT, RACE = 3, 4, 66
 HUNG = "hung"
 
 
-def build(source: Path, program: Path, flags: Sequence[str]) -> Path:
+def build(source: Path, program: Path, flags: Sequence[str | Path]) -> Path:
     command = [CXX, "-std=c++20", "-pthread", "-Wall", "-Wextra", "-ffp-contract=off", *flags, source, "-o", program]
     subprocess.run(list(map(str, command)), check=True)
     return program
@@ -33,8 +34,19 @@ def build_all(source: Path, folder: Path, builds: dict[str, list[str]] = BUILDS)
         list(pool.map(lambda name: build(source, folder / name, builds[name]), builds))
 
 
-def run(program: Path, *arguments: object, timeout: float = 120) -> tuple[int | str, str]:
+def build_mutated(source: Path, folder: Path, headers: dict[Path, str]) -> None:
+    """``mutated``, a program of changed headers, in which ``mutation()`` is the number that ``run`` is told."""
+    shutil.copytree(ROOT / "csrc/algorithms", folder / "csrc/algorithms")
+    shutil.copytree(source.parent, folder / "tests/block_code", ignore=shutil.ignore_patterns("__pycache__"))
+    for header, text in headers.items():
+        (folder / header.relative_to(ROOT)).write_text(text)
+    flags = ["-O0", "-w", ONE_TYPE, "-include", source.parent / "mutation.h"]
+    build(folder / source.relative_to(ROOT), folder / "mutated", flags)
+
+
+def run(program: Path, *arguments: object, timeout: float = 120, mutation: int = 0) -> tuple[int | str, str]:
     environment = {**os.environ, "TSAN_OPTIONS": f"exitcode={RACE} halt_on_error=1", "ASAN_OPTIONS": "exitcode=67"}
+    environment["GSD_MUTATION"] = str(mutation)
     try:
         done = subprocess.run(
             [str(program), *map(str, arguments)], capture_output=True, text=True, timeout=timeout, env=environment

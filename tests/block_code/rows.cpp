@@ -1,5 +1,4 @@
-// The forward of rows but for its attention, of random problems on the machine of operating-system threads, against
-// double precision.
+// The forward of rows but for its attention, of random problems on the machine of fibers, against double precision.
 //
 //     rows product|between|alone ROUNDS SEED [--drop BARRIER | --hurry WAIT | --misplace-copy NAME |
 //                                             --misplace-load NAME | --no-await NAME]
@@ -11,7 +10,7 @@
 
 #include "../../csrc/algorithms/rows_product.h"
 #include "../../csrc/algorithms/rows_turn.h"
-#include "os_machine.h"
+#include "fiber_machine.h"
 
 using namespace gsd;
 
@@ -127,7 +126,7 @@ Result multiplied(const Problem<Element>& p, RowsProduct a, bool backwards) {
   const int splits = cut.splits, tiles = a.row_blocks() * cut.output_blocks;
   run_grid(
       Block::kWarps, tiles * splits, Block::kArenaBytes, faults, machine_faults,
-      [&](OsMachine& machine, int b) {  // the splits of a tile at the same time, or one by one from the last to the first
+      [&](FiberMachine& machine, int b) {  // the splits of a tile at the same time, or one by one from the last to the first
         const int tile = b / splits, split = backwards ? splits - 1 - b % splits : b % splits;
         Block::run(machine, a, cut, tile % a.row_blocks(), tile / a.row_blocks(), split);
       },
@@ -253,7 +252,7 @@ bool norm_is_right(std::mt19937& random) {
   previous.write = [&] { x.arrive(); };
   run_grid(
       kRowWarps, a.batch * a.keep, kNormArenaBytes, faults, machine_faults,
-      [&](OsMachine& machine, int b) { norm_row<Element>(machine, a, b); }, 1, &previous);
+      [&](FiberMachine& machine, int b) { norm_row<Element>(machine, a, b); }, 1, &previous);
   for (int i = 0; i < a.batch * a.keep; i++) {
     const float* row = &x.values[static_cast<size_t>(i / a.keep * a.rows + a.rows - a.keep + i % a.keep) * a.hidden];
     double square = 0;
@@ -284,7 +283,7 @@ bool embedding_is_right(std::mt19937& random) {
   previous.write = [&] { tokens.arrive(); };
   run_grid(
       kRowWarps, a.rows, 0, faults, machine_faults,
-      [&](OsMachine& machine, int b) { embed_row<Element>(machine, a, b); }, 1, &previous);
+      [&](FiberMachine& machine, int b) { embed_row<Element>(machine, a, b); }, 1, &previous);
   for (int i = 0; i < a.rows; i++) {
     const int token = std::clamp(tokens.values[i], 0, a.vocab - 1);
     for (int n = 0; n < a.hidden; n++) {
@@ -353,7 +352,7 @@ bool turn_is_right(std::mt19937& random) {
   previous.write = [&] { qkv.arrive(); };
   run_grid(
       1, t.count() * t.heads(), 0, faults, machine_faults,
-      [&](OsMachine& machine, int b) {
+      [&](FiberMachine& machine, int b) {
         turn_head<Element, kHeadDim>(machine, a, b / t.heads(), b % t.heads());
       },
       1, &previous);
@@ -404,8 +403,13 @@ int main(int argc, char** argv) {
   if (argc > 5 && strcmp(argv[4], "--misplace-load") == 0) machine_faults.misplaced_load = argv[5];
   if (argc > 5 && strcmp(argv[4], "--no-await") == 0) machine_faults.not_awaited = argv[5];
   for (int round = 0; round < rounds; round++) {
-    if (!(round % 2 == 0 ? round_is_right<Half>(argv[1], round, random)
-                         : round_is_right<Bfloat16>(argv[1], round, random))) {
+#ifdef GSD_ONE_TYPE
+    const bool right = round_is_right<Half>(argv[1], round, random);
+#else
+    const bool right = round % 2 == 0 ? round_is_right<Half>(argv[1], round, random)
+                                      : round_is_right<Bfloat16>(argv[1], round, random);
+#endif
+    if (!right) {
       fprintf(stderr, "round %d is wrong\n", round);
       return kWrong;
     }

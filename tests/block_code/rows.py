@@ -35,7 +35,7 @@ DEVICES = (BLOCKS, GPU)
 """Where ``backend="cuda"`` takes its tensors: parameters of a fixture, which calls :func:`take_for_gpus` for "cpu"."""
 
 FLAGS = [
-    *("-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-U_FORTIFY_SOURCE", "-DGSD_FIBERS"),
+    *("-O1", "-fPIC", "-shared", "-fvisibility=hidden"),
     *("-DTORCH_TARGET_VERSION=0x020A000000000000", "-isystem", TORCH / "include"),
     *(f"-L{TORCH / 'lib'}", "-Wl,--no-as-needed", "-ltorch"),
 ]

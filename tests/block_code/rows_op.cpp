@@ -12,7 +12,7 @@
 #include "../../csrc/algorithms/rows_product.h"
 #include "../../csrc/algorithms/rows_turn.h"
 #include "../../csrc/cuda/rows_tensors.h"
-#include "os_machine.h"
+#include "fiber_machine.h"
 
 namespace gsd {
 namespace {
@@ -42,18 +42,18 @@ int run_blocks(int warps, int blocks, size_t arena, const Body& body) {
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
   run_grid(warps, blocks, arena, {}, {},
-           [&](OsMachine& machine, int block) { body(machine, order[static_cast<size_t>(block)]); });
+           [&](FiberMachine& machine, int block) { body(machine, order[static_cast<size_t>(block)]); });
   return 0;
 }
 
 template <class Element>
 struct BlockLaunches {
   int embed(const RowsEmbed& a) const {
-    return run_blocks(kRowWarps, a.rows, 0, [&](OsMachine& m, int block) { embed_row<Element>(m, a, block); });
+    return run_blocks(kRowWarps, a.rows, 0, [&](FiberMachine& m, int block) { embed_row<Element>(m, a, block); });
   }
   int norm(const RowsNorm& a) const {
     return run_blocks(kRowWarps, a.batch * a.keep, kNormArenaBytes,
-                      [&](OsMachine& m, int block) { norm_row<Element>(m, a, block); });
+                      [&](FiberMachine& m, int block) { norm_row<Element>(m, a, block); });
   }
   // Blocks of 64 rows as wide as the launch would make them or not, in turn: the bits may not tell.
   int product(const RowsProduct& a) const {
@@ -65,7 +65,7 @@ struct BlockLaunches {
   }
   int turn(const RowsTurn& a) const {
     const int heads = a.heads + 2 * a.kv_heads;
-    return run_blocks(1, a.batch * a.rows * heads, 0, [&](OsMachine& m, int block) {
+    return run_blocks(1, a.batch * a.rows * heads, 0, [&](FiberMachine& m, int block) {
       a.head_dim == 64 ? turn_head<Element, 64>(m, a, block / heads, block % heads)
                        : turn_head<Element, 128>(m, a, block / heads, block % heads);
     });
@@ -87,7 +87,7 @@ struct BlockLaunches {
     s.query_rows() <= 16 ? attend_prefix<kHeadDim, 1>(a, s) : attend_prefix<kHeadDim, 4>(a, s);
     using End = PathEnd<Element, kHeadDim>;
     const int heads = s.batch * s.kv_heads, parts = (s.group + End::Tiles::kRows - 1) / End::Tiles::kRows;
-    return run_blocks(End::kWarps, s.rows * heads * parts, End::Tiles::kArenaBytes, [&](OsMachine& m, int block) {
+    return run_blocks(End::kWarps, s.rows * heads * parts, End::Tiles::kArenaBytes, [&](FiberMachine& m, int block) {
       End::run(m, a, s, block % s.rows, block / s.rows % heads, block / s.rows / heads);
     });
   }
@@ -95,7 +95,7 @@ struct BlockLaunches {
   int attend_prefix(const PathAttentionArgs& a, const PathAttentionSizes& s) const {
     using Tiles = AttentionTiles<Element, kHeadDim, kWarps>;
     const int heads = s.batch * s.kv_heads, parts = (s.query_rows() + Tiles::kRows - 1) / Tiles::kRows;
-    return run_blocks(kWarps, parts * heads * s.splits(), Tiles::kArenaBytes, [&](OsMachine& m, int block) {
+    return run_blocks(kWarps, parts * heads * s.splits(), Tiles::kArenaBytes, [&](FiberMachine& m, int block) {
       PathPrefix<Element, kHeadDim, kWarps>::run(m, a, s, block % parts, block / parts % heads, block / parts / heads);
     });
   }
@@ -104,7 +104,7 @@ struct BlockLaunches {
     using Block = ProductBlock<Element, kRows, kOutputs>;
     const RowsCut cut(a, kOutputs);
     const int rows = a.row_blocks(), tiles = rows * cut.output_blocks;
-    return run_blocks(Block::kWarps, tiles * cut.splits, Block::kArenaBytes, [&](OsMachine& m, int block) {
+    return run_blocks(Block::kWarps, tiles * cut.splits, Block::kArenaBytes, [&](FiberMachine& m, int block) {
       Block::run(m, a, cut, block % rows, block % tiles / rows, block / tiles);
     });
   }

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "../../csrc/algorithms/step.h"
-#include "os_group.h"
+#include "fiber_group.h"
 
 namespace gsd {
 
@@ -102,7 +102,7 @@ inline bool steps_agree(int threads, const Faults& faults, std::mt19937& random)
   StepState got = expected;
   SerialGroup serial;
   take_step(serial, expected, inputs);
-  run_block(threads, faults, [&](OsGroup& group) { take_step(group, got, inputs); });
+  run_block(threads, faults, [&](FiberGroup& group) { take_step(group, got, inputs); });
   return expected == got;
 }
 

@@ -5,7 +5,7 @@
 #include <random>
 #include <utility>
 
-#include "os_machine.h"
+#include "fiber_machine.h"
 
 namespace gsd {
 

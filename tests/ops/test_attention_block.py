@@ -1,16 +1,15 @@
 """The attention kernel's source on the CPU: right, and free of races, bad accesses and bank conflicts.
 
-Every lane is an operating-system thread; tests/block_code/os_machine.h does what the PTX ISA says of ldmatrix, mma and
-cp.async. Faults are injected one at a time, and each must be noticed.
+Every lane is a fiber; tests/block_code/fiber_machine.h does what the PTX ISA says of ldmatrix, mma and cp.async. Faults
+are injected one at a time, and each must be noticed.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
 
 import pytest
-from block_code.programs import BUILDS, CXX, DIFFERENT, DIVERGENT, RACE, ROOT, build, build_all, run
+from block_code.programs import BUILDS, CXX, DIFFERENT, DIVERGENT, ONE_TYPE, RACE, ROOT, build_all, build_mutated, run
 from shared import once
 
 SOURCE = ROOT / "tests/block_code/attention.cpp"
@@ -34,6 +33,7 @@ LOADS = re.findall(r'machine\.template load_matrices<\w+>\("([^"]+)"', TEXT)
 def programs(tmp_path_factory):
     # Without debug information: it doubles the time to compile this much unrolled code.
     flags = {name: [flag for flag in BUILDS[name] if flag != "-g"] for name in BUILDS}
+    flags["thread"].append(ONE_TYPE)
     folder = once(tmp_path_factory, "attention", lambda folder: build_all(SOURCE, folder, flags))
     return {name: folder / name for name in BUILDS}
 
@@ -67,13 +67,9 @@ def test_a_wrong_place_on_one_side_is_caught(programs, side, name):
 
 def test_a_layout_without_exchanged_chunks_has_bank_conflicts(tmp_path):
     """Right results, but eight rows in one group of banks."""
-    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
-    shutil.copytree(SOURCE.parent, tmp_path / "tests/block_code")
     assert TEXT.count("chunk ^ (row & 7)") == 1
-    (tmp_path / HEADER.relative_to(ROOT)).write_text(TEXT.replace("chunk ^ (row & 7)", "chunk"))
-    copied = tmp_path / "tests/block_code/attention.cpp"
-    program = build(copied, tmp_path / "attention", ["-O0"])
-    status, output = run(program, 1, 1)
+    build_mutated(SOURCE, tmp_path, {HEADER: TEXT.replace("chunk ^ (row & 7)", "chunk")})
+    status, output = run(tmp_path / "mutated", 1, 1)
     assert status == BANK_CONFLICT and "bank conflict" in output
 
 

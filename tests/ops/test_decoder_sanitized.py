@@ -10,22 +10,29 @@ from block_code.programs import BUILDS, CXX, ROOT, build_all, run
 from shared import once
 
 SOURCE = ROOT / "tests/block_code/decoder.cpp"
-PARTS = [ROOT / "csrc/cpu" / f"{name}.cpp" for name in ("decoder", "path_attention", "model_math", "levels")]
-PARTS.append(ROOT / "csrc/cpu/products_portable.cpp")
+#: Compiled together: most of the time goes into PyTorch's headers.
+UNITS = (("csrc/cpu/decoder", "tests/block_code/decoder"),)
+UNITS += (tuple(f"csrc/cpu/{name}" for name in ("path_attention", "model_math", "levels", "products_portable")),)
 TORCH = ["-DTORCH_TARGET_VERSION=0x020A000000000000", "-isystem", Path(torch.__file__).parent / "include"]
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CXX is None, reason="no C++ compiler (CXX, g++)"),
-    pytest.mark.skipif(not SOURCE.exists() or not PARTS[0].exists(), reason="not a source checkout"),
+    pytest.mark.skipif(not SOURCE.exists() or not (ROOT / "csrc/cpu").exists(), reason="not a source checkout"),
 ]
 
 
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory):
     builds = {name: [flag for flag in of if flag != "-g"] for name, of in BUILDS.items()} | {"count": ["-DGSD_COUNT"]}
-    builds = {name: [*flags, *TORCH, *PARTS] for name, flags in builds.items()}
-    folder = once(tmp_path_factory, "decoder", lambda folder: build_all(SOURCE, folder, builds))
+
+    def make(folder: Path) -> None:
+        units = [folder / f"unit{i}.cpp" for i in range(len(UNITS))]
+        for unit, files in zip(units, UNITS, strict=True):
+            unit.write_text("".join(f'#include "{ROOT / file}.cpp"\n' for file in files))
+        build_all(units[0], folder, {name: [*flags, *TORCH, *units[1:]] for name, flags in builds.items()})
+
+    folder = once(tmp_path_factory, "decoder", make)
     return {name: folder / name for name in builds}
 
 

@@ -1,22 +1,21 @@
 """The rows' path attention on the CPU: right, free of races, the same bits in any place and company.
 
-Its source runs on a machine of operating-system threads (tests/block_code/path_attention.cpp). The loop over tiles is
+Its source runs on a machine of fibers (tests/block_code/path_attention.cpp). The loop over tiles is
 that of `dag_attention`, whose own test injects the faults of copies and layout.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
+from pathlib import Path
 
 import pytest
-from block_code.programs import BUILDS, CXX, DIFFERENT, RACE, ROOT, build, build_all, run
+from block_code.programs import BUILDS, CXX, DIFFERENT, ONE_TYPE, RACE, ROOT, build_all, build_mutated, run
 from shared import once
 
 SOURCE = ROOT / "tests/block_code/path_attention.cpp"
 HEADER = ROOT / "csrc/algorithms/path_attention.h"
 TILES = ROOT / "csrc/algorithms/attention_tiles.h"
-ONE = "-DGSD_ONE_KERNEL"  # float16 with head size 64: a third of the time to compile
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,7 +31,7 @@ WAITS = re.findall(r'machine\.template wait<[^>]+>\("([^"]+)"\)', TILES.read_tex
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     flags = {name: [flag for flag in BUILDS[name] if flag != "-g"] for name in BUILDS}
-    flags["thread"].append(ONE)
+    flags["thread"].append(ONE_TYPE)
     folder = once(tmp_path_factory, "path_attention", lambda folder: build_all(SOURCE, folder, flags))
     return {name: folder / name for name in BUILDS}
 
@@ -74,13 +73,15 @@ def test_a_dropped_wait_is_caught(programs, wait):
 
 
 def tiles_at_kv_len(text: str) -> str:
-    return text.replace("whole(prefix / kTileColumns * kTileColumns)", "whole(prefix)")
+    old = "whole(prefix / kTileColumns * kTileColumns)"
+    return text.replace(old, old.replace("(", "(mutation() == NUMBER ? prefix : "))
 
 
 def splits_by_rows(text: str) -> str:
     cuts, begin, kernels = text.partition("// A block takes the whole tiles of one split")
-    kernels = re.sub(r"path_split_begin\(([^()]*)\)", r"(path_split_begin(\1) * (1 + (s.rows > 1)))", kernels)
-    kernels = re.sub(r"path_split_of\(([^()]*)\)", r"path_split_of((\1) / (1 + (s.rows > 1)))", kernels)
+    factor = "(1 + (mutation() == NUMBER && s.rows > 1))"
+    kernels = re.sub(r"path_split_begin\(([^()]*)\)", rf"(path_split_begin(\1) * {factor})", kernels)
+    kernels = re.sub(r"path_split_of\(([^()]*)\)", rf"path_split_of((\1) / {factor})", kernels)
     return cuts + begin + kernels
 
 
@@ -89,16 +90,31 @@ def sums_of_lanes(text: str) -> str:
     old = "      state.total[i] = totals(row)[lane % 4];\n"
     assert old in text
     total = " + ".join(f"totals(row)[{lane}]" for lane in range(4))
-    return text.replace(old, f"      state.total[i] = lane % 4 != 0 ? 0.0f : {total};\n")
+    changed = f"lane % 4 != 0 ? 0.0f : {total}"
+    return text.replace(old, old.replace("= ", f"= mutation() == NUMBER ? ({changed}) : "))
 
 
-@pytest.mark.parametrize("mutation", [tiles_at_kv_len, splits_by_rows, sums_of_lanes])
-def test_what_depends_on_more_than_the_text_is_caught(mutation, tmp_path):
-    shutil.copytree(ROOT / "csrc/algorithms", tmp_path / "csrc/algorithms")
-    shutil.copytree(SOURCE.parent, tmp_path / "tests/block_code")
-    changed = mutation(TEXT)
-    assert changed != TEXT
-    (tmp_path / HEADER.relative_to(ROOT)).write_text(changed)
-    program = build(tmp_path / SOURCE.relative_to(ROOT), tmp_path / "program", ["-O0", "-w", ONE])
-    status, output = run(program, 3, 1)
+MUTATIONS = (tiles_at_kv_len, splits_by_rows, sums_of_lanes)
+
+
+@pytest.fixture(scope="module")
+def mutated(tmp_path_factory):
+    def make(folder: Path) -> None:
+        text = TEXT
+        for number, mutation in enumerate(MUTATIONS, 1):
+            changed = mutation(text)
+            assert changed != text
+            text = changed.replace("NUMBER", str(number))
+        build_mutated(SOURCE, folder, {HEADER: text})
+
+    return once(tmp_path_factory, "path_attention_mutated", make) / "mutated"
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_what_depends_on_more_than_the_text_is_caught(mutated, mutation):
+    status, output = run(mutated, 3, 1, mutation=MUTATIONS.index(mutation) + 1)
     assert status == DIFFERENT and "other bits" in output, output
+
+
+def test_the_unchanged_source_is_not(mutated):
+    assert run(mutated, 3, 1)[0] == 0

@@ -7,10 +7,10 @@ the launch before writes is not there before a kernel waits for it.
 from __future__ import annotations
 
 import re
-import shutil
+from pathlib import Path
 
 import pytest
-from block_code.programs import BUILDS, CXX, DIFFERENT, RACE, ROOT, build, build_all, run
+from block_code.programs import BUILDS, CXX, DIFFERENT, ONE_TYPE, RACE, ROOT, build_all, build_mutated, run
 from shared import once
 
 SOURCE = ROOT / "tests/block_code/rows.cpp"
@@ -40,6 +40,7 @@ LOADS, AWAITS = named(r"load_matrices<\w+>"), named("await_previous")
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     flags = {name: [flag for flag in BUILDS[name] if flag != "-g"] for name in BUILDS}
+    flags["thread"].append(ONE_TYPE)
     folder = once(tmp_path_factory, "rows", lambda folder: build_all(SOURCE, folder, flags))
     return {name: folder / name for name in BUILDS}
 
@@ -92,16 +93,24 @@ MUTATIONS = {
 }
 
 
+@pytest.fixture(scope="module")
+def mutated(tmp_path_factory):
+    def make(folder: Path) -> None:
+        texts = dict(TEXTS)
+        for number, (header, before, after, *_) in enumerate(MUTATIONS.values(), 1):
+            assert TEXTS[header].count(before) == 1
+            texts[header] = texts[header].replace(before, f"(mutation() == {number} ? {after} : {before})")
+        build_mutated(SOURCE, folder, {HEADERS[name]: text for name, text in texts.items()})
+
+    return once(tmp_path_factory, "rows_mutated", make) / "mutated"
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_changed_source_is_caught(tmp_path, mutation):
-    header, before, after, part, expected = MUTATIONS[mutation]
-    assert TEXTS[header].count(before) == 1
-    shutil.copytree(ROOT / "csrc/algorithms", tmp_path / "csrc/algorithms")
-    shutil.copytree(SOURCE.parent, tmp_path / "tests/block_code", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / f"csrc/algorithms/{header}.h").write_text(TEXTS[header].replace(before, after))
-    program = build(tmp_path / "tests/block_code/rows.cpp", tmp_path / "rows", ["-O0"])
-    status, output = run(program, part, 1, 1)
+def test_a_changed_source_is_caught(mutated, mutation):
+    *_, part, expected = MUTATIONS[mutation]
+    status, output = run(mutated, part, 1, 1, mutation=list(MUTATIONS).index(mutation) + 1)
     assert status == expected, (status, output)
+    assert run(mutated, part, 1, 1)[0] == 0
 
 
 def test_everything_with_a_name_is_listed():

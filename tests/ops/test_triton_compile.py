@@ -20,13 +20,14 @@ KERNELS = {
     *("split", "combine", "merge", "flatten", "verify", "cut", "score", "log_probs", "commit", "write"),
     *("insert", "lookup", "mix", "perturb"),
 }
+READ = ("split", "score", "commit", "cut", "write")  # kernels whose instructions matter
 MATRIX = {80: "HMMA", 90: "HGMMA", 100: "UTCMMA"}  # what a tile of 64 or more half-precision rows must use
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", kernel_report.ARCHS)
 def test_kernels_compile_without_spilling(arch):
-    table = kernel_report.kernel_table([arch])
+    table = kernel_report.kernel_table([arch], read=READ)
     for row in table:
         print({k: v for k, v in row.items() if k != "arch"})
     assert {row["kernel"] for row in table} == KERNELS
@@ -57,7 +58,7 @@ def test_the_gate_fails_for_a_configuration_that_is_too_large():
         changed = replace(config, **changes)
         arguments = (q, cache, cache, meta(1, 64, 2), meta(1), None, None, None, 0.1, None, None, changed)
         kernels = dict(kernel_report.compile_launches(lambda: dag_attention(*arguments), 80))
-        return kernel_report.gate(kernel_report.facts(kernels["split"], 80))
+        return kernel_report.gate(kernel_report.facts(kernels["split"], 80, read=False))
 
     assert not problems()
     assert any("shared memory" in p for p in problems(num_stages=8))

@@ -14,26 +14,25 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-JOBS = {  # files that share a process, and how many cases they have at least
-    "attention and graphs": (121, ("attention", "graph_ops")),
-    "others": (119, ("sampling_ops", "kv_ops", "ngram", "triton_dispatch", "guard_pages", "interpreted_model")),
-}
+FILES = (
+    *("attention", "graph_ops", "sampling_ops", "kv_ops", "ngram", "triton_dispatch", "guard_pages"),
+    "interpreted_model",
+)
+LEAST = 260  # cases
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_in_the_interpreter(job):
-    least, names = JOBS[job]
+def test_in_the_interpreter():
     inherited = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")}  # this may be an xdist worker
     environment = {**inherited, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    files = [str(HERE / f"test_{name}.py") for name in names]
+    files = [str(HERE / f"test_{name}.py") for name in FILES]
     command = [sys.executable, "-m", "pytest", *files, "-p", "no:cacheprovider", "-p", "no:xdist"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, cwd=HERE.parents[1])
     passed = re.search(r"(\d+) passed", run.stdout)
     assert run.returncode == 0 and passed, run.stdout[-20000:] + run.stderr[-2000:]
-    assert int(passed[1]) >= least and "skipped" not in run.stdout, f"only {passed[1]} cases ran"
+    assert int(passed[1]) >= LEAST and "skipped" not in run.stdout, f"only {passed[1]} cases ran"
 
 
 def test_every_file_with_such_cases_is_listed():
     marked = re.compile(r'"interpreter"|mark\.interpreter')
     named = {path.stem.removeprefix("test_") for path in HERE.glob("test_*.py") if marked.search(path.read_text())}
-    assert named - {Path(__file__).stem.removeprefix("test_")} == {name for _, names in JOBS.values() for name in names}
+    assert named - {Path(__file__).stem.removeprefix("test_")} == set(FILES)

@@ -1,5 +1,5 @@
-// The warp machine of csrc/algorithms/attention_tiles.h as operating-system threads, one a lane. What the PTX ISA says of each
-// instruction is done literally:
+// The warp machine of csrc/algorithms/attention_tiles.h as fibers, one a lane. What the PTX ISA says of each instruction
+// is done literally:
 //   ldmatrix, mma   move and multiply by the documented fragment layouts; lanes get each other's operands;
 //   cp.async        nothing arrives before wait_group says so, and from the copy on the old contents are gone; the source
 //                   may not change on the way;
@@ -13,10 +13,9 @@
 #include <cmath>
 #include <deque>
 #include <functional>
-#include <mutex>
 
 #include "../../csrc/algorithms/attention_tiles.h"
-#include "os_group.h"
+#include "fiber_group.h"
 
 #if defined(__SANITIZE_THREAD__)
 extern "C" {
@@ -61,7 +60,7 @@ constexpr int kDivergent = 4, kBankConflict = 5, kChangedSource = 6;
 
 // The launch before: writes when a block first waits for it.
 struct Previous {
-  std::once_flag done;
+  std::atomic<bool> done = false;
   std::function<void()> write;
 };
 
@@ -70,7 +69,7 @@ struct Previous {
   _Exit(status);
 }
 
-struct OsWarp {
+struct FiberWarp {
   struct Posted {
     const char* where;
     std::array<int, 4> at;
@@ -82,15 +81,15 @@ struct OsWarp {
   Posted posted[2][kLanes];  // in turn: nobody is two instructions ahead of anybody
 };
 
-struct OsMachineBlock {
-  OsBlock group;
+struct FiberMachineBlock {
+  FiberBlock group;
   MachineFaults faults;
   Previous* previous = nullptr;
-  std::vector<OsWarp> warps;
+  std::vector<FiberWarp> warps;
   std::vector<char> arena;
   std::vector<char> votes[2];
 
-  OsMachineBlock(int warps, size_t arena_bytes, const Faults& faults, const MachineFaults& machine_faults)
+  FiberMachineBlock(int warps, size_t arena_bytes, const Faults& faults, const MachineFaults& machine_faults)
       : group(kLanes * warps, faults), faults(machine_faults), warps(warps), arena(arena_bytes) {
     for (auto& v : votes) v.resize(kLanes * warps);
     poison();
@@ -98,9 +97,9 @@ struct OsMachineBlock {
   void poison() { std::fill(arena.begin(), arena.end(), static_cast<char>(0xA5)); }
 };
 
-class OsMachine {
+class FiberMachine {
  public:
-  OsMachine(OsMachineBlock* block, int thread) : block(block), group{&block->group, thread} {}
+  FiberMachine(FiberMachineBlock* block, int thread) : block(block), group{&block->group, thread} {}
 
   int thread() const { return group.rank(); }
   int lane() const { return thread() % kLanes; }
@@ -149,14 +148,17 @@ class OsMachine {
   }
 
   void await_previous(const char* name) const {
-    if (block->previous == nullptr || same(name, block->faults.not_awaited)) return;
-    std::call_once(block->previous->done, block->previous->write);
+    Previous* const previous = block->previous;
+    if (previous == nullptr || same(name, block->faults.not_awaited)) return;
+    if (!previous->done.exchange(true, std::memory_order_relaxed)) previous->write(), release(previous);
+    acquire(previous);
   }
   void release_next() const {}
 
   void publish(float* at, const float (&values)[4]) const { memcpy(at, values, sizeof values); }
   void collect(const float* at, float (&values)[4]) const { memcpy(values, at, sizeof values); }
   bool arrive(int32_t* counter, int blocks) const {
+    Fibers::here().yield(true);
     if (__atomic_fetch_add(counter, 1, __ATOMIC_ACQ_REL) != blocks - 1) return false;
     __atomic_store_n(counter, 0, __ATOMIC_RELAXED);
     return true;
@@ -174,8 +176,8 @@ class OsMachine {
   template <bool kTransposed, int kLoads>
   void load_matrices(const char* name, uint32_t (&matrices)[kLoads][4], const int (&at)[kLoads]) {
     int rows[kLoads][kLanes];
-    exchange(name, [&](OsWarp::Posted& mine) { std::copy(at, at + kLoads, mine.at.begin()); },
-             [&](const OsWarp::Posted* all) {
+    exchange(name, [&](FiberWarp::Posted& mine) { std::copy(at, at + kLoads, mine.at.begin()); },
+             [&](const FiberWarp::Posted* all) {
                for (int i = 0; i < kLoads; i++) {
                  for (int l = 0; l < kLanes; l++) rows[i][l] = all[l].at[i];
                }
@@ -197,11 +199,11 @@ class OsMachine {
   template <class Element, int kTiles, int kLoads>
   void multiply(float (&sums)[kTiles][4], int first, const uint32_t (&left)[4], const uint32_t (&right)[kLoads][4]) {
     exchange("mma",
-             [&](OsWarp::Posted& mine) {
+             [&](FiberWarp::Posted& mine) {
                widen<Element>(left, mine.left);
                for (int i = 0; i < kLoads; i++) widen<Element>(right[i], mine.right[i]);
              },
-             [&](const OsWarp::Posted* all) {
+             [&](const FiberWarp::Posted* all) {
                for (int j = 0; j < 2 * kLoads; j++) {
                  for (int e = 0; e < 4; e++) {
                    const int row = lane() / 4 + 8 * (e / 2), column = 2 * (lane() % 4) + e % 2;
@@ -219,14 +221,14 @@ class OsMachine {
   float shuffle_xor(float value, int mask) { return shuffle(value, lane() ^ mask); }
   float shuffle(float value, int from) {
     float result = 0;
-    exchange("shuffle", [&](OsWarp::Posted& mine) { mine.value = value; },
-             [&](const OsWarp::Posted* all) { result = all[from].value; });
+    exchange("shuffle", [&](FiberWarp::Posted& mine) { mine.value = value; },
+             [&](const FiberWarp::Posted* all) { result = all[from].value; });
     return result;
   }
   uint32_t ballot(bool predicate) {
     uint32_t bits = 0;
-    exchange("ballot", [&](OsWarp::Posted& mine) { mine.predicate = predicate; },
-             [&](const OsWarp::Posted* all) {
+    exchange("ballot", [&](FiberWarp::Posted& mine) { mine.predicate = predicate; },
+             [&](const FiberWarp::Posted* all) {
                for (int l = 0; l < kLanes; l++) bits |= static_cast<uint32_t>(all[l].predicate) << l;
              });
     return bits;
@@ -288,8 +290,8 @@ class OsMachine {
   template <class Fill, class Use>
   void exchange(const char* where, const Fill& fill, const Use& use) {
     Hidden hidden;
-    OsWarp& own = block->warps[warp()];
-    OsWarp::Posted* all = own.posted[turn];
+    FiberWarp& own = block->warps[warp()];
+    FiberWarp::Posted* all = own.posted[turn];
     turn ^= 1;
     all[lane()].where = where;
     fill(all[lane()]);
@@ -298,8 +300,8 @@ class OsMachine {
     use(all);
   }
 
-  OsMachineBlock* block;
-  OsGroup group;
+  FiberMachineBlock* block;
+  FiberGroup group;
   int turn = 0, vote_turn = 0;
   std::vector<Copy> waiting;
   std::deque<std::vector<Copy>> groups;
@@ -309,24 +311,22 @@ class OsMachine {
 template <class Body>
 void run_grid(int warps, int blocks, size_t arena_bytes, const Faults& faults, const MachineFaults& machine_faults,
               const Body& body, int together = 1, Previous* previous = nullptr) {
-  std::deque<OsMachineBlock> places;
-  std::vector<Thread> running;
-  for (int first = 0; first < together; first++) {
-    OsMachineBlock& block = places.emplace_back(warps, arena_bytes, faults, machine_faults);
-    block.previous = previous;
-    for (int t = 0; t < kLanes * warps; t++) {
-      running.emplace_back([&, first, t] {
-        for (int b = first; b < blocks; b += together) {
-          OsMachine machine(&block, t);  // copies that nobody waited for end with their block
-          body(machine, b);
-          machine.sync("block done");
-          if (t == 0) block.poison();
-          machine.sync("next block");
-        }
-      });
-    }
+  std::deque<FiberMachineBlock> places;
+  for (int i = 0; i < together; i++) {
+    places.emplace_back(warps, arena_bytes, faults, machine_faults).previous = previous;
   }
-  for (Thread& thread : running) thread.join();
+  const int threads = kLanes * warps;
+  Fibers::here().run(together * threads, [&](int i) {
+    FiberMachineBlock& block = places[static_cast<size_t>(i / threads)];
+    const int thread = i % threads;
+    for (int b = i / threads; b < blocks; b += together) {
+      FiberMachine machine(&block, thread);  // copies that nobody waited for end with their block
+      body(machine, b);
+      machine.sync("block done");
+      if (thread == 0) block.poison();
+      machine.sync("next block");
+    }
+  });
 }
 
 }  // namespace gsd

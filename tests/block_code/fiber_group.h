@@ -1,20 +1,14 @@
-// One CUDA thread block as T operating-system threads, so that sanitizers see what the block code does.
+// One CUDA thread block as T fibers, so that sanitizers see what the block code does.
 #pragma once
-
-#include <pthread.h>
 
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <thread>
 #include <vector>
 
 #include "../../csrc/algorithms/group.h"
-#if defined(GSD_FIBERS)
 #include "fibers.h"
-#endif
 
 namespace gsd {
 
@@ -24,23 +18,6 @@ struct Faults {
   const char* plain_atomic = "";     // "atomic_or", "atomic_add" or "atomic_add64"
 };
 
-#if !defined(GSD_FIBERS)
-using Thread = std::thread;
-
-// Its threads sleep; those of std::barrier ask for the processor again and again, which takes more of it than the work.
-class Barrier {
- public:
-  explicit Barrier(int threads) { pthread_barrier_init(&barrier, nullptr, static_cast<unsigned>(threads)); }
-  ~Barrier() { pthread_barrier_destroy(&barrier); }
-  Barrier(const Barrier&) = delete;
-
-  void arrive_and_wait() { pthread_barrier_wait(&barrier); }
-
- private:
-  pthread_barrier_t barrier;
-};
-#endif
-
 // Two in turn. For ThreadSanitizer a thread that wakes late comes after all that others did before they arrived at the
 // same barrier once more, which would order what a dropped barrier leaves unordered.
 struct Barriers {
@@ -49,17 +26,17 @@ struct Barriers {
   explicit Barriers(int threads) : each{Barrier(threads), Barrier(threads)} {}
 };
 
-struct OsBlock {
+struct FiberBlock {
   int threads;
   Faults faults;
   Barriers barriers;
   std::vector<std::atomic<const char*>> waiting_at;
 
-  OsBlock(int threads, Faults faults) : threads(threads), faults(faults), barriers(threads), waiting_at(threads) {}
+  FiberBlock(int threads, Faults faults) : threads(threads), faults(faults), barriers(threads), waiting_at(threads) {}
 };
 
-struct OsGroup {
-  OsBlock* block;
+struct FiberGroup {
+  FiberBlock* block;
   int thread;
   mutable int turn = 0;
 
@@ -83,7 +60,9 @@ struct OsGroup {
 
   void wait() const { block->barriers.each[turn ^= 1].arrive_and_wait(); }
 
+  // Before it anything may have happened.
   void atomic_or(uint32_t* word, uint32_t bits) const {
+    Fibers::here().yield(true);
     if (strcmp(block->faults.plain_atomic, "atomic_or") == 0) {
       *word |= bits;
     } else {
@@ -92,11 +71,13 @@ struct OsGroup {
   }
 
   int32_t atomic_add(int32_t* counter, int32_t value) const {
+    Fibers::here().yield(true);
     if (strcmp(block->faults.plain_atomic, "atomic_add") == 0) return (*counter += value) - value;
     return __atomic_fetch_add(counter, value, __ATOMIC_RELAXED);
   }
 
   void atomic_add64(uint64_t* counter, uint64_t value) const {
+    Fibers::here().yield(true);
     if (strcmp(block->faults.plain_atomic, "atomic_add64") == 0) {
       *counter += value;
     } else {
@@ -105,54 +86,12 @@ struct OsGroup {
   }
 };
 
-// Threads that run one body after another: to make them takes longer than most bodies, under ThreadSanitizer above all.
-class Crew {
- public:
-  explicit Crew(int threads) : begin(threads + 1), end(threads + 1) {
-    for (int t = 0; t < threads; t++) {
-      running.emplace_back([this, t] {
-        for (;;) {
-          begin.arrive_and_wait();
-          if (!work) return;
-          work(t);
-          end.arrive_and_wait();
-        }
-      });
-    }
-  }
-  ~Crew() { start({}), join(); }
-
-  void run(std::function<void(int)> body) {
-    start(std::move(body));
-    end.arrive_and_wait();
-  }
-
- private:
-  void start(std::function<void(int)> body) {
-    work = std::move(body);
-    begin.arrive_and_wait();
-  }
-  void join() {
-    for (std::thread& thread : running) thread.join();
-  }
-
-  Barrier begin, end;
-  std::function<void(int)> work;
-  std::vector<std::thread> running;
-};
-
-// Of all blocks: those of a program have one size.
-inline Crew& crew_of(int threads) {
-  static Crew crew(threads);
-  return crew;
-}
-
 // Runs body(group) on every thread of the block.
 template <class Body>
 void run_block(int threads, const Faults& faults, const Body& body) {
-  OsBlock block(threads, faults);
-  crew_of(threads).run([&](int t) {
-    OsGroup group{&block, t};
+  FiberBlock block(threads, faults);
+  Fibers::here().run(threads, [&](int t) {
+    FiberGroup group{&block, t};
     body(group);
   });
 }
