@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
 from gsd_kernels_hf.engine import session
@@ -29,7 +28,14 @@ CPU = torch.device("cpu")
 
 
 def tensors_of(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    """Tensors in the lists, tuples and dictionaries that operators take and return, in order."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (tuple, list)):
+        return []
+    return [tensor for value in values for tensor in tensors_of(value)]
 
 
 def written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -49,11 +55,16 @@ def waits(function: Any, args: tuple[Any, ...]) -> bool:
 
 
 class Recorder(TorchDispatchMode):
-    """Records operations, refuses those that wait for the device or bring data from the host, and can undo them."""
+    """Records operations, refuses those that wait for the device or bring data from the host, and can undo them.
+
+    Attributes:
+        calls: the operations that compute, and of every tensor that they return itself, or ``None`` where it shares an
+            argument's storage.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor | None]]] = []
         self.made: set[int] = set()  # storage that is the graph's own
         self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
@@ -67,8 +78,11 @@ class Recorder(TorchDispatchMode):
                 self.before.setdefault(storage._cdata, (storage, storage.clone()))
         result = function(*args, **kwargs)
         given = {t.untyped_storage()._cdata for t in tensors_of((args, kwargs))}
-        self.made |= {t.untyped_storage()._cdata for t in tensors_of(result)} - given
-        self.calls.append((function, args, kwargs, result))
+        returned = tensors_of(result)
+        self.made |= {t.untyped_storage()._cdata for t in returned} - given
+        if not function.is_view:
+            own = [None if t.untyped_storage()._cdata in given else t for t in returned]
+            self.calls.append((function, args, kwargs, own))
         return result
 
     def undo(self) -> None:
@@ -77,12 +91,9 @@ class Recorder(TorchDispatchMode):
 
     def run(self) -> None:
         """Run everything again, its results in the same tensors."""
-        for function, args, kwargs, result in self.calls:
-            if function.is_view:
-                continue
-            given = {t.untyped_storage()._cdata for t in tensors_of((args, kwargs))}
-            for old, new in zip(tensors_of(result), tensors_of(function(*args, **kwargs)), strict=True):
-                if old.untyped_storage()._cdata not in given:
+        for function, args, kwargs, own in self.calls:
+            for old, new in zip(own, tensors_of(function(*args, **kwargs)), strict=True):
+                if old is not None:
                     old.copy_(new)
 
 
@@ -113,7 +124,7 @@ class FakeEvent:
         if graph is not None:
             if self.timing and not self.external:
                 raise RuntimeError("operation not permitted when stream is capturing: an event that is timed")
-            graph.recorder.calls.append((Marker(self, stream), (), {}, None))
+            graph.recorder.calls.append((Marker(self, stream), (), {}, []))
             return
         self.recorded_on, self.at = stream, time.perf_counter()
 
@@ -132,8 +143,6 @@ class FakeEvent:
 
 class Marker:
     """An event's place in a graph."""
-
-    is_view = False
 
     def __init__(self, event: FakeEvent, stream: FakeStream) -> None:
         self.event, self.stream = event, stream

@@ -1,6 +1,7 @@
 """Python processes that start at once: forks of one that has imported what all of them need, and run nothing else.
 
-A fork runs a script or a module as ``python`` would, in an environment of its own, and ends as an interpreter ends.
+A fork runs a script or a module as ``python`` would, in an environment of its own, and ends as an interpreter ends, but
+for taking all that was imported apart, which takes as long as many a test.
 Importing torch, transformers and this package takes seconds, which most tests of several processes do not test.
 
 ``python forked.py`` is the process that forks. It reads requests, lines of JSON, and answers each by one.
@@ -8,6 +9,7 @@ Importing torch, transformers and this package takes seconds, which most tests o
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -18,10 +20,12 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 MODULES = (
     *("torch.distributed.tensor.parallel", "accelerate", "transformers.models.llama.modeling_llama"),
@@ -130,6 +134,30 @@ def become(request: dict[str, Any]) -> None:
         runpy.run_path(name, run_name="__main__")
 
 
+def status_of(run: Callable[[], object]) -> int:
+    """What an interpreter that did ``run`` and nothing else would exit with, once it has said why."""
+    try:
+        run()
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def leave(status: int) -> NoReturn:
+    """End as an interpreter does: wait for threads, call what was to be called at the end, write what waits."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
     gc.disable()  # for what is imported stays
     for module in MODULES:
@@ -140,5 +168,5 @@ if __name__ == "__main__":
         raise SystemExit(f"{threads} threads after the imports: a fork would have one of them")
     gc.freeze()  # or every fork's collections look through all that was imported, and copy its pages
     gc.enable()
-    if asked := serve():
-        become(asked)
+    asked = serve()
+    leave(status_of(lambda: become(asked)) if asked else 0)

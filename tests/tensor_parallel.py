@@ -38,8 +38,8 @@ TARGETS: dict[str, dict[str, Any]] = {
     "odd": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48},
 }
 CONFIGS = {
-    "chain": GraphConfig.preset("chain"),
-    "tree": GraphConfig.preset("tree", max_rows=16),
+    "chain": GraphConfig.preset("chain", depth=3),  # a level more shows no more, and is six messages of a sharded draft
+    "tree": GraphConfig.preset("tree", depth=3, max_rows=16),
     "graph": GraphConfig(depth=4, width=3, branch=3, max_rows=16, merge_context=0, history_depth=2, history_width=2),
 }
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 0, "seed": 7}

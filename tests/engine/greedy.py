@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import random
 from dataclasses import dataclass, field
@@ -293,11 +294,17 @@ def first_difference(case: Case, a: torch.Tensor, b: torch.Tensor) -> list[tuple
     return found
 
 
-def exact_logits(model, sequences: torch.Tensor, mask: torch.Tensor, length: int) -> torch.Tensor:
-    """Float64 logits of the same (half-precision) weights after every emitted position, [B, steps, V]."""
-    import copy
+@functools.lru_cache
+def doubled(family: str, dtype: torch.dtype):
+    """Weights of ``dtype``, in float64."""
+    return copy.deepcopy(target_of(family, dtype)).double()
 
-    exact = copy.deepcopy(model).double()
+
+def exact_logits(
+    family: str, dtype: torch.dtype, sequences: torch.Tensor, mask: torch.Tensor, length: int
+) -> torch.Tensor:
+    """Float64 logits of the same (half-precision) weights after every emitted position, [B, steps, V]."""
+    exact = doubled(family, dtype)
     mask = torch.cat([mask, torch.ones_like(sequences[:, length:])], 1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():

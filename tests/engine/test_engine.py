@@ -19,7 +19,6 @@ import torch
 from chats import FREE, GRAPH, SAMPLED, TREE, ask, both, expected, pair, patched, sources, words
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.engine import capture
@@ -292,18 +291,19 @@ class Outside(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.inside: set[int] = set()
+        self.kept: list[torch.Tensor] = []  # so that no address is used twice
         self.read: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.inside:
-                storage = tensor.untyped_storage()
+        for tensor in fake_cuda.tensors_of((args, kwargs)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.inside:
                 self.read.setdefault(storage._cdata, StorageWeakRef(storage))
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.read:
+        for tensor in fake_cuda.tensors_of(out):
+            if tensor.untyped_storage()._cdata not in self.read:
                 self.inside.add(tensor.untyped_storage()._cdata)
-                self.kept = [*getattr(self, "kept", []), tensor]  # no address is used twice
+                self.kept.append(tensor)
         return out
 
 

@@ -40,7 +40,7 @@ CASES = [
     pytest.param(s, p, marks=() if (s, p) in FAST else pytest.mark.slow)
     for s in SETUPS
     for p in PLANS
-    if p == "sampled" or s in ("plain", "graph", "history", "automatic")  # what is picked, no setup sees
+    if p == "sampled" or s in ("plain", "graph", "history")  # what is picked, no setup sees
 ]
 
 

@@ -16,11 +16,16 @@ from pathlib import Path
 
 import pytest
 
-openai = pytest.importorskip("openai", reason="the server needs the extra [serving]")
+from gsd_kernels_hf import demo, generate
 
-pytest.importorskip("transformers.cli.serving.completion", reason="the server needs transformers 5.6")
 
-from gsd_kernels_hf import demo, generate  # noqa: E402
+@pytest.fixture(scope="module", autouse=True)
+def openai():
+    """Its client. Importing it and transformers' server takes a second, which a run without these tests has not."""
+    client = pytest.importorskip("openai", reason="the server needs the extra [serving]")
+    pytest.importorskip("transformers.cli.serving.completion", reason="the server needs transformers 5.6")
+    return client
+
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +53,9 @@ class Server:
         with open(self.file, "w") as log:
             self.process = subprocess.Popen(command, stderr=log, stdout=log)
         self.url = self.wait_for(r"at (http\S+);")[1]
-        self.client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=120)
+        from openai import OpenAI
+
+        self.client = OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=120)
 
     @property
     def log(self) -> str:
@@ -247,14 +254,14 @@ def test_a_client_that_goes_away_ends_its_text_alone(stream, server, client, dir
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_bad_requests_are_refused_by_name(options, named, client):
+def test_bad_requests_are_refused_by_name(options, named, client, openai):
     arguments = {"prompt": PROMPT, "max_tokens": 8, **GREEDY, **options}
     with pytest.raises(openai.APIStatusError, match=named) as refused:
         client.completions.create(**arguments)
     assert 400 <= refused.value.status_code < 500
 
 
-def test_a_refusal_in_a_stream_is_an_event(client):
+def test_a_refusal_in_a_stream_is_an_event(client, openai):
     with pytest.raises(openai.APIError, match="positions"):
         streamed(client.completions.create(prompt=PROMPT, max_tokens=4000, stream=True, **GREEDY))
 
@@ -275,8 +282,8 @@ def test_memory_stays_flat_over_200_requests(server, client):
 # ---- last: it ends the server
 
 
-def test_an_interrupt_ends_it_cleanly(server):
-    waiting = threading.Thread(target=request_and_wait, args=(server,))
+def test_an_interrupt_ends_it_cleanly(server, openai):
+    waiting = threading.Thread(target=request_and_wait, args=(server, openai.APIError))
     waiting.start()
     time.sleep(0.5)  # it is being decoded
     assert server.stop() == 130, server.log
@@ -285,8 +292,8 @@ def test_an_interrupt_ends_it_cleanly(server):
     assert server.log.rstrip().endswith("gsd-kernels: interrupted")
 
 
-def request_and_wait(server) -> None:
-    with pytest.raises(openai.APIError):
+def request_and_wait(server, expected: type[Exception]) -> None:
+    with pytest.raises(expected):
         server.client.completions.create(prompt=PROMPT, max_tokens=2000, model="small", temperature=1.0, seed=2)
 
 
