@@ -212,14 +212,47 @@ def test_a_generation_that_ends_during_a_retry_leaves_the_shape_before_it():
     """The next one must not begin with ten steps of a shape that nothing speaks for yet."""
     world, policy, pair = start("bfloat16", (HOPELESS[0], (0.8, 0.05, 0.02, 0.01)))
     world.run(policy, 100)
-    before = policy.names[policy.current if policy.home is None else policy.home]
-    assert pair.shapes[before].depth == 0
     pair.wait = 0
     while policy.shape() is None or not policy.shape().depth:
         world.step(policy)
+    before = policy.names[policy.left]
+    assert pair.shapes[before].depth == 0
     policy.end()
     assert pair.last["1"] == before
     assert AutoPolicy(pair, prefix=200).shape().depth == 0
+
+
+def test_a_text_unlike_the_last_is_noticed_before_ten_steps_are_lost():
+    """The last one repeated itself, and ended with a shape of many rows from the history alone."""
+    world, policy, pair = start("bfloat16", (USUAL[0], EASY[1]))
+    world.run(policy, 100)
+    policy.end()
+    assert pair.shapes[pair.last["1"]].depth == 0
+    world.read((USUAL[0], HOPELESS[1]))
+    policy = AutoPolicy(pair, prefix=200)
+    first = policy.current
+    world.run(policy, 4)
+    assert policy.current != first
+    assert usual_rate(world, world.run(policy, 100)[-60:]) >= 0.97 * world.best(pair.shapes.values())
+
+
+def test_a_text_like_the_last_begins_as_it_ended():
+    for text in (EASY, USUAL):
+        world, policy, pair = start("bfloat16", text)
+        world.run(policy, 100)
+        policy.end()
+        policy = AutoPolicy(pair, prefix=200)
+        assert len(set(world.run(policy, KNOWN_CHOICE))) == 1
+
+
+def test_a_model_that_the_last_text_ended_without_is_tried_in_the_next():
+    world, policy, pair = start("bfloat16", (HOPELESS[0], (0.8, 0.05, 0.02, 0.01)))
+    world.run(policy, 400)
+    policy.end()
+    assert pair.wait > 2 * KNOWN_CHOICE and pair.shapes[pair.last["1"]].depth == 0
+    world.read((EASY[0], USUAL[1]))
+    shapes = world.run(AutoPolicy(pair, prefix=200), 2 * KNOWN_CHOICE)
+    assert any(shape is not None and shape.depth for shape in shapes)
 
 
 def test_a_neighbour_process_makes_all_shapes_slower_and_none_more_promising():

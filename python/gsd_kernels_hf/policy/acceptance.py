@@ -20,7 +20,7 @@ from ..sources.weights import Calibration
 
 POOL = 96  # profiles kept
 START = 4  # profiles that a prior counts for
-SEEN = 32  # profiles from which on predictions are judged, and a prior is forgotten
+SEEN = 22  # profiles from which on predictions are judged, and a prior is forgotten
 FORGET = 0.998  # of what was counted, an observation
 TREES = 24  # grown for a prediction
 OPEN = 24  # unexpanded nodes that a tree keeps, at least
@@ -29,7 +29,7 @@ MISS, UNKNOWN = -1, -2  # in the place of a rank
 PRIORS = {"model": (0.62, 0.12, 0.06, 0.04), "lookup": (0.4, 0.08, 0.04, 0.02)}
 OPTIMIST = (0.95, 0.03, 0.01, 0.005)  # an easy text: what speculation could reach at best
 BELIEF = {"model": 6.0, "lookup": 3.0}  # hits that the sources' own probabilities count for
-RATIO_WEIGHT = 16.0  # tokens that a ratio of one counts for
+RATIO_WEIGHT = 10.0  # tokens that a ratio of one counts for
 GAIN_MEMORY = 0.99  # of what a shape brought, a step
 
 
@@ -118,6 +118,11 @@ class AcceptanceModel:
         """Forget what was accepted lately of one kind of shape."""
         self.pools[kind] = Pool.prior(OPTIMIST, self.branch, 1)
         self.gains.pop(kind, None)
+
+    def forget(self) -> None:
+        """Forget what was accepted lately, as before anything was seen; how far sources are believed is kept."""
+        self.pools = {name: Pool.prior(prior, self.branch) for name, prior in PRIORS.items()}
+        self.gains.clear()
 
     def write(self, calibration: Calibration | None) -> None:
         """Put the current ratios into the device table, unless they are there."""

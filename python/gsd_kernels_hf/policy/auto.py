@@ -30,6 +30,7 @@ REST = 16  # steps until a shape is tried again
 RETRY_STEPS = 5  # after speculation was off
 TRIAL_SHARE = 0.02  # of the time of a generation, which trials may cost
 FIRST_CHOICE, KNOWN_CHOICE = 2, 10  # steps until the first choice; where an earlier call's shape goes on
+SURPRISE = 5.0  # tokens expected beyond one a step, of which a quarter came at most, until a text is another
 INTERVAL = 16  # steps between choices, at most
 PATIENCE, MOST_PATIENCE = 64, 1024  # plain steps until speculation is tried again
 NOTHING = 1.1  # tokens a step, below which speculation brings nothing, whatever it costs
@@ -118,6 +119,7 @@ class AutoPolicy:
         self.noted: list[_Step] = []  # since the last choice
         self.home: int | None = None  # during a trial: the shape to go back to
         self.left: int | None = None  # until the first choice of a retry: the shape before
+        self.resumed: int | None = None  # step at which speculation was tried again, until it is off or has paid
         self.timed = False  # whether the last step's times were known
         self.elapsed = self.lost = self.trial_seconds = 0.0
         self.expected = self.rows = np.ones(len(self.names))
@@ -131,7 +133,7 @@ class AutoPolicy:
         else:
             self._predict()
         if last in self.names:
-            if last == PLAIN:  # a new text may be easier
+            if self._unseen(self.names.index(last)):  # which a new text may suit better
                 self.experience.wait = min(self.experience.wait, KNOWN_CHOICE)
             return self.names.index(last), KNOWN_CHOICE
         # Costs are guessed: a shape with all sources is safe, and plain decoding is not chosen by a guess.
@@ -168,10 +170,21 @@ class AutoPolicy:
         self.since += 1
         if self.home is None and self._unseen(self.current):
             self.experience.wait = max(0, self.experience.wait - 1)
-        if self.steps >= self.next_choice:
+        another = self._another_text()
+        if another:
+            self.experience.acceptance.forget()
+        if another or self.steps >= self.next_choice:
             self.next_choice = self.steps + min(INTERVAL, max(FIRST_CHOICE, self.steps // 2))
             self._learn()
             self._choose()
+
+    def _another_text(self) -> bool:
+        """Whether the first steps, of the shape that an earlier text ended with, bring far less than that text did."""
+        if self.steps != len(self.noted) or self.steps >= self.next_choice:
+            return False
+        expected = self.steps * (self.expected[self.current] - 1.0)
+        gained = sum(sum(step.tokens) / max(len(step.tokens), 1) - 1.0 for step in self.noted)
+        return expected >= SURPRISE and gained <= 0.25 * expected
 
     def _learn(self) -> None:
         """Take in the steps since the last choice, all of one shape; after a single one all would be out of cache."""
@@ -252,6 +265,10 @@ class AutoPolicy:
         if rates[home] * GAIN >= rates[best]:
             best = home
         self._take(best)
+        if best == 0:
+            self.resumed = None
+        elif self.resumed is not None and self.steps > self.resumed + PATIENCE:  # the text has become another
+            self.resumed, self.experience.wait, self.experience.patience = None, 0, PATIENCE
         if len(self._unseen(best)) > len(self._unseen(home)):
             self.experience.wait = self.experience.patience
             self.experience.patience = min(2 * self.experience.patience, MOST_PATIENCE)
@@ -287,14 +304,17 @@ class AutoPolicy:
         easy = acceptance.easy_tokens(experience.plan, unseen)
         rates = self._rates(*(np.concatenate([[1.0], values]) for values in easy))
         some = [i for i, config in enumerate(self.configs) if config is not None and kind_of(config) in unseen]
-        best = max(some, key=lambda i: float(rates[i]))
-        if rates[best] < GAIN * rates[self.current]:
+        some = [i for i in some if rates[i] >= GAIN * rates[self.current]]
+        if not some:
             experience.wait = experience.patience
             return
-        config = self.configs[best]
-        assert config is not None
-        acceptance.restart(kind_of(config))
+        best = min(some, key=lambda i: (len(self._unseen(i)), -float(rates[i])))  # what shows most
+        for kind in unseen:
+            if kind not in self._unseen(best):
+                acceptance.restart(kind)
         self._predict()
         self.left = self.current
+        if self.current == 0:
+            self.resumed = self.steps
         self._take(best)
         self.next_choice = self.steps + RETRY_STEPS
