@@ -211,6 +211,28 @@ def drafters_long(results: Path) -> str:
     return f"{_place(data['environment'])}. {long_table.table(data)}"
 
 
+def rows(results: Path) -> str:
+    """Forwards of rows as one operator and by modules, beside the time that reading the weights takes."""
+    found = [_rows_table(_read(path)) for path in sorted(results.glob("rows*.json"))]
+    if not found:
+        raise MissingResultError("`gsd-kernels bench rows --json bench/results/rows.json`")
+    return "\n\n".join(found)
+
+
+def _rows_table(data: dict[str, Any]) -> str:
+    lines = []
+    for found in data["results"]:
+        name = f"{found['shape']}, {found['dtype']}"
+        for way in ("operator", "modules"):
+            entries = [f"{line[f'{way}_ms']:.1f} ({line[f'{way}_over_floor']:.2f})" for line in found["rows"]]
+            lines.append([f"{name}, {way}", *entries, f"{found['prompt'][f'{way}_ms']:.0f}"])
+        lines.append([f"{name}, reading", *(f"{line['read_ms']:.1f}" for line in found["rows"]), "–"])
+    first = data["results"][0]
+    head = ["", *(str(line["rows"]) for line in first["rows"]), f"a prompt of {first['prompt']['tokens']}"]
+    what = "Milliseconds by rows (and times those of reading weights and cache)"
+    return f"{_place(data['environment'])}, instructions {data['level']}. {what}:\n\n{markdown(head, lines)}"
+
+
 def corpus(results: Path) -> str:
     """The history across calls and a corpus, on four tasks."""
     path = results / "corpus.json"
@@ -313,6 +335,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "sources": sources,
     "drafters": drafters,
     "drafters-long": drafters_long,
+    "rows": rows,
     "corpus": corpus,
     "kernels": kernels,
     "scale-messages": messages,

@@ -21,10 +21,12 @@ ASSISTED = ("hf-assisted-3", "hf-assisted-5", "hf-assisted-8", "hf-assisted-dyna
 OTHER_SPECULATION = ("hf-prompt-lookup", "hf-early-exit", "hf-mtp", "hf-dflash")
 #: ``merged`` joins recurring sequences inside a step, ``graph`` across steps too, through the history; ``all`` is
 #: ``graph`` with the heads. ``history`` verifies as many rows as prompt lookup does, ``history-auto`` what pays.
+#: ``auto`` is what a user has who names a draft model and nothing else.
 BASIC = (PLAIN, "chain", "tree", "merged", "graph", "history", HISTORY_AUTO, "layer-skip", "heads", "all", AUTO)
 #: By name: draft sources beside the pair's own draft, and the shape. All verify as many rows at most.
 DRAFTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "heads-history": (("heads", "history"), "graph"),
+    "heads-auto": (("model", "heads", "history"), AUTO),
     "eagle3": (("eagle3",), "merged"),
     "eagle3-history": (("eagle3", "history"), "graph"),
     "dflash-chain": (("dflash",), "block-chain"),
@@ -235,7 +237,7 @@ def _ours(name: str, pair: Pair, sampling: dict[str, Any], backend: str) -> Deco
     if name == PLAIN:
         options = {}
     elif name == AUTO:
-        options |= {"graph_config": "auto", "draft_heads": pair.heads}
+        options["graph_config"] = "auto"
     elif name in ("history", HISTORY_AUTO):
         options = {"draft_sources": ("history",), "graph_config": configs.get(name, "auto")}
     elif name == "layer-skip":

@@ -26,7 +26,7 @@ NAMES = (
     "dflash-lattice",
     "dflash-history",
     "every",
-    "auto",
+    "heads-auto",
     "eagle3-auto",
     "every-auto",
 )
@@ -45,7 +45,7 @@ TABLE = Table(
         "dflash-lattice": "DFlash, lattice",
         "dflash-history": "DFlash, lattice, and history",
         "every": "all of them",
-        "auto": "draft model, heads, history, auto",
+        "heads-auto": "draft model, heads, history, auto",
         "eagle3-auto": "EAGLE-3 and history, auto",
         "every-auto": "all of them, auto",
     },
@@ -54,8 +54,8 @@ TABLE = Table(
         ("dflash-lattice", ("dflash-chain",), "target_forwards"),
         ("eagle3-history", ("eagle3",), "target_forwards"),
         ("every", ("graph",), "target_forwards"),
-        ("eagle3-auto", ("auto",), "seconds"),
-        ("every-auto", ("auto",), "seconds"),
+        ("eagle3-auto", ("heads-auto",), "seconds"),
+        ("every-auto", ("heads-auto",), "seconds"),
     ),
     TEMPERATURES,
 )

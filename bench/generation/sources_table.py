@@ -26,7 +26,19 @@ NAME = "sources"
 TEXTS = ("copy", "code", "prose")
 TEMPERATURES = (0.0, 0.7)
 THEIRS = ("hf-greedy", "hf-assisted-5", "hf-assisted-dynamic", "hf-prompt-lookup")
-OURS = ("plain", "chain", "tree", "merged", "history", "history-auto", "layer-skip", "heads", "graph", "all", "auto")
+OURS = (
+    "plain",
+    "chain",
+    "tree",
+    "merged",
+    "history",
+    "history-auto",
+    "layer-skip",
+    "heads",
+    "graph",
+    "all",
+    "heads-auto",
+)
 LABELS = {
     "hf-greedy": "transformers, plain",
     "hf-assisted-5": "transformers, assisted (5)",
@@ -39,6 +51,7 @@ LABELS = {
     "heads": "heads alone",
     "graph": "graph, draft and history",
     "all": "graph, draft, heads and history",
+    "heads-auto": "draft, heads and history, auto",
 }
 #: What the table is asked: ours against which of theirs, by what.
 QUESTIONS = (
@@ -46,7 +59,7 @@ QUESTIONS = (
     ("history", ("hf-prompt-lookup",), "target_forwards"),
     ("graph", ("merged",), "seconds"),
     ("graph", ("merged",), "target_forwards"),
-    ("auto", ("hf-assisted-5", "hf-assisted-dynamic", "hf-prompt-lookup"), "seconds"),
+    ("heads-auto", ("hf-assisted-5", "hf-assisted-dynamic", "hf-prompt-lookup"), "seconds"),
 )
 
 
@@ -142,7 +155,7 @@ def table(result: dict[str, Any], spec: Table = SOURCES) -> str:
             row = cell.get(name)
             forward = "" if row is None or row["tokens_per_forward"] is None else f" ({row['tokens_per_forward']:.2f})"
             entries.append("–" if row is None else f"{row['tokens_per_second']:.1f}{forward}")
-        rows.append([f"**{name}**" if name == "auto" else spec.labels.get(name, name), *entries])
+        rows.append([spec.labels.get(name, name), *entries])
     what = title({**result["settings"], "temperature": 0.0}, result["parameters"]).replace(", greedy", "")
     prompts = max(len(cell["prompts"]) for cell in cells)
     answers = []

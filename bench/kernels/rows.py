@@ -110,7 +110,7 @@ def measure(
             model_rows.prefill(ids[:, :prefix], None, None)
         size = weights + models["operator"].cache.nbytes * prefix // (max(prefix, prompt) + MOST_ROWS)
         on_gpu = device.type == "cuda"
-        source = torch.ones(1 if on_gpu else size // 4)
+        source = torch.randn(1 if on_gpu else size // 4)  # equal pages could be one page of the host
         known = {"read": size / read_bandwidth(device)} if on_gpu else {}
         for count in rows:
             inputs = row_inputs(count, prefix, device)

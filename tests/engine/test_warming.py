@@ -78,7 +78,7 @@ def compiled(monkeypatch):
 
 def texts(compiled, monkeypatch, prompts, drafts="model", reports=None, **options):
     """What is compiled until a text of two shapes was warmed, and in its steps, by prompt."""
-    shapes = [shape for shape in ladder("cpu", with_model=True).values() if shape.depth][:2]
+    shapes = [shape for shape in ladder("cpu", with_model=True).values() if shape.depth and shape.width == 2][:2]
     monkeypatch.setattr(auto.AutoPolicy, "largest_shapes", lambda self: shapes)
     own, warmed = loop.warm, []
     monkeypatch.setattr(loop, "warm", lambda *args: (own(*args), warmed.append(len(compiled))))
