@@ -29,7 +29,7 @@ MISS, UNKNOWN = -1, -2  # in the place of a rank
 PRIORS = {"model": (0.62, 0.12, 0.06, 0.04), "lookup": (0.4, 0.08, 0.04, 0.02)}
 OPTIMIST = (0.95, 0.03, 0.01, 0.005)  # an easy text: what speculation could reach at best
 BELIEF = {"model": 6.0, "lookup": 3.0}  # hits that the sources' own probabilities count for
-RATIO_WEIGHT = 10.0  # tokens that a ratio of one counts for
+RATIO_WEIGHT = {"model": 10.0, "lookup": 16.0}  # tokens that a ratio of one counts for
 GAIN_MEMORY = 0.99  # of what a shape brought, a step
 
 
@@ -112,7 +112,7 @@ class AcceptanceModel:
     def ratio(self, kind: str) -> float:
         """Observed over predicted tokens beyond the first, of shapes of a kind."""
         observed, expected = self.gains.get(kind, (0.0, 0.0))
-        return (RATIO_WEIGHT + observed) / (RATIO_WEIGHT + expected)
+        return (RATIO_WEIGHT[kind] + observed) / (RATIO_WEIGHT[kind] + expected)
 
     def restart(self, kind: str) -> None:
         """Forget what was accepted lately of one kind of shape."""

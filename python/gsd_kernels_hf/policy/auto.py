@@ -180,8 +180,8 @@ class AutoPolicy:
 
     def _another_text(self) -> bool:
         """Whether the first steps, of the shape that an earlier text ended with, bring far less than that text did."""
-        if self.steps != len(self.noted) or self.steps >= self.next_choice:
-            return False
+        if len(self.kinds) == 1 or self.steps != len(self.noted) or self.steps >= self.next_choice:
+            return False  # with one kind of shapes there is no other to go to
         expected = self.steps * (self.expected[self.current] - 1.0)
         gained = sum(sum(step.tokens) / max(len(step.tokens), 1) - 1.0 for step in self.noted)
         return expected >= SURPRISE and gained <= 0.25 * expected
