@@ -12,6 +12,7 @@ import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
 from gsd_kernels.ops.ngram.reference import row_contexts
 from gsd_kernels_hf.records import DecodeState, Sampler
+from gsd_kernels_hf.sources import drafter
 from gsd_kernels_hf.sources.history import History
 
 
@@ -54,6 +55,44 @@ def test_history_changes_the_speed_and_never_the_text(batch, sampled, with_draft
     assert torch.equal(out.sequences, plain)
     assert out.stats.tokens_per_step > 1.0
     assert out.stats.draft_rows == 0 or with_draft
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("with_draft", [False, True])
+def test_levels_without_a_node_to_expand_are_left_out(monkeypatch, batch, with_draft):
+    """The graph is the one that all levels grow: the same rows are accepted in the same steps."""
+    options = {"assistant_model": noised(tiny(), 0.04), "draft_sources": ("model", "history")} if with_draft else {}
+    shape = GraphConfig(depth=3 if with_draft else 0, width=3, branch=3, max_rows=24, history_depth=4, min_prob=0.2)
+    levels = []
+    merge = drafter.merge
+
+    def counted(*args, **kwargs):
+        levels.append(kwargs["level"])
+        return merge(*args, **kwargs)
+
+    monkeypatch.setattr(drafter, "merge", counted)
+
+    def run():
+        levels.clear()
+        out = gsd.generate(
+            tiny(),  # a new one, to which no earlier call taught anything
+            **prompts(batch, 24, seed=batch),
+            **{"draft_sources": ("history",)} | options,
+            max_new_tokens=40,
+            eos_token_id=None,
+            graph_config=shape,
+            return_dict_in_generate=True,
+        )
+        stats = out.stats
+        return out.sequences.tolist(), stats.steps, stats.target_rows, stats.drafted_nodes, stats.accepted, len(levels)
+
+    *trimmed, few = run()
+    draft = drafter.Drafter.draft
+    monkeypatch.setattr(drafter.Drafter, "draft", lambda self, config, *, trims: draft(self, config))
+    *whole, all_levels = run()
+    assert trimmed == whole
+    assert all_levels == (shape.depth + shape.history_depth) * whole[1]
+    assert few < all_levels
 
 
 def test_without_a_draft_repetitive_text_takes_fewer_steps():

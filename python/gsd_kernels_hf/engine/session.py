@@ -94,7 +94,8 @@ class Session:
         kv_len: int32 [B], committed positions of the target's cache.
         config: shape of the next step; ``None`` is plain decoding.
         rule: accepts rows; of the call.
-        trims: forward only rows that hold a token; else shapes are static and nothing waits for the device.
+        trims: draft only levels that have a node to expand, and forward only rows that hold a token; else shapes are
+            static and nothing waits for the device.
         continues: whether the text goes on from what the target's cache held.
     """
 
@@ -326,7 +327,8 @@ class Session:
         if self.drafter is None or self.config is None:
             return None
         with self.clock.part("draft"):
-            return self.drafter.draft(self.config)
+            # A token that is drawn has a distribution at every level.
+            return self.drafter.draft(self.config, trims=self.trims and self.proposal is None)
 
     def flatten(self, graph: TokenGraph | None) -> Rows:
         """The best paths of the graph as rows; the root alone in plain decoding."""

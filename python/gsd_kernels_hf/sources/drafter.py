@@ -95,8 +95,12 @@ class Drafter:
         """Rows that the sources forward in a step."""
         return sum(source.num_rows(config) for source in self.sources)
 
-    def draft(self, config: GraphConfig) -> TokenGraph:
+    def draft(self, config: GraphConfig, *, trims: bool = False) -> TokenGraph:
         """Grow a step's graph: draft and merge, once a level.
+
+        Args:
+            config: its shape, which :meth:`prepare` was called with.
+            trims: leave out the levels after the last that found a node to expand; waits for the device.
 
         Returns:
             The shape's own graph, which its next step writes again.
@@ -124,6 +128,8 @@ class Drafter:
                 log_min_prob=config.log_min_prob,
                 backend=self.backend,
             )
+            if trims and int(frontier.node_ids[:, 0].max()) < 0:  # the best of each sequence comes first
+                break
         self.current.levels = levels
         return graph
 
