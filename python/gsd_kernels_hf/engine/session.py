@@ -25,6 +25,7 @@ from ..model.identity import ModelState
 from ..model.runner import CachedText, Listener, RowModel
 from ..policy.acceptance import AcceptanceModel
 from ..policy.base import Policy
+from ..policy.budget import RowBudget
 from ..records import DecodeState, Sampler, Unverified, Verified
 from ..sources.base import DraftSource
 from ..sources.drafter import Drafter
@@ -124,6 +125,7 @@ class Session:
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)  # nodes, merges, accepted merges
         self.lone_root = lone_root(kind.batch, device)
         self.config: GraphConfig | None = None
+        self.budget: RowBudget | None = None
         self.drafter: Drafter | None = None
         self.calibration: Calibration | None = None
         if sources:
@@ -251,12 +253,21 @@ class Session:
             chunk = self.request.generation_config.prefill_chunk_size
             rows.read(self.state.tokens[:, :last], None if mask is None else mask[:, :-1], chunk, listener)
 
-    def use(self, config: GraphConfig | None, acceptance: AcceptanceModel | None = None) -> None:
-        """Take ``config`` for the next steps; ``None`` is plain decoding.
+    def use(
+        self,
+        config: GraphConfig | None,
+        acceptance: AcceptanceModel | None = None,
+        budget: RowBudget | None = None,
+    ) -> None:
+        """Take a shape for the next steps.
 
-        ``acceptance``: what is known of drafted candidates, for their calibration.
+        Args:
+            config: the shape; ``None`` is plain decoding.
+            acceptance: what is known of drafted candidates, for their calibration.
+            budget: which of a step's rows are worth forwarding, for sessions that trim them.
         """
         self.clock.begin_step()
+        self.budget = budget
         if config is not None and self.calibration is not None and acceptance is not None:
             acceptance.write(self.calibration)
         if config is not None and self.config != config:
@@ -337,7 +348,13 @@ class Session:
             return self.lone_root
         with self.clock.part("draft"):
             rows = flatten(graph, self.config.max_rows, self.max_path, backend=self.backend)
-            return rows.first(int(rows.num_rows.max())) if self.trims else rows
+            if not self.trims:
+                return rows
+            count = int(rows.num_rows.max())
+            # Of drawn tokens every one is verified: which of them are must not depend on what was drawn.
+            if self.budget is not None and self.proposal is None:
+                count = self.budget(rows.scores, count)
+            return rows.first(count)
 
     def profile(self, verified: Verified) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Candidate probabilities after accepted nodes, and which were picked, [n, K] each, by group of sources.

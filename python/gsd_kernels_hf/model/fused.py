@@ -119,13 +119,13 @@ def _foreign_module(model: PreTrainedModel) -> str | None:
 
 
 def _foreign_parameter(model: PreTrainedModel) -> str | None:
-    dtype = model.lm_head.weight.dtype
+    dtype, device = model.lm_head.weight.dtype, model.device  # which looks for a parameter every time
     for name, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter or parameter.dtype not in FLOATS or not parameter.is_contiguous():
             return f"{name} is not a plain tensor of float32, bfloat16 or float16"
         if parameter.dim() == 2 and parameter.dtype != dtype:
             return f"{name} is {parameter.dtype}, the output matrix {dtype}"
-        if parameter.device != model.device:
+        if parameter.device != device:
             return f"{name} lies on another device"
     return None
 

@@ -17,6 +17,7 @@ import torch
 from gsd_kernels import GraphConfig
 
 from ..sources.weights import Calibration
+from .budget import Price
 
 POOL = 96  # profiles kept
 START = 4  # profiles that a prior counts for
@@ -31,6 +32,7 @@ OPTIMIST = (0.95, 0.03, 0.01, 0.005)  # an easy text: what speculation could rea
 BELIEF = {"model": 6.0, "lookup": 3.0}  # hits that the sources' own probabilities count for
 RATIO_WEIGHT = {"model": 10.0, "lookup": 16.0}  # tokens that a ratio of one counts for
 GAIN_MEMORY = 0.99  # of what a shape brought, a step
+TRUST_WEIGHT = 16.0  # tokens that a trust of one counts for
 
 
 def kind_of(config: GraphConfig) -> str:
@@ -84,6 +86,7 @@ class AcceptanceModel:
         self.pools = {name: Pool.prior(prior, branch) for name, prior in PRIORS.items()}
         # Tokens beyond the first that steps brought, and that had been predicted: by kind of shape.
         self.gains: dict[str, tuple[float, float]] = {}
+        self.kept = (0.0, 0.0)  # the same of forwarded rows, by what their scores promised
 
     def observe(self, name: str, probs: np.ndarray, hits: np.ndarray, *, steps: int = 1) -> None:
         """Candidates after accepted nodes of some steps, by a pool's sources, and whether each was picked, [n, K]."""
@@ -114,6 +117,15 @@ class AcceptanceModel:
         observed, expected = self.gains.get(kind, (0.0, 0.0))
         return (RATIO_WEIGHT[kind] + observed) / (RATIO_WEIGHT[kind] + expected)
 
+    def observe_rows(self, gained: float, promised: float) -> None:
+        """Tokens beyond the first that a step brought a sequence, and what its rows' scores had promised."""
+        self.kept = (GAIN_MEMORY * self.kept[0] + gained, GAIN_MEMORY * self.kept[1] + promised)
+
+    @property
+    def trust(self) -> float:
+        """Tokens that rows bring over what their scores promise."""
+        return (TRUST_WEIGHT + self.kept[0]) / (TRUST_WEIGHT + self.kept[1])
+
     def restart(self, kind: str) -> None:
         """Forget what was accepted lately of one kind of shape."""
         self.pools[kind] = Pool.prior(OPTIMIST, self.branch, 1)
@@ -123,6 +135,7 @@ class AcceptanceModel:
         """Forget what was accepted lately, as before anything was seen; how far sources are believed is kept."""
         self.pools = {name: Pool.prior(prior, self.branch) for name, prior in PRIORS.items()}
         self.gains.clear()
+        self.kept = (0.0, 0.0)
 
     def write(self, calibration: Calibration | None) -> None:
         """Put the current ratios into the device table, unless they are there."""
@@ -131,9 +144,9 @@ class AcceptanceModel:
             calibration.log_ratio.copy_(table[: calibration.log_ratio.shape[0]], non_blocking=True)
             calibration.written = self.counted
 
-    def tokens(self, plan: GrowthPlan) -> tuple[np.ndarray, np.ndarray]:
-        """Predicted tokens per step and rows of every shape of ``plan``, float64 [S] each."""
-        grown, rows = plan.predict(self.pools)
+    def tokens(self, plan: GrowthPlan, price: Price | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Predicted tokens per step and rows of every shape of ``plan``, float64 [S] each; ``price`` as there."""
+        grown, rows = plan.predict(self.pools, price)
         ratios = [self.ratio(kind_of(config)) for config in plan.shapes]
         return 1.0 + (grown - 1.0) * np.array(ratios), rows
 
@@ -223,8 +236,13 @@ class GrowthPlan:
         self.open = max(OPEN, int(self.last_row.max(initial=0)) // 2)
         self.predictions = 0
 
-    def predict(self, pools: Mapping[str, Pool]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens per step and rows by shape, float64 [S] each."""
+    def predict(self, pools: Mapping[str, Pool], price: Price | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens per step and rows by shape, float64 [S] each.
+
+        Args:
+            pools: profiles of both kinds.
+            price: where a budget chooses the rows of every step: what they cost.
+        """
         self.predictions += 1
         model, lookup = pools["model"], pools["lookup"]
         index = np.where(
@@ -234,14 +252,17 @@ class GrowthPlan:
         profiles *= self.ranks[:, None, None, :]
         picks = np.concatenate([model.picks, lookup.picks])[index]  # [S, T, L]
         best = self._best(self._grow(profiles[self.grown]))  # [S, T, rows]
-        shape = np.arange(len(self.shapes))
-        last = np.minimum(self.last_row, best.shape[-1]) - 1
-        promised = best.cumsum(-1, dtype=float)[shape, :, last]  # [S, T]
-        kept = np.minimum((best > 0).sum(-1), last[:, None] + 1)  # [S, T]
+        most = np.minimum(self.last_row, best.shape[-1])
+        kept = np.minimum((best > 0).sum(-1), most[:, None])  # [S, T]
+        sums = np.zeros((*best.shape[:2], best.shape[-1] + 1))  # [S, T, 1 + rows]; of the first n
+        np.cumsum(best, axis=-1, out=sums[..., 1:])
+        if price is not None:
+            kept = price.best_of_each(1.0 + sums, 1 + kept) - 1
+        promised = np.take_along_axis(sums, kept[..., None], -1)[..., 0]  # [S, T]
         # What was picked there is among the rows if its path is no less likely than the last of them.
         path = np.take_along_axis(profiles, np.maximum(picks, 0)[..., None], -1)[..., 0].cumprod(-1)
         least = np.take_along_axis(best, np.maximum(kept - 1, 0)[..., None], -1)[..., 0]
-        least = np.maximum(least * (1.0 - 1e-5), 1e-30)
+        least = np.where(kept > 0, np.maximum(least * (1.0 - 1e-5), 1e-30), np.inf)
         accepted = ((picks >= 0) & self.inside[:, None] & (path >= least[..., None])).cumprod(-1).sum(-1)  # [S, T]
         missed = (picks == MISS).cumsum(-1) > 0
         known = ((picks != UNKNOWN) | missed | ~self.inside[:, None]).all(-1)

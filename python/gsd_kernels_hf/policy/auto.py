@@ -19,6 +19,7 @@ from gsd_kernels import GraphConfig
 
 from .acceptance import AcceptanceModel, GrowthPlan, kind_of
 from .base import Profiles
+from .budget import Price, RowBudget
 from .costs import COLD, NOISE, PLAIN, CostModel
 from .ladder import BRANCH
 
@@ -62,6 +63,7 @@ class Experience:
         self.acceptance = AcceptanceModel(BRANCH)
         self.plan = GrowthPlan(list(self.shapes.values()), BRANCH)
         self.predicted: tuple[np.ndarray, np.ndarray] | None = None  # what a choice went by last: tokens and rows
+        self.chooses_rows = False  # whether steps ask for a budget
         self.last: dict[str, str] = {}  # batch size → shape that the last generation ended with
         self.wait, self.patience = 0, PATIENCE
         self.warm: set[str] = set()  # shapes that ran in this process
@@ -108,6 +110,9 @@ class AutoPolicy:
     def __init__(self, experience: Experience, *, batch: int = 1, prefix: int = 0, saver: Any = None) -> None:
         self.experience, self.batch, self.saver = experience, batch, saver
         self.acceptance: AcceptanceModel | None = experience.acceptance
+        # Beside a draft model, which proposes little that is not worth a row, choosing rows cost 4% in races.
+        self.budget = None if any(shape.depth for shape in experience.shapes.values()) else RowBudget()
+        self.counts = sorted({1, *(shape.max_rows for shape in experience.shapes.values())})
         self.names = (PLAIN, *experience.shapes)
         self.configs: tuple[GraphConfig | None, ...] = (None, *experience.shapes.values())
         self.of_costs = np.array([experience.costs.index[name] for name in self.names])
@@ -124,6 +129,7 @@ class AutoPolicy:
         self.elapsed = self.lost = self.trial_seconds = 0.0
         self.expected = self.rows = np.ones(len(self.names))
         self.current, self.next_choice = self._first()
+        self._set_price()
 
     def _first(self) -> tuple[int, int]:
         """The first step's shape, and when to choose."""
@@ -161,6 +167,7 @@ class AutoPolicy:
         """Note a step; now and then learn from those noted, and choose anew."""
         going = [count for count in tokens if count > 0]
         self.noted.append(_Step(profiles, going, rows, self.cached, target_seconds, other_seconds))
+        self._observe_budget(going)
         self.timed = target_seconds > 0
         seconds = target_seconds + other_seconds
         self.elapsed += seconds
@@ -177,6 +184,27 @@ class AutoPolicy:
             self.next_choice = self.steps + min(INTERVAL, max(FIRST_CHOICE, self.steps // 2))
             self._learn()
             self._choose()
+            self._set_price()
+
+    def _observe_budget(self, tokens: list[int]) -> None:
+        """Learn what the rows that the budget kept were worth."""
+        if self.budget is None or self.budget.promised is None:
+            return
+        self.experience.chooses_rows = True
+        if tokens:
+            self.experience.acceptance.observe_rows(sum(tokens) / len(tokens) - 1.0, self.budget.promised)
+            self.budget.trust = self.experience.acceptance.trust
+        self.budget.promised = None
+
+    def _set_price(self) -> None:
+        """Tell the budget what time is worth: tokens of a sequence, at the rate of the shape that steps have."""
+        if self.budget is None or self.experience.predicted is None:
+            return
+        home = self.current if self.home is None else self.home
+        rows = np.arange(1.0, 1.0 + self.counts[-1])
+        seconds = self.experience.costs.target_seconds(self.batch * rows, self.cached)
+        self.budget.price = Price(self._rates(self.expected)[home] * seconds, self.counts)
+        self.budget.trust = self.experience.acceptance.trust
 
     def _another_text(self) -> bool:
         """Whether the first steps, of the shape that an earlier text ended with, bring far less than that text did."""
@@ -216,7 +244,8 @@ class AutoPolicy:
 
     def _predict(self) -> None:
         """Tokens and rows that a step of every shape would have now, of one sequence."""
-        predicted = self.experience.acceptance.tokens(self.experience.plan)
+        price = self.budget.price if self.budget is not None and self.experience.chooses_rows else None
+        predicted = self.experience.acceptance.tokens(self.experience.plan, price)
         self.expected, self.rows = (np.concatenate([[1.0], values]) for values in predicted)
         self.experience.predicted = self.expected, self.rows
 

@@ -10,6 +10,7 @@ import numpy as np
 from gsd_kernels import GraphConfig
 
 from .acceptance import AcceptanceModel
+from .budget import RowBudget
 
 Profiles = Mapping[str, "tuple[np.ndarray, np.ndarray]"]
 """By pool: candidate probabilities after accepted nodes, and which were picked; [n, K] each."""
@@ -21,9 +22,11 @@ class Policy(Protocol):
     Attributes:
         acceptance: what is known of the sources, if the policy learns it: it wants profiles, and its calibration is
             written to the device before a step that drafts.
+        budget: chooses how many of a step's rows are forwarded, where the host may decide; ``None``: all.
     """
 
     acceptance: AcceptanceModel | None
+    budget: RowBudget | None
 
     def shape(self) -> GraphConfig | None:
         """The shape of the next step; ``None`` is plain decoding."""

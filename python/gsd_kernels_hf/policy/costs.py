@@ -48,7 +48,7 @@ STEP = 0.6  # spread of what all shapes have in common of it
 KIND = 1.0  # spread of what shapes with and without a draft model have in common
 SHAPE = 0.4  # spread of one shape
 
-COPY_BYTES = 48 << 20
+COPY_BYTES = 24 << 20
 
 
 @dataclass(frozen=True)
@@ -343,11 +343,11 @@ def weight_bytes(model: nn.Module) -> float:
 
 
 def measure_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a copy reads and writes there: the best of three, a few milliseconds."""
+    """Bytes a second that a copy reads and writes there: the better of two, some milliseconds."""
     source = torch.ones(COPY_BYTES // 4, device=device)
     copy = torch.empty_like(source)
     best = float("inf")
-    for _ in range(4):  # the first one touches the pages
+    for _ in range(3):  # the first one touches the pages
         wait(device)
         begin = time.perf_counter()
         copy.copy_(source)

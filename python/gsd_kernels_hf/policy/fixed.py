@@ -9,6 +9,7 @@ from gsd_kernels import GraphConfig
 
 from .acceptance import AcceptanceModel
 from .base import Profiles
+from .budget import RowBudget
 
 
 class FixedPolicy:
@@ -17,6 +18,7 @@ class FixedPolicy:
     def __init__(self, config: GraphConfig | None) -> None:
         self.config = config
         self.acceptance: AcceptanceModel | None = None
+        self.budget: RowBudget | None = None
 
     def shape(self) -> GraphConfig | None:
         return self.config
