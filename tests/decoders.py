@@ -96,8 +96,13 @@ class Text:
         self.kv_start = torch.tensor(self.pads, dtype=torch.int32, device=self.device)
         self.kv_len = self.kv_start.clone()
 
-    def rows(self, tokens: Tensor, sees: Tensor, depths: Tensor, first: int, last: int) -> Tensor:
-        """Logits [B, n, V] of rows first … last − 1 of a tree, [B, R] tokens, which lie in slots of their number."""
+    def rows(
+        self, tokens: Tensor, sees: Tensor, depths: Tensor, first: int, last: int, keep: int | None = None
+    ) -> Tensor:
+        """Logits [B, n, V] of rows first … last − 1 of a tree, [B, R] tokens, which lie in slots of their number.
+
+        Of the last ``keep`` of them if that is given.
+        """
         batch, tokens, sees, depths = len(self.pads), *(t.to(self.device) for t in (tokens, sees, depths))
         mask = pack_bits(sees)[first:last].expand(batch, -1, -1).contiguous()
         slots = torch.arange(first, last, dtype=torch.int32, device=self.device)
@@ -111,7 +116,7 @@ class Text:
             self.kv_len,
             self.kv_start,
             *self.caches,
-            keep=last - first,
+            keep=last - first if keep is None else keep,
             backend=self.backend,
         )
         return logits

@@ -155,6 +155,28 @@ def test_a_row_alone_and_among_others(name, dtype, level):
         assert torch.equal(logits(sequences, count), whole[sequences]), sequences
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SIZES)
+def test_a_row_when_no_others_are_kept(name, dtype, level):
+    """The last layer leaves out what nobody reads; keys and values are all there."""
+    sizes, count, pads = SIZES[name], 21, [0, 5, 2]
+    weights, prompt, tokens = decoder(sizes, dtype), random_tokens(3, 19), random_tokens(3, count, 1)
+    tree_of = tree(random_parents(count))
+
+    def forward(sequences: list[int], keep: int):
+        text = Text(weights, sizes, dtype, [pads[b] for b in sequences], 48)
+        text.read(prompt[sequences], 19)
+        logits = text.rows(tokens[sequences], *tree_of, 0, count, keep)
+        return logits, torch.stack([*text.caches[0], *text.caches[1]]).nan_to_num(7.0)
+
+    for sequences in ([0, 1, 2], [2, 0], [1]):
+        whole, caches = forward(sequences, count)
+        for keep in (0, 1, 8, 17, count - 1):
+            logits, stored = forward(sequences, keep)
+            assert torch.equal(logits, whole[:, count - keep :]), keep
+            assert torch.equal(stored, caches), keep
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_up_to_128_rows_on_one_thread_and_two(dtype, level, threads):

@@ -58,7 +58,7 @@ void store(float* x, const CacheTensor& cache, Element element, int64_t b, int64
 Decoder::Decoder(const DecoderSizes& sizes, const DecoderRows& rows, const Paths& paths, Element element,
                  const Matrix& embedding)
     : s_(sizes), r_(rows), paths_(paths), element_(element), kernels_(kernels()),
-      kernel_(kernels_.large[static_cast<int>(element)]) {
+      kernel_(kernels_.large[static_cast<int>(element)]), kept_(sizes.rows) {
   const int64_t count = s_.count(), half = s_.head_dim / 2;
   x_ = floats(count * s_.hidden), added_ = floats(count * s_.hidden);
   q_ = floats(count * s_.q_size()), attended_ = floats(count * s_.q_size());
@@ -75,27 +75,30 @@ Decoder::Decoder(const DecoderSizes& sizes, const DecoderRows& rows, const Paths
   }
 }
 
-void Decoder::forward(const DecoderLayer& layer) {
+void Decoder::forward(const DecoderLayer& layer) { forward_last(layer, s_.rows); }
+
+void Decoder::forward_last(const DecoderLayer& layer, int64_t keep) {
   norm_and_pack(layer.input_norm);
-  project_heads(layer);
+  project_heads(layer, keep > 0);
+  turn_and_store(layer, keep > 0);
+  keep_last(keep);
+  if (keep == 0) return;
   attend(layer);
-  pack(attended_.get(), s_.count(), s_.q_size());
+  pack(attended_.get(), count(), s_.q_size());
   project_and_add(layer.o, s_.q_size());
   norm_and_pack(layer.second_norm);
   feed_forward(layer);
-  pack(inner_.get(), s_.count(), s_.inner);
+  pack(inner_.get(), count(), s_.inner);
   project_and_add(layer.down, s_.inner);
 }
 
 void Decoder::copy_state(float* out) const { std::copy(x_.get(), x_.get() + s_.count() * s_.hidden, out); }
 
-void Decoder::finish(const std::vector<float>& norm, const Projection& head, int64_t keep, float* normed,
-                     float* logits) {
-  const int64_t kept = s_.batch * keep;
+void Decoder::finish(const std::vector<float>& norm, const Projection& head, float* normed, float* logits) {
+  const int64_t kept = count();
   if (kept == 0) return;
-  for (int64_t i = 0; i < kept; i++) {
-    const int64_t row = i / keep * s_.rows + s_.rows - keep + i % keep;
-    rms_norm(x_.get() + row * s_.hidden, norm.data(), s_.eps, normed + i * s_.hidden, s_.hidden);
+  for (int64_t m = 0; m < kept; m++) {
+    rms_norm(x_.get() + m * s_.hidden, norm.data(), s_.eps, normed + m * s_.hidden, s_.hidden);
   }
   pack(normed, kept, s_.hidden);
   share_outputs(head.outputs, kept, s_.hidden,
@@ -103,8 +106,8 @@ void Decoder::finish(const std::vector<float>& norm, const Projection& head, int
 }
 
 void Decoder::norm_and_pack(const std::vector<float>& norm) {
-  packed_.resize(static_cast<size_t>((s_.count() + kRowBlock) * kernel_.row_bytes(s_.hidden)));
-  share_rows(s_.count(), [&](int64_t first, int64_t last) {
+  packed_.resize(static_cast<size_t>((count() + kRowBlock) * kernel_.row_bytes(s_.hidden)));
+  share_rows(count(), [&](int64_t first, int64_t last) {
     for (int64_t m = first; m < last; m++) {
       rms_norm(x_.get() + m * s_.hidden, norm.data(), s_.eps, added_.get() + m * s_.hidden, s_.hidden);
     }
@@ -124,35 +127,42 @@ void Decoder::multiply(const Projection& p, int64_t rows, int64_t k, int64_t beg
 }
 
 void Decoder::project_and_add(const Projection& p, int64_t k) {
-  share_outputs(p.outputs, s_.count(), k, [&](int64_t begin, int64_t end) {
-    multiply(p, s_.count(), k, begin, end, added_.get());
-    for (int64_t m = 0; m < s_.count(); m++) {
+  share_outputs(p.outputs, count(), k, [&](int64_t begin, int64_t end) {
+    multiply(p, count(), k, begin, end, added_.get());
+    for (int64_t m = 0; m < count(); m++) {
       for (int64_t n = begin; n < end; n++) x_[m * p.outputs + n] += added_[m * p.outputs + n];
     }
   });
 }
 
-void Decoder::project_heads(const DecoderLayer& layer) {
+void Decoder::project_heads(const DecoderLayer& layer, bool queries) {
   const struct {
     const Projection& projection;
     float* out;
   } parts[] = {{layer.q, q_.get()}, {layer.k, k_.get()}, {layer.v, v_.get()}};
-  share_outputs(s_.q_size() + 2 * s_.kv_size(), s_.count(), s_.hidden, [&](int64_t begin, int64_t end) {
-    int64_t first = 0;
+  const int64_t before = queries ? 0 : s_.q_size();  // outputs that nobody reads
+  share_outputs(s_.q_size() + 2 * s_.kv_size() - before, count(), s_.hidden, [&](int64_t begin, int64_t end) {
+    int64_t first = -before;
     for (const auto& part : parts) {
       const int64_t outputs = part.projection.outputs;
       const int64_t from = std::max<int64_t>(0, begin - first), to = std::min(outputs, end - first);
-      if (from < to) multiply(part.projection, s_.count(), s_.hidden, from, to, part.out);
+      if (from < to) multiply(part.projection, count(), s_.hidden, from, to, part.out);
       first += outputs;
     }
   });
 }
 
-// A row's queries turned, its keys turned and stored, its values stored.
-void Decoder::turn_and_store(const DecoderLayer& layer, int64_t row) {
+// Queries turned, keys turned and stored, values stored.
+void Decoder::turn_and_store(const DecoderLayer& layer, bool queries) {
+  share_rows(count(), [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) turn_and_store_row(layer, queries, row);
+  });
+}
+
+void Decoder::turn_and_store_row(const DecoderLayer& layer, bool queries, int64_t row) {
   const int64_t half = s_.head_dim / 2, b = row / s_.rows;
   const float *cos = cos_.get() + row * half, *sin = sin_.get() + row * half;
-  for (int64_t h = 0; h < s_.heads; h++) {
+  for (int64_t h = 0; queries && h < s_.heads; h++) {
     float* q = q_.get() + row * s_.q_size() + h * s_.head_dim;
     if (!layer.q_norm.empty()) rms_norm(q, layer.q_norm.data(), s_.eps, q, s_.head_dim);
     rotate(q, s_.head_dim, cos, sin);
@@ -167,12 +177,21 @@ void Decoder::turn_and_store(const DecoderLayer& layer, int64_t row) {
   }
 }
 
+// The state and the queries of every sequence's last rows, moved to the front.
+void Decoder::keep_last(int64_t keep) {
+  const int64_t skipped = kept_ - keep;
+  for (int64_t m = 0; skipped > 0 && m < s_.batch * keep; m++) {
+    const int64_t from = m + (m / keep + 1) * skipped;
+    std::copy_n(x_.get() + from * s_.hidden, s_.hidden, x_.get() + m * s_.hidden);
+    std::copy_n(q_.get() + from * s_.q_size(), s_.q_size(), q_.get() + m * s_.q_size());
+  }
+  kept_ = keep;
+}
+
 void Decoder::attend(const DecoderLayer& layer) {
-  share_rows(s_.count(), [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; row++) turn_and_store(layer, row);
-  });
   PathAttention a{};
-  a.batch = s_.batch, a.heads = s_.heads, a.kv_heads = s_.kv_heads, a.rows = s_.rows, a.head_dim = s_.head_dim;
+  a.batch = s_.batch, a.heads = s_.heads, a.kv_heads = s_.kv_heads, a.head_dim = s_.head_dim;
+  a.graph_rows = s_.rows, a.rows = kept_;
   a.q = q_.get(), a.q_stride = s_.q_size();
   a.keys = layer.keys, a.values = layer.values, a.element = layer.cache_element;
   a.paths = &paths_, a.kv_len = r_.kv_len, a.kv_start = r_.kv_start, a.positions = r_.positions;
@@ -184,7 +203,7 @@ void Decoder::attend(const DecoderLayer& layer) {
 
 // silu(gate) · up, strip by strip of outputs.
 void Decoder::feed_forward(const DecoderLayer& layer) {
-  const int64_t count = s_.count();
+  const int64_t count = this->count();
   const int64_t strip = std::max<int64_t>(64, std::min<int64_t>(256, 8192 / count / kUnit * kUnit));
   share_outputs(s_.inner, 2 * count, s_.hidden, [&](int64_t begin, int64_t end) {
     std::vector<float> buffer(static_cast<size_t>(2 * count * strip));

@@ -49,19 +49,25 @@ class Decoder {
 
   void forward(const DecoderLayer& layer);
 
+  // The last layer: keys and values of all rows, and the state of no more than the last `keep` of every sequence.
+  void forward_last(const DecoderLayer& layer, int64_t keep);
+
   // What the next layer reads, [batch · rows, hidden].
   void copy_state(float* out) const;
 
-  // The last `keep` rows of every sequence: normed, [batch · keep, hidden], and times the output matrix.
-  void finish(const std::vector<float>& norm, const Projection& head, int64_t keep, float* normed, float* logits);
+  // The rows that were kept: normed, [batch · keep, hidden], and times the output matrix.
+  void finish(const std::vector<float>& norm, const Projection& head, float* normed, float* logits);
 
  private:
+  int64_t count() const { return s_.batch * kept_; }
   void norm_and_pack(const std::vector<float>& norm);
   void pack(const float* x, int64_t rows, int64_t k);
   void multiply(const Projection& p, int64_t rows, int64_t k, int64_t begin, int64_t end, float* out) const;
   void project_and_add(const Projection& p, int64_t k);
-  void project_heads(const DecoderLayer& layer);
-  void turn_and_store(const DecoderLayer& layer, int64_t row);
+  void project_heads(const DecoderLayer& layer, bool queries);
+  void turn_and_store(const DecoderLayer& layer, bool queries);
+  void turn_and_store_row(const DecoderLayer& layer, bool queries, int64_t row);
+  void keep_last(int64_t keep);
   void attend(const DecoderLayer& layer);
   void feed_forward(const DecoderLayer& layer);
 
@@ -71,6 +77,7 @@ class Decoder {
   Element element_;
   const LevelKernels& kernels_;
   const RowKernel& kernel_;
+  int64_t kept_;  // rows of a sequence that have a state and queries: its last ones, one behind the other
   std::unique_ptr<float[]> x_, added_, q_, k_, v_, attended_, inner_, cos_, sin_;
   std::vector<char> packed_;
 };

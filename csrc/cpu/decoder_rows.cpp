@@ -135,9 +135,10 @@ std::tuple<Tensor, Tensor, Tensor> decoder_rows(const Tensor& token_ids, const T
       if (states[i] != static_cast<int64_t>(l)) continue;
       decoder.copy_state(written<float>(read_by) + static_cast<int64_t>(i) * s.count() * s.hidden);
     }
-    decoder.forward(parts[l]);
+    if (l + 1 < depth) decoder.forward(parts[l]);
   }
-  decoder.finish(norm, output, keep, written<float>(hidden), written<float>(logits));
+  decoder.forward_last(parts.back(), keep);
+  decoder.finish(norm, output, written<float>(hidden), written<float>(logits));
   return {logits, hidden, read_by};
 }
 

@@ -45,16 +45,17 @@ class Item {
   }
 
  private:
-  int64_t flat_row(int64_t m) const { return b_ * a_.rows + (begin_ + m) % a_.rows; }
+  int64_t flat_row(int64_t m) const { return b_ * a_.rows + (begin_ + m) % a_.rows; }  // of queries
+  int64_t graph_row(int64_t m) const { return flat_row(m) + (b_ + 1) * (a_.graph_rows - a_.rows); }
   int64_t head(int64_t m) const { return kv_head_ * (a_.heads / a_.kv_heads) + (begin_ + m) / a_.rows; }
-  size_t path_begin(int64_t m) const { return a_.paths->begin[static_cast<size_t>(flat_row(m))]; }
+  size_t path_begin(int64_t m) const { return a_.paths->begin[static_cast<size_t>(graph_row(m))]; }
   int64_t path_length(int64_t m) const {
-    return static_cast<int64_t>(a_.paths->begin[static_cast<size_t>(flat_row(m)) + 1] - path_begin(m));
+    return static_cast<int64_t>(a_.paths->begin[static_cast<size_t>(graph_row(m)) + 1] - path_begin(m));
   }
   int64_t seen(int64_t m) const { return prefix_ + path_length(m); }
   // First position of the text that the window leaves to a row.
   int64_t low(int64_t m) const {
-    return a_.window == 0 ? 0 : std::max<int64_t>(0, a_.positions[flat_row(m)] - (a_.window - 1));
+    return a_.window == 0 ? 0 : std::max<int64_t>(0, a_.positions[graph_row(m)] - (a_.window - 1));
   }
 
   void pack_queries() {

@@ -12,7 +12,7 @@
 
 namespace gsd {
 
-// The ancestors of every row, by depth.
+// The ancestors of every row of a graph, by depth.
 struct Paths {
   std::vector<int32_t> nodes;        // slots behind the prefix
   std::vector<int32_t> node_depths;  // of each of them
@@ -24,14 +24,15 @@ struct Paths {
 };
 
 struct PathAttention {
-  int64_t batch, heads, kv_heads, rows, head_dim;
-  const float* q;          // [batch · rows, q_stride]
+  int64_t batch, heads, kv_heads, head_dim;
+  int64_t graph_rows, rows;  // of a sequence; its last `rows` of them attend
+  const float* q;            // [batch · rows, q_stride]
   int64_t q_stride;
   CacheTensor keys, values;
   Element element;         // of keys and values
   const Paths* paths;
   const int32_t *kv_len, *kv_start;  // [batch]
-  const int32_t* positions;          // [batch, rows], in the text
+  const int32_t* positions;          // [batch, graph_rows], in the text
   int64_t window;                    // 0: none
   float scale;
   float* out;  // [batch · rows, out_stride]
