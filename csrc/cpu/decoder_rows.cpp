@@ -124,7 +124,7 @@ std::tuple<Tensor, Tensor, Tensor> decoder_rows(const Tensor& token_ids, const T
   const Projection output{matrix("head", head, out_vocab, s.hidden, dtype).data, out_vocab, {}};
 
   const Paths paths(read<int32_t>(ancestor_mask), read<int32_t>(node_depths), s.batch, s.rows, ancestor_mask.size(2),
-                    node_depths.size(1), rows.kv_len, capacity);
+                    node_depths.size(1), rows.kv_len, rows.kv_start, capacity);
   const Tensor logits = torch::stable::new_empty(embedding, {s.batch, keep, out_vocab}, ScalarType::Float);
   const Tensor hidden = torch::stable::new_empty(embedding, {s.batch, keep, s.hidden}, ScalarType::Float);
   Decoder decoder(s, rows, paths, embedded.element, embedded);

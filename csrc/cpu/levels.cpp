@@ -69,8 +69,8 @@ bool same_products(const RowKernel& kernel, const RowKernel& portable, Element e
     std::vector<int64_t> offsets;
     for (int64_t p = 0; p < small.outputs; p++) offsets.push_back(p * small.k);
     mixed[i].assign(static_cast<size_t>(small.rows * small.k), 0.5f);
-    use.weighted(found[0].data(), small.outputs, small.rows, weights.data(),
-                 offsets.data(), small.outputs, small.k, mixed[i].data(), small.k);
+    use.weighted(x.data(), 1, small.rows, weights.data(), offsets.data(), small.outputs, small.k, mixed[i].data(),
+                 small.k);
   }
   const auto same = [](const std::vector<float>& a, const std::vector<float>& b) {
     float most = 0.0f, apart = 0.0f;

@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kBlockPositions = 256;  // of the text, from its beginning
 constexpr int64_t kItemRows = 64;         // query vectors that share the reading of keys and values
+constexpr int64_t kSliceRows = 12;        // of them, that are added to as far as one of them sees
 
 // Query vectors of one cache head and sequence.
 class Item {
@@ -27,7 +28,8 @@ class Item {
     acc_.assign(static_cast<size_t>(count * width_), 0.0f);
     scores_.resize(static_cast<size_t>(count * kBlockPositions));
     running_.resize(static_cast<size_t>(count));
-    offsets_.resize(kBlockPositions);
+    offsets_.resize(kBlockPositions), tail_offsets_.resize(kBlockPositions);
+    tails_.resize(kSliceRows * kBlockPositions);
   }
 
   void run() {
@@ -52,7 +54,12 @@ class Item {
   int64_t path_length(int64_t m) const {
     return static_cast<int64_t>(a_.paths->begin[static_cast<size_t>(graph_row(m)) + 1] - path_begin(m));
   }
-  int64_t seen(int64_t m) const { return prefix_ + path_length(m); }
+  // Positions that lie slot by slot behind the padding.
+  int64_t dense(int64_t m) const { return prefix_ + a_.paths->chain[static_cast<size_t>(graph_row(m))]; }
+  int64_t dense_in(int64_t m, int64_t first) const {
+    return std::min(kBlockPositions, std::max<int64_t>(0, dense(m) - first));
+  }
+  int64_t seen(int64_t m) const { return dense(m) + path_length(m); }
   // First position of the text that the window leaves to a row.
   int64_t low(int64_t m) const {
     return a_.window == 0 ? 0 : std::max<int64_t>(0, a_.positions[graph_row(m)] - (a_.window - 1));
@@ -72,7 +79,7 @@ class Item {
     kernel_.products(packed_.data(), count_, a_.head_dim, keys, a_.keys.slot_stride / size_, 0, positions, out, stride);
   }
 
-  // Every query with every slot behind the prefix that a row sees; a row takes its own.
+  // Every query with every slot behind the prefix up to the last that a path lists; a row takes its own.
   void score_nodes() {
     nodes_ = std::min(a_.paths->slots, a_.keys.slots - a_.kv_len[b_]);
     node_scores_.resize(static_cast<size_t>(count_ * std::max<int64_t>(1, nodes_)));
@@ -81,58 +88,81 @@ class Item {
 
   // Positions first … first + kBlockPositions − 1 of the text; `from` is where the oldest window begins.
   void block(int64_t first, int64_t from) {
-    const int64_t dense = std::min(kBlockPositions, prefix_ - first);  // of the prefix, may be negative
-    const int64_t skipped = std::min(from - first, std::max<int64_t>(0, dense)), count = dense - skipped;
+    int64_t most = 0;
+    for (int64_t m = 0; m < count_; m++) most = std::max(most, dense_in(m, first));
+    const int64_t skipped = std::min(from - first, most) / 2 * 2;
     const char* keys = keys_ + (start_ + first + skipped) * a_.keys.slot_stride;
-    if (count > 0) score(keys, count, scores_.data() + skipped, kBlockPositions);
-    for (int64_t m = 0; m < count_; m++) weigh(m, first, skipped, std::max<int64_t>(0, dense));
-    if (count > 0) {
-      for (int64_t p = 0; p < count; p++) {
-        offsets_[static_cast<size_t>(p)] = (start_ + first + skipped + p) * a_.values.slot_stride / size_;
-      }
-      kernel_.weighted(scores_.data() + skipped, kBlockPositions, count_, values_, offsets_.data(), count, a_.head_dim,
-                       acc_.data(), width_);
-    }
-    for (int64_t m = 0; m < count_; m++) add_nodes(m, first);
+    if (skipped < most) score(keys, most - skipped, scores_.data() + skipped, kBlockPositions);
+    for (int64_t p = 0; p < most; p++) offsets_[static_cast<size_t>(p)] = value_offset(start_ + first + p);
+    for (int64_t m = 0; m < count_; m += kSliceRows) slice(m, std::min(count_, m + kSliceRows), first, skipped);
   }
 
-  // Part of a row's path that lies in a block: [begin, end) of its nodes.
+  int64_t value_offset(int64_t slot) const { return slot * a_.values.slot_stride / size_; }
+
+  // Part of what a row's path lists that lies in a block: [begin, end) of its nodes.
   void path_part(int64_t m, int64_t first, int64_t& begin, int64_t& end) const {
-    begin = std::min(path_length(m), std::max<int64_t>(0, first - prefix_));
-    end = std::min(path_length(m), std::max<int64_t>(0, first + kBlockPositions - prefix_));
+    begin = std::min(path_length(m), std::max<int64_t>(0, first - dense(m)));
+    end = std::min(path_length(m), std::max<int64_t>(0, first + kBlockPositions - dense(m)));
   }
 
-  void weigh(int64_t m, int64_t first, int64_t skipped, int64_t dense) {
+  // Rows m … last − 1: what is slot by slot together, up to the last position that one of them sees, then each row's rest.
+  void slice(int64_t m, int64_t last, int64_t first, int64_t skipped) {
+    int64_t most = 0;
+    for (int64_t row = m; row < last; row++) most = std::max(most, dense_in(row, first));
+    for (int64_t row = m; row < last; row++) {
+      const int64_t filled = weigh(row, first, skipped), cut = tail_begin(row, first, filled);
+      float* scores = scores_.data() + row * kBlockPositions;
+      std::copy(scores + cut, scores + filled, tails_.data() + (row - m) * kBlockPositions);
+      if (cut < most) std::fill(scores + cut, scores + most, 0.0f);
+    }
+    if (skipped < most) {
+      kernel_.weighted(scores_.data() + m * kBlockPositions + skipped, kBlockPositions, last - m, values_,
+                       offsets_.data() + skipped, most - skipped, a_.head_dim, acc_.data() + m * width_, width_);
+    }
+    for (int64_t row = m; row < last; row++) add_tail(row, first, tails_.data() + (row - m) * kBlockPositions);
+  }
+
+  // Scores of a row become weights; how many.
+  int64_t weigh(int64_t m, int64_t first, int64_t skipped) {
     float* scores = scores_.data() + m * kBlockPositions;
     int64_t begin, end;
     path_part(m, first, begin, end);
-    const int64_t hidden = std::min(std::max(skipped, low(m) - first), dense);
-    std::fill(scores, scores + hidden, negative_infinity());
-    const int64_t filled = dense + end - begin, padded = padded_to_lanes(filled);
+    const int64_t dense = dense_in(m, first), filled = dense + end - begin, padded = padded_to_lanes(filled);
     for (int64_t i = begin; i < end; i++) {
       const size_t at = path_begin(m) + static_cast<size_t>(i);
-      const int64_t text = a_.kv_len[b_] - start_ + a_.paths->node_depths[at];
-      scores[dense + i - begin] = a_.window > 0 && text < low(m)
-                                      ? negative_infinity()
-                                      : node_scores_[static_cast<size_t>(m * nodes_ + a_.paths->nodes[at])];
+      scores[dense + i - begin] = node_scores_[static_cast<size_t>(m * nodes_ + a_.paths->nodes[at])];
     }
-    for (int64_t p = hidden; p < filled; p++) scores[p] *= a_.scale;
+    scale_row(scores, a_.scale, padded);
+    std::fill(scores, scores + std::min(std::max(skipped, low(m) - first), dense), negative_infinity());
+    for (int64_t i = begin; a_.window > 0 && i < end; i++) {
+      const int64_t text = a_.kv_len[b_] - start_ + a_.paths->node_depths[path_begin(m) + static_cast<size_t>(i)];
+      if (text < low(m)) scores[dense + i - begin] = negative_infinity();
+    }
     std::fill(scores + filled, scores + padded, negative_infinity());
     const float decay = running_[static_cast<size_t>(m)].take(scores, padded);
     if (decay != 1.0f) scale_row(acc_.data() + m * width_, decay, width_);
+    return filled;
   }
 
-  void add_nodes(int64_t m, int64_t first) {
+  // Where a row's own part of a block begins: at the nodes that its path lists, together with the position that the
+  // first of them is paired with; where its weights end if there are none.
+  int64_t tail_begin(int64_t m, int64_t first, int64_t filled) const {
+    const int64_t dense = dense_in(m, first);
+    return dense == filled ? filled : dense / 2 * 2;
+  }
+
+  void add_tail(int64_t m, int64_t first, const float* weights) {
     int64_t begin, end;
     path_part(m, first, begin, end);
     if (begin == end) return;
-    const float* scores = scores_.data() + m * kBlockPositions + (prefix_ + begin - first);
+    const int64_t dense = dense_in(m, first), cut = dense / 2 * 2;
+    int64_t* offset = tail_offsets_.data();
+    if (cut < dense) *offset++ = offsets_[static_cast<size_t>(cut)];
     for (int64_t i = begin; i < end; i++) {
-      offsets_[static_cast<size_t>(i - begin)] =
-          (a_.kv_len[b_] + a_.paths->nodes[path_begin(m) + static_cast<size_t>(i)]) * a_.values.slot_stride / size_;
+      *offset++ = value_offset(a_.kv_len[b_] + a_.paths->nodes[path_begin(m) + static_cast<size_t>(i)]);
     }
-    kernel_.weighted(scores, kBlockPositions, 1, values_, offsets_.data(), end - begin, a_.head_dim,
-                     acc_.data() + m * width_, width_);
+    kernel_.weighted(weights, kBlockPositions, 1, values_, tail_offsets_.data(), offset - tail_offsets_.data(),
+                     a_.head_dim, acc_.data() + m * width_, width_);
   }
 
   void finish(int64_t m) {
@@ -146,15 +176,15 @@ class Item {
   int64_t b_, kv_head_, begin_, count_, size_, start_, prefix_, width_, nodes_ = 0;
   const char *keys_, *values_;
   std::vector<char> packed_;
-  std::vector<float> acc_, scores_, node_scores_;
+  std::vector<float> acc_, scores_, node_scores_, tails_;
   std::vector<OnlineSoftmax> running_;
-  std::vector<int64_t> offsets_;
+  std::vector<int64_t> offsets_, tail_offsets_;
 };
 
 }  // namespace
 
 Paths::Paths(const int32_t* mask, const int32_t* depths, int64_t batch, int64_t rows, int64_t words,
-             int64_t most_depths, const int32_t* kv_len, int64_t capacity) {
+             int64_t most_depths, const int32_t* kv_len, const int32_t* kv_start, int64_t capacity) {
   std::vector<int32_t> order;
   begin.push_back(0);
   for (int64_t row = 0; row < batch * rows; row++) {
@@ -168,10 +198,17 @@ Paths::Paths(const int32_t* mask, const int32_t* depths, int64_t batch, int64_t 
       else if (word >> (node % 32) & 1u) order.push_back(static_cast<int32_t>(node));
     }
     std::stable_sort(order.begin(), order.end(), [&](int32_t i, int32_t j) { return depth[i] < depth[j]; });
-    for (const int32_t node : order) {
-      nodes.push_back(node);
-      node_depths.push_back(depth[node]);
-      slots = std::max<int64_t>(slots, node + 1);
+    const int64_t padding = std::max(0, kv_start[b] - kv_len[b]);  // of the rows: nodes that nobody else sees
+    size_t next = 0;
+    while (next < order.size() && order[next] == padding + static_cast<int64_t>(next) &&
+           depth[order[next]] == order[next]) {
+      next++;
+    }
+    chain.push_back(static_cast<int32_t>(next));
+    for (; next < order.size(); next++) {
+      nodes.push_back(order[next]);
+      node_depths.push_back(depth[order[next]]);
+      slots = std::max<int64_t>(slots, order[next] + 1);
     }
     begin.push_back(nodes.size());
   }
@@ -182,7 +219,7 @@ void attend_paths(const PathAttention& a, const RowKernel& kernel) {
   constexpr int64_t kWorkPerThread = 1 << 18;  // multiplications that make a thread worth waking
   const int64_t vectors = a.heads / a.kv_heads * a.rows, tall = std::min(kItemRows, vectors);
   const int64_t cuts = (vectors + tall - 1) / tall;
-  const int64_t work = tall * (a.kv_len[0] + 1 + a.paths->slots) * 2 * a.head_dim;
+  const int64_t work = tall * (a.kv_len[0] + a.graph_rows) * 2 * a.head_dim;
   torch::stable::parallel_for(
       0, a.batch * a.kv_heads * cuts, std::max<int64_t>(1, kWorkPerThread / work), [&](int64_t begin, int64_t end) {
         for (int64_t item = begin; item < end; item++) {

@@ -1,8 +1,9 @@
 // Attention of rows over the committed prefix and then their own ancestors, in the order of the text.
 //
 // A row's visible positions are one list: the prefix behind the left padding, then the ancestors by depth. It is reduced
-// in blocks counted from the first position of the text, one position after the other. So the bits do not depend on
-// where the tree's rows lie, on what was committed already, on padding, on other rows, or on threads.
+// in blocks counted from the first position of the text, one position after the other, or two after two from there. So
+// the bits do not depend on where the tree's rows lie, on what was committed already, on padding, on other rows, or on
+// threads.
 #pragma once
 
 #include <vector>
@@ -12,15 +13,17 @@
 
 namespace gsd {
 
-// The ancestors of every row of a graph, by depth.
+// The ancestors of every row of a graph, by depth. The first of them may continue the prefix, slot by slot, as all of a
+// prompt's do: these are counted, and the others listed.
 struct Paths {
+  std::vector<int32_t> chain;        // [batch · rows]
   std::vector<int32_t> nodes;        // slots behind the prefix
   std::vector<int32_t> node_depths;  // of each of them
   std::vector<size_t> begin;         // [batch · rows + 1]
-  int64_t slots = 0;                 // behind the prefix, that any row sees
+  int64_t slots = 0;                 // behind the prefix, up to the last that is listed
 
   Paths(const int32_t* mask, const int32_t* depths, int64_t batch, int64_t rows, int64_t words, int64_t most_depths,
-        const int32_t* kv_len, int64_t capacity);
+        const int32_t* kv_len, const int32_t* kv_start, int64_t capacity);
 };
 
 struct PathAttention {

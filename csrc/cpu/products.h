@@ -28,7 +28,8 @@ struct RowKernel {
   void (*products)(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin,
                    int64_t end, float* out, int64_t out_stride);
 
-  // out[r, :] += Σ_p weights[r, p] · v[offsets[p] …], position by position. Nothing beyond `width` is touched.
+  // out[r, :] += Σ_p weights[r, p] · v[offsets[p] …], position by position, or two after two: `positions` is even unless
+  // it ends a sum. Weights may be rounded to bfloat16 where v is. Nothing beyond `width` is touched.
   void (*weighted)(const float* weights, int64_t weights_stride, int64_t rows, const void* v, const int64_t* offsets,
                    int64_t positions, int64_t width, float* out, int64_t out_stride);
 };

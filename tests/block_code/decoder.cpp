@@ -136,7 +136,8 @@ struct Problem {
     const long before = held;
     most = before;
     {
-      const gsd::Paths paths(mask.data(), depths.data(), kBatch, rows, (rows + 31) / 32, rows, kv_len.data(), capacity);
+      const gsd::Paths paths(mask.data(), depths.data(), kBatch, rows, (rows + 31) / 32, rows, kv_len.data(),
+                             kv_start.data(), capacity);
       gsd::Decoder decoder(sizes, given, paths, gsd::Element::kBfloat16, embedding);
       for (int64_t i = 1; i < layers; i++) decoder.forward(layer);
       decoder.forward_last(layer, keep);

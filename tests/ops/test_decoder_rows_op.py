@@ -12,9 +12,10 @@ from gsd_kernels.ops.decoder_rows import decoder_rows
 pytestmark = backend_param("cpu").marks
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+# Relative. In bfloat16 some levels round the weights of attention too, as PyTorch's attention does.
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_decoder_rows_equal_the_reference(dtype, atol, threads):
+def test_decoder_rows_equal_the_reference(dtype, most, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -28,9 +29,8 @@ def test_decoder_rows_equal_the_reference(dtype, atol, threads):
         torch.set_num_threads(before)
     (logits, caches), (expected, expected_caches) = results
     assert logits.shape == (2, 3, 53) and logits.dtype == torch.float32
-    torch.testing.assert_close(logits, expected, atol=atol, rtol=atol)
-    for cache, other in zip(caches, expected_caches, strict=True):
-        torch.testing.assert_close(cache, other, atol=atol, rtol=atol)
+    for ours, other in zip((logits, *caches), (expected, *expected_caches), strict=True):
+        assert (ours.float() - other.float()).norm() <= most * other.float().norm()
 
 
 def test_states_are_what_the_layers_read():
