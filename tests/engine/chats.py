@@ -32,7 +32,7 @@ def endless(**config: Any) -> PreTrainedModel:
 
 
 def sources(name: str, target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, Any]:
-    """Options of ``patch`` for one of :data:`SOURCES`."""
+    """Options of ``patch`` for one of :data:`SOURCES`; the draft of "model" goes through its modules."""
     if name == "plain":
         return {}
     if name == "heads":
@@ -41,6 +41,8 @@ def sources(name: str, target: PreTrainedModel, draft: PreTrainedModel) -> dict[
         return {"draft_sources": ("history",), "graph_config": FREE}
     if name == "layer_skip":
         return {"assistant_model": LayerSkip(target, mlp=[1]), "graph_config": GRAPH}
+    if name == "model":
+        draft.double()
     return {"assistant_model": draft, "graph_config": {"model": TREE, "graph": GRAPH, "auto": "auto"}[name]}
 
 
@@ -50,9 +52,9 @@ def words(batch: int, length: int, seed: int) -> Tensor:
 
 
 def pair(seed: int = 0, **config: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A target without an end of text and a draft that agrees now and then."""
+    """A target without an end of text and a draft that agrees now and then, in float32: one operator forwards it."""
     target = endless(seed=seed, **config)
-    return target, noised(target)
+    return target, noised(target).float()
 
 
 def ask(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, *, tokens: int = 10, **options: Any) -> Tensor:

@@ -38,7 +38,7 @@ KINDS = {  # merge contexts
 }
 REUSE = ({"history_depth": 1, "history_width": 3}, {"history_depth": 4, "history_width": 8})
 FAST = ("chain", "graph-1")  # kinds that also run, with the first family, when slow tests do not
-NEW_TOKENS = (6, 8, 12, 16, 24)
+NEW_TOKENS = (5, 6, 8, 12, 16)
 
 
 @functools.lru_cache
@@ -231,7 +231,9 @@ class Case:
         return target_of(self.family, dtype).generate(**{**self.arguments(), **more})
 
     def actual(self, dtype: torch.dtype = torch.float64, **more: Any):
-        sources: dict[str, Any] = {"assistant_model": draft_of(self.family, self.noise, dtype)}
+        in_single = dtype == torch.float64 and self.seed % 3 != 2  # the operator drafts in a tenth of the modules' time
+        draft = draft_of(self.family, self.noise, torch.float32 if in_single else dtype)
+        sources: dict[str, Any] = {"assistant_model": draft}
         if self.kind == "history":
             sources = {"draft_sources": ("history",)}
         if self.kind == "layer_skip":

@@ -71,7 +71,7 @@ def attention(model: Any) -> None:
 
 
 def layer_replaced(model: Any) -> None:
-    model.model.layers[1] = copy.deepcopy(pair(seed=9)[0].model.layers[1])
+    model.model.layers[1] = copy.deepcopy(pair(seed=9)[0].model.layers[1]).to(model.dtype)
 
 
 def layers_swapped(model: Any) -> None:
@@ -149,6 +149,8 @@ OF_A_DRAFT = ("weights in place", ".data replaced", "dtype", "resize", "tied", "
 )
 def test_a_change_between_two_turns(change, who):
     target, draft = pair()
+    if who == "draft":
+        draft.double()
     with patched(target, assistant_model=draft, graph_config=GRAPH):
         text = torch.cat([ask(target, words(1, 12, seed=1)), words(1, 4, seed=2)], 1)
         before = expected(target, text)
