@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import subprocess
 import sys
@@ -271,6 +272,11 @@ def test_positions_are_paired_by_their_place_in_the_text(level):
         text.read(prompt, 8)
         parents = [-1 if node == 0 else place[node - 1] for node in order.tolist()]
         found.append(text.rows(tokens[:, order], *tree(parents), 0, count)[:, place])
+    assert torch.equal(found[1], found[0])
+    sizes, found = dataclasses.replace(sizes, window=30), []
+    for step in (count, 1):
+        text = Text(decoder(sizes, torch.bfloat16), sizes, torch.bfloat16, [0], 120)
+        found.append(text.read(tokens, step))
     assert torch.equal(found[1], found[0])
 
 
