@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import subprocess
 import sys
@@ -257,6 +258,26 @@ def test_where_rows_lie_does_not_matter(name, dtype, level):
         text.read(prompt, 12)
         found.append(text.rows(of, *tree(these), 0, count))
     assert torch.equal(found[1], found[0][:, order])
+
+
+def test_positions_are_paired_by_their_place_in_the_text(level):
+    """Wide, since what attention returns is rounded to bfloat16: of some thousand values one shows another order."""
+    sizes, count = Sizes(hidden=32, inner=40, heads=32, head_dim=64, layers=1), 100
+    weights, prompt, tokens = decoder(sizes, torch.bfloat16), random_tokens(1, 8), random_tokens(1, count, 1)
+    found = []
+    for shared in (count, 3):  # nodes that lie where the prefix ends, and those behind them the other way round
+        order = torch.tensor([*range(shared), *reversed(range(shared, count))])
+        place = order.argsort().tolist()
+        text = Text(weights, sizes, torch.bfloat16, [0], 120)
+        text.read(prompt, 8)
+        parents = [-1 if node == 0 else place[node - 1] for node in order.tolist()]
+        found.append(text.rows(tokens[:, order], *tree(parents), 0, count)[:, place])
+    assert torch.equal(found[1], found[0])
+    sizes, found = dataclasses.replace(sizes, window=30), []
+    for step in (count, 1):
+        text = Text(decoder(sizes, torch.bfloat16), sizes, torch.bfloat16, [0], 120)
+        found.append(text.read(tokens, step))
+    assert torch.equal(found[1], found[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
