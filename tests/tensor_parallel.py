@@ -27,6 +27,7 @@ from gsd_kernels import GraphConfig
 from gsd_kernels_hf.engine.engine import engines_of
 
 PROMPT, NEW_TOKENS = 9, 16
+CASE_TOKENS = 11  # of a case; calls in which something goes wrong take more steps than that has
 START_TIMEOUT = 100.0  # seconds; machines are busy
 TIMEOUT = 5.0  # seconds of a process group in which a rank will fail
 STEP = 5  # at which something goes wrong
@@ -78,9 +79,18 @@ def save(folder: Path) -> None:
         noised(target, 0.03).save_pretrained(folder / f"{name}-draft")
 
 
-def load(folder: Path, name: str, *, sharded: bool = False) -> PreTrainedModel:
+def load(folder: Path, name: str, *, sharded: bool = False, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     options = {"tp_plan": "auto"} if sharded else {}
-    return AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64, **options).eval()
+    return AutoModelForCausalLM.from_pretrained(folder / name, dtype=dtype, **options).eval()
+
+
+def load_drafts(folder: Path, *, sharded: bool) -> dict[tuple[str, bool], PreTrainedModel]:
+    """The drafts of cases by target, and whether ranks share them. Whole ones are float32: one operator is quick."""
+    return {
+        (name, shared): load(folder, f"{name}-draft", sharded=sharded and shared, dtype=dtype)
+        for name in ("gqa", "mha")
+        for shared, dtype in ((True, torch.float64), (False, torch.float32))
+    }
 
 
 def generate(target: PreTrainedModel, draft: PreTrainedModel, batch: int = 1, **arguments: Any) -> Any:
@@ -94,7 +104,7 @@ def generate(target: PreTrainedModel, draft: PreTrainedModel, batch: int = 1, **
 def run_case(name: str, target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, Any]:
     _, _, batch, arguments = CASES[name]
     engines_of(target).clear()  # which ranks do not share, so that steps can be compared
-    output = generate(target, draft, batch, **arguments)
+    output = generate(target, draft, batch, max_new_tokens=CASE_TOKENS, **arguments)
     return {
         "tokens": output.sequences.tolist(),
         "cache_bytes": output.stats.cache_bytes,
@@ -111,17 +121,16 @@ class Ranks:
 
     def texts(self) -> dict[str, Any]:
         """All cases, and everything that ranks can be told apart by."""
-        models = {(name, True): load(self.folder, name, sharded=True) for name in ("gqa", "mha")}
-        for name, sharded in itertools.product(("gqa", "mha"), (False, True)):
-            models[f"{name}-draft", sharded] = load(self.folder, f"{name}-draft", sharded=sharded)
+        models = {name: load(self.folder, name, sharded=True) for name in ("gqa", "mha")}
+        drafts = load_drafts(self.folder, sharded=True)
         cases = {
-            name: run_case(name, models[target, True], models[f"{target}-draft", sharded])
+            name: run_case(name, models[target], drafts[target, sharded])
             for name, (target, sharded, *_) in ((name, CASES[name]) for name in cases_of(self.size))
         }
-        target, draft = models["gqa", True], models["gqa-draft", False]
+        target, draft = models["gqa"], drafts["gqa", False]
         torch.manual_seed(self.rank)
         drawn = generate(target, draft, graph_config=CONFIGS["tree"], do_sample=True).sequences.tolist()
-        held = {"gqa": target, "mha": models["mha", True], "tied": load(self.folder, "tied", sharded=True)}
+        held = {"gqa": target, "mha": models["mha"], "tied": load(self.folder, "tied", sharded=True)}
         return {
             "cases": cases,
             "drawn": drawn,

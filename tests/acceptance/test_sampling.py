@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import models
@@ -43,11 +44,12 @@ SAMPLING = [
 
 @functools.lru_cache
 def draft_named(name: str):
+    """Two in float32, which one operator forwards; two whose modules are run."""
     target, noised = pair()
     return {
-        "noised": noised,
+        "noised": copy.deepcopy(noised).float(),
         "target": target,
-        "random": models.tiny("llama-mha", vocab_size=VOCAB, seed=9),
+        "random": models.tiny("llama-mha", vocab_size=VOCAB, seed=9, dtype=torch.float32),
         "layer_skip": gsd.LayerSkip(target, mlp=[1]),
         "history": None,
     }[name]

@@ -46,11 +46,11 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def alone(folder) -> dict[str, dict[str, Any]]:
     """Every case by one process."""
-    names = [name for target in ("gqa", "mha") for name in (target, f"{target}-draft")]
-    models = {name: ranks.load(folder, name) for name in names}
+    models = {name: ranks.load(folder, name) for name in ("gqa", "mha")}
+    drafts = ranks.load_drafts(folder, sharded=False)
     return {
-        name: ranks.run_case(name, models[target], models[f"{target}-draft"])
-        for name, (target, *_) in ranks.CASES.items()
+        name: ranks.run_case(name, models[target], drafts[target, sharded])
+        for name, (target, sharded, *_) in ranks.CASES.items()
     }
 
 
@@ -154,11 +154,11 @@ def _divided_caches(cases: dict[str, dict[str, Any]], alone: dict[str, dict[str,
         if name == "auto":  # one process has room for larger shapes
             continue
         _, sharded, _, arguments = ranks.CASES[name]
-        whole = alone[name]["cache_bytes"]  # target and draft have the same shape
+        whole = alone[name]["cache_bytes"]  # target and draft have the same shape, a draft that is whole half the bytes
         if sharded or "draft_sources" in arguments:
             assert case["cache_bytes"] * size == whole, name
         else:
-            assert case["cache_bytes"] * size * 2 == whole * (1 + size), name
+            assert case["cache_bytes"] * size * 3 == whole * (2 + size), name
 
 
 def _memory(everyone: list[dict[str, Any]], size: int, folder: Path) -> None:
@@ -171,7 +171,7 @@ def _memory(everyone: list[dict[str, Any]], size: int, folder: Path) -> None:
     for name, (target, sharded, batch, _) in ranks.CASES.items():
         if sharded and "graph-greedy" in name and name in everyone[0]["cases"]:
             shape = ModelShape.of(AutoConfig.from_pretrained(folder / target))
-            positions = ranks.PROMPT + ranks.NEW_TOKENS + ranks.CONFIGS["graph"].cache_slots
+            positions = ranks.PROMPT + ranks.CASE_TOKENS + ranks.CONFIGS["graph"].cache_slots
             both = 2 * cache_bytes(shape, positions, batch, size, value=8)
             assert both == everyone[0]["cases"][name]["cache_bytes"]
 

@@ -45,7 +45,7 @@ def drafter_of(variant: str) -> DFlash:
     return fit_dflash(module, target_of())
 
 
-def generate(target, new=20, **options):
+def generate(target, new=14, **options):
     options = {"max_new_tokens": new, "eos_token_id": [2, 5], "pad_token_id": 0, **options}
     return gsd.generate(target, return_dict_in_generate=True, **options)
 
@@ -75,7 +75,7 @@ def test_text_is_the_targets_own(variant, mixed):
 @pytest.mark.parametrize("processor", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}], ids=str)
 def test_processors_see_what_they_always_see(processor):
     target, options = target_of(), {"do_sample": False, **prompts(2, 9, vocab=VOCAB), **processor}
-    expected = target.generate(**options, max_new_tokens=20, eos_token_id=[2, 5], pad_token_id=0)
+    expected = target.generate(**options, max_new_tokens=14, eos_token_id=[2, 5], pad_token_id=0)
     out = generate(target, **options, drafter=drafter_of("shared"), graph_config=GRAPHS["lattice"])
     assert torch.equal(out.sequences, expected)
     assert sum(out.stats.accepted[2:]) > 0

@@ -91,29 +91,29 @@ def test_weights_that_hold_nan_are_not_taken_for_mixing():
 LOADING = """
 import sys, torch, transformers
 sys.modules["gsd_kernels"] = sys.modules["gsd_kernels_hf"] = None
-model = torch.load(sys.argv[1], weights_only=False)
-assert model.generate.__func__ is transformers.GenerationMixin.generate
-assert model.config._attn_implementation == "sdpa"
-ids = torch.load(sys.argv[2])
-torch.save(model.generate(ids, max_new_tokens=12, do_sample=False), sys.argv[3])
+ids = torch.load(sys.argv[1])
+for path in sys.argv[2:]:
+    model = torch.load(path, weights_only=False)
+    assert model.generate.__func__ is transformers.GenerationMixin.generate
+    assert model.config._attn_implementation == "sdpa"
+    torch.save(model.generate(ids, max_new_tokens=12, do_sample=False), path + ".out")
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["patched", "generating"])
-def test_a_saved_model_is_loaded_where_this_package_is_not(when, tmp_path):
+def test_a_saved_model_is_loaded_where_this_package_is_not(tmp_path):
+    """Saved while it is patched, and in the middle of a text."""
     model = llama()
     expected = model.generate(unpadded(), **TOKENS)
     gsd.patch(model, assistant_model=models.noised(model), graph_config="tree")
-    paths = [tmp_path / name for name in ("model.pt", "ids.pt", "out.pt")]
-    torch.save(unpadded(), paths[1])
-    if when == "patched":
-        torch.save(model, paths[0])
-    else:
-        model.generate(unpadded(), **TOKENS, stopping_criteria=[lambda *_: torch.save(model, paths[0]) or False])
-    done = subprocess.run([sys.executable, "-c", LOADING, *map(str, paths)], capture_output=True, text=True)
+    ids, *paths = (str(tmp_path / name) for name in ("ids.pt", "patched.pt", "generating.pt"))
+    torch.save(unpadded(), ids)
+    torch.save(model, paths[0])
+    model.generate(unpadded(), **TOKENS, stopping_criteria=[lambda *_: torch.save(model, paths[1]) or False])
+    done = subprocess.run([sys.executable, "-c", LOADING, ids, *paths], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert torch.equal(torch.load(paths[2]), expected)
+    for path in paths:
+        assert torch.equal(torch.load(f"{path}.out"), expected)
 
 
 def test_copies_made_while_a_model_generates(tmp_path):
