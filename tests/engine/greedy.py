@@ -105,13 +105,14 @@ def every_third(batch_id: int, ids: torch.Tensor) -> list[int]:
 
 
 class Switching(contextlib.AbstractContextManager):
-    """Stands in for the automatic policy: another shape, or none, every few steps."""
+    """Stands in for the automatic policy: another shape, or none, every few steps; where the seed is odd, some rows."""
 
     def __init__(self, config: gsd.GraphConfig, seed: int):
         on_ladders = [s for device in ("cpu", "cuda") for s in ladder(device, with_model=True).values()]
         largest = [s.replace(depth=s.depth and 10, max_rows=128) for s in on_ladders]
         self.shapes = [None, config.replace(depth=1), *on_ladders, *largest]
         self.acceptance, self.rng = AcceptanceModel(branch=4), random.Random(seed)
+        self.counts, self.budget = random.Random(seed), self.some_rows if seed % 2 else None
         self.current = self.rng.choice(self.shapes)
 
     def largest_shapes(self):
@@ -119,6 +120,9 @@ class Switching(contextlib.AbstractContextManager):
 
     def shape(self):
         return self.current
+
+    def some_rows(self, scores, count):
+        return self.counts.randint(1, count)
 
     def end(self):
         pass
