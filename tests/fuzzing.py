@@ -58,7 +58,7 @@ def given(name: str, source: str) -> dict[str, Any]:
     model = target(name)
     if source == "model":
         draft = noised(model, 0.04)
-        return {"assistant_model": draft.float() if name == "llama" else draft}  # its rows are one operator then
+        return {"assistant_model": draft if name == "llama" else draft.to(model.dtype)}  # modules too
     if source == "layer_skip":
         return {"assistant_model": LayerSkip(model, attention=[1], mlp=[2])}
     if source == "heads":

@@ -47,13 +47,16 @@ def tiny(family: str = "llama-gqa", *, seed: int = 0, dtype: torch.dtype = torch
 
 
 def noised(target: PreTrainedModel, noise: float = 0.05, *, seed: int = 1) -> PreTrainedModel:
-    """A draft that is the target with noise on its weights: right often, wrong often."""
+    """A draft that is the target with noise on its weights: right often, wrong often.
+
+    Of a float64 target it is float32, which one operator forwards; ``.double()`` for one that goes through its modules.
+    """
     draft = copy.deepcopy(target)
     gen = torch.Generator().manual_seed(seed)
     for parameter in draft.parameters():
         if parameter.dim() > 1:
             parameter.data += noise * torch.randn(parameter.shape, generator=gen).to(parameter)
-    return draft
+    return draft.float() if target.dtype == torch.float64 else draft
 
 
 def prompts(

@@ -52,9 +52,9 @@ def words(batch: int, length: int, seed: int) -> Tensor:
 
 
 def pair(seed: int = 0, **config: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A target without an end of text and a draft that agrees now and then, in float32: one operator forwards it."""
+    """A target without an end of text and a draft that agrees now and then."""
     target = endless(seed=seed, **config)
-    return target, noised(target).float()
+    return target, noised(target)
 
 
 def ask(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, *, tokens: int = 10, **options: Any) -> Tensor:
