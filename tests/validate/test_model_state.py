@@ -151,8 +151,9 @@ def test_layers_without_keys_of_their_own(name):
     assert torch.equal(gsd.generate(target, **prompt(), assistant_model=draft, graph_config="tree", **TOKENS), expected)
 
 
-def test_fewer_layers_than_the_config_says():
-    model = llama(num_hidden_layers=4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fewer_layers_than_the_config_says(dtype):
+    model = llama(num_hidden_layers=4, dtype=dtype)
     model.model.layers = model.model.layers[:2]
     exact(model)
 

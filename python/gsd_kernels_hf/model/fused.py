@@ -189,11 +189,12 @@ class FusedRows(RowModel):
         self.kv_heads, self.head_dim = model.config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
 
     def caches(self, batch: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of every layer, allocated if nothing was read."""
-        for layer in self.cache.layers:
+        """Keys and values of every layer that the model has, allocated if nothing was read."""
+        layers = self.cache.layers[: len(self.weights.layers)]
+        for layer in layers:
             if not layer.is_initialized:
                 layer.lazy_initialization(self.weights.head.new_empty(batch, self.kv_heads, 0, self.head_dim))
-        return [layer.keys for layer in self.cache.layers], [layer.values for layer in self.cache.layers]
+        return [layer.keys for layer in layers], [layer.values for layer in layers]
 
     def read(
         self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None, listener: Listener | None = None
