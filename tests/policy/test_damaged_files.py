@@ -16,7 +16,7 @@ from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.engine import engine
-from gsd_kernels_hf.policy import pairs
+from gsd_kernels_hf.policy import pairs, store
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just(10**400)
 JSON = st.recursive(
@@ -37,10 +37,12 @@ def plain(pair):
 
 
 def decoded(pair) -> torch.Tensor:
-    """A generation as in another process."""
+    """A generation as in another process, to its end."""
     pairs._pairs.clear()
     engine._unpatched.clear()
-    return gsd.generate(pair[0], **prompts(1, 9), assistant_model=pair[1], **OPTIONS)
+    tokens = gsd.generate(pair[0], **prompts(1, 9), assistant_model=pair[1], **OPTIONS)
+    store._flush_all()
+    return tokens
 
 
 @pytest.fixture(scope="module")

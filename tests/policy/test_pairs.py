@@ -14,7 +14,7 @@ import gsd_kernels as gsd
 from gsd_kernels import cpu_levels
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels_hf.engine import decoder, engine
-from gsd_kernels_hf.policy import pairs, tuning
+from gsd_kernels_hf.policy import pairs, store, tuning
 from gsd_kernels_hf.policy.auto import KNOWN_CHOICE, AutoPolicy
 from gsd_kernels_hf.policy.ladder import ladder
 
@@ -28,7 +28,8 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def forget() -> None:
-    """As in another process."""
+    """As in another process, after this one's end."""
+    store._flush_all()
     pairs._pairs.clear()
     pairs._bandwidths.clear()
     engine._unpatched.clear()
@@ -75,6 +76,7 @@ def test_every_target_forward_is_decoding(models):
 
 def test_what_was_learned_is_on_disk_and_the_next_process_begins_with_it(models, opened, tmp_path):
     generate(models, tokens=60)
+    store._flush_all()
     (file,) = tmp_path.glob("pair-*.json")
     sections = json.loads(file.read_text())["sections"]
     assert sections["costs"]["steps"] > 0 and any(name.startswith("learned ") for name in sections)
@@ -112,6 +114,7 @@ def test_sampling_and_other_weights_learn_apart_and_share_costs(models, opened):
 @pytest.mark.parametrize("content", ["{", '{"version": 2, "sections": {"costs": {"names": []}}}', "[]"])
 def test_a_damaged_file_is_ignored(models, tmp_path, caplog, content):
     expected = generate(models).sequences
+    store._flush_all()
     (file,) = tmp_path.glob("pair-*.json")
     if "names" in content:  # well-formed, of another time
         data = json.loads(file.read_text())

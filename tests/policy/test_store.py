@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import runpy
 import sys
+import threading
 from pathlib import Path
 
 import platformdirs
@@ -98,14 +99,57 @@ def test_writes_are_few_and_the_last_one_is_made_up_for(monkeypatch):
     for step in range(20):
         value[0] = step
         saver.save()
+    saver.writing.join()
     assert document.read() == {"value": 0}
     now[0] += store.EVERY
     saver.save()
+    saver.writing.join()
     assert document.read() == {"value": 19}
     value[0] = 20
     saver.save()
     store._flush_all()  # at the process's end
     assert document.read() == {"value": 20}
+
+
+def test_no_call_waits_for_the_disk(monkeypatch):
+    now, disk = [100.0], threading.Event()
+    monkeypatch.setattr(store.time, "monotonic", lambda: now[0])
+    document, written = Document("pair", {}), []
+    monkeypatch.setattr(document, "write", lambda sections: (disk.wait(20), written.append(sections["value"])))
+    value = [0]
+    saver = Saver(document, lambda: {"value": value[0]})
+    for step in (1, 2):  # the second while the first is still being written
+        value[0], now[0] = step, now[0] + store.EVERY
+        saver.save()
+        assert not written
+    disk.set()
+    saver.flush()
+    assert written == [1, 2] and not saver.waiting
+
+
+def test_a_process_without_more_threads_writes_at_its_end(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    document = Document("pair", {})
+    saver = Saver(document, lambda: {"value": 1})
+    monkeypatch.setattr(threading.Thread, "start", start)
+    saver.save()
+    assert document.read() == {}
+    saver.flush()
+    assert document.read() == {"value": 1}
+
+
+def test_a_fork_does_not_inherit_a_thread_that_writes():
+    document = Document("pair", {})
+    saver = Saver(document, lambda: {"value": 1})
+    with document.lock:
+        process = multiprocessing.get_context("fork").Process(target=saver.document.write, args=({"value": 2},))
+        process.start()
+        process.join(20)
+        alive = process.is_alive()
+        process.kill()
+    assert not alive and document.read() == {"value": 2}
 
 
 def _write_many(number: int) -> None:

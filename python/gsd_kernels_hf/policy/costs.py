@@ -285,7 +285,7 @@ class CostModel:
             "target": self.target.as_dict(),
             "other": self.other.as_dict(),
             "steps": self.steps,
-            "tried": self.tried,
+            "tried": dict(self.tried),
         }
 
     def load(self, data: Mapping[str, Any]) -> None:

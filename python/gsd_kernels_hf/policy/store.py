@@ -100,29 +100,54 @@ class Saver:
 
     Args:
         document: where to.
-        content: sections as they are now.
+        content: sections as they are now, which nothing changes later.
     """
 
     def __init__(self, document: Document, content: Callable[[], Mapping[str, Any]]) -> None:
         self.document, self.content = document, content
         self.written = -EVERY  # on the clock of time.monotonic
         self.waiting = False
+        self.writing: threading.Thread | None = None
         _savers.add(self)
 
     def save(self) -> None:
-        """Write, unless that was done a moment ago; then when the process ends, or at a later call."""
+        """Write in a thread of its own, unless that was done a moment ago; then at a later call or the process's end.
+
+        No call waits for a disk, which may take tens of milliseconds to put a file in another's place.
+        """
         self.waiting = True
-        if time.monotonic() - self.written >= EVERY:
-            self.flush()
+        if time.monotonic() - self.written < EVERY or (self.writing is not None and self.writing.is_alive()):
+            return
+        writing = threading.Thread(target=self.document.write, args=(self._take(),), name="gsd-kernels-store")
+        try:
+            writing.start()
+        except RuntimeError:  # the interpreter is ending, or has no more threads
+            self.waiting = True
+        else:
+            self.writing = writing
 
     def flush(self) -> None:
-        """Write what is waiting."""
+        """Write what is waiting, behind what is being written."""
+        if self.writing is not None:
+            self.writing.join()
         if self.waiting:
-            self.waiting, self.written = False, time.monotonic()
-            self.document.write(self.content())
+            self.document.write(self._take())
+
+    def _take(self) -> Mapping[str, Any]:
+        self.waiting, self.written = False, time.monotonic()
+        return self.content()
 
 
 _savers: weakref.WeakSet[Saver] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """In a fork, whose parent's threads are not there to give them back."""
+    for saver in list(_savers):
+        saver.document.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 @atexit.register
