@@ -21,11 +21,12 @@ void share_outputs(int64_t n, int64_t rows, int64_t k, const Work& work) {
   });
 }
 
-// work(begin, end) over rows in shares of whole blocks.
+// work(begin, end) over rows of `width` in shares of whole groups. A thread is worth waking for four thousand elements.
 template <class Work>
-void share_rows(int64_t rows, const Work& work) {
-  torch::stable::parallel_for(0, (rows + kRowBlock - 1) / kRowBlock, 1, [&](int64_t begin, int64_t end) {
-    for (; begin < end; begin++) work(begin * kRowBlock, std::min(rows, (begin + 1) * kRowBlock));
+void share_rows(int64_t rows, int64_t width, int64_t group, const Work& work) {
+  const int64_t groups = (rows + group - 1) / group;
+  torch::stable::parallel_for(0, groups, std::max<int64_t>(1, 4096 / (group * width)), [&](int64_t begin, int64_t end) {
+    work(begin * group, std::min(rows, end * group));
   });
 }
 
@@ -107,7 +108,7 @@ void Decoder::finish(const std::vector<float>& norm, const Projection& head, flo
 
 void Decoder::norm_and_pack(const std::vector<float>& norm) {
   packed_.resize(static_cast<size_t>((count() + kRowBlock) * kernel_.row_bytes(s_.hidden)));
-  share_rows(count(), [&](int64_t first, int64_t last) {
+  share_rows(count(), s_.hidden, kernel_.group, [&](int64_t first, int64_t last) {
     for (int64_t m = first; m < last; m++) {
       rms_norm(x_.get() + m * s_.hidden, norm.data(), s_.eps, added_.get() + m * s_.hidden, s_.hidden);
     }
@@ -117,7 +118,8 @@ void Decoder::norm_and_pack(const std::vector<float>& norm) {
 
 void Decoder::pack(const float* x, int64_t rows, int64_t k) {
   packed_.resize(static_cast<size_t>((rows + kRowBlock) * kernel_.row_bytes(k)));
-  share_rows(rows, [&](int64_t first, int64_t last) { kernel_.pack(x, k, first, last, k, packed_.data()); });
+  share_rows(rows, k, kernel_.group,
+             [&](int64_t first, int64_t last) { kernel_.pack(x, k, first, last, k, packed_.data()); });
 }
 
 // Outputs begin … end − 1 of the packed rows into out, [rows, outputs].
@@ -154,7 +156,7 @@ void Decoder::project_heads(const DecoderLayer& layer, bool queries) {
 
 // Queries turned, keys turned and stored, values stored.
 void Decoder::turn_and_store(const DecoderLayer& layer, bool queries) {
-  share_rows(count(), [&](int64_t first, int64_t last) {
+  share_rows(count(), s_.q_size() + 2 * s_.kv_size(), 1, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++) turn_and_store_row(layer, queries, row);
   });
 }

@@ -13,15 +13,17 @@
 
 namespace gsd {
 
-constexpr int64_t kRowBlock = 16;  // rows are packed in groups of as many
+constexpr int64_t kRowBlock = 16;  // the largest group of rows
 
 // One level's functions for weights of one float type.
 struct RowKernel {
+  int64_t group;  // rows that are packed together
+
   // Bytes of one packed row; room is needed for a multiple of kRowBlock.
   int64_t (*row_bytes)(int64_t k);
 
   // Rows first … last − 1 of x (float32, rows x_stride apart), rounded where the products multiply in bfloat16.
-  // `first` is a multiple of kRowBlock, and last too unless there are no more rows.
+  // `first` is a multiple of `group`, and last too unless there are no more rows.
   void (*pack)(const float* x, int64_t x_stride, int64_t first, int64_t last, int64_t k, void* packed);
 
   // out[r, n] = Σ_k x[r, k] · w[n, k] for the outputs begin … end − 1; rows of w are w_stride elements apart.

@@ -141,7 +141,7 @@ const LevelKernels* soft_amx_kernels() {
   static const LevelKernels* portable = portable_kernels();
   static const LevelKernels kernels{
       "amx_in_software",
-      {portable->large[0], {row_bytes, pack, products<SoftTiles>, portable->large[1].weighted}, portable->large[2]},
+      {portable->large[0], {kRowBlock, row_bytes, pack, products<SoftTiles>, portable->large[1].weighted}, portable->large[2]},
       {portable->small[0], portable->small[1], portable->small[2]}};
   return &kernels;
 }
@@ -212,7 +212,7 @@ const LevelKernels* amx_kernels() {
   static const LevelKernels* pairs = avx512_bf16_kernels();
   static const LevelKernels kernels{
       "amx",
-      {pairs->large[0], {row_bytes, pack, hard_products, pairs->large[1].weighted}, pairs->large[2]},
+      {pairs->large[0], {kRowBlock, row_bytes, pack, hard_products, pairs->large[1].weighted}, pairs->large[2]},
       {pairs->small[0], pairs->small[1], pairs->small[2]}};
   return &kernels;
 }

@@ -136,7 +136,7 @@ void weighted_pairs(const float* weights, int64_t weights_stride, int64_t rows, 
 }
 
 constexpr RowKernel kFloat32 = kernel_of<Float32>(), kFloat16 = kernel_of<Float16>();
-constexpr RowKernel kBfloat16{row_bytes_of<Dots>, pack_of<Dots>, products_of<Dots>, weighted_pairs};
+constexpr RowKernel kBfloat16{1, row_bytes_of<Dots>, pack_of<Dots>, products_of<Dots>, weighted_pairs};
 constexpr LevelKernels kKernels{"avx512_bf16", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}};
 
 }  // namespace

@@ -195,5 +195,5 @@ void weighted_of(const float* weights, int64_t weights_stride, int64_t rows, con
 
 template <class T>
 constexpr RowKernel kernel_of() {
-  return {row_bytes_of<T>, pack_of<T>, products_of<T>, weighted_of<T>};
+  return {1, row_bytes_of<T>, pack_of<T>, products_of<T>, weighted_of<T>};
 }
