@@ -351,7 +351,7 @@ def _ngram_cases() -> list[Case]:
 
     def insert(branch: int, max_context: int, ways: int) -> Callable[[], object]:
         def launch() -> None:
-            from .ops.ngram.triton import ngram_insert
+            from .ops.ngram.triton_insert import ngram_insert
 
             new = (_meta(1, 64, branch), _meta(1, 64, branch, dtype=torch.float32), _meta(1, 64, dtype=torch.bool))
             ngram_insert(*table(branch), _meta(1, 64, 8), *new, max_context, ways)

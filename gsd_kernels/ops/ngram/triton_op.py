@@ -23,7 +23,7 @@ def _insert(
     max_context: int,
     ways: int,
 ) -> None:
-    from .triton import ngram_insert as launch
+    from .triton_insert import ngram_insert as launch
 
     launch(keys, table_tokens, table_log_probs, contexts, tokens, log_probs, valid, max_context, ways)
 

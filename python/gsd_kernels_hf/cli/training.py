@@ -96,6 +96,50 @@ Decay = Annotated[
 WeightDecay = Annotated[float, typer.Option("--weight-decay", min=0.0, rich_help_panel=_OPTIMIZER)]
 Json = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout, instead of a table.")]
 
+# Of train-drafter alone.
+Kind = Annotated[str, typer.Option("--kind", metavar="eagle3|dflash", rich_help_panel=_MODELS, help="What is trained.")]
+IntermediateSize = Annotated[
+    int | None,
+    typer.Option("--intermediate-size", rich_help_panel=_MODELS, help="Of its layers. Default: the target's."),
+]
+HiddenLayers = Annotated[
+    str | None,
+    typer.Option(
+        "--hidden-layers",
+        metavar="I,J,…",
+        rich_help_panel=_MODELS,
+        help="The target's hidden states that it reads; 0 is the embedding. Default: as in published ones.",
+    ),
+]
+DraftVocabulary = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-vocabulary",
+        rich_help_panel=_MODELS,
+        help="eagle3: it drafts the text's so many most frequent tokens. Default: 32,000 at most.",
+    ),
+]
+Depth = Annotated[
+    int | None,
+    typer.Option(
+        "--depth",
+        rich_help_panel=_METHOD,
+        help="eagle3: levels that it is unrolled in training, each reading the last one's output. Default: 5.",
+    ),
+]
+BlockSize = Annotated[
+    int | None,
+    typer.Option("--block-size", rich_help_panel=_MODELS, help="dflash: rows, the last token's too. Default: 8."),
+]
+MaskTokenId = Annotated[
+    int | None,
+    typer.Option(
+        "--mask-token-id",
+        rich_help_panel=_MODELS,
+        help="dflash: stands for tokens to be drafted. Default: the tokenizer's mask, padding or end of text.",
+    ),
+]
+
 
 def distill_command(
     target: Target,
@@ -211,54 +255,17 @@ def heads_command(
 
 def drafter_command(
     target: Target,
-    kind: Annotated[
-        str, typer.Option("--kind", metavar="eagle3|dflash", rich_help_panel=_MODELS, help="What is trained.")
-    ],
+    kind: Kind,
     out_folder: Out,
     more_text: MoreText = None,
     text: TextOption = None,
     layers: Annotated[int, typer.Option("--layers", rich_help_panel=_MODELS, help="Its decoder layers.")] = 1,
-    intermediate_size: Annotated[
-        int | None,
-        typer.Option("--intermediate-size", rich_help_panel=_MODELS, help="Of its layers. Default: the target's."),
-    ] = None,
-    hidden_layers: Annotated[
-        str | None,
-        typer.Option(
-            "--hidden-layers",
-            metavar="I,J,…",
-            rich_help_panel=_MODELS,
-            help="The target's hidden states that it reads; 0 is the embedding. Default: as in published ones.",
-        ),
-    ] = None,
-    draft_vocabulary: Annotated[
-        int | None,
-        typer.Option(
-            "--draft-vocabulary",
-            rich_help_panel=_MODELS,
-            help="eagle3: it drafts the text's so many most frequent tokens. Default: 32,000 at most.",
-        ),
-    ] = None,
-    depth: Annotated[
-        int | None,
-        typer.Option(
-            "--depth",
-            rich_help_panel=_METHOD,
-            help="eagle3: levels that it is unrolled in training, each reading the last one's output. Default: 5.",
-        ),
-    ] = None,
-    block_size: Annotated[
-        int | None,
-        typer.Option("--block-size", rich_help_panel=_MODELS, help="dflash: rows, the last token's too. Default: 8."),
-    ] = None,
-    mask_token_id: Annotated[
-        int | None,
-        typer.Option(
-            "--mask-token-id",
-            rich_help_panel=_MODELS,
-            help="dflash: stands for tokens to be drafted. Default: the tokenizer's mask, padding or end of text.",
-        ),
-    ] = None,
+    intermediate_size: IntermediateSize = None,
+    hidden_layers: HiddenLayers = None,
+    draft_vocabulary: DraftVocabulary = None,
+    depth: Depth = None,
+    block_size: BlockSize = None,
+    mask_token_id: MaskTokenId = None,
     held_out_text: HeldOutText = None,
     steps: Steps = None,
     minutes: Minutes = None,
