@@ -192,6 +192,40 @@ def _score_kernel(
         )
 
 
+@triton.jit
+def _kept_scores(
+    x_ptr,  # of this row: [vocab]
+    collected_ptr,  # float32 [BLOCK]
+    ids_ptr,  # int32 [BLOCK]
+    v0,
+    n,  # how many tokens to score: those collected if ``listed``, else the vocabulary
+    listed,
+    draw,  # whether the row is sampled; seed, position, sequence
+    temperature,
+    top,
+    cut,
+    least,
+    NOISE: tl.constexpr,
+    HAS_MIN_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Perturbed scores of BLOCK tokens from place v0 of the list or the row on, CUT where cut, and the tokens."""
+    drawn, seed, position, sequence = draw
+    i = v0 + tl.arange(0, BLOCK)
+    here = i < tl.where(listed, n, 0)
+    few = tl.load(collected_ptr + i, mask=here, other=float("-inf"))
+    raw = tl.load(x_ptr + i, mask=i < tl.where(listed, 0, n), other=float("-inf")).to(tl.float32)
+    tokens = tl.where(listed, tl.load(ids_ptr + i, mask=here, other=0), i)
+    x = tl.where(listed, few, tl.math.div_rn(raw, tl.zeros_like(raw) + temperature))
+    noisy = x
+    if NOISE:
+        noisy = x + tl.where(drawn, _gumbel_of(seed, position, sequence, tokens), 0.0)
+    keep = (x > CUT) & (ordered(x) >= cut)
+    if HAS_MIN_P:
+        keep = keep & (tl.where(drawn, tl.exp(x - top), 1.0) >= least)
+    return tl.where(i < n, tl.where(keep, noisy, CUT), float("-inf")), tokens
+
+
 @triton.jit(do_not_specialize=["rows", "stretches"])
 def _cut_kernel(
     logits_ptr,
@@ -243,22 +277,13 @@ def _cut_kernel(
     largest = top * 0.0 + CUT
     total = top * 0.0
     position, sequence, seed = tl.load(positions_ptr + index), tl.load(sequence_ids_ptr + b), tl.load(seed_ptr)
+    draw = (drawn, seed, position, sequence)
     best_scores_ptr += place * stretches * COUNT
     best_tokens_ptr += place * stretches * COUNT
     for v0 in tl.range(0, n, BLOCK):
-        i = v0 + tl.arange(0, BLOCK)
-        here = i < tl.where(listed, n, 0)
-        few = tl.load(collected_ptr + i, mask=here, other=float("-inf"))
-        raw = tl.load(x_ptr + i, mask=i < tl.where(listed, 0, n), other=float("-inf")).to(tl.float32)
-        tokens = tl.where(listed, tl.load(ids_ptr + i, mask=here, other=0), i)
-        x = tl.where(listed, few, tl.math.div_rn(raw, tl.zeros_like(raw) + temperature))
-        noisy = x
-        if NOISE:
-            noisy = x + tl.where(drawn, _gumbel_of(seed, position, sequence, tokens), 0.0)
-        keep = (x > CUT) & (ordered(x) >= cut)
-        if HAS_MIN_P:
-            keep = keep & (tl.where(drawn, tl.exp(x - top), 1.0) >= least)
-        score = tl.where(i < n, tl.where(keep, noisy, CUT), float("-inf"))
+        score, tokens = _kept_scores(
+            x_ptr, collected_ptr, ids_ptr, v0, n, listed, draw, temperature, top, cut, least, NOISE, HAS_MIN_P, BLOCK
+        )
         highest = tl.maximum(largest, tl.max(score, 0))
         total = total * tl.exp(largest - highest) + tl.sum(tl.exp(score - highest), 0)
         largest = highest
