@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import runpy
@@ -19,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 EXAMPLE = ROOT / "examples" / "bigram_source.py"
 CONFIG = GraphConfig(depth=2, width=3, branch=2, max_rows=16, merge_context=0, history_depth=2, history_width=3)
+LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 450, 80
+LONGER = {"_split_kernel"}  # its loops share what they hold in registers
 GREEDY = {"max_new_tokens": 40, "eos_token_id": [5, 7], "pad_token_id": 0, "do_sample": False}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.3, "seed": 3}
 
@@ -71,6 +74,22 @@ def test_the_layers_are_those_of_the_import_contracts():
     layers = next(c["layers"] for c in contracts["contracts"] if c.get("containers") == ["gsd_kernels_hf"])
     shown = re.search(r"```text\n(.*?)```", PAGE.partition("## Who imports whom")[2], re.DOTALL)[1].splitlines()
     assert [line.split("  ")[0].strip() for line in shown] == layers
+
+
+def test_files_and_functions_are_short():
+    files = [path for room in ("python", "gsd_kernels", "bench") for path in sorted((ROOT / room).rglob("*.py"))]
+    assert len(files) > 200
+    long = []
+    for path in files:
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+        if len(text.splitlines()) > LINES_OF_A_FILE:
+            long.append(f"{name}: {len(text.splitlines())}")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = node.end_lineno - node.lineno + 1
+                if lines > LINES_OF_A_FUNCTION and node.name not in LONGER:
+                    long.append(f"{name}: {node.name}: {lines}")
+    assert not long
 
 
 def test_every_verb_of_the_step_is_a_method():
