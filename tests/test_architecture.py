@@ -21,7 +21,6 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 EXAMPLE = ROOT / "examples" / "bigram_source.py"
 CONFIG = GraphConfig(depth=2, width=3, branch=2, max_rows=16, merge_context=0, history_depth=2, history_width=3)
 LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 450, 80
-LONGER = {"_split_kernel"}  # its loops share what they hold in registers
 GREEDY = {"max_new_tokens": 40, "eos_token_id": [5, 7], "pad_token_id": 0, "do_sample": False}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.3, "seed": 3}
 
@@ -87,7 +86,7 @@ def test_files_and_functions_are_short():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = node.end_lineno - node.lineno + 1
-                if lines > LINES_OF_A_FUNCTION and node.name not in LONGER:
+                if lines > LINES_OF_A_FUNCTION:
                     long.append(f"{name}: {node.name}: {lines}")
     assert not long
 

@@ -16,44 +16,21 @@ from torch import Tensor
 from ...attention_config import AttentionConfig, attention_config
 from ...graph import WORD_BITS
 from ..triton_common import current_arch, interpreting
-
-EMPTY = tl.constexpr(-1.0e30)
-"""Base-2 log-sum-exp of nothing: finite, so that exp2(−inf − EMPTY) is 0 and never NaN."""
+from .triton_split import (
+    EMPTY,
+    attend_nodes,
+    attend_prefix,
+    load_queries,
+    oldest_position,
+    query_rows,
+    split_span,
+    store_partial,
+)
 
 LOG2_E = 1.4426950408889634
 NODES_PER_SPLIT = 256
 MIN_BLOCKS = 4  # a prefix split shorter than this costs more to combine than it gains
 COMBINE_ELEMENTS = 8192  # partial outputs that one combining program holds in registers
-
-
-@triton.jit
-def _tanh(x):
-    """tanh in float32. The series keeps the relative error of small arguments, which 1 − 2/(1 + e^2x) loses."""
-    square = x * x
-    series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
-    decay = tl.exp(-2.0 * tl.abs(x))
-    ratio = (1.0 - decay) / (1.0 + decay)
-    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -ratio, ratio))
-
-
-@triton.jit
-def _scores(q, k, qk_scale, softcap, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Base-2 attention scores [M, N]; ``qk_scale`` holds log2(e) unless there is a soft cap to apply first."""
-    scores = tl.dot(q, k, input_precision=PRECISION) * qk_scale
-    if HAS_SOFTCAP:
-        scores = _tanh(scores / softcap) * (softcap * 1.4426950408889634)
-    return scores
-
-
-@triton.jit
-def _accumulate(scores, v, best, total, acc, PRECISION: tl.constexpr):
-    """One online-softmax step: invisible scores are −inf. Row-wise only, which makes rows independent bit for bit."""
-    new_best = tl.maximum(best, tl.max(scores, 1))
-    weights = tl.math.exp2(scores - new_best[:, None])  # [M, N]
-    decay = tl.math.exp2(best - new_best)
-    total = total * decay + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
-    return new_best, total, acc
 
 
 @triton.jit
@@ -101,129 +78,42 @@ def _split_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,  # the interpreter has no bfloat16 dot
+    UPCAST: tl.constexpr,
 ):
-    # Blocks of M vary fastest: those of one head run together and find its K and V in L2.
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # head-in-group major, row minor
-    batch = tl.program_id(1) // KV_HEADS
-    head = tl.program_id(1) % KV_HEADS
-    split = tl.program_id(2)
-    size_m = GROUP * rows
-    in_m = m < size_m
-    row = m % rows
-
+    """One split of one block of query vectors of one head."""
+    m, row, in_m, size_m = query_rows(rows, GROUP, BLOCK_M)
+    batch, head, split = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS, tl.program_id(2)
     kv_len = tl.load(kv_len_ptr + batch)
-    first = 0
-    if kv_start_ptr is not None:
-        first = tl.load(kv_start_ptr + batch)
-    if HAS_WINDOW:
-        depth = tl.load(row_depths_ptr + batch * rows + row, mask=in_m, other=2147483647 // 2)
-        oldest = depth - (window - 1)  # [M], smallest visible position, counted from kv_len
-        # The cut of the prefix may not depend on any row's depth: the shallowest possible one (0) decides.
-        first = tl.maximum(first, kv_len - (window - 1))
+    oldest = oldest_position(row_depths_ptr, batch, rows, row, in_m, window, HAS_WINDOW)
+    start, end = split_span(
+        kv_start_ptr, batch, split, kv_len, num_words, capacity, window,
+        BLOCK_N, PREFIX_SPLITS, SPLIT_NODES, SPLIT_MIN, HAS_WINDOW,
+    )  # fmt: skip
     out_row = (tl.program_id(1) * SPLITS + split).to(tl.int64) * size_m + m
-
-    # This split's positions, counted from the cache's begin or, for graph splits, from kv_len.
-    is_prefix = split < PREFIX_SPLITS
-    if is_prefix:
-        length = tl.maximum(kv_len - first, 0)
-        blocks = tl.maximum(tl.cdiv(tl.cdiv(length, BLOCK_N), PREFIX_SPLITS), SPLIT_MIN)
-        start = first + split * blocks * BLOCK_N
-        end = tl.minimum(start + blocks * BLOCK_N, kv_len)
-    else:
-        nodes = tl.minimum(num_words * 32, capacity - kv_len)
-        start = (split - PREFIX_SPLITS) * SPLIT_NODES
-        end = tl.minimum(start + SPLIT_NODES, nodes)
     if start >= end:  # nothing here: 4 bytes a row, no output traffic
         tl.store(partial_lse_ptr + out_row, tl.full([BLOCK_M], EMPTY, tl.float32), mask=in_m)
         return
-
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
     q_head = q_ptr + batch.to(tl.int64) * q_stride_b + (head * GROUP + m // rows).to(tl.int64) * q_stride_h
-    q_tile = q_head[:, None] + row[:, None] * q_stride_r + d[None, :]
-    if HEAD_DIM == BLOCK_D:
-        q = tl.load(q_tile, mask=in_m[:, None], other=0.0)
-    else:
-        q = tl.load(q_tile, mask=in_m[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    q = load_queries(q_head, row, in_m, q_stride_r, HEAD_DIM, BLOCK_D, UPCAST)
     k_head = k_ptr + batch.to(tl.int64) * k_stride_b + head.to(tl.int64) * k_stride_h
     v_head = v_ptr + batch.to(tl.int64) * v_stride_b + head.to(tl.int64) * v_stride_h
     best = tl.full([BLOCK_M], EMPTY, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    if UPCAST:
-        q = q.to(tl.float32)
-
-    if is_prefix:
-        n = tl.arange(0, BLOCK_N)
-        k_tile = n[None, :] * k_stride_s + d[:, None]  # [D, N]
-        v_tile = n[:, None] * v_stride_s + dv[None, :]  # [N, Dv]
-        if HAS_WINDOW:
-            seen_from = kv_len + tl.min(oldest, 0)  # older positions are outside every row's window: may hold NaN
-        for n0 in tl.range(start, end, BLOCK_N):
-            inside = n < end - n0
-            if HAS_WINDOW:
-                inside = inside & (n >= seen_from - n0)
-            k_block = k_head + tl.cast(n0, tl.int64) * k_stride_s
-            v_block = v_head + tl.cast(n0, tl.int64) * v_stride_s
-            if HEAD_DIM == BLOCK_D:
-                k = tl.load(k_block + k_tile, mask=inside[None, :], other=0.0)
-            else:
-                k = tl.load(k_block + k_tile, mask=inside[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
-            if VALUE_DIM == BLOCK_DV:
-                v = tl.load(v_block + v_tile, mask=inside[:, None], other=0.0)
-            else:
-                v = tl.load(v_block + v_tile, mask=inside[:, None] & (dv < VALUE_DIM)[None, :], other=0.0)
-            if UPCAST:
-                k = k.to(tl.float32)
-                v = v.to(tl.float32)
-            scores = _scores(q, k, qk_scale, softcap, HAS_SOFTCAP, PRECISION)
-            visible = inside[None, :]
-            if HAS_WINDOW:
-                visible = visible & ((n0 - kv_len + n)[None, :] >= oldest[:, None])
-            scores = tl.where(visible, scores, float("-inf"))
-            best, total, acc = _accumulate(scores, v, best, total, acc, PRECISION)
+    if split < PREFIX_SPLITS:
+        best, total, acc = attend_prefix(
+            q, (k_head, v_head, k_stride_s, v_stride_s), (start, end), (kv_len, oldest), (qk_scale, softcap),
+            (best, total, acc), HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N,
+            HAS_SOFTCAP, HAS_WINDOW, PRECISION, UPCAST,
+        )  # fmt: skip
     else:
-        k_nodes = k_head + kv_len.to(tl.int64) * k_stride_s
-        v_nodes = v_head + kv_len.to(tl.int64) * v_stride_s
         mask_row = mask_ptr + batch.to(tl.int64) * mask_stride_b + row * mask_stride_r  # [M]
-        j = tl.arange(0, 32)
-        k_node_tile = j[None, :] * k_stride_s + d[:, None]  # [D, 32]
-        v_node_tile = j[:, None] * v_stride_s + dv[None, :]  # [32, Dv]
-        # One mask word a row and tile. Few iterations: prefetching would only take registers from the loop above.
-        for j0 in tl.range(start, end, 32, num_stages=1):
-            is_node = j < end - j0
-            k_node_block = k_nodes + tl.cast(j0, tl.int64) * k_stride_s
-            v_node_block = v_nodes + tl.cast(j0, tl.int64) * v_stride_s
-            node_k = tl.load(k_node_block + k_node_tile, mask=is_node[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
-            node_v = tl.load(v_node_block + v_node_tile, mask=is_node[:, None] & (dv < VALUE_DIM)[None, :], other=0.0)
-            if UPCAST:
-                node_k = node_k.to(tl.float32)
-                node_v = node_v.to(tl.float32)
-            bits = tl.load(mask_row + j0 // 32, mask=in_m, other=0)  # [M]
-            sees = (((bits[:, None] >> j[None, :]) & 1) != 0) & is_node[None, :]
-            if HAS_WINDOW:
-                node_depth = tl.load(node_depths_ptr + batch * node_depths_stride + j0 + j, mask=is_node, other=0)
-                sees = sees & (node_depth[None, :] >= oldest[:, None])
-            node_scores = _scores(q, node_k, qk_scale, softcap, HAS_SOFTCAP, PRECISION)
-            node_scores = tl.where(sees, node_scores, float("-inf"))
-            # 0 · NaN is NaN: values that are not finite leave the product, and spoil the rows that do see them.
-            finite = tl.abs(node_v) < float("inf")
-            node_v = tl.where(finite, node_v, 0.0)
-            spoiled = tl.min(finite.to(tl.int32), 1) == 0  # [N]
-            spoils = tl.max((sees & spoiled[None, :]).to(tl.int32), 1) != 0  # [M]
-            best, total, acc = _accumulate(node_scores, node_v, best, total, acc, PRECISION)
-            total = tl.where(spoils, float("nan"), total)
-
-    nonempty = total != 0.0
-    lse = tl.where(nonempty, best + tl.math.log2(tl.where(nonempty, total, 1.0)), EMPTY)
-    out = acc / tl.where(nonempty, total, 1.0)[:, None]
-    tl.store(partial_lse_ptr + out_row, lse, mask=in_m)
-    tl.store(
-        partial_out_ptr + out_row[:, None] * VALUE_DIM + dv[None, :],
-        out,
-        mask=in_m[:, None] & (dv < VALUE_DIM)[None, :],
-    )
+        best, total, acc = attend_nodes(
+            q, (k_head, v_head, k_stride_s, v_stride_s), (start, end), (kv_len, oldest), (qk_scale, softcap),
+            (best, total, acc), (mask_row, in_m), node_depths_ptr, batch * node_depths_stride,
+            HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, HAS_SOFTCAP, HAS_WINDOW, PRECISION, UPCAST,
+        )  # fmt: skip
+    store_partial((best, total, acc), partial_out_ptr, partial_lse_ptr, out_row, in_m, VALUE_DIM, BLOCK_DV)
 
 
 @triton.jit
