@@ -72,14 +72,18 @@ def test_plain_decoding_is_never_chosen_before_it_was_timed():
 
 
 def test_a_draft_that_is_never_right_is_off_soon_and_tried_again_seldom():
-    world, policy, pair = start("bfloat16", HOPELESS)
-    shapes = world.run(policy, 1500)
-    assert shapes[40:60].count(None) == 20
-    assert any(shapes[60:]), "never tried again"
-    assert sum(shape is not None for shape in shapes[60:]) < 0.06 * 1440
-    world.read(EASY)
-    pair.wait = 0  # the next retry; waiting doubles
-    assert usual_rate(world, world.run(policy, 300)[-100:]) >= 0.97 * world.best(pair.shapes.values())
+    """And used once it is right: the median seed has the best shape, and every seed one that speculates as deep."""
+    found = []
+    for seed in range(5):
+        world, policy, pair = start("bfloat16", HOPELESS, seed=seed)
+        shapes = world.run(policy, 1500)
+        assert shapes[40:60].count(None) == 20
+        assert any(shapes[60:]), "never tried again"
+        assert sum(shape is not None for shape in shapes[60:]) < 0.06 * 1440
+        world.read(EASY)
+        pair.wait = 0  # the next retry; waiting doubles
+        found.append(usual_rate(world, world.run(policy, 300)[-100:]) / world.best(pair.shapes.values()))
+    assert np.median(found) >= 0.97 and min(found) >= 0.85, found
 
 
 def test_speculation_goes_off_where_a_step_costs_more_than_it_brings():

@@ -25,7 +25,7 @@ from .ladder import BRANCH
 
 GAIN = 1.06  # a new shape must promise this much more than the current one: predictions err by some percent
 PLAIN_GAIN = 1.02  # plain decoding this much, whose tokens are known
-HOPE = 1.1  # an uncertain one this much more, at best, to be tried
+HOPE = 1.05  # an uncertain one this much more, at best, to be tried
 TRIAL_STEPS = 2
 FIRST_TRIAL = 8  # steps of a generation before
 REST = 16  # steps until a shape is tried again

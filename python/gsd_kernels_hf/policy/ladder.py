@@ -17,7 +17,7 @@ _Shapes = tuple[tuple[int, int, int, int], ...]  # width, branch, depth, rows
 
 WITH_MODEL: dict[str, tuple[_Shapes, _Shapes]] = {  # shapes with, and without the model's levels
     "cpu": (
-        ((1, 1, 10, 12), (2, 2, 3, 4), (2, 2, 6, 12), (4, 3, 3, 12), (4, 3, 3, 16)),
+        ((1, 1, 10, 12), (2, 2, 3, 4), (2, 2, 3, 6), (2, 2, 6, 12), (4, 3, 3, 12)),
         ((6, 4, 3, 4), (6, 4, 10, 12), (6, 4, 10, 16)),
     ),
     "cuda": (
