@@ -23,8 +23,7 @@ from .budget import Price, RowBudget
 from .costs import COLD, NOISE, PLAIN, CostModel
 from .ladder import BRANCH
 
-GAIN = 1.06  # a new shape must promise this much more than the current one: predictions err by some percent
-PLAIN_GAIN = 1.02  # plain decoding this much, whose tokens are known
+GAIN = 1.02  # a new shape must promise this much more than the current one
 HOPE = 1.05  # an uncertain one this much more, at best, to be tried
 TRIAL_STEPS = 2
 FIRST_TRIAL = 8  # steps of a generation before
@@ -292,7 +291,7 @@ class AutoPolicy:
         timed = self.experience.costs.tried.get(PLAIN, 0) >= TRIAL_STEPS
         if rates[0] > rates[best] and (timed or self.expected[best] < NOTHING):
             best = 0
-        if rates[home] * (GAIN if best else PLAIN_GAIN) >= rates[best]:
+        if rates[home] * GAIN >= rates[best]:
             best = home
         self._take(best)
         if best == 0:
