@@ -20,7 +20,7 @@ struct Avx2 {
   struct Lanes {
     __m256 low, high;
   };
-  static constexpr int kRows = 2, kVectors = 2, kTall = 2;
+  static constexpr int kRows = 3, kVectors = 2, kTall = 2;
 
   GSD_TILE void clear(Sum& sum) { sum = _mm256_setzero_ps(); }
 
@@ -65,9 +65,11 @@ struct Ordered : Avx2 {
   typedef __m256 Row;
   static constexpr int kStep = 8;
 
-  GSD_TILE void see(const float* from, Row& row) { row = _mm256_loadu_ps(from); }
-  GSD_TILE void widen(const Stored* from, Weights& to) { to = E::eight(from); }
-  GSD_TILE void widen_part(const Stored* from, int n, Weights& to) {
+  static constexpr int kParts = 1;
+
+  GSD_TILE void see_part(const float* from, int part, Row& row) { row = _mm256_loadu_ps(from + 8 * part); }
+  GSD_TILE void widen(const Stored* from, int, Weights& to) { to = E::eight(from); }
+  GSD_TILE void widen_few(const Stored* from, int n, int, Weights& to) {
     Stored whole[kStep] = {};
     memcpy(whole, from, static_cast<size_t>(n) * sizeof(Stored));
     to = E::eight(whole);
@@ -105,30 +107,17 @@ struct EightBfloat16 {
 
 // Two bfloat16 share a word: a shift widens the first, a mask the second. Rows are packed accordingly.
 struct PairedBfloat16 : Ordered<EightBfloat16> {
-  struct Weights {
-    __m256 first, second;
-  };
-  struct Row {
-    __m256 first, second;
-  };
-  static constexpr int kStep = 16;
+  static constexpr int kStep = 16, kParts = 2;
 
-  GSD_TILE void see(const float* from, Row& row) {
-    row.first = _mm256_loadu_ps(from), row.second = _mm256_loadu_ps(from + 8);
-  }
-  GSD_TILE void widen(const uint16_t* from, Weights& to) {
+  GSD_TILE void widen(const uint16_t* from, int part, Weights& to) {
     const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    to.first = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
-    to.second = _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
+    to = _mm256_castsi256_ps(part == 0 ? _mm256_slli_epi32(words, 16)
+                                       : _mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u))));
   }
-  GSD_TILE void widen_part(const uint16_t* from, int n, Weights& to) {
+  GSD_TILE void widen_few(const uint16_t* from, int n, int part, Weights& to) {
     uint16_t whole[kStep] = {};
     memcpy(whole, from, static_cast<size_t>(n) * sizeof(uint16_t));
-    widen(whole, to);
-  }
-  GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) {
-    sum = _mm256_fmadd_ps(row.first, weights.first, sum);
-    sum = _mm256_fmadd_ps(row.second, weights.second, sum);
+    widen(whole, part, to);
   }
   GSD_TILE void arrange(const float* from, float* to) {
     for (int i = 0; i < kStep / 2; i++) {

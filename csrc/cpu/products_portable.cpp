@@ -16,7 +16,7 @@ struct Generic {
   typedef Floats Row;
   typedef Floats Sum;
   typedef Floats Lanes;
-  static constexpr int kStep = kLanes, kRows = 1, kVectors = 1, kTall = 1;
+  static constexpr int kStep = kLanes, kRows = 1, kVectors = 1, kTall = 1, kParts = 0;
 
   GSD_TILE void clear(Sum& sum) { sum = Floats{}; }
   GSD_TILE void see(const float* from, Row& row) { load(from, row); }

@@ -2,11 +2,12 @@
 // may stand here: what a header defines inline must not be compiled for more than the baseline.
 //
 // A level gives types T with: Stored (a weight in memory), Seen (an element of a packed row), kStep (elements of a
-// step), Weights, Row, Sum and Lanes (registers), and the functions below.
+// step), kParts (of a step, if rows stay in registers; 0 if weights do), Weights, Row, Sum and Lanes (registers), and the
+// functions below.
 
 #define GSD_TILE static inline __attribute__((always_inline))
 
-constexpr int kOutputs = 4;  // with six rows: 24 sums, four vectors of weights and one of a row in 32 registers
+constexpr int kOutputs = 4;  // of 32 registers six rows have 24 sums, 4 weights and a row; of 16 three have 12, one and 3
 constexpr int64_t kNearBytes = 512 << 10;  // of packed rows, that stay in the second cache while all weights go past
 constexpr int64_t kLine = 64, kPage = 4096;
 constexpr int64_t kAhead = 2 * kOutputs;     // outputs from those that are multiplied to those that are asked for
@@ -37,11 +38,48 @@ void pack_of(const float* x, int64_t x_stride, int64_t first, int64_t last, int6
   }
 }
 
+// total[R, 4] += x[R, n] · column[4, n]ᵀ over a step's n inputs. Four weights stay in registers while rows pass by; where
+// registers are few, three rows stay while the weights of a part pass by. A sum has one order, whatever R is.
+template <class T, int R>
+GSD_TILE void multiply_step(const char* x, int64_t row_bytes, const typename T::Stored* const* column, int64_t i, int n,
+                            typename T::Sum (&total)[R][kOutputs]) {
+  typedef typename T::Seen Seen;
+  if constexpr (T::kParts > 0) {
+    GSD_UNROLL
+    for (int part = 0; part < T::kParts; part++) {
+      typename T::Row row[R];
+      GSD_UNROLL
+      for (int r = 0; r < R; r++) T::see_part(reinterpret_cast<const Seen*>(x + r * row_bytes) + i, part, row[r]);
+      GSD_UNROLL
+      for (int j = 0; j < kOutputs; j++) {
+        typename T::Weights weights;
+        if (n == T::kStep) T::widen(column[j] + i, part, weights);
+        else T::widen_few(column[j] + i, n, part, weights);
+        GSD_UNROLL
+        for (int r = 0; r < R; r++) T::add(row[r], weights, total[r][j]);
+      }
+    }
+  } else {
+    typename T::Weights weights[kOutputs];
+    typename T::Row row;
+    GSD_UNROLL
+    for (int j = 0; j < kOutputs; j++) {
+      if (n == T::kStep) T::widen(column[j] + i, weights[j]);
+      else T::widen_part(column[j] + i, n, weights[j]);
+    }
+    GSD_UNROLL
+    for (int r = 0; r < R; r++) {
+      T::see(reinterpret_cast<const Seen*>(x + r * row_bytes) + i, row);
+      GSD_UNROLL
+      for (int j = 0; j < kOutputs; j++) T::add(row, weights[j], total[r][j]);
+    }
+  }
+}
+
 // out[R, 4] = x[R, k] · column[4, k]ᵀ. Meanwhile memory is asked for `asked` columns from `ahead` on, in its order.
 template <class T, int R>
 GSD_TILE void product_tile(const char* x, int64_t row_bytes, int64_t k, const typename T::Stored* const* column,
                            const char* ahead, int64_t asked, int64_t outputs, float* out, int64_t out_stride) {
-  typedef typename T::Seen Seen;
   constexpr int64_t kStepsALine = kLine / (T::kStep * static_cast<int64_t>(sizeof(typename T::Stored)));
   typename T::Sum total[R][kOutputs];
   GSD_UNROLL
@@ -49,32 +87,14 @@ GSD_TILE void product_tile(const char* x, int64_t row_bytes, int64_t k, const ty
     GSD_UNROLL
     for (int j = 0; j < kOutputs; j++) T::clear(total[r][j]);
   }
-  typename T::Weights weights[kOutputs];
-  typename T::Row row;
   int64_t i = 0;
   for (; i + T::kStep <= k; i += T::kStep) {
-    GSD_UNROLL
-    for (int j = 0; j < kOutputs; j++) T::widen(column[j] + i, weights[j]);
-    GSD_UNROLL
-    for (int r = 0; r < R; r++) {
-      T::see(reinterpret_cast<const Seen*>(x + r * row_bytes) + i, row);
-      GSD_UNROLL
-      for (int j = 0; j < kOutputs; j++) T::add(row, weights[j], total[r][j]);
-    }
+    multiply_step<T, R>(x, row_bytes, column, i, T::kStep, total);
     if (kStepsALine <= 1 || i % (kStepsALine * T::kStep) == 0) {  // behind the loads that are waited for
       for (int64_t j = 0; j < asked; j++, ahead += kLine) __builtin_prefetch(ahead, 0, 2);
     }
   }
-  if (i < k) {
-    GSD_UNROLL
-    for (int j = 0; j < kOutputs; j++) T::widen_part(column[j] + i, static_cast<int>(k - i), weights[j]);
-    GSD_UNROLL
-    for (int r = 0; r < R; r++) {
-      T::see(reinterpret_cast<const Seen*>(x + r * row_bytes) + i, row);
-      GSD_UNROLL
-      for (int j = 0; j < kOutputs; j++) T::add(row, weights[j], total[r][j]);
-    }
-  }
+  if (i < k) multiply_step<T, R>(x, row_bytes, column, i, static_cast<int>(k - i), total);
   GSD_UNROLL
   for (int r = 0; r < R; r++) {
     if (outputs == kOutputs) {

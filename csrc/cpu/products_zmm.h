@@ -3,7 +3,7 @@
 struct Avx512 {
   typedef __m512 Sum;
   typedef __m512 Lanes;
-  static constexpr int kRows = 6, kVectors = 4, kTall = 4;
+  static constexpr int kRows = 6, kVectors = 4, kTall = 4, kParts = 0;
 
   GSD_TILE void clear(Sum& sum) { sum = _mm512_setzero_ps(); }
 
