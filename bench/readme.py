@@ -213,7 +213,7 @@ def drafters_long(results: Path) -> str:
 
 def rows(results: Path) -> str:
     """Forwards of rows as one operator and by modules, beside the time that reading the weights takes."""
-    found = [_rows_table(_read(path)) for path in sorted(results.glob("rows*.json"))]
+    found = [_rows_table(_read(path)) for path in sorted(results.glob("rows*.json"), key=lambda path: path.stem)]
     if not found:
         raise MissingResultError("`gsd-kernels bench rows --json bench/results/rows.json`")
     return "\n\n".join(found)
@@ -230,6 +230,8 @@ def _rows_table(data: dict[str, Any]) -> str:
     first = data["results"][0]
     head = ["", *(str(line["rows"]) for line in first["rows"]), f"a prompt of {first['prompt']['tokens']}"]
     what = "Milliseconds by rows (and times those of reading weights and cache)"
+    if busy := data.get("busy"):
+        what = f"Beside {busy} process{'es' * (busy > 1)} that computed without end, on average: {what[0].lower()}{what[1:]}"
     return f"{_place(data['environment'])}, instructions {data['level']}. {what}:\n\n{markdown(head, lines)}"
 
 

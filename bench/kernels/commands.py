@@ -131,6 +131,9 @@ def rows(
     prefix: Annotated[int, typer.Option("--prefix", min=1, help="Cached tokens.")] = 256,
     prompt: Annotated[int, typer.Option("--prompt", min=1, help="Tokens of the prompt that is timed.")] = 1000,
     seconds: Annotated[float, typer.Option("--seconds", min=0.0, help="For each number of rows.")] = 3.0,
+    busy: Annotated[
+        int, typer.Option("--busy", min=0, help="Processes that keep a core busy each meanwhile; times are means then.")
+    ] = 0,
     file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result here.")] = None,
 ) -> None:
     """A target's forward of rows beside its modules and the time that reading the weights takes."""
@@ -145,7 +148,7 @@ def rows(
     place = device_of(device)
     usual = (Dtype.bfloat16, Dtype.float32) if place.type == "cpu" else (Dtype.bfloat16,)
     named = [getattr(torch, dtype.value) for dtype in dtypes or usual]
-    report = run(shape, named, tuple(counts or (1, 4, 8, 16, 32, 64)), prefix, prompt, seconds, place)
+    report = run(shape, named, tuple(counts or (1, 4, 8, 16, 32, 64)), prefix, prompt, seconds, place, busy)
     typer.echo(table(report))
     if file is not None:
         write_json(file, report, indent=1)

@@ -2,14 +2,17 @@
 
 The floor is the bytes of the weights and of the prefix's keys and values over the bandwidth at which the same threads,
 or the GPU, read a tensor as large. Random weights: the time does not depend on them. On a CPU the ways take turns, and
-the smallest of many repeats counts, since what other processes do only ever adds; on a GPU a forward is a CUDA graph,
-and the median counts.
+the smallest of many repeats counts, since what other processes do only ever adds; beside processes that are meant to
+keep its cores busy the mean does. On a GPU a forward is a CUDA graph, and the median counts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,24 +60,32 @@ def random_model(
         torch.set_default_dtype(before)
 
 
-def fastest(calls: dict[str, Callable[[], object]], device: torch.device, seconds: float) -> dict[str, float]:
-    """Seconds of each call: the smallest on a CPU, the median on a GPU."""
-    if device.type == "cuda":
-        return {name: time_call(call, device, seconds=seconds).median for name, call in calls.items()}
-    return smallest(calls, seconds)
+def in_turns(calls: dict[str, Callable[[], object]], seconds: float, busy: int) -> dict[str, float]:
+    """Seconds of each call: the fastest run of it, or beside busy processes the mean.
 
-
-def smallest(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Seconds of the fastest run of each call; they take turns for ``seconds``, at least three times."""
-    best = dict.fromkeys(calls, float("inf"))
+    They take turns for ``seconds``, at least three times.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
     begin, turns = time.perf_counter(), 0
     while turns < 3 or time.perf_counter() - begin < seconds:
         for name, call in calls.items():
             start = time.perf_counter()
             call()
-            best[name] = min(best[name], time.perf_counter() - start)
+            times[name].append(time.perf_counter() - start)
         turns += 1
-    return best
+    return {name: sum(of) / len(of) if busy else min(of) for name, of in times.items()}
+
+
+@contextlib.contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """As many processes that do nothing but compute, while the block runs."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 def row_inputs(rows: int, prefix: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
@@ -97,6 +108,7 @@ def measure(
     prompt: int,
     seconds: float,
     device: torch.device,
+    busy: int,
 ) -> dict[str, Any]:
     """Milliseconds of rows and of a prompt, and what they are multiples of."""
     model = random_model(shape, dtype, device)
@@ -104,7 +116,7 @@ def measure(
     kv_start = torch.zeros(1, dtype=torch.int32, device=device)
     ids = torch.randint(0, model.config.vocab_size, (1, max(prefix, prompt)), device=device)
     result: dict[str, Any] = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "prefix": prefix, "rows": []}
-    with torch.no_grad():
+    with torch.no_grad(), neighbours(busy):
         models = {name: way(model, max(prefix, prompt) + MOST_ROWS, kv_start, "auto") for name, way in WAYS.items()}
         for model_rows in models.values():
             model_rows.prefill(ids[:, :prefix], None, None)
@@ -118,12 +130,16 @@ def measure(
                 name: lambda of=of, inputs=inputs, count=count: of.rows(*inputs, keep=count)
                 for name, of in models.items()
             }
-            best = known | fastest(calls if on_gpu else {"read": source.sum, **calls}, device, seconds)
+            if on_gpu:
+                best = {name: time_call(call, device, seconds=seconds).median for name, call in calls.items()}
+            else:
+                best = in_turns({"read": source.sum, **calls}, seconds, busy)
+            best = known | best
             line = {"rows": count, **{f"{name}_ms": 1e3 * value for name, value in best.items()}}
             line |= {f"{name}_over_floor": best[name] / best["read"] for name in WAYS}
             result["rows"].append(line)
         prompts = {name: lambda of=of: again(of, ids[:, :prompt]) for name, of in models.items()}
-        best = smallest(prompts, 2 * seconds)
+        best = in_turns(prompts, 2 * seconds, busy)
         result["prompt"] = {"tokens": prompt, **{f"{name}_ms": 1e3 * value for name, value in best.items()}}
     floor = min(line["read_ms"] for line in result["rows"])
     return {**result, "bytes": size, "bandwidth_gb_s": size / floor / 1e6}
@@ -145,6 +161,7 @@ def run(
     prompt: int,
     seconds: float,
     device: torch.device | None = None,
+    busy: int = 0,
 ) -> dict[str, Any]:
     """Measure every dtype with torch's present number of threads, or on a GPU.
 
@@ -156,6 +173,7 @@ def run(
         prompt: tokens of the prompt that is timed.
         seconds: for each number of rows.
         device: ``None``: the CPU.
+        busy: processes beside this one that keep a core busy each.
 
     Raises:
         ValueError: no such shape, or a dtype that the operator does not take.
@@ -171,7 +189,8 @@ def run(
         "case": "rows",
         "environment": environment(device),
         "level": cpu_levels.active() if device.type == "cpu" else None,
-        "results": [measure(shape, dtype, rows, prefix, prompt, seconds, device) for dtype in dtypes],
+        "busy": busy,
+        "results": [measure(shape, dtype, rows, prefix, prompt, seconds, device, busy) for dtype in dtypes],
     }
 
 

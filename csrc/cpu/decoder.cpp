@@ -11,23 +11,23 @@ constexpr int64_t kVector = 16;
 
 std::unique_ptr<float[]> floats(int64_t n) { return std::unique_ptr<float[]>(new float[static_cast<size_t>(n)]); }
 
-// work(begin, end) over 0 … n − 1 in shares of whole units. A thread is worth waking for 64 thousand weights, or for
-// fewer if many rows are multiplied with them.
+constexpr int64_t kLeastWeights = 1 << 14, kMostWeights = 1 << 17;  // of up to eight rows, in a piece of a product
+constexpr int64_t kPieceElements = 1 << 11;
+
+// work(thread, begin, end) over 0 … n − 1 in pieces of whole units: some for every thread, and enough in each that it
+// reads memory in long strips.
 template <class Work>
-void share_outputs(int64_t n, int64_t rows, int64_t k, const Work& work) {
-  const int64_t units = (n + kUnit - 1) / kUnit, weights = (1 << 16) / std::max<int64_t>(1, rows / 8);
-  torch::stable::parallel_for(0, units, std::max<int64_t>(1, weights / (kUnit * k)), [&](int64_t begin, int64_t end) {
-    work(begin * kUnit, std::min(n, end * kUnit));
-  });
+void share_outputs(Team& team, int64_t n, int64_t rows, int64_t k, const Work& work) {
+  const int64_t unit = kUnit * k * std::max<int64_t>(1, rows / 8), even = n / (4 * team.size()) / kUnit;
+  const int64_t units = std::max(kLeastWeights / unit, std::min(kMostWeights / unit, even));
+  team.share(n, kUnit * std::max<int64_t>(1, units), work);
 }
 
-// work(begin, end) over rows of `width` in shares of whole groups. A thread is worth waking for four thousand elements.
+// work(begin, end) over rows of `width` in pieces of whole groups.
 template <class Work>
-void share_rows(int64_t rows, int64_t width, int64_t group, const Work& work) {
-  const int64_t groups = (rows + group - 1) / group;
-  torch::stable::parallel_for(0, groups, std::max<int64_t>(1, 4096 / (group * width)), [&](int64_t begin, int64_t end) {
-    work(begin * group, std::min(rows, end * group));
-  });
+void share_rows(Team& team, int64_t rows, int64_t width, int64_t group, const Work& work) {
+  team.share(rows, group * std::max<int64_t>(1, kPieceElements / (group * width)),
+             [&](int64_t, int64_t begin, int64_t end) { work(begin, end); });
 }
 
 void add_bias(const std::vector<float>& bias, int64_t rows, int64_t begin, int64_t end, float* out, int64_t stride) {
@@ -56,9 +56,9 @@ void store(float* x, const CacheTensor& cache, Element element, int64_t b, int64
 
 }  // namespace
 
-Decoder::Decoder(const DecoderSizes& sizes, const DecoderRows& rows, const Paths& paths, Element element,
+Decoder::Decoder(Team& team, const DecoderSizes& sizes, const DecoderRows& rows, const Paths& paths, Element element,
                  const Matrix& embedding)
-    : s_(sizes), r_(rows), paths_(paths), element_(element), kernels_(kernels()),
+    : team_(team), s_(sizes), r_(rows), paths_(paths), element_(element), kernels_(kernels()),
       kernel_(kernels_.large[static_cast<int>(element)]), kept_(sizes.rows) {
   const int64_t count = s_.count(), half = s_.head_dim / 2;
   x_ = floats(count * s_.hidden), added_ = floats(count * s_.hidden);
@@ -66,14 +66,17 @@ Decoder::Decoder(const DecoderSizes& sizes, const DecoderRows& rows, const Paths
   k_ = floats(count * s_.kv_size()), v_ = floats(count * s_.kv_size());
   inner_ = floats(count * s_.inner);
   cos_ = floats(count * half), sin_ = floats(count * half);
-  for (int64_t m = 0; m < count; m++) {
-    read_row(embedding, r_.tokens[m], x_.get() + m * s_.hidden, s_.hidden);
-    for (int64_t i = 0; i < half; i++) {
-      const float angle = static_cast<float>(r_.positions[m]) * r_.inv_freq[i];
-      cos_[m * half + i] = std::cos(angle) * s_.rope_scale;
-      sin_[m * half + i] = std::sin(angle) * s_.rope_scale;
+  strips_ = floats(team_.size() * 2 * kept_ * s_.batch * strip());
+  share_rows(team_, count, s_.hidden, 1, [&](int64_t first, int64_t last) {
+    for (int64_t m = first; m < last; m++) {
+      read_row(embedding, r_.tokens[m], x_.get() + m * s_.hidden, s_.hidden);
+      for (int64_t i = 0; i < half; i++) {
+        const float angle = static_cast<float>(r_.positions[m]) * r_.inv_freq[i];
+        cos_[m * half + i] = std::cos(angle) * s_.rope_scale;
+        sin_[m * half + i] = std::sin(angle) * s_.rope_scale;
+      }
     }
-  }
+  });
 }
 
 void Decoder::forward(const DecoderLayer& layer) { forward_last(layer, s_.rows); }
@@ -98,17 +101,20 @@ void Decoder::copy_state(float* out) const { std::copy(x_.get(), x_.get() + s_.c
 void Decoder::finish(const std::vector<float>& norm, const Projection& head, float* normed, float* logits) {
   const int64_t kept = count();
   if (kept == 0) return;
-  for (int64_t m = 0; m < kept; m++) {
-    rms_norm(x_.get() + m * s_.hidden, norm.data(), s_.eps, normed + m * s_.hidden, s_.hidden);
-  }
+  share_rows(team_, kept, s_.hidden, 1, [&](int64_t first, int64_t last) {
+    for (int64_t m = first; m < last; m++) {
+      rms_norm(x_.get() + m * s_.hidden, norm.data(), s_.eps, normed + m * s_.hidden, s_.hidden);
+    }
+  });
   pack(normed, kept, s_.hidden);
-  share_outputs(head.outputs, kept, s_.hidden,
-                [&](int64_t begin, int64_t end) { multiply(head, kept, s_.hidden, begin, end, logits); });
+  share_outputs(team_, head.outputs, kept, s_.hidden, [&](int64_t, int64_t begin, int64_t end) {
+    multiply(head, kept, s_.hidden, begin, end, logits);
+  });
 }
 
 void Decoder::norm_and_pack(const std::vector<float>& norm) {
   packed_.resize(static_cast<size_t>((count() + kRowBlock) * kernel_.row_bytes(s_.hidden)));
-  share_rows(count(), s_.hidden, kernel_.group, [&](int64_t first, int64_t last) {
+  share_rows(team_, count(), s_.hidden, kernel_.group, [&](int64_t first, int64_t last) {
     for (int64_t m = first; m < last; m++) {
       rms_norm(x_.get() + m * s_.hidden, norm.data(), s_.eps, added_.get() + m * s_.hidden, s_.hidden);
     }
@@ -118,7 +124,7 @@ void Decoder::norm_and_pack(const std::vector<float>& norm) {
 
 void Decoder::pack(const float* x, int64_t rows, int64_t k) {
   packed_.resize(static_cast<size_t>((rows + kRowBlock) * kernel_.row_bytes(k)));
-  share_rows(rows, k, kernel_.group,
+  share_rows(team_, rows, k, kernel_.group,
              [&](int64_t first, int64_t last) { kernel_.pack(x, k, first, last, k, packed_.data()); });
 }
 
@@ -129,7 +135,7 @@ void Decoder::multiply(const Projection& p, int64_t rows, int64_t k, int64_t beg
 }
 
 void Decoder::project_and_add(const Projection& p, int64_t k) {
-  share_outputs(p.outputs, count(), k, [&](int64_t begin, int64_t end) {
+  share_outputs(team_, p.outputs, count(), k, [&](int64_t, int64_t begin, int64_t end) {
     multiply(p, count(), k, begin, end, added_.get());
     for (int64_t m = 0; m < count(); m++) {
       for (int64_t n = begin; n < end; n++) x_[m * p.outputs + n] += added_[m * p.outputs + n];
@@ -143,7 +149,8 @@ void Decoder::project_heads(const DecoderLayer& layer, bool queries) {
     float* out;
   } parts[] = {{layer.q, q_.get()}, {layer.k, k_.get()}, {layer.v, v_.get()}};
   const int64_t before = queries ? 0 : s_.q_size();  // outputs that nobody reads
-  share_outputs(s_.q_size() + 2 * s_.kv_size() - before, count(), s_.hidden, [&](int64_t begin, int64_t end) {
+  const int64_t outputs = s_.q_size() + 2 * s_.kv_size() - before;
+  share_outputs(team_, outputs, count(), s_.hidden, [&](int64_t, int64_t begin, int64_t end) {
     int64_t first = -before;
     for (const auto& part : parts) {
       const int64_t outputs = part.projection.outputs;
@@ -156,7 +163,7 @@ void Decoder::project_heads(const DecoderLayer& layer, bool queries) {
 
 // Queries turned, keys turned and stored, values stored.
 void Decoder::turn_and_store(const DecoderLayer& layer, bool queries) {
-  share_rows(count(), s_.q_size() + 2 * s_.kv_size(), 1, [&](int64_t first, int64_t last) {
+  share_rows(team_, count(), s_.q_size() + 2 * s_.kv_size(), 1, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++) turn_and_store_row(layer, queries, row);
   });
 }
@@ -200,16 +207,19 @@ void Decoder::attend(const DecoderLayer& layer) {
   a.window = layer.window;
   a.scale = 1.0f / std::sqrt(static_cast<float>(s_.head_dim));
   a.out = attended_.get(), a.out_stride = s_.q_size();
-  attend_paths(a, kernels_.small[static_cast<int>(layer.cache_element)]);
+  attend_paths(team_, a, kernels_.small[static_cast<int>(layer.cache_element)]);
+}
+
+// Outputs of gate and up that are multiplied before they are combined.
+int64_t Decoder::strip() const {
+  return std::max<int64_t>(64, std::min<int64_t>(256, 8192 / s_.count() / kUnit * kUnit));
 }
 
 // silu(gate) · up, strip by strip of outputs.
 void Decoder::feed_forward(const DecoderLayer& layer) {
-  const int64_t count = this->count();
-  const int64_t strip = std::max<int64_t>(64, std::min<int64_t>(256, 8192 / count / kUnit * kUnit));
-  share_outputs(s_.inner, 2 * count, s_.hidden, [&](int64_t begin, int64_t end) {
-    std::vector<float> buffer(static_cast<size_t>(2 * count * strip));
-    float *gate = buffer.data(), *up = gate + count * strip;
+  const int64_t count = this->count(), strip = this->strip();
+  share_outputs(team_, s_.inner, 2 * count, s_.hidden, [&](int64_t thread, int64_t begin, int64_t end) {
+    float *gate = strips_.get() + thread * 2 * s_.count() * strip, *up = gate + count * strip;
     const auto product = [&](const Projection& p, int64_t n, int64_t outputs, float* out) {
       const char* weight = static_cast<const char*>(p.weight) + n * s_.hidden * bytes_of(element_);
       kernel_.products(packed_.data(), count, s_.hidden, weight, s_.hidden, 0, outputs, out, strip);
@@ -222,9 +232,13 @@ void Decoder::feed_forward(const DecoderLayer& layer) {
       const int64_t outputs = std::min(strip, end - n);
       product(layer.gate, n, outputs, gate);
       product(layer.up, n, outputs, up);
+      const int64_t padded = (outputs + kVector - 1) / kVector * kVector;
       for (int64_t m = 0; m < count; m++) {
-        silu_times(gate + m * strip, up + m * strip, (outputs + kVector - 1) / kVector * kVector);
-        std::copy(gate + m * strip, gate + m * strip + outputs, inner_.get() + m * s_.inner + n);
+        float *of_gate = gate + m * strip, *of_up = up + m * strip;
+        std::fill(of_gate + outputs, of_gate + padded, 0.0f);
+        std::fill(of_up + outputs, of_up + padded, 0.0f);
+        silu_times(of_gate, of_up, padded);
+        std::copy(of_gate, of_gate + outputs, inner_.get() + m * s_.inner + n);
       }
     }
   });

@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "path_attention.h"
 #include "products.h"
+#include "team.h"
 
 namespace gsd {
 
@@ -44,8 +45,8 @@ struct DecoderRows {
 class Decoder {
  public:
   // `element` is the float type of the weight matrices, `embedding` one of them.
-  Decoder(const DecoderSizes& sizes, const DecoderRows& rows, const Paths& paths, Element element,
-          const Matrix& embedding);
+  Decoder(Team& team, const DecoderSizes& sizes, const DecoderRows& rows, const Paths& paths,
+          Element element, const Matrix& embedding);
 
   void forward(const DecoderLayer& layer);
 
@@ -60,6 +61,7 @@ class Decoder {
 
  private:
   int64_t count() const { return s_.batch * kept_; }
+  int64_t strip() const;
   void norm_and_pack(const std::vector<float>& norm);
   void pack(const float* x, int64_t rows, int64_t k);
   void multiply(const Projection& p, int64_t rows, int64_t k, int64_t begin, int64_t end, float* out) const;
@@ -71,6 +73,7 @@ class Decoder {
   void attend(const DecoderLayer& layer);
   void feed_forward(const DecoderLayer& layer);
 
+  Team& team_;
   DecoderSizes s_;
   DecoderRows r_;
   const Paths& paths_;
@@ -78,7 +81,7 @@ class Decoder {
   const LevelKernels& kernels_;
   const RowKernel& kernel_;
   int64_t kept_;  // rows of a sequence that have a state and queries: its last ones, one behind the other
-  std::unique_ptr<float[]> x_, added_, q_, k_, v_, attended_, inner_, cos_, sin_;
+  std::unique_ptr<float[]> x_, added_, q_, k_, v_, attended_, inner_, cos_, sin_, strips_;
   std::vector<char> packed_;
 };
 

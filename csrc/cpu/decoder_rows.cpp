@@ -74,6 +74,12 @@ void check_ranges(const DecoderRows& r, const DecoderSizes& s, int64_t capacity,
   }
 }
 
+// Done before other threads are awake.
+bool is_small(const DecoderSizes& s, size_t depth, int64_t vocab) {
+  const int64_t layer = s.hidden * (2 * s.q_size() + 2 * s.kv_size() + 3 * s.inner);
+  return (static_cast<int64_t>(depth) * layer + vocab * s.hidden) * s.count() < 1 << 20;
+}
+
 std::tuple<Tensor, Tensor, Tensor> decoder_rows(const Tensor& token_ids, const Tensor& positions, const Tensor& slots,
                                         const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len,
                                         const Tensor& kv_start, const Tensor& embedding,
@@ -127,18 +133,20 @@ std::tuple<Tensor, Tensor, Tensor> decoder_rows(const Tensor& token_ids, const T
                     node_depths.size(1), rows.kv_len, rows.kv_start, capacity);
   const Tensor logits = torch::stable::new_empty(embedding, {s.batch, keep, out_vocab}, ScalarType::Float);
   const Tensor hidden = torch::stable::new_empty(embedding, {s.batch, keep, s.hidden}, ScalarType::Float);
-  Decoder decoder(s, rows, paths, embedded.element, embedded);
   const Tensor read_by = torch::stable::new_empty(
       embedding, {static_cast<int64_t>(states.size()), s.batch, s.rows, s.hidden}, ScalarType::Float);
-  for (size_t l = 0; l < depth; l++) {
-    for (size_t i = 0; i < states.size(); i++) {
-      if (states[i] != static_cast<int64_t>(l)) continue;
-      decoder.copy_state(written<float>(read_by) + static_cast<int64_t>(i) * s.count() * s.hidden);
+  Team::run(is_small(s, depth, out_vocab), [&](Team& team) {
+    Decoder decoder(team, s, rows, paths, embedded.element, embedded);
+    for (size_t l = 0; l < depth; l++) {
+      for (size_t i = 0; i < states.size(); i++) {
+        if (states[i] != static_cast<int64_t>(l)) continue;
+        decoder.copy_state(written<float>(read_by) + static_cast<int64_t>(i) * s.count() * s.hidden);
+      }
+      if (l + 1 < depth) decoder.forward(parts[l]);
     }
-    if (l + 1 < depth) decoder.forward(parts[l]);
-  }
-  decoder.forward_last(parts.back(), keep);
-  decoder.finish(norm, output, written<float>(hidden), written<float>(logits));
+    decoder.forward_last(parts.back(), keep);
+    decoder.finish(norm, output, written<float>(hidden), written<float>(logits));
+  });
   return {logits, hidden, read_by};
 }
 

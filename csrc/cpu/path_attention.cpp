@@ -214,19 +214,19 @@ Paths::Paths(const int32_t* mask, const int32_t* depths, int64_t batch, int64_t 
   }
 }
 
-void attend_paths(const PathAttention& a, const RowKernel& kernel) {
+void attend_paths(Team& team, const PathAttention& a, const RowKernel& kernel) {
   if (a.batch == 0 || a.rows == 0) return;
-  constexpr int64_t kWorkPerThread = 1 << 18;  // multiplications that make a thread worth waking
+  constexpr int64_t kPieceWork = 1 << 17;  // multiplications
   const int64_t vectors = a.heads / a.kv_heads * a.rows, tall = std::min(kItemRows, vectors);
   const int64_t cuts = (vectors + tall - 1) / tall;
   const int64_t work = tall * (a.kv_len[0] + a.graph_rows) * 2 * a.head_dim;
-  torch::stable::parallel_for(
-      0, a.batch * a.kv_heads * cuts, std::max<int64_t>(1, kWorkPerThread / work), [&](int64_t begin, int64_t end) {
-        for (int64_t item = begin; item < end; item++) {
-          const int64_t cut = item % cuts * tall;
-          Item(a, kernel, item / cuts / a.kv_heads, item / cuts % a.kv_heads, cut, std::min(tall, vectors - cut)).run();
-        }
-      });
+  team.share(a.batch * a.kv_heads * cuts, std::max<int64_t>(1, kPieceWork / work),
+             [&](int64_t, int64_t begin, int64_t end) {
+               for (int64_t item = begin; item < end; item++) {
+                 const int64_t b = item / cuts / a.kv_heads, head = item / cuts % a.kv_heads, cut = item % cuts * tall;
+                 Item(a, kernel, b, head, cut, std::min(tall, vectors - cut)).run();
+               }
+             });
 }
 
 }  // namespace gsd

@@ -10,6 +10,7 @@
 
 #include "../torch_ops/cache.h"
 #include "products.h"
+#include "team.h"
 
 namespace gsd {
 
@@ -42,7 +43,7 @@ struct PathAttention {
   int64_t out_stride;
 };
 
-// Shared out among threads.
-void attend_paths(const PathAttention& a, const RowKernel& kernel);
+// Shared out among the team.
+void attend_paths(Team& team, const PathAttention& a, const RowKernel& kernel);
 
 }  // namespace gsd

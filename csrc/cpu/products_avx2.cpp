@@ -64,7 +64,6 @@ struct Ordered : Avx2 {
   typedef __m256 Weights;
   typedef __m256 Row;
   static constexpr int kStep = 8;
-
   static constexpr int kParts = 1;
 
   GSD_TILE void see_part(const float* from, int part, Row& row) { row = _mm256_loadu_ps(from + 8 * part); }

@@ -1,7 +1,8 @@
 // The forward of rows of csrc/cpu, linked without PyTorch: for the sanitizers, and to count what it allocates.
 //
-// decoder ROWS HIDDEN INNER LAYERS: bits on one thread and on three are the same (3 if not), and those of a third of the
-// rows when no others are kept (4 if not); prints the most bytes that were allocated at a time on one thread.
+// decoder ROWS HIDDEN INNER LAYERS: bits on one thread, on three, and on three of which two come too late are the same (3
+// if not), and those of a third of the rows when no others are kept (4 if not); a team does every piece once, also after
+// a piece that failed (5 if not). Prints the most bytes that were allocated at a time on one thread.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +16,7 @@
 
 namespace {
 int threads = 1;
+bool late = false;  // threads that help begin when all is done
 std::atomic<long> held{0}, most{0};
 }  // namespace
 
@@ -50,12 +52,19 @@ void operator delete[](void* at, size_t) noexcept { uncounted(at); }
 extern "C" AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
                                              void (*work)(int64_t, int64_t, void*), void* context) {
   const int64_t shares = std::max<int64_t>(1, std::min<int64_t>(threads, (end - begin) / std::max<int64_t>(1, grain)));
+  const auto first = [&](int64_t share) { return begin + (end - begin) * share / shares; };
   std::vector<std::thread> running;
-  for (int64_t i = 1; i < shares; i++) {
-    running.emplace_back(work, begin + (end - begin) * i / shares, begin + (end - begin) * (i + 1) / shares, context);
-  }
-  if (begin < end) work(begin, begin + (end - begin) / shares, context);
+  const auto help = [&] {
+    for (int64_t i = 1; i < shares; i++) running.emplace_back(work, first(i), first(i + 1), context);
+  };
+  if (!late) help();
+  if (begin < end) work(begin, first(1), context);
+  if (late) help();
   for (std::thread& thread : running) thread.join();
+  return 0;
+}
+extern "C" AOTITorchError torch_get_num_threads(uint32_t* out) {
+  *out = static_cast<uint32_t>(threads);
   return 0;
 }
 
@@ -138,15 +147,47 @@ struct Problem {
     {
       const gsd::Paths paths(mask.data(), depths.data(), kBatch, rows, (rows + 31) / 32, rows, kv_len.data(),
                              kv_start.data(), capacity);
-      gsd::Decoder decoder(sizes, given, paths, gsd::Element::kBfloat16, embedding);
-      for (int64_t i = 1; i < layers; i++) decoder.forward(layer);
-      decoder.forward_last(layer, keep);
-      decoder.finish(norm, part(0, kVocab), normed.data(), out.data());
+      gsd::Team::run(false, [&](gsd::Team& team) {
+        gsd::Decoder decoder(team, sizes, given, paths, gsd::Element::kBfloat16, embedding);
+        for (int64_t i = 1; i < layers; i++) decoder.forward(layer);
+        decoder.forward_last(layer, keep);
+        decoder.finish(norm, part(0, kVocab), normed.data(), out.data());
+      });
     }
     if (of == 1) std::fprintf(stderr, "%ld\n", most - before);
     return out;
   }
 };
+
+bool team_is_right() {
+  threads = 3;
+  bool right = true;
+  gsd::Team::run(false, [&](gsd::Team& team) {
+    for (int64_t n = 0; n < 400; n++) {
+      const int64_t piece = 1 + n % 7, fails = n % 5 == 4 ? n / 2 : -1;
+      std::vector<int> done(static_cast<size_t>(n), 0);
+      bool failed = false;
+      try {
+        team.share(n, piece, [&](int64_t, int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; i++) {
+            if (i == fails) throw std::bad_alloc();
+            done[static_cast<size_t>(i)]++;
+          }
+        });
+      } catch (const std::bad_alloc&) {
+        failed = true;
+      }
+      right &= failed == (fails >= 0);
+      for (const int times : done) right &= failed || times == 1;
+    }
+  });
+  try {
+    gsd::Team::run(false, [](gsd::Team&) { throw std::bad_alloc(); });
+    return false;
+  } catch (const std::bad_alloc&) {
+    return right;
+  }
+}
 
 }  // namespace
 
@@ -155,12 +196,17 @@ int main(int, char** arguments) {
   gsd::kernels();  // levels prove themselves once
   const int64_t rows = problem.rows, keep = (rows + 2) / 3;
   const std::vector<float> one = problem.logits(1, rows), three = problem.logits(3, rows), few = problem.logits(3, keep);
-  if (std::memcmp(one.data(), three.data(), one.size() * sizeof(float)) != 0) return 3;
+  late = true;
+  const std::vector<float> alone = problem.logits(3, rows);
+  late = false;
+  for (const auto& other : {three, alone}) {
+    if (std::memcmp(one.data(), other.data(), one.size() * sizeof(float)) != 0) return 3;
+  }
   for (int64_t b = 0; b < kBatch; b++) {
     const float* last = one.data() + (b * rows + rows - keep) * kVocab;
     if (std::memcmp(few.data() + b * keep * kVocab, last, static_cast<size_t>(keep * kVocab) * sizeof(float)) != 0) {
       return 4;
     }
   }
-  return 0;
+  return team_is_right() ? 0 : 5;
 }
