@@ -231,7 +231,8 @@ def _rows_table(data: dict[str, Any]) -> str:
     head = ["", *(str(line["rows"]) for line in first["rows"]), f"a prompt of {first['prompt']['tokens']}"]
     what = "Milliseconds by rows (and times those of reading weights and cache)"
     if busy := data.get("busy"):
-        what = f"Beside {busy} process{'es' * (busy > 1)} that computed without end, on average: {what[0].lower()}{what[1:]}"
+        beside = f"Beside {busy} process{'es' * (busy > 1)} that computed without end, on average"
+        what = f"{beside}: {what[0].lower()}{what[1:]}"
     return f"{_place(data['environment'])}, instructions {data['level']}. {what}:\n\n{markdown(head, lines)}"
 
 
