@@ -26,7 +26,7 @@ from gsd_kernels_hf.engine.capture import WARM_STEPS, can_capture
 from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.model.replay import lane_of
 from gsd_kernels_hf.parallel import Agreement, Alone, can_be_captured
-from gsd_kernels_hf.policy import auto, costs
+from gsd_kernels_hf.policy import auto, machine
 from gsd_kernels_hf.policy.ladder import ladder
 
 CONFIGS = {
@@ -331,11 +331,11 @@ def test_threads_capture_on_one_gpu_one_after_the_other(pair, cuda, caplog):
 
 def test_measuring_spoils_no_capture_of_another_thread(cuda, monkeypatch):
     """Waiting for the whole device would: a first call measures its memory while another one's step is captured."""
-    monkeypatch.setattr(costs, "COPY_BYTES", 1 << 12)
+    monkeypatch.setattr(machine, "COPY_BYTES", 1 << 12)
 
     def function():
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(costs.measure_bandwidth, torch.device("cpu")).result(20)
+            pool.submit(machine.measure_bandwidth, torch.device("cpu")).result(20)
 
     lane_of(torch.device("cpu")).capture(function)
     assert cuda.counts["waits"] == 2 * 3, "of its own work it waits"

@@ -13,7 +13,7 @@ from gsd_kernels_hf.policy.costs import CostModel, Known
 from gsd_kernels_hf.policy.ladder import BRANCH, ladder
 
 #: A target of 250M parameters in float32 and a draft of 0.8M in one operator, on two cores.
-KNOWN = Known(1e9, 12, 3.2e6, 2, 3e4, bandwidth=1.4e10, draft_layer_seconds=5e-5)
+KNOWN = Known(1e9, 12, 3.2e6, 2, 3e4, bandwidth=1.4e10, free_rows=24.0, draft_layer_seconds=5e-5)
 
 EASY = ((0.95, 0.02, 0.01, 0.0), (0.9, 0.03, 0.01, 0.0))  # of all sources, of those without a forward
 USUAL = ((0.7, 0.1, 0.05, 0.03), (0.45, 0.08, 0.04, 0.02))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -14,11 +15,11 @@ from gsd_kernels_hf.policy.auto import KNOWN_CHOICE, TRIAL_STEPS, AutoPolicy, Ex
 from gsd_kernels_hf.policy.costs import PLAIN, Known
 from gsd_kernels_hf.policy.fixed import FixedPolicy
 
-ON_GPU = Known(1.6e10, 32, 2.4e9, 16, 1.3e5, bandwidth=4e12, free_rows=256.0, layer_seconds=1e-4)
+ON_GPU = Known(1.6e10, 32, 2.4e9, 16, 1.3e5, bandwidth=4e12, free_rows=128.0, layer_seconds=1e-4)
 MACHINES = {
     "float32": (FLOAT32, "cpu", KNOWN),
     "bfloat16": (BFLOAT16, "cpu", KNOWN),
-    "no AMX": (NO_AMX, "cpu", KNOWN),
+    "no AMX": (NO_AMX, "cpu", replace(KNOWN, free_rows=8.0)),
     "GPU": (GPU, "cuda", ON_GPU),
 }
 
@@ -39,13 +40,13 @@ def usual_rate(world: World, shapes) -> float:
 @pytest.mark.parametrize("text", [EASY, USUAL, HOPELESS], ids=["easy", "usual", "hopeless"])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_it_ends_with_the_best_shape(machine, text, bandwidth):
-    """Whatever the bandwidth was believed to be: the median seed within 3% of the best, every seed within 10%."""
+    """Whatever the bandwidth was believed to be: seeds within 3% of the best on average, each within 11%."""
     found = []
-    for seed in range(3):
+    for seed in range(6):
         world, policy, pair = start(machine, text, bandwidth, seed=seed)
         shapes = world.run(policy, 300)[-80:]
         found.append(usual_rate(world, shapes) / world.best(pair.shapes.values()))
-    assert sorted(found)[1] >= 0.97 and min(found) >= 0.9, found
+    assert np.mean(found) >= 0.97 and min(found) >= 0.89, found
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -73,16 +74,17 @@ def test_plain_decoding_is_never_chosen_before_it_was_timed():
 
 def test_a_draft_that_is_never_right_is_off_soon_and_tried_again_seldom():
     """And used once it is right: the median seed has the best shape, and every seed one that speculates as deep."""
-    found = []
+    found, tries = [], []
     for seed in range(5):
         world, policy, pair = start("bfloat16", HOPELESS, seed=seed)
         shapes = world.run(policy, 1500)
         assert shapes[40:60].count(None) == 20
         assert any(shapes[60:]), "never tried again"
-        assert sum(shape is not None for shape in shapes[60:]) < 0.06 * 1440
+        tries.append(sum(shape is not None for shape in shapes[60:]))
         world.read(EASY)
         pair.wait = 0  # the next retry; waiting doubles
         found.append(usual_rate(world, world.run(policy, 300)[-100:]) / world.best(pair.shapes.values()))
+    assert np.mean(tries) < 0.05 * 1440 and max(tries) < 0.08 * 1440, tries
     assert np.median(found) >= 0.97 and min(found) >= 0.85, found
 
 
@@ -112,15 +114,16 @@ def test_a_model_that_was_left_out_gets_another_chance():
 @pytest.mark.parametrize("text", [EASY, USUAL], ids=["easy", "usual"])
 def test_a_busy_second_scares_nothing_away(machine, text):
     """Ten times slower for a second, at the start or in the middle: afterwards the choice is as good as ever."""
-    for begin in (0.0, 3.0):
-        world, policy, pair = start(machine, text, seed=1)
+    found = []
+    for seed, begin in itertools.product(range(4), (0.0, 3.0)):
+        world, policy, pair = start(machine, text, seed=seed)
         world.slow = lambda now, begin=begin: 10.0 if begin <= now < begin + 1.0 else 1.0
         while world.now < begin + 1.0:
             world.step(policy)
         shapes = world.run(policy, 160)
-        rates = [world.rate(s) for s in shapes[-60:]]
-        assert np.median(rates) >= 0.9 * world.best(pair.shapes.values())
+        found.append(np.median([world.rate(s) for s in shapes[-60:]]) / world.best(pair.shapes.values()))
         assert shapes.count(None) <= 8
+    assert np.mean(found) >= 0.93 and min(found) >= 0.85, found
 
 
 @pytest.mark.parametrize("machine", ["float32", "bfloat16", "GPU"])

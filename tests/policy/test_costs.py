@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from models import tiny
 from simulated import BFLOAT16, GPU, KNOWN, NO_AMX
 
-from gsd_kernels_hf.policy import costs
+from gsd_kernels.backends import unavailable_reason
+from gsd_kernels_hf.policy import costs, machine
 from gsd_kernels_hf.policy.costs import NOISE, PLAIN, CostModel, Known, increasing, weight_bytes
 from gsd_kernels_hf.policy.ladder import ladder
 
@@ -30,7 +31,7 @@ def test_the_prior_is_the_bytes_over_the_bandwidth():
     known = Known(target_bytes=1.4e9, target_layers=0, bandwidth=1.4e10, cache_bytes=1e5)
     assert target(CostModel(known, SHAPES), 1) == pytest.approx(0.1)
     assert target(CostModel(known, SHAPES), 1, cached=1.4e4) == pytest.approx(0.2)
-    assert target(CostModel(known, SHAPES), 32) > 1.5 * 0.1
+    assert target(CostModel(known, SHAPES), 32) > 1.3 * 0.1
 
 
 def test_known_counts_the_weights_of_a_model_but_not_an_embedding_that_is_read_by_rows():
@@ -234,16 +235,42 @@ def test_increasing_is_the_weighted_isotonic_fit(pairs):
         assert best <= ((other - values) ** 2) @ weights + 1e-9
 
 
-def test_bandwidth_is_measured_once_and_kept(tmp_path, monkeypatch):
-    from gsd_kernels_hf.policy import pairs
-
+def test_a_machine_is_measured_once_and_that_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
-    monkeypatch.setattr(costs, "COPY_BYTES", 1 << 20)
-    assert costs.measure_bandwidth(torch.device("cpu")) > 1e7
     calls = []
-    monkeypatch.setattr(pairs, "measure_bandwidth", lambda device: calls.append(device) or 2.5e10)
-    for _ in range(3):
-        assert pairs.bandwidth(torch.device("cpu")) == 2.5e10
-    pairs._bandwidths.clear()  # another process
-    assert pairs.bandwidth(torch.device("cpu")) == 2.5e10
-    assert len(calls) == 1 and len(list(tmp_path.glob("machine-*.json"))) == 1
+    monkeypatch.setattr(machine, "measure_bandwidth", lambda device: calls.append(device) or 2.5e10)
+    monkeypatch.setattr(machine, "measure_products", lambda dtype, *, operator: calls.append(dtype) or 6.5e10)
+    for _ in range(2):
+        for _ in range(2):
+            assert machine.bandwidth(torch.device("cpu")) == 2.5e10
+            assert machine.products(torch.bfloat16, "avx2") == machine.products(torch.float32, None) == 6.5e10
+        machine._known.clear()  # another process
+    assert calls == [torch.device("cpu"), torch.bfloat16, torch.float32]
+    assert len(list(tmp_path.glob("machine-*.json"))) == 1
+    assert machine.products(torch.bfloat16, "avx512") == 6.5e10 and calls[3:] == [torch.bfloat16], "another level"
+    assert machine.products(torch.int8, None) is None
+
+
+@pytest.mark.parametrize("dtype", machine.FLOATS)
+@pytest.mark.parametrize("operator", [False, True])
+def test_what_a_machine_can_do_is_measured(dtype, operator, monkeypatch):
+    monkeypatch.setattr(machine, "COPY_BYTES", 1 << 20)
+    assert machine.measure_bandwidth(torch.device("cpu")) > 1e7
+    if operator and (dtype == torch.float64 or unavailable_reason("cpu", torch.device("cpu")) is not None):
+        pytest.skip("no operator")
+    before = torch.get_rng_state()
+    assert 1e6 < machine.measure_products(dtype, operator=operator) < 1e15
+    assert torch.equal(torch.get_rng_state(), before), "draws of the caller"
+
+
+def test_the_arithmetic_of_few_rows_hides_behind_reading_their_weights():
+    target = tiny()
+    target.bfloat16()
+    known = Known.of(target, None, 2e10, products=6e10, one_op=False)
+    assert known.free_rows == 6.0, "2 bytes · 6e10 / 2e10"
+    bytes_ = known.target_bytes / known.bandwidth
+    rest = known.target_layers * known.layer_seconds
+    seconds = known.target_seconds(np.array([1.0, 4.0, 7.0, 601.0]), 0.0) - rest
+    assert seconds / bytes_ == pytest.approx([1.0, 1.25**0.5, 2**0.5, 100.0], rel=1e-4)
+    assert Known.of(target, None, 2e10, products=1.0, one_op=False).free_rows == 1.0
+    assert Known.of(target, None, 2e10, products=1e15, one_op=False).free_rows == costs.MOST_FREE_ROWS

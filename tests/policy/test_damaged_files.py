@@ -16,7 +16,7 @@ from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.engine import engine
-from gsd_kernels_hf.policy import pairs, store
+from gsd_kernels_hf.policy import machine, pairs, store
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just(10**400)
 JSON = st.recursive(
@@ -61,7 +61,7 @@ def kept(pair, tmp_path_factory) -> tuple[str, bytes]:
 def place(kept, tmp_path, monkeypatch) -> Path:
     """Where the pair's file is looked for."""
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
-    pairs._bandwidths.clear()
+    machine._known.clear()
     return tmp_path / kept[0]
 
 
@@ -126,5 +126,5 @@ def test_what_is_no_file_costs_at_most_one_warning(what, pair, plain, kept, plac
 def test_a_cache_folder_that_is_none_costs_no_text(pair, plain, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "file"))
-    pairs._bandwidths.clear()
+    machine._known.clear()
     assert torch.equal(decoded(pair), plain)

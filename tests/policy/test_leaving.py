@@ -62,6 +62,7 @@ def generations(target, sources, count, monkeypatch, tmp_path, **options):
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
     monkeypatch.setattr("gsd_kernels_hf.engine.stats.Clock.last", lambda *_: 0.0)  # no times: shapes by the priors,
     monkeypatch.setattr("gsd_kernels_hf.policy.pairs.bandwidth", lambda _: 1e10)  # the same on any machine
+    monkeypatch.setattr("gsd_kernels_hf.policy.pairs.products", lambda *_: None)
     found = []
     for _ in range(count):
         before = [source.known["asked"] for source in sources]

@@ -14,7 +14,7 @@ import gsd_kernels as gsd
 from gsd_kernels import cpu_levels
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels_hf.engine import decoder, engine
-from gsd_kernels_hf.policy import pairs, store, tuning
+from gsd_kernels_hf.policy import machine, pairs, store, tuning
 from gsd_kernels_hf.policy.auto import KNOWN_CHOICE, AutoPolicy
 from gsd_kernels_hf.policy.ladder import ladder
 
@@ -31,7 +31,7 @@ def forget() -> None:
     """As in another process, after this one's end."""
     store._flush_all()
     pairs._pairs.clear()
-    pairs._bandwidths.clear()
+    machine._known.clear()
     engine._unpatched.clear()
 
 

@@ -1,28 +1,25 @@
 """What a step costs here: known without measuring, corrected by every step that is decoded.
 
-The prior is arithmetic: bytes that a forward reads over the memory's bandwidth, a little for every layer and for every
-row more. What steps really take corrects its logarithm: a Gaussian estimate at a few numbers of rows, smooth between
-them, with one slope over the cached tokens; likewise for what a step needs besides the target, shape by shape. A
-machine is slow now and then and never fast by accident, so a step that takes longer than expected counts less the
-further it is out, and one that takes less counts in full.
+The prior is arithmetic: bytes that a forward reads over the memory's bandwidth, multiplications over the processor's
+speed, each hidden behind the other as the legs of a triangle are by its hypotenuse, and a little for every layer. What
+steps really take corrects its logarithm: a Gaussian estimate at a few numbers of rows, smooth between them, with one
+slope over the cached tokens; likewise for what a step needs besides the target, shape by shape. A machine is slow now
+and then and never fast by accident, so a step that takes longer than expected counts less the further it is out, and
+one that takes less counts in full.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig
-
-from ..model.replay import wait
 
 KNOTS = 2.0 ** np.arange(15)  # rows of all sequences together, 1 … 16384
 PLAIN = "plain"  # among the shapes: no speculation
@@ -33,6 +30,7 @@ OCTAVES = 4.0  # over which that bends
 LONE = 0.04  # spread of one number of rows alone
 PREFIX = 0.15  # spread of the slope over doublings of the cached tokens beyond PREFIX_UNIT
 PREFIX_UNIT = 1024.0
+MOST_FREE_ROWS = 1024.0
 BELIEVABLE = (1e-7, 1e4)  # seconds of a step's part
 NOISE = 0.1  # of one step
 FASTER = 3.0  # standard deviations below the expected time, from which on the whole machine is faster
@@ -48,8 +46,6 @@ STEP = 0.6  # spread of what all shapes have in common of it
 KIND = 1.0  # spread of what shapes with and without a draft model have in common
 SHAPE = 0.4  # spread of one shape
 
-COPY_BYTES = 24 << 20
-
 
 @dataclass(frozen=True)
 class Known:
@@ -60,7 +56,7 @@ class Known:
         target_layers, draft_layers: how many.
         cache_bytes: keys and values of one token in the target.
         bandwidth: bytes a second that the device reads.
-        free_rows: rows that cost a forward as much again as its weights do; more on a device with idle arithmetic.
+        free_rows: rows whose arithmetic takes as long as reading the weights does, which it hides behind.
         layer_seconds, draft_layer_seconds: calling a layer's operators.
         forward_seconds: calling a draft forward's operators besides its layers'.
         level_seconds, step_seconds: calling a level's and a step's other operators.
@@ -81,13 +77,21 @@ class Known:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, draft: nn.Module | None, bandwidth: float, *, one_op: bool, compiled: bool = False
+        cls,
+        model: PreTrainedModel,
+        draft: nn.Module | None,
+        bandwidth: float,
+        *,
+        products: float | None = None,
+        one_op: bool,
+        compiled: bool = False,
     ) -> Known:
         """Of two models as they lie in memory.
 
         Args:
             model, draft: target and draft.
             bandwidth: bytes a second that the device reads.
+            products: multiplications of weights a second; ``None``: not known.
             one_op: whether the draft's forward is one operator.
             compiled: whether a step's other operators are compiled ones of the CPU.
         """
@@ -96,7 +100,9 @@ class Known:
         layers = int(config.num_hidden_layers)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        speeds = {"free_rows": 256.0, "layer_seconds": 1e-4, "draft_layer_seconds": 1e-4} if on_gpu else {}
+        speeds = {"free_rows": 128.0, "layer_seconds": 1e-4, "draft_layer_seconds": 1e-4} if on_gpu else {}
+        if products is not None:
+            speeds["free_rows"] = min(max(model.dtype.itemsize * products / bandwidth, 1.0), MOST_FREE_ROWS)
         if one_op:
             speeds["draft_layer_seconds"] = 5e-5
         if compiled and not on_gpu:
@@ -113,7 +119,7 @@ class Known:
 
     def target_seconds(self, rows: np.ndarray, cached: float) -> np.ndarray:
         """One target forward of ``rows`` rows behind ``cached`` tokens, all sequences together."""
-        reading = self.target_bytes * (1.0 + (rows - 1.0) / self.free_rows) + self.cache_bytes * cached
+        reading = self.target_bytes * np.hypot(1.0, (rows - 1.0) / self.free_rows) + self.cache_bytes * cached
         return self.target_layers * self.layer_seconds + reading / self.bandwidth
 
     def other_seconds(self, config: GraphConfig | None) -> float:
@@ -340,20 +346,6 @@ def weight_bytes(model: nn.Module) -> float:
     if left_out is None or left_out is getattr(output, "weight", None):
         return float(sum(p.nbytes for p in model.parameters()))
     return float(sum(p.nbytes for p in model.parameters() if p is not left_out))
-
-
-def measure_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a copy reads and writes there: the better of two, some milliseconds."""
-    source = torch.ones(COPY_BYTES // 4, device=device)
-    copy = torch.empty_like(source)
-    best = float("inf")
-    for _ in range(3):  # the first one touches the pages
-        wait(device)
-        begin = time.perf_counter()
-        copy.copy_(source)
-        wait(device)
-        best = min(best, time.perf_counter() - begin)
-    return 2.0 * COPY_BYTES / max(best, 1e-6)
 
 
 def _doublings(cached: float) -> float:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import platform
 import threading
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,9 @@ from ..model.attention import implementation_of
 from ..model.fused import why_not
 from ..sources.layer_skip import LayerSkip
 from .auto import AutoPolicy, Experience
-from .costs import CostModel, Known, measure_bandwidth
+from .costs import CostModel, Known
 from .ladder import ladder
+from .machine import bandwidth, machine, products
 from .store import Document, Saver, cache_dir
 
 SIZES = (
@@ -60,6 +60,7 @@ class Pair:
         ways = {
             "one_op": about["draft_forward"] == "operator",
             "compiled": about["compiled"] and backend in ("auto", "cpu"),
+            "products": None if replay.is_gpu(self.device) else products(model.dtype, target_level(about)),
         }
         known = Known.of(model, view, bandwidth(self.device), **ways)
         self.costs = CostModel(known, self.shapes)
@@ -176,28 +177,9 @@ def forwards(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, st
     return {**ways, "cpu_level": cpu_levels.active() if on_cpu else None}
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """What the device is called, and how many threads serve it."""
-    if device.type == "cuda":
-        return {"device": torch.cuda.get_device_name(device)}
-    name = platform.processor() or platform.machine()
-    return {"device": name, "node": platform.node(), "threads": torch.get_num_threads()}
-
-
-_bandwidths: dict[tuple[Path, str], float] = {}
-
-
-def bandwidth(device: torch.device) -> float:
-    """Bytes a second that the device's memory reads: measured once in a process unless the disk knows."""
-    document = Document("machine", {**machine(device), "type": device.type})
-    key = (document.path, str(device))
-    if key not in _bandwidths:
-        found = document.read().get("bandwidth")
-        if not isinstance(found, float) or not 1e8 < found < 1e14:
-            found = measure_bandwidth(device)
-            document.write({"bandwidth": found})
-        _bandwidths[key] = found
-    return _bandwidths[key]
+def target_level(about: Mapping[str, Any]) -> str | None:
+    """Instructions of the operator that forwards the target's rows; ``None``: modules do."""
+    return about["cpu_level"] if about["target_forward"] == "operator" else None
 
 
 def fingerprint(model: nn.Module) -> str:
