@@ -9,7 +9,6 @@ from . import compiled, reference
 
 IMPLEMENTATIONS = {"cpu": compiled.row_linear, "reference": reference.row_linear}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-LANES = 16  # of a CPU vector: ``in`` is a multiple of it
 
 
 def row_linear(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
@@ -18,7 +17,7 @@ def row_linear(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
     Sums are in float32 and rounded once. A row's result depends on that row alone, not on how many there are.
 
     Args:
-        x: float32, bfloat16 or float16 [rows, in], contiguous, ``in`` a multiple of 16.
+        x: float32, bfloat16 or float16 [rows, in], contiguous.
         weight: [out, in], contiguous, of the dtype of ``x``.
 
     Returns:
@@ -29,6 +28,4 @@ def row_linear(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
     """
     check_tensor("x", x, (None, None), FLOATS, x.device)
     check_tensor("weight", weight, (None, x.shape[1]), (x.dtype,), x.device)
-    if x.shape[1] % LANES:
-        raise ValueError(f"x: expected a multiple of {LANES} columns, got {x.shape[1]}")
     return resolve(backend, x.device, IMPLEMENTATIONS)(x, weight)

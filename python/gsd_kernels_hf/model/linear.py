@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.row_linear import row_linear
-from gsd_kernels.ops.row_linear.api import FLOATS, LANES
+from gsd_kernels.ops.row_linear.api import FLOATS
 
-MOST_ROWS = {torch.float32: 64, torch.bfloat16: 64, torch.float16: 40}
-"""With more rows general products are as fast."""
+MOST_ROWS = 64
+"""With many more rows general products are as fast."""
 WIDENED_AT_ONCE = 1 << 20
 """Weights in float32, 4 MiB: they stay in a cache until they are used."""
 
@@ -35,7 +35,7 @@ class CpuLinear(nn.Linear):
         rows = input.numel() // self.in_features
         if rows < 2 or input.dtype != self.weight.dtype:
             return super().forward(input)
-        if rows <= MOST_ROWS[self.weight.dtype]:
+        if rows <= MOST_ROWS:
             out = row_linear(input.reshape(rows, -1), self.weight)
         elif self.weight.dtype != torch.float32:
             out = widened_linear(input.reshape(rows, -1), self.weight)
@@ -86,7 +86,7 @@ def serves(weight: Tensor) -> bool:
     # Hardware for bfloat16 is what PyTorch's products use and these do not.
     served = FLOATS if not torch.cpu._is_avx512_bf16_supported() else (torch.float32,)
     plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.is_contiguous()
-    return plain and weight.dtype in served and weight.shape[1] % LANES == 0
+    return plain and weight.dtype in served
 
 
 def with_children(module: Any, children: dict[str, nn.Module | None]) -> Any:
