@@ -32,7 +32,15 @@ class OpenVino:
         return _Pipelines(place)
 
     def about(self) -> str:
-        return f"openvino-genai {version('openvino-genai')}"
+        without = "" if has_bfloat16() else ", which multiplies bfloat16 weights in float32 on this CPU"
+        return f"openvino-genai {version('openvino-genai')}{without}"
+
+
+def has_bfloat16() -> bool:
+    """Whether its CPU plug-in multiplies and caches in bfloat16 here; it refuses where the instructions are missing."""
+    import openvino as ov
+
+    return "BF16" in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 class _Pipelines:
@@ -47,7 +55,7 @@ class _Pipelines:
             return
         import openvino_genai as genai
 
-        precision = {"float32": "f32", "bfloat16": "bf16"}[self.place.dtype]
+        precision = "bf16" if self.place.dtype == "bfloat16" and has_bfloat16() else "f32"
         # Both by name: the cache's would be u8. Hyper-threads and all cores are what torch's threads get too.
         properties = {
             "INFERENCE_PRECISION_HINT": precision,
