@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory):
-    builds = {name: [flag for flag in of if flag != "-g"] for name, of in BUILDS.items()} | {"count": ["-DGSD_COUNT"]}
+    builds = {name: [flag for flag in of if flag != "-g"] for name, of in BUILDS.items()} | {"count": ["-O1", "-DGSD_COUNT"]}
 
     def make(folder: Path) -> None:
         units = [folder / f"unit{i}.cpp" for i in range(len(UNITS))]
@@ -41,7 +41,7 @@ def decoders(tmp_path_factory):
 @pytest.mark.parametrize("sanitizer", BUILDS)
 @pytest.mark.parametrize("rows", [1, 19, 50])
 def test_no_races_and_no_bad_accesses(decoders, sanitizer, rows):
-    status, output = run(decoders[sanitizer], rows, 1061, 333, 1)
+    status, output = run(decoders[sanitizer], rows, 421, 333, 1)
     assert status == 0, output[-3000:]
 
 
