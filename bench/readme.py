@@ -40,9 +40,10 @@ def headline(results: Path) -> str:
         theirs = [name for name in rates if name.startswith("hf-")]
         engines = [name for name in rates if name.startswith(ENGINES)]
         sizes = f"{_millions(data['parameters']['target'])} with {_millions(data['parameters']['draft'])}"
+        found = environment.get("instructions")
         rows.append(
             [
-                f"{settings['pair']} pair, {sizes}, {settings['dtype']}",
+                f"{settings['pair']} pair, {sizes}, {settings['dtype']}{f', {found}' if found else ''}",
                 f"{rates[GREEDY]:.1f}",
                 *(_fastest(rates, names) for names in (theirs, engines)),
                 f"{rates[PLAIN]:.1f}" if PLAIN in rates else "–",
@@ -233,7 +234,7 @@ def _rows_table(data: dict[str, Any]) -> str:
     if busy := data.get("busy"):
         beside = f"Beside {busy} process{'es' * (busy > 1)} that computed without end, on average"
         what = f"{beside}: {what[0].lower()}{what[1:]}"
-    return f"{_place(data['environment'])}, instructions {data['level']}. {what}:\n\n{markdown(head, lines)}"
+    return f"{_place(data['environment'])}. {what}:\n\n{markdown(head, lines)}"
 
 
 def corpus(results: Path) -> str:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from gsd_kernels import cpu_levels
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows.api import FLOATS
 from gsd_kernels.ops.decoder_rows.cuda import DTYPES
@@ -188,7 +187,6 @@ def run(
         "schema": 1,
         "case": "rows",
         "environment": environment(device),
-        "level": cpu_levels.active() if device.type == "cpu" else None,
         "busy": busy,
         "results": [measure(shape, dtype, rows, prefix, prompt, seconds, device, busy) for dtype in dtypes],
     }

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from gsd_kernels import cpu_levels
+from gsd_kernels.backends import unavailable_reason
 from gsd_kernels_hf.console.versions import versions
 
 
@@ -20,6 +22,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "device_type": device.type,
         "threads": torch.get_num_threads(),
+        "instructions": instructions(device),
         "platform": platform.platform(terse=True),
         "versions": {**versions(), "cuda": torch.version.cuda, "driver": driver() if device.type == "cuda" else None},
         "commit": commit(),
@@ -38,6 +41,13 @@ def device_name(device: torch.device) -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def instructions(device: torch.device) -> str | None:
+    """The instruction set of a CPU's products of rows, which a processor's name need not tell."""
+    if device.type != "cpu" or unavailable_reason("cpu", device) is not None:
+        return None
+    return cpu_levels.active()
 
 
 def driver() -> str | None:
