@@ -9,6 +9,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
+from gsd_kernels_hf.policy import auto
 from gsd_kernels_hf.policy.auto import AutoPolicy
 from gsd_kernels_hf.policy.ladder import ladder
 
@@ -54,6 +55,30 @@ def test_switched_off_everything_is_read(options):
             text = torch.cat([out, words(1, SAID, seed=turn)], 1)
         ask(target, text, reuse_prefix=True)
         assert reads.since() == SAID, "one call may ask for it"
+
+
+def test_the_first_token_of_a_long_prompt_does_not_wait_for_the_draft(monkeypatch):
+    """Under ``"auto"`` the draft reads the prompt after the first token was streamed; the text is the same."""
+    monkeypatch.setattr(auto, "LONG_PROMPT", 40)
+
+    class Streamer(BaseStreamer):
+        def __init__(self) -> None:
+            self.read: list[int] = []
+
+        def put(self, value) -> None:
+            self.read.append(reads.since())
+
+        def end(self) -> None: ...
+
+    for length in (39, 40):
+        target, draft = pair()
+        reads, streamer, text = Reads(draft), Streamer(), words(1, length, seed=length)
+        out = gsd.generate(
+            target, text, assistant_model=draft, graph_config="auto", max_new_tokens=8, streamer=streamer
+        )
+        assert torch.equal(out, expected(target, text, tokens=8))
+        prompt, first, *rest = streamer.read
+        assert prompt == 0 and (first == 0) == (length == 40) and sum(rest) + first >= length - 1
 
 
 @pytest.mark.slow

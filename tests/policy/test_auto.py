@@ -11,7 +11,7 @@ import pytest
 from simulated import BFLOAT16, EASY, FLOAT32, GPU, HOPELESS, KNOWN, NO_AMX, USUAL, World, experience
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.policy.auto import KNOWN_CHOICE, TRIAL_STEPS, AutoPolicy, Experience
+from gsd_kernels_hf.policy.auto import KNOWN_CHOICE, LONG_PROMPT, TRIAL_STEPS, AutoPolicy, Experience
 from gsd_kernels_hf.policy.costs import PLAIN, Known
 from gsd_kernels_hf.policy.fixed import FixedPolicy
 
@@ -260,6 +260,40 @@ def test_a_model_that_the_last_text_ended_without_is_tried_in_the_next():
     world.read((EASY[0], USUAL[1]))
     shapes = world.run(AutoPolicy(pair, prefix=200), 2 * KNOWN_CHOICE)
     assert any(shape is not None and shape.depth for shape in shapes)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["first", "known"])
+def test_behind_a_long_prompt_the_first_step_is_plain_and_the_rest_as_behind_a_short_one(known):
+    runs = []
+    for prefix in (LONG_PROMPT - 1, LONG_PROMPT):
+        world, policy, pair = start("bfloat16", USUAL)
+        if known:
+            world.run(policy, 100)
+            policy.end()
+            world = World(BFLOAT16, USUAL)
+        pair.costs.tried.clear()
+        following = AutoPolicy(pair, prefix=prefix, reads_prompt=True)
+        opens = prefix >= LONG_PROMPT
+        assert (following.shape() is None) == opens
+        shapes = world.run(following, 1 + opens)[opens:]
+        assert pair.costs.tried.get(PLAIN, 0) == opens
+        runs.append(shapes + world.run(following, 6))
+    short, long = runs
+    assert None not in short and long[: KNOWN_CHOICE if known else 2] == short[: KNOWN_CHOICE if known else 2]
+
+
+def test_the_first_step_is_plain_only_where_a_source_reads_the_prompt():
+    pair = experience()
+    assert AutoPolicy(pair, prefix=LONG_PROMPT).shape() is not None
+    assert AutoPolicy(experience(with_model=False), prefix=LONG_PROMPT, reads_prompt=True).shape() is not None
+
+
+def test_a_generation_of_one_plain_step_leaves_the_shape_that_would_have_followed():
+    pair = experience()
+    first = AutoPolicy(pair, prefix=200)
+    policy = AutoPolicy(pair, prefix=LONG_PROMPT, reads_prompt=True)
+    policy.end()
+    assert pair.last["1"] == first.names[first.current] != PLAIN
 
 
 def test_a_neighbour_process_makes_all_shapes_slower_and_none_more_promising():

@@ -125,6 +125,7 @@ class GraphDecoder(Options):
             about=f"{request.plan.temperature > 0} {self.criterion}",
             batch=request.batch,
             prefix=request.prompt_length,
+            reads_prompt=any(source.reads_prompt for source in sources),
             backend=self.backend,
         )
 

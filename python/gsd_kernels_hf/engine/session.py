@@ -245,6 +245,7 @@ class Session:
         """Store all of the prompt but its last token in the cache of ``rows``, as far as it is not there."""
         rows.restart(self.state.tokens[:, : self.request.prompt_length - 1])
         self.read(rows)
+        self.clock.begin_step()  # no part of it
 
     def read(self, rows: RowModel, listener: Listener | None = None) -> None:
         """Store what the cache of ``rows`` lacks; ``listener`` gets the hidden states."""

@@ -6,6 +6,9 @@ the shape that the last one ended with, or with the most promising one that spec
 and that would be best if it were cheap is tried for two steps, as long as trials have cost little. So is plain
 decoding, which is never chosen before it was timed, unless steps bring one token anyhow. Where it is best, speculation
 is off, and tried again later; likewise the draft model where shapes without it are best.
+
+The first step behind a long prompt is plain where a draft model has to read the prompt too: the first token comes
+before that.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ INTERVAL = 16  # steps between choices, at most
 PATIENCE, MOST_PATIENCE = 64, 1024  # plain steps until speculation is tried again
 NOTHING = 1.1  # tokens a step, below which speculation brings nothing, whatever it costs
 REMEMBERED = 8  # batch sizes
+LONG_PROMPT = 512  # tokens, which even a small draft reads for longer than a plain step takes
 
 
 class _Step(NamedTuple):
@@ -104,10 +108,19 @@ class AutoPolicy:
         experience: of the pair.
         batch: sequences.
         prefix: tokens of the prompt.
+        reads_prompt: whether a source reads all of the prompt before it proposes.
         saver: has ``save()``, called at the end.
     """
 
-    def __init__(self, experience: Experience, *, batch: int = 1, prefix: int = 0, saver: Any = None) -> None:
+    def __init__(
+        self,
+        experience: Experience,
+        *,
+        batch: int = 1,
+        prefix: int = 0,
+        reads_prompt: bool = False,
+        saver: Any = None,
+    ) -> None:
         self.experience, self.batch, self.saver = experience, batch, saver
         self.acceptance: AcceptanceModel | None = experience.acceptance
         # Beside a draft model, which proposes little that is not worth a row, choosing rows cost 4% in races.
@@ -129,6 +142,10 @@ class AutoPolicy:
         self.elapsed = self.lost = self.trial_seconds = 0.0
         self.expected = self.rows = np.ones(len(self.names))
         self.current, self.next_choice = self._first()
+        first = self.configs[self.current]
+        self.opens = reads_prompt and prefix >= LONG_PROMPT and first is not None and first.depth > 0
+        if self.opens:
+            self.home, self.current = self.current, 0
         self._set_price()
 
     def _first(self) -> tuple[int, int]:
@@ -175,6 +192,9 @@ class AutoPolicy:
         self.cached += sum(tokens)
         self.steps += 1
         self.since += 1
+        if self.opens:
+            self._end_opening()
+            return
         if self.home is None and self._unseen(self.current):
             self.experience.wait = max(0, self.experience.wait - 1)
         another = self._another_text()
@@ -185,6 +205,13 @@ class AutoPolicy:
             self._learn()
             self._choose()
             self._set_price()
+
+    def _end_opening(self) -> None:
+        """Go on, after the first step, as if the generation began here."""
+        assert self.home is not None
+        self._learn()
+        self.current, self.home, self.opens = self.home, None, False
+        self.steps, self.since, self.elapsed, self.trial_seconds = 0, 0, 0.0, 0.0
 
     def _observe_budget(self, tokens: list[int]) -> None:
         """Learn what the rows that the budget kept were worth."""

@@ -111,6 +111,7 @@ def automatic_policy(
     about: str,
     batch: int,
     prefix: int,
+    reads_prompt: bool,
     backend: str,
 ) -> AutoPolicy:
     """The policy of one generation.
@@ -123,6 +124,7 @@ def automatic_policy(
         reuses: whether one of them proposes without a forward.
         about: of all else that acceptance depends on: how tokens are sampled, the criterion.
         batch, prefix: sequences, and tokens of the prompt.
+        reads_prompt: whether a source reads all of the prompt before it proposes.
         backend: of the ops.
     """
     key = (cache_dir(), backend, *sources, *forwards(model, draft, backend).values())
@@ -131,7 +133,7 @@ def automatic_policy(
         about = " ".join([about, *sources, *(fingerprint(m) for m in models)])
         kept.setdefault(key, pair_of(model, draft, backend, others).experience(about, reuses=reuses))
     experience, saver = kept[key]
-    return AutoPolicy(experience, batch=batch, prefix=prefix, saver=saver)
+    return AutoPolicy(experience, batch=batch, prefix=prefix, reads_prompt=reads_prompt, saver=saver)
 
 
 def known_steps(model: PreTrainedModel, draft: Draft, backend: str = "auto") -> int:

@@ -124,6 +124,8 @@ class DraftSource:
         reliability: prior ratio of how often its candidates are right to their probability, by ``Proposal.index``, for
             levels where it is alone; ``None``: its probabilities are taken as they are.
         models: models that it forwards, besides the target; they take part in the checks of a call.
+        reads_prompt: whether it reads all of the prompt, once, before it proposes; ``auto`` may let the first token go
+            before.
     """
 
     name = "custom"
@@ -132,6 +134,7 @@ class DraftSource:
     shares: tuple[float, ...] = (0.2,)
     reliability: tuple[float, ...] | None = None
     models: tuple[PreTrainedModel, ...] = ()
+    reads_prompt = False
 
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target that the source cannot draft for; set what depends on it, as ``hidden_layers`` may.

@@ -26,6 +26,7 @@ class DraftModel(Expansion):
     """
 
     name = "model"
+    reads_prompt = True
 
     def __init__(self, model: PreTrainedModel, *, name: str = "model") -> None:
         self.models, self.name = (model,), name
