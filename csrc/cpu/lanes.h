@@ -21,18 +21,39 @@ inline bool has_avx512() { return false; }
 
 namespace gsd {
 
-constexpr int kLanes = 16;
+constexpr int kLanes = 16, kEight = 8;
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef float Eight __attribute__((vector_size(32)));
+typedef int32_t EightInts __attribute__((vector_size(32)));
 
 // A C-style cast between vector types of one size keeps the bits.
-GSD_INLINE void load(const void* from, Floats& to) { memcpy(&to, from, sizeof to); }
-GSD_INLINE void store(const Floats& from, void* to) { memcpy(to, &from, sizeof from); }
+template <class V>
+GSD_INLINE void load(const void* from, V& to) {
+  memcpy(&to, from, sizeof to);
+}
+template <class V>
+GSD_INLINE void store(const V& from, void* to) {
+  memcpy(to, &from, sizeof from);
+}
 GSD_INLINE void fill(float value, Floats& to) { to = value - Floats{}; }
+
+// Masks are −1 or 0. GCC takes comparisons of vectors wider than the registers apart, lane by lane, but not arithmetic:
+// so the sign bits of a difference say what is less, and what is compared has to have exact differences, or Eight lanes.
+GSD_INLINE void sign_of(const Floats& x, Ints& mask) { mask = (Ints)x >> 31; }
+GSD_INLINE void is_nan(const Floats& x, Ints& mask) { mask = (0x7F800000 - ((Ints)x & 0x7FFFFFFF)) >> 31; }
+GSD_INLINE void choose(const Ints& mask, const Floats& where, const Floats& elsewhere, Floats& out) {
+  out = (Floats)((mask & (Ints)where) | (~mask & (Ints)elsewhere));
+}
 
 // Cephes' expf: relative error 1e-7; 0 below −87.
 GSD_INLINE void exp_lanes(const Floats& x, Floats& out) {
-  const Floats clamped = x < -87.0f ? Floats{} - 87.0f : x;
+  Ints small, nan;
+  sign_of(x + 87.0f, small);
+  is_nan(x, nan);
+  small &= ~nan;
+  Floats clamped;
+  choose(small, Floats{} - 87.0f, x, clamped);
   const Floats shifted = clamped * 1.44269504088896341f + 12582912.0f;  // + 1.5·2²³ rounds to an integer
   const Floats n = shifted - 12582912.0f;
   const Floats r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
@@ -43,7 +64,7 @@ GSD_INLINE void exp_lanes(const Floats& x, Floats& out) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   const Ints scale = (__builtin_convertvector(n, Ints) + 127) << 23;
-  out = x < -87.0f ? Floats{} : p * (Floats)scale;
+  out = (Floats)(~small & (Ints)(p * (Floats)scale));
 }
 
 }  // namespace gsd

@@ -14,7 +14,6 @@ namespace {
 
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-typedef float Eight __attribute__((vector_size(32)));
 typedef float Four __attribute__((vector_size(16)));
 typedef int32_t FourInts __attribute__((vector_size(16)));
 
@@ -40,8 +39,9 @@ struct WideFloat16 {
     const Words wide = __builtin_convertvector(halves, Words) << 16, magnitude = wide << 1;
     const Floats normal = (Floats)((magnitude >> 4) + (0xE0u << 23)) * 1.925929944387236e-34f;
     const Floats subnormal = (Floats)((magnitude >> 17) | (126u << 23)) - 0.5f;
-    const Words value = magnitude < (1u << 27) ? (Words)subnormal : (Words)normal;
-    to = (Floats)((wide & 0x80000000u) | value);
+    const Ints small = (Ints)((magnitude >> 4) - (1u << 23)) >> 31;
+    choose(small, subnormal, normal, to);
+    to = (Floats)((wide & 0x80000000u) | (Words)to);
   }
 };
 
@@ -297,27 +297,29 @@ GSD_CLONES void rms_norm(const float* x, const float* weight, float eps, float* 
 }
 
 GSD_CLONES void silu_times(float* gate, const float* up, int64_t width) {
-  Floats g, u, e;
+  Floats g, u, e, share;
+  Ints negative;
   for (int64_t i = 0; i < width; i += kLanes) {
     load(gate + i, g);
     load(up + i, u);
-    exp_lanes(g < 0.0f ? g : -g, e);  // ≤ 1, so nothing overflows
-    store(g * u * ((g < 0.0f ? e : Floats{} + 1.0f) / (1.0f + e)), gate + i);
+    exp_lanes((Floats)((Ints)g | INT32_MIN), e);  // of −|g|: ≤ 1, so nothing overflows
+    sign_of(g, negative);
+    choose(negative, e, Floats{} + 1.0f, share);
+    store(g * u * (share / (1.0f + e)), gate + i);
   }
 }
 
 GSD_CLONES float largest(const float* scores, int64_t padded) {
-  Floats best, seen;
-  fill(negative_infinity(), best);
-  Ints nan{};
-  for (int64_t i = 0; i < padded; i += kLanes) {
+  Eight best = negative_infinity() - Eight{}, seen;
+  EightInts nan{};
+  for (int64_t i = 0; i < padded; i += kEight) {
     load(scores + i, seen);
     nan |= seen != seen;
     best = seen > best ? seen : best;
   }
   float top = negative_infinity();
   bool found = false;
-  for (int lane = 0; lane < kLanes; lane++) {
+  for (int lane = 0; lane < kEight; lane++) {
     top = best[lane] > top ? best[lane] : top;
     found |= nan[lane] != 0;
   }

@@ -12,9 +12,11 @@ GSD_INLINE void log_lanes(const Floats& x, Floats& out) {
   const Ints bits = (Ints)x;
   const Ints mantissa = (bits & 0x7FFFFF) | 0x3F800000;
   Floats m = (Floats)mantissa;  // 1 … 2
-  const Ints large = m > 1.41421356f;                     // −1 where true
+  Ints large;
+  sign_of(1.41421356f - m, large);
   const Floats e = __builtin_convertvector((bits >> 23) - 127 - large, Floats);
-  m = (large ? m * 0.5f : m) - 1.0f;
+  choose(large, m * 0.5f, m, m);
+  m = m - 1.0f;
   const Floats z = m * m;
   Floats p = m * 7.0376836292e-2f - 1.1514610310e-1f;
   p = p * m + 1.1676998740e-1f;
@@ -31,8 +33,10 @@ GSD_INLINE void log_lanes(const Floats& x, Floats& out) {
 GSD_INLINE void negative_log1p_lanes(const Floats& u, Floats& out) {
   const Floats w = 1.0f - u;
   Floats log_w;
+  Ints below_one;
   log_lanes(w, log_w);
-  out = w == 1.0f ? u : log_w * u / (w - 1.0f);
+  sign_of(w - 1.0f, below_one);
+  choose(below_one, log_w * u / (w - 1.0f), u, out);
 }
 
 }  // namespace
@@ -50,17 +54,16 @@ void narrow_float64(const double* from, float* to, int n) {
 }
 
 GSD_CLONES Extremes extremes(const float* x, int n) {
-  Floats best, seen;
-  fill(negative_infinity(), best);
-  Ints nan{};
+  Eight best = negative_infinity() - Eight{}, seen;
+  EightInts nan{};
   int i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
+  for (; i + kEight <= n; i += kEight) {
     load(x + i, seen);
     best = seen > best ? seen : best;
     nan |= seen != seen;
   }
   Extremes result{negative_infinity(), false};
-  for (int lane = 0; lane < kLanes; lane++) {
+  for (int lane = 0; lane < kEight; lane++) {
     result.max = best[lane] > result.max ? best[lane] : result.max;
     result.has_nan |= nan[lane] != 0;
   }
@@ -73,11 +76,10 @@ GSD_CLONES Extremes extremes(const float* x, int n) {
 
 GSD_CLONES Extremes scale_and_block_maxima(float* x, int padded, float by, float* block_max) {
   Extremes result{negative_infinity(), false};
-  Ints nan{};
+  EightInts nan{};
   for (int block = 0; block < padded / kBlock; block++) {
-    Floats best, seen;
-    fill(negative_infinity(), best);
-    for (int i = 0; i < kBlock; i += kLanes) {
+    Eight best = negative_infinity() - Eight{}, seen;
+    for (int i = 0; i < kBlock; i += kEight) {
       load(x + block * kBlock + i, seen);
       nan |= seen != seen;
       seen = seen / by;
@@ -85,18 +87,18 @@ GSD_CLONES Extremes scale_and_block_maxima(float* x, int padded, float by, float
       best = seen > best ? seen : best;
     }
     float top = negative_infinity();
-    for (int lane = 0; lane < kLanes; lane++) top = best[lane] > top ? best[lane] : top;
+    for (int lane = 0; lane < kEight; lane++) top = best[lane] > top ? best[lane] : top;
     block_max[block] = top;
     result.max = top > result.max ? top : result.max;
   }
-  for (int lane = 0; lane < kLanes; lane++) result.has_nan |= nan[lane] != 0;
+  for (int lane = 0; lane < kEight; lane++) result.has_nan |= nan[lane] != 0;
   return result;
 }
 
 GSD_CLONES void cut_below(float* x, int padded, float floor) {
-  Floats seen, none;
-  fill(negative_infinity(), none);
-  for (int i = 0; i < padded; i += kLanes) {
+  Eight seen;
+  const Eight none = negative_infinity() - Eight{};
+  for (int i = 0; i < padded; i += kEight) {
     load(x + i, seen);
     seen = seen >= floor ? seen : none;
     store(seen, x + i);
@@ -164,7 +166,9 @@ GSD_CLONES void add_gumbel(float* x, const uint32_t* bits) {
     word = (word >> 1) & 0x7FFFFFFF;
     Floats u = (__builtin_convertvector(word, Floats) + 0.5f) * 4.656612873077393e-10f;
     const float top = 1.0f - 5.960464477539063e-08f;
-    u = u < top ? u : Floats{} + top;
+    Ints below;
+    sign_of(u - top, below);
+    choose(below, u, Floats{} + top, u);
     Floats e, log_e, seen;
     negative_log1p_lanes(u, e);
     log_lanes(e, log_e);
