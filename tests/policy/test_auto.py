@@ -101,6 +101,20 @@ def test_a_draft_that_does_not_pay_is_left_out_and_the_history_goes_on():
     assert None not in shapes[-10:] and all(s.depth == 0 for s in shapes[-10:])
 
 
+@pytest.mark.parametrize(("more", "tried", "leaves"), [(1.1, 0.0, False), (1.4, 0.0, True), (1.1, 400.0, True)])
+def test_the_model_is_not_left_out_for_a_promise_that_nothing_supports(more, tried, leaves):
+    """10% more, of shapes that never ran, is no reason to hide what the model would have brought; 40% more is."""
+    _, policy, pair = start("float32", USUAL)
+    depths = [shape.depth for shape in pair.shapes.values()]
+    rates = np.array([0.0, *(1.0 if depth else more for depth in depths)])
+    pair.acceptance.gains["lookup"] = (tried, tried)
+    home = 1 + depths.index(max(depths))
+    chosen = pair.shapes[policy.names[policy._most_promising(rates, home)]]
+    assert (chosen.depth == 0) == leaves
+    without = 1 + depths.index(0)
+    assert policy._most_promising(rates, without) == without, "shows as little as the current one"
+
+
 def test_a_model_that_was_left_out_gets_another_chance():
     world, policy, _ = start("bfloat16", (HOPELESS[0], (0.8, 0.05, 0.02, 0.01)))
     world.run(policy, 100)

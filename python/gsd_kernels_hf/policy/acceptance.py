@@ -117,6 +117,10 @@ class AcceptanceModel:
         observed, expected = self.gains.get(kind, (0.0, 0.0))
         return (RATIO_WEIGHT[kind] + observed) / (RATIO_WEIGHT[kind] + expected)
 
+    def evidence(self, kind: str) -> float:
+        """Tokens that :meth:`ratio` is known by, those of its prior included."""
+        return RATIO_WEIGHT[kind] + self.gains.get(kind, (0.0, 0.0))[1]
+
     def observe_rows(self, gained: float, promised: float) -> None:
         """Tokens beyond the first that a step brought a sequence, and what its rows' scores had promised."""
         self.kept = (GAIN_MEMORY * self.kept[0] + gained, GAIN_MEMORY * self.kept[1] + promised)

@@ -27,6 +27,7 @@ from .costs import COLD, NOISE, PLAIN, CostModel
 from .ladder import BRANCH
 
 GAIN = 1.02  # a new shape must promise this much more than the current one
+DOUBT = 1.0  # of a shape that shows less, in standard deviations of what steps of its kind bring
 HOPE = 1.05  # an uncertain one this much more, at best, to be tried
 TRIAL_STEPS = 2
 FIRST_TRIAL = 8  # steps of a generation before
@@ -314,7 +315,7 @@ class AutoPolicy:
             self.home, self.trial_seconds = None, 0.0
         elif self.since > PATIENCE and not self._unseen(home):
             self.experience.patience = PATIENCE  # speculation pays
-        best = 1 + int(rates[1:].argmax())
+        best = self._most_promising(rates, home)
         timed = self.experience.costs.tried.get(PLAIN, 0) >= TRIAL_STEPS
         if rates[0] > rates[best] and (timed or self.expected[best] < NOTHING):
             best = 0
@@ -332,6 +333,21 @@ class AutoPolicy:
             self._retry()
         elif best and self.timed and self.steps >= FIRST_TRIAL:
             self._try(rates, best)
+
+    def _most_promising(self, rates: np.ndarray, home: int) -> int:
+        """The speculating shape with the most tokens a second; what was not tried yet may not hide what was by little.
+
+        Steps of a shape without the draft model say nothing of it. What such a shape promises over the best of those
+        that show as much as ``home`` does has to exceed what is not known of its kind.
+        """
+        best = 1 + int(rates[1:].argmax())
+        config, shown = self.configs[best], len(self._unseen(home))
+        if config is None or len(self._unseen(best)) <= shown:
+            return best
+        doubt = DOUBT / self.experience.acceptance.evidence(kind_of(config)) ** 0.5
+        some = [i for i in range(1, len(self.names)) if len(self._unseen(i)) <= shown]
+        other = max(some, key=rates.__getitem__)
+        return best if rates[best] > (1.0 + doubt) * rates[other] else other
 
     def _take(self, shape: int) -> None:
         if shape != self.current:
