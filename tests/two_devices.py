@@ -84,9 +84,9 @@ def split(model: PreTrainedModel) -> PreTrainedModel:
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(Elsewhere(parameter.data), requires_grad=False))
     for part in (*here, model.model.norm):
-        add_hook_to_module(part, AlignDevicesHook("cpu", skip_keys="past_key_values"))
+        add_hook_to_module(part, AlignDevicesHook("cpu", skip_keys=["cache", "past_key_values"]))
     for part in there:
-        add_hook_to_module(part, AlignDevicesHook(SECOND, skip_keys="past_key_values"))
+        add_hook_to_module(part, AlignDevicesHook(SECOND, skip_keys=["cache", "past_key_values"]))
     return model
 
 

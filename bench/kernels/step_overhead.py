@@ -26,6 +26,8 @@ def target_forward(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[
     """A single-row forward over a filled cache, and the model's parameter count."""
     from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
+    from gsd_kernels_hf.model.properties import cache_argument
+
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
@@ -37,11 +39,12 @@ def target_forward(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[
     )
     model = LlamaForCausalLM(config).to(device=device, dtype=dtype).eval()
     cache = StaticCache(config=config, max_cache_len=PREFIX + 2 * FORWARDS)  # every call adds a token
-    model(torch.randint(0, VOCAB, (1, PREFIX), device=device), past_key_values=cache, use_cache=True)
+    cached = {cache_argument(model): cache}
+    model(torch.randint(0, VOCAB, (1, PREFIX), device=device), **cached, use_cache=True)
     token, position = torch.tensor([[7]], device=device), torch.tensor([[PREFIX]], device=device)
 
     def forward() -> object:
-        return model(token, past_key_values=cache, use_cache=True, position_ids=position).logits
+        return model(token, **cached, use_cache=True, position_ids=position).logits
 
     return forward, sum(p.numel() for p in model.parameters())
 

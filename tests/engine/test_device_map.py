@@ -83,7 +83,7 @@ def test_two_devices_with_a_gpu(devices, tmp_path):
         spread = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
         for part, device in places.items():
             module = spread.get_submodule(part).to(device)
-            add_hook_to_module(module, AlignDevicesHook(device, skip_keys="past_key_values"))
+            add_hook_to_module(module, AlignDevicesHook(device, skip_keys=["cache", "past_key_values"]))
     else:
         spread = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, device_map=places).eval()
     expected = generate(whole, noised(whole))

@@ -13,6 +13,7 @@ import transformers
 from validate.calls import LENGTH, VOCAB, pair, prompt, refused, ways
 
 import gsd_kernels as gsd
+from gsd_kernels_hf.model.properties import cache_argument
 
 # Model inputs ---------------------------------------------------------------------------------------------------------
 
@@ -98,13 +99,12 @@ def test_the_positions_that_transformers_makes_itself_are_no_reason(ragged, copi
 def test_an_empty_cache_of_ones_own_is_refused():
     target, draft = pair()
     marked = transformers.DynamicCache()
-    target.generate(**prompt(), past_key_values=marked)
+    name = cache_argument(target)
+    target.generate(**prompt(), **{name: marked})
     if not hasattr(marked, "_is_user_defined"):
         pytest.skip("this transformers does not mark a caller's own cache")
-    with refused(target, ValueError, "past_key_values"):
-        target.generate(
-            custom_generate=gsd.GraphDecoder(draft), past_key_values=transformers.DynamicCache(), **prompt()
-        )
+    with refused(target, ValueError, name):
+        target.generate(custom_generate=gsd.GraphDecoder(draft), **{name: transformers.DynamicCache()}, **prompt())
 
 
 @pytest.mark.parametrize("value", [2, -1, 0.5, 255, math.nan, -math.inf])

@@ -36,8 +36,8 @@ def test_layers_that_keep_unknown_keywords_from_their_attention(name):
 class Forgetful(modeling_llama.LlamaAttention):
     """One layer of a subclass that hands nothing on."""
 
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **_):
-        return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values)
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, cache=None, past_key_values=None, **_):
+        return super().forward(hidden_states, position_embeddings, attention_mask, cache or past_key_values)
 
 
 def test_one_layer_of_many():

@@ -19,7 +19,7 @@ from .stats import GenerationStats
 class GraphGenerateOutput(GenerateDecoderOnlyOutput):
     """transformers' output with :class:`~gsd_kernels_hf.engine.stats.GenerationStats`; beyond a row's end scores are 0.
 
-    ``past_key_values`` is ``None``: the cache holds graph slots.
+    ``cache`` (``past_key_values`` before transformers 5.24) is ``None``: the cache holds graph slots.
     """
 
     stats: GenerationStats | None = None

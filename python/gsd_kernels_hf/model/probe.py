@@ -21,7 +21,7 @@ from transformers.masking_utils import causal_mask_function
 from .attention import configs_of, implementation_of, switched_configs, watching
 from .cache import GraphCache
 from .identity import structure_of
-from .properties import device_of, vocabulary
+from .properties import cache_argument, device_of, vocabulary
 
 CACHED = 3  # positions that the cache holds already
 POSITIONS = [[3, 4, 5, 4, 5], [0, 0, 0, 1, 2]]  # [2, ROWS]; the second sequence is padded up to its column 2
@@ -212,7 +212,7 @@ def _forward(model: PreTrainedModel, *, poisoned: bool) -> tuple[Probe, bool]:
             input_ids=tokens,
             attention_mask=mask,
             position_ids=torch.tensor(POSITIONS, device=device),
-            past_key_values=cache,
+            **{cache_argument(model): cache},
             use_cache=True,
             graph=probe,
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import LlamaModel, PreTrainedModel
 
 
 def unwrap(model: Any) -> Any:
@@ -29,6 +30,19 @@ def unwrap(model: Any) -> Any:
 def vocabulary(model: PreTrainedModel) -> int:
     """Rows of the output embedding, padding included."""
     return int(model.config.get_text_config(decoder=True).vocab_size)
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Name by which the model takes and returns a KV cache: ``cache`` from transformers 5.24 on.
+
+    A model of foreign code may still have the name before that, ``past_key_values``.
+    """
+    for forward in (model.forward, LlamaModel.forward):
+        names = inspect.signature(forward).parameters
+        for name in ("cache", "past_key_values"):
+            if name in names:
+                return name
+    raise AssertionError("transformers: LlamaModel.forward takes no cache")
 
 
 def device_of(model: nn.Module) -> torch.device:

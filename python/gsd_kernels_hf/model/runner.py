@@ -17,7 +17,7 @@ from .hidden import LAST, listening
 from .launching import launch_attention
 from .linear import with_cpu_linears
 from .probe import windows_of
-from .properties import device_of, vocabulary
+from .properties import cache_argument, device_of, vocabulary
 
 Listener = Callable[[Mapping[int, Tensor], int], None]
 """Takes the hidden states of a piece of the prompt, [B, n, D] by layer, and the position of its first token."""
@@ -97,6 +97,7 @@ class RowModel(CachedText):
         super().__init__(model, cache, kv_start)
         self.stepping = with_cpu_linears(model, backend)  # the same model and weights
         self.configs = configs_of(model)  # switched for every forward by itself, and as they were in between
+        self.cache_argument = cache_argument(model)
         self.windows = windows_of(model)
         self.backend = backend
         self.device = device_of(model)
@@ -151,7 +152,7 @@ class RowModel(CachedText):
                     input_ids=self.known(input_ids[:, begin:end]),
                     attention_mask=None if attention_mask is None else attention_mask[:, :end],
                     position_ids=positions[:, begin:end],
-                    past_key_values=self.cache,
+                    **{self.cache_argument: self.cache},
                     use_cache=True,
                     logits_to_keep=1,
                 )
@@ -191,7 +192,7 @@ class RowModel(CachedText):
                 input_ids=fed.ids,
                 attention_mask=self.no_mask,
                 position_ids=fed.positions,
-                past_key_values=self.cache,
+                **{self.cache_argument: self.cache},
                 use_cache=True,
                 logits_to_keep=keep,
                 graph=inputs,

@@ -18,7 +18,7 @@ from gsd_kernels.ops.sampling.philox import gumbel_of
 
 from ..api import generate
 from ..engine.stats import GenerationStats
-from ..model.properties import device_of
+from ..model.properties import cache_argument, device_of
 
 Inputs = Mapping[str, Tensor]
 """``input_ids`` and ``attention_mask`` of one prompt, [1, P]."""
@@ -269,8 +269,9 @@ def _logits_and_noise(target: PreTrainedModel, input_ids: Tensor) -> tuple[Tenso
     logits = target(input_ids, use_cache=False, logits_to_keep=1).logits[0, -1].double()
     if input_ids.shape[1] == 1:
         return logits, 0.0
-    cache = target(input_ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
-    alone = target(input_ids[:, -1:], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].double()
+    name = cache_argument(target)
+    cache = {name: target(input_ids[:, :-1], use_cache=True, logits_to_keep=1)[name]}
+    alone = target(input_ids[:, -1:], **cache, use_cache=True, logits_to_keep=1).logits[0, -1].double()
     return logits, float((logits - alone).abs().max())
 
 

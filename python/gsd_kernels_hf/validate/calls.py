@@ -11,6 +11,7 @@ from transformers import Cache, PreTrainedModel
 
 # How transformers feeds a model while it generates, which the decode loop does itself.
 FEEDING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
+CACHES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
 LEAVE_OUT = "leave it out or unpatch(model)"
 
 
@@ -39,7 +40,7 @@ def _is_read(name: str, value: Any, mask: Tensor | None) -> bool:
         return True
     if name in ("position_ids", "cache_position"):
         return isinstance(value, Tensor) and _is_counted(value, mask if name == "position_ids" else None)
-    if name == "past_key_values":  # transformers has made one
+    if name in CACHES:  # transformers has made one
         return isinstance(value, Cache) and not value.get_seq_length() and not hasattr(value, "_is_user_defined")
     if name == "logits_to_keep":
         return isinstance(value, int) and value == 1
@@ -47,7 +48,7 @@ def _is_read(name: str, value: Any, mask: Tensor | None) -> bool:
 
 
 def _why_unread(name: str) -> str:
-    if name == "past_key_values":
+    if name in CACHES:
         return "a cache of its own is used, and continuing one is not supported; pass the whole prompt"
     if name == "position_ids":
         return "positions are counted from the first token that is not padding, and these differ"

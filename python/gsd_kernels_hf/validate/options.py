@@ -71,8 +71,8 @@ GENERATE_PARAMETERS: dict[str, str] = {
     ),
     **dict.fromkeys("trust_remote_code kwargs".split(), IRRELEVANT),
     **dict.fromkeys(
-        "synced_gpus negative_prompt_ids negative_prompt_attention_mask past_key_values inputs_embeds position_ids "
-        "cache_position encoder_outputs head_mask labels".split(),
+        "synced_gpus negative_prompt_ids negative_prompt_attention_mask cache past_key_values inputs_embeds "
+        "position_ids cache_position encoder_outputs head_mask labels".split(),
         REFUSED,
     ),
 }
