@@ -147,13 +147,11 @@ GSD_INLINE void weighted_tile(const float* weights, int64_t weights_stride, int6
   for (int64_t m = 0; m < rows; m += 4) {
     const float* weight[4];
     float* to[4];
-    Floats total[4][V], value;
+    Floats total[4][V] = {}, value;  // from zero: one chain over a long text would round three times as much
     GSD_UNROLL
     for (int r = 0; r < 4; r++) {
       weight[r] = weights + smaller(m + r, rows - 1) * weights_stride;
       to[r] = out + smaller(m + r, rows - 1) * out_stride + d;
-      GSD_UNROLL
-      for (int j = 0; j < V; j++) load(to[r] + j * kLanes, total[r][j]);
     }
     for (int64_t p = 0; p < positions; p++) {
       GSD_UNROLL
@@ -165,7 +163,10 @@ GSD_INLINE void weighted_tile(const float* weights, int64_t weights_stride, int6
     }
     for (int64_t r = 0; r < smaller(4, rows - m); r++) {
       GSD_UNROLL
-      for (int j = 0; j < V; j++) store(total[r][j], to[r] + j * kLanes);
+      for (int j = 0; j < V; j++) {
+        load(to[r] + j * kLanes, value);
+        store(value + total[r][j], to[r] + j * kLanes);
+      }
     }
   }
 }
