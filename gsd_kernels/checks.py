@@ -12,7 +12,7 @@ def check_tensor(
     """Raise unless ``value`` is a tensor of ``shape`` (``None`` = any size), one of ``dtypes``, on ``device``."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
-    size = tuple(value.shape)
+    size = value.shape
     if size != shape and not _fits(size, shape):  # hundreds of these a step: compared at once where all is given
         expected = "[" + ", ".join("*" if s is None else str(s) for s in shape) + "]"
         raise ValueError(f"{name}: expected shape {expected}, got {list(size)}")

@@ -1,6 +1,7 @@
 """The compiled ops: their schemas under ``torch.ops.gsd_kernels``, shape functions, and the libraries behind them.
 
-One schema an op serves the CPU and the CUDA library; corpus_recall, row_linear and write_kv have the former only.
+One schema an op serves the CPU and the CUDA library; corpus_recall, recall_levels, row_linear and write_kv have the
+former only.
 Importing this loads what setup.py built beside this file and costs about a millisecond; nothing is compiled here.
 """
 
@@ -60,6 +61,12 @@ SCHEMAS = (
     "Tensor[] index, Tensor[] first_tokens, Tensor[] first_log_probs, Tensor start, Tensor(a!) shares, "
     "Tensor(b!) counts, Tensor(c!) weights, Tensor? prior, Tensor(d!)? hits, Tensor(e!)? claimed, "
     "Tensor(f!)? log_ratio, float prior_count, float memory) -> ()",
+    "recall_levels(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor(a!) token_ids, Tensor(b!) parents, "
+    "Tensor(c!) depths, Tensor(d!) scores, Tensor(e!) contexts, Tensor(f!) expanded, Tensor(g!) ancestor_mask, "
+    "Tensor(h!) edge_targets, Tensor(i!) edge_log_probs, Tensor(j!) num_nodes, Tensor(k!) num_merges, Tensor frontier, "
+    "Tensor? log_ratio, int max_context, int ways, int level, int levels, int width, int merge_context, "
+    "float log_sibling_ratio, float log_min_prob, Tensor? first_pick, Tensor? seed, Tensor? sequence_ids) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "row_linear(Tensor x, Tensor weight) -> Tensor",
     "start_graph(Tensor(a!) token_ids, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!) scores, Tensor(e!) contexts, "
     "Tensor(f!) expanded, Tensor(g!) ancestor_mask, Tensor(h!) edge_targets, Tensor(i!) edge_log_probs, "
@@ -213,6 +220,20 @@ def _corpus_recall(*args: object) -> tuple[Tensor, Tensor, Tensor]:
     assert isinstance(frontier, Tensor) and isinstance(branch, (int, torch.SymInt))
     shape = (*frontier.shape, branch)
     return frontier.new_empty(shape), frontier.new_empty(shape, dtype=torch.float32), torch.empty_like(frontier)
+
+
+@torch.library.register_fake("gsd_kernels::recall_levels")
+def _recall_levels(
+    keys: Tensor, table_tokens: Tensor, table_log_probs: Tensor, *args: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    edge_targets, levels, width = args[7], args[16], args[17]
+    assert isinstance(edge_targets, Tensor)
+    assert isinstance(levels, (int, torch.SymInt)) and isinstance(width, (int, torch.SymInt))
+    places = (edge_targets.shape[0], levels * width)
+    candidates = (*places, edge_targets.shape[2])
+    integers = (edge_targets.new_empty(shape) for shape in (places, candidates, places))
+    nodes, tokens, matched = integers
+    return nodes, tokens, table_log_probs.new_empty(candidates), matched, table_log_probs.new_empty(candidates)
 
 
 @torch.library.register_fake("gsd_kernels::row_linear")

@@ -116,7 +116,7 @@ class TokenGraph:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All storage, in field order (the order of the compiled ops' arguments)."""
-        return tuple(getattr(self, f.name) for f in fields(self))
+        return tuple([getattr(self, name) for name in _GRAPH])
 
     def clone(self) -> TokenGraph:
         return TokenGraph(*(t.clone() for t in self.tensors()))
@@ -145,7 +145,7 @@ class Rows:
     num_rows: Tensor  # int32 [B]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, f.name) for f in fields(self))
+        return tuple([getattr(self, name) for name in _ROWS])
 
     def first(self, count: int) -> Rows:
         """The first ``count`` rows, which hold no other row's child."""
@@ -163,4 +163,8 @@ class Acceptance:
     next_token: Tensor  # int32 [B]; the bonus token, which becomes the next root
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, f.name) for f in fields(self))
+        return tuple([getattr(self, name) for name in _ACCEPTANCE])
+
+
+# Looked up once, since ops ask at every level.
+_GRAPH, _ROWS, _ACCEPTANCE = (tuple(f.name for f in fields(record)) for record in (TokenGraph, Rows, Acceptance))

@@ -94,7 +94,19 @@ def tree_inputs(stream):
     return {
         "ngram_remember": (*ngram_tensors(), *tree, tokens, tokens.float(), 3, 4),
         "ngram_recall": (*ngram_tensors(), *drafted_nodes, 2, 3, 4, first, *stream),
+        "recall_levels": levels_inputs(first, stream),
     }
+
+
+def levels_inputs(first, stream):
+    config = gsd.GraphConfig(depth=0, width=3, branch=2, max_rows=8, merge_context=0, history_depth=2)
+    graph = gsd.TokenGraph.empty(2, config, "cpu")
+    graph.reset(torch.tensor([1, 2], dtype=torch.int32), tails(2, 4, torch.Generator().manual_seed(0)))
+    table = Memory().empty()
+    gsd.ngram_insert(table, *Memory().calls()[0], backend="reference")
+    level = (0, 2, 3, 0, -1.0, float("-inf"))
+    tensors = (table.keys, table.tokens, table.log_probs, *graph.tensors(), graph.root_frontier(), torch.rand(4, 2))
+    return *tensors, 3, 4, *level, first, *stream
 
 
 def step_inputs():
@@ -200,6 +212,13 @@ def test_a_graph_too_small_for_the_level_is_refused():
         ("ngram_remember", 4, torch.zeros(2, 3, dtype=torch.int32), "parent_rows: expected size"),
         ("ngram_recall", 7, 3, "branch: expected at most 2, got 3"),
         ("ngram_recall", 10, None, "expected all or none"),
+        ("recall_levels", 14, torch.full((2, 1), 99, dtype=torch.int32), "frontier: node 99 of"),
+        ("recall_levels", 15, torch.rand(4, 1), "log_ratio: expected at least 2 ranks, got 1"),
+        ("recall_levels", 19, 0, "levels: expected at least 1"),
+        ("recall_levels", 20, 0, "width: expected at least the frontier's 1"),
+        ("recall_levels", 21, 9, "merge_context"),
+        ("recall_levels", 25, None, "expected all or none"),
+        ("recall_levels", 2, torch.rand(2, 32, 1), "table_log_probs: expected size"),
         ("calibrate_candidates", 1, torch.zeros(3, 2), "log_ratio: expected at least 4 ranks, got 2"),
         ("corpus_recall", 2, torch.zeros(2, dtype=torch.int32), "following: expected size"),
         ("corpus_recall", 9, 193, "branch: expected 0 ... 192, got 193"),

@@ -78,3 +78,31 @@ def test_levels_of_a_model_are_calibrated_and_no_others(drafted):
     table.log_ratio.fill_(torch.tensor(0.5).log().item())
     assert drafted([MODEL], (0.0,), calibration=table) == pytest.approx({3: 0.3, 4: 0.1})
     assert drafted([LOOKUP], (0.0,), calibration=table) == pytest.approx({4: 0.5, 5: 0.25})
+
+
+class AtOnce(Fixed):
+    """Notes at which levels it is asked for all that follow."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, False, [4, 5], [0.5, 0.25])
+        self.asked: list[int] = []
+
+    def propose_rest(self, level, log_ratio):
+        self.asked.append(level.number)
+
+
+@pytest.mark.parametrize(
+    ("trims", "others", "asked"),
+    [(True, [MODEL], [1, 2]), (True, [], [1, 2]), (False, [MODEL], []), (True, [LOOKUP], [])],
+    ids=["beside a model", "alone", "captured", "beside a look-up"],
+)
+def test_a_source_is_asked_for_all_levels_where_no_other_proposes(trims, others, asked):
+    source, state = AtOnce("history"), DecodeState.empty(1, 16, 8, CPU)
+    state.restart(torch.tensor([[7, 8, 9]]), torch.zeros(1, dtype=torch.int32), 8, 0)
+    sources = [*others, source]
+    weights = {s.name: SourceWeights((0.5,), None, 2, CPU) for s in sources}
+    drafter = Drafter(sources, weights, state, "reference")
+    config = GraphConfig(depth=1, width=2, branch=2, max_rows=8, history_depth=2)
+    drafter.prepare(config)
+    drafter.draft(config, trims=trims)
+    assert source.asked == asked

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import noised, prompts, tiny
+from ops.contracts.backends import assert_bit_equal
 
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
 from gsd_kernels.ops.ngram.reference import row_contexts
 from gsd_kernels_hf.records import DecodeState, Sampler
 from gsd_kernels_hf.sources import drafter
+from gsd_kernels_hf.sources.base import DraftSource
 from gsd_kernels_hf.sources.history import History
 
 
@@ -71,6 +73,7 @@ def test_levels_without_a_node_to_expand_are_left_out(monkeypatch, batch, with_d
         return merge(*args, **kwargs)
 
     monkeypatch.setattr(drafter, "merge", counted)
+    monkeypatch.setattr(History, "propose_rest", DraftSource.propose_rest)  # level by level
 
     def run():
         levels.clear()
@@ -93,6 +96,53 @@ def test_levels_without_a_node_to_expand_are_left_out(monkeypatch, batch, with_d
     assert trimmed == whole
     assert all_levels == (shape.depth + shape.history_depth) * whole[1]
     assert few < all_levels
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_all_levels_at_once_are_the_levels_one_by_one(monkeypatch, depth, batch, sampled):
+    """Graphs, what was learned, and what the policy sees of every step are the same; a step takes fewer merges."""
+    options = {"assistant_model": noised(tiny(), 0.04), "draft_sources": ("model", "history")} if depth else {}
+    if sampled:
+        options |= {"do_sample": True, "seed": 5, "temperature": 0.5, "top_k": 20}
+    shape = GraphConfig(depth=depth, width=2, branch=3, max_rows=24, history_depth=5, history_width=4, min_prob=1e-3)
+    draft, observe, merge, seen = drafter.Drafter.draft, drafter.Drafter.observe, drafter.merge, []
+
+    def drafted(self, config, *, trims):
+        graph = draft(self, config, trims=trims)
+        seen.extend(t.clone() for t in graph.tensors())
+        return graph
+
+    def observed(self, verified):
+        seen.extend(torch.from_numpy(part) for kind in self.profile(verified).values() for part in kind)
+        observe(self, verified)
+        for weights in self.weights.values():
+            seen.extend(t.clone() for t in (*weights.mixture, *(weights.reliability or ())) if t is not None)
+
+    merges = []
+    monkeypatch.setattr(drafter.Drafter, "draft", drafted)
+    monkeypatch.setattr(drafter.Drafter, "observe", observed)
+    monkeypatch.setattr(drafter, "merge", lambda *args, **kwargs: merges.append(1) or merge(*args, **kwargs))
+
+    def run():
+        seen.clear(), merges.clear()
+        out = gsd.generate(
+            tiny(),
+            **prompts(batch, 24, seed=batch),
+            **{"draft_sources": ("history",)} | options,
+            max_new_tokens=40,
+            eos_token_id=None,
+            graph_config=shape,
+            return_dict_in_generate=True,
+        )
+        return [out.sequences, torch.tensor(out.stats.accepted), *seen], len(merges) / out.stats.steps
+
+    at_once, few = run()
+    monkeypatch.setattr(History, "propose_rest", DraftSource.propose_rest)
+    one_by_one, many = run()
+    assert_bit_equal(at_once, one_by_one)
+    assert len(at_once) > 100 and few == depth < many
 
 
 def test_without_a_draft_repetitive_text_takes_fewer_steps():

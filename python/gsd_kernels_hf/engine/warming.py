@@ -52,7 +52,7 @@ def _warm_graph(session: Session, shape: GraphConfig) -> None:
     graph = TokenGraph.empty(batch, shape, device)
     graph.reset(torch.zeros(batch, device=device), torch.full((batch, MAX_CONTEXT), -1, device=device))
     node_ids = graph.root_frontier()
-    looks_up = session.drafter is not None and session.drafter.has_lookup
+    looks_up = session.drafter is not None and bool(session.drafter.lookups)
     for level in range(shape.depth + (shape.history_depth if looks_up else 0)):
         candidates = torch.full((*node_ids.shape, shape.branch), -1, dtype=torch.int32, device=device)
         node_ids = merge(

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gsd_kernels import Frontier, GraphConfig, TokenGraph
+from gsd_kernels.ops.learn import Asked
 
 from ..model.runner import CachedText, RowModel
 from ..records import Candidates, DecodeState, Sampler, Verified
@@ -184,6 +185,23 @@ class DraftSource:
     def propose(self, level: Level) -> Proposal | None:
         """Candidates after every frontier node, [B, W, K] with any K; ``None`` for nothing at this level."""
         raise NotImplementedError
+
+    def propose_rest(self, level: Level, log_ratio: Tensor | None) -> tuple[Asked, Tensor] | None:
+        """Propose for this level and all behind it at once, and merge that into ``level.graph``.
+
+        Asked where no other source proposes and the host may wait for the device, to save the host's time; the graph
+        must be what level by level gives. A source that overrides :meth:`propose` of one with this overrides this too.
+
+        Args:
+            level: the first of them.
+            log_ratio: float32 [entries, K], what ``reliability`` has become, by ``Proposal.index`` and rank; ``None``
+                without one.
+
+        Returns:
+            All E nodes with what was proposed, and its log-probabilities as merged, float32 [B, E, K]; ``None`` to be
+            asked level by level.
+        """
+        return None
 
     def observe(self, verified: Verified) -> None:
         """Learn from a verified step."""

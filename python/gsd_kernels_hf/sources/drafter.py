@@ -21,7 +21,7 @@ from .weights import Calibration, SourceWeights
 
 @dataclass
 class Drafted:
-    """Proposals of all sources at one level."""
+    """Proposals of all sources at one level, or of one source at several, side by side."""
 
     node_ids: Tensor  # int32 [B, W]
     candidates: Candidates | None = None  # of all sources together, before calibration
@@ -56,7 +56,7 @@ class Drafter:
         self, sources: Sequence[DraftSource], weights: dict[str, SourceWeights], state: DecodeState, backend: str
     ) -> None:
         self.sources, self.weights, self.state, self.backend = tuple(sources), weights, state, backend
-        self.has_lookup = not all(source.costs_forward for source in sources)
+        self.lookups = [source for source in sources if not source.costs_forward]
         self.calibration: Calibration | None = None  # of this text
         self.shapes: dict[GraphConfig, Storage] = {}
         self.current: Storage | None = None
@@ -109,8 +109,12 @@ class Drafter:
         state, graph, levels = self.state, self.current.graph, []
         first_pick = start_graph(graph, state.tokens, state.out_len, state.kv_start, backend=self.backend)
         frontier = Frontier(self.current.root, graph.token_ids[:, :1], graph.depths[:, :1], graph.ancestor_mask)
-        for number in range(config.depth + (config.history_depth if self.has_lookup else 0)):
+        for number in range(config.depth + (config.history_depth if self.lookups else 0)):
             level = Level(number, config, graph, frontier, first_pick)
+            rest = self.propose_rest(level) if trims else None
+            if rest is not None:
+                levels.append(rest)
+                break
             drafted = self.propose(level)
             levels.append(drafted)
             tokens, log_probs = drafted.candidates
@@ -154,6 +158,17 @@ class Drafter:
                 found = mix_candidates(*found, *proposal.candidates, table, index=asked.index, backend=self.backend)
         drafted.candidates = nothing(level) if found is None else found
         return drafted
+
+    def propose_rest(self, level: Level) -> Drafted | None:
+        """This level and all behind it, merged, where one source alone is asked there and does them at once."""
+        if level.number < level.config.depth or len(self.lookups) != 1:
+            return None
+        source, reliability = self.lookups[0], self.weights[self.lookups[0].name].reliability
+        rest = source.propose_rest(level, None if reliability is None else reliability.log_ratio)
+        if rest is None:
+            return None
+        asked, log_probs = rest
+        return Drafted(asked.node_ids, (asked.tokens, log_probs), asked={source.name: asked}, lookup=source.name)
 
     def alone(self, name: str, asked: Asked) -> Candidates:
         """Candidates of a source that is not mixed with others, calibrated by its reliability."""
@@ -252,6 +267,9 @@ def fitted(proposal: Proposal, level: Level) -> Proposal:
     """The proposal with as many candidates as the graph's branch."""
     tokens, log_probs, index = proposal.tokens, proposal.log_probs, proposal.index
     short = level.graph.branch - tokens.shape[2]
+    typed = tokens.dtype is torch.int32 and log_probs.dtype is torch.float32
+    if not short and typed and (index is None or index.dtype is torch.int32):
+        return proposal
     if short:
         tokens, log_probs = pad(tokens, (0, short), value=-1), pad(log_probs, (0, short), value=-torch.inf)
     return Proposal(tokens.to(torch.int32), log_probs.float(), None if index is None else index.to(torch.int32))

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from gsd_kernels import GraphConfig, NgramTable, ngram_insert
+from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.config import MAX_CONTEXT
+from gsd_kernels.ops.learn import Asked
 from gsd_kernels.ops.ngram import ngram_recall, ngram_remember
+from gsd_kernels.ops.recall_levels import recall_levels
 
 from ..records import Verified
 from .base import DraftSource, Level, Proposal, Text
@@ -96,16 +99,35 @@ class History(DraftSource):
 
     def propose(self, level: Level) -> Proposal:
         """Continuations of the longest context of each frontier node that is known; its length is the index."""
-        sampler = self.sampler
-        noise = {"first_pick": level.first_pick, "seed": sampler.seed, "sequence_ids": sampler.sequence_ids}
-        found = ngram_recall(
+        nodes, backend = level.frontier.node_ids, self.sampler.backend
+        return Proposal(*ngram_recall(self.table, level.graph, nodes, **self._noise(level), backend=backend))
+
+    def propose_rest(self, level: Level, log_ratio: Tensor | None) -> tuple[Asked, Tensor] | None:
+        """Look up level after level in one call, where there is one."""
+        config, backend = level.config, self.sampler.backend
+        if backend not in ("auto", "cpu") or unavailable_reason("cpu", self.table.keys.device) is not None:
+            return None
+        found = recall_levels(
             self.table,
             level.graph,
             level.frontier.node_ids,
-            **({} if sampler.greedy else noise),
-            backend=sampler.backend,
+            log_ratio,
+            level=level.number,
+            levels=config.depth + config.history_depth - level.number,
+            width=config.history_width,
+            merge_context=config.merge_context,
+            log_sibling_ratio=config.log_sibling_ratio,
+            log_min_prob=config.log_min_prob,
+            **self._noise(level),
+            backend=backend,
         )
-        return Proposal(*found)
+        return Asked(found.node_ids, found.tokens, found.log_probs, found.matched), found.calibrated
+
+    def _noise(self, level: Level) -> dict[str, Tensor]:
+        sampler = self.sampler
+        if sampler.greedy:
+            return {}
+        return {"first_pick": level.first_pick, "seed": sampler.seed, "sequence_ids": sampler.sequence_ids}
 
 
 def per_sequence(reference_ids: Tensor, batch: int) -> Tensor:

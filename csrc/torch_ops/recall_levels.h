@@ -1,0 +1,128 @@
+// The levels of recall_levels and where each one's nodes and candidates go.
+#pragma once
+
+#include <tuple>
+#include <utility>
+
+#include "merge.h"
+#include "ngram.h"
+
+namespace gsd {
+
+using RecalledLevels = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// L levels of W nodes with K candidates each; a calibration of E lengths and C ranks, 0 lengths for none.
+struct LevelSizes {
+  int64_t levels, width, branch, entries, columns;
+};
+
+// One level of one sequence.
+struct LevelArgs {
+  int32_t* nodes;          // [W], −1 for padding
+  int32_t* tokens;         // [W, K], −1 for none
+  float* log_probs;        // [W, K], −inf for none
+  int32_t* matched;        // [W], 0 for none
+  float* calibrated;       // [W, K]
+  const float* log_ratio;  // [E, C]
+
+  LevelArgs at(const LevelSizes& s, int64_t b, int64_t level) const {
+    const int64_t place = (b * s.levels + level) * s.width, k = place * s.branch;
+    return {nodes + place, tokens + k, log_probs + k, matched + place, calibrated + k, log_ratio};
+  }
+
+  // A node that is not there has no candidate.
+  void clear_absent(const LevelSizes& s) const {
+    for (int64_t w = 0; w < s.width; w++) {
+      if (nodes[w] >= 0) continue;
+      matched[w] = 0;
+      for (int64_t i = w * s.branch; i < (w + 1) * s.branch; i++) {
+        tokens[i] = -1;
+        log_probs[i] = negative_infinity();
+      }
+    }
+  }
+
+  void calibrate(const LevelSizes& s) const {
+    const CalibrateArgs args{log_probs,
+                             log_ratio,
+                             matched,
+                             nullptr,
+                             calibrated,
+                             static_cast<int>(s.branch),
+                             static_cast<int>(s.entries),
+                             static_cast<int>(s.columns)};
+    for (int64_t i = 0; i < s.width * s.branch; i++) {
+      if (s.entries > 0) {
+        calibrate_candidate(args, i);
+      } else {
+        calibrated[i] = log_probs[i];
+      }
+    }
+  }
+};
+
+struct LevelsCall {
+  LevelSizes sizes;
+  LevelArgs args;  // of the first level of the first sequence
+  int64_t batch;
+  RecalledLevels outputs;
+  NgramRecallCall recall;  // of one level
+  MergeCall merge;         // of one level
+};
+
+inline LevelsCall prepare_levels(const Tensor& keys, const Tensor& table_tokens, const Tensor& table_log_probs,
+                                 const Tensor& token_ids, const Tensor& parents, const Tensor& depths,
+                                 const Tensor& scores, const Tensor& contexts, const Tensor& expanded,
+                                 const Tensor& ancestor_mask, const Tensor& edge_targets,
+                                 const Tensor& edge_log_probs, const Tensor& num_nodes, const Tensor& num_merges,
+                                 const Tensor& frontier, const std::optional<Tensor>& log_ratio, int64_t max_context,
+                                 int64_t ways, int64_t level, int64_t levels, int64_t width, int64_t merge_context,
+                                 double log_sibling_ratio, double log_min_prob,
+                                 const std::optional<Tensor>& first_pick, const std::optional<Tensor>& seed,
+                                 const std::optional<Tensor>& sequence_ids) {
+  check("keys", keys, ScalarType::Long, {kAny, kAny});
+  const int64_t batch = keys.size(0);
+  check("token_ids", token_ids, ScalarType::Int, {batch, kAny});
+  check("edge_targets", edge_targets, ScalarType::Int, {batch, token_ids.size(1), kAny});
+  check("frontier", frontier, ScalarType::Int, {batch, kAny});
+  const int64_t branch = edge_targets.size(2), given = frontier.size(1);
+  constexpr int64_t kMost = 1 << 15;
+  STD_TORCH_CHECK(given >= 1 && given <= width && width < kMost, "width: expected at least the frontier's ", given,
+                  " nodes, below ", kMost, ", got ", width);
+  STD_TORCH_CHECK(levels >= 1 && levels < kMost && level >= 0 && level < kMost, "levels: expected at least 1 from 0 on, got ",
+                  levels, " from ", level);
+  if (log_ratio) {
+    check("log_ratio", *log_ratio, ScalarType::Float, {kAny, kAny});
+    STD_TORCH_CHECK(log_ratio->size(0) >= 1 && log_ratio->size(1) >= branch, "log_ratio: expected at least ", branch,
+                    " ranks, got ", log_ratio->size(1));
+  }
+  RecalledLevels outputs{new_int32(frontier, {batch, levels * width}),
+                         new_int32(frontier, {batch, levels * width, branch}),
+                         torch::stable::new_empty(table_log_probs, {batch, levels * width, branch}),
+                         new_int32(frontier, {batch, levels * width}),
+                         torch::stable::new_empty(table_log_probs, {batch, levels * width, branch})};
+  const LevelSizes sizes{levels, width, branch, log_ratio ? log_ratio->size(0) : 0, log_ratio ? log_ratio->size(1) : 0};
+  const LevelArgs args{written<int32_t>(std::get<0>(outputs)), written<int32_t>(std::get<1>(outputs)),
+                       written<float>(std::get<2>(outputs)),   written<int32_t>(std::get<3>(outputs)),
+                       written<float>(std::get<4>(outputs)),   log_ratio ? read<float>(*log_ratio) : nullptr};
+  const int32_t* first = read<int32_t>(frontier);
+  const int64_t nodes = token_ids.size(1);
+  for (int64_t b = 0; b < batch; b++) {
+    int32_t* root = args.at(sizes, b, 0).nodes;
+    for (int64_t w = 0; w < width; w++) {
+      root[w] = w < given ? first[b * given + w] : -1;
+      STD_TORCH_CHECK(root[w] < nodes, "frontier: node ", root[w], " of ", nodes);
+    }
+  }
+  // Of one level, at places that the levels replace by their own.
+  const Tensor asked = new_int32(frontier, {batch, width});
+  NgramRecallCall recall = prepare_ngram_recall(keys, table_tokens, table_log_probs, token_ids, contexts, depths,
+                                                asked, branch, max_context, ways, first_pick, seed, sequence_ids);
+  MergeCall merge = prepare_merge(token_ids, parents, depths, scores, contexts, expanded, ancestor_mask, edge_targets,
+                                  edge_log_probs, num_nodes, num_merges, asked, std::get<0>(recall.outputs),
+                                  std::get<1>(recall.outputs), level, width, merge_context, log_sibling_ratio,
+                                  log_min_prob);
+  return {sizes, args, batch, std::move(outputs), std::move(recall), std::move(merge)};
+}
+
+}  // namespace gsd

@@ -1,0 +1,6 @@
+"""Grow the token graph by levels that the n-gram table alone drafts."""
+
+from .api import recall_levels
+from .records import RecalledLevels
+
+__all__ = ["RecalledLevels", "recall_levels"]

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...backends import resolve
+from ...checks import check_tensor
+from ...config import MAX_CONTEXT
+from ...graph import TokenGraph
+from ..ngram import NgramTable
+from . import compiled, reference
+from .records import RecalledLevels
+
+IMPLEMENTATIONS = {"cpu": compiled.recall_levels, "reference": reference.recall_levels}
+
+
+def recall_levels(
+    table: NgramTable,
+    graph: TokenGraph,
+    frontier: Tensor,
+    log_ratio: Tensor | None = None,
+    *,
+    level: int,
+    levels: int,
+    width: int,
+    merge_context: int,
+    log_sibling_ratio: float = float("-inf"),
+    log_min_prob: float = float("-inf"),
+    first_pick: Tensor | None = None,
+    seed: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
+    backend: str = "auto",
+) -> RecalledLevels:
+    """Grow ``graph``, in place, by levels that the n-gram table alone drafts.
+
+    At each level: :func:`~gsd_kernels.ops.ngram.ngram_recall` after every frontier node,
+    :func:`~gsd_kernels.ops.ngram.calibrate_candidates` by the length of the matched context,
+    :func:`~gsd_kernels.merge`. One call, since a level's look-ups take microseconds where its calls take a hundred of
+    them. A GPU has no kernel for it: there a step is captured, and its calls cost no host time.
+
+    Args:
+        table: of at least the graph's branch.
+        graph: the graphs so far.
+        frontier: int32 [B, F], F ≤ width, ids of the nodes to expand first, −1 for padding.
+        log_ratio: float32 [entries, K or more], calibration by length and rank; ``None``: as remembered.
+        level: number of the first level.
+        levels: how many, at least 1. After one that leaves nothing to expand the others find nothing.
+        width: most nodes W of each level.
+        merge_context, log_sibling_ratio, log_min_prob: as :func:`~gsd_kernels.merge` takes them.
+        first_pick, seed, sequence_ids: as ``ngram_recall`` takes them, all or none.
+        backend: ``"auto"``, ``"cpu"`` or ``"reference"``, see :mod:`gsd_kernels.backends`.
+
+    Returns:
+        Of every level's nodes what the table held.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type or shape.
+    """
+    device, batch = table.keys.device, table.keys.shape[0]
+    check_tensor("graph.contexts", graph.contexts, (batch, None, MAX_CONTEXT), (torch.int32,), device)
+    check_tensor("frontier", frontier, (batch, None), (torch.int32,), device)
+    if not 1 <= frontier.shape[1] <= width or level < 0 or levels < 1:
+        raise ValueError(
+            "frontier, width, level, levels: expected 1 … width nodes, a level of at least 0 and at least 1 more, got "
+            f"{frontier.shape[1]} nodes, {width}, {level} and {levels}"
+        )
+    if graph.branch > table.tokens.shape[2]:
+        raise ValueError(f"graph: expected a branch of at most {table.tokens.shape[2]}, got {graph.branch}")
+    if log_ratio is not None:
+        check_tensor("log_ratio", log_ratio, (None, None), (torch.float32,), device)
+        if log_ratio.shape[0] < 1 or log_ratio.shape[1] < graph.branch:
+            raise ValueError(f"log_ratio: expected [1 or more, {graph.branch} or more], got {list(log_ratio.shape)}")
+    if not -1 <= merge_context <= MAX_CONTEXT:
+        raise ValueError(f"merge_context: expected -1 … {MAX_CONTEXT}, got {merge_context}")
+    if len({first_pick is None, seed is None, sequence_ids is None}) > 1:
+        raise ValueError("first_pick, seed, sequence_ids: expected all or none")
+    if seed is not None:
+        check_tensor("first_pick", first_pick, (batch,), (torch.int32,), device)
+        check_tensor("seed", seed, (), (torch.int64,), device)
+        check_tensor("sequence_ids", sequence_ids, (batch,), (torch.int32,), device)
+    return resolve(backend, device, IMPLEMENTATIONS)(
+        table,
+        graph,
+        frontier,
+        log_ratio,
+        level=level,
+        levels=levels,
+        width=width,
+        merge_context=merge_context,
+        log_sibling_ratio=log_sibling_ratio,
+        log_min_prob=log_min_prob,
+        first_pick=first_pick,
+        seed=seed,
+        sequence_ids=sequence_ids,
+    )

@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class RecalledLevels(NamedTuple):
+    """The W nodes expanded at each of L levels, E = L·W places, and what the table held of each."""
+
+    node_ids: Tensor  # int32 [B, E], level by level, −1 for padding
+    tokens: Tensor  # int32 [B, E, K], −1 for none
+    log_probs: Tensor  # float32 [B, E, K], as remembered; −inf for none
+    matched: Tensor  # int32 [B, E], length of the matched context, 0 for none
+    calibrated: Tensor  # float32 [B, E, K], what was merged
