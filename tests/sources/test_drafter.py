@@ -99,7 +99,7 @@ class AtOnce(Fixed):
 def test_a_source_is_asked_for_all_levels_where_no_other_proposes(trims, others, asked):
     source, state = AtOnce("history"), DecodeState.empty(1, 16, 8, CPU)
     state.restart(torch.tensor([[7, 8, 9]]), torch.zeros(1, dtype=torch.int32), 8, 0)
-    sources = [*others, source]
+    sources = [source, *others]
     weights = {s.name: SourceWeights((0.5,), None, 2, CPU) for s in sources}
     drafter = Drafter(sources, weights, state, "reference")
     config = GraphConfig(depth=1, width=2, branch=2, max_rows=8, history_depth=2)
