@@ -23,6 +23,7 @@ from .engine.output import GraphGenerateOutput
 from .engine.screen import check_sources, screen
 from .engine.stats import GenerationStats
 from .model import properties
+from .model.once import getting_ready
 from .sources.memory import HistoryMemory
 
 _PATCH = "_gsd_patch"
@@ -43,6 +44,7 @@ def _takes_options(function: _Function) -> _Function:
 
 
 @_takes_options
+@getting_ready()
 def generate(
     model: PreTrainedModel,
     inputs: Tensor | None = None,

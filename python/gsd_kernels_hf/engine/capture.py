@@ -47,6 +47,8 @@ def stepping(session: Session, ranks: Capturers) -> Callable[[], Verified]:
 
 def can_capture(session: Session) -> bool:
     """Whether all that this process forwards lies on one GPU."""
+    if not replay.is_gpu(session.kv_len.device):
+        return False
     models = [rows.model for rows in session.row_models]
     devices = {parameter.device for model in models for parameter in model.parameters()}
     return len(devices) == 1 and replay.is_gpu(next(iter(devices)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from .. import validate
 from ..acceptance.criteria import warn_lossy
 from ..model import properties
+from ..model.once import getting_ready, ready
 from ..parallel import ranks_of
 from ..policy.base import Policy
 from ..policy.fixed import FixedPolicy
@@ -72,15 +74,16 @@ class GraphDecoder(Options):
     ) -> Tensor | GraphGenerateOutput:
         """Called by transformers' ``generate`` with prepared inputs; returns what ``generate`` returns."""
         model = properties.unwrap(model)
-        if not self.screened:
-            validate.check_model("model", model)
-            screen(self, model, input_ids, model_kwargs.get("attention_mask"), generation_config)
-        request = Request.of(
-            self, model, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs
-        )
-        # Whatever outlives this call must not be an inference tensor, which no later call could update.
-        with torch.inference_mode(False), torch.no_grad():
-            return self._decode(request)
+        with nullcontext() if self.screened else getting_ready():
+            if not self.screened:
+                validate.check_model("model", model)
+                screen(self, model, input_ids, model_kwargs.get("attention_mask"), generation_config)
+            request = Request.of(
+                self, model, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs
+            )
+            # Whatever outlives this call must not be an inference tensor, which no later call could update.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._decode(request)
 
     def _decode(self, request: Request) -> Tensor | GraphGenerateOutput:
         ranks = ranks_of(request.models, request.device)
@@ -101,6 +104,7 @@ class GraphDecoder(Options):
             warn_lossy(session.rule.criterion)
             out = Output(request, session)
             out.stats.left_out = [source.name for source in given if source not in sources]
+            ready()
             decode(session, policy, ranks, out)
             result = out.result()
         if ranks.alone:

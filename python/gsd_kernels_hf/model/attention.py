@@ -25,6 +25,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from gsd_kernels import dag_attention
 from gsd_kernels.ops.dag_attention import DenseMask, dense_mask
 
+from .once import modules_of
+
 PREFIX = "gsd_"
 
 
@@ -248,7 +250,8 @@ def _original(name: str, module: nn.Module) -> Callable[..., Any]:
 def configs_of(model: nn.Module) -> list[PretrainedConfig]:
     """Every config that a module of ``model`` may read its attention implementation from."""
     found: dict[int, PretrainedConfig] = {}
-    waiting = [module.config for module in model.modules() if isinstance(vars(module).get("config"), PretrainedConfig)]
+    modules = (module for _, module in modules_of(model))
+    waiting = [module.config for module in modules if isinstance(vars(module).get("config"), PretrainedConfig)]
     while waiting:
         config = waiting.pop()
         if id(config) in found:

@@ -15,6 +15,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from gsd_kernels import commit_kv, write_kv
 from gsd_kernels.ops.write_kv.api import IMPLEMENTATIONS
 
+from .once import parameters_of
+
 
 class GraphLayer(CacheLayerMixin):
     """One layer: keys and values [B, Hkv, capacity, D], allocated at the first update, on that layer's device."""
@@ -95,7 +97,7 @@ def lies_in_a_block(model: PreTrainedModel) -> bool:
     storage by layer grows layer by layer.
     """
     config = model.config.get_text_config(decoder=True)
-    devices = {parameter.device for parameter in model.parameters()}
+    devices = {parameter.device for _, parameter in parameters_of(model)}
     kinds = getattr(config, "layer_types", None) or ()
     unlike = ("num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads", "cross_attention_layers")
     return (

@@ -31,6 +31,7 @@ from gsd_kernels.ops.decoder_rows.api import FLOATS
 
 from . import replay
 from .hidden import LAST
+from .once import modules_of, once, parameters_of
 from .probe import windows_of
 from .runner import Listener, RowModel
 
@@ -86,10 +87,15 @@ def why_not(model: PreTrainedModel, backend: str, hidden_layers: tuple[int, ...]
         return f"{type(model).__name__} is not one of {', '.join(c.__name__ for c in CLASSES)}"
     if model.config.num_hidden_layers in hidden_layers:
         return "the hidden state behind the last norm is read at every row of a prompt, which the operator leaves out"
-    foreign = _foreign_config(model) or _foreign_module(model) or _foreign_parameter(model)
+    foreign = _foreign(model)
     if foreign is None and replay.is_gpu(model.device):
         return said(cuda.check, weights_of(model, windows_of(model)))
     return foreign
+
+
+@once
+def _foreign(model: PreTrainedModel) -> str | None:
+    return _foreign_config(model) or _foreign_module(model) or _foreign_parameter(model)
 
 
 def _foreign_config(model: PreTrainedModel) -> str | None:
@@ -104,7 +110,7 @@ def _foreign_config(model: PreTrainedModel) -> str | None:
 
 
 def _foreign_module(model: PreTrainedModel) -> str | None:
-    for name, module in model.named_modules():
+    for name, module in modules_of(model):
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return f"{name or 'the model'} has a hook"
         kind = type(module)
@@ -120,7 +126,7 @@ def _foreign_module(model: PreTrainedModel) -> str | None:
 
 def _foreign_parameter(model: PreTrainedModel) -> str | None:
     dtype, device = model.lm_head.weight.dtype, model.device  # which looks for a parameter every time
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters_of(model):
         if type(parameter) is not nn.Parameter or parameter.dtype not in FLOATS or not parameter.is_contiguous():
             return f"{name} is not a plain tensor of float32, bfloat16 or float16"
         if parameter.dim() == 2 and parameter.dtype != dtype:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from .attention import configs_of, implementation_of
+from .once import modules_of, once
 
 SAMPLES = 16  # elements of a tensor that are compared
 ADAPTERS = ("_active_adapter", "active_adapters", "merged_adapters", "scaling")
@@ -49,7 +50,7 @@ class ModelState:
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
         """The state now. Reads a few elements of every tensor, so it waits for every device once."""
-        modules = list(model.modules())
+        modules = [module for _, module in modules_of(model)]
         hooks = [hooks_of(module) for module in modules]
         tensors = [part for module in modules for tensor in tensors_of(module) for part in parts_of(tensor)]
         held = [part for found in hooks for hook in found.values() for t in held_by(hook) for part in parts_of(t)]
@@ -59,13 +60,14 @@ class ModelState:
         return cls(structure, (versions, samples([*tensors, *held])))
 
 
+@once
 def structure_of(model: nn.Module) -> tuple[Any, ...]:
     """Equal as long as the model's modules, their settings and its configs are.
 
     Modules are weak references, which equal only themselves. A forward of ours that is running changes nothing here.
     """
     modules = []
-    for module in model.modules():
+    for _, module in modules_of(model):
         variables = vars(module)
         own = variables.get("forward")
         modules.append(

@@ -19,6 +19,8 @@ from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.row_linear import row_linear
 from gsd_kernels.ops.row_linear.api import FLOATS
 
+from .once import modules_of
+
 MOST_ROWS = 64
 """With many more rows general products are as fast."""
 WIDENED_AT_ONCE = 1 << 20
@@ -63,7 +65,7 @@ def with_cpu_linears(model: PreTrainedModel, backend: str) -> PreTrainedModel:
     unserved = backend not in ("auto", "cpu") or unavailable_reason("cpu", model.device) is not None
     if unserved or getattr(model, "_device_mesh", None) is not None:
         return model
-    if any("forward" in vars(module) for module in model.modules()):  # dispatched by hooks
+    if any("forward" in vars(module) for _, module in modules_of(model)):  # dispatched by hooks
         return model
     return _view(model)
 

@@ -21,6 +21,7 @@ from transformers.masking_utils import causal_mask_function
 from .attention import configs_of, implementation_of, switched_configs, watching
 from .cache import GraphCache
 from .identity import structure_of
+from .once import modules_of, once
 from .properties import cache_argument, device_of, vocabulary
 
 CACHED = 3  # positions that the cache holds already
@@ -142,6 +143,7 @@ class ProbeCache(GraphCache):
 _known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, AttentionReport]] = weakref.WeakKeyDictionary()
 
 
+@once
 def examine(model: PreTrainedModel) -> AttentionReport:
     """What ``model`` does with graph rows.
 
@@ -353,7 +355,7 @@ def window_of(mask_function: Callable[..., Tensor]) -> int | None:
 def check_linears(model: PreTrainedModel) -> None:
     """Raise if what a linear layer says of a row depends on the other rows, as with activations quantised together."""
     dtype = model.get_input_embeddings().weight.dtype  # type: ignore[operator]
-    for name, module in model.named_modules():
+    for name, module in modules_of(model):
         if not _is_special_linear(module):
             continue
         generator = torch.Generator().manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +96,6 @@ class RowModel(CachedText):
         if cache is None:
             cache = GraphCache(model.config, capacity, backend, stacked=lies_in_a_block(model))
         super().__init__(model, cache, kv_start)
-        self.stepping = with_cpu_linears(model, backend)  # the same model and weights
         self.configs = configs_of(model)  # switched for every forward by itself, and as they were in between
         self.cache_argument = cache_argument(model)
         self.windows = windows_of(model)
@@ -110,6 +110,11 @@ class RowModel(CachedText):
         self.reused = 0  # positions of the current prompt that were there
         self.why_modules: str | None = None  # what keeps the rows from being one operator
         self.after: Tensor  # int32 [B, R]; of the last rows, index in the text of the token after each
+
+    @cached_property
+    def stepping(self) -> PreTrainedModel:
+        """The same model and weights, with linear layers for few rows."""
+        return with_cpu_linears(self.model, self.backend)
 
     def sharing_cache(self, view: PreTrainedModel) -> RowModel:
         """``view``, this model without some blocks, in this model's own cache."""

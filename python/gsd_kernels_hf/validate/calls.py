@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from ..model.once import modules_of
+
 # How transformers feeds a model while it generates, which the decode loop does itself.
 FEEDING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
 CACHES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
@@ -94,7 +96,7 @@ def check_adapters(model: PreTrainedModel) -> None:
     activated = {name for name, config in configs.items() if getattr(config, "alora_invocation_tokens", None)}
     if not activated:
         return
-    for module in model.modules():
+    for _, module in modules_of(model):
         if getattr(module, "disable_adapters", False):
             continue
         used = activated & set(getattr(module, "lora_variant", ())) & set(getattr(module, "active_adapters", ()))

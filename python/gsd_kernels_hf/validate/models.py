@@ -9,6 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels import BACKENDS
 
+from ..model.once import parameters_of
 from ..model.probe import windows_of
 from ..model.properties import vocabulary
 
@@ -41,7 +42,7 @@ def check_model(name: str, model: Any) -> None:
     unserved = set(getattr(config, "layer_types", None) or ()) - SERVED_LAYERS
     if unserved:
         raise ValueError(f"{name}: {kind} has layers of type {sorted(unserved)[0]!r}; not supported")
-    if any(parameter.endswith(".sinks") for parameter, _ in model.named_parameters()):
+    if any(parameter.endswith(".sinks") for parameter, _ in parameters_of(model)):
         raise ValueError(f"{name}: {kind} has attention sinks; not supported")
     if not model._supports_logits_to_keep():
         raise ValueError(f"{name}: {kind}.forward does not take logits_to_keep; not supported")

@@ -1,0 +1,118 @@
+"""What a call finds out about its models once, and until when it counts."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+import torch
+from models import noised, tiny
+from torch import nn
+from transformers import StoppingCriteria
+
+import gsd_kernels as gsd
+from gsd_kernels_hf.model import identity, once, probe
+
+
+@pytest.fixture
+def function():
+    """Answers how often it ran."""
+    runs = itertools.count(1)
+    return once.once(lambda model, *rest, **options: next(runs))
+
+
+def test_an_answer_is_kept_while_a_call_gets_ready(function):
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert [function(one), function(one)] == [1, 2]
+    with once.getting_ready():
+        assert [function(one), function(one)] == [3, 3]
+        rest = function(other), function(one, "a"), function(one, b=1), function(one, b=2), function(one, b=1)
+        assert rest == (4, 5, 6, 7, 6)
+        with once.getting_ready():  # another call, from a callback
+            assert [function(one), function(one)] == [8, 8]
+        assert function(one) == 3
+        once.ready()
+        assert [function(one), function(one)] == [9, 10]
+        with once.getting_ready():
+            assert [function(one), function(one)] == [11, 11]
+        assert function(one) == 12
+    assert [function(one), function(one)] == [13, 14]
+
+
+def test_an_error_is_no_answer():
+    model, errors = nn.Linear(2, 2), [ValueError("once")]
+
+    @once.once
+    def function(model):
+        if errors:
+            raise errors.pop()
+        return 5
+
+    with once.getting_ready():
+        with pytest.raises(ValueError, match="once"):
+            function(model)
+        assert function(model) == 5
+    with pytest.raises(ZeroDivisionError), once.getting_ready():
+        _ = 1 / 0
+    errors.append(ValueError("after"))
+    with pytest.raises(ValueError, match="after"):
+        function(model)
+
+
+def test_threads_get_ready_by_themselves(function):
+    model, found = nn.Linear(2, 2), []
+    with once.getting_ready():
+        assert function(model) == 1
+        thread = threading.Thread(target=lambda: found.extend([function(model), function(model)]))
+        thread.start()
+        thread.join()
+        assert found == [2, 3] and function(model) == 1
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "llama-tied", "qwen2"])
+def test_modules_and_parameters(family):
+    model = tiny(family)
+    assert list(once.modules_of(model)) == list(model.named_modules())
+    mine, theirs = once.parameters_of(model), list(model.named_parameters())
+    assert [name for name, _ in mine] == [name for name, _ in theirs]
+    assert all(a is b for (_, a), (_, b) in zip(mine, theirs, strict=True))
+
+
+def test_a_call_looks_at_each_model_once(monkeypatch):
+    target = tiny()
+    draft, looks = noised(target), []
+    inner = identity.structure_of.__wrapped__
+    monkeypatch.setattr(probe, "structure_of", once.once(lambda model: looks.append(model) or inner(model)))
+    prompt = torch.arange(3, 9)[None]
+    gsd.generate(target, prompt, assistant_model=draft, max_new_tokens=8)
+    assert [looks.count(model) for model in (target, draft)] == [1, 1]
+    gsd.patch(target, assistant_model=draft)
+    looks.clear()
+    target.generate(prompt, max_new_tokens=8)
+    assert [looks.count(model) for model in (target, draft)] == [1, 1]
+    gsd.unpatch(target)
+
+
+def test_what_a_callback_changes_counts_for_the_calls_that_it_makes():
+    """A call from a stopping criterion sees the model as the criterion has left it."""
+    target, other = tiny(), tiny()
+    draft = noised(target)
+    prompt, found = torch.arange(3, 9)[None], []
+
+    class Nested(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            if not found:
+                hook = target.model.layers[0].mlp.register_forward_hook(lambda _, __, output: 3.0 * output)
+                for kwargs in ({"assistant_model": draft}, {}):
+                    found.append(gsd.generate(target, prompt, max_new_tokens=12, eos_token_id=None, **kwargs))
+                hook.remove()
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    options = {"max_new_tokens": 12, "eos_token_id": None}
+    text = gsd.generate(target, prompt, assistant_model=draft, stopping_criteria=[Nested()], **options)
+    assert torch.equal(text, other.generate(prompt, do_sample=False, **options))
+    other.model.layers[0].mlp.register_forward_hook(lambda _, __, output: 3.0 * output)
+    changed = other.generate(prompt, do_sample=False, **options)
+    assert not torch.equal(changed, text)
+    assert all(torch.equal(nested, changed) for nested in found) and len(found) == 2
