@@ -185,13 +185,16 @@ def test_processes_share_the_pages_and_none_is_written(whole):
 
 
 def mapped(folder: Path) -> tuple[int, int]:
-    """How many files of an index are mapped into this process, and kilobytes of them that are its own."""
+    """How many files of an index are mapped into this process, and kilobytes of them that it has copied.
+
+    Not what is called dirty: a page that the system has yet to write to the disk is that, too.
+    """
     names, own, inside = set(), 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"^[0-9a-f]+-[0-9a-f]+ ", line):
             inside = str(folder) in line
             names |= {line.split()[-1]} if inside else set()
-        elif inside and line.startswith("Private_Dirty"):
+        elif inside and line.startswith("Anonymous:"):
             own += int(line.split()[1])
     return len(names), own
 
