@@ -20,9 +20,13 @@ GREEDY, STATIC, PLAIN, AUTO, HISTORY_AUTO = "hf-greedy", "hf-static-compile", "p
 ASSISTED = ("hf-assisted-3", "hf-assisted-5", "hf-assisted-8", "hf-assisted-dynamic")
 OTHER_SPECULATION = ("hf-prompt-lookup", "hf-early-exit", "hf-mtp", "hf-dflash")
 #: ``merged`` joins recurring sequences inside a step, ``graph`` across steps too, through the history; ``all`` is
-#: ``graph`` with the heads. ``history`` verifies as many rows as prompt lookup does, ``history-auto`` what pays.
+#: ``graph`` with the heads. ``history`` verifies as many rows as prompt lookup does, ``history-auto`` what pays of any.
 #: ``auto`` is what a user has who names a draft model and nothing else.
-BASIC = (PLAIN, "chain", "tree", "merged", "graph", "history", HISTORY_AUTO, "layer-skip", "heads", "all", AUTO)
+HISTORY_ROWS = {"history-4": 4, "history-8": 8, "history-16": 16}  # fixed shapes beside ``history``, which has 11 rows
+BASIC = (
+    *(PLAIN, "chain", "tree", "merged", "graph", "history", *HISTORY_ROWS, HISTORY_AUTO),
+    *("layer-skip", "heads", "all", AUTO),
+)
 #: By name: draft sources beside the pair's own draft, and the shape. All verify as many rows at most.
 DRAFTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "heads-history": (("heads", "history"), "graph"),
@@ -38,7 +42,8 @@ DRAFTERS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 OURS = (*BASIC, *DRAFTERS)
 COMPETITORS = (GREEDY, STATIC, *ASSISTED, *OTHER_SPECULATION, *OURS)
-SINGLE_SOURCES = ("merged", HISTORY_AUTO, "layer-skip", "heads", "all", *DRAFTERS)  # of sources_table, unless asked for
+#: Of sources_table and docs/policy.md; raced where they are asked for.
+SINGLE_SOURCES = ("merged", *HISTORY_ROWS, HISTORY_AUTO, "layer-skip", "heads", "all", *DRAFTERS)
 DEFAULT = tuple(name for name in COMPETITORS if name not in SINGLE_SOURCES)
 
 BLOCK_DEPTH = 7  # of the embedded DFlash drafter's block
@@ -83,6 +88,10 @@ def fixed_configs(device: torch.device) -> dict[str, GraphConfig]:
         "merged": merged,
         "graph": graph,
         "history": history,
+        **{
+            name: history.replace(max_rows=rows, history_depth=min(rows - 1, PROMPT_LOOKUP_TOKENS))
+            for name, rows in HISTORY_ROWS.items()
+        },
         "all": graph,
         "block-chain": GraphConfig.preset("chain", depth=BLOCK_DEPTH),
         "block": block,
@@ -238,7 +247,7 @@ def _ours(name: str, pair: Pair, sampling: dict[str, Any], backend: str) -> Deco
         options = {}
     elif name == AUTO:
         options["graph_config"] = "auto"
-    elif name in ("history", HISTORY_AUTO):
+    elif name in ("history", *HISTORY_ROWS, HISTORY_AUTO):
         options = {"draft_sources": ("history",), "graph_config": configs.get(name, "auto")}
     elif name == "layer-skip":
         options = {"assistant_model": layer_skip(pair), "graph_config": configs["merged"]}
