@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from gsd_kernels_bench.generation.competitors import HISTORY_ROWS, competitors, fixed_configs
 from gsd_kernels_bench.generation.pairs import load_pair
 
