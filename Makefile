@@ -2,11 +2,11 @@
 #   PYTHON           the interpreter to start from (3.10 or newer)
 #   TORCH_SPEC       what pip is asked for (default torch>=2.10)
 #   TORCH_INDEX_URL  where torch comes from; https://download.pytorch.org/whl/cpu serves the small CPU build
-#   JOBS             test processes; one more than two cores, since some tests wait for others' programs
+#   JOBS             test processes
 PYTHON ?= python3
 TORCH_SPEC ?= torch>=2.10
 TORCH_INDEX_URL ?=
-JOBS ?= 3
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import os
+import pkgutil
 from collections import Counter
 
 # All that is imported below stays: looking through it for garbage, again and again while it grows, takes 7 s a process.
@@ -21,6 +23,8 @@ for variable, value in (("OMP_NUM_THREADS", "1"), ("OPENBLAS_NUM_THREADS", "1"),
 import pytest
 import torch
 from _pytest.terminal import TerminalReporter
+
+import gsd_kernels.ops
 
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("ops.contracts")
@@ -90,6 +94,22 @@ def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
         terminalreporter.section("slowest files: seconds, with their fixtures")
         for file, spent in seconds.most_common(10):
             terminalreporter.write_line(f"{spent:7.1f}  {file}")
+
+
+@pytest.fixture(scope="session")
+def implementations():
+    """Of every op: its implementations by backend, fastest first."""
+    packages = [found.name for found in pkgutil.iter_modules(gsd_kernels.ops.__path__) if found.ispkg]
+    apis = [importlib.import_module(f"gsd_kernels.ops.{name}.api") for name in packages]
+    return {api.__name__: api.IMPLEMENTATIONS for api in apis if hasattr(api, "IMPLEMENTATIONS")}
+
+
+@pytest.fixture(autouse=True)
+def ops_stay_as_they_are(implementations):
+    """What a test takes out of them comes back in its place, or ``auto`` is another backend in all that follow."""
+    before = {op: list(known.items()) for op, known in implementations.items()}
+    yield
+    assert {op: list(known.items()) for op, known in implementations.items()} == before
 
 
 @pytest.fixture(scope="session", autouse=True)

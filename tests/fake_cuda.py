@@ -278,5 +278,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(replay, "is_gpu", lambda device: True)
     monkeypatch.setattr(replay, "_lanes", {})
     monkeypatch.setattr(session.Session, "__init__", static)
-    monkeypatch.delitem(IMPLEMENTATIONS, "cpu")  # PyTorch's attention on a CPU is no part of a step on a GPU
+    # PyTorch's attention on a CPU is no part of a step on a GPU.
+    monkeypatch.setitem(IMPLEMENTATIONS, "cpu", IMPLEMENTATIONS["reference"])
     return cuda

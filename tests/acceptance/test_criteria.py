@@ -182,7 +182,8 @@ def test_a_step_copies_nothing_from_the_host(criterion, monkeypatch):
             return step(self)
 
     monkeypatch.setattr(session.Session, "step", watching)
-    monkeypatch.delitem(IMPLEMENTATIONS, "cpu")  # PyTorch's attention on a CPU is no part of a step on a GPU
+    # PyTorch's attention on a CPU is no part of a step on a GPU.
+    monkeypatch.setitem(IMPLEMENTATIONS, "cpu", IMPLEMENTATIONS["reference"])
     generate(*pair(), criterion, models.prompts(2, 9, vocab=VOCAB), max_new_tokens=24)
     assert len(watched) > 5 and set(watched) == {criterion}
 

@@ -21,7 +21,7 @@ SAMPLED = {"do_sample": True, "temperature": 0.8, "seed": 3}
 @pytest.fixture
 def options(tmp_path, monkeypatch):
     """A target's text half in its corpus, with the look-up that a GPU has."""
-    monkeypatch.delitem(IMPLEMENTATIONS, "cpu")
+    monkeypatch.setitem(IMPLEMENTATIONS, "cpu", IMPLEMENTATIONS["reference"])
     target = tiny()
     own = target.generate(**prompts(2, 9), max_new_tokens=24, do_sample=False)
     corpus = Corpus(corpus_of(tmp_path / "index", own[0]))
@@ -32,7 +32,7 @@ def options(tmp_path, monkeypatch):
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
 def test_a_look_up_copies_nothing_from_the_host(options, sampling, monkeypatch):
     watched = watch_steps(monkeypatch)
-    monkeypatch.delitem(ATTENTION, "cpu")
+    monkeypatch.setitem(ATTENTION, "cpu", ATTENTION["reference"])
     generate(**options, **sampling)
     assert sum(watched) >= 3
 
