@@ -12,7 +12,9 @@ from torch import nn
 from transformers import StoppingCriteria
 
 import gsd_kernels as gsd
+from gsd_kernels.backends import unavailable_reason
 from gsd_kernels_hf.model import identity, once, probe
+from gsd_kernels_hf.model.fused import why_not
 
 
 @pytest.fixture
@@ -116,3 +118,16 @@ def test_what_a_callback_changes_counts_for_the_calls_that_it_makes():
     changed = other.generate(prompt, do_sample=False, **options)
     assert not torch.equal(changed, text)
     assert all(torch.equal(nested, changed) for nested in found) and len(found) == 2
+
+
+@pytest.mark.skipif(unavailable_reason("cpu", torch.device("cpu")) is not None, reason="asks for the operator")
+def test_a_callback_asks_anew():
+    target, found = tiny(dtype=torch.float32), []
+
+    def observe(_):
+        hook = target.model.layers[0].register_forward_hook(lambda *_: None)
+        found.append(why_not(target, "auto"))
+        hook.remove()
+
+    gsd.generate(target, torch.arange(3, 9)[None], max_new_tokens=4, observer=observe)
+    assert found and all("has a hook" in reason for reason in found)
