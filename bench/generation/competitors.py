@@ -19,10 +19,10 @@ from .pairs import Pair
 GREEDY, STATIC, PLAIN, AUTO, HISTORY_AUTO = "hf-greedy", "hf-static-compile", "plain", "auto", "history-auto"
 ASSISTED = ("hf-assisted-3", "hf-assisted-5", "hf-assisted-8", "hf-assisted-dynamic")
 OTHER_SPECULATION = ("hf-prompt-lookup", "hf-early-exit", "hf-mtp", "hf-dflash")
+HISTORY_ROWS = {"history-4": 4, "history-8": 8, "history-16": 16}  # fixed shapes beside ``history``, which has 11 rows
 #: ``merged`` joins recurring sequences inside a step, ``graph`` across steps too, through the history; ``all`` is
 #: ``graph`` with the heads. ``history`` verifies as many rows as prompt lookup does, ``history-auto`` what pays of any.
 #: ``auto`` is what a user has who names a draft model and nothing else.
-HISTORY_ROWS = {"history-4": 4, "history-8": 8, "history-16": 16}  # fixed shapes beside ``history``, which has 11 rows
 BASIC = (
     *(PLAIN, "chain", "tree", "merged", "graph", "history", *HISTORY_ROWS, HISTORY_AUTO),
     *("layer-skip", "heads", "all", AUTO),

@@ -7,7 +7,6 @@ reason. Walking through its modules takes milliseconds, and no call changes its 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,8 +17,7 @@ from torch import nn
 _Model = TypeVar("_Model", bound=nn.Module)
 _Rest = ParamSpec("_Rest")
 _Found = TypeVar("_Found")
-_Answers = weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Any]]
-_answers: ContextVar[_Answers | None] = ContextVar("answers", default=None)
+_answers: ContextVar[dict[Hashable, Any] | None] = ContextVar("answers", default=None)
 
 
 @contextmanager
@@ -28,7 +26,7 @@ def getting_ready() -> Iterator[None]:
 
     A block inside it, of a call that a callback makes, keeps answers of its own.
     """
-    token = _answers.set(weakref.WeakKeyDictionary())
+    token = _answers.set({})
     try:
         yield
     finally:
@@ -50,11 +48,10 @@ def once(
         answers = _answers.get()
         if answers is None:
             return function(model, *rest, **options)
-        of_model = answers.setdefault(model, {})
-        key = (function, rest, tuple(options.items()))
-        if key not in of_model:
-            of_model[key] = function(model, *rest, **options)
-        return of_model[key]
+        key = (function, model, rest, tuple(options.items()))
+        if key not in answers:
+            answers[key] = function(model, *rest, **options)
+        return answers[key]
 
     return asked
 
