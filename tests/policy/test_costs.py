@@ -74,6 +74,16 @@ def test_a_few_steps_overrule_the_prior(curve, factor):
         assert target(found, rows, 100.0) == pytest.approx(seconds, rel=0.15), rows
 
 
+def test_rows_that_a_kernel_takes_together_cost_the_same():
+    """Six rows at a time: 7 rows cost what 12 do, which a curve through powers of two would miss by a tenth."""
+    tiles = {1: 0.0165, 2: 0.0168, 4: 0.0174, 6: 0.0178, 8: 0.0203, 12: 0.0205, 16: 0.0255, 32: 0.0475}
+    found, rng = model(), np.random.default_rng(0)
+    for rows, seconds in [*list(tiles.items())] * 8:
+        found.observe(FIRST, rows, 100.0, 1, seconds * float(np.exp(0.02 * rng.standard_normal())), 0.0)
+    for rows, seconds in tiles.items():
+        assert target(found, rows, 100.0) == pytest.approx(seconds, rel=0.03), rows
+
+
 def test_one_number_of_rows_teaches_the_others_the_speed_of_the_machine():
     found = model()
     before = target(found, 1) / target(found, 16)

@@ -21,7 +21,10 @@ from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig
 
-KNOTS = 2.0 ** np.arange(15)  # rows of all sequences together, 1 … 16384
+# Rows of all sequences together, 1, 2, 3, 4, 6, 8, 12 … 16384: kernels take 3, 4, 6 or 8 rows at a time, so 12 may cost
+# what 8 do.
+KNOTS = np.sort(np.append(2.0 ** np.arange(15), 3.0 * 2.0 ** np.arange(13)))
+OCTAVE = np.log2(KNOTS)
 PLAIN = "plain"  # among the shapes: no speculation
 
 SCALE = 1.2  # spread of the prior's logarithm, common to all rows: a factor of three
@@ -219,8 +222,7 @@ class CostModel:
         self.names = (PLAIN, *shapes)
         self.index = {name: i for i, name in enumerate(self.names)}
         self.known_other = np.array([known.other_seconds(None), *(known.other_seconds(s) for s in shapes.values())])
-        octave = np.log2(KNOTS)
-        apart = (octave[:, None] - octave) / OCTAVES
+        apart = (OCTAVE[:, None] - OCTAVE) / OCTAVES
         knots = SCALE**2 + BEND**2 * np.exp(-np.abs(apart)) + LONE**2 * np.eye(len(KNOTS))
         drift = WANDER**2 + LONE_WANDER**2 * np.eye(len(KNOTS))
         self.target = Correction(_with_slope(knots, PREFIX), _with_slope(drift, 0.0))
@@ -234,9 +236,7 @@ class CostModel:
 
     def target_weights(self, rows: np.ndarray, cached: float) -> np.ndarray:
         """[S] → [S, knots + 1]: which values a forward's time is of."""
-        octave = np.clip(np.log2(np.maximum(rows, 1.0)), 0.0, len(KNOTS) - 1.0)
-        below = np.minimum(octave.astype(int), len(KNOTS) - 2)
-        share = octave - below
+        below, share = _between(rows)
         weights = np.zeros((len(rows), len(KNOTS) + 1))
         place = np.arange(len(rows))
         weights[place, below] = 1.0 - share
@@ -257,7 +257,7 @@ class CostModel:
         at_knots = self.known.target_seconds(KNOTS, cached) * np.exp(self.target.mean[:-1] + slope)
         certain = 1.0 / np.maximum(self.target.covariance.diagonal()[:-1], 1e-6)
         rising = np.log(increasing(at_knots, certain))
-        return np.exp(np.interp(np.log2(np.maximum(rows, 1.0)), np.log2(KNOTS), rising))
+        return np.exp(np.interp(np.log2(np.maximum(rows, 1.0)), OCTAVE, rising))
 
     def other_seconds(self, batch: int) -> np.ndarray:
         """What a step needs besides the target: of plain decoding and of every shape, [1 + shapes]."""
@@ -268,12 +268,10 @@ class CostModel:
     ) -> None:
         """One step: rows of all sequences together, and its seconds (0: unknown)."""
         if target > 0:
-            below, share = _between(rows)
+            weights = self.target_weights(np.array([float(rows)]), cached)[0]
             # Between knots the known seconds are interpolated as they are when asked for.
-            low, high = np.log(self.known.target_seconds(KNOTS[below : below + 2], cached)).tolist()
-            weights = np.zeros(len(KNOTS) + 1)
-            weights[below], weights[below + 1], weights[-1] = 1.0 - share, share, _doublings(cached)
-            residual = math.log(_believable(target)) - (1.0 - share) * low - share * high
+            expected = float(weights[:-1] @ np.log(self.known.target_seconds(KNOTS, cached)))
+            residual = math.log(_believable(target)) - expected
             self.target.observe(weights, residual, noise)
             self.steps += 1
             self.tried[name] = self.tried.get(name, 0) + 1
@@ -352,11 +350,11 @@ def _doublings(cached: float) -> float:
     return math.log2(1.0 + cached / PREFIX_UNIT)
 
 
-def _between(rows: float) -> tuple[int, float]:
-    """The last knot that is not above ``rows``, the one before the last at most, and how far it is to the next."""
-    octave = min(math.log2(max(rows, 1.0)), len(KNOTS) - 1.0)
-    below = min(int(octave), len(KNOTS) - 2)
-    return below, octave - below
+def _between(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[S] → [S], [S]: the last knot not above, the one before the last at most, and how far it is to the next."""
+    octave = np.clip(np.log2(np.maximum(rows, 1.0)), OCTAVE[0], OCTAVE[-1])
+    below = np.minimum(np.searchsorted(OCTAVE, octave, side="right") - 1, len(KNOTS) - 2)
+    return below, (octave - OCTAVE[below]) / (OCTAVE[below + 1] - OCTAVE[below])
 
 
 def _believable(seconds: float) -> float:
