@@ -290,6 +290,7 @@ def test_an_interrupt_ends_it_cleanly(server, openai):
     waiting.join(10)
     assert "Traceback" not in server.log
     assert server.log.rstrip().endswith("gsd-kernels: interrupted")
+    assert not re.search("torchao|_pytree", server.log), "packages that it does not use speak up when they are imported"
 
 
 def request_and_wait(server, expected: type[Exception]) -> None:

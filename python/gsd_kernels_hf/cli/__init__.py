@@ -6,6 +6,7 @@ up by name when it is called. Commands import torch and transformers when they r
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, ClassVar
 
 import typer
@@ -15,6 +16,10 @@ from ..console.output import EXIT_CODES
 from . import check, demo, doctor, generate, index, serve, training
 
 __all__ = ["app", "main"]
+
+
+#: Loggers that say at import, before the first line of a command, which kernels that it does not use they lack.
+CHATTY = ("torchao", "torch.utils._pytree")
 
 
 class _Shell(Commands):
@@ -57,7 +62,9 @@ def _options(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks instead of one-line errors.")] = False,
 ) -> None:
-    """Options of every command; ``debug`` is read by :class:`~gsd_kernels_hf.console.commands.Commands`."""
+    """Options of every command; ``debug`` is read by :class:`~gsd_kernels_hf.console.commands.Commands` as well."""
+    for name in CHATTY if not debug else ():
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def main() -> None:
