@@ -18,7 +18,7 @@ from . import check, demo, doctor, generate, index, serve, training
 __all__ = ["app", "main"]
 
 
-#: Loggers that say at import, before the first line of a command, which kernels that it does not use they lack.
+#: Loggers that warn while torchao is imported, before the first line of a command; ``--debug`` shows it.
 CHATTY = ("torchao", "torch.utils._pytree")
 
 

@@ -236,7 +236,9 @@ class CostModel:
 
     def target_weights(self, rows: np.ndarray, cached: float) -> np.ndarray:
         """[S] → [S, knots + 1]: which values a forward's time is of."""
-        below, share = _between(rows)
+        octave = np.minimum(np.log2(np.maximum(rows, 1.0)), OCTAVE[-1])
+        below = np.minimum(np.searchsorted(OCTAVE, octave, side="right") - 1, len(KNOTS) - 2)
+        share = (octave - OCTAVE[below]) / (OCTAVE[below + 1] - OCTAVE[below])
         weights = np.zeros((len(rows), len(KNOTS) + 1))
         place = np.arange(len(rows))
         weights[place, below] = 1.0 - share
@@ -348,13 +350,6 @@ def weight_bytes(model: nn.Module) -> float:
 
 def _doublings(cached: float) -> float:
     return math.log2(1.0 + cached / PREFIX_UNIT)
-
-
-def _between(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[S] → [S], [S]: the last knot not above, the one before the last at most, and how far it is to the next."""
-    octave = np.clip(np.log2(np.maximum(rows, 1.0)), OCTAVE[0], OCTAVE[-1])
-    below = np.minimum(np.searchsorted(OCTAVE, octave, side="right") - 1, len(KNOTS) - 2)
-    return below, (octave - OCTAVE[below]) / (OCTAVE[below + 1] - OCTAVE[below])
 
 
 def _believable(seconds: float) -> float:
