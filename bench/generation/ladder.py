@@ -24,7 +24,7 @@ from gsd_kernels import GraphConfig
 from gsd_kernels_hf.files import write_json, write_text
 from gsd_kernels_hf.policy.acceptance import MISS, POOL, AcceptanceModel, GrowthPlan, Pool
 from gsd_kernels_hf.policy.fixed import FixedPolicy
-from gsd_kernels_hf.policy.ladder import ladder, shape_name
+from gsd_kernels_hf.policy.ladder import LOOKUP_CONTEXT, ladder, shape_name
 
 from ..lib.environment import environment
 from ..lib.report import markdown
@@ -50,7 +50,9 @@ def full_set() -> list[GraphConfig]:
         GraphConfig(depth=d, width=w, branch=b, max_rows=r, **reuse) for w, b in FAMILIES for d in DEPTHS for r in ROWS
     ]
     without = [
-        GraphConfig(depth=0, width=w, branch=b, max_rows=r, history_depth=d, history_width=w)
+        GraphConfig(
+            depth=0, width=w, branch=b, max_rows=r, merge_context=LOOKUP_CONTEXT, history_depth=d, history_width=w
+        )
         for w, b in FREE
         for d in DEPTHS
         for r in ROWS

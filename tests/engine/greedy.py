@@ -19,6 +19,7 @@ from transformers import (
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.policy.acceptance import AcceptanceModel
+from gsd_kernels_hf.policy.budget import PathOdds, RowBudget
 from gsd_kernels_hf.policy.ladder import ladder
 
 LETTERS = models.CHARACTERS[:29]
@@ -104,6 +105,17 @@ def every_third(batch_id: int, ids: torch.Tensor) -> list[int]:
     return [t for t in range(3, VOCAB) if t % 3 != start]
 
 
+class SomeRows(RowBudget):
+    """Any number of rows, and what became of them is observed as ever."""
+
+    def __init__(self, odds: PathOdds, seed: int):
+        super().__init__(odds)
+        self.counts = random.Random(seed)
+
+    def __call__(self, scores, count):
+        return super().__call__(scores, self.counts.randint(1, count))
+
+
 class Switching(contextlib.AbstractContextManager):
     """Stands in for the automatic policy: another shape, or none, every few steps; where the seed is odd, some rows."""
 
@@ -112,7 +124,7 @@ class Switching(contextlib.AbstractContextManager):
         largest = [s.replace(depth=s.depth and 10, max_rows=128) for s in on_ladders]
         self.shapes = [None, config.replace(depth=1), *on_ladders, *largest]
         self.acceptance, self.rng = AcceptanceModel(branch=4), random.Random(seed)
-        self.counts, self.budget = random.Random(seed), self.some_rows if seed % 2 else None
+        self.budget = SomeRows(self.acceptance.odds, seed) if seed % 2 else None
         self.current = self.rng.choice(self.shapes)
 
     def largest_shapes(self):
@@ -120,9 +132,6 @@ class Switching(contextlib.AbstractContextManager):
 
     def shape(self):
         return self.current
-
-    def some_rows(self, scores, count):
-        return self.counts.randint(1, count)
 
     def end(self):
         pass

@@ -16,7 +16,7 @@ import gsd_kernels as gsd
 from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_hf.policy.acceptance import AcceptanceModel, GrowthPlan
 from gsd_kernels_hf.policy.auto import AutoPolicy
-from gsd_kernels_hf.policy.budget import Price, RowBudget
+from gsd_kernels_hf.policy.budget import BELIEF, PathOdds, Price, RowBudget
 from gsd_kernels_hf.policy.ladder import ladder
 
 
@@ -41,18 +41,69 @@ def test_one_step_and_many_choose_alike(step):
 
 
 def test_sure_rows_are_forwarded_and_poor_ones_are_not():
-    budget = RowBudget()
+    budget = RowBudget(PathOdds())
     sure = torch.tensor([[0.0, math.log(0.9), math.log(0.8), -torch.inf]])
     poor = torch.tensor([[0.0, math.log(0.02), math.log(0.01), math.log(0.01)]])
-    assert budget(sure, 3) == 3, "nothing is known of what rows cost"
-    assert budget.promised == pytest.approx(1.7)
-    budget.price = Price(np.array([1.0, 1.1, 1.2, 1.3]), [1, 2, 4])
+    assert not budget.asked
+    assert budget(sure, 3) == 3 and budget.asked, "nothing is known of what rows cost"
+    budget.price = Price(np.array([1.0, 1.2, 1.4, 1.6]), [1, 2, 4])
     assert budget(sure, 3) == 3 and budget(poor, 4) == 1
-    assert budget.promised == 0.0
-    budget.trust = 20.0  # the sources are too modest
-    assert budget(poor, 4) == 4
-    budget.trust = 1.0
     assert budget(torch.cat([sure, poor]), 4) == 4, "what the sequences promise together counts"
+    for _ in range(40):  # the sources are too modest
+        budget.price = None
+        assert budget(poor, 4) == 4
+        budget.observe(accepted([[0, 1, 2, 3]], [4]))
+    budget.price = Price(np.array([1.0, 1.2, 1.4, 1.6]), [1, 2, 4])
+    assert budget(poor, 4) == 4
+
+
+def accepted(rows: list[list[int]], counts: list[int]) -> gsd.Acceptance:
+    paths = torch.tensor(rows, dtype=torch.int32)
+    return gsd.Acceptance(paths, torch.tensor(counts, dtype=torch.int32), torch.zeros(len(rows), dtype=torch.int32))
+
+
+def test_odds_are_learned_of_what_was_forwarded():
+    """By sequence, not of finished ones, not of rows that were left out, and not twice."""
+    odds = PathOdds()
+    budget, before = RowBudget(odds), odds.of(math.log(0.3))
+    assert 0.3 < before < 0.6, "paths are likelier than the product of their parts"
+    step = torch.tensor([[0.0, math.log(0.3)], [0.0, math.log(0.3)]])
+    budget(step, 2)
+    budget.observe(accepted([[0, 1], [-1, -1]], [2, 0]))
+    once = odds.of(math.log(0.3))
+    assert once > before
+    budget.observe(accepted([[0, 1], [-1, -1]], [2, 0]))
+    assert odds.of(math.log(0.3)) == once
+    budget(step, 1)
+    budget.observe(accepted([[0, -1], [0, -1]], [1, 1]))
+    assert odds.accepted[1] < 1 + BELIEF, "a step is forgotten slowly"
+    for _ in range(200):
+        budget(step, 2)
+        budget.observe(accepted([[0, -1], [0, -1]], [1, 1]))
+    assert odds.of(math.log(0.3)) < 0.1 and odds.of(math.log(0.9)) == PathOdds().of(math.log(0.9))
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.lists(st.booleans(), min_size=40, max_size=40))
+def test_odds_of_one_and_of_many_are_alike(probs, outcomes):
+    odds = PathOdds()
+    for place, outcome in enumerate(outcomes):
+        odds.observe([-0.2 * place], [0] if outcome else [])
+    known = PathOdds()
+    known.load(odds.as_dict())
+    one = [known.of(math.log(p)) if p > 0 else 0.0 for p in probs]
+    assert all(0.0 <= p <= 1.0 for p in one)
+    kept = [p > 1e-12 for p in probs]  # of less nothing is told
+    assert np.allclose(odds.of_each(np.array(probs))[kept], np.array(one)[kept], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "damage", [{}, {"accepted": [1.0], "expected": [1.0]}, {"accepted": [0.0] * 7, "expected": [1.0] * 7}]
+)
+def test_odds_that_are_none_change_nothing(damage):
+    odds = PathOdds()
+    with pytest.raises((ValueError, KeyError)):
+        odds.load(damage)
+    assert odds.as_dict() == PathOdds().as_dict()
 
 
 def test_a_prediction_keeps_the_rows_that_the_budget_would():
@@ -60,12 +111,13 @@ def test_a_prediction_keeps_the_rows_that_the_budget_would():
     acceptance, plan = AcceptanceModel(4), GrowthPlan(list(ladder("cpu", with_model=True).values()), 4)
     every, rows = acceptance.tokens(plan)
     free = Price(np.zeros(16), range(1, 17))
-    assert np.allclose(acceptance.tokens(plan, free), (every, rows))
+    tokens, kept = acceptance.tokens(plan, free)
+    assert np.allclose(kept, rows) and (tokens >= every - 1e-9).all()
     dear = Price(100.0 * np.arange(16), range(1, 17))
     assert np.array_equal(acceptance.tokens(plan, dear), np.ones((2, len(plan.shapes))))
     some = Price(0.05 * np.arange(16), range(1, 17))
     tokens, fewer = acceptance.tokens(plan, some)
-    assert (tokens <= every + 1e-9).all() and (fewer < rows).any() and (fewer >= 1).all()
+    assert (tokens <= acceptance.tokens(plan, free)[0] + 1e-9).all() and (fewer < rows).any() and (fewer >= 1).all()
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -93,7 +145,7 @@ def test_fewer_rows_and_the_same_text(monkeypatch, batch, sampled):
 def test_tokens_that_were_drawn_are_all_verified(monkeypatch):
     """Which of them are verified must not depend on what was drawn: the sample would not be exact."""
     asked = []
-    budget = RowBudget()
+    budget = RowBudget(PathOdds())
     monkeypatch.setattr(RowBudget, "__call__", lambda self, scores, count: asked.append(count) or 1)
     target = models.tiny()
     options = {"assistant_model": models.noised(target, 0.1), "do_sample": True, "max_new_tokens": 24}
@@ -121,5 +173,6 @@ def test_where_nobody_asks_shapes_are_predicted_whole(monkeypatch):
 
     monkeypatch.setattr(AcceptanceModel, "tokens", noted)
     pair = experience(with_model=False)
-    World(BFLOAT16, USUAL).run(AutoPolicy(pair, prefix=200), 40)
-    assert len(prices) > 2 and set(prices) == {None} and not pair.chooses_rows
+    policy = AutoPolicy(pair, prefix=200)
+    World(BFLOAT16, USUAL).run(policy, 40)
+    assert len(prices) > 2 and set(prices) == {None} and policy.budget is not None and not policy.budget.asked

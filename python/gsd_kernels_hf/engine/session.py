@@ -314,6 +314,8 @@ class Session:
     def settle(self, unverified: Unverified, accepted: Acceptance) -> Verified:
         """The step once it is known what is accepted, all of it on the device: commit, and let sources observe it."""
         verified = Verified.of(unverified, accepted, self.backend)
+        if self.budget is not None:
+            self.budget.observe(accepted)
         self.commit(verified)
         if self.drafter is not None:
             with self.clock.part("draft"):

@@ -17,7 +17,7 @@ import torch
 from gsd_kernels import GraphConfig
 
 from ..sources.weights import Calibration
-from .budget import Price
+from .budget import PathOdds, Price
 
 POOL = 96  # profiles kept
 START = 4  # profiles that a prior counts for
@@ -32,7 +32,6 @@ OPTIMIST = (0.95, 0.03, 0.01, 0.005)  # an easy text: what speculation could rea
 BELIEF = {"model": 6.0, "lookup": 3.0}  # hits that the sources' own probabilities count for
 RATIO_WEIGHT = {"model": 10.0, "lookup": 16.0}  # tokens that a ratio of one counts for
 GAIN_MEMORY = 0.99  # of what a shape brought, a step
-TRUST_WEIGHT = 16.0  # tokens that a trust of one counts for
 
 
 def kind_of(config: GraphConfig) -> str:
@@ -86,7 +85,7 @@ class AcceptanceModel:
         self.pools = {name: Pool.prior(prior, branch) for name, prior in PRIORS.items()}
         # Tokens beyond the first that steps brought, and that had been predicted: by kind of shape.
         self.gains: dict[str, tuple[float, float]] = {}
-        self.kept = (0.0, 0.0)  # the same of forwarded rows, by what their scores promised
+        self.odds = PathOdds()  # of forwarded rows
 
     def observe(self, name: str, probs: np.ndarray, hits: np.ndarray, *, steps: int = 1) -> None:
         """Candidates after accepted nodes of some steps, by a pool's sources, and whether each was picked, [n, K]."""
@@ -121,15 +120,6 @@ class AcceptanceModel:
         """Tokens that :meth:`ratio` is known by, those of its prior included."""
         return RATIO_WEIGHT[kind] + self.gains.get(kind, (0.0, 0.0))[1]
 
-    def observe_rows(self, gained: float, promised: float) -> None:
-        """Tokens beyond the first that a step brought a sequence, and what its rows' scores had promised."""
-        self.kept = (GAIN_MEMORY * self.kept[0] + gained, GAIN_MEMORY * self.kept[1] + promised)
-
-    @property
-    def trust(self) -> float:
-        """Tokens that rows bring over what their scores promise."""
-        return (TRUST_WEIGHT + self.kept[0]) / (TRUST_WEIGHT + self.kept[1])
-
     def restart(self, kind: str) -> None:
         """Forget what was accepted lately of one kind of shape."""
         self.pools[kind] = Pool.prior(OPTIMIST, self.branch, 1)
@@ -139,7 +129,6 @@ class AcceptanceModel:
         """Forget what was accepted lately, as before anything was seen; how far sources are believed is kept."""
         self.pools = {name: Pool.prior(prior, self.branch) for name, prior in PRIORS.items()}
         self.gains.clear()
-        self.kept = (0.0, 0.0)
 
     def write(self, calibration: Calibration | None) -> None:
         """Put the current ratios into the device table, unless they are there."""
@@ -150,9 +139,9 @@ class AcceptanceModel:
 
     def tokens(self, plan: GrowthPlan, price: Price | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Predicted tokens per step and rows of every shape of ``plan``, float64 [S] each; ``price`` as there."""
-        grown, rows = plan.predict(self.pools, price)
+        grown, rows = plan.predict(self.pools, price, self.odds)
         ratios = [self.ratio(kind_of(config)) for config in plan.shapes]
-        return 1.0 + (grown - 1.0) * np.array(ratios), rows
+        return 1.0 + np.minimum((grown - 1.0) * np.array(ratios), plan.deepest), rows
 
     def easy_tokens(self, plan: GrowthPlan, kinds: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """The same on a text that is easy for the sources of these kinds, whatever was seen of them."""
@@ -166,6 +155,7 @@ class AcceptanceModel:
             "expected": {name: table.tolist() for name, table in self.expected.items()},
             "pools": {name: [p.profiles.tolist(), p.picks.tolist()] for name, p in self.pools.items()},
             "gains": {name: list(pair) for name, pair in self.gains.items()},
+            "odds": self.odds.as_dict(),
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
@@ -192,6 +182,7 @@ class AcceptanceModel:
                 raise ValueError("acceptance: profiles of another size, or no probabilities")
             if picks.shape != rows.shape[:1] or not ((picks >= UNKNOWN) & (picks < self.branch)).all():
                 raise ValueError("acceptance: picks of another number, or no ranks")
+        self.odds.load(data["odds"])
         self.hits, self.expected, self.pools, self.gains = hits, expected, pools, gains
         self.counted = object()
 
@@ -236,16 +227,19 @@ class GrowthPlan:
         for family, group in enumerate(families.values()):
             self.family[group] = family
         self.expands = np.arange(self.width) < width[self.grown, :, None]  # [F, L, W]
+        self.deepest = total  # [S]; tokens beyond the first that a step brings at most
         self.last_row = np.array([s.max_rows for s in shapes]) - 1
         self.open = max(OPEN, int(self.last_row.max(initial=0)) // 2)
         self.predictions = 0
 
-    def predict(self, pools: Mapping[str, Pool], price: Price | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def predict(
+        self, pools: Mapping[str, Pool], price: Price | None = None, odds: PathOdds | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Tokens per step and rows by shape, float64 [S] each.
 
         Args:
             pools: profiles of both kinds.
-            price: where a budget chooses the rows of every step: what they cost.
+            price, odds: where a budget chooses the rows of every step: what they cost, and how often they are accepted.
         """
         self.predictions += 1
         model, lookup = pools["model"], pools["lookup"]
@@ -259,7 +253,7 @@ class GrowthPlan:
         most = np.minimum(self.last_row, best.shape[-1])
         kept = np.minimum((best > 0).sum(-1), most[:, None])  # [S, T]
         sums = np.zeros((*best.shape[:2], best.shape[-1] + 1))  # [S, T, 1 + rows]; of the first n
-        np.cumsum(best, axis=-1, out=sums[..., 1:])
+        np.cumsum(best if price is None or odds is None else odds.of_each(best), axis=-1, out=sums[..., 1:])
         if price is not None:
             kept = price.best_of_each(1.0 + sums, 1 + kept) - 1
         promised = np.take_along_axis(sums, kept[..., None], -1)[..., 0]  # [S, T]

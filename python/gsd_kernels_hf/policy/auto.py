@@ -23,7 +23,7 @@ from gsd_kernels import GraphConfig
 from .acceptance import AcceptanceModel, GrowthPlan, kind_of
 from .base import Profiles
 from .budget import Price, RowBudget
-from .costs import COLD, NOISE, PLAIN, CostModel
+from .costs import COLD, KNOTS, NOISE, PLAIN, CostModel
 from .ladder import BRANCH
 
 GAIN = 1.02  # a new shape must promise this much more than the current one
@@ -40,6 +40,9 @@ INTERVAL = 16  # steps between choices, at most
 PATIENCE, MOST_PATIENCE = 64, 1024  # plain steps until speculation is tried again
 NOTHING = 1.1  # tokens a step, below which speculation brings nothing, whatever it costs
 REMEMBERED = 8  # batch sizes
+RATE_MEMORY = 0.97  # of what steps brought and took, a step
+RATE_WEIGHT = 4.0  # steps that a prediction of it counts for
+TEACHES = 0.02  # tokens of later steps that a forwarded row brings: the history learns what follows it
 LONG_PROMPT = 512  # tokens, which even a small draft reads for longer than a plain step takes
 
 
@@ -68,7 +71,6 @@ class Experience:
         self.acceptance = AcceptanceModel(BRANCH)
         self.plan = GrowthPlan(list(self.shapes.values()), BRANCH)
         self.predicted: tuple[np.ndarray, np.ndarray] | None = None  # what a choice went by last: tokens and rows
-        self.chooses_rows = False  # whether steps ask for a budget
         self.last: dict[str, str] = {}  # batch size → shape that the last generation ended with
         self.wait, self.patience = 0, PATIENCE
         self.warm: set[str] = set()  # shapes that ran in this process
@@ -125,8 +127,11 @@ class AutoPolicy:
         self.experience, self.batch, self.saver = experience, batch, saver
         self.acceptance: AcceptanceModel | None = experience.acceptance
         # Beside a draft model, which proposes little that is not worth a row, choosing rows cost 4% in races.
-        self.budget = None if any(shape.depth for shape in experience.shapes.values()) else RowBudget()
-        self.counts = sorted({1, *(shape.max_rows for shape in experience.shapes.values())})
+        self.budget = (
+            None if any(shape.depth for shape in experience.shapes.values()) else RowBudget(experience.acceptance.odds)
+        )
+        most = max(shape.max_rows for shape in experience.shapes.values())
+        self.counts = [int(rows) for rows in KNOTS if rows <= most]
         self.names = (PLAIN, *experience.shapes)
         self.configs: tuple[GraphConfig | None, ...] = (None, *experience.shapes.values())
         self.of_costs = np.array([experience.costs.index[name] for name in self.names])
@@ -140,9 +145,11 @@ class AutoPolicy:
         self.left: int | None = None  # until the first choice of a retry: the shape before
         self.resumed: int | None = None  # step at which speculation was tried again, until it is off or has paid
         self.timed = False  # whether the last step's times were known
+        self.brought = self.spent = 0.0  # tokens of a sequence and seconds, lately
         self.elapsed = self.lost = self.trial_seconds = 0.0
         self.expected = self.rows = np.ones(len(self.names))
         self.current, self.next_choice = self._first()
+        self.least = self.next_choice  # steps between choices
         first = self.configs[self.current]
         self.opens = reads_prompt and prefix >= LONG_PROMPT and first is not None and first.depth > 0
         if self.opens:
@@ -185,10 +192,12 @@ class AutoPolicy:
         """Note a step; now and then learn from those noted, and choose anew."""
         going = [count for count in tokens if count > 0]
         self.noted.append(_Step(profiles, going, rows, self.cached, target_seconds, other_seconds))
-        self._observe_budget(going)
         self.timed = target_seconds > 0
         seconds = target_seconds + other_seconds
         self.elapsed += seconds
+        if self.timed and going:
+            self.brought = RATE_MEMORY * self.brought + sum(going) / len(going)
+            self.spent = RATE_MEMORY * self.spent + seconds
         self.trial_seconds += seconds if self.home is not None else 0.0
         self.cached += sum(tokens)
         self.steps += 1
@@ -202,7 +211,7 @@ class AutoPolicy:
         if another:
             self.experience.acceptance.forget()
         if another or self.steps >= self.next_choice:
-            self.next_choice = self.steps + min(INTERVAL, max(FIRST_CHOICE, self.steps // 2))
+            self.next_choice = self.steps + min(INTERVAL, max(self.least, self.steps // 2))
             self._learn()
             self._choose()
             self._set_price()
@@ -214,16 +223,6 @@ class AutoPolicy:
         self.current, self.home, self.opens = self.home, None, False
         self.steps, self.since, self.elapsed, self.trial_seconds = 0, 0, 0.0, 0.0
 
-    def _observe_budget(self, tokens: list[int]) -> None:
-        """Learn what the rows that the budget kept were worth."""
-        if self.budget is None or self.budget.promised is None:
-            return
-        self.experience.chooses_rows = True
-        if tokens:
-            self.experience.acceptance.observe_rows(sum(tokens) / len(tokens) - 1.0, self.budget.promised)
-            self.budget.trust = self.experience.acceptance.trust
-        self.budget.promised = None
-
     def _set_price(self) -> None:
         """Tell the budget what time is worth: tokens of a sequence, at the rate of the shape that steps have."""
         if self.budget is None or self.experience.predicted is None:
@@ -231,8 +230,9 @@ class AutoPolicy:
         home = self.current if self.home is None else self.home
         rows = np.arange(1.0, 1.0 + self.counts[-1])
         seconds = self.experience.costs.target_seconds(self.batch * rows, self.cached)
-        self.budget.price = Price(self._rates(self.expected)[home] * seconds, self.counts)
-        self.budget.trust = self.experience.acceptance.trust
+        expected = RATE_WEIGHT * self.expected[home]
+        brought, spent = expected + self.brought, expected / self._rates(self.expected)[home] + self.spent
+        self.budget.price = Price(brought / spent * seconds - TEACHES * rows, self.counts)
 
     def _another_text(self) -> bool:
         """Whether the first steps, of the shape that an earlier text ended with, bring far less than that text did."""
@@ -272,7 +272,7 @@ class AutoPolicy:
 
     def _predict(self) -> None:
         """Tokens and rows that a step of every shape would have now, of one sequence."""
-        price = self.budget.price if self.budget is not None and self.experience.chooses_rows else None
+        price = self.budget.price if self.budget is not None and self.budget.asked else None
         predicted = self.experience.acceptance.tokens(self.experience.plan, price)
         self.expected, self.rows = (np.concatenate([[1.0], values]) for values in predicted)
         self.experience.predicted = self.expected, self.rows

@@ -10,10 +10,69 @@ multiply several rows at a time, so the seconds rise in steps, and those are the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
+
+from gsd_kernels import Acceptance
+
+EXPONENT = 0.6  # of a path's probability, until more is known
+BINS = 7  # of path probabilities: above 1/2, above 1/4, …, and all below 1/64
+BELIEF = 4.0  # accepted rows that this counts for in each of them
+MEMORY = 0.99  # of what was counted, a step
+LEAST = -30.0  # of logarithms
+
+
+class PathOdds:
+    """How often rows are accepted, by their path probabilities.
+
+    These are products, as if a token said nothing of the next one; but where the sources were right once, they are
+    again: of paths with a probability of 0.03 one in nine was accepted, and of those with 0.2 nearly half.
+    """
+
+    def __init__(self) -> None:
+        self.accepted, self.expected = [BELIEF] * BINS, [BELIEF] * BINS
+        self.ratios = [1.0] * BINS
+
+    def of(self, score: float) -> float:
+        """Probability that a row is accepted, by the logarithm of its path's."""
+        score = max(score, LEAST)
+        return min(math.exp(EXPONENT * score) * self.ratios[min(int(-score / math.log(2.0)), BINS - 1)], 1.0)
+
+    def of_each(self, probs: np.ndarray) -> np.ndarray:
+        """:meth:`of` many path probabilities, of any shape; 0 of 0."""
+        octaves = -np.log2(np.maximum(probs, math.exp(LEAST)))
+        ratios = np.array(self.ratios)[np.minimum(octaves.astype(int), BINS - 1)]
+        return np.where(probs > 0, np.minimum(probs**EXPONENT * ratios, 1.0), 0.0)
+
+    def observe(self, scores: Sequence[float], accepted: Sequence[int]) -> None:
+        """Rows of one sequence's step but its root: logarithms, and which of them, by place, were accepted."""
+        for counts in (self.accepted, self.expected):
+            counts[:] = [BELIEF + MEMORY * (count - BELIEF) for count in counts]
+        for place, score in enumerate(scores):
+            if score > LEAST:
+                row = min(int(-score / math.log(2.0)), BINS - 1)
+                self.expected[row] += math.exp(EXPONENT * score)
+                self.accepted[row] += place in accepted
+        self.ratios = [hits / of for hits, of in zip(self.accepted, self.expected, strict=True)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, for the disk."""
+        return {"accepted": list(self.accepted), "expected": list(self.expected)}
+
+    def load(self, data: Mapping[str, Any]) -> None:
+        """What :meth:`as_dict` gave.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is not that; nothing was taken over.
+        """
+        accepted, expected = ([float(n) for n in data[part]] for part in ("accepted", "expected"))
+        if len(accepted) != BINS or len(expected) != BINS or not 0.0 < min(accepted + expected) <= max(accepted) < 1e9:
+            raise ValueError("path odds: counts of another number, or none")
+        self.accepted, self.expected = accepted, expected
+        self.ratios = [hits / of for hits, of in zip(accepted, expected, strict=True)]
 
 
 class Price:
@@ -50,16 +109,19 @@ class Price:
 class RowBudget:
     """Chooses how many rows of a step are forwarded; where shapes are static, nobody asks it.
 
+    Args:
+        odds: of rows, by their path probabilities; learns from every step.
+
     Attributes:
         price: ``None``: unknown, all rows are forwarded.
-        trust: tokens that rows bring over what their scores promise.
-        promised: tokens beyond the first that the rows of the last step promised, a sequence; ``None`` if it had none.
+        asked: whether steps ask.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, odds: PathOdds) -> None:
+        self.odds = odds
         self.price: Price | None = None
-        self.trust = 1.0
-        self.promised: float | None = None
+        self.asked = False
+        self.forwarded: list[list[float]] = []  # scores of the rows of the last step, by sequence
 
     def __call__(self, scores: Tensor, count: int) -> int:
         """Rows to forward, 1 … ``count``.
@@ -68,12 +130,22 @@ class RowBudget:
             scores: float32 [B, R] on the host, logarithms of path probabilities, best first, −inf for padding.
             count: rows that hold a token, in the longest sequence.
         """
-        sums, total = [], 0.0
-        for row in zip(*scores.tolist(), strict=True):  # the root first, which is there; lists cost less than arrays
-            total += sum(map(math.exp, row)) / len(row)
-            sums.append(total)
-        sums = sums[:count]
+        self.asked = True
+        lists = [row[:count] for row in scores.tolist()]  # lists cost less than arrays
         if self.price is not None:
-            count = self.price.best([1.0 + self.trust * (tokens - 1.0) for tokens in sums])
-        self.promised = sums[count - 1] - 1.0
+            sums, total = [], 0.0
+            for row in zip(*lists, strict=True):  # the root first, which is there
+                total += sum(map(self.odds.of, row)) / len(row)
+                sums.append(total)
+            count = self.price.best(sums)
+        self.forwarded = [row[1:count] for row in lists]
         return count
+
+    def observe(self, accepted: Acceptance) -> None:
+        """Learn which rows of the last step, if it asked, were accepted."""
+        if self.forwarded:
+            paths, counts = accepted.accepted_rows.tolist(), accepted.num_accepted.tolist()
+            for scores, path, length in zip(self.forwarded, paths, counts, strict=True):
+                if length:  # else the sequence was finished before
+                    self.odds.observe(scores, [row - 1 for row in path[1:length]])
+        self.forwarded = []

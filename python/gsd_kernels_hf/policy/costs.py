@@ -272,7 +272,8 @@ class CostModel:
         if target > 0:
             weights = self.target_weights(np.array([float(rows)]), cached)[0]
             # Between knots the known seconds are interpolated as they are when asked for.
-            expected = float(weights[:-1] @ np.log(self.known.target_seconds(KNOTS, cached)))
+            near = weights[:-1].nonzero()[0]
+            expected = float(weights[near] @ np.log(self.known.target_seconds(KNOTS[near], cached)))
             residual = math.log(_believable(target)) - expected
             self.target.observe(weights, residual, noise)
             self.steps += 1

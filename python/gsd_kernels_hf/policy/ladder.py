@@ -12,6 +12,7 @@ from functools import cache
 from gsd_kernels import GraphConfig
 
 REUSE_DEPTH, REUSE_WIDTH = 4, 8  # levels from the history behind those of a model
+LOOKUP_CONTEXT = 2  # tokens that nodes must share to be merged: the history tells longer contexts apart
 
 _Shapes = tuple[tuple[int, int, int, int], ...]  # width, branch, depth, rows
 
@@ -69,7 +70,15 @@ def ladder(device: str, *, with_model: bool, reuses: bool = True) -> dict[str, G
         for width, branch, depth, rows in drafted
     ]
     shapes += [
-        GraphConfig(depth=0, width=width, branch=branch, max_rows=rows, history_depth=depth, history_width=width)
+        GraphConfig(
+            depth=0,
+            width=width,
+            branch=branch,
+            max_rows=rows,
+            merge_context=LOOKUP_CONTEXT,
+            history_depth=depth,
+            history_width=width,
+        )
         for width, branch, depth, rows in (looked_up if reuses or not drafted else ())
     ]
     return {shape_name(shape): shape for shape in shapes}

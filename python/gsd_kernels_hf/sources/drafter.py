@@ -222,23 +222,30 @@ def picks(
 ) -> tuple[np.ndarray, np.ndarray]:
     """What levels (node_ids [B, W], tokens and log_probs [B, W, K]) held of the nodes [B, P] of accepted paths.
 
-    Lists and not arrays, since of many nodes a few are on the path.
-
     Returns:
         Probabilities float32 [n, K] and which candidates were ``picked`` [B, P], bool [n, K], by sequence and place.
     """
     places = [{node: place for place, node in enumerate(path) if node >= 0} for path in paths]
-    found: list[tuple[int, int, list[int], list[float]]] = []
+    order: list[tuple[int, int]] = []  # sequence and place of what is found
+    probs, hits = [], []
     for node_ids, tokens, log_probs in levels:
-        for b, row in enumerate(node_ids.tolist()):
-            for w, node in enumerate(row):
-                if node in places[b]:
-                    found.append((b, places[b][node], tokens[b, w].tolist(), log_probs[b, w].tolist()))
-    found.sort(key=lambda entry: entry[:2])
-    shape = len(found), levels[0][1].shape[2]
-    probs = np.exp(np.array([scores for *_, scores in found], dtype=np.float32).reshape(shape))
-    hits = np.array([[token == picked[b][place] for token in ids] for b, place, ids, _ in found], dtype=bool)
-    return probs, hits.reshape(shape)
+        found = [
+            (b, places[b][node], w)
+            for b, row in enumerate(node_ids.tolist())  # a list: of many nodes a few are on the path
+            for w, node in enumerate(row)
+            if node in places[b]
+        ]
+        if found:
+            sequences, where, nodes = (list(column) for column in zip(*found, strict=True))
+            target = np.array([picked[b][place] for b, place, _ in found])
+            probs.append(log_probs.numpy()[sequences, nodes])
+            hits.append(tokens.numpy()[sequences, nodes] == target[:, None])
+            order += zip(sequences, where, strict=True)
+    if not order:
+        none = np.zeros((0, levels[0][1].shape[2]))
+        return none.astype(np.float32), none.astype(bool)
+    ascending = sorted(range(len(order)), key=order.__getitem__)
+    return np.exp(np.concatenate(probs)[ascending]), np.concatenate(hits)[ascending]
 
 
 def side_by_side(asked: Sequence[Asked]) -> Asked:
