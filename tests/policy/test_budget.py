@@ -125,13 +125,14 @@ def test_a_prediction_keeps_the_rows_that_the_budget_would():
 def test_fewer_rows_and_the_same_text(monkeypatch, batch, sampled):
     """Whatever the budget says: rows of these models are nearly free, so it is made to say something."""
     target = models.tiny()
-    call, asked = RowBudget.__call__, []
+    call, asked, learned = RowBudget.__call__, [], []
 
     def fewer(self, scores, count):
         asked.append(max(1, call(self, scores, count) - len(asked) % 3))
         return asked[-1]
 
     monkeypatch.setattr(RowBudget, "__call__", fewer)
+    monkeypatch.setattr(PathOdds, "observe", lambda self, scores, accepted: learned.append((len(scores), accepted)))
     monkeypatch.setattr(AutoPolicy, "_choose", lambda self: None)  # it would turn speculation off
     inputs = models.prompts(batch, 20, seed=1)
     options = {"max_new_tokens": 60, "eos_token_id": None}
@@ -140,6 +141,9 @@ def test_fewer_rows_and_the_same_text(monkeypatch, batch, sampled):
     out = gsd.generate(target, **inputs, **options, draft_sources=("history",), return_dict_in_generate=True)
     assert torch.equal(out.sequences, plain)
     assert out.stats.target_rows == batch * sum(asked)
+    # Every step of an unfinished sequence tells which of its rows were accepted.
+    assert len(learned) == out.stats.sequence_steps and any(accepted for _, accepted in learned)
+    assert all(0 <= row < 128 for _, accepted in learned for row in accepted)
 
 
 def test_tokens_that_were_drawn_are_all_verified(monkeypatch):

@@ -149,7 +149,8 @@ class AutoPolicy:
         self.elapsed = self.lost = self.trial_seconds = 0.0
         self.expected = self.rows = np.ones(len(self.names))
         self.current, self.next_choice = self._first()
-        self.least = self.next_choice  # steps between choices
+        # Steps between choices; where rows are chosen step by step, a known pair's shape matters less.
+        self.least = FIRST_CHOICE if self.budget is None else self.next_choice
         first = self.configs[self.current]
         self.opens = reads_prompt and prefix >= LONG_PROMPT and first is not None and first.depth > 0
         if self.opens:
