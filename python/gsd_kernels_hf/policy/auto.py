@@ -231,8 +231,8 @@ class AutoPolicy:
         home = self.current if self.home is None else self.home
         rows = np.arange(1.0, 1.0 + self.counts[-1])
         seconds = self.experience.costs.target_seconds(self.batch * rows, self.cached)
-        expected = RATE_WEIGHT * self.expected[home]
-        brought, spent = expected + self.brought, expected / self._rates(self.expected)[home] + self.spent
+        brought = RATE_WEIGHT * self.expected[home] + self.brought
+        spent = RATE_WEIGHT * sum(self._seconds(self.rows))[home] + self.spent
         self.budget.price = Price(brought / spent * seconds - TEACHES * rows, self.counts)
 
     def _another_text(self) -> bool:

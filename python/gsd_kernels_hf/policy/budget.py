@@ -3,8 +3,8 @@
 A step takes ``seconds(n)`` with n rows and brings ``tokens(n)``. Of a decoder that makes ``rate`` tokens a second in
 the long run, the best n is where ``tokens(n) − rate · seconds(n)`` is largest: a row must bring its tokens faster than
 all else does (the renewal-reward theorem's price of time). Text that the sources are sure of gets many rows, other
-text few, step by step, which no fixed shape can do. Only counts that shapes of the ladder have are compared: products
-multiply several rows at a time, so the seconds rise in steps, and those are the counts at which they are known.
+text few, step by step, which no fixed shape can do. Only the cost model's knots are compared: products multiply several
+rows at a time, so the seconds rise in steps, and those are the counts at which they are known.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PathOdds:
     def of(self, score: float) -> float:
         """Probability that a row is accepted, by the logarithm of its path's."""
         score = max(score, LEAST)
-        return min(math.exp(EXPONENT * score) * self.ratios[min(int(-score / math.log(2.0)), BINS - 1)], 1.0)
+        return min(math.exp(EXPONENT * score) * self.ratios[_bin(score)], 1.0)
 
     def of_each(self, probs: np.ndarray) -> np.ndarray:
         """:meth:`of` many path probabilities, of any shape; 0 of 0."""
@@ -53,9 +53,11 @@ class PathOdds:
             counts[:] = [BELIEF + MEMORY * (count - BELIEF) for count in counts]
         for place, score in enumerate(scores):
             if score > LEAST:
-                row = min(int(-score / math.log(2.0)), BINS - 1)
-                self.expected[row] += math.exp(EXPONENT * score)
-                self.accepted[row] += place in accepted
+                self.expected[_bin(score)] += math.exp(EXPONENT * score)
+                self.accepted[_bin(score)] += place in accepted
+        self._count()
+
+    def _count(self) -> None:
         self.ratios = [hits / of for hits, of in zip(self.accepted, self.expected, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
@@ -69,10 +71,15 @@ class PathOdds:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.
         """
         accepted, expected = ([float(n) for n in data[part]] for part in ("accepted", "expected"))
-        if len(accepted) != BINS or len(expected) != BINS or not 0.0 < min(accepted + expected) <= max(accepted) < 1e9:
+        if len(accepted) != BINS or len(expected) != BINS or not all(0.0 < n < 1e9 for n in accepted + expected):
             raise ValueError("path odds: counts of another number, or none")
         self.accepted, self.expected = accepted, expected
-        self.ratios = [hits / of for hits, of in zip(accepted, expected, strict=True)]
+        self._count()
+
+
+def _bin(score: float) -> int:
+    """Of the logarithm of a path probability."""
+    return min(int(-score / math.log(2.0)), BINS - 1)
 
 
 class Price:
