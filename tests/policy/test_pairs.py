@@ -17,6 +17,7 @@ from gsd_kernels_hf.engine import decoder, engine
 from gsd_kernels_hf.policy import machine, pairs, store, tuning
 from gsd_kernels_hf.policy.auto import KNOWN_CHOICE, AutoPolicy
 from gsd_kernels_hf.policy.ladder import ladder
+from gsd_kernels_hf.policy.rows import RowPolicy
 
 OPTIONS = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
 
@@ -99,6 +100,22 @@ def test_a_second_process_takes_the_shapes_that_the_first_one_took_last(models, 
     generate(models, tokens=60, observer=lambda record: steps.append(record.graph is None))
     assert opened[-1]._first()[1] == KNOWN_CHOICE
     assert steps[:10] == [last is None] * len(steps[:10])
+
+
+def test_without_a_draft_model_rows_are_chosen_and_the_next_process_knows_of_them(models, opened):
+    """By a policy of their own, which wants no profiles."""
+    options = {"draft_sources": ("history",), "max_new_tokens": 60, **OPTIONS}
+    for _ in range(2):
+        gsd.generate(models[0], **prompts(1, 12, vocab=models[0].config.vocab_size), **options)
+    first, again = opened
+    assert isinstance(first, RowPolicy) and first.acceptance is None and again.experience is first.experience
+    odds = again.experience.as_dict()
+    forget()
+    gsd.generate(models[0], **prompts(1, 12, vocab=models[0].config.vocab_size), **{**options, "max_new_tokens": 1})
+    assert opened[-1].experience is not first.experience and opened[-1].experience.known
+    assert opened[-1].experience.as_dict()["patience"] == odds["patience"]
+    generate(models)
+    assert not isinstance(opened[-1], RowPolicy) and opened[-1].budget is None
 
 
 def test_sampling_and_other_weights_learn_apart_and_share_costs(models, opened):

@@ -130,6 +130,7 @@ class GraphDecoder(Options):
             batch=request.batch,
             prefix=request.prompt_length,
             reads_prompt=any(source.reads_prompt for source in sources),
+            trims=request.device.type == "cpu" and not request.draws_from_draft,
             backend=self.backend,
         )
 

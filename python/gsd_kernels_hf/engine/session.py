@@ -356,7 +356,7 @@ class Session:
             count = int(rows.num_rows.max())
             # Of drawn tokens every one is verified: which of them are must not depend on what was drawn.
             if self.budget is not None and self.proposal is None:
-                count = self.budget(rows.scores, count)
+                count = self.budget(rows, count)
             return rows.first(count)
 
     def profile(self, verified: Verified) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -17,7 +17,6 @@ import torch
 from gsd_kernels import GraphConfig
 
 from ..sources.weights import Calibration
-from .budget import PathOdds, Price
 
 POOL = 96  # profiles kept
 START = 4  # profiles that a prior counts for
@@ -85,7 +84,6 @@ class AcceptanceModel:
         self.pools = {name: Pool.prior(prior, branch) for name, prior in PRIORS.items()}
         # Tokens beyond the first that steps brought, and that had been predicted: by kind of shape.
         self.gains: dict[str, tuple[float, float]] = {}
-        self.odds = PathOdds()  # of forwarded rows
 
     def observe(self, name: str, probs: np.ndarray, hits: np.ndarray, *, steps: int = 1) -> None:
         """Candidates after accepted nodes of some steps, by a pool's sources, and whether each was picked, [n, K]."""
@@ -137,9 +135,9 @@ class AcceptanceModel:
             calibration.log_ratio.copy_(table[: calibration.log_ratio.shape[0]], non_blocking=True)
             calibration.written = self.counted
 
-    def tokens(self, plan: GrowthPlan, price: Price | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Predicted tokens per step and rows of every shape of ``plan``, float64 [S] each; ``price`` as there."""
-        grown, rows = plan.predict(self.pools, price, self.odds)
+    def tokens(self, plan: GrowthPlan) -> tuple[np.ndarray, np.ndarray]:
+        """Predicted tokens per step and rows of every shape of ``plan``, float64 [S] each."""
+        grown, rows = plan.predict(self.pools)
         ratios = [self.ratio(kind_of(config)) for config in plan.shapes]
         return 1.0 + np.minimum((grown - 1.0) * np.array(ratios), plan.deepest), rows
 
@@ -155,7 +153,6 @@ class AcceptanceModel:
             "expected": {name: table.tolist() for name, table in self.expected.items()},
             "pools": {name: [p.profiles.tolist(), p.picks.tolist()] for name, p in self.pools.items()},
             "gains": {name: list(pair) for name, pair in self.gains.items()},
-            "odds": self.odds.as_dict(),
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
@@ -182,7 +179,6 @@ class AcceptanceModel:
                 raise ValueError("acceptance: profiles of another size, or no probabilities")
             if picks.shape != rows.shape[:1] or not ((picks >= UNKNOWN) & (picks < self.branch)).all():
                 raise ValueError("acceptance: picks of another number, or no ranks")
-        self.odds.load(data["odds"])
         self.hits, self.expected, self.pools, self.gains = hits, expected, pools, gains
         self.counted = object()
 
@@ -232,15 +228,8 @@ class GrowthPlan:
         self.open = max(OPEN, int(self.last_row.max(initial=0)) // 2)
         self.predictions = 0
 
-    def predict(
-        self, pools: Mapping[str, Pool], price: Price | None = None, odds: PathOdds | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens per step and rows by shape, float64 [S] each.
-
-        Args:
-            pools: profiles of both kinds.
-            price, odds: where a budget chooses the rows of every step: what they cost, and how often they are accepted.
-        """
+    def predict(self, pools: Mapping[str, Pool]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens per step and rows by shape, float64 [S] each."""
         self.predictions += 1
         model, lookup = pools["model"], pools["lookup"]
         index = np.where(
@@ -250,17 +239,14 @@ class GrowthPlan:
         profiles *= self.ranks[:, None, None, :]
         picks = np.concatenate([model.picks, lookup.picks])[index]  # [S, T, L]
         best = self._best(self._grow(profiles[self.grown]))  # [S, T, rows]
-        most = np.minimum(self.last_row, best.shape[-1])
-        kept = np.minimum((best > 0).sum(-1), most[:, None])  # [S, T]
-        sums = np.zeros((*best.shape[:2], best.shape[-1] + 1))  # [S, T, 1 + rows]; of the first n
-        np.cumsum(best if price is None or odds is None else odds.of_each(best), axis=-1, out=sums[..., 1:])
-        if price is not None:
-            kept = price.best_of_each(1.0 + sums, 1 + kept) - 1
-        promised = np.take_along_axis(sums, kept[..., None], -1)[..., 0]  # [S, T]
+        shape = np.arange(len(self.shapes))
+        last = np.minimum(self.last_row, best.shape[-1]) - 1
+        promised = best.cumsum(-1, dtype=float)[shape, :, last]  # [S, T]
+        kept = np.minimum((best > 0).sum(-1), last[:, None] + 1)  # [S, T]
         # What was picked there is among the rows if its path is no less likely than the last of them.
         path = np.take_along_axis(profiles, np.maximum(picks, 0)[..., None], -1)[..., 0].cumprod(-1)
         least = np.take_along_axis(best, np.maximum(kept - 1, 0)[..., None], -1)[..., 0]
-        least = np.where(kept > 0, np.maximum(least * (1.0 - 1e-5), 1e-30), np.inf)
+        least = np.maximum(least * (1.0 - 1e-5), 1e-30)
         accepted = ((picks >= 0) & self.inside[:, None] & (path >= least[..., None])).cumprod(-1).sum(-1)  # [S, T]
         missed = (picks == MISS).cumsum(-1) > 0
         known = ((picks != UNKNOWN) | missed | ~self.inside[:, None]).all(-1)

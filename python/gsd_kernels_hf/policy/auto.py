@@ -22,8 +22,8 @@ from gsd_kernels import GraphConfig
 
 from .acceptance import AcceptanceModel, GrowthPlan, kind_of
 from .base import Profiles
-from .budget import Price, RowBudget
-from .costs import COLD, KNOTS, NOISE, PLAIN, CostModel
+from .budget import RowBudget
+from .costs import COLD, NOISE, PLAIN, CostModel
 from .ladder import BRANCH
 
 GAIN = 1.02  # a new shape must promise this much more than the current one
@@ -40,9 +40,6 @@ INTERVAL = 16  # steps between choices, at most
 PATIENCE, MOST_PATIENCE = 64, 1024  # plain steps until speculation is tried again
 NOTHING = 1.1  # tokens a step, below which speculation brings nothing, whatever it costs
 REMEMBERED = 8  # batch sizes
-RATE_MEMORY = 0.97  # of what steps brought and took, a step
-RATE_WEIGHT = 4.0  # steps that a prediction of it counts for
-TEACHES = 0.02  # tokens of later steps that a forwarded row brings: the history learns what follows it
 LONG_PROMPT = 512  # tokens, which even a small draft reads for longer than a plain step takes
 
 
@@ -126,12 +123,8 @@ class AutoPolicy:
     ) -> None:
         self.experience, self.batch, self.saver = experience, batch, saver
         self.acceptance: AcceptanceModel | None = experience.acceptance
-        # Beside a draft model, which proposes little that is not worth a row, choosing rows cost 4% in races.
-        self.budget = (
-            None if any(shape.depth for shape in experience.shapes.values()) else RowBudget(experience.acceptance.odds)
-        )
-        most = max(shape.max_rows for shape in experience.shapes.values())
-        self.counts = [int(rows) for rows in KNOTS if rows <= most]
+        # A draft model proposes little that is not worth a row: choosing rows beside it cost 4% in races.
+        self.budget: RowBudget | None = None
         self.names = (PLAIN, *experience.shapes)
         self.configs: tuple[GraphConfig | None, ...] = (None, *experience.shapes.values())
         self.of_costs = np.array([experience.costs.index[name] for name in self.names])
@@ -145,17 +138,13 @@ class AutoPolicy:
         self.left: int | None = None  # until the first choice of a retry: the shape before
         self.resumed: int | None = None  # step at which speculation was tried again, until it is off or has paid
         self.timed = False  # whether the last step's times were known
-        self.brought = self.spent = 0.0  # tokens of a sequence and seconds, lately
         self.elapsed = self.lost = self.trial_seconds = 0.0
         self.expected = self.rows = np.ones(len(self.names))
         self.current, self.next_choice = self._first()
-        # Steps between choices; where rows are chosen step by step, a known pair's shape matters less.
-        self.least = FIRST_CHOICE if self.budget is None else self.next_choice
         first = self.configs[self.current]
         self.opens = reads_prompt and prefix >= LONG_PROMPT and first is not None and first.depth > 0
         if self.opens:
             self.home, self.current = self.current, 0
-        self._set_price()
 
     def _first(self) -> tuple[int, int]:
         """The first step's shape, and when to choose."""
@@ -194,12 +183,8 @@ class AutoPolicy:
         going = [count for count in tokens if count > 0]
         self.noted.append(_Step(profiles, going, rows, self.cached, target_seconds, other_seconds))
         self.timed = target_seconds > 0
-        seconds = target_seconds + other_seconds
-        self.elapsed += seconds
-        if self.timed and going:
-            self.brought = RATE_MEMORY * self.brought + sum(going) / len(going)
-            self.spent = RATE_MEMORY * self.spent + seconds
-        self.trial_seconds += seconds if self.home is not None else 0.0
+        self.elapsed += target_seconds + other_seconds
+        self.trial_seconds += target_seconds + other_seconds if self.home is not None else 0.0
         self.cached += sum(tokens)
         self.steps += 1
         self.since += 1
@@ -212,10 +197,9 @@ class AutoPolicy:
         if another:
             self.experience.acceptance.forget()
         if another or self.steps >= self.next_choice:
-            self.next_choice = self.steps + min(INTERVAL, max(self.least, self.steps // 2))
+            self.next_choice = self.steps + min(INTERVAL, max(FIRST_CHOICE, self.steps // 2))
             self._learn()
             self._choose()
-            self._set_price()
 
     def _end_opening(self) -> None:
         """Go on, after the first step, as if the generation began here."""
@@ -223,17 +207,6 @@ class AutoPolicy:
         self._learn()
         self.current, self.home, self.opens = self.home, None, False
         self.steps, self.since, self.elapsed, self.trial_seconds = 0, 0, 0.0, 0.0
-
-    def _set_price(self) -> None:
-        """Tell the budget what time is worth: tokens of a sequence, at the rate of the shape that steps have."""
-        if self.budget is None or self.experience.predicted is None:
-            return
-        home = self.current if self.home is None else self.home
-        rows = np.arange(1.0, 1.0 + self.counts[-1])
-        seconds = self.experience.costs.target_seconds(self.batch * rows, self.cached)
-        brought = RATE_WEIGHT * self.expected[home] + self.brought
-        spent = RATE_WEIGHT * sum(self._seconds(self.rows))[home] + self.spent
-        self.budget.price = Price(brought / spent * seconds - TEACHES * rows, self.counts)
 
     def _another_text(self) -> bool:
         """Whether the first steps, of the shape that an earlier text ended with, bring far less than that text did."""
@@ -273,8 +246,7 @@ class AutoPolicy:
 
     def _predict(self) -> None:
         """Tokens and rows that a step of every shape would have now, of one sequence."""
-        price = self.budget.price if self.budget is not None and self.budget.asked else None
-        predicted = self.experience.acceptance.tokens(self.experience.plan, price)
+        predicted = self.experience.acceptance.tokens(self.experience.plan)
         self.expected, self.rows = (np.concatenate([[1.0], values]) for values in predicted)
         self.experience.predicted = self.expected, self.rows
 

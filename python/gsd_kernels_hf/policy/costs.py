@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig
 
-# Rows of all sequences together, 1, 2, 3, 4, 6, 8, 12 … 16384: kernels take 3, 4, 6 or 8 rows at a time, so 12 may cost
-# what 8 do.
-KNOTS = np.sort(np.append(2.0 ** np.arange(15), 3.0 * 2.0 ** np.arange(13)))
+# Rows of all sequences together, 1, 2, 3 … 16, 24, 32, 48 … 16384: kernels take several rows at a time, so 11 may cost
+# what 8 do, and 12 more.
+KNOTS = np.union1d(np.arange(1.0, 17.0), np.append(2.0 ** np.arange(15), 3.0 * 2.0 ** np.arange(13)))
 OCTAVE = np.log2(KNOTS)
 PLAIN = "plain"  # among the shapes: no speculation
 
@@ -41,6 +41,7 @@ SLOWER, LASTING = 2.0, 6  # standard deviations above it, and steps one after th
 COLD = 0.7  # of the first step of a shape in a process: storage is made, code is loaded
 WANDER = 0.01  # by which the whole machine, and
 LONE_WANDER = 0.004  # by which every number of rows drifts from step to step
+ROWS_WANDER = 0.02  # where rows vary: by which a forward drifts; what has half or twice its rows says little of that
 
 TODAY = 0.2  # by which the whole machine may differ from what another process saw
 
@@ -215,16 +216,19 @@ class CostModel:
     Args:
         known: the prior.
         shapes: by name, those that steps can have.
+        rows_vary: whether steps of one shape have more rows or fewer. As many counts of them are then seen as can be,
+            so memory and arithmetic are taken to become slow and fast each on its own.
     """
 
-    def __init__(self, known: Known, shapes: Mapping[str, GraphConfig]) -> None:
+    def __init__(self, known: Known, shapes: Mapping[str, GraphConfig], *, rows_vary: bool = False) -> None:
         self.known = known
         self.names = (PLAIN, *shapes)
         self.index = {name: i for i, name in enumerate(self.names)}
         self.known_other = np.array([known.other_seconds(None), *(known.other_seconds(s) for s in shapes.values())])
         apart = (OCTAVE[:, None] - OCTAVE) / OCTAVES
         knots = SCALE**2 + BEND**2 * np.exp(-np.abs(apart)) + LONE**2 * np.eye(len(KNOTS))
-        drift = WANDER**2 + LONE_WANDER**2 * np.eye(len(KNOTS))
+        common = ROWS_WANDER**2 * np.exp(-np.abs(OCTAVE[:, None] - OCTAVE)) if rows_vary else WANDER**2
+        drift = common + LONE_WANDER**2 * np.eye(len(KNOTS))
         self.target = Correction(_with_slope(knots, PREFIX), _with_slope(drift, 0.0))
         has_model = np.array([0, *(1 if s.depth else 2 for s in shapes.values())])
         same_kind = has_model[:, None] == has_model
@@ -270,20 +274,33 @@ class CostModel:
     ) -> None:
         """One step: rows of all sequences together, and its seconds (0: unknown)."""
         if target > 0:
-            weights = self.target_weights(np.array([float(rows)]), cached)[0]
-            # Between knots the known seconds are interpolated as they are when asked for.
-            near = weights[:-1].nonzero()[0]
-            expected = float(weights[near] @ np.log(self.known.target_seconds(KNOTS[near], cached)))
-            residual = math.log(_believable(target)) - expected
-            self.target.observe(weights, residual, noise)
-            self.steps += 1
-            self.tried[name] = self.tried.get(name, 0) + 1
+            self.observe_forwards(name, [rows], cached, [target], [noise])
         if other > 0:
             place = self.index[name]
             weights = np.zeros(len(self.names) + 1)
             weights[place], weights[-1] = 1.0, math.log2(batch)
             residual = math.log(_believable(other) / self.known_other[place])
             self.other.observe(weights, residual, max(noise, 2.0 * NOISE))
+
+    def observe_forwards(
+        self, name: str, rows: Sequence[int], cached: float, seconds: Sequence[float], noises: Sequence[float]
+    ) -> None:
+        """The target's forwards of some steps behind about as many tokens; asked for once, what many share costs less.
+
+        Args:
+            name: of the steps' shape.
+            rows: of all sequences together, by step.
+            cached: tokens of all sequences together.
+            seconds, noises: by step.
+        """
+        weights = self.target_weights(np.array(rows, dtype=float), cached)
+        # Between knots the known seconds are interpolated as they are when asked for.
+        near = weights[:, :-1].any(0).nonzero()[0]
+        expected = weights[:, near] @ np.log(self.known.target_seconds(KNOTS[near], cached))
+        for part, known, taken, noise in zip(weights, expected.tolist(), seconds, noises, strict=True):
+            self.target.observe(part, math.log(_believable(taken)) - known, noise)
+        self.steps += len(weights)
+        self.tried[name] = self.tried.get(name, 0) + len(weights)
 
     def as_dict(self) -> dict[str, Any]:
         """All that was learned, for the disk."""

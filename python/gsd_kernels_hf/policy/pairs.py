@@ -24,6 +24,7 @@ from .auto import AutoPolicy, Experience
 from .costs import CostModel, Known
 from .ladder import ladder
 from .machine import bandwidth, machine, products
+from .rows import RowExperience, RowPolicy
 from .store import Document, Saver, cache_dir
 
 SIZES = (
@@ -63,20 +64,26 @@ class Pair:
             "products": None if replay.is_gpu(self.device) else products(model.dtype, target_level(about)),
         }
         known = Known.of(model, view, bandwidth(self.device), **ways)
-        self.costs = CostModel(known, self.shapes)
+        rows_vary = self.device.type == "cpu" and draft is None
+        self.costs = CostModel(known, self.shapes, rows_vary=rows_vary)
         self._load(COSTS, self.costs)
 
-    def _load(self, section: str, part: CostModel | Experience) -> None:
+    def _load(self, section: str, part: CostModel | Experience | RowExperience) -> None:
         if section in self.sections:
             try:
                 part.load(self.sections[section])
             except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
                 self.document.ignore(error)
 
-    def experience(self, about: str, *, reuses: bool) -> tuple[Experience, Saver]:
-        """What was learned under ``about``, and what keeps it on disk."""
-        shapes = ladder(self.device.type, with_model=any(s.depth for s in self.shapes.values()), reuses=reuses)
-        found = Experience(self.costs, shapes)
+    def experience(self, about: str, *, reuses: bool, counts_rows: bool) -> tuple[Experience | RowExperience, Saver]:
+        """What was learned under ``about``, of shapes or of the rows of one, and what keeps it on disk."""
+        found: Experience | RowExperience
+        if counts_rows:
+            widest = max(self.shapes, key=lambda name: self.shapes[name].max_rows)
+            found = RowExperience(self.costs, widest, self.shapes[widest])
+        else:
+            with_model = any(s.depth for s in self.shapes.values())
+            found = Experience(self.costs, ladder(self.device.type, with_model=with_model, reuses=reuses))
         section = f"learned {hashlib.sha256(about.encode()).hexdigest()[:16]}"
         self._load(section, found)
         return found, Saver(self.document, lambda: {COSTS: self.costs.as_dict(), section: found.as_dict()})
@@ -101,7 +108,7 @@ def pair_of(model: PreTrainedModel, draft: Draft, backend: str, others: Sequence
 
 
 def automatic_policy(
-    kept: MutableMapping[Any, tuple[Experience, Saver]],
+    kept: MutableMapping[Any, tuple[Experience | RowExperience, Saver]],
     model: PreTrainedModel,
     draft: Draft,
     *,
@@ -112,8 +119,9 @@ def automatic_policy(
     batch: int,
     prefix: int,
     reads_prompt: bool,
+    trims: bool,
     backend: str,
-) -> AutoPolicy:
+) -> AutoPolicy | RowPolicy:
     """The policy of one generation.
 
     Args:
@@ -125,14 +133,19 @@ def automatic_policy(
         about: of all else that acceptance depends on: how tokens are sampled, the criterion.
         batch, prefix: sequences, and tokens of the prompt.
         reads_prompt: whether a source reads all of the prompt before it proposes.
+        trims: whether the host may choose how many rows a step has.
         backend: of the ops.
     """
-    key = (cache_dir(), backend, *sources, *forwards(model, draft, backend).values())
+    counts_rows = trims and draft is None
+    key = (cache_dir(), backend, counts_rows, *sources, *forwards(model, draft, backend).values())
     if key not in kept:
         models = [model, *([] if draft is None or isinstance(draft, LayerSkip) else [draft]), *others]
-        about = " ".join([about, *sources, *(fingerprint(m) for m in models)])
-        kept.setdefault(key, pair_of(model, draft, backend, others).experience(about, reuses=reuses))
+        about = " ".join([*(["rows"] if counts_rows else []), about, *sources, *(fingerprint(m) for m in models)])
+        pair = pair_of(model, draft, backend, others)
+        kept.setdefault(key, pair.experience(about, reuses=reuses, counts_rows=counts_rows))
     experience, saver = kept[key]
+    if isinstance(experience, RowExperience):
+        return RowPolicy(experience, batch=batch, prefix=prefix, saver=saver)
     return AutoPolicy(experience, batch=batch, prefix=prefix, reads_prompt=reads_prompt, saver=saver)
 
 

@@ -1,0 +1,236 @@
+"""The policy of rows, on machines and texts of numbers: near the best fixed count, off where that is best, kept."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from simulated import BFLOAT16, FLOAT32, KNOWN, NO_AMX
+
+import gsd_kernels as gsd
+from gsd_kernels import Rows
+from gsd_kernels_hf.policy.costs import PLAIN, CostModel
+from gsd_kernels_hf.policy.ladder import ladder
+from gsd_kernels_hf.policy.rows import KNOWN_CHOICE, KNOWN_WAIT, PATIENCE, RETRY_STEPS, RowExperience, RowPolicy
+
+FLAT = {1: 0.0188, 11: 0.0188, 12: 0.0194, 16: 0.0248, 24: 0.036, 32: 0.0468}  # memory is slow
+STEEP = {1: 0.0127, 6: 0.0133, 7: 0.0193, 8: 0.0166, 12: 0.0209, 16: 0.0273, 32: 0.0535}  # arithmetic is
+MACHINES = {"flat": FLAT, "steep": STEEP, "float32": FLOAT32, "bfloat16": BFLOAT16, "no AMX": NO_AMX}
+# What the sources say of a token and how often they are right, in three kinds of steps: nothing found, some, a copy.
+USUAL = ((0.2, 0.0, 0.0), (0.5, 0.6, 0.5), (0.3, 0.9, 0.93))
+EASY = ((1.0, 0.95, 0.95),)
+HOPELESS = ((1.0, 0.3, 0.0),)
+SHAPE = "lookup-10x2x2x32"
+DEPTH = 10
+
+
+class World:
+    """What steps really take and bring: a chain of likely tokens, and a second choice beside each of them.
+
+    Args:
+        target: seconds by rows.
+        text: kinds of steps: how often, the probability that is claimed of a token, and the true one.
+        drafting: seconds of a step besides the target.
+    """
+
+    def __init__(
+        self, target: dict[int, float], text=USUAL, *, batch: int = 1, drafting: float = 0.001, seed: int = 0
+    ) -> None:
+        self.target, self.text, self.batch, self.drafting, self.seed = target, text, batch, drafting, seed
+        self.noise = np.random.default_rng(seed)
+        self.now, self.tokens, self.steps = 0.0, 0, 0
+
+    def takes(self, rows: int) -> float:
+        seconds = np.interp(self.batch * rows, list(self.target), list(self.target.values()))
+        return float(seconds) * max(1.0, self.batch * rows / max(self.target))
+
+    def _step(self, choose) -> tuple[list[int], int]:
+        """Tokens of the sequences and rows of a step in which ``choose`` says how many are forwarded."""
+        trees, rights, rng = [], [], np.random.default_rng((self.seed, self.steps))  # whatever was chosen before
+        self.steps += 1
+        for _ in range(self.batch):
+            _, claimed, right = self.text[rng.choice(len(self.text), p=[kind[0] for kind in self.text])]
+            scores, parents, last = [0.0], [-1], 0
+            for _ in range(DEPTH if claimed else 0):
+                parents += [last, last]
+                scores += [scores[last] + math.log(claimed), scores[last] + math.log(1.0 - claimed)]
+                last = len(scores) - 2
+            order = sorted(range(len(scores)), key=lambda row: (-scores[row], row))[: 1 + 2 * DEPTH]
+            place = {row: i for i, row in enumerate(order)}
+            trees.append(([scores[row] for row in order], [place.get(parents[row], -1) for row in order]))
+            depth = 0
+            while claimed and depth < DEPTH and rng.random() < right:
+                depth += 1
+            rights.append([place[0], *(place[1 + 2 * i] for i in range(depth))])
+        size = max(len(scores) for scores, _ in trees)
+        for scores, parents in trees:
+            scores += [-math.inf] * (size - len(scores))
+            parents += [-1] * (size - len(parents))
+        count = choose(trees, size)
+        paths = [[row for i, row in enumerate(path) if max(path[: i + 1]) < count] for path in rights]
+        self.paths = paths
+        return [len(path) for path in paths], count
+
+    def fixed(self, rows: int, begin: int, steps: int) -> float:
+        """Tokens a second of a fixed number of rows, in the same steps."""
+        tokens, seconds, self.steps = 0, 0.0, begin
+        for _ in range(steps):
+            counts, forwarded = self._step(lambda _, size: min(rows, size))
+            tokens, seconds = tokens + sum(counts), seconds + self.takes(forwarded) + self.drafting
+        return tokens / seconds
+
+    def share(self, policy: RowPolicy, steps: int) -> float:
+        """Tokens a second of ``policy``, in steps to come, over those of the best fixed number."""
+        now, tokens, begin = self.now, self.tokens, self.steps
+        self.run(policy, steps)
+        rate = (self.tokens - tokens) / (self.now - now)
+        return rate / max(self.fixed(rows, begin, steps) for rows in (1, 2, 3, 4, 6, 8, 11, 12, 16, 21))
+
+    def run(self, policy: RowPolicy, steps: int) -> list[int]:
+        """Rows of these steps; 0 where speculation was off."""
+        return [self.step(policy) for _ in range(steps)]
+
+    def step(self, policy: RowPolicy) -> int:
+        budget, empty = policy.budget, torch.empty(0)
+        assert budget is not None
+
+        def ask(trees, size: int) -> int:
+            scores, parents = (torch.tensor([tree[part] for tree in trees]) for part in (0, 1))
+            return budget(Rows(empty, parents, empty, empty, empty, scores, empty), size)
+
+        off = policy.shape() is None
+        counts, rows = ([1] * self.batch, 1) if off else self._step(ask)
+        if not off:
+            width = max(map(len, self.paths))
+            paths = torch.tensor([path + [-1] * (width - len(path)) for path in self.paths])
+            budget.observe(gsd.Acceptance(paths, torch.tensor(counts), torch.zeros(self.batch)))
+        noise = np.exp(0.03 * self.noise.standard_normal(2))
+        target, other = self.takes(rows) * noise[0], (0.0003 if off else self.drafting) * noise[1]
+        self.now, self.tokens = self.now + target + other, self.tokens + sum(counts)
+        policy.observe({}, counts, rows=rows, target_seconds=target, other_seconds=other)
+        return 0 if off else rows
+
+
+def experience(bandwidth: float = 1.0, free_rows: float = 24.0) -> RowExperience:
+    """Of a pair that nobody ran."""
+    shapes = ladder("cpu", with_model=False)
+    known = replace(KNOWN, target_bytes=2.5e8, bandwidth=bandwidth * KNOWN.bandwidth, free_rows=free_rows)
+    return RowExperience(CostModel(known, shapes, rows_vary=True), SHAPE, shapes[SHAPE])
+
+
+@pytest.mark.parametrize("free_rows", [4.0, 60.0])
+@pytest.mark.parametrize("bandwidth", [0.25, 1.0, 4.0])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_as_fast_as_the_best_fixed_number_of_rows(machine, bandwidth, free_rows):
+    """Whatever was believed of the machine before."""
+    found = []
+    for seed in range(3):
+        world = World(MACHINES[machine], seed=seed)
+        policy = RowPolicy(experience(bandwidth, free_rows), prefix=200)
+        world.run(policy, 60)
+        found.append(world.share(policy, 300))
+    assert np.mean(found) >= 0.97 and min(found) >= 0.92, found
+
+
+def test_rows_follow_the_machine():
+    """It becomes another: 11 rows that were dear cost what one does."""
+    world, policy = World(STEEP), RowPolicy(experience(), prefix=200)
+    steep = world.run(policy, 200)[-100:]
+    world.target = FLAT
+    flat = world.run(policy, 200)[-100:]
+    assert np.mean(flat) > np.mean(steep) + 2
+
+
+def test_sequences_share_the_rows_of_a_forward():
+    """A batch of eight has eight times the rows, so each of its sequences has fewer."""
+    one, eight = World(BFLOAT16), World(BFLOAT16, batch=8)
+    alone = one.run(RowPolicy(experience(), prefix=200), 150)[-80:]
+    policy = RowPolicy(experience(), batch=8, prefix=200)
+    together = eight.run(policy, 150)[-80:]
+    assert np.mean(together) < np.mean(alone)
+    assert eight.share(policy, 200) >= 0.95
+
+
+def test_off_where_nothing_is_right_and_on_again():
+    """Plain decoding where drafts are never right, tried again after a while, more and more seldom."""
+    world, pair = World(NO_AMX, HOPELESS, drafting=0.02), experience()
+    policy = RowPolicy(pair, prefix=200)
+    rows = world.run(policy, 400)
+    assert rows[0] > 0 and rows.count(0) > 300 and pair.patience > PATIENCE
+    tries = "".join("x" if n else " " for n in rows[60:]).split()
+    assert tries and max(map(len, tries)) <= RETRY_STEPS + 1
+    world.text = EASY
+    rows = world.run(policy, 600)
+    assert all(rows[-50:]) and np.mean(rows[-50:]) > 4
+    assert pair.patience == PATIENCE
+
+
+def test_a_new_text_tries_again_soon():
+    world, pair = World(NO_AMX, HOPELESS, drafting=0.02), experience()
+    first = RowPolicy(pair, prefix=200)
+    world.run(first, 200)
+    first.end()
+    assert pair.off
+    world.text = EASY
+    rows = world.run(RowPolicy(pair, prefix=200), 60)
+    assert rows[0] == 0 and all(rows[KNOWN_WAIT + 2 :])
+
+
+def test_never_off_by_a_guess():
+    """A prior that holds many rows to be dear does not end speculation before one row was timed."""
+    world = World(FLAT, USUAL)
+    assert all(world.run(RowPolicy(experience(4.0, 1.0), prefix=200), 100))
+
+
+def test_the_next_process_begins_where_this_one_ended():
+    world, pair, saved = World(STEEP), experience(), []
+    policy = RowPolicy(pair, prefix=200, saver=type("Saver", (), {"save": lambda self: saved.append(1)})())
+    assert not pair.known
+    last = world.run(policy, 200)[-40:]
+    policy.end()
+    assert saved == [1]
+    other = experience()
+    other.costs.load(pair.costs.as_dict())
+    other.load(pair.as_dict())
+    assert other.known and other.as_dict() == pair.as_dict()
+    following = RowPolicy(other, prefix=200)
+    assert following.next_choice == KNOWN_CHOICE
+    assert abs(np.mean(world.run(following, 40)) - np.mean(last)) < 2.0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"tokens": 0.5}, {"tokens": math.nan}, {"rows": 33.0}, {"patience": 0}, {"wait": -1}, {"odds": {}}, {"off": None}],
+)
+def test_damaged_experience_changes_nothing(damage):
+    pair = experience()
+    before = pair.as_dict()
+    data = {**before, **damage}
+    if damage == {"off": None}:
+        del data["off"]
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        pair.load(data)
+    assert pair.as_dict() == before
+
+
+def test_unknown_times_teach_nothing():
+    pair = experience()
+    policy = RowPolicy(pair)
+    for _ in range(40):
+        policy.observe({}, [2], rows=4)
+    policy.end()
+    assert pair.costs.steps == 0 and not pair.known
+
+
+def test_one_hiccup_hardly_counts():
+    world, pair = World(STEEP), experience()
+    policy = RowPolicy(pair, prefix=200)
+    world.run(policy, 100)
+    before = pair.costs.target_seconds(np.array([6.0]), 500)[0]
+    policy.observe({}, [2], rows=6, target_seconds=1.0, other_seconds=0.5)
+    world.run(policy, 20)
+    assert pair.costs.target_seconds(np.array([6.0]), 500)[0] < 1.1 * before
+    assert PLAIN in pair.costs.index and not policy.off
