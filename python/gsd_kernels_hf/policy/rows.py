@@ -40,10 +40,9 @@ TEACHES = 0.02  # tokens of later steps that a forwarded row brings: the history
 
 
 class _Step(NamedTuple):
-    """Times of a step; rows of all sequences, and tokens cached before it."""
+    """Times of a step, and rows of all sequences."""
 
     rows: int
-    cached: float
     target_seconds: float
     other_seconds: float
 
@@ -120,13 +119,14 @@ class RowPolicy:
         self.least = KNOWN_CHOICE if experience.known else FIRST_CHOICE  # steps between choices
         self.next_choice, self.next_hope, self.settles = self.least, 0, SETTLED
         self.noted: list[_Step] = []  # since the last choice
+        self.price: list[float] = []  # by rows, as the budget's; the budget's may be a hopeful one
         self._begin()
+        self._set_price()
 
     def _begin(self) -> None:
         """Expect steps as they were lately, until some were taken."""
         tokens, rows = (1.0, 1.0) if self.off else (self.experience.tokens, self.experience.rows)
         self.weight, self.brought, self.spent = WEIGHT, WEIGHT * tokens, WEIGHT * self._seconds(rows, self._name)
-        self._set_price()
 
     @property
     def _name(self) -> str:
@@ -173,7 +173,7 @@ class RowPolicy:
         other_seconds: float = 0.0,
     ) -> None:
         """Note a step; now and then learn from those noted, and choose anew."""
-        self.noted.append(_Step(self.batch * rows, self.cached, target_seconds, other_seconds))
+        self.noted.append(_Step(self.batch * rows, target_seconds, other_seconds))
         going = [count for count in tokens if count > 0]
         if going:
             brought, experience = sum(going) / len(going), self.experience
