@@ -274,7 +274,7 @@ class CostModel:
     ) -> None:
         """One step: rows of all sequences together, and its seconds (0: unknown)."""
         if target > 0:
-            self.observe_forwards(name, [rows], cached, [target], [noise])
+            self.observe_forwards(name, [rows], cached, [target], [noise], steps=1)
         if other > 0:
             place = self.index[name]
             weights = np.zeros(len(self.names) + 1)
@@ -283,15 +283,23 @@ class CostModel:
             self.other.observe(weights, residual, max(noise, 2.0 * NOISE))
 
     def observe_forwards(
-        self, name: str, rows: Sequence[int], cached: float, seconds: Sequence[float], noises: Sequence[float]
+        self,
+        name: str,
+        rows: Sequence[int],
+        cached: float,
+        seconds: Sequence[float],
+        noises: Sequence[float],
+        *,
+        steps: int,
     ) -> None:
-        """The target's forwards of some steps behind about as many tokens; asked for once, what many share costs less.
+        """Several forwards of the target behind about as many tokens; asked for once, what they share costs less.
 
         Args:
             name: of the steps' shape.
-            rows: of all sequences together, by step.
+            rows: of all sequences together, by forward.
             cached: tokens of all sequences together.
-            seconds, noises: by step.
+            seconds, noises: by forward.
+            steps: that they stand for.
         """
         weights = self.target_weights(np.array(rows, dtype=float), cached)
         # Between knots the known seconds are interpolated as they are when asked for.
@@ -299,8 +307,8 @@ class CostModel:
         expected = weights[:, near] @ np.log(self.known.target_seconds(KNOTS[near], cached))
         for part, known, taken, noise in zip(weights, expected.tolist(), seconds, noises, strict=True):
             self.target.observe(part, math.log(_believable(taken)) - known, noise)
-        self.steps += len(weights)
-        self.tried[name] = self.tried.get(name, 0) + len(weights)
+        self.steps += steps
+        self.tried[name] = self.tried.get(name, 0) + steps
 
     def as_dict(self) -> dict[str, Any]:
         """All that was learned, for the disk."""

@@ -30,6 +30,7 @@ SETTLED = 16  # steps of a text until speculation may be off
 RETRY_STEPS = 5  # after it was off
 PATIENCE, MOST_PATIENCE = 64, 1024  # plain steps until it is tried again
 KNOWN_WAIT = 10  # of them, in a new text
+YOUNG = 16  # timed steps of a pair, until which doubtful counts of rows are tried in all of them
 HOPES = 32  # how many steps apart, at most, doubtful counts of rows are tried
 TOKENS, ROWS = 2.0, 8.0  # of a step, before any was taken
 NOISE = 0.05  # of one step's forward
@@ -132,6 +133,11 @@ class RowPolicy:
     def _name(self) -> str:
         return PLAIN if self.off else self.experience.name
 
+    @property
+    def _young(self) -> bool:
+        """Whether so little of the pair is known that every step may try something."""
+        return self.experience.costs.steps < YOUNG
+
     def _seconds(self, rows: float, name: str) -> float:
         """Of a step."""
         costs = self.experience.costs
@@ -145,7 +151,7 @@ class RowPolicy:
         rate = self.brought / self.spent
         seconds = self.experience.costs.target_seconds(self.batch * self.counts, self.cached)
         self.price = self.prices.price = (rate * seconds - TEACHES * self.counts).tolist()
-        if self.steps >= self.next_hope:
+        if self.steps >= self.next_hope or self._young:
             self.next_hope = self.steps + min(HOPES, max(INTERVAL // 2, self.experience.costs.steps // 4))
             self.prices.price = (rate * seconds * np.exp(-self._doubts(self.counts)) - TEACHES * self.counts).tolist()
 
@@ -195,7 +201,7 @@ class RowPolicy:
             self._learn()
             self._choose()
             self._set_price()
-        elif len(self.noted) == 1 and not self.off:
+        elif len(self.noted) == 1 and not self.off and not self._young:
             self.prices.price = self.price
 
     def _learn(self) -> None:
@@ -218,7 +224,8 @@ class RowPolicy:
         if alike:
             seconds = [statistics.median(some) for some in alike.values()]
             noises = [NOISE / len(some) ** 0.5 for some in alike.values()]
-            experience.costs.observe_forwards(name, list(alike), self.cached, seconds, noises)
+            steps = sum(map(len, alike.values()))
+            experience.costs.observe_forwards(name, list(alike), self.cached, seconds, noises, steps=steps)
         others = [step.other_seconds for step in self.noted if step.other_seconds > 0]
         if others:
             experience.costs.observe(name, self.batch, self.cached, self.batch, 0.0, statistics.median(others))
