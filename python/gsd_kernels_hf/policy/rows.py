@@ -31,6 +31,7 @@ RETRY_STEPS = 5  # after it was off
 PATIENCE, MOST_PATIENCE = 64, 1024  # plain steps until it is tried again
 KNOWN_WAIT = 10  # of them, in a new text
 YOUNG = 16  # timed steps of a pair, until which doubtful counts of rows are tried in all of them
+HOPE = 0.5  # standard deviations by which they are taken to cost less
 HOPES = 32  # how many steps apart, at most, doubtful counts of rows are tried
 TOKENS, ROWS = 2.0, 8.0  # of a step, before any was taken
 NOISE = 0.05  # of one step's forward
@@ -145,7 +146,7 @@ class RowPolicy:
         return float(target + costs.other_seconds(self.batch)[costs.index[name]])
 
     def _set_price(self) -> None:
-        """Tell the budget what time is worth; now and then, for one step, if rows cost as little as may be."""
+        """Tell the budget what time is worth; now and then, for one step, if rows cost as little as may well be."""
         if self.off:
             return
         rate = self.brought / self.spent
@@ -153,7 +154,8 @@ class RowPolicy:
         self.price = self.prices.price = (rate * seconds - TEACHES * self.counts).tolist()
         if self.steps >= self.next_hope or self._young:
             self.next_hope = self.steps + min(HOPES, max(INTERVAL // 2, self.experience.costs.steps // 4))
-            self.prices.price = (rate * seconds * np.exp(-self._doubts(self.counts)) - TEACHES * self.counts).tolist()
+            seconds = seconds * np.exp(-HOPE * self._doubts(self.counts))
+            self.prices.price = (rate * seconds - TEACHES * self.counts).tolist()
 
     def _doubts(self, rows: np.ndarray) -> np.ndarray:
         """Standard deviations of the logarithms of their forwards' seconds, against the best known of them."""
