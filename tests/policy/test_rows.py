@@ -14,7 +14,8 @@ import gsd_kernels as gsd
 from gsd_kernels import Rows
 from gsd_kernels_hf.policy.costs import PLAIN, CostModel
 from gsd_kernels_hf.policy.ladder import ladder
-from gsd_kernels_hf.policy.rows import KNOWN_CHOICE, KNOWN_WAIT, PATIENCE, RETRY_STEPS, RowExperience, RowPolicy
+from gsd_kernels_hf.policy.patience import PATIENCE, RETRY_STEPS
+from gsd_kernels_hf.policy.rows import KNOWN_CHOICE, KNOWN_WAIT, RowExperience, RowPolicy
 
 FLAT = {1: 0.0188, 11: 0.0188, 12: 0.0194, 16: 0.0248, 24: 0.036, 32: 0.0468}  # memory is slow
 STEEP = {1: 0.0127, 6: 0.0133, 7: 0.0193, 8: 0.0166, 12: 0.0209, 16: 0.0273, 32: 0.0535}  # arithmetic is

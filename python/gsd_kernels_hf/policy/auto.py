@@ -25,6 +25,7 @@ from .base import Profiles
 from .budget import RowBudget
 from .costs import COLD, NOISE, PLAIN, CostModel
 from .ladder import BRANCH
+from .patience import NOTHING, PATIENCE, RETRY_STEPS, Patience, kept
 
 GAIN = 1.02  # a new shape must promise this much more than the current one
 DOUBT = 1.0  # of a shape that shows less, in standard deviations of what steps of its kind bring
@@ -32,13 +33,10 @@ HOPE = 1.05  # an uncertain one this much more, at best, to be tried
 TRIAL_STEPS = 2
 FIRST_TRIAL = 8  # steps of a generation before
 REST = 16  # steps until a shape is tried again
-RETRY_STEPS = 5  # after speculation was off
 TRIAL_SHARE = 0.02  # of the time of a generation, which trials may cost
 FIRST_CHOICE, KNOWN_CHOICE = 2, 10  # steps until the first choice; where an earlier call's shape goes on
 SURPRISE = 5.0  # tokens expected beyond one a step, of which a quarter came at most, until a text is another
 INTERVAL = 16  # steps between choices, at most
-PATIENCE, MOST_PATIENCE = 64, 1024  # plain steps until speculation is tried again
-NOTHING = 1.1  # tokens a step, below which speculation brings nothing, whatever it costs
 REMEMBERED = 8  # batch sizes
 LONG_PROMPT = 512  # tokens, which even a small draft reads for longer than a plain step takes
 
@@ -54,7 +52,7 @@ class _Step(NamedTuple):
     other_seconds: float
 
 
-class Experience:
+class Experience(Patience):
     """What generations of a pair learn, together: calls that overlap in time share it.
 
     Args:
@@ -63,23 +61,18 @@ class Experience:
     """
 
     def __init__(self, costs: CostModel, shapes: Mapping[str, GraphConfig]) -> None:
+        super().__init__()
         self.costs = costs
         self.shapes = dict(shapes)
         self.acceptance = AcceptanceModel(BRANCH)
         self.plan = GrowthPlan(list(self.shapes.values()), BRANCH)
         self.predicted: tuple[np.ndarray, np.ndarray] | None = None  # what a choice went by last: tokens and rows
         self.last: dict[str, str] = {}  # batch size → shape that the last generation ended with
-        self.wait, self.patience = 0, PATIENCE
         self.warm: set[str] = set()  # shapes that ran in this process
 
     def as_dict(self) -> dict[str, Any]:
         """All but the costs, for the disk."""
-        return {
-            "acceptance": self.acceptance.as_dict(),
-            "last": self.last,
-            "wait": self.wait,
-            "patience": self.patience,
-        }
+        return {"acceptance": self.acceptance.as_dict(), "last": self.last, **super().as_dict()}
 
     def load(self, data: Mapping[str, Any]) -> None:
         """What :meth:`as_dict` gave.
@@ -88,9 +81,7 @@ class Experience:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.
         """
         last = {str(batch): str(name) for batch, name in data["last"].items()}
-        wait, patience = int(data["wait"]), int(data["patience"])
-        if not 1 <= patience <= MOST_PATIENCE or wait < 0:
-            raise ValueError("experience: values out of range")
+        wait, patience = kept(data)
         self.acceptance.load(data["acceptance"])
         self.last, self.wait, self.patience = last, wait, patience
         self.predicted = None
@@ -300,8 +291,7 @@ class AutoPolicy:
         elif self.resumed is not None and self.steps > self.resumed + PATIENCE:  # the text has become another
             self.resumed, self.experience.wait, self.experience.patience = None, 0, PATIENCE
         if len(self._unseen(best)) > len(self._unseen(home)):
-            self.experience.wait = self.experience.patience
-            self.experience.patience = min(2 * self.experience.patience, MOST_PATIENCE)
+            self.experience.give_up()
         elif best and self._unseen(best) and self.experience.wait == 0:
             self._retry()
         elif best and self.timed and self.steps >= FIRST_TRIAL:

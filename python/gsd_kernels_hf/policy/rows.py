@@ -21,15 +21,13 @@ from .acceptance import AcceptanceModel
 from .base import Profiles
 from .budget import RowBudget, RowOdds
 from .costs import COLD, PLAIN, CostModel
+from .patience import NOTHING, PATIENCE, RETRY_STEPS, Patience, kept
 
 GAIN = 1.02  # plain decoding, as slow as it may be, must have this much more tokens a second
 FIRST_CHOICE, KNOWN_CHOICE = 2, 8  # steps until the first choice; of a pair that ran before
 INTERVAL = 16  # steps between choices, at most
-NOTHING = 1.1  # tokens a step, below which speculation brings nothing, whatever it costs
 SETTLED = 16  # steps of a text until speculation may be off
-RETRY_STEPS = 5  # after it was off
-PATIENCE, MOST_PATIENCE = 64, 1024  # plain steps until it is tried again
-KNOWN_WAIT = 10  # of them, in a new text
+KNOWN_WAIT = 10  # plain steps of a new text until it is tried again, at most
 YOUNG = 16  # timed steps of a pair, until which doubtful counts of rows are tried in all of them
 HOPE = 0.5  # standard deviations by which they are taken to cost less
 HOPES = 32  # how many steps apart, at most, doubtful counts of rows are tried
@@ -49,7 +47,7 @@ class _Step(NamedTuple):
     other_seconds: float
 
 
-class RowExperience:
+class RowExperience(Patience):
     """What generations of a pair learn, together: calls that overlap in time share it.
 
     Args:
@@ -58,11 +56,11 @@ class RowExperience:
     """
 
     def __init__(self, costs: CostModel, name: str, shape: GraphConfig) -> None:
+        super().__init__()
         self.costs, self.name, self.shape = costs, name, shape
         self.odds = RowOdds()
         self.tokens, self.rows = TOKENS, ROWS  # of a step that speculates, lately
         self.off = False
-        self.wait, self.patience = 0, PATIENCE
         self.warm: set[str] = set()  # shapes that ran in this process
 
     @property
@@ -77,8 +75,7 @@ class RowExperience:
             "tokens": self.tokens,
             "rows": self.rows,
             "off": self.off,
-            "wait": self.wait,
-            "patience": self.patience,
+            **super().as_dict(),
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
@@ -88,9 +85,7 @@ class RowExperience:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.
         """
         tokens, rows, off = float(data["tokens"]), float(data["rows"]), bool(data["off"])
-        wait, patience = int(data["wait"]), int(data["patience"])
-        if not 1 <= patience <= MOST_PATIENCE or wait < 0:
-            raise ValueError("experience: values out of range")
+        wait, patience = kept(data)
         if not 1.0 <= tokens <= 1.0 + (self.shape.max_path or 0) or not 1.0 <= rows <= self.shape.max_rows:
             raise ValueError("experience: a step of which the shape is incapable")
         self.odds.load(data["odds"])
@@ -154,12 +149,12 @@ class RowPolicy:
         self.price = self.prices.price = (rate * seconds - TEACHES * self.counts).tolist()
         if self.steps >= self.next_hope or self._young:
             self.next_hope = self.steps + min(HOPES, max(INTERVAL // 2, self.experience.costs.steps // 4))
-            seconds = seconds * np.exp(-HOPE * self._doubts(self.counts))
+            seconds = seconds * np.exp(-HOPE * self._doubts())
             self.prices.price = (rate * seconds - TEACHES * self.counts).tolist()
 
-    def _doubts(self, rows: np.ndarray) -> np.ndarray:
-        """Standard deviations of the logarithms of their forwards' seconds, against the best known of them."""
-        weights = self.experience.costs.target_weights(self.batch * rows, self.cached)
+    def _doubts(self) -> np.ndarray:
+        """Of 1, 2, … rows: standard deviations of a forward's log seconds, against the best known of them."""
+        weights = self.experience.costs.target_weights(self.batch * self.counts, self.cached)
         spread = self.experience.costs.target.spread
         return spread(weights - weights[spread(weights).argmin()])
 
@@ -244,11 +239,10 @@ class RowPolicy:
         if self.since > PATIENCE:
             experience.patience = PATIENCE  # speculation pays
         # By a guess never, unless steps bring one token anyhow.
-        doubt = float(self._doubts(self.counts)[0]) if self.brought > NOTHING * self.weight else 0.0
+        doubt = float(self._doubts()[0]) if self.brought > NOTHING * self.weight else 0.0
         plain = self._seconds(1.0, PLAIN) * math.exp(doubt)
         if self.since >= self.settles and self.spent > GAIN * plain * self.brought:
-            experience.wait = experience.patience
-            experience.patience = min(2 * experience.patience, MOST_PATIENCE)
+            experience.give_up()
             self._switch(off=True)
 
     def _switch(self, *, off: bool) -> None:
