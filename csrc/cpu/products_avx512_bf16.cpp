@@ -22,7 +22,10 @@ struct Dots : Avx512 {
   typedef __m512i Row;
   static constexpr int kStep = 32;
   GSD_TILE void see(const uint16_t* from, Row& row) { row = whole_line(from); }
-  GSD_TILE void widen(const uint16_t* from, Weights& to) { to = whole_line(from); }
+  GSD_TILE void widen(const uint16_t* from, Weights& to) {
+    to = whole_line(from);
+    keep_in_register(to);
+  }
   GSD_TILE void widen_part(const uint16_t* from, int n, Weights& to) { to = part_of_line(from, n); }
   GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) {
     sum = _mm512_dpbf16_ps(sum, (__m512bh)row, (__m512bh)weights);

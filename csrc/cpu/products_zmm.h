@@ -1,5 +1,9 @@
 // Register types of the AVX-512 levels, for their translation units: after products_tile.h, inside the target.
 
+// Where three rows are multiplied, GCC 12 would keep weights on the stack with half of the registers free.
+GSD_TILE void keep_in_register(__m512& x) { asm("" : "+v"(x)); }
+GSD_TILE void keep_in_register(__m512i& x) { asm("" : "+v"(x)); }
+
 struct Avx512 {
   typedef __m512 Sum;
   typedef __m512 Lanes;
@@ -58,7 +62,10 @@ struct Float32 : Avx512 {
   typedef __m512 Row;
   static constexpr int kStep = 16;
   GSD_TILE void see(const float* from, Row& row) { row = _mm512_loadu_ps(from); }
-  GSD_TILE void widen(const float* from, Weights& to) { to = _mm512_loadu_ps(from); }
+  GSD_TILE void widen(const float* from, Weights& to) {
+    to = _mm512_loadu_ps(from);
+    keep_in_register(to);
+  }
   GSD_TILE void widen_part(const float* from, int n, Weights& to) {
     to = _mm512_maskz_loadu_ps(first_lanes(n), from);
   }

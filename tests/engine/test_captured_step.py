@@ -332,7 +332,7 @@ def test_threads_capture_on_one_gpu_one_after_the_other(pair, cuda, caplog):
 
 def test_measuring_spoils_no_capture_of_another_thread(cuda, monkeypatch):
     """Waiting for the whole device would: a first call measures its memory while another one's step is captured."""
-    monkeypatch.setattr(machine, "COPY_BYTES", 1 << 12)
+    monkeypatch.setattr(machine, "READ_BYTES", 1 << 12)
 
     def function():
         with ThreadPoolExecutor(1) as pool:

@@ -264,7 +264,7 @@ def test_a_machine_is_measured_once_and_that_is_kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", machine.FLOATS)
 @pytest.mark.parametrize("operator", [False, True])
 def test_what_a_machine_can_do_is_measured(dtype, operator, monkeypatch):
-    monkeypatch.setattr(machine, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(machine, "READ_BYTES", 1 << 20)
     assert machine.measure_bandwidth(torch.device("cpu")) > 1e7
     if operator and (dtype == torch.float64 or unavailable_reason("cpu", torch.device("cpu")) is not None):
         pytest.skip("no operator")

@@ -189,7 +189,7 @@ class Correction:
 
     def spread(self, weights: np.ndarray) -> np.ndarray:
         """Standard deviation of linear combinations, weights [S, n] → [S]."""
-        return np.sqrt(np.maximum(np.einsum("si,ij,sj->s", weights, self.covariance, weights), 0.0))
+        return np.sqrt(np.maximum(((weights @ self.covariance) * weights).sum(1), 0.0))
 
     def as_dict(self) -> dict[str, Any]:
         return {"mean": _rounded(self.mean), "covariance": [_rounded(row) for row in self.covariance]}
@@ -235,6 +235,7 @@ class CostModel:
         other = STEP**2 + KIND**2 * same_kind + SHAPE**2 * np.eye(len(self.names))
         drift = WANDER**2 + LONE_WANDER**2 * np.eye(len(self.names))
         self.other = Correction(_with_slope(other, BATCH), _with_slope(drift, 0.0))
+        self.latest: tuple[Any, ...] = None, None, -1.0, None  # mean, covariance, cached tokens, and what they give
         self.steps = 0  # whose times were known
         self.tried: dict[str, int] = {}  # of them, by shape
 
@@ -259,11 +260,19 @@ class CostModel:
 
     def target_seconds(self, rows: np.ndarray, cached: float) -> np.ndarray:
         """Seconds of target forwards, rows [S] of all sequences together; never less for more rows."""
-        slope = self.target.mean[-1] * _doublings(cached)
-        at_knots = self.known.target_seconds(KNOTS, cached) * np.exp(self.target.mean[:-1] + slope)
-        certain = 1.0 / np.maximum(self.target.covariance.diagonal()[:-1], 1e-6)
-        rising = np.log(increasing(at_knots, certain))
-        return np.exp(np.interp(np.log2(np.maximum(rows, 1.0)), OCTAVE, rising))
+        return np.exp(np.interp(np.log2(np.maximum(rows, 1.0)), OCTAVE, self._at_knots(cached)))
+
+    def _at_knots(self, cached: float) -> np.ndarray:
+        """Logarithms of seconds, never falling; asked for several times between two observations."""
+        now = self.target.mean, self.target.covariance
+        *known, about, found = self.latest
+        if not (about == cached and all(a is b for a, b in zip(known, now, strict=True))):
+            slope = now[0][-1] * _doublings(cached)
+            at_knots = self.known.target_seconds(KNOTS, cached) * np.exp(now[0][:-1] + slope)
+            certain = 1.0 / np.maximum(now[1].diagonal()[:-1], 1e-6)
+            found = np.log(increasing(at_knots, certain))
+            self.latest = *now, cached, found
+        return found
 
     def other_seconds(self, batch: int) -> np.ndarray:
         """What a step needs besides the target: of plain decoding and of every shape, [1 + shapes]."""

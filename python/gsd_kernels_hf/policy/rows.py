@@ -36,7 +36,6 @@ NOISE = 0.05  # of one step's forward
 MEMORY = 0.97  # of what steps brought and took, a step
 SLOW = 2.0  # times what steps took lately, as which a slower one counts
 WEIGHT = 4.0  # steps that what was known before a text counts for
-TEACHES = 0.02  # tokens of later steps that a forwarded row brings: the history learns what follows it
 
 
 class _Step(NamedTuple):
@@ -105,8 +104,8 @@ class RowPolicy:
     def __init__(self, experience: RowExperience, *, batch: int = 1, prefix: int = 0, saver: Any = None) -> None:
         self.experience, self.batch, self.saver = experience, batch, saver
         self.acceptance: AcceptanceModel | None = None  # wants no profiles
-        self.prices = RowBudget(experience.odds)
-        self.budget: RowBudget | None = self.prices
+        self.row_budget = RowBudget(experience.odds)
+        self.budget: RowBudget | None = self.row_budget
         self.counts = np.arange(1.0, 1.0 + experience.shape.max_rows)  # of rows
         self.cached = float(batch * prefix)  # tokens in the target's cache, all sequences together
         self.off = experience.off
@@ -116,9 +115,9 @@ class RowPolicy:
         self.least = KNOWN_CHOICE if experience.known else FIRST_CHOICE  # steps between choices
         self.next_choice, self.next_hope, self.settles = self.least, 0, SETTLED
         self.noted: list[_Step] = []  # since the last choice
-        self.price: list[float] = []  # by rows, as the budget's; the budget's may be a hopeful one
+        self.seconds: list[float] = []  # of a step, by rows, as the budget's; the budget's may be hopeful ones
         self._begin()
-        self._set_price()
+        self._set_seconds()
 
     def _begin(self) -> None:
         """Expect steps as they were lately, until some were taken."""
@@ -140,17 +139,17 @@ class RowPolicy:
         target = costs.target_seconds(self.batch * np.array([rows]), self.cached)[0]
         return float(target + costs.other_seconds(self.batch)[costs.index[name]])
 
-    def _set_price(self) -> None:
-        """Tell the budget what time is worth; now and then, for one step, if rows cost as little as may well be."""
+    def _set_seconds(self) -> None:
+        """Tell the budget what steps take; now and then, for one step, if rows cost as little as may well be."""
         if self.off:
             return
-        rate = self.brought / self.spent
-        seconds = self.experience.costs.target_seconds(self.batch * self.counts, self.cached)
-        self.price = self.prices.price = (rate * seconds - TEACHES * self.counts).tolist()
+        costs = self.experience.costs
+        forward = costs.target_seconds(self.batch * self.counts, self.cached)
+        other = costs.other_seconds(self.batch)[costs.index[self._name]]
+        self.seconds = self.row_budget.seconds = (forward + other).tolist()
         if self.steps >= self.next_hope or self._young:
-            self.next_hope = self.steps + min(HOPES, max(INTERVAL // 2, self.experience.costs.steps // 4))
-            seconds = seconds * np.exp(-HOPE * self._doubts())
-            self.prices.price = (rate * seconds - TEACHES * self.counts).tolist()
+            self.next_hope = self.steps + min(HOPES, max(INTERVAL // 2, costs.steps // 4))
+            self.row_budget.seconds = (forward * np.exp(-HOPE * self._doubts()) + other).tolist()
 
     def _doubts(self) -> np.ndarray:
         """Of 1, 2, … rows: standard deviations of a forward's log seconds, against the best known of them."""
@@ -197,9 +196,9 @@ class RowPolicy:
             self.next_choice = self.steps + min(INTERVAL, max(self.least, self.steps // 2))
             self._learn()
             self._choose()
-            self._set_price()
+            self._set_seconds()
         elif len(self.noted) == 1 and not self.off and not self._young:
-            self.prices.price = self.price
+            self.row_budget.seconds = self.seconds
 
     def _learn(self) -> None:
         """Take in the seconds of the steps since the last choice, all with speculation or all without.
@@ -238,12 +237,13 @@ class RowPolicy:
             return
         if self.since > PATIENCE:
             experience.patience = PATIENCE  # speculation pays
-        # By a guess never, unless steps bring one token anyhow.
-        doubt = float(self._doubts()[0]) if self.brought > NOTHING * self.weight else 0.0
-        plain = self._seconds(1.0, PLAIN) * math.exp(doubt)
+        plain = self._seconds(1.0, PLAIN)
         if self.since >= self.settles and self.spent > GAIN * plain * self.brought:
-            experience.give_up()
-            self._switch(off=True)
+            # By a guess never, unless steps bring one token anyhow.
+            doubt = float(self._doubts()[0]) if self.brought > NOTHING * self.weight else 0.0
+            if self.spent > GAIN * plain * math.exp(doubt) * self.brought:
+                experience.give_up()
+                self._switch(off=True)
 
     def _switch(self, *, off: bool) -> None:
         """Speculation off or on."""
