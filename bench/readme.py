@@ -127,7 +127,9 @@ def _speed_table(data: dict[str, Any]) -> str:
         )
     prompts = len({run["prompt"] for run in data["runs"]})
     head = f"{title(data['settings'], data['parameters'])}, {prompts} held-out prompts; {_place(data['environment'])}:"
-    table = markdown(["", "tokens/s", f"against {GREEDY} (95%)", "tokens/forward", "same tokens"], rows)
+    names = ["", "tokens/s", f"against {GREEDY} (95%)", "tokens/forward", "same tokens"]
+    said = [place for place in range(len(names)) if any(row[place] != "–" for row in rows)]
+    table = markdown([names[place] for place in said], [[row[place] for place in said] for row in rows])
     return "\n\n".join(part for part in (head, table, _verdict(data), _missing(data["missing"])) if part)
 
 
