@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import gsd_kernels as gsd
 from gsd_kernels import Rows
 from gsd_kernels_hf.engine.session import Session
-from gsd_kernels_hf.policy.budget import BINS, KINDS, TEACHES, RowBudget, RowOdds
+from gsd_kernels_hf.policy.budget import BINS, KINDS, OTHER, TEACHES, RowBudget, RowOdds
 from gsd_kernels_hf.policy.rows import RowPolicy
 
 LOG = math.log
@@ -118,6 +118,14 @@ def test_odds_are_learned_of_rows_whose_parent_was_accepted():
     found = odds.of(*tree)
     assert found[1] < 0.1 and found[2] > 0.9, "the second one of two"
     assert found[3] / found[1] == pytest.approx(second), "nothing was forwarded behind them"
+
+
+def test_siblings_behind_the_right_one_teach_nothing():
+    odds, tree = RowOdds(), ([0.0, LOG(0.5), LOG(0.3)], [-1, 0, 0])
+    odds.observe(*tree, [0, 1])
+    assert odds.ratios[OTHER] == [1.0] * BINS and odds.ratios[0] != [1.0] * BINS
+    odds.observe(*tree, [0, 2])
+    assert odds.ratios[OTHER] != [1.0] * BINS
 
 
 @pytest.mark.parametrize(
