@@ -264,14 +264,13 @@ class CostModel:
 
     def _at_knots(self, cached: float) -> np.ndarray:
         """Logarithms of seconds, never falling; asked for several times between two observations."""
-        now = self.target.mean, self.target.covariance
-        *known, about, found = self.latest
-        if not (about == cached and all(a is b for a, b in zip(known, now, strict=True))):
-            slope = now[0][-1] * _doublings(cached)
-            at_knots = self.known.target_seconds(KNOTS, cached) * np.exp(now[0][:-1] + slope)
-            certain = 1.0 / np.maximum(now[1].diagonal()[:-1], 1e-6)
+        mean, covariance = self.target.mean, self.target.covariance
+        known_mean, known_covariance, about, found = self.latest
+        if known_mean is not mean or known_covariance is not covariance or about != cached:
+            at_knots = self.known.target_seconds(KNOTS, cached) * np.exp(mean[:-1] + mean[-1] * _doublings(cached))
+            certain = 1.0 / np.maximum(covariance.diagonal()[:-1], 1e-6)
             found = np.log(increasing(at_knots, certain))
-            self.latest = *now, cached, found
+            self.latest = mean, covariance, cached, found
         return found
 
     def other_seconds(self, batch: int) -> np.ndarray:
