@@ -18,6 +18,24 @@ struct FlattenCall {
   FlattenOutputs outputs;
 };
 
+inline void check_flatten(int64_t nodes, int64_t branch, int64_t max_rows, int64_t max_path) {
+  STD_TORCH_CHECK(max_rows >= 1 && max_rows <= 32 * kMaxRowWords, "max_rows: expected 1 ... ", 32 * kMaxRowWords,
+                  ", got ", max_rows);
+  STD_TORCH_CHECK(max_path >= 0 && max_path < max_rows, "max_path: expected 0 ... ", max_rows - 1, ", got ", max_path);
+  STD_TORCH_CHECK(nodes >= 1 && branch >= 1 && branch <= 0xFFFF, "flatten: a graph of ", nodes, " nodes with ", branch,
+                  " edges each");
+}
+
+inline FlattenOutputs new_rows(const Tensor& node_tokens, const Tensor& edge_log_probs, int64_t batch, int64_t rows) {
+  return {new_int32(node_tokens, {batch, rows}),
+          new_int32(node_tokens, {batch, rows}),
+          new_int32(node_tokens, {batch, rows}),
+          new_int32(node_tokens, {batch, rows, words_for(static_cast<int>(rows))}),
+          new_int32(node_tokens, {batch, rows}),
+          torch::stable::new_empty(edge_log_probs, {batch, rows}),
+          new_int32(node_tokens, {batch})};
+}
+
 inline FlattenCall prepare_flatten(const Tensor& node_tokens, const Tensor& edge_targets, const Tensor& edge_log_probs,
                                    int64_t max_rows, int64_t max_path) {
   check("token_ids", node_tokens, ScalarType::Int, {kAny, kAny});
@@ -25,21 +43,10 @@ inline FlattenCall prepare_flatten(const Tensor& node_tokens, const Tensor& edge
   check("edge_targets", edge_targets, ScalarType::Int, {batch, nodes, kAny});
   const int64_t branch = edge_targets.size(2);
   check("edge_log_probs", edge_log_probs, ScalarType::Float, {batch, nodes, branch});
-  STD_TORCH_CHECK(max_rows >= 1 && max_rows <= 32 * kMaxRowWords, "max_rows: expected 1 ... ", 32 * kMaxRowWords,
-                  ", got ", max_rows);
-  STD_TORCH_CHECK(max_path >= 0 && max_path < max_rows, "max_path: expected 0 ... ", max_rows - 1, ", got ", max_path);
-  STD_TORCH_CHECK(nodes >= 1 && branch >= 1 && branch <= 0xFFFF, "flatten: a graph of ", nodes, " nodes with ", branch,
-                  " edges each");
-
+  check_flatten(nodes, branch, max_rows, max_path);
   const FlattenSizes sizes{static_cast<int>(nodes), static_cast<int>(branch), static_cast<int>(max_rows),
                            static_cast<int>(max_path)};
-  FlattenOutputs outputs{new_int32(node_tokens, {batch, max_rows}),
-                         new_int32(node_tokens, {batch, max_rows}),
-                         new_int32(node_tokens, {batch, max_rows}),
-                         new_int32(node_tokens, {batch, max_rows, sizes.words()}),
-                         new_int32(node_tokens, {batch, max_rows}),
-                         torch::stable::new_empty(edge_log_probs, {batch, max_rows}),
-                         new_int32(node_tokens, {batch})};
+  FlattenOutputs outputs = new_rows(node_tokens, edge_log_probs, batch, max_rows);
   const FlattenArgs args{read<int32_t>(node_tokens),
                          read<int32_t>(edge_targets),
                          read<float>(edge_log_probs),

@@ -19,7 +19,7 @@ from transformers import (
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.policy.acceptance import AcceptanceModel
-from gsd_kernels_hf.policy.budget import RowBudget, RowOdds
+from gsd_kernels_hf.policy.budget import EdgeOdds, RowBudget
 from gsd_kernels_hf.policy.ladder import ladder
 
 LETTERS = models.CHARACTERS[:29]
@@ -108,12 +108,13 @@ def every_third(batch_id: int, ids: torch.Tensor) -> list[int]:
 class SomeRows(RowBudget):
     """Any number of rows, and what became of them is observed as ever."""
 
-    def __init__(self, odds: RowOdds, seed: int):
+    def __init__(self, odds: EdgeOdds, seed: int):
         super().__init__(odds)
         self.counts = random.Random(seed)
 
-    def __call__(self, rows, count):
-        return super().__call__(rows, self.counts.randint(1, count))
+    def __call__(self, *arguments):
+        rows = super().__call__(*arguments)
+        return rows.first(self.counts.randint(1, rows.token_ids.shape[1]))
 
 
 class Switching(contextlib.AbstractContextManager):
@@ -124,7 +125,7 @@ class Switching(contextlib.AbstractContextManager):
         largest = [s.replace(depth=s.depth and 10, max_rows=128) for s in on_ladders]
         self.shapes = [None, config.replace(depth=1), *on_ladders, *largest]
         self.acceptance, self.rng = AcceptanceModel(branch=4), random.Random(seed)
-        self.budget = SomeRows(RowOdds(), seed) if seed % 2 else None
+        self.budget = SomeRows(EdgeOdds(), seed) if seed % 2 else None
         self.current = self.rng.choice(self.shapes)
 
     def largest_shapes(self):

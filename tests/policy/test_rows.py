@@ -11,11 +11,12 @@ import torch
 from simulated import BFLOAT16, FLOAT32, KNOWN, NO_AMX
 
 import gsd_kernels as gsd
-from gsd_kernels import Rows
+from gsd_kernels_hf.policy.budget import RowBudget
 from gsd_kernels_hf.policy.costs import PLAIN, CostModel
-from gsd_kernels_hf.policy.ladder import ladder
-from gsd_kernels_hf.policy.patience import PATIENCE, RETRY_STEPS
-from gsd_kernels_hf.policy.rows import KNOWN_CHOICE, KNOWN_WAIT, RowExperience, RowPolicy
+from gsd_kernels_hf.policy.ladder import every_shape, row_shape, shape_name
+from gsd_kernels_hf.policy.patience import RETRY_STEPS
+from gsd_kernels_hf.policy.rows import KNOWN_CHOICE, KNOWN_WAIT, PATIENCE, RowExperience, RowPolicy
+from gsd_kernels_hf.records import Verified
 
 FLAT = {1: 0.0188, 11: 0.0188, 12: 0.0194, 16: 0.0248, 24: 0.036, 32: 0.0468}  # memory is slow
 STEEP = {1: 0.0127, 6: 0.0133, 7: 0.0193, 8: 0.0166, 12: 0.0209, 16: 0.0273, 32: 0.0535}  # arithmetic is
@@ -24,7 +25,7 @@ MACHINES = {"flat": FLAT, "steep": STEEP, "float32": FLOAT32, "bfloat16": BFLOAT
 USUAL = ((0.2, 0.0, 0.0), (0.5, 0.6, 0.5), (0.3, 0.9, 0.93))
 EASY = ((1.0, 0.95, 0.95),)
 HOPELESS = ((1.0, 0.3, 0.0),)
-SHAPE = "lookup-10x2x2x32"
+CONFIG = row_shape()
 DEPTH = 10
 
 
@@ -48,39 +49,31 @@ class World:
         seconds = np.interp(self.batch * rows, list(self.target), list(self.target.values()))
         return float(seconds) * max(1.0, self.batch * rows / max(self.target))
 
-    def _step(self, choose) -> tuple[list[int], int]:
-        """Tokens of the sequences and rows of a step in which ``choose`` says how many are forwarded."""
-        trees, rights, rng = [], [], np.random.default_rng((self.seed, self.steps))  # whatever was chosen before
+    def _texts(self) -> list[tuple[float, int]]:
+        """Of every sequence, the probability that is claimed of the next tokens, and how many of them are right."""
+        found, rng = [], np.random.default_rng((self.seed, self.steps))  # whatever was chosen before
         self.steps += 1
         for _ in range(self.batch):
             _, claimed, right = self.text[rng.choice(len(self.text), p=[kind[0] for kind in self.text])]
-            scores, parents, last = [0.0], [-1], 0
-            for _ in range(DEPTH if claimed else 0):
-                parents += [last, last]
-                scores += [scores[last] + math.log(claimed), scores[last] + math.log(1.0 - claimed)]
-                last = len(scores) - 2
-            order = sorted(range(len(scores)), key=lambda row: (-scores[row], row))[: 1 + 2 * DEPTH]
-            place = {row: i for i, row in enumerate(order)}
-            trees.append(([scores[row] for row in order], [place.get(parents[row], -1) for row in order]))
             depth = 0
             while claimed and depth < DEPTH and rng.random() < right:
                 depth += 1
-            rights.append([place[0], *(place[1 + 2 * i] for i in range(depth))])
-        size = max(len(scores) for scores, _ in trees)
-        for scores, parents in trees:
-            scores += [-math.inf] * (size - len(scores))
-            parents += [-1] * (size - len(parents))
-        count = choose(trees, size)
-        paths = [[row for i, row in enumerate(path) if max(path[: i + 1]) < count] for path in rights]
-        self.paths = paths
-        return [len(path) for path in paths], count
+            found.append((claimed, depth))
+        return found
 
     def fixed(self, rows: int, begin: int, steps: int) -> float:
-        """Tokens a second of a fixed number of rows, in the same steps."""
+        """Tokens a second of a fixed number of rows, likeliest first as is claimed, in the same steps."""
         tokens, seconds, self.steps = 0, 0.0, begin
         for _ in range(steps):
-            counts, forwarded = self._step(lambda _, size: min(rows, size))
-            tokens, seconds = tokens + sum(counts), seconds + self.takes(forwarded) + self.drafting
+            texts = self._texts()
+            size = max(1 + 2 * DEPTH if claimed else 1 for claimed, _ in texts)
+            seconds += self.takes(min(rows, size)) + self.drafting
+            for claimed, right in texts:
+                scores = [0.0]
+                for depth in range(DEPTH if claimed else 0):
+                    scores += [depth * math.log(claimed) + math.log(p) for p in (claimed, 1.0 - claimed)]
+                order = sorted(range(len(scores)), key=lambda row: (-scores[row], row))[:rows]
+                tokens += 1 + sum(1 + 2 * depth in order for depth in range(right))
         return tokens / seconds
 
     def share(self, policy: RowPolicy, steps: int) -> float:
@@ -95,31 +88,48 @@ class World:
         return [self.step(policy) for _ in range(steps)]
 
     def step(self, policy: RowPolicy) -> int:
-        budget, empty = policy.budget, torch.empty(0)
+        budget, off = policy.budget, policy.shape() is None
         assert budget is not None
-
-        def ask(trees, size: int) -> int:
-            scores, parents = (torch.tensor([tree[part] for tree in trees]) for part in (0, 1))
-            return budget(Rows(empty, parents, empty, empty, empty, scores, empty), size)
-
-        off = policy.shape() is None
-        counts, rows = ([1] * self.batch, 1) if off else self._step(ask)
-        if not off:
-            width = max(map(len, self.paths))
-            paths = torch.tensor([path + [-1] * (width - len(path)) for path in self.paths])
-            budget.observe(gsd.Acceptance(paths, torch.tensor(counts), torch.zeros(self.batch)))
+        counts, rows = ([1] * self.batch, 1) if off else self._speculate(budget)
         noise = np.exp(0.03 * self.noise.standard_normal(2))
         target, other = self.takes(rows) * noise[0], (0.0003 if off else self.drafting) * noise[1]
         self.now, self.tokens = self.now + target + other, self.tokens + sum(counts)
         policy.observe({}, counts, rows=rows, target_seconds=target, other_seconds=other)
         return 0 if off else rows
 
+    def _speculate(self, budget: RowBudget) -> tuple[list[int], int]:
+        """Tokens of the sequences and rows of a step: of each depth, token 1 is right or none is, token 2 is wrong."""
+        texts, graph = self._texts(), gsd.TokenGraph.empty(self.batch, CONFIG, "cpu")
+        graph.reset(torch.zeros(self.batch, dtype=torch.int32), torch.full((self.batch, 8), -1, dtype=torch.int32))
+        for b, (claimed, _) in enumerate(texts):
+            for node in range(0, 2 * DEPTH if claimed else 0, 2):
+                above = max(0, node - 1)
+                graph.edge_targets[b, above, :2] = torch.tensor([node + 1, node + 2])
+                graph.edge_log_probs[b, above, :2] = torch.tensor([claimed, 1.0 - claimed]).log()
+                graph.token_ids[b, node + 1 : node + 3] = torch.tensor([1, 2])
+                graph.depths[b, node + 1 : node + 3] = 1 + node // 2
+        rows = budget(graph, CONFIG, 1000)
+        paths = [[0] for _ in texts]
+        for path, nodes, (_, right) in zip(paths, rows.node_ids.tolist(), texts, strict=True):
+            path += [node for node in range(1, 2 * right, 2) if node in nodes]
+        counts = [len(path) for path in paths]
+        nodes, tokens = (torch.full((self.batch, max(counts)), none, dtype=torch.int32) for none in (-2, 0))
+        for b, path in enumerate(paths):
+            nodes[b, : len(path)] = torch.tensor(path)
+            tokens[b, : len(path)] = 1
+            if path[-1] == max(0, 2 * texts[b][1] - 1):  # then no token of the graph is right
+                tokens[b, len(path) - 1] = 9
+        accepted = gsd.Acceptance(nodes, torch.tensor(counts, dtype=torch.int32), torch.zeros(self.batch))
+        empty = torch.empty(0)
+        budget.observe(Verified(graph, rows, empty, {}, accepted, empty, tokens, nodes))
+        return counts, rows.token_ids.shape[1]
+
 
 def experience(bandwidth: float = 1.0, free_rows: float = 24.0) -> RowExperience:
     """Of a pair that nobody ran."""
-    shapes = ladder("cpu", with_model=False)
+    shapes = every_shape("cpu", with_model=False)
     known = replace(KNOWN, target_bytes=2.5e8, bandwidth=bandwidth * KNOWN.bandwidth, free_rows=free_rows)
-    return RowExperience(CostModel(known, shapes, rows_vary=True), SHAPE, shapes[SHAPE])
+    return RowExperience(CostModel(known, shapes, rows_vary=True), shape_name(CONFIG), CONFIG)
 
 
 @pytest.mark.parametrize("free_rows", [4.0, 60.0])

@@ -315,7 +315,7 @@ class Session:
         """The step once it is known what is accepted, all of it on the device: commit, and let sources observe it."""
         verified = Verified.of(unverified, accepted, self.backend)
         if self.budget is not None:
-            self.budget.observe(accepted)
+            self.budget.observe(verified, self.backend)
         self.commit(verified)
         if self.drafter is not None:
             with self.clock.part("draft"):
@@ -350,14 +350,11 @@ class Session:
             self.lone_root.token_ids.copy_(self.state.root_tokens()[:, None])
             return self.lone_root
         with self.clock.part("draft"):
-            rows = flatten(graph, self.config.max_rows, self.max_path, backend=self.backend)
-            if not self.trims:
-                return rows
-            count = int(rows.num_rows.max())
             # Of drawn tokens every one is verified: which of them are must not depend on what was drawn.
-            if self.budget is not None and self.proposal is None:
-                count = self.budget(rows, count)
-            return rows.first(count)
+            if self.trims and self.budget is not None and self.proposal is None:
+                return self.budget(graph, self.config, int(self.state.remaining.max()), self.backend)
+            rows = flatten(graph, self.config.max_rows, self.max_path, backend=self.backend)
+            return rows.first(int(rows.num_rows.max())) if self.trims else rows
 
     def profile(self, verified: Verified) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Candidate probabilities after accepted nodes, and which were picked, [n, K] each, by group of sources.

@@ -49,6 +49,7 @@ WITHOUT_MODEL: dict[str, _Shapes] = {
     ),
 }
 BRANCH = 4  # the widest of them
+ROWS = (3, 3, 20, 32)  # the shape of whose rows every step forwards those that pay: more than ever do
 
 
 @cache
@@ -69,19 +70,33 @@ def ladder(device: str, *, with_model: bool, reuses: bool = True) -> dict[str, G
         )
         for width, branch, depth, rows in drafted
     ]
-    shapes += [
-        GraphConfig(
-            depth=0,
-            width=width,
-            branch=branch,
-            max_rows=rows,
-            merge_context=LOOKUP_CONTEXT,
-            history_depth=depth,
-            history_width=width,
-        )
-        for width, branch, depth, rows in (looked_up if reuses or not drafted else ())
-    ]
+    shapes += [_looked_up(*shape) for shape in (looked_up if reuses or not drafted else ())]
     return {shape_name(shape): shape for shape in shapes}
+
+
+def row_shape() -> GraphConfig:
+    """The shape whose rows are chosen one by one, where no draft model is there and the host may."""
+    return _looked_up(*ROWS)
+
+
+def every_shape(device: str, *, with_model: bool) -> dict[str, GraphConfig]:
+    """All shapes by name that a pair's steps may have: the ladder's, and the one whose rows are chosen."""
+    shapes = dict(ladder(device, with_model=with_model))
+    if device == "cpu" and not with_model:
+        shapes[shape_name(row_shape())] = row_shape()
+    return shapes
+
+
+def _looked_up(width: int, branch: int, depth: int, rows: int) -> GraphConfig:
+    return GraphConfig(
+        depth=0,
+        width=width,
+        branch=branch,
+        max_rows=rows,
+        merge_context=LOOKUP_CONTEXT,
+        history_depth=depth,
+        history_width=width,
+    )
 
 
 def shape_name(config: GraphConfig) -> str:

@@ -22,7 +22,7 @@ from ..model.fused import why_not
 from ..sources.layer_skip import LayerSkip
 from .auto import AutoPolicy, Experience
 from .costs import CostModel, Known
-from .ladder import ladder
+from .ladder import every_shape, ladder, row_shape, shape_name
 from .machine import bandwidth, machine, products
 from .rows import RowExperience, RowPolicy
 from .store import Document, Saver, cache_dir
@@ -55,7 +55,7 @@ class Pair:
         self.document = document
         self.sections = document.read()
         self.device = properties.device_of(model)
-        self.shapes = ladder(self.device.type, with_model=draft is not None)
+        self.shapes = every_shape(self.device.type, with_model=draft is not None)
         view = draft.view if isinstance(draft, LayerSkip) else draft
         about = document.about
         ways = {
@@ -79,8 +79,7 @@ class Pair:
         """What was learned under ``about``, of shapes or of the rows of one, and what keeps it on disk."""
         found: Experience | RowExperience
         if counts_rows:
-            widest = max(self.shapes, key=lambda name: self.shapes[name].max_rows)
-            found = RowExperience(self.costs, widest, self.shapes[widest])
+            found = RowExperience(self.costs, shape_name(row_shape()), row_shape())
         else:
             with_model = any(s.depth for s in self.shapes.values())
             found = Experience(self.costs, ladder(self.device.type, with_model=with_model, reuses=reuses))

@@ -13,13 +13,16 @@ NOTHING = 1.1  # tokens a step, below which speculation brings nothing, whatever
 class Patience:
     """Steps to wait, twice as many after every trial in vain; what is learned of a pair has it.
 
+    Args:
+        patience: steps to wait the first time.
+
     Attributes:
         wait: steps until the next trial.
         patience: what ``wait`` will be when something is given up.
     """
 
-    def __init__(self) -> None:
-        self.wait, self.patience = 0, PATIENCE
+    def __init__(self, patience: int = PATIENCE) -> None:
+        self.wait, self.patience = 0, patience
 
     def give_up(self) -> None:
         """Wait from now on, and longer the next time."""

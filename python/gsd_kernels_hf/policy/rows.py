@@ -14,25 +14,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from gsd_kernels import GraphConfig
 
 from .acceptance import AcceptanceModel
 from .base import Profiles
-from .budget import RowBudget, RowOdds
+from .budget import EdgeOdds, RowBudget
 from .costs import COLD, PLAIN, CostModel
-from .patience import NOTHING, PATIENCE, RETRY_STEPS, Patience, kept
+from .patience import NOTHING, RETRY_STEPS, Patience, kept
 
 GAIN = 1.02  # plain decoding, as slow as it may be, must have this much more tokens a second
 FIRST_CHOICE, KNOWN_CHOICE = 2, 8  # steps until the first choice; of a pair that ran before
 INTERVAL = 16  # steps between choices, at most
 SETTLED = 16  # steps of a text until speculation may be off
+PATIENCE = 16  # plain steps until it is tried again, at first: where little is forwarded, little is lost
 KNOWN_WAIT = 10  # plain steps of a new text until it is tried again, at most
 YOUNG = 16  # timed steps of a pair, until which doubtful counts of rows are tried in all of them
-HOPE = 0.5  # standard deviations by which they are taken to cost less
+HOPE = 0.75  # standard deviations by which they are taken to cost less
 HOPES = 32  # how many steps apart, at most, doubtful counts of rows are tried
 TOKENS, ROWS = 2.0, 8.0  # of a step, before any was taken
-NOISE = 0.05  # of one step's forward
+NOISE = 0.05, 0.2  # of one step's forward, in a pair's first steps and later: machines change within minutes, and what
+# they do in one says little of the next
 MEMORY = 0.97  # of what steps brought and took, a step
 SLOW = 2.0  # times what steps took lately, as which a slower one counts
 WEIGHT = 4.0  # steps that what was known before a text counts for
@@ -55,9 +58,9 @@ class RowExperience(Patience):
     """
 
     def __init__(self, costs: CostModel, name: str, shape: GraphConfig) -> None:
-        super().__init__()
+        super().__init__(PATIENCE)
         self.costs, self.name, self.shape = costs, name, shape
-        self.odds = RowOdds()
+        self.odds = EdgeOdds()
         self.tokens, self.rows = TOKENS, ROWS  # of a step that speculates, lately
         self.off = False
         self.warm: set[str] = set()  # shapes that ran in this process
@@ -115,7 +118,7 @@ class RowPolicy:
         self.least = KNOWN_CHOICE if experience.known else FIRST_CHOICE  # steps between choices
         self.next_choice, self.next_hope, self.settles = self.least, 0, SETTLED
         self.noted: list[_Step] = []  # since the last choice
-        self.seconds: list[float] = []  # of a step, by rows, as the budget's; the budget's may be hopeful ones
+        self._predict()
         self._begin()
         self._set_seconds()
 
@@ -134,22 +137,26 @@ class RowPolicy:
         return self.experience.costs.steps < YOUNG
 
     def _seconds(self, rows: float, name: str) -> float:
-        """Of a step."""
+        """Of a step, as predicted."""
+        forward = np.interp(rows, self.counts, self.forward)
+        return float(forward + self.other[self.experience.costs.index[name]])
+
+    def _predict(self) -> None:
+        """What forwards of 1, 2, … rows take, and the rest of a plain step and of one that speculates."""
         costs = self.experience.costs
-        target = costs.target_seconds(self.batch * np.array([rows]), self.cached)[0]
-        return float(target + costs.other_seconds(self.batch)[costs.index[name]])
+        self.forward = costs.target_seconds(self.batch * self.counts, self.cached)
+        self.other = costs.other_seconds(self.batch)
 
     def _set_seconds(self) -> None:
         """Tell the budget what steps take; now and then, for one step, if rows cost as little as may well be."""
         if self.off:
             return
         costs = self.experience.costs
-        forward = costs.target_seconds(self.batch * self.counts, self.cached)
-        other = costs.other_seconds(self.batch)[costs.index[self._name]]
-        self.seconds = self.row_budget.seconds = (forward + other).tolist()
+        other = self.other[costs.index[self._name]]
+        self.seconds = self.row_budget.seconds = torch.from_numpy(self.forward + other)
         if self.steps >= self.next_hope or self._young:
             self.next_hope = self.steps + min(HOPES, max(INTERVAL // 2, costs.steps // 4))
-            self.row_budget.seconds = (forward * np.exp(-HOPE * self._doubts()) + other).tolist()
+            self.row_budget.seconds = torch.from_numpy(self.forward * np.exp(-HOPE * self._doubts()) + other)
 
     def _doubts(self) -> np.ndarray:
         """Of 1, 2, … rows: standard deviations of a forward's log seconds, against the best known of them."""
@@ -195,6 +202,7 @@ class RowPolicy:
         if self.steps >= self.next_choice:
             self.next_choice = self.steps + min(INTERVAL, max(self.least, self.steps // 2))
             self._learn()
+            self._predict()
             self._choose()
             self._set_seconds()
         elif len(self.noted) == 1 and not self.off and not self._young:
@@ -219,7 +227,8 @@ class RowPolicy:
                 alike.setdefault(step.rows, []).append(step.target_seconds)
         if alike:
             seconds = [statistics.median(some) for some in alike.values()]
-            noises = [NOISE / len(some) ** 0.5 for some in alike.values()]
+            noise = min(NOISE[0] * math.sqrt(1.0 + experience.costs.steps / YOUNG), NOISE[1])
+            noises = [noise / len(some) ** 0.5 for some in alike.values()]
             steps = sum(map(len, alike.values()))
             experience.costs.observe_forwards(name, list(alike), self.cached, seconds, noises, steps=steps)
         others = [step.other_seconds for step in self.noted if step.other_seconds > 0]

@@ -22,7 +22,7 @@ from typing import Any
 
 logger = logging.getLogger("gsd_kernels")
 
-VERSION = 6
+VERSION = 7
 SECTIONS = 24  # of a file; the oldest ones go
 EVERY = 5.0  # seconds between two writes of a file, at least
 

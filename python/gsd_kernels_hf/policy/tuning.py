@@ -31,7 +31,7 @@ from ..sources.history import History
 from ..sources.layer_skip import LayerSkip, SkippedLayers
 from ..sources.weights import SourceWeights
 from .costs import PLAIN, CostModel
-from .ladder import ladder
+from .ladder import every_shape
 from .pairs import COSTS, describe, pair_of
 
 logger = logging.getLogger("gsd_kernels")
@@ -140,7 +140,7 @@ def measure(
 ) -> StepCosts:
     """Time target forwards by rows and whole drafts by shape, on caches of ``prefix`` committed tokens."""
     device = properties.device_of(model)
-    shapes = ladder(device.type, with_model=draft is not None)
+    shapes = every_shape(device.type, with_model=draft is not None)
     capacity = prefix + max(shape.cache_slots for shape in shapes.values()) + 2
     state = synthetic_state(batch, prefix, capacity, device)
     text = SyntheticText(model, state, capacity, max(shape.branch for shape in shapes.values()), backend)
