@@ -37,8 +37,13 @@ struct OddsNode {
 
 constexpr double kLeastLeft = 1e-3, kLeastShare = 0.01, kLeastLogProb = -30.0;
 
+// Logarithm of the tokens that a sequence's last step brought.
+inline double brought_before(const OddsGraph& g, int64_t b) {
+  return std::log(g.num_accepted[b] > 1 ? static_cast<double>(g.num_accepted[b]) : 1.0);
+}
+
 // Features of one edge, and the node as the next edge finds it.
-inline void odds_features(double log_prob, int depth, int num_accepted, OddsNode* node, double* x) {
+inline void odds_features(double log_prob, int depth, double before, OddsNode* node, double* x) {
   const double clipped = log_prob > kLeastLogProb ? (log_prob < 0.0 ? log_prob : 0.0) : kLeastLogProb;  // NaN: least
   const double prob = std::exp(clipped);
   const double most = 1.0 - kLeastShare;
@@ -46,7 +51,6 @@ inline void odds_features(double log_prob, int depth, int num_accepted, OddsNode
   share = share < kLeastShare ? kLeastShare : share > most ? most : share;
   const double logit = std::log(share / (1.0 - share));
   const double other = node->seen > 0 ? 1.0 : 0.0, first = depth == 0 ? 1.0 : 0.0;
-  const double before = std::log(num_accepted > 1 ? static_cast<double>(num_accepted) : 1.0);
   const double features[kOddsFeatures] = {1.0, logit, other, other * logit, first, first * before, (1.0 - first) * before};
   for (int i = 0; i < kOddsFeatures; i++) x[i] = features[i];
   node->left = node->left - prob > kLeastLeft ? node->left - prob : kLeastLeft;
@@ -62,6 +66,7 @@ inline double odds_of(const double* weights, const double* x) {
 // Logarithms of the odds of every edge of one sequence; 0 where there is none.
 inline void weigh_edges(const OddsGraph& g, const OddsSizes& s, const double* weights, int64_t b, float* log_odds) {
   constexpr double kLeast = 1e-30;
+  const double before = brought_before(g, b);
   for (int node = 0; node < s.nodes; node++) {
     const int64_t from = (b * s.nodes + node) * s.branch;
     OddsNode state;
@@ -70,7 +75,7 @@ inline void weigh_edges(const OddsGraph& g, const OddsSizes& s, const double* we
       log_odds[from + k] = 0.0f;
       if (g.targets[from + k] < 0) continue;
       double x[kOddsFeatures];
-      odds_features(g.log_probs[from + k], g.depths[b * s.nodes + node], g.num_accepted[b], &state, x);
+      odds_features(g.log_probs[from + k], g.depths[b * s.nodes + node], before, &state, x);
       const double right = odds_of(weights, x), taken = open * right;
       log_odds[from + k] = static_cast<float>(std::log(taken > kLeast ? taken : kLeast));
       open *= 1.0 - right;
@@ -133,12 +138,13 @@ inline void learn_edges(const OddsGraph& g, const OddsSizes& s, const OddsBelief
     const int64_t b = at / s.path, node = nodes[at];
     if (node < 0 || node >= s.nodes) continue;
     const int64_t from = (b * s.nodes + node) * s.branch;
+    const double before = brought_before(g, b);
     OddsNode state;
     for (int k = 0; k < s.branch; k++) {
       const int32_t target = g.targets[from + k];
       if (target < 0 || target >= s.nodes) continue;
       double x[kOddsFeatures];
-      odds_features(g.log_probs[from + k], g.depths[b * s.nodes + node], g.num_accepted[b], &state, x);
+      odds_features(g.log_probs[from + k], g.depths[b * s.nodes + node], before, &state, x);
       const bool right = g.token_ids[b * s.nodes + target] == picked[at];
       learn_edge(m, x, right ? 1.0 : 0.0, drift);
       if (right) break;

@@ -31,8 +31,13 @@ def flatten(graph: TokenGraph, max_rows: int, max_path: int, *, backend: str = "
     Raises:
         ValueError: a budget is out of range.
     """
+    check_limits(max_rows, max_path)
+    return resolve(backend, graph.token_ids.device, IMPLEMENTATIONS)(graph, max_rows, max_path)
+
+
+def check_limits(max_rows: int, max_path: int) -> None:
+    """Raise the ValueError that :func:`flatten` documents."""
     if not 1 <= max_rows <= MAX_ROWS:
         raise ValueError(f"max_rows: expected 1 … {MAX_ROWS}, got {max_rows}")
     if not 0 <= max_path < max_rows:
         raise ValueError(f"max_path: expected 0 … max_rows - 1 = {max_rows - 1}, got {max_path}")
-    return resolve(backend, graph.token_ids.device, IMPLEMENTATIONS)(graph, max_rows, max_path)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...backends import resolve_without_triton
 from ...checks import check_tensor
-from ...config import MAX_ROWS
 from ...graph import Rows, TokenGraph
+from ..flatten.api import check_limits
 from . import compiled, reference
 from .records import FEATURES, OddsBelief
 
@@ -63,10 +63,7 @@ def paying_rows(
         check_tensor("seconds", seconds, (None,), (torch.float64,), device)
         if seconds.shape[0] < 1:
             raise ValueError("seconds: expected those of one row at least, got none")
-    if not 1 <= max_rows <= MAX_ROWS:
-        raise ValueError(f"max_rows: expected 1 … {MAX_ROWS}, got {max_rows}")
-    if not 0 <= max_path < max_rows:
-        raise ValueError(f"max_path: expected 0 … max_rows - 1 = {max_rows - 1}, got {max_path}")
+    check_limits(max_rows, max_path)
     function = resolve_without_triton(backend, device, ROWS)
     return function(graph, num_accepted, belief, seconds, max_rows, max_path, teaches)
 
