@@ -52,7 +52,8 @@ def label(name: str) -> Label:
         "lookup": "prompt lookup" if key == "openvino" else "n-gram drafts",
         "draft": "draft model",
     }
-    return Label(engine, ", ".join([*rest, said[kind]]))
+    weights = ["the file itself" if part == "file" else part for part in rest]
+    return Label(engine, ", ".join([*weights, said[kind]]))
 
 
 def engines_for(real: Real, binaries: Path | None) -> list[Engine]:
