@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..acceptance.tokenwise import TokenByToken, check_pick
+from ..acceptance.host import OnHost, check_pick
 from ..records import Verified
 from .request import Request
 from .session import Session
@@ -17,8 +17,9 @@ from .stats import GenerationStats
 
 @dataclass
 class GraphGenerateOutput(GenerateDecoderOnlyOutput):
-    """transformers' output with :class:`~gsd_kernels_hf.engine.stats.GenerationStats`; beyond a row's end scores are 0.
+    """transformers' output with :class:`~gsd_kernels_hf.engine.stats.GenerationStats`.
 
+    Beyond a row's end scores are 0, but where a processor of one's own was shown the whole batch.
     ``cache`` (``past_key_values`` before transformers 5.24) is ``None``: the cache holds graph slots.
     """
 
@@ -86,7 +87,7 @@ class Output:
             self.streamer.end()
         rule = session.rule
         tokens, length = state.tokens, int(state.out_len.max())
-        if isinstance(rule, TokenByToken):
+        if isinstance(rule, OnHost):
             tokens, length = rule.history, rule.final_length
             stats.new_tokens -= rule.taken_back
         unfinished = state.out_len[~state.done]
@@ -96,8 +97,5 @@ class Output:
         if not request.as_dict:
             return sequences
         steps = length - request.prompt_length
-        kept = {
-            "scores": rule.stacked(rule.scores, steps) if request.keeps_scores else None,
-            "logits": rule.stacked(rule.logits, steps) if request.keeps_logits else None,
-        }
+        kept = rule.kept(steps) if isinstance(rule, OnHost) else {}
         return GraphGenerateOutput(sequences=sequences, **kept, stats=stats)

@@ -142,6 +142,16 @@ class Request:
         return bool(self.plan.processors or self.criteria or self.keeps_scores or self.keeps_logits)
 
     @property
+    def lockstep(self) -> bool:
+        """Whether all sequences must be asked for together, token by token."""
+        return not self.plan.row_wise
+
+    @property
+    def reads_padding(self) -> bool:
+        """Whether the target reads on in sequences that ended, for those who see its logits there."""
+        return self.lockstep and self.pads_finished and self.batch > 1
+
+    @property
     def draws_from_draft(self) -> bool:
         """Whether the draft's own samples are verified, as speculative sampling does."""
         return self.options.criterion == SPECULATIVE and self.plan.temperature > 0 and bool(self.options.named)

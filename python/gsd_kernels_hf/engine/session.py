@@ -18,6 +18,7 @@ from gsd_kernels.config import MAX_BRANCH
 from gsd_kernels.ops.step import commit_text
 
 from ..acceptance.criteria import ChainProposal, criterion_of
+from ..acceptance.lockstep import Lockstep, padded, padded_path
 from ..acceptance.rule import AcceptanceRule, OnDevice
 from ..acceptance.tokenwise import TokenByToken
 from ..model.fused import rows_of
@@ -48,6 +49,7 @@ class Kind:
     eos_ids: tuple[int, ...]
     draws: bool  # whether the draft's own samples are verified
     calibrated: bool  # whether a policy corrects what sources claim
+    padding: bool  # whether the target reads on in sequences that ended
     backend: str
     alone: bool  # whether no other rank must do the same at the same time
 
@@ -72,6 +74,7 @@ class Kind:
             eos_ids=tuple(sorted(request.eos_ids)),
             draws=request.draws_from_draft,
             calibrated=policy.acceptance is not None,
+            padding=request.reads_padding,
             backend=request.options.backend,
             alone=alone,
         )
@@ -92,7 +95,7 @@ class Session:
 
     Attributes:
         state, sampler, target, branch, draws, reference_ids, memory: see :class:`~gsd_kernels_hf.sources.base.Text`.
-        kv_len: int32 [B], committed positions of the target's cache.
+        kv_len: see :class:`~gsd_kernels_hf.sources.base.Text`.
         config: shape of the next step; ``None`` is plain decoding.
         rule: accepts rows; of the call.
         trims: draft only levels that have a node to expand, and forward only rows that hold a token; else shapes are
@@ -187,7 +190,8 @@ class Session:
             return self.on_device.setdefault(
                 criterion.name, OnDevice(criterion, self.state, self.eos_ids, self.backend)
             )
-        return TokenByToken(
+        rule = Lockstep if request.lockstep else TokenByToken
+        return rule(
             criterion,
             self.state,
             request.plan,
@@ -304,6 +308,8 @@ class Session:
         graph = self.draft()
         tail = self.state.tail() if graph is None else graph.contexts[:, 0]  # of the root: the text's
         rows = self.flatten(graph)
+        if self.kind.padding:
+            rows = padded(rows, self.state, self.kv_len)
         logits = self.attend(rows)
         return Unverified(graph, rows, logits, self.target.hidden, self.positions(rows), tail)
 
@@ -398,7 +404,10 @@ class Session:
     def commit(self, verified: Verified) -> None:
         """Keep the accepted rows' keys and values and append the emitted tokens."""
         state, accepted, graph = self.state, verified.accepted, verified.graph
-        self.target.cache.commit(accepted.accepted_rows, accepted.num_accepted, self.kv_len, backend=self.backend)
+        path = accepted.accepted_rows, accepted.num_accepted
+        if self.kind.padding:
+            path = padded_path(accepted, state.done)
+        self.target.cache.commit(*path, self.kv_len, backend=self.backend)
         commit_text(
             verified.tokens,
             accepted,

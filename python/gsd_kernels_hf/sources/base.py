@@ -30,6 +30,8 @@ class Text(Protocol):
         state: tokens and lengths of every sequence, on the target's device; updated in place.
         sampler: seed, warpers and row numbers, which key the noise of a draw.
         target: the model that verifies.
+        kv_len: int32 [B], committed positions of its cache: all but the root, and the padding behind a sequence that
+            ended where that is read too.
         branch: the most candidates that any shape has after one node.
         continues: whether this text goes on from the last one.
         draws: function that draws a forward's candidates rather than take the best, as speculative sampling needs:
@@ -41,6 +43,7 @@ class Text(Protocol):
     state: DecodeState
     sampler: Sampler
     target: RowModel
+    kv_len: Tensor
     branch: int
     continues: bool
     draws: Callable[[int, Tensor, Tensor], Candidates] | None

@@ -31,6 +31,10 @@ class Expansion(DraftSource):
         """Forward the tokens up to the root that the cache lacks; logits after it, float [B, 1, V]."""
         raise NotImplementedError
 
+    def prefix(self) -> Tensor:
+        """Positions of the cache before a level's nodes, the root's included: int32 [B]."""
+        return self.state.out_len
+
     def prepare(self, config: GraphConfig) -> None:
         """Make the storage of a shape: the depth of the node in each slot, counted from the root's children."""
         if config.depth > 0 and config not in self.slot_depths:
@@ -42,7 +46,7 @@ class Expansion(DraftSource):
         config, frontier = level.config, level.frontier
         return self.rows.rows(
             frontier.token_ids,
-            self.state.out_len,  # the root lies in the prefix
+            self.prefix(),
             (level.number - 1) * config.width,
             frontier.ancestor_mask,
             frontier.depths,
