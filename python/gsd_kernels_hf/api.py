@@ -63,11 +63,12 @@ def generate(
     Args:
         model: a LLaMA-family transformers model (compiled and PEFT-wrapped ones are unwrapped).
         inputs: prompt ids int64 [batch, length], also as ``input_ids=``; left-padded with ``attention_mask=``.
-        generation_config, stopping_criteria, tokenizer: as in transformers; ``tokenizer`` serves ``stop_strings``. With
-            a batch every sequence's processors are called with its own history.
+        generation_config, stopping_criteria, tokenizer: as in transformers; ``tokenizer`` serves ``stop_strings``.
         assistant_tokenizer: only compared with ``tokenizer``.
         **kwargs: the options of :class:`~gsd_kernels_hf.engine.options.Options`, and every other argument of
-            transformers' ``generate``.
+            transformers' ``generate``. ``logits_processor`` are called as transformers calls them: once a position, in
+            order, with ``input_ids`` int64 [batch, length so far] and scores float32 [batch, vocabulary] of the whole
+            batch, finished sequences padded. None is copied.
 
     Returns:
         int64 [batch, length], or with ``return_dict_in_generate`` a ``GenerateDecoderOnlyOutput`` with ``stats``.

@@ -125,6 +125,18 @@ def test_a_batch_still_gains():
     assert out.stats.new_tokens == sum(lengths) == sum(n * steps for n, steps in enumerate(out.stats.accepted))
 
 
+@pytest.mark.parametrize(
+    "sources", [{}, {"assistant_model": None, "draft_sources": ("history",)}], ids=["model", "history"]
+)
+def test_automatic_shapes(sources):
+    """The shape changes from step to step, and is None now and then."""
+    for eos in (False, True):
+        given = call(3, eos=eos, kind="guidance", max_new_tokens=40)
+        expected = target().generate(logits_processor=[Guidance()], **given)
+        out = gsd.generate(target(), logits_processor=[Guidance()], **{"assistant_model": draft(), **sources}, **given)
+        assert out.tolist() == expected.tolist()
+
+
 def test_transformers_own_are_asked_at_each_sequences_speed():
     """They are the same row by row, so no sequence waits; beside one of another kind they are asked with the batch."""
     built_in = {
@@ -323,7 +335,7 @@ WRONG = {
     "one row": (lambda s: s[:1], ValueError, r"logits_processor: Fails .* got \[1, 32\]"),
     "no batch": (lambda s: s[0], ValueError, r"logits_processor: Fails .* got \[32\]"),
     "fewer tokens": (lambda s: s[:, :-1], ValueError, r"logits_processor: Fails .* got \[2, 31\]"),
-    "NaN": (nan_in_the_second, ValueError, "logits_processor: after Fails the scores of sequence 1 hold NaN"),
+    "NaN": (nan_in_the_second, ValueError, "logits: NaN, .* in sequence 1 after the logits_processor Fails"),
 }
 
 
@@ -345,7 +357,7 @@ def test_what_a_processor_does_wrong_is_named_and_the_next_call_is_exact(wrong):
 def test_scores_that_leave_nothing_to_draw():
     given = call(2, do_sample=True, seed=1)
     for value in (-torch.inf, torch.inf):
-        with pytest.raises(ValueError, match="after Fails the scores of sequence 0 hold NaN, or while sampling"):
+        with pytest.raises(ValueError, match="in sequence 0 after the logits_processor Fails"):
             ours("graph", logits_processor=[Fails(lambda s, v=value: torch.full_like(s, v))], **given)
     # Of a sequence that ended nothing is drawn.
 

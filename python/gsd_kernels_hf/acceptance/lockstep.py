@@ -110,8 +110,8 @@ class Lockstep(OnHost):
         culprits = [name for name, scores in after if self._unusable(scores[b])]
         if culprits and not self._unusable(logits):
             raise ValueError(
-                f"logits_processor: after {culprits[0]} the scores of sequence {b} hold NaN, or while sampling an "
-                "infinite score or none that is finite; mend it, or pass remove_invalid_values=True"
+                f"logits: NaN, or while sampling an infinite score or none that is finite, in sequence {b} after the "
+                f"logits_processor {culprits[0]}; mend it, or pass remove_invalid_values=True"
             )
         check_pick(-1)
 

@@ -119,6 +119,7 @@ class GraphDecoder(Options):
         if not automatic:
             return FixedPolicy(self.graph_config if sources else None)
         draft, *others = self.forwarded(sources) or [None]
+        together = " together" if request.lockstep and request.batch > 1 else ""  # a step brings all the same
         return automatic_policy(
             statistics.experience,
             request.model,
@@ -126,7 +127,7 @@ class GraphDecoder(Options):
             others=others,
             sources=[source.name for source in sources],
             reuses=not all(source.costs_forward for source in sources),
-            about=f"{request.plan.temperature > 0} {self.criterion}",
+            about=f"{request.plan.temperature > 0} {self.criterion}{together}",
             batch=request.batch,
             prefix=request.prompt_length,
             reads_prompt=any(source.reads_prompt for source in sources),
