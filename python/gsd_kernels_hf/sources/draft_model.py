@@ -58,8 +58,8 @@ class DraftModel(Expansion):
             self.text.read_prompt(self.rows)
             self.unread = False
         while int((self.state.out_len - self.cached).max()) > config.chain_rows:
-            # Every root is left for level 0, whose logits follow it.
-            self.feed(self.state.out_len - 1, config.chain_rows)
+            # Every root is left for level 0, whose logits follow it, but for one of a finished text that is there.
+            self.feed(torch.maximum(self.state.out_len - 1, self.cached), config.chain_rows)
 
     def root_logits(self, config: GraphConfig) -> Tensor:
         return self.feed(self.state.out_len, config.chain_rows)
