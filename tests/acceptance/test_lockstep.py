@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import models
 import pytest
@@ -74,16 +75,13 @@ def same_calls(seen, expected):
         torch.testing.assert_close(scores, their_scores, rtol=0, atol=1e-4)
 
 
-FAST = ("graph", "history")  # with all kinds; other sources with one
+def slow_but(chosen, *cases):
+    """Parameters of which only some cases are not slow."""
+    return [pytest.param(*case, marks=() if chosen(*case) else pytest.mark.slow) for case in itertools.product(*cases)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "source"),
-    [
-        pytest.param(kind, source, marks=() if source in FAST or kind == "guidance" else pytest.mark.slow)
-        for kind in KINDS
-        for source in SOURCES
-    ],
+    ("kind", "source"), slow_but(lambda kind, source: source == "graph" or kind == "guidance", KINDS, SOURCES)
 )
 def test_greedy_is_transformers_own(kind, source):
     """Ids, the calls' ids, and the calls' scores, of finished sequences too."""
@@ -99,7 +97,7 @@ def test_greedy_is_transformers_own(kind, source):
             assert torch.equal(ids, then) and (scores is ids or torch.equal(scores, scores_then))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(lambda kind: kind in ("guidance", "drawn", "closure"), KINDS))
 def test_sampled_is_the_same_with_any_draft(kind):
     for batch, eos in ((1, False), (3, True)):
         given = call(batch, eos=eos, do_sample=True, temperature=0.8, top_k=12, seed=5)
@@ -170,8 +168,9 @@ def test_which_processors_see_one_sequence_only():
         assert not is_row_wise(penalty(1.1))
 
 
-@pytest.mark.parametrize("eos", [False, True])
-@pytest.mark.parametrize("source", ["plain", "graph", "history"])
+@pytest.mark.parametrize(
+    ("source", "eos"), slow_but(lambda source, eos: source == "graph", ["plain", "graph", "history"], [False, True])
+)
 def test_scores_and_logits_are_transformers_own(source, eos):
     """Also behind the end of a sequence, and also where a processor writes to the logits it is given."""
     more = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
@@ -205,9 +204,15 @@ class Logs(Guidance):
         return super().process(input_ids, scores)
 
 
-@pytest.mark.parametrize("source", ["plain", "graph", "layer_skip"])
-@pytest.mark.parametrize("eos", [False, True])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("source", "eos", "batch"),
+    slow_but(
+        lambda source, eos, batch: (source, batch) == ("graph", 3),
+        ["plain", "graph", "layer_skip"],
+        [False, True],
+        [1, 3],
+    ),
+)
 def test_processors_and_criteria_are_called_in_transformers_order(batch, eos, source):
     """Without an end-of-text id a stopped sequence runs on until all have; and scores are handed on."""
     free = target().generate(logits_processor=[Guidance()], **call(batch))[:, LENGTH:]
