@@ -374,16 +374,6 @@ def test_scores_that_leave_nothing_to_draw():
     assert (out.sequences[:, -1] == 0).any()
 
 
-def test_a_signature_that_transformers_refuses():
-    class Wants(LogitsProcessor):
-        def __call__(self, input_ids, scores, cur_len):
-            return scores
-
-    for generate in (target().generate, functools.partial(gsd.generate, target())):
-        with pytest.raises(ValueError, match="all the required parameters"):
-            generate(logits_processor=[Wants()], **call(2))
-
-
 def test_other_criteria_with_a_processor_of_ones_own():
     """Speculative and typical acceptance run through them; with processors that change nothing, as without."""
     for criterion in ("speculative", "typical"):

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 
 from gsd_kernels import Acceptance, Rows
 from gsd_kernels.graph import pack_bits
@@ -37,8 +36,6 @@ class Lockstep(OnHost):
         self.history = self.state.tokens[:, : self.prompt].clone()
         self.scores: tuple[Tensor, ...] = ()
         self.logits: tuple[Tensor, ...] = ()
-        # The list calls a processor, or refuses its signature, as transformers does.
-        self.processors = [(named(one), LogitsProcessorList([one])) for one in self.plan.processors]
 
     def accept(self, rows: Rows, logits: Tensor, positions: Tensor, max_path: int) -> Acceptance:
         """See :class:`~gsd_kernels_hf.acceptance.rule.AcceptanceRule`; marks sequences that end."""
@@ -71,9 +68,9 @@ class Lockstep(OnHost):
         index = torch.arange(self.batch, device=logits.device), torch.tensor(at, device=logits.device)
         raw = logits[index].float()  # [B, V]; a copy, which processors may write to and keep
         scores, after = raw, []
-        for name, processor in self.processors:
-            scores = checked(name, processor(self.history, scores), raw.shape)
-            after.append((name, scores))
+        for processor in self.plan.processors:
+            scores = checked(named(processor), processor(self.history, scores), raw.shape)
+            after.append((named(processor), scores))
         picks = []
         for b, row in enumerate(at):
             if not self.done[b]:
