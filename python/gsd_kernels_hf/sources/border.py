@@ -256,7 +256,7 @@ def check_tensors(name: str, proposal: object, level: Level) -> None:
         )
     if log_probs.shape != tokens.shape:
         raise ValueError(
-            f"{where}log_probs: expected the tokens' shape {list(tokens.shape)}, got {list(log_probs.shape)}"
+            f"{where}log_probs: expected shape {list(tokens.shape)} as of tokens, got {list(log_probs.shape)}"
         )
     if index is not None and index.shape != nodes.shape:
         raise ValueError(f"{where}index: expected shape [{batch}, {width}], of the nodes, got {list(index.shape)}")
