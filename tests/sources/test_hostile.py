@@ -13,7 +13,7 @@ import fake_cuda
 import pytest
 import torch
 from models import VOCAB, noised, prompts, tiny
-from sources.hostile import EXACT, KINDS, SHAPES, Oracle
+from sources.hostile import ABOVE, EXACT, IDS, KINDS, SHAPES, Oracle
 from torch import nn
 
 import gsd_kernels as gsd
@@ -130,6 +130,33 @@ def test_exact_or_a_named_error(shape, target, texts, limited):
 def test_exact_or_a_named_error_beside_a_draft_model(target, draft, texts, limited, monkeypatch, tmp_path):
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
     assert swept("auto", target, texts, assistant_model=draft) == {}
+
+
+class Trusted(Oracle):
+    """Passes for a class of the package, whose proposals nobody checks."""
+
+    __module__ = DraftSource.__module__
+
+
+@pytest.mark.parametrize("shape", ["lattice", "wide", "chain", "tree"])
+def test_no_op_relies_on_the_check(shape, target, texts, limited):
+    """Values that the border refuses, behind it: less is accepted, and the text is the target's own."""
+    source = Trusted(texts[False], VOCAB)
+    options = {**prompts(2, 9), **TEXT, "do_sample": False, "graph_config": SHAPES[shape]}
+    tried = 0
+    for kind, (change, error) in KINDS.items():
+        if (
+            not error.startswith((ABOVE, IDS))
+            or "10³⁰⁰" in kind
+            or "2³²" in kind
+            or "2⁶³" in kind
+            or kind == "token 2³¹"
+        ):
+            continue  # what is left has the types that ops take
+        tried += 1
+        source.tell(texts[False], change)
+        assert torch.equal(gsd.generate(target, **options, draft_sources=(source, "history")), texts[False]), kind
+    assert tried > 12
 
 
 def asked_under_auto(target, source, monkeypatch, tmp_path, **options):
