@@ -145,14 +145,8 @@ def test_no_op_relies_on_the_check(shape, target, texts, limited):
     options = {**prompts(2, 9), **TEXT, "do_sample": False, "graph_config": SHAPES[shape]}
     tried = 0
     for kind, (change, error) in KINDS.items():
-        if (
-            not error.startswith((ABOVE, IDS))
-            or "10³⁰⁰" in kind
-            or "2³²" in kind
-            or "2⁶³" in kind
-            or kind == "token 2³¹"
-        ):
-            continue  # what is left has the types that ops take
+        if not error.startswith((ABOVE, IDS)):
+            continue
         tried += 1
         source.tell(texts[False], change)
         assert torch.equal(gsd.generate(target, **options, draft_sources=(source, "history")), texts[False]), kind
