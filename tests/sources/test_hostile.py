@@ -15,6 +15,7 @@ import torch
 from models import VOCAB, noised, prompts, tiny
 from sources.hostile import ABOVE, EXACT, IDS, KINDS, SHAPES, Oracle
 from torch import nn
+from transformers import BertConfig, BertModel
 
 import gsd_kernels as gsd
 from gsd_kernels import DraftSource, GraphConfig, Proposal
@@ -188,9 +189,17 @@ class Forwarding(DraftSource):
         return config.draft_slots
 
 
-@pytest.mark.parametrize("net", [Net(VOCAB), nn.Identity(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))], ids=str)
+ENCODER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+NETS = {
+    "a net": lambda: Net(VOCAB),
+    "no parameters": nn.Identity,
+    "an encoder of another vocabulary": lambda: BertModel(BertConfig(**ENCODER, vocab_size=50)),
+}
+
+
+@pytest.mark.parametrize("net", NETS)
 def test_a_source_of_ones_own_that_forwards_is_asked_under_auto(net, target, monkeypatch, tmp_path, limited):
-    source = Forwarding(net)
+    source = Forwarding(NETS[net]())
     stats = asked_under_auto(target, source, monkeypatch, tmp_path)
     assert source.levels, "it was never asked"
     assert stats.draft_rows > 0
