@@ -118,7 +118,7 @@ class GraphDecoder(Options):
         """The policy that chooses the shapes of this call's steps."""
         if not automatic:
             return FixedPolicy(self.graph_config if sources else None)
-        draft, *others = self.forwarded(sources) or [None]
+        draft, *others = forwarded(sources) or [None]
         together = " together" if request.lockstep and request.batch > 1 else ""  # a step brings all the same
         return automatic_policy(
             statistics.experience,
@@ -126,7 +126,7 @@ class GraphDecoder(Options):
             draft,
             others=others,
             sources=[source.name for source in sources],
-            reuses=not all(source.costs_forward for source in sources),
+            reuses=not all(source.forwards for source in sources),
             about=f"{request.plan.temperature > 0} {self.criterion}{together}",
             batch=request.batch,
             prefix=request.prompt_length,
@@ -135,16 +135,10 @@ class GraphDecoder(Options):
             backend=self.backend,
         )
 
-    def forwarded(self, sources: Sequence[DraftSource]) -> list[Any]:
-        """What the sources forward: draft models or a view of the target first, then drafters and others."""
-        found: list[Any] = []
-        for source in sources:
-            if not source.costs_forward:
-                continue
-            if source.name == "layer_skip":
-                found.append(self.assistant_model)
-                continue
-            module = getattr(source, "module", None)
-            new = [*source.models, *([module] if isinstance(module, torch.nn.Module) else [])]
-            found += [model for model in new if not any(model is known for known in found)]
-        return found
+
+def forwarded(sources: Sequence[DraftSource]) -> list[Any]:
+    """What the sources forward, each once: modules and views of the target, in the order of the sources."""
+    found: list[Any] = []
+    for source in sources:
+        found += [module for module in source.forwards if not any(module is known for known in found)]
+    return found

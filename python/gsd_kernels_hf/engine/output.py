@@ -59,13 +59,19 @@ class Output:
             Number of tokens that every sequence gained, [B].
 
         Raises:
-            ValueError: the target's logits held NaN.
+            ValueError: the target's logits held NaN, or a source proposed what has no meaning.
         """
         session, state = self.session, self.session.state
         self.stats.count_step(verified.rows.token_ids.shape[1], session.drafted_rows, plain=verified.graph is None)
         if self.observer is not None:
             self.observer(verified)
-        packed = torch.cat([state.done[:, None].int(), state.num_emitted[:, None], state.emitted], 1).tolist()
+        border = None if session.drafter is None else session.drafter.border
+        columns = [state.done[:, None].int(), state.num_emitted[:, None], state.emitted]
+        if border is not None and border.faults is not None:
+            columns.append(border.faults[:, None])
+        packed = torch.cat(columns, 1).tolist()
+        if len(columns) > 3:
+            border.check([row[-1] for row in packed])
         for _, count, *tokens in packed:
             self.stats.count_accepted(count)
             for token in tokens[:count]:

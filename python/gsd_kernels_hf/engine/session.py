@@ -133,7 +133,7 @@ class Session:
         self.calibration: Calibration | None = None
         if sources:
             weights = {s.name: SourceWeights(s.shares, s.reliability, MAX_BRANCH, device) for s in sources}
-            self.drafter = Drafter(sources, weights, self.state, self.backend)
+            self.drafter = Drafter(sources, weights, self.state, self.backend, vocab_size=self.target.vocab_size)
             if kind.calibrated:
                 self.calibration = self.drafter.calibration = Calibration(kind.branch, device)
         self.begun = self.continues = False

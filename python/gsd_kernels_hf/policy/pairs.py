@@ -160,7 +160,7 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequenc
 
     def identity(m: nn.Module) -> dict[str, Any]:
         if not isinstance(m, PreTrainedModel):
-            first = next(m.parameters())
+            first = next(m.parameters(), torch.empty(0))
             size = {name: list(p.shape) for name, p in m.named_parameters()}
             return {"class": type(m).__name__, "dtype": str(first.dtype), "device": str(first.device), **size}
         config = m.config.get_text_config(decoder=True)
@@ -200,7 +200,7 @@ def fingerprint(model: nn.Module) -> str:
     """Tells models of the same sizes apart by a few values of their first and last weights."""
     digest = hashlib.sha256()
     weights = list(model.parameters())
-    for weight in (weights[0], weights[len(weights) // 2], weights[-1]):
+    for weight in (weights[0], weights[len(weights) // 2], weights[-1]) if weights else ():
         if weight.device.type != "meta":
             some = weight.detach().flatten()[:PRINT_VALUES]
             digest.update(some.to(device="cpu", dtype=torch.float32).numpy().tobytes())

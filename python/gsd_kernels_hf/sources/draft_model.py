@@ -29,10 +29,10 @@ class DraftModel(Expansion):
     reads_prompt = True
 
     def __init__(self, model: PreTrainedModel, *, name: str = "model") -> None:
-        self.models, self.name = (model,), name
+        self.model, self.forwards, self.name = model, (model,), name
 
     def row_model(self, text: Text) -> RowModel:
-        return text.rows_of(self.models[0])
+        return text.rows_of(self.model)
 
     def begin(self, text: Text) -> None:
         super().begin(text)

@@ -15,8 +15,6 @@ from .base import DraftSource, Level, Proposal, Text
 class Expansion(DraftSource):
     """A draft source with one forward a level over the frontier nodes; their keys and values lie behind the prefix."""
 
-    costs_forward = True
-
     def begin(self, text: Text) -> None:
         self.text, self.state, self.rows = text, text.state, self.row_model(text)
         self.vocab_size = min(text.target.vocab_size, self.rows.vocab_size)

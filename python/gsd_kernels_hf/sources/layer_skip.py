@@ -130,7 +130,7 @@ class SkippedLayers(Expansion):
 
     def __init__(self, skip: LayerSkip) -> None:
         self.skip = skip
-        self.models = (skip.view,)
+        self.forwards = (skip,)
 
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target whose layers these are not.

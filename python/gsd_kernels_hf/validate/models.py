@@ -94,19 +94,22 @@ def _rope_types(config: Any) -> set[str]:
 UNIVERSAL = "transformers' universal assisted generation (generate(..., assistant_tokenizer=...)) serves such pairs"
 
 
-def check_pair(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Raise unless draft and target read the same tokens; a few padded vocabulary entries may differ."""
+def check_pair(target: PreTrainedModel, draft: PreTrainedModel, name: str = "assistant_model") -> None:
+    """Raise unless draft and target read the same tokens; a few padded vocabulary entries may differ.
+
+    ``name`` is what the error calls the draft.
+    """
     sizes = vocabulary(target), vocabulary(draft)
     if abs(sizes[0] - sizes[1]) > MAX_VOCABULARY_PADDING:
         raise ValueError(
-            f"assistant_model: vocabulary sizes {sizes[0]} (target) and {sizes[1]} (draft) mean different tokenizers; "
+            f"{name}: vocabulary sizes {sizes[0]} (target) and {sizes[1]} (draft) mean different tokenizers; "
             + UNIVERSAL
         )
     for token in ("bos_token_id", "eos_token_id"):
         ids = [_as_set(getattr(m.config.get_text_config(decoder=True), token, None)) for m in (target, draft)]
         if ids[0] and ids[1] and not ids[0] & ids[1]:
             raise ValueError(
-                f"assistant_model: {token} {sorted(ids[0])} (target) and {sorted(ids[1])} (draft) mean different "
+                f"{name}: {token} {sorted(ids[0])} (target) and {sorted(ids[1])} (draft) mean different "
                 f"tokenizers; {UNIVERSAL}"
             )
 
