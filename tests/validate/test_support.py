@@ -206,8 +206,6 @@ BAD_INPUT = [
     ("no cache", "use_cache", ValueError, lambda: {"use_cache": False}),
     ("prompt lookup", "prompt_lookup_num_tokens", ValueError, lambda: {"prompt_lookup_num_tokens": 3}),
     ("hidden states", "output_hidden_states", ValueError, lambda: {"output_hidden_states": True}),
-    ("too long", "max_new_tokens", ValueError, lambda: {"max_new_tokens": 60}),
-    ("too long for the draft", "draft", ValueError, lambda: {"assistant_model": changed(max_position_embeddings=12)}),
     ("no new tokens", "max_new_tokens|max_length", ValueError, lambda: {"max_new_tokens": 0}),
     ("max_length below the prompt", "max_length", ValueError, lambda: {"max_length": 5, "max_new_tokens": None}),
     ("a streamer for a batch", "streamer", ValueError, lambda: {"streamer": Streamer()}),

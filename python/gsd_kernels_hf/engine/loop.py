@@ -35,6 +35,7 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> Gener
     """
     step = stepping(session, ranks)
     while not out.finished:
+        session.reserve(out.longest)
         session.use(policy.shape(), policy.acceptance, policy.budget)
         warm(session, policy.largest_shapes())
         verified = step()

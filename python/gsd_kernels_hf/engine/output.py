@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +10,13 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..acceptance.tokenwise import TokenByToken, check_pick
+from ..model import properties
 from ..records import Verified
 from .request import Request
 from .session import Session
 from .stats import GenerationStats
+
+logger = logging.getLogger("gsd_kernels")
 
 
 @dataclass
@@ -34,6 +38,7 @@ class Output:
 
     Attributes:
         finished: whether every sequence is done, or the time is over.
+        lengths: tokens of every sequence so far, padding and what is taken back included.
         timed: whether that may depend on a clock.
         stats: counts so far.
     """
@@ -42,6 +47,8 @@ class Output:
         self.request, self.session = request, session
         self.streamer, self.observer = request.options.streamer, request.options.observer
         self.finished, self.timed = False, bool(request.timers)
+        self.lengths = [request.prompt_length] * request.batch
+        self.positions = properties.positions(request.model)
         criterion = session.rule.criterion
         self.stats = GenerationStats(
             sequences=request.batch,
@@ -50,6 +57,11 @@ class Output:
             lossless=criterion.lossless,
             why_modules=session.target.why_modules,
         )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, at least."""
+        return max(self.lengths)
 
     def emit(self, verified: Verified) -> list[int]:
         """Hand a step's tokens to the streamer: the step's one host read.
@@ -65,7 +77,8 @@ class Output:
         if self.observer is not None:
             self.observer(verified)
         packed = torch.cat([state.done[:, None].int(), state.num_emitted[:, None], state.emitted], 1).tolist()
-        for _, count, *tokens in packed:
+        for sequence, (_, count, *tokens) in enumerate(packed):
+            self.lengths[sequence] += count
             self.stats.count_accepted(count)
             for token in tokens[:count]:
                 check_pick(token)
@@ -74,7 +87,17 @@ class Output:
                     self.streamer.put(torch.tensor([token]))
         self.finished = all(done for done, *_ in packed)
         self.finished |= any(bool(torch.as_tensor(timer(state.tokens, None)).any()) for timer in self.request.timers)
+        self._warn_of_length()
         return [count for _, count, *_ in packed]
+
+    def _warn_of_length(self) -> None:
+        """Say once that the text goes on beyond the model's positions, as transformers does."""
+        if self.positions is not None and self.longest > self.positions and not self.finished:
+            logger.warning(
+                "the text goes on beyond the %d positions that the model was made for (max_position_embeddings)",
+                self.positions,
+            )
+            self.positions = None
 
     def result(self) -> Tensor | GraphGenerateOutput:
         """What ``generate`` returns: int64 [batch, length], or transformers' output with the statistics."""

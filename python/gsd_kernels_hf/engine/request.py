@@ -19,6 +19,9 @@ from ..parallel import honoured
 from .options import Options
 from .screen import drafts_of
 
+MOST_POSITIONS = 2**31 - 1
+"""Of a text: lengths are int32."""
+
 
 @dataclass
 class Request:
@@ -85,8 +88,6 @@ class Request:
         given = options.seed if seed is None else seed
         seed_value = draw_seed(given) if samples else 0
         eos_ids, room, timers, criteria = split_criteria(stopping_criteria, prompt)
-        for name, m in (("target", model), *(("draft", m) for m in drafts_of(options).values())):
-            validate.check_length(m, name, prompt + room)
         return cls(
             options,
             model,
@@ -98,7 +99,7 @@ class Request:
             seed_value,
             given if samples else None,
             eos_ids,
-            room,
+            min(room, MOST_POSITIONS - prompt),
             timers,
             criteria,
             pads_finished=any(hasattr(c, "eos_token_id") for c in stopping_criteria),
@@ -185,7 +186,7 @@ def split_criteria(
         else:
             others.append(criterion)
     if not budgets:
-        raise ValueError("max_new_tokens: needed, since the cache is allocated before generation; also max_length")
+        raise ValueError("max_new_tokens: needed, nothing else bounds the text; also max_length")
     if min(budgets) < 1:
         raise ValueError(f"max_length: leaves no room after a prompt of {prompt_length} tokens; raise it")
     return eos_ids, min(budgets), timers, others

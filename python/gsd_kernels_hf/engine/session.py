@@ -31,6 +31,7 @@ from ..sources.base import DraftSource
 from ..sources.drafter import Drafter
 from ..sources.memory import HistoryMemory
 from ..sources.weights import Calibration, SourceWeights
+from . import room
 from .request import Request
 from .stats import Clock
 
@@ -98,6 +99,7 @@ class Session:
         trims: draft only levels that have a node to expand, and forward only rows that hold a token; else shapes are
             static and nothing waits for the device.
         continues: whether the text goes on from what the target's cache held.
+        most: cache positions that the text can need.
     """
 
     def __init__(
@@ -160,6 +162,7 @@ class Session:
             memory: of earlier calls' histories; ``None``: they are not used, and this one's is not kept.
         """
         self.request, self.clock, self.config, self.memory = request, Clock(request.device), None, memory
+        self.most = request.prompt_length + request.room + self.kind.slots
         pad = request.generation_config._pad_token_tensor
         self.state.restart(request.input_ids, request.kv_start, request.room, 0 if pad is None else int(pad))
         self.kv_len.copy_(self.state.out_len - 1)  # the root is not in the target's cache yet
@@ -199,14 +202,21 @@ class Session:
         )
 
     def grow(self, capacity: int) -> None:
-        """Make room for ``capacity`` cache positions; what was captured must be captured anew."""
+        """Make room for ``capacity`` cache positions, between steps; what was captured is captured anew."""
         if capacity <= self.capacity:
             return
         self.capacity = capacity
         self.state.grow(capacity + self.kind.width)
         for rows in self.row_models:
             rows.grow(capacity)
-        self.captured = None
+        if self.captured is not None:
+            self.captured.forget()
+
+    def reserve(self, longest: int) -> None:
+        """Make room for the next step, where the longest sequence has ``longest`` tokens, padding included."""
+        needed = longest + self.kind.slots
+        if needed > self.capacity:
+            self.grow(room.larger(self.capacity, needed, self.most))
 
     def forget(self, models: Sequence[nn.Module]) -> None:
         """Use no key or value of these models for the next text."""

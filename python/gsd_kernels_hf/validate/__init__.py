@@ -4,7 +4,7 @@ May import :mod:`gsd_kernels` and :mod:`gsd_kernels_hf.model`.
 """
 
 from .calls import check_call, check_listeners
-from .inputs import check_length, check_prompt, check_reference
+from .inputs import check_prompt, check_reference
 from .models import check_backend, check_model, check_pair, check_tokenizers
 from .options import check_arguments, check_generation_config
 
@@ -13,7 +13,6 @@ __all__ = [
     "check_backend",
     "check_call",
     "check_generation_config",
-    "check_length",
     "check_listeners",
     "check_model",
     "check_pair",

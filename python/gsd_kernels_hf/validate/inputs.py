@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 
 def check_reference(reference_ids: Any, batch: int, vocab_size: int, copies: int = 1) -> None:
@@ -57,13 +56,3 @@ def check_prompt(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: i
         )
     if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
         raise ValueError("attention_mask: a prompt has a hole; only left padding is supported")
-
-
-def check_length(model: PreTrainedModel, name: str, length: int) -> None:
-    """Raise if ``length`` tokens do not fit the model's positions."""
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if limit is not None and length > limit:
-        raise ValueError(
-            f"max_new_tokens: prompt and new tokens are {length} positions and the {name} has {limit}; "
-            "lower max_new_tokens or shorten the prompt"
-        )
