@@ -73,7 +73,6 @@ REFUSED_VALUES = {
     "output_attentions": True,
     "output_hidden_states": True,
     "token_healing": True,
-    "use_cache": False,
     "cache_implementation": "quantized",
 }
 
@@ -203,7 +202,6 @@ BAD_INPUT = [
     ("contrastive search", "penalty_alpha", ValueError, lambda: {"penalty_alpha": 0.6, "top_k": 4}),
     ("classifier-free guidance", "guidance_scale", ValueError, lambda: {"guidance_scale": 2.0}),
     ("a quantised cache", "cache_implementation", ValueError, lambda: {"cache_implementation": "quantized"}),
-    ("no cache", "use_cache", ValueError, lambda: {"use_cache": False}),
     ("prompt lookup", "prompt_lookup_num_tokens", ValueError, lambda: {"prompt_lookup_num_tokens": 3}),
     ("hidden states", "output_hidden_states", ValueError, lambda: {"output_hidden_states": True}),
     ("no new tokens", "max_new_tokens|max_length", ValueError, lambda: {"max_new_tokens": 0}),

@@ -83,7 +83,11 @@ class GraphDecoder(Options):
             )
             # Whatever outlives this call must not be an inference tensor, which no later call could update.
             with torch.inference_mode(False), torch.no_grad():
-                return self._decode(request)
+                try:
+                    return self._decode(request)
+                except validate.Unsupported as error:  # of a call that a callback made
+                    error.begun = True
+                    raise
 
     def _decode(self, request: Request) -> Tensor | GraphGenerateOutput:
         ranks = ranks_of(request.models, request.device)

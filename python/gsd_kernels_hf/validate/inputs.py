@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .modes import Unsupported
+
 
 def check_reference(reference_ids: Any, batch: int, vocab_size: int, copies: int = 1) -> None:
     """Raise unless these are known tokens, [length] or [batch, length], or one text for all ``copies`` of a prompt."""
@@ -51,8 +53,8 @@ def check_prompt(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: i
         wrong = attention_mask[~mask & (attention_mask != 0)][0].item()
         raise ValueError(f"attention_mask: expected 0 (padding) and 1 (a token), got {wrong}")
     if not bool(mask[:, -1].all()):
-        raise ValueError(
+        raise Unsupported(
             "attention_mask: a prompt is right-padded or empty; decoder-only generation needs padding_side='left'"
         )
     if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
-        raise ValueError("attention_mask: a prompt has a hole; only left padding is supported")
+        raise Unsupported("attention_mask: a prompt has a hole; only left padding is supported")
