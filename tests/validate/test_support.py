@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from transformers import GenerationConfig, GenerationMixin
-from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
 from gsd_kernels_hf import validate
@@ -131,13 +130,6 @@ def tokenizer(more: int = 0):
     return tokenizer
 
 
-class Streamer(BaseStreamer):
-    def put(self, value):
-        raise AssertionError("nothing is streamed")
-
-    end = put
-
-
 IDS = torch.randint(3, models.VOCAB, (2, 10), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)
 
@@ -206,7 +198,6 @@ BAD_INPUT = [
     ("hidden states", "output_hidden_states", ValueError, lambda: {"output_hidden_states": True}),
     ("no new tokens", "max_new_tokens|max_length", ValueError, lambda: {"max_new_tokens": 0}),
     ("max_length below the prompt", "max_length", ValueError, lambda: {"max_length": 5, "max_new_tokens": None}),
-    ("a streamer for a batch", "streamer", ValueError, lambda: {"streamer": Streamer()}),
     ("a word for a seed", "seed", TypeError, lambda: {"seed": "7", "do_sample": True}),
     ("true for a seed", "seed", TypeError, lambda: {"seed": True}),
     ("a seed of 65 bits", "seed", ValueError, lambda: {"seed": 2**64}),

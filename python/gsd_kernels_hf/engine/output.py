@@ -15,6 +15,7 @@ from ..records import Verified
 from .request import Request
 from .session import Session
 from .stats import GenerationStats
+from .streaming import Streaming
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -45,7 +46,8 @@ class Output:
 
     def __init__(self, request: Request, session: Session) -> None:
         self.request, self.session = request, session
-        self.streamer, self.observer = request.options.streamer, request.options.observer
+        streamer, self.observer = request.options.streamer, request.options.observer
+        self.streaming = None if streamer is None else Streaming(streamer, request.batch, session.state.pad)
         self.finished, self.timed = False, bool(request.timers)
         self.lengths = [request.prompt_length] * request.batch
         self.positions = properties.positions(request.model)
@@ -82,9 +84,11 @@ class Output:
             self.stats.count_accepted(count)
             for token in tokens[:count]:
                 check_pick(token)
-            if self.streamer is not None:
-                for token in tokens[:count]:
-                    self.streamer.put(torch.tensor([token]))
+        if self.streaming is not None:
+            rule, prompt = session.rule, self.request.prompt_length
+            lengths = [length - prompt for length in rule.lengths] if isinstance(rule, TokenByToken) else None
+            emitted = [tokens[:count] for _, count, *tokens in packed]
+            self.streaming.add(emitted, [bool(done) for done, *_ in packed], lengths)
         self.finished = all(done for done, *_ in packed)
         self.finished |= any(bool(torch.as_tensor(timer(state.tokens, None)).any()) for timer in self.request.timers)
         self._warn_of_length()
@@ -105,8 +109,8 @@ class Output:
         stats = self.stats
         stats.drafted_nodes, stats.merges, stats.accepted_merges = session.counts.tolist()
         stats.cache_bytes, stats.seconds = session.cache_bytes, session.clock.finish()
-        if self.streamer is not None:
-            self.streamer.end()
+        if self.streaming is not None:
+            self.streaming.end()
         rule = session.rule
         tokens, length = state.tokens, int(state.out_len.max())
         if isinstance(rule, TokenByToken):

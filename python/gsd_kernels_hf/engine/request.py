@@ -81,8 +81,6 @@ class Request:
         if options.reference_ids is not None:
             copies, vocabulary = generation_config.num_return_sequences or 1, properties.vocabulary(model)
             validate.check_reference(options.reference_ids, input_ids.shape[0], vocabulary, copies)
-        if options.streamer is not None and input_ids.shape[0] > 1:
-            raise ValueError(f"streamer: streams one sequence, got a batch of {input_ids.shape[0]}")
         samples = bool(generation_config.do_sample)
         plan = SamplingPlan.of(logits_processor, samples)
         given = options.seed if seed is None else seed
