@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import logging
@@ -265,3 +266,96 @@ def test_more_tokens_than_positions_may_be_asked_for(caplog):
         out = gsd.generate(target, **asked, assistant_model=draft, stopping_criteria=[Until(LENGTH + 20)])
     assert torch.equal(out, target.generate(**asked, stopping_criteria=[Until(LENGTH + 20)]))
     assert not warnings_of(caplog), "the text does not get there"
+
+
+@functools.cache
+def short_draft(positions: int = 30):
+    """A draft with fewer positions than the target of :func:`pair`."""
+    _, draft = pair()
+    config = copy.deepcopy(draft.config)
+    config.max_position_embeddings = positions
+    short = type(draft)(config).to(draft.dtype).eval()
+    short.load_state_dict(draft.state_dict())
+    return short
+
+
+OUTGROWN = {
+    "chain": {"graph_config": "chain"},
+    "graph and history": {"graph_config": SHAPE},
+    "lookups": {"graph_config": gsd.GraphConfig(depth=4, max_path=2), "draft_sources": ("model", "history")},
+    "auto": {},
+}
+
+
+@pytest.mark.parametrize("name", OUTGROWN)
+@pytest.mark.parametrize("more", [{}, SAMPLED, {"repetition_penalty": 1.1}], ids=["greedy", "sampled", "penalty"])
+def test_a_draft_is_left_out_where_its_positions_end(name, more):
+    target, _ = pair()
+    options = call(**OUTGROWN[name], assistant_model=short_draft(), return_dict_in_generate=True) | more
+    seen = []
+    out = gsd.generate(target, **options, observer=lambda v: seen.append(int(v.rows.depths.max())))
+    assert torch.equal(out.sequences, expected("do_sample" in more, more.get("repetition_penalty", 1.0)))
+    assert out.stats.left_out == ["model"] and (name == "auto" or out.stats.tokens_per_step > 1)
+    if name == "chain":
+        assert max(seen) == 5 and seen[-1] == 0, "plain behind"
+        assert sum(depth == 0 for depth in seen) > 8
+
+
+def test_a_prompt_beyond_the_drafts_positions():
+    target, _ = pair()
+    inputs = prompts(2, 35, vocab=VOCAB)
+    wanted = target.generate(**inputs, max_new_tokens=8, do_sample=False)
+    for options in OUTGROWN.values():
+        out = gsd.generate(
+            target,
+            **inputs,
+            **options,
+            max_new_tokens=8,
+            do_sample=False,
+            assistant_model=short_draft(),
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(out.sequences, wanted) and out.stats.left_out == ["model"] and not out.stats.draft_rows
+    for length in (28, 29, 30, 31):
+        sampled = {"max_new_tokens": 8, "do_sample": True, "criterion": "speculative", "seed": 1}
+        inputs = prompts(1, length, vocab=VOCAB)
+        out = gsd.generate(target, **inputs, **sampled, assistant_model=short_draft())
+        assert out.shape[1] == length + 8
+
+
+def test_of_two_drafts_the_longer_one_goes_on():
+    target, draft = pair()
+    shape = gsd.GraphConfig(depth=3, width=2, branch=2, max_rows=10)
+    out = gsd.generate(
+        target, **call(assistant_model=[short_draft(), draft], graph_config=shape, return_dict_in_generate=True)
+    )
+    assert torch.equal(out.sequences, expected(False, 1.0)) and out.stats.left_out == ["model"]
+    without = gsd.generate(
+        target, **call(assistant_model=short_draft(), graph_config=shape, return_dict_in_generate=True)
+    )
+    assert out.stats.steps < without.stats.steps
+
+
+def test_a_draft_that_was_left_out_is_back_in_the_next_text(monkeypatch):
+    target, _ = pair()
+    handle = gsd.patch(target, assistant_model=short_draft(), graph_config="chain")
+    try:
+        for _ in range(2):
+            assert torch.equal(target.generate(**call()), expected(False, 1.0))
+            assert handle.stats.left_out == ["model"] and handle.stats.draft_rows > 0
+        short = target.generate(**call(max_new_tokens=10))
+        assert torch.equal(short, expected(False, 1.0)[:, : LENGTH + 10])
+        assert not handle.stats.left_out and handle.stats.tokens_per_step > 1
+        (session,) = handle.engines.idle.sessions
+        assert session.drafter.sources == session.drafter.every
+    finally:
+        gsd.unpatch(target)
+
+
+def test_a_captured_draft_is_left_out(request):
+    cuda = fake_cuda.install(request.getfixturevalue("monkeypatch"))
+    out = gsd.generate(
+        pair()[0], **call(assistant_model=short_draft(), graph_config=SHAPE, return_dict_in_generate=True)
+    )
+    assert torch.equal(out.sequences, expected(False, 1.0)) and out.stats.left_out == ["model"]
+    assert cuda.counts["captures"] == 2 and cuda.counts["replays"] > 4

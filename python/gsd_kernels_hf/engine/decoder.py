@@ -98,6 +98,7 @@ class GraphDecoder(Options):
         automatic = self.automatic and ranks.alone and not torch.are_deterministic_algorithms_enabled()
         given = self.sources(automatic=automatic)
         sources = statistics.leaving.staying(given) if automatic else given
+        sources = [source for source in sources if source.reaches(request.reach)]
         policy = self.policy(request, sources, statistics, automatic=automatic)
         session, current = engine.session(request, policy, sources, alone=ranks.alone)
         if self.streamer is not None:

@@ -165,7 +165,7 @@ class Engine:
             learned = {name: found.clone() for name, found in session.drafter.weights.items()}
             statistics.weights = {**statistics.weights, **learned}
             if automatic:
-                statistics.leaving.observe(session.drafter.sources, statistics.weights, steps)
+                statistics.leaving.observe(session.drafter.every, statistics.weights, steps)
         if self.ended:
             session.memory = None  # what was forgotten meanwhile stays so
         session.end()

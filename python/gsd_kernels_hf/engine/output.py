@@ -50,6 +50,7 @@ class Output:
         self.streaming = None if streamer is None else Streaming(streamer, request.batch, session.state.pad)
         self.finished, self.timed = False, bool(request.timers)
         self.lengths = [request.prompt_length] * request.batch
+        self.pads = request.kv_start.tolist()
         self.positions = properties.positions(request.model)
         criterion = session.rule.criterion
         self.stats = GenerationStats(
@@ -64,6 +65,11 @@ class Output:
     def longest(self) -> int:
         """Tokens of the longest sequence, at least."""
         return max(self.lengths)
+
+    @property
+    def reach(self) -> int:
+        """Tokens of the longest sequence, at least, without padding."""
+        return max(length - pad for length, pad in zip(self.lengths, self.pads, strict=True))
 
     def emit(self, verified: Verified) -> list[int]:
         """Hand a step's tokens to the streamer: the step's one host read.

@@ -121,6 +121,11 @@ class Request:
         return (self.prompt_length - self.attention_mask.long().sum(1)).to(torch.int32)
 
     @property
+    def reach(self) -> int:
+        """Tokens of the longest prompt, without padding."""
+        return self.prompt_length - int(self.kv_start.min())
+
+    @property
     def as_dict(self) -> bool:
         """Whether transformers' output object is returned rather than token ids."""
         return bool(self.generation_config.return_dict_in_generate)

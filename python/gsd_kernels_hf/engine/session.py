@@ -218,6 +218,13 @@ class Session:
         if needed > self.capacity:
             self.grow(room.larger(self.capacity, needed, self.most))
 
+    def leave(self, length: int) -> list[str]:
+        """Draft without sources whose model has no positions behind texts of ``length`` tokens; names of new ones."""
+        left = [] if self.drafter is None else self.drafter.leave(length)
+        if left and self.captured is not None:
+            self.captured.forget()
+        return left
+
     def forget(self, models: Sequence[nn.Module]) -> None:
         """Use no key or value of these models for the next text."""
         for rows in self.row_models:
@@ -232,7 +239,7 @@ class Session:
         """End a text: note which tokens the caches hold, and drop the request."""
         self.target.holds(self.state.tokens, self.kv_len)
         if self.drafter is not None:
-            for source in self.drafter.sources:
+            for source in self.drafter.every:
                 source.end()
         del self.request, self.rule
 

@@ -125,6 +125,7 @@ class DraftSource:
         reliability: prior ratio of how often its candidates are right to their probability, by ``Proposal.index``, for
             levels where it is alone; ``None``: its probabilities are taken as they are.
         models: models that it forwards, besides the target; they take part in the checks of a call.
+        max_length: tokens of a text from which on its model has no positions and it is left out; ``None``: never.
         reads_prompt: whether it reads all of the prompt, once, before it proposes; ``auto`` may let the first token go
             before.
     """
@@ -135,7 +136,12 @@ class DraftSource:
     shares: tuple[float, ...] = (0.2,)
     reliability: tuple[float, ...] | None = None
     models: tuple[PreTrainedModel, ...] = ()
+    max_length: int | None = None
     reads_prompt = False
+
+    def reaches(self, length: int) -> bool:
+        """Whether it drafts behind texts of ``length`` tokens."""
+        return self.max_length is None or length < self.max_length
 
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target that the source cannot draft for; set what depends on it, as ``hidden_layers`` may.
