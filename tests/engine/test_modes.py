@@ -335,6 +335,60 @@ def test_a_pipeline(caplog):
     assert pipe(text, **options) == expected and handle.stats.why.startswith("num_beams=3")
 
 
+TOKENIZER = models.tokenizer(VOCAB)
+LIKE_UNPATCHED = {
+    "contrastive search": {"penalty_alpha": 0.6, "top_k": 4},
+    "DoLa": {"dola_layers": "low"},
+    "constraints": {"constraints": [1]},
+    "forced words": {"force_words_ids": [[3]], "num_beams": 2},
+    "groups of beams": {"num_beam_groups": 2, "num_beams": 4},
+    "heads of the model's own": {"use_mtp": True},
+    "a way of speculating": {"speculation_type": "mtp"},
+    "healing": {"token_healing": True, "tokenizer": TOKENIZER},
+    "labels": {"labels": torch.ones(1, LENGTH, dtype=torch.int64)},
+    "an encoder's outputs": {"encoder_outputs": (torch.ones(1, 2),)},
+    "synchronised GPUs": {"synced_gpus": True},
+    "stop strings and beams": {"stop_strings": ["a"], "num_beams": 2, "tokenizer": TOKENIZER},
+    "padding alone": {"attention_mask": torch.zeros(1, LENGTH, dtype=torch.int64)},
+    "a tuple for a cache": {"past_key_values": ((torch.ones(1),),)},
+    "no beams": {"num_beams": 0},
+    "no tokens": {"max_new_tokens": 0},
+    "an invented argument": {"depth": 3},
+}
+
+
+@pytest.mark.parametrize("name", LIKE_UNPATCHED)
+def test_output_or_error_is_that_of_the_unpatched_model(name):
+    target, draft = pair()
+    call = one() | {"max_new_tokens": 6, "do_sample": False} | LIKE_UNPATCHED[name]
+
+    def outcome():
+        torch.manual_seed(0)
+        try:
+            return target.generate(**call).tolist()
+        except Exception as error:
+            return type(error), str(error)
+
+    expected = outcome()
+    gsd.patch(target, assistant_model=draft)
+    try:
+        assert outcome() == expected
+    finally:
+        gsd.unpatch(target)
+
+
+def test_a_draft_of_another_tokenizer_is_served_by_transformers(patched, caplog):
+    """Universal assisted generation."""
+    target, handle = patched
+    draft, more = models.tiny(vocab_size=1500), models.tokenizer(60)
+    call = one() | {"max_new_tokens": 6, "do_sample": False}
+    call |= {"assistant_model": draft, "tokenizer": TOKENIZER, "assistant_tokenizer": more}
+    expected = type(target).generate(target, **call)
+    assert torch.equal(target.generate(**call), expected) and "assistant_tokenizer" in handle.stats.why
+    with pytest.raises(validate.Unsupported, match=r"generate\(..., assistant_tokenizer"):
+        gsd.generate(target, **call)
+
+
 # A cache that a config does not want ----------------------------------------------------------------------------------
 
 
