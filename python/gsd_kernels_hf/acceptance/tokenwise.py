@@ -40,6 +40,9 @@ class TokenByToken(OnHost):
     def accept(self, rows: Rows, logits: Tensor, positions: Tensor, max_path: int) -> Acceptance:
         """See :class:`~gsd_kernels_hf.acceptance.rule.AcceptanceRule`; marks sequences that end."""
         width = max_path + 1
+        more = self.state.tokens.shape[1] - self.history.shape[1]  # the text's storage grows with it
+        if more > 0:
+            self.history = torch.nn.functional.pad(self.history, (0, more), value=self.pad)
         tokens, parents = rows.token_ids.tolist(), rows.parent_rows.tolist()
         sizes, remaining = rows.num_rows.tolist(), self.state.remaining.tolist()
         before = list(self.lengths)

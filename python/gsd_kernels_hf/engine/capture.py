@@ -90,6 +90,12 @@ class CapturedStep:
         self.typical = True
         return self.steps[kind]()
 
+    def forget(self) -> None:
+        """Capture anew, since storage lies elsewhere or others draft."""
+        self.warm.clear()
+        self.steps.clear()
+        self.pool = None
+
     def _add(self, kind: tuple[GraphConfig | None, bool]) -> bool:
         """Capture the session's current shape; ``False`` where that is impossible."""
         why = "on another rank"

@@ -83,7 +83,11 @@ class GraphDecoder(Options):
             )
             # Whatever outlives this call must not be an inference tensor, which no later call could update.
             with torch.inference_mode(False), torch.no_grad():
-                return self._decode(request)
+                try:
+                    return self._decode(request)
+                except validate.Unsupported as error:  # of a call that a callback made
+                    error.begun = True
+                    raise
 
     def _decode(self, request: Request) -> Tensor | GraphGenerateOutput:
         ranks = ranks_of(request.models, request.device)
@@ -94,6 +98,7 @@ class GraphDecoder(Options):
         automatic = self.automatic and ranks.alone and not torch.are_deterministic_algorithms_enabled()
         given = self.sources(automatic=automatic)
         sources = statistics.leaving.staying(given) if automatic else given
+        sources = [source for source in sources if source.reaches(request.reach)]
         policy = self.policy(request, sources, statistics, automatic=automatic)
         session, current = engine.session(request, policy, sources, alone=ranks.alone)
         if self.streamer is not None:

@@ -71,7 +71,8 @@ class Options:
         reuse_history: whether the history begins with what earlier calls' histories held, and leaves them its own;
             bounded, in what :func:`gsd_kernels.patch` keeps only. One caller's texts then speed up another's, which
             somebody may time.
-        streamer: gets every emitted token (batch 1).
+        streamer: gets the prompt [batch, length], then the batch's tokens position by position, [batch] each, as from
+            transformers; its own text streamers take one sequence only.
         observer: called with the :class:`~gsd_kernels_hf.records.Verified` of every step.
 
     Attributes:

@@ -129,6 +129,7 @@ class DraftSource:
         shares: prior interpolation weight w in (1 − w) · P(sources before it) + w · P(this one), by ``Proposal.index``.
         reliability: prior ratio of how often its candidates are right to their probability, by ``Proposal.index``, for
             levels where it is alone; ``None``: its probabilities are taken as they are.
+        max_length: tokens of a text from which on its model has no positions and it is left out; ``None``: never.
         reads_prompt: whether it reads all of the prompt, once, before it proposes; ``auto`` may let the first token go
             before.
     """
@@ -138,7 +139,12 @@ class DraftSource:
     hidden_layers: tuple[int, ...] = ()
     shares: tuple[float, ...] = (0.2,)
     reliability: tuple[float, ...] | None = None
+    max_length: int | None = None
     reads_prompt = False
+
+    def reaches(self, length: int) -> bool:
+        """Whether it drafts behind texts of ``length`` tokens."""
+        return self.max_length is None or length < self.max_length
 
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target that the source cannot draft for; set what depends on it, as ``hidden_layers`` may.

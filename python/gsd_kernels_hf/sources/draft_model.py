@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from gsd_kernels import GraphConfig
 from gsd_kernels.ops.step import feed_chain
 
+from ..model import properties
 from ..model.runner import RowModel
 from .base import Text
 from .expansion import Expansion
@@ -29,7 +30,7 @@ class DraftModel(Expansion):
     reads_prompt = True
 
     def __init__(self, model: PreTrainedModel, *, name: str = "model") -> None:
-        self.model, self.forwards, self.name = model, (model,), name
+        self.model, self.forwards, self.name, self.max_length = model, (model,), name, properties.positions(model)
 
     def row_model(self, text: Text) -> RowModel:
         return text.rows_of(self.model)

@@ -47,6 +47,10 @@ class Drafter:
     Sources that forward a model expand the first ``depth`` levels; where others are there, ``history_depth`` more
     levels need no forward. At every level P = (1 − w) · P(sources so far) + w · P(next source), with learned w [B, W].
 
+    Attributes:
+        every: the sources.
+        sources: those in use.
+
     Args:
         sources: in the order in which they are mixed; already begun.
         weights: statistics of each source, by name; updated in place.
@@ -64,13 +68,24 @@ class Drafter:
         *,
         vocab_size: int,
     ) -> None:
-        self.sources, self.weights, self.state, self.backend = tuple(sources), weights, state, backend
-        self.lookups = [source for source in sources if not source.forwards]
+        self.every, self.weights, self.state, self.backend = tuple(sources), weights, state, backend
         device = state.tokens.device
         self.border = Border(sources, vocab_size, len(state.tokens), device, waits=not replay.is_gpu(device))
+        self._take(self.every)
         self.calibration: Calibration | None = None  # of this text
         self.shapes: dict[GraphConfig, Storage] = {}
         self.current: Storage | None = None
+
+    def _take(self, sources: Sequence[DraftSource]) -> None:
+        self.sources = tuple(sources)
+        self.lookups = [source for source in self.sources if not source.forwards]
+
+    def leave(self, length: int) -> list[str]:
+        """Leave out, until the next text, sources that do not reach behind ``length`` tokens; their names."""
+        left = [source.name for source in self.sources if not source.reaches(length)]
+        if left:
+            self._take([source for source in self.sources if source.reaches(length)])
+        return left
 
     def restart(self, text: Text, weights: Mapping[str, SourceWeights], *, first: bool) -> None:
         """Start all sources on a batch of texts.
@@ -81,6 +96,7 @@ class Drafter:
             first: whether this is the session's first text.
         """
         self.border.restart()
+        self._take(self.every)
         for source in self.sources:
             if source.name in weights:
                 self.weights[source.name].copy_(weights[source.name])
