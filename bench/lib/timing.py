@@ -85,7 +85,7 @@ class BusyQueue:
     def sample(
         self, call: Callable[[], Any], seconds: float, *, before: Callable[[], Any] = lambda: None
     ) -> list[float]:
-        """Seconds of ``call``, again and again for about ``seconds``; ``before`` comes before each, and is not timed."""
+        """Seconds of ``call``, for about ``seconds`` in all; ``before`` comes before each, and is not timed."""
         for _ in range(WARM_SAMPLES):
             self.seconds(call, before)
         samples: list[float] = []
