@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,14 +24,18 @@ SETTLED = 3  # replays of a graph before the one that is profiled
 
 @dataclass
 class Captured:
-    """One captured graph."""
+    """One captured graph; ``events``: before and after every replay."""
 
     capture_seconds: float
     nodes: int | None
     replays: int = 0
+    events: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
+        """Its numbers; ``replay_seconds``: of the device, the median of the replays so far."""
+        seconds = [begin.elapsed_time(end) / 1e3 for begin, end in self.events if end.synchronize() is None]
+        numbers = {name: value for name, value in vars(self).items() if name != "events"}
+        return numbers | {"replay_seconds": statistics.median(seconds) if seconds else None}
 
 
 @dataclass
@@ -100,7 +105,11 @@ def watched() -> Iterator[Watch]:
             self.found = watch.graphs[-1]
 
         def replay(self) -> None:
+            events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            events[0].record()
             watch.replay(self.found, super().replay)
+            events[1].record()
+            self.found.events.append(events)
 
     torch.cuda.CUDAGraph = Watched  # type: ignore[misc]
     try:

@@ -17,6 +17,7 @@ from gsd_kernels_hf.model.fused import FusedRows
 from ..kernels.rows import MOST_ROWS, random_model, row_inputs
 from ..lib.environment import switched
 from .graphs import kernel_table
+from .right import passed
 from .work import Work
 
 SHAPES = ("llama-3-8b", "llama-3.2-1b")
@@ -32,14 +33,17 @@ def run(work: Work) -> None:
     shapes, rows, prefixes = (("tiny",), (5,), (40,)) if work.rehearse else (SHAPES, ROWS, PREFIXES)
     if work.rehearse:
         work.skip("kernels by CUPTI: a CPU's operators are listed instead, and the attention is none of them")
-    by_kernel = {f"{shape} rows={count}": (shape, count, prefixes[-1] if work.rehearse else PREFIX) for shape in shapes for count in rows}
+    right = [shape for shape in shapes if passed(work, shape)]
+    work.leave([shape for shape in shapes if shape not in right], "not found right by the stage before")
+    at = prefixes[-1] if work.rehearse else PREFIX
+    by_kernel = {f"{shape} rows={count}": (shape, count, at) for shape in right for count in rows}
     by_prefix = {
         f"{shape} rows={count} prefix={prefix} attention": (shape, count, prefix)
-        for shape in shapes
+        for shape in right
         for prefix in prefixes
         for count in rows
     }
-    model = lru_cache(maxsize=1)(lambda shape: random_model(shape, work.dtype, work.device, LAYERS))
+    model = lru_cache(maxsize=None)(lambda shape: random_model(shape, work.dtype, work.device, LAYERS))
     work.each(by_kernel, lambda name: table(work, model(by_kernel[name][0]), *by_kernel[name]))
     work.each(by_prefix, lambda name: attention(work, model(by_prefix[name][0]), *by_prefix[name]))
 

@@ -1,9 +1,9 @@
 """A target's forward of rows against the time that reading its weights takes, and against its modules.
 
-The floor is what has to be read, weights and the prefix's keys and values, over the bandwidth at which the same threads,
-or the GPU, read a tensor as large. Random weights: the time does not depend on them. On a CPU the ways take turns, and
-the smallest of many repeats counts, since what other processes do only ever adds; beside processes that are meant to
-keep its cores busy the mean does. On a GPU a forward is a CUDA graph, and the median counts.
+The floor is what has to be read, weights and the prefix's keys and values, over the bandwidth at which the same
+threads, or the GPU, read a tensor as large. Random weights: the time does not depend on them. On a CPU the ways take
+turns, and the smallest of many repeats counts, since what other processes do only ever adds; beside processes that are
+meant to keep its cores busy the mean does. On a GPU a forward is a CUDA graph, and the median counts.
 """
 
 from __future__ import annotations
