@@ -26,8 +26,8 @@ from .stages import ROOT
 from .work import Work
 
 FILES = (
-    *("tests/ops", "tests/engine/test_captured_step.py", "tests/engine/test_fused_on_gpu.py"),
-    "tests/acceptance/test_criteria.py",
+    *("tests/ops", "tests/engine/test_captured_step.py", "tests/engine/test_captured_on_gpu.py"),
+    *("tests/engine/test_fused_on_gpu.py", "tests/acceptance/test_criteria.py"),
 )
 FILES_WITHOUT_GPU = ("tests/ops/test_kv_ops.py", "tests/engine/test_captured_step.py")  # collected in seconds
 CAPTURED = re.compile(r"captur")

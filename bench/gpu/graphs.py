@@ -31,6 +31,17 @@ class Captured:
     replays: int = 0
     events: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
 
+    def time(self, replay: Callable[[], None]) -> None:
+        """Replay between two events, on a GPU."""
+        if not torch.cuda.is_available():
+            return replay()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        replay()
+        end.record()
+        self.events.append((begin, end))
+        return None
+
     def as_dict(self) -> dict[str, Any]:
         """Its numbers; ``replay_seconds``: of the device, the median of the replays so far."""
         seconds = [begin.elapsed_time(end) / 1e3 for begin, end in self.events if end.synchronize() is None]
@@ -105,11 +116,7 @@ def watched() -> Iterator[Watch]:
             self.found = watch.graphs[-1]
 
         def replay(self) -> None:
-            events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
-            events[0].record()
-            watch.replay(self.found, super().replay)
-            events[1].record()
-            self.found.events.append(events)
+            watch.replay(self.found, lambda: self.found.time(super(Watched, self).replay))
 
     torch.cuda.CUDAGraph = Watched  # type: ignore[misc]
     try:

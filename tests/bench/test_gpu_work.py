@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 from gsd_kernels import backends
 from gsd_kernels_bench.cli import app
-from gsd_kernels_bench.gpu import gpu_tests, graphs, stages
+from gsd_kernels_bench.gpu import gpu_tests, graphs, right, stages
+from gsd_kernels_bench.gpu import work as module_of_work
 from gsd_kernels_bench.gpu.stages import Call, stage_named
 from gsd_kernels_bench.gpu.work import Work, perform
-from gsd_kernels_bench.kernels.rows import WAYS
 from gsd_kernels_bench.lib import cold, compilations, timing
 from gsd_kernels_bench.lib.report import Report
+from gsd_kernels_bench.lib.shapes import shape_named
 from gsd_kernels_bench.readme import kernels as readme_kernels
-from gsd_kernels_hf.model.fused import FusedRows
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -83,6 +83,23 @@ def test_nothing_follows_an_error_of_the_device(work):
     with pytest.raises(SystemExit, match="unusable"):
         broken.each("ab", measure)
     assert list(broken.points) == ["a"]
+
+
+def test_an_error_of_the_device_is_known_by_what_it_says_next(work, monkeypatch):
+    """Our own ops raise a RuntimeError for it, as for anything else."""
+
+    def measure(name):
+        raise RuntimeError("gsd_kernels: an illegal memory access was encountered")
+
+    monkeypatch.setattr(module_of_work, "lost", lambda device: "an illegal memory access was encountered")
+    broken = work("gemm")
+    with pytest.raises(SystemExit, match="unusable"):
+        broken.each("ab", measure)
+    assert list(broken.points) == ["a"]
+    monkeypatch.setattr(module_of_work, "lost", lambda device: None)
+    fine = work("gemm")
+    fine.each("ab", measure)
+    assert fine.failed == ["a", "b"]
 
 
 IDS = [
@@ -183,22 +200,52 @@ def test_build(work, monkeypatch):
     monkeypatch.setattr(build, "build_ops", lambda output, seconds, into: int(not into.is_dir()))
     monkeypatch.setattr(build.shutil, "which", lambda name: name)
     monkeypatch.setattr(build.subprocess, "run", in_this_process)
-    monkeypatch.setattr(build, "kernel_table", lambda archs: [{"ok": archs == [90]}])
     done = work("build")
     perform(done)
     assert not done.failed and done.finished
-    assert set(done.points) == {"needs", "ops", "backends", "kernels"}
+    assert set(done.points) == {"needs", "ops", "backends"}
     assert done.points["backends"]["missing_because"]["reference"] is None
     assert "tests" not in done.points["needs"]["stages_without"]
     monkeypatch.setattr(build, "build_ops", lambda *a, **k: 1)
     failing = work("build", again=True)
     perform(failing)
     assert failing.failed == ["ops"], "the rest is looked at all the same"
+
+
+def test_compile(work, monkeypatch):
+    from gsd_kernels_bench.gpu import compile
+
+    monkeypatch.setattr(compile, "kernel_table", lambda archs: [{"ok": archs == [90], "case": "a", "kernel": "b"}])
+    done = work("compile")
+    perform(done)
+    assert not done.failed and done.points["kernels"]["arch"] == 90
+    monkeypatch.setattr(compile, "kernel_table", lambda archs: [{"ok": False, "case": "a", "kernel": "b"}])
+    failing = work("compile", again=True)
+    perform(failing)
+    assert failing.points["kernels"]["error"].endswith("too much shared memory: a b")
     capabilities = ((8, 0), (8, 7), (9, 0), (10, 3), (12, 1))
-    assert [build.known_arch(*found) for found in capabilities] == [80, 86, 90, 100, 120], "also GPUs yet to come"
+    assert [compile.known_arch(*found) for found in capabilities] == [80, 86, 90, 100, 120], "also GPUs yet to come"
 
 
-REHEARSED = ["gemm", "attention", "rows", "pair", "auto", pytest.param("kernels", marks=pytest.mark.slow)]
+REHEARSED = [
+    "right",
+    "gemm",
+    "attention",
+    "rows",
+    "inside",
+    "pair",
+    "auto",
+    pytest.param("kernels", marks=pytest.mark.slow),
+]
+
+
+def found_right(work, **errors) -> None:
+    """The record of a verdict: right, but for the points that ``errors`` names by their last word."""
+    verdict = work("right")
+    for name in right.points_of("tiny", small=True):
+        word = name.split()[-1].split("=")[0]
+        verdict.points[name] = {"error": errors[word]} if word in errors else {"bounds": {}}
+    verdict.write()
 
 
 @pytest.mark.parametrize("name", REHEARSED)
@@ -211,11 +258,13 @@ def test_rehearsal(name, work, tmp_path, monkeypatch):
             assert result.exit_code == 0, result.output
 
         monkeypatch.setattr(races, "call", call)
+    if name in ("rows", "inside", "pair"):
+        found_right(work)
     done = work(name)
     perform(done)
     assert not done.failed and not done.waiting, done.points
     kept = record(tmp_path, name)
-    assert kept["complete"] and kept["points"] and len(list(tmp_path.glob("*"))) == 1
+    assert kept["complete"] and kept["points"] and (tmp_path / f"{name}.json").exists()
     if name in CHECKS:
         CHECKS[name](kept["points"])
     again, before = work(name), dict(done.points)
@@ -224,7 +273,7 @@ def test_rehearsal(name, work, tmp_path, monkeypatch):
     assert again.points == json.loads(json.dumps(before))
 
 
-@pytest.mark.parametrize("name", ["attention", "rows"])
+@pytest.mark.parametrize("name", ["attention", "right"])
 def test_a_rehearsal_needs_no_compiled_ops(name, work, monkeypatch):
     """A fresh checkout has none; on a GPU the first stage builds them."""
     monkeypatch.setitem(backends.COMPILED_UNAVAILABLE, "cpu", "they were not built")
@@ -244,18 +293,27 @@ def check_gemm(points):
 
 
 def check_rows(points):
-    assert set(points) == {"bandwidth", "tiny right", *(f"tiny rows={r} {w}" for r in (1, 5) for w in WAYS)}
-    assert points["tiny right"]["errors"]["operator"] < 1e-5
+    ways = ("operator", "operator in turn", "modules")
+    assert set(points) == {"bandwidth", *(f"tiny rows={r} {w}" for r in (1, 5) for w in ways)}
     point = points["tiny rows=5 operator"]
     assert point["median"] > 0 and point["floor_seconds"] == pytest.approx(point["bytes"] / points["bandwidth"]["read"])
 
 
-def test_rows_that_are_wrong_are_not_timed(work, monkeypatch):
-    monkeypatch.setattr(FusedRows, "rows", lambda self, *inputs, keep: torch.full((1, keep, self.vocab_size), 7.0))
-    broken = work("rows")
-    perform(broken)
-    assert broken.failed == ["tiny right"] and set(broken.points) == {"bandwidth", "tiny right"}
-    assert "the operator's error is" in broken.points["tiny right"]["error"]
+def check_inside(points):
+    table, attention = points["tiny rows=5"], points["tiny rows=5 prefix=40 attention"]
+    assert table["top"] and table["seconds"] > 0 and table["prefix"] == attention["prefix"] == 40
+    shape = shape_named("tiny")
+    assert attention["bytes"] == 2 * 40 * shape.num_key_value_heads * shape.head_dim * 4
+
+
+def check_right(points):
+    cases = ("prefix=40", "prefix=33", "prefix=39 pads=0,7")
+    assert set(points) == {f"tiny {name}" for name in (*cases, "bits", "launches", "batch")}
+    for case in cases:
+        point = points[f"tiny {case}"]
+        assert 0 < point["errors"]["operator"]["row"] < point["bounds"]["row"]
+        assert 0 < point["errors"]["operator"]["element"] < point["bounds"]["element"]
+    assert points["tiny launches"]["wrong"] == {"early": {"called": 0}, "in turn": {"called": 0}}
 
 
 def check_attention(points):
@@ -269,7 +327,12 @@ def check_attention(points):
 
 
 def check_pair(points):
+    texts = {name: points[name]["text"] for name in ("graph operator", "plain operator", "graph modules")}
+    assert texts["graph operator"] == texts["plain operator"] and len(texts["graph modules"]) == 12
+    points = {"graph": points["graph operator"]}
     first, second = points["graph"]["calls"]
+    assert first["stats"]["why_modules"] is None
+    assert points["graph"]["graphs"][0]["replays"] > 3
     assert first["captured"] and not second["captured"], "what the first call captured serves the second"
     assert first["stats"]["steps"] > 3, "nothing drafted is accepted"
     assert second["stats"]["steps"] <= first["stats"]["steps"], "the history remembers the text"
@@ -483,6 +546,8 @@ def test_compilations_are_counted(tmp_path, monkeypatch):
 
 
 CHECKS = {
+    "right": check_right,
+    "inside": check_inside,
     "gemm": check_gemm,
     "attention": check_attention,
     "rows": check_rows,
