@@ -6,15 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from block_code import rows as block_code
+from models import tiny
 
 from gsd_kernels_bench.gpu import inside, pair, right, sanitize
 from gsd_kernels_bench.gpu.stages import Call, stage_named
 from gsd_kernels_bench.gpu.work import Work, perform
 from gsd_kernels_bench.kernels.rows import bytes_read, random_model, row_inputs
+from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.model.fused import FusedRows
 from gsd_kernels_hf.model.runner import RowModel
 
 own = FusedRows.rows
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}  # which the kernels take
 
 
 @pytest.fixture
@@ -228,3 +232,19 @@ def test_what_a_sanitizer_finds_fails(work, monkeypatch, tmp_path):
     monkeypatch.setattr(sanitize, "sanitizer", lambda: None)
     sanitize.run(absent)
     assert absent.points["memcheck"] == {"missing": "compute-sanitizer"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
+def test_the_kernels_own_source_is_found_right(work, monkeypatch, tmp_path_factory):
+    """In bfloat16, with blocks of threads on a CPU."""
+    block_code.take_for_gpus(monkeypatch, tmp_path_factory)
+    monkeypatch.setattr(replay, "is_gpu", lambda device: True)
+    monkeypatch.setattr(replay, "wait", lambda device: None)
+    monkeypatch.setattr(right, "random_model", lambda name, dtype, device, layers: tiny(dtype=dtype, **HEADS))
+    verdict = work("right")
+    verdict.dtype = torch.bfloat16
+    perform(verdict)
+    assert not verdict.failed and right.passed(work("rows"), "tiny"), verdict.points
+    error = verdict.points["tiny prefix=33"]["errors"]
+    assert 1e-4 < error["operator"]["row"] < 2 * error["modules"]["row"]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -169,6 +170,19 @@ def test_a_file_that_cannot_be_collected_keeps_no_other_from_running(work, tmp_p
     again = work("tests")
     gpu_tests.run(again)
     assert not again.failed, "a machine that has it"
+
+
+def test_no_test_follows_one_that_lost_the_gpu(work, monkeypatch):
+    """Every one of them would fail, and hide the first."""
+    plugin = gpu_tests.Plugin(work("tests"))
+    item = SimpleNamespace(session=SimpleNamespace(shouldstop=None))
+    for says in (None, "an illegal memory access"):
+        assert plugin.pytest_runtest_protocol(item) is None
+        monkeypatch.setattr(gpu_tests, "lost", lambda device, says=says: says)
+        report = SimpleNamespace(when="call", outcome="failed", nodeid=f"t.py::{says}", longrepr="wrong")
+        plugin.pytest_runtest_logreport(report)
+    assert plugin.pytest_runtest_protocol(item) is True
+    assert item.session.shouldstop == "the GPU is unusable: an illegal memory access"
 
 
 def test_every_file_of_gpu_tests_is_among_those_asked():
@@ -501,6 +515,29 @@ def test_captured_graphs_are_counted_and_one_replay_is_profiled(monkeypatch):
     assert [graph.replays for graph in watch.graphs] == [small.replayed, large.replayed] == [6, 6], "none twice"
     assert watch.profiled["nodes"] == 9
     assert all(graph.capture_seconds > 0 for graph in watch.graphs)
+
+
+def test_replays_are_timed_by_the_device(monkeypatch):
+    ticks = iter(range(100))
+
+    class Event:
+        def record(self):
+            self.at = next(ticks) ** 2
+
+        def synchronize(self):
+            self.done = True
+
+        def elapsed_time(self, end):
+            assert end.done
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    graph, replayed = graphs.Captured(0.1, 3), []
+    for _ in range(3):
+        graph.time(lambda: replayed.append(1))
+    assert graph.as_dict() == {"capture_seconds": 0.1, "nodes": 3, "replays": 0, "replay_seconds": 5e-3}
+    assert len(replayed) == 3 and graphs.Captured(0.1, 3).as_dict()["replay_seconds"] is None
 
 
 def test_nodes_are_asked_of_the_driver(monkeypatch):
