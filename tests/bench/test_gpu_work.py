@@ -180,6 +180,7 @@ def test_no_test_follows_one_that_lost_the_gpu(work, monkeypatch):
         assert plugin.pytest_runtest_protocol(item) is None
         monkeypatch.setattr(gpu_tests, "lost", lambda device, says=says: says)
         report = SimpleNamespace(when="call", outcome="failed", nodeid=f"t.py::{says}", longrepr="wrong")
+        plugin.pytest_runtest_logstart(report.nodeid)
         plugin.pytest_runtest_logreport(report)
     assert plugin.pytest_runtest_protocol(item) is True
     assert item.session.shouldstop == "the GPU is unusable: an illegal memory access"
