@@ -4,7 +4,8 @@ Random weights: they cost what trained ones cost, and nothing that the draft pro
 takes a step a token. The second is the same text, which the history remembers: it takes fewer.
 
 Rows go through one operator, where it was found right, or through the modules. The operator's bits do not depend on the
-rows, so with it speculation in captured steps has to give the text of plain decoding, in half precision too.
+rows, so with it speculation in captured steps has to give the text of plain decoding, in half precision too. Modules
+in half precision round as cuBLAS likes with so many rows: whether their texts agree is kept, and no failure.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def judged(work: Work, target: PreTrainedModel, draft: PreTrainedModel, name: st
     """Two equal calls in one way, held to what that way promises.
 
     Raises:
-        RuntimeError: rows took the other way, or by the operator plain and drafted texts differ.
+        RuntimeError: rows took the other way, or by the operator two texts differ: of two calls, plain and drafted.
     """
     config, way = name.split()
     with switched({SWITCH: WAYS[way]}):
@@ -65,8 +66,12 @@ def judged(work: Work, target: PreTrainedModel, draft: PreTrainedModel, name: st
     why = found["calls"][-1]["stats"]["why_modules"]
     if (why is None) != (way == "operator"):
         raise RuntimeError(f"rows went through {'the operator' if why is None else f'the modules: {why}'}")
+    if way != "operator":
+        return found
+    if found["again"] != found["text"]:
+        raise RuntimeError(f"the second of two equal calls gave another text: {found['text']}, {found['again']}")
     other = {"graph": "plain", "plain": "graph"}[config] + " operator"
-    if way == "operator" and work.is_done(other) and work.points[other]["text"] != found["text"]:
+    if work.is_done(other) and work.points[other]["text"] != found["text"]:
         raise RuntimeError(f"{name} wrote {found['text']}, {other} {work.points[other]['text']}")
     return found
 
@@ -89,7 +94,7 @@ def twice(work: Work, target: PreTrainedModel, draft: PreTrainedModel, config: G
     """Seconds, compilations, captures and memory of the first and of the second of two equal calls.
 
     Raises:
-        RuntimeError: the two texts differ, or no step was captured.
+        RuntimeError: no step was captured.
     """
     prompt, new = (12, 12) if work.rehearse else (PROMPT, NEW_TOKENS)
     gen = torch.Generator().manual_seed(1)  # the same prompt whichever way comes first
@@ -120,11 +125,10 @@ def twice(work: Work, target: PreTrainedModel, draft: PreTrainedModel, config: G
                 print(f"  call {number + 1}: {seconds:.2f} s, {len(watch.graphs) - seen} captures", flush=True)
     finally:
         unpatch(target)
-    if texts[0] != texts[1]:
-        raise RuntimeError(f"the second of two equal calls gave another text: {texts}")
     if not watch.graphs:
         raise RuntimeError("no step was captured: see the log for the reason")
     # The second call's time includes a profiled replay.
     graphs = [graph.as_dict() for graph in watch.graphs]
     sizes = {"prompt": prompt, "new_tokens": new}
-    return {**sizes, "calls": calls, "graphs": graphs, "replay": watch.profiled, "text": texts[0]}
+    written = dict(zip(("text", "again"), texts, strict=True))
+    return {**sizes, "calls": calls, "graphs": graphs, "replay": watch.profiled, **written}

@@ -343,6 +343,7 @@ def check_attention(points):
 def check_pair(points):
     texts = {name: points[name]["text"] for name in ("graph operator", "plain operator", "graph modules")}
     assert texts["graph operator"] == texts["plain operator"] and len(texts["graph modules"]) == 12
+    assert points["graph operator"]["again"] == texts["graph operator"]
     points = {"graph": points["graph operator"]}
     first, second = points["graph"]["calls"]
     assert first["stats"]["why_modules"] is None
