@@ -454,7 +454,7 @@ def test_a_shape_of_a_larger_vocabulary_has_no_drafters(monkeypatch):
     from gsd_kernels_bench.lib import shapes
     from gsd_kernels_hf.demo.inflate import ModelShape
 
-    large = ModelShape(256, 704, 6, 4, 2, 64, 4096)
+    large = ModelShape(320, 704, 6, 5, 5, 64, 4096, tie_word_embeddings=False)
     monkeypatch.setitem(shapes.SHAPES, "large", large)
     pair = load_pair("demo", device=CPU, dtype=torch.float32, target_shape="large", prompts=1)
     assert not pair.drafters and pair.heads is not None
