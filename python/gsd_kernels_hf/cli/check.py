@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from ..console.output import DIFFERS, OK, err, only_first_rank_prints, out, print_json, progress, table
 from . import options
@@ -173,7 +174,7 @@ def _print(report: dict[str, Any]) -> None:
     for row in report["prompts"]:
         stats = row["graph"]["stats"]
         rows.add_row(
-            _short(row["prompt"]),
+            escape(_short(row["prompt"])),
             f"{row['new_tokens']}",
             f"{row['plain']['tokens_per_second']:.1f}",
             f"{row['graph']['tokens_per_second']:.1f}",

@@ -42,6 +42,7 @@ def command(
     which the next run removes.
     """
     from ..corpus.build import build_corpus, files_of, tokenized
+    from ..files import checkpoint_place, read_utf8
 
     named = {Path(name) for name in files}
     found, left_out = files_of(files, suffixes or ()), 0
@@ -50,10 +51,10 @@ def command(
         nonlocal left_out
         for file in found:
             try:
-                yield file.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
+                yield read_utf8(file, "FILES")
+            except ValueError:
                 if file in named:
-                    raise ValueError(f"FILES: {file} is not UTF-8 ({error.reason} at byte {error.start})") from error
+                    raise
                 left_out += 1
 
     begin = time.perf_counter()
@@ -62,7 +63,7 @@ def command(
 
         from gsd_kernels_hf import demo
 
-        place = demo.path() / "target" if tokenizer is None else tokenizer
+        place = demo.path() / "target" if tokenizer is None else checkpoint_place(tokenizer, "--tokenizer")
         by = {"revision": revision} if revision else {}
         loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **by)
         header = build_corpus(out, tokenized(texts(), loaded), tokenizer=loaded)

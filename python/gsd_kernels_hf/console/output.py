@@ -28,8 +28,15 @@ err = Console(stderr=True, highlight=False)
 
 
 def only_first_rank_prints() -> None:
-    """Silence the other processes that torchrun started; errors are printed by all."""
-    if int(os.environ.get("RANK", "0")) > 0:
+    """Silence the other processes that torchrun started; errors are printed by all.
+
+    Raises:
+        ValueError: the environment's ``RANK`` is no number.
+    """
+    rank = os.environ.get("RANK", "0")
+    if not rank.isdecimal():
+        raise ValueError(f"RANK: expected a number, as torchrun sets it, got {rank!r}; unset it")
+    if int(rank) > 0:
         out.quiet = err.quiet = True
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open as long as the process
 

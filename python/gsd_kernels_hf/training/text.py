@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..files import write_file
+from ..files import decode_utf8, read_file, write_file
 from .loop import RunFolder, Streams
 
 __all__ = ["HeldOut", "Text", "blocks", "own_text", "read_text", "target_picks"]
@@ -59,13 +59,10 @@ def _encode(name: str, files: list[Path], tokenizer: PreTrainedTokenizerBase) ->
     """All files in one stream, each with the tokenizer's own beginning and an end-of-text token; and one sum."""
     rows, digest = [], hashlib.sha256()
     for file in tqdm(files, desc=f"reading {name}", unit="file", disable=len(files) < 100):
-        try:
-            data = file.read_bytes()
-            text = data.decode("utf-8")
-        except IsADirectoryError as error:
-            raise ValueError(f"{name}: {file} is a folder; name its files (the shell expands {file}/*)") from error
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{name}: {file} is not UTF-8 text (byte {error.start})") from error
+        if file.is_dir():
+            raise ValueError(f"{name}: {file} is a folder; name its files (the shell expands {file}/*)")
+        data = read_file(file, name)
+        text = decode_utf8(data, name, file)
         digest.update(hashlib.sha256(data).digest())
         if not text.strip():
             continue
