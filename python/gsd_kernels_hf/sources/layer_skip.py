@@ -207,7 +207,7 @@ class _Search:
     def report(self) -> None:
         """Say that the time is over."""
         logger.warning(
-            "LayerSkip.search: %.3g seconds are over after %d forwards of %d tokens; the best of these sets is returned "
+            "LayerSkip.search: %.3g seconds are over after %d forwards of %d tokens; the best set so far is returned "
             "(expected: %.2f times plain decoding's speed); give more seconds, or fewer tokens",
             self.seconds,
             self.forwards,
