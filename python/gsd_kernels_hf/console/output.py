@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -55,6 +56,22 @@ def progress(what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+class _Lines(logging.Handler):
+    """Prints what a logger says, as the command's own lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        err.print(f"gsd-kernels: {record.getMessage()}", markup=False, soft_wrap=True)
+
+
+def show_progress() -> None:
+    """Print the lines of :mod:`gsd_kernels_hf.progress` on stderr, where that is no terminal for its bars."""
+    logger = logging.getLogger("gsd_kernels.progress")
+    if not any(isinstance(handler, _Lines) for handler in logger.handlers):
+        logger.addHandler(_Lines())
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
 
 
 def print_json(value: Any) -> None:
