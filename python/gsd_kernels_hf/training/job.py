@@ -327,7 +327,7 @@ def _streams(
     written = {"tokens": len(own), "seconds": took}
     if len(own) <= options.length:
         logger.warning(
-            "the target wrote %d tokens in its share of the time, less than a window of %d; trained on is the text alone",
+            "the target wrote %d tokens in its share of the time, less than a window of %d; only the text is trained on",
             len(own),
             options.length,
         )

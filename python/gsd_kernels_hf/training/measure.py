@@ -67,7 +67,7 @@ def accepted_per_step(right: Tensor, lengths: Tensor) -> float | None:
 
 
 def is_better(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Whether any measure is better after than before: a lower divergence, a higher share or length of any other."""
+    """Whether more measures are better after than before (a divergence lower, any other higher) than are worse."""
 
     def values(measures: dict[str, Any]) -> list[float | None]:
         found: list[float | None] = []
@@ -76,5 +76,9 @@ def is_better(before: dict[str, Any], after: dict[str, Any]) -> bool:
             found += [None if v is None else sign * v for v in (value if isinstance(value, list) else [value])]
         return found
 
-    pairs = zip(values(before), values(after), strict=True)
-    return any(now > earlier for earlier, now in pairs if earlier is not None and now is not None)
+    pairs = [
+        (earlier, now)
+        for earlier, now in zip(values(before), values(after), strict=True)
+        if earlier is not None and now is not None
+    ]
+    return sum(now > earlier for earlier, now in pairs) > sum(now < earlier for earlier, now in pairs)
