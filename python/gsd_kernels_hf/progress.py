@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ EVERY = 10.0
 
 PATIENCE = 2.0
 """Seconds before the first."""
+
+LOOKED = 1.0
+"""Seconds between two looks whether a line is due while nothing is done, as in one long run."""
 
 Update = Callable[..., None]
 """``(done, note="")``: how much is done, in the units of the total, and what else there is to say."""
@@ -37,26 +41,47 @@ def tracked(what: str, total: float | None, unit: str) -> Iterator[Update]:
         with _bar(what, total, unit) as update:
             yield update
     else:
-        yield _lines(what, total, unit)
+        with _lines(what, total, unit) as update:
+            yield update
 
 
 def _count(done: float, total: float | None, unit: str) -> str:
     return f"{done:,.0f} {unit}" if total is None else f"{done:,.0f} of {total:,.0f} {unit}"
 
 
-def _lines(what: str, total: float | None, unit: str) -> Update:
+@contextmanager
+def _lines(what: str, total: float | None, unit: str) -> Iterator[Update]:
     begin = time.monotonic()
-    due = begin + PATIENCE
+    due, told = begin + PATIENCE, (0.0, "")
+    lock, over = threading.Lock(), threading.Event()
 
-    def update(done: float, note: str = "") -> None:
+    def say() -> None:
         nonlocal due
         now = time.monotonic()
-        if now >= due:
+        with lock:
+            if now < due:
+                return
             due = now + EVERY
-            more = f", {note}" if note else ""
-            logger.info("%s: %s%s, %.0f s so far", what, _count(done, total, unit), more, now - begin)
+            done, note = told
+        more = f", {note}" if note else ""
+        logger.info("%s: %s%s, %.0f s so far", what, _count(done, total, unit), more, now - begin)
 
-    return update
+    def update(done: float, note: str = "") -> None:
+        nonlocal told
+        told = done, note
+        say()
+
+    def look() -> None:
+        while not over.wait(LOOKED):
+            say()
+
+    watch = threading.Thread(target=look, name="gsd_kernels.progress", daemon=True)
+    watch.start()
+    try:
+        yield update
+    finally:
+        over.set()
+        watch.join()
 
 
 @contextmanager

@@ -377,8 +377,8 @@ def _print(work: Callable[[Any], dict[str, Any]], options: Any, as_json: bool, r
         _print_table(report, options, rows)
     if not learned:
         err.print(
-            "gsd-kernels: nothing was learned: fewer measures on held-out text are better than worse; "
-            f"what was trained is in {options.out} all the same; train for longer, or on more text",
+            "gsd-kernels: nothing was learned: on held-out text the guesses are no better than before; they are in "
+            f"{options.out} all the same; train for longer, or on more text",
             markup=False,
             soft_wrap=True,
         )

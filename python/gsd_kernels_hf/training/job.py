@@ -231,6 +231,7 @@ def _run(
     clock.check("while the target continued the held-out text")
     held_out = _measurable(trainee, held_out, folder, clock)
     before, measuring = folder.timed("before", lambda: trainee.measure(held_out), clock)
+    window = measuring / (len(held_out.windows) + len(held_out.picks))
     streams, written = _streams(options, target, text, pace, folder, clock)
     batches = Streams(streams, options.seed, options.batch * options.length)
 
@@ -247,7 +248,7 @@ def _run(
         trainee.module,
         losses,
         build_optimizers(trainee.module, matrix_lr=options.lr, lr=options.lr, weight_decay=options.weight_decay),
-        _budget(options, clock, folder.checkpoints, measuring),
+        _budget(options, clock, folder.checkpoints, measuring, window),
         folder.checkpoints,
         tokens_per_step=batches.tokens,
         every=options.checkpoint_every,
@@ -286,6 +287,11 @@ def _measurable(trainee: Trainee, held_out: HeldOut, folder: RunFolder, clock: C
             took = min(took, time.monotonic() - begin)
             if took > allowed:
                 break
+        if 2 * took >= clock.left:  # before the training, and after it
+            raise NothingLearned(
+                f"measuring one window takes {spoken(took)}, and {spoken(max(clock.left, 0.0))} of "
+                f"{spoken(clock.seconds)} are left"
+            )
         rows = max(2, int(2 * allowed / max(took, 1e-9)))
         picks = min(len(held_out.picks), max(1, rows // 3))
         return [min(len(held_out.windows), rows - picks), picks]
@@ -309,8 +315,13 @@ def _streams(
     at_once, seconds = WRITTEN_AT_ONCE, None
     if clock.limited:
         seconds = clock.share(WRITING_SHARE)
-        fits = max(1, min(WRITTEN_AT_ONCE, int(seconds / max(pace * options.length, 1e-9))))
+        fits = min(WRITTEN_AT_ONCE, int(seconds / max(pace * options.length, 1e-9)))
         at_once = folder.remember("written_at_once", lambda: fits)
+        if not at_once:
+            logger.warning(
+                "the target writes too slowly for a window of %d in its share; the text alone is used", options.length
+            )
+            return [(1.0, text.training)], {"tokens": 0, "seconds": 0.0}
     begin = time.monotonic()
     own, took = own_text(
         target,
@@ -327,7 +338,7 @@ def _streams(
     written = {"tokens": len(own), "seconds": took}
     if len(own) <= options.length:
         logger.warning(
-            "the target wrote %d tokens in its share of the time, less than a window of %d; only the text is trained on",
+            "the target wrote %d tokens in its share of the time, less than a window of %d; the text alone is used",
             len(own),
             options.length,
         )
@@ -335,14 +346,25 @@ def _streams(
     return [(1 - options.sequence_level, text.training), (options.sequence_level, own)], written
 
 
-def _budget(options: TrainingOptions, clock: Clock, checkpoints: Checkpoints, measuring: float) -> Budget:
-    """The steps, or what is left of the minutes when as long as before is kept for measuring."""
+def _budget(
+    options: TrainingOptions, clock: Clock, checkpoints: Checkpoints, measuring: float, window: float
+) -> Budget:
+    """The steps, or what is left of the minutes when as long as before is kept for measuring.
+
+    Args:
+        measuring: seconds that it took.
+        window: seconds of one window of it; a window takes longer to train on.
+    """
     if not clock.limited:
         return Budget(steps=options.steps)
     state = checkpoints.load()
     trained = 0.0 if state is None else float(state["record"]["seconds"])
     clock.spent_earlier(trained)
     left = clock.left - KEPT_FOR_MEASURING * measuring
+    if not trained and left <= window:
+        raise NothingLearned(
+            f"of {spoken(clock.seconds)}, {spoken(max(left, 0.0))} are left to train in, less than a window takes"
+        )
     return Budget(minutes=max(trained + left, 1e-6) / 60)
 
 

@@ -67,7 +67,7 @@ def accepted_per_step(right: Tensor, lengths: Tensor) -> float | None:
 
 
 def is_better(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Whether more measures are better after than before (a divergence lower, any other higher) than are worse."""
+    """Whether some measures are better after than before (a divergence lower, others higher), and no more are worse."""
 
     def values(measures: dict[str, Any]) -> list[float | None]:
         found: list[float | None] = []
@@ -81,4 +81,5 @@ def is_better(before: dict[str, Any], after: dict[str, Any]) -> bool:
         for earlier, now in zip(values(before), values(after), strict=True)
         if earlier is not None and now is not None
     ]
-    return sum(now > earlier for earlier, now in pairs) > sum(now < earlier for earlier, now in pairs)
+    better, worse = (sum(sign * (now - earlier) > 0 for earlier, now in pairs) for sign in (1, -1))
+    return better > 0 and better >= worse
