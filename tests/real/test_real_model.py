@@ -50,7 +50,7 @@ def skipping(model):
 
 
 def test_float32_texts_are_those_of_transformers(full, tmp_path):
-    inputs, tokens = full.chats(*MESSAGES), 20
+    inputs, tokens = full.chats(*MESSAGES), 16
     assert len(MESSAGES) >= 12
     expected = full.model.generate(**inputs, do_sample=False, max_new_tokens=tokens)
     assert (expected[:, -1] == full.tokenizer.eos_token_id).any(), "some texts end, and some go on"
@@ -59,9 +59,10 @@ def test_float32_texts_are_those_of_transformers(full, tmp_path):
     corpus = Corpus(corpus_of(tmp_path / "corpus", *answers), tokenizer=full.tokenizer)
     ways = {
         "history": {"draft_sources": ("history",), "graph_config": TREE},
-        "layer skip": {"assistant_model": skipping(full), "graph_config": TREE},
+        "layer skip": {"assistant_model": skipping(full), "graph_config": GraphConfig.preset("chain", depth=2)},
         "corpus": {"draft_sources": ("history", corpus), "graph_config": TREE},
     }
+    assert torch.equal(plainly(full, inputs, tokens), expected)
     for name, options in ways.items():
         out = text_of(full, inputs, max_new_tokens=tokens, **options)
         assert torch.equal(out.sequences, expected), name
