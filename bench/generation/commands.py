@@ -136,7 +136,7 @@ def real(
     from gsd_kernels_hf.console.pair import quiet_transformers
 
     from .real.report import kinds_table, table, verdicts
-    from .real.run import NAME, Settings, run
+    from .real.run import Settings, name_of, run
 
     quiet_transformers()
     settings = Settings(
@@ -151,7 +151,7 @@ def real(
         llama_cpp=llama_cpp,
         limit=1 if quick else None,
     )
-    called = name or "-".join([NAME, dtype.value, *(["quick"] * quick)])
+    called = name or name_of(settings)
     found = run(settings, folder=out, name=called)
     files, data = found.write(out, called), asdict(found)
     said = "".join(f"\n{line}" for line in verdicts(data))

@@ -13,6 +13,7 @@ from transformers import TextIteratorStreamer
 import gsd_kernels as gsd
 from gsd_kernels import Corpus, GraphConfig, LayerSkip
 from gsd_kernels.backends import unavailable_reason
+from gsd_kernels_hf.report import comparison
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 compiled = pytest.mark.skipif(
@@ -97,10 +98,9 @@ def test_in_bfloat16_every_source_has_the_text_of_plain_decoding(half, tmp_path)
 
 def plainly(model, inputs, tokens, **options):
     """Sequences of plain decoding: a forward a token."""
-    options = {"do_sample": False, **options}
-    out = gsd.generate(model.model, **inputs, max_new_tokens=tokens, return_dict_in_generate=True, **options)
-    assert out.stats.tokens_per_step == 1
-    return out.sequences
+    decoded = comparison.undrafted(model.model, **options)(inputs, tokens)
+    assert decoded.stats.tokens_per_step == 1
+    return decoded.sequences
 
 
 @compiled
@@ -149,10 +149,11 @@ def test_json_by_a_grammar(half):
     }
     grammar = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(schema))
     inputs = half.chats('Extract as JSON with the keys name and age: "Anna Berg is 31 years old."')
-    texts = []
-    for options in ({}, {"draft_sources": ("history",)}):
-        out = text_of(half, inputs, max_new_tokens=40, logits_processor=[LogitsProcessor(grammar)], **options)
-        texts.append(half.tokenizer.decode(out.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    plain = plainly(half, inputs, 40, logits_processor=[LogitsProcessor(grammar)])
+    options = {"draft_sources": ("history",), "logits_processor": [LogitsProcessor(grammar)]}
+    drafted = text_of(half, inputs, max_new_tokens=40, **options).sequences
+    begin = inputs["input_ids"].shape[1]
+    texts = [half.tokenizer.decode(ids[0, begin:], skip_special_tokens=True) for ids in (plain, drafted)]
     found = json.loads(texts[0])
     assert set(found) == {"name", "age"} and isinstance(found["age"], int)
     assert texts[0] == texts[1]

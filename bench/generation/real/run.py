@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 import time
@@ -56,6 +57,15 @@ class Settings:
     prompts: Path | None = None
     llama_cpp: Path | None = None
     limit: int | None = None
+
+
+def name_of(settings: Settings) -> str:
+    """Of the file of results: README's table is made of the whole run of this benchmark's own model and prompts."""
+    given = (settings.model, settings.draft, settings.drafter, settings.prompts)
+    own = [re.sub(r"[^\w.]+", "-", Path(part).name or str(part)).lower() for part in given if part is not None]
+    part = ["part"] if settings.ways else []
+    quick = ["quick"] if settings.limit is not None else []
+    return "-".join([NAME, str(settings.dtype).removeprefix("torch."), *own, *part, *quick])
 
 
 def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> RealReport:

@@ -90,7 +90,7 @@ def own_ways(real: Real, names: Sequence[str]) -> list[Competitor]:
         HF: lambda: comparison.plain(model),
         HF_LOOKUP: lambda: comparison.plain(model, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS),
         HF_ASSISTED: lambda: comparison.assisted(model, real.draft),
-        PLAIN: lambda: comparison.graph(model),
+        PLAIN: lambda: comparison.undrafted(model),
         HISTORY: lambda: comparison.graph(model, draft_sources=("history",)),
         **{way: _drafting(model, options) for way, options in real.drafts.items()},
     }

@@ -180,7 +180,7 @@ def _race(
         contenders[dtype, HF] = comparison.plain(model)
         contenders[dtype, HF_LOOKUP] = comparison.plain(model, prompt_lookup_num_tokens=LOOKUP)
         if dtype != "float32":  # whose text is held against transformers' own
-            contenders[dtype, PLAIN] = comparison.graph(model, backend=settings.backend)
+            contenders[dtype, PLAIN] = comparison.undrafted(model, backend=settings.backend)
         contenders[dtype, OURS] = comparison.graph(model, **speculation)
     first = next(iter(models.values()))
     prompts = [_chat(first, tokenizer, question) for question in RACED]
