@@ -20,7 +20,7 @@ class Recorded:
     packages: tuple[str, ...] = ("json",)
 
     def prepare(self, target, draft, folder: Path) -> None:
-        (folder / "seen").write_text(f"{target.config.vocab_size} {draft.config.vocab_size}")
+        (folder / "seen").write_text(" ".join(str(model.config.vocab_size) for model in (target, draft) if model))
 
     def start(self, place: Place) -> Recorded:
         assert (place.folder / "seen").exists() and place.longest > 0
