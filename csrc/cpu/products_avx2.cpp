@@ -1,7 +1,7 @@
 // Products with AVX2, FMA and F16C: sixteen registers of eight floats.
 #include <cstring>
 
-#include "../algorithms/group.h"
+#include "../algorithms/elements.h"
 #include "instructions.h"
 #include "products.h"
 
@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kLanes = 16;
 #include "products_tile.h"
+#include "decode.h"
 
 struct Avx2 {
   typedef float Seen;
@@ -135,7 +136,8 @@ struct PairedBfloat16 : Ordered<EightBfloat16> {
 
 constexpr RowKernel kFloat32 = kernel_of<Ordered<Eight32>>(), kBfloat16 = kernel_of<PairedBfloat16>(),
                     kFloat16 = kernel_of<Ordered<EightHalf>>();
-constexpr LevelKernels kKernels{"avx2", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}};
+constexpr LevelKernels kKernels{
+    "avx2", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}, GSD_DECODERS};
 
 }  // namespace
 GSD_END_TARGET

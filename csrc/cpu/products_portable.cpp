@@ -9,6 +9,7 @@ namespace gsd {
 namespace {
 
 #include "products_tile.h"
+#include "decode.h"
 
 struct Generic {
   typedef float Seen;
@@ -80,7 +81,8 @@ struct Rounding : Scalars<OneBfloat16> {  // as the levels do that multiply in b
 const LevelKernels* portable_kernels() {
   static const RowKernel float32 = kernel_of<Scalars<One32>>(), bfloat16 = kernel_of<Rounding>(),
                          float16 = kernel_of<Scalars<OneHalf>>();
-  static const LevelKernels kernels{"portable", {float32, bfloat16, float16}, {float32, bfloat16, float16}};
+  static const LevelKernels kernels{
+      "portable", {float32, bfloat16, float16}, {float32, bfloat16, float16}, GSD_DECODERS};
   return &kernels;
 }
 
