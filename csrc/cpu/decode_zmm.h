@@ -2,9 +2,7 @@
 // thirty-two) values of a group are rounded once; one permutation of them decodes 32 weights.
 
 GSD_TILE __m512 half_lanes(const uint8_t* from) {
-  uint16_t bits;
-  __builtin_memcpy(&bits, from, sizeof bits);
-  return _mm512_cvtph_ps(_mm256_set1_epi16(static_cast<short>(bits)));
+  return _mm512_cvtph_ps(_mm256_broadcastw_epi16(_mm_loadu_si16(from)));
 }
 
 GSD_TILE __m512 counted(int first) {  // first … first + 15
@@ -32,6 +30,24 @@ GSD_TILE __mmask32 mask_at(const uint8_t* from) {
   return static_cast<__mmask32>(bits);
 }
 
+// Words of bfloat16 as Bfloat16::round gives them.
+GSD_TILE __m256i bfloat16_words(__m512 x) {
+  const __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  const __m512i both = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16));
+}
+
+// Of floats that are no subnormal ones, as products and differences of scales in float16 and codes are.
+GSD_TILE __m256i normal_words(__m512 x) {
+#ifdef GSD_ROUNDS_BFLOAT16
+  return (__m256i)_mm512_cvtneps_pbh(x);
+#else
+  return bfloat16_words(x);
+#endif
+}
+
 // What 32 weights become in the model's dtype: looked up among 16 or 32 values, or put as they are.
 struct WordsOut {
   GSD_TILE void look_up(__m256i values, __m512i codes, uint16_t* to) {
@@ -50,21 +66,18 @@ template <class To>
 struct Out;
 template <>
 struct Out<ToBfloat16> : WordsOut {
-  GSD_TILE __m256i of(__m512 x) {  // as Bfloat16::round
-    const __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    const __m512i both = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16));
-  }
+  GSD_TILE __m256i of(__m512 x) { return normal_words(x); }
+  GSD_TILE __m256i of_any(__m512 x) { return bfloat16_words(x); }
 };
 template <>
 struct Out<ToFloat16> : WordsOut {
+  GSD_TILE __m256i of_any(__m512 x) { return of(x); }
   GSD_TILE __m256i of(__m512 x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 };
 template <>
 struct Out<ToFloat32> {
   GSD_TILE __m512 of(__m512 x) { return x; }
+  GSD_TILE __m512 of_any(__m512 x) { return x; }
   GSD_TILE __m512i low_codes(__m512i codes) { return _mm512_cvtepu16_epi32(_mm512_castsi512_si256(codes)); }
   GSD_TILE __m512i high_codes(__m512i codes) { return _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(codes, 1)); }
   GSD_TILE void look_up(__m512 values, __m512i codes, float* to) {
@@ -138,7 +151,7 @@ struct Vectors<BlockMXFP4> {
   template <class O, class T>
   GSD_TILE void decode(const uint8_t* block, T* to) {
     const __m512 d = _mm512_set1_ps(BlockMXFP4::scale(block[0]));
-    O::look_up(O::of(_mm512_mul_ps(_mm512_loadu_ps(kMXFP4Values), d)), nibble_words(block + 1), to);
+    O::look_up(O::of_any(_mm512_mul_ps(_mm512_loadu_ps(kMXFP4Values), d)), nibble_words(block + 1), to);
   }
 };
 GSD_TILE __m512 scaled(__m512 d, uint8_t by) { return _mm512_mul_ps(d, _mm512_set1_ps(static_cast<float>(by))); }

@@ -14,6 +14,7 @@ namespace {
 constexpr int kLanes = 16;
 #include "products_tile.h"
 #include "decode.h"
+#define GSD_ROUNDS_BFLOAT16
 #include "decode_zmm.h"
 #include "products_zmm.h"
 
