@@ -47,7 +47,8 @@ def decoder_rows(
     checked against the vocabulary, nor slots against the cache.
 
     Args:
-        weights: matrices of one dtype, float32, bfloat16 or float16.
+        weights: matrices of one dtype, float32, bfloat16 or float16; packed ones, each of any kind, give the bits of
+            the dense ones that they stand for.
         token_ids: int32 [B, R], inside the vocabulary.
         positions: int32 [B, R], text positions.
         slots: int32 [B, R], cache positions to store keys and values at.

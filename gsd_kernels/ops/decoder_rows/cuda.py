@@ -63,7 +63,9 @@ def check(weights: DecoderWeights) -> None:
     Raises:
         TypeError, ValueError: a dtype, a head size, a row's length or an address, with the tensor's name.
     """
-    dtype, head_dim = weights.embedding.dtype, 2 * weights.inv_freq.shape[0]
+    if weights.packing[0]:
+        raise TypeError(f"weights: backend 'cuda' expects dense matrices, got packed ones{OTHERWISE}")
+    dtype, head_dim = weights.dtype, 2 * weights.inv_freq.shape[0]
     if dtype not in DTYPES:
         raise TypeError(f"embedding: backend 'cuda' expects float16 or bfloat16, got {_name(dtype)}{OTHERWISE}")
     if head_dim not in HEAD_DIMS:
@@ -87,7 +89,7 @@ def check_caches(weights: DecoderWeights, k_caches: list[Tensor], v_caches: list
     Raises:
         TypeError, ValueError: a dtype, an address or a stride, with the tensor's name.
     """
-    dtype = weights.embedding.dtype
+    dtype = weights.dtype
     for name, caches in (("k_caches", k_caches), ("v_caches", v_caches)):
         for layer, cache in enumerate(caches):
             if cache.dtype != dtype:

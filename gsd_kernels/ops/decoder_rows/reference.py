@@ -26,7 +26,7 @@ def decoder_rows(
     states: Sequence[int],
     keep: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    w = weights
+    w = weights if not weights.packing[0] else weights.dense()
 
     def rounded(x: Tensor, factor: Tensor) -> Tensor:
         """x as it is multiplied with ``factor``."""
