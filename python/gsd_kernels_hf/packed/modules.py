@@ -1,0 +1,98 @@
+"""Linear layers and embeddings over packed matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gsd_kernels.ops.packed import Kind, PackedMatrix, unpack_rows
+from gsd_kernels.ops.row_linear import row_linear
+
+
+class Packed(nn.Module):
+    """A module whose weights are one packed matrix. It is for inference: no gradient reaches the weights.
+
+    Args:
+        matrix: its tensors become the module's buffers, as they lie.
+
+    Attributes:
+        packed: the matrix's data.
+        scales: what lies beside it, or ``None``.
+        kind, inputs: of the matrix.
+    """
+
+    packed: Tensor
+    scales: Tensor | None
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        super().__init__()
+        self.kind: Kind = matrix.kind
+        self.inputs: int = matrix.inputs
+        self.register_buffer("packed", matrix.data)
+        self.register_buffer("scales", matrix.scales)
+
+    @property
+    def matrix(self) -> PackedMatrix:
+        """The matrix as it lies now."""
+        return PackedMatrix(self.kind, self.packed, self.inputs, self.scales)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The matrix that the packed one stands for, [outputs, inputs]."""
+        return unpack_rows(self.matrix, dtype=dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        scales = self.scales
+        module = super()._apply(fn, recurse)
+        if scales is not None and self.scales.dtype != scales.dtype:  # .to(dtype) is about what is computed
+            self.scales = scales.to(self.scales.device)
+        return module
+
+    def extra_repr(self) -> str:
+        outputs, inputs = self.matrix.shape
+        return f"{inputs}, {outputs}, {self.kind.name}, {self.kind.bits:.2f} bits a weight"
+
+
+class PackedLinear(Packed):
+    """``nn.Linear`` over a packed matrix: x · weightᵀ + bias, in the dtype of ``x``.
+
+    A row's result has the bits that the operator gives for the dense matrix, alone and among other rows.
+
+    Args:
+        matrix: [out_features, in_features].
+        bias: [out_features], or ``None``.
+    """
+
+    def __init__(self, matrix: PackedMatrix, bias: Tensor | None = None) -> None:
+        super().__init__(matrix)
+        self.out_features, self.in_features = matrix.shape
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[…, in_features] → […, out_features]"""
+        rows = input.reshape(-1, self.in_features)
+        out = row_linear(rows, self.matrix) if len(rows) else rows.new_empty(0, self.out_features)
+        out = out.view(*input.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias
+
+
+class PackedEmbedding(Packed):
+    """``nn.Embedding`` over a packed matrix.
+
+    Args:
+        matrix: [num_embeddings, embedding_dim].
+        dtype: of what is looked up.
+        padding_idx: as in ``nn.Embedding``; no gradient is kept either way.
+    """
+
+    def __init__(self, matrix: PackedMatrix, dtype: torch.dtype, padding_idx: int | None = None) -> None:
+        super().__init__(matrix)
+        self.num_embeddings, self.embedding_dim = matrix.shape
+        self.padding_idx = padding_idx
+        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)  # goes where the model goes
+
+    def forward(self, input: Tensor) -> Tensor:
+        """int […] → […, embedding_dim]"""
+        rows = unpack_rows(self.matrix, input.reshape(-1).long(), dtype=self.like.dtype)
+        return rows.view(*input.shape, self.embedding_dim)
