@@ -39,11 +39,19 @@ struct RowKernel {
                    int64_t positions, int64_t width, float* out, int64_t out_stride);
 };
 
+// Products of few rows with packed weights of the model's bfloat16, decoded in registers, by Kind; null: by strips. As
+// RowKernel::products, but for the stride of w, which is in bytes. Rows are packed as for dense weights.
+struct UnpackingProducts {
+  decltype(RowKernel::products) of[kKinds];
+  int64_t most_rows;  // with more a strip is decoded once for all
+};
+
 struct LevelKernels {
   const char* name;
   RowKernel large[3];  // of the model's weights, by Element
   RowKernel small[3];  // of the cache, whose products are short
   Decoders decoders;   // of packed weights
+  UnpackingProducts unpacking;
 };
 
 // What each translation unit was compiled to; null where the compiler or the architecture has no such instructions.

@@ -25,6 +25,7 @@ struct Dots : Avx512 {
   typedef __m512i Row;
   static constexpr int kStep = 32;
   GSD_TILE void see(const uint16_t* from, Row& row) { row = whole_line(from); }
+  GSD_TILE void take(__m512i words, Weights& to) { to = words; }
   GSD_TILE void widen(const uint16_t* from, Weights& to) {
     to = whole_line(from);
     keep_in_register(to);
@@ -144,7 +145,7 @@ void weighted_pairs(const float* weights, int64_t weights_stride, int64_t rows, 
 constexpr RowKernel kFloat32 = kernel_of<Float32>(), kFloat16 = kernel_of<Float16>();
 constexpr RowKernel kBfloat16{1, kOutputs, row_bytes_of<Dots>, pack_of<Dots>, products_of<Dots>, weighted_pairs};
 constexpr LevelKernels kKernels{
-    "avx512_bf16", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}, GSD_DECODERS};
+    "avx512_bf16", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}, GSD_DECODERS, GSD_UNPACKING(Dots)};
 
 }  // namespace
 GSD_END_TARGET

@@ -17,7 +17,8 @@ struct Generic {
   typedef Floats Row;
   typedef Floats Sum;
   typedef Floats Lanes;
-  static constexpr int kStep = kLanes, kRows = 1, kVectors = 1, kTall = 1, kParts = 0;
+  static constexpr int kStep = kLanes, kRows = 1, kVectors = 1, kTall = 1, kParts = 0, kStepBytes = 0;
+  static constexpr bool kPacked = false;
 
   GSD_TILE void clear(Sum& sum) { sum = Floats{}; }
   GSD_TILE void see(const float* from, Row& row) { load(from, row); }
@@ -82,7 +83,7 @@ const LevelKernels* portable_kernels() {
   static const RowKernel float32 = kernel_of<Scalars<One32>>(), bfloat16 = kernel_of<Rounding>(),
                          float16 = kernel_of<Scalars<OneHalf>>();
   static const LevelKernels kernels{
-      "portable", {float32, bfloat16, float16}, {float32, bfloat16, float16}, GSD_DECODERS};
+      "portable", {float32, bfloat16, float16}, {float32, bfloat16, float16}, GSD_DECODERS, {}};
   return &kernels;
 }
 

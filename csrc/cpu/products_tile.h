@@ -1,7 +1,7 @@
 // The loops of every level, included by its translation unit with that level's instructions switched on. No include
 // may stand here: what a header defines inline must not be compiled for more than the baseline.
 //
-// A level gives types T with: Stored (a weight in memory), Seen (an element of a packed row), kStep (elements of a
+// A level gives types T with: Stored (a weight in memory; bytes where kPacked, whose steps are kStepBytes), Seen (an element of a packed row), kStep (elements of a
 // step), kParts (of a step, if rows stay in registers; 0 if weights do), Weights, Row, Sum and Lanes (registers), and the
 // functions below.
 
@@ -64,7 +64,8 @@ GSD_TILE void multiply_step(const char* x, int64_t row_bytes, const typename T::
     typename T::Row row;
     GSD_UNROLL
     for (int j = 0; j < kOutputs; j++) {
-      if (n == T::kStep) T::widen(column[j] + i, weights[j]);
+      if constexpr (T::kPacked) T::unpack(column[j], i, weights[j]);
+      else if (n == T::kStep) T::widen(column[j] + i, weights[j]);
       else T::widen_part(column[j] + i, n, weights[j]);
     }
     GSD_UNROLL
@@ -80,7 +81,8 @@ GSD_TILE void multiply_step(const char* x, int64_t row_bytes, const typename T::
 template <class T, int R>
 GSD_TILE void product_tile(const char* x, int64_t row_bytes, int64_t k, const typename T::Stored* const* column,
                            const char* ahead, int64_t asked, int64_t outputs, float* out, int64_t out_stride) {
-  constexpr int64_t kStepsALine = kLine / (T::kStep * static_cast<int64_t>(sizeof(typename T::Stored)));
+  constexpr int64_t kStepBytes = T::kPacked ? T::kStepBytes : T::kStep * static_cast<int64_t>(sizeof(typename T::Stored));
+  constexpr int64_t kStepsALine = kLine / kStepBytes;
   typename T::Sum total[R][kOutputs];
   GSD_UNROLL
   for (int r = 0; r < R; r++) {

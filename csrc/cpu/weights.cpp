@@ -43,6 +43,11 @@ void multiply(const LevelKernels& level, Element element, const Weights& w, cons
   if (w.decode == nullptr) {
     return kernel.products(packed, rows, k, w.data + begin * w.row_bytes, k, 0, end - begin, out, out_stride, false);
   }
+  const auto unpacking = element == Element::kBfloat16 ? level.unpacking.of[static_cast<int>(w.kind)] : nullptr;
+  if (unpacking != nullptr && rows <= level.unpacking.most_rows) {
+    const char* from = w.data + begin * w.row_bytes;
+    return unpacking(packed, rows, k, from, w.row_bytes, 0, end - begin, out, out_stride, false);
+  }
   // Columns at powers of two would meet in one set of the first cache.
   const int64_t stride = (k * size + kLine - 1) / kLine * kLine / size + kLine / size;
   const int64_t fitting = kStripBytes / (stride * size) / kernel.wide * kernel.wide;

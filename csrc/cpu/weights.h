@@ -35,6 +35,7 @@ struct Decoders {
 struct Weights {
   const char* data;
   int64_t outputs, inputs, row_bytes;
+  Kind kind;
   Decode decode;        // null: dense, in the model's dtype
   const float* scales;  // [outputs, groups], or null
   int64_t groups;

@@ -16,10 +16,11 @@ inline Weights weights_of(const char* name, const Tensor& data, int64_t kind, co
   STD_TORCH_CHECK(data.dim() == 2 && data.size(0) == outputs && data.is_contiguous(), name, ": expected ", outputs,
                   " contiguous rows");
   STD_TORCH_CHECK(kind >= kDense && kind < kKinds, name, ": there is no kind of packed weights number ", kind);
-  Weights w{static_cast<const char*>(data.const_data_ptr()), outputs, inputs, 0, nullptr, nullptr, 0};
+  Weights w{static_cast<const char*>(data.const_data_ptr()), outputs, inputs, 0, Kind::kFloat32, nullptr, nullptr, 0};
   const Element own = kind == kDense ? element_of(name, data.scalar_type()) : element;
   const Kind of = kind != kDense ? static_cast<Kind>(kind)
                                  : static_cast<Kind>(static_cast<int>(Kind::kFloat32) + static_cast<int>(own));
+  w.kind = of;
   const ScalarType bytes = of == Kind::kInt8 ? ScalarType::Char : ScalarType::Byte;
   STD_TORCH_CHECK(kind == kDense || data.scalar_type() == bytes, name, ": expected ",
                   of == Kind::kInt8 ? "int8" : "uint8", " for this kind of packed weights");
