@@ -1,5 +1,6 @@
 // Decoders of packed weights with AVX-512, for its translation units: after decode.h, inside the target. Sixteen (or
-// thirty-two) values of a group are rounded once; one permutation of them decodes 32 weights.
+// thirty-two) values of a group are rounded once; one permutation of them decodes 32 weights. Products of codes and scales
+// are exact, so fused sums have the definition's bits.
 
 GSD_TILE __m512 half_lanes(const uint8_t* from) {
   return _mm512_cvtph_ps(_mm256_broadcastw_epi16(_mm_loadu_si16(from)));
@@ -92,28 +93,28 @@ struct Out<ToFloat32> {
   }
 };
 
-// 32 weights of a block, its part 0 … kWeights / 32 − 1, into `to`.
+// A block's kWeights weights into `to`.
 template <class Block>
 struct Vectors;
 template <>
 struct Vectors<BlockQ4_0> {
   template <class O, class T>
-  GSD_TILE void decode(const uint8_t* block, int, T* to) {
+  GSD_TILE void decode(const uint8_t* block, T* to) {
     O::look_up(O::of(_mm512_mul_ps(counted(-8), half_lanes(block))), nibble_words(block + 2), to);
   }
 };
 template <>
 struct Vectors<BlockQ4_1> {
   template <class O, class T>
-  GSD_TILE void decode(const uint8_t* block, int, T* to) {
-    const __m512 values = _mm512_add_ps(_mm512_mul_ps(counted(0), half_lanes(block)), half_lanes(block + 2));
+  GSD_TILE void decode(const uint8_t* block, T* to) {
+    const __m512 values = _mm512_fmadd_ps(counted(0), half_lanes(block), half_lanes(block + 2));
     O::look_up(O::of(values), nibble_words(block + 4), to);
   }
 };
 template <>
 struct Vectors<BlockQ5_0> {
   template <class O, class T>
-  GSD_TILE void decode(const uint8_t* block, int, T* to) {
+  GSD_TILE void decode(const uint8_t* block, T* to) {
     const __m512 d = half_lanes(block);
     O::look_up(O::of(_mm512_mul_ps(counted(-16), d)), O::of(_mm512_mul_ps(counted(0), d)),
                with_fifth(nibble_words(block + 6), mask_at(block + 2)), to);
@@ -122,9 +123,9 @@ struct Vectors<BlockQ5_0> {
 template <>
 struct Vectors<BlockQ5_1> {
   template <class O, class T>
-  GSD_TILE void decode(const uint8_t* block, int, T* to) {
+  GSD_TILE void decode(const uint8_t* block, T* to) {
     const __m512 d = half_lanes(block), m = half_lanes(block + 2);
-    O::look_up(O::of(_mm512_add_ps(_mm512_mul_ps(counted(0), d), m)), O::of(_mm512_add_ps(_mm512_mul_ps(counted(16), d), m)),
+    O::look_up(O::of(_mm512_fmadd_ps(counted(0), d, m)), O::of(_mm512_fmadd_ps(counted(16), d, m)),
                with_fifth(nibble_words(block + 8), mask_at(block + 4)), to);
   }
 };
@@ -133,7 +134,7 @@ GSD_TILE __m128i sixteen_at(const void* from) { return _mm_loadu_si128(static_ca
 template <>
 struct Vectors<BlockQ8_0> {
   template <class O, class T>
-  GSD_TILE void decode(const uint8_t* block, int, T* to) {
+  GSD_TILE void decode(const uint8_t* block, T* to) {
     const __m512 d = half_lanes(block);
     O::put(O::of(_mm512_mul_ps(wide_bytes(sixteen_at(block + 2)), d)),
            O::of(_mm512_mul_ps(wide_bytes(sixteen_at(block + 18)), d)), to);
@@ -142,61 +143,73 @@ struct Vectors<BlockQ8_0> {
 template <>
 struct Vectors<BlockIQ4_NL> {
   template <class O, class T>
-  GSD_TILE void decode(const uint8_t* block, int, T* to) {
+  GSD_TILE void decode(const uint8_t* block, T* to) {
     O::look_up(O::of(_mm512_mul_ps(_mm512_loadu_ps(kIQ4_NLValues), half_lanes(block))), nibble_words(block + 2), to);
   }
 };
 template <>
 struct Vectors<BlockMXFP4> {
   template <class O, class T>
-  GSD_TILE void decode(const uint8_t* block, int, T* to) {
+  GSD_TILE void decode(const uint8_t* block, T* to) {
     const __m512 d = _mm512_set1_ps(BlockMXFP4::scale(block[0]));
     O::look_up(O::of_any(_mm512_mul_ps(_mm512_loadu_ps(kMXFP4Values), d)), nibble_words(block + 1), to);
   }
 };
 GSD_TILE __m512 scaled(__m512 d, uint8_t by) { return _mm512_mul_ps(d, _mm512_set1_ps(static_cast<float>(by))); }
-GSD_TILE void six_bits_of(const uint8_t* s, int part, __m512& d, __m512& low) {  // times scale and minimum of a part
-  const uint8_t scale = part < 4 ? s[part] & 63 : static_cast<uint8_t>((s[part + 4] & 15) | s[part - 4] >> 6 << 4);
-  const uint8_t minimum = part < 4 ? s[part + 4] & 63 : static_cast<uint8_t>(s[part + 4] >> 4 | s[part] >> 6 << 4);
-  d = scaled(d, scale), low = scaled(low, minimum);
-}
 template <>
 struct Vectors<BlockQ4_K> {
   template <class O, class T>
-  GSD_TILE void decode(const uint8_t* block, int part, T* to) {
-    __m512 d = half_lanes(block), low = half_lanes(block + 2);
-    six_bits_of(block + 4, part, d, low);
-    const __m256i bytes = bytes_at(block + 16 + 16 * (part & ~1));
-    O::look_up(O::of(_mm512_sub_ps(_mm512_mul_ps(counted(0), d), low)), part & 1 ? high_words(bytes) : low_words(bytes), to);
+  GSD_TILE void decode(const uint8_t* block, T* to) {
+    const __m512 d = half_lanes(block), low = half_lanes(block + 2), count = counted(0);
+    uint8_t scale[8], minimum[8];
+    six_bits(block + 4, scale, minimum);
+    for (int j = 0; j < 8; j += 2) {
+      const __m256i codes = bytes_at(block + 16 + 16 * j);
+      const __m512 first = _mm512_fmsub_ps(count, scaled(d, scale[j]), scaled(low, minimum[j]));
+      const __m512 second = _mm512_fmsub_ps(count, scaled(d, scale[j + 1]), scaled(low, minimum[j + 1]));
+      O::look_up(O::of(first), low_words(codes), to + 32 * j);
+      O::look_up(O::of(second), high_words(codes), to + 32 * j + 32);
+    }
   }
 };
 template <>
 struct Vectors<BlockQ5_K> {
   template <class O, class T>
-  GSD_TILE void decode(const uint8_t* block, int part, T* to) {
-    __m512 d = half_lanes(block), low = half_lanes(block + 2);
-    six_bits_of(block + 4, part, d, low);
-    const __m256i bytes = bytes_at(block + 48 + 16 * (part & ~1));
-    const __m512i codes = part & 1 ? high_words(bytes) : low_words(bytes);
-    const __mmask32 bits = _mm256_test_epi8_mask(bytes_at(block + 16), _mm256_set1_epi8(static_cast<char>(1 << part)));
-    O::look_up(O::of(_mm512_sub_ps(_mm512_mul_ps(counted(0), d), low)),
-               O::of(_mm512_sub_ps(_mm512_mul_ps(counted(16), d), low)), with_fifth(codes, bits), to);
+  GSD_TILE void decode(const uint8_t* block, T* to) {
+    const __m512 d = half_lanes(block), low = half_lanes(block + 2);
+    const __m256i fifth = bytes_at(block + 16);
+    uint8_t scale[8], minimum[8];
+    six_bits(block + 4, scale, minimum);
+    for (int j = 0; j < 8; j++) {
+      const __m256i bytes = bytes_at(block + 48 + 16 * (j & ~1));
+      const __m512i codes = j & 1 ? high_words(bytes) : low_words(bytes);
+      const __mmask32 bits = _mm256_test_epi8_mask(fifth, _mm256_set1_epi8(static_cast<char>(1 << j)));
+      const __m512 by = scaled(d, scale[j]), from = scaled(low, minimum[j]);
+      O::look_up(O::of(_mm512_fmsub_ps(counted(0), by, from)),
+                 O::of(_mm512_fmsub_ps(counted(16), by, from)), with_fifth(codes, bits), to + 32 * j);
+    }
   }
 };
 template <>
 struct Vectors<BlockQ6_K> {
   template <class O, class T>
-  GSD_TILE void decode(const uint8_t* block, int part, T* to) {
-    const int half = part / 4, quarter = part % 4;  // bits 2 · quarter of the high ones, a nibble of one half of the low
+  GSD_TILE void decode(const uint8_t* block, T* to) {
     const __m512 d = half_lanes(block + 208);
-    const int8_t* by = reinterpret_cast<const int8_t*>(block) + 192 + 2 * part;
-    const __m512 first = _mm512_mul_ps(d, _mm512_set1_ps(by[0])), second = _mm512_mul_ps(d, _mm512_set1_ps(by[1]));
-    const __m256i from = bytes_at(block + 64 * half + 32 * (quarter & 1)), high = bytes_at(block + 128 + 32 * half);
-    const __m256i low = _mm256_and_si256(quarter < 2 ? from : _mm256_srli_epi16(from, 4), _mm256_set1_epi8(15));
-    const __m256i two = _mm256_and_si256(_mm256_srl_epi16(high, _mm_cvtsi32_si128(2 * quarter)), _mm256_set1_epi8(3));
-    const __m256i code = _mm256_sub_epi8(_mm256_or_si256(low, _mm256_slli_epi16(two, 4)), _mm256_set1_epi8(32));
-    O::put(O::of(_mm512_mul_ps(wide_bytes(_mm256_castsi256_si128(code)), first)),
-           O::of(_mm512_mul_ps(wide_bytes(_mm256_extracti128_si256(code, 1)), second)), to);
+    float scale[16];
+    _mm512_storeu_ps(scale, _mm512_mul_ps(d, wide_bytes(sixteen_at(block + 192))));
+    for (int half = 0; half < 2; half++) {
+      const __m256i high = bytes_at(block + 128 + 32 * half);
+      for (int part = 0; part < 4; part++) {
+        const __m256i from = bytes_at(block + 64 * half + 32 * (part & 1)), fifteen = _mm256_set1_epi8(15);
+        const __m256i low = _mm256_and_si256(part < 2 ? from : _mm256_srli_epi16(from, 4), fifteen);
+        const __m256i two = _mm256_and_si256(_mm256_srli_epi16(high, 2 * part), _mm256_set1_epi8(3));
+        const __m256i code = _mm256_sub_epi8(_mm256_or_si256(low, _mm256_slli_epi16(two, 4)), _mm256_set1_epi8(32));
+        const float* by = scale + 8 * half + 2 * part;
+        O::put(O::of(_mm512_mul_ps(wide_bytes(_mm256_castsi256_si128(code)), _mm512_set1_ps(by[0]))),
+               O::of(_mm512_mul_ps(wide_bytes(_mm256_extracti128_si256(code, 1)), _mm512_set1_ps(by[1]))),
+               to + 128 * half + 32 * part);
+      }
+    }
   }
 };
 
@@ -205,14 +218,11 @@ void decode_vectors(const void* row, const float*, int64_t, int64_t inputs, void
   const uint8_t* block = static_cast<const uint8_t*>(row);
   typename To::Stored* to = static_cast<typename To::Stored*>(out);
   for (int64_t i = 0; i < inputs; i += Block::kWeights, block += Block::kBytes) {
-    GSD_UNROLL
-    for (int part = 0; part < Block::kWeights / 32; part++) {
-      Vectors<Block>::template decode<Out<To>>(block, part, to + i + 32 * part);
-    }
+    Vectors<Block>::template decode<Out<To>>(block, to + i);
   }
 }
 
-// Bfloat16 words that stay in a register.
+// Bfloat16 words of a block of 32 that stay in a register.
 struct InRegister {
   GSD_TILE __m256i of(__m512 x) { return normal_words(x); }
   GSD_TILE __m256i of_any(__m512 x) { return bfloat16_words(x); }
@@ -231,12 +241,11 @@ struct InRegister {
 template <class Of, class Block>
 struct Unpacking : Of {
   typedef uint8_t Stored;
-  static constexpr int kRows = 3, kStep = 32, kStepBytes = Block::kBytes * 32 / Block::kWeights;
+  static constexpr int kRows = 3, kStep = 32, kStepBytes = Block::kBytes;
   static constexpr bool kPacked = true;
   GSD_TILE void unpack(const uint8_t* row, int64_t i, typename Of::Weights& to) {
-    const uint8_t* block = row + i / Block::kWeights * Block::kBytes;
     __m512i words;
-    Vectors<Block>::template decode<InRegister>(block, static_cast<int>(i / 32 % (Block::kWeights / 32)), &words);
+    Vectors<Block>::template decode<InRegister>(row + i / Block::kWeights * Block::kBytes, &words);
     Of::take(words, to);
   }
 };
@@ -244,9 +253,8 @@ struct Unpacking : Of {
 #undef GSD_BLOCKS
 #define GSD_BLOCKS(Block) \
   {decode_vectors<Block, ToFloat32>, decode_vectors<Block, ToBfloat16>, decode_vectors<Block, ToFloat16>}
-#define GSD_UNPACKING(Of)                                                                                              \
+#define GSD_UNPACKING(Of)                                                                                               \
   {{nullptr, nullptr, nullptr, products_of<Unpacking<Of, BlockQ4_0>>, products_of<Unpacking<Of, BlockQ4_1>>,            \
     products_of<Unpacking<Of, BlockQ5_0>>, products_of<Unpacking<Of, BlockQ5_1>>, products_of<Unpacking<Of, BlockQ8_0>>, \
-    products_of<Unpacking<Of, BlockIQ4_NL>>, products_of<Unpacking<Of, BlockMXFP4>>,                                    \
-    products_of<Unpacking<Of, BlockQ4_K>>, products_of<Unpacking<Of, BlockQ5_K>>, products_of<Unpacking<Of, BlockQ6_K>>}, \
+    products_of<Unpacking<Of, BlockIQ4_NL>>, products_of<Unpacking<Of, BlockMXFP4>>},                                   \
    Unpacking<Of, BlockQ4_0>::kRows}

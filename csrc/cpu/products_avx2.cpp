@@ -65,7 +65,8 @@ struct Ordered : Avx2 {
   typedef __m256 Weights;
   typedef __m256 Row;
   static constexpr int kStep = 8;
-  static constexpr int kParts = 1;
+  static constexpr int kParts = 1, kStepBytes = 0;
+  static constexpr bool kPacked = false;
 
   GSD_TILE void see_part(const float* from, int part, Row& row) { row = _mm256_loadu_ps(from + 8 * part); }
   GSD_TILE void widen(const Stored* from, int, Weights& to) { to = E::eight(from); }
@@ -107,7 +108,8 @@ struct EightBfloat16 {
 
 // Two bfloat16 share a word: a shift widens the first, a mask the second. Rows are packed accordingly.
 struct PairedBfloat16 : Ordered<EightBfloat16> {
-  static constexpr int kStep = 16, kParts = 2;
+  static constexpr int kStep = 16, kParts = 2, kStepBytes = 0;
+  static constexpr bool kPacked = false;
 
   GSD_TILE void widen(const uint16_t* from, int part, Weights& to) {
     const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
