@@ -241,7 +241,7 @@ struct InRegister {
 template <class Of, class Block>
 struct Unpacking : Of {
   typedef uint8_t Stored;
-  static constexpr int kRows = 3, kStep = 32, kStepBytes = Block::kBytes;
+  static constexpr int kRows = 5, kStep = 32, kStepBytes = Block::kBytes;
   static constexpr bool kPacked = true;
   GSD_TILE void unpack(const uint8_t* row, int64_t i, typename Of::Weights& to) {
     __m512i words;
