@@ -73,7 +73,9 @@ def test_a_decoder_of_mixed_kinds_has_the_dense_decoders_bits(level, dtype):
             kind = BY_NAME["int8"]
         return packed_matrix(kind, *matrix.shape, seed=matrix.shape[0])
 
-    layers = [replace(layer, **{n: packed(getattr(layer, n)) for n in MATRICES if n != "v"}) for layer in weights.layers]
+    layers = [
+        replace(layer, **{n: packed(getattr(layer, n)) for n in MATRICES if n != "v"}) for layer in weights.layers
+    ]
     mixed = replace(weights, embedding=packed(weights.embedding), head=packed(weights.head), layers=layers)
     caches = {name: [cache.clone() for cache in case[name]] for name in ("k_caches", "v_caches")}
     with cpu_levels.forced(level):

@@ -30,7 +30,9 @@ class PackedMatrix:
     scales: Tensor | None = None
 
     def __post_init__(self) -> None:
-        dtype, width = (torch.int8, self.inputs) if self.kind.scaled else (torch.uint8, self.kind.row_bytes(self.inputs))
+        dtype, width = (
+            (torch.int8, self.inputs) if self.kind.scaled else (torch.uint8, self.kind.row_bytes(self.inputs))
+        )
         if self.data.dtype != dtype:
             raise TypeError(f"data: {self.kind.name} lies in {dtype}, got {self.data.dtype}")
         if self.data.dim() != 2 or self.data.shape[1] != width or not self.data.is_contiguous():
@@ -48,7 +50,13 @@ class PackedMatrix:
         if scales is None or scales.dtype != torch.float32:
             raise TypeError(f"scales: {self.kind.name} needs float32, got {getattr(scales, 'dtype', None)}")
         shape = list(scales.shape)
-        if len(shape) != 2 or shape[0] != outputs or not shape[1] or self.inputs % shape[1] or not scales.is_contiguous():
+        if (
+            len(shape) != 2
+            or shape[0] != outputs
+            or not shape[1]
+            or self.inputs % shape[1]
+            or not scales.is_contiguous()
+        ):
             raise ValueError(f"scales: expected [{outputs}, groups that divide {self.inputs}], contiguous, got {shape}")
 
     @property

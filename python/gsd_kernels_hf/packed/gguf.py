@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
 
+from .header import Header, Stored
 from .modules import PackedEmbedding, PackedLinear
 
 logger = logging.getLogger("gsd_kernels")
@@ -37,10 +38,10 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 FREQUENCIES = "rope_freqs.weight"
 """Factors that divide the frequencies of the rotary embedding, float32 [head_dim / 2]."""
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-MAGIC = b"GGUF"
+FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def from_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
@@ -55,74 +56,55 @@ def from_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat
         dtype: of activations, norms and what matrices stand for.
 
     Returns:
-        The model, in evaluation mode. Its own ``forward`` and ``generate`` work; :func:`gsd_kernels.patch` makes it fast.
+        The model, in evaluation mode. Its own ``forward`` and ``generate`` work; :func:`gsd_kernels.patch` makes it
+        fast.
         It cannot be trained or saved. Of architectures other than LLaMA's, Mistral's, Qwen2's and Qwen3's, transformers
         unpacks all weights, which the log says.
 
     Raises:
-        ImportError: the ``gguf`` package is missing.
         TypeError, ValueError: no GGUF file, a damaged one, or one that cannot be served.
     """
     path = Path(path)
     if dtype not in FLOATS.values():
         raise TypeError(f"dtype: expected float32, bfloat16 or float16, got {dtype}")
-    reader = _reader(path)
-    config = _config(path)
-    architecture = _text(reader, "general.architecture")
-    if architecture not in PACKED or not _known(reader, config):
-        logger.warning("%s: transformers unpacks all weights of the architecture %r", path, architecture)
+    header = Header.read(path)
+    architecture = str(header.fields.get("general.architecture"))
+    if architecture not in PACKED or not all(_place(name) for name in header.tensors if name != FREQUENCIES):
+        logger.warning("%s: transformers unpacks all weights of the architecture %s", path, architecture)
         return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype).eval()
+    config = config_of(header)
     config.dtype = dtype
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    _Filling(path, reader, model, dtype, permuted=architecture in PERMUTED).fill()
+    _Filling(path, header, model, dtype, permuted=architecture in PERMUTED).fill()
     model.save_pretrained = _refusal(path)
     return model.eval()
 
 
-def _reader(path: Path) -> Any:
-    """The file's names, numbers and places.
+def config_of(header: Header) -> PretrainedConfig:
+    """The config that transformers reads from a file's head, by its own table of names.
 
     Raises:
-        ImportError, ValueError: see :func:`from_gguf`.
+        ValueError: a number is missing.
     """
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise ImportError("reading GGUF files needs the gguf package: pip install gguf") from error
-    if not path.is_file():
-        raise ValueError(f"path: {path} is no file; expected one in the GGUF format")
-    with path.open("rb") as file:
-        if file.read(4) != MAGIC:
-            raise ValueError(f"path: {path} is not in the GGUF format; it does not begin with GGUF")
-    try:
-        reader = GGUFReader(path)
-    except Exception as error:  # whatever a damaged file leads to
-        raise ValueError(f"path: {path} is damaged or cut short ({type(error).__name__}: {error})") from error
-    size = path.stat().st_size
-    for tensor in reader.tensors:
-        if tensor.data_offset + tensor.n_bytes > size:
-            raise ValueError(f"path: {path} is cut short: {tensor.name} ends behind its {size} bytes")
-    return reader
+    from transformers.integrations import GGUF_CONFIG_MAPPING
 
-
-def _config(path: Path) -> PretrainedConfig:
-    try:
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:
-        raise ValueError(f"path: transformers cannot read the config in {path} ({error})") from error
-    return config
-
-
-def _text(reader: Any, key: str) -> str:
-    field = reader.fields.get(key)
-    return "" if field is None else str(field.contents())
-
-
-def _known(reader: Any, config: PretrainedConfig) -> bool:
-    """Whether every tensor has a place in a model of plain decoder layers."""
-    names = {tensor.name for tensor in reader.tensors} - {FREQUENCIES}
-    return all(_place(name) is not None for name in names) and hasattr(config, "num_hidden_layers")
+    architecture = header.fields["general.architecture"]
+    values: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in header.tensors}
+    for key, value in header.fields.items():
+        prefix, _, rest = key.partition(".")
+        name = GGUF_CONFIG_MAPPING.get(prefix, {}).get(rest)
+        if name is not None and name != -1:
+            values[name] = value
+    values.setdefault("vocab_size", header.fields.get("tokenizer.ggml.tokens"))
+    head_dim = header.fields.get(f"{architecture}.attention.key_length")
+    if head_dim is not None:  # which transformers leaves at its default
+        values.setdefault("head_dim", head_dim)
+    values.pop("_model_name_or_path", None)
+    missing = [name for name in NEEDED if values.get(name) is None]
+    if missing:
+        raise ValueError(f"path: the head of this {architecture} file has no {', '.join(missing)}")
+    return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
 def _place(name: str) -> str | None:
@@ -146,11 +128,13 @@ def _refusal(path: Path) -> Callable[..., NoReturn]:
 class _Filling:
     """Puts a file's tensors into a model without any."""
 
-    def __init__(self, path: Path, reader: Any, model: PreTrainedModel, dtype: torch.dtype, *, permuted: bool) -> None:
-        self.path, self.reader, self.model, self.dtype, self.permuted = path, reader, model, dtype, permuted
+    def __init__(
+        self, path: Path, header: Header, model: PreTrainedModel, dtype: torch.dtype, *, permuted: bool
+    ) -> None:
+        self.path, self.model, self.dtype, self.permuted = path, model, dtype, permuted
         # Private pages of the file: nothing is read before it is used, nothing is ever written.
         self.file = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-        self.tensors = {_place(tensor.name) or tensor.name: tensor for tensor in reader.tensors}
+        self.tensors = {_place(name) or name: tensor for name, tensor in header.tensors.items()}
 
     def fill(self) -> None:
         """Replace every module that holds weights, then what is computed from the config.
@@ -195,13 +179,13 @@ class _Filling:
     def _matrix(self, name: str, shape: torch.Size) -> PackedMatrix | Tensor:
         """[outputs, inputs] as it lies, or in the model's dtype where the file has plain floats."""
         tensor = self._found(name, shape)
-        kind = tensor.tensor_type.name
+        kind = tensor.kind
         raw = self._bytes(tensor).view(shape[0], -1)
         if self.permuted and name.endswith(("self_attn.q_proj.weight", "self_attn.k_proj.weight")):
             raw = self._unpermuted(raw)
         if kind in FLOATS:
             return raw.view(FLOATS[kind]).to(self.dtype)
-        return PackedMatrix(BY_NAME[kind.lower()], raw, shape[1])
+        return PackedMatrix(BY_NAME[kind], raw, shape[1])
 
     def _unpermuted(self, rows: Tensor) -> Tensor:
         """Rows of a head as transformers has them, its first half and then its second; the file has them in turns."""
@@ -211,7 +195,7 @@ class _Filling:
 
     def _vector(self, name: str, shape: torch.Size, dtype: torch.dtype | None = None) -> Tensor:
         tensor = self._found(name, shape)
-        kind = tensor.tensor_type.name
+        kind = tensor.kind
         if kind not in FLOATS:
             raise ValueError(f"path: {name} of {self.path} is packed as {kind}; expected plain floats")
         value = self._bytes(tensor).view(FLOATS[kind]).to(dtype or self.dtype, copy=True)
@@ -219,16 +203,18 @@ class _Filling:
             value = self._unpermuted(value[:, None])[:, 0]
         return value
 
-    def _found(self, name: str, shape: torch.Size) -> Any:
+    def _found(self, name: str, shape: torch.Size) -> Stored:
         tensor = self.tensors.get(name)
         if tensor is None:
             raise ValueError(f"path: {self.path} has no tensor for {name}")
-        found, kind = [int(n) for n in reversed(tensor.shape)], tensor.tensor_type.name
-        if found != list(shape):
-            raise ValueError(f"path: {name} of {self.path} is {found}, the config says {list(shape)}")
-        if kind not in FLOATS and kind.lower() not in BY_NAME:
-            raise ValueError(f"path: {name} of {self.path} is packed as {kind}, which is none of {', '.join(BY_NAME)}")
+        if tensor.shape != tuple(shape):
+            raise ValueError(f"path: {name} of {self.path} is {list(tensor.shape)}, the config says {list(shape)}")
+        if tensor.kind not in FLOATS and tensor.kind not in BY_NAME:
+            raise ValueError(
+                f"path: {name} of {self.path} is packed as {tensor.kind}, which is none of {', '.join(BY_NAME)}; "
+                "convert it with llama-quantize"
+            )
         return tensor
 
-    def _bytes(self, tensor: Any) -> Tensor:
-        return self.file[int(tensor.data_offset) : int(tensor.data_offset) + int(tensor.n_bytes)]
+    def _bytes(self, tensor: Stored) -> Tensor:
+        return self.file[tensor.offset : tensor.offset + tensor.nbytes]
