@@ -19,8 +19,8 @@ def row_linear(x: Tensor, weight: Tensor | PackedMatrix, *, backend: str = "auto
 
     Args:
         x: float32, bfloat16 or float16 [rows, in], contiguous.
-        weight: [out, in], contiguous, of the dtype of ``x``; or packed, with the bits of the dense matrix that it stands
-            for.
+        weight: [out, in], contiguous, of the dtype of ``x``; or packed, with the bits of the dense matrix it
+            stands for.
 
     Returns:
         [rows, out]
