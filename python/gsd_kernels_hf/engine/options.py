@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from gsd_kernels import GraphConfig
-from gsd_kernels.config import resolve_graph_config
+from gsd_kernels.config import AUTO, resolve_graph_config
+from gsd_kernels.names import did_you_mean, fields_named
 
 from .. import validate
 from ..acceptance.criteria import Typical, check_chain, resolve_criterion, shape_for
@@ -19,6 +20,7 @@ from ..acceptance.sampling import draw_seed
 from ..model import properties
 from ..records import Verified
 from ..sources.base import DraftSource
+from ..sources.border import check_source
 from ..sources.draft_model import DraftModel
 from ..sources.drafters import KINDS, Drafter, loaded_drafter, source_of
 from ..sources.heads import DraftHeads, Heads
@@ -36,6 +38,7 @@ NEEDS = {
 }
 
 
+@fields_named("unknown option")
 @dataclass(eq=False)
 class Options:
     """Options of graph-speculative decoding, checked and resolved when they are made.
@@ -70,7 +73,8 @@ class Options:
         reuse_history: whether the history begins with what earlier calls' histories held, and leaves them its own;
             bounded, in what :func:`gsd_kernels.patch` keeps only. One caller's texts then speed up another's, which
             somebody may time.
-        streamer: gets every emitted token (batch 1).
+        streamer: gets the prompt [batch, length], then the batch's tokens position by position, [batch] each, as from
+            transformers; its own text streamers take one sequence only.
         observer: called with the :class:`~gsd_kernels_hf.records.Verified` of every step.
 
     Attributes:
@@ -109,8 +113,8 @@ class Options:
             kinds, got = ", ".join(kind.__name__ for kind in KINDS), type(self.drafter).__name__
             raise TypeError(f"drafter: expected a folder, a hub id, or one of {kinds}, got {got}")
         self.named = self._names()
-        self.automatic = shape in (None, "auto") and bool(self.named)
-        self.graph_config = GraphConfig() if shape == "auto" else resolve_graph_config(shape)
+        self.automatic = shape in (None, AUTO) and bool(self.named)
+        self.graph_config = GraphConfig() if shape == AUTO else resolve_graph_config(shape)
         others = {"draft_heads": self.draft_heads, "drafter": self.drafter, "reference_ids": self.reference_ids}
         others["assistant_model"] = self.other_drafts or None
         check_chain(self.criterion, self.graph_config, self.draft_sources, others)
@@ -198,12 +202,13 @@ class Options:
         )
         if not isinstance(sources, (tuple, list, str)):
             raise TypeError(expected)
-        if (
-            isinstance(sources, str)
-            or not sources
-            or not all(s in NAMES or isinstance(s, DraftSource) for s in sources)
-        ):
-            raise ValueError(expected)
+        strange = [s for s in sources if not isinstance(s, DraftSource) and s not in NAMES]
+        if isinstance(sources, str) or not sources or strange:
+            near = "" if isinstance(sources, str) or not sources else did_you_mean(str(strange[0]), NAMES)
+            raise ValueError(expected + near)
+        for source in sources:
+            if isinstance(source, DraftSource):
+                check_source(source, NAMES)
         names = tuple(s.name if isinstance(s, DraftSource) else s for s in sources)
         if len(set(names)) < len(names):
             raise ValueError(f"draft_sources: {', '.join(names)} have a name twice; give each source a name of its own")

@@ -13,6 +13,7 @@ from gsd_kernels import GraphConfig
 from ..model.attention import GraphInputs
 from ..model.cache import GraphCache
 from ..model.launching import launch_attention
+from ..model.replay import hold
 from ..model.runner import CachedText
 from ..records import Verified
 from .base import DraftSource, Text
@@ -49,6 +50,7 @@ class FeatureCache(CachedText):
         super().grow(capacity + self.extra)
         grown = self.features.new_zeros(self.features.shape[0], capacity, self.features.shape[2])
         grown[:, : self.features.shape[1]] = self.features
+        hold(self.features)
         self.features = grown
 
     @property
@@ -89,7 +91,6 @@ class FeatureSource(DraftSource):
     reads and verifies; entries are made of them when the drafter is next used.
     """
 
-    costs_forward = True
     ahead = 0
     """How many tokens beyond its own position an entry reads."""
 
@@ -97,6 +98,11 @@ class FeatureSource(DraftSource):
     """Cache positions that a forward needs, more than the target's rows do."""
 
     module: nn.Module
+
+    @property
+    def forwards(self) -> tuple[nn.Module, ...]:
+        """The drafter."""
+        return (self.module,)
 
     def start(self, text: Text, config: PretrainedConfig) -> None:
         """Make the storage of a session."""
