@@ -18,7 +18,7 @@ from gsd_kernels import GraphConfig
 
 from .. import validate
 from ..model import properties
-from ..model.linear import with_children
+from ..model.view import with_children
 from ..model.runner import RowModel
 from .base import Text
 from .expansion import Expansion

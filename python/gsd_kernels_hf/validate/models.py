@@ -9,6 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels import BACKENDS
 
+from ..model.fused import check_foreign
 from ..model.once import parameters_of
 from ..model.probe import windows_of
 from ..model.properties import vocabulary
@@ -56,6 +57,7 @@ def check_model(name: str, model: Any) -> None:
         check_heads(name, model.config, (mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh).size())
     check_weights(name, model)
     windows_of(model, name)
+    check_foreign(model, name)
 
 
 def check_weights(name: str, model: PreTrainedModel) -> None:
