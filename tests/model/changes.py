@@ -72,7 +72,9 @@ def tensor(path: str, value: Callable[[torch.Tensor], Any]) -> Change:
     """Another content of a tensor, in place."""
 
     def apply(model: Any, stack: ExitStack) -> None:
-        found = functools.reduce(getattr, path.replace(".0.", ".layer0.").split("."), model) if False else _at(model, path)
+        found = (
+            functools.reduce(getattr, path.replace(".0.", ".layer0.").split("."), model) if False else _at(model, path)
+        )
         before = found.detach().clone()
         with torch.no_grad():
             found.copy_(value(before))
@@ -147,14 +149,14 @@ CHANGES |= {
     "nn.Module._call_impl": around(
         nn.Module,
         "_call_impl",
-        lambda own, self, *a, **k: own(self, *a, **k) * (2.0 if type(self) is llama.LlamaMLP else 1.0)
-        if type(self) is llama.LlamaMLP
-        else own(self, *a, **k),
+        lambda own, self, *a, **k: (
+            own(self, *a, **k) * (2.0 if type(self) is llama.LlamaMLP else 1.0)
+            if type(self) is llama.LlamaMLP
+            else own(self, *a, **k)
+        ),
     ),
     "a property of a class": put(llama.LlamaAttention, "scaling", property(lambda self: 0.05, lambda *_: None)),
-    "the activation's class": around(
-        type(llama.ACT2FN["silu"]), "forward", lambda own, self, x: torch.relu(x)
-    ),
+    "the activation's class": around(type(llama.ACT2FN["silu"]), "forward", lambda own, self, x: torch.relu(x)),
     "another shipped forward": lambda model, stack: put(
         type(llama.ACT2FN["silu"]), "forward", type(llama.ACT2FN["relu2"]).forward
     )(model, stack),
@@ -174,19 +176,13 @@ CHANGES |= {
     "rotate_half": put(llama, "rotate_half", lambda x: x.flip(-1)),
     "torch.nn.functional.linear": around(nn.functional, "linear", lambda own, x, w, b=None: own(x, w, b) * 1.1),
     "torch.nn.functional.silu": put(nn.functional, "silu", nn.functional.gelu),
-    "torch.nn.functional.embedding": around(
-        nn.functional, "embedding", lambda own, *a, **k: own(*a, **k).flip(-1)
-    ),
+    "torch.nn.functional.embedding": around(nn.functional, "embedding", lambda own, *a, **k: own(*a, **k).flip(-1)),
     "torch.rsqrt": around(torch, "rsqrt", lambda own, x: own(x + 0.5)),
     "torch.cat": around(torch, "cat", lambda own, parts, dim=0: own([-part for part in parts], dim=dim)),
     "torch.Tensor.cos": around(torch.Tensor, "cos", lambda own, x: own(2 * x)),
     "torch.Tensor.pow": around(torch.Tensor, "pow", lambda own, x, e: own(x, e) + 0.3),
-    "slice_logits_to_keep": around(
-        llama, "slice_logits_to_keep", lambda own, x, keep: own(x.roll(1, -1), keep)
-    ),
-    "create_causal_mask": around(
-        llama, "create_causal_mask", lambda own, **k: _narrow(own(**k))
-    ),
+    "slice_logits_to_keep": around(llama, "slice_logits_to_keep", lambda own, x, keep: own(x.roll(1, -1), keep)),
+    "create_causal_mask": around(llama, "create_causal_mask", lambda own, **k: _narrow(own(**k))),
 }
 
 
@@ -273,9 +269,7 @@ CHANGES |= {
     "scaled_dot_product_attention": around(
         nn.functional, "scaled_dot_product_attention", lambda own, q, k, v, **o: own(2 * q, k, v, **o)
     ),
-    "a helper of sdpa": around(
-        sdpa_attention, "pack_gqa", lambda own, x, n: own(x, n)
-    ),
+    "a helper of sdpa": around(sdpa_attention, "pack_gqa", lambda own, x, n: own(x, n)),
     "the mask function": lambda model, stack: stack.enter_context(
         mock.patch.dict(
             AttentionMaskInterface._global_mapping,
@@ -346,9 +340,7 @@ CHANGES |= {
     ),
     "mlp, nothing": attribute("model.layers.1", "mlp", lambda _: nn.Identity()),
     "mlp and its neighbour's": attribute("model.layers.1", "mlp", lambda m: nn.Sequential(m, nn.Tanh())),
-    "rotary of another base": attribute(
-        "model", "rotary_emb", lambda m: type(m)(_config(m.config, rope_theta=50.0))
-    ),
+    "rotary of another base": attribute("model", "rotary_emb", lambda m: type(m)(_config(m.config, rope_theta=50.0))),
     "_call_impl of a module": lambda model, stack: stack.enter_context(
         mock.patch.dict(
             vars(model.model.layers[1].mlp),
@@ -371,7 +363,9 @@ for layer in range(3):
         f"scaling of layer {layer}": number(f"{at}.self_attn.scaling", lambda s: 2.5 * s),
         f"scaling of layer {layer}, slightly": number(f"{at}.self_attn.scaling", lambda s: 1.01 * s),
         f"epsilon of layer {layer}": number(f"{at}.input_layernorm.variance_epsilon", lambda _: 0.5),
-        f"epsilon of layer {layer}, slightly": number(f"{at}.post_attention_layernorm.variance_epsilon", lambda _: 1e-3),
+        f"epsilon of layer {layer}, slightly": number(
+            f"{at}.post_attention_layernorm.variance_epsilon", lambda _: 1e-3
+        ),
     }
 CHANGES |= {
     "epsilon of the last norm": number("model.norm.variance_epsilon", lambda _: 5.0),

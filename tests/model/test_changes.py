@@ -69,7 +69,19 @@ def test_a_changed_model_says_what_it_says_or_why_not(name, before):
             changed.append((REFUSED, str(error)))
         else:
             changed.append(served(model))
-    print(name, "|", "same" if isinstance(want, torch.Tensor) and torch.equal(want, before) else "differs" if isinstance(want, torch.Tensor) else want[:50], "|", changed[0][0] if isinstance(changed[0][0], str) else torch.equal(changed[0][0], want), "|", changed[0][1])
+    print(
+        name,
+        "|",
+        "same"
+        if isinstance(want, torch.Tensor) and torch.equal(want, before)
+        else "differs"
+        if isinstance(want, torch.Tensor)
+        else want[:50],
+        "|",
+        changed[0][0] if isinstance(changed[0][0], str) else torch.equal(changed[0][0], want),
+        "|",
+        changed[0][1],
+    )
     for text, why in changed:
         if isinstance(text, torch.Tensor):
             assert isinstance(want, str) or torch.equal(text, want), why

@@ -214,9 +214,11 @@ def ambient(device: torch.device) -> tuple[Any, ...]:
     """What this thread's PyTorch does to every operation: autocast, modes that functions or operators go through."""
     cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     modes = torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
-    dispatched = torch.utils._python_dispatch._get_current_dispatch_mode_stack() if (
-        torch._C._len_torch_dispatch_stack()
-    ) else ()
+    dispatched = (
+        torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        if (torch._C._len_torch_dispatch_stack())
+        else ()
+    )
     return cast, *(type(mode) for mode in (*modes, *dispatched) if not isinstance(mode, DeviceContext))
 
 

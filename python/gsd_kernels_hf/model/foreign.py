@@ -150,7 +150,10 @@ def _unfit(model: Any, layer: Any, head_dim: int) -> str | None:
         return f"matrices of sizes that do not go together, {found}"
     if tuple(model.lm_head.weight.shape) != (model.config.vocab_size, hidden) or vocab < model.config.vocab_size:
         return f"an output matrix of {tuple(model.lm_head.weight.shape)} for {model.config.vocab_size} tokens"
-    norms = [*(norm.weight for norm in (layer.input_layernorm, layer.post_attention_layernorm)), model.model.norm.weight]
+    norms = [
+        *(norm.weight for norm in (layer.input_layernorm, layer.post_attention_layernorm)),
+        model.model.norm.weight,
+    ]
     if any(tuple(weight.shape) != (hidden,) for weight in norms):
         return "a norm of another size"
     return None

@@ -190,5 +190,3 @@ def _in_float(module: Any, rows: int | None = None) -> Any:
         for name, p in module._parameters.items()
     }
     return view
-
-

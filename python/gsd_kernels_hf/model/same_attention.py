@@ -74,7 +74,9 @@ def check_attention(call: AttentionCall, visible: Tensor) -> str | None:
         found = _difference(call, visible, mask) if mask is not None else None
     if found is None:
         return None
-    return f"{described(call.own)} in layer {call.layer} gives results that differ from softmax attention by {found:.1g}"
+    return (
+        f"{described(call.own)} in layer {call.layer} gives results that differ from softmax attention by {found:.1g}"
+    )
 
 
 def _longer(call: AttentionCall, visible: Tensor) -> tuple[Tensor, Tensor | None]:
