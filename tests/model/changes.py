@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, GenerationMixin
+from transformers.cache_utils import DynamicLayer
 from transformers.integrations import sdpa_attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -32,7 +33,7 @@ def change(function: Change) -> Change:
 
 def put(owner: Any, name: str, value: Any) -> Change:
     def apply(model: Any, stack: ExitStack) -> None:
-        stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(mock.patch.object(owner, name, value, create=True))
 
     return apply
 
@@ -97,8 +98,13 @@ def hooked(path: str, what: Callable[..., Any], *, before: bool = False) -> Chan
     return apply
 
 
-def twice(_: Any, __: Any, output: Any) -> Any:
-    return (2.0 * output[0], *output[1:]) if isinstance(output, tuple) else 2.0 * output
+def mixed(x: Any) -> Any:
+    """With some of every feature in the next one's place; no norm and no maximum hides that."""
+    return (mixed(x[0]), *x[1:]) if isinstance(x, tuple) else x + 0.7 * x.roll(1, -1)
+
+
+def mixing(_: Any, __: Any, output: Any) -> Any:
+    return mixed(output)
 
 
 # Classes.
@@ -167,6 +173,40 @@ def _scaled(output: Any, name: str) -> Any:
     shift = torch.linspace(-9, 9, output[name].shape[-1], dtype=output[name].dtype)
     output[name] = output[name] + shift
     return output
+
+
+CHANGES |= {
+    "LlamaMLP.forward of the last row": around(
+        llama.LlamaMLP, "forward", lambda own, self, x: last_alone(own(self, x), mixed)
+    ),
+    "LlamaMLP.forward of single rows": around(
+        llama.LlamaMLP, "forward", lambda own, self, x: mixed(own(self, x)) if x.shape[1] == 1 else own(self, x)
+    ),
+    "LlamaForCausalLM.forward, wrapped": wrapped(
+        llama.LlamaForCausalLM, "forward", lambda own, self, *a, **k: _scaled(own(self, *a, **k), "logits")
+    ),
+    "DynamicLayer.update": around(
+        DynamicLayer, "update", lambda own, self, k, v, *a, **o: own(self, k, mixed(v), *a, **o)
+    ),
+    "DynamicCache.update": around(
+        DynamicCache, "update", lambda own, self, k, v, *a, **o: own(self, 2 * k, v, *a, **o)
+    ),
+    "prepare_inputs_for_generation": around(
+        llama.LlamaForCausalLM,
+        "prepare_inputs_for_generation",
+        lambda own, self, ids, *a, **o: own(self, (ids + 1) % 97, *a, **o),
+    ),
+    "GenerationMixin._sample": around(
+        GenerationMixin, "_sample", lambda own, self, ids, **o: own(self, (ids + 1) % 97, **o)
+    ),
+    "GenerationMixin.prepare_inputs_for_generation": around(
+        GenerationMixin,
+        "prepare_inputs_for_generation",
+        lambda own, self, ids, *a, **o: own(self, (ids + 1) % 97, *a, **o),
+    ),
+    "torch.Tensor.__neg__": around(torch.Tensor, "__neg__", lambda own, x: own(2 * x)),
+    "torch.Tensor.__matmul__": around(torch.Tensor, "__matmul__", lambda own, x, y: own(2 * x, y)),
+}
 
 
 # Functions that forwards name.
@@ -280,6 +320,21 @@ CHANGES |= {
 
 
 # Hooks.
+def last_alone(x: torch.Tensor, what: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """With another last row, as steering vectors are added."""
+    return torch.cat([x[:, :-1], what(x[:, -1:])], 1)
+
+
+@change
+def a_hook_of_the_last_row(model: Any, stack: ExitStack) -> None:
+    hooked("model.layers.1.mlp", lambda _, __, out: last_alone(out, mixed))(model, stack)
+
+
+@change
+def a_hook_of_single_rows(model: Any, stack: ExitStack) -> None:
+    hooked("model.layers.1.mlp", lambda _, __, out: mixed(out) if out.shape[1] == 1 else None)(model, stack)
+
+
 @change
 def a_hook_of_all_modules(model: Any, stack: ExitStack) -> None:
     last = model.model.layers[2].mlp
@@ -294,8 +349,8 @@ def a_pre_hook_of_all_modules(model: Any, stack: ExitStack) -> None:
 
 
 for place in ("model.layers.0.mlp", "model.layers.1.self_attn", "model.layers.2", "model.norm", "model.embed_tokens"):
-    CHANGES[f"a hook of {place}"] = hooked(place, twice)
-CHANGES["a hook of a linear layer"] = hooked("model.layers.1.mlp.up_proj", twice)
+    CHANGES[f"a hook of {place}"] = hooked(place, mixing)
+CHANGES["a hook of a linear layer"] = hooked("model.layers.1.mlp.up_proj", mixing)
 CHANGES["a pre-hook of the output matrix"] = hooked("lm_head", lambda _, args: (args[0].flip(-1),), before=True)
 
 
@@ -311,7 +366,7 @@ def own_forward(path: str, what: Callable[..., Any]) -> Change:
 
 
 for place in ("model.layers.0.mlp", "model.layers.2.mlp", "model.norm", "lm_head", "model.layers.1.mlp.act_fn"):
-    CHANGES[f"forward of {place}"] = own_forward(place, lambda own, x: own(x) + x.mean(-1, keepdim=True))
+    CHANGES[f"forward of {place}"] = own_forward(place, lambda own, x: mixed(own(x)))
 
 
 def attribute(path: str, name: str, value: Any) -> Change:
@@ -370,7 +425,6 @@ for layer in range(3):
 CHANGES |= {
     "epsilon of the last norm": number("model.norm.variance_epsilon", lambda _: 5.0),
     "attention_scaling": number("model.rotary_emb.attention_scaling", lambda _: 1.7),
-    "max_norm": number("model.embed_tokens.max_norm", lambda _: 0.5),
     "is_causal": number("model.layers.1.self_attn.is_causal", lambda _: False),
     "num_hidden_layers of the config": number("config.num_hidden_layers", lambda _: 2),
     "rms_norm_eps of the config": number("config.rms_norm_eps", lambda _: 0.5),
@@ -384,6 +438,14 @@ CHANGES |= {
     "a matrix": tensor("model.layers.1.mlp.up_proj.weight", lambda w: w.flip(0)),
     "the embedding": tensor("model.embed_tokens.weight", lambda w: w.roll(1, 0)),
 }
+
+
+@change
+def max_norm(model: Any, stack: ExitStack) -> None:
+    weight = model.model.embed_tokens.weight
+    before = weight.detach().clone()
+    stack.callback(lambda: weight.data.copy_(before))  # which a forward scales down in place
+    number("model.embed_tokens.max_norm", lambda _: 0.5)(model, stack)
 
 
 # What runs round it.
@@ -453,3 +515,8 @@ CHANGES |= {
         layers_put(model, [model.model.layers[i] for i in (0, 0, 2)])
     ),
 }
+
+SAME: set[str] = set()
+"""Changes that do not show in the text."""
+
+BRIEF: set[str] = set(CHANGES)

@@ -22,12 +22,16 @@ import torch
 from torch import nn
 from torch.nn.modules import module as calls
 from torch.utils._device import DeviceContext
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils.generic import GeneralInterface
 
 ENTRIES = ("forward", "__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "__getattribute__")
 OWN = __name__.partition(".")[0]
 SHIPPED = ({"torch", "transformers", "accelerate", OWN, "gsd_kernels"} | sys.stdlib_module_names) - {"unittest"}
 """Packages whose functions are at home in a modelling file."""
+CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
+"""What a forward stores keys and values in."""
 DEEPEST = 3  # calls from a forward down to the last function that is looked into
 MOST = 64  # sets of classes that are remembered
 MISSING = object()
@@ -83,10 +87,22 @@ def code_names(code: types.CodeType) -> Iterator[str]:
             yield from code_names(constant)
 
 
+def home_of(function: Any) -> str:
+    """The module that a function, or the class of what is called as one, was written in."""
+    function = getattr(function, "__func__", function)
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__globals__", {}).get("__name__") or type(function).__module__)
+
+
 def described(function: Any) -> str:
     """Where a function was written, in words."""
-    home = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
-    return f"{home}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    return f"{home_of(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def is_shipped(function: Any) -> bool:
+    """Whether transformers, PyTorch or this package brought a function."""
+    return top_of(home_of(function)) in SHIPPED
 
 
 class _Look:
@@ -95,6 +111,14 @@ class _Look:
     def __init__(self, implementations: Iterable[str]) -> None:
         self.code, self.implementations = Code(), sorted(implementations)
         self.counted(torch.Tensor)
+        for name in vars(torch.Tensor):  # operators, which no code names
+            if name.startswith("__") and callable(vars(torch.Tensor)[name]):
+                self.check(self.at(torch.Tensor, name), f"torch.Tensor.{name}", "torch")
+        for base in dict.fromkeys(base for cls in CACHES for base in cls.__mro__[:-1]):
+            self.counted(base)
+            for name, value in vars(base).items():
+                if isinstance(value, types.FunctionType):
+                    self.follow(self.at(base, name), f"{base.__qualname__}.{name}", top_of(base.__module__), DEEPEST)
 
     def at(self, owner: type | dict[str, Any], name: str) -> Any:
         """Note what ``name`` is in a class or in the names of a module."""

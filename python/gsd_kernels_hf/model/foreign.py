@@ -15,7 +15,7 @@ from transformers.activations import ACT2CLS
 
 from gsd_kernels.ops.decoder_rows.api import FLOATS
 
-from .code import ambient, described, own_callables
+from .code import ambient, described, is_shipped, own_callables
 from .identity import code_run_by, first_device, foreign_global_hooks, hooks_of
 from .once import modules_of, once, parameters_of
 from .probe import windows_of
@@ -38,10 +38,10 @@ def foreign(model: PreTrainedModel) -> str | None:
 
 
 @once
-def foreign_code(model: nn.Module, *, hooks: bool = True) -> str | None:
+def foreign_code(model: nn.Module, *, shipped: bool = True) -> str | None:
     """Code in a forward of ``model`` that neither transformers nor PyTorch brought, or that runs round all code.
 
-    ``hooks``: whether the modules' own count.
+    ``shipped``: whether their own counts where it is a hook or lies on a module, as accelerate's does.
     """
     cast, *modes = ambient(first_device(model))
     if cast is not None:
@@ -52,10 +52,13 @@ def foreign_code(model: nn.Module, *, hooks: bool = True) -> str | None:
         return f"a hook of all modules, {described(hook)}"
     code = code_run_by(model)
     for name, module in modules_of(model):
-        if hooks and (hooks_of(module) or "forward" in vars(module)):
+        own = {found: vars(module)[found] for found in own_callables(module, code.names)}
+        hooks = [*hooks_of(module).values(), *([own["forward"]] if "forward" in own else [])]
+        if any(shipped or not is_shipped(hook) for hook in hooks):
             return f"{name or 'the model'} has a hook"
-        for function in own_callables(module, code.names):
-            return f"{name or 'the model'} has a function of its own, {function}"
+        for function, value in own.items():
+            if shipped or not is_shipped(value):
+                return f"{name or 'the model'} has a function of its own, {function}"
     return code.foreign
 
 

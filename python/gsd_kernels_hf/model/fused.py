@@ -140,14 +140,14 @@ def check_foreign(model: PreTrainedModel, name: str) -> None:
     Raises:
         ValueError: ``model``, the argument ``name``, computes something else of graph rows.
     """
-    code = foreign_code(model, hooks=False)
+    code = foreign_code(model, shipped=False)
     if code is None:
         return
 
     def forward(of: PreTrainedModel) -> Tensor:
         return proof.logits_of_rows(RowModel(of, proof.capacity(), proof.kv_start(of), "auto"), of)
 
-    found = proof.why_not_proved(model, "modules", forward)
+    found = proof.why_not_proved(model, "modules", forward, singly=True)
     if found is not None:
         raise ValueError(
             f"{name}: {type(model).__name__} cannot be forwarded with graph rows, since {found}; it has code that is "

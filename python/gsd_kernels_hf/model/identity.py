@@ -13,7 +13,8 @@ What is noticed, before every call that could use something of an earlier one:
   changes of inference tensors) those that reach one of :data:`SAMPLES` elements, evenly spaced, of a tensor.
 
 What is not: single elements edited through ``.data``; numbers in the state of a hook or of a function that was put in
-a module's place, but for those in its closure or under a global name; weights that accelerate keeps off the device. After those, ``handle.clear()`` forgets everything.
+a module's place, but for those in its closure or under a global name; weights that accelerate keeps off the device.
+After those, ``handle.clear()`` forgets everything.
 """
 
 from __future__ import annotations

@@ -49,19 +49,25 @@ def padding(ids: Tensor) -> Tensor:
     return mask
 
 
-def own_logits(model: PreTrainedModel) -> Tensor:
-    """As transformers' ``generate`` computes them of a prompt."""
-    ids = text(model)
+def own_logits(model: PreTrainedModel, *, singly: bool = False) -> Tensor:
+    """As transformers' ``generate`` computes them of a prompt; ``singly``: of a prompt and tokens behind it."""
+    ids, cache = text(model), DynamicCache(config=model.config)
     mask = padding(ids)
-    logits = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
-        **{cache_argument(model): DynamicCache(config=model.config)},
-        use_cache=True,
-        return_dict=True,
-    ).logits
-    return logits[:, -len(TEXT) :]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    ends = [*range(PROMPT + 1, LENGTH), LENGTH] if singly else [LENGTH]
+    logits, begin = [], 0
+    for end in ends:
+        output = model(
+            input_ids=ids[:, begin:end],
+            attention_mask=mask[:, :end],
+            position_ids=positions[:, begin:end],
+            **{cache_argument(model): cache},
+            use_cache=True,
+            return_dict=True,
+        )
+        logits.append(output.logits[:, -1:] if singly else output.logits[:, -len(TEXT) :])
+        begin = end
+    return torch.cat(logits, 1)
 
 
 def logits_of_rows(rows: Any, model: PreTrainedModel) -> Tensor:
@@ -100,7 +106,9 @@ def capacity() -> int:
     return PROMPT + len(PARENTS)
 
 
-def why_not_proved(model: PreTrainedModel, way: str, forward: Forward, *, closely: bool = False) -> str | None:
+def why_not_proved(
+    model: PreTrainedModel, way: str, forward: Forward, *, closely: bool = False, singly: bool = False
+) -> str | None:
     """What ``forward`` computes otherwise than the model, in words, or ``None``.
 
     Remembered until the model's structure is another one, see :mod:`.identity`.
@@ -110,10 +118,13 @@ def why_not_proved(model: PreTrainedModel, way: str, forward: Forward, *, closel
         way: name of ``forward``.
         forward: logits of :func:`text`, the way that is to be proved.
         closely: whether it also takes some of the layers in float32, as a model of their own.
+        singly: whether the model forwards token by token, as it does behind a prompt: code that is not transformers'
+            own may go by how many there are.
     """
     proofs, key = examine(model).proofs, (way, model.dtype, device_of(model))
     if key not in proofs:
-        found, passing = _proved(model, forward, closely=closely and model.dtype in (torch.float16, torch.bfloat16))
+        closely = closely and model.dtype in (torch.float16, torch.bfloat16)
+        found, passing = _proved(model, forward, closely=closely, singly=singly)
         if passing:
             return found
         proofs[key] = found
@@ -121,19 +132,19 @@ def why_not_proved(model: PreTrainedModel, way: str, forward: Forward, *, closel
     return answer
 
 
-def _proved(model: PreTrainedModel, forward: Forward, *, closely: bool) -> tuple[str | None, bool]:
+def _proved(model: PreTrainedModel, forward: Forward, *, closely: bool, singly: bool) -> tuple[str | None, bool]:
     """What differs, and whether another try may say something else."""
     with random_numbers_kept(model), torch.inference_mode(False), torch.no_grad():
         try:
             for found in ([in_float(model)] if closely else []) + [model]:
-                own = own_logits(found).double()
+                own = own_logits(found, singly=singly).double()
                 ours = forward(found).double()
                 if not bool(own.isfinite().all()):
                     return "the logits of a few tokens are not finite", True
                 difference = worst(own, ours)
                 if difference <= TOLERANCE[found.dtype]:
                     continue
-                if difference > min(NEVER, SHAKEN * worst(own, shaken(found))):
+                if difference > min(NEVER, SHAKEN * worst(own, shaken(found, singly=singly))):
                     what = "some layers in float32" if found is not model else "a few tokens"
                     return f"its logits of {what} differ from the modules' by {difference:.1g} of their spread", False
         except Exception as error:
@@ -149,7 +160,7 @@ def worst(own: Tensor, ours: Tensor) -> float:
     return float(found.nan_to_num(float("inf")))
 
 
-def shaken(model: PreTrainedModel) -> Tensor:
+def shaken(model: PreTrainedModel, *, singly: bool) -> Tensor:
     """The model's own logits, [2, n, V], of embeddings that are rounded otherwise."""
     thread, eps = threading.get_ident(), torch.finfo(model.dtype).eps
 
@@ -161,7 +172,7 @@ def shaken(model: PreTrainedModel) -> Tensor:
 
     handle = model.get_input_embeddings().register_forward_hook(shake)  # type: ignore[operator]
     try:
-        return own_logits(model).double()
+        return own_logits(model, singly=singly).double()
     finally:
         handle.remove()
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gsd_kernels.ops.dag_attention import reference
 
-from .code import SHIPPED, described, top_of
+from .code import described, is_shipped
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 """Largest difference, relative to the largest output; transformers takes the softmax of float64 in float32."""
@@ -54,8 +54,7 @@ class AttentionCall:
     @property
     def foreign(self) -> bool:
         """Whether the function is not transformers' own."""
-        home = getattr(self.own, "__globals__", {}).get("__name__") or type(self.own).__module__
-        return top_of(home) not in SHIPPED
+        return not is_shipped(self.own)
 
 
 def check_attention(call: AttentionCall, visible: Tensor) -> str | None:

@@ -18,8 +18,8 @@ from gsd_kernels import GraphConfig
 
 from .. import validate
 from ..model import properties
-from ..model.view import with_children
 from ..model.runner import RowModel
+from ..model.view import with_children
 from .base import Text
 from .expansion import Expansion
 
