@@ -31,7 +31,7 @@ from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, cuda, dec
 from . import proof, replay
 from .foreign import foreign, foreign_code, layers_of
 from .hidden import LAST
-from .probe import windows_of
+from .probe import examine, windows_of
 from .runner import Listener, RowModel
 
 logger = logging.getLogger("gsd_kernels")
@@ -92,7 +92,8 @@ def why_not(model: PreTrainedModel, backend: str, hidden_layers: tuple[int, ...]
     def forward(of: PreTrainedModel) -> Tensor:
         return proof.logits_of_rows(FusedRows(of, proof.capacity(), proof.kv_start(of), backend), of)
 
-    return proof.why_not_proved(model, f"operator, backend {backend}", forward, closely=not gpu)
+    found = proof.why_not_proved(model, f"operator, backend {backend}", forward, closely=not gpu)
+    return None if found is None else found.what
 
 
 def _layer(layer: Any, window: int | None) -> LayerWeights:
@@ -132,16 +133,21 @@ def weights_of(model: PreTrainedModel, windows: Sequence[int | None]) -> Decoder
     )
 
 
-def check_foreign(model: PreTrainedModel, name: str) -> None:
-    """Raise unless rows through the modules are what the model computes, where code is not transformers' own.
+def check_rows(model: PreTrainedModel, name: str) -> None:
+    """Raise unless rows through a target's modules are what the model computes, where anything may make a difference.
 
-    Such code may go by what it is called with: one token at a time, transformers' cache, the attention's name.
+    Code that is not transformers' own may go by what it is called with: one token at a time, transformers' cache, the
+    attention's name. And transformers takes a text's length from the first layer of its cache, written or not.
 
     Raises:
         ValueError: ``model``, the argument ``name``, computes something else of graph rows.
     """
     code = foreign_code(model, shipped=False)
-    if code is None:
+    if code is not None:
+        suspect = f"it has code that is not transformers' own: {code}"
+    elif examine(model).unwritten:
+        suspect = f"no layer of it has the number {min(examine(model).unwritten)} (layer_idx)"
+    else:
         return
 
     def forward(of: PreTrainedModel) -> Tensor:
@@ -150,9 +156,9 @@ def check_foreign(model: PreTrainedModel, name: str) -> None:
     found = proof.why_not_proved(model, "modules", forward, singly=True)
     if found is not None:
         raise ValueError(
-            f"{name}: {type(model).__name__} cannot be forwarded with graph rows, since {found}; it has code that is "
-            f"not transformers' own: {code}; not supported"
-        )
+            f"{name}: {type(model).__name__} cannot be forwarded with graph rows, since {found.what}; {suspect}; "
+            "not supported"
+        ) from found.cause
 
 
 class FusedRows(RowModel):

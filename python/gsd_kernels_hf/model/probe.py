@@ -40,6 +40,7 @@ class AttentionReport:
     """What was found. ``problem`` completes a sentence that begins with the model's class; ``None``: there is none."""
 
     windows: tuple[int | None, ...] = ()  # sliding window of every attention call of a forward, in their order
+    unwritten: frozenset[int] = frozenset()  # layers of the cache that get nothing, before others that do
     problem: str | None = None
     passing: bool = False  # whether another look may find something else
     proofs: dict[Any, Any] = field(default_factory=dict)  # what was proved of this model since, see :mod:`.proof`
@@ -57,6 +58,7 @@ class Probe:
         self.calls: list[AttentionCall] = []
         self.masks: list[tuple[Any, dict[str, Any]]] = []
         self.without_graph = 0
+        self.unwritten: frozenset[int] = frozenset()
         self.by_place: str | None = None  # what differs between equal rows at equal positions
         self.own: Callable[..., Any]
 
@@ -191,7 +193,8 @@ def _examine(model: PreTrainedModel) -> AttentionReport:
                 raise Unserved(f"computes {probe.by_place} by place in the cache rather than by position_ids")
             windows = tuple(_windows(model, probe))
             check_own_attention(model, probe.calls, windows)
-        return AttentionReport(windows=windows, passing=any(call.foreign for call in probe.calls))
+        passing = any(call.foreign for call in probe.calls)
+        return AttentionReport(windows=windows, unwritten=probe.unwritten, passing=passing)
     except Unserved as error:
         return AttentionReport(problem=str(error), cause=error.__cause__, passing=error.__cause__ is not None)
     except Exception as error:  # whatever it is: the model cannot be forwarded as graph rows are
@@ -238,6 +241,7 @@ def _forward(model: PreTrainedModel, *, poisoned: bool) -> tuple[Probe, bool]:
     if len(set(cache.updated)) < len(cache.updated):
         twice = next(layer for layer in cache.updated if cache.updated.count(layer) > 1)
         raise Unserved(f"stores keys of several attention calls in layer {twice} of the cache (layer_idx)")
+    probe.unwritten = frozenset(range(max(cache.updated))) - set(cache.updated)
     if cache.length_asked:
         raise Unserved("computes with the cache's length in its layers, which differs from the positions of graph rows")
     unknown = output.logits.isnan().any(-1)  # [2, ROWS]

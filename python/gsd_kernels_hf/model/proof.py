@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,21 @@ MOST_WEIGHTS, MOST_LAYERS = 8_000_000, 3  # in float32; one layer in any case
 
 Forward = Callable[[PreTrainedModel], Tensor]
 """Logits of :data:`TEXT`, [2, len(TEXT), V], the way that is to be proved."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What keeps a way to forward rows from a model.
+
+    Attributes:
+        what: in words.
+        cause: an error that the model raised.
+        passing: whether another try may say something else.
+    """
+
+    what: str
+    cause: Exception | None = None
+    passing: bool = False
 
 
 def text(model: PreTrainedModel) -> Tensor:
@@ -108,8 +124,8 @@ def capacity() -> int:
 
 def why_not_proved(
     model: PreTrainedModel, way: str, forward: Forward, *, closely: bool = False, singly: bool = False
-) -> str | None:
-    """What ``forward`` computes otherwise than the model, in words, or ``None``.
+) -> Difference | None:
+    """What ``forward`` computes otherwise than the model, or ``None``.
 
     Remembered until the model's structure is another one, see :mod:`.identity`.
 
@@ -124,33 +140,35 @@ def why_not_proved(
     proofs, key = examine(model).proofs, (way, model.dtype, device_of(model))
     if key not in proofs:
         closely = closely and model.dtype in (torch.float16, torch.bfloat16)
-        found, passing = _proved(model, forward, closely=closely, singly=singly)
-        if passing:
+        found = _difference(model, forward, closely=closely, singly=singly)
+        if found is not None and found.passing:
             return found
         proofs[key] = found
-    answer: str | None = proofs[key]
+    answer: Difference | None = proofs[key]
     return answer
 
 
-def _proved(model: PreTrainedModel, forward: Forward, *, closely: bool, singly: bool) -> tuple[str | None, bool]:
-    """What differs, and whether another try may say something else."""
+def _difference(model: PreTrainedModel, forward: Forward, *, closely: bool, singly: bool) -> Difference | None:
     with random_numbers_kept(model), torch.inference_mode(False), torch.no_grad():
         try:
             for found in ([in_float(model)] if closely else []) + [model]:
                 own = own_logits(found, singly=singly).double()
                 ours = forward(found).double()
                 if not bool(own.isfinite().all()):
-                    return "the logits of a few tokens are not finite", True
+                    return Difference("the logits of a few tokens are not finite", passing=True)
                 difference = worst(own, ours)
                 if difference <= TOLERANCE[found.dtype]:
                     continue
                 if difference > min(NEVER, SHAKEN * worst(own, shaken(found, singly=singly))):
                     what = "some layers in float32" if found is not model else "a few tokens"
-                    return f"its logits of {what} differ from the modules' by {difference:.1g} of their spread", False
+                    return Difference(
+                        f"its logits of {what} differ from the modules' by {difference:.1g} of their spread"
+                    )
         except Exception as error:
             first = " ".join(str(error).split())[:200]
-            return f"a few tokens could not be forwarded ({type(error).__name__}: {first})", True
-    return None, False
+            what = f"a few tokens could not be forwarded ({type(error).__name__}: {first})"
+            return Difference(what, cause=error, passing=True)
+    return None
 
 
 def worst(own: Tensor, ours: Tensor) -> float:
