@@ -512,7 +512,10 @@ CHANGES |= {
     ),
 }
 
-SAME = {"rms_norm_eps of the config", "num_attention_heads of the config", "training", "one layer more"}
-"""Changes of what no forward reads."""
+SAME = {
+    *("rms_norm_eps of the config", "num_attention_heads of the config", "training", "one layer more"),
+    "eager attention",
+}
+"""Changes of what no forward reads, and another way to the same."""
 
 BRIEF: set[str] = set(CHANGES)

@@ -59,7 +59,7 @@ class ModelState:
         tensors = [part for module in modules for tensor in tensors_of(module) for part in parts_of(tensor)]
         held = [part for found in hooks for hook in found.values() for t in held_by(hook) for part in parts_of(t)]
         places = tuple((t.data_ptr(), t.dtype, t.device, tuple(t.shape)) for t in tensors if not t.is_meta)
-        structure = (structure_of(model), tuple(tuple(found) for found in hooks), places)
+        structure = (structure_of(model), places)
         versions = tuple(-1 if t.is_inference() else t._version for t in (*tensors, *held))
         return cls(structure, (versions, samples([*tensors, *held])))
 
@@ -77,6 +77,7 @@ def structure_of(model: nn.Module) -> tuple[Any, ...]:
             (
                 weakref.ref(module),
                 type(module),
+                tuple(hooks_of(module)),
                 tuple((name, pinned(variables[name])) for name in own_callables(module, code.names)),
                 tuple((k, v) for k, v in list(variables.items()) if isinstance(v, PLAIN)),
                 tuple(repr(variables[name]) for name in ADAPTERS if name in variables),
