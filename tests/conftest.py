@@ -43,6 +43,7 @@ CHOSEN = (
     "test_lockstep.py",
     "test_grammars.py",
     "test_changes.py",
+    "test_last_state.py",
 )
 
 # Files of long tests or of fixtures that take long: a run begins with them, so that no process waits for another's last

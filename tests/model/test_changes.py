@@ -125,6 +125,18 @@ def test_a_changed_model_says_what_it_says(name, single):
     single.check(name)
 
 
+@pytest.mark.parametrize("case", ["single", "double"])
+def test_a_change_in_place_of_another_is_looked_at_anew(case, request):
+    """What was found out with one hook, whose rows are rows, holds for no other."""
+    case = request.getfixturevalue(case)
+    with ExitStack() as stack:
+        CHANGES["a hook of model.norm"](case.model, stack)
+        text, why = served(case.model, case.handle)
+        assert "has a hook" in why if case.operator else "float32" in why
+        assert torch.equal(text, plain(case.model))
+    case.check("a hook of single rows")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CHANGES.keys() - {"eager attention"}))  # whose pads are NaN in float64
 def test_and_so_does_one_whose_rows_go_through_its_modules(name, double):
