@@ -520,7 +520,8 @@ SAME = {
 """Changes of what no forward reads, and another way to the same."""
 
 _SIBLINGS = re.compile(
-    r"layer [02]|layers\.[02]|(first|last) layer|order|twice|, (slightly|wrapped|nothing)|of one|by name|__|Mixin|helper"
+    r"layer [02]|layers\.[02]|(first|last) layer|order|twice|, (slightly|wrapped|nothing)|of one$|by name|__|Mixin"
+    r"|helper|the same|of the config|narrower|functional|local|one file|Tensor"
 )
 BRIEF = {name for name in CHANGES if not _SIBLINGS.search(name)}
 """One of each kind; every layer and the kinds' siblings are slow together."""

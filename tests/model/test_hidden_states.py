@@ -13,7 +13,6 @@ from gsd_kernels import DraftHeads, DraftSource, GraphConfig, Proposal
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.model.fused import FusedRows, rows_of, why_not
 from gsd_kernels_hf.model.hidden import LAST, decoder_of, listening
-from gsd_kernels_hf.model.runner import RowModel
 
 LAYERS = (0, 1, 2, 3, LAST)
 CONFIG = GraphConfig(depth=0, branch=2, max_rows=12, history_depth=3, history_width=3)

@@ -61,6 +61,11 @@ def check_model(name: str, model: Any) -> None:
     if mesh is not None:
         check_heads(name, model.config, (mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh).size())
     check_weights(name, model)
+    check_forwards(name, model)
+
+
+def check_forwards(name: str, model: PreTrainedModel) -> None:
+    """Raise where a few tokens, forwarded as graph rows, show that these are not what the model computes."""
     try:
         windows_of(model, name)
         if name == "model":  # a draft costs speed at most
