@@ -91,14 +91,18 @@ void Decoder::forward_last(const DecoderLayer& layer, int64_t keep) {
 
 void Decoder::copy_state(float* out) const { std::copy(x_.get(), x_.get() + s_.count() * s_.hidden, out); }
 
+void Decoder::norm_state(const std::vector<float>& norm, float* out) {
+  share_rows(team_, count(), s_.hidden, 1, [&](int64_t first, int64_t last) {
+    for (int64_t m = first; m < last; m++) {
+      rms_norm(x_.get() + m * s_.hidden, norm.data(), s_.eps, out + m * s_.hidden, s_.hidden);
+    }
+  });
+}
+
 void Decoder::finish(const std::vector<float>& norm, const Projection& head, float* normed, float* logits) {
   const int64_t kept = count();
   if (kept == 0) return;
-  share_rows(team_, kept, s_.hidden, 1, [&](int64_t first, int64_t last) {
-    for (int64_t m = first; m < last; m++) {
-      rms_norm(x_.get() + m * s_.hidden, norm.data(), s_.eps, normed + m * s_.hidden, s_.hidden);
-    }
-  });
+  norm_state(norm, normed);
   pack(normed, kept, s_.hidden);
   share_outputs(team_, head.outputs(), kept, s_.hidden, [&](int64_t, int64_t begin, int64_t end) {
     multiply(head, kept, begin, end, logits + begin, head.outputs());

@@ -57,6 +57,12 @@ class Decoder {
   // What the next layer reads, [batch · rows, hidden].
   void copy_state(float* out) const;
 
+  // The same through the norm behind the last layer.
+  void norm_state(const std::vector<float>& norm, float* out);
+
+  // No more than the last `keep` rows of every sequence from here on.
+  void keep_last(int64_t keep);
+
   // The rows that were kept: normed, [batch · keep, hidden], and times the output matrix.
   void finish(const std::vector<float>& norm, const Projection& head, float* normed, float* logits);
 
@@ -70,7 +76,6 @@ class Decoder {
   void project_heads(const DecoderLayer& layer, bool queries);
   void turn_and_store(const DecoderLayer& layer, bool queries);
   void turn_and_store_row(const DecoderLayer& layer, bool queries, int64_t row);
-  void keep_last(int64_t keep);
   void attend(const DecoderLayer& layer);
   void feed_forward(const DecoderLayer& layer);
 

@@ -127,7 +127,7 @@ std::tuple<Tensor, Tensor, Tensor> decoder_rows(const Tensor& token_ids, const T
   STD_TORCH_CHECK(s.kv_heads > 0 && heads % s.kv_heads == 0, "heads: ", heads, " are not a multiple of the cache's ",
                   s.kv_heads);
   for (const int64_t state : states) {
-    STD_TORCH_CHECK(state >= 0 && state < static_cast<int64_t>(depth), "states: expected layers 0 ... ", depth - 1,
+    STD_TORCH_CHECK(state >= 0 && state <= static_cast<int64_t>(depth), "states: expected layers 0 ... ", depth,
                     ", got ", state);
   }
   STD_TORCH_CHECK(keep >= 0 && keep <= s.rows, "keep: expected 0 ... ", s.rows, ", got ", keep);
@@ -143,6 +143,7 @@ std::tuple<Tensor, Tensor, Tensor> decoder_rows(const Tensor& token_ids, const T
     parts.push_back(layer_of(layers.data() + l * kTensorsPerLayer, l, k_caches[l], v_caches[l], s, packing, capacity,
                              windows[l]));
   }
+  const bool every_row = std::count(states.begin(), states.end(), static_cast<int64_t>(depth)) > 0;
   const std::vector<float> norm = vector_of("final norm", final_norm, s.hidden);
   const Projection output{packing.of("head", 1, head, out_vocab, s.hidden), {}};
 
@@ -154,14 +155,16 @@ std::tuple<Tensor, Tensor, Tensor> decoder_rows(const Tensor& token_ids, const T
       final_norm, {static_cast<int64_t>(states.size()), s.batch, s.rows, s.hidden}, ScalarType::Float);
   Team::run(is_small(s, depth, out_vocab), [&](Team& team) {
     Decoder decoder(team, s, rows, paths, packing.element, embedded);
-    for (size_t l = 0; l < depth; l++) {
+    for (size_t l = 0; l <= depth; l++) {
       for (size_t i = 0; i < states.size(); i++) {
         if (states[i] != static_cast<int64_t>(l)) continue;
-        decoder.copy_state(written<float>(read_by) + static_cast<int64_t>(i) * s.count() * s.hidden);
+        float* out = written<float>(read_by) + static_cast<int64_t>(i) * s.count() * s.hidden;
+        l < depth ? decoder.copy_state(out) : decoder.norm_state(norm, out);
       }
       if (l + 1 < depth) decoder.forward(parts[l]);
+      if (l + 1 == depth) decoder.forward_last(parts.back(), every_row ? s.rows : keep);
     }
-    decoder.forward_last(parts.back(), keep);
+    decoder.keep_last(keep);
     decoder.finish(norm, output, written<float>(hidden), written<float>(logits));
   });
   return {logits, hidden, read_by};

@@ -17,7 +17,7 @@ from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels.graph import pack_bits
-from gsd_kernels_hf.model import fused, replay
+from gsd_kernels_hf.model import fused, proof, replay
 from gsd_kernels_hf.model.fused import FusedRows, missing, rows_of, why_not
 from gsd_kernels_hf.model.hidden import LAST
 from gsd_kernels_hf.model.runner import RowModel
@@ -79,6 +79,7 @@ def test_without_the_library_a_gpu_keeps_the_modules(monkeypatch):
 def test_models_that_the_kernels_do_not_take_keep_their_modules(monkeypatch, caplog):
     monkeypatch.setattr(replay, "is_gpu", lambda device: True)
     monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
+    monkeypatch.setattr(proof, "why_not_proved", lambda *_, **__: None)  # which would run the kernels
     half = tiny(dtype=torch.float16, head_dim=64)
     assert why_not(half, "auto") == "on a GPU one operator is on request: GSD_FUSED_ROWS=cuda"
     assert not caplog.records

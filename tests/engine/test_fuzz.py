@@ -278,7 +278,8 @@ def test_the_call_after_an_interruption_is_right(seed):
         before, weights, alarm = fuzzing.state_of(models), fuzzing.weights_of(models), Alarm(rng.randint(1, 4), error)
         with expecting(error), ringing(rng, alarm, models, {**shared, **rest}) as interrupted:
             out = call(**interrupted)
-            assert not alarm.rang, f"the error was swallowed, {what}"
+            told = model.generate.handle.stats.why if stay_patched else None
+            assert not alarm.rang or error.__name__ in str(told), f"the error was swallowed, {what}"
             assert torch.equal(sequences(out), expected), what
         assert fuzzing.state_of(models) == before, what
         assert all(map(torch.equal, fuzzing.weights_of(models), weights)), what

@@ -57,7 +57,8 @@ def decoder_rows(
         kv_len, kv_start: int32 [B], the prefix.
         k_caches, v_caches: a layer each, [B, Hkv, S, D].
         keep: logits of the last so many rows, 0 … R.
-        states: numbers of layers, from 0, whose input is returned.
+        states: numbers of layers, from 0, whose input is returned; the number of layers: what leaves the norm behind
+            them, of every row (not on a GPU).
         backend: see :mod:`gsd_kernels.backends`.
 
     Returns:
@@ -79,8 +80,8 @@ def decoder_rows(
         raise ValueError(f"k_caches: expected {len(weights.layers)} layers, got {len(k_caches)} and {len(v_caches)}")
     if not 0 <= keep <= rows:
         raise ValueError(f"keep: expected 0 … {rows}, the number of rows, got {keep}")
-    if any(not 0 <= state < len(weights.layers) for state in states):
-        raise ValueError(f"states: expected layers 0 … {len(weights.layers) - 1}, got {list(states)}")
+    if any(not 0 <= state <= len(weights.layers) for state in states):
+        raise ValueError(f"states: expected layers 0 … {len(weights.layers)}, got {list(states)}")
     return resolve(backend, device, IMPLEMENTATIONS)(
         weights,
         token_ids,

@@ -39,6 +39,9 @@ def decoder_rows(
         check(weights)
         vars(weights)["checked_for_cuda"] = True
     check_caches(weights, k_caches, v_caches)
+    if len(weights.layers) in states:
+        expected = f"layers 0 … {len(weights.layers) - 1}, got {list(states)}"
+        raise ValueError(f"states: backend 'cuda' expects {expected}{OTHERWISE}")
     graph = (token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start)
     distinct = sorted(set(states))
     logits, hidden, read_by = compiled.decoder_rows(weights, *graph, k_caches, v_caches, distinct, keep)

@@ -170,7 +170,7 @@ class _Filling:
         if isinstance(matrix, PackedMatrix):
             if embeds:
                 return PackedEmbedding(matrix, self.dtype, module.padding_idx)
-            return PackedLinear(matrix, bias)
+            return PackedLinear(matrix, self.dtype, bias)
         module.weight = nn.Parameter(matrix, requires_grad=False)
         if bias is not None:
             module.bias = nn.Parameter(bias, requires_grad=False)
