@@ -47,8 +47,7 @@ def decoder_rows(
     checked against the vocabulary, nor slots against the cache.
 
     Args:
-        weights: matrices of one dtype, float32, bfloat16 or float16; packed ones, each of any kind, give the bits of
-            the dense ones that they stand for.
+        weights: matrices of one dtype, float32, bfloat16 or float16, or packed, with the bits of those they stand for.
         token_ids: int32 [B, R], inside the vocabulary.
         positions: int32 [B, R], text positions.
         slots: int32 [B, R], cache positions to store keys and values at.

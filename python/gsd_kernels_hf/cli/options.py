@@ -40,9 +40,9 @@ Model = Annotated[
     str | None,
     typer.Option(
         "--model",
-        metavar="DIR|ID",
+        metavar="DIR|ID|FILE.gguf",
         rich_help_panel=_MODELS,
-        help="Target: a local checkpoint folder or a hub id. Without it the embedded pair is used.",
+        help="Target: a local checkpoint folder, a hub id, or a GGUF file. Without it the embedded pair is used.",
     ),
 ]
 Draft = Annotated[

@@ -20,7 +20,7 @@ def packed_matrix(kind: Kind, outputs: int, inputs: int, seed: int = 0) -> Packe
     shape = (outputs, inputs // kind.weights, kind.bytes)
     blocks = torch.randint(0, 256, shape, generator=gen, dtype=torch.uint8)
     for at in HALVES.get(kind.name, (0,)):
-        scale = (torch.rand(shape[:2], generator=gen) + 0.1) * (0.02 if kind.weights == 32 else 0.0005)
+        scale = (torch.rand(shape[:2], generator=gen) + 0.1) * (0.02 if kind.weights == 32 else 0.0001)
         blocks[..., at : at + 2] = scale.half()[..., None].view(torch.uint8)
     if kind.name == "mxfp4":
         blocks[..., 0] = torch.randint(118, 125, shape[:2], generator=gen, dtype=torch.uint8)
