@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import ExitStack
 
 import pytest
@@ -140,3 +141,17 @@ def test_a_change_in_place_of_another_is_looked_at_anew(case, request):
 @pytest.mark.parametrize("name", sorted(CHANGES.keys() - {"eager attention"}))  # whose pads are NaN in float64
 def test_and_so_does_one_whose_rows_go_through_its_modules(name, double):
     double.check(name)
+
+
+def test_frequencies_changed_in_place_are_read_anew_in_half_precision():
+    """The operator reads a copy of them, in float32, which a session keeps."""
+    model = target(torch.bfloat16)
+    handle = gsd.patch(model, draft_sources=("history",), graph_config="tree")
+    (before, why), fresh = served(model, handle), copy.deepcopy(model)
+    assert why is None
+    for turned in (model, fresh):
+        turned.model.rotary_emb.inv_freq.mul_(3.0)
+    after, why = served(model, handle)
+    gsd.unpatch(model)
+    assert why is None and not torch.equal(after, before)
+    assert torch.equal(after, gsd.generate(fresh, PROMPT, draft_sources=("history",), graph_config="tree", **OPTIONS))

@@ -48,7 +48,7 @@ class Code:
 
     Attributes:
         foreign: the first function that is not what transformers or PyTorch brought, in words; ``None``: there is none.
-        names: everything that the functions name.
+        names: everything that the functions name, and their own names.
     """
 
     foreign: str | None = None
@@ -222,6 +222,7 @@ def code_of(classes: Iterable[type], implementations: Iterable[str]) -> Code:
         look = _Look(key[1])
         for cls in sorted(key[0], key=lambda cls: cls.__qualname__):
             look.at_class(cls)
+        look.code.names.update(ENTRIES)
         _known.pop(key, None)
         found = _known[key] = look.code
         while len(_known) > MOST:
@@ -246,8 +247,12 @@ def ambient(device: torch.device) -> tuple[Any, ...]:
     return cast, *(type(mode) for mode in (*modes, *dispatched) if not isinstance(mode, DeviceContext))
 
 
-def own_callables(module: nn.Module, names: set[str]) -> Iterator[str]:
-    """Names of functions on a module itself, rather than on its class, that a forward may call."""
-    for name, value in list(vars(module).items()):
-        if (name in names or name in ENTRIES) and callable(value) and not isinstance(value, type):
-            yield name
+def own_callables(module: nn.Module, names: set[str]) -> dict[str, Any]:
+    """Functions on a module itself, rather than on its class, of those ``names``."""
+    variables = vars(module)
+    found = sorted(variables.keys() & names)
+    return {name: variables[name] for name in found if _is_function(variables[name])}
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)

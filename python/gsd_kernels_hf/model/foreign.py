@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
 from gsd_kernels.ops.decoder_rows.api import FLOATS
 
-from ..packed.modules import Packed, PackedEmbedding, PackedLinear, dtype_of, matrix_of
-from .code import ambient, described, is_shipped, own_callables
-from .identity import code_run_by, first_device, foreign_global_hooks, hooks_of
+from ..packed.modules import Packed, PackedEmbedding, PackedLinear, dtype_of, shape_of
+from .code import ambient, described, is_shipped
+from .identity import code_run_by, first_device, foreign_global_hooks, put_on
 from .once import modules_of, once, parameters_of
 from .probe import windows_of
 
@@ -51,16 +52,16 @@ def foreign_code(model: nn.Module, *, shipped: bool = True) -> str | None:
         return f"a mode that PyTorch's operations go through, {modes[0].__qualname__}"
     for hook in foreign_global_hooks():
         return f"a hook of all modules, {described(hook)}"
-    code = code_run_by(model)
-    for name, module in modules_of(model):
-        own = {found: vars(module)[found] for found in own_callables(module, code.names)}
-        hooks = [*hooks_of(module).values(), *([own["forward"]] if "forward" in own else [])]
+    for (name, _), put in zip(modules_of(model), put_on(model), strict=True):
+        if not put.hooks and not put.functions:
+            continue
+        hooks = [*put.hooks.values(), *(put.functions[own] for own in put.functions if own == "forward")]
         if any(shipped or not is_shipped(hook) for hook in hooks):
             return f"{name or 'the model'} has a hook"
-        for function, value in own.items():
+        for function, value in put.functions.items():
             if shipped or not is_shipped(value):
                 return f"{name or 'the model'} has a function of its own, {function}"
-    return code.foreign
+    return code_run_by(model).foreign
 
 
 def layers_of(model: Any) -> list[Any]:
@@ -117,6 +118,7 @@ def _foreign_layer(model: Any) -> str | None:
     if not layers or len(layers) != len(windows):
         return f"{len(layers)} layers with {len(windows)} attention calls"
     head_dim, eps, first = 2 * model.model.rotary_emb.inv_freq.numel(), model.model.norm.variance_epsilon, layers[0]
+    sizes = _sizes(first)
     for number, layer in enumerate(layers):
         attention, mlp = layer.self_attn, layer.mlp
         if attention.head_dim != head_dim:
@@ -127,8 +129,9 @@ def _foreign_layer(model: Any) -> str | None:
             return f"another activation in layer {number}, {type(mlp.act_fn).__name__}"
         if any(norm.variance_epsilon != eps for norm in _norms(layer)):
             return f"a norm with another epsilon in layer {number}"
-        if _sizes(layer) != _sizes(first):
-            return f"layers of different sizes: {_sizes(layer)} in layer {number}, {_sizes(first)} in layer 0"
+        found = _sizes(layer)
+        if found != sizes:
+            return f"layers of different sizes: {found} in layer {number}, {sizes} in layer 0"
     return _unfit(model, first, head_dim)
 
 
@@ -138,16 +141,16 @@ def _norms(layer: Any) -> Iterator[Any]:
     yield from (getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name))
 
 
-def _sizes(layer: Any) -> dict[str, tuple[int, ...]]:
+def _sizes(layer: Any) -> dict[str, torch.Size]:
     attention, mlp = layer.self_attn, layer.mlp
     parts = {"q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj, "o": attention.o_proj}
     parts |= {"gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj}
-    return {name: tuple(matrix_of(part).shape) for name, part in parts.items()}
+    return {name: shape_of(part) for name, part in parts.items()}
 
 
 def _unfit(model: Any, layer: Any, head_dim: int) -> str | None:
     """Which matrix of a layer does not go with the others."""
-    vocab, hidden = matrix_of(model.model.embed_tokens).shape
+    vocab, hidden = shape_of(model.model.embed_tokens)
     found = _sizes(layer)
     heads, kv_heads, inner = found["q"][0] // head_dim, found["k"][0] // head_dim, found["gate"][0]
     q, kv = (heads * head_dim, hidden), (kv_heads * head_dim, hidden)
@@ -155,7 +158,7 @@ def _unfit(model: Any, layer: Any, head_dim: int) -> str | None:
     expected["down"] = (hidden, inner)
     if found != expected or not kv_heads or heads % kv_heads:
         return f"matrices of sizes that do not go together, {found}"
-    output = tuple(matrix_of(model.lm_head).shape)
+    output = tuple(shape_of(model.lm_head))
     if output != (model.config.vocab_size, hidden) or vocab < model.config.vocab_size:
         return f"an output matrix of {output} for {model.config.vocab_size} tokens"
     norms = [

@@ -22,7 +22,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ class ModelState:
     def of(cls, model: nn.Module) -> ModelState:
         """The state now. Reads a few elements of every tensor, so it waits for every device once."""
         modules = [module for _, module in modules_of(model)]
-        hooks = [hooks_of(module) for module in modules]
+        hooks = [put.hooks for put in put_on(model)]
         tensors = [part for module in modules for tensor in tensors_of(module) for part in parts_of(tensor)]
         held = [part for found in hooks for hook in found.values() for t in held_by(hook) for part in parts_of(t)]
         places = tuple((t.data_ptr(), t.dtype, t.device, tuple(t.shape)) for t in tensors if not t.is_meta)
@@ -70,15 +70,15 @@ def structure_of(model: nn.Module) -> tuple[Any, ...]:
 
     Modules are weak references, which equal only themselves. A forward of ours that is running changes nothing here.
     """
-    modules, code = [], code_run_by(model)
-    for _, module in modules_of(model):
+    modules = []
+    for (_, module), put in zip(modules_of(model), put_on(model), strict=True):
         variables = vars(module)
         modules.append(
             (
                 weakref.ref(module),
                 type(module),
-                tuple(hooks_of(module)),
-                tuple((name, pinned(variables[name])) for name in own_callables(module, code.names)),
+                tuple(put.hooks),
+                tuple((name, pinned(function)) for name, function in put.functions.items()),
                 tuple((k, v) for k, v in list(variables.items()) if isinstance(v, PLAIN)),
                 tuple(repr(variables[name]) for name in ADAPTERS if name in variables),
                 tuple(type(parameter) for parameter in module._parameters.values()),
@@ -90,7 +90,21 @@ def structure_of(model: nn.Module) -> tuple[Any, ...]:
         fields["_attn_implementation_internal"] = str(implementation_of(config))
         configs.append((weakref.ref(config), fields))
     around = tuple(pinned(hook) for hook in foreign_global_hooks())
-    return modules, configs, code, around, ambient(first_device(model))
+    return modules, configs, code_run_by(model), around, ambient(first_device(model))
+
+
+class Put(NamedTuple):
+    """Code that was put on one module."""
+
+    hooks: dict[int, Callable[..., Any]]
+    functions: dict[str, Any]  # by the name that a forward may call them by
+
+
+@once
+def put_on(model: nn.Module) -> tuple[Put, ...]:
+    """Code on the modules themselves, in the order of :func:`~.once.modules_of`."""
+    names = code_run_by(model).names
+    return tuple(Put(hooks_of(module), own_callables(module, names)) for _, module in modules_of(model))
 
 
 @once
@@ -125,6 +139,8 @@ def is_own(hook: Callable[..., Any]) -> bool:
 
 def hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """The module's forward hooks by their number, without those that this package sets for a forward."""
+    if not module._forward_pre_hooks and not module._forward_hooks:
+        return {}
     found = [*list(module._forward_pre_hooks.items()), *list(module._forward_hooks.items())]
     return {key: hook for key, hook in found if not is_own(hook)}
 

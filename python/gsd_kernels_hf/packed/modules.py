@@ -130,6 +130,14 @@ def dtype_of(module: nn.Module) -> torch.dtype:
     return dtype
 
 
+def shape_of(module: nn.Module) -> torch.Size:
+    """Of the weights of a linear layer or an embedding: outputs and inputs."""
+    shape: torch.Size = (
+        torch.Size((module.packed.shape[0], module.inputs)) if isinstance(module, Packed) else module.weight.shape
+    )
+    return shape
+
+
 def packed_in(model: nn.Module) -> list[Packed]:
     """The modules with packed weights."""
     return [module for module in model.modules() if isinstance(module, Packed)]
