@@ -93,7 +93,9 @@ class GraphConfig:
         elif name == "graph":
             base = {}
         else:
-            raise ValueError(f"graph_config: unknown preset {name!r}; expected one of {', '.join(PRESETS)}")
+            raise ValueError(
+                f"graph_config: unknown preset {name!r}; expected one of auto, plain, {', '.join(PRESETS)}"
+            )
         unknown = set(changes) - {f.name for f in fields(cls)}
         if unknown:
             raise TypeError(f"graph_config: unknown field {sorted(unknown)[0]!r}")
