@@ -22,7 +22,7 @@ from .engine.decoder import GraphDecoder
 from .engine.engine import Engines
 from .engine.options import Options
 from .engine.output import GraphGenerateOutput
-from .engine.screen import check_sources, screen
+from .engine.screen import check_names, check_sources, report_draft_lengths, screen
 from .engine.stats import GenerationStats
 from .model import properties
 from .model.once import getting_ready
@@ -86,7 +86,9 @@ def generate(
     model = properties.unwrap(model)
     validate.check_model("model", model)
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    check_names(tuple(kwargs), model)
     validate.check_arguments(kwargs)
+    report_draft_lengths(_without_prompt(kwargs), generation_config, model)
     decoder = GraphDecoder(**options)
     validate.check_tokenizers(tokenizer, assistant_tokenizer)
     prompt = kwargs.get("input_ids") if inputs is None else inputs
@@ -242,8 +244,8 @@ def patch(model: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer:
     Pipelines, PEFT-wrapped models and servers that call ``model.generate`` get it too. What is given here holds for
     all calls; a call may give any option anew, and ``assistant_model=False``, ``draft_heads=False`` or
     ``drafter=False`` to go without the patch's. Without any, the history drafts: what the prompt and the target's own
-    output repeat. ``graph_config="plain"`` decodes plainly. Caches and captured steps are kept between calls, and a prompt that begins as the last text did, like
-    the next turn of a chat, is read from there on only.
+    output repeat. ``graph_config="plain"`` decodes plainly. Caches and captured steps are kept between calls, and a
+    prompt that begins as the last text did, like the next turn of a chat, is read from there on only.
 
     A mode that this package does not serve (beams, contrastive search, a cache of the caller's own, images) goes to
     transformers' own ``generate``, with one line in the log.
