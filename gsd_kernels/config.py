@@ -158,7 +158,7 @@ def resolve_graph_config(value: GraphConfig | str | None) -> GraphConfig:
     """``None`` (the default preset), a preset's name, or a :class:`GraphConfig` → :class:`GraphConfig`.
 
     Raises:
-        TypeError, ValueError: something else; the error names also ``"auto"`` and ``"plain"``, which callers take first.
+        TypeError, ValueError: something else. The error names ``"auto"`` and ``"plain"`` too: callers take them first.
     """
     if value is None:
         return GraphConfig.preset("graph")
