@@ -243,9 +243,9 @@ def patch(model: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer:
 
     Pipelines, PEFT-wrapped models and servers that call ``model.generate`` get it too. What is given here holds for
     all calls; a call may give any option anew, and ``assistant_model=False``, ``draft_heads=False`` or
-    ``drafter=False`` to go without the patch's: alone for plain decoding, with ``draft_sources=("history",)`` for the
-    history alone. Caches and captured steps are kept between calls, and a prompt that begins as the last text did, like
-    the next turn of a chat, is read from there on only.
+    ``drafter=False`` to go without the patch's. Without any, the history drafts: what the prompt and the target's own
+    output repeat. ``graph_config="plain"`` decodes plainly. Caches and captured steps are kept between calls, and a
+    prompt that begins as the last text did, like the next turn of a chat, is read from there on only.
 
     A mode that this package does not serve (beams, contrastive search, a cache of the caller's own, images) goes to
     transformers' own ``generate``, with one line in the log.

@@ -153,7 +153,7 @@ def test_a_prompt_has_one_text_in_captured_steps(device, sampled, dtype, monkeyp
     count, shapes = (14, ("chain", "graph")) if device == "cpu" else (100, ("chain", "tree", "graph", "auto"))
     inputs = {name: t.to(device) for name, t in prompts(2, 9).items()}
     options = {**inputs, "max_new_tokens": count, "do_sample": sampled, "seed": 3, "eos_token_id": None}
-    alone = gsd.generate(target, **options, return_dict_in_generate=True)
+    alone = gsd.generate(target, **options, graph_config="plain", return_dict_in_generate=True)
     assert alone.stats.why_modules is None
     assert len(set(alone.sequences[:, 9:].flatten().tolist())) >= 15
     assert len(graphs) == 1, "plain decoding is captured"

@@ -37,7 +37,8 @@ def plain(name: str, shared: dict[str, Any], own: dict[str, Any]) -> Any:
         # In one piece: transformers 5.0 refuses to chunk prompts, and the text does not depend on it.
         return fuzzing.oracle(name).generate(**{k: v for k, v in shared.items() if k != "prefill_chunk_size"})
     theirs = ("draft_sources", "graph_config", "assistant_model", "draft_heads", "reference_ids", "streamer")
-    return gsd.generate(fuzzing.oracle(name), **shared, **{k: v for k, v in own.items() if k not in theirs})
+    rest = {k: v for k, v in own.items() if k not in theirs}
+    return gsd.generate(fuzzing.oracle(name), **shared, **rest, graph_config="plain")
 
 
 @contextlib.contextmanager

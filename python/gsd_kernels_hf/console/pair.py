@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from gsd_kernels import GraphConfig
+from gsd_kernels.config import PLAIN
 from gsd_kernels_hf import demo, validate
 from gsd_kernels_hf.files import checkpoint_place
 from gsd_kernels_hf.model import properties
@@ -26,13 +28,18 @@ from gsd_kernels_hf.sources.heads import DraftHeads
 from . import ranks
 
 GGUF = ".gguf"
-WITHOUT_MODEL: dict[str | None, tuple[str, ...] | None] = {"none": None, "history": ("history",)}
+NONE = "none"
+WITHOUT_MODEL: dict[str | None, tuple[str, ...] | None] = {NONE: None, "history": ("history",)}
 """Values of ``--draft`` that name no model, and the draft sources that they mean."""
 
 
 @dataclass
 class Pair:
-    """Models and tokenizer of a command. Without ``draft`` and ``sources``: plain decoding."""
+    """Models and tokenizer of a command.
+
+    Attributes:
+        none: whether ``--draft none`` was asked for: without other sources, plain decoding.
+    """
 
     target: PreTrainedModel
     draft: PreTrainedModel | None
@@ -41,6 +48,7 @@ class Pair:
     heads: DraftHeads | None = None
     drafter: Drafter | None = None
     corpus: Corpus | None = None
+    none: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -70,10 +78,10 @@ class Pair:
         config = self.target.generation_config
         return {} if config.pad_token_id is not None else {"pad_token_id": self.tokenizer.pad_token_id}
 
-    @property
-    def speculates(self) -> bool:
-        """Whether there is anything to draft with."""
-        return any(found is not None for found in (self.draft, self.sources, self.heads, self.drafter, self.corpus))
+    def shape(self, config: GraphConfig | str | None) -> GraphConfig | str | None:
+        """What ``graph_config`` is for these models, ``config`` being ``--graph-config``: plain without any source."""
+        drafts = any(found is not None for found in (self.heads, self.drafter, self.corpus))
+        return PLAIN if self.none and not drafts else config
 
     @property
     def speculation(self) -> dict[str, Any]:
@@ -181,7 +189,7 @@ def _load_models(
             raise ValueError("--draft: needs --model; without both the embedded pair is used")
         weights = torch.float32 if dtype == "auto" else getattr(torch, dtype)
         target, small, tokenizer = demo.load(weights, where)
-        return Pair(target, small if draft is None else None, tokenizer, WITHOUT_MODEL.get(draft))
+        return Pair(target, small if draft is None else None, tokenizer, WITHOUT_MODEL.get(draft), none=draft == NONE)
 
     model = _place(model, "--model", where)
     if draft is not None and draft not in WITHOUT_MODEL:
@@ -197,7 +205,7 @@ def _load_models(
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     target = _load_model(model, where, **options, **sharded, **_revision(revision))
     if draft is None or draft in WITHOUT_MODEL:
-        return Pair(target, None, tokenizer, WITHOUT_MODEL.get(draft))
+        return Pair(target, None, tokenizer, WITHOUT_MODEL.get(draft), none=draft == NONE)
     small = _load_model(draft, where, **options, **_revision(draft_revision))
     try:
         draft_tokenizer = _load_tokenizer(draft, draft_revision, trust_remote_code)
