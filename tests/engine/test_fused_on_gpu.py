@@ -17,6 +17,7 @@ from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels.graph import pack_bits
+from gsd_kernels.ops.decoder_rows import cuda
 from gsd_kernels_hf.model import fused, proof, replay
 from gsd_kernels_hf.model.fused import FusedRows, missing, rows_of, why_not
 from gsd_kernels_hf.model.hidden import LAST
@@ -54,8 +55,15 @@ def family(name: str, **heads: int):
 
 def test_one_switch_selects_it(monkeypatch):
     monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for setting, reason in ((None, "on a GPU one operator is on request: GSD_FUSED_ROWS=cuda"), ("cuda", None)):
+    asked = "one operator has not been measured on this GPU: on request, GSD_FUSED_ROWS=cuda"
+    for setting, capability, reason in (
+        (None, (9, 0), None),
+        (None, (8, 0), asked),
+        (None, (12, 0), asked),
+        ("cuda", (8, 0), None),
+        ("cuda", (9, 0), None),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         if setting is not None:
             monkeypatch.setenv("GSD_FUSED_ROWS", setting)
         assert missing(GPU) == missing(GPU, "cuda") == reason
@@ -81,8 +89,8 @@ def test_models_that_the_kernels_do_not_take_keep_their_modules(monkeypatch, cap
     monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
     monkeypatch.setattr(proof, "why_not_proved", lambda *_, **__: None)  # which would run the kernels
     half = tiny(dtype=torch.float16, head_dim=64)
-    assert why_not(half, "auto") == "on a GPU one operator is on request: GSD_FUSED_ROWS=cuda"
-    assert not caplog.records
+    monkeypatch.setattr(cuda, "is_measured", lambda device: False)
+    assert why_not(half, "auto") == "one operator has not been measured on this GPU: on request, GSD_FUSED_ROWS=cuda"
     monkeypatch.setenv("GSD_FUSED_ROWS", "cuda")
     assert why_not(half, "auto") is None and why_not(half, "cuda") is None
     assert why_not(half, "cpu") == "backend 'cpu' has no such operator"

@@ -13,6 +13,8 @@ from .weights import DecoderWeights
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128)
 MIN_CAPABILITY = (8, 0)
+MEASURED = ((9, 0),)
+"""Compute capabilities on which it was found right, and faster than modules up to 64 rows (bench/results/gpu)."""
 ALIGNMENT = 16  # bytes of one asynchronous copy
 OVERLAP = "GSD_ROWS_OVERLAP"
 """Environment variable: ``0`` keeps launches from beginning while the one before ends (docs/kernels.md)."""
@@ -60,6 +62,11 @@ def check_device(device: torch.device) -> None:
         return
     major, minor = torch.cuda.get_device_capability(device)
     raise ValueError(f"backend 'cuda' expects a GPU of compute capability 8.0 or newer, got {major}.{minor}{OTHERWISE}")
+
+
+def is_measured(device: torch.device) -> bool:
+    """Whether it was run on such a GPU; of other devices nothing is said."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) in MEASURED
 
 
 def check(weights: DecoderWeights) -> None:

@@ -41,8 +41,8 @@ SWITCH = "GSD_FUSED_ROWS"
 """Environment variable, see :data:`SETTINGS`."""
 SETTINGS = {
     "0": "rows and prompts go through the model's modules",
-    "1": "the default: as one operator on a CPU",
-    "cuda": "on a GPU too, where the operator has to show yet that it is right and faster",
+    "1": "the default: as one operator on a CPU, and on GPUs on which it was found right and faster",
+    "cuda": "on every GPU that can run it",
 }
 PROMPT_ROWS = 128
 """Of a prompt at a time, all sequences together: what they need stays in a CPU's second cache."""
@@ -60,11 +60,12 @@ def missing(device: torch.device, backend: str = "auto") -> str | None:
     if setting == "0":
         return f"{SWITCH}=0"
     own = "cuda" if replay.is_gpu(device) else "cpu"
-    if own == "cuda" and setting != "cuda":
-        return f"on a GPU one operator is on request: {SWITCH}=cuda"
     if backend not in ("auto", own):
         return f"backend {backend!r} has no such operator"
-    return unavailable_reason(own, device) or said(cuda.check_device, device)
+    reason = unavailable_reason(own, device) or said(cuda.check_device, device)
+    if reason is None and own == "cuda" and setting != "cuda" and not cuda.is_measured(device):
+        return f"one operator has not been measured on this GPU: on request, {SWITCH}=cuda"
+    return reason
 
 
 def said(check: Callable[..., None], *arguments: object) -> str | None:
@@ -291,8 +292,7 @@ def rows_of(
     reason = why_not(model, backend, hidden_layers)
     if reason is None:
         return FusedRows(model, capacity, kv_start, backend, hidden_layers)
-    if model.device.type == "cpu" or os.environ.get(SWITCH) == "cuda":
-        _log_once(type(model).__name__, reason)
+    _log_once(type(model).__name__, reason)
     rows = RowModel(model, capacity, kv_start, backend, hidden_layers=hidden_layers)
     rows.why_modules = reason
     return rows
