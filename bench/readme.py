@@ -34,18 +34,9 @@ class MissingResultError(Exception):
 def real(results: Path) -> str:
     """Everyday work on a real model: ours, and the fastest way of every other engine, by bits a weight."""
     runs = _real_runs(results)
-    first = runs[0]
-    lines = [
-        f"{real_report.what(first)}; {_machine(first['environment'])}, {first['environment']['date']}:",
-        real_report.table(real_report.short(first)),
-    ]
-    for data in runs:
-        verdicts = real_report.verdicts(data)
-        if verdicts:
-            rate = next(r["tokens_per_second"] for r in data["summary"] if r["way"] == real_report.HISTORY)
-            dtype = data["settings"]["dtype"]
-            lines.append(f"In {dtype} the history alone gives {rate:.0f} tokens/s: {'; '.join(verdicts)}.")
-    return "\n\n".join(lines)
+    head = f"{real_report.what(runs[0])}; {_machine(runs[0]['environment'])}, {runs[0]['environment']['date']}:"
+    gains = filter(None, map(real_report.gains, runs))
+    return "\n\n".join([head, real_report.table(real_report.short(runs[0])), *gains])
 
 
 def real_all(results: Path) -> str:
@@ -64,9 +55,8 @@ def real_all(results: Path) -> str:
 
 def _real_runs(results: Path) -> list[dict[str, Any]]:
     """The runs of ``bench real`` on its own model and prompts, bfloat16 first."""
-    paths = [results / f"real-{dtype}.json" for dtype in ("bfloat16", "float32")]
-    found = [_read(path) for path in paths if path.exists()]
-    if not found:
+    paths = (results / f"real-{dtype}.json" for dtype in ("bfloat16", "float32"))
+    if not (found := [_read(path) for path in paths if path.exists()]):
         raise MissingResultError("`gsd-kernels bench real`")
     return found
 
@@ -105,7 +95,7 @@ def headline(results: Path) -> str:
         f"{min(setups):.1f}–{max(setups):.1f} s and is not counted."
     )
     if not any(data["environment"]["device_type"] == "cuda" for data in runs):
-        foot += " **Nothing has been measured on a GPU yet.**"
+        foot += " **No whole race has been run on a GPU yet**; forwards and captured steps: docs/benchmarks.md."
     return f"{markdown(head, rows)}\n\n{foot}"
 
 
@@ -263,6 +253,34 @@ def rows(results: Path) -> str:
     return "\n\n".join(found)
 
 
+def gpu(results: Path) -> str:
+    """Forwards of rows on a GPU as one operator and by modules, and captured steps, from the stages' files."""
+    forwards, steps = (results / "gpu" / f"{stage}.json" for stage in ("rows", "pair"))
+    if not (forwards.exists() and steps.exists()):
+        raise MissingResultError("`python bench/gpu/stages.py --only rows --only pair`")
+    data, pair = _read(forwards), _read(steps)["points"]
+    points = [point for point in data["points"].values() if "rows" in point]
+    counts = sorted({point["rows"] for point in points})
+    lines = []
+    for shape in dict.fromkeys(point["shape"] for point in points):
+        for way in dict.fromkeys(point["setting"] for point in points):
+            found = {p["rows"]: p for p in points if (p["shape"], p["setting"]) == (shape, way)}
+            lines.append([f"{shape}, {way}", *(f"{1e3 * found[rows]['median']:.2f}" for rows in counts)])
+        lines.append([f"{shape}, reading", *(f"{1e3 * found[rows]['floor_seconds']:.2f}" for rows in counts)])
+    operator, modules = (1e3 * pair[f"plain {way}"]["graphs"][0]["replay_seconds"] for way in ("operator", "modules"))
+    equal = pair["graph modules"]["text"] == pair["graph modules"]["again"]
+    return "\n\n".join(
+        [
+            f"{_place(data['environment'])}, {data['dtype']}, behind {points[0]['prefix']} positions, weights out of "
+            "the cache. Milliseconds by rows, and those of reading weights and cache:",
+            markdown(["", *map(str, counts)], lines),
+            f"A whole captured step of plain decoding with the 8B shape: {operator:.2f} ms by the operator, "
+            f"{modules:.2f} by modules with our attention. By the operator, texts of plain and of drafted captured "
+            f"steps are equal; by modules, two equal calls wrote {'one text' if equal else 'two texts'}.",
+        ]
+    )
+
+
 def _rows_table(data: dict[str, Any]) -> str:
     lines = []
     for found in data["results"]:
@@ -385,6 +403,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "drafters": drafters,
     "drafters-long": drafters_long,
     "rows": rows,
+    "gpu": gpu,
     "corpus": corpus,
     "kernels": kernels,
     "scale-messages": messages,

@@ -28,6 +28,7 @@ SECTIONS = {
         "Patch",
         "HistoryMemory",
         "unpatch",
+        "from_gguf",
         "tune",
         "GenerationStats",
         "GraphConfig",

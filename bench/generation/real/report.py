@@ -185,6 +185,14 @@ def verdicts(data: dict[str, Any]) -> list[str]:
     return found
 
 
+def gains(data: dict[str, Any]) -> str | None:
+    """The verdicts as one sentence with the history's rate; ``None`` where it did not take part."""
+    if not (found := verdicts(data)):
+        return None
+    rate = next(row["tokens_per_second"] for row in data["summary"] if row["way"] == HISTORY)
+    return f"In {data['settings']['dtype']} the history alone gives {rate:.0f} tokens/s: {'; '.join(found)}."
+
+
 def kinds_table(data: dict[str, Any]) -> str:
     """Tokens a second by kind of work: ours and the strongest others."""
     chosen = [HF, *dict.fromkeys(way for way in data["strongest"].values() if way), *OURS]

@@ -74,14 +74,12 @@ def command(
                 draft_revision=draft_revision,
                 trust_remote_code=trust_remote_code,
             )
-            decoding = {"graph_config": config, "criterion": criterion.value, "backend": backend}
+            decoding = {"graph_config": pair.shape(config), "criterion": criterion.value, "backend": backend}
             handle = patch(pair.target, tokenizer=pair.tokenizer, **pair.speculation, **decoding)
         from ..serving import server
 
         name = name or model or "demo"
         app = server.make_app(name, handle, pair.tokenizer)
-        if draft is None and not pair.speculates:
-            err.print("gsd-kernels: no --draft: plain decoding (--draft history speculates without a model)")
         if not is_loopback(host):
             err.print(f"gsd-kernels: anyone who reaches {host} can use this server: it asks for no key", markup=False)
         url = f"http://{f'[{host}]' if ':' in host else host}:{where.getsockname()[1]}/v1"

@@ -164,7 +164,7 @@ def graph(target: PreTrainedModel, **options: Any) -> Contender:
 
 def undrafted(target: PreTrainedModel, **options: Any) -> Contender:
     """:func:`graph` without any source of drafts: a forward a token."""
-    return graph(target, **options)
+    return graph(target, graph_config="plain", **options)
 
 
 def measure(target: PreTrainedModel, contender: Contender, inputs: Inputs, max_new_tokens: int) -> Run:
