@@ -6,6 +6,8 @@ import io
 import json
 import sys
 import threading
+import time
+from contextlib import redirect_stderr
 
 import pytest
 from checkpoints import save_pair
@@ -60,9 +62,14 @@ def test_a_terminal_gets_a_bar(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
-    with tracked("working [INST]", 3, "runs") as update:
+    terminal = sys.stderr
+    with tracked("working [INST]", 3, "runs") as update, redirect_stderr(io.StringIO()) as silenced:
         update(2, "the [last]")
-    assert "working [INST]" in sys.stderr.getvalue() and "2 of 3 runs, the [last]" in sys.stderr.getvalue()
+        until = time.monotonic() + 10
+        while "2 of 3 runs, the [last]" not in terminal.getvalue() and time.monotonic() < until:
+            time.sleep(0.02)
+    assert "working [INST]" in terminal.getvalue() and "2 of 3 runs, the [last]" in terminal.getvalue()
+    assert silenced.getvalue() == "", "the bar goes on where what runs is silenced"
 
 
 def test_check_and_index_tell_their_totals(at_once, tmp_path, monkeypatch):

@@ -91,7 +91,8 @@ def _bar(what: str, total: float | None, unit: str) -> Iterator[Update]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    # Today's stderr: what runs may be silenced by another one meanwhile.
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bars:
         task = bars.add_task(escape(what), total=total, count=_count(0, total, unit))
 
         def update(done: float, note: str = "") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -75,19 +76,25 @@ def test_what_reads_the_file_is_needed_until_it_was_read(installed, readings):
     assert readings == ["Model-Q4.gguf"]
 
 
-def test_whoever_asks_at_once_waits_for_one(installed, readings, capsys):
+def test_whoever_asks_at_once_waits_for_one(installed, readings, monkeypatch):
+    told = []
+
+    @contextmanager
+    def tracked(what, total, unit):
+        yield lambda done, note: told.append(f"{what}: {done} of {total} {unit}, {note}")
+
+    monkeypatch.setattr(smollm2, "tracked", tracked)
     threads = [threading.Thread(target=smollm2.folder) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(readings) == 1
-    said = capsys.readouterr().err
-    assert "unpacking SmolLM2-135M-Instruct, once" in said and "writing" in said
+    assert len(told) == 3 and told[2] == "unpacking SmolLM2-135M-Instruct, once: 2 of 3 parts, writing"
     model, tokenizer = smollm2.load(torch.bfloat16)
     assert model.dtype == torch.bfloat16 and not model.training and tokenizer.chat_template
     assert torch.equal(model.model.norm.weight, tiny().model.norm.weight.bfloat16())
-    assert capsys.readouterr().err == "" and len(readings) == 1
+    assert len(told) == 3 and len(readings) == 1
 
 
 def test_what_is_interrupted_leaves_no_folder(installed, readings, monkeypatch):

