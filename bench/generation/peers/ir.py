@@ -7,6 +7,8 @@ the weights are stored in the model's dtype, to the bit.
 from __future__ import annotations
 
 import logging
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +40,13 @@ def _compressed(built: ov.Model, model: LlamaForCausalLM, weights: str) -> ov.Mo
     import nncf
 
     logging.getLogger("nncf").setLevel(logging.ERROR)
-    if weights == "int8":
-        return nncf.compress_weights(built, mode=nncf.CompressWeightsMode.INT8_SYM)
-    widths = (model.config.hidden_size, model.config.intermediate_size)
-    group = next(size for size in (128, 64, 32, 16, 8, 4) if all(width % size == 0 for width in widths))
-    return nncf.compress_weights(built, mode=nncf.CompressWeightsMode.INT4_SYM, group_size=group, ratio=1.0)
+    options = {"mode": nncf.CompressWeightsMode.INT8_SYM}
+    if weights == "int4":
+        widths = (model.config.hidden_size, model.config.intermediate_size)
+        group = next(size for size in (128, 64, 32, 16, 8, 4) if all(width % size == 0 for width in widths))
+        options = {"mode": nncf.CompressWeightsMode.INT4_SYM, "group_size": group, "ratio": 1.0}
+    with redirect_stdout(sys.stderr):  # its bar, which would stand among results
+        return nncf.compress_weights(built, **options)
 
 
 def write_tokenizer(folder: Path, checkpoint: Path) -> None:

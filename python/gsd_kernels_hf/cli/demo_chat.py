@@ -41,7 +41,7 @@ DRAWN = "depth=0,width=4,branch=3,max_rows=12,max_path=8,merge_context=2,history
 """Shape of the step that is drawn: one that `auto` chose may hold a single row."""
 
 LOOKUP = 10  # tokens that transformers' prompt lookup drafts at a time
-HF, HF_LOOKUP, PLAIN, OURS = "transformers", "transformers, lookup", "this, plain", "this, history"
+HF, HF_LOOKUP, PLAIN, OURS = "transformers", "its prompt lookup", "this, plain", "this, history"
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def _same(way: dict[str, Any], prompts: int) -> str:
         return ""
     text = f"{way['equal']} of {prompts}"
     if way["within_rounding"]:
-        text += f" ({way['within_rounding']} by rounding)"
+        text += f", {way['within_rounding']} by rounding"
     if way["beyond_rounding"]:
         text += f", {way['beyond_rounding']} DIFFER"
     return text
