@@ -51,7 +51,7 @@ def skipping(model):
 
 
 def test_float32_texts_are_those_of_transformers(full, tmp_path):
-    inputs, tokens = full.chats(*MESSAGES), 16
+    inputs, tokens = full.chats(*MESSAGES), 12
     assert len(MESSAGES) >= 12
     expected = full.model.generate(**inputs, do_sample=False, max_new_tokens=tokens)
     assert (expected[:, -1] == full.tokenizer.eos_token_id).any(), "some texts end, and some go on"
@@ -79,7 +79,7 @@ def test_a_prompt_alone_has_transformers_text_too(full):
 
 @compiled
 def test_in_bfloat16_every_source_has_the_text_of_plain_decoding(half, tmp_path):
-    inputs, tokens = half.chats(*MESSAGES[2:6]), 24
+    inputs, tokens = half.chats(*MESSAGES[2:6]), 16
     plain = plainly(half, inputs, tokens)
     begin = inputs["input_ids"].shape[1]
     corpus = Corpus(corpus_of(tmp_path / "corpus", plain[0, begin:].tolist()), tokenizer=half.tokenizer)
