@@ -29,6 +29,7 @@ SECTIONS = {
         "HistoryMemory",
         "unpatch",
         "from_gguf",
+        "pack",
         "tune",
         "GenerationStats",
         "GraphConfig",
