@@ -79,7 +79,7 @@ def command(
         from ..serving import server
 
         name = name or model or "demo"
-        app = server.make_app(name, handle, pair.tokenizer)
+        app = server.make_app(name, handle, pair.tokenizer, speculates=pair.speculates)
         if draft is None and not pair.speculates:
             err.print("gsd-kernels: no --draft: plain decoding (--draft history speculates without a model)")
         if not is_loopback(host):
