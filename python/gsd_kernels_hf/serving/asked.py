@@ -39,6 +39,8 @@ class Asked:
         penalties: of frequency and presence.
         grammar: a compiled one, or ``None``.
         reference: tokens that the texts may repeat, or ``None``.
+        ends: tokens that end a text.
+        forced: the function that a text calls; ``""``: one that it names; ``None``: it is no forced call.
     """
 
     config: GenerationConfig
@@ -51,6 +53,7 @@ class Asked:
     grammar: Any = None
     reference: list[int] | None = None
     ends: list[int] = field(default_factory=list)
+    forced: str | None = None
 
     def fitted(self, prompt: int) -> GenerationConfig:
         """The config of a text behind ``prompt`` tokens, its length taken as far as the model goes.

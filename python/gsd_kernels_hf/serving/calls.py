@@ -18,6 +18,7 @@ from transformers.cli.serving.utils import response_events_to_chunks
 from ..api import Patch
 from .asked import Asked
 from .logprobs import Entry, Recorder
+from .tools import forced_calls
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Call:
         number: of the text in its request, which is added to the seed.
         gone: set once the client has closed its connection.
         recorder: of log-probabilities, or ``None``.
+        written: the tokens of every piece of a stream that is text, for ``/v1/responses``; of a whole text all at once.
         statistics: of the decoding, plain data.
         ids: its tokens.
         finish: ``"stop"``, or ``"length"`` for a text that was cut.
@@ -49,6 +51,7 @@ class Call:
     number: int = 0
     gone: threading.Event = field(default_factory=threading.Event)
     recorder: Recorder | None = None
+    written: list[list[Entry]] = field(default_factory=list)
     statistics: dict[str, Any] | None = None
     ids: list[int] = field(default_factory=list)
     finish: str | None = None
@@ -114,7 +117,7 @@ class Writer:
                 self._write(self.decoding.step(self.tokenizer._tokenizer, token))
 
     def _write(self, text: str | None) -> None:
-        if not text:
+        if not text or self.call.asked.forced is not None:
             return
         self.sent += text
         for value in [text] if self.parser is None else response_events_to_chunks(self.parser.feed(text)):
@@ -129,8 +132,11 @@ class Writer:
         """Send what is left: bytes that end within a character, the parser's rest, tokens without a text."""
         if self.send is None:
             return
-        if self.parser is None:
-            whole = self.tokenizer.decode(self.call.ids, skip_special_tokens=True)
+        whole = self.tokenizer.decode(self.call.ids, skip_special_tokens=True)
+        if (forced := self.call.asked.forced) is not None:
+            for value in forced_calls(whole, forced) or [whole]:
+                self._piece(value)
+        elif self.parser is None:
             self._write(whole[len(self.sent) :] if whole.startswith(self.sent) else None)
         else:
             try:
@@ -140,8 +146,17 @@ class Writer:
                 events = []
             for value in response_events_to_chunks(events):
                 self._piece(value)
-        if self.waiting:
+        if self.waiting and self.call.recorder is not None:
             self._piece("")
+
+    def cancel(self) -> None:
+        """As transformers' server calls it where a client goes away."""
+        self.call.gone.set()
+
+    @property
+    def total_tokens(self) -> int:
+        """As transformers' server counts them."""
+        return len(self.entries)
 
 
 class Listener:
@@ -204,9 +219,9 @@ class Decoding:
             kwargs |= {"tokenizer": tokenizer, "seed": call.seed, "streamer": streamer, "observer": call.recorder}
             output = self.handle.model.generate(input_ids=input_ids, **kwargs)
         except Exception as error:
-            # The server's own streamer may be told a moment before the call is.
-            away = call.gone.is_set() or type(error).__name__ == "_GenerationCancelled"
-            reason = "the client went away" if away else " ".join(str(error).split()) or type(error).__name__
+            reason = (
+                "the client went away" if call.gone.is_set() else " ".join(str(error).split()) or type(error).__name__
+            )
             log.warning("%s ended after %.2f s: %s", self.name, time.perf_counter() - begun, reason)
             raise
         call.ids = output[0, prompt:].tolist()

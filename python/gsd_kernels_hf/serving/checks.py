@@ -99,7 +99,7 @@ def mapping(**known: Check) -> Check:
 
 
 def entries(name: str, value: Any, known: Iterable[str], *needed: str) -> dict[str, Any]:
-    """The fields of an object that are not null; ``needed`` must be there.
+    """The fields of an object that are not null; ``needed`` must be there, unknown ones must be empty.
 
     Raises:
         Refused: no object, or with a field that is unknown.
@@ -107,12 +107,28 @@ def entries(name: str, value: Any, known: Iterable[str], *needed: str) -> dict[s
     if not isinstance(value, Mapping):
         raise wrong(name, "an object", value)
     for key in value:
-        if key not in known and value[key] is not None:
+        if key not in known and value[key] not in (None, [], {}):
             raise Refused(f"{name}.{key}", "unknown here; leave it out")
     for key in needed:
         if value.get(key) is None:
             raise Refused(f"{name}.{key}", "missing")
-    return {key: inner for key, inner in value.items() if inner is not None}
+    return {key: inner for key, inner in value.items() if key in known and inner is not None}
+
+
+def an_object(name: str, value: Any) -> None:
+    """An object with any fields."""
+    if not isinstance(value, Mapping):
+        raise wrong(name, "an object", value)
+
+
+def a_list(*known: str) -> Check:
+    """A list of some of these strings."""
+
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, list) or not all(one in known for one in value):
+            raise wrong(name, f"a list of {', '.join(map(repr, known))}", value)
+
+    return check
 
 
 def strings(most: int) -> Check:

@@ -57,6 +57,7 @@ def _harmless(name: str, endpoints: tuple[str, ...], check: Check, what: str) ->
 
 
 _KEPT = "nothing is kept of a request, so there is nothing to come back to"
+_LOGPROBS = "message.output_text.logprobs"
 _NO_OTHER = "the model's text is all there is"
 _seed = whole(-(2**63), 2**64 - 1)
 
@@ -70,11 +71,10 @@ FIELDS: tuple[Field, ...] = (
     _honoured("tools", TEMPLATED, checks.anything, "functions, where the chat template reads tools"),
     _honoured(
         "tool_choice",
-        (CHAT,),
+        TEMPLATED,
         checks.anything,
         "`none`, `auto`; `required` or a named function by a grammar, which needs `gsd-kernels[grammar]`",
     ),
-    _honoured("tool_choice", (RESPONSES,), one_of("none", "auto"), "`none` or `auto`; others are refused"),
     _honoured(
         "parallel_tool_calls", TEMPLATED, flag, "`false` where there is one call at most: no tools, or a forced one"
     ),
@@ -115,8 +115,8 @@ FIELDS: tuple[Field, ...] = (
     ),
     # ---- where it ends
     _honoured("max_tokens", BOTH, whole(1), "tokens of the answer; 1,024 without it"),
-    _honoured("max_completion_tokens", (CHAT,), whole(1), "the same"),
-    _honoured("max_output_tokens", (RESPONSES,), whole(1), "the same; a text that was cut has status `incomplete`"),
+    _honoured("max_completion_tokens", (CHAT,), whole(1), "tokens of the answer; 1,024 without it"),
+    _honoured("max_output_tokens", (RESPONSES,), whole(1), "tokens of the answer; 1,024 without it"),
     _honoured("stop", BOTH, strings(16), "up to 16 strings; the text ends with the one that was found"),
     # ---- how many, how fast
     _honoured("n", BOTH, whole(1, 128), "texts one after another, the i-th by `seed` + i"),
@@ -132,11 +132,17 @@ FIELDS: tuple[Field, ...] = (
         mapping(include_usage=flag, include_obfuscation=one_of(False)),
         "`include_usage`: in an event of its own before the end, or nowhere; obfuscation is refused",
     ),
-    _honoured("logprobs", (CHAT,), flag, "of the model itself, before anything above"),
+    _honoured("logprobs", (CHAT,), flag, "of the model itself, before temperature, penalties, bias and grammar"),
     _honoured("top_logprobs", (CHAT,), whole(0, 20), "with `logprobs`"),
-    _honoured("logprobs", (COMPLETIONS,), whole(0, 20), "of the model itself, before anything above"),
+    _honoured(
+        "logprobs", (COMPLETIONS,), whole(0, 20), "of the model itself, before temperature, penalties, bias and grammar"
+    ),
+    _honoured(
+        "include", (RESPONSES,), checks.a_list(_LOGPROBS), f"`{_LOGPROBS}`: of the model itself; others are refused"
+    ),
+    _honoured("top_logprobs", (RESPONSES,), whole(0, 20), f'with `include: ["{_LOGPROBS}"]`'),
     _honoured("echo", (COMPLETIONS,), flag, "the prompt before its text; refused beside `logprobs`"),
-    _honoured("metadata", (RESPONSES,), checks.anything, "in the response, as it came"),
+    _honoured("metadata", (RESPONSES,), checks.an_object, "in the response, as it came"),
     # ---- what asks for nothing here
     _harmless("user", ENDPOINTS, text, "who asks is not looked at"),
     _harmless("safety_identifier", TEMPLATED, text, "who asks is not looked at"),
@@ -154,8 +160,6 @@ FIELDS: tuple[Field, ...] = (
     _refused("prompt", (RESPONSES,), "no prompts are stored"),
     _refused("context_management", (RESPONSES,), "no text is shortened", []),
     _refused("truncation", (RESPONSES,), "no text is shortened", "disabled"),
-    _refused("include", (RESPONSES,), _NO_OTHER, []),
-    _refused("top_logprobs", (RESPONSES,), "in the other two endpoints", 0),
     _refused("stream_options", (RESPONSES,), "no obfuscation", {}, {"include_obfuscation": False}),
     _refused("modalities", (CHAT,), _NO_OTHER, ["text"]),
     _refused("audio", (CHAT,), _NO_OTHER),

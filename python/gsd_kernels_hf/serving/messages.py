@@ -50,10 +50,11 @@ def _text(name: str, content: Any) -> str:
         raise wrong(name, "a string or a list of parts", content)
     found = []
     for i, part in enumerate(content):
+        place = f"{name}[{i}]"
         if not isinstance(part, Mapping) or part.get("type") not in PARTS:
             kind = part.get("type") if isinstance(part, Mapping) else part
-            raise Refused(f"{name}[{i}]", f"expected a part of type text, got {kind!r}; this model reads text alone")
-        checks.text(f"{name}[{i}].text", part.get("text"))
+            raise Refused(place, f"expected a part of type text, got {kind!r}; this model reads text alone")
+        checks.text(f"{place}.text", entries(place, part, ("type", "text"), "text")["text"])
         found.append(part["text"])
     return " ".join(found)
 
@@ -94,40 +95,12 @@ def check_input(given: Any) -> None:
             found = entries(f"input[{i}]", item, known, *needed[kind])
             if kind == "function_call":
                 _call(f"input[{i}]", {"function": found})
-        elif kind != "reasoning":
+        elif kind == "reasoning":
+            entries(f"input[{i}]", item, ("type", "id", "content", "status"))
+        else:
             raise Refused(
                 f"input[{i}].type", f"not served: {kind!r}; messages, calls of functions and their results are"
             )
-
-
-def tools_of(given: Any, tokenizer: PreTrainedTokenizerBase, *, forced: bool = False) -> list[dict[str, Any]]:
-    """Functions as templates take them; none for an empty list.
-
-    Args:
-        given: ``tools``, of either endpoint.
-        tokenizer: whose template has to show them.
-        forced: whether a grammar holds the call to its schema, as ``strict`` asks.
-
-    Raises:
-        Refused: of ``tools``.
-    """
-    if not isinstance(given, list):
-        raise wrong("tools", "a list of functions", given)
-    tools = []
-    for i, tool in enumerate(given):
-        name = f"tools[{i}]"
-        if not isinstance(tool, Mapping) or tool.get("type") != "function":
-            kind = tool.get("type") if isinstance(tool, Mapping) else tool
-            raise Refused(f"{name}.type", f"not served: {kind!r}; only 'function' is")
-        inner = tool.get("function") or {key: value for key, value in tool.items() if key != "type"}
-        function = entries(f"{name}.function", inner, ("name", "description", "parameters", "strict"), "name")
-        checks.text(f"{name}.function.name", function["name"])
-        if function.pop("strict", False) and not forced:
-            raise Refused(f"{name}.function.strict", 'not held to where tool_choice is "auto"; leave it out')
-        tools.append({"type": "function", "function": function})
-    if tools and not reads(tokenizer, "tools"):
-        raise Refused("tools", "this model's chat template does not show them; leave them out")
-    return tools
 
 
 def template_arguments(body: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

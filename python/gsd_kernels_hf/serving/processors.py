@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from .checks import Refused
+from .checks import Refused, entries, wrong
 
 
 class Penalties(LogitsProcessor):
@@ -65,16 +64,14 @@ class Grammars:
     Args:
         tokenizer: the model's.
         vocabulary: columns of its logits.
-        ends: tokens that end a text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: list[int]) -> None:
-        self.tokenizer, self.vocabulary, self.ends = tokenizer, vocabulary, ends
-        self.compiler: Any = None
-        self.lock = threading.Lock()
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
+        self.tokenizer, self.vocabulary = tokenizer, vocabulary
+        self.compilers: dict[tuple[int, ...], Any] = {}  # by the tokens that end a text
 
-    def of(self, schema: Mapping[str, Any] | bool, field: str) -> Any:
-        """The grammar of JSON by a schema.
+    def of(self, schema: Mapping[str, Any] | bool, field: str, ends: list[int]) -> Any:
+        """The grammar of JSON by a schema, which ends with one of ``ends``.
 
         Raises:
             Refused: xgrammar is missing, or cannot serve the schema; named ``field``.
@@ -83,16 +80,16 @@ class Grammars:
             import xgrammar
         except ImportError:
             raise Refused(field, "needs xgrammar, which is missing: pip install 'gsd-kernels[grammar]'") from None
-        if not self.ends:
+        if not ends:
             raise Refused(field, "this model has no end-of-text token, which would end the JSON")
-        with self.lock:
-            if self.compiler is None:
-                info = xgrammar.TokenizerInfo.from_huggingface(
-                    self.tokenizer, vocab_size=self.vocabulary, stop_token_ids=self.ends
-                )
-                self.compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+        compiler = self.compilers.get(tuple(ends))
+        if compiler is None:
+            info = xgrammar.TokenizerInfo.from_huggingface(
+                self.tokenizer, vocab_size=self.vocabulary, stop_token_ids=ends
+            )
+            compiler = self.compilers[tuple(ends)] = xgrammar.GrammarCompiler(info, max_threads=1)
         try:
-            return self.compiler.compile_json_schema(json.dumps(schema), any_whitespace=True, max_whitespace_cnt=2)
+            return compiler.compile_json_schema(json.dumps(schema), any_whitespace=True, max_whitespace_cnt=2)
         except Exception as error:  # xgrammar's own, of several kinds
             raise Refused(field, " ".join(str(error).split())) from error
 
@@ -104,19 +101,16 @@ def schema_of(given: Any, field: str) -> Any:
         Refused: another format, or one without a schema.
     """
     kind = given.get("type") if isinstance(given, Mapping) else None
-    known = ("name", "description", "schema", "strict")
     if kind == "text":
         return None
     if kind == "json_object":
         return {"type": "object"}
     if kind != "json_schema":
         raise Refused(f"{field}.type", f"expected 'text', 'json_object' or 'json_schema', got {kind!r}")
-    from .checks import entries, wrong
-
     at = field
     if "json_schema" in given:
         at, given = f"{field}.json_schema", given["json_schema"]
-    schema = entries(at, given, (*known, "type"), "schema")["schema"]
+    schema = entries(at, given, ("type", "name", "schema", "strict"), "schema")["schema"]
     if not isinstance(schema, (Mapping, bool)):
         raise wrong(f"{at}.schema", "a JSON schema", schema)
     return schema

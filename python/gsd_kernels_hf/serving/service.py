@@ -14,7 +14,7 @@ import torch
 from fastapi import HTTPException
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.cli.serving.utils import GenerateManager, GenerationState
+from transformers.cli.serving.utils import GenerateManager, GenerationState, _StreamError
 
 from ..api import Patch
 from ..model import properties
@@ -34,10 +34,11 @@ ERRORS = (ClientGoneError, StoppingError, ValueError, TypeError, KeyError, Overf
 """Of a request: they have an answer of their own, and no traceback in the log."""
 
 _FIELDS = {
-    "max_new_tokens": "max_tokens",
-    "reference_ids": "prediction",
-    "sequence_bias": "logit_bias",
-    "stop_strings": "stop",
+    "max_new_tokens": ("max_tokens", "max_output_tokens"),
+    "reference_ids": ("prediction",),
+    "sequence_bias": ("logit_bias",),
+    "stop_strings": ("stop",),
+    "input_ids": tuple(fields.NEEDED.values()),
 }
 """What ``generate`` calls a field."""
 
@@ -49,14 +50,52 @@ class Queue(GenerateManager):
         self.handle, self.stopping, self.speculates = handle, stopping, speculates
         super().__init__()
 
-    def generate_streaming(self, model: Any, *args: Any, request_id: str, **kwargs: Any) -> Any:
-        return super().generate_streaming(self._asked(request_id), *args, request_id=request_id, **kwargs)
+    def generate_streaming(
+        self,
+        model: Any,
+        processor: PreTrainedTokenizerBase,
+        inputs: dict[str, Any],
+        gen_config: Any,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> tuple[asyncio.Queue[Any], Writer]:
+        """As transformers' own, with a writer that keeps log-probabilities beside the pieces of the text."""
+        call = call_of.get()
+        loop, waiting = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        writer = Writer(call, processor, response_parser)
 
-    async def generate_non_streaming(self, model: Any, *args: Any, request_id: str, **kwargs: Any) -> Any:
-        return await super().generate_non_streaming(self._asked(request_id), *args, request_id=request_id, **kwargs)
+        def send(value: Any) -> None:
+            loop.call_soon_threadsafe(waiting.put_nowait, value)
 
-    def _asked(self, request_id: str) -> Decoding:
-        return self.decoding(call_of.get(), request_id)
+        def take(piece: Piece) -> None:
+            if type(piece.value) is str:
+                call.written.append(piece.entries)
+            send(piece.value)
+
+        def run() -> None:
+            try:
+                self.decoding(call, request_id).generate(tokenizer=processor, streamer=writer, **inputs)
+                send(None)
+            except ClientGoneError:
+                send(None)
+            except Exception as error:
+                send(_StreamError(answer_of(error, fields.RESPONSES)[1]["error"]["message"]))
+
+        writer.begin(take)
+        self.submit(run)
+        return waiting, writer
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> tuple[str, int, list[int]]:
+        """As transformers' own, with a writer that keeps log-probabilities."""
+        call = call_of.get()
+        writer = Writer(call, processor)
+        decode = self.decoding(call, request_id).generate
+        await self.async_submit(decode, tokenizer=processor, streamer=writer, **inputs)
+        call.written = [writer.entries]
+        text = processor.decode(call.ids, skip_special_tokens=True)
+        return text, inputs["input_ids"].shape[-1], call.ids
 
     def decoding(self, call: Call, name: str) -> Decoding:
         """What decodes a text."""
@@ -101,9 +140,7 @@ class Service:
         self.name, self.model, self.tokenizer = name, handle.model, tokenizer
         self.queue = Queue(handle, stopping, speculates)
         self.vocabulary = properties.vocabulary(handle.model)
-        ends = handle.model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        self.grammars = Grammars(tokenizer, self.vocabulary, [end for end in ends if end is not None])
+        self.grammars = Grammars(tokenizer, self.vocabulary)
         self.pieces = Pieces(tokenizer)
 
     def check_name(self, name: str | None) -> None:
@@ -198,6 +235,6 @@ def answer_of(error: Exception, endpoint: str | None = None) -> tuple[int, dict[
 
 def _field_of(message: str, endpoint: str | None) -> str | None:
     """The field that an error of ``generate`` begins with."""
+    known = fields.rows(endpoint or "")
     name = message.partition(":")[0]
-    name = _FIELDS.get(name, name)
-    return name if endpoint in fields.ENDPOINTS and name in fields.rows(endpoint) else None
+    return next((found for found in _FIELDS.get(name, (name,)) if found in known), None)

@@ -18,9 +18,10 @@ from .asked import Asked, asked_of, token_ids
 from .calls import Call, Writer
 from .checks import Refused, entries, one_of, text, wrong
 from .logprobs import Entry
-from .messages import messages_of, template_arguments, tools_of
+from .messages import messages_of, template_arguments
 from .processors import schema_of
 from .service import Service, answer_of
+from .tools import call_schema, chosen, forced_calls
 
 
 @dataclass
@@ -51,7 +52,6 @@ class Order:
         stream: whether the client gets events.
         usage: ``stream_options.include_usage``; ``None``: not named.
         tools: as the chat template takes them; none are shown for ``tool_choice: "none"``.
-        forced: the function that the text is the arguments of; ``""``: one that the text names; ``None``: no call.
         gone: set once the client has closed its connection.
     """
 
@@ -62,7 +62,6 @@ class Order:
     stream: bool = False
     usage: bool | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)
-    forced: str | None = None
     gone: threading.Event = field(default_factory=threading.Event)
     since: int = field(default_factory=lambda: int(time.time()))
 
@@ -152,17 +151,13 @@ class Texts:
                     yield event({**begun, "finish_reason": None})
                 sofar = Sofar(prompt.shown.encode())
                 writer = Writer(call, self.service.tokenizer, self.parser(order, prompt))
-                held = order.forced is not None
                 async for piece in self.service.pieces_of(call, prompt.ids, self._name(order, index), writer):
-                    if not held:
-                        delta = self.delta(piece.value, piece.entries, sofar, order)
-                        yield event({**delta, "finish_reason": None})
+                    delta = self.delta(piece.value, piece.entries, sofar, order)
+                    yield event({**delta, "finish_reason": None})
                     sofar.calls += isinstance(piece.value, ToolCall)
                     sofar.told += b"".join(self.service.pieces.bytes_of(entry.token) for entry in piece.entries)
                 last = self.delta("", [], sofar, order)
-                finish = "tool_calls" if sofar.calls else call.finish
-                if held:
-                    last, finish = self.at_once(order, prompt, call, writer.entries)
+                finish = "tool_calls" if sofar.calls and call.finish == "stop" else call.finish
                 rest = order.told() if index == len(order.texts) - 1 else {}
                 if rest and order.usage is None:
                     rest |= order.counted()
@@ -175,12 +170,6 @@ class Texts:
             raise
         except Exception as error:
             yield _event(answer_of(error, self.endpoint)[1])
-
-    def at_once(
-        self, order: Order, prompt: Prompt, call: Call, written: list[Entry]
-    ) -> tuple[dict[str, Any], str | None]:
-        """The delta and the end of a text that is streamed in one piece."""
-        raise NotImplementedError
 
     def _name(self, order: Order, index: int) -> str:
         return order.id if len(order.texts) == 1 else f"{order.id}/{index}"
@@ -204,7 +193,7 @@ class Completions(Texts):
             prompts = [Prompt(p.ids, p.shown or self.service.tokenizer.decode(p.ids)) for p in prompts]
         else:
             prompts = [Prompt(p.ids) for p in prompts]
-        usage = body.get("stream_options", {}).get("include_usage")
+        usage = _usage(body)
         return Order(request_id, prompts, asked, copies, bool(body.get("stream")), usage)
 
     def _prompts(self, given: Any) -> list[Prompt]:
@@ -249,41 +238,18 @@ class Chat(Texts):
         if body.get("top_logprobs") and not body.get("logprobs"):
             raise Refused("top_logprobs", "needs logprobs: true")
         asked.top = body.get("top_logprobs", 0) if body.get("logprobs") else None
-        tools, forced = self._tools(body)
+        tools, asked.forced = chosen(body, service.tokenizer)
         if schema := schema_of(body["response_format"], "response_format") if "response_format" in body else None:
             if tools:
                 raise Refused("response_format", 'tools are not served beside it; leave it out, or tool_choice "none"')
-            asked.grammar = service.grammars.of(schema, "response_format")
-        elif forced is not None:
-            asked.grammar = service.grammars.of(_call_schema(tools, forced), "tool_choice")
+            asked.grammar = service.grammars.of(schema, "response_format", asked.ends)
+        elif asked.forced is not None:
+            asked.grammar = service.grammars.of(call_schema(tools, asked.forced), "tool_choice", asked.ends)
         asked.reference = self._reference(body.get("prediction"))
         ids = service.templated(messages, tools, template_arguments(body, service.tokenizer))
-        usage = body.get("stream_options", {}).get("include_usage")
+        usage = _usage(body)
         stream = bool(body.get("stream"))
-        return Order(request_id, [Prompt(ids)], asked, body.get("n", 1), stream, usage, tools, forced)
-
-    def _tools(self, body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
-        """The functions to show, and the one to call, see :class:`Order`."""
-        choice = body.get("tool_choice", "auto")
-        if choice == "none":
-            return [], None
-        forced = choice != "auto"
-        tools = tools_of(body.get("tools", []), self.service.tokenizer, forced=forced)
-        if not forced:
-            if tools and body.get("parallel_tool_calls") is False:
-                raise Refused("parallel_tool_calls", "how many calls a text has is the model's to say; leave it out")
-            return tools, None
-        name = ""
-        if choice != "required":
-            kind = choice.get("type") if isinstance(choice, Mapping) else choice
-            if kind != "function":
-                raise Refused("tool_choice", f"expected none, auto, required or a named function, got {kind!r}")
-            function = entries("tool_choice", choice, ("type", "function"), "function")["function"]
-            name = entries("tool_choice.function", function, ("name",), "name")["name"]
-        names = [tool["function"]["name"] for tool in tools]
-        if not tools or (name and name not in names):
-            raise Refused("tool_choice", f"tools has no {name or 'function'}; it has {', '.join(names) or 'none'}")
-        return tools, name
+        return Order(request_id, [Prompt(ids)], asked, body.get("n", 1), stream, usage, tools)
 
     def _reference(self, given: Any) -> list[int] | None:
         """The tokens of ``prediction``."""
@@ -301,7 +267,7 @@ class Chat(Texts):
         return list(self.service.tokenizer(whole, add_special_tokens=False)["input_ids"])
 
     def parser(self, order: Order, prompt: Prompt) -> Any:
-        if order.forced is not None:
+        if order.asked.forced is not None:
             return None
         return build_response_parser(
             self.service.tokenizer, self.service.model, [prompt.ids], tools=order.tools or None
@@ -311,16 +277,16 @@ class Chat(Texts):
         tokenizer = self.service.tokenizer
         content: str | None = tokenizer.decode(call.ids, skip_special_tokens=True)
         finish, reasoning = call.finish, None
-        if order.forced is not None:
-            calls = _forced_calls(content or "", order.forced)
+        if order.asked.forced is not None:
+            calls = forced_calls(content or "", order.asked.forced)
         else:
             content, reasoning, calls = parse_assistant_message(
                 tokenizer, self.service.model, call.ids, [prompt.ids], content or "", tools=order.tools or None
             )
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
-            made = [_call(f"{order.id}-{i}", i, one) for i, one in enumerate(calls)]
-            message |= {"content": None if order.forced is not None else content, "tool_calls": made}
+            made = [_call(f"{order.id}-{i}", one) for i, one in enumerate(calls)]
+            message |= {"content": None if order.asked.forced is not None else content, "tool_calls": made}
             finish = "tool_calls" if finish == "stop" else finish
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -331,56 +297,29 @@ class Chat(Texts):
 
     def delta(self, value: Any, written: list[Entry], sofar: Sofar, order: Order) -> dict[str, Any]:
         if isinstance(value, ToolCall):
-            found: dict[str, Any] = {"tool_calls": [_call(f"{order.id}-{sofar.calls}", sofar.calls, value)]}
+            found: dict[str, Any] = {
+                "tool_calls": [{"index": sofar.calls, **_call(f"{order.id}-{sofar.calls}", value)}]
+            }
         elif isinstance(value, ReasoningText):
             found = {"reasoning_content": value}
         else:
             found = {"content": value} if value or written else {}
         return {"delta": found, "logprobs": self._logprobs(written, order) if written else None}
 
-    def at_once(
-        self, order: Order, prompt: Prompt, call: Call, written: list[Entry]
-    ) -> tuple[dict[str, Any], str | None]:
-        found = self.choice(order, prompt, call, written)
-        message = {key: value for key, value in found["message"].items() if key in ("content", "tool_calls") and value}
-        return {"delta": message, "logprobs": found["logprobs"]}, found["finish_reason"]
-
     def _logprobs(self, written: list[Entry], order: Order) -> dict[str, Any] | None:
         return self.service.pieces.chat(written) if order.asked.top is not None else None
 
 
-def _call_schema(tools: list[dict[str, Any]], forced: str) -> dict[str, Any]:
-    """The JSON that a forced call is: the arguments of a named function, or one of all with its name."""
-    free = {"type": "object"}
-    known = {tool["function"]["name"]: tool["function"].get("parameters") or free for tool in tools}
-    if forced:
-        return known[forced]
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "arguments": schema},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for name, schema in known.items()
-    ]
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+def _usage(body: Mapping[str, Any]) -> bool | None:
+    """``stream_options.include_usage``; ``None`` where it is not named."""
+    if body.get("stream_options") and not body.get("stream"):
+        raise Refused("stream_options", "needs stream: true")
+    return body.get("stream_options", {}).get("include_usage")
 
 
-def _forced_calls(content: str, forced: str) -> list[ToolCall]:
-    """The call that a text is; of a text that was cut before it named its function, none."""
-    if forced:
-        return [ToolCall(forced, content)]
-    try:
-        found = json.loads(content)
-    except json.JSONDecodeError:
-        return []
-    return [ToolCall(found["name"], json.dumps(found["arguments"]))]
-
-
-def _call(name: str, index: int, call: ToolCall) -> dict[str, Any]:
+def _call(name: str, call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
-    return {"index": index, "id": f"call_{name}", "type": "function", "function": function}
+    return {"id": f"call_{name}", "type": "function", "function": function}
 
 
 def _event(found: dict[str, Any]) -> str:
