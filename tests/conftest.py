@@ -35,7 +35,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreted.prepare_once_a_launch()
 
 WHOLE = ("ops", "report")  # folders of cheap cases
-CHOSEN = ("test_greedy_exactness.py", "test_fuzz.py", "test_step_trace.py")  # files that say it of each case
+# Files that say it of each case.
+CHOSEN = ("test_greedy_exactness.py", "test_fuzz.py", "test_step_trace.py", "test_lockstep.py", "test_grammars.py")
 
 # Files of long tests or of fixtures that take long: a run begins with them, so that no process waits for another's last
 # test, nor makes a fixture that another has.

@@ -10,7 +10,10 @@ from torch import Tensor
 import gsd_kernels as gsd
 from gsd_kernels.config import MAX_CONTEXT
 
-STYLES = ("random", "alternating", "repeat", "ties", "sparse")
+STYLES = ("random", "alternating", "repeat", "ties", "sparse", "wild")
+INF = float("inf")
+WILD = (-INF * 0, INF, -INF, 0.0, -0.0, 1e-6, 2.5, 1e30, -1e30, -3.4e38, 1e-40, -1e-40, -0.5, -1.0)
+"""Log-probabilities that no distribution has, and a few that one may have."""
 
 
 def candidates(style: str, vocab: int, shape: tuple[int, int, int], gen: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -30,7 +33,15 @@ def candidates(style: str, vocab: int, shape: tuple[int, int, int], gen: torch.G
         log_probs = torch.where(torch.rand(shape, generator=gen) < 0.4, float("-inf"), log_probs)
         tokens = torch.where(torch.rand(shape, generator=gen) < 0.1, -1, tokens)
         tokens = torch.where(torch.rand(shape, generator=gen) < 0.1, 0, tokens)  # duplicates
+    elif style == "wild":
+        tokens = torch.randint(-2, vocab, shape, generator=gen, dtype=torch.int32)
+        log_probs = wild(shape, gen)
     return tokens.contiguous(), log_probs.float().contiguous()
+
+
+def wild(shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
+    """Of :data:`WILD`, float32."""
+    return torch.tensor(WILD)[torch.randint(0, len(WILD), shape, generator=gen)]
 
 
 def tails(batch: int, vocab: int, gen: torch.Generator) -> Tensor:

@@ -36,20 +36,27 @@ def agreement(a: list[int], b: list[int]) -> int:
     return n
 
 
+def plus(a, b):
+    """Their float32 sum, which may be −inf."""
+    with np.errstate(over="ignore"):
+        return F32(a + b)
+
+
 def merge(graph, frontier, tokens, log_probs, width, merge_context, log_sibling_ratio, log_min_prob):
     existing = len(graph.tokens)
     candidates = []
     for i, u in enumerate(frontier):
         if u < 0:
             continue
-        best = max((F32(lp) for lp in log_probs[i] if lp > -np.inf), default=None)
+        likely = [min(lp, 0.0) for lp in log_probs[i]]  # above 0 counts as 0
+        best = max((F32(lp) for lp in likely if lp > -np.inf), default=None)
         graph.edges[u] = [None] * len(tokens[i])
         seen = set()
-        for rank, (token, lp) in enumerate(zip(tokens[i], log_probs[i], strict=True)):
+        for rank, (token, lp) in enumerate(zip(tokens[i], likely, strict=True)):
             if not lp > -np.inf or token < 0 or F32(lp) < F32(best + F32(log_sibling_ratio)) or token in seen:
                 continue
             seen.add(token)
-            candidates.append((F32(graph.scores[u] + F32(lp)), u, rank, int(token), F32(lp)))
+            candidates.append((plus(graph.scores[u], F32(lp)), u, rank, int(token), F32(lp)))
     candidates.sort(key=lambda c: (-c[0], c[1], c[2]))
     leaders = {}
     for score, u, rank, token, lp in candidates:
@@ -77,7 +84,8 @@ def merge(graph, frontier, tokens, log_probs, width, merge_context, log_sibling_
             if can_share:
                 leaders[key] = target
         graph.edges[u][rank] = (target, lp)
-    open_nodes = [n for n in range(len(graph.tokens)) if n not in graph.edges and graph.scores[n] >= log_min_prob]
+    closed = [n in graph.edges or not graph.scores[n] > -np.inf for n in range(len(graph.tokens))]
+    open_nodes = [n for n, score in enumerate(graph.scores) if not closed[n] and score >= log_min_prob]
     open_nodes.sort(key=lambda n: (-graph.scores[n], n))
     return (open_nodes + [-1] * width)[:width]
 
@@ -92,8 +100,8 @@ def flatten(graph, max_rows, max_path):
         if depth == max_path:
             continue
         for index, edge in enumerate(graph.edges.get(node, [])):
-            if edge is not None:
-                heapq.heappush(heap, (F32(-(F32(-minus) + edge[1])), depth + 1, row, index, edge[0]))
+            if edge is not None and (score := plus(F32(-minus), edge[1])) > -np.inf:
+                heapq.heappush(heap, (F32(-score), depth + 1, row, index, edge[0]))
     return rows
 
 

@@ -3,6 +3,8 @@
 // Level-synchronous form of gsd_kernels/ops/flatten/reference.py: expand the rows of one depth, keep the best R of rows
 // and children by (path score desc, depth asc, parent row asc, edge asc), go one deeper. Kept rows stay sorted, so one
 // level is: sort the children, then merge two sorted lists, where every entry finds its own place by binary search.
+// Whatever the edges hold, a child is never likelier than its parent (clean_log_prob), so a parent's row is before its
+// children's.
 #pragma once
 
 #include "sort.h"
@@ -119,7 +121,7 @@ GSD_HD void flatten_graph(Group& group, const FlattenArgs& a, const FlattenSizes
       const int64_t from = static_cast<int64_t>(rows.node[row]) * s.branch + edge;
       const int32_t target = a.edge_targets[from];
       if (target < 0 || target >= s.capacity) continue;
-      const float score = rows.score[row] + a.edge_log_probs[from] + 0.0f;
+      const float score = rows.score[row] + clean_log_prob(a.edge_log_probs[from]);
       if (!(score > negative_infinity()) || (n == s.rows && score <= rows.score[n - 1])) continue;
       const int at = group.atomic_add(&arena.num_children[level % 2], 1);
       arena.children[at] = score_key(score, static_cast<uint32_t>(row) << 16 | edge);

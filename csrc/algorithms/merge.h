@@ -10,6 +10,7 @@
 namespace gsd {
 
 constexpr int kContext = 8;  // MAX_CONTEXT of gsd_kernels/config.py
+constexpr int kMostNodes = 1 << 30;  // that a count may say; none is written beyond the capacity
 
 // N nodes, W expanded nodes, K candidates after each, M = W·K candidates, F next frontier, L mask words.
 struct MergeSizes {
@@ -88,9 +89,6 @@ struct MergeArena {
   }
 };
 
-// NaN → −inf, −0 → +0.
-GSD_HD float clean_log_prob(float x) { return x > negative_infinity() ? x + 0.0f : negative_infinity(); }
-
 // Context of a child of `node`, entry i: the node's own token, then the tokens before it.
 GSD_HD int32_t child_context(const MergeArgs& a, int node, int i) {
   return i == 0 ? a.token_ids[node] : a.contexts[node * kContext + i - 1];
@@ -166,7 +164,7 @@ GSD_HD void merge_level(Group& group, const MergeArgs& a, const MergeSizes& s, c
   const MergeArena arena(memory, s);
   const int rank = group.rank(), step = group.size();
   const int m = s.candidates(), padded_m = power_of_two_from(m);
-  const int old_nodes = *a.num_nodes;
+  const int old_nodes = min_int(max_int(*a.num_nodes, 0), kMostNodes);
   const int readable = min_int(old_nodes, s.capacity);
 
   // 1. Prune, and give every surviving candidate its place in the order. Key: score, parent id, place in [W, K].
@@ -256,7 +254,7 @@ GSD_HD void merge_level(Group& group, const MergeArgs& a, const MergeSizes& s, c
     a.next_tokens[i] = valid ? a.token_ids[node] : 0;
     a.next_depths[i] = valid ? a.depths[node] : 1;
     // The node's draft-cache slots: those of its parent, which was expanded before it, and its own.
-    const int parent = max_int(a.parents[node], 0), slot = s.level * s.frontier + i;
+    const int parent = min_int(max_int(a.parents[node], 0), s.capacity - 1), slot = s.level * s.frontier + i;
     for (int w = 0; w < s.words; w++) {
       const uint32_t own = w == slot / 32 ? 1u << slot % 32 : 0u;
       const uint32_t above = valid ? static_cast<uint32_t>(a.ancestor_mask[parent * s.words + w]) : 0u;

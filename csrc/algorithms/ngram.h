@@ -78,10 +78,11 @@ struct ContextWalk {
 
   GSD_HD int32_t next() {
     if (a.contexts != nullptr) return a.contexts[row * s.context + back++];
-    const int place = min_int(max_int(back++ - 1 - a.tree.depths[row], 0), s.context - 1);
+    const int place = min_int(max_int(back++ - 1 - max_int(a.tree.depths[row], 0), 0), s.context - 1);
     if (at < 0) return a.tree.tail[place];
     const int32_t token = a.tree.token_ids[at];
     at = a.tree.parent_rows[at];
+    if (at >= s.rows) at = -1;
     return token;
   }
 };
@@ -157,10 +158,11 @@ GSD_HD void plan_set(const NgramArena& arena, const NgramTable& table, const Ngr
   }
   // An entry that stays never comes nearer to the front: each that leaves has made room in front of it.
   const int fresh = planned;
-  for (int way = 0; planned < s.ways; way++) {
+  for (int way = 0; planned < s.ways && way < s.ways; way++) {
     const int64_t key = table.keys[static_cast<int64_t>(set) * s.ways + way];
     if (key == 0 || !among_new(key, fresh)) plan[planned++] = -1 - way;
   }
+  for (; planned < s.ways; planned++) plan[planned] = -1 - planned;  // of a table that holds a key twice
 }
 
 // The set moves to its new ways: from the last to the first, nothing is read after it was overwritten.
@@ -331,7 +333,7 @@ struct NgramRecallArgs {
 template <class Group>
 GSD_HD void recall_nodes(Group& group, const NgramRecallArgs& a, const NgramSizes& s) {
   for (int row = group.rank(); row < s.rows; row += group.size()) {
-    const int node = max_int(a.nodes[row], 0);
+    const int node = min_int(max_int(a.nodes[row], 0), a.graph_nodes - 1);
     const int32_t* before = a.contexts + static_cast<int64_t>(node) * s.context;
     const NgramMatch found =
         longest_match(a.table, s, [&](int i) { return i == 0 ? a.token_ids[node] : before[i - 1]; });
@@ -344,7 +346,8 @@ GSD_HD void recall_nodes(Group& group, const NgramRecallArgs& a, const NgramSize
       log_probs[k] = found.length > 0 ? a.table.log_probs[at] : negative_infinity();
     }
     if (a.first_pick != nullptr) {
-      perturb(noise_stream(*a.seed, *a.first_pick + a.depths[node], *a.sequence_ids), tokens, log_probs, log_probs,
+      const uint32_t position = static_cast<uint32_t>(*a.first_pick) + static_cast<uint32_t>(a.depths[node]);
+      perturb(noise_stream(*a.seed, static_cast<int32_t>(position), *a.sequence_ids), tokens, log_probs, log_probs,
               a.wanted);
     }
     for (int k = 0; k < a.wanted; k++) {

@@ -7,6 +7,12 @@ namespace gsd {
 
 constexpr uint64_t kAbsent = ~0ull;  // sorts last
 
+// What a log-probability counts as: NaN as −inf, above 0 as +0, −0 as +0. So no child is likelier than its parent, which
+// the order of rows relies on.
+GSD_HD float clean_log_prob(float x) {
+  return x > negative_infinity() ? (x < 0.0f ? x : 0.0f) : negative_infinity();
+}
+
 // A larger float gives a smaller word; −0 and +0 give the same one.
 GSD_HD uint32_t descending(float score) {
   const uint32_t bits = float_bits(score + 0.0f);

@@ -52,15 +52,17 @@ struct StartArgs {
 template <class Group>
 GSD_HD void reset_to_root(Group& group, const StartArgs& a, const StartSizes& s) {
   const int root = *a.out_len - 1;
+  const auto token_at = [&](int place, int first, int32_t none) {
+    return place >= max_int(first, 0) && place < s.length ? static_cast<int32_t>(a.tokens[place]) : none;
+  };
   for (int n = group.rank(); n < s.nodes; n += group.size()) {
-    a.token_ids[n] = n == 0 ? static_cast<int32_t>(a.tokens[root]) : 0;
+    a.token_ids[n] = n == 0 ? token_at(root, 0, 0) : 0;
     a.parents[n] = -1;
     a.depths[n] = 0;
     a.scores[n] = 0.0f;
     a.expanded[n] = false;
     for (int i = 0; i < s.context; i++) {
-      const int place = root - 1 - i;
-      a.contexts[n * s.context + i] = n == 0 && place >= *a.kv_start ? static_cast<int32_t>(a.tokens[place]) : -1;
+      a.contexts[n * s.context + i] = n == 0 ? token_at(root - 1 - i, *a.kv_start, -1) : -1;
     }
     for (int i = 0; i < s.words; i++) a.ancestor_mask[n * s.words + i] = 0;
     for (int i = 0; i < s.branch; i++) {
@@ -108,7 +110,7 @@ GSD_HD void place_rows(Group& group, const FeedArgs<Integer>& a, const FeedSizes
   for (int r = group.rank(); r < s.rows; r += group.size()) {
     const int slot = a.slots != nullptr ? a.slots[r] : s.first_slot + r, depth = a.depths[r] - s.shift;
     const int position = *a.kv_len - *a.kv_start + depth;
-    a.ids[r] = a.token_ids[r] < s.vocab ? a.token_ids[r] : 0;
+    a.ids[r] = a.token_ids[r] >= 0 && a.token_ids[r] < s.vocab ? a.token_ids[r] : 0;
     a.places[r] = *a.kv_len + slot;
     a.positions[r] = position;
     a.row_depths[r] = depth;
@@ -144,12 +146,13 @@ struct ChainArgs {
 
 template <class Group>
 GSD_HD void chain_rows(Group& group, const ChainArgs& a, const ChainSizes& s) {
-  const int cached = *a.cached, count = min_int(*a.end - cached, s.rows);
+  const int cached = *a.cached, count = max_int(min_int(*a.end - cached, s.rows), 0);
   group.sync("chain: length read");
   for (int r = group.rank(); r < s.rows; r += group.size()) {
     const int link = r - (s.rows - count);  // place in the chain, negative for padding
     const int slot = link >= 0 ? link : count + r;
-    a.token_ids[r] = link >= 0 ? static_cast<int32_t>(a.tokens[cached + link]) : 0;
+    const int place = cached + max_int(link, 0);
+    a.token_ids[r] = link >= 0 && place >= 0 && place < s.length ? static_cast<int32_t>(a.tokens[place]) : 0;
     a.slots[r] = slot;
     a.depths[r] = max_int(link, 0);
     a.node_depths[r] = r;
@@ -192,7 +195,8 @@ template <class Group>
 GSD_HD void walk_path(Group& group, const PathArgs& a, const PathSizes& s) {
   const int count = *a.num_accepted;
   for (int p = group.rank(); p < s.path; p += group.size()) {
-    const int row = a.accepted_rows[p], next = p + 1 < s.path ? max_int(a.accepted_rows[p + 1], 0) : 0;
+    const int row = min_int(a.accepted_rows[p], s.rows - 1);
+    const int next = p + 1 < s.path ? min_int(max_int(a.accepted_rows[p + 1], 0), s.rows - 1) : 0;
     a.tokens[p] = p >= count ? 0 : p == count - 1 ? *a.next_token : a.token_ids[next];
     a.nodes[p] = row >= 0 ? a.node_ids[row] : kNoNode;
   }
@@ -245,7 +249,7 @@ GSD_HD void count_drafted(Group& group, const TextArgs& a, const TextSizes& s) {
   uint64_t merged = 0;
   for (int p = 1; p < s.path; p++) {
     const int node = a.nodes[p];
-    merged += node >= 0 && a.parents[node] != a.nodes[p - 1] ? 1 : 0;
+    merged += node >= 0 && node < s.nodes && a.parents[node] != a.nodes[p - 1] ? 1 : 0;
   }
   uint64_t* counts = reinterpret_cast<uint64_t*>(a.counts);
   group.atomic_add64(&counts[0], static_cast<uint64_t>(*a.num_nodes));
@@ -259,7 +263,7 @@ GSD_HD void append_text(Group& group, const TextArgs& a, const TextSizes& s) {
   group.sync("text: length read");
   for (int p = group.rank(); p < s.path; p += group.size()) {
     a.emitted[p] = a.new_tokens[p];
-    if (p < count) a.tokens[length + p] = a.new_tokens[p];
+    if (p < count && length >= 0 && length < s.length - p) a.tokens[length + p] = a.new_tokens[p];
   }
   if (group.rank() != 0) return;
   *a.num_emitted = count;

@@ -47,14 +47,12 @@ struct VerifyArgs {
 
 struct VerifyArena {
   uint32_t* agrees;  // [R/32]: the row's token is the target's pick at its parent
-  int32_t* accepted; // [1]: accepted rows so far
 
-  static GSD_HD size_t bytes(const VerifySizes& s) { return arena_bytes(s.words(), 4) + arena_bytes(1, 4); }
+  static GSD_HD size_t bytes(const VerifySizes& s) { return arena_bytes(s.words(), 4); }
 
   GSD_HD VerifyArena(char* memory, const VerifySizes& s) {
     Carver carve{memory};
     agrees = carve.take<uint32_t>(s.words());
-    accepted = carve.take<int32_t>(1);
   }
 };
 
@@ -79,7 +77,6 @@ GSD_HD void verify_rows(Group& group, const VerifyArgs& a, const VerifySizes& s,
 
   for (int i = rank; i < words; i += step) arena.agrees[i] = 0;
   for (int i = rank; i <= s.max_path; i += step) a.accepted_rows[i] = -1;
-  if (rank == 0) *arena.accepted = 0;
   group.sync("verify: cleared");
 
   for (int row = rank; row < real_rows; row += step) {
@@ -95,17 +92,16 @@ GSD_HD void verify_rows(Group& group, const VerifyArgs& a, const VerifySizes& s,
       accepted = accepted && (path & ~arena.agrees[w]) == 0;
     }
     if (!accepted) continue;
-    group.atomic_add(arena.accepted, 1);
     // Siblings have different tokens, so there is one accepted row at a depth.
-    if (a.depths[row] <= s.max_path) a.accepted_rows[a.depths[row]] = row;
+    if (a.depths[row] >= 0 && a.depths[row] <= s.max_path) a.accepted_rows[a.depths[row]] = row;
   }
   group.sync("verify: path known");
 
   if (rank == 0) {
-    const int count = *arena.accepted;
-    const int last = count > 0 && count <= s.max_path + 1 ? a.accepted_rows[count - 1] : 0;
+    int count = 0;
+    while (count <= s.max_path && a.accepted_rows[count] >= 0) count++;
     *a.num_accepted = count;
-    *a.next_token = a.sampled[max_int(last, 0)];
+    *a.next_token = a.sampled[count > 0 ? a.accepted_rows[count - 1] : 0];
   }
 }
 

@@ -125,6 +125,7 @@ inline NgramRecallCall prepare_ngram_recall(const Tensor& keys, const Tensor& ta
   check("contexts", contexts, ScalarType::Int, {batch, graph_nodes, kAny});
   check("depths", depths, ScalarType::Int, {batch, graph_nodes});
   check("nodes", nodes, ScalarType::Int, {batch, kAny});
+  STD_TORCH_CHECK(graph_nodes >= 1, "token_ids: expected at least one node");
   const NgramSizes sizes =
       ngram_sizes(keys, table_tokens, batch, nodes.size(1), contexts.size(2), max_context, ways);
   STD_TORCH_CHECK(wanted >= 0 && wanted <= sizes.branch, "branch: expected at most ", sizes.branch, ", got ", wanted);

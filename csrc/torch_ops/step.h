@@ -154,6 +154,7 @@ inline PathCall prepare_path(const Tensor& accepted_rows, const Tensor& num_acce
   check("next_token", next_token, ScalarType::Int, {batch});
   check("token_ids", token_ids, ScalarType::Int, {batch, kAny});
   check("node_ids", node_ids, ScalarType::Int, {batch, token_ids.size(1)});
+  STD_TORCH_CHECK(token_ids.size(1) >= 1, "token_ids: expected at least one row");
   const PathSizes sizes{static_cast<int>(path), static_cast<int>(token_ids.size(1))};
   PathOutputs outputs{new_int32(accepted_rows, {batch, path}), new_int32(accepted_rows, {batch, path})};
   const PathArgs args{read<int32_t>(accepted_rows), read<int32_t>(num_accepted), read<int32_t>(next_token),

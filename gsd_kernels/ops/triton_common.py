@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 
 NO_GPU_ARCH = 80
 """Whose launch configurations the interpreter uses."""
@@ -22,3 +23,9 @@ def current_arch(device: torch.device) -> int:
     if device.type == "meta":  # compiling for a target that is not here: see kernel_report
         return triton.runtime.driver.active.get_current_target().arch
     return NO_GPU_ARCH
+
+
+@triton.jit
+def plain(log_prob):
+    """What a log-probability counts as: NaN → −inf, above 0 → +0, −0 → +0."""
+    return tl.where(log_prob > float("-inf"), tl.where(log_prob < 0.0, log_prob, 0.0), float("-inf"))

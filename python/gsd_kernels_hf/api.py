@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
@@ -12,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from . import validate
@@ -24,11 +26,16 @@ from .engine.screen import check_sources, screen
 from .engine.stats import GenerationStats
 from .model import properties
 from .model.once import getting_ready
+from .sources.layer_skip import LayerSkip
 from .sources.memory import HistoryMemory
+
+logger = logging.getLogger("gsd_kernels")
 
 _PATCH = "_gsd_patch"
 _lock = threading.Lock()
 _OPTIONS = tuple(field.name for field in fields(Options))
+_OURS = tuple(name for name in _OPTIONS if name not in ("assistant_model", "streamer"))  # not transformers' too
+_WITHOUT = ("assistant_model", "draft_heads", "drafter")  # False leaves the patch's out
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -63,11 +70,12 @@ def generate(
     Args:
         model: a LLaMA-family transformers model (compiled and PEFT-wrapped ones are unwrapped).
         inputs: prompt ids int64 [batch, length], also as ``input_ids=``; left-padded with ``attention_mask=``.
-        generation_config, stopping_criteria, tokenizer: as in transformers; ``tokenizer`` serves ``stop_strings``. With
-            a batch every sequence's processors are called with its own history.
+        generation_config, stopping_criteria, tokenizer: as in transformers; ``tokenizer`` serves ``stop_strings``.
         assistant_tokenizer: only compared with ``tokenizer``.
         **kwargs: the options of :class:`~gsd_kernels_hf.engine.options.Options`, and every other argument of
-            transformers' ``generate``.
+            transformers' ``generate``. ``logits_processor`` are called as transformers calls them: once a position, in
+            order, with ``input_ids`` int64 [batch, length so far] and scores float32 [batch, vocabulary] of the whole
+            batch, finished sequences padded. None is copied.
 
     Returns:
         int64 [batch, length], or with ``return_dict_in_generate`` a ``GenerateDecoderOnlyOutput`` with ``stats``.
@@ -111,6 +119,43 @@ def generate(
     return output
 
 
+def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of transformers' ``generate`` behind ``inputs``, those that came by position named."""
+    names = [
+        name
+        for name, p in inspect.signature(GenerationMixin.generate).parameters.items()
+        if p.kind is not p.VAR_KEYWORD
+    ]
+    given = dict(zip(names[2:], args, strict=False))
+    twice = sorted(given.keys() & kwargs.keys())
+    if twice or len(args) > len(names) - 2:
+        raise TypeError(f"generate: {twice[0]} came twice" if twice else "generate: too many arguments by position")
+    return {**kwargs, **given}
+
+
+def _theirs(kwargs: dict[str, Any], reason: str) -> dict[str, Any]:
+    """A call's arguments for transformers, which serves it for this ``reason``.
+
+    Raises:
+        ValueError: one of them is this package's own.
+    """
+    theirs, ours = {}, []
+    for name, value in kwargs.items():
+        own = name == "assistant_model" and isinstance(value, (list, tuple, LayerSkip))
+        if name in _WITHOUT and value is False:
+            continue  # the patch's is left out in any case
+        if name not in _OURS and not own:
+            theirs[name] = value
+        elif value is not None:
+            ours.append(name)
+    if ours:
+        raise ValueError(
+            f"{ours[0]}: this call goes to transformers' own generate, which does not take it; leave it out, or change "
+            f"what sends the call there: {reason}"
+        )
+    return theirs
+
+
 def _without_prompt(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in kwargs.items() if not isinstance(v, Tensor)}
 
@@ -120,6 +165,7 @@ class Patch(threading.local):
 
     Attributes:
         stats: of the last call of the asking thread.
+            Where transformers' own ``generate`` served it, ``stats.why`` says why.
         engines: what is kept, see docs/engine.md; :meth:`clear` returns it.
         history: what is remembered of earlier calls' texts; it can be saved and loaded.
     """
@@ -128,6 +174,7 @@ class Patch(threading.local):
         self.model = model
         self.engines = engines
         self.stats: GenerationStats | None = None
+        self.handed_over = False  # whether this thread is in transformers' own generate
 
     @property
     def history(self) -> HistoryMemory:
@@ -144,24 +191,44 @@ class Patch(threading.local):
 
 
 class _Accelerated:
-    """The patched model's own ``generate``."""
+    """The patched model's own ``generate``: this package's, or transformers' for modes that only that serves."""
 
-    def __init__(self, model: PreTrainedModel, defaults: dict[str, Any]) -> None:
-        self.model, self.defaults = model, defaults
+    def __init__(self, model: PreTrainedModel, handle: Patch, defaults: dict[str, Any]) -> None:
+        self.model, self.handle, self.defaults = model, handle, defaults
         functools.update_wrapper(self, type(model).generate)
 
-    def __call__(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor | GraphGenerateOutput:
-        if kwargs.get("custom_generate") is not None:
-            return type(self.model).generate(self.model, inputs, *args, **kwargs)
-        if args:
-            kwargs["generation_config"] = args[0]
-        if len(args) > 1:
-            raise TypeError("generate: pass everything after inputs and generation_config by keyword")
-        kwargs.pop("custom_generate", None)
-        given = {k: v for k, v in kwargs.items() if k not in self.defaults or v is not None}
-        merged = {**self.defaults, **given}
-        without = [name for name in ("assistant_model", "draft_heads", "drafter") if merged.get(name) is False]
-        return generate(self.model, inputs, **{**merged, **dict.fromkeys(without)})
+    def __call__(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        kwargs = _by_name(args, kwargs)
+        decoding = kwargs.get("custom_generate")
+        # As another generation's assistant the model gives a few tokens at a time, from that one's cache.
+        assists = getattr(kwargs.get("generation_config"), "is_assistant", False)
+        if self.handle.handed_over or assists or isinstance(decoding, GraphDecoder):
+            return type(self.model).generate(self.model, inputs, **kwargs)
+        if decoding is not None:
+            what = repr(decoding) if isinstance(decoding, str) else "a function"
+            return self._hand_over(inputs, kwargs, f"custom_generate: {what} decodes in a way of its own")
+        call = {k: v for k, v in kwargs.items() if k != "custom_generate" and (k not in self.defaults or v is not None)}
+        merged = {**self.defaults, **call}
+        try:
+            return generate(self.model, inputs, **{**merged, **{n: None for n in _WITHOUT if merged.get(n) is False}})
+        except validate.Unsupported as error:
+            if error.begun:
+                raise
+            reason = error.reason
+        return self._hand_over(inputs, _theirs(kwargs, reason), reason)
+
+    def _hand_over(self, inputs: Tensor | None, kwargs: dict[str, Any], reason: str) -> Any:
+        """Have transformers serve a call with its own arguments as they came, and nothing of the patch."""
+        logger.warning("transformers' own generate serves this call: %s", reason)
+        start, self.handle.handed_over = time.perf_counter(), True
+        try:
+            output = type(self.model).generate(self.model, inputs, **kwargs)
+        finally:
+            self.handle.handed_over = False
+        total = time.perf_counter() - start
+        parts = {"prefill": 0.0, "draft": 0.0, "target": 0.0, "other": total, "total": total}
+        self.handle.stats = GenerationStats(seconds=parts, why=reason)
+        return output
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or pickled model has transformers' own, also where this package is not installed.
@@ -177,6 +244,9 @@ def patch(model: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer:
     ``drafter=False`` to go without the patch's: alone for plain decoding, with ``draft_sources=("history",)`` for the
     history alone. Caches and captured steps are kept between calls, and a prompt that begins as the last text did, like
     the next turn of a chat, is read from there on only.
+
+    A mode that this package does not serve (beams, contrastive search, a cache of the caller's own, images) goes to
+    transformers' own ``generate``, with one line in the log.
 
     Args:
         model: as in :func:`generate`.
@@ -196,7 +266,7 @@ def patch(model: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer:
     validate.check_tokenizers(tokenizer, assistant_tokenizer)
     memory = HistoryMemory(properties.vocabulary(inner))
     handle = Patch(inner, Engines(keeps_sessions=True, memory=memory))
-    accelerated = _Accelerated(inner, {**options, "drafter": decoder.drafter, "tokenizer": tokenizer})
+    accelerated = _Accelerated(inner, handle, {**options, "drafter": decoder.drafter, "tokenizer": tokenizer})
     with _lock:  # of two threads one is refused
         if vars(inner).get(_PATCH) is not None:
             raise ValueError("model: already patched; unpatch(model) first")

@@ -37,6 +37,7 @@ class DecodeState:
     done: Tensor  # bool [B]
     emitted: Tensor  # int32 [B, E]; what the last step emitted, first token first
     num_emitted: Tensor  # int32 [B]
+    pad: int = 0  # what lies behind a text's end
 
     @classmethod
     def empty(cls, batch: int, length: int, width: int, device: torch.device) -> DecodeState:
@@ -64,7 +65,7 @@ class DecodeState:
             room: tokens that may be emitted.
             pad: the token behind a text's end.
         """
-        prompt = input_ids.shape[1]
+        prompt, self.pad = input_ids.shape[1], pad
         self.tokens.fill_(pad)
         self.tokens[:, :prompt] = input_ids
         self.out_len.fill_(prompt)
@@ -74,8 +75,10 @@ class DecodeState:
             tensor.zero_()
 
     def grow(self, length: int) -> None:
-        """Make room for ``length`` tokens a sequence; the text must be begun anew."""
-        self.tokens = self.tokens.new_zeros(self.tokens.shape[0], length)
+        """Make room for ``length`` tokens a sequence; what is there stays, in the same tensor at another address."""
+        new = self.tokens.new_full((self.tokens.shape[0], length), self.pad)
+        new[:, : self.tokens.shape[1]] = self.tokens
+        self.tokens.set_(new)
 
     def root_tokens(self) -> Tensor:
         """The last token of every sequence, int64 [B]."""

@@ -14,7 +14,7 @@ import transformers
 from acceptance.chains import CHAIN, VOCAB, generate, pair
 from acceptance.distributions import P_VALUE, fit
 from engine.host_data import NoHostData
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, StoppingCriteriaList
 
 import gsd_kernels as gsd
 from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
@@ -95,14 +95,16 @@ def test_a_draft_with_other_vocabulary_padding(criterion, sizes):
 
 @pytest.mark.parametrize("criterion", ["speculative", "typical"])
 def test_the_host_walk_agrees_with_the_device(criterion):
-    """A processor that changes nothing takes the walk, one that is called per token changes what p is."""
+    """A processor that changes nothing takes the walk, one that is called per token changes what p is.
+
+    One of transformers' own, so that a sequence walks as far as on the device: its text depends on where steps begin.
+    """
     target, draft = pair()
     prompt = models.prompts(3, 8, seed=6, vocab=VOCAB)
     options = {"max_new_tokens": 20, "eos_token_id": 2, "temperature": 0.9, "top_k": 9}
     device = generate(target, draft, criterion, prompt, **options)
 
-    def nothing(ids, scores, **_):
-        return scores
+    nothing = RepetitionPenaltyLogitsProcessor(1.0)
 
     def never(ids, scores, **_):
         return torch.zeros(len(ids), dtype=torch.bool)

@@ -2,6 +2,7 @@
 // the reference) and once by a block of T threads, and compares every byte.
 //
 //     block_code THREADS ROUNDS SEED [--drop BARRIER | --plain ATOMIC | --diverge]
+//     block_code --wild THREADS ROUNDS SEED         the same on values of no meaning
 //     block_code --arena DEPTH WIDTH BRANCH ROWS LENGTHS WAYS    prints the shared memory of the kernels in bytes
 //     block_code --pick THREADS VOCAB BRANCH SEED POSITION SEQUENCE TEMPERATURE TOP_K TOP_P MIN_P < logits
 //                                                   prints draft_candidates of one float32 row, one pair a line
@@ -16,6 +17,7 @@
 #include "../../csrc/algorithms/verify.h"
 #include "../../csrc/algorithms/ngram.h"
 #include "../../csrc/algorithms/sampling.h"
+#include "hostile_rounds.h"
 #include "learn_rounds.h"
 #include "fiber_group.h"
 #include "step_rounds.h"
@@ -365,6 +367,16 @@ int main(int argc, char** argv) {
   }
   if (argc == 12 && strcmp(argv[1], "--pick") == 0) {
     pick_from_input(argv + 2);
+    return 0;
+  }
+  if (argc == 5 && strcmp(argv[1], "--wild") == 0) {
+    std::mt19937 random(static_cast<unsigned>(atoi(argv[4])));
+    for (int round = 0; round < atoi(argv[3]); round++) {
+      if (!wild_stands(atoi(argv[2]), random)) {
+        fprintf(stderr, "wild round %d does not stand\n", round);
+        return 3;
+      }
+    }
     return 0;
   }
   if (argc < 4) return 2;

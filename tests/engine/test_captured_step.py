@@ -162,6 +162,7 @@ PER_TOKEN = {
     "criterion": {"stopping_criteria": [Longer()]},
     "scores": {"output_scores": True, "return_dict_in_generate": True},
     "logits": {"output_logits": True, "return_dict_in_generate": True, "repetition_penalty": 1.3},
+    "together": {"logits_processor": [lambda ids, scores: 1.6 * scores - 0.6 * scores.roll(1, 0)]},
 }
 
 
@@ -172,9 +173,9 @@ def parts(out):
 
 @pytest.mark.parametrize(
     ("name", "sampling"),
-    [("processor", {}), ("criterion", SAMPLED)]
+    [("processor", {}), ("criterion", SAMPLED), ("together", {})]
     + [pytest.param(name, {}, marks=pytest.mark.slow) for name in ("criterion", "scores")]
-    + [pytest.param(name, SAMPLED, marks=pytest.mark.slow) for name in ("processor", "logits")],
+    + [pytest.param(name, SAMPLED, marks=pytest.mark.slow) for name in ("processor", "logits", "together")],
 )
 def test_what_the_host_accepts_is_committed_in_a_second_graph(pair, name, sampling, request):
     options = {**PER_TOKEN[name], **sampling}

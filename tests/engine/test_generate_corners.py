@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import models
@@ -13,6 +14,7 @@ from transformers import (
 )
 
 import gsd_kernels as gsd
+from gsd_kernels_hf.policy.fixed import FixedPolicy
 
 
 def generate_ours(prompt, family="llama-gqa", **kwargs):
@@ -71,6 +73,21 @@ def test_rows_finish_at_different_steps():
     ends = [(row == early).nonzero().flatten().tolist()[:1] for row in expected[:, 15:]]
     assert len({tuple(e) for e in ends}) > 1, "the case is trivial"
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_draft_catches_up_with_rows_that_go_on_behind_a_finished_one(backend, monkeypatch):
+    """Plain steps between drafted ones: the finished row's tokens are all in the draft's cache, its root included."""
+    shape = gsd.GraphConfig(depth=2, width=2, branch=2, max_rows=4)
+    shapes = itertools.chain([shape] * 6, [None] * (shape.chain_rows + 3), itertools.repeat(shape))
+    monkeypatch.setattr(FixedPolicy, "shape", lambda self: next(shapes))
+    prompt = models.prompts(4, 15, seed=8, vocab=VOCAB)
+    free = target_of("llama-gqa").generate(**prompt, max_new_tokens=40, do_sample=False)[:, 15:]
+    early = next(t for t in range(1, VOCAB) if (free[:, :4] == t).any() and not (free == t).any(1).all())
+    ends = {"eos_token_id": [early], "pad_token_id": 0, "max_new_tokens": 40}
+    expected = target_of("llama-gqa").generate(**prompt, do_sample=False, **ends)
+    actual = generate_ours(prompt, graph_config=shape, backend=backend, return_dict_in_generate=True, **ends)
+    assert actual.stats.plain_steps > shape.chain_rows and torch.equal(actual.sequences, expected)
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 
 import models
 import pytest
+import torch
 from engine.greedy import FAST, KINDS, VOCAB, Case
 from transformers import (
     AsyncTextIteratorStreamer,
@@ -14,6 +16,9 @@ from transformers import (
     TextStreamer,
 )
 from transformers.generation.streamers import BaseStreamer
+
+import gsd_kernels as gsd
+from gsd_kernels_hf.engine.streaming import Streaming
 
 
 class Collector(BaseStreamer):
@@ -68,3 +73,66 @@ def test_text_streamers_get_the_same_text(capsys):
         return "".join(pieces)
 
     assert asyncio.run(collect()) == text
+
+
+@pytest.mark.parametrize("stop", ["length", "eos", "strings", "custom"])
+@pytest.mark.parametrize("kind", ["chain", "graph-1"])
+@pytest.mark.parametrize("processor", ["none", "penalty"])
+def test_a_batch_is_streamed_position_by_position(kind, stop, processor):
+    """Sequences that run ahead are held back, those that ended are padded, and what is taken back is never told."""
+    case = Case("llama-gqa", kind, 310)
+    case.prompt, case.stop, case.processor = models.prompts(3, 9, seed=6, vocab=VOCAB), stop, "none"
+    more = {"repetition_penalty": 1.1} if processor == "penalty" else {}
+    ours, theirs = Collector(), Collector()
+    expected, actual = case.expected(streamer=theirs, **more), case.actual(streamer=ours, **more)
+    sequences = getattr(actual, "sequences", actual)
+    assert sequences.tolist() == getattr(expected, "sequences", expected).tolist()
+    assert ours.puts == theirs.puts and ours.ended == theirs.ended == 1
+    assert len(ours.puts[0]) == 3 * 9 and all(len(put) == 3 for put in ours.puts[1:])
+
+
+def test_several_answers_to_one_prompt_and_an_end_before_the_others():
+    target = models.tiny(vocab_size=VOCAB)
+    call = {**models.prompts(2, 9, seed=6, vocab=VOCAB), "max_new_tokens": 30, "do_sample": False}
+    free = target.generate(**call, eos_token_id=None)
+    eos = next(int(t) for t in free[0, 14:] if t not in free[1, 9:])
+    call |= {"eos_token_id": eos, "pad_token_id": 5, "num_beams": 1}
+    ours, theirs = Collector(), Collector()
+    expected = target.generate(**call, streamer=theirs)
+    draft = models.noised(target, 0.02)
+    assert torch.equal(gsd.generate(target, **call, streamer=ours, assistant_model=draft), expected)
+    assert ours.puts == theirs.puts and any(put[0] == 5 for put in ours.puts[-3:])
+    ours.puts, ours.ended = [], 0
+    out = gsd.generate(target, **call | {"do_sample": True, "num_return_sequences": 3, "seed": 1}, streamer=ours)
+    assert torch.tensor(ours.puts[1:]).T.tolist() == out[:, 9:].tolist()
+    assert ours.puts[0] == out[:, :9].flatten().tolist()
+
+
+def test_time_is_over_where_the_slowest_sequence_is():
+    target = models.tiny(vocab_size=VOCAB)
+    call = {**models.prompts(3, 9, seed=6, vocab=VOCAB), "max_new_tokens": 4000, "eos_token_id": None}
+    streamed = Collector()
+    options = {"assistant_model": models.noised(target, 0.05), "graph_config": "tree", "max_time": 0.2}
+    out = gsd.generate(target, **call, **options, do_sample=False, pad_token_id=0, streamer=streamed)
+    assert 9 < out.shape[1] < 4009
+    assert torch.tensor(streamed.puts[1:]).T.tolist() == out[:, 9:].tolist()
+
+
+def test_a_text_streamer_refuses_a_batch_itself():
+    target = models.tiny(vocab_size=VOCAB)
+    call = {**models.prompts(2, 9, vocab=VOCAB), "max_new_tokens": 4, "do_sample": False}
+    for generate in (target.generate, functools.partial(gsd.generate, target)):
+        with pytest.raises(ValueError, match="TextStreamer only supports batch size 1"):
+            generate(**call, streamer=TextStreamer(models.tokenizer(VOCAB)))
+
+
+def test_what_is_taken_back_is_never_told():
+    """A sequence ran ahead, and a criterion ends it where the slowest one now is."""
+    told = Collector()
+    streaming = Streaming(told, 2, 9)
+    streaming.add([[1, 2, 3, 4], [5]], [False, False], [4, 1])
+    assert told.puts == [[1, 5]]
+    streaming.add([[], [6]], [True, False], [2, 2])
+    streaming.add([[], [7, 8]], [True, False], [2, 4])
+    streaming.end()
+    assert told.puts == [[1, 5], [2, 6], [9, 7], [9, 8]] and told.ended == 1

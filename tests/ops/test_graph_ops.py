@@ -15,6 +15,7 @@ from ops.contracts.graph import (
     CUDA_GRAPHS,
     GRAPHS,
     agreeing_target,
+    check_flatten_of_any_graph,
     check_graph,
     check_merge_into_arbitrary_graph,
     check_verification,
@@ -71,7 +72,19 @@ def test_any_compiled_step(config, style, vocab, seed):
         check_verification(rows, sampled, {**arguments, "done": done}, config.max_path, ALL["cpu"])
 
 
+@COMPILED
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(0, 12))
+def test_any_graph_is_flattened(seed, max_rows, max_path):
+    check_flatten_of_any_graph(seed, max_rows, min(max_path, max_rows - 1), ALL["cpu"])
+
+
 SEEDS = {"interpreter": range(3), "triton": range(20)}
+
+
+@cases("seed", {name: [(str(seed), seed) for seed in seeds] for name, seeds in (SEEDS | {"cuda": range(20)}).items()})
+def test_any_graph_is_flattened_by_kernels(on, seed):
+    check_flatten_of_any_graph(seed, 24, 6, on)
 
 
 @pytest.mark.parametrize("merge_context", [-1, 0, 1, 3])

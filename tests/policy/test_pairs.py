@@ -225,3 +225,44 @@ def test_pairs_are_bounded(models, monkeypatch):
     found = [pairs.pair_of(models[0], None, backend) for backend in ("auto", "reference", "cpu")]
     assert len(pairs._pairs) == 2
     assert pairs.pair_of(models[0], None, "cpu") is found[2] and pairs.pair_of(models[0], None, "auto") is not found[0]
+
+
+class Wrapper(torch.Tensor):
+    """A tensor around another, which knows no operation but to be detached, as quantised ones know few."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{cls.__name__}: {function}")
+
+
+class Answers(torch.Tensor):
+    """A tensor whose operations fail before they are dispatched."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") == "flatten":
+            raise KeyError("flatten")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_fingerprint_never_fails():
+    def printed(*weights):
+        module = torch.nn.Module()
+        module.weights = torch.nn.ParameterList([torch.nn.Parameter(w, requires_grad=False) for w in weights])
+        return pairs.fingerprint(module)
+
+    inner = torch.ones(4, 3)
+    fake = torch._subclasses.FakeTensorMode().from_tensor(inner)
+    sparse = inner.to_sparse()
+    odd = [Wrapper(inner), inner.as_subclass(Answers), fake, sparse, inner.to("meta")]
+    for weight in odd:
+        assert len(printed(weight)) == 16 and printed(weight, inner) != printed(weight, 2 * inner)
+    assert printed(Wrapper(inner)) != printed(Wrapper(torch.ones(4, 4))) != printed(inner)
+    assert printed(inner) != printed(2 * inner), "plain weights are told apart by their values"
+    assert len({pairs.fingerprint(torch.nn.BatchNorm1d(2, affine=False)), pairs.fingerprint(torch.nn.Module())}) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from gsd_kernels import GraphConfig
 from gsd_kernels_hf.records import DecodeState
@@ -19,7 +20,7 @@ class Fixed(DraftSource):
     """The same two candidates after every node."""
 
     def __init__(self, name: str, costs_forward: bool, tokens: list[int], probs: list[float]) -> None:
-        self.name, self.costs_forward = name, costs_forward
+        self.name, self.forwards = name, (nn.Identity(),) if costs_forward else ()
         self.tokens, self.probs = torch.tensor(tokens, dtype=torch.int32), torch.tensor(probs)
 
     def propose(self, level):
@@ -51,7 +52,7 @@ def drafted(monkeypatch):
             source.name: SourceWeights((share,), reliability if source is sources[0] else None, 2, CPU)
             for source, share in zip(sources, shares, strict=True)
         }
-        drafter = Drafter(sources, weights, state, "reference")
+        drafter = Drafter(sources, weights, state, "reference", vocab_size=10)
         drafter.calibration = calibration
         drafter.prepare(SHAPE)
         drafter.draft(SHAPE)
@@ -83,6 +84,8 @@ def test_levels_of_a_model_are_calibrated_and_no_others(drafted):
 class AtOnce(Fixed):
     """Notes at which levels it is asked for all that follow."""
 
+    __module__ = DraftSource.__module__  # only those of the package are
+
     def __init__(self, name: str) -> None:
         super().__init__(name, False, [4, 5], [0.5, 0.25])
         self.asked: list[int] = []
@@ -101,7 +104,7 @@ def test_a_source_is_asked_for_all_levels_where_no_other_proposes(trims, others,
     state.restart(torch.tensor([[7, 8, 9]]), torch.zeros(1, dtype=torch.int32), 8, 0)
     sources = [source, *others]
     weights = {s.name: SourceWeights((0.5,), None, 2, CPU) for s in sources}
-    drafter = Drafter(sources, weights, state, "reference")
+    drafter = Drafter(sources, weights, state, "reference", vocab_size=10)
     config = GraphConfig(depth=1, width=2, branch=2, max_rows=8, history_depth=2)
     drafter.prepare(config)
     drafter.draft(config, trims=trims)

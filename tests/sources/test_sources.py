@@ -333,7 +333,7 @@ def test_every_model_of_a_source_is_known():
         name = "two"
 
         def __init__(self, *found):
-            self.models = found
+            self.forwards = found
 
         def propose(self, level):
             return None
@@ -344,5 +344,5 @@ def test_every_model_of_a_source_is_known():
     assert list(drafts_of(options).items()) == [("draft_sources: two", drafts[0]), ("draft_sources: two 2", drafts[1])]
     stranger = tiny(vocab_size=target.config.vocab_size + 5000)
     for pair in ((stranger, drafts[0]), (drafts[0], stranger)):
-        with pytest.raises(ValueError, match="mean different tokenizers"):
+        with pytest.raises(ValueError, match=r"draft_sources: two.*mean different tokenizers"):
             check_sources(Options(draft_sources=(Two(*pair), "history")), target)

@@ -15,6 +15,8 @@ from validate.calls import LENGTH, VOCAB, pair, prompt, refused, ways
 import gsd_kernels as gsd
 from gsd_kernels_hf.model.properties import cache_argument
 
+PATCHED = 2  # of the ways: a call of a patched model, which hands over to transformers what is not served
+
 # Model inputs ---------------------------------------------------------------------------------------------------------
 
 
@@ -54,8 +56,12 @@ def test_an_image_is_not_ignored(way):
     call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
     texts = [model.generate(pixel_values=image, **call) for image in images]
     assert not torch.equal(*texts), "the image must matter"
+    called = list(ways(model, None, pixel_values=images[0], **call))[way]
+    if way == PATCHED:
+        assert torch.equal(called(), texts[0]), "transformers serves it"
+        return
     with refused(model, ValueError, "pixel_values", input_ids=ids + 3, attention_mask=None):
-        list(ways(model, None, pixel_values=images[0], **call))[way]()
+        called()
 
 
 @pytest.mark.parametrize("way", range(3))
@@ -73,8 +79,18 @@ def test_a_model_input_that_is_not_read_is_refused_by_name(name, way):
     model.load_state_dict(target.state_dict())
     model.generation_config.eos_token_id = None
     value = 3 if name == "num_items_in_batch" else torch.arange(LENGTH)[None].repeat(2, 1) + 2
+    called = list(ways(model, draft, **prompt(), **{name: value}))[way]
+    if way == PATCHED:
+        try:
+            wanted = model.generate(**prompt(), **{name: value})
+        except Exception as error:
+            with pytest.raises(type(error)):
+                called()
+        else:
+            assert torch.equal(called(), wanted)
+        return
     with refused(model, ValueError, f"^{name}"):
-        list(ways(model, draft, **prompt(), **{name: value}))[way]()
+        called()
 
 
 @pytest.mark.parametrize("copies", [1, 2])
@@ -145,7 +161,10 @@ def test_an_own_preparation_of_inputs_is_not_ignored():
     model.load_state_dict(target.state_dict())
     expected = model.generate(**prompt(eos_token_id=None))
     assert not torch.equal(expected, target.generate(**prompt())), "the preparation must matter"
-    for way in ways(model, draft, **prompt()):
+    for number, way in enumerate(ways(model, draft, **prompt())):
+        if number == PATCHED:
+            assert torch.equal(way(), expected)
+            continue
         with pytest.raises(ValueError, match=r"^model: Feeds has its own prepare_inputs_for_generation"):
             way()
         assert torch.equal(model.generate(**prompt(eos_token_id=None)), expected)
@@ -170,14 +189,16 @@ def test_prompt_learning_round_a_base_model(kind, patched):
     wrapped = peft.get_peft_model(target, getattr(peft, kind)(num_virtual_tokens=4, task_type="CAUSAL_LM", **more))
     wrapped.eval()
     weights = copy.deepcopy(target.state_dict())
-    call = {} if patched else {"custom_generate": gsd.GraphDecoder(None, "tree", draft_sources=("history",))}
+    decoder = gsd.GraphDecoder(None, "tree", draft_sources=("history",))
     with pytest.raises(ValueError, match=r"^model: Peft.*virtual tokens"):
-        wrapped.generate(**prompt(), **call)
+        wrapped.generate(**prompt(), custom_generate=decoder)
+    wanted = wrapped.generate(**prompt()) if patched else None
     assert all(torch.equal(tensor, weights[name]) for name, tensor in target.state_dict().items())
     assert torch.equal(gsd.generate(target, **prompt()), plain), "the base model itself is as before"
     if patched:
         gsd.unpatch(target)
-    wrapped.generate(**prompt())
+    own = wrapped.generate(**prompt())
+    assert wanted is None or torch.equal(wanted, own), "transformers serves a patched model's"
 
 
 def test_activated_lora():
@@ -188,8 +209,8 @@ def test_activated_lora():
     config = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
     invocation = prompt()["input_ids"][0, 3:5].tolist()
     wrapped = peft.get_peft_model(target, peft.LoraConfig(**config, alora_invocation_tokens=invocation)).eval()
+    activated = wrapped.generate(**prompt())
     for way in (
-        lambda: wrapped.generate(**prompt()),
         lambda: gsd.generate(wrapped, **prompt()),
         lambda: wrapped.generate(**prompt(), custom_generate=gsd.GraphDecoder()),
     ):
@@ -201,4 +222,7 @@ def test_activated_lora():
     wrapped.set_adapter("other")
     with_other = wrapped.generate(**prompt())
     gsd.unpatch(target)
-    assert torch.equal(wrapped.generate(**prompt()), with_other) and not torch.equal(with_other, plain)
+    assert torch.equal(wrapped.generate(**prompt()), with_other)
+    wrapped.set_adapter("default")
+    assert torch.equal(wrapped.generate(**prompt()), activated), "transformers serves a patched model's"
+    assert not torch.equal(with_other, plain)

@@ -17,7 +17,8 @@ def flatten(graph: TokenGraph, max_rows: int, max_path: int, *, backend: str = "
     """Unroll ``graph`` to the best ``max_rows`` rows; each row has one parent row, hence one exact context.
 
     The rows are the first of the total order (path score desc, depth asc, parent row asc, edge index asc), where a
-    path score is the float32 sum of edge log-probabilities from the root. A node that is reached by k paths may appear
+    path score is the float32 sum of edge log-probabilities from the root, of which one above 0 counts as 0: no row is
+    before its parent. A node that is reached by k paths may appear
     in k rows; no two children of a row have the same token. Rows are numbered in that order, the root is row 0.
 
     Args:

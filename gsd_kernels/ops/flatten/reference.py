@@ -1,7 +1,7 @@
 """Unrolling, level by level: expand the surviving rows of one depth, keep the global best, go one deeper.
 
-A child is never before its parent in the order (log-probabilities are at most 0 and ties go to the shallower row), so
-this equals a best-first heap exactly.
+A child is never before its parent in the order (a log-probability above 0 counts as 0, and ties go to the shallower
+row), so this equals a best-first heap exactly.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def flatten(graph: TokenGraph, max_rows: int, max_path: int) -> Rows:
         growing = (depth == level) & (node >= 0)
         edges = graph.edge_targets.gather(1, node.clamp(min=0)[:, :, None].expand(-1, -1, k))  # [B, R, K]
         log_probs = graph.edge_log_probs.gather(1, node.clamp(min=0)[:, :, None].expand(-1, -1, k))
-        born = growing[:, :, None] & (edges >= 0)
-        child_score = torch.where(born, score[:, :, None] + log_probs + 0.0, NEG_INF)
+        born = growing[:, :, None] & (edges >= 0) & (edges < graph.capacity) & (log_probs > NEG_INF)
+        child_score = torch.where(born, score[:, :, None] + log_probs.clamp(max=0.0) + 0.0, NEG_INF)
         all_scores = torch.cat([score, child_score.flatten(1)], 1)  # [B, R + R·K]
         score, order = all_scores.sort(dim=1, descending=True, stable=True)
         score, order = score[:, :max_rows], order[:, :max_rows]

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...graph import Rows, num_words
+from ..triton_common import plain
 
 EMPTY = tl.constexpr(-(2**63))
 
@@ -22,6 +23,13 @@ def _score_of(key):
     """The float32 in the key's upper half."""
     high = (key >> 32).to(tl.int32)
     return tl.where(high < 0, high ^ 0x7FFFFFFF, high).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _key_of(score):
+    """Integers in the order of the floats; equal scores have equal ones."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
@@ -63,11 +71,11 @@ def _flatten_kernel(
         # Open the children of row r − 1. Key: score, then depth asc, parent row asc, edge asc; the node rides along.
         grows = k < tl.where((node >= 0) & (depth < max_path), BRANCH, 0)
         child = tl.load(edge_targets_ptr + node * BRANCH + k, mask=grows, other=-1)
-        log_prob = tl.load(edge_log_probs_ptr + node * BRANCH + k, mask=grows & (child >= 0), other=0.0)
-        bits = (score + log_prob + 0.0).to(tl.int32, bitcast=True)  # + 0.0: equal scores have equal bits
-        high = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
+        exists = grows & (child >= 0) & (child < NODES)
+        log_prob = tl.load(edge_log_probs_ptr + node * BRANCH + k, mask=exists, other=float("-inf"))
+        path = score + plain(log_prob)
         low = ((127 - (depth + 1)) << 22) | ((127 - (r - 1)) << 15) | ((31 - k) << 10) | child
-        key = tl.where(child >= 0, (high.to(tl.int64) << 32) | low.to(tl.int64), EMPTY)  # [K]
+        key = tl.where(path > float("-inf"), (_key_of(path).to(tl.int64) << 32) | low.to(tl.int64), EMPTY)  # [K]
         open_keys = tl.where((row == r - 1)[:, None], key[None, :], open_keys)
         # Take the best open child as row r.
         best = tl.max(tl.max(open_keys, 1), 0)

@@ -40,7 +40,8 @@ def merge(
         frontier: int32 [B, W], ids of the nodes just expanded, −1 padded.
         cand_tokens: int32 [B, W, K], candidate tokens after each of them; negative ids are ignored, and so is a token
             that an earlier candidate of the same node already has.
-        cand_log_probs: float32 [B, W, K], their log-probabilities; −inf and NaN mean absent.
+        cand_log_probs: float32 [B, W, K], their log-probabilities; −inf and NaN mean absent, and what is above 0
+            counts as 0.
         level: 0 for the root's candidates, then 1, 2, …; names the draft-cache slots of the next frontier, which are
             ``level·width + i``.
         width: nodes in the next frontier.

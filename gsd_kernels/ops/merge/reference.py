@@ -57,7 +57,8 @@ def _prune(
         Cleaned log-probabilities and which candidates are left, [B, W, K] each.
     """
     k = cand_tokens.shape[2]
-    log_probs = torch.where(cand_log_probs > NEG_INF, cand_log_probs + 0.0, NEG_INF)  # NaN → −inf, −0 → +0
+    # NaN → −inf, above 0 → 0, −0 → +0
+    log_probs = torch.where(cand_log_probs > NEG_INF, cand_log_probs.clamp(max=0.0) + 0.0, NEG_INF)
     threshold = log_probs.amax(-1, keepdim=True) + log_sibling_ratio
     present = (log_probs > NEG_INF) & (log_probs >= threshold) & (cand_tokens >= 0) & (frontier >= 0)[:, :, None]
     same_sibling = (cand_tokens[:, :, :, None] == cand_tokens[:, :, None, :]) & present[:, :, None, :]

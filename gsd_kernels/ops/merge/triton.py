@@ -84,12 +84,13 @@ def _merge_kernel(
     ranked = ranked_fields(scratch_ptr, size_m)
     joined_at, leader_at, new_id_at = scratch_ptr + 9 * size_m, scratch_ptr + 10 * size_m, scratch_ptr + 11 * size_m
     num_nodes = tl.load(num_nodes_ptr + b)
+    readable = tl.minimum(num_nodes, NODES)
 
     frontier = prune(level, nodes, given, width, log_sibling_ratio, NODES, BRANCH, BLOCK_W, BLOCK_K)
     tl.debug_barrier()
     rank(given, ranked, size_m, NODES, BRANCH, ROWS, COLUMNS)
     tl.debug_barrier()
-    join_nodes(nodes, num_nodes, ranked, joined_at, size_m, merge_context, NODES, CONTEXT, MERGING, ROWS, COLUMNS)
+    join_nodes(nodes, readable, ranked, joined_at, size_m, merge_context, NODES, CONTEXT, MERGING, ROWS, COLUMNS)
     tl.debug_barrier()
     find_leaders(nodes, ranked, joined_at, leader_at, size_m, merge_context, CONTEXT, MERGING, BLOCK_M, ROWS, COLUMNS)
     tl.debug_barrier()
@@ -101,7 +102,8 @@ def _merge_kernel(
     mark_expanded(nodes, frontier, BLOCK_W)
     tl.debug_barrier()  # the nodes are read again below
     following = (next_nodes_ptr, next_tokens_ptr, next_depths_ptr, next_mask_ptr)
-    open_nodes = write_frontier(nodes, following, b, num_nodes, log_min_prob, first_slot, WORDS, NEXT, ROWS, COLUMNS)
+    readable = tl.minimum(num_nodes, NODES)
+    open_nodes = write_frontier(nodes, following, b, readable, log_min_prob, first_slot, WORDS, NEXT, ROWS, COLUMNS)
     pad_frontier(following, b, open_nodes, first_slot, WORDS, NEXT, BLOCK_NEXT)
     tl.store(num_nodes_ptr + b, num_nodes)
     merges = tl.sum((exists & ~leads).to(tl.int32), 0)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..triton_common import plain
+
 
 @triton.jit
 def graph_of(
@@ -68,12 +70,6 @@ def context_token(token_ids_ptr, contexts_ptr, node, i: tl.constexpr, mask, CONT
 
 
 @triton.jit
-def _plain(log_prob):
-    """NaN → −inf, −0 → +0."""
-    return tl.where(log_prob > float("-inf"), log_prob + 0.0, float("-inf"))
-
-
-@triton.jit
 def prune(
     level,  # pointers: frontier int32 [W], tokens int32 [W, K], log-probabilities float32 [W, K]
     nodes,  # of graph_of
@@ -98,14 +94,15 @@ def prune(
     here = in_w[:, None] & (r < BRANCH)[None, :]  # [W, K]
     cand = i[:, None] * BRANCH + r[None, :]
     node = tl.load(frontier_ptr + i, mask=in_w, other=-1)  # [W]
+    node = tl.where(node < NODES, node, -1)
     token = tl.load(cand_tokens_ptr + cand, mask=here, other=-1)
-    log_prob = _plain(tl.load(cand_log_probs_ptr + cand, mask=here, other=float("-inf")))
+    log_prob = plain(tl.load(cand_log_probs_ptr + cand, mask=here, other=float("-inf")))
     threshold = tl.max(log_prob, 1) + log_sibling_ratio  # [W]
     present = (log_prob > float("-inf")) & (log_prob >= threshold[:, None]) & (token >= 0) & (node >= 0)[:, None]
     repeated = here & False
     for s in tl.static_range(BRANCH - 1):
         sibling = tl.load(cand_tokens_ptr + i * BRANCH + s, mask=in_w, other=-1)
-        sibling_log_prob = _plain(tl.load(cand_log_probs_ptr + i * BRANCH + s, mask=in_w, other=float("-inf")))
+        sibling_log_prob = plain(tl.load(cand_log_probs_ptr + i * BRANCH + s, mask=in_w, other=float("-inf")))
         counts = (sibling_log_prob > float("-inf")) & (sibling_log_prob >= threshold)  # its token decides the rest
         repeated = repeated | ((token == sibling[:, None]) & counts[:, None] & (r > s)[None, :])
     present = present & ~repeated

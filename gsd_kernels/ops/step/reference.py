@@ -34,7 +34,7 @@ def feed_rows(
     positions = (kv_len - kv_start)[:, None] + depths
     if node_depths is not None:
         node_depths[:, first_slot : first_slot + rows] = depths
-    ids = torch.where(token_ids < vocab, token_ids, 0)
+    ids = torch.where((token_ids >= 0) & (token_ids < vocab), token_ids, 0)
     return FedRows(ids.to(dtype), (kv_len[:, None] + slots).to(dtype), positions.to(dtype), depths, positions + 1)
 
 

@@ -22,7 +22,7 @@ def verify(rows: Rows, sampled: Tensor, eos_ids: Tensor, remaining: Tensor, done
     levels = torch.arange(max_path + 1, device=sampled.device)
     at_level = accepted[:, None] & (rows.depths[:, None] == levels[:, None])  # [B, max_path + 1, R]
     accepted_rows = torch.where(at_level.any(-1), at_level.to(torch.int32).argmax(-1), -1)
-    num_accepted = accepted.sum(1)
+    num_accepted = (accepted_rows >= 0).to(torch.int32).cumprod(1).sum(1)
     last = accepted_rows.gather(1, (num_accepted - 1).clamp(min=0)[:, None]).clamp(min=0)
     return Acceptance(
         accepted_rows=accepted_rows.to(torch.int32),

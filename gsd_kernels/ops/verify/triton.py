@@ -39,8 +39,9 @@ def _verify_kernel(
     parent = tl.load(parent_rows_ptr + at, mask=in_r, other=-1)
     depth = tl.load(depths_ptr + at, mask=in_r, other=0)
     token = tl.load(token_ids_ptr + at, mask=in_r, other=-1)
-    picked = tl.load(sampled_ptr + b * ROWS + parent, mask=parent >= 0, other=-1)  # the target's token at the parent
-    agrees = (parent >= 0) & (picked == token) & (depth < tl.load(remaining_ptr + b))
+    inside = (parent >= 0) & (parent < ROWS)
+    picked = tl.load(sampled_ptr + b * ROWS + parent, mask=inside, other=-1)  # the target's token at the parent
+    agrees = inside & (picked == token) & (depth < tl.load(remaining_ptr + b))
     for e in tl.range(0, num_eos):
         agrees = agrees & (picked != tl.load(eos_ids_ptr + e))
     agrees = agrees | (row == 0) | ~in_r  # places past the end are nobody's ancestors
@@ -56,7 +57,7 @@ def _verify_kernel(
     here = accepted[None, :] & (depth[None, :] == level[:, None])  # [L, R], one row a level: no equal siblings
     found = tl.min(tl.where(here, row[None, :], ROWS), 1)
     tl.store(accepted_rows_ptr + b * LEVELS + level, tl.where(found < ROWS, found, -1), mask=level < LEVELS)
-    count = tl.sum(accepted.to(tl.int32), 0)
+    count = tl.sum((found < ROWS).to(tl.int32), 0)
     tl.store(num_accepted_ptr + b, count)
     last = tl.max(tl.where(accepted & (depth == count - 1), row, 0), 0)
     tl.store(next_token_ptr + b, tl.load(sampled_ptr + b * ROWS + last))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
-    PrefixConstrainedLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -19,6 +18,18 @@ from transformers.generation.logits_process import (
 )
 
 FUSED = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)  # in the order they are fused
+
+# transformers' own that keep nothing from call to call and look at no other sequence; PLACED have something of every
+# sequence, by its place in the batch.
+ROW_WISE = (
+    "EpsilonLogitsWarper EtaLogitsWarper ExponentialDecayLengthPenalty ForcedBOSTokenLogitsProcessor "
+    "ForcedEOSTokenLogitsProcessor InfNanRemoveLogitsProcessor LogitNormalization MinLengthLogitsProcessor "
+    "MinNewTokensLengthLogitsProcessor MinPLogitsWarper NoBadWordsLogitsProcessor NoRepeatNGramLogitsProcessor "
+    "RepetitionPenaltyLogitsProcessor SequenceBiasLogitsProcessor SuppressTokensAtBeginLogitsProcessor "
+    "SuppressTokensLogitsProcessor TemperatureLogitsWarper TopHLogitsWarper TopKLogitsWarper TopPLogitsWarper "
+    "TypicalLogitsWarper WatermarkLogitsProcessor"
+).split()
+PLACED = ("EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor")
 
 
 @dataclass
@@ -65,8 +76,36 @@ class SamplingPlan:
         return plan
 
     @property
+    def row_wise(self) -> bool:
+        """Whether the processors can be asked for one sequence at a time, with the same result."""
+        return all(is_row_wise(processor) for processor in self.processors)
+
+    @property
     def warper_arguments(self) -> dict[str, float]:
         return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+
+
+def is_row_wise(processor: LogitsProcessor) -> bool:
+    """Whether it is one of :data:`ROW_WISE` or :data:`PLACED`, by the exact class and as it was shipped."""
+    kind = type(processor)
+    shipped = getattr(kind.__call__, "__module__", None) == logits_process.__name__
+    return shipped and kind.__name__ in (*ROW_WISE, *PLACED) and kind is getattr(logits_process, kind.__name__)
+
+
+def is_placed(processor: LogitsProcessor) -> bool:
+    """Whether a row-wise processor has something of every sequence, the length of its padding for example."""
+    by_row = isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
+    return by_row or type(processor).__name__ in PLACED
+
+
+def processed(processors: list[LogitsProcessor], b: int, batch: int, history: Tensor, scores: Tensor) -> Tensor:
+    """The scores [1, V] of sequence ``b`` of a ``batch``, with its text [1, L], after row-wise processors."""
+    for processor in processors:
+        if is_placed(processor):
+            scores = processor(history.expand(batch, -1), scores.expand(batch, -1))[b : b + 1]
+        else:
+            scores = processor(history, scores)
+    return scores
 
 
 def _fused_rank(processor: LogitsProcessor) -> int:
@@ -77,43 +116,6 @@ def _fused_rank(processor: LogitsProcessor) -> int:
         and getattr(processor, "filter_value", float("-inf")) == float("-inf")
     )
     return FUSED.index(type(processor)) if plain else len(FUSED)
-
-
-class RowProcessors:
-    """Processors called once for every emitted token of a sequence, with that sequence's own padded history.
-
-    A processor may depend on the batch row (a prefix function, per-row penalties) and on its calls so far. So every
-    sequence has its own copy, and is called in its own row of a batch of the true size.
-    """
-
-    def __init__(self, processors: list[LogitsProcessor], batch: int) -> None:
-        self.batch = batch
-        self.copies = [[_for_row(p, 0, batch) for p in processors]]
-        for row in range(1, batch):
-            try:
-                self.copies.append([_for_row(p, row, batch) for p in copy.deepcopy(processors)])
-            except Exception as error:
-                raise ValueError(
-                    f"logits_processor: with a batch every sequence needs its own copy, and copying failed: {error}"
-                ) from error
-
-    def __call__(self, sequence: int, history: Tensor, scores: Tensor) -> Tensor:
-        """history int64 [L], scores float32 [V] → processed scores [V]."""
-        for processor in self.copies[sequence]:
-            ids = history.expand(self.batch, -1)
-            scores = processor(ids, scores.expand(self.batch, -1).clone())[sequence]
-        return scores
-
-    def __bool__(self) -> bool:
-        return bool(self.copies[0])
-
-
-def _for_row(processor: LogitsProcessor, row: int, batch: int) -> LogitsProcessor:
-    """A prefix function is asked about its own row only: to other rows' histories it may have no answer."""
-    if batch == 1 or type(processor) is not PrefixConstrainedLogitsProcessor:
-        return processor
-    allowed = processor._prefix_allowed_tokens_fn
-    return PrefixConstrainedLogitsProcessor(lambda b, ids: allowed(b, ids) if b == row else [0], num_beams=1)
 
 
 def draw_seed(seed: int | None) -> int:

@@ -1,8 +1,7 @@
-"""Verification on the host, for logits processors and stopping criteria that are called per token."""
+"""Verification on the host, for processors and stopping criteria that are called per token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,16 +9,16 @@ from torch import Tensor
 
 from gsd_kernels import Acceptance, Rows
 
-from ..records import DecodeState
-from .criteria import ExactMatch
-from .sampling import RowProcessors, SamplingPlan
+from .host import OnHost, check_pick
+from .sampling import processed
 
 
-class TokenByToken:
-    """The rule where transformers' processors and stopping criteria are called per token.
+class TokenByToken(OnHost):
+    """The rule where transformers' own processors and stopping criteria are called per token.
 
     It walks the rows that :func:`gsd_kernels.verify` would; the token after a row is picked only once its history is
-    known.
+    known. Processors look at one sequence at a time (:attr:`~gsd_kernels_hf.acceptance.sampling.SamplingPlan.row_wise`;
+    others: :class:`~gsd_kernels_hf.acceptance.lockstep.Lockstep`), so every sequence is asked for at its own speed.
 
     Stopping criteria are called as transformers calls them: once for every position, in order, with the whole batch.
     Sequences advance at different speeds here, so a position is judged as soon as the slowest sequence has reached
@@ -27,39 +26,23 @@ class TokenByToken:
     shortest sequence goes first, so that little is.
     """
 
-    on_device = False
-
-    def __init__(
-        self,
-        criterion: ExactMatch,
-        state: DecodeState,
-        plan: SamplingPlan,
-        eos_ids: set[int],
-        criteria: list[Callable[..., Any]],
-        *,
-        pads_finished: bool,
-        keep_scores: bool,
-        keep_logits: bool,
-    ) -> None:
-        self.criterion, self.state, self.plan, self.eos, self.criteria = criterion, state, plan, eos_ids, criteria
-        batch = state.tokens.shape[0]
-        self.processors = RowProcessors(plan.processors, batch)
-        self.pads_finished = pads_finished or batch == 1
-        self.keep_scores, self.keep_logits = keep_scores, keep_logits
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        batch = self.batch
         self.scores: list[list[Tensor]] = [[] for _ in range(batch)]
         self.logits: list[list[Tensor]] = [[] for _ in range(batch)]
-        self.history = state.tokens.clone()  # int64 [B, S]; the texts, padded
+        self.history = self.state.tokens.clone()  # int64 [B, S]
         self.pad = int(self.history[0, -1])  # behind the longest text there is room for another step
-        self.lengths: list[int] = state.out_len.tolist()
-        self.done = [False] * batch
+        self.lengths: list[int] = self.state.out_len.tolist()
         self.prompt = self.judged = self.lengths[0]  # how far the criteria have been called
         self.judged_scores: tuple[Tensor, ...] = ()  # [B, V] for every position that they were called at
-        self.stopped = [False] * batch  # without an eos id, a stopped sequence runs on until all have stopped
-        self.taken_back = 0  # tokens of earlier steps
 
     def accept(self, rows: Rows, logits: Tensor, positions: Tensor, max_path: int) -> Acceptance:
         """See :class:`~gsd_kernels_hf.acceptance.rule.AcceptanceRule`; marks sequences that end."""
         width = max_path + 1
+        more = self.state.tokens.shape[1] - self.history.shape[1]  # the text's storage grows with it
+        if more > 0:
+            self.history = torch.nn.functional.pad(self.history, (0, more), value=self.pad)
         tokens, parents = rows.token_ids.tolist(), rows.parent_rows.tolist()
         sizes, remaining = rows.num_rows.tolist(), self.state.remaining.tolist()
         before = list(self.lengths)
@@ -80,32 +63,34 @@ class TokenByToken:
             walking = {sequence for sequence in walking if not self.done[sequence]}
         return self._acceptance(paths, before, width, rows.token_ids.device)
 
-    def settle(self) -> None:
-        """Carry the verdicts to the device state, after the commit."""
-        state = self.state
-        state.done.logical_or_(torch.tensor(self.done, device=state.done.device))
-
     @property
     def final_length(self) -> int:
-        """Length of the longest sequence."""
+        """See :class:`OnHost`."""
         return max(self.lengths)
 
-    def stacked(self, per_row: list[list[Tensor]], steps: int) -> tuple[Tensor, ...]:
+    def kept(self, steps: int) -> dict[str, tuple[Tensor, ...] | None]:
+        """See :class:`OnHost`; 0 beyond the end of a sequence."""
+        return {
+            "scores": self._stacked(self.scores, steps) if self.keep_scores else None,
+            "logits": self._stacked(self.logits, steps) if self.keep_logits else None,
+        }
+
+    def _stacked(self, per_row: list[list[Tensor]], steps: int) -> tuple[Tensor, ...]:
         """Per-sequence lists of [V] → transformers' tuple of [B, V], one a position."""
         blank = torch.zeros_like(next(t for row in per_row for t in row))
         return tuple(torch.stack([row[i] if i < len(row) else blank for row in per_row]) for i in range(steps))
 
     def _pick(self, rows: Rows, at: tuple[int, int], logits: Tensor, position: Tensor) -> int:
         b, row = at
-        history = self.history[b, : self.lengths[b]]
-        scores = self.processors(b, history, logits) if self.processors else logits
+        history = self.history[b : b + 1, : self.lengths[b]]  # [1, L]
+        scores = processed(self.plan.processors, b, self.batch, history, logits[None])[0]
         only = (slice(b, b + 1), slice(row, row + 1))
         token = int(self.criterion.picks(rows, scores.view(1, 1, -1), position, only))
         check_pick(token)
         if self.keep_logits:
             self.logits[b].append(logits.clone())
         if self.keep_scores:
-            warped = self.plan.warpers(history[None], scores[None].clone())[0]
+            warped = self.plan.warpers(history, scores[None].clone())[0]
             self.scores[b].append(warped)
         self.history[b, self.lengths[b]] = token
         self.lengths[b] += 1
@@ -145,22 +130,13 @@ class TokenByToken:
         return min(growing, default=max(self.lengths))
 
     def _verdicts(self, length: int) -> list[bool]:
-        batch = len(self.done)
         if self.keep_scores:
             blank = torch.zeros_like(next(row[0] for row in self.scores if row))
             at = length - self.prompt - 1
             known = [row[at] if at < len(row) else blank for row in self.scores]
             self.judged_scores += (torch.stack(known),)
         ids = self.history[:, :length].clone()  # a criterion may keep it
-        stops = torch.zeros(batch, dtype=torch.bool, device=ids.device)
-        for criterion in self.criteria:
-            stops = stops | criterion(ids, self.judged_scores if self.keep_scores else None)
-            if stops.shape != (batch,):
-                raise ValueError(
-                    f"stopping_criteria: {type(criterion).__name__} must return a bool for every sequence, [{batch}], "
-                    f"or one for all; together with the others' that has shape {list(stops.shape)}"
-                )
-        return stops.bool().tolist()
+        return self.verdicts(ids, self.judged_scores if self.keep_scores else None)
 
     def _end(self, b: int, length: int) -> None:
         """End a sequence at ``length``, whatever it emitted beyond."""
@@ -168,12 +144,3 @@ class TokenByToken:
         self.history[b, length : self.lengths[b]] = self.pad
         self.lengths[b] = length
         del self.scores[b][length - self.prompt :], self.logits[b][length - self.prompt :]
-
-
-def check_pick(token: int) -> None:
-    """Raise for the mark of scores from which nothing can be picked."""
-    if token < 0:
-        raise ValueError(
-            "logits: NaN, or while sampling an infinite score or none that is finite, from the target or a "
-            "logits_processor; check the weights, their dtype and the processors, or pass remove_invalid_values=True"
-        )

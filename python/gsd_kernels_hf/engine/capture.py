@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from gsd_kernels import Acceptance, GraphConfig
 
@@ -50,6 +51,8 @@ def can_capture(session: Session) -> bool:
     if not replay.is_gpu(session.kv_len.device):
         return False
     models = [rows.model for rows in session.row_models]
+    for source in session.drafter.sources if session.drafter is not None else ():
+        models += [module for module in source.forwards if isinstance(module, nn.Module)]
     devices = {parameter.device for model in models for parameter in model.parameters()}
     return len(devices) == 1 and replay.is_gpu(next(iter(devices)))
 
@@ -86,6 +89,12 @@ class CapturedStep:
             return self.session.step()
         self.typical = True
         return self.steps[kind]()
+
+    def forget(self) -> None:
+        """Capture anew, since storage lies elsewhere or others draft."""
+        self.warm.clear()
+        self.steps.clear()
+        self.pool = None
 
     def _add(self, kind: tuple[GraphConfig | None, bool]) -> bool:
         """Capture the session's current shape; ``False`` where that is impossible."""

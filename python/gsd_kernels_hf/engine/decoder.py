@@ -83,7 +83,11 @@ class GraphDecoder(Options):
             )
             # Whatever outlives this call must not be an inference tensor, which no later call could update.
             with torch.inference_mode(False), torch.no_grad():
-                return self._decode(request)
+                try:
+                    return self._decode(request)
+                except validate.Unsupported as error:  # of a call that a callback made
+                    error.begun = True
+                    raise
 
     def _decode(self, request: Request) -> Tensor | GraphGenerateOutput:
         ranks = ranks_of(request.models, request.device)
@@ -94,6 +98,7 @@ class GraphDecoder(Options):
         automatic = self.automatic and ranks.alone and not torch.are_deterministic_algorithms_enabled()
         given = self.sources(automatic=automatic)
         sources = statistics.leaving.staying(given) if automatic else given
+        sources = [source for source in sources if source.reaches(request.reach)]
         policy = self.policy(request, sources, statistics, automatic=automatic)
         session, current = engine.session(request, policy, sources, alone=ranks.alone)
         if self.streamer is not None:
@@ -118,15 +123,16 @@ class GraphDecoder(Options):
         """The policy that chooses the shapes of this call's steps."""
         if not automatic:
             return FixedPolicy(self.graph_config if sources else None)
-        draft, *others = self.forwarded(sources) or [None]
+        draft, *others = forwarded(sources) or [None]
+        together = " together" if request.lockstep and request.batch > 1 else ""  # a step brings all the same
         return automatic_policy(
             statistics.experience,
             request.model,
             draft,
             others=others,
             sources=[source.name for source in sources],
-            reuses=not all(source.costs_forward for source in sources),
-            about=f"{request.plan.temperature > 0} {self.criterion}",
+            reuses=not all(source.forwards for source in sources),
+            about=f"{request.plan.temperature > 0} {self.criterion}{together}",
             batch=request.batch,
             prefix=request.prompt_length,
             reads_prompt=any(source.reads_prompt for source in sources),
@@ -134,16 +140,10 @@ class GraphDecoder(Options):
             backend=self.backend,
         )
 
-    def forwarded(self, sources: Sequence[DraftSource]) -> list[Any]:
-        """What the sources forward: draft models or a view of the target first, then drafters and others."""
-        found: list[Any] = []
-        for source in sources:
-            if not source.costs_forward:
-                continue
-            if source.name == "layer_skip":
-                found.append(self.assistant_model)
-                continue
-            module = getattr(source, "module", None)
-            new = [*source.models, *([module] if isinstance(module, torch.nn.Module) else [])]
-            found += [model for model in new if not any(model is known for known in found)]
-        return found
+
+def forwarded(sources: Sequence[DraftSource]) -> list[Any]:
+    """What the sources forward, each once: modules and views of the target, in the order of the sources."""
+    found: list[Any] = []
+    for source in sources:
+        found += [module for module in source.forwards if not any(module is known for known in found)]
+    return found

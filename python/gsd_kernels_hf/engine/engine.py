@@ -16,13 +16,14 @@ from ..policy.leaving import Leaving
 from ..sources.base import DraftSource
 from ..sources.memory import HistoryMemory
 from ..sources.weights import SourceWeights
+from . import room
+from .kind import Kind
 from .options import Options
 from .request import Request
-from .session import Kind, Session
+from .session import Session
 
 MOST_ENGINES = 8  # of a target; the least recently used one goes
 MOST_SESSIONS = 4  # that wait for later calls, of all engines of a target; the least recently used one goes
-GRAIN = 256  # cache positions by which kept sessions are sized
 
 
 @dataclass
@@ -130,10 +131,11 @@ class Engine:
             An idle session of this kind, the one that holds most of the prompt, or a new one.
         """
         kind = Kind.of(request, policy, sources, alone=alone)
-        capacity = request.prompt_length + request.room + kind.slots
+        prompt, most = request.prompt_length, request.prompt_length + request.room + kind.slots
+        capacity = room.to_begin(prompt, kind.slots, request.room, request.device)
         if self.idle is None:
             return Session(kind, request.model, request.device, capacity, [copy.copy(s) for s in sources]), False
-        capacity = -(-capacity // GRAIN) * GRAIN
+        capacity = room.rounded(capacity)
         # As they are now: what is changed while a text is written is a change to the next call.
         modules = {**request.models, "drafter": request.options.drafter}
         states = {name: ModelState.of(module) for name, module in modules.items() if module is not None}
@@ -141,7 +143,8 @@ class Engine:
         if session is None:
             session = Session(kind, request.model, request.device, capacity, [copy.copy(s) for s in sources])
         else:
-            session.grow(capacity)
+            if capacity > session.capacity:
+                session.grow(room.larger(session.capacity, capacity, room.rounded(most)))
             changed = [modules[name] for name, state in states.items() if session.models[name] != state]
             # A draft model's cache is all that depends on it: of one that learns, nothing else is read anew.
             drafts = [request.options.assistant_model, *request.options.other_drafts]
@@ -163,7 +166,7 @@ class Engine:
             learned = {name: found.clone() for name, found in session.drafter.weights.items()}
             statistics.weights = {**statistics.weights, **learned}
             if automatic:
-                statistics.leaving.observe(session.drafter.sources, statistics.weights, steps)
+                statistics.leaving.observe(session.drafter.every, statistics.weights, steps)
         if self.ended:
             session.memory = None  # what was forgotten meanwhile stays so
         session.end()

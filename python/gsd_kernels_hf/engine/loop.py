@@ -35,6 +35,8 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> Gener
     """
     step = stepping(session, ranks)
     while not out.finished:
+        session.reserve(out.longest)
+        policy = without_left(session, policy, out)
         session.use(policy.shape(), policy.acceptance, policy.budget)
         warm(session, policy.largest_shapes())
         verified = step()
@@ -43,3 +45,14 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> Gener
         policy.observe(session.profile(verified), tokens, **session.took(verified))
     policy.end()
     return out.stats
+
+
+def without_left(session: Session, policy: Policy, out: Output) -> Policy:
+    """What chooses the next shape, once sources are left out that the text has outgrown."""
+    left = session.leave(out.reach)
+    if not left or session.drafter is None:
+        return policy
+    out.stats.left_out += left
+    if any(source.forwards for source in session.drafter.sources):
+        return policy
+    return policy.without_model(reuses=bool(session.drafter.lookups))

@@ -19,6 +19,7 @@ from ..acceptance.sampling import draw_seed
 from ..model import properties
 from ..records import Verified
 from ..sources.base import DraftSource
+from ..sources.border import check_source
 from ..sources.draft_model import DraftModel
 from ..sources.drafters import KINDS, Drafter, loaded_drafter, source_of
 from ..sources.heads import DraftHeads, Heads
@@ -70,7 +71,8 @@ class Options:
         reuse_history: whether the history begins with what earlier calls' histories held, and leaves them its own;
             bounded, in what :func:`gsd_kernels.patch` keeps only. One caller's texts then speed up another's, which
             somebody may time.
-        streamer: gets every emitted token (batch 1).
+        streamer: gets the prompt [batch, length], then the batch's tokens position by position, [batch] each, as from
+            transformers; its own text streamers take one sequence only.
         observer: called with the :class:`~gsd_kernels_hf.records.Verified` of every step.
 
     Attributes:
@@ -204,6 +206,9 @@ class Options:
             or not all(s in NAMES or isinstance(s, DraftSource) for s in sources)
         ):
             raise ValueError(expected)
+        for source in sources:
+            if isinstance(source, DraftSource):
+                check_source(source, NAMES)
         names = tuple(s.name if isinstance(s, DraftSource) else s for s in sources)
         if len(set(names)) < len(names):
             raise ValueError(f"draft_sources: {', '.join(names)} have a name twice; give each source a name of its own")

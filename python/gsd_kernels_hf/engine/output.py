@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..acceptance.tokenwise import TokenByToken, check_pick
+from ..acceptance.host import OnHost, check_pick
+from ..acceptance.tokenwise import TokenByToken
+from ..model import properties
 from ..records import Verified
 from .request import Request
 from .session import Session
 from .stats import GenerationStats
+from .streaming import Streaming
+
+logger = logging.getLogger("gsd_kernels")
 
 
 @dataclass
 class GraphGenerateOutput(GenerateDecoderOnlyOutput):
-    """transformers' output with :class:`~gsd_kernels_hf.engine.stats.GenerationStats`; beyond a row's end scores are 0.
+    """transformers' output with :class:`~gsd_kernels_hf.engine.stats.GenerationStats`.
 
+    Beyond a row's end scores are 0, but where a processor of one's own was shown the whole batch.
     ``cache`` (``past_key_values`` before transformers 5.24) is ``None``: the cache holds graph slots.
     """
 
@@ -34,14 +41,19 @@ class Output:
 
     Attributes:
         finished: whether every sequence is done, or the time is over.
+        lengths: tokens of every sequence so far, padding and what is taken back included.
         timed: whether that may depend on a clock.
         stats: counts so far.
     """
 
     def __init__(self, request: Request, session: Session) -> None:
         self.request, self.session = request, session
-        self.streamer, self.observer = request.options.streamer, request.options.observer
+        streamer, self.observer = request.options.streamer, request.options.observer
+        self.streaming = None if streamer is None else Streaming(streamer, request.batch, session.state.pad)
         self.finished, self.timed = False, bool(request.timers)
+        self.lengths = [request.prompt_length] * request.batch
+        self.pads = request.kv_start.tolist()
+        self.positions = properties.positions(request.model)
         criterion = session.rule.criterion
         self.stats = GenerationStats(
             sequences=request.batch,
@@ -51,6 +63,16 @@ class Output:
             why_modules=session.target.why_modules,
         )
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, at least."""
+        return max(self.lengths)
+
+    @property
+    def reach(self) -> int:
+        """Tokens of the longest sequence, at least, without padding."""
+        return max(length - pad for length, pad in zip(self.lengths, self.pads, strict=True))
+
     def emit(self, verified: Verified) -> list[int]:
         """Hand a step's tokens to the streamer: the step's one host read.
 
@@ -58,23 +80,42 @@ class Output:
             Number of tokens that every sequence gained, [B].
 
         Raises:
-            ValueError: the target's logits held NaN.
+            ValueError: the target's logits held NaN, or a source proposed what has no meaning.
         """
         session, state = self.session, self.session.state
         self.stats.count_step(verified.rows.token_ids.shape[1], session.drafted_rows, plain=verified.graph is None)
         if self.observer is not None:
             self.observer(verified)
-        packed = torch.cat([state.done[:, None].int(), state.num_emitted[:, None], state.emitted], 1).tolist()
-        for _, count, *tokens in packed:
+        border = None if session.drafter is None else session.drafter.border
+        columns = [state.done[:, None].int(), state.num_emitted[:, None], state.emitted]
+        if border is not None and border.faults is not None:
+            columns.append(border.faults[:, None])
+        packed = torch.cat(columns, 1).tolist()
+        if len(columns) > 3:
+            border.check([row[-1] for row in packed])
+        for sequence, (_, count, *tokens) in enumerate(packed):
+            self.lengths[sequence] += count
             self.stats.count_accepted(count)
             for token in tokens[:count]:
                 check_pick(token)
-            if self.streamer is not None:
-                for token in tokens[:count]:
-                    self.streamer.put(torch.tensor([token]))
+        if self.streaming is not None:
+            rule, prompt = session.rule, self.request.prompt_length
+            lengths = [length - prompt for length in rule.lengths] if isinstance(rule, TokenByToken) else None
+            emitted = [tokens[:count] for _, count, *tokens in packed]
+            self.streaming.add(emitted, [bool(done) for done, *_ in packed], lengths)
         self.finished = all(done for done, *_ in packed)
         self.finished |= any(bool(torch.as_tensor(timer(state.tokens, None)).any()) for timer in self.request.timers)
+        self._warn_of_length()
         return [count for _, count, *_ in packed]
+
+    def _warn_of_length(self) -> None:
+        """Say once that the text goes on beyond the model's positions, as transformers does."""
+        if self.positions is not None and self.longest > self.positions and not self.finished:
+            logger.warning(
+                "the text goes on beyond the %d positions that the model was made for (max_position_embeddings)",
+                self.positions,
+            )
+            self.positions = None
 
     def result(self) -> Tensor | GraphGenerateOutput:
         """What ``generate`` returns: int64 [batch, length], or transformers' output with the statistics."""
@@ -82,11 +123,11 @@ class Output:
         stats = self.stats
         stats.drafted_nodes, stats.merges, stats.accepted_merges = session.counts.tolist()
         stats.cache_bytes, stats.seconds = session.cache_bytes, session.clock.finish()
-        if self.streamer is not None:
-            self.streamer.end()
+        if self.streaming is not None:
+            self.streaming.end()
         rule = session.rule
         tokens, length = state.tokens, int(state.out_len.max())
-        if isinstance(rule, TokenByToken):
+        if isinstance(rule, OnHost):
             tokens, length = rule.history, rule.final_length
             stats.new_tokens -= rule.taken_back
         unfinished = state.out_len[~state.done]
@@ -96,8 +137,5 @@ class Output:
         if not request.as_dict:
             return sequences
         steps = length - request.prompt_length
-        kept = {
-            "scores": rule.stacked(rule.scores, steps) if request.keeps_scores else None,
-            "logits": rule.stacked(rule.logits, steps) if request.keeps_logits else None,
-        }
+        kept = rule.kept(steps) if isinstance(rule, OnHost) else {}
         return GraphGenerateOutput(sequences=sequences, **kept, stats=stats)

@@ -19,6 +19,9 @@ from ..parallel import honoured
 from .options import Options
 from .screen import drafts_of
 
+MOST_POSITIONS = 2**31 - 1
+"""Of a text: lengths are int32."""
+
 
 @dataclass
 class Request:
@@ -78,15 +81,11 @@ class Request:
         if options.reference_ids is not None:
             copies, vocabulary = generation_config.num_return_sequences or 1, properties.vocabulary(model)
             validate.check_reference(options.reference_ids, input_ids.shape[0], vocabulary, copies)
-        if options.streamer is not None and input_ids.shape[0] > 1:
-            raise ValueError(f"streamer: streams one sequence, got a batch of {input_ids.shape[0]}")
         samples = bool(generation_config.do_sample)
         plan = SamplingPlan.of(logits_processor, samples)
         given = options.seed if seed is None else seed
         seed_value = draw_seed(given) if samples else 0
         eos_ids, room, timers, criteria = split_criteria(stopping_criteria, prompt)
-        for name, m in (("target", model), *(("draft", m) for m in drafts_of(options).values())):
-            validate.check_length(m, name, prompt + room)
         return cls(
             options,
             model,
@@ -98,7 +97,7 @@ class Request:
             seed_value,
             given if samples else None,
             eos_ids,
-            room,
+            min(room, MOST_POSITIONS - prompt),
             timers,
             criteria,
             pads_finished=any(hasattr(c, "eos_token_id") for c in stopping_criteria),
@@ -122,6 +121,11 @@ class Request:
         return (self.prompt_length - self.attention_mask.long().sum(1)).to(torch.int32)
 
     @property
+    def reach(self) -> int:
+        """Tokens of the longest prompt, without padding."""
+        return self.prompt_length - int(self.kv_start.min())
+
+    @property
     def as_dict(self) -> bool:
         """Whether transformers' output object is returned rather than token ids."""
         return bool(self.generation_config.return_dict_in_generate)
@@ -140,6 +144,16 @@ class Request:
     def per_token(self) -> bool:
         """Whether something is called for every token on the host."""
         return bool(self.plan.processors or self.criteria or self.keeps_scores or self.keeps_logits)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all sequences must be asked for together, token by token."""
+        return not self.plan.row_wise
+
+    @property
+    def reads_padding(self) -> bool:
+        """Whether the target reads on in sequences that ended, for those who see its logits there."""
+        return self.lockstep and self.pads_finished and self.batch > 1
 
     @property
     def draws_from_draft(self) -> bool:
@@ -185,7 +199,7 @@ def split_criteria(
         else:
             others.append(criterion)
     if not budgets:
-        raise ValueError("max_new_tokens: needed, since the cache is allocated before generation; also max_length")
+        raise ValueError("max_new_tokens: needed, nothing else bounds the text; also max_length")
     if min(budgets) < 1:
         raise ValueError(f"max_length: leaves no room after a prompt of {prompt_length} tokens; raise it")
     return eos_ids, min(budgets), timers, others

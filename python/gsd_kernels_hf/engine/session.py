@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,63 +17,23 @@ from gsd_kernels.config import MAX_BRANCH
 from gsd_kernels.ops.step import commit_text
 
 from ..acceptance.criteria import ChainProposal, criterion_of
+from ..acceptance.lockstep import Lockstep, padded, padded_path
 from ..acceptance.rule import AcceptanceRule, OnDevice
 from ..acceptance.tokenwise import TokenByToken
 from ..model.fused import rows_of
 from ..model.identity import ModelState
 from ..model.runner import CachedText, Listener, RowModel
 from ..policy.acceptance import AcceptanceModel
-from ..policy.base import Policy
 from ..policy.budget import RowBudget
 from ..records import DecodeState, Sampler, Unverified, Verified
 from ..sources.base import DraftSource
 from ..sources.drafter import Drafter
 from ..sources.memory import HistoryMemory
 from ..sources.weights import Calibration, SourceWeights
+from . import room
+from .kind import Kind
 from .request import Request
 from .stats import Clock
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Key of sessions that may serve a call: what storage and captured steps depend on, besides the models."""
-
-    batch: int
-    branch: int  # the most candidates after one node
-    width: int  # the most tokens that one step emits
-    slots: int  # cache positions beyond the committed prefix
-    sources: tuple[str, ...]
-    warpers: tuple[tuple[str, float], ...]
-    eos_ids: tuple[int, ...]
-    draws: bool  # whether the draft's own samples are verified
-    calibrated: bool  # whether a policy corrects what sources claim
-    backend: str
-    alone: bool  # whether no other rank must do the same at the same time
-
-    @classmethod
-    def of(cls, request: Request, policy: Policy, sources: Sequence[DraftSource], *, alone: bool) -> Kind:
-        """The kind of session that a call needs.
-
-        Args:
-            request: the call.
-            policy: what chooses the shapes of its steps; its largest shapes size the storage.
-            sources: in the order in which they are mixed.
-            alone: whether no other rank must do the same at the same time.
-        """
-        shapes = policy.largest_shapes()
-        return cls(
-            batch=request.batch,
-            branch=max((shape.branch for shape in shapes), default=1),
-            width=max((shape.chain_rows for shape in shapes), default=1),
-            slots=max((shape.cache_slots for shape in shapes), default=1),
-            sources=tuple(source.name for source in sources),
-            warpers=tuple(request.plan.warper_arguments.items()),
-            eos_ids=tuple(sorted(request.eos_ids)),
-            draws=request.draws_from_draft,
-            calibrated=policy.acceptance is not None,
-            backend=request.options.backend,
-            alone=alone,
-        )
 
 
 class Session:
@@ -92,12 +51,13 @@ class Session:
 
     Attributes:
         state, sampler, target, branch, draws, reference_ids, memory: see :class:`~gsd_kernels_hf.sources.base.Text`.
-        kv_len: int32 [B], committed positions of the target's cache.
+        kv_len: see :class:`~gsd_kernels_hf.sources.base.Text`.
         config: shape of the next step; ``None`` is plain decoding.
         rule: accepts rows; of the call.
         trims: draft only levels that have a node to expand, and forward only rows that hold a token; else shapes are
             static and nothing waits for the device.
         continues: whether the text goes on from what the target's cache held.
+        most: cache positions that the text can need.
     """
 
     def __init__(
@@ -130,7 +90,7 @@ class Session:
         self.calibration: Calibration | None = None
         if sources:
             weights = {s.name: SourceWeights(s.shares, s.reliability, MAX_BRANCH, device) for s in sources}
-            self.drafter = Drafter(sources, weights, self.state, self.backend)
+            self.drafter = Drafter(sources, weights, self.state, self.backend, vocab_size=self.target.vocab_size)
             if kind.calibrated:
                 self.calibration = self.drafter.calibration = Calibration(kind.branch, device)
         self.begun = self.continues = False
@@ -160,6 +120,7 @@ class Session:
             memory: of earlier calls' histories; ``None``: they are not used, and this one's is not kept.
         """
         self.request, self.clock, self.config, self.memory = request, Clock(request.device), None, memory
+        self.most = request.prompt_length + request.room + self.kind.slots
         pad = request.generation_config._pad_token_tensor
         self.state.restart(request.input_ids, request.kv_start, request.room, 0 if pad is None else int(pad))
         self.kv_len.copy_(self.state.out_len - 1)  # the root is not in the target's cache yet
@@ -187,7 +148,8 @@ class Session:
             return self.on_device.setdefault(
                 criterion.name, OnDevice(criterion, self.state, self.eos_ids, self.backend)
             )
-        return TokenByToken(
+        rule = Lockstep if request.lockstep else TokenByToken
+        return rule(
             criterion,
             self.state,
             request.plan,
@@ -199,14 +161,28 @@ class Session:
         )
 
     def grow(self, capacity: int) -> None:
-        """Make room for ``capacity`` cache positions; what was captured must be captured anew."""
+        """Make room for ``capacity`` cache positions, between steps; what was captured is captured anew."""
         if capacity <= self.capacity:
             return
         self.capacity = capacity
         self.state.grow(capacity + self.kind.width)
         for rows in self.row_models:
             rows.grow(capacity)
-        self.captured = None
+        if self.captured is not None:
+            self.captured.forget()
+
+    def reserve(self, longest: int) -> None:
+        """Make room for the next step, where the longest sequence has ``longest`` tokens, padding included."""
+        needed = longest + self.kind.slots
+        if needed > self.capacity:
+            self.grow(room.larger(self.capacity, needed, self.most))
+
+    def leave(self, length: int) -> list[str]:
+        """Draft without sources whose model has no positions behind texts of ``length`` tokens; names of new ones."""
+        left = [] if self.drafter is None else self.drafter.leave(length)
+        if left and self.captured is not None:
+            self.captured.forget()
+        return left
 
     def forget(self, models: Sequence[nn.Module]) -> None:
         """Use no key or value of these models for the next text."""
@@ -222,7 +198,7 @@ class Session:
         """End a text: note which tokens the caches hold, and drop the request."""
         self.target.holds(self.state.tokens, self.kv_len)
         if self.drafter is not None:
-            for source in self.drafter.sources:
+            for source in self.drafter.every:
                 source.end()
         del self.request, self.rule
 
@@ -304,6 +280,8 @@ class Session:
         graph = self.draft()
         tail = self.state.tail() if graph is None else graph.contexts[:, 0]  # of the root: the text's
         rows = self.flatten(graph)
+        if self.kind.padding:
+            rows = padded(rows, self.state, self.kv_len)
         logits = self.attend(rows)
         return Unverified(graph, rows, logits, self.target.hidden, self.positions(rows), tail)
 
@@ -398,7 +376,10 @@ class Session:
     def commit(self, verified: Verified) -> None:
         """Keep the accepted rows' keys and values and append the emitted tokens."""
         state, accepted, graph = self.state, verified.accepted, verified.graph
-        self.target.cache.commit(accepted.accepted_rows, accepted.num_accepted, self.kv_len, backend=self.backend)
+        path = accepted.accepted_rows, accepted.num_accepted
+        if self.kind.padding:
+            path = padded_path(accepted, state.done)
+        self.target.cache.commit(*path, self.kv_len, backend=self.backend)
         commit_text(
             verified.tokens,
             accepted,

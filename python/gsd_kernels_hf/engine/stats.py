@@ -35,9 +35,12 @@ class GenerationStats:
         criterion: what decided which drafted tokens were accepted; ``"exact"`` with greedy decoding and without a
             draft, whatever was asked for.
         lossless: whether the output is the target's own (always, but for criteria documented as lossy).
-        left_out: sources that were given and not used, since they brought little lately; see docs/policy.md.
+        left_out: sources that were given and not used, or not to the end: they brought little lately, see
+            docs/policy.md, or the text has more tokens than their model has positions.
         why_modules: what kept the target's rows from being one operator, so that its modules computed them; ``None``:
             the operator did.
+        why: what made transformers' own ``generate`` serve the call of a patched model, of which nothing else is
+            counted here but the seconds; ``None``: this package served it.
     """
 
     steps: int = 0
@@ -58,6 +61,7 @@ class GenerationStats:
     lossless: bool = True
     left_out: list[str] = field(default_factory=list)
     why_modules: str | None = None
+    why: str | None = None
 
     def count_step(self, target_rows: int, draft_rows: int, *, plain: bool) -> None:
         """Count one target forward; both numbers are rows a sequence, ``plain``: nothing was drafted."""

@@ -32,6 +32,15 @@ def vocabulary(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
+def positions(model: PreTrainedModel) -> int | None:
+    """Tokens of a text that the model was made for; ``None`` where its config names no number.
+
+    Rotary positions go on beyond, as do texts.
+    """
+    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
+
+
 def cache_argument(model: PreTrainedModel) -> str:
     """Name by which the model takes and returns a KV cache: ``cache`` from transformers 5.24 on.
 

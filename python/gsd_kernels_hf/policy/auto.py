@@ -24,6 +24,7 @@ from .acceptance import AcceptanceModel, GrowthPlan, kind_of
 from .base import Profiles
 from .budget import RowBudget
 from .costs import COLD, NOISE, PLAIN, CostModel
+from .fixed import FixedPolicy
 from .ladder import BRANCH
 from .patience import NOTHING, PATIENCE, RETRY_STEPS, Patience, kept
 
@@ -234,6 +235,12 @@ class AutoPolicy:
         self.experience.keep(self.batch, self.names[settled])
         if self.saver is not None:
             self.saver.save()
+
+    def without_model(self, *, reuses: bool) -> FixedPolicy:
+        """The best of the shapes without a model's levels, or plain decoding."""
+        self.end()
+        some = [i for i, shape in enumerate(self.configs) if shape is None or (reuses and not shape.depth)]
+        return FixedPolicy(self.configs[max(some, key=self._rates(self.expected).__getitem__)])
 
     def _predict(self) -> None:
         """Tokens and rows that a step of every shape would have now, of one sequence."""

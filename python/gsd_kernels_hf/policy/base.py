@@ -49,6 +49,12 @@ class Policy(Protocol):
             target_seconds, other_seconds: of its forward, and of all else in the step; 0 where they are unknown.
         """
 
+    def without_model(self, *, reuses: bool) -> Policy:
+        """End, and what goes on where no source forwards a model any more; within the largest shapes.
+
+        ``reuses``: whether a source proposes without a forward.
+        """
+
     def end(self) -> None:
         """After the last step."""
 

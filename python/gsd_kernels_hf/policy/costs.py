@@ -368,7 +368,7 @@ def layers_of(draft: nn.Module | None) -> int:
         return 0
     if isinstance(draft, PreTrainedModel):
         return int(draft.config.get_text_config(decoder=True).num_hidden_layers)
-    return len(draft.layers)
+    return max((len(m) for m in draft.modules() if isinstance(m, nn.ModuleList)), default=1)
 
 
 def weight_bytes(model: nn.Module) -> float:

@@ -28,7 +28,7 @@ class Leaving:
         """Those of ``sources`` that the next generation takes; of those that forward a model, one at least."""
         found = [source for source in sources if source.name not in self.wait]
         # Calls that overlap may have left out one source each.
-        return found if any(source.costs_forward for source in found) else list(sources)
+        return found if any(source.forwards for source in found) else list(sources)
 
     def observe(self, sources: Sequence[DraftSource], weights: Mapping[str, SourceWeights], steps: int) -> None:
         """Learn from a generation (waits for the device).
@@ -39,7 +39,7 @@ class Leaving:
             steps: that it took.
         """
         self.wait = {name: left - steps for name, left in self.wait.items() if left > steps}
-        dear = [source for source in sources if source.costs_forward]
+        dear = [source for source in sources if source.forwards]
         if len(dear) < 2:
             return
         brought, judged = shares_of(sources, weights)
@@ -72,6 +72,6 @@ def shares_of(
         if picked >= EVIDENCE:
             judged.add(source.name)
     brought[sources[0].name] = rest  # all others are weighed against it
-    if any(source.costs_forward and source.name in judged for source in sources[1:]):
+    if any(source.forwards and source.name in judged for source in sources[1:]):
         judged.add(sources[0].name)
     return brought, judged

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import gsd_kernels
@@ -160,7 +160,7 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequenc
 
     def identity(m: nn.Module) -> dict[str, Any]:
         if not isinstance(m, PreTrainedModel):
-            first = next(m.parameters())
+            first = next(m.parameters(), torch.empty(0))
             size = {name: list(p.shape) for name, p in m.named_parameters()}
             return {"class": type(m).__name__, "dtype": str(first.dtype), "device": str(first.device), **size}
         config = m.config.get_text_config(decoder=True)
@@ -197,11 +197,25 @@ def target_level(about: Mapping[str, Any]) -> str | None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Tells models of the same sizes apart by a few values of their first and last weights."""
+    """Tells models of the same sizes apart by a few values of their first and last weights; it never fails."""
     digest = hashlib.sha256()
-    weights = list(model.parameters())
-    for weight in (weights[0], weights[len(weights) // 2], weights[-1]):
-        if weight.device.type != "meta":
-            some = weight.detach().flatten()[:PRINT_VALUES]
-            digest.update(some.to(device="cpu", dtype=torch.float32).numpy().tobytes())
+    weights = list(model.parameters()) or list(model.buffers())
+    for weight in (weights[0], weights[len(weights) // 2], weights[-1]) if weights else ():
+        digest.update(_print_of(weight))
     return digest.hexdigest()[:16]
+
+
+def _print_of(weight: Tensor) -> bytes:
+    """A few values; of tensors whose operations are Python's to answer (quantised, sharded, fake) what they are.
+
+    Such a tensor may lack any operation, or ask other ranks.
+    """
+    if weight.is_meta:
+        return b""
+    if type(weight).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        try:
+            some = weight.detach().flatten()[:PRINT_VALUES]
+            return some.to(device="cpu", dtype=torch.float32).numpy().tobytes()
+        except Exception:  # a layout without these operations, or a class that answers in Python after all
+            pass
+    return f"{type(weight).__name__} {list(weight.shape)} {weight.dtype}".encode()

@@ -260,6 +260,10 @@ class RowPolicy:
         self.next_choice = self.steps + min(INTERVAL, self.experience.wait if off else RETRY_STEPS)
         self._begin()
 
+    def without_model(self, *, reuses: bool) -> RowPolicy:
+        """Itself: it has no model."""
+        return self
+
     def end(self) -> None:
         """Keep what was learned."""
         self._learn()

@@ -166,7 +166,7 @@ def measure(
     for name, shape in progress(list(shapes.items()), "tuning: draft"):
         sources = [*(forwarded if shape.depth else []), History()]
         weights = {s.name: SourceWeights(s.shares, s.reliability, text.branch, device) for s in sources}
-        drafter = Drafter(sources, weights, state, backend)
+        drafter = Drafter(sources, weights, state, backend, vocab_size=text.target.vocab_size)
         drafter.restart(text, {}, first=True)
         drafter.prepare(shape)
 

@@ -7,12 +7,12 @@ A step's drafting goes level by level. At each level every source is asked what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gsd_kernels import Frontier, GraphConfig, TokenGraph
@@ -30,6 +30,8 @@ class Text(Protocol):
         state: tokens and lengths of every sequence, on the target's device; updated in place.
         sampler: seed, warpers and row numbers, which key the noise of a draw.
         target: the model that verifies.
+        kv_len: int32 [B], committed positions of its cache: all but the root, and the padding behind a sequence that
+            ended where that is read too.
         branch: the most candidates that any shape has after one node.
         continues: whether this text goes on from the last one.
         draws: function that draws a forward's candidates rather than take the best, as speculative sampling needs:
@@ -41,6 +43,7 @@ class Text(Protocol):
     state: DecodeState
     sampler: Sampler
     target: RowModel
+    kv_len: Tensor
     branch: int
     continues: bool
     draws: Callable[[int, Tensor, Tensor], Candidates] | None
@@ -89,11 +92,11 @@ class Level:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a source proposes after every frontier node.
+    """What a source proposes after every frontier node; of a source of one's own it is checked and copied.
 
     Attributes:
-        tokens: int32 [B, W, K], best first; −1 for none.
-        log_probs: float32 [B, W, K]; −inf for none.
+        tokens: int32 (or int64) [B, W, K], best first; −1 for none.
+        log_probs: float32 (or another float) [B, W, K], at most 0; −inf for none.
         index: int [B, W], which of the source's interpolation weights holds for each node (length of the matched
             context, number of the head); ``None``: it has one.
     """
@@ -116,26 +119,32 @@ class DraftSource:
 
     Attributes:
         name: in ``draft_sources`` and in statistics.
-        costs_forward: whether proposing takes a forward of a model. Where a source takes none, ``history_depth`` levels
-            follow the ``depth`` ones; all are asked there too, and those that forward a model return ``None``.
+        forwards: the modules that it runs to propose, or a :class:`~gsd_kernels.LayerSkip`; ``auto`` weighs what they
+            cost. Models of transformers among them are drafts: they take part in the checks of a call. Where a source
+            runs none, ``history_depth`` levels follow the ``depth`` ones; all are asked there too, and those that run
+            one return ``None``.
         hidden_layers: numbers of the target's hidden states that :meth:`read` and
             :class:`~gsd_kernels_hf.records.Verified` must hold: i as transformers' ``hidden_states[i]``, so 0 are the
             embeddings; −1 is what the output matrix reads (of a prompt the last position alone).
         shares: prior interpolation weight w in (1 − w) · P(sources before it) + w · P(this one), by ``Proposal.index``.
         reliability: prior ratio of how often its candidates are right to their probability, by ``Proposal.index``, for
             levels where it is alone; ``None``: its probabilities are taken as they are.
-        models: models that it forwards, besides the target; they take part in the checks of a call.
+        max_length: tokens of a text from which on its model has no positions and it is left out; ``None``: never.
         reads_prompt: whether it reads all of the prompt, once, before it proposes; ``auto`` may let the first token go
             before.
     """
 
     name = "custom"
-    costs_forward = False
+    forwards: Sequence[nn.Module | Any] = ()
     hidden_layers: tuple[int, ...] = ()
     shares: tuple[float, ...] = (0.2,)
     reliability: tuple[float, ...] | None = None
-    models: tuple[PreTrainedModel, ...] = ()
+    max_length: int | None = None
     reads_prompt = False
+
+    def reaches(self, length: int) -> bool:
+        """Whether it drafts behind texts of ``length`` tokens."""
+        return self.max_length is None or length < self.max_length
 
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target that the source cannot draft for; set what depends on it, as ``hidden_layers`` may.
@@ -183,14 +192,29 @@ class DraftSource:
         """
 
     def propose(self, level: Level) -> Proposal | None:
-        """Candidates after every frontier node, [B, W, K] with any K; ``None`` for nothing at this level."""
+        """Candidates after every frontier node, [B, W, K] with any K; ``None`` for nothing at this level.
+
+        What ``level`` holds is to be read, not written.
+        """
         raise NotImplementedError
+
+    def observe(self, verified: Verified) -> None:
+        """Learn from a verified step."""
+
+    def num_rows(self, config: GraphConfig) -> int:
+        """Rows that a step of this shape forwards, padding included."""
+        return 0
+
+
+@runtime_checkable
+class GrowsLevels(Protocol):
+    """A source of this package that can propose for several levels at once, to save the host's time."""
 
     def propose_rest(self, level: Level, log_ratio: Tensor | None) -> tuple[Asked, Tensor] | None:
         """Propose for this level and all behind it at once, and merge that into ``level.graph``.
 
-        Asked where no other source proposes and the host may wait for the device, to save the host's time; the graph
-        must be what level by level gives. A source that overrides :meth:`propose` of one with this overrides this too.
+        Asked where no other source proposes and the host may wait for the device; the graph must be what level by
+        level gives.
 
         Args:
             level: the first of them.
@@ -201,11 +225,4 @@ class DraftSource:
             All E nodes with what was proposed, and its log-probabilities as merged, float32 [B, E, K]; ``None`` to be
             asked level by level.
         """
-        return None
-
-    def observe(self, verified: Verified) -> None:
-        """Learn from a verified step."""
-
-    def num_rows(self, config: GraphConfig) -> int:
-        """Rows that a step of this shape forwards, padding included."""
-        return 0
+        ...

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from gsd_kernels import GraphConfig
 from gsd_kernels.ops.step import feed_chain
 
+from ..model import properties
 from ..model.runner import RowModel
 from .base import Text
 from .expansion import Expansion
@@ -29,10 +30,10 @@ class DraftModel(Expansion):
     reads_prompt = True
 
     def __init__(self, model: PreTrainedModel, *, name: str = "model") -> None:
-        self.models, self.name = (model,), name
+        self.model, self.forwards, self.name, self.max_length = model, (model,), name, properties.positions(model)
 
     def row_model(self, text: Text) -> RowModel:
-        return text.rows_of(self.models[0])
+        return text.rows_of(self.model)
 
     def begin(self, text: Text) -> None:
         super().begin(text)
@@ -58,8 +59,8 @@ class DraftModel(Expansion):
             self.text.read_prompt(self.rows)
             self.unread = False
         while int((self.state.out_len - self.cached).max()) > config.chain_rows:
-            # Every root is left for level 0, whose logits follow it.
-            self.feed(self.state.out_len - 1, config.chain_rows)
+            # Every root is left for level 0, whose logits follow it, but for one of a finished text that is there.
+            self.feed(torch.maximum(self.state.out_len - 1, self.cached), config.chain_rows)
 
     def root_logits(self, config: GraphConfig) -> Tensor:
         return self.feed(self.state.out_len, config.chain_rows)

@@ -14,8 +14,10 @@ from gsd_kernels import Frontier, GraphConfig, TokenGraph, merge, mix_candidates
 from gsd_kernels.ops.learn import Asked
 from gsd_kernels.ops.step import start_graph
 
+from ..model import replay
 from ..records import Candidates, DecodeState, Verified
-from .base import DraftSource, Level, Proposal, Text
+from .base import DraftSource, GrowsLevels, Level, Proposal, Text
+from .border import Border, is_own, rows_of
 from .weights import Calibration, SourceWeights
 
 
@@ -45,21 +47,45 @@ class Drafter:
     Sources that forward a model expand the first ``depth`` levels; where others are there, ``history_depth`` more
     levels need no forward. At every level P = (1 − w) · P(sources so far) + w · P(next source), with learned w [B, W].
 
+    Attributes:
+        every: the sources.
+        sources: those in use.
+
     Args:
         sources: in the order in which they are mixed; already begun.
         weights: statistics of each source, by name; updated in place.
         state: of the text.
         backend: of the ops.
+        vocab_size: of the target.
     """
 
     def __init__(
-        self, sources: Sequence[DraftSource], weights: dict[str, SourceWeights], state: DecodeState, backend: str
+        self,
+        sources: Sequence[DraftSource],
+        weights: dict[str, SourceWeights],
+        state: DecodeState,
+        backend: str,
+        *,
+        vocab_size: int,
     ) -> None:
-        self.sources, self.weights, self.state, self.backend = tuple(sources), weights, state, backend
-        self.lookups = [source for source in sources if not source.costs_forward]
+        self.every, self.weights, self.state, self.backend = tuple(sources), weights, state, backend
+        device = state.tokens.device
+        self.border = Border(sources, vocab_size, len(state.tokens), device, waits=not replay.is_gpu(device))
+        self._take(self.every)
         self.calibration: Calibration | None = None  # of this text
         self.shapes: dict[GraphConfig, Storage] = {}
         self.current: Storage | None = None
+
+    def _take(self, sources: Sequence[DraftSource]) -> None:
+        self.sources = tuple(sources)
+        self.lookups = [source for source in self.sources if not source.forwards]
+
+    def leave(self, length: int) -> list[str]:
+        """Leave out, until the next text, sources that do not reach behind ``length`` tokens; their names."""
+        left = [source.name for source in self.sources if not source.reaches(length)]
+        if left:
+            self._take([source for source in self.sources if source.reaches(length)])
+        return left
 
     def restart(self, text: Text, weights: Mapping[str, SourceWeights], *, first: bool) -> None:
         """Start all sources on a batch of texts.
@@ -69,6 +95,8 @@ class Drafter:
             weights: statistics of earlier calls, by name; a source that is not among them keeps its own.
             first: whether this is the session's first text.
         """
+        self.border.restart()
+        self._take(self.every)
         for source in self.sources:
             if source.name in weights:
                 self.weights[source.name].copy_(weights[source.name])
@@ -93,7 +121,7 @@ class Drafter:
 
     def num_rows(self, config: GraphConfig) -> int:
         """Rows that the sources forward in a step."""
-        return sum(source.num_rows(config) for source in self.sources)
+        return sum(rows_of(source, config) for source in self.sources)
 
     def draft(self, config: GraphConfig, *, trims: bool = False) -> TokenGraph:
         """Grow a step's graph: draft and merge, once a level.
@@ -141,13 +169,13 @@ class Drafter:
         """The candidates of all sources after every frontier node."""
         drafted, found = Drafted(level.frontier.node_ids), None
         for source in self.sources:
-            proposal = source.propose(level)
+            proposal = self.border.ask(source, level)
             if proposal is None:
                 continue
             proposal = fitted(proposal, level)
             asked = Asked(drafted.node_ids, *proposal.candidates, proposal.index, *(found or (None, None)))
             drafted.asked[source.name] = asked
-            if source.costs_forward:
+            if source.forwards:
                 drafted.costs_forward = True
             else:
                 drafted.lookup = source.name
@@ -164,6 +192,8 @@ class Drafter:
         if level.number < level.config.depth or len(self.lookups) != 1:
             return None
         source, reliability = self.lookups[0], self.weights[self.lookups[0].name].reliability
+        if not (is_own(source) and isinstance(source, GrowsLevels)):
+            return None
         rest = source.propose_rest(level, None if reliability is None else reliability.log_ratio)
         if rest is None:
             return None

@@ -15,8 +15,6 @@ from .base import DraftSource, Level, Proposal, Text
 class Expansion(DraftSource):
     """A draft source with one forward a level over the frontier nodes; their keys and values lie behind the prefix."""
 
-    costs_forward = True
-
     def begin(self, text: Text) -> None:
         self.text, self.state, self.rows = text, text.state, self.row_model(text)
         self.vocab_size = min(text.target.vocab_size, self.rows.vocab_size)
@@ -31,6 +29,10 @@ class Expansion(DraftSource):
         """Forward the tokens up to the root that the cache lacks; logits after it, float [B, 1, V]."""
         raise NotImplementedError
 
+    def prefix(self) -> Tensor:
+        """Positions of the cache before a level's nodes, the root's included: int32 [B]."""
+        return self.state.out_len
+
     def prepare(self, config: GraphConfig) -> None:
         """Make the storage of a shape: the depth of the node in each slot, counted from the root's children."""
         if config.depth > 0 and config not in self.slot_depths:
@@ -42,7 +44,7 @@ class Expansion(DraftSource):
         config, frontier = level.config, level.frontier
         return self.rows.rows(
             frontier.token_ids,
-            self.state.out_len,  # the root lies in the prefix
+            self.prefix(),
             (level.number - 1) * config.width,
             frontier.ancestor_mask,
             frontier.depths,

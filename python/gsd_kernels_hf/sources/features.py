@@ -89,7 +89,6 @@ class FeatureSource(DraftSource):
     reads and verifies; entries are made of them when the drafter is next used.
     """
 
-    costs_forward = True
     ahead = 0
     """How many tokens beyond its own position an entry reads."""
 
@@ -97,6 +96,11 @@ class FeatureSource(DraftSource):
     """Cache positions that a forward needs, more than the target's rows do."""
 
     module: nn.Module
+
+    @property
+    def forwards(self) -> tuple[nn.Module, ...]:
+        """The drafter."""
+        return (self.module,)
 
     def start(self, text: Text, config: PretrainedConfig) -> None:
         """Make the storage of a session."""

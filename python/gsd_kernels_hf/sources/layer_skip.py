@@ -130,7 +130,7 @@ class SkippedLayers(Expansion):
 
     def __init__(self, skip: LayerSkip) -> None:
         self.skip = skip
-        self.models = (skip.view,)
+        self.forwards = (skip,)
 
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target whose layers these are not.
@@ -144,6 +144,9 @@ class SkippedLayers(Expansion):
     def row_model(self, text: Text) -> RowModel:
         return text.target.sharing_cache(self.skip.view)
 
+    def prefix(self) -> Tensor:
+        return self.text.kv_len + 1
+
     def num_rows(self, config: GraphConfig) -> int:
         return 1 + config.draft_slots if config.depth > 0 else 0
 
@@ -153,7 +156,7 @@ class SkippedLayers(Expansion):
         zeros = torch.zeros_like(state.out_len)[:, None]
         return self.rows.rows(
             state.root_tokens()[:, None],
-            state.out_len - 1,
+            self.text.kv_len,
             0,
             torch.ones_like(zeros)[..., None],
             zeros,

@@ -4,16 +4,17 @@ May import :mod:`gsd_kernels` and :mod:`gsd_kernels_hf.model`.
 """
 
 from .calls import check_call, check_listeners
-from .inputs import check_length, check_prompt, check_reference
+from .inputs import check_prompt, check_reference
 from .models import check_backend, check_model, check_pair, check_tokenizers
+from .modes import Unsupported
 from .options import check_arguments, check_generation_config
 
 __all__ = [
+    "Unsupported",
     "check_arguments",
     "check_backend",
     "check_call",
     "check_generation_config",
-    "check_length",
     "check_listeners",
     "check_model",
     "check_pair",

@@ -10,11 +10,12 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from ..model.once import modules_of
+from .modes import OTHERWISE, Unsupported
 
 # How transformers feeds a model while it generates, which the decode loop does itself.
 FEEDING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
 CACHES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
-LEAVE_OUT = "leave it out or unpatch(model)"
+LEAVE_OUT = "leave it out" + OTHERWISE
 
 
 def check_call(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
@@ -25,7 +26,7 @@ def check_call(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
         model_kwargs: the model inputs beside ``input_ids``, as transformers' ``generate`` prepared them.
 
     Raises:
-        ValueError: a model input that is not used, adapters that need more than their layers, a model that feeds
+        Unsupported: a model input that is not used, adapters that need more than their layers, a model that feeds
             itself in its own way, or weights that are not there.
     """
     check_feeding(model)
@@ -33,7 +34,7 @@ def check_call(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
     mask = model_kwargs.get("attention_mask")
     for name, value in model_kwargs.items():
         if not _is_read(name, value, mask):
-            raise ValueError(f"{name}: {_why_unread(name)}; {LEAVE_OUT}")
+            raise Unsupported(f"{name}: {_why_unread(name)}; {LEAVE_OUT}")
 
 
 def _is_read(name: str, value: Any, mask: Tensor | None) -> bool:
@@ -86,8 +87,10 @@ def check_feeding(model: PreTrainedModel) -> None:
         owner = type(getattr(method, "__self__", model)).__name__
         cure = "use transformers' own"
         if owner.startswith("Peft"):
-            cure = "PEFT prompt learning puts virtual tokens before the text, which is not supported; unpatch(model)"
-        raise ValueError(f"model: {owner} has its own {name}, which graph-speculative generation does not call; {cure}")
+            cure = "PEFT prompt learning puts virtual tokens before the text, which is not supported"
+        raise Unsupported(
+            f"model: {owner} has its own {name}, which graph-speculative generation does not call; {cure}"
+        )
 
 
 def check_adapters(model: PreTrainedModel) -> None:
@@ -101,9 +104,9 @@ def check_adapters(model: PreTrainedModel) -> None:
             continue
         used = activated & set(getattr(module, "lora_variant", ())) & set(getattr(module, "active_adapters", ()))
         if used:
-            raise ValueError(
+            raise Unsupported(
                 f"model: adapter {min(used)!r} is an activated LoRA (alora_invocation_tokens), which is not "
-                "supported; disable it, or unpatch(model)"
+                "supported; disable it" + OTHERWISE
             )
 
 

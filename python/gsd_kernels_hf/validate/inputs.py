@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+
+from .modes import Unsupported
 
 
 def check_reference(reference_ids: Any, batch: int, vocab_size: int, copies: int = 1) -> None:
@@ -52,18 +53,8 @@ def check_prompt(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: i
         wrong = attention_mask[~mask & (attention_mask != 0)][0].item()
         raise ValueError(f"attention_mask: expected 0 (padding) and 1 (a token), got {wrong}")
     if not bool(mask[:, -1].all()):
-        raise ValueError(
+        raise Unsupported(
             "attention_mask: a prompt is right-padded or empty; decoder-only generation needs padding_side='left'"
         )
     if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
-        raise ValueError("attention_mask: a prompt has a hole; only left padding is supported")
-
-
-def check_length(model: PreTrainedModel, name: str, length: int) -> None:
-    """Raise if ``length`` tokens do not fit the model's positions."""
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if limit is not None and length > limit:
-        raise ValueError(
-            f"max_new_tokens: prompt and new tokens are {length} positions and the {name} has {limit}; "
-            "lower max_new_tokens or shorten the prompt"
-        )
+        raise Unsupported("attention_mask: a prompt has a hole; only left padding is supported")

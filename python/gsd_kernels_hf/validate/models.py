@@ -12,6 +12,7 @@ from gsd_kernels import BACKENDS
 from ..model.once import parameters_of
 from ..model.probe import windows_of
 from ..model.properties import vocabulary
+from .modes import Unsupported
 
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
 MAX_VOCABULARY_PADDING = 1024
@@ -27,27 +28,31 @@ def check_model(name: str, model: Any) -> None:
     """Raise unless graph rows can be verified in (or drafted by) ``model``.
 
     What the config does not say, one forward of a few tokens shows; see :mod:`gsd_kernels_hf.model.probe`.
+
+    Raises:
+        TypeError, ValueError: no model of transformers, or one without weights.
+        Unsupported: one that this package does not serve.
     """
     if not isinstance(model, PreTrainedModel) or not callable(getattr(model, "generate", None)):
         raise TypeError(f"{name}: expected a transformers causal language model, got {type(model).__name__}")
     config = model.config.get_text_config(decoder=True)
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
-        raise ValueError(f"{name}: {kind} is an encoder-decoder; only decoder-only models are supported")
+        raise Unsupported(f"{name}: {kind} is an encoder-decoder; only decoder-only models are supported")
     if not hasattr(config, "rope_parameters") and not hasattr(config, "rope_theta"):
-        raise ValueError(f"{name}: {kind} has no rotary position embedding; LLaMA-family models have")
+        raise Unsupported(f"{name}: {kind} has no rotary position embedding; LLaMA-family models have")
     for rope in _rope_types(config):
         if rope in ("dynamic", "longrope"):
-            raise ValueError(f"{name}: rope type {rope!r} changes with the length; not supported")
+            raise Unsupported(f"{name}: rope type {rope!r} changes with the length; not supported")
     unserved = set(getattr(config, "layer_types", None) or ()) - SERVED_LAYERS
     if unserved:
-        raise ValueError(f"{name}: {kind} has layers of type {sorted(unserved)[0]!r}; not supported")
+        raise Unsupported(f"{name}: {kind} has layers of type {sorted(unserved)[0]!r}; not supported")
     if any(parameter.endswith(".sinks") for parameter, _ in parameters_of(model)):
-        raise ValueError(f"{name}: {kind} has attention sinks; not supported")
+        raise Unsupported(f"{name}: {kind} has attention sinks; not supported")
     if not model._supports_logits_to_keep():
-        raise ValueError(f"{name}: {kind}.forward does not take logits_to_keep; not supported")
+        raise Unsupported(f"{name}: {kind}.forward does not take logits_to_keep; not supported")
     if model.training and getattr(model, "is_gradient_checkpointing", False):
-        raise ValueError(
+        raise Unsupported(
             f"{name}: {kind} is in training mode with gradient checkpointing, which keeps no keys and values; "
             "call model.eval() first"
         )
@@ -55,7 +60,10 @@ def check_model(name: str, model: Any) -> None:
     if mesh is not None:
         check_heads(name, model.config, (mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh).size())
     check_weights(name, model)
-    windows_of(model, name)
+    try:
+        windows_of(model, name)
+    except ValueError as error:
+        raise Unsupported(str(error)) from error.__cause__ or error
 
 
 def check_weights(name: str, model: PreTrainedModel) -> None:
@@ -67,7 +75,7 @@ def check_weights(name: str, model: PreTrainedModel) -> None:
     quantised = getattr(model.config, "quantization_config", None)
     threshold = getattr(quantised, "llm_int8_threshold", 0.0) if getattr(quantised, "load_in_8bit", False) else 0.0
     if threshold > 0 and name == "model":
-        raise ValueError(
+        raise Unsupported(
             f"{name}: int8 of bitsandbytes with llm_int8_threshold={threshold}, by which the rows of a forward depend "
             "on each other; load it with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
         )
@@ -94,19 +102,22 @@ def _rope_types(config: Any) -> set[str]:
 UNIVERSAL = "transformers' universal assisted generation (generate(..., assistant_tokenizer=...)) serves such pairs"
 
 
-def check_pair(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Raise unless draft and target read the same tokens; a few padded vocabulary entries may differ."""
+def check_pair(target: PreTrainedModel, draft: PreTrainedModel, name: str = "assistant_model") -> None:
+    """Raise unless draft and target read the same tokens; a few padded vocabulary entries may differ.
+
+    ``name`` is what the error calls the draft.
+    """
     sizes = vocabulary(target), vocabulary(draft)
     if abs(sizes[0] - sizes[1]) > MAX_VOCABULARY_PADDING:
-        raise ValueError(
-            f"assistant_model: vocabulary sizes {sizes[0]} (target) and {sizes[1]} (draft) mean different tokenizers; "
+        raise Unsupported(
+            f"{name}: vocabulary sizes {sizes[0]} (target) and {sizes[1]} (draft) mean different tokenizers; "
             + UNIVERSAL
         )
     for token in ("bos_token_id", "eos_token_id"):
         ids = [_as_set(getattr(m.config.get_text_config(decoder=True), token, None)) for m in (target, draft)]
         if ids[0] and ids[1] and not ids[0] & ids[1]:
-            raise ValueError(
-                f"assistant_model: {token} {sorted(ids[0])} (target) and {sorted(ids[1])} (draft) mean different "
+            raise Unsupported(
+                f"{name}: {token} {sorted(ids[0])} (target) and {sorted(ids[1])} (draft) mean different "
                 f"tokenizers; {UNIVERSAL}"
             )
 
@@ -116,7 +127,7 @@ def check_tokenizers(tokenizer: Any, assistant_tokenizer: Any) -> None:
     if tokenizer is None or assistant_tokenizer is None:
         return
     if tokenizer.get_vocab() != assistant_tokenizer.get_vocab():
-        raise ValueError(f"assistant_tokenizer: its vocabulary differs from the tokenizer's; {UNIVERSAL}")
+        raise Unsupported(f"assistant_tokenizer: its vocabulary differs from the tokenizer's; {UNIVERSAL}")
 
 
 def _as_set(value: Any) -> set[int]:

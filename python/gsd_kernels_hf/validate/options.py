@@ -9,11 +9,16 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from .modes import OTHERWISE, Unsupported
+
 logger = logging.getLogger("gsd_kernels")
 
 HONOURED, IRRELEVANT, REFUSED = "honoured", "irrelevant", "refused"
-BEAMS = "beam search keeps several hypotheses; use num_beams=1, or unpatch(model)"
-OTHER_SPECULATION = "another way of speculating; pass assistant_model instead, or unpatch(model)"
+BEAMS = "beam search keeps several hypotheses, one is served (num_beams=1)"
+LISTS = "constrained beam search; prefix_allowed_tokens_fn and logits_processor constrain one text"
+AFTERWARDS = (
+    "a forward of the finished text has them: model(sequences, output_hidden_states=True, output_attentions=True)"
+)
 
 # Every field of GenerationConfig: (how it is treated, why, the values that are neutral although it is refused).
 CONFIG_FIELDS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
@@ -35,29 +40,47 @@ CONFIG_FIELDS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
             "_commit_hash _from_model_config transformers_version compile_config disable_compile "
             "continuous_batching_config decoder_start_token_id max_cache_len low_memory cache_config "
             "diversity_penalty early_stopping length_penalty "
+            # the text is the same with a cache and without
+            "use_cache "
             "assistant_confidence_threshold assistant_ensemble_weight assistant_lookbehind target_lookbehind "
             "num_assistant_tokens num_assistant_tokens_schedule max_matching_ngram_size"
         ).split()
     },
     "num_beams": (REFUSED, BEAMS, (1,)),
     "num_beam_groups": (REFUSED, BEAMS, (1,)),
-    "constraints": (REFUSED, BEAMS, ()),
-    "force_words_ids": (REFUSED, BEAMS, ()),
-    "penalty_alpha": (REFUSED, "contrastive search re-ranks with hidden states", (0, 0.0)),
-    "dola_layers": (REFUSED, "DoLa contrasts hidden layers", ()),
-    "guidance_scale": (REFUSED, "classifier-free guidance needs a second target forward at every token", (1, 1.0)),
-    "prompt_lookup_num_tokens": (REFUSED, OTHER_SPECULATION, (0,)),
-    "assistant_early_exit": (REFUSED, OTHER_SPECULATION, (0,)),
-    "use_mtp": (REFUSED, OTHER_SPECULATION, (False,)),
-    "speculation_type": (REFUSED, OTHER_SPECULATION, ()),
+    "constraints": (REFUSED, LISTS, ()),
+    "force_words_ids": (REFUSED, LISTS, ()),
+    "penalty_alpha": (
+        REFUSED,
+        "contrastive search re-ranks with hidden states; repetition_penalty and no_repeat_ngram_size are served",
+        (0, 0.0),
+    ),
+    "dola_layers": (REFUSED, "DoLa contrasts hidden layers; repetition_penalty is served", ()),
+    "guidance_scale": (
+        REFUSED,
+        "classifier-free guidance needs a second target forward at every token; a logits_processor of your own may "
+        "make it",
+        (1, 1.0),
+    ),
+    "prompt_lookup_num_tokens": (REFUSED, 'pass draft_sources=("history",), which drafts from the prompt too', (0,)),
+    "assistant_early_exit": (
+        REFUSED,
+        "pass assistant_model=LayerSkip(model, …), which drafts with some of the target's layers",
+        (0,),
+    ),
+    "use_mtp": (
+        REFUSED,
+        'pass drafter= or draft_heads= for a head that drafts, or draft_sources=("history",) for no head at all',
+        (False,),
+    ),
+    "speculation_type": (REFUSED, "pass drafter=, which reads DFlash and EAGLE-3 checkpoints", ()),
     "is_assistant": (REFUSED, "the model is another generation's assistant", (False,)),
-    "output_attentions": (REFUSED, "attention weights are never formed for graph rows", (False,)),
-    "output_hidden_states": (REFUSED, "hidden states of rejected rows would be mixed in", (False,)),
+    "output_attentions": (REFUSED, AFTERWARDS, (False,)),
+    "output_hidden_states": (REFUSED, AFTERWARDS, (False,)),
     "token_healing": (REFUSED, "heal the prompt first with model.heal_tokens(input_ids, tokenizer)", (False,)),
-    "use_cache": (REFUSED, "graph rows are verified in a key/value cache", (True,)),
     "cache_implementation": (
         REFUSED,
-        "a preallocated full-precision cache with graph slots is used; quantised and offloaded caches cannot hold it",
+        "a full-precision cache with graph slots is used, which quantised and offloaded ones are not; leave it out",
         ("static", "dynamic", "dynamic_full", "hybrid", "sliding_window"),
     ),
 }
@@ -76,6 +99,15 @@ GENERATE_PARAMETERS: dict[str, str] = {
         REFUSED,
     ),
 }
+
+INSTEAD = {
+    **dict.fromkeys(
+        ("cache", "past_key_values"),
+        "pass the whole prompt, of which a patched model reads anew only what its last text did not begin with",
+    ),
+    "inputs_embeds": "pass input_ids",
+}
+"""The nearest thing that works, by argument."""
 
 
 COUNTS = (
@@ -96,7 +128,7 @@ def check_counts(options: Mapping[str, Any]) -> None:
 
 
 def check_generation_config(config: GenerationConfig) -> None:
-    """Raise for every option that is set and cannot be served; report one that is unknown."""
+    """Raise :class:`Unsupported` for an option that is set and is not served; report one that is unknown."""
     check_counts(vars(config))
     for name, value in vars(config).items():
         if name not in CONFIG_FIELDS and value is not None and not name.startswith("_"):
@@ -104,12 +136,13 @@ def check_generation_config(config: GenerationConfig) -> None:
             logger.warning("generation option %s=%r is not known to gsd_kernels and may have no effect", name, value)
         treatment, why, neutral = CONFIG_FIELDS.get(name, (IRRELEVANT, "", ()))
         if treatment == REFUSED and value is not None and value not in neutral:
-            raise ValueError(f"{name}={value!r}: not supported by graph-speculative generation: {why}")
+            raise Unsupported(f"{name}={value!r}: not supported by graph-speculative generation: {why}{OTHERWISE}")
 
 
 def check_arguments(kwargs: Mapping[str, Any]) -> None:
-    """Raise for a ``generate`` argument that is set and cannot be served."""
+    """Raise :class:`Unsupported` for a ``generate`` argument that is set and is not served."""
     check_counts(kwargs)
     for name, value in kwargs.items():
         if GENERATE_PARAMETERS.get(name) == REFUSED and value is not None and value is not False:
-            raise ValueError(f"{name}: not supported by graph-speculative generation; leave it out or unpatch(model)")
+            cure = INSTEAD.get(name, "leave it out")
+            raise Unsupported(f"{name}: not supported by graph-speculative generation; {cure}{OTHERWISE}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from graphs import candidates, drafted, tails
+from graphs import candidates, drafted, tails, wild
 from hypothesis import strategies as st
 from ops.contracts.backends import Backend, assert_bit_equal
 from torch import Tensor
@@ -80,6 +80,21 @@ def check_flatten(graph: gsd.TokenGraph, same: gsd.TokenGraph, max_rows: int, ma
     expected = gsd.flatten(graph, max_rows, max_path, backend="reference")
     assert_bit_equal(gsd.flatten(same, max_rows, max_path, backend=on.name), expected)
     return expected
+
+
+def check_flatten_of_any_graph(seed: int, max_rows: int, max_path: int, on: Backend) -> None:
+    """Edges from anywhere to anywhere, circles and nodes that do not exist among them, of any log-probability."""
+    gen = torch.Generator().manual_seed(seed)
+    graph = gsd.TokenGraph.empty(2, gsd.GraphConfig(depth=3, width=3, branch=3), "cpu")
+    batch, nodes, branch = graph.edge_targets.shape
+    graph.token_ids[:] = torch.randint(-2, 9, (batch, nodes), generator=gen, dtype=torch.int32)
+    graph.edge_targets[:] = torch.randint(-2, nodes + 3, (batch, nodes, branch), generator=gen, dtype=torch.int32)
+    graph.edge_log_probs[:] = wild((batch, nodes, branch), gen)
+    rows = check_flatten(on.to_reference(graph.clone()), on.to(graph), max_rows, max_path, on)
+    for b, count in enumerate(rows.num_rows.tolist()):
+        parents, scores = rows.parent_rows[b, :count].tolist(), rows.scores[b, :count].tolist()
+        assert parents[0] == -1 and all(0 <= parent < row for row, parent in enumerate(parents) if row)
+        assert scores == sorted(scores, reverse=True) and scores[0] == 0.0
 
 
 def agreeing_target(rows: gsd.Rows, vocab: int, seed: int) -> tuple[Tensor, dict[str, Tensor]]:

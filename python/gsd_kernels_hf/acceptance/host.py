@@ -1,0 +1,89 @@
+"""What verification on the host has in common: stopping criteria, what is kept for the output, and its ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..records import DecodeState
+from .criteria import ExactMatch
+from .sampling import SamplingPlan
+
+
+class OnHost:
+    """An :class:`~gsd_kernels_hf.acceptance.rule.AcceptanceRule` where user code is called for every token.
+
+    Args:
+        criterion: which token follows a row.
+        state: of the texts, just begun.
+        plan: processors and fused warpers.
+        eos_ids: end-of-text tokens.
+        criteria: stopping criteria, called for every token.
+        pads_finished: whether a sequence that ended is padded while others go on.
+        keep_scores, keep_logits: whether they are for the output.
+
+    Attributes:
+        history: int64 [B, L or more], the texts, padded.
+        taken_back: tokens of earlier steps that a criterion took back.
+    """
+
+    on_device = False
+    history: Tensor
+    taken_back = 0
+
+    def __init__(
+        self,
+        criterion: ExactMatch,
+        state: DecodeState,
+        plan: SamplingPlan,
+        eos_ids: set[int],
+        criteria: list[Callable[..., Any]],
+        *,
+        pads_finished: bool,
+        keep_scores: bool,
+        keep_logits: bool,
+    ) -> None:
+        self.criterion, self.state, self.plan, self.eos, self.criteria = criterion, state, plan, eos_ids, criteria
+        self.batch = state.tokens.shape[0]
+        self.pads_finished = pads_finished or self.batch == 1
+        self.keep_scores, self.keep_logits = keep_scores, keep_logits
+        self.done = [False] * self.batch
+        self.stopped = [False] * self.batch  # without an eos id, a stopped sequence runs on until all have stopped
+
+    def settle(self) -> None:
+        """Carry the verdicts to the device state, after the commit."""
+        state = self.state
+        state.done.logical_or_(torch.tensor(self.done, device=state.done.device))
+
+    @property
+    def final_length(self) -> int:
+        """Length of the longest sequence."""
+        raise NotImplementedError
+
+    def kept(self, steps: int) -> dict[str, tuple[Tensor, ...] | None]:
+        """transformers' ``scores`` and ``logits`` of the first ``steps`` positions, [B, V] each."""
+        raise NotImplementedError
+
+    def verdicts(self, ids: Tensor, scores: tuple[Tensor, ...] | None) -> list[bool]:
+        """Which sequences the criteria end, asked as transformers asks them: ids [B, L], scores [B, V] a position."""
+        stops = torch.zeros(self.batch, dtype=torch.bool, device=ids.device)
+        for criterion in self.criteria:
+            stops = stops | criterion(ids, scores)
+            if stops.shape != (self.batch,):
+                raise ValueError(
+                    f"stopping_criteria: {type(criterion).__name__} must return a bool for every sequence, "
+                    f"[{self.batch}], or one for all; together with the others' that has shape {list(stops.shape)}"
+                )
+        return stops.bool().tolist()
+
+
+def check_pick(token: int) -> None:
+    """Raise for the mark of scores from which nothing can be picked."""
+    if token < 0:
+        raise ValueError(
+            "logits: NaN, or while sampling an infinite score or none that is finite, from the target or a "
+            "logits_processor; check the weights, their dtype and the processors, or pass remove_invalid_values=True"
+        )

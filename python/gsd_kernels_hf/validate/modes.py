@@ -1,0 +1,25 @@
+"""The one mark of a call that is no mistake: transformers serves it, and graph-speculative generation does not."""
+
+from __future__ import annotations
+
+OTHERWISE = "; or let transformers serve it: model.generate"
+"""What a refusal ends with."""
+
+
+class Unsupported(ValueError):
+    """A mode, a model input or a model that transformers' own ``generate`` serves and this package does not.
+
+    Bad input is any other ``ValueError``. A patched model's ``generate`` hands such a call to transformers;
+    ``gsd_kernels.generate`` lets the error out, so its message names what works instead.
+
+    Attributes:
+        reason: the message without the advice to call ``model.generate``.
+        begun: whether a text was being written, by a call round the one that is not served.
+    """
+
+    begun = False
+
+    @property
+    def reason(self) -> str:
+        """See above."""
+        return str(self).removesuffix(OTHERWISE)

@@ -1,0 +1,386 @@
+"""Logits processors are called as transformers calls them: with the whole batch, once a position."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import models
+import pytest
+import torch
+from acceptance.processors import KINDS, Apart, Guidance, Mean, Native, Recorded, closure
+from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList, WatermarkingConfig
+from transformers.generation import logits_process
+
+import gsd_kernels as gsd
+from gsd_kernels_hf.acceptance.sampling import is_row_wise
+
+VOCAB, LENGTH, NEW = 32, 9, 14
+GRAPH = gsd.GraphConfig(depth=5, width=4, branch=3, max_rows=24, history_depth=2)
+
+
+@functools.lru_cache
+def target():
+    model = models.tiny(vocab_size=VOCAB)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@functools.lru_cache
+def draft():
+    return models.noised(target(), 0.01)
+
+
+@functools.lru_cache
+def skip():
+    return gsd.LayerSkip(target(), mlp=[0])  # so that what it writes to the shared cache is not the target's
+
+
+SOURCES = {
+    "plain": dict,
+    "history": lambda: {"draft_sources": ("history",), "graph_config": GRAPH},
+    "chain": lambda: {"assistant_model": draft(), "graph_config": "chain"},
+    "graph": lambda: {"assistant_model": draft(), "graph_config": GRAPH},
+    "layer_skip": lambda: {"assistant_model": skip(), "graph_config": "tree"},
+}
+
+
+@functools.lru_cache
+def early(kind: str | None = None) -> int:
+    """A token that ends some of three sequences early, with a processor of this kind."""
+    own = {} if kind is None else {"logits_processor": [KINDS[kind]()]}
+    free = target().generate(**own, **call(3))[:, LENGTH:]
+    at = [[(row == token).nonzero().flatten().tolist()[:1] for row in free] for token in range(VOCAB)]
+    return next(
+        token
+        for token, firsts in enumerate(at)
+        if token and [] in firsts and any(2 < f < 7 for [f] in filter(None, firsts))
+    )
+
+
+def call(batch: int, *, eos: bool = False, kind: str | None = None, **more):
+    ends = {"eos_token_id": [early(kind), 1], "pad_token_id": 0} if eos else {}
+    prompt = models.prompts(batch, LENGTH, seed=3, vocab=VOCAB)
+    return {**prompt, "max_new_tokens": NEW, "do_sample": False, **ends, **more}
+
+
+def ours(source: str, **given):
+    return gsd.generate(target(), return_dict_in_generate=True, **SOURCES[source](), **given)
+
+
+def same_calls(seen, expected):
+    assert len(seen) == len(expected)
+    for (ids, scores), (their_ids, their_scores) in zip(seen, expected, strict=True):
+        assert torch.equal(ids, their_ids) and scores.dtype == their_scores.dtype
+        torch.testing.assert_close(scores, their_scores, rtol=0, atol=1e-4)
+
+
+def slow_but(chosen, *cases):
+    """Parameters of which only some cases are not slow."""
+    return [pytest.param(*case, marks=() if chosen(*case) else pytest.mark.slow) for case in itertools.product(*cases)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"), slow_but(lambda kind, source: source == "graph" or kind == "guidance", KINDS, SOURCES)
+)
+def test_greedy_is_transformers_own(kind, source):
+    """Ids, the calls' ids, and the calls' scores, of finished sequences too."""
+    for batch, eos in ((1, False), (3, False), (3, True)):
+        processor, theirs = KINDS[kind](), KINDS[kind]()
+        given = call(batch, eos=eos and kind != "mean", kind=kind)  # whose sequences end together
+        expected = target().generate(logits_processor=[theirs], **given)
+        out = ours(source, logits_processor=[processor], **given)
+        assert out.sequences.tolist() == expected.tolist()
+        same_calls(processor.seen, theirs.seen)
+        assert len(set((expected == 0).sum(1).tolist())) > 1 or not eos or kind == "mean", "none ends before others"
+        for (ids, scores), (then, scores_then) in zip(getattr(processor, "kept", []), processor.seen, strict=False):
+            assert torch.equal(ids, then) and (scores is ids or torch.equal(scores, scores_then))
+
+
+@pytest.mark.parametrize("kind", slow_but(lambda kind: kind in ("guidance", "drawn", "closure"), KINDS))
+def test_sampled_is_the_same_with_any_draft(kind):
+    for batch, eos in ((1, False), (3, True)):
+        given = call(batch, eos=eos, do_sample=True, temperature=0.8, top_k=12, seed=5)
+        plain = KINDS[kind]()
+        expected = ours("plain", logits_processor=[plain], **given)
+        for source in ("history", "graph"):
+            processor = KINDS[kind]()
+            out = ours(source, logits_processor=[processor], **given)
+            assert out.sequences.tolist() == expected.sequences.tolist()
+            same_calls(processor.seen, plain.seen)
+
+
+def test_a_batch_still_gains():
+    """With three sequences a step brings what the least lucky one has, and that is more than one token."""
+    for batch, least in ((1, 2.5), (3, 1.8)):
+        out = ours("graph", logits_processor=[Guidance()], **call(batch, max_new_tokens=40))
+        assert out.stats.tokens_per_step > least
+    # A sequence that ended holds nobody back.
+    out = ours("graph", logits_processor=[Guidance()], **call(3, eos=True, kind="guidance", max_new_tokens=40))
+    said, end = out.sequences[:, LENGTH:].tolist(), early("guidance")
+    lengths = [row.index(end) + 1 if end in row else 40 for row in said]
+    assert min(lengths) < 12 and max(lengths) == 40 and out.stats.steps <= 20
+    assert out.stats.new_tokens == sum(lengths) == sum(n * steps for n, steps in enumerate(out.stats.accepted))
+
+
+@pytest.mark.parametrize(
+    "sources", [{}, {"assistant_model": None, "draft_sources": ("history",)}], ids=["model", "history"]
+)
+def test_automatic_shapes(sources):
+    """The shape changes from step to step, and is None now and then."""
+    for eos in (False, True):
+        given = call(3, eos=eos, kind="guidance", max_new_tokens=40)
+        expected = target().generate(logits_processor=[Guidance()], **given)
+        out = gsd.generate(target(), logits_processor=[Guidance()], **{"assistant_model": draft(), **sources}, **given)
+        assert out.tolist() == expected.tolist()
+
+
+def test_transformers_own_are_asked_at_each_sequences_speed():
+    """They are the same row by row, so no sequence waits; beside one of another kind they are asked with the batch."""
+    built_in = {
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3,
+        "bad_words_ids": [[4], [5, 6]],
+        "min_new_tokens": 4,
+        "suppress_tokens": [8],
+    }
+    for eos in (False, True):
+        given = call(3, eos=eos, max_new_tokens=40, **built_in)
+        expected = target().generate(**given)
+        alone, mixed = ours("graph", **given), ours("graph", logits_processor=[Recorded()], **given)
+        assert alone.sequences.tolist() == mixed.sequences.tolist() == expected.tolist()
+        assert eos or alone.stats.accepted != mixed.stats.accepted
+
+
+def test_which_processors_see_one_sequence_only():
+    """By the exact class, as it was shipped: a subclass may do anything, and so may another __call__."""
+    penalty = logits_process.RepetitionPenaltyLogitsProcessor
+
+    class Own(penalty):
+        pass
+
+    assert is_row_wise(penalty(1.1)) and is_row_wise(logits_process.MinPLogitsWarper(0.1))
+    prefix = logits_process.PrefixConstrainedLogitsProcessor(lambda b, ids: [1], 1)
+    for other in (Own(1.1), prefix, Guidance(), closure(), lambda ids, scores: scores):
+        assert not is_row_wise(other)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(penalty, "__call__", lambda self, ids, scores: scores.roll(1, 0))
+        assert not is_row_wise(penalty(1.1))
+
+
+@pytest.mark.parametrize(
+    ("source", "eos"), slow_but(lambda source, eos: source == "graph", ["plain", "graph", "history"], [False, True])
+)
+def test_scores_and_logits_are_transformers_own(source, eos):
+    """Also behind the end of a sequence, and also where a processor writes to the logits it is given."""
+    more = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
+    given = call(3, eos=eos, repetition_penalty=1.1)
+    for kind in ("guidance", "in place"):
+        expected = target().generate(logits_processor=[KINDS[kind]()], **given, **more)
+        out = gsd.generate(target(), logits_processor=[KINDS[kind]()], **SOURCES[source](), **given, **more)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        for name in ("scores", "logits"):
+            torch.testing.assert_close(getattr(out, name), getattr(expected, name), rtol=0, atol=1e-4)
+
+
+class Stops(StoppingCriteria):
+    """Stops a sequence after a token; writes down who was called when."""
+
+    def __init__(self, log, token):
+        self.log, self.token = log, token
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.log.append(("criterion", input_ids.tolist(), None if scores is None else len(scores)))
+        return (input_ids[:, -1] == self.token) & (input_ids.shape[1] > LENGTH + 2)
+
+
+class Logs(Guidance):
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+
+    def process(self, input_ids, scores):
+        self.log.append(("processor", input_ids.tolist()))
+        return super().process(input_ids, scores)
+
+
+@pytest.mark.parametrize(
+    ("source", "eos", "batch"),
+    slow_but(
+        lambda source, eos, batch: (source, batch) == ("graph", 3),
+        ["plain", "graph", "layer_skip"],
+        [False, True],
+        [1, 3],
+    ),
+)
+def test_processors_and_criteria_are_called_in_transformers_order(batch, eos, source):
+    """Without an end-of-text id a stopped sequence runs on until all have; and scores are handed on."""
+    free = target().generate(logits_processor=[Guidance()], **call(batch))[:, LENGTH:]
+    for scored in (False, True):
+        logs = [], []
+        more = {"output_scores": True, "return_dict_in_generate": True} if scored else {}
+        given = [
+            {
+                "logits_processor": [Logs(log)],
+                "stopping_criteria": StoppingCriteriaList([Stops(log, int(free[0, 5]))]),
+                **call(batch, eos=eos),
+                **more,
+            }
+            for log in logs
+        ]
+        expected = target().generate(**given[0])
+        out = gsd.generate(target(), **SOURCES[source](), **given[1])
+        ids = [x.sequences if scored else x for x in (out, expected)]
+        assert ids[0].tolist() == ids[1].tolist() and logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("source", ["plain", "graph"])
+@pytest.mark.parametrize("eos", [False, True])
+def test_a_prefix_function_is_asked_as_transformers_asks_it(source, eos):
+    """Row by row in order, of finished rows too; so it may count."""
+
+    def allowed(seen):
+        def function(batch_id, ids):
+            seen.append((batch_id, ids.tolist()))
+            return [t for t in range(VOCAB) if (t + len(seen)) % 3]
+
+        return function
+
+    theirs, mine = [], []
+    expected = target().generate(prefix_allowed_tokens_fn=allowed(theirs), **call(3, eos=eos))
+    out = ours(source, prefix_allowed_tokens_fn=allowed(mine), **call(3, eos=eos))
+    assert out.sequences.tolist() == expected.tolist() and mine == theirs
+
+
+PLACED = {
+    "encoder_repetition_penalty": 1.5,
+    "encoder_no_repeat_ngram_size": 2,
+    "repetition_penalty": 1.5,
+    "watermarking_config": WatermarkingConfig(bias=4.0, context_width=2),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_built_in_processors_that_know_their_row(name):
+    """They hold the prompts, or the lengths of their padding, one a row; alone and beside one of another kind."""
+    given = call(3, eos=True, **{name: PLACED[name]})
+    expected = target().generate(**given)
+    assert not torch.equal(expected, target().generate(**call(3, eos=True)))
+    for own in ([], [Recorded()]):
+        assert ours("graph", logits_processor=own, **given).sequences.tolist() == expected.tolist()
+
+
+def test_a_streamer_of_one_sequence():
+    class Listener:
+        def __init__(self):
+            self.said = []
+
+        def put(self, value):
+            self.said += value.flatten().tolist()
+
+        def end(self):
+            self.said.append(-1)
+
+    theirs, mine = Listener(), Listener()
+    target().generate(logits_processor=[closure()], streamer=theirs, **call(1))
+    ours("graph", logits_processor=[closure()], streamer=mine, **call(1))
+    assert mine.said == theirs.said
+
+
+def test_several_calls_of_a_patched_model():
+    """Prefixes are read from the cache, and what a finished sequence's padding left there is not in the way."""
+    model = models.tiny(vocab_size=VOCAB)
+    given = call(3, eos=True)
+    expected = model.generate(logits_processor=[Mean(), Apart()], **given)
+    longer = {
+        "input_ids": torch.cat([expected, expected[:, LENGTH:].flip(1)], 1),
+        "attention_mask": torch.cat([given["attention_mask"], torch.ones_like(expected[:, LENGTH:]).repeat(1, 2)], 1),
+    }
+    turns = [given, {**given, **longer}, given, {**given, "eos_token_id": None}]
+    texts = [model.generate(logits_processor=[Mean(), Apart()], **turn).tolist() for turn in turns]
+    without = [model.generate(**turn).tolist() for turn in turns]
+    handle = gsd.patch(model, assistant_model=draft(), graph_config=GRAPH)
+    try:
+        for turn, text, plain in zip(turns, texts, without, strict=True):
+            assert model.generate(logits_processor=[Mean(), Apart()], **turn).tolist() == text
+            assert model.generate(**turn).tolist() == plain
+        assert handle.stats.steps > 0
+    finally:
+        gsd.unpatch(model)
+
+
+class Fails(Recorded):
+    """Goes wrong at its third call."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def process(self, input_ids, scores):
+        return self.how(scores) if len(self.seen) == 3 else scores
+
+
+def raises(scores):
+    raise RuntimeError("out of guidance")
+
+
+def nan_in_the_second(scores):
+    return scores.index_fill(0, torch.tensor([1]), torch.nan)
+
+
+WRONG = {
+    "raises": (raises, RuntimeError, "^out of guidance$"),
+    "nothing": (
+        lambda s: None,
+        TypeError,
+        r"logits_processor: Fails must return float scores .*\[2, 32\], got NoneType",
+    ),
+    "array": (lambda s: s.numpy(), TypeError, r"logits_processor: Fails .* got ndarray"),
+    "integers": (lambda s: s.argsort(-1), TypeError, r"logits_processor: Fails .* got torch.int64"),
+    "one row": (lambda s: s[:1], ValueError, r"logits_processor: Fails .* got \[1, 32\]"),
+    "no batch": (lambda s: s[0], ValueError, r"logits_processor: Fails .* got \[32\]"),
+    "fewer tokens": (lambda s: s[:, :-1], ValueError, r"logits_processor: Fails .* got \[2, 31\]"),
+    "NaN": (nan_in_the_second, ValueError, "logits: NaN, .* in sequence 1 after the logits_processor Fails"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_a_processor_does_wrong_is_named_and_the_next_call_is_exact(wrong):
+    how, error, message = WRONG[wrong]
+    model = models.tiny(vocab_size=VOCAB)
+    expected = model.generate(logits_processor=[closure()], **call(2))
+    gsd.patch(model, assistant_model=draft(), graph_config=GRAPH)
+    try:
+        for _ in range(2):
+            with pytest.raises(error, match=message):
+                model.generate(logits_processor=[Native(), Fails(how)], **call(2))
+            assert torch.equal(model.generate(logits_processor=[closure()], **call(2)), expected)
+    finally:
+        gsd.unpatch(model)
+
+
+def test_scores_that_leave_nothing_to_draw():
+    given = call(2, do_sample=True, seed=1)
+    for value in (-torch.inf, torch.inf):
+        with pytest.raises(ValueError, match="in sequence 0 after the logits_processor Fails"):
+            ours("graph", logits_processor=[Fails(lambda s, v=value: torch.full_like(s, v))], **given)
+    # Of a sequence that ended nothing is drawn.
+
+    class Blank(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return scores.masked_fill((input_ids[:, -1:] == 0) & (input_ids[:, -2:-1] == 0), torch.nan)
+
+    out = ours("graph", logits_processor=[Blank()], **call(3, eos=True, suppress_tokens=[0]))
+    assert (out.sequences[:, -1] == 0).any()
+
+
+def test_other_criteria_with_a_processor_of_ones_own():
+    """Speculative and typical acceptance run through them; with processors that change nothing, as without."""
+    for criterion in ("speculative", "typical"):
+        given = call(1, do_sample=True, temperature=0.9, seed=3, criterion=criterion, max_new_tokens=24)
+        chain = {"assistant_model": draft(), "graph_config": "chain"}
+        free = gsd.generate(target(), **chain, **given)
+        assert torch.equal(gsd.generate(target(), logits_processor=[Recorded()], **chain, **given), free)
+        three = {**given, **models.prompts(3, LENGTH, seed=3, vocab=VOCAB)}
+        out = gsd.generate(target(), logits_processor=[Mean()], return_dict_in_generate=True, **chain, **three)
+        assert out.sequences.shape == (3, LENGTH + 24) and out.stats.criterion == criterion

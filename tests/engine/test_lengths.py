@@ -1,0 +1,361 @@
+"""Storage grows with a text, between steps and without a trace in it; lengths beyond the model's positions."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import logging
+import threading
+
+import fake_cuda
+import pytest
+import torch
+from models import noised, prompts, tiny
+from sources.drafters import dflash_config, eagle3_config, random_dflash, random_eagle3
+from transformers import StoppingCriteria
+
+import gsd_kernels as gsd
+from gsd_kernels_hf.engine import room
+from gsd_kernels_hf.engine.engine import engines_of
+from gsd_kernels_hf.engine.session import Session
+from gsd_kernels_hf.sources.drafters import source_of
+
+VOCAB = 41
+SHAPE = gsd.GraphConfig(depth=3, width=2, branch=2, max_rows=10, history_depth=2, history_width=2)
+SLOTS, LENGTH, NEW = SHAPE.cache_slots, 9, 60
+SAMPLED = {"do_sample": True, "temperature": 0.8, "seed": 3}
+
+
+@functools.cache
+def pair():
+    target = tiny(vocab_size=VOCAB, num_hidden_layers=3)
+    target.generation_config.eos_token_id = None
+    return target, noised(target, 0.03)
+
+
+@functools.cache
+def sources_of(name: str) -> dict:
+    target, draft = pair()
+    heads = gsd.DraftHeads.for_model(target, 2)
+    drafters = (random_eagle3(eagle3_config(target)), random_dflash(dflash_config(target)))
+    return {
+        "plain": {},
+        "model": {"assistant_model": draft},
+        "layer_skip": {"assistant_model": gsd.LayerSkip(target, mlp=[1])},
+        "every": {
+            "assistant_model": [draft, noised(target, 0.06, seed=2)],
+            "draft_heads": heads,
+            "draft_sources": ("model", "heads", *(source_of(drafter) for drafter in drafters), "history"),
+        },
+    }[name] | ({} if name == "plain" else {"graph_config": SHAPE})
+
+
+def call(**more):
+    return {**prompts(3, LENGTH, seed=2, vocab=VOCAB), "max_new_tokens": NEW, "do_sample": False, **more}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Room for four tokens at first; the capacities of the sessions that grew."""
+    grown: list[int] = []
+    honest = Session.grow
+
+    def grow(self, capacity):
+        honest(self, capacity)
+        grown.append(self.capacity)
+
+    monkeypatch.setattr(room, "GRAIN", 4)
+    monkeypatch.setattr(room, "FIRST", 4)
+    monkeypatch.setattr(room, "FIRST_ON_GPU", 4)
+    monkeypatch.setattr(Session, "grow", grow)
+    return grown
+
+
+@functools.cache
+def expected(sampled: bool, penalty: float) -> torch.Tensor:
+    target = pair()[0]
+    if sampled:
+        return gsd.generate(target, **call(repetition_penalty=penalty) | SAMPLED)
+    return target.generate(**call(repetition_penalty=penalty))
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.1], ids=["on the device", "token by token"])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["plain", "model", "layer_skip", "every"])
+def test_growth_leaves_the_text_alone(name, sampled, penalty, small):
+    if sampled and penalty > 1 and name != "every":
+        pytest.skip("one of them is enough")
+    wanted = expected(sampled, penalty)
+    small.clear()
+    options = call(repetition_penalty=penalty, **sources_of(name)) | (SAMPLED if sampled else {})
+    assert torch.equal(gsd.generate(pair()[0], **options), wanted)
+    assert len(small) > 1 and small == sorted(small) and small[-1] <= LENGTH + NEW + SLOTS
+    ratios = [b / a for a, b in itertools.pairwise(small)]
+    assert max(ratios) < room.GROWTH + 0.2, "little is allocated ahead"
+
+
+@pytest.mark.parametrize("name", ["model", "every"])
+def test_growth_of_captured_steps(name, small, request):
+    options = sources_of(name)
+    if name == "every":  # drafters' steps are captured in their own tests
+        options = options | {"draft_sources": ("model", "heads", "history")}
+    wanted = gsd.generate(pair()[0], **call(**options))
+    small.clear()
+    cuda = fake_cuda.install(request.getfixturevalue("monkeypatch"))
+    assert torch.equal(gsd.generate(pair()[0], **call(**options)), wanted)
+    assert cuda.counts["captures"] > 1 and cuda.counts["replays"] > 3 and len(small) > 1
+
+
+def test_growth_of_one_sequence_with_an_early_end_of_another(small):
+    target, _ = pair()
+    free = target.generate(**call())
+    eos = next(int(t) for t in free[0, LENGTH + 6 :] if t not in free[1, LENGTH:])
+    wanted = target.generate(**call(eos_token_id=eos, pad_token_id=7))
+    assert (wanted == 7).sum() > 20
+    out = gsd.generate(target, **call(eos_token_id=eos, pad_token_id=7, **sources_of("model")))
+    assert torch.equal(out, wanted) and len(small) > 1
+
+
+def test_chats_and_threads_on_a_patched_model(small):
+    """Every turn continues the last one, in storage that grows while it is written."""
+    target, draft = pair()
+    ids = prompts(1, LENGTH, vocab=VOCAB)["input_ids"]
+    turns = [target.generate(ids, max_new_tokens=NEW, do_sample=False)]
+    for _ in range(2):
+        ids = torch.cat([turns[-1], turns[-1][:, 3:8]], 1)
+        turns.append(target.generate(ids, max_new_tokens=30, do_sample=False))
+    handle = gsd.patch(target, assistant_model=draft, graph_config=SHAPE)
+    wrong: list[int] = []
+
+    def chat():
+        ids = prompts(1, LENGTH, vocab=VOCAB)["input_ids"]
+        for turn, wanted in enumerate(turns):
+            out = target.generate(ids, max_new_tokens=wanted.shape[1] - ids.shape[1], do_sample=False)
+            wrong.extend([turn] if not torch.equal(out, wanted) else [])
+            ids = torch.cat([out, out[:, 3:8]], 1)
+
+    try:
+        chat()
+        grown = len(small)
+        threads = [threading.Thread(target=chat) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong and grown > 3
+        assert all(session.capacity % 4 == 0 for session in handle.engines.idle.sessions)
+    finally:
+        gsd.unpatch(target)
+
+
+class Keeps(gsd.DraftSource):
+    """Holds the tensor of the text's tokens, rather than the state."""
+
+    name = "keeps"
+
+    def begin(self, text):
+        self.state, self.tokens, self.sizes = text.state, text.state.tokens, []
+        Keeps.last = self
+
+    def propose(self, level):
+        assert self.tokens is self.state.tokens
+        self.sizes.append(self.tokens.shape[1])
+        root = self.tokens.gather(1, self.state.out_len[:, None].long() - 1)
+        assert torch.equal(root[:, 0], self.state.root_tokens())
+        return None
+
+
+def test_a_source_that_keeps_the_tokens_sees_them_grow(small):
+    target, _ = pair()
+    out = gsd.generate(target, **call(draft_sources=(Keeps(),), graph_config="tree"))
+    assert torch.equal(out, expected(False, 1.0)) and len(set(Keeps.last.sizes)) > 2
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+class Until(StoppingCriteria):
+    def __init__(self, length: int):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full(input_ids.shape[:1], input_ids.shape[1] >= self.length)
+
+
+@pytest.mark.parametrize("name", ["plain", "model", "every"])
+def test_a_short_text_takes_the_same_memory_whatever_was_asked_for(name):
+    """Caches, tokens and drafters' features, by what a session holds; 2³¹ tokens would be terabytes."""
+    target, _ = pair()
+    taken = {}
+    for tokens in (300, 100_000, 2**31):
+        handle = gsd.patch(target, **sources_of(name))
+        try:
+            out = target.generate(**call(max_new_tokens=tokens), stopping_criteria=[Until(LENGTH + 10)])
+            assert torch.equal(out, expected(False, 1.0)[:, : LENGTH + 10])
+            (session,) = handle.engines.idle.sessions
+            assert handle.stats.cache_bytes == handle.engines.cache_bytes
+            taken[tokens] = handle.stats.cache_bytes, session.capacity, session.state.tokens.shape
+        finally:
+            gsd.unpatch(target)
+        out = gsd.generate(
+            target,
+            **call(max_new_tokens=tokens),
+            **sources_of(name),
+            stopping_criteria=[Until(LENGTH + 10)],
+            return_dict_in_generate=True,
+        )
+        assert 0 < out.stats.cache_bytes <= handle.stats.cache_bytes
+    assert len(set(taken.values())) == 1 and taken[300][1] == 512
+    assert engines_of(target) is not None
+
+
+def test_room():
+    cpu = torch.device("cpu")
+    assert room.to_begin(100, 32, 20, cpu) == 152, "what is needed, where that is little"
+    assert room.to_begin(100, 32, 10**9, cpu) == 512
+    assert room.larger(512, 513, 10**9) == 768 and room.larger(512, 513, 600) == 600
+    assert room.larger(512, 2000, 10**9) == 2048 and room.larger(512, 2000, 1) == 2000
+    capacity, copied = room.to_begin(1, 1, 10**9, cpu), 0
+    while capacity < 10**6:
+        copied, capacity = copied + capacity, room.larger(capacity, capacity + 1, 10**9)
+    assert copied < 3 * capacity
+
+
+# Positions ------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def of_few_positions(positions: int = 40):
+    target = tiny("qwen3", vocab_size=VOCAB, max_position_embeddings=positions)
+    target.generation_config.eos_token_id = None
+    return target, noised(target, 0.01)
+
+
+def warnings_of(caplog) -> list[str]:
+    return [r.message for r in caplog.records if "max_position_embeddings" in r.message]
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_sources": ("history",)}, {"graph_config": SHAPE}, "draft"])
+def test_a_text_beyond_the_models_positions_is_transformers(options, caplog):
+    target, draft = of_few_positions()
+    if options == "draft":
+        options = {"assistant_model": draft}
+    elif "graph_config" in options:
+        options = options | {"assistant_model": draft}
+    wanted = target.generate(**call())
+    assert wanted.shape[1] == LENGTH + NEW > 40
+    with caplog.at_level(logging.WARNING, logger="gsd_kernels"):
+        assert torch.equal(gsd.generate(target, **call(**options)), wanted)
+    assert warnings_of(caplog) == [
+        "the text goes on beyond the 40 positions that the model was made for (max_position_embeddings)"
+    ]
+
+
+def test_a_prompt_beyond_the_models_positions_is_transformers():
+    target, draft = of_few_positions()
+    inputs = prompts(2, 50, vocab=VOCAB)
+    wanted = target.generate(**inputs, max_new_tokens=8, do_sample=False)
+    assert torch.equal(gsd.generate(target, **inputs, max_new_tokens=8, do_sample=False, assistant_model=draft), wanted)
+
+
+def test_more_tokens_than_positions_may_be_asked_for(caplog):
+    target, draft = of_few_positions(2048)
+    asked = call(max_new_tokens=32_000)
+    with caplog.at_level(logging.WARNING, logger="gsd_kernels"):
+        out = gsd.generate(target, **asked, assistant_model=draft, stopping_criteria=[Until(LENGTH + 20)])
+    assert torch.equal(out, target.generate(**asked, stopping_criteria=[Until(LENGTH + 20)]))
+    assert not warnings_of(caplog), "the text does not get there"
+
+
+@functools.cache
+def short_draft(positions: int = 30):
+    """A draft with fewer positions than the target of :func:`pair`."""
+    _, draft = pair()
+    config = copy.deepcopy(draft.config)
+    config.max_position_embeddings = positions
+    short = type(draft)(config).to(draft.dtype).eval()
+    short.load_state_dict(draft.state_dict())
+    return short
+
+
+OUTGROWN = {
+    "chain": {"graph_config": "chain"},
+    "graph and history": {"graph_config": SHAPE},
+    "lookups": {"graph_config": gsd.GraphConfig(depth=4, max_path=2), "draft_sources": ("model", "history")},
+    "auto": {},
+}
+
+
+@pytest.mark.parametrize("name", OUTGROWN)
+@pytest.mark.parametrize("more", [{}, SAMPLED, {"repetition_penalty": 1.1}], ids=["greedy", "sampled", "penalty"])
+def test_a_draft_is_left_out_where_its_positions_end(name, more):
+    target, _ = pair()
+    options = call(**OUTGROWN[name], assistant_model=short_draft(), return_dict_in_generate=True) | more
+    seen = []
+    out = gsd.generate(target, **options, observer=lambda v: seen.append(int(v.rows.depths.max())))
+    assert torch.equal(out.sequences, expected("do_sample" in more, more.get("repetition_penalty", 1.0)))
+    assert out.stats.left_out == ["model"] and (name == "auto" or out.stats.tokens_per_step > 1)
+    if name == "chain":
+        assert max(seen) == 5 and seen[-1] == 0, "plain behind"
+        assert sum(depth == 0 for depth in seen) > 8
+
+
+def test_a_prompt_beyond_the_drafts_positions():
+    target, _ = pair()
+    inputs = prompts(2, 35, vocab=VOCAB)
+    wanted = target.generate(**inputs, max_new_tokens=8, do_sample=False)
+    for options in OUTGROWN.values():
+        out = gsd.generate(
+            target,
+            **inputs,
+            **options,
+            max_new_tokens=8,
+            do_sample=False,
+            assistant_model=short_draft(),
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(out.sequences, wanted) and out.stats.left_out == ["model"] and not out.stats.draft_rows
+    for length in (28, 29, 30, 31):
+        sampled = {"max_new_tokens": 8, "do_sample": True, "criterion": "speculative", "seed": 1}
+        inputs = prompts(1, length, vocab=VOCAB)
+        out = gsd.generate(target, **inputs, **sampled, assistant_model=short_draft())
+        assert out.shape[1] == length + 8
+
+
+def test_of_two_drafts_the_longer_one_goes_on():
+    target, draft = pair()
+    shape = gsd.GraphConfig(depth=3, width=2, branch=2, max_rows=10)
+    out = gsd.generate(
+        target, **call(assistant_model=[short_draft(), draft], graph_config=shape, return_dict_in_generate=True)
+    )
+    assert torch.equal(out.sequences, expected(False, 1.0)) and out.stats.left_out == ["model"]
+    without = gsd.generate(
+        target, **call(assistant_model=short_draft(), graph_config=shape, return_dict_in_generate=True)
+    )
+    assert out.stats.steps < without.stats.steps
+
+
+def test_a_draft_that_was_left_out_is_back_in_the_next_text(monkeypatch):
+    target, _ = pair()
+    handle = gsd.patch(target, assistant_model=short_draft(), graph_config="chain")
+    try:
+        for _ in range(2):
+            assert torch.equal(target.generate(**call()), expected(False, 1.0))
+            assert handle.stats.left_out == ["model"] and handle.stats.draft_rows > 0
+        short = target.generate(**call(max_new_tokens=10))
+        assert torch.equal(short, expected(False, 1.0)[:, : LENGTH + 10])
+        assert not handle.stats.left_out and handle.stats.tokens_per_step > 1
+        (session,) = handle.engines.idle.sessions
+        assert session.drafter.sources == session.drafter.every
+    finally:
+        gsd.unpatch(target)
+
+
+def test_a_captured_draft_is_left_out(request):
+    cuda = fake_cuda.install(request.getfixturevalue("monkeypatch"))
+    out = gsd.generate(
+        pair()[0], **call(assistant_model=short_draft(), graph_config=SHAPE, return_dict_in_generate=True)
+    )
+    assert torch.equal(out.sequences, expected(False, 1.0)) and out.stats.left_out == ["model"]
+    assert cuda.counts["captures"] == 2 and cuda.counts["replays"] > 4

@@ -1,0 +1,425 @@
+"""A patched model loses no feature: what this package does not serve, transformers' own ``generate`` does."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+
+import models
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor
+from transformers.generation.streamers import BaseStreamer
+
+import gsd_kernels as gsd
+from gsd_kernels_hf import validate
+from gsd_kernels_hf.model.properties import cache_argument
+
+VOCAB, LENGTH = 40, 9
+
+
+@functools.lru_cache
+def pair(seed: int = 0):
+    target = models.tiny(vocab_size=VOCAB, seed=seed, num_hidden_layers=3)
+    target.generation_config.eos_token_id = None
+    return target, models.noised(target, 0.02)
+
+
+def prompt(batch: int = 2, **more) -> dict:
+    ragged = models.prompts(batch, LENGTH, seed=3, vocab=VOCAB)
+    return {**ragged, "max_new_tokens": 10, "do_sample": False, **more}
+
+
+@pytest.fixture
+def patched():
+    target, draft = pair()
+    handle = gsd.patch(target, assistant_model=draft, graph_config="tree")
+    yield target, handle
+    gsd.unpatch(target)
+
+
+def served_by_transformers(model, handle, caplog, reason: str, own=None, **call):
+    """The call's output by the patched model, equal to transformers' own, after one line that names the reason."""
+    own = type(model).generate if own is None else own
+    torch.manual_seed(5)
+    expected = own(model, **copy.deepcopy(call))
+    caplog.clear()
+    torch.manual_seed(5)
+    with caplog.at_level(logging.INFO, logger="gsd_kernels"):
+        out = model.generate(**copy.deepcopy(call))
+    said = [r.getMessage() for r in caplog.records if "transformers' own generate" in r.getMessage()]
+    assert len(said) == 1 and reason in said[0], said
+    assert reason in handle.stats.why and handle.stats.steps == 0 and handle.stats.seconds["total"] > 0
+    assert type(out) is type(expected)
+    sequences, wanted = (getattr(o, "sequences", o) for o in (out, expected))
+    assert torch.equal(sequences, wanted)
+    # The next call is this package's.
+    assert torch.equal(model.generate(**prompt()), type(model).generate(model, **prompt()))
+    assert handle.stats.why is None and handle.stats.steps > 0
+    return out
+
+
+def refused(model, reason: str, **call):
+    """``gsd_kernels.generate`` says no, patched or not."""
+    with pytest.raises(validate.Unsupported, match=reason):
+        gsd.generate(model, **copy.deepcopy(call))
+
+
+def filled(target):
+    ids = prompt()["input_ids"]
+    cache = DynamicCache()
+    with torch.no_grad():
+        target(ids[:, :-1], use_cache=True, **{cache_argument(target): cache})
+    return {cache_argument(target): cache, "attention_mask": torch.ones_like(ids)}
+
+
+def old_name(target):
+    """A filled cache by the name before transformers 5.24."""
+    found = filled(target)
+    return {"past_key_values": next(iter(found.values())), "attention_mask": found["attention_mask"]}
+
+
+def embeds(target):
+    ids = prompt()["input_ids"]
+    return {"input_ids": None, "inputs_embeds": target.get_input_embeddings()(ids).detach()}
+
+
+MODES = {
+    "num_beams": lambda t: {"num_beams": 3},
+    "num_beams=2": lambda t: {"num_beams": 2, "num_return_sequences": 2, "output_scores": True} | DICT,
+    "num_beams=4": lambda t: {"num_beams": 4, "do_sample": True, "top_k": 5},
+    "prompt_lookup_num_tokens": lambda t: {"prompt_lookup_num_tokens": 3} | one(),
+    "assistant_early_exit": lambda t: {"assistant_early_exit": 1} | one(),
+    "output_hidden_states": lambda t: {"output_hidden_states": True} | DICT,
+    "output_attentions": lambda t: {"output_attentions": True} | DICT,
+    "guidance_scale": lambda t: {"guidance_scale": 1.5} | one(),
+    cache_argument(pair()[0]): filled,
+    "past_key_values": old_name,
+    "inputs_embeds": embeds,
+    "position_ids": lambda t: {"position_ids": prompt()["attention_mask"].cumsum(1)},
+    "negative_prompt_ids": lambda t: {"guidance_scale": 2.0, "negative_prompt_ids": one()["input_ids"][:, :4]} | one(),
+    "attention_mask": lambda t: {"attention_mask": holed(3)},
+    "right-padded": lambda t: {"attention_mask": holed(-1)},
+    "assistant_model: GPT2LMHeadModel": lambda t: {"assistant_model": gpt2(), "num_assistant_tokens": 2} | one(),
+    "assistant_model: LlamaForCausalLM": lambda t: {"assistant_model": dynamic(), "num_assistant_tokens": 2} | one(),
+}
+DICT = {"return_dict_in_generate": True}
+
+
+def one() -> dict:
+    return models.prompts(1, LENGTH, seed=3, vocab=VOCAB)
+
+
+def holed(at: int) -> torch.Tensor:
+    mask = torch.ones_like(prompt()["input_ids"])
+    mask[0, at] = 0
+    return mask
+
+
+@functools.lru_cache
+def gpt2():
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCAB, **sizes)).double().eval()
+
+
+@functools.lru_cache
+def dynamic():
+    """A draft whose rotary frequencies depend on the length."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    return models.tiny(vocab_size=VOCAB, rope_parameters=rope, max_position_embeddings=64)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_mode_goes_to_transformers(name, patched, caplog):
+    target, handle = patched
+    call = prompt() | MODES[name](target)
+    reason = name.partition(":")[0] if name != cache_argument(target) else "cache"
+    if name == "past_key_values":
+        reason = "cache|past_key_values"
+    refused(target, reason, **call)
+    if name == "past_key_values":
+        reason = "past_key_values"
+    served_by_transformers(target, handle, caplog, reason, **call)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_beams", 3), ("prompt_lookup_num_tokens", 3), ("guidance_scale", 1.5)]
+)
+@pytest.mark.parametrize("where", ["checkpoint", "config"])
+def test_a_mode_of_a_generation_config(name, value, where, caplog):
+    target, draft = copy.deepcopy(pair())
+    handle = gsd.patch(target, assistant_model=draft, graph_config="tree")
+    call = {**one(), "max_new_tokens": 8}
+    if where == "checkpoint":
+        setattr(target.generation_config, name, value)
+    else:
+        call = {**one(), "generation_config": GenerationConfig(max_new_tokens=8, pad_token_id=0, **{name: value})}
+    expected = type(target).generate(target, **call)
+    with caplog.at_level(logging.INFO, logger="gsd_kernels"):
+        assert torch.equal(target.generate(**call), expected)
+    assert name in handle.stats.why and f"{name}=" in caplog.text
+    refused(target, name, **call)
+
+
+def test_the_nearest_thing_that_works_is_named():
+    target, _ = pair()
+    for call, cure in (
+        ({"prompt_lookup_num_tokens": 3}, r'draft_sources=\("history",\)'),
+        ({"assistant_early_exit": 1}, "LayerSkip"),
+        ({"use_mtp": True}, "drafter="),
+        ({"num_beams": 2}, "num_beams=1"),
+        ({"force_words_ids": [[3]]}, "prefix_allowed_tokens_fn"),
+        ({"past_key_values": DynamicCache()}, "whole prompt"),
+        ({"inputs_embeds": torch.zeros(2, 3, 32)}, "input_ids"),
+        ({"output_hidden_states": True}, "model.sequences"),
+    ):
+        with pytest.raises(validate.Unsupported, match=f"^{next(iter(call))}.*{cure}.*model.generate"):
+            gsd.generate(target, **prompt(), **call)
+    out = gsd.generate(target, **prompt(), draft_sources=("history",))
+    assert torch.equal(out, target.generate(**prompt()))
+
+
+def decoding(model, input_ids, logits_processor, stopping_criteria, generation_config, seed=None, **kwargs):
+    """A custom_generate that wants an argument of the same name as one of ours."""
+    assert seed == 3
+    return torch.cat([input_ids, input_ids[:, :2]], 1)
+
+
+def test_another_custom_generate(patched, caplog, tmp_path):
+    target, handle = patched
+    out = served_by_transformers(
+        target, handle, caplog, "custom_generate: a function", **prompt(), seed=3, custom_generate=decoding
+    )
+    assert out.shape[1] == LENGTH + 2
+    (tmp_path / "custom_generate").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "custom_generate" / "generate.py").write_text(
+        "def generate(model, input_ids, max_new_tokens=4, **kwargs):\n"
+        "    return model.generate(input_ids, max_new_tokens=max_new_tokens, do_sample=False)\n"
+    )
+    call = {"input_ids": one()["input_ids"], "max_new_tokens": 5, "trust_remote_code": True}
+    served_by_transformers(target, handle, caplog, str(tmp_path), **call, custom_generate=str(tmp_path))
+
+
+def test_what_decodes_inside_does_not_come_back(patched, monkeypatch):
+    """transformers' assisted generation asks the same model for its early exit's tokens."""
+    target, handle = patched
+    monkeypatch.setattr(gsd.GraphDecoder, "__call__", lambda *_, **__: pytest.fail("came back"))
+    call = one() | {"max_new_tokens": 8, "do_sample": False, "assistant_early_exit": 1}
+    assert torch.equal(target.generate(**call), type(target).generate(target, **call))
+    assert handle.stats.why.startswith("assistant_early_exit=1") and not handle.handed_over
+
+
+def test_an_error_of_transformers_is_its_own_and_ends_the_handing_over(patched):
+    target, handle = patched
+    with pytest.raises(ValueError, match="beam search"):
+        target.generate(**one(), num_beams=2, streamer=Puts(), max_new_tokens=4)
+    with pytest.raises((ValueError, ImportError, RuntimeError, AssertionError)) as caught:  # no GPU, no such package
+        target.generate(**one(), cache_implementation="offloaded", max_new_tokens=4)
+    assert "gsd_kernels" not in str(caught.value)
+    assert not handle.handed_over and handle.stats is None
+    assert torch.equal(target.generate(**prompt()), type(target).generate(target, **prompt()))
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        {"graph_config": "chain"},
+        {"seed": 3},
+        {"draft_sources": ("history",)},
+        {"reference_ids": torch.tensor([3, 4])},
+        {"backend": "reference"},
+        {"reuse_prefix": False},
+        {"assistant_model": [models.noised(pair()[0], 0.1)]},
+    ],
+    ids=lambda ours: next(iter(ours)),
+)
+def test_an_option_of_ours_in_such_a_call_is_named(patched, ours):
+    target, _ = patched
+    if "draft_sources" in ours:
+        ours = ours | {"assistant_model": False}
+    with pytest.raises(ValueError, match=f"^{next(iter(ours))}: .*num_beams=2") as caught:
+        target.generate(**prompt(), num_beams=2, **ours)
+    assert not isinstance(caught.value, validate.Unsupported)
+
+
+def test_none_of_ours_and_leaving_out_are_no_reason(patched):
+    target, handle = patched
+    call = prompt(num_beams=2)
+    out = target.generate(**call, seed=None, graph_config=None, assistant_model=False, drafter=False)
+    assert torch.equal(out, type(target).generate(target, **call)) and handle.stats.why.startswith("num_beams=2")
+
+
+def test_arguments_by_position(patched):
+    target, handle = patched
+    ids, config = one()["input_ids"], GenerationConfig(max_new_tokens=6, pad_token_id=0)
+    penalty = transformers.LogitsProcessorList([transformers.RepetitionPenaltyLogitsProcessor(1.4)])
+    expected = type(target).generate(target, ids, config, penalty)
+    assert torch.equal(target.generate(ids, config, penalty), expected) and handle.stats.why is None
+    beams = GenerationConfig(max_new_tokens=6, pad_token_id=0, num_beams=3)
+    assert torch.equal(target.generate(ids, beams, penalty), type(target).generate(target, ids, beams, penalty))
+    assert handle.stats.why.startswith("num_beams=3")
+    with pytest.raises(TypeError, match="generation_config"):
+        target.generate(ids, config, generation_config=config)
+    with pytest.raises(TypeError, match="position"):
+        target.generate(ids, *([None] * 20))
+
+
+def test_bad_input_is_no_mode(patched):
+    """What is a mistake in transformers too is refused as before."""
+    target, handle = patched
+    for call, error in (
+        ({"input_ids": prompt()["input_ids"] + 100}, ValueError),
+        ({"graph_config": "forest"}, ValueError),
+        ({"num_beams": 2.5}, TypeError),
+        ({"attention_mask": prompt()["attention_mask"][:, :4]}, ValueError),
+        ({"streamer": 3}, TypeError),
+    ):
+        with pytest.raises(error, match=next(iter(call))) as caught:
+            target.generate(**prompt() | call)
+        assert not isinstance(caught.value, validate.Unsupported) and handle.stats is None
+
+
+class Asks(LogitsProcessor):
+    """Has the library generate in the middle of a text."""
+
+    def __init__(self, model):
+        self.model, self.calls = model, 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        gsd.generate(self.model, **prompt(), num_beams=2)
+
+
+def test_a_callbacks_own_mistake_is_not_the_calls(patched):
+    """It comes out, and nobody begins the text anew."""
+    target, handle = patched
+    asks = Asks(target)
+    with pytest.raises(validate.Unsupported, match="num_beams"):
+        target.generate(**one(), logits_processor=[asks], max_new_tokens=4)
+    assert asks.calls == 1 and handle.stats is None
+
+
+def test_a_model_that_became_another_after_the_patch(caplog):
+    """Its forward, its inputs or its rotary embedding are such as this package does not serve."""
+    target, draft = copy.deepcopy(pair())
+    handle = gsd.patch(target, assistant_model=draft, graph_config="tree")
+    own = target.prepare_inputs_for_generation
+
+    def prepare(input_ids, **kwargs):
+        return own(input_ids.clamp(max=9), **kwargs)
+
+    target.prepare_inputs_for_generation = prepare
+    call = prompt(2)
+    expected = type(target).generate(target, **call)
+    assert torch.equal(target.generate(**call), expected) and "prepare_inputs_for_generation" in handle.stats.why
+    del target.prepare_inputs_for_generation
+    assert not torch.equal(target.generate(**call), expected) and handle.stats.why is None
+    attention = target.model.layers[1].self_attn
+    attention.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)
+    assert torch.equal(target.generate(**call), type(target).generate(target, **call))
+    assert "otherwise than by attention" in handle.stats.why
+
+
+def test_a_pipeline(caplog):
+    target, draft = copy.deepcopy(pair())
+    tokenizer = models.tokenizer(VOCAB)
+    text = tokenizer.decode(one()["input_ids"][0])
+    options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 3, "num_return_sequences": 2}
+    expected = transformers.pipeline("text-generation", model=target, tokenizer=tokenizer)(text, **options)
+    handle = gsd.patch(target, assistant_model=draft, tokenizer=tokenizer)
+    pipe = transformers.pipeline("text-generation", model=target, tokenizer=tokenizer)
+    assert pipe(text, **options) == expected and handle.stats.why.startswith("num_beams=3")
+
+
+TOKENIZER = models.tokenizer(VOCAB)
+LIKE_UNPATCHED = {
+    "contrastive search": {"penalty_alpha": 0.6, "top_k": 4},
+    "DoLa": {"dola_layers": "low"},
+    "constraints": {"constraints": [1]},
+    "forced words": {"force_words_ids": [[3]], "num_beams": 2},
+    "groups of beams": {"num_beam_groups": 2, "num_beams": 4},
+    "heads of the model's own": {"use_mtp": True},
+    "a way of speculating": {"speculation_type": "mtp"},
+    "healing": {"token_healing": True, "tokenizer": TOKENIZER},
+    "labels": {"labels": torch.ones(1, LENGTH, dtype=torch.int64)},
+    "an encoder's outputs": {"encoder_outputs": (torch.ones(1, 2),)},
+    "synchronised GPUs": {"synced_gpus": True},
+    "stop strings and beams": {"stop_strings": ["a"], "num_beams": 2, "tokenizer": TOKENIZER},
+    "padding alone": {"attention_mask": torch.zeros(1, LENGTH, dtype=torch.int64)},
+    "a tuple for a cache": {"past_key_values": ((torch.ones(1),),)},
+    "no beams": {"num_beams": 0},
+    "no tokens": {"max_new_tokens": 0},
+    "an invented argument": {"depth": 3},
+}
+
+
+@pytest.mark.parametrize("name", LIKE_UNPATCHED)
+def test_output_or_error_is_that_of_the_unpatched_model(name):
+    target, draft = pair()
+    call = one() | {"max_new_tokens": 6, "do_sample": False} | LIKE_UNPATCHED[name]
+
+    def outcome():
+        torch.manual_seed(0)
+        try:
+            return target.generate(**call).tolist()
+        except Exception as error:
+            return type(error), str(error)
+
+    expected = outcome()
+    gsd.patch(target, assistant_model=draft)
+    try:
+        assert outcome() == expected
+    finally:
+        gsd.unpatch(target)
+
+
+def test_a_draft_of_another_tokenizer_is_served_by_transformers(patched, caplog):
+    """Universal assisted generation."""
+    target, handle = patched
+    draft, more = models.tiny(vocab_size=1500), models.tokenizer(60)
+    call = one() | {"max_new_tokens": 6, "do_sample": False}
+    call |= {"assistant_model": draft, "tokenizer": TOKENIZER, "assistant_tokenizer": more}
+    expected = type(target).generate(target, **call)
+    assert torch.equal(target.generate(**call), expected) and "assistant_tokenizer" in handle.stats.why
+    with pytest.raises(validate.Unsupported, match=r"generate\(..., assistant_tokenizer"):
+        gsd.generate(target, **call)
+
+
+# A cache that a config does not want ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["config.json", "generation config", "call"])
+def test_no_cache_is_the_same_text(where, tmp_path):
+    target, draft = copy.deepcopy(pair())
+    call = prompt()
+    expected = target.generate(**call)
+    if where == "config.json":
+        target.config.use_cache = False
+        target.save_pretrained(tmp_path)
+        (tmp_path / "generation_config.json").unlink()
+        target = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+        assert target.generation_config.use_cache is False
+        call |= {"pad_token_id": 0, "eos_token_id": None}
+    elif where == "generation config":
+        target.generation_config.use_cache = False
+    else:
+        call |= {"use_cache": False}
+    assert torch.equal(target.generate(**call), expected)
+    assert torch.equal(gsd.generate(target, **call, assistant_model=draft, graph_config="tree"), expected)
+    handle = gsd.patch(target, assistant_model=draft, graph_config="tree")
+    assert torch.equal(target.generate(**call), expected) and handle.stats.steps > 0
+
+
+class Puts(BaseStreamer):
+    def __init__(self):
+        self.puts, self.ends = [], 0
+
+    def put(self, value):
+        self.puts.append(value.clone())
+
+    def end(self):
+        self.ends += 1

@@ -1,0 +1,263 @@
+"""Whatever a source proposes: the target's own text or an error that names the source; the next call is exact."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import traceback
+from collections.abc import Callable
+
+import fake_cuda
+import pytest
+import torch
+from models import VOCAB, noised, prompts, tiny
+from sources.hostile import ABOVE, EXACT, IDS, KINDS, SHAPES, Oracle
+from torch import nn
+from transformers import BertConfig, BertModel
+
+import gsd_kernels as gsd
+from gsd_kernels import DraftSource, GraphConfig, Proposal
+
+LIMIT = 120.0  # seconds after which a test that hangs ends the process, and says where
+TEXT = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+SAMPLED = {"do_sample": True, "temperature": 0.8, "seed": 3}
+HELD = ("graph", "lattice", "wide")  # in whose calls there is a history, too
+
+
+def in_a_fork(run: Callable[[], None]) -> int:
+    """Wait status of a child that does ``run``; SIGALRM ends it, whatever it is in."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(40)
+        try:
+            run()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def test_what_ended_the_process_is_refused(target, texts):
+    """Scores above 0 made a child likelier than its parent."""
+
+    def run() -> None:
+        options = {**prompts(2, 9), **TEXT, "do_sample": False}
+        for kind in ("logits", "probabilities", "+∞", "scores up to 10³⁸"):
+            source = Oracle(texts[False], VOCAB, KINDS[kind][0])
+            for shape in ("tree", "graph", "chain"):
+                with pytest.raises(ValueError, match=KINDS[kind][1]):
+                    gsd.generate(target, **options, draft_sources=(source,), graph_config=shape)
+
+    assert in_a_fork(run) == 0
+
+
+@pytest.fixture
+def limited():
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="module")
+def target():
+    """Patched, so that what a call leaves behind is there for the next one."""
+    model = tiny()
+    gsd.patch(model)
+    yield model
+    gsd.unpatch(model)
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    return noised(target, 0.03)
+
+
+@pytest.fixture(scope="module")
+def texts(target):
+    """Greedy and sampled, by whether they are."""
+    return {
+        sampled: gsd.generate(target, **prompts(2, 9), **TEXT, **(SAMPLED if sampled else {"do_sample": False}))
+        for sampled in (False, True)
+    }
+
+
+def swept(shape: str, target, texts, **options):
+    """Every kind in turn with one shape, by one source; what was neither exact nor the error that belongs to it.
+
+    Behind every error, and now and then behind another text, the same source proposes what is right.
+    """
+    wrong = {}
+    source = Oracle(texts[False], VOCAB)
+    first = ("model",) if "assistant_model" in options else ()
+    last = ("history",) if shape in HELD else ()
+    options |= {**prompts(2, 9), **TEXT, "draft_sources": (*first, source, *last), "graph_config": SHAPES[shape]}
+    options["return_dict_in_generate"] = True
+    accepted = 0
+    for number, (kind, (change, error)) in enumerate(KINDS.items()):
+        sampled = shape != "auto" and number % 4 == 3
+        options |= SAMPLED if sampled else {"do_sample": False}
+        source.tell(texts[sampled], change)
+        try:
+            got = gsd.generate(target, **options).sequences
+        except Exception as found:
+            if error == EXACT or not re.search(error, str(found)):
+                wrong[kind] = repr(found)
+        else:
+            if not torch.equal(got, texts[sampled]):
+                wrong[kind] = "another text"
+            elif error != EXACT and shape != "auto":  # which need not ask
+                wrong[kind] = "taken"
+        if error == EXACT and number % 4 != 0 and kind not in wrong:
+            continue
+        source.tell(texts[sampled], None)
+        out = gsd.generate(target, **options)
+        accepted += sum(out.stats.accepted[2:])
+        if not torch.equal(out.sequences, texts[sampled]):
+            wrong[f"the call after {kind}"] = "another text"
+    assert accepted > len(KINDS) / 4, "nothing was accepted, so nothing was tested"
+    return wrong
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "auto"])
+def test_exact_or_a_named_error(shape, target, texts, limited):
+    assert len(KINDS) >= 60
+    assert swept(shape, target, texts) == {}
+
+
+def test_exact_or_a_named_error_beside_a_draft_model(target, draft, texts, limited, monkeypatch, tmp_path):
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
+    assert swept("auto", target, texts, assistant_model=draft) == {}
+
+
+class Trusted(Oracle):
+    """Passes for a class of the package, whose proposals nobody checks."""
+
+    __module__ = DraftSource.__module__
+
+
+@pytest.mark.parametrize("shape", ["lattice", "wide", "chain", "tree"])
+def test_no_op_relies_on_the_check(shape, target, texts, limited):
+    """Values that the border refuses, behind it: less is accepted, and the text is the target's own."""
+    source = Trusted(texts[False], VOCAB)
+    options = {**prompts(2, 9), **TEXT, "do_sample": False, "graph_config": SHAPES[shape]}
+    tried = 0
+    for kind, (change, error) in KINDS.items():
+        if not error.startswith((ABOVE, IDS)):
+            continue
+        tried += 1
+        source.tell(texts[False], change)
+        assert torch.equal(gsd.generate(target, **options, draft_sources=(source, "history")), texts[False]), kind
+    assert tried > 12
+
+
+def asked_under_auto(target, source, monkeypatch, tmp_path, **options):
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
+    options = {**prompts(2, 9), **TEXT, "max_new_tokens": 40, "do_sample": False, **options}
+    plain = gsd.generate(target, **options)
+    out = gsd.generate(target, **options, draft_sources=(source,), return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain)
+    return out.stats
+
+
+class Net(nn.Module):
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(vocab, vocab)
+
+
+class Forwarding(DraftSource):
+    """A network in an attribute of its own."""
+
+    name = "forwarding"
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net, self.forwards = net, (net,)
+        self.levels: list[int] = []  # one for all copies
+
+    def propose(self, level):
+        if level.number >= level.config.depth:
+            return None
+        self.levels.append(level.number)
+        tokens = (level.frontier.token_ids[..., None] + 1) % VOCAB
+        return Proposal(tokens, torch.full_like(tokens, -0.1, dtype=torch.float32))
+
+    def num_rows(self, config):
+        return config.draft_slots
+
+
+ENCODER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+NETS = {
+    "a net": lambda: Net(VOCAB),
+    "no parameters": nn.Identity,
+    "an encoder of another vocabulary": lambda: BertModel(BertConfig(**ENCODER, vocab_size=50)),
+}
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_a_source_of_ones_own_that_forwards_is_asked_under_auto(net, target, monkeypatch, tmp_path, limited):
+    source = Forwarding(NETS[net]())
+    stats = asked_under_auto(target, source, monkeypatch, tmp_path)
+    assert source.levels, "it was never asked"
+    assert stats.draft_rows > 0
+
+
+class Declares(Oracle):
+    def __init__(self, **attributes) -> None:
+        super().__init__(torch.zeros(2, 1, dtype=torch.int64), VOCAB)
+        vars(self).update(attributes)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "match"),
+    [
+        ({"costs_forward": True}, "hostile: costs_forward is no longer an attribute .* declare forwards"),
+        ({"costs_forward": False}, "hostile: costs_forward is no longer"),
+        ({"models": (None,)}, "hostile: models is no longer an attribute .* declare them in forwards"),
+        ({"models": ()}, "hostile: models is no longer"),
+        ({"forwards": (None,)}, r"hostile: forwards: expected a tuple of torch modules, got \(None,\)"),
+        ({"forwards": nn.Identity()}, "hostile: forwards: expected a tuple of torch modules, got Identity"),
+        ({"forwards": "net"}, "hostile: forwards: expected a tuple"),
+        ({"shares": ()}, r"hostile: shares: expected a tuple of weights from 0 to 1, at least one, got \(\)"),
+        ({"shares": 0.5}, "hostile: shares: expected"),
+        ({"shares": (0.5, 2.0)}, "hostile: shares: expected"),
+        ({"shares": (float("nan"),)}, "hostile: shares: expected"),
+        ({"shares": ("half",)}, "hostile: shares: expected"),
+        ({"reliability": ()}, "hostile: reliability: expected"),
+        ({"reliability": (-1.0,)}, "hostile: reliability: expected"),
+        ({"reliability": 1.0}, "hostile: reliability: expected"),
+        ({"hidden_layers": (99,)}, r"hostile: hidden_layers: expected a tuple of numbers from −1 to 2, .* got \(99,\)"),
+        ({"hidden_layers": (-2,)}, "hostile: hidden_layers: expected"),
+        ({"hidden_layers": 1}, "hostile: hidden_layers: expected"),
+        ({"hidden_layers": (0.5,)}, "hostile: hidden_layers: expected"),
+        ({"name": 5}, "Declares.name: expected a name, got 5"),
+        ({"name": ""}, "Declares.name: expected a name"),
+        ({"name": "history"}, "history: the name of a source of this package; give Declares a name of its own"),
+        ({"num_rows": lambda config: None}, "hostile: expected num_rows to return a number, got None"),
+    ],
+    ids=lambda value: next(iter(value.items()))[0] if isinstance(value, dict) else "",
+)
+def test_what_a_source_declares_is_checked(attributes, match, target, texts):
+    options = {**prompts(2, 9), **TEXT, "do_sample": False}
+    with pytest.raises((TypeError, ValueError), match=match):
+        gsd.generate(target, **options, draft_sources=(Declares(**attributes),), graph_config="graph")
+    assert torch.equal(gsd.generate(target, **options, draft_sources=(Declares(),), graph_config="graph"), texts[False])
+
+
+@pytest.mark.parametrize("kind", ["logits", "NaN", "token vocab", "late", "in the second sequence"])
+def test_on_a_gpu_a_fault_is_read_with_the_steps_tokens(kind, texts, monkeypatch):
+    """Nothing waits for the device before; a replayed step marks what a recorded one did not."""
+    fake_cuda.install(monkeypatch)
+    target, (change, error) = tiny(), KINDS[kind]
+    source = Oracle(texts[False], VOCAB)
+    options = {**prompts(2, 9), **TEXT, "do_sample": False, "draft_sources": (source,)}
+    options["graph_config"] = GraphConfig(depth=3, width=2, branch=3, max_rows=8)
+    assert torch.equal(gsd.generate(target, **options), texts[False])
+    source.tell(texts[False], change)
+    with pytest.raises(ValueError, match=error.partition(",")[0].partition(" nan")[0]):
+        gsd.generate(target, **options)
+    source.tell(texts[False], None)
+    assert torch.equal(gsd.generate(target, **options), texts[False])
