@@ -36,7 +36,8 @@ pytestmark = pytest.mark.slow
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}{% for t in tools %}# {{ t['function']['name'] }}\n{% endfor %}{% endif %}"
     "{% if reasoning_effort %}# effort {{ reasoning_effort }}\n{% endif %}{% if flavour %}# {{ flavour }}\n{% endif %}"
-    "{% for m in messages %}{{ m['role'] ~ ' ' if m['role'] == 'system' else '' }}{{ m['content'] }}\n{% endfor %}"
+    "{% for m in messages %}{% for c in m['tool_calls'] or [] %}# calls {{ c['function']['name'] }}\n{% endfor %}"
+    "{{ m['role'] ~ ' ' if m['role'] == 'system' else '' }}{{ m['content'] }}\n{% endfor %}"
 )
 PROMPT = "def add(a, b):\n"
 ASKED = {CHAT: {"messages": [{"role": "user", "content": PROMPT}]}, COMPLETIONS: {"prompt": PROMPT}}
@@ -249,10 +250,13 @@ def input_(server, endpoint):
         {"type": "function_call", "call_id": "1", "name": "paint", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "1", "output": "x"},
     ]
-    assert server.got(endpoint, input=items)["usage"]["input_tokens"] == tokens(server, "import os\n\nx\n")
+    assert server.got(endpoint, input=items)["usage"]["input_tokens"] == tokens(
+        server, "import os\n# calls paint\n\nx\n"
+    )
     image = {"type": "input_image", "image_url": "data:,"}
     assert server.refusal(endpoint, input=[{"role": "user", "content": [image]}])["param"] == "input[0].content[0]"
-    assert server.refusal(endpoint, input=[{"type": "item_reference", "id": "1"}])["param"] == "input[0].type"
+    for kind in ("item_reference", ["message"]):
+        assert server.refusal(endpoint, input=[{"type": kind, "id": "1"}])["param"] == "input[0].type"
 
 
 @effect("instructions", RESPONSES)
@@ -327,8 +331,9 @@ def chat_template_kwargs(server, endpoint):
     assert other["usage"]["total_tokens"] - plain["usage"]["total_tokens"] == tokens(server, "# sweet\n") - tokens(
         server, ""
     )
-    refused = server.refusal(endpoint, chat_template_kwargs={"taste": "sweet"})
-    assert refused["param"] == "chat_template_kwargs.taste"
+    for bad in ("taste", "messages", "tools", "tokenize"):  # unread, or the server's own
+        refused = server.refusal(endpoint, chat_template_kwargs={bad: "sweet"})
+        assert refused["param"] == f"chat_template_kwargs.{bad}"
 
 
 @effect("reasoning_effort", CHAT)
@@ -349,7 +354,8 @@ def temperature(server, endpoint):
     assert server.text(endpoint, temperature=0) == greedy
     assert len({server.text(endpoint, temperature=2) for _ in range(3)}) > 1
     assert server.refusal(endpoint, temperature=3)["param"] == "temperature"
-    assert server.refusal(endpoint, temperature="hot")["param"] == "temperature"
+    for bad in ("hot", True, 10**400):
+        assert server.refusal(endpoint, temperature=bad)["param"] == "temperature"
 
 
 def narrowed(name: str, narrow: float, wide: float, bad: float):
@@ -365,6 +371,11 @@ def narrowed(name: str, narrow: float, wide: float, bad: float):
 narrowed("top_p", 1e-6, 0.999, 1.5)
 narrowed("top_k", 1, 0, -2)
 narrowed("min_p", 1.0, 0.001, -1)
+
+
+def test_a_top_k_beyond_all_integers_is_off(server):
+    named = {"temperature": 1.5, "seed": 3}
+    assert server.text(CHAT, top_k=10**30, **named) == server.text(CHAT, top_k=0, **named)
 
 
 @effect("seed")
@@ -475,6 +486,36 @@ def generation_config(server, endpoint):
     assert server.refusal(endpoint, generation_config="{")["param"] == "generation_config"
 
 
+def test_what_a_generation_config_holds_is_honoured_or_refused_by_name(server):
+    for bad in (
+        {"temperature": 0.7},  # the request has 0
+        {"eos_token_id": "x"},
+        {"max_new_tokens": -5},
+        {"max_new_tokens": 5},  # the request has max_tokens
+        {"repetition_penalty": 3.0},  # and repetition_penalty
+        {"do_sample": True},  # and temperature 0
+    ):
+        refused = server.refusal(COMPLETIONS, generation_config=json.dumps(bad), repetition_penalty=2)
+        assert refused["param"] == f"generation_config.{list(bad)[-1]}", refused
+    for bad in ({"do_sample": True, "temperature": -1}, {"temperature": 0.7}):  # which is nothing without do_sample
+        refused = server.refusal(COMPLETIONS, temperature=..., generation_config=json.dumps(bad))
+        assert refused["param"] == "generation_config.temperature"
+    for bad in ({"stop_strings": 5}, {"sequence_bias": 5}, {"watermarking_config": {}}):
+        for stream in (False, True):
+            refused = server.refusal(COMPLETIONS, generation_config=json.dumps(bad), stream=stream)
+            assert refused["param"].startswith("generation_config")
+    given = json.dumps({"max_new_tokens": 8, "do_sample": False})
+    assert server.text(COMPLETIONS, generation_config=given) == server.text(COMPLETIONS)
+
+
+@pytest.mark.parametrize("endpoint", fields.ENDPOINTS, ids=row_id)
+def test_a_stream_is_refused_with_a_status_as_well(endpoint, server):
+    for named in ({LENGTH[endpoint]: 4000}, {"top_p": 7}):
+        assert server.refusal(endpoint, stream=True, **named)["param"] == next(iter(named))
+    refused = server.refusal(endpoint, stream=True, generation_config='{"bad_words_ids": 5}')
+    assert refused["param"].startswith("generation_config")
+
+
 @effect("max_tokens", CHAT, COMPLETIONS)
 @effect("max_completion_tokens", CHAT)
 def length(server, endpoint, names=("max_tokens", "max_completion_tokens")):
@@ -538,6 +579,9 @@ def prediction(server, endpoint):
     parts = {"type": "content", "content": [{"type": "text", "text": text}]}
     assert server.text(endpoint, max_tokens=48, temperature=2, seed=11, prediction=parts) == text
     assert server.refusal(endpoint, prediction={"type": "file", "content": "x"})["param"] == "prediction.type"
+    for part in ({"type": "text"}, {"type": "text", "text": 5}):
+        refused = server.refusal(endpoint, prediction={"type": "content", "content": [part]})
+        assert refused["param"] == "prediction.content[0].text"
 
 
 @effect("stream")
@@ -620,6 +664,7 @@ def logprobs_of_responses(server, endpoint):
     assert list(chain.from_iterable(parts)) == found == events[-1]["response"]["output"][0]["content"][0]["logprobs"]
     assert server.refusal(endpoint, top_logprobs=2)["param"] == "top_logprobs"
     assert server.refusal(endpoint, include=["reasoning.encrypted_content"])["param"] == "include"
+    assert not server.got(endpoint, include=[])["output"][0]["content"][0].get("logprobs")
 
 
 @effect("echo", COMPLETIONS)
@@ -725,6 +770,13 @@ def test_the_fields_of_a_message_are_named_where_they_would_be_dropped(server):
     described = {"type": "json_schema", "json_schema": {"name": "one", "description": "x", "schema": SCHEMA}}
     refused = server.refusal(CHAT, response_format=described)
     assert refused["param"] == "response_format.json_schema.description"
+    named = {"role": "user", "content": PROMPT, "name": "ann"}  # which the template does not show
+    assert server.refusal(CHAT, messages=[named])["param"] == "messages[0].name"
+    assert server.refusal(RESPONSES, input=[named])["param"] == "input[0].name"
+    loose = {"type": "json_object", "schema": SCHEMA}
+    assert server.refusal(CHAT, response_format=loose)["param"] == "response_format.schema"
+    assert server.refusal(RESPONSES, text={"format": loose})["param"] == "text.format.schema"
+    assert server.refusal(CHAT, tools=[{**TOOLS[0], "cached": 1}])["param"] == "tools[0].cached"
     strict = [{"type": "function", "function": {**TOOL, "strict": True}}]
     assert server.refusal(CHAT, tools=strict)["param"] == "tools[0].function.strict"
 

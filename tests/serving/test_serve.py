@@ -261,8 +261,8 @@ def test_bad_requests_are_refused_by_name(options, named, client, openai):
     assert 400 <= refused.value.status_code < 500
 
 
-def test_a_refusal_in_a_stream_is_an_event(client, openai):
-    with pytest.raises(openai.APIError, match="positions"):
+def test_a_stream_is_refused_with_a_status(client, openai):
+    with pytest.raises(openai.BadRequestError, match="positions"):
         streamed(client.completions.create(prompt=PROMPT, max_tokens=4000, stream=True, **GREEDY))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 from ..model import properties
 from ..validate.options import CONFIG_FIELDS
 from ..validate.options import HONOURED as IN_CONFIG
-from .checks import Refused, is_whole
+from .checks import Refused, is_whole, wrong
 from .processors import Grammar, Penalties
 
 LENGTH = 1024
@@ -39,6 +40,7 @@ class Asked:
         penalties: of frequency and presence.
         grammar: a compiled one, or ``None``.
         reference: tokens that the texts may repeat, or ``None``.
+        named: what ``generation_config`` names: what ``generate`` then refuses is its.
         ends: tokens that end a text.
         forced: the function that a text calls; ``""``: one that it names; ``None``: it is no forced call.
     """
@@ -52,6 +54,7 @@ class Asked:
     penalties: tuple[float, float] = (0.0, 0.0)
     grammar: Any = None
     reference: list[int] | None = None
+    named: tuple[str, ...] = ()
     ends: list[int] = field(default_factory=list)
     forced: str | None = None
 
@@ -92,36 +95,43 @@ def asked_of(body: Mapping[str, Any], model: PreTrainedModel, source: str) -> As
     named = _arguments(body["generation_config"]) if "generation_config" in body else {}
     for name, value in named.items():
         setattr(config, name, value)
-    _sampling(config, body, named)
+    vocabulary = properties.vocabulary(model)
+    _sampling(config, body, named, vocabulary)
     if "repetition_penalty" in body:
         config.repetition_penalty = float(body["repetition_penalty"])
     if body.get("logit_bias"):
-        vocabulary = properties.vocabulary(model)
         if beyond := [token for token in body["logit_bias"] if int(token) >= vocabulary]:
             raise Refused("logit_bias", f"the model's {vocabulary} tokens have no {', '.join(beyond)}")
         config.sequence_bias = {(int(token),): float(much) for token, much in body["logit_bias"].items()}
     if body.get("stop"):
         config.stop_strings = [body["stop"]] if isinstance(body["stop"], str) else list(body["stop"])
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    length = _length(config, body, named)
+    for name, value in named.items():
+        unread = name == "temperature" and body.get("temperature", value) != value
+        if unread or getattr(config, name) != value:
+            raise Refused(f"generation_config.{name}", f"{value!r} contradicts another field; give one of them")
+    _check_named(named, bool(config.do_sample))
     return Asked(
         config,
-        _length(config, body, named),
+        length,
         source,
         getattr(model.config, "max_position_embeddings", None),
         seed=body.get("seed"),
+        named=tuple(named),
         penalties=(float(body.get("frequency_penalty", 0)), float(body.get("presence_penalty", 0))),
         ends=[int(end) for end in ends if end is not None],
     )
 
 
-def _sampling(config: GenerationConfig, body: Mapping[str, Any], named: Mapping[str, Any]) -> None:
+def _sampling(config: GenerationConfig, body: Mapping[str, Any], named: Mapping[str, Any], vocabulary: int) -> None:
     if body.get("temperature"):
         config.temperature = float(body["temperature"])
     for name in ("top_p", "min_p"):
         if name in body:
             setattr(config, name, float(body[name]))
     if "top_k" in body:
-        config.top_k = max(0, body["top_k"])
+        config.top_k = min(max(0, body["top_k"]), vocabulary)  # which may be beyond C++'s integers
     if "temperature" in body:
         config.do_sample = body["temperature"] != 0
     elif any(name in body for name in ("top_p", "top_k", "min_p")) and "do_sample" not in named:
@@ -163,6 +173,29 @@ def _arguments(given: str) -> dict[str, Any]:
         elif value is not None and value not in neutral and value != defaults.get(name) and name not in _BOOKKEEPING:
             raise Refused(f"generation_config.{name}", f"not served: {why or 'it does nothing here'}; leave it out")
     return found
+
+
+def _check_named(named: Mapping[str, Any], samples: bool) -> None:
+    """Have transformers judge what ``generation_config`` names: it warns of what it leaves out, and goes on.
+
+    Raises:
+        Refused: out of bounds, of another type, or without an effect.
+    """
+    for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
+        ids = named.get(name) if isinstance(named.get(name), list) else [named.get(name)]
+        if not all(token is None or is_whole(token) for token in ids):
+            raise wrong(f"generation_config.{name}", "token ids", named[name])
+    try:
+        GenerationConfig(**{**named, "do_sample": samples}).validate(strict=True)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise refused_config(named, error) from error
+
+
+def refused_config(named: Iterable[str], error: Exception) -> Refused:
+    """The refusal of what ``generation_config`` names, by the argument that transformers' error speaks of."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    at = next((f".{name}" for name in named if re.search(rf"\b{name}\b", message)), "")
+    return Refused(f"generation_config{at}", message)
 
 
 def token_ids(given: list[Any], name: str, vocabulary: int) -> list[int]:

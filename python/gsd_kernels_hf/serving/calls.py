@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import secrets
 import threading
@@ -16,11 +17,15 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokeni
 from transformers.cli.serving.utils import response_events_to_chunks
 
 from ..api import Patch
-from .asked import Asked
+from .asked import Asked, refused_config
+from .checks import Refused
 from .logprobs import Entry, Recorder
 from .tools import forced_calls
 
 log = logging.getLogger(__name__)
+
+_BAD = (TypeError, ValueError, KeyError, AttributeError, OverflowError)
+"""What transformers raises for values that it cannot use."""
 
 
 class ClientGoneError(Exception):
@@ -43,6 +48,7 @@ class Call:
         written: the tokens of every piece of a stream that is text, for ``/v1/responses``; of a whole text all at once.
         statistics: of the decoding, plain data.
         ids: its tokens.
+        begun: done with the text's first token or with an error in its place; until then a stream can be refused.
         finish: ``"stop"``, or ``"length"`` for a text that was cut.
         since: when the request came, by ``time.perf_counter``.
     """
@@ -54,6 +60,7 @@ class Call:
     written: list[list[Entry]] = field(default_factory=list)
     statistics: dict[str, Any] | None = None
     ids: list[int] = field(default_factory=list)
+    begun: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
     finish: str | None = None
     since: float = field(default_factory=time.perf_counter)
 
@@ -168,12 +175,16 @@ class Listener:
 
     def __init__(self, call: Call, stopping: threading.Event, inner: Any = None) -> None:
         self.call, self.stopping, self.inner = call, stopping, inner
+        self.prompt = True  # comes first
 
     def put(self, value: Tensor) -> None:
         if self.call.gone.is_set():
             raise ClientGoneError
         if self.stopping.is_set():
             raise StoppingError("the server is stopping")
+        if not self.prompt and not self.call.begun.done():
+            self.call.begun.set_result(None)
+        self.prompt = False
         if self.inner is not None:
             self.inner.put(value)
 
@@ -223,7 +234,14 @@ class Decoding:
                 "the client went away" if call.gone.is_set() else " ".join(str(error).split()) or type(error).__name__
             )
             log.warning("%s ended after %.2f s: %s", self.name, time.perf_counter() - begun, reason)
-            raise
+            if call.begun.done():
+                raise
+            if call.asked.named and isinstance(error, _BAD) and not isinstance(error, Refused):
+                error = refused_config(call.asked.named, error)
+            call.begun.set_exception(error)
+            raise error
+        if not call.begun.done():  # it has no token
+            call.begun.set_result(None)
         call.ids = output[0, prompt:].tolist()
         call.finish = self._finish(config, tokenizer)
         self._count(prompt, queued=begun - call.since)

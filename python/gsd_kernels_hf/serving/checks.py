@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -66,7 +66,7 @@ def number(least: float, most: float | None = None, *, beyond: bool = False) -> 
     bounds = f"a number {low}" if most is None else f"a number {low.removesuffix(' or more')} to {most:g}"
 
     def check(name: str, value: Any) -> None:
-        good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
         if not good or value < least or (beyond and value == least) or (most is not None and value > most):
             raise wrong(name, bounds, value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Mapping
@@ -15,7 +16,11 @@ from .checks import Refused, entries, wrong
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """What a request calls a speaker, and what templates call it."""
 
+_TAKEN = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
+"""Variables of chat templates, and arguments of the function, that the server sets."""
+
 PARTS = ("text", "input_text", "output_text")
+_OF_INPUT = ("role", "content", "type", "id", "status")
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "type", "id", "status")
 
 
@@ -30,8 +35,8 @@ def messages_of(given: Any, name: str = "messages") -> list[dict[str, Any]]:
     return [_message(f"{name}[{i}]", message) for i, message in enumerate(given)]
 
 
-def _message(name: str, given: Any) -> dict[str, Any]:
-    message = entries(name, given, _KEYS, "role")
+def _message(name: str, given: Any, keys: tuple[str, ...] = _KEYS) -> dict[str, Any]:
+    message = entries(name, given, keys, "role")
     checks.one_of(*ROLES)(f"{name}.role", message["role"])
     found = {"role": ROLES[message["role"]], "content": _text(f"{name}.content", message.get("content", ""))}
     found |= {key: message[key] for key in ("name", "tool_call_id", "reasoning_content") if key in message}
@@ -87,16 +92,19 @@ def check_input(given: Any) -> None:
         return
     needed = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id", "output")}
     for i, item in enumerate(given):
-        kind = item.get("type", "message")
+        kind = str(item.get("type", "message"))
         if kind == "message":
-            _message(f"input[{i}]", item)
+            _message(f"input[{i}]", item, _OF_INPUT)
         elif kind in needed:
             known = (*needed[kind], "type", "id", "status")
             found = entries(f"input[{i}]", item, known, *needed[kind])
             if kind == "function_call":
                 _call(f"input[{i}]", {"function": found})
         elif kind == "reasoning":
-            entries(f"input[{i}]", item, ("type", "id", "content", "status"))
+            content = entries(f"input[{i}]", item, ("type", "id", "content", "status")).get("content", [])
+            for part in content if isinstance(content, list) else [content]:
+                place = f"input[{i}].content"
+                checks.text(f"{place}.text", entries(place, part, ("type", "text"), "text")["text"])
         else:
             raise Refused(
                 f"input[{i}].type", f"not served: {kind!r}; messages, calls of functions and their results are"
@@ -111,6 +119,8 @@ def template_arguments(body: Mapping[str, Any], tokenizer: PreTrainedTokenizerBa
     """
     found = dict(entries("chat_template_kwargs", given, given)) if (given := body.get("chat_template_kwargs")) else {}
     named = {name: f"chat_template_kwargs.{name}" for name in found}
+    if taken := [name for name in found if name in _TAKEN]:
+        raise Refused(named[taken[0]], "no variable that is the request's to set; leave it out")
     if "reasoning_effort" in body:
         found["reasoning_effort"], named["reasoning_effort"] = body["reasoning_effort"], "reasoning_effort"
     if effort := body.get("reasoning", {}).get("effort"):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
+from . import checks
 from .checks import Refused, entries, wrong
 
 
@@ -101,16 +102,19 @@ def schema_of(given: Any, field: str) -> Any:
         Refused: another format, or one without a schema.
     """
     kind = given.get("type") if isinstance(given, Mapping) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"type": "object"}
-    if kind != "json_schema":
+    if kind not in ("text", "json_object", "json_schema"):
         raise Refused(f"{field}.type", f"expected 'text', 'json_object' or 'json_schema', got {kind!r}")
+    if kind != "json_schema":
+        entries(field, given, ("type",))
+        return None if kind == "text" else {"type": "object"}
     at = field
     if "json_schema" in given:
+        entries(field, given, ("type", "json_schema"))
         at, given = f"{field}.json_schema", given["json_schema"]
-    schema = entries(at, given, ("type", "name", "schema", "strict"), "schema")["schema"]
+    found = entries(at, given, ("type", "name", "schema", "strict"), "schema")
+    checks.text(f"{at}.name", found.get("name", ""))
+    checks.flag(f"{at}.strict", found.get("strict", True))
+    schema = found["schema"]
     if not isinstance(schema, (Mapping, bool)):
         raise wrong(f"{at}.schema", "a JSON schema", schema)
     return schema

@@ -60,6 +60,7 @@ class Responses(ResponseHandler):
         if inner["stream"]:
             response = await super().handle_request(inner, request_id)
             assert isinstance(response, StreamingResponse)
+            await self.service.first_token(call)
             response.body_iterator = _events(response.body_iterator, told)
             return response
         async with self.service.connected(call.gone):
@@ -69,7 +70,7 @@ class Responses(ResponseHandler):
     def _asked(self, body: dict[str, Any], tools: list[dict[str, Any]], forced: str | None) -> Asked:
         asked = asked_of(body, self.service.model, "input")
         asked.forced = forced
-        if "include" in body:
+        if body.get("include"):
             asked.top = body.get("top_logprobs", 0)
         elif body.get("top_logprobs"):
             raise Refused("top_logprobs", 'needs include: ["message.output_text.logprobs"]')
@@ -88,10 +89,13 @@ class Responses(ResponseHandler):
     def _build_generation_config(self, *_: Any, **__: Any) -> GenerationConfig:
         return call_of.get().asked.config  # fitted to the prompt once that is known
 
-    @staticmethod
-    def get_processor_inputs_from_messages(messages: list[dict[str, Any]], *_: Any) -> list[dict[str, Any]]:
+    def get_processor_inputs_from_messages(  # type: ignore[override]
+        self, messages: list[dict[str, Any]], *_: Any
+    ) -> list[dict[str, Any]]:
         """Messages for the template; nothing in them is left out."""
-        return messages_of(messages, "input")
+        found = messages_of(messages, "input")
+        self.service.check_shown(found, "input")
+        return found
 
 
 def _items(given: Any, instructions: str | None) -> Any:

@@ -125,7 +125,7 @@ def make_app(name: str, handle: Patch, tokenizer: PreTrainedTokenizerBase, *, sp
     app = build_server(**{part: value for part, value in parts.items() if part in wanted})
     app.router.routes[:] = [route for route in app.router.routes if route.path in ROUTES]
     app.add_middleware(_Connection)
-    for error in (HTTPException, *ERRORS):
+    for error in (HTTPException, *ERRORS, Exception):
         app.add_exception_handler(error, _refused)
     app.add_exception_handler(RequestValidationError, _no_object)
     app.state.queue, app.state.stopping = service.queue, stopping

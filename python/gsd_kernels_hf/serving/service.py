@@ -156,6 +156,7 @@ class Service:
         Raises:
             Refused: the template does not take it.
         """
+        self.check_shown(messages, "messages")
         try:
             found = self.tokenizer.apply_chat_template(
                 messages, tools=tools or None, add_generation_prompt=True, tokenize=True, return_dict=True, **arguments
@@ -164,17 +165,28 @@ class Service:
             raise Refused("messages", f"the chat template: {' '.join(str(error).split())}") from error
         return list(found["input_ids"])
 
+    def check_shown(self, messages: list[dict[str, Any]], field: str) -> None:
+        """Refuse what the chat template leaves out of messages: names of speakers, calls."""
+
+        def shown(given: list[dict[str, Any]]) -> Any:
+            try:
+                return self.tokenizer.apply_chat_template(given, tokenize=False)
+            except (TemplateError, ValueError, TypeError, KeyError):
+                return given
+
+        for i, message in enumerate(messages):
+            for key in ("tool_calls",) if message["role"] == "tool" else ("tool_calls", "name"):
+                without = {name: value for name, value in message.items() if name != key}
+                if message.get(key) and shown(messages) == shown([*messages[:i], without, *messages[i + 1 :]]):
+                    reason = "this model's chat template does not show it; leave it out"
+                    raise Refused(f"{field}[{i}].{key}", reason)
+
     async def decode(self, call: Call, ids: list[int], name: str, writer: Writer) -> None:
         """Wait for a text, which goes to ``writer``."""
         await self.queue.async_submit(self._generate, call, ids, name, writer)
 
-    async def pieces_of(self, call: Call, ids: list[int], name: str, writer: Writer) -> AsyncIterator[Piece]:
-        """The pieces of a text, as it is decoded.
-
-        Raises:
-            TypeError, ValueError: the request cannot be served.
-            StoppingError: the server stops.
-        """
+    def begin(self, call: Call, ids: list[int], name: str, writer: Writer) -> asyncio.Queue[Piece | Exception | None]:
+        """Have a text decoded, whose pieces :meth:`pieces_of` takes from this queue."""
         loop = asyncio.get_running_loop()
         waiting: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
 
@@ -190,6 +202,21 @@ class Service:
 
         writer.begin(send)
         self.queue.submit(run)
+        return waiting
+
+    async def first_token(self, call: Call) -> None:
+        """Wait for it.
+
+        Raises:
+            TypeError, ValueError: the request cannot be served.
+            ClientGoneError, StoppingError: nobody waits for the text.
+        """
+        async with self.connected(call.gone):
+            await asyncio.shield(asyncio.wrap_future(call.begun))
+
+    @staticmethod
+    async def pieces_of(waiting: asyncio.Queue[Piece | Exception | None]) -> AsyncIterator[Piece]:
+        """The pieces of a text, as it is decoded; its error is raised."""
         while (found := await waiting.get()) is not None:
             if isinstance(found, Exception):
                 raise found

@@ -15,7 +15,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall, build_respon
 
 from . import fields
 from .asked import Asked, asked_of, token_ids
-from .calls import Call, Writer
+from .calls import Call, Piece, Writer
 from .checks import Refused, entries, one_of, text, wrong
 from .logprobs import Entry
 from .messages import messages_of, template_arguments
@@ -128,7 +128,9 @@ class Texts:
         order = self.read(kept, request_id)
         head = {"id": request_id, "created": order.since, "model": self.service.name}
         if order.stream:
-            events = self._events(order, {**head, "object": self.part})
+            first = self._begin(order, 0)
+            await self.service.first_token(order.texts[0][1])
+            events = self._events(order, {**head, "object": self.part}, first)
             return StreamingResponse(events, media_type="text/event-stream")
         choices = []
         async with self.service.connected(order.gone):
@@ -139,8 +141,16 @@ class Texts:
         told = {**order.counted(), **order.told()}
         return JSONResponse({**head, "object": self.whole, "choices": choices, **told})
 
-    async def _events(self, order: Order, head: dict[str, Any]) -> AsyncIterator[str]:
-        """The events of a stream, a text after another."""
+    def _begin(self, order: Order, index: int) -> asyncio.Queue[Piece | Exception | None]:
+        """Have a text of a stream decoded."""
+        prompt, call = order.texts[index]
+        writer = Writer(call, self.service.tokenizer, self.parser(order, prompt))
+        return self.service.begin(call, prompt.ids, self._name(order, index), writer)
+
+    async def _events(
+        self, order: Order, head: dict[str, Any], first: asyncio.Queue[Piece | Exception | None]
+    ) -> AsyncIterator[str]:
+        """The events of a stream, a text after another; ``first`` is being decoded already."""
         try:
             for index, (prompt, call) in enumerate(order.texts):
 
@@ -150,8 +160,7 @@ class Texts:
                 if (begun := self.first(order, prompt)) is not None:
                     yield event({**begun, "finish_reason": None})
                 sofar = Sofar(prompt.shown.encode())
-                writer = Writer(call, self.service.tokenizer, self.parser(order, prompt))
-                async for piece in self.service.pieces_of(call, prompt.ids, self._name(order, index), writer):
+                async for piece in self.service.pieces_of(self._begin(order, index) if index else first):
                     delta = self.delta(piece.value, piece.entries, sofar, order)
                     yield event({**delta, "finish_reason": None})
                     sofar.calls += isinstance(piece.value, ToolCall)
@@ -262,7 +271,10 @@ class Chat(Texts):
         if not isinstance(parts, list):
             raise wrong("prediction.content", "a string or a list of text parts", content)
         for i, part in enumerate(parts):
-            one_of("text")(f"prediction.content[{i}].type", entries(f"prediction.content[{i}]", part, part)["type"])
+            place = f"prediction.content[{i}]"
+            known = entries(place, part, ("type", "text"), "type", "text")
+            one_of("text")(f"{place}.type", known["type"])
+            text(f"{place}.text", known["text"])
         whole = "".join(part["text"] for part in parts)
         return list(self.service.tokenizer(whole, add_special_tokens=False)["input_ids"])
 

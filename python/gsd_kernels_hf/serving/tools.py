@@ -70,9 +70,13 @@ def tools_of(given: Any, tokenizer: PreTrainedTokenizerBase, *, forced: bool = F
         if not isinstance(tool, Mapping) or tool.get("type") != "function":
             kind = tool.get("type") if isinstance(tool, Mapping) else tool
             raise Refused(f"{name}.type", f"not served: {kind!r}; only 'function' is")
-        inner = tool.get("function") or {key: value for key, value in tool.items() if key != "type"}
+        if "function" in tool:
+            inner = entries(name, tool, ("type", "function"), "function")["function"]
+        else:
+            inner = {key: value for key, value in tool.items() if key != "type"}
         function = entries(f"{name}.function", inner, ("name", "description", "parameters", "strict"), "name")
         checks.text(f"{name}.function.name", function["name"])
+        checks.an_object(f"{name}.function.parameters", function.get("parameters", {}))
         if function.pop("strict", False) and not forced:
             raise Refused(f"{name}.function.strict", 'not held to where tool_choice is "auto"; leave it out')
         tools.append({"type": "function", "function": function})
