@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+try:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import gsd_kernels
-from gsd_kernels_hf import demo
+    import gsd_kernels
+    from gsd_kernels_hf import demo
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is missing; in this repository's folder: pip install .") from None
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--model")

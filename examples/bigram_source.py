@@ -9,12 +9,15 @@ from __future__ import annotations
 import argparse
 import math
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+try:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import gsd_kernels
-from gsd_kernels import DraftSource, Level, Proposal, Verified
-from gsd_kernels_hf import demo
+    import gsd_kernels
+    from gsd_kernels import DraftSource, Level, Proposal, Verified
+    from gsd_kernels_hf import demo
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is missing; in this repository's folder: pip install .") from None
 
 
 class Bigram(DraftSource):

@@ -12,10 +12,13 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+try:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-import gsd_kernels
-from gsd_kernels_hf import demo
+    import gsd_kernels
+    from gsd_kernels_hf import demo
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is missing; in this repository's folder: pip install .") from None
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--model")

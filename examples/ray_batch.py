@@ -7,7 +7,9 @@ python examples/ray_batch.py … --address auto                  on the machines
 Every line of the input is an object with "prompt", every line of the output one with "row" (the input's line, from 0),
 "prompt", "text", "tokens_per_step" and "process". Rows are written as they are done. Started again, it does the rows
 that the output lacks. An actor that dies is started anew, and its rows are decoded again; a row's text does not depend
-on the actor, sampled text (--temperature) neither, as its seed is --seed plus its row. Needs pip install "ray[data]".
+on the actor, sampled text (--temperature) neither, as its seed is --seed plus its row.
+
+Needs pip install 'gsd-kernels[ray]'.
 """
 
 from __future__ import annotations
@@ -97,7 +99,10 @@ def rows_done(path: Path) -> set[int]:
 
 def decode(rows: list[Row], options: argparse.Namespace) -> Iterator[Row]:
     """The rows with their texts, as they are done."""
-    import ray
+    try:
+        import ray.data
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{error.name} is missing: pip install 'gsd-kernels[ray]', or 'ray[data]' alone") from None
 
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     ray.init(options.address, include_dashboard=False, log_to_driver=False, logging_level="warning")
@@ -131,6 +136,10 @@ def main() -> None:
     parser.add_argument("--address", default="local", help="auto: the cluster that this machine belongs to")
     options = parser.parse_args()
 
+    try:
+        import gsd_kernels_hf  # noqa: F401, before the first process is started
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{error.name} is missing; in this repository's folder: pip install '.[ray]'") from None
     rows = read_prompts(options.prompts)
     done = rows_done(options.texts) if options.texts else set()
     missing = [row for row in rows if row["row"] not in done]

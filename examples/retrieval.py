@@ -5,7 +5,7 @@ python examples/retrieval.py --model DIR_OR_ID --draft DIR_OR_ID --documents FIL
 
 Text is generated in intervals; before each, the last words are a query, and the best passage stands before the text. A
 cache of passages seen guesses it. After some intervals the retriever, BM25 over a store on disk, gets their queries at
-once; text after a wrong guess is rolled back. Needs pip install bm25s.
+once; text after a wrong guess is rolled back. Needs pip install 'gsd-kernels[retrieval]'.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import bm25s
+try:
+    import bm25s
+except ModuleNotFoundError:
+    raise SystemExit("bm25s is missing: pip install 'gsd-kernels[retrieval]', or bm25s alone") from None
 
 WORD = r"(?u)[A-Za-z]\w+"
 K1, B = 1.5, 0.75  # of BM25
@@ -224,10 +227,13 @@ def main() -> None:
     parser.add_argument("prompt", nargs="?", default="class PriorityQueue(Queue):\n    def _put(self, item):\n")
     options = parser.parse_args()
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    import gsd_kernels
-    from gsd_kernels_hf import demo
+        import gsd_kernels
+        from gsd_kernels_hf import demo
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{error.name} is missing; in this repository's folder: pip install .") from None
 
     if options.model:
         tokenizer = AutoTokenizer.from_pretrained(options.model)

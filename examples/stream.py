@@ -9,10 +9,13 @@ from __future__ import annotations
 import argparse
 from threading import Thread
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
+try:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
-import gsd_kernels
-from gsd_kernels_hf import demo
+    import gsd_kernels
+    from gsd_kernels_hf import demo
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is missing; in this repository's folder: pip install .") from None
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--model")

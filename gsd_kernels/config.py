@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+
+from .names import fields_named, unknown
 
 MAX_NODES = 1024
 """Largest node capacity of one token graph (the kernels keep a whole graph on chip)."""
@@ -19,7 +21,11 @@ MAX_BRANCH = 32
 
 PRESETS = ("chain", "tree", "graph")
 
+AUTO = "auto"
+"""As ``graph_config``: a policy chooses the shape of every step."""
 
+
+@fields_named("graph_config: unknown field")
 @dataclass(frozen=True)
 class GraphConfig:
     """Budgets and rules of one speculative step. Immutable; see :meth:`preset` for the named ones.
@@ -85,22 +91,23 @@ class GraphConfig:
         ``chain`` is ordinary speculative decoding, ``tree`` the best dynamic token tree, ``graph`` the same tree
         with recurring sequences merged: baselines and method run through the same code.
         """
+        if name not in PRESETS:
+            raise ValueError(_no_preset(name))
+        base: dict[str, object] = {}
         if name == "chain":
-            depth = changes.get("depth", 5)
-            base = {"depth": depth, "width": 1, "branch": 1, "max_rows": int(depth) + 1, "merge_context": -1}
+            depth = changes.get("depth", cls.depth)
+            _check_int("depth", depth, 0, 64)
+            base = {"depth": depth, "width": 1, "branch": 1, "max_rows": depth + 1, "merge_context": -1}  # type: ignore[operator]
         elif name == "tree":
             base = {"merge_context": -1}
-        elif name == "graph":
-            base = {}
-        else:
-            raise ValueError(f"graph_config: unknown preset {name!r}; expected one of {', '.join(PRESETS)}")
-        unknown = set(changes) - {f.name for f in fields(cls)}
-        if unknown:
-            raise TypeError(f"graph_config: unknown field {sorted(unknown)[0]!r}")
         return cls(**{**base, **changes})  # type: ignore[arg-type]
 
     def replace(self, **changes: object) -> GraphConfig:
-        """A copy with the given fields changed; ``max_path`` is derived anew unless given."""
+        """A copy with the given fields changed; ``max_path`` is derived anew unless given.
+
+        Raises:
+            TypeError, ValueError: as for the class.
+        """
         return replace(self, **{"max_path": None, **changes})  # type: ignore[arg-type]
 
     @property
@@ -145,7 +152,11 @@ class GraphConfig:
 
 
 def resolve_graph_config(value: GraphConfig | str | None) -> GraphConfig:
-    """``None`` (the default preset), a preset's name, or a :class:`GraphConfig` → :class:`GraphConfig`."""
+    """``None`` (the default preset), a preset's name, or a :class:`GraphConfig` → :class:`GraphConfig`.
+
+    Raises:
+        TypeError, ValueError: something else; the error names ``"auto"`` too, which callers take before.
+    """
     if value is None:
         return GraphConfig.preset("graph")
     if isinstance(value, GraphConfig):
@@ -153,9 +164,18 @@ def resolve_graph_config(value: GraphConfig | str | None) -> GraphConfig:
     if isinstance(value, str):
         return GraphConfig.preset(value)
     raise TypeError(
-        f"graph_config: expected a GraphConfig, a preset name ({', '.join(PRESETS)}) or None, "
+        f"graph_config: expected a GraphConfig, a name ({', '.join((AUTO, *PRESETS))}) or None, "
         f"got {type(value).__name__}"
     )
+
+
+def _no_preset(name: object) -> str:
+    if name == AUTO:
+        return (
+            f'graph_config: "{AUTO}" is no shape of its own and has no fields; pass it alone, or fields with '
+            f"{', '.join(PRESETS)}"
+        )
+    return unknown("graph_config: unknown name", name, (AUTO, *PRESETS))
 
 
 def _log(x: float) -> float:

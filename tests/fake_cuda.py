@@ -107,6 +107,8 @@ class FakeStream:
     def synchronize(self) -> None:
         if self in self.cuda.capturing:
             raise RuntimeError("operation not permitted when stream is capturing")
+        if self.cuda.lost:
+            raise RuntimeError(self.cuda.lost)
         self.cuda.counts["waits"] += 1
 
 
@@ -216,12 +218,16 @@ class FakeCuda:
         counts: ``captures``, ``replays``, and ``waits`` of the host for an event or stream.
         log: replays and waits of streams, in order.
         pools: the memory pool of every capture.
+        held: storage that was freed while a stream used it, and the stream.
+        lost: what a GPU that failed for good answers; empty: it works.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.log: list[tuple[Any, ...]] = []
         self.pools: list[Any] = []
+        self.held: list[tuple[int, FakeStream]] = []
+        self.lost = ""
         self.capturing: dict[FakeStream, FakeGraph] = {}  # of all threads
         self.in_capture = lambda: None
         self._threads = threading.local()
@@ -275,6 +281,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "device": lambda device: Restored(cuda.current, "device", torch.device(device)),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: cuda.held.append((tensor.data_ptr(), stream)))
     monkeypatch.setattr(replay, "is_gpu", lambda device: True)
     monkeypatch.setattr(replay, "_lanes", {})
     monkeypatch.setattr(session.Session, "__init__", static)

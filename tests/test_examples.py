@@ -38,3 +38,23 @@ def test_example(example, whose, own_pair, monkeypatch, tmp_path, capsys):
         assert "the same tokens: True" in printed
     if example.stem == "chat":
         assert printed.count("tokens per step]") == 2
+
+
+NEEDS = {"retrieval": ("bm25s", "[retrieval]"), "ray_batch": ("ray", "[ray]")}
+ALL = sorted(Path(__file__).parents[1].joinpath("examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("example", ALL, ids=lambda path: path.stem)
+@pytest.mark.parametrize("missing", ["gsd_kernels_hf", "its own"])
+def test_a_missing_package_is_named_with_the_line_of_pip(example, missing, monkeypatch, capsys):
+    name, extra = NEEDS.get(example.stem, ("transformers", "pip install ."))
+    if missing == "gsd_kernels_hf":
+        if example.stem == "retrieval":
+            pytest.importorskip("bm25s", reason="needs the extra [retrieval]")
+        name, extra = "gsd_kernels_hf", "pip install"
+    for module in [name, *(m for m in sys.modules if m.startswith(f"{name}."))]:
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(sys, "argv", [str(example)])
+    with pytest.raises(SystemExit) as leave:
+        runpy.run_path(str(example), run_name="__main__")
+    assert str(leave.value).startswith(name) and "is missing" in str(leave.value) and extra in str(leave.value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gsd_kernels_hf.files import write_file, write_folder, write_text
+from gsd_kernels_hf.files import decode_utf8, open_saved, read_utf8, write_file, write_folder, write_text
 
 
 def interrupted(partial):
@@ -32,3 +32,29 @@ def test_a_folder_is_whole_or_absent(tmp_path):
         assert list(partial.iterdir()) == [], "what the interrupted one left is gone"
         (partial / "state").write_text("whole")
     assert (folder / "state").read_text() == "whole"
+
+
+def test_a_file_that_is_read_is_named_with_its_option(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_bytes("\ufeffö\r\n".encode())
+    assert read_utf8(file, "text") == "ö\r\n"
+    with pytest.raises(ValueError, match=r"^text: .* is a folder"):
+        read_utf8(tmp_path, "text")
+    with pytest.raises(ValueError, match=r"^text: .* lies in a file"):
+        read_utf8(file / "inside", "text")
+    with pytest.raises(FileNotFoundError, match=r"^text: no such file: "):
+        read_utf8(tmp_path / "none", "text")
+    with pytest.raises(ValueError, match=r"^text: x is not UTF-8 text \(byte 1: "):
+        decode_utf8(b"a\xff", "text", "x")
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"\xff" * 100, b"def f(): pass\n" * 30, b'{"format": "ours"}' * 9])
+def test_a_users_file_of_another_kind_is_left_to_the_user(content, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_bytes(content)
+    with (
+        pytest.raises(ValueError, match=r"^it: .*mine\.py is damaged or something else: it is not ours$"),
+        open_saved(file, "it", "ours", 1, foreign="is not ours"),
+    ):
+        pass
+    assert file.read_bytes() == content

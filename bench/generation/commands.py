@@ -48,7 +48,7 @@ def generate(
         list[str] | None, typer.Option("--competitors", help="Comma-separated. Default: all but single sources.")
     ] = None,
     peers: Annotated[
-        bool, typer.Option("--peers", help="OpenVINO GenAI and llama.cpp too, where installed: pip's extra [peers].")
+        bool, typer.Option("--peers", help="OpenVINO GenAI and llama.cpp too, where installed: pip's extra \\[peers].")
     ] = False,
     backend: Annotated[str, typer.Option("--backend", help="Of our ops.")] = "auto",
     dtype: DtypeOption = None,

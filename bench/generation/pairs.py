@@ -22,6 +22,7 @@ from gsd_kernels_hf import demo
 from gsd_kernels_hf.console import ranks
 from gsd_kernels_hf.demo.drafters import embedded
 from gsd_kernels_hf.demo.inflate import fitted_heads, inflate, inflated_config
+from gsd_kernels_hf.model.properties import vocabulary
 from gsd_kernels_hf.parallel import check_heads
 from gsd_kernels_hf.training.demo_pair.prompts import copy_prompt
 from gsd_kernels_hf.training.demo_pair.sources import split_sources, stdlib_sources
@@ -124,7 +125,8 @@ def load_pair(
     extras: dict[str, Any] = {}
     if not tensor_parallel:
         heads = DraftHeads.from_pretrained(demo.path() / "heads") if name == "demo" else None
-        drafters = embedded(source, target) if name == "demo" else {}
+        fits = name == "demo" and vocabulary(source) == vocabulary(target)
+        drafters = embedded(source, target) if fits else {}
         extras = {
             "drafters": drafters,
             "heads": heads and fitted_heads(heads, target),

@@ -1,4 +1,4 @@
-"""What this machine has, the CUDA ops built for it, and every Triton kernel compiled."""
+"""What this machine has, and the CUDA ops built for it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,20 @@ from typing import Any
 
 import torch
 
-from gsd_kernels.kernel_report import SHARED_LIMIT, kernel_table
-
 from .stages import STAGES, build_ops, built
 from .work import Work
 
 
 def run(work: Work) -> None:
-    """Points ``needs``, ``ops``, ``backends``, ``kernels``."""
-    work.each(["needs"], lambda _: needs())
+    """Points ``needs``, ``ops``, ``backends``."""
     if not work.rehearse and not built():  # earlier results, another machine
         work.points.pop("ops", None)
+    work.each(["needs"], lambda _: needs())
     work.each(["ops"], lambda _: ops(work))
     if work.rehearse:
         work.skip("kernels on a GPU: whether the backends run there")
     # In a process of its own: which libraries there are is looked up once, when the package is imported.
     work.each(["backends"], lambda _: backends(work))
-    work.each(["kernels"], lambda _: kernels(work))
 
 
 def needs() -> dict[str, Any]:
@@ -84,20 +81,3 @@ def backends(work: Work) -> dict[str, Any]:
 
 
 PROPERTIES = ("name", "major", "minor", "multi_processor_count", "L2_cache_size", "total_memory", "clock_rate")
-
-
-def kernels(work: Work) -> dict[str, Any]:
-    """Registers, spills and shared memory of every Triton kernel for this GPU (for 9.0 in a rehearsal)."""
-    arch = 90 if work.rehearse else known_arch(*torch.cuda.get_device_capability(work.device))
-    begin = time.monotonic()
-    rows = kernel_table([arch])
-    bad = [f"{row['case']} {row['kernel']}" for row in rows if not row["ok"]]
-    if bad:
-        raise RuntimeError(f"spilled or too much shared memory: {', '.join(bad)}")
-    return {"seconds": time.monotonic() - begin, "arch": arch, "rows": rows}
-
-
-def known_arch(major: int, minor: int) -> int:
-    """The newest compute capability whose limits are known that is not above a GPU's."""
-    own = 10 * major + minor
-    return max((arch for arch in SHARED_LIMIT if arch <= own), default=own)

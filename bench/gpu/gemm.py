@@ -16,15 +16,23 @@ from ..lib.shapes import shape_named
 from ..lib.timing import copy_bandwidth, read_bandwidth
 from .work import Work
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
-MODELS = ("llama-3-8b", "llama-2-70b")
+ROWS = (16, 64, 128, 256)
+FEWER = (1, 8, 32, 2, 4)
+MODELS = ("llama-3-8b", "llama-3.2-1b")
+LATER = ("llama-2-70b",)
 
 
 def run(work: Work) -> None:
     """Points ``bandwidth`` and ``MODEL MATRIX M=ROWS``: seconds, and the fraction of the floor that is reached."""
-    models, rows = (("tiny",), (1, 8)) if work.rehearse else (MODELS, ROWS)
+    order = [(MODELS, ROWS), (LATER, ROWS), ((*MODELS, *LATER), FEWER)]
     work.each(["bandwidth"], lambda _: bandwidth(work))
-    names = {f"{m} {matrix} M={r}": (m, matrix, r) for m in models for matrix in matrices(shape_named(m)) for r in rows}
+    names = {
+        f"{model} {matrix} M={count}": (model, matrix, count)
+        for models, rows in ([(("tiny",), (1, 8))] if work.rehearse else order)
+        for model in models
+        for matrix in matrices(shape_named(model))
+        for count in rows
+    }
     if work.is_done("bandwidth"):
         work.each(names, lambda name: product(work, *names[name]))
 

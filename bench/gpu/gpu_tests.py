@@ -20,12 +20,14 @@ from typing import Any
 
 import pytest
 
+from gsd_kernels_hf.model.replay import lost
+
 from .stages import ROOT
 from .work import Work
 
 FILES = (
-    *("tests/ops", "tests/engine/test_captured_step.py", "tests/engine/test_fused_on_gpu.py"),
-    "tests/acceptance/test_criteria.py",
+    *("tests/ops", "tests/engine/test_captured_step.py", "tests/engine/test_captured_on_gpu.py"),
+    *("tests/engine/test_fused_on_gpu.py", "tests/acceptance/test_criteria.py"),
 )
 FILES_WITHOUT_GPU = ("tests/ops/test_kv_ops.py", "tests/engine/test_captured_step.py")  # collected in seconds
 CAPTURED = re.compile(r"captur")
@@ -67,6 +69,7 @@ class Plugin:
         self.work = work
         self.begin = 0.0
         self.left: list[str] = []
+        self.lost: str | None = None  # what the GPU says that failed for good
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -76,9 +79,11 @@ class Plugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        if self.work.left() >= self.work.slowest:
+        if self.lost is None and self.work.left() >= self.work.slowest:
             return None
-        item.session.shouldstop = "out of time; goes on in the next call"
+        item.session.shouldstop = (
+            "out of time; goes on in the next call" if self.lost is None else f"the GPU is unusable: {self.lost}"
+        )
         return True  # nothing else runs it
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -96,6 +101,7 @@ class Plugin:
             record: dict[str, Any] = {"outcome": report.outcome, "seconds": round(seconds, 3)}
             if report.outcome == "failed":
                 record["error"] = str(report.longrepr)[-1500:]
+                self.lost = lost(self.work.device)
             elif report.outcome == "skipped" and isinstance(report.longrepr, tuple):
                 record["reason"] = report.longrepr[2]
             self.left = [name for name in self.left if name != report.nodeid]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,14 +24,29 @@ SETTLED = 3  # replays of a graph before the one that is profiled
 
 @dataclass
 class Captured:
-    """One captured graph."""
+    """One captured graph; ``events``: before and after every replay."""
 
     capture_seconds: float
     nodes: int | None
     replays: int = 0
+    events: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
+
+    def time(self, replay: Callable[[], None]) -> None:
+        """Replay between two events, on a GPU."""
+        if not torch.cuda.is_available():
+            return replay()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        replay()
+        end.record()
+        self.events.append((begin, end))
+        return None
 
     def as_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
+        """Its numbers; ``replay_seconds``: of the device, the median of the replays so far."""
+        seconds = [begin.elapsed_time(end) / 1e3 for begin, end in self.events if end.synchronize() is None]
+        numbers = {name: value for name, value in vars(self).items() if name != "events"}
+        return numbers | {"replay_seconds": statistics.median(seconds) if seconds else None}
 
 
 @dataclass
@@ -100,7 +116,7 @@ def watched() -> Iterator[Watch]:
             self.found = watch.graphs[-1]
 
         def replay(self) -> None:
-            watch.replay(self.found, super().replay)
+            watch.replay(self.found, lambda: self.found.time(super(Watched, self).replay))
 
     torch.cuda.CUDAGraph = Watched  # type: ignore[misc]
     try:

@@ -3,10 +3,14 @@
     python bench/gpu/stages.py [--out DIR] [--former DIR] [--only STAGE]... [--budget SECONDS] [--again] [--list]
     python bench/gpu/stages.py --rehearse                  the same on a CPU with tiny shapes
 
-Every stage is a process that ends within its limit (at most 8 minutes). It leaves two files, STAGE.json (device,
-versions, every measured point, what is left) and STAGE.log. What is measured is not measured again: the same command
-goes on where the last one ended, also on another machine that is given the files of earlier calls (``--former``). A
-call begins no stage for which its seconds (``--budget``) or files (``--files``) do not suffice.
+Every stage is a process that ends within its limit (at most 8 minutes). It leaves a file, STAGE.json (device,
+versions, every measured point, what is left), written after every point; what all of them print is in stages.log. What
+is measured is not measured again: the same command goes on where the last one ended, also on another machine that is
+given the files of earlier calls (``--former``). A call begins no stage for which its seconds (``--budget``) or files
+(``--files``) do not suffice.
+
+The limits of the stages up to ``pair`` fit together in ten minutes on a bare machine, the build counted: whether the
+operator of rows is right, its time by rows and by kernel, cuBLAS beside it, whole captured steps with it.
 
 Only the standard library is imported here, and nothing need be installed: the stages import the packages of this
 checkout. What they need beside it is looked for first.
@@ -33,10 +37,11 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results" / "gpu"
 LONGEST = 480  # seconds that a stage may take
 GRACE = 20  # seconds of them for ending: a stage begins nothing new after the rest
-FILES = 8  # that a call leaves, at most
-FILES_PER_STAGE = 2
-MOST_LOG = 4 << 20  # bytes of a log that are kept
-TAIL = 4000  # characters of it in the record
+FILES = 8  # that a call leaves, at most; the log is one
+LOG = "stages.log"
+MOST_LOG = 4 << 20  # bytes of it that are kept
+TAIL = 4000  # characters of a stage's part in its record
+TEN_MINUTES = 580  # seconds of them that stages may plan with
 
 MODELS = ("torch", "triton", "transformers", "numpy")
 COMMAND_LINE = (*MODELS, "typer", "rich")
@@ -68,12 +73,22 @@ class Stage:
 
 #: In order of worth: what decides whether anything else means something comes first.
 STAGES = (
-    Stage("build", "build", "the CUDA ops for this GPU, the Triton kernels compiled, doctor", 300, 60, ("torch",)),
-    Stage("tests", "gpu_tests", "each kernel once, captured steps, then more", 480, 90, (*MODELS, *TESTING)),
-    Stage("gemm", "gemm", "cuBLAS with few rows on the 8B and 70B matrices, cold L2", 240, 45, with_ops=False),
+    Stage("build", "build", "the CUDA ops for this GPU, doctor", 150, 60, ("torch",)),
+    Stage("right", "right", "the verdict on the operator of rows: error, bits, launches that begin early", 130, 45),
+    Stage("rows", "forward", "its time by rows, launches early and in turn, beside the modules", 90, 40),
+    Stage("inside", "inside", "its time by kernel; path attention by rows and prefix", 60, 30),
+    Stage("gemm", "gemm", "cuBLAS with few rows on the 8B, 1B and 70B matrices, cold L2", 40, 20, with_ops=False),
+    Stage(
+        "pair",
+        "pair",
+        "8B + 1B shapes, operator and modules: captured steps, nodes, memory, a replay by kernel",
+        110,
+        60,
+    ),
+    Stage("tests", "gpu_tests", "each kernel once, captured steps, then more", 480, 60, (*MODELS, *TESTING)),
+    Stage("sanitize", "sanitize", "the operator's tests under compute-sanitizer", 480, 120, (*MODELS, *TESTING)),
+    Stage("compile", "compile", "every Triton kernel compiled: registers, spills", 300, 120, with_ops=False),
     Stage("attention", "attention_cold", "tree attention beside its peers, cold L2", 480, 60),
-    Stage("rows", "forward", "the forward of rows as one operator: right, then timed beside the modules", 420, 120),
-    Stage("pair", "pair", "8B + 1B shapes: capture, nodes, memory, one replay by kernel, generate twice", 420, 240),
     Stage("auto", "automatic", "auto for 128 tokens, compilations by step", 420, 240),
     Stage("e2e-8b", "races", "8B behind a 1B, beside transformers' modes", needs=COMMAND_LINE),
     Stage("e2e-7b", "races", "7B behind a 1.1B", needs=COMMAND_LINE),
@@ -128,39 +143,47 @@ def run_all(stages: Sequence[Stage], call: Call) -> list[str]:
         left = call.budget - (time.monotonic() - begin)
         if call.is_done(stage) and not call.again:
             say(f"{stage.name}: done before")
-        elif files + FILES_PER_STAGE > call.files:
+        elif files + 2 > call.files:  # the stage's, and the log
             say(f"{stage.name}: left for the next call: more than {call.files} files")
             break
-        elif left < stage.least:
-            say(f"{stage.name}: left for the next call: {left:.0f} s are left, it needs {stage.least}")
+        elif left < (least := stage.least + must_build(stage, call) * stage_named("build").least):
+            say(f"{stage.name}: left for the next call: {left:.0f} s are left, it needs {least}")
             break
         else:
-            files += FILES_PER_STAGE
-            if run(stage, call, min(stage.limit, left)).get("failed"):
+            files += 1
+            if run(stage, call, left).get("failed"):
                 failed.append(stage.name)
     return failed
 
 
+def must_build(stage: Stage, call: Call) -> bool:
+    """Whether the CUDA ops have to be built before the stage begins."""
+    return stage.with_ops and stage.module != "build" and not call.rehearse and not built()
+
+
 def run(stage: Stage, call: Call, seconds: float) -> dict[str, Any]:
-    """Run one stage for at most ``seconds``; its record, which is written in any case.
+    """Run one stage, for its limit or the ``seconds`` that are left; its record, which is written in any case.
+
+    Where the ops have to be built first, that has a limit of its own.
 
     The record's ``ok``: all points are measured. ``failed``: something went wrong (running out of time is no failure of
     a stage that has measured a point).
     """
     begin = time.monotonic()
     say(f"{stage.name}: {stage.what}")
-    result, log = call.out / f"{stage.name}.json", call.out / f"{stage.name}.log"
+    result, log = call.out / f"{stage.name}.json", call.out / LOG
     before, code = _stamp(result), 0
     with log.open("ab") as output:
-        problem = missing(stage)
-        if problem is None and stage.with_ops and stage.module != "build" and not call.rehearse and not built():
-            code = build_ops(output, seconds)
+        start, problem = output.tell(), missing(stage)
+        if problem is None and must_build(stage, call):
+            code = build_ops(output, min(stage_named("build").limit, seconds))
             if code:  # Triton's kernels need none of it
                 say(f"{stage.name}: the CUDA ops could not be built (see the log); goes on without them")
         if problem is None:
-            left = seconds - (time.monotonic() - begin)
+            left = min(stage.limit, seconds - (time.monotonic() - begin))
             with search_path() as environment:
                 code = execute(worker(stage, call, left), environment, output, left)
+    output_tail = printed(log, start)
     shorten(log)
     record = call.record(stage) if _stamp(result) != before else {"rehearsal": call.rehearse}
     record |= {"stage": stage.name, "exit_code": code, "wall_seconds": round(time.monotonic() - begin, 1)}
@@ -169,7 +192,7 @@ def run(stage: Stage, call: Call, seconds: float) -> dict[str, Any]:
     timed_out = code == 124 and bool(record.get("points"))
     record["ok"] = bool(record.get("complete")) and code == 0
     record["failed"] = not record["ok"] and not timed_out and not (code == 0 and record.get("waiting"))
-    record["output"] = log.read_text(encoding="utf-8", errors="replace")[-TAIL:]
+    record["output"] = output_tail
     write(result, record)
     state = "done" if record["ok"] else problem or ("FAILED" if record["failed"] else "goes on in the next call")
     say(f"{stage.name}: {state} after {record['wall_seconds']:.0f} s")
@@ -251,6 +274,13 @@ def build_ops(output: IO[bytes], seconds: float, *, into: Path | None = None) ->
     """Build the CUDA ops, for this machine's GPUs unless GSD_CUDA_ARCHS names others; the exit code."""
     command, environment = build_command(into=into)
     return execute(command, environment, output, seconds)
+
+
+def printed(log: Path, start: int) -> str:
+    """The end of what was printed since the log had ``start`` bytes."""
+    with log.open("rb") as file:
+        file.seek(max(start, log.stat().st_size - 4 * TAIL))
+        return file.read().decode("utf-8", errors="replace")[-TAIL:]
 
 
 def shorten(log: Path) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from gsd_kernels_hf.model.replay import lost
+
 from ..lib.environment import environment
 from .stages import Call, Stage, stage_named, write
 
@@ -39,13 +41,17 @@ class Work:
         self.device = torch.device("cpu" if call.rehearse else "cuda")
         self.dtype = torch.float32 if call.rehearse else torch.bfloat16
         self.environment = environment(self.device)
-        former = {} if call.again else call.record(stage)
-        same = _place(former.get("environment")) == _place(self.environment)
-        self.points: dict[str, dict[str, Any]] = former.get("points", {}) if same else {}
+        self.points: dict[str, dict[str, Any]] = {} if call.again else self.points_of(stage)
         self.waiting: list[str] = []
         self.not_run: list[str] = []
         self.slowest = 0.0
         self.finished = False
+
+    def points_of(self, stage: Stage) -> dict[str, dict[str, Any]]:
+        """What is known of any stage on this device, with these versions."""
+        former = self.call.record(stage)
+        same = _place(former.get("environment")) == _place(self.environment)
+        return former.get("points", {}) if same else {}
 
     def left(self) -> float:
         """Seconds in which something may still be begun."""
@@ -71,7 +77,7 @@ class Work:
             except Exception as error:
                 traceback.print_exc()
                 record = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:1000]}
-                fatal = isinstance(error, torch.AcceleratorError)
+                fatal = isinstance(error, torch.AcceleratorError) or lost(self.device) is not None
             self.slowest = max(self.slowest, time.monotonic() - begin)
             self.keep(name, record)
             if fatal:
@@ -81,6 +87,13 @@ class Work:
         """Keep a point's result."""
         self.points[name] = record
         self.write()
+
+    def leave(self, names: Iterable[str], why: str) -> None:
+        """Leave points for a later call, and say why."""
+        due = [name for name in names if not self.is_done(name)]
+        if due:
+            self.waiting += due
+            print(f"{self.stage.name}: left, {why}: {', '.join(due)}", flush=True)
 
     def skip(self, what: str) -> None:
         """Say what a rehearsal does not run."""

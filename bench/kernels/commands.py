@@ -125,7 +125,7 @@ def rows(
         str, typer.Option("--device", help="On a GPU its operator is timed, whatever GSD_FUSED_ROWS says.")
     ] = "cpu",
     counts: Annotated[
-        list[int] | None, typer.Option("--rows", min=1, max=128, help="Repeatable. Default: 1, 4, 8, 16, 32 and 64.")
+        list[int] | None, typer.Option("--rows", min=1, max=256, help="Repeatable. Default: 1, 4, 8, 16, 32 and 64.")
     ] = None,
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="Default: torch's.")] = None,
     prefix: Annotated[int, typer.Option("--prefix", min=1, help="Cached tokens.")] = 256,

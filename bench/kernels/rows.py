@@ -1,9 +1,9 @@
 """A target's forward of rows against the time that reading its weights takes, and against its modules.
 
-The floor is the bytes of the weights and of the prefix's keys and values over the bandwidth at which the same threads,
-or the GPU, read a tensor as large. Random weights: the time does not depend on them. On a CPU the ways take turns, and
-the smallest of many repeats counts, since what other processes do only ever adds; beside processes that are meant to
-keep its cores busy the mean does. On a GPU a forward is a CUDA graph, and the median counts.
+The floor is what has to be read, weights and the prefix's keys and values, over the bandwidth at which the same
+threads, or the GPU, read a tensor as large. Random weights: the time does not depend on them. On a CPU the ways take
+turns, and the smallest of many repeats counts, since what other processes do only ever adds; beside processes that are
+meant to keep its cores busy the mean does. On a GPU a forward is a CUDA graph, and the median counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..lib.timing import read_bandwidth, time_call
 
 WAYS = {"operator": FusedRows, "modules": RowModel}
 BRANCH = 4  # children of a node of the tree
-MOST_ROWS = 128
+MOST_ROWS = 256
 
 
 def random_model(
@@ -87,16 +87,31 @@ def neighbours(count: int) -> Iterator[None]:
             process.wait()
 
 
-def row_inputs(rows: int, prefix: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
-    """A tree of ``rows`` nodes, each with up to BRANCH children; arguments of :meth:`RowModel.rows`."""
+def bytes_read(rows: RowModel, count: int, prefix: int) -> int:
+    """What a forward of ``count`` rows of one sequence has to read: weights, embeddings of its tokens, the prefix.
+
+    Of an embedding that is not the output matrix too, a row a token.
+    """
+    model = rows.model
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    unread = table.nbytes - count * table[0].nbytes if table is not head else 0
+    return sum(p.nbytes for p in model.parameters()) - unread + rows.cache.nbytes * prefix // rows.cache.capacity
+
+
+def row_inputs(rows: int, prefix: int, device: torch.device | str = "cpu", batch: int = 1) -> tuple[torch.Tensor, ...]:
+    """A tree of ``rows`` nodes, each with up to BRANCH children; arguments of :meth:`RowModel.rows`.
+
+    Of a batch every sequence has other tokens.
+    """
     sees, depths = torch.eye(rows, dtype=torch.bool), torch.zeros(rows, dtype=torch.int32)
     for row in range(1, rows):
         parent = (row - 1) // BRANCH
         sees[row] |= sees[parent]
         depths[row] = depths[parent] + 1
-    kv_len = torch.tensor([prefix], dtype=torch.int32)
-    slots, depths = torch.arange(rows), depths[None]
-    return tuple(t.to(device) for t in (slots[None] % 7, kv_len, slots, pack_bits(sees)[None], depths, depths))
+    kv_len = torch.full((batch,), prefix, dtype=torch.int32)
+    slots, depths = torch.arange(rows), depths.expand(batch, -1)
+    tokens, mask = (slots + torch.arange(batch)[:, None]) % 7, pack_bits(sees).expand(batch, -1, -1)
+    return tuple(t.to(device).contiguous() for t in (tokens, kv_len, slots, mask, depths, depths))
 
 
 def measure(
@@ -111,7 +126,6 @@ def measure(
 ) -> dict[str, Any]:
     """Milliseconds of rows and of a prompt, and what they are multiples of."""
     model = random_model(shape, dtype, device)
-    weights = sum(p.nbytes for p in model.parameters())
     kv_start = torch.zeros(1, dtype=torch.int32, device=device)
     ids = torch.randint(0, model.config.vocab_size, (1, max(prefix, prompt)), device=device)
     result: dict[str, Any] = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "prefix": prefix, "rows": []}
@@ -119,7 +133,7 @@ def measure(
         models = {name: way(model, max(prefix, prompt) + MOST_ROWS, kv_start, "auto") for name, way in WAYS.items()}
         for model_rows in models.values():
             model_rows.prefill(ids[:, :prefix], None, None)
-        size = weights + models["operator"].cache.nbytes * prefix // (max(prefix, prompt) + MOST_ROWS)
+        size = bytes_read(models["operator"], max(rows), prefix)
         on_gpu = device.type == "cuda"
         source = torch.randn(1 if on_gpu else size // 4)  # equal pages could be one page of the host
         known = {"read": size / read_bandwidth(device)} if on_gpu else {}

@@ -10,9 +10,8 @@ import torch
 
 from gsd_kernels_hf.model.replay import replayable
 
-from .timing import MIN_SAMPLES, Timing
+from .timing import MIN_SAMPLES, TIMES_THE_CACHE, BusyQueue, Timing
 
-TIMES_THE_CACHE = 3
 MOST_COPIES = 64
 
 
@@ -35,23 +34,21 @@ def time_rotating(calls: Sequence[Callable[[], Any]], device: torch.device, *, s
             call()
 
     turn = replayable(all_of_them, device)
-    turn()
+    if device.type == "cuda":
+        queue = BusyQueue()
+        samples = queue.sample(turn, seconds)
+        clock = queue.clock("events" if turn is all_of_them else "cuda graph")
+    else:
+        samples, clock = _on_the_host(turn, seconds), "wall"
+    return Timing.of([sample / len(calls) for sample in samples], f"rotating {clock}")
+
+
+def _on_the_host(call: Callable[[], Any], seconds: float) -> list[float]:
+    call()
     samples: list[float] = []
     end = time.perf_counter() + seconds
     while len(samples) < MIN_SAMPLES or time.perf_counter() < end:
-        samples.append(_seconds(turn, device) / len(calls))
-    clock = "wall" if device.type != "cuda" else "events" if turn is all_of_them else "cuda graph"
-    return Timing.of(samples, f"rotating {clock}")
-
-
-def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    if device.type != "cuda":
-        begin_time = time.perf_counter()
+        begin = time.perf_counter()
         call()
-        return time.perf_counter() - begin_time
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+        samples.append(time.perf_counter() - begin)
+    return samples

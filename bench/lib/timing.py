@@ -1,7 +1,12 @@
-"""Seconds of a call, and the bandwidth of copying and of reading memory."""
+"""Seconds of a call, and the bandwidth of copying and of reading memory.
+
+On a GPU events around a call measure the call only where the GPU comes to the first of them after the host has queued
+everything. On an idle GPU the first event is recorded at once, and the time in which the host launches counts as well.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +18,17 @@ from torch.utils.benchmark import Timer
 from gsd_kernels_hf.model.replay import replayable
 
 MIN_SAMPLES = 5
+WARM_SAMPLES = 3  # of a GPU, not counted: clocks rise, a graph's first launch uploads it
+FIRST_SPIN, LONGEST_SPIN = 1 << 17, 1 << 27  # GPU cycles: about 70 µs and 70 ms
+TIMES_THE_CACHE = 3  # bytes of what is written over before a call, as a multiple of the second-level cache
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call. ``clock`` names what measured it: ``wall``, ``events`` or ``cuda graph``."""
+    """Seconds of one call. ``clock`` names what measured it: ``wall``, ``events`` or ``cuda graph``.
+
+    ``host included``: between the events the GPU waited for the host.
+    """
 
     median: float
     p20: float
@@ -49,13 +60,59 @@ def time_call(function: Callable[[], Any], device: torch.device, *, seconds: flo
 
 
 def _time_on_gpu(function: Callable[[], Any], device: torch.device, seconds: float) -> Timing:
-    from triton.testing import do_bench
+    call, queue, flush = replayable(function, device), BusyQueue(), flusher(device)
+    samples = queue.sample(call, seconds, before=flush)
+    return Timing.of(samples, queue.clock("events" if call is function else "cuda graph"))
 
-    call = replayable(function, device)
-    samples: list[float] = []
-    while len(samples) < MIN_SAMPLES:
-        samples += [1e-3 * ms for ms in do_bench(call, rep=max(1, round(1e3 * seconds)), return_mode="all")]
-    return Timing.of(samples, "events" if call is function else "cuda graph")
+
+def flusher(device: torch.device) -> Callable[[], Any]:
+    """What leaves nothing in a GPU's second-level cache but zeros."""
+    size = TIMES_THE_CACHE * torch.cuda.get_device_properties(device).L2_cache_size
+    return torch.empty(size, dtype=torch.uint8, device=device).zero_
+
+
+class BusyQueue:
+    """Times calls on a GPU that spins until all of a call is queued.
+
+    Whether it did is asked of the first event: one that is reached already when the host is done was too early, and the
+    sample is taken again behind a longer spin. A call that waits for the GPU itself keeps no queue; its samples count
+    the host's time, and the clock says so.
+    """
+
+    def __init__(self) -> None:
+        self.spin, self.idle = FIRST_SPIN, False
+
+    def sample(
+        self, call: Callable[[], Any], seconds: float, *, before: Callable[[], Any] = lambda: None
+    ) -> list[float]:
+        """Seconds of ``call``, for about ``seconds`` in all; ``before`` comes before each, and is not timed."""
+        for _ in range(WARM_SAMPLES):
+            self.seconds(call, before)
+        samples: list[float] = []
+        end = time.perf_counter() + seconds
+        while len(samples) < MIN_SAMPLES or time.perf_counter() < end:
+            samples.append(self.seconds(call, before))
+        return samples
+
+    def seconds(self, call: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> float:
+        """Device seconds of one call."""
+        while True:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before()
+            torch.cuda._sleep(self.spin)
+            begin.record()
+            call()
+            end.record()
+            early = begin.query()
+            end.synchronize()
+            if not early or self.spin >= LONGEST_SPIN:
+                self.idle |= early
+                return begin.elapsed_time(end) / 1e3
+            self.spin *= 2
+
+    def clock(self, name: str) -> str:
+        """``name``, with a word where the GPU waited for the host between the events."""
+        return f"{name}, host included" if self.idle else name
 
 
 def copy_bandwidth(device: torch.device, *, quick: bool = False) -> float:

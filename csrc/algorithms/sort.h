@@ -10,7 +10,8 @@ constexpr uint64_t kAbsent = ~0ull;  // sorts last
 // What a log-probability counts as: NaN as −inf, above 0 as +0, −0 as +0. So no child is likelier than its parent, which
 // the order of rows relies on.
 GSD_HD float clean_log_prob(float x) {
-  return x > negative_infinity() ? (x < 0.0f ? x : 0.0f) : negative_infinity();
+  // The sum comes first: compilers make a minimum of "x < 0 ? x : 0", and a GPU's minimum of −0 and +0 is −0.
+  return x > negative_infinity() ? (x <= 0.0f ? x + 0.0f : 0.0f) : negative_infinity();
 }
 
 // A larger float gives a smaller word; −0 and +0 give the same one.

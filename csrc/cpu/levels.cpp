@@ -1,11 +1,12 @@
 // Which instruction sets the products of rows may use: what the processor and the system have, proven on small products.
-#include <torch/headeronly/util/Exception.h>
-
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "../algorithms/elements.h"
 #include "instructions.h"
@@ -154,7 +155,10 @@ const LevelKernels& kernels() {
   if (asked != nullptr && *asked != '\0') {
     std::string reason;
     use = named(asked, reason);
-    STD_TORCH_CHECK(use != nullptr, kVariable, ": ", reason, "; unset it to let the best be chosen");
+    // Not a check of torch's, which would put this file and line before a message that is for the user.
+    if (use == nullptr) {
+      throw std::invalid_argument(std::string(kVariable) + ": " + reason + "; unset it to let the best be chosen");
+    }
   }
   chosen.store(use, std::memory_order_relaxed);
   return *use;

@@ -47,7 +47,8 @@ RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const
   Tensor memory = torch::stable::new_empty(embedding, {forward.bytes()}, ScalarType::Byte);
   Tensor cleared = torch::stable::narrow(memory, 0, 0, forward.cleared_bytes());
   torch::stable::zero_(cleared);
-  CudaLaunches launches{{current_stream(token_ids), embedding.scalar_type() == ScalarType::BFloat16, true}};
+  const bool bfloat16 = embedding.scalar_type() == ScalarType::BFloat16;
+  CudaLaunches launches{{current_stream(token_ids), bfloat16, call.decoder.overlap}};
   check_launch(forward.run(written<char>(memory), launches));
   return call.outputs;
 }

@@ -23,6 +23,7 @@ struct RowsLayer {
 
 struct RowsDecoder {
   int batch, rows, keep, hidden, inner, heads, kv_heads, head_dim, capacity, vocab, words, nodes;
+  bool overlap;  // of RowsLaunch
   float eps, rope_scale;
   const int32_t *tokens, *positions, *slots;  // [B, R]
   const int32_t* mask;                        // [B, R, words]

@@ -1,6 +1,7 @@
 // The tensors of decoder_rows: checked by name, unpacked to pointers, outputs allocated. Nothing is read from them.
 #pragma once
 
+#include <cstdlib>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -61,6 +62,14 @@ class RowsTensors {
 
   ScalarType dtype;
 };
+
+// Whether launches may begin early, by GSD_ROWS_OVERLAP; asked at every call, and by a graph when it is captured.
+inline bool rows_overlap() {
+  const char* value = std::getenv("GSD_ROWS_OVERLAP");
+  const std::string given = value == nullptr ? "1" : value;
+  STD_TORCH_CHECK(given == "0" || given == "1", "GSD_ROWS_OVERLAP: expected 0 or 1, got '", given, "'; or unset it");
+  return given == "1";
+}
 
 // `t`: a layer's tensors in the order of LayerWeights.tensors.
 inline RowsLayer rows_layer(const RowsTensors& of, const Tensor* t, const RowsDecoder& d) {
@@ -138,6 +147,7 @@ inline RowsCall prepare_rows(const Tensor& token_ids, const Tensor& positions, c
                   " heads are more than a launch takes");
   STD_TORCH_CHECK(d.hidden % 8 == 0 && d.inner % 8 == 0,
                   "embedding, gate: expected sizes that are multiples of 8, got ", d.hidden, " and ", d.inner);
+  d.overlap = rows_overlap();
   d.eps = static_cast<float>(eps), d.rope_scale = static_cast<float>(rope_scale);
   d.tokens = read<int32_t>(token_ids), d.positions = read<int32_t>(positions), d.slots = read<int32_t>(slots);
   d.mask = read<int32_t>(ancestor_mask), d.depths = read<int32_t>(node_depths);

@@ -28,4 +28,5 @@ def current_arch(device: torch.device) -> int:
 @triton.jit
 def plain(log_prob):
     """What a log-probability counts as: NaN → −inf, above 0 → +0, −0 → +0."""
-    return tl.where(log_prob > float("-inf"), tl.where(log_prob < 0.0, log_prob, 0.0), float("-inf"))
+    # The sum comes first: compilers make a minimum of a choice below 0, and a GPU's minimum of −0 and +0 is −0.
+    return tl.where(log_prob > float("-inf"), tl.where(log_prob <= 0.0, log_prob + 0.0, 0.0), float("-inf"))

@@ -22,7 +22,7 @@ from .engine.decoder import GraphDecoder
 from .engine.engine import Engines
 from .engine.options import Options
 from .engine.output import GraphGenerateOutput
-from .engine.screen import check_sources, screen
+from .engine.screen import check_names, check_sources, report_draft_lengths, screen
 from .engine.stats import GenerationStats
 from .model import properties
 from .model.once import getting_ready
@@ -86,7 +86,9 @@ def generate(
     model = properties.unwrap(model)
     validate.check_model("model", model)
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    check_names(tuple(kwargs), model)
     validate.check_arguments(kwargs)
+    report_draft_lengths(_without_prompt(kwargs), generation_config, model)
     decoder = GraphDecoder(**options)
     validate.check_tokenizers(tokenizer, assistant_tokenizer)
     prompt = kwargs.get("input_ids") if inputs is None else inputs

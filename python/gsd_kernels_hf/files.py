@@ -1,9 +1,10 @@
-"""Files and folders that are written whole or not at all, and what is saved in one file with its version."""
+"""Files: read with errors that name them, written whole or not at all, or saved in one file with its version."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,74 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+"""What a name on the hub looks like, ``owner/name``; the few without an owner are of no family that is served."""
+
+
+def read_utf8(file: Path, what: str) -> str:
+    """The text of a UTF-8 file.
+
+    Args:
+        file: of the user's.
+        what: the option that names it, the first word of every error.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is a folder, or not UTF-8.
+        OSError: it cannot be read.
+    """
+    return decode_utf8(read_file(file, what), what, file)
+
+
+def read_file(file: Path, what: str) -> bytes:
+    """The bytes of a file; see :func:`read_utf8`."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{what}: no such file: {file}") from error
+    except (IsADirectoryError, NotADirectoryError) as error:
+        raise ValueError(f"{what}: {file} is a folder, or lies in a file; expected a file of text") from error
+    except OSError as error:
+        raise OSError(f"{what}: {file} cannot be read: {error.strerror or type(error).__name__}") from error
+
+
+def decode_utf8(data: bytes, what: str, name: object) -> str:
+    """Text from bytes, a byte-order mark at its beginning left out.
+
+    Raises:
+        ValueError: they are not UTF-8.
+    """
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        cure = f"convert it, as by iconv -f LATIN1 -t UTF-8 {name}"
+        raise ValueError(f"{what}: {name} is not UTF-8 text (byte {error.start}: {error.reason}); {cure}") from error
+
+
+def checkpoint_place(where: str | os.PathLike[str], what: str) -> str:
+    """A checkpoint's folder, ``~`` expanded, or a name on the hub; what can be neither is refused before any download.
+
+    Args:
+        where: as the user gave it.
+        what: the option, the first word of every error.
+
+    Raises:
+        ValueError: no such folder, or a file.
+    """
+    name = os.fspath(where)
+    path = Path(name).expanduser() if name else Path()
+    if name and path.is_dir():
+        return str(path)
+    if not name.strip():
+        raise ValueError(f"{what}: empty; expected a checkpoint folder or a hub id")
+    if path.exists():
+        raise ValueError(f"{what}: {name} is a file; expected the folder of a checkpoint, or a hub id")
+    beside = "/" in name and path.parent.is_dir()  # models/mine where there is a folder models
+    if isinstance(where, os.PathLike) or beside or name.startswith((".", "~")) or not HUB_ID.fullmatch(name):
+        hub = "" if "/" in name else "; on the hub, models are named owner/name"
+        raise ValueError(f"{what}: no such folder: {name}{hub}")
+    return name
 
 
 def write_file(file: Path, write: Callable[[Path], object]) -> None:
@@ -66,18 +135,31 @@ def open_saved(file: Path, what: str, form: str, version: int, *, foreign: str) 
         FileNotFoundError: there is no such file.
         ValueError: it is damaged (also where the block finds that by a ``KeyError``), foreign, or of a newer version.
     """
+    if file.is_dir():
+        raise ValueError(f"{what}: {file} is a folder; expected the file")
     if not file.is_file():
         raise FileNotFoundError(f"{what}: no such file: {file}")
+    ours = False
     try:
         with safe_open(file, framework="pt") as opened:
             about = opened.metadata() or {}
-            if about.get("format") != form:
+            ours = about.get("format") == form
+            if not ours:
                 raise ValueError(f"{what}: {file} {foreign}")
             if (found := number_in(about, "version")) > version:
                 raise ValueError(f"{what}: {file} has version {found}, newer than {version}; update gsd_kernels")
             yield opened, about
-    except (SafetensorError, KeyError, OSError) as error:
-        raise ValueError(f"{what}: {file} is damaged ({type(error).__name__}); delete it") from error
+    except (SafetensorError, KeyError) as error:
+        if ours:
+            raise damaged(what, file, type(error).__name__) from error
+        raise ValueError(f"{what}: {file} is damaged or something else: it {foreign}") from error
+    except OSError as error:
+        raise OSError(f"{what}: {file} cannot be read: {error.strerror or type(error).__name__}") from error
+
+
+def damaged(what: str, file: Path, why: str) -> ValueError:
+    """The error of a file of our own that does not hold what it should; the user decides what becomes of it."""
+    return ValueError(f"{what}: {file} is damaged ({why}); nothing was loaded, save it anew")
 
 
 def number_in(about: dict[str, str], name: str) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 
 from gsd_kernels import GraphConfig
 from gsd_kernels.config import MAX_CONTEXT
+from gsd_kernels.names import unknown
 
 VARIABLE = "GSD_SGLANG_OPTIONS"
 ROWS_FLAG, BRANCH_FLAG = "--speculative-num-draft-tokens", "--speculative-eagle-topk"
@@ -71,7 +72,7 @@ class Options:
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:
-                raise ValueError(f"{VARIABLE}: unknown option {name!r}; expected one of {', '.join(known)}")
+                raise ValueError(unknown(f"{VARIABLE}: unknown option", name, known))
         return cls(**given)
 
     def graph_config(self, rows: int, branch: int) -> GraphConfig:

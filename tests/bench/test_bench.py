@@ -446,3 +446,15 @@ def test_benchmark_generate(benchmark, name):
     pair = load_pair("tiny", device=CPU, dtype=torch.float32, prompts=1)
     (competitor,) = competitors(pair, [name])
     benchmark(competitor.decode, pair.prompts[0].input_ids, 16, 0)
+
+
+@pytest.mark.slow
+def test_a_shape_of_a_larger_vocabulary_has_no_drafters(monkeypatch):
+    """The Llama shapes that a GPU is measured with: the demo target's drafters do not fit them."""
+    from gsd_kernels_bench.lib import shapes
+    from gsd_kernels_hf.demo.inflate import ModelShape
+
+    large = ModelShape(320, 704, 6, 5, 5, 64, 4096, tie_word_embeddings=False)
+    monkeypatch.setitem(shapes.SHAPES, "large", large)
+    pair = load_pair("demo", device=CPU, dtype=torch.float32, target_shape="large", prompts=1)
+    assert not pair.drafters and pair.heads is not None

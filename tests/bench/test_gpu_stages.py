@@ -62,8 +62,10 @@ def record(folder: Path, name: str) -> dict:
 
 
 def test_the_order_of_worth_and_the_limits():
-    assert NAMES[:7] == ["build", "tests", "gemm", "attention", "rows", "pair", "auto"]
+    assert NAMES[:7] == ["build", "right", "rows", "inside", "gemm", "pair", "tests"]
     assert len(set(NAMES)) == len(NAMES)
+    assert sum(stage.limit for stage in STAGES[:6]) <= stages.TEN_MINUTES, "what decides fits in ten minutes"
+    assert len(NAMES[:7]) + 1 == stages.FILES, "and the log is a file"
     for stage in STAGES:
         assert 0 < stage.least <= stage.limit <= 480, stage
         assert callable(import_module(f"gsd_kernels_bench.gpu.{stage.module}").run)
@@ -90,7 +92,10 @@ def test_a_machine_for_ten_minutes_is_documented():
     text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").partition("## A machine for ten minutes\n")[2]
     assert re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE) == NAMES
     files = re.search(r"bench/gpu/stages\.py --files (\d+)", (ROOT / "Makefile").read_text()).group(1)
-    assert int(files) >= stages.FILES_PER_STAGE * len(STAGES)
+    assert int(files) > len(STAGES)
+    assert f"--budget {stages.TEN_MINUTES}" in text
+    for limit, name in re.findall(r"^\| `([\w-]+)` \| (\d+) s", text, re.MULTILINE):
+        assert stage_named(limit).limit == int(name)
 
 
 def test_unknown_stages_are_named(tmp_path, capsys, monkeypatch):
@@ -98,7 +103,7 @@ def test_unknown_stages_are_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["stages.py", "--only", "gemm", "--only", "nothing"])
     with pytest.raises(SystemExit, match="2"):
         stages.main()
-    assert "--only: no stage 'nothing'; stages: build, tests, gemm" in capsys.readouterr().err
+    assert "--only: no stage 'nothing'; stages: build, right, rows" in capsys.readouterr().err
 
 
 def test_goes_on_from_the_results_of_earlier_calls(tmp_path, processes):
@@ -108,7 +113,7 @@ def test_goes_on_from_the_results_of_earlier_calls(tmp_path, processes):
     bench("--only", "gemm", "--out", second, "--former", first)
     assert record(second, "gemm")["ok"] and set(record(second, "gemm")["points"]) == {"point 0", "point 1"}
     bench("--only", "gemm", "--out", third, "--former", second)
-    assert processes.names() == ["gemm", "gemm"] and not list(third.iterdir())
+    assert processes.names() == ["gemm", "gemm"] and not list(third.iterdir()), "no log of nothing"
     bench("--only", "gemm", "--out", third, "--former", second, "--rehearse")
     assert processes.names() == ["gemm"] * 3, "a measurement is no rehearsal"
     bench("--only", "gemm", "--out", second, "--again")
@@ -118,11 +123,11 @@ def test_goes_on_from_the_results_of_earlier_calls(tmp_path, processes):
 def test_no_more_files_than_come_back(tmp_path, processes):
     out = tmp_path / "out"
     bench("--out", out)
-    assert processes.names() == NAMES[:4]
-    assert len(list(out.iterdir())) == 8 and all(f.suffix in (".json", ".log") for f in out.iterdir())
+    assert processes.names() == NAMES[:7]
+    assert sorted(f.name for f in out.iterdir()) == sorted([*(f"{name}.json" for name in NAMES[:7]), "stages.log"])
     bench("--out", out)
     bench("--out", out)
-    assert processes.names()[4:8] == NAMES[:4] and processes.names()[8:] == NAMES[4:8]
+    assert processes.names()[7:14] == NAMES[:7] and processes.names()[14:] == NAMES[7:14]
     assert "gemm            done" in bench("--list", "--out", out)
 
 
@@ -136,17 +141,40 @@ def test_nothing_is_begun_beyond_the_budget(tmp_path, processes, monkeypatch):
         return execute(command, environment, output, seconds)
 
     monkeypatch.setattr(stages, "execute", slow)
-    bench("--out", tmp_path, "--budget", "500")
-    assert [name for name, _ in processes.ran] == ["build", "tests", "gemm"], "attention could not end in time"
-    assert [seconds for _, seconds in processes.ran] == [300.0, 300.0, 100.0], "the limit, or what is left"
+    bench("--out", tmp_path, "--budget", "480")
+    assert [name for name, _ in processes.ran] == ["build", "right", "rows"], "inside could not end in time"
+    assert [seconds for _, seconds in processes.ran] == [150.0, 130.0, 80.0], "the limit, or what is left"
+
+
+def test_all_that_decides_is_begun_though_every_stage_takes_its_limit(tmp_path, processes, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(stages.time, "monotonic", lambda: clock[0])
+    execute = stages.execute
+
+    def slowest(command, environment, output, seconds):
+        clock[0] += seconds
+        return execute(command, environment, output, seconds)
+
+    monkeypatch.setattr(stages, "execute", slowest)
+    bench("--out", tmp_path, "--budget", str(stages.TEN_MINUTES))
+    assert processes.names() == NAMES[:6]
+    assert [seconds for _, seconds in processes.ran] == [stage.limit for stage in STAGES[:6]]
+
+
+def test_the_log_is_one_and_a_record_has_its_stages_part(tmp_path, processes):
+    processes.fails |= {"right", "rows"}
+    bench("--out", tmp_path, "--only", "right", "--only", "gemm", "--only", "rows", code=1)
+    assert (tmp_path / "stages.log").read_text() == "it broke\n" * 2
+    assert record(tmp_path, "right")["output"] == record(tmp_path, "rows")["output"] == "it broke\n"
+    assert record(tmp_path, "gemm")["output"] == ""
 
 
 def test_failures_are_recorded_and_others_go_on(tmp_path, processes):
-    processes.fails |= {"tests"}
+    processes.fails |= {"gemm"}
     bench("--out", tmp_path, "--only", "tests", "--only", "gemm", code=1)
-    found = record(tmp_path, "tests")
+    found = record(tmp_path, "gemm")
     assert found["failed"] and not found["ok"] and found["exit_code"] == 1 and "it broke" in found["output"]
-    assert processes.names() == ["tests", "gemm"]
+    assert processes.names() == ["gemm", "tests"]
 
 
 def test_the_ops_are_built_on_every_new_machine(tmp_path, processes, monkeypatch):
@@ -155,8 +183,11 @@ def test_the_ops_are_built_on_every_new_machine(tmp_path, processes, monkeypatch
     monkeypatch.setattr(stages, "build_ops", lambda output, seconds: built.append(seconds) or 0)
     bench("--out", tmp_path, "--only", "gemm")
     assert not built, "cuBLAS needs none of ours"
-    bench("--out", tmp_path, "--only", "attention", "--only", "pair")
-    assert built == [480], "once"
+    bench("--out", tmp_path, "--only", "attention", "--only", "inside", "--budget", "70")
+    assert not built, "nor is there time to build and to measure"
+    bench("--out", tmp_path, "--only", "attention", "--only", "inside", "--budget", "400")
+    assert built == [stage_named("build").limit], "once, in time of its own"
+    assert [seconds for name, seconds in processes.ran if name == "inside"] == [60]
     command, environment = stages.build_command()
     assert "--inplace" in command and environment["GSD_BUILD_CPU"] == "0" and environment["GSD_BUILD_CUDA"] == "1"
 
@@ -219,4 +250,4 @@ def test_the_script_runs_a_stage(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert "gemm: done after" in done.stderr and record(tmp_path, "gemm")["ok"]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["gemm.json", "gemm.log"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["gemm.json", "stages.log"]

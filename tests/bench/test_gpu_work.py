@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,14 +18,13 @@ from typer.testing import CliRunner
 
 from gsd_kernels import backends
 from gsd_kernels_bench.cli import app
-from gsd_kernels_bench.gpu import gpu_tests, graphs, stages
+from gsd_kernels_bench.gpu import gpu_tests, right, stages
+from gsd_kernels_bench.gpu import work as module_of_work
 from gsd_kernels_bench.gpu.stages import Call, stage_named
 from gsd_kernels_bench.gpu.work import Work, perform
-from gsd_kernels_bench.kernels.rows import WAYS
-from gsd_kernels_bench.lib import cold, compilations
 from gsd_kernels_bench.lib.report import Report
+from gsd_kernels_bench.lib.shapes import shape_named
 from gsd_kernels_bench.readme import kernels as readme_kernels
-from gsd_kernels_hf.model.fused import FusedRows
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -83,6 +83,23 @@ def test_nothing_follows_an_error_of_the_device(work):
     with pytest.raises(SystemExit, match="unusable"):
         broken.each("ab", measure)
     assert list(broken.points) == ["a"]
+
+
+def test_an_error_of_the_device_is_known_by_what_it_says_next(work, monkeypatch):
+    """Our own ops raise a RuntimeError for it, as for anything else."""
+
+    def measure(name):
+        raise RuntimeError("gsd_kernels: an illegal memory access was encountered")
+
+    monkeypatch.setattr(module_of_work, "lost", lambda device: "an illegal memory access was encountered")
+    broken = work("gemm")
+    with pytest.raises(SystemExit, match="unusable"):
+        broken.each("ab", measure)
+    assert list(broken.points) == ["a"]
+    monkeypatch.setattr(module_of_work, "lost", lambda device: None)
+    fine = work("gemm")
+    fine.each("ab", measure)
+    assert fine.failed == ["a", "b"]
 
 
 IDS = [
@@ -154,6 +171,20 @@ def test_a_file_that_cannot_be_collected_keeps_no_other_from_running(work, tmp_p
     assert not again.failed, "a machine that has it"
 
 
+def test_no_test_follows_one_that_lost_the_gpu(work, monkeypatch):
+    """Every one of them would fail, and hide the first."""
+    plugin = gpu_tests.Plugin(work("tests"))
+    item = SimpleNamespace(session=SimpleNamespace(shouldstop=None))
+    for says in (None, "an illegal memory access"):
+        assert plugin.pytest_runtest_protocol(item) is None
+        monkeypatch.setattr(gpu_tests, "lost", lambda device, says=says: says)
+        report = SimpleNamespace(when="call", outcome="failed", nodeid=f"t.py::{says}", longrepr="wrong")
+        plugin.pytest_runtest_logstart(report.nodeid)
+        plugin.pytest_runtest_logreport(report)
+    assert plugin.pytest_runtest_protocol(item) is True
+    assert item.session.shouldstop == "the GPU is unusable: an illegal memory access"
+
+
 def test_every_file_of_gpu_tests_is_among_those_asked():
     marked = {
         file.relative_to(ROOT).as_posix()
@@ -183,22 +214,52 @@ def test_build(work, monkeypatch):
     monkeypatch.setattr(build, "build_ops", lambda output, seconds, into: int(not into.is_dir()))
     monkeypatch.setattr(build.shutil, "which", lambda name: name)
     monkeypatch.setattr(build.subprocess, "run", in_this_process)
-    monkeypatch.setattr(build, "kernel_table", lambda archs: [{"ok": archs == [90]}])
     done = work("build")
     perform(done)
     assert not done.failed and done.finished
-    assert set(done.points) == {"needs", "ops", "backends", "kernels"}
+    assert set(done.points) == {"needs", "ops", "backends"}
     assert done.points["backends"]["missing_because"]["reference"] is None
     assert "tests" not in done.points["needs"]["stages_without"]
     monkeypatch.setattr(build, "build_ops", lambda *a, **k: 1)
     failing = work("build", again=True)
     perform(failing)
     assert failing.failed == ["ops"], "the rest is looked at all the same"
+
+
+def test_compile(work, monkeypatch):
+    from gsd_kernels_bench.gpu import compile
+
+    monkeypatch.setattr(compile, "kernel_table", lambda archs: [{"ok": archs == [90], "case": "a", "kernel": "b"}])
+    done = work("compile")
+    perform(done)
+    assert not done.failed and done.points["kernels"]["arch"] == 90
+    monkeypatch.setattr(compile, "kernel_table", lambda archs: [{"ok": False, "case": "a", "kernel": "b"}])
+    failing = work("compile", again=True)
+    perform(failing)
+    assert failing.points["kernels"]["error"].endswith("too much shared memory: a b")
     capabilities = ((8, 0), (8, 7), (9, 0), (10, 3), (12, 1))
-    assert [build.known_arch(*found) for found in capabilities] == [80, 86, 90, 100, 120], "also GPUs yet to come"
+    assert [compile.known_arch(*found) for found in capabilities] == [80, 86, 90, 100, 120], "also GPUs yet to come"
 
 
-REHEARSED = ["gemm", "attention", "rows", "pair", "auto", pytest.param("kernels", marks=pytest.mark.slow)]
+REHEARSED = [
+    "right",
+    "gemm",
+    "attention",
+    "rows",
+    "inside",
+    "pair",
+    "auto",
+    pytest.param("kernels", marks=pytest.mark.slow),
+]
+
+
+def found_right(work, **errors) -> None:
+    """The record of a verdict: right, but for the points that ``errors`` names by their last word."""
+    verdict = work("right")
+    for name in right.points_of("tiny", small=True):
+        word = name.split()[-1].split("=")[0]
+        verdict.points[name] = {"error": errors[word]} if word in errors else {"bounds": {}}
+    verdict.write()
 
 
 @pytest.mark.parametrize("name", REHEARSED)
@@ -211,11 +272,13 @@ def test_rehearsal(name, work, tmp_path, monkeypatch):
             assert result.exit_code == 0, result.output
 
         monkeypatch.setattr(races, "call", call)
+    if name in ("rows", "inside", "pair"):
+        found_right(work)
     done = work(name)
     perform(done)
     assert not done.failed and not done.waiting, done.points
     kept = record(tmp_path, name)
-    assert kept["complete"] and kept["points"] and len(list(tmp_path.glob("*"))) == 1
+    assert kept["complete"] and kept["points"] and (tmp_path / f"{name}.json").exists()
     if name in CHECKS:
         CHECKS[name](kept["points"])
     again, before = work(name), dict(done.points)
@@ -224,7 +287,7 @@ def test_rehearsal(name, work, tmp_path, monkeypatch):
     assert again.points == json.loads(json.dumps(before))
 
 
-@pytest.mark.parametrize("name", ["attention", "rows"])
+@pytest.mark.parametrize("name", ["attention", "right"])
 def test_a_rehearsal_needs_no_compiled_ops(name, work, monkeypatch):
     """A fresh checkout has none; on a GPU the first stage builds them."""
     monkeypatch.setitem(backends.COMPILED_UNAVAILABLE, "cpu", "they were not built")
@@ -244,18 +307,27 @@ def check_gemm(points):
 
 
 def check_rows(points):
-    assert set(points) == {"bandwidth", "tiny right", *(f"tiny rows={r} {w}" for r in (1, 5) for w in WAYS)}
-    assert points["tiny right"]["errors"]["operator"] < 1e-5
+    ways = ("operator", "operator in turn", "modules")
+    assert set(points) == {"bandwidth", *(f"tiny rows={r} {w}" for r in (1, 5) for w in ways)}
     point = points["tiny rows=5 operator"]
     assert point["median"] > 0 and point["floor_seconds"] == pytest.approx(point["bytes"] / points["bandwidth"]["read"])
 
 
-def test_rows_that_are_wrong_are_not_timed(work, monkeypatch):
-    monkeypatch.setattr(FusedRows, "rows", lambda self, *inputs, keep: torch.full((1, keep, self.vocab_size), 7.0))
-    broken = work("rows")
-    perform(broken)
-    assert broken.failed == ["tiny right"] and set(broken.points) == {"bandwidth", "tiny right"}
-    assert "the operator's error is" in broken.points["tiny right"]["error"]
+def check_inside(points):
+    table, attention = points["tiny rows=5"], points["tiny rows=5 prefix=40 attention"]
+    assert table["top"] and table["seconds"] > 0 and table["prefix"] == attention["prefix"] == 40
+    shape = shape_named("tiny")
+    assert attention["bytes"] == 2 * 40 * shape.num_key_value_heads * shape.head_dim * 4
+
+
+def check_right(points):
+    cases = ("prefix=40", "prefix=33", "prefix=39 pads=0,7")
+    assert set(points) == {f"tiny {name}" for name in (*cases, "bits", "launches", "batch")}
+    for case in cases:
+        point = points[f"tiny {case}"]
+        assert 0 < point["errors"]["operator"]["row"] < point["bounds"]["row"]
+        assert 0 < point["errors"]["operator"]["element"] < point["bounds"]["element"]
+    assert points["tiny launches"]["wrong"] == {"early": {"called": 0}, "in turn": {"called": 0}}
 
 
 def check_attention(points):
@@ -269,7 +341,13 @@ def check_attention(points):
 
 
 def check_pair(points):
+    texts = {name: points[name]["text"] for name in ("graph operator", "plain operator", "graph modules")}
+    assert texts["graph operator"] == texts["plain operator"] and len(texts["graph modules"]) == 12
+    assert points["graph operator"]["again"] == texts["graph operator"]
+    points = {"graph": points["graph operator"]}
     first, second = points["graph"]["calls"]
+    assert first["stats"]["why_modules"] is None
+    assert points["graph"]["graphs"][0]["replays"] > 3
     assert first["captured"] and not second["captured"], "what the first call captured serves the second"
     assert first["stats"]["steps"] > 3, "nothing drafted is accepted"
     assert second["stats"]["steps"] <= first["stats"]["steps"], "the history remembers the text"
@@ -319,103 +397,9 @@ def test_readme_takes_reports_from_stages_that_were_no_rehearsal(tmp_path):
                 readme_kernels(tmp_path)
 
 
-def test_copies_outgrow_the_cache(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("P", (), {"L2_cache_size": 50 << 20}))
-    cuda = torch.device("cuda")
-    assert [cold.copies_for(size << 20, cuda) for size in (1, 10, 100, 400)] == [64, 15, 2, 2]
-    calls = []
-    timing = cold.time_rotating([lambda n=n: calls.append(n) for n in range(3)], CPU, seconds=0.0)
-    assert calls == [0, 1, 2] * (len(calls) // 3) and timing.samples >= 5 and timing.clock == "rotating wall"
-    assert timing.median > 0
-
-
-class FakeGraph:
-    """Stands for ``torch.cuda.CUDAGraph``."""
-
-    def __init__(self, keep_graph=False):
-        self.kept, self.replayed = keep_graph, 0
-
-    def capture_begin(self, pool=None, capture_error_mode="global"):
-        self.pool_given = pool
-
-    def capture_end(self):
-        pass
-
-    def instantiate(self):
-        self.instantiated = True
-
-    def raw_cuda_graph(self):
-        assert self.kept, "its nodes are gone"
-        return 7
-
-    def replay(self):
-        assert self.instantiated
-        self.replayed += 1
-
-
-def test_captured_graphs_are_counted_and_one_replay_is_profiled(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-    nodes = iter([3, 9])
-    monkeypatch.setattr(graphs, "count_nodes", lambda graph: next(nodes))
-    with graphs.watched() as watch:
-        small, large = (torch.cuda.CUDAGraph() for _ in range(2))
-        for graph in (small, large):
-            graph.capture_begin(pool=None, capture_error_mode="thread_local")
-            graph.capture_end()
-        watch.wants_profile = True
-        for _ in range(2 * graphs.SETTLED):
-            large.replay()
-            small.replay()
-    assert torch.cuda.CUDAGraph is FakeGraph
-    assert [graph.nodes for graph in watch.graphs] == [3, 9]
-    assert [graph.replays for graph in watch.graphs] == [small.replayed, large.replayed] == [6, 6], "none twice"
-    assert watch.profiled["nodes"] == 9
-    assert all(graph.capture_seconds > 0 for graph in watch.graphs)
-
-
-def test_nodes_are_asked_of_the_driver(monkeypatch):
-    class Driver:
-        status = 0
-
-        def cuGraphGetNodes(self, graph, nodes, number):
-            assert graph.value == 7 and nodes is None
-            number._obj.value = 1305
-            return self.status
-
-    monkeypatch.setattr(graphs.ctypes, "CDLL", lambda name: Driver())
-    assert graphs.count_nodes(7) == 1305
-    Driver.status = 1
-    assert graphs.count_nodes(7) is None
-
-
-def test_kernels_by_time():
-    x = torch.randn(64, 64)
-    table = graphs.kernel_table(lambda: [x @ x for _ in range(3)])
-    assert table["clock"] == "host" and len(table["top"]) <= graphs.TOP
-    assert [row for row in table["top"] if row[0] == "aten::mm" and row[1] == 3]
-    assert [row[2] for row in table["top"]] == sorted((row[2] for row in table["top"]), reverse=True)
-
-
-@pytest.mark.slow
-def test_compilations_are_counted(tmp_path, monkeypatch):
-    from triton import knobs
-
-    from gsd_kernels.kernel_report import compile_launches, shipped_cases
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    before = knobs.compilation.listener
-    case = next(case for case in shipped_cases() if case.op == "commit_kv")
-    with compilations.compilations() as found:
-        begin = time.perf_counter()
-        compile_launches(case.launch, 86)  # no other test compiles for it in this process
-        seconds = time.perf_counter() - begin
-    assert knobs.compilation.listener is before
-    made = compilations.summary(found)
-    assert made["compiled"] >= 1 and 0 < made["compile_seconds"] <= seconds
-    assert "commit" in made["kernels"][0][0] and begin < found[0].at < begin + seconds
-
-
 CHECKS = {
+    "right": check_right,
+    "inside": check_inside,
     "gemm": check_gemm,
     "attention": check_attention,
     "rows": check_rows,

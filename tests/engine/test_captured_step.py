@@ -127,9 +127,50 @@ def test_failing_to_capture_is_said_and_harmless(pair, cuda, monkeypatch, caplog
     with caplog.at_level("WARNING", logger="gsd_kernels"):
         assert torch.equal(text(pair, "graph"), expected)
     said = [r.message for r in caplog.records if "captured" in r.message]
-    assert len(said) == 1 and said[0].startswith("a step could not be captured, so steps run uncaptured: operation ")
+    assert said == [
+        "a step could not be captured, so steps run uncaptured: "
+        "operation not permitted when stream is capturing: aten::_local_scalar_dense"
+    ], "what came first, not what ending the capture says"
     assert cuda.counts["captures"] == 2, "it is not tried again"
     assert cuda.current_stream() is cuda._default, "later work is on the stream that it was on"
+
+
+def test_a_mistake_in_a_step_is_no_matter_of_capturing(pair, cuda, monkeypatch):
+    own = session.Session.step
+
+    def step(self):
+        if cuda.capturing:
+            raise KeyError("a name")
+        return own(self)
+
+    monkeypatch.setattr(session.Session, "step", step)
+    with pytest.raises(KeyError, match="a name"):
+        text(pair, "graph")
+
+
+def test_a_gpu_that_failed_for_good_ends_the_call_with_the_first_error(pair, cuda, monkeypatch, caplog):
+    """Whatever is called after it fails too, and what a capture says then is not where it happened."""
+    own = session.Session.step
+
+    def step(self):
+        record = own(self)
+        if cuda.capturing:
+            cuda.lost = "CUDA error: an illegal memory access was encountered"
+            raise RuntimeError("gsd_kernels: CUDA error: an illegal\nmemory access was encountered")
+        return record
+
+    monkeypatch.setattr(session.Session, "step", step)
+    with pytest.raises(replay.DeviceLostError, match="unusable after an error: gsd_kernels: CUDA error: an") as f:
+        text(pair, "graph")
+    assert "a step could not be captured" not in caplog.text and str(f.value.__cause__).startswith("gsd_kernels: ")
+
+
+def test_what_cannot_be_measured_as_a_graph_says_why(cuda, caplog):
+    x = torch.ones(3)
+    waiting = lambda: x.sum().item()  # noqa: E731
+    assert replay.replayable(waiting, x.device) is waiting
+    assert "could not be captured: operation not permitted when stream is capturing: aten::_local" in caplog.text
+    assert isinstance(replay.replayable(lambda: x.add_(1), x.device), replay.Graph)
 
 
 WAITING = {
@@ -145,7 +186,7 @@ WAITING = {
 @pytest.mark.parametrize("name", WAITING)
 def test_what_a_gpu_would_refuse_to_capture_is_refused(cuda, name):
     x = torch.arange(3)
-    with pytest.raises(RuntimeError, match="capture"):
+    with pytest.raises(replay.CaptureError, match="not permitted when stream is capturing"):
         lane_of(torch.device("cpu")).capture(lambda: WAITING[name](x))
     lane_of(torch.device("cpu")).capture(lambda: x[x])
 
@@ -341,7 +382,7 @@ def test_measuring_spoils_no_capture_of_another_thread(cuda, monkeypatch):
 
     lane_of(torch.device("cpu")).capture(function)
     assert cuda.counts["waits"] == 2 * 3, "of its own work it waits"
-    with pytest.raises(RuntimeError, match="during capture"):
+    with pytest.raises(RuntimeError, match="stream is capturing"):
         lane_of(torch.device("cpu")).capture(lambda: replay.wait(torch.device("cpu")))
 
 

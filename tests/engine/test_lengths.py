@@ -19,6 +19,7 @@ import gsd_kernels as gsd
 from gsd_kernels_hf.engine import room
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.engine.session import Session
+from gsd_kernels_hf.records import DecodeState
 from gsd_kernels_hf.sources.drafters import source_of
 
 VOCAB = 41
@@ -359,3 +360,18 @@ def test_a_captured_draft_is_left_out(request):
     )
     assert torch.equal(out.sequences, expected(False, 1.0)) and out.stats.left_out == ["model"]
     assert cuda.counts["captures"] == 2 and cuda.counts["replays"] > 4
+
+
+def test_an_outgrown_text_is_held_until_its_copy_is_done(monkeypatch):
+    """As caches are: what was queued before reads it on another stream than it was made on."""
+    cuda, outgrown, own = fake_cuda.install(monkeypatch), [], DecodeState.grow
+    monkeypatch.setattr(room, "FIRST_ON_GPU", 4)
+    monkeypatch.setattr(room, "GRAIN", 8)
+
+    def grow(self, length):
+        outgrown.append(self.tokens.data_ptr())
+        own(self, length)
+
+    monkeypatch.setattr(DecodeState, "grow", grow)
+    gsd.generate(tiny(), **prompts(1, 5), max_new_tokens=40, pad_token_id=0)
+    assert outgrown and set(outgrown) <= {address for address, _ in cuda.held}

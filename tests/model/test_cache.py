@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+import fake_cuda
 import pytest
 import torch
 from models import noised, prompts, tiny
@@ -86,6 +87,20 @@ def test_a_stacked_cache_writes_the_same_text(fused, monkeypatch):
         texts[stacks] = (short.tolist(), long.tolist())
         gsd.unpatch(target)
     assert texts[True] == texts[False]
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_outgrown_storage_is_held_until_its_copy_is_done(stacked, monkeypatch):
+    """It goes back to the stream that it was made on, and is copied on the caller's."""
+    cuda = fake_cuda.install(monkeypatch)
+    cache, keys = GraphCache(tiny().config, 12, stacked=stacked), torch.ones(2, 2, 5, 6)
+    cache.update(keys, keys, 0)
+    kept = cache.layers[0].keys, cache.layers[0].values, cache.block
+    caller = cuda.new_stream()
+    with cuda.on(caller):
+        cache.grow(20)
+    outgrown = [cache.block is not None and kept[2]] if stacked else kept[:2]
+    assert cuda.held == [(storage.data_ptr(), caller) for storage in outgrown]
 
 
 def test_only_a_gpu_stacks():

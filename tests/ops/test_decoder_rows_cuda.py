@@ -7,6 +7,9 @@ Cases of ``blocks`` run the kernels' source on a CPU, blocks in any order, their
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -231,6 +234,20 @@ def test_a_row_has_its_bits_in_every_tile_and_split(device):
             assert torch.equal(case.rows(tokens, sees, depths, first, last), whole[:, first:last])
 
 
+def test_whether_launches_begin_early_is_a_setting(device, monkeypatch):
+    case = text(SMALL, HALF, [0], device, 24)
+    case.read(random_tokens(1, 9), 9)
+    found = []
+    for value in (None, "1", "0"):
+        if value is not None:
+            monkeypatch.setenv(cuda.OVERLAP, value)
+        found.append(case.rows(random_tokens(1, 3, 1), *tree([-1, 0, 1]), 0, 3))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    monkeypatch.setenv(cuda.OVERLAP, "off")
+    with pytest.raises(RuntimeError, match="GSD_ROWS_OVERLAP: expected 0 or 1, got 'off'; or unset it"):
+        case.rows(random_tokens(1, 3, 1), *tree([-1, 0, 1]), 0, 3)
+
+
 def test_what_lies_outside_is_not_touched(device):
     """Tokens outside the vocabulary, slots outside the cache: nothing is read back, so nothing is refused."""
     inside = text(SMALL, HALF, [0], device, 24)
@@ -301,3 +318,28 @@ def test_another_gpu_than_the_current_one():
         case.read(random_tokens(2, 19), 19)
         found.append(decoder_rows(case.weights, *graph_rows(case, 9), keep=9, backend="cuda")[0].cpu())
     assert torch.cuda.current_device() == 0 and torch.equal(*found)
+
+
+def captured_at_first() -> None:
+    """A forward whose first call of all is recorded, in a process that has loaded none of its kernels."""
+    case = text(SMALL, BFLOAT16, [0], "cuda")
+    rows = graph_rows(case, 5)
+
+    def forward():
+        return decoder_rows(case.weights, *rows, keep=5, backend="cuda")
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = forward()
+    graph.replay()
+    for replayed, called in zip(static, forward(), strict=True):
+        assert torch.equal(replayed, called) and replayed.isfinite().all()
+
+
+@on_gpu
+def test_kernels_are_captured_that_were_never_called():
+    code = "from ops.test_decoder_rows_cuda import captured_at_first; captured_at_first()"
+    environment = {**os.environ, "CUDA_MODULE_LOADING": "LAZY", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -129,7 +129,7 @@ def check_distribution(logits, on, **warpers):
     greedy = torch.as_tensor(warpers.get("temperature", 0.0)).view(-1, 1, 1) <= 0
     alone = {name: warpers.get(name, off) for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))}
     warped = torch.where(greedy, logits.float(), warp(logits.float(), warpers.get("temperature", 0.0), *alone.values()))
-    torch.testing.assert_close(expected, warped.log_softmax(-1), atol=1e-6, rtol=0)
+    torch.testing.assert_close(expected, warped.log_softmax(-1), atol=1e-6, rtol=3e-7)  # two roundings
 
 
 @pytest.mark.parametrize("name", SAMPLING)

@@ -217,6 +217,12 @@ DAMAGES = {
     "truncated": (lambda s, f: f.write_bytes(s.file.read_bytes()[:-100]), "is damaged"),
     "empty": (lambda s, f: f.write_bytes(b""), "is damaged"),
     "something else": (lambda s, f: save_file({"a": torch.zeros(2)}, f), "is no saved history"),
+    "a program": (lambda s, f: f.write_text("print('mine')\n"), "is damaged or something else: it is no saved history"),
+    "bytes": (
+        lambda s, f: f.write_bytes(bytes(range(256)) * 40),
+        "is damaged or something else: it is no saved history",
+    ),
+    "a folder": (lambda s, f: f.mkdir(), "is a folder; expected the file"),
     "newer": (lambda s, f: altered(s, f, {"version": "2"}), "has version 2, newer than 1; update"),
     "another vocabulary": (
         lambda s, f: altered(s, f, {"vocab_size": "96"}),
@@ -250,7 +256,7 @@ def test_damaged_and_foreign_files_are_refused_by_name(damage, saved, tmp_path):
     memory.load(saved.file)
     with pytest.raises(ValueError, match=match) as error:
         memory.load(file)
-    assert str(file) in str(error.value)
+    assert str(file) in str(error.value) and "delete" not in str(error.value)
     assert len(memory) == saved.known, "what was remembered is kept"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from models import noised, prompts, tiny
 import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip
 from gsd_kernels.ops.learn import Asked
+from gsd_kernels_hf import progress
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.engine.options import Options
 from gsd_kernels_hf.engine.screen import check_sources, drafts_of
 from gsd_kernels_hf.policy.auto import FIRST_CHOICE as AUTO_FIRST
 from gsd_kernels_hf.policy.costs import Known
 from gsd_kernels_hf.policy.ladder import ladder
+from gsd_kernels_hf.sources import layer_skip
 from gsd_kernels_hf.sources.base import DraftSource
 from gsd_kernels_hf.sources.drafter import Drafter
 from gsd_kernels_hf.sources.history import History
@@ -198,6 +201,64 @@ def test_search_finds_the_blocks_that_do_nothing():
     ids = prompts(2, 30, seed=7, ragged=False)["input_ids"]
     agreement = (found.view(ids).logits.argmax(-1) == target(ids).logits.argmax(-1)).float().mean()
     assert expected_speed(float(agreement), found.cost) > 0.9 * expected_speed(1.0, 1 - 3 / 8)
+
+
+def exhaustive(target, ids):
+    """The best speed of the greedy search that tries every block every time, and its forwards."""
+    with torch.no_grad():
+        wanted = target(ids).logits.argmax(-1)
+    count, skipped, best, forwards = len(target.model.layers), frozenset(), 0.0, 0
+    blocks = {(name, i) for name in ("attention", "mlp") for i in range(count)}
+    while len(blocks - skipped) > 1:
+        tried = {}
+        for name, i in blocks - skipped:
+            chosen = skipped | {(name, i)}
+            skip = LayerSkip(target, **{part: [j for p, j in chosen if p == part] for part, _ in blocks})
+            with torch.no_grad():
+                agreement = float((skip.view(ids).logits.argmax(-1) == wanted).float().mean())
+            tried[chosen] = expected_speed(agreement, skip.cost)
+            forwards += 1
+        skipped = max(tried, key=tried.get)
+        best = max(best, tried[skipped])
+    return best, forwards
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_search_tries_few_sets_and_is_as_good_as_trying_all(dtype, monkeypatch):
+    target = tiny(num_hidden_layers=6, dtype=dtype)
+    for layer in target.model.layers[1:5]:
+        layer.mlp.down_proj.weight.data.mul_(0.2)
+    ids = prompts(2, 30, ragged=False)["input_ids"]
+    views, made = [], layer_skip._without
+    monkeypatch.setattr(layer_skip, "_without", lambda *a, **k: views.append(0) or made(*a, **k))
+    steps = []
+    found = LayerSkip.search(target, ids, progress=lambda done, total: steps.append((done, total)))
+    forwards = len(views)
+    speed, all_forwards = exhaustive(target, ids)
+    agreement = (found.view(ids).logits.argmax(-1) == target(ids).logits.argmax(-1)).float().mean()
+    assert expected_speed(float(agreement), found.cost) > 0.97 * speed
+    assert forwards < 0.6 * all_forwards, "sets that cannot be the best are not tried"
+    assert {total for _, total in steps} == {23} and steps == sorted(steps) and steps[-1] == (23, 23)
+
+
+def test_search_ends_with_its_time_and_says_so(target, caplog, monkeypatch):
+    ids = prompts(1, 38, ragged=False)["input_ids"]
+    clock = iter(range(1000))
+    monkeypatch.setattr(layer_skip.time, "monotonic", lambda: float(next(clock)))
+    found = LayerSkip.search(target, ids, seconds=3.5)
+    (record,) = [r for r in caplog.records if r.levelname == "WARNING"]
+    assert re.search("3.5 seconds are over after [1-4] forwards of 38 tokens", record.message)
+    assert len(found.attention) + len(found.mlp) == 1, "the best so far"
+    for wrong in (0, -1, float("nan"), "1"):
+        with pytest.raises(ValueError, match="seconds: expected a number above 0, or None"):
+            LayerSkip.search(target, ids, seconds=wrong)
+
+
+def test_search_tells_the_log_how_far_it_is(target, caplog, monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    caplog.set_level("INFO", logger="gsd_kernels.progress")
+    LayerSkip.search(target, prompts(1, 38, ragged=False)["input_ids"])
+    assert re.match(r"LayerSkip\.search: 1 of 15 steps, .* times the speed at best, 0 s so far", caplog.messages[0])
 
 
 def test_expected_speed_is_a_geometric_sum():

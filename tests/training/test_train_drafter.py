@@ -186,10 +186,10 @@ def test_losses_are_divergence_and_likelihood(folder, windows, kind, weight):  #
 def test_an_interrupted_run_goes_on_to_equal_weights(folder, tmp_path, monkeypatch, kind):
     given, step = arguments(kind, folder, tmp_path / "cut", steps=9), loop._Run.step
 
-    def stop(run, losses, factor):
+    def stop(run, *given):
         if run.record.steps == 7:
             raise KeyboardInterrupt
-        return step(run, losses, factor)
+        return step(run, *given)
 
     with monkeypatch.context() as patched:
         patched.setattr(loop._Run, "step", stop)

@@ -14,6 +14,8 @@ DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128)
 MIN_CAPABILITY = (8, 0)
 ALIGNMENT = 16  # bytes of one asynchronous copy
+OVERLAP = "GSD_ROWS_OVERLAP"
+"""Environment variable: ``0`` keeps launches from beginning while the one before ends (docs/kernels.md)."""
 OTHERWISE = "; use backend='reference'"
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from ..console.commands import Commands
-from ..console.output import EXIT_CODES
+from ..console.output import EXIT_CODES, show_progress
 from . import check, demo, doctor, generate, index, serve, training
 
 __all__ = ["app", "main"]
@@ -63,6 +63,7 @@ def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks instead of one-line errors.")] = False,
 ) -> None:
     """Options of every command; ``debug`` is read by :class:`~gsd_kernels_hf.console.commands.Commands` as well."""
+    show_progress()
     for name in CHATTY if not debug else ():
         logging.getLogger(name).setLevel(logging.ERROR)
 

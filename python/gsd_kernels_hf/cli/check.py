@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from ..console.output import DIFFERS, OK, err, only_first_rank_prints, out, print_json, progress, table
 from . import options
@@ -76,8 +77,7 @@ def command(
         err.print("gsd-kernels: no --draft: plain decoding on both sides (--draft history speculates without a model)")
     texts = texts or [prompt["text"] for prompt in demo.prompts()[:DEFAULT_PROMPTS]]
     inputs = [pair.encode([text], chat) for text in texts]
-    with progress(f"decoding {len(texts)} prompts, twice each"):
-        rounds, divergences = _compare(pair, inputs, max_new_tokens, graph_config=config, backend=backend)
+    rounds, divergences = _compare(pair, inputs, max_new_tokens, graph_config=config, backend=backend)
     report = {
         "versions": versions(),
         "device": str(pair.device),
@@ -104,15 +104,28 @@ def _compare(
     """Every prompt plainly and by graph, and where the two first differ."""
     from gsd_kernels_hf.report import comparison
 
+    from ..progress import tracked
+
     contenders = {
         "plain": comparison.plain(pair.target, **pair.padding),
         "graph": comparison.graph(pair.target, **speculation, **pair.speculation, **pair.padding),
     }
-    rounds = comparison.race(pair.target, contenders, inputs, max_new_tokens)
-    divergences = [
-        comparison.first_divergence(pair.target, i["input_ids"], runs["plain"].tokens, runs["graph"].tokens)
-        for i, runs in zip(inputs, rounds, strict=True)
-    ]
+    with tracked(f"decoding {len(inputs)} prompts, twice each", len(contenders) * len(inputs), "runs") as update:
+        done = 0
+
+        def started(name: str, prompt: int) -> None:
+            nonlocal done
+            warming = prompt < 0
+            update(done, f"warming {name} up" if warming else f"{name} on prompt {prompt + 1}")
+            done += not warming
+
+        rounds = comparison.race(pair.target, contenders, inputs, max_new_tokens, started=started)
+    with tracked("comparing", len(inputs), "prompts") as update:
+        divergences = []
+        for number, (i, runs) in enumerate(zip(inputs, rounds, strict=True)):
+            update(number)
+            texts = runs["plain"].tokens, runs["graph"].tokens
+            divergences.append(comparison.first_divergence(pair.target, i["input_ids"], *texts))
     return rounds, divergences
 
 
@@ -173,7 +186,7 @@ def _print(report: dict[str, Any]) -> None:
     for row in report["prompts"]:
         stats = row["graph"]["stats"]
         rows.add_row(
-            _short(row["prompt"]),
+            escape(_short(row["prompt"])),
             f"{row['new_tokens']}",
             f"{row['plain']['tokens_per_second']:.1f}",
             f"{row['graph']['tokens_per_second']:.1f}",

@@ -67,6 +67,7 @@ def examine() -> dict[str, Any]:
         "flash_attention": flash_attention(gpu=len(devices) > 1),
         "fused_rows": {str(device): fused.missing(device) for device in devices},
         "cpu_levels": {} if unavailable_reason("cpu", torch.device("cpu")) else cpu_levels.levels(),
+        "cpu_level": None if unavailable_reason("cpu", torch.device("cpu")) else _level(),
         "serving": serving(),
         "plot": None if util.find_spec("matplotlib") else "matplotlib is missing: pip install 'gsd-kernels[plot]'",
     }
@@ -103,6 +104,16 @@ def serving() -> str | None:
     except ImportError as error:
         return str(error).removeprefix("serve: ")
     return None
+
+
+def _level() -> str:
+    """The instructions in use, or why none can be."""
+    from gsd_kernels import cpu_levels
+
+    try:
+        return cpu_levels.active()
+    except ValueError as error:
+        return str(error)
 
 
 def _device(device: torch.device) -> dict[str, Any]:
@@ -176,9 +187,9 @@ def _print(report: dict[str, Any]) -> None:
     facts = table("installed", "<")
     for name, version in report["versions"].items():
         facts.add_row(name, version or "missing")
-    facts.add_row("platform", report["platform"])
+    facts.add_row("platform", escape(report["platform"]))
     for name, version in report["compilers"].items():
-        facts.add_row(name, version or "none found")
+        facts.add_row(name, escape(version or "none found"))
     flash = report["flash_attention"]
     facts.add_row("flash attention", escape(", ".join(filter(None, (flash["version"], flash["missing"])))))
     for what, way in _ways(report).items():
@@ -200,6 +211,7 @@ def _print(report: dict[str, Any]) -> None:
         rows = table("instructions for rows on the CPU", "<")
         for level, reason in report["cpu_levels"].items():
             rows.add_row(level, "[green]ready[/green]" if reason is None else f"no: {escape(reason)}")
+        rows.add_row("in use", escape(report["cpu_level"]))
         out.print()
         out.print(rows)
     if report.get("kernels_missing"):

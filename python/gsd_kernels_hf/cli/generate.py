@@ -55,7 +55,7 @@ def command(
     temperature: Annotated[
         float | None, typer.Option("--temperature", min=0.0, rich_help_panel=_SAMPLING, help="0 is greedy.")
     ] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", min=0, rich_help_panel=_SAMPLING)] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=0, max=2**31 - 1, rich_help_panel=_SAMPLING)] = None,
     top_p: Annotated[float | None, typer.Option("--top-p", min=0.0, max=1.0, rich_help_panel=_SAMPLING)] = None,
     min_p: Annotated[float | None, typer.Option("--min-p", min=0.0, max=1.0, rich_help_panel=_SAMPLING)] = None,
     seed: Annotated[

@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,8 @@ from . import options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from ..progress import Update
 
 
 def command(
@@ -42,30 +44,44 @@ def command(
     which the next run removes.
     """
     from ..corpus.build import build_corpus, files_of, tokenized
+    from ..files import checkpoint_place, read_utf8
+    from ..progress import tracked
 
     named = {Path(name) for name in files}
     found, left_out = files_of(files, suffixes or ()), 0
+    megabytes = [0.0]  # read when so many texts were
 
     def texts() -> Iterator[str]:
         nonlocal left_out
+        read = 0.0
         for file in found:
+            read += file.stat().st_size / 1e6 if file.exists() else 0.0
             try:
-                yield file.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
+                text = read_utf8(file, "FILES")
+            except ValueError:
                 if file in named:
-                    raise ValueError(f"FILES: {file} is not UTF-8 ({error.reason} at byte {error.start})") from error
+                    raise
                 left_out += 1
+                continue
+            megabytes.append(read)
+            yield text
+
+    def documents(tokenizer: Any, update: Update) -> Iterator[Any]:
+        yield from tokenized(texts(), tokenizer, lambda done: update(megabytes[done]))
+        update(total, "sorting")
 
     begin = time.perf_counter()
-    with progress("indexing"):
+    with progress("loading the tokenizer"):
         from transformers import AutoTokenizer
 
         from gsd_kernels_hf import demo
 
-        place = demo.path() / "target" if tokenizer is None else tokenizer
+        place = demo.path() / "target" if tokenizer is None else checkpoint_place(tokenizer, "--tokenizer")
         by = {"revision": revision} if revision else {}
         loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **by)
-        header = build_corpus(out, tokenized(texts(), loaded), tokenizer=loaded)
+    total = sum(file.stat().st_size for file in found) / 1e6
+    with tracked("indexing", total, "MB") as update:
+        header = build_corpus(out, documents(loaded, update), tokenizer=loaded)
     size = sum(file.stat().st_size for file in out.iterdir())
     if left_out:
         err.print(f"gsd-kernels: {left_out} files are not UTF-8 and were left out")

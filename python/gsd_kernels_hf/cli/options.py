@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..files import decode_utf8, read_utf8
+
 if TYPE_CHECKING:
     from gsd_kernels import GraphConfig
 
@@ -178,17 +180,20 @@ def read_graph_config(text: str | None) -> GraphConfig | str | None:
     if text is None:
         return None
     from gsd_kernels import GraphConfig
+    from gsd_kernels.config import AUTO
 
     first, *rest = (part.strip() for part in text.split(","))
     name, pairs = ("graph", [first, *rest]) if "=" in first else (first, rest)
     if not pairs:
-        return name
+        return name if name == AUTO else GraphConfig.preset(name) and name
     changes: dict[str, object] = {}
     for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals:
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not (key and equals):
             raise ValueError(f"--graph-config: expected key=value, got {pair!r}")
-        changes[key.strip()] = _number(key.strip(), value.strip())
+        if key in changes:
+            raise ValueError(f"--graph-config: {key} is given twice, in {text!r}; give it once")
+        changes[key] = _number(key, value)
     return GraphConfig.preset(name, **changes)
 
 
@@ -223,9 +228,18 @@ def read_prompts(
     if several_processes and "-" in files:
         raise ValueError("--tp: processes cannot share stdin; give the prompt as an argument or by --prompt-file")
     for name in files:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-        texts += [line for line in text.splitlines() if line.strip()] if lines else [text]
+        text = _stdin() if name == "-" else read_utf8(Path(name), "--prompt-file")
+        found = [line for line in text.splitlines() if line.strip()] if lines else [text]
+        if not any(found):
+            whose = "stdin" if name == "-" else name
+            raise ValueError(f"prompt: {whose} is empty; give one as an argument, by --prompt-file or on stdin")
+        texts += found
     texts = [*(arguments or []), *texts]
     if any(not text for text in texts):
         raise ValueError("prompt: empty")
     return texts
+
+
+def _stdin() -> str:
+    raw = getattr(sys.stdin, "buffer", None)
+    return sys.stdin.read() if raw is None else decode_utf8(raw.read(), "prompt", "stdin")

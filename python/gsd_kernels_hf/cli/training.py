@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..console.output import out, print_json, progress, table
+from ..console.output import FAILURE, err, out, print_json, progress, table
 from .options import Device, Dtype
 
 _MODELS, _TEXT, _RUN, _METHOD, _OPTIMIZER = "Models", "Text", "Run", "Distillation", "Optimisation"
@@ -39,7 +40,7 @@ HeldOutText = Annotated[
 ]
 Steps = Annotated[int | None, typer.Option("--steps", rich_help_panel=_RUN, help="How long: steps, or …")]
 Minutes = Annotated[
-    float | None, typer.Option("--minutes", rich_help_panel=_RUN, help="… minutes of wall time. Default: 10 minutes.")
+    float | None, typer.Option("--minutes", rich_help_panel=_RUN, help="… minutes of wall time, all told. Default: 10.")
 ]
 CheckpointEvery = Annotated[
     str, typer.Option("--checkpoint-every", metavar="STEPS|SECONDSs", rich_help_panel=_RUN, help="500, or 60s.")
@@ -184,6 +185,7 @@ def distill_command(
     The draft learns the target's distribution on the text and on what the target makes of its beginnings. Interrupted,
     even killed, the same command goes on from the last checkpoint.
     """
+    begun = time.monotonic()
     with progress("loading"):
         from gsd_kernels_hf.training.distill import distill, has_weights
 
@@ -192,7 +194,7 @@ def distill_command(
     rate = lr if lr is not None else 3e-4 if has_weights(draft) else 4e-3
     _print(
         lambda options: distill(draft, options),
-        _options(locals() | {"lr": rate}),
+        _options(locals() | {"lr": rate}, begun),
         as_json,
         {
             "agreement": "greedy agreement on held-out text",
@@ -238,12 +240,13 @@ def heads_command(
     Each head guesses a later token from the target's last hidden state. The target is not changed. Interrupted, even
     killed, the same command goes on from the last checkpoint.
     """
+    begun = time.monotonic()
     with progress("loading"):
         from gsd_kernels_hf.training.heads import train_heads
 
     _print(
         lambda options: train_heads(heads, layers, options),
-        _options(locals()),
+        _options(locals(), begun),
         as_json,
         {
             "accuracy": "accuracy on held-out text",
@@ -290,6 +293,7 @@ def drafter_command(
     It reads the target's hidden states, and is written as published ones are: --drafter takes it, as other engines do.
     The target is not changed. Interrupted, even killed, the same command goes on from the last checkpoint.
     """
+    begun = time.monotonic()
     with progress("loading"):
         from gsd_kernels_hf.training.drafters import DrafterOptions, train_drafter
 
@@ -305,7 +309,7 @@ def drafter_command(
     )
     _print(
         lambda options: train_drafter(drafter, options),
-        _options(locals()),
+        _options(locals(), begun),
         as_json,
         {
             "accuracy": "accuracy on held-out text",
@@ -329,7 +333,7 @@ def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
         raise ValueError(f"{name}: expected numbers between commas, as 2,16,29, got {text!r}") from error
 
 
-def _options(given: dict[str, Any]) -> Any:
+def _options(given: dict[str, Any], begun: float) -> Any:
     """:class:`TrainingOptions` from a command's arguments.
 
     Raises:
@@ -359,21 +363,40 @@ def _options(given: dict[str, Any]) -> Any:
         dtype=getattr(torch, name),
         device=device,
         checkpoint_every=Interval.parse(given["checkpoint_every"]),
+        begun=begun,
     )
 
 
 def _print(work: Callable[[Any], dict[str, Any]], options: Any, as_json: bool, rows: dict[str, str]) -> None:
-    """Do it; the report as JSON, or before and after in a table."""
+    """Do it; the report as JSON, or before and after in a table. A run that learned nothing exits with 1."""
     report = work(options)
+    learned = report.get("learned", True)
     if as_json:
         print_json(report)
-        return
+    else:
+        _print_table(report, options, rows)
+    if not learned:
+        err.print(
+            "gsd-kernels: nothing was learned: on held-out text the guesses are no better than before; they are in "
+            f"{options.out} all the same; train for longer, or on more text",
+            markup=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(FAILURE)
+
+
+def _print_table(report: dict[str, Any], options: Any, rows: dict[str, str]) -> None:
     result = table("held out", "before", "after")
     for name, title in rows.items():
         result.add_row(title, *(_number(report[when][name]) for when in ("before", "after")))
     out.print(result)
-    used = report["training"]
-    out.print(f"{used['steps']} steps, {used['tokens']:,} tokens, {used['seconds']:.0f} s → {options.out}")
+    used, measured, whole = report["training"], report.get("held_out"), report.get("seconds")
+    told = f"{used['steps']} steps, {used['tokens']:,} tokens, {used['seconds']:.0f} s"
+    if whole is not None:
+        told += f" of {whole:.0f}"
+    if measured is not None:
+        told += f", measured on {measured['windows']} windows and {measured['continuations']} continuations"
+    out.print(f"{told} → {options.out}", markup=False, soft_wrap=True)
 
 
 def _number(value: float | list[float] | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -28,8 +29,15 @@ err = Console(stderr=True, highlight=False)
 
 
 def only_first_rank_prints() -> None:
-    """Silence the other processes that torchrun started; errors are printed by all."""
-    if int(os.environ.get("RANK", "0")) > 0:
+    """Silence the other processes that torchrun started; errors are printed by all.
+
+    Raises:
+        ValueError: the environment's ``RANK`` is no number.
+    """
+    rank = os.environ.get("RANK", "0")
+    if not rank.isdecimal():
+        raise ValueError(f"RANK: expected a number, as torchrun sets it, got {rank!r}; unset it")
+    if int(rank) > 0:
         out.quiet = err.quiet = True
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open as long as the process
 
@@ -48,6 +56,22 @@ def progress(what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+class _Lines(logging.Handler):
+    """Prints what a logger says, as the command's own lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        err.print(f"gsd-kernels: {record.getMessage()}", markup=False, soft_wrap=True)
+
+
+def show_progress() -> None:
+    """Print the lines of :mod:`gsd_kernels_hf.progress` on stderr, where that is no terminal for its bars."""
+    logger = logging.getLogger("gsd_kernels.progress")
+    if not any(isinstance(handler, _Lines) for handler in logger.handlers):
+        logger.addHandler(_Lines())
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
 
 
 def print_json(value: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from gsd_kernels_hf import demo, validate
+from gsd_kernels_hf.files import checkpoint_place
 from gsd_kernels_hf.model import properties
 from gsd_kernels_hf.parallel import check_heads
 from gsd_kernels_hf.sources.base import DraftSource
@@ -179,7 +179,9 @@ def _load_models(
         target, small, tokenizer = demo.load(weights, where)
         return Pair(target, small if draft is None else None, tokenizer, WITHOUT_MODEL.get(draft))
 
-    _check_folders({"--model": model, "--draft": draft})
+    model = checkpoint_place(model, "--model")
+    if draft is not None and draft not in WITHOUT_MODEL:
+        draft = checkpoint_place(draft, "--draft")
     tokenizer = _load_tokenizer(model, revision, trust_remote_code)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -202,12 +204,6 @@ def _load_models(
 
 def _revision(commit: str | None) -> dict[str, str]:
     return {"revision": commit} if commit else {}
-
-
-def _check_folders(named: dict[str, str | None]) -> None:
-    for option, name in named.items():
-        if name is not None and name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-            raise ValueError(f"{option}: no such folder: {name}")
 
 
 def _load_model(name: str, where: torch.device, **options: Any) -> PreTrainedModel:

@@ -14,7 +14,8 @@ from gsd_kernels.ops.corpus import MAX_MATCH, sort_corpus
 from ..files import write_folder
 from .index import HEADER, Header, describe, file_of, fingerprint, read_header
 
-BATCH = 32  # texts that are tokenized at once
+BATCH = 32  # texts that are tokenized at once, fewer where they are long
+BATCH_CHARACTERS = 1 << 20
 
 
 def build_corpus(
@@ -86,13 +87,14 @@ def tokenized(texts: Iterable[str], tokenizer: Any, progress: Callable[[int], No
         progress: called with the number of texts so far.
     """
     batch: list[str] = []
-    done = 0
+    done = characters = 0
     for text in texts:
         batch.append(text)
-        if len(batch) == BATCH:
+        characters += len(text)
+        if len(batch) == BATCH or characters >= BATCH_CHARACTERS:
             yield from _tokens(batch, tokenizer)
             done += len(batch)
-            batch = []
+            batch, characters = [], 0
             if progress is not None:
                 progress(done)
     if batch:

@@ -97,12 +97,16 @@ class CapturedStep:
         self.pool = None
 
     def _add(self, kind: tuple[GraphConfig | None, bool]) -> bool:
-        """Capture the session's current shape; ``False`` where that is impossible."""
+        """Capture the session's current shape; ``False`` where that is impossible.
+
+        Raises:
+            DeviceLostError: the GPU failed for good, so steps would fail as well.
+        """
         why = "on another rank"
         try:
             self.steps[kind] = self.whole() if self.session.rule.on_device else self.halves()
-        except RuntimeError as error:
-            why = " ".join(str(error).split())
+        except replay.CaptureError as error:
+            why = str(error)
         if not self.ranks.agree(kind in self.steps):
             self.steps.pop(kind, None)
             self.failed = True
@@ -114,7 +118,7 @@ class CapturedStep:
         """One graph of a step: a function that replays it and returns its record.
 
         Raises:
-            RuntimeError: something in the step cannot be captured.
+            CaptureError: something in the step cannot be captured.
         """
         session = self.session  # no cycle: graphs go with their session, at once
         run, verified = self._capture(session.step)
@@ -131,7 +135,7 @@ class CapturedStep:
         """Two graphs of a step, before and after the host accepts: a function that takes the step.
 
         Raises:
-            RuntimeError: something in the device's parts cannot be captured.
+            CaptureError: something in the device's parts cannot be captured.
         """
         session = self.session
         accepted = nothing_accepted(session.kind.batch, session.max_path + 1, session.kv_len.device)

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from gsd_kernels import GraphConfig
-from gsd_kernels.config import resolve_graph_config
+from gsd_kernels.config import AUTO, resolve_graph_config
+from gsd_kernels.names import did_you_mean, fields_named
 
 from .. import validate
 from ..acceptance.criteria import Typical, check_chain, resolve_criterion, shape_for
@@ -37,6 +38,7 @@ NEEDS = {
 }
 
 
+@fields_named("unknown option")
 @dataclass(eq=False)
 class Options:
     """Options of graph-speculative decoding, checked and resolved when they are made.
@@ -111,8 +113,8 @@ class Options:
             kinds, got = ", ".join(kind.__name__ for kind in KINDS), type(self.drafter).__name__
             raise TypeError(f"drafter: expected a folder, a hub id, or one of {kinds}, got {got}")
         self.named = self._names()
-        self.automatic = shape in (None, "auto") and bool(self.named)
-        self.graph_config = GraphConfig() if shape == "auto" else resolve_graph_config(shape)
+        self.automatic = shape in (None, AUTO) and bool(self.named)
+        self.graph_config = GraphConfig() if shape == AUTO else resolve_graph_config(shape)
         others = {"draft_heads": self.draft_heads, "drafter": self.drafter, "reference_ids": self.reference_ids}
         others["assistant_model"] = self.other_drafts or None
         check_chain(self.criterion, self.graph_config, self.draft_sources, others)
@@ -200,12 +202,10 @@ class Options:
         )
         if not isinstance(sources, (tuple, list, str)):
             raise TypeError(expected)
-        if (
-            isinstance(sources, str)
-            or not sources
-            or not all(s in NAMES or isinstance(s, DraftSource) for s in sources)
-        ):
-            raise ValueError(expected)
+        strange = [s for s in sources if not isinstance(s, DraftSource) and s not in NAMES]
+        if isinstance(sources, str) or not sources or strange:
+            near = "" if isinstance(sources, str) or not sources else did_you_mean(str(strange[0]), NAMES)
+            raise ValueError(expected + near)
         for source in sources:
             if isinstance(source, DraftSource):
                 check_source(source, NAMES)

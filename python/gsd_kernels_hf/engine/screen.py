@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
+
+from gsd_kernels.names import did_you_mean
 
 from .. import validate
 from ..model import properties
@@ -13,7 +20,60 @@ from ..sources import border
 from ..sources.base import DraftSource
 from ..sources.draft_model import DraftModel
 from ..sources.layer_skip import LayerSkip
+from ..validate.options import CONFIG_FIELDS, GENERATE_PARAMETERS
 from .options import NAMES, Options
+
+logger = logging.getLogger("gsd_kernels")
+
+OPTIONS = tuple(field.name for field in fields(Options) if not field.name.startswith("_"))
+
+DRAFT_LENGTHS = (
+    "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind "
+    "target_lookbehind assistant_ensemble_weight max_matching_ngram_size"
+).split()
+"""Settings of transformers' own assisted generation, which decide how much it drafts; they have no effect here."""
+
+NEAR = 0.75  # of difflib's ratio; transformers refuses what is further away from every name
+
+_said: set[tuple[str, str]] = set()
+
+
+def check_names(given: Iterable[str], model: PreTrainedModel) -> None:
+    """Raise for an argument of ``generate`` that nobody knows and that is nearly an option's or transformers' own.
+
+    What is near nothing is left to transformers, which knows what the model's code takes.
+
+    Raises:
+        TypeError: it names the nearest.
+    """
+    known = {*OPTIONS, *CONFIG_FIELDS, *GENERATE_PARAMETERS}
+    strange = [name for name in given if name not in known]
+    for function in (model.forward, model.prepare_inputs_for_generation) if strange else ():
+        known |= inspect.signature(function).parameters.keys()
+    for name in strange:
+        if name not in known and get_close_matches(name, known, n=1, cutoff=NEAR):
+            raise TypeError(f"generate: unknown argument {name!r}{did_you_mean(name, known)}")
+
+
+def report_draft_lengths(given: Mapping[str, Any], config: GenerationConfig | None, model: PreTrainedModel) -> None:
+    """Say once that a setting of :data:`DRAFT_LENGTHS` has no effect, wherever it was set."""
+    places = {"the call": given, "generation_config": vars(config) if config is not None else {}}
+    places["the model's generation_config"] = vars(model.generation_config)
+    for place, values in places.items():
+        for name in DRAFT_LENGTHS:
+            value = values.get(name)
+            if value is None or (name, str(value)) in _said:
+                continue
+            _said.add((name, str(value)))
+            depth = value if name == "num_assistant_tokens" and type(value) is int and 1 <= value <= 64 else 5
+            logger.warning(
+                '%s=%r of %s has no effect: graph_config says how much is drafted, as in graph_config="auto" or '
+                'GraphConfig.preset("chain", depth=%d)',
+                name,
+                value,
+                place,
+                depth,
+            )
 
 
 def screen(

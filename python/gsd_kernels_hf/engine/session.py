@@ -22,6 +22,7 @@ from ..acceptance.rule import AcceptanceRule, OnDevice
 from ..acceptance.tokenwise import TokenByToken
 from ..model.fused import rows_of
 from ..model.identity import ModelState
+from ..model.replay import hold
 from ..model.runner import CachedText, Listener, RowModel
 from ..policy.acceptance import AcceptanceModel
 from ..policy.budget import RowBudget
@@ -165,6 +166,7 @@ class Session:
         if capacity <= self.capacity:
             return
         self.capacity = capacity
+        hold(self.state.tokens)
         self.state.grow(capacity + self.kind.width)
         for rows in self.row_models:
             rows.grow(capacity)

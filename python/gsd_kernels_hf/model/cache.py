@@ -16,6 +16,7 @@ from gsd_kernels import commit_kv, write_kv
 from gsd_kernels.ops.write_kv.api import IMPLEMENTATIONS
 
 from .once import parameters_of
+from .replay import hold
 
 
 class GraphLayer(CacheLayerMixin):
@@ -87,6 +88,7 @@ def grown(storage: Tensor, capacity: int) -> Tensor:
     """A copy of [..., S, D] with ``capacity`` positions."""
     new = storage.new_zeros(*storage.shape[:-2], capacity, storage.shape[-1])
     new[..., : storage.shape[-2], :] = storage
+    hold(storage)
     return new
 
 

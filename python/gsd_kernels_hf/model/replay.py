@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
+logger = logging.getLogger("gsd_kernels")
+
+
+class CaptureError(RuntimeError):
+    """Work could not be captured. Its text and ``__cause__`` are what went wrong first, which later errors hide."""
+
+
+class DeviceLostError(RuntimeError):
+    """A GPU failed for good: whatever is asked of it from here on fails too. ``__cause__`` is what came first."""
 
 
 def is_gpu(device: torch.device) -> bool:
@@ -22,6 +34,31 @@ def wait(device: torch.device) -> None:
     """
     if is_gpu(device):
         torch.cuda.current_stream(device).synchronize()
+
+
+def lost(device: torch.device) -> str | None:
+    """What a GPU answers to everything since it failed for good (an illegal address, say), or ``None``.
+
+    CUDA reports such an error with whatever is called next, and PyTorch not always as another type.
+    """
+    try:
+        wait(device)
+    except RuntimeError as error:
+        return one_line(error)
+    return None
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def hold(memory: Tensor) -> None:
+    """Keep memory that is about to be freed until what this thread has queued so far is done with it.
+
+    Freed memory goes back to the stream that it was made on, where it may be written while a copy on another reads it.
+    """
+    if is_gpu(memory.device):
+        memory.record_stream(torch.cuda.current_stream(memory.device))
 
 
 class CaptureLane:
@@ -54,8 +91,29 @@ class CaptureLane:
             The graph, and what ``function`` returned, whose tensors every replay writes.
 
         Raises:
-            RuntimeError: something in it cannot be captured.
+            CaptureError: something in it cannot be captured.
+            DeviceLostError: the GPU failed for good.
         """
+        first: list[Exception] = []
+
+        def noted() -> Any:
+            try:
+                return function()
+            except Exception as error:  # ending a capture that broke off raises another error in its place
+                first.append(error)
+                raise
+
+        try:
+            return self._capture(noted, pool)
+        except RuntimeError as error:
+            cause = first[0] if first else error
+        if not isinstance(cause, RuntimeError):  # a mistake of the function, captured or not
+            raise cause
+        if lost(self.device) is not None:
+            raise DeviceLostError(f"the GPU is unusable after an error: {one_line(cause)}") from cause
+        raise CaptureError(one_line(cause)) from cause
+
+    def _capture(self, function: Callable[[], Any], pool: Any) -> tuple[Graph, Any]:
         here = torch.cuda.current_stream(self.device)
         # The stream again, because PyTorch leaves the thread on the captured one where a capture fails.
         with self._capturing, torch.cuda.device(self.device), torch.cuda.stream(here):
@@ -106,12 +164,16 @@ def lane_of(device: torch.device) -> CaptureLane:
 
 
 def replayable(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    """``function`` as one CUDA graph, where it can be captured; itself on a CPU, or where it waits for the device."""
+    """``function`` as one CUDA graph; itself on a CPU, or where it cannot be captured, with the cause in the log.
+
+    Raises:
+        DeviceLostError: the GPU failed for good.
+    """
     if not is_gpu(device):
         return function
     function()  # compiles kernels and makes storage
     try:
         return lane_of(device).capture(function)[0]
-    except RuntimeError:
-        wait(device)
+    except CaptureError as error:
+        logger.warning("measured as it is, since it could not be captured: %s", error)
         return function

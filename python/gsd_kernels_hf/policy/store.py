@@ -31,7 +31,7 @@ def cache_dir() -> Path:
     """``$GSD_KERNELS_CACHE``, else the user's cache folder of the platform (``~/.cache/gsd_kernels`` on Linux)."""
     given = os.environ.get("GSD_KERNELS_CACHE")
     if given:
-        return Path(given)
+        return Path(given).expanduser()
     import platformdirs  # the one place that needs it: a machine without it can name the folder
 
     return platformdirs.user_cache_path("gsd_kernels", appauthor=False)

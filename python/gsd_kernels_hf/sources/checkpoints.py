@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
 
+from ..files import checkpoint_place
 from ..model.hidden import decoder_of
 from ..model.properties import device_of, vocabulary
 from ..validate.models import MAX_VOCABULARY_PADDING
@@ -51,15 +52,14 @@ def fetch(where: str | os.PathLike[str]) -> Path:
     Raises:
         BadCheckpoint: neither.
     """
-    folder = Path(where).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise BadCheckpoint(f"drafter: {where} is a file; expected the folder of a checkpoint, or a hub id")
-    if str(where).startswith((".", "/", "~")) or str(where).count("/") > 1:
-        raise BadCheckpoint(f"drafter: no such folder: {where}")
     try:
-        return Path(snapshot_download(str(where), allow_patterns=WANTED))
+        place = checkpoint_place(where, "drafter")
+    except ValueError as error:
+        raise BadCheckpoint(str(error)) from None
+    if Path(place).is_dir():
+        return Path(place)
+    try:
+        return Path(snapshot_download(place, allow_patterns=WANTED))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadCheckpoint(

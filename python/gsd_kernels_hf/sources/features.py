@@ -13,6 +13,7 @@ from gsd_kernels import GraphConfig
 from ..model.attention import GraphInputs
 from ..model.cache import GraphCache
 from ..model.launching import launch_attention
+from ..model.replay import hold
 from ..model.runner import CachedText
 from ..records import Verified
 from .base import DraftSource, Text
@@ -49,6 +50,7 @@ class FeatureCache(CachedText):
         super().grow(capacity + self.extra)
         grown = self.features.new_zeros(self.features.shape[0], capacity, self.features.shape[2])
         grown[:, : self.features.shape[1]] = self.features
+        hold(self.features)
         self.features = grown
 
     @property

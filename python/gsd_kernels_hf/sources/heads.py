@@ -153,7 +153,7 @@ class DraftHeads(nn.Module):
             heads.to(next(iter(weights.values())).dtype).load_state_dict(weights)
         except FileNotFoundError as error:
             raise ValueError(f"heads: no {Path(error.filename or WEIGHTS_FILE).name} in {folder}") from error
-        except (KeyError, TypeError, json.JSONDecodeError, SafetensorError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError, OSError, SafetensorError, RuntimeError) as error:
             raise ValueError(f"heads: {folder} holds no readable draft heads: {error}") from error
         heads.eval()
         if target is not None:

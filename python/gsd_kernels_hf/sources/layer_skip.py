@@ -7,7 +7,10 @@ overwrites.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,10 +21,13 @@ from gsd_kernels import GraphConfig
 
 from .. import validate
 from ..model import properties
-from ..model.linear import with_children
+from ..model.linear import with_children, with_cpu_linears
 from ..model.runner import RowModel
+from ..progress import tracked
 from .base import Text
 from .expansion import Expansion
+
+logger = logging.getLogger("gsd_kernels")
 
 PARTS = {"attention": "self_attn", "mlp": "mlp"}
 LONGEST_DRAFT = 10  # tokens of the longest chain that the search considers
@@ -72,49 +78,142 @@ class LayerSkip:
 
     @classmethod
     @torch.no_grad()
-    def search(cls, model: PreTrainedModel, input_ids: Tensor) -> LayerSkip:
+    def search(
+        cls,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        *,
+        seconds: float | None = 60.0,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> LayerSkip:
         """Find what to skip on a sample of text, the target's own output at best.
 
-        Blocks are taken away one by one, each time the one whose loss costs least: the expected speed of drafting a
-        chain, (1 − α^(n+1)) / ((1 − α)(1 + n·c)) with n drafted tokens of cost c each (Leviathan et al., arXiv
-        2211.17192, theorem 3.8), is largest without it. α is how often the best token is still the same. The best set
-        of all is returned. Takes about 2·layers² forwards of the sample.
+        Blocks are taken away one by one, each time the one without which the expected speed of drafting a chain,
+        (1 − α^(n+1)) / ((1 − α)(1 + n·c)) with n drafted tokens of cost c each (Leviathan et al., arXiv 2211.17192,
+        theorem 3.8), is largest. α is how often the best token is still the same. The best set of all is returned.
+        Every block is tried once, in a forward of the sample each; then only those that can still be the best, taking
+        it that α does not rise when more is skipped. It ends when no smaller draft can be faster than the best.
 
         Args:
             model: the target.
             input_ids: int64 [batch, length] without padding, a few hundred tokens in all.
+            seconds: after which the best set so far is returned, and the log says so; ``None``: however long it takes.
+            progress: called as (done, total) whenever a step is done: every block's first trial, then every block that
+                is taken away, of which there are ``total`` at most. Without it a terminal shows a bar, and elsewhere
+                the logger ``gsd_kernels.progress`` a line every ten seconds.
 
         Raises:
-            TypeError, ValueError: as for the class, or ``input_ids`` is no such sample.
+            TypeError, ValueError: as for the class, or ``input_ids`` or ``seconds`` is no such thing.
         """
         model = properties.unwrap(model)
         validate.check_model("model", model)
         validate.check_prompt(input_ids, None, properties.vocabulary(model))
         if input_ids.shape[1] < 2:
             raise ValueError(f"input_ids: expected at least 2 tokens a row, got {input_ids.shape[1]}")
-        input_ids = input_ids.to(properties.device_of(model))
-        wanted = model(input_ids=input_ids, use_cache=False).logits.argmax(-1)  # [B, L]
-        best: tuple[float, LayerSkip] | None = None
-        skipped: dict[str, tuple[int, ...]] = {"attention": (), "mlp": ()}
-        count = len(_layers(model))
-        for _ in range(2 * count - 1):
-            found: list[tuple[float, dict[str, tuple[int, ...]], LayerSkip]] = []
-            for name in PARTS:
-                for index in set(range(count)) - set(skipped[name]):
-                    changed = {**skipped, name: (*skipped[name], index)}
-                    if all(len(indices) == count for indices in changed.values()):
-                        continue
-                    draft = cls(model, **changed)
-                    best_tokens = draft.view(input_ids=input_ids, use_cache=False).logits.argmax(-1)
-                    agreement = float((best_tokens == wanted).float().mean())
-                    found.append((expected_speed(agreement, draft.cost), changed, draft))
-            speed, skipped, draft = max(found, key=lambda entry: entry[0])
-            if best is None or speed > best[0]:
-                best = speed, draft
-            if speed < 0.5 * best[0]:  # far beyond the best set
-                break
-        assert best is not None
-        return best[1]
+        if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
+            raise ValueError(f"seconds: expected a number above 0, or None for no limit, got {seconds!r}")
+        search = _Search(model, input_ids, math.inf if seconds is None else seconds)
+        with tracked("LayerSkip.search", search.total, "steps") as update:
+            best = search.run(update if progress is None else lambda done, _: progress(done, search.total))
+        return cls(model, **best)
+
+
+class _Search:
+    """The greedy search of :meth:`LayerSkip.search`.
+
+    Args:
+        model: the target.
+        input_ids: the sample, int64 [B, L].
+        seconds: that it may take, from now on.
+
+    Attributes:
+        total: steps at most.
+        best: speed and blocks of the best set so far.
+    """
+
+    def __init__(self, model: PreTrainedModel, input_ids: Tensor, seconds: float) -> None:
+        self.begin, self.seconds = time.monotonic(), seconds
+        # The plain products of half precision take most of the time on CPUs without instructions for it.
+        self.model = with_cpu_linears(model, "auto")
+        layers = _layers(self.model)
+        self.count = len(layers)
+        self.total = 4 * self.count - 1
+        self.input_ids = input_ids.to(properties.device_of(model))
+        self.parts = {
+            (name, i): _elements(getattr(layer, PARTS[name])) for name in PARTS for i, layer in enumerate(layers)
+        }
+        self.layers, self.head = [_elements(layer) for layer in layers], _elements(model.get_output_embeddings())
+        self.wanted = self.best_tokens(self.model)
+        self.agreements = dict.fromkeys(self.parts, 1.0)  # with the block skipped too, when that was last tried
+        self.forwards = 0
+        self.best: tuple[float, dict[str, tuple[int, ...]]] = (0.0, {})
+
+    def best_tokens(self, model: PreTrainedModel) -> Tensor:
+        """The most likely token at every place, int64 [B, L]."""
+        return model(input_ids=self.input_ids, use_cache=False).logits.argmax(-1)
+
+    def run(self, update: Callable[[int, str], None]) -> dict[str, tuple[int, ...]]:
+        """Blocks by name, the best that were found; ``update`` is called with steps done and a note."""
+        skipped: frozenset[tuple[str, int]] = frozenset()
+        agreement, done = 1.0, 0
+        floor = self.head / (self.head + sum(self.layers))
+        while len(skipped) < 2 * self.count - 1 and expected_speed(agreement, floor) > self.best[0]:
+            taken: tuple[float, float, frozenset[tuple[str, int]]] | None = None
+            # First what may become the fastest: a block that agreed less often earlier does not agree more often now.
+            for block in sorted(
+                self.parts.keys() - skipped, key=lambda block: (-self.promise(skipped, block, agreement), block)
+            ):
+                if taken is not None and taken[0] >= self.promise(skipped, block, agreement):
+                    break
+                if self.forwards and time.monotonic() - self.begin > self.seconds:
+                    self.report()
+                    return self.best[1]
+                speed, share = self.tried(skipped | {block})
+                self.agreements[block] = share
+                if taken is None or speed > taken[0]:
+                    taken = speed, share, skipped | {block}
+                done += not skipped
+                update(done, f"{self.best[0]:.2f} times the speed at best")
+            assert taken is not None
+            _, agreement, skipped = taken
+            done += 1
+            update(done, f"{self.best[0]:.2f} times the speed at best")
+        update(self.total, f"{self.best[0]:.2f} times the speed at best")
+        return self.best[1]
+
+    def promise(self, skipped: frozenset[tuple[str, int]], block: tuple[str, int], agreement: float) -> float:
+        """The speed without ``block`` too, if it agrees as often as when it was last tried."""
+        return expected_speed(min(self.agreements[block], agreement), self.cost(skipped | {block}))
+
+    def cost(self, skipped: frozenset[tuple[str, int]]) -> float:
+        """Share of the weights that is still read; see :attr:`LayerSkip.cost`."""
+        kept = self.head
+        for i, elements in enumerate(self.layers):
+            gone = [block for block in ((name, i) for name in PARTS) if block in skipped]
+            kept += 0 if len(gone) == len(PARTS) else elements - sum(self.parts[block] for block in gone)
+        return kept / (self.head + sum(self.layers))
+
+    def tried(self, skipped: frozenset[tuple[str, int]]) -> tuple[float, float]:
+        """Expected speed and agreement of a draft without these blocks."""
+        blocks = {name: tuple(sorted(i for part, i in skipped if part == name)) for name in PARTS}
+        tokens = self.best_tokens(_without(self.model, **blocks))
+        self.forwards += 1
+        agreement = float((tokens == self.wanted).float().mean())
+        speed = expected_speed(agreement, self.cost(skipped))
+        if speed > self.best[0]:
+            self.best = speed, blocks
+        return speed, agreement
+
+    def report(self) -> None:
+        """Say that the time is over."""
+        logger.warning(
+            "LayerSkip.search: %.3g seconds are over after %d forwards of %d tokens; the best set so far is returned "
+            "(expected: %.2f times plain decoding's speed); give more seconds, or fewer tokens",
+            self.seconds,
+            self.forwards,
+            self.input_ids.numel(),
+            self.best[0],
+        )
 
 
 def expected_speed(agreement: float, cost: float) -> float:
@@ -215,5 +314,8 @@ def _without(model: PreTrainedModel, attention: tuple[int, ...], mlp: tuple[int,
 
 def _read(layers: nn.ModuleList, model: PreTrainedModel) -> int:
     """Elements of the weights that a forward of these layers and of the output matrix reads."""
-    head = model.get_output_embeddings()
-    return sum(p.numel() for layer in layers for p in layer.parameters()) + sum(p.numel() for p in head.parameters())
+    return sum(map(_elements, layers)) + _elements(model.get_output_embeddings())
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -14,7 +14,7 @@ from torch import Tensor
 from gsd_kernels import NgramTable
 from gsd_kernels.ops.ngram.reference import sets_of
 
-from ..files import number_in, open_saved, write_file
+from ..files import damaged, number_in, open_saved, write_file
 
 FORMAT = "gsd_kernels history"
 VERSION = 1
@@ -145,7 +145,7 @@ def _read(file: Path, vocab_size: int) -> Kept:
         )
     kept = Kept(keys, tokens, log_probs, sizes["max_context"], sizes["ways"])
     if not _whole(kept, vocab_size):
-        raise ValueError(f"history: {file} is damaged (its table is none); delete it")
+        raise damaged("history", file, "its table is none")
     return kept
 
 

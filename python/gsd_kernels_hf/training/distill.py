@@ -17,7 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from .. import validate
 from ..model import properties
 from ..parallel import digest
-from .job import MEASURED_AT_ONCE, TrainingOptions, accepted_per_step, load_target, run, stored_dtype
+from ..progress import Update, tracked
+from .job import TrainingOptions, load_target, run, stored_dtype
+from .measure import MEASURED_AT_ONCE, accepted_per_step
 from .text import HeldOut
 
 __all__ = ["CHAIN", "Distillation", "distill", "has_weights"]
@@ -121,15 +123,21 @@ class Distillation:
             have picked. accepted: of a chain of :data:`CHAIN` drafted tokens, per step of decoding them.
         """
         self.module.eval()
+        with tracked("measuring", len(held_out.windows) + len(held_out.picks), "windows") as update:
+            return self._measured(held_out, update)
+
+    def _measured(self, held_out: HeldOut, update: Update) -> dict[str, Any]:
         same, divergence = [], []
         for windows in held_out.windows.to(self.options.device).split(MEASURED_AT_ONCE):
             ours, theirs = (self.logits(model, windows[:, :-1]) for model in (self.module, self.target))
             same.append((ours.argmax(-1) == theirs.argmax(-1)).flatten())
             ours, theirs = (logits.log_softmax(-1) for logits in (ours, theirs))
             divergence.append((theirs.exp() * (theirs - ours)).sum(-1).flatten())
+            update(len(same) * MEASURED_AT_ONCE)
         prefix, right = held_out.prefix, []
         for picks in held_out.picks.to(self.options.device).split(MEASURED_AT_ONCE):
             right.append(self.logits(self.module, picks[:, :-1])[:, prefix - 1 :].argmax(-1) == picks[:, prefix:])
+            update(len(held_out.windows) + len(right) * MEASURED_AT_ONCE)
         hits, real = torch.cat(right).cpu(), held_out.picked
         depth = min(CHAIN, hits.shape[1] - 1)
         chains = hits[:, 1:].unfold(1, depth, 1)  # [texts, places, depth]
@@ -137,7 +145,7 @@ class Distillation:
             "agreement": torch.cat(same).double().mean().item(),
             "divergence": torch.cat(divergence).double().mean().item(),
             "continuation_agreement": hits[real].double().mean().item(),
-            "accepted": accepted_per_step(chains, (real.sum(1) - depth).clamp(min=0)),
+            "accepted": accepted_per_step(chains, (real.sum(1) - depth).clamp(min=0)) if depth else None,
         }
 
     def save(self, folder: Path) -> None:
@@ -153,11 +161,12 @@ def distill(draft: str, options: TrainingOptions) -> dict[str, Any]:
     Raises:
         ValueError: options, text or models that cannot be used, by name.
         OSError: a file or checkpoint cannot be read.
-        RuntimeError: the loss is not finite.
+        RuntimeError: the loss is not finite, or the minutes were over before one step was done.
     """
+    clock = options.clock()
     target, tokenizer = load_target(options)
     model = load_draft(draft, options)
     dtype = stored_dtype(draft)
     return run(
-        options, target, tokenizer, Distillation(options, target, tokenizer, model, load_tokenizer(draft), dtype)
+        options, target, tokenizer, Distillation(options, target, tokenizer, model, load_tokenizer(draft), dtype), clock
     )

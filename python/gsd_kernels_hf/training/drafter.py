@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from ..model.hidden import decoder_of, listening
 from ..model.properties import vocabulary
 from ..sources.checkpoints import CONFIG, WEIGHTS
-from .job import TrainingOptions, measure_guesses
+from .job import TrainingOptions
+from .measure import measure_guesses
 from .text import HeldOut
 
 __all__ = ["KINDS", "DrafterOptions", "DrafterTraining", "Labels", "layer_sizes", "spread", "write_checkpoint"]
@@ -234,12 +235,12 @@ class DrafterTraining:
 
     @torch.no_grad()
     def measure(self, held_out: HeldOut) -> dict[str, Any]:
-        """See :func:`~gsd_kernels_hf.training.job.measure_guesses`."""
+        """See :func:`~gsd_kernels_hf.training.measure.measure_guesses`."""
         self.module.eval()
         return measure_guesses(self.right, self.guesses, held_out)
 
     def right(self, windows: Tensor, first: int) -> Tensor:
-        """As :func:`~gsd_kernels_hf.training.job.measure_guesses` asks it."""
+        """As :func:`~gsd_kernels_hf.training.measure.measure_guesses` asks it."""
         places = windows.shape[1] - 1 - self.guesses - first
         if places < 1:
             return torch.zeros(len(windows), 0, self.guesses, dtype=torch.bool)

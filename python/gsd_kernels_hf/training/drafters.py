@@ -56,8 +56,9 @@ def train_drafter(drafter: DrafterOptions, options: TrainingOptions) -> dict[str
     Raises:
         ValueError: options, text or a target that cannot be used, by name.
         OSError: a file or checkpoint cannot be read.
-        RuntimeError: the loss is not finite.
+        RuntimeError: the loss is not finite, or the minutes were over before one step was done.
     """
+    clock = options.clock()
     target, tokenizer = load_target(options)
-    text = read_text(options.text, options.held_out_text, tokenizer, options.length)
-    return run(options, target, tokenizer, trainee_of(options, target, tokenizer, drafter, text), text)
+    text = read_text(options.text, options.held_out_text, tokenizer, options.length, clock)
+    return run(options, target, tokenizer, trainee_of(options, target, tokenizer, drafter, text), clock, text)

@@ -19,11 +19,11 @@ from .job import (
     TrainingOptions,
     check_output_matrix,
     load_target,
-    measure_guesses,
     output_logits,
     run,
     stored_dtype,
 )
+from .measure import measure_guesses
 from .text import HeldOut
 
 __all__ = ["HeadTraining", "train_heads"]
@@ -115,8 +115,9 @@ def train_heads(num_heads: int, num_layers: int, options: TrainingOptions) -> di
     Raises:
         ValueError: options, text or a target that cannot be used, by name.
         OSError: a file or checkpoint cannot be read.
-        RuntimeError: the loss is not finite.
+        RuntimeError: the loss is not finite, or the minutes were over before one step was done.
     """
+    clock = options.clock()
     target, tokenizer = load_target(options)
     dtype = stored_dtype(options.target)
-    return run(options, target, tokenizer, HeadTraining(options, target, num_heads, num_layers, dtype))
+    return run(options, target, tokenizer, HeadTraining(options, target, num_heads, num_layers, dtype), clock)

@@ -3,40 +3,54 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..parallel import digest
-from .loop import Budget, Interval, RunFolder, Streams, build_optimizers, learning_rate_factor, train
+from .clock import MEASURING_SHARE, WRITING_SHARE, Clock, NothingLearned, spoken
+from .loop import (
+    Budget,
+    Checkpoints,
+    Interval,
+    Record,
+    RunFolder,
+    Streams,
+    build_optimizers,
+    learning_rate_factor,
+    train,
+)
+from .measure import is_better
 from .text import HeldOut, Text, own_text, read_text, target_picks
+
+logger = logging.getLogger("gsd_kernels")
 
 __all__ = [
     "Trainee",
     "TrainingOptions",
-    "accepted_per_step",
     "check_output_matrix",
     "load_target",
-    "measure_guesses",
     "output_logits",
     "run",
 ]
 
-WRITING_SHARE = 0.2
-"""Largest share of ``minutes`` in which the target may write its own text."""
+KEPT_FOR_MEASURING = 1.25
+"""Times of the measurement before training that are kept for the one after it."""
 
 USES_OF_OWN_TEXT = 4
 """Number of times that a token of it is trained on, in a run by ``steps``."""
 
 WRITTEN_AT_ONCE = 64  # sequences
-MEASURED_AT_ONCE = 8  # windows
 
 
 @dataclass(frozen=True)
@@ -48,7 +62,8 @@ class TrainingOptions:
         text: UTF-8 files to train on.
         out: folder of the result; while training, of its checkpoints.
         held_out_text: files to measure on; without, the last twentieth of ``text``.
-        steps, minutes: how long; one of them. In a run by minutes the learning rate follows the clock.
+        steps, minutes: how long; one of them. In minutes everything counts, reading, measuring and writing too; the
+            learning rate follows the clock.
         batch, length: windows of a step and their tokens.
         micro_batch: windows that go through the models at once; less memory, the same step.
         lr: the highest learning rate.
@@ -61,6 +76,7 @@ class TrainingOptions:
             run by minutes what it can write in a fifth of them.
         dtype: float32, bfloat16 (weights that are trained stay float32) or float64.
         checkpoint_every: does not change the result.
+        begun: from when on the minutes count, on ``time.monotonic``'s clock; ``None``: when the training is called.
 
     Raises:
         ValueError: an option out of range, by name.
@@ -86,6 +102,7 @@ class TrainingOptions:
     dtype: torch.dtype
     device: torch.device
     checkpoint_every: Interval
+    begun: float | None = None
 
     def __post_init__(self) -> None:
         if not self.text:
@@ -99,8 +116,16 @@ class TrainingOptions:
         for name in ("warmup", "decay", "sequence_level", "token_level"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name}: expected a share 0 … 1, got {getattr(self, name)}")
+        if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
+            raise ValueError(f"weight_decay: expected a number of at least 0, got {self.weight_decay}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed: expected an integer from 0 to 2⁶³ − 1, got {self.seed}")
         if self.dtype not in (torch.float32, torch.bfloat16, torch.float64):
             raise ValueError(f"dtype: expected float32, bfloat16 or float64, got {str(self.dtype).split('.')[-1]}")
+
+    def clock(self) -> Clock:
+        """Of a run that begins now, unless ``begun`` says earlier."""
+        return Clock(self.minutes, self.begun)
 
     @property
     def weights(self) -> torch.dtype:
@@ -110,7 +135,7 @@ class TrainingOptions:
     def identity(self) -> dict[str, Any]:
         """Whatever decides the result but for models and text, as JSON values."""
         values = asdict(self)
-        for name in ("target", "text", "held_out_text", "out", "checkpoint_every"):
+        for name in ("target", "text", "held_out_text", "out", "checkpoint_every", "begun"):
             del values[name]
         return values | {"dtype": str(self.dtype).split(".")[-1], "device": self.device.type}
 
@@ -166,54 +191,55 @@ def run(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     trainee: Trainee,
+    clock: Clock,
     text: Text | None = None,
 ) -> dict[str, Any]:
     """Train, on from where the same command was interrupted; what ``training.json`` holds.
 
-    ``text`` is what :func:`read_text` made of the options' files, where the caller has read them already.
+    ``text`` is what :func:`read_text` made of the options' files, where the caller has read them already. ``clock`` has
+    run since the caller began; all that is done here keeps to its minutes.
 
     Raises:
         ValueError: too little text, or ``out`` is of something else.
-        RuntimeError: the loss is not finite.
+        RuntimeError: the loss is not finite, or the minutes were over before one step was done; nothing is left then.
     """
     if text is None:
-        text = read_text(options.text, options.held_out_text, tokenizer, options.length)
+        text = read_text(options.text, options.held_out_text, tokenizer, options.length, clock)
     folder = RunFolder(
         options.out,
         {"target": f"{digest(target):016x}", **trainee.identity, **text.digests, **options.identity()},
     )
     if folder.report is not None:
         return folder.report
-    held_out = target_picks(target, text, options.length, folder)
-    before = folder.remember("before", lambda: trainee.measure(held_out))
+    try:
+        return _run(options, target, trainee, clock, text, folder)
+    except NothingLearned:
+        folder.discard()
+        raise
 
-    streams, written, budget = [(1.0, text.training)], {}, Budget(options.steps, options.minutes)
-    checkpoints = folder.checkpoints
-    if options.sequence_level:
-        sequences = options.own_sequences
-        if sequences is None and options.steps is not None:
-            sequences = math.ceil(options.steps * options.batch * options.sequence_level / USES_OF_OWN_TEXT)
-        own, seconds = own_text(
-            target,
-            text.training,
-            options.length,
-            options.seed,
-            folder.work,
-            at_once=WRITTEN_AT_ONCE,
-            sequences=sequences,
-            seconds=None if options.minutes is None else 60 * options.minutes * WRITING_SHARE,
-            may_write=lambda: not checkpoints.steps(),
-        )
-        streams = [(1 - options.sequence_level, text.training), (options.sequence_level, own)]
-        written = {"tokens": len(own), "seconds": seconds}
-        if options.minutes is not None:
-            budget = Budget(minutes=max(options.minutes - seconds / 60, 0.0) or 1e-6)
 
+def _run(
+    options: TrainingOptions,
+    target: PreTrainedModel,
+    trainee: Trainee,
+    clock: Clock,
+    text: Text,
+    folder: RunFolder,
+) -> dict[str, Any]:
+    clock.check("loading the models and reading the text")
+    held_out, pace = target_picks(target, text, options.length, folder, clock)
+    clock.check("while the target continued the held-out text")
+    held_out = _measurable(trainee, held_out, folder, clock)
+    before, measuring = folder.timed("before", lambda: trainee.measure(held_out), clock)
+    window = measuring / (len(held_out.windows) + len(held_out.picks))
+    streams, written = _streams(options, target, text, pace, folder, clock)
     batches = Streams(streams, options.seed, options.batch * options.length)
 
     def losses(step: int, _: float) -> Iterator[Tensor]:
         (windows,) = batches.batch(step, options.length)
-        for part in windows.split(options.micro_batch or options.batch):
+        # Nobody knows how long the first step takes: window by window it can be dropped on the way.
+        at_once = 1 if step == 0 and clock.limited else options.micro_batch or options.batch
+        for part in windows.split(at_once):
             yield trainee.loss(part.to(options.device)) * (len(part) / len(windows))
 
     torch.manual_seed(options.seed)
@@ -222,17 +248,132 @@ def run(
         trainee.module,
         losses,
         build_optimizers(trainee.module, matrix_lr=options.lr, lr=options.lr, weight_decay=options.weight_decay),
-        budget,
-        checkpoints,
+        _budget(options, clock, folder.checkpoints, measuring, window),
+        folder.checkpoints,
         tokens_per_step=batches.tokens,
         every=options.checkpoint_every,
         schedule=lambda progress: learning_rate_factor(progress, options.warmup, options.decay),
     )
+    if record.steps == 0:
+        raise NothingLearned(_why_no_step(options, clock, record))
+    after = trainee.measure(held_out)
     training = asdict(record)
-    del training["extended_at"]
+    del training["extended_at"], training["unfinished"]
     return folder.finish(
         trainee.save,
-        {"before": before, "after": trainee.measure(held_out), "training": training, "own_text": written},
+        {
+            "before": before,
+            "after": after,
+            "learned": is_better(before, after),
+            "held_out": {"windows": len(held_out.windows), "continuations": len(held_out.picks)},
+            "training": training,
+            "own_text": written,
+            "seconds": clock.used,
+        },
+    )
+
+
+def _measurable(trainee: Trainee, held_out: HeldOut, folder: RunFolder, clock: Clock) -> HeldOut:
+    """As much held-out text as a share of the minutes is enough to measure on; all of it in a run by steps."""
+    if not clock.limited:
+        return held_out
+
+    def count() -> list[int]:
+        allowed, probe = clock.share(MEASURING_SHARE), held_out.first(1, 1)
+        took = math.inf
+        for _ in range(2):  # the first warms up
+            begin = time.monotonic()
+            trainee.measure(probe)
+            took = min(took, time.monotonic() - begin)
+            if took > allowed:
+                break
+        if 2 * took >= clock.left:  # before the training, and after it
+            raise NothingLearned(
+                f"measuring one window takes {spoken(took)}, and {spoken(max(clock.left, 0.0))} of "
+                f"{spoken(clock.seconds)} are left"
+            )
+        rows = max(2, int(2 * allowed / max(took, 1e-9)))
+        picks = min(len(held_out.picks), max(1, rows // 3))
+        return [min(len(held_out.windows), rows - picks), picks]
+
+    return held_out.first(*folder.timed("measured_on", count, clock)[0])
+
+
+def _streams(
+    options: TrainingOptions, target: PreTrainedModel, text: Text, pace: float, folder: RunFolder, clock: Clock
+) -> tuple[list[tuple[float, np.ndarray]], dict[str, Any]]:
+    """What is trained on, with its shares, and a report of what the target wrote of it.
+
+    Args:
+        pace: seconds that a token of the target takes.
+    """
+    if not options.sequence_level:
+        return [(1.0, text.training)], {}
+    sequences = options.own_sequences
+    if sequences is None and options.steps is not None:
+        sequences = math.ceil(options.steps * options.batch * options.sequence_level / USES_OF_OWN_TEXT)
+    at_once, seconds = WRITTEN_AT_ONCE, None
+    if clock.limited:
+        seconds = clock.share(WRITING_SHARE)
+        fits = min(WRITTEN_AT_ONCE, int(seconds / max(pace * options.length, 1e-9)))
+        at_once = folder.remember("written_at_once", lambda: fits)
+        if not at_once:
+            logger.warning(
+                "the target writes too slowly for a window of %d in its share; the text alone is used", options.length
+            )
+            return [(1.0, text.training)], {"tokens": 0, "seconds": 0.0}
+    begin = time.monotonic()
+    own, took = own_text(
+        target,
+        text.training,
+        options.length,
+        options.seed,
+        folder.work,
+        at_once=at_once,
+        sequences=sequences,
+        seconds=seconds,
+        may_write=lambda: not folder.checkpoints.steps(),
+    )
+    clock.spent_earlier(max(0.0, took - (time.monotonic() - begin)))
+    written = {"tokens": len(own), "seconds": took}
+    if len(own) <= options.length:
+        logger.warning(
+            "the target wrote %d tokens in its share of the time, less than a window of %d; the text alone is used",
+            len(own),
+            options.length,
+        )
+        return [(1.0, text.training)], written
+    return [(1 - options.sequence_level, text.training), (options.sequence_level, own)], written
+
+
+def _budget(
+    options: TrainingOptions, clock: Clock, checkpoints: Checkpoints, measuring: float, window: float
+) -> Budget:
+    """The steps, or what is left of the minutes when as long as before is kept for measuring.
+
+    Args:
+        measuring: seconds that it took.
+        window: seconds of one window of it; a window takes longer to train on.
+    """
+    if not clock.limited:
+        return Budget(steps=options.steps)
+    state = checkpoints.load()
+    trained = 0.0 if state is None else float(state["record"]["seconds"])
+    clock.spent_earlier(trained)
+    left = clock.left - KEPT_FOR_MEASURING * measuring
+    if not trained and left <= window:
+        raise NothingLearned(
+            f"of {spoken(clock.seconds)}, {spoken(max(left, 0.0))} are left to train in, less than a window takes"
+        )
+    return Budget(minutes=max(trained + left, 1e-6) / 60)
+
+
+def _why_no_step(options: TrainingOptions, clock: Clock, record: Record) -> str:
+    if not record.unfinished:
+        return f"the {spoken(clock.seconds)} were over before the training began"
+    return (
+        f"the {spoken(clock.seconds)} were over when {record.unfinished} of the {options.batch} windows of the first "
+        f"step were done; a smaller --batch or --length makes more steps"
     )
 
 
@@ -259,51 +400,6 @@ def check_output_matrix(what: str, options: TrainingOptions, target: PreTrainedM
             f"target: {type(target).__name__} changes its logits after the output matrix (a scale or a soft cap), "
             f"which {what} do not"
         )
-
-
-def measure_guesses(right: Callable[[Tensor, int], Tensor], depth: int, held_out: HeldOut) -> dict[str, Any]:
-    """Measure first guesses on held-out text and on the target's own greedy continuations of it.
-
-    Args:
-        right: (windows [B, N], first place) → bool [B, places, depth]: whether the guess for token i + 2 + k, made once
-            the target has read token i of a window, is the window's, given that those before it were.
-        depth: guesses a place.
-
-    Returns:
-        accuracy: by guess, how often it is the token of the text. continuation_accuracy: the same where the target
-        wrote the text (``None`` where it ended at once). accepted: guesses that a step of decoding those would accept.
-    """
-    text = [right(part, 0).flatten(0, 1) for part in held_out.windows.split(MEASURED_AT_ONCE)]
-    own = torch.cat([right(part, held_out.prefix - 1) for part in held_out.picks.split(MEASURED_AT_ONCE)])
-    lengths = (held_out.picked.sum(1) - depth).clamp(min=0)  # own: [texts, places, depth]
-    counted = torch.arange(own.shape[1]) < lengths[:, None]
-    return {
-        "accuracy": torch.cat(text).double().mean(0).tolist(),
-        "continuation_accuracy": own[counted].double().mean(0).tolist() if counted.any() else [None] * depth,
-        "accepted": accepted_per_step(own, lengths),
-    }
-
-
-def accepted_per_step(right: Tensor, lengths: Tensor) -> float | None:
-    """Drafted tokens that greedy decoding of these texts accepts in a step, on average.
-
-    Args:
-        right: bool [texts, places, depth]; [:, i, k] whether the guess for token i + 1 + k, made when token i was
-            the newest, is the target's.
-        lengths: int [texts], places of each text that count.
-
-    Returns:
-        Between 0 and depth; ``None`` if no text has a place.
-    """
-    runs = right.long().cumprod(-1).sum(-1)
-    accepted = steps = 0
-    for row, length in zip(runs.tolist(), lengths.tolist(), strict=True):
-        place = 0
-        while place < length:
-            accepted += row[place]
-            steps += 1
-            place += row[place] + 1
-    return accepted / steps if steps else None
 
 
 def stored_dtype(folder: str | Path, default: torch.dtype = torch.float32) -> torch.dtype:

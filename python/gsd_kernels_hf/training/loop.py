@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ..files import write_file, write_folder
+from ..progress import tracked
+from .clock import Clock
 
 __all__ = [
     "Budget",
@@ -44,6 +45,11 @@ class Budget:
 
     steps: int | None = None
     minutes: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of wall time; infinite in a run by steps."""
+        return math.inf if self.minutes is None else 60 * self.minutes
 
     def progress(self, step: int, seconds: float) -> float:
         """Return the share of the budget that is used, 0 … 1."""
@@ -83,6 +89,7 @@ class Record:
     tokens: int = 0
     loss: float = float("nan")
     extended_at: list[int] = field(default_factory=list)  # steps at which a run was resumed with a larger budget
+    unfinished: int = 0  # parts of the last step that were done when the time was over; it counts for nothing
 
 
 def learning_rate_factor(progress: float, warmup: float = 0.02, decay: float = 0.6) -> float:
@@ -198,8 +205,11 @@ def train(
 ) -> Record:
     """Train until the budget is used, on from the newest checkpoint if there is one.
 
+    A run by minutes begins no step that, by the one before, would take longer than what is left; its first step is
+    dropped where the time is over between two of its losses.
+
     Args:
-        name: of the progress bar, on stderr.
+        name: of the progress bar.
         model: what ``optimizers`` train.
         losses: (step, progress 0 … 1) → scalars whose sum is the step's loss; gradients of one are taken before the
             next is asked for. It must draw the same batch whenever it is called with one step.
@@ -216,16 +226,21 @@ def train(
     begin, before = time.monotonic(), record.seconds
     saved_at, saved_step = begin, record.steps
     model.train()
-    with tqdm(desc=name, unit="step", initial=record.steps, total=budget.steps, mininterval=1) as bar:
-        while (progress := run.progress) < 1.0:
-            value = run.step(losses(record.steps, progress), schedule(progress))
+    took = 0.0
+    with tracked(f"training {name}", budget.steps or budget.seconds, "steps" if budget.steps else "seconds") as update:
+        while (progress := run.progress) < 1.0 and record.seconds + took <= budget.seconds:
+            started = time.monotonic()
+            value = run.step(losses(record.steps, progress), schedule(progress), begin - before + budget.seconds)
             now = time.monotonic()
+            if value is None:
+                break
+            took = now - started
             record.steps += 1
             record.tokens += tokens_per_step
             record.seconds = before + now - begin
             record.loss = value if math.isnan(record.loss) else 0.98 * record.loss + 0.02 * value
-            bar.set_postfix_str(f"loss {record.loss:.4f}, {progress:.0%}", refresh=False)
-            bar.update()
+            steps = "" if budget.steps else f"{record.steps} steps, "
+            update(record.steps if budget.steps else record.seconds, f"{steps}loss {record.loss:.4f}")
             if every.due(record.steps - saved_step, now - saved_at):
                 run.save()
                 saved_at, saved_step = time.monotonic(), record.steps
@@ -281,8 +296,11 @@ class _Run:
             },
         )
 
-    def step(self, losses: Iterable[Tensor], factor: float) -> float:
+    def step(self, losses: Iterable[Tensor], factor: float, until: float) -> float | None:
         """Update the weights once, at ``factor`` times the base learning rates; the step's loss.
+
+        The first step of a run, whose length nobody knows, is dropped where the clock is past ``until`` before its end:
+        ``None``.
 
         Raises:
             RuntimeError: the loss or its gradient is not finite.
@@ -291,7 +309,10 @@ class _Run:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
         value = 0.0
-        for loss in losses:
+        for done, loss in enumerate(losses):
+            if done and self.record.steps == 0 and time.monotonic() > until:
+                self.record.unfinished = done
+                return None
             value += loss.item()
             self._check_finite("the loss", value)
             loss.backward()
@@ -372,6 +393,20 @@ class RunFolder:
             value = measure()
             write_file(file, lambda partial: partial.write_text(json.dumps(value), encoding="utf-8"))
         return json.loads(file.read_text(encoding="utf-8"))
+
+    def timed(self, name: str, measure: Callable[[], Any], clock: Clock) -> tuple[Any, float]:
+        """As :meth:`remember`, and the seconds that it took; ``clock`` counts those of earlier times."""
+        begin, earlier = time.monotonic(), (self.work / f"{name}.json").exists()
+        found = self.remember(name, lambda: {"value": measure(), "seconds": time.monotonic() - begin})
+        if earlier:
+            clock.spent_earlier(found["seconds"])
+        return found["value"], found["seconds"]
+
+    def discard(self) -> None:
+        """Leave nothing of a run that ended without a result; the folder itself too if it is empty then."""
+        shutil.rmtree(self.work, ignore_errors=True)
+        if not any(self.folder.iterdir()):
+            self.folder.rmdir()
 
     def finish(self, save: Callable[[Path], object], report: dict[str, Any]) -> dict[str, Any]:
         """Write the result by ``save`` and ``training.json``, remove the checkpoints; the report."""

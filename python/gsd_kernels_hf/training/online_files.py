@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..files import number_in, open_saved, write_file
+from ..files import damaged, number_in, open_saved, write_file
 
 FORMAT = "gsd_kernels online learner"
 VERSION = 1
@@ -68,5 +68,5 @@ def read_learned(file: Path, parameters: dict[str, Tensor], base: str) -> Learne
         for name, t in tensors.items()
     )
     if not same or taken < 1:
-        raise ValueError(f"learner: {file} is damaged (its tensors are not the draft's); delete it")
+        raise damaged("learner", file, "its tensors are not the draft's")
     return Learned(tensors, taken)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from ..files import write_file
+from ..files import decode_utf8, read_file, write_file
+from ..progress import Update, tracked
+from .clock import PICKING_SHARE, Clock, NothingLearned, spoken
 from .loop import RunFolder, Streams
 
 __all__ = ["HeldOut", "Text", "blocks", "own_text", "read_text", "target_picks"]
@@ -23,6 +25,7 @@ HELD_OUT_SHARE = 0.05
 HELD_OUT_BLOCKS = 64  # at most, evenly spaced over the held-out text
 PICKED_TEXTS, PICKED_TOKENS = 32, 64  # greedy continuations that drafts are measured on, and their length
 SAMPLED_TEMPERATURE = 0.8  # of every other batch of the target's own text
+PROBED = 200_000  # characters of a longer text by which it is foretold how long all of it takes to tokenize
 PREFIX_SHARE = 4  # a quarter of a sequence is text, the rest is what the target makes of it
 
 
@@ -54,21 +57,45 @@ class HeldOut:
         """Tokens of text before each continuation."""
         return self.picks.shape[1] - self.picked.shape[1]
 
+    def first(self, windows: int, picks: int) -> HeldOut:
+        """So many of both, evenly spaced."""
+        return HeldOut(_spaced(self.windows, windows), _spaced(self.picks, picks), _spaced(self.picked, picks))
 
-def _encode(name: str, files: list[Path], tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, str]:
+
+def _spaced(rows: Tensor, count: int) -> Tensor:
+    if count >= len(rows):
+        return rows
+    return rows[torch.linspace(0, len(rows) - 1, count).round().long()]
+
+
+def _encode(name: str, files: list[Path], tokenizer: PreTrainedTokenizerBase, clock: Clock) -> tuple[np.ndarray, str]:
     """All files in one stream, each with the tokenizer's own beginning and an end-of-text token; and one sum."""
+    with tracked(f"reading {name}", len(files), "files") as update:
+        return _encoded(name, files, tokenizer, clock, update)
+
+
+def _encoded(
+    name: str, files: list[Path], tokenizer: PreTrainedTokenizerBase, clock: Clock, update: Update
+) -> tuple[np.ndarray, str]:
     rows, digest = [], hashlib.sha256()
-    for file in tqdm(files, desc=f"reading {name}", unit="file", disable=len(files) < 100):
-        try:
-            data = file.read_bytes()
-            text = data.decode("utf-8")
-        except IsADirectoryError as error:
-            raise ValueError(f"{name}: {file} is a folder; name its files (the shell expands {file}/*)") from error
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{name}: {file} is not UTF-8 text (byte {error.start})") from error
+    for number, file in enumerate(files):
+        update(number)
+        clock.check(f"reading {name}, {number} of {len(files)} files")
+        if file.is_dir():
+            raise ValueError(f"{name}: {file} is a folder; name its files (the shell expands {file}/*)")
+        data = read_file(file, name)
+        text = decode_utf8(data, name, file)
         digest.update(hashlib.sha256(data).digest())
         if not text.strip():
             continue
+        if clock.limited and len(text) > 2 * PROBED:
+            begin = time.monotonic()
+            tokenizer(text[:PROBED], verbose=False)
+            if (needed := (time.monotonic() - begin) * len(text) / PROBED) > clock.left:
+                raise NothingLearned(
+                    f"{name}: {file} alone would take about {spoken(needed)} to tokenize, and {spoken(clock.left)} of "
+                    f"{spoken(clock.seconds)} are left"
+                )
         ids = tokenizer(text, verbose=False)["input_ids"]
         if tokenizer.eos_token_id is not None and ids[-1] != tokenizer.eos_token_id:
             ids = [*ids, tokenizer.eos_token_id]
@@ -78,18 +105,25 @@ def _encode(name: str, files: list[Path], tokenizer: PreTrainedTokenizerBase) ->
     return np.concatenate(rows), digest.hexdigest()
 
 
-def read_text(files: list[Path], held_out_files: list[Path], tokenizer: PreTrainedTokenizerBase, length: int) -> Text:
+def read_text(
+    files: list[Path],
+    held_out_files: list[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    clock: Clock = Clock(None),  # noqa: B008, without a limit there is nothing that changes
+) -> Text:
     """Encode files; without ``held_out_files`` the last twentieth of the text is held out, one block at least.
 
     Raises:
         ValueError: no text, text that is not UTF-8, or too little for one block of ``length`` + 1 tokens on each side.
         OSError: a file that cannot be read.
+        RuntimeError: the clock's minutes are over.
     """
-    training, digest = _encode("text", files, tokenizer)
+    training, digest = _encode("text", files, tokenizer, clock)
     digests = {"text": digest}
     block = length + 1
     if held_out_files:
-        held_out, digests["held_out_text"] = _encode("held_out_text", held_out_files, tokenizer)
+        held_out, digests["held_out_text"] = _encode("held_out_text", held_out_files, tokenizer, clock)
     else:
         cut = max(0, len(training) - max(block, round(HELD_OUT_SHARE * len(training))))
         training, held_out = training[:cut], training[cut:]
@@ -110,18 +144,45 @@ def blocks(stream: np.ndarray, length: int, most: int) -> Tensor:
     return torch.from_numpy(np.stack([stream[i * length : (i + 1) * length] for i in chosen]).astype(np.int64))
 
 
+class _Told(StoppingCriteria):
+    """Tells how many tokens there are, and stops when the time is over."""
+
+    def __init__(self, update: Update, prefix: int, before: int, each: int, until: float) -> None:
+        self.update, self.prefix, self.before, self.each, self.until = update, prefix, before, each, until
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
+        self.update(self.before + self.each * (input_ids.shape[1] - self.prefix))
+        return torch.full((len(input_ids),), time.monotonic() > self.until, device=input_ids.device)
+
+
 @torch.no_grad()
-def _continue(target: PreTrainedModel, prefix: Tensor, new_tokens: int, **sampling: object) -> Tensor:
-    """``prefix`` int64 [n, P] → [n, P + new_tokens] on the CPU; behind an end of text is padding."""
+def _continue(
+    target: PreTrainedModel,
+    prefix: Tensor,
+    new_tokens: int,
+    *,
+    update: Update,
+    before: int = 0,
+    seconds: float = math.inf,
+    **sampling: object,
+) -> Tensor:
+    """``prefix`` int64 [n, P] → [n, P + new_tokens] on the CPU; behind an end of text is padding.
+
+    ``update`` is told of n tokens more a step, from ``before`` on. Fewer new tokens only where ``seconds`` are over.
+    """
     pad = target.generation_config.pad_token_id
+    until = time.monotonic() + seconds
     prefix = prefix.to(target.device)
     tokens = target.generate(
         prefix,
         attention_mask=torch.ones_like(prefix),
         max_new_tokens=new_tokens,
         pad_token_id=0 if pad is None else pad,
+        stopping_criteria=StoppingCriteriaList([_Told(update, prefix.shape[1], before, len(prefix), until)]),
         **sampling,
     ).cpu()
+    if time.monotonic() > until:
+        return tokens
     return torch.nn.functional.pad(tokens, (0, prefix.shape[1] + new_tokens - tokens.shape[1]))
 
 
@@ -132,16 +193,48 @@ def _real(target: PreTrainedModel, new: Tensor) -> Tensor:
     return (torch.isin(new, ends).cumsum(1) - torch.isin(new, ends).long()) == 0
 
 
-def target_picks(target: PreTrainedModel, text: Text, length: int, remember: RunFolder) -> HeldOut:
-    """Held-out windows, and what the target greedily makes of their beginnings (written once in a run)."""
+def target_picks(
+    target: PreTrainedModel, text: Text, length: int, remember: RunFolder, clock: Clock
+) -> tuple[HeldOut, float]:
+    """Held-out windows, and what the target greedily makes of their beginnings (written once in a run).
+
+    Returns:
+        Both, fewer and shorter continuations where a share of the clock's minutes is not enough for all; and the
+        seconds that a token of them took.
+    """
     windows = blocks(text.held_out, length + 1, HELD_OUT_BLOCKS)
     prefix = blocks(text.held_out, length + 1, PICKED_TEXTS)[:, : max(1, length // PREFIX_SHARE)]
 
     def pick() -> list[list[int]]:
-        return _continue(target, prefix, min(PICKED_TOKENS, length), do_sample=False).tolist()
+        return _picked(target, prefix, min(PICKED_TOKENS, length), clock).tolist()
 
-    picks = torch.tensor(remember.remember("picks", pick))
-    return HeldOut(windows, picks, _real(target, picks[:, prefix.shape[1] :]))
+    found, seconds = remember.timed("picks", pick, clock)
+    picks = torch.tensor(found)
+    picked = _real(target, picks[:, prefix.shape[1] :])
+    return HeldOut(windows, picks, picked), seconds / picked.numel()
+
+
+def _picked(target: PreTrainedModel, prefix: Tensor, new_tokens: int, clock: Clock) -> Tensor:
+    """Greedy continuations of the beginnings [n, P], all at once, or as many as the clock's share is enough for."""
+    with tracked("the target continues held-out text", len(prefix) * new_tokens, "tokens") as update:
+        if not clock.limited:
+            return _continue(target, prefix, new_tokens, update=update, do_sample=False)
+        begin, seconds = time.monotonic(), clock.share(PICKING_SHARE)
+        order = torch.randperm(len(prefix), generator=torch.Generator().manual_seed(0))  # from all of the text
+        rows = _continue(target, prefix[order[:1]], new_tokens, update=update, seconds=seconds, do_sample=False)
+        new_tokens = rows.shape[1] - prefix.shape[1]  # fewer where it took too long
+        took = time.monotonic() - begin
+        while len(rows) < len(prefix):
+            more = order[len(rows) : 3 * len(rows)]  # twice as many, which takes twice as long at most
+            started = time.monotonic()
+            if started - begin + 2 * took > seconds:
+                break
+            done = len(rows) * new_tokens
+            rows = torch.cat(
+                [rows, _continue(target, prefix[more], new_tokens, update=update, before=done, do_sample=False)]
+            )
+            took = time.monotonic() - started
+        return rows
 
 
 def own_text(
@@ -166,6 +259,7 @@ def own_text(
         length: of a sequence, the beginning (a quarter) included.
         at_once: sequences of a batch.
         sequences: how many; with ``seconds`` too, whichever comes first.
+        seconds: that it may take; the sequences of a first batch that takes longer are shorter.
         may_write: false once training has begun: what was written is then all.
 
     Returns:
@@ -175,29 +269,33 @@ def own_text(
     streams = Streams([(1.0, training)], seed + 1, at_once * prefix)
     files: list[Path] = []
     used = 0.0
-    bar = tqdm(desc="the target writes", unit="sequence", total=sequences, mininterval=1)
-    while sequences is None or len(files) * at_once < sequences:
-        number = len(files)
-        file = folder / f"own-text-{number:05d}.npz"
-        if not file.exists():
-            if not may_write() or (seconds is not None and number and used >= seconds):
-                break
-            begin = time.monotonic()
-            (windows,) = streams.batch(number, prefix)
-            sampling = {"do_sample": True, "temperature": SAMPLED_TEMPERATURE, "top_k": 0, "top_p": 1.0}
-            with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
-                torch.manual_seed(seed + number)
-                tokens = _continue(
-                    target, windows[:, :prefix], length - prefix, **(sampling if number % 2 else {"do_sample": False})
-                )
-            real = torch.nn.functional.pad(_real(target, tokens[:, prefix:]), (prefix, 0), value=True)
-            content = {"tokens": tokens[real].numpy().astype(np.int32), "seconds": time.monotonic() - begin}
-            write_file(file, lambda partial, content=content: np.savez(partial, **content))
-        with np.load(file) as stored:
-            used += float(stored["seconds"])
-        files.append(file)
-        bar.update(at_once)
-    bar.close()
+    with tracked("the target writes", sequences, "sequences") as update:
+        while sequences is None or len(files) * at_once < sequences:
+            number = len(files)
+            file = folder / f"own-text-{number:05d}.npz"
+            if not file.exists():
+                if not may_write() or (seconds is not None and number and used * (number + 1) / number > seconds):
+                    break
+                begin = time.monotonic()
+                (windows,) = streams.batch(number, prefix)
+                sampling = {"do_sample": True, "temperature": SAMPLED_TEMPERATURE, "top_k": 0, "top_p": 1.0}
+                with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
+                    torch.manual_seed(seed + number)
+                    tokens = _continue(
+                        target,
+                        windows[:, :prefix],
+                        length - prefix,
+                        update=lambda _, number=number: update(number * at_once),
+                        seconds=math.inf if seconds is None else max(seconds - used, 0.0),
+                        **(sampling if number % 2 else {"do_sample": False}),
+                    )
+                real = torch.nn.functional.pad(_real(target, tokens[:, prefix:]), (prefix, 0), value=True)
+                content = {"tokens": tokens[real].numpy().astype(np.int32), "seconds": time.monotonic() - begin}
+                write_file(file, lambda partial, content=content: np.savez(partial, **content))
+            with np.load(file) as stored:
+                used += float(stored["seconds"])
+            files.append(file)
+            update(len(files) * at_once)
     parts = []
     for file in files:
         with np.load(file) as stored:

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels import BACKENDS
+from gsd_kernels.names import did_you_mean
 
 from ..model.once import parameters_of
 from ..model.probe import windows_of
@@ -21,7 +22,8 @@ MAX_VOCABULARY_PADDING = 1024
 def check_backend(backend: object) -> None:
     """Raise unless ``backend`` is the name of one; whether it can run here, every op says for itself."""
     if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
+        near = did_you_mean(backend, BACKENDS)
+        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}{near}")
 
 
 def check_model(name: str, model: Any) -> None:

@@ -132,6 +132,7 @@ def check_merge_into_arbitrary_graph(seed: int, merge_context: int, on: Backend)
     graph.parents[:, 1:count] = torch.minimum(integers(count, count - 1), torch.arange(count - 1)).int()
     graph.depths[:, :count] = integers(5, count)
     graph.expanded[:, :count] = integers(2, count).bool()
+    graph.expanded.scatter_(1, graph.parents[:, 1:count].long(), True)  # as drafting does
     graph.num_nodes[:] = torch.tensor([count, count // 2])
     frontier = torch.stack([torch.randperm(count // 2, generator=gen)[:6] for _ in range(batch)]).int()
     frontier[:, 4] = -1

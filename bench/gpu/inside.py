@@ -1,0 +1,86 @@
+"""Where the time of the operator goes: one forward by kernel, and its attention by rows and prefix.
+
+A kernel's own time, with launches in turn: of one that begins early, waiting would count. Every layer has weights and
+a cache of its own, so none of it is found in a cache of the GPU.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from gsd_kernels.ops.decoder_rows.cuda import OVERLAP
+from gsd_kernels_hf.model.fused import FusedRows
+
+from ..kernels.rows import MOST_ROWS, random_model, row_inputs
+from ..lib.environment import switched
+from .graphs import kernel_table
+from .right import passed
+from .work import Work
+
+SHAPES = ("llama-3-8b", "llama-3.2-1b")
+ROWS = (16, 64, 128, 256)
+PREFIX = 1000
+PREFIXES = (256, 1000, 4097, 16384, 32768)
+LAYERS = 4
+ATTENTION = ("path_split_kernel", "path_end_kernel", "ancestors_kernel")
+
+
+def run(work: Work) -> None:
+    """Points ``SHAPE rows=R`` by kernel, and ``SHAPE rows=R prefix=P attention``; of a few layers both."""
+    shapes, rows, prefixes = (("tiny",), (5,), (40,)) if work.rehearse else (SHAPES, ROWS, PREFIXES)
+    if work.rehearse:
+        work.skip("kernels by CUPTI: a CPU's operators are listed instead, and the attention is none of them")
+    right = [shape for shape in shapes if passed(work, shape)]
+    work.leave([shape for shape in shapes if shape not in right], "not found right by the stage before")
+    at = prefixes[-1] if work.rehearse else PREFIX
+    by_kernel = {f"{shape} rows={count}": (shape, count, at) for shape in right for count in rows}
+    by_prefix = {
+        f"{shape} rows={count} prefix={prefix} attention": (shape, count, prefix)
+        for shape in right
+        for prefix in prefixes
+        for count in rows
+    }
+    model = lru_cache(maxsize=None)(lambda shape: random_model(shape, work.dtype, work.device, LAYERS))
+    work.each(by_kernel, lambda name: table(work, model(by_kernel[name][0]), *by_kernel[name]))
+    work.each(by_prefix, lambda name: attention(work, model(by_prefix[name][0]), *by_prefix[name]))
+
+
+@torch.no_grad()
+def table(work: Work, model: Any, shape: str, count: int, prefix: int) -> dict[str, Any]:
+    """One forward of a few layers by kernel."""
+    start = torch.zeros(1, dtype=torch.int32, device=work.device)
+    rows = FusedRows(model, prefix + MOST_ROWS, start, "auto")
+    for cache in rows.caches(1)[0] + rows.caches(1)[1]:
+        cache.normal_()  # what was read before costs the same, and takes no time here
+    inputs = row_inputs(count, prefix, work.device)
+    with switched({OVERLAP: "0"}):
+        rows.rows(*inputs, keep=count)
+        found = kernel_table(lambda: rows.rows(*inputs, keep=count))
+    print(f"  {found['seconds'] * 1e3:.3f} ms in {found['launches']} launches", flush=True)
+    return {**found, "shape": shape, "layers": LAYERS, "rows": count, "prefix": prefix}
+
+
+def attention(work: Work, model: Any, shape: str, count: int, prefix: int) -> dict[str, Any]:
+    """Seconds of the attention's kernels in one layer, and what they read of the cache."""
+    found = table(work, model, shape, count, prefix)
+    sizes = {"shape": shape, "rows": count, "prefix": prefix}
+    kept = 2 * prefix * model.config.num_key_value_heads * model.config.head_dim * work.dtype.itemsize
+    return {**sizes, "bytes": kept, **({} if work.rehearse else of_a_layer(found["top"]))}
+
+
+def of_a_layer(rows: list[list[Any]]) -> dict[str, Any]:
+    """Seconds a layer of the attention, from a table [name, launches, seconds]; the lists serve all layers.
+
+    Raises:
+        RuntimeError: its kernels are not in the table.
+    """
+    seconds = {kernel: sum(row[2] for row in rows if kernel in row[0]) for kernel in ATTENTION}
+    missing = [kernel for kernel, found in seconds.items() if not found]
+    if missing:
+        raise RuntimeError(f"no {', '.join(missing)} among {[row[0][:60] for row in rows]}")
+    layer = {kernel: seconds[kernel] / LAYERS for kernel in ATTENTION[:2]}
+    print(f"  attention {1e6 * sum(layer.values()):.1f} µs a layer", flush=True)
+    return {"seconds": sum(layer.values()), "kernels": layer, "lists_seconds": seconds[ATTENTION[2]]}

@@ -1,0 +1,250 @@
+"""The verdict on the operator of rows: every point of it fails where the operator is wrong, and nothing follows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from block_code import rows as block_code
+from models import tiny
+
+from gsd_kernels_bench.gpu import inside, pair, right, sanitize
+from gsd_kernels_bench.gpu.stages import Call, stage_named
+from gsd_kernels_bench.gpu.work import Work, perform
+from gsd_kernels_bench.kernels.rows import bytes_read, random_model, row_inputs
+from gsd_kernels_hf.model import replay
+from gsd_kernels_hf.model.fused import FusedRows
+from gsd_kernels_hf.model.runner import RowModel
+
+own = FusedRows.rows
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}  # which the kernels take
+
+
+@pytest.fixture
+def work(tmp_path):
+    def make(name: str, **options) -> Work:
+        return Work(stage_named(name), Call(tmp_path, tmp_path, rehearse=True, **options), 600.0)
+
+    return make
+
+
+def nothing(of, inputs, keep):
+    return torch.full((inputs[0].shape[0], keep, of.vocab_size), 7.0)
+
+
+def one_row(of, inputs, keep):
+    """The last row of many reads another row's logits: 1 of 64, which the norm of all of them hides."""
+    logits = own(of, *inputs, keep=keep).clone()
+    if keep == right.ROWS:
+        logits[:, -1] = logits[:, -2]
+    return logits
+
+
+def by_count(of, inputs, keep):
+    """As other tiles for other numbers of rows would."""
+    return own(of, *inputs, keep=keep) * (1 + 1e-6 * (keep > 16))
+
+
+def by_batch(of, inputs, keep):
+    return own(of, *inputs, keep=keep) * (1 + 1e-6 * (inputs[0].shape[0] > 1))
+
+
+class Stale:
+    """What is read too early is what the call before left."""
+
+    before = None, None
+
+    def __call__(self, of, inputs, keep):
+        logits, (same, left) = own(of, *inputs, keep=keep), self.before
+        self.before = inputs[1], logits.clone()
+        if same is not inputs[1] or left.shape != logits.shape:
+            return logits
+        return torch.cat([logits[:, :-1], left[:, -1:]], 1)
+
+
+def padded_keys(of, inputs, keep):
+    """The first of the positions is taken for padding, where there is padding."""
+    if int(of.kv_start.max()):
+        of.kv_start = of.kv_start.clamp(min=1)
+    return own(of, *inputs, keep=keep)
+
+
+ERRORS = {"tiny prefix=40", "tiny prefix=33", "tiny prefix=39 pads=0,7"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "failed"),
+    [
+        (nothing, ERRORS | {"tiny launches"}),
+        (one_row, ERRORS),
+        (by_count, {"tiny bits"}),
+        (by_batch, {"tiny batch"}),
+        (Stale(), {"tiny launches"}),
+        (padded_keys, {"tiny prefix=39 pads=0,7"}),
+    ],
+    ids=["nothing", "one row", "by count", "by batch", "stale", "padding"],
+)
+def test_what_is_wrong_fails_where_it_is_looked_for(work, monkeypatch, wrong, failed):
+    monkeypatch.setattr(FusedRows, "rows", lambda self, *inputs, keep: wrong(self, inputs, keep))
+    verdict = work("right")
+    perform(verdict)
+    assert set(verdict.failed) >= failed and not right.passed(work("rows"), "tiny"), verdict.points
+    assert set(verdict.failed) - failed <= {"tiny bits", "tiny batch", "tiny launches"}
+
+
+def test_errors_are_held_to_the_modules_and_to_rounding():
+    good = {"row": 0.01, "element": 0.05}
+    right.judge(good, good, torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"wrong: row error 2.10e-02, the modules' is 1.00e-02"):
+        right.judge({**good, "row": 0.021}, good, torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"wrong: element error 5.00e-01, torch.bfloat16 may have 4.00e-01"):
+        right.judge({**good, "element": 0.5}, {"row": 0.01, "element": 0.4}, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="wrong: row error nan"):
+        right.judge({**good, "row": float("nan")}, good, torch.bfloat16)
+    exact = torch.randn(1, 64, 100)
+    assert right.errors(exact, exact) == {"row": 0.0, "element": 0.0}
+    off = exact.clone()
+    off[0, 3] = 0.0
+    assert right.errors(off, exact)["row"] == pytest.approx(1.0)
+    off = exact.clone()
+    off[0, 3, 4] += 5 * exact[0, 3].norm() / 10
+    assert right.errors(off, exact)["element"] == pytest.approx(5.0, rel=1e-5)
+
+
+def test_prefixes_are_off_every_multiple_and_batches_padded():
+    prefixes = {case.prefix for case in right.CASES}
+    assert {1000, 1023, 1025, 4097} <= prefixes and any(prefix % 16 for prefix in prefixes)
+    assert all(len(case.pads) == 2 and max(case.pads) for case in right.CASES[-2:])
+    assert {last - first for first, last in right.PARTS} >= {1, 16, 17, 32, 33, 64, 128, 129}
+
+
+def test_rows_that_are_wrong_are_not_timed(work, monkeypatch):
+    monkeypatch.setattr(FusedRows, "rows", lambda self, *inputs, keep: nothing(self, inputs, keep))
+    perform(work("right"))
+    timed = work("rows")
+    perform(timed)
+    assert set(timed.points) == {"bandwidth", "tiny rows=1 modules", "tiny rows=5 modules"}
+    assert len(timed.waiting) == 4, "it is not done"
+    tables = work("inside")
+    perform(tables)
+    assert not tables.points and tables.waiting == ["tiny"]
+
+
+def test_a_verdict_of_another_device_or_in_part_is_none(work, monkeypatch):
+    verdict = work("right")
+    verdict.points = {name: {} for name in list(right.points_of("tiny", small=True))[:-1]}
+    verdict.write()
+    assert not right.passed(work("rows"), "tiny")
+    verdict.points |= {name: {} for name in right.points_of("tiny", small=True)}
+    verdict.write()
+    assert right.passed(work("rows"), "tiny")
+    other = work("rows")
+    other.environment = {**other.environment, "device": "another GPU"}
+    assert not right.passed(other, "tiny")
+
+
+@pytest.fixture
+def models():
+    models = [random_model("tiny", torch.float32) for _ in range(2)]
+    for model in models:
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return models
+
+
+def test_a_captured_step_that_writes_another_text_fails(work, models):
+    step = work("pair")
+    step.points["plain operator"] = {"text": [1, 2, 3]}
+    with pytest.raises(RuntimeError, match=r"graph operator wrote \[.*\], plain operator \[1, 2, 3\]"):
+        pair.judged(step, *models, "graph operator")
+
+
+def test_a_step_by_the_modules_is_no_step_by_the_operator(work, models, monkeypatch):
+    monkeypatch.setitem(pair.WAYS, "operator", "0")
+    with pytest.raises(RuntimeError, match="rows went through the modules: GSD_FUSED_ROWS=0"):
+        pair.judged(work("pair"), *models, "graph operator")
+    monkeypatch.setitem(pair.WAYS, "modules", "1")
+    with pytest.raises(RuntimeError, match="rows went through the operator"):
+        pair.judged(work("pair"), *models, "graph modules")
+
+
+def test_the_attentions_kernels_have_to_be_in_the_table():
+    rows = [["void gsd::path_split_kernel<...>", 4, 4e-5], ["gsd::ancestors_kernel", 1, 3e-6], ["product", 9, 1.0]]
+    with pytest.raises(RuntimeError, match="no path_end_kernel among"):
+        inside.of_a_layer(rows)
+    found = inside.of_a_layer([*rows, ["void gsd::path_end_kernel<...>", 4, 8e-6]])
+    assert found["seconds"] == pytest.approx(1.2e-5) and found["lists_seconds"] == 3e-6
+    source = (sanitize.ROOT / "csrc/cuda/path_attention.cu").read_text()
+    assert all(f"{kernel}(" in source for kernel in inside.ATTENTION)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_floor_counts_what_is_read(tied):
+    """Of an embedding a row a token, of the cache the prefix."""
+    model = random_model("tiny", torch.float32)
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    rows = RowModel(model, 64, torch.zeros(1, dtype=torch.int32), "auto")
+    with torch.no_grad():
+        rows.prefill(torch.arange(40)[None] % 7, None, None)
+        rows.rows(*row_inputs(5, 40), keep=5)
+    config, weights = model.config, sum(p.nbytes for p in model.parameters())
+    table = 4 * config.vocab_size * config.hidden_size
+    prefix = 2 * 4 * 40 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    embedded = 0 if tied else 5 * 4 * config.hidden_size - table
+    assert bytes_read(rows, 5, 40) == weights + embedded + prefix
+
+
+CLEAN = "7 passed in 3 s\n========= ERROR SUMMARY: 0 errors\n"
+
+
+def test_what_a_sanitizer_finds_fails(work, monkeypatch, tmp_path):
+    assert sanitize.verdict(0, CLEAN) == {"tests": 7, "errors": 0}
+    races = "7 passed in 3 s\n========= RACECHECK SUMMARY: 2 hazards displayed (0 errors, 2 warnings)\n"
+    for code, said, match in (
+        (sanitize.FOUND, CLEAN.replace("0 errors", "3 errors"), "found something, exit code 86"),
+        (0, races, "found something, exit code 0"),
+        (1, CLEAN.replace("7 passed", "1 failed, 6 passed"), "did not end well, exit code 1"),
+        (5, CLEAN.replace("7 passed", "no tests ran"), "did not end well"),
+        (0, "7 passed in 3 s\n", "did not end well"),
+    ):
+        with pytest.raises(RuntimeError, match=match):
+            sanitize.verdict(code, said)
+    commands = []
+
+    def run(command, **options):
+        commands.append((command, options["env"]))
+        return SimpleNamespace(returncode=0, stdout=CLEAN, stderr="")
+
+    monkeypatch.setattr(sanitize, "subprocess", SimpleNamespace(run=run))
+    stage = work("sanitize")
+    monkeypatch.setattr(stage, "rehearse", False)
+    monkeypatch.setattr(sanitize, "sanitizer", lambda: "/bin/compute-sanitizer")
+    sanitize.run(stage)
+    assert set(stage.points) == set(sanitize.TOOLS) and not stage.failed
+    assert [command[2] for command, _ in commands] == list(sanitize.TOOLS)
+    assert all(environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1" for _, environment in commands)
+    text = (sanitize.ROOT / "tests/ops/test_decoder_rows_cuda.py").read_text()
+    assert all(any(word in line for line in text.splitlines() if line.startswith("def test_"))
+               for word in sanitize.TESTS["tests/ops/test_decoder_rows_cuda.py"].split(" or "))  # fmt: skip
+    absent = work("sanitize", again=True)
+    monkeypatch.setattr(absent, "rehearse", False)
+    monkeypatch.setattr(sanitize, "sanitizer", lambda: None)
+    sanitize.run(absent)
+    assert absent.points["memcheck"] == {"missing": "compute-sanitizer"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
+def test_the_kernels_own_source_is_found_right(work, monkeypatch, tmp_path_factory):
+    """In bfloat16, with blocks of threads on a CPU."""
+    block_code.take_for_gpus(monkeypatch, tmp_path_factory)
+    monkeypatch.setattr(replay, "is_gpu", lambda device: True)
+    monkeypatch.setattr(replay, "wait", lambda device: None)
+    monkeypatch.setattr(right, "random_model", lambda name, dtype, device, layers: tiny(dtype=dtype, **HEADS))
+    verdict = work("right")
+    verdict.dtype = torch.bfloat16
+    perform(verdict)
+    assert not verdict.failed and right.passed(work("rows"), "tiny"), verdict.points
+    error = verdict.points["tiny prefix=33"]["errors"]
+    assert 1e-4 < error["operator"]["row"] < 2 * error["modules"]["row"]

@@ -1,0 +1,236 @@
+"""What a user types, names or sets: wrong values are refused in one line that names them and the nearest right one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+import typer
+from checkpoints import save_pair
+from rich.text import Text
+from typer.testing import CliRunner
+
+import gsd_kernels
+from gsd_kernels_hf.cli import app
+from gsd_kernels_hf.cli.options import read_graph_config, read_prompts
+from gsd_kernels_hf.files import checkpoint_place
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """``target`` and ``draft``."""
+    place = tmp_path_factory.mktemp("pair")
+    save_pair(place)
+    return place
+
+
+def error(*arguments, stdin=None, code=2):
+    """The one line on stderr."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments], input=stdin)
+    assert result.exit_code == code and result.stdout == "", result.output
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("gsd-kernels: error: ")]
+    return line.removeprefix("gsd-kernels: error: ")
+
+
+# ---- --graph-config
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "graph_config: unknown name ''; expected one of auto, chain, tree, graph"),
+        ("auto2", "graph_config: unknown name 'auto2'; did you mean 'auto'? expected one of auto, chain, tree, graph"),
+        ("gaph", "did you mean 'graph'?"),
+        ("auto,depth=3", '"auto" is no shape of its own and has no fields'),
+        ("depth=3,depth=4", "--graph-config: depth is given twice"),
+        ("tree, depth =3, depth= 3", "--graph-config: depth is given twice"),
+        ("dept=3", "graph_config: unknown field 'dept'; did you mean 'depth'? expected one of depth, width"),
+        ("tree,max-rows=3", "unknown field 'max-rows'; did you mean 'max_rows'?"),
+        ("tree,", "expected key=value, got ''"),
+        ("=3", "expected key=value, got '=3'"),
+        ("depth=", "depth: expected a number or none, got ''"),
+        ("sibling_ratio=nan", "sibling_ratio: expected 0 … 1, got nan"),
+        ("min_prob=inf", "min_prob: expected 0 … 1, got inf"),
+        ("depth=-1", "depth: expected 1 … 64, got -1"),
+        ("depth=1e30", "depth: expected an int, got 1e+30"),
+        ("chain,depth=none", "depth: expected an int, got None"),
+    ],
+)
+def test_graph_config_names_what_is_wrong(text, says):
+    with pytest.raises((ValueError, TypeError), match=re.escape(says)):
+        read_graph_config(text)
+
+
+def test_a_wrong_shape_is_refused_before_a_model_is_loaded(monkeypatch):
+    from gsd_kernels_hf.console import pair
+
+    monkeypatch.setattr(pair, "load_pair", None)
+    assert error("generate", "--graph-config", "auto2", "x").startswith("graph_config: unknown name 'auto2'")
+    assert error("check", "--graph-config", "", "x").startswith("graph_config: unknown name ''")
+
+
+# ---- prompts
+
+
+def test_prompt_files_are_refused_by_name(tmp_path):
+    latin, empty, blank = tmp_path / "latin.txt", tmp_path / "empty.txt", tmp_path / "blank.txt"
+    latin.write_bytes("déjà".encode("latin-1"))
+    empty.write_text("")
+    blank.write_text("\n \n")
+    for command in ("generate", "check"):
+        line = error(command, "--prompt-file", latin)
+        assert line.startswith(f"--prompt-file: {latin} is not UTF-8 text (byte 1") and "iconv" in line
+        assert error(command, "--prompt-file", tmp_path).startswith(f"--prompt-file: {tmp_path} is a folder")
+        assert error(command, "--prompt-file", empty).startswith(f"prompt: {empty} is empty")
+        assert error(command, "--prompt-file", blank, "--lines").startswith(f"prompt: {blank} is empty")
+        gone = tmp_path / "none.txt"
+        assert error(command, "--prompt-file", gone, code=1) == f"--prompt-file: no such file: {gone}"
+    assert error("generate", stdin=b"a\xffb").startswith("prompt: stdin is not UTF-8 text (byte 1")
+    assert error("generate", stdin="").startswith("prompt: stdin is empty")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    file = tmp_path / "windows.txt"
+    file.write_bytes("\ufeffhéllo".encode())
+    assert read_prompts(None, [str(file)], lines=False) == ["héllo"]
+
+
+def test_indexed_files_are_refused_by_name(tmp_path):
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(b"abc\xff")
+    line = error("index", latin, "--out", tmp_path / "index")
+    assert line.startswith(f"FILES: {latin} is not UTF-8 text (byte 3")
+    assert error("index", tmp_path / "none", "--out", tmp_path / "i").startswith("FILES: no such file or folder")
+    (tmp_path / "good.txt").write_text("some words to index")
+    line = error("index", tmp_path / "good.txt", "--out", tmp_path / "i", "--tokenizer", "./none")
+    assert line == "--tokenizer: no such folder: ./none"
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("name", ["./none", "none", "none/", "~/none/none", "/none", "a/b/c", "models/none", "..", ""])
+def test_what_is_no_hub_id_is_not_sought_on_the_hub(name, tmp_path, monkeypatch):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path)
+    if name == "..":  # there, but no checkpoint: transformers says so
+        assert checkpoint_place(name, "--model") == ".."
+        return
+    with pytest.raises(ValueError, match=r"^--model: (no such folder: |empty)"):
+        checkpoint_place(name, "--model")
+    with pytest.raises(ValueError, match=r"^drafter: (no such folder: |empty)"):
+        fetched(name)
+
+
+def fetched(name):
+    from gsd_kernels_hf.sources.checkpoints import fetch
+
+    return fetch(name)
+
+
+def test_hub_ids_folders_and_files_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine.gguf").write_bytes(b"GGUF")
+    assert checkpoint_place("owner/name-1.5B", "--model") == "owner/name-1.5B"
+    assert checkpoint_place("~/mine", "--model") == str(tmp_path / "mine")
+    assert checkpoint_place(tmp_path / "mine", "--model") == str(tmp_path / "mine")
+    with pytest.raises(ValueError, match=r"^--model: .*mine\.gguf is a file; expected the folder"):
+        checkpoint_place(tmp_path / "mine.gguf", "--model")
+    with pytest.raises(ValueError, match="no such folder: owner/name"):
+        checkpoint_place(Path("owner/name"), "--model")
+
+
+def test_missing_folders_are_refused_at_once_by_every_option(folder, tmp_path):
+    model = ["--model", folder / "target"]
+    begin = time.monotonic()
+    assert error("generate", "--model", "none", "x").startswith("--model: no such folder: none; on the hub")
+    assert error("generate", *model, "--draft", "none/", "x") == "--draft: no such folder: none/"
+    assert error("generate", *model, "--drafter", "none", "x").startswith("drafter: no such folder: none")
+    assert error("generate", *model, "--draft-heads", tmp_path, "x").startswith("heads: no draft_heads.json in")
+    assert error("generate", *model, "--corpus", tmp_path, "x").startswith("corpus: ")
+    assert time.monotonic() - begin < 20, "none waits for a network"
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[]", b"", b"{}", b'{"hidden_size": "x"}'])
+def test_heads_of_damaged_files_are_refused_by_name(content, tmp_path):
+    (tmp_path / "draft_heads.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"^heads: "):
+        gsd_kernels.DraftHeads.from_pretrained(tmp_path)
+
+
+# ---- the environment
+
+
+@pytest.mark.slow
+def test_an_unknown_level_leads_with_its_variable(folder):
+    command = [sys.executable, "-m", "gsd_kernels_hf", "generate", "--model", str(folder / "target"), "x"]
+    for name in ("sse", "amx2"):
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "GSD_CPU_LEVEL": name})
+        assert done.returncode == 2
+        (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+        assert line.startswith("gsd-kernels: error: GSD_CPU_LEVEL: expected one of portable, avx2")
+    code = "from gsd_kernels import cpu_levels; cpu_levels.active()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "GSD_CPU_LEVEL": "sse"}
+    )
+    assert done.stderr.splitlines()[-1].startswith("ValueError: GSD_CPU_LEVEL: expected one of portable")
+
+
+def test_a_rank_that_is_no_number_is_named(monkeypatch):
+    monkeypatch.setenv("RANK", "first")
+    assert error("generate", "--tp", "x").startswith("RANK: expected a number")
+
+
+def test_the_cache_folder_may_begin_at_home(monkeypatch, tmp_path):
+    from gsd_kernels_hf.policy.store import cache_dir
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("GSD_KERNELS_CACHE", "~/kept")
+    assert cache_dir() == tmp_path / "kept"
+
+
+# ---- help
+
+
+def commands():
+    """Every command with its name, those of ``bench`` too."""
+    from gsd_kernels_bench.cli import app as bench
+
+    for root, group in (("", typer.main.get_command(app)), ("bench ", typer.main.get_command(bench))):
+        for name, command in group.commands.items():
+            yield root + name, command
+
+
+TAG = re.compile(r"(?<!\\)\[[^\]\[]*\]")
+STYLES = re.compile(r"\[/?(bold|dim|green|red)?\]")
+
+
+def test_no_help_is_swallowed_as_markup():
+    for name, command in commands():
+        texts = [command.help or "", command.short_help or ""]
+        texts += [param.help or "" for param in command.params if isinstance(param, click.Option)]
+        texts += [param.help or "" for param in command.params if hasattr(param, "help")]
+        for text in texts:
+            for tag in TAG.findall(text):
+                assert STYLES.fullmatch(tag), f"{name}: {tag} in {text!r} is taken for a style and not shown"
+            Text.from_markup(text)
+
+
+def test_bench_help_names_its_extra():
+    result = CliRunner().invoke(app, ["bench", "generate", "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0 and "[peers]" in result.stdout
+
+
+def test_a_prompt_in_brackets_is_shown(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
+    given = ["check", "--model", folder / "target", "--draft", "history", "--max-new-tokens", "2", "[INST] hi"]
+    result = CliRunner().invoke(app, [str(a) for a in given])
+    assert result.exit_code == 0 and "[INST] hi" in result.stdout

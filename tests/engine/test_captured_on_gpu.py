@@ -1,0 +1,78 @@
+"""Captured steps where only a GPU can say: shapes in turns, events right after a replay, after a failed capture."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from models import noised, prompts, tiny
+
+from gsd_kernels import GraphConfig, generate
+from gsd_kernels_hf.engine import capture
+from gsd_kernels_hf.engine.stats import Clock
+from gsd_kernels_hf.model.replay import CaptureError, lane_of
+from gsd_kernels_hf.policy import auto
+from gsd_kernels_hf.policy.ladder import ladder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+]
+GPU = torch.device("cuda", 0)
+
+
+def text(graph_config):
+    target = tiny(dtype=torch.float32)
+    draft, target = noised(target).cuda(), target.cuda()
+    inputs = {key: value.cuda() for key, value in prompts(2, 9).items()}
+    options = {"assistant_model": draft, "graph_config": graph_config, "max_new_tokens": 96, "pad_token_id": 0}
+    return generate(target, **inputs, **options)
+
+
+def test_captured_shapes_take_turns_in_one_pool(monkeypatch, caplog):
+    """What one graph leaves in the pool's memory, and is read later, another one must not write over."""
+    shapes = [shape for shape in ladder("cuda", with_model=True).values() if shape.depth][:3]
+
+    def in_turns():
+        taken = itertools.cycle(shapes)
+        monkeypatch.setattr(auto.AutoPolicy, "shape", lambda self: next(taken))
+        return text("auto")
+
+    with caplog.at_level("WARNING", logger="gsd_kernels"):
+        captured = in_turns()
+    assert not caplog.records
+    monkeypatch.setattr(capture, "can_capture", lambda session: False)
+    assert torch.equal(in_turns(), captured)
+
+
+def test_captured_steps_go_on_after_a_failed_capture(caplog):
+    config = GraphConfig(depth=3, width=2, branch=2, max_rows=8, history_depth=2)
+    before, x = text(config), torch.ones(3, device=GPU)
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="captur"):
+            lane_of(GPU).capture(lambda: x.sum().item())
+    with caplog.at_level("WARNING", logger="gsd_kernels"):
+        assert torch.equal(text(config), before)
+    assert not caplog.records and float(x.sum()) == 3.0
+
+
+def test_events_of_a_captured_part_are_not_done_before_it():
+    """Asked right after a replay they must not answer for the one before."""
+    clock, x = Clock(GPU), torch.ones(3, device=GPU)
+
+    def slow():
+        with clock.part("target"):
+            torch.cuda._sleep(100_000_000)  # 50 ms
+            return x + 1
+
+    with clock.capture() as parts:
+        graph, _ = lane_of(GPU).capture(slow)
+    for replays in (1, 2, 3):
+        graph()
+        clock.replayed(list(parts))
+        clock.read()
+        assert len(clock.pending) == 1, "the part is running"
+        torch.cuda.synchronize()
+        clock.read()
+        assert not clock.pending and clock.seconds["target"] > 0.01 * replays
