@@ -510,8 +510,9 @@ def test_what_a_generation_config_holds_is_honoured_or_refused_by_name(server):
 
 @pytest.mark.parametrize("endpoint", fields.ENDPOINTS, ids=row_id)
 def test_a_stream_is_refused_with_a_status_as_well(endpoint, server):
-    for named in ({LENGTH[endpoint]: 4000}, {"top_p": 7}):
-        assert server.refusal(endpoint, stream=True, **named)["param"] == next(iter(named))
+    assert server.refusal(endpoint, stream=True, top_p=7)["param"] == "top_p"
+    long = {"prompt": [5] * 2048} if endpoint == COMPLETIONS else {fields.NEEDED[endpoint]: spoken(server, 2048)}
+    assert server.refusal(endpoint, stream=True, **{LENGTH[endpoint]: ..., **long})["param"] == fields.NEEDED[endpoint]
     refused = server.refusal(endpoint, stream=True, generation_config='{"bad_words_ids": 5}')
     assert refused["param"].startswith("generation_config")
 
@@ -522,7 +523,7 @@ def length(server, endpoint, names=("max_tokens", "max_completion_tokens")):
     for name in names[: 2 if endpoint == CHAT else 1]:
         found = server.got(endpoint, **{"max_tokens": ..., name: 3})
         assert found["usage"]["completion_tokens"] == 3 and found["choices"][0]["finish_reason"] == "length"
-        for bad in (0, 4000, 2.5, True):
+        for bad in (0, 2**31, 2.5, True):
             assert server.refusal(endpoint, **{"max_tokens": ..., name: bad})["param"] == name
     if endpoint == CHAT:
         assert server.refusal(endpoint, max_tokens=3, max_completion_tokens=4)["param"] == "max_tokens"
@@ -532,7 +533,36 @@ def length(server, endpoint, names=("max_tokens", "max_completion_tokens")):
 def max_output_tokens(server, endpoint):
     found = server.got(endpoint, max_output_tokens=3)
     assert found["usage"]["output_tokens"] == 3 and found["status"] == "incomplete"
-    assert server.refusal(endpoint, max_output_tokens=4000)["param"] == "max_output_tokens"
+    for bad in (0, 2**31, 2.5, True):
+        assert server.refusal(endpoint, max_output_tokens=bad)["param"] == "max_output_tokens"
+
+
+def spoken(server, count: int) -> list[dict[str, str]]:
+    """A message of the chat template that makes a prompt of so many tokens."""
+    message = {"role": "user", "content": ""}
+    for more in range(8):
+        message["content"] = " x" * (count - more)
+        if len(server.tokenizer.apply_chat_template([message])["input_ids"]) == count:
+            return [message]
+    raise AssertionError(count)
+
+
+@pytest.mark.parametrize("endpoint", fields.ENDPOINTS, ids=row_id)
+def test_a_length_that_is_named_goes_beyond_the_positions_and_no_other(endpoint, server, caplog):
+    positions, needed = server.target.config.max_position_embeddings, fields.NEEDED[endpoint]
+
+    def usage(count: int, **named: object) -> int:
+        given = [5] * count if endpoint == COMPLETIONS else spoken(server, count)
+        found = server.got(endpoint, **{needed: given, LENGTH[endpoint]: ..., **named})["usage"]
+        return found["total_tokens"] - count
+
+    assert usage(positions - 3) == 3
+    assert not any("positions" in line for line in caplog.messages)
+    assert usage(positions - 3, **{LENGTH[endpoint]: 8}) == 8 and usage(positions + 1, **{LENGTH[endpoint]: 2}) == 2
+    assert any(f"beyond the {positions} positions" in line for line in caplog.messages)
+    if endpoint != RESPONSES:  # which has no stop strings
+        whole = server.got(endpoint, max_tokens=2**31 - 1, stop=server.text(endpoint).split()[0])
+        assert whole["choices"][0]["finish_reason"] == "stop"
 
 
 @effect("stop", CHAT, COMPLETIONS)

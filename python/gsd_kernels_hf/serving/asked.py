@@ -59,24 +59,20 @@ class Asked:
     forced: str | None = None
 
     def fitted(self, prompt: int) -> GenerationConfig:
-        """The config of a text behind ``prompt`` tokens, its length taken as far as the model goes.
+        """The config of a text behind ``prompt`` tokens; where no length is named, it ends where the positions do.
+
+        A named length goes beyond them, as ``generate`` does.
 
         Raises:
-            Refused: it does not fit into the model's positions.
+            Refused: no length is named, and the prompt leaves no room.
         """
         config = deepcopy(self.config)
-        if self.positions is None:
+        if self.positions is None or self.length is not None:
             return config
         if prompt >= self.positions:
-            raise Refused(self.source, f"{prompt} tokens leave no room in the model's {self.positions} positions")
-        if self.length is None:
-            config.max_new_tokens = min(config.max_new_tokens, self.positions - prompt)
-        elif prompt + (config.max_new_tokens or 0) > self.positions:
-            raise Refused(
-                self.length,
-                f"{config.max_new_tokens} tokens behind the prompt's {prompt} are more than the model's "
-                f"{self.positions} positions; ask for {self.positions - prompt} at most",
-            )
+            reason = f"{prompt} tokens leave no room in the model's {self.positions} positions"
+            raise Refused(self.source, f"{reason}; shorten it, or name a length to go beyond them")
+        config.max_new_tokens = min(config.max_new_tokens, self.positions - prompt)
         return config
 
     def processors(self, prompt: int) -> list[LogitsProcessor]:
@@ -116,7 +112,7 @@ def asked_of(body: Mapping[str, Any], model: PreTrainedModel, source: str) -> As
         config,
         length,
         source,
-        getattr(model.config, "max_position_embeddings", None),
+        properties.positions(model),
         seed=body.get("seed"),
         named=tuple(named),
         penalties=(float(body.get("frequency_penalty", 0)), float(body.get("presence_penalty", 0))),

@@ -60,6 +60,7 @@ _KEPT = "nothing is kept of a request, so there is nothing to come back to"
 _LOGPROBS = "message.output_text.logprobs"
 _NO_OTHER = "the model's text is all there is"
 _seed = whole(-(2**63), 2**64 - 1)
+_length = whole(1, 2**31 - 1)
 
 FIELDS: tuple[Field, ...] = (
     # ---- what is asked
@@ -114,9 +115,9 @@ FIELDS: tuple[Field, ...] = (
         "generation_config", ENDPOINTS, text, "a JSON string of other arguments of transformers' `generate`", own=True
     ),
     # ---- where it ends
-    _honoured("max_tokens", BOTH, whole(1), "tokens of the answer; 1,024 without it"),
-    _honoured("max_completion_tokens", (CHAT,), whole(1), "tokens of the answer; 1,024 without it"),
-    _honoured("max_output_tokens", (RESPONSES,), whole(1), "tokens of the answer; 1,024 without it"),
+    _honoured("max_tokens", BOTH, _length, "tokens of the answer; 1,024 without it"),
+    _honoured("max_completion_tokens", (CHAT,), _length, "tokens of the answer; 1,024 without it"),
+    _honoured("max_output_tokens", (RESPONSES,), _length, "tokens of the answer; 1,024 without it"),
     _honoured("stop", BOTH, strings(16), "up to 16 strings; the text ends with the one that was found"),
     # ---- how many, how fast
     _honoured("n", BOTH, whole(1, 128), "texts one after another, the i-th by `seed` + i"),
