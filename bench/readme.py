@@ -64,7 +64,7 @@ def headline(results: Path) -> str:
         f"{min(setups):.1f}–{max(setups):.1f} s and is not counted."
     )
     if not any(data["environment"]["device_type"] == "cuda" for data in runs):
-        foot += " **Nothing has been measured on a GPU yet.**"
+        foot += " **No whole race has been run on a GPU yet**; forwards and captured steps: docs/benchmarks.md."
     return f"{markdown(head, rows)}\n\n{foot}"
 
 
@@ -222,6 +222,34 @@ def rows(results: Path) -> str:
     return "\n\n".join(found)
 
 
+def gpu(results: Path) -> str:
+    """Forwards of rows on a GPU as one operator and by modules, and captured steps, from the stages' files."""
+    forwards, steps = (results / "gpu" / f"{stage}.json" for stage in ("rows", "pair"))
+    if not (forwards.exists() and steps.exists()):
+        raise MissingResultError("`python bench/gpu/stages.py --only rows --only pair`")
+    data, pair = _read(forwards), _read(steps)["points"]
+    points = [point for point in data["points"].values() if "rows" in point]
+    counts = sorted({point["rows"] for point in points})
+    lines = []
+    for shape in dict.fromkeys(point["shape"] for point in points):
+        for way in dict.fromkeys(point["setting"] for point in points):
+            found = {p["rows"]: p for p in points if (p["shape"], p["setting"]) == (shape, way)}
+            lines.append([f"{shape}, {way}", *(f"{1e3 * found[rows]['median']:.2f}" for rows in counts)])
+        lines.append([f"{shape}, reading", *(f"{1e3 * found[rows]['floor_seconds']:.2f}" for rows in counts)])
+    operator, modules = (1e3 * pair[f"plain {way}"]["graphs"][0]["replay_seconds"] for way in ("operator", "modules"))
+    equal = pair["graph modules"]["text"] == pair["graph modules"]["again"]
+    return "\n\n".join(
+        [
+            f"{_place(data['environment'])}, {data['dtype']}, behind {points[0]['prefix']} positions, weights out of "
+            "the cache. Milliseconds by rows, and those of reading weights and cache:",
+            markdown(["", *map(str, counts)], lines),
+            f"A whole captured step of plain decoding with the 8B shape: {operator:.2f} ms by the operator, "
+            f"{modules:.2f} by modules with our attention. By the operator, texts of plain and of drafted captured "
+            f"steps are equal; by modules, two equal calls wrote {'one text' if equal else 'two texts'}.",
+        ]
+    )
+
+
 def _rows_table(data: dict[str, Any]) -> str:
     lines = []
     for found in data["results"]:
@@ -342,6 +370,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "drafters": drafters,
     "drafters-long": drafters_long,
     "rows": rows,
+    "gpu": gpu,
     "corpus": corpus,
     "kernels": kernels,
     "scale-messages": messages,

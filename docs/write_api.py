@@ -30,6 +30,7 @@ SECTIONS = {
         "Patch",
         "HistoryMemory",
         "unpatch",
+        "from_gguf",
         "tune",
         "GenerationStats",
         "GraphConfig",

@@ -42,6 +42,6 @@ out = gsd_kernels.generate(model, **inputs, **sampling, assistant_model=draft, r
 for text in tokenizer.batch_decode(out.sequences, skip_special_tokens=True):
     print(text, end="\n\n---\n\n")
 
-plain = gsd_kernels.generate(model, **inputs, **sampling)  # no draft: the same seed gives the same text
+plain = gsd_kernels.generate(model, **inputs, **sampling, graph_config="plain")  # the same seed: the same text
 print("the same tokens without a draft:", torch.equal(out.sequences, plain))
 print(f"{out.stats.tokens_per_step:.2f} tokens per step, {out.stats.steps} target forwards")

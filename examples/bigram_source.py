@@ -71,7 +71,7 @@ def main() -> None:
         model, inputs["input_ids"], **decoding, assistant_model=draft, draft_sources=sources, graph_config="graph"
     )
     print(tokenizer.decode(out.sequences[0]))
-    plain = gsd_kernels.generate(model, inputs["input_ids"], **decoding)
+    plain = gsd_kernels.generate(model, inputs["input_ids"], **decoding, graph_config="plain")
     print("the same tokens as without it:", torch.equal(out.sequences, plain.sequences))
     print(f"{out.stats.tokens_per_step:.2f} tokens per step, {out.stats.steps} target forwards")
 

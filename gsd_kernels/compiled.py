@@ -41,7 +41,8 @@ SCHEMAS = (
     "Tensor? row_depths, Tensor? node_depths, float scale, float? softcap, int? sliding_window) "
     "-> (Tensor, Tensor)",
     "decoder_rows(Tensor token_ids, Tensor positions, Tensor slots, Tensor ancestor_mask, Tensor node_depths, "
-    "Tensor kv_len, Tensor kv_start, Tensor embedding, Tensor[] layers, Tensor final_norm, Tensor head, "
+    "Tensor kv_len, Tensor kv_start, Tensor embedding, Tensor[] layers, int[] kinds, Tensor[] scales, "
+    "Tensor final_norm, Tensor head, "
     "Tensor inv_freq, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int[] windows, int heads, float eps, "
     "float rope_scale, int[] states, int keep) -> (Tensor, Tensor, Tensor)",
     "ngram_insert(Tensor(a!) keys, Tensor(b!) table_tokens, Tensor(c!) table_log_probs, Tensor contexts, "
@@ -74,7 +75,8 @@ SCHEMAS = (
     "Tensor? log_ratio, int max_context, int ways, int level, int levels, int width, int merge_context, "
     "float log_sibling_ratio, float log_min_prob, Tensor? first_pick, Tensor? seed, Tensor? sequence_ids) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "row_linear(Tensor x, Tensor weight) -> Tensor",
+    "row_linear(Tensor x, Tensor weight, int kind=-1, Tensor? scales=None) -> Tensor",
+    "unpack_rows(Tensor weight, int kind, Tensor? scales, int inputs, Tensor? rows, Tensor like) -> Tensor",
     "start_graph(Tensor(a!) token_ids, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!) scores, Tensor(e!) contexts, "
     "Tensor(f!) expanded, Tensor(g!) ancestor_mask, Tensor(h!) edge_targets, Tensor(i!) edge_log_probs, "
     "Tensor(j!) num_nodes, Tensor(k!) num_merges, Tensor tokens, Tensor out_len, Tensor kv_start) -> Tensor",
@@ -244,8 +246,15 @@ def _recall_levels(
 
 
 @torch.library.register_fake("gsd_kernels::row_linear")
-def _row_linear(x: Tensor, weight: Tensor) -> Tensor:
+def _row_linear(x: Tensor, weight: Tensor, kind: int = -1, scales: Tensor | None = None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.register_fake("gsd_kernels::unpack_rows")
+def _unpack_rows(
+    weight: Tensor, kind: int, scales: Tensor | None, inputs: int, rows: Tensor | None, like: Tensor
+) -> Tensor:
+    return like.new_empty((weight if rows is None else rows).shape[0], inputs)
 
 
 @torch.library.register_fake("gsd_kernels::start_graph")
@@ -298,10 +307,10 @@ def _learn_edge_odds(*args: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.register_fake("gsd_kernels::decoder_rows")
 def _decoder_rows(token_ids: Tensor, *args: object) -> tuple[Tensor, Tensor, Tensor]:
-    head, states, keep = args[9], args[-2], args[-1]
+    head, hidden_size, states, keep = args[11], args[10].shape[0], args[-2], args[-1]
     assert isinstance(head, Tensor) and isinstance(states, list) and isinstance(keep, (int, torch.SymInt))
-    logits, hidden = ((token_ids.shape[0], keep, size) for size in head.shape)
-    read_by = (len(states), *token_ids.shape, head.shape[1])
+    logits, hidden = ((token_ids.shape[0], keep, size) for size in (head.shape[0], hidden_size))
+    read_by = (len(states), *token_ids.shape, hidden_size)
     return tuple(head.new_empty(shape, dtype=torch.float32) for shape in (logits, hidden, read_by))
 
 

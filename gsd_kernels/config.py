@@ -24,6 +24,9 @@ PRESETS = ("chain", "tree", "graph")
 AUTO = "auto"
 """As ``graph_config``: a policy chooses the shape of every step."""
 
+PLAIN = "plain"
+"""As ``graph_config``: nothing is drafted."""
+
 
 @fields_named("graph_config: unknown field")
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ def resolve_graph_config(value: GraphConfig | str | None) -> GraphConfig:
     """``None`` (the default preset), a preset's name, or a :class:`GraphConfig` → :class:`GraphConfig`.
 
     Raises:
-        TypeError, ValueError: something else; the error names ``"auto"`` too, which callers take before.
+        TypeError, ValueError: something else. The error names ``"auto"`` and ``"plain"`` too: callers take them first.
     """
     if value is None:
         return GraphConfig.preset("graph")
@@ -164,18 +167,18 @@ def resolve_graph_config(value: GraphConfig | str | None) -> GraphConfig:
     if isinstance(value, str):
         return GraphConfig.preset(value)
     raise TypeError(
-        f"graph_config: expected a GraphConfig, a name ({', '.join((AUTO, *PRESETS))}) or None, "
+        f"graph_config: expected a GraphConfig, a name ({', '.join((AUTO, PLAIN, *PRESETS))}) or None, "
         f"got {type(value).__name__}"
     )
 
 
 def _no_preset(name: object) -> str:
-    if name == AUTO:
+    if name in (AUTO, PLAIN):
         return (
-            f'graph_config: "{AUTO}" is no shape of its own and has no fields; pass it alone, or fields with '
+            f'graph_config: "{name}" is no shape of its own and has no fields; pass it alone, or fields with '
             f"{', '.join(PRESETS)}"
         )
-    return unknown("graph_config: unknown name", name, (AUTO, *PRESETS))
+    return unknown("graph_config: unknown name", name, (AUTO, PLAIN, *PRESETS))
 
 
 def _log(x: float) -> float:

@@ -36,7 +36,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 WHOLE = ("ops", "report")  # folders of cheap cases
 # Files that say it of each case.
-CHOSEN = ("test_greedy_exactness.py", "test_fuzz.py", "test_step_trace.py", "test_lockstep.py", "test_grammars.py")
+CHOSEN = (
+    "test_greedy_exactness.py",
+    "test_fuzz.py",
+    "test_step_trace.py",
+    "test_lockstep.py",
+    "test_grammars.py",
+    "test_changes.py",
+    "test_last_state.py",
+)
 
 # Files of long tests or of fixtures that take long: a run begins with them, so that no process waits for another's last
 # test, nor makes a fixture that another has.

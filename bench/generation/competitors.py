@@ -244,7 +244,7 @@ def _ours(name: str, pair: Pair, sampling: dict[str, Any], backend: str) -> Deco
     target, configs = pair.target, fixed_configs(pair.target.device)
     options: dict[str, Any] = {"assistant_model": pair.draft}
     if name == PLAIN:
-        options = {}
+        options = {"graph_config": PLAIN}
     elif name == AUTO:
         options["graph_config"] = "auto"
     elif name in ("history", *HISTORY_ROWS, HISTORY_AUTO):

@@ -202,7 +202,7 @@ def _competitors(target: PreTrainedModel, corpus: Corpus) -> tuple[dict[str, Dec
     """Ways of decoding, each with an engine of its own, and why one is missing."""
     both = ("history", corpus)
     found = {
-        "plain": _ours(target),
+        "plain": _ours(target, graph_config="plain"),
         "lookup": _lookup(target),
         "history": _ours(target, draft_sources=("history",), graph_config=SHAPE, reuse_history=False),
         "calls": _ours(target, draft_sources=("history",), graph_config=SHAPE),

@@ -82,7 +82,7 @@ def run(work: Work) -> None:
         work.each(names[:2], lambda _: decode(work, pair, handle, new))
     finally:
         unpatch(pair.target)
-    plain = patch(pair.target)
+    plain = patch(pair.target, graph_config="plain")
     try:
         work.each(names[2:], lambda _: decode(work, pair, plain, new))
     finally:

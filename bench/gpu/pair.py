@@ -90,7 +90,7 @@ def used(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else before - after
 
 
-def twice(work: Work, target: PreTrainedModel, draft: PreTrainedModel, config: GraphConfig | None) -> dict[str, Any]:
+def twice(work: Work, target: PreTrainedModel, draft: PreTrainedModel, config: GraphConfig | str) -> dict[str, Any]:
     """Seconds, compilations, captures and memory of the first and of the second of two equal calls.
 
     Raises:
@@ -99,7 +99,7 @@ def twice(work: Work, target: PreTrainedModel, draft: PreTrainedModel, config: G
     prompt, new = (12, 12) if work.rehearse else (PROMPT, NEW_TOKENS)
     gen = torch.Generator().manual_seed(1)  # the same prompt whichever way comes first
     ids = torch.randint(3, target.config.vocab_size, (1, prompt), generator=gen).to(work.device)
-    options = {} if config is None else {"assistant_model": draft, "graph_config": config}
+    options = {"graph_config": "plain"} if config is None else {"assistant_model": draft, "graph_config": config}
     begin_memory, calls, texts = memory(work), [], []
     handle = patch(target, **options)
     try:

@@ -15,8 +15,8 @@ CASES = {
     "loaded models": {},
     "transformers": {},
     "transformers, chunks of 512": {"prefill_chunk_size": 512},
-    "gsd plain": {"graph": None},
-    "gsd plain, chunks of 512": {"graph": None, "prefill_chunk_size": 512},
+    "gsd plain": {"graph": "plain"},
+    "gsd plain, chunks of 512": {"graph": "plain", "prefill_chunk_size": 512},
     "gsd graph": {"graph": "graph"},
     "gsd graph, chunks of 512": {"graph": "graph", "prefill_chunk_size": 512},
 }
@@ -62,7 +62,7 @@ def measure(name: str) -> dict[str, float | int | str]:
         tokens = target.generate(prompt, **shared)
         result["tokens"] = hash(tuple(tokens[0].tolist()))
     else:
-        assistant = {} if graph is None else {"assistant_model": draft, "graph_config": graph}
+        assistant = {"assistant_model": draft, "graph_config": graph}
         out = gsd_kernels.generate(target, prompt, return_dict_in_generate=True, **assistant, **shared)
         result["tokens"] = hash(tuple(out.sequences[0].tolist()))
         result["cache_mib"] = round(out.stats.cache_bytes / 2**20, 1)

@@ -30,13 +30,6 @@ void share_rows(Team& team, int64_t rows, int64_t width, int64_t group, const Wo
              [&](int64_t, int64_t begin, int64_t end) { work(begin, end); });
 }
 
-void add_bias(const std::vector<float>& bias, int64_t rows, int64_t begin, int64_t end, float* out, int64_t stride) {
-  if (bias.empty()) return;
-  for (int64_t r = 0; r < rows; r++) {
-    for (int64_t n = begin; n < end; n++) out[r * stride + n] += bias[static_cast<size_t>(n)];
-  }
-}
-
 // x1, x2 → x1 cos − x2 sin, x2 cos + x1 sin of the two halves of a head.
 void rotate(float* x, int64_t head_dim, const float* cos, const float* sin) {
   const int64_t half = head_dim / 2;
@@ -57,7 +50,7 @@ void store(float* x, const CacheTensor& cache, Element element, int64_t b, int64
 }  // namespace
 
 Decoder::Decoder(Team& team, const DecoderSizes& sizes, const DecoderRows& rows, const Paths& paths, Element element,
-                 const Matrix& embedding)
+                 const Weights& embedding)
     : team_(team), s_(sizes), r_(rows), paths_(paths), element_(element), kernels_(kernels()),
       kernel_(kernels_.large[static_cast<int>(element)]), kept_(sizes.rows) {
   const int64_t count = s_.count(), half = s_.head_dim / 2;
@@ -69,7 +62,7 @@ Decoder::Decoder(Team& team, const DecoderSizes& sizes, const DecoderRows& rows,
   strips_ = floats(team_.size() * 2 * kept_ * s_.batch * strip());
   share_rows(team_, count, s_.hidden, 1, [&](int64_t first, int64_t last) {
     for (int64_t m = first; m < last; m++) {
-      read_row(embedding, r_.tokens[m], x_.get() + m * s_.hidden, s_.hidden);
+      read_weights(element_, embedding, r_.tokens[m], x_.get() + m * s_.hidden);
       for (int64_t i = 0; i < half; i++) {
         const float angle = static_cast<float>(r_.positions[m]) * r_.inv_freq[i];
         cos_[m * half + i] = std::cos(angle) * s_.rope_scale;
@@ -89,26 +82,30 @@ void Decoder::forward_last(const DecoderLayer& layer, int64_t keep) {
   if (keep == 0) return;
   attend(layer);
   pack(attended_.get(), count(), s_.q_size());
-  project_and_add(layer.o, s_.q_size());
+  project_and_add(layer.o);
   norm_and_pack(layer.second_norm);
   feed_forward(layer);
   pack(inner_.get(), count(), s_.inner);
-  project_and_add(layer.down, s_.inner);
+  project_and_add(layer.down);
 }
 
 void Decoder::copy_state(float* out) const { std::copy(x_.get(), x_.get() + s_.count() * s_.hidden, out); }
 
+void Decoder::norm_state(const std::vector<float>& norm, float* out) {
+  share_rows(team_, count(), s_.hidden, 1, [&](int64_t first, int64_t last) {
+    for (int64_t m = first; m < last; m++) {
+      rms_norm(x_.get() + m * s_.hidden, norm.data(), s_.eps, out + m * s_.hidden, s_.hidden);
+    }
+  });
+}
+
 void Decoder::finish(const std::vector<float>& norm, const Projection& head, float* normed, float* logits) {
   const int64_t kept = count();
   if (kept == 0) return;
-  share_rows(team_, kept, s_.hidden, 1, [&](int64_t first, int64_t last) {
-    for (int64_t m = first; m < last; m++) {
-      rms_norm(x_.get() + m * s_.hidden, norm.data(), s_.eps, normed + m * s_.hidden, s_.hidden);
-    }
-  });
+  norm_state(norm, normed);
   pack(normed, kept, s_.hidden);
-  share_outputs(team_, head.outputs, kept, s_.hidden, [&](int64_t, int64_t begin, int64_t end) {
-    multiply(head, kept, s_.hidden, begin, end, logits);
+  share_outputs(team_, head.outputs(), kept, s_.hidden, [&](int64_t, int64_t begin, int64_t end) {
+    multiply(head, kept, begin, end, logits + begin, head.outputs());
   });
 }
 
@@ -128,17 +125,22 @@ void Decoder::pack(const float* x, int64_t rows, int64_t k) {
              [&](int64_t first, int64_t last) { kernel_.pack(x, k, first, last, k, packed_.data()); });
 }
 
-// Outputs begin … end − 1 of the packed rows into out, [rows, outputs].
-void Decoder::multiply(const Projection& p, int64_t rows, int64_t k, int64_t begin, int64_t end, float* out) const {
-  kernel_.products(packed_.data(), rows, k, p.weight, k, begin, end, out, p.outputs);
-  add_bias(p.bias, rows, begin, end, out, p.outputs);
+// Outputs begin … end − 1 of the packed rows, with their bias: out[r · out_stride + n − begin].
+void Decoder::multiply(const Projection& p, int64_t rows, int64_t begin, int64_t end, float* out,
+                       int64_t out_stride) const {
+  gsd::multiply(kernels_, element_, p.weights, packed_.data(), rows, begin, end, out, out_stride);
+  if (p.bias.empty()) return;
+  for (int64_t r = 0; r < rows; r++) {
+    for (int64_t n = begin; n < end; n++) out[r * out_stride + n - begin] += p.bias[static_cast<size_t>(n)];
+  }
 }
 
-void Decoder::project_and_add(const Projection& p, int64_t k) {
-  share_outputs(team_, p.outputs, count(), k, [&](int64_t, int64_t begin, int64_t end) {
-    multiply(p, count(), k, begin, end, added_.get());
+void Decoder::project_and_add(const Projection& p) {
+  const int64_t outputs = p.outputs();
+  share_outputs(team_, outputs, count(), p.weights.inputs, [&](int64_t, int64_t begin, int64_t end) {
+    multiply(p, count(), begin, end, added_.get() + begin, outputs);
     for (int64_t m = 0; m < count(); m++) {
-      for (int64_t n = begin; n < end; n++) x_[m * p.outputs + n] += added_[m * p.outputs + n];
+      for (int64_t n = begin; n < end; n++) x_[m * outputs + n] += added_[m * outputs + n];
     }
   });
 }
@@ -153,9 +155,9 @@ void Decoder::project_heads(const DecoderLayer& layer, bool queries) {
   share_outputs(team_, outputs, count(), s_.hidden, [&](int64_t, int64_t begin, int64_t end) {
     int64_t first = -before;
     for (const auto& part : parts) {
-      const int64_t outputs = part.projection.outputs;
+      const int64_t outputs = part.projection.outputs();
       const int64_t from = std::max<int64_t>(0, begin - first), to = std::min(outputs, end - first);
-      if (from < to) multiply(part.projection, count(), s_.hidden, from, to, part.out);
+      if (from < to) multiply(part.projection, count(), from, to, part.out + from, outputs);
       first += outputs;
     }
   });
@@ -220,18 +222,10 @@ void Decoder::feed_forward(const DecoderLayer& layer) {
   const int64_t count = this->count(), strip = this->strip();
   share_outputs(team_, s_.inner, 2 * count, s_.hidden, [&](int64_t thread, int64_t begin, int64_t end) {
     float *gate = strips_.get() + thread * 2 * s_.count() * strip, *up = gate + count * strip;
-    const auto product = [&](const Projection& p, int64_t n, int64_t outputs, float* out) {
-      const char* weight = static_cast<const char*>(p.weight) + n * s_.hidden * bytes_of(element_);
-      kernel_.products(packed_.data(), count, s_.hidden, weight, s_.hidden, 0, outputs, out, strip);
-      if (p.bias.empty()) return;
-      for (int64_t m = 0; m < count; m++) {
-        for (int64_t j = 0; j < outputs; j++) out[m * strip + j] += p.bias[static_cast<size_t>(n + j)];
-      }
-    };
     for (int64_t n = begin; n < end; n += strip) {
       const int64_t outputs = std::min(strip, end - n);
-      product(layer.gate, n, outputs, gate);
-      product(layer.up, n, outputs, up);
+      multiply(layer.gate, count, n, n + outputs, gate, strip);
+      multiply(layer.up, count, n, n + outputs, up, strip);
       const int64_t padded = (outputs + kVector - 1) / kVector * kVector;
       for (int64_t m = 0; m < count; m++) {
         float *of_gate = gate + m * strip, *of_up = up + m * strip;

@@ -20,11 +20,12 @@ struct DecoderSizes {
   int64_t kv_size() const { return kv_heads * head_dim; }
 };
 
-// One weight matrix where it lies, [outputs, k], and its bias, empty if there is none.
+// One weight matrix and its bias, empty if there is none.
 struct Projection {
-  const void* weight;
-  int64_t outputs;
+  Weights weights;
   std::vector<float> bias;
+
+  int64_t outputs() const { return weights.outputs; }
 };
 
 struct DecoderLayer {
@@ -44,9 +45,9 @@ struct DecoderRows {
 // The hidden state of all rows, which goes from layer to layer in float32.
 class Decoder {
  public:
-  // `element` is the float type of the weight matrices, `embedding` one of them.
+  // `element` is the dtype that the weight matrices are multiplied in, `embedding` one of them.
   Decoder(Team& team, const DecoderSizes& sizes, const DecoderRows& rows, const Paths& paths,
-          Element element, const Matrix& embedding);
+          Element element, const Weights& embedding);
 
   void forward(const DecoderLayer& layer);
 
@@ -56,6 +57,12 @@ class Decoder {
   // What the next layer reads, [batch · rows, hidden].
   void copy_state(float* out) const;
 
+  // The same through the norm behind the last layer.
+  void norm_state(const std::vector<float>& norm, float* out);
+
+  // No more than the last `keep` rows of every sequence from here on.
+  void keep_last(int64_t keep);
+
   // The rows that were kept: normed, [batch · keep, hidden], and times the output matrix.
   void finish(const std::vector<float>& norm, const Projection& head, float* normed, float* logits);
 
@@ -64,12 +71,11 @@ class Decoder {
   int64_t strip() const;
   void norm_and_pack(const std::vector<float>& norm);
   void pack(const float* x, int64_t rows, int64_t k);
-  void multiply(const Projection& p, int64_t rows, int64_t k, int64_t begin, int64_t end, float* out) const;
-  void project_and_add(const Projection& p, int64_t k);
+  void multiply(const Projection& p, int64_t rows, int64_t begin, int64_t end, float* out, int64_t out_stride) const;
+  void project_and_add(const Projection& p);
   void project_heads(const DecoderLayer& layer, bool queries);
   void turn_and_store(const DecoderLayer& layer, bool queries);
   void turn_and_store_row(const DecoderLayer& layer, bool queries, int64_t row);
-  void keep_last(int64_t keep);
   void attend(const DecoderLayer& layer);
   void feed_forward(const DecoderLayer& layer);
 

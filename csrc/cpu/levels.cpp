@@ -66,7 +66,7 @@ bool same_products(const RowKernel& kernel, const RowKernel& portable, Element e
     found[i].assign(static_cast<size_t>(small.rows * small.outputs), 7.0f);
     use.pack(x.data(), small.k, 0, small.rows, small.k, packed.get());
     use.products(packed.get(), small.rows, small.k, weights.data(), small.k, 0, small.outputs, found[i].data(),
-                 small.outputs);
+                 small.outputs, false);
     std::vector<int64_t> offsets;
     for (int64_t p = 0; p < small.outputs; p++) offsets.push_back(p * small.k);
     mixed[i].assign(static_cast<size_t>(small.rows * small.k), 0.5f);
@@ -84,6 +84,21 @@ bool same_products(const RowKernel& kernel, const RowKernel& portable, Element e
   return same(found[0], found[1]) && same(mixed[0], mixed[1]);
 }
 
+// Codes of all kinds, under scales of about one; bit for bit.
+bool same_decoders(const LevelKernels& level, const LevelKernels& portable, int kind, int element) {
+  constexpr int64_t kInputs = 512, kGroups = 16;
+  std::vector<uint8_t> row(static_cast<size_t>(kInputs * sizeof(float)));
+  for (size_t i = 0; i < row.size(); i++) row[i] = static_cast<uint8_t>((i * 37 + i / 7 * 11) % 61);
+  std::vector<float> scales(kGroups);
+  for (size_t i = 0; i < scales.size(); i++) scales[i] = number(static_cast<int64_t>(i)) + 0.3f;
+  std::vector<char> found[2];
+  for (int i = 0; i < 2; i++) {
+    found[i].assign(static_cast<size_t>(kInputs) * sizeof(float), 0);
+    (i == 0 ? level : portable).decoders.of[kind][element](row.data(), scales.data(), kGroups, kInputs, found[i].data());
+  }
+  return found[0] == found[1];
+}
+
 std::string proof(const LevelKernels& level) {
   const LevelKernels& portable = *portable_kernels();
   const char* names[] = {"float32", "bfloat16", "float16"};
@@ -93,6 +108,13 @@ std::string proof(const LevelKernels& level) {
       if (!same_products(level.large[e], portable.large[e], element, small) ||
           !same_products(level.small[e], portable.small[e], element, small)) {
         return std::string("its products of ") + names[e] + " differ from the portable ones";
+      }
+    }
+  }
+  for (int kind = 0; kind < kKinds; kind++) {
+    for (int e = 0; e < 3; e++) {
+      if (!same_decoders(level, portable, kind, e)) {
+        return "its packed weights of kind " + std::to_string(kind) + " differ from the portable ones";
       }
     }
   }

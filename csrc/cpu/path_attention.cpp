@@ -76,7 +76,8 @@ class Item {
   }
 
   void score(const char* keys, int64_t positions, float* out, int64_t stride) const {
-    kernel_.products(packed_.data(), count_, a_.head_dim, keys, a_.keys.slot_stride / size_, 0, positions, out, stride);
+    kernel_.products(packed_.data(), count_, a_.head_dim, keys, a_.keys.slot_stride / size_, 0, positions, out, stride,
+                     false);
   }
 
   // Every query with every slot behind the prefix up to the last that a path lists; a row takes its own.

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "model_math.h"
+#include "weights.h"
 
 namespace gsd {
 
@@ -18,6 +19,7 @@ constexpr int64_t kRowBlock = 16;  // the largest group of rows
 // One level's functions for weights of one float type.
 struct RowKernel {
   int64_t group;  // rows that are packed together
+  int64_t wide;   // outputs that are multiplied together
 
   // Bytes of one packed row; room is needed for a multiple of kRowBlock.
   int64_t (*row_bytes)(int64_t k);
@@ -26,9 +28,10 @@ struct RowKernel {
   // `first` is a multiple of `group`, and last too unless there are no more rows.
   void (*pack)(const float* x, int64_t x_stride, int64_t first, int64_t last, int64_t k, void* packed);
 
-  // out[r, n] = Σ_k x[r, k] · w[n, k] for the outputs begin … end − 1; rows of w are w_stride elements apart.
+  // out[r, n] = Σ_k x[r, k] · w[n, k] for the outputs begin … end − 1; rows of w are w_stride elements apart. `resident`:
+  // the weights are in a cache, so memory is not asked for those that follow.
   void (*products)(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin,
-                   int64_t end, float* out, int64_t out_stride);
+                   int64_t end, float* out, int64_t out_stride, bool resident);
 
   // out[r, :] += Σ_p weights[r, p] · v[offsets[p] …], position by position, or two after two: `positions` is even unless
   // it ends a sum. Weights may be rounded to bfloat16 where v is. Nothing beyond `width` is touched.
@@ -36,10 +39,19 @@ struct RowKernel {
                    int64_t positions, int64_t width, float* out, int64_t out_stride);
 };
 
+// Products of few rows with packed weights of the model's bfloat16, decoded in registers, by Kind; null: by strips. As
+// RowKernel::products, but for the stride of w, which is in bytes. Rows are packed as for dense weights.
+struct UnpackingProducts {
+  decltype(RowKernel::products) of[kKinds];
+  int64_t most_rows;  // with more a strip is decoded once for all
+};
+
 struct LevelKernels {
   const char* name;
   RowKernel large[3];  // of the model's weights, by Element
   RowKernel small[3];  // of the cache, whose products are short
+  Decoders decoders;   // of packed weights
+  UnpackingProducts unpacking;
 };
 
 // What each translation unit was compiled to; null where the compiler or the architecture has no such instructions.

@@ -57,7 +57,7 @@ int64_t fewer(int64_t a, int64_t b) { return a < b ? a : b; }
 // Tiles 0 … 3: sums of two tiles of outputs and two of rows; 4, 5: weights; 6, 7: rows.
 template <class Tiles>
 void products(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin, int64_t end,
-              float* out, int64_t out_stride) {
+              float* out, int64_t out_stride, bool resident) {
   Tiles tiles;
   alignas(64) uint16_t part[kWide * kDeep];
   alignas(64) float sums[4][16 * 16];
@@ -77,7 +77,7 @@ void products(const void* packed, int64_t rows, int64_t k, const void* w, int64_
           if (outputs < kWide || i + kDeep > k) {
             copy_part(from, w_stride, outputs, fewer(kDeep, k - i), part);
             from = part, stride = kDeep;
-          } else if (r == first) {
+          } else if (r == first && !resident) {
             for (int64_t j = kWide; j < 2 * kWide; j++) __builtin_prefetch(from + j * w_stride, 0, 2);
           }
           tiles.template load<4>(from, stride * 2);
@@ -141,8 +141,9 @@ const LevelKernels* soft_amx_kernels() {
   static const LevelKernels* portable = portable_kernels();
   static const LevelKernels kernels{
       "amx_in_software",
-      {portable->large[0], {kRowBlock, row_bytes, pack, products<SoftTiles>, portable->large[1].weighted}, portable->large[2]},
-      {portable->small[0], portable->small[1], portable->small[2]}};
+      {portable->large[0], {kRowBlock, kWide, row_bytes, pack, products<SoftTiles>, portable->large[1].weighted}, portable->large[2]},
+      {portable->small[0], portable->small[1], portable->small[2]},
+      portable->decoders, {}};
   return &kernels;
 }
 
@@ -196,8 +197,8 @@ struct HardTiles {
 };
 
 void hard_products(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin,
-                   int64_t end, float* out, int64_t out_stride) {
-  products<HardTiles>(packed, rows, k, w, w_stride, begin, end, out, out_stride);
+                   int64_t end, float* out, int64_t out_stride, bool resident) {
+  products<HardTiles>(packed, rows, k, w, w_stride, begin, end, out, out_stride, resident);
 }
 
 }  // namespace
@@ -212,8 +213,9 @@ const LevelKernels* amx_kernels() {
   static const LevelKernels* pairs = avx512_bf16_kernels();
   static const LevelKernels kernels{
       "amx",
-      {pairs->large[0], {kRowBlock, row_bytes, pack, hard_products, pairs->large[1].weighted}, pairs->large[2]},
-      {pairs->small[0], pairs->small[1], pairs->small[2]}};
+      {pairs->large[0], {kRowBlock, kWide, row_bytes, pack, hard_products, pairs->large[1].weighted}, pairs->large[2]},
+      {pairs->small[0], pairs->small[1], pairs->small[2]},
+      pairs->decoders, {}};
   return &kernels;
 }
 

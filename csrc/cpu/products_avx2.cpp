@@ -1,7 +1,7 @@
 // Products with AVX2, FMA and F16C: sixteen registers of eight floats.
 #include <cstring>
 
-#include "../algorithms/group.h"
+#include "../algorithms/elements.h"
 #include "instructions.h"
 #include "products.h"
 
@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kLanes = 16;
 #include "products_tile.h"
+#include "decode.h"
 
 struct Avx2 {
   typedef float Seen;
@@ -64,7 +65,8 @@ struct Ordered : Avx2 {
   typedef __m256 Weights;
   typedef __m256 Row;
   static constexpr int kStep = 8;
-  static constexpr int kParts = 1;
+  static constexpr int kParts = 1, kStepBytes = 0;
+  static constexpr bool kPacked = false;
 
   GSD_TILE void see_part(const float* from, int part, Row& row) { row = _mm256_loadu_ps(from + 8 * part); }
   GSD_TILE void widen(const Stored* from, int, Weights& to) { to = E::eight(from); }
@@ -106,7 +108,8 @@ struct EightBfloat16 {
 
 // Two bfloat16 share a word: a shift widens the first, a mask the second. Rows are packed accordingly.
 struct PairedBfloat16 : Ordered<EightBfloat16> {
-  static constexpr int kStep = 16, kParts = 2;
+  static constexpr int kStep = 16, kParts = 2, kStepBytes = 0;
+  static constexpr bool kPacked = false;
 
   GSD_TILE void widen(const uint16_t* from, int part, Weights& to) {
     const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
@@ -135,7 +138,8 @@ struct PairedBfloat16 : Ordered<EightBfloat16> {
 
 constexpr RowKernel kFloat32 = kernel_of<Ordered<Eight32>>(), kBfloat16 = kernel_of<PairedBfloat16>(),
                     kFloat16 = kernel_of<Ordered<EightHalf>>();
-constexpr LevelKernels kKernels{"avx2", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}};
+constexpr LevelKernels kKernels{
+    "avx2", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}, GSD_DECODERS, {}};
 
 }  // namespace
 GSD_END_TARGET

@@ -1,21 +1,25 @@
 // Products with AVX-512: thirty-two registers of sixteen floats.
-#include "../algorithms/group.h"
+#include "../algorithms/elements.h"
 #include "instructions.h"
 #include "products.h"
 
 namespace gsd {
 
 #if GSD_X86
-GSD_BEGIN_TARGET("avx512f,avx512bw,avx512vl,avx2,fma")
+GSD_BEGIN_TARGET("avx512f,avx512bw,avx512vl,avx2,fma,f16c")
 namespace {
 
 constexpr int kLanes = 16;
 #include "products_tile.h"
+#include "decode.h"
+#include "decode_zmm.h"
 #include "products_zmm.h"
 
 constexpr RowKernel kFloat32 = kernel_of<Float32>(), kBfloat16 = kernel_of<PairedBfloat16>(),
                     kFloat16 = kernel_of<Float16>();
-constexpr LevelKernels kKernels{"avx512", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}};
+constexpr LevelKernels kKernels{
+    "avx512", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}, GSD_DECODERS,
+    GSD_UNPACKING(PairedBfloat16)};
 
 }  // namespace
 GSD_END_TARGET

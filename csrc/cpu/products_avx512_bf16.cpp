@@ -1,18 +1,21 @@
 // Products of bfloat16 pairs, AVX512_BF16: 32 multiplications an instruction, summed in float32.
 #include <cstring>
 
-#include "../algorithms/group.h"
+#include "../algorithms/elements.h"
 #include "instructions.h"
 #include "products.h"
 
 namespace gsd {
 
 #if GSD_X86
-GSD_BEGIN_TARGET("avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")
+GSD_BEGIN_TARGET("avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")
 namespace {
 
 constexpr int kLanes = 16;
 #include "products_tile.h"
+#include "decode.h"
+#define GSD_ROUNDS_BFLOAT16
+#include "decode_zmm.h"
 #include "products_zmm.h"
 
 struct Dots : Avx512 {
@@ -22,6 +25,7 @@ struct Dots : Avx512 {
   typedef __m512i Row;
   static constexpr int kStep = 32;
   GSD_TILE void see(const uint16_t* from, Row& row) { row = whole_line(from); }
+  GSD_TILE void take(__m512i words, Weights& to) { to = words; }
   GSD_TILE void widen(const uint16_t* from, Weights& to) {
     to = whole_line(from);
     keep_in_register(to);
@@ -139,8 +143,9 @@ void weighted_pairs(const float* weights, int64_t weights_stride, int64_t rows, 
 }
 
 constexpr RowKernel kFloat32 = kernel_of<Float32>(), kFloat16 = kernel_of<Float16>();
-constexpr RowKernel kBfloat16{1, row_bytes_of<Dots>, pack_of<Dots>, products_of<Dots>, weighted_pairs};
-constexpr LevelKernels kKernels{"avx512_bf16", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}};
+constexpr RowKernel kBfloat16{1, kOutputs, row_bytes_of<Dots>, pack_of<Dots>, products_of<Dots>, weighted_pairs};
+constexpr LevelKernels kKernels{
+    "avx512_bf16", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}, GSD_DECODERS, GSD_UNPACKING(Dots)};
 
 }  // namespace
 GSD_END_TARGET

@@ -9,6 +9,7 @@ namespace gsd {
 namespace {
 
 #include "products_tile.h"
+#include "decode.h"
 
 struct Generic {
   typedef float Seen;
@@ -16,7 +17,8 @@ struct Generic {
   typedef Floats Row;
   typedef Floats Sum;
   typedef Floats Lanes;
-  static constexpr int kStep = kLanes, kRows = 1, kVectors = 1, kTall = 1, kParts = 0;
+  static constexpr int kStep = kLanes, kRows = 1, kVectors = 1, kTall = 1, kParts = 0, kStepBytes = 0;
+  static constexpr bool kPacked = false;
 
   GSD_TILE void clear(Sum& sum) { sum = Floats{}; }
   GSD_TILE void see(const float* from, Row& row) { load(from, row); }
@@ -80,7 +82,8 @@ struct Rounding : Scalars<OneBfloat16> {  // as the levels do that multiply in b
 const LevelKernels* portable_kernels() {
   static const RowKernel float32 = kernel_of<Scalars<One32>>(), bfloat16 = kernel_of<Rounding>(),
                          float16 = kernel_of<Scalars<OneHalf>>();
-  static const LevelKernels kernels{"portable", {float32, bfloat16, float16}, {float32, bfloat16, float16}};
+  static const LevelKernels kernels{
+      "portable", {float32, bfloat16, float16}, {float32, bfloat16, float16}, GSD_DECODERS, {}};
   return &kernels;
 }
 

@@ -1,7 +1,7 @@
 // The loops of every level, included by its translation unit with that level's instructions switched on. No include
 // may stand here: what a header defines inline must not be compiled for more than the baseline.
 //
-// A level gives types T with: Stored (a weight in memory), Seen (an element of a packed row), kStep (elements of a
+// A level gives types T with: Stored (a weight in memory; bytes where kPacked, whose steps are kStepBytes), Seen (an element of a packed row), kStep (elements of a
 // step), kParts (of a step, if rows stay in registers; 0 if weights do), Weights, Row, Sum and Lanes (registers), and the
 // functions below.
 
@@ -64,7 +64,8 @@ GSD_TILE void multiply_step(const char* x, int64_t row_bytes, const typename T::
     typename T::Row row;
     GSD_UNROLL
     for (int j = 0; j < kOutputs; j++) {
-      if (n == T::kStep) T::widen(column[j] + i, weights[j]);
+      if constexpr (T::kPacked) T::unpack(column[j], i, weights[j]);
+      else if (n == T::kStep) T::widen(column[j] + i, weights[j]);
       else T::widen_part(column[j] + i, n, weights[j]);
     }
     GSD_UNROLL
@@ -80,7 +81,8 @@ GSD_TILE void multiply_step(const char* x, int64_t row_bytes, const typename T::
 template <class T, int R>
 GSD_TILE void product_tile(const char* x, int64_t row_bytes, int64_t k, const typename T::Stored* const* column,
                            const char* ahead, int64_t asked, int64_t outputs, float* out, int64_t out_stride) {
-  constexpr int64_t kStepsALine = kLine / (T::kStep * static_cast<int64_t>(sizeof(typename T::Stored)));
+  constexpr int64_t kStepBytes = T::kPacked ? T::kStepBytes : T::kStep * static_cast<int64_t>(sizeof(typename T::Stored));
+  constexpr int64_t kStepsALine = kLine / kStepBytes;
   typename T::Sum total[R][kOutputs];
   GSD_UNROLL
   for (int r = 0; r < R; r++) {
@@ -127,7 +129,7 @@ GSD_TILE void touch_pages(const char*& touched, const char* until) {
 // Outputs that hang over the edge repeat the last one and are not stored.
 template <class T>
 void products_of(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin,
-                 int64_t end, float* out, int64_t out_stride) {
+                 int64_t end, float* out, int64_t out_stride, bool resident) {
   typedef typename T::Stored Stored;
   const Stored* from = static_cast<const Stored*>(w);
   const char* at_end = reinterpret_cast<const char*>(from + end * w_stride);
@@ -142,14 +144,14 @@ void products_of(const void* packed, int64_t rows, int64_t k, const void* w, int
       GSD_UNROLL
       for (int j = 0; j < kOutputs; j++) column[j] = from + fewer(n + j, end - 1) * w_stride;
       const char* ahead = reinterpret_cast<const char*>(from + (n + kAhead) * w_stride);
-      if (ahead + kPagesAhead > touched) touch_pages(touched, sooner(ahead + 2 * kPagesAhead, at_end));
+      if (!resident && ahead + kPagesAhead > touched) touch_pages(touched, sooner(ahead + 2 * kPagesAhead, at_end));
       for (int64_t m = 0, tile = 0; tile < tiles; tile++) {
         const int64_t tall = (count - m + tiles - tile - 1) / (tiles - tile);  // as even as possible
         const int64_t begin_ask = fewer(kOutputs * tile / asking, kOutputs);
         const int64_t end_ask = fewer(kOutputs * (tile + 1) / asking, kOutputs);
         product_rows<T, T::kRows>(tall, x + m * bytes, bytes, k, column,
                                   ahead + begin_ask * w_stride * static_cast<int64_t>(sizeof(Stored)),
-                                  end_ask - begin_ask, fewer(kOutputs, end - n), out + (first + m) * out_stride + n,
+                                  resident ? 0 : end_ask - begin_ask, fewer(kOutputs, end - n), out + (first + m) * out_stride + n,
                                   out_stride);
         m += tall;
       }
@@ -215,5 +217,5 @@ void weighted_of(const float* weights, int64_t weights_stride, int64_t rows, con
 
 template <class T>
 constexpr RowKernel kernel_of() {
-  return {1, row_bytes_of<T>, pack_of<T>, products_of<T>, weighted_of<T>};
+  return {1, kOutputs, row_bytes_of<T>, pack_of<T>, products_of<T>, weighted_of<T>};
 }

@@ -7,7 +7,8 @@ GSD_TILE void keep_in_register(__m512i& x) { asm("" : "+v"(x)); }
 struct Avx512 {
   typedef __m512 Sum;
   typedef __m512 Lanes;
-  static constexpr int kRows = 6, kVectors = 4, kTall = 4, kParts = 0;
+  static constexpr int kRows = 6, kVectors = 4, kTall = 4, kParts = 0, kStepBytes = 0;
+  static constexpr bool kPacked = false;
 
   GSD_TILE void clear(Sum& sum) { sum = _mm512_setzero_ps(); }
 
@@ -113,6 +114,7 @@ struct PairedBfloat16 : Avx512 {
     to.first = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
     to.second = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))));
   }
+  GSD_TILE void take(__m512i words, Weights& to) { split(words, to); }
   GSD_TILE void widen(const uint16_t* from, Weights& to) { split(whole_line(from), to); }
   GSD_TILE void widen_part(const uint16_t* from, int n, Weights& to) { split(part_of_line(from, n), to); }
   GSD_TILE void add(const Row& row, const Weights& weights, Sum& sum) {

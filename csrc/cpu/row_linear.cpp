@@ -3,9 +3,10 @@
 // Verification multiplies 2 … 64 rows with weights that do not fit into any cache. General matrix products pay for
 // packing there, or read the weights once a row; for bfloat16 without hardware for it they are slower still.
 #include <algorithm>
+#include <optional>
 #include <vector>
 
-#include "../torch_ops/common.h"
+#include "../torch_ops/weights.h"
 #include "attention.h"
 #include "products.h"
 
@@ -17,30 +18,30 @@ constexpr int64_t kWorkPerThread = 1 << 19;  // multiplications that make a thre
 constexpr int64_t kColumns = 64;             // of a thread's buffer
 
 // x [M, K] · weightᵀ [N, K] → [M, N], summed in float32 and rounded once. A row's result depends on that row alone.
-Tensor row_linear(const Tensor& x, const Tensor& weight) {
+Tensor row_linear(const Tensor& x, const Tensor& weight, int64_t kind, const std::optional<Tensor>& scales) {
   STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous(), "x: expected [rows, in], contiguous");
-  STD_TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous() && weight.size(1) == x.size(1),
-                  "weight: expected [out, ", x.size(1), "], contiguous");
-  STD_TORCH_CHECK(weight.scalar_type() == x.scalar_type(), "weight: expected the dtype of x");
+  STD_TORCH_CHECK(weight.dim() == 2 && (kind != kDense || weight.scalar_type() == x.scalar_type()),
+                  "weight: expected a matrix of the dtype of x, or packed");
   const int64_t rows = x.size(0), k = x.size(1), n = weight.size(0);
   const Element element = element_of("x", x.scalar_type());
-  const RowKernel& kernel = kernels().large[static_cast<int>(element)];
+  const LevelKernels& level = kernels();
+  const RowKernel& kernel = level.large[static_cast<int>(element)];
+  const Weights w = weights_of("weight", weight, kind, scales ? &*scales : nullptr, n, k, element);
   Tensor out = torch::stable::new_empty(x, {rows, n});
   std::vector<float> widened(static_cast<size_t>(rows * k));
   for (int64_t r = 0; r < rows; r++) read_row({x.const_data_ptr(), k, element}, r, widened.data() + r * k, k);
   std::vector<char> packed(static_cast<size_t>((rows + kRowBlock) * kernel.row_bytes(k)));
   kernel.pack(widened.data(), k, 0, rows, k, packed.data());
-  const char* w = static_cast<const char*>(weight.const_data_ptr());
   char* to = static_cast<char*>(out.mutable_data_ptr());
   const int64_t size = bytes_of(element), of_unit = std::max<int64_t>(1, rows * k * kUnit);
   const auto columns = [&](int64_t begin, int64_t end) {
     if (element == Element::kFloat32) {
-      return kernel.products(packed.data(), rows, k, w, k, begin, end, reinterpret_cast<float*>(to), n);
+      return multiply(level, element, w, packed.data(), rows, begin, end, reinterpret_cast<float*>(to) + begin, n);
     }
     std::vector<float> buffer(static_cast<size_t>(rows * kColumns));
     for (int64_t first = begin; first < end; first += kColumns) {
       const int64_t count = std::min(kColumns, end - first);
-      kernel.products(packed.data(), rows, k, w + first * k * size, k, 0, count, buffer.data(), kColumns);
+      multiply(level, element, w, packed.data(), rows, first, first + count, buffer.data(), kColumns);
       for (int64_t r = 0; r < rows; r++) {
         write_row(buffer.data() + r * kColumns, to + (r * n + first) * size, element, count);
       }
@@ -51,7 +52,32 @@ Tensor row_linear(const Tensor& x, const Tensor& weight) {
   return out;
 }
 
+// Rows of a packed matrix as they stand in the dense one; all of them without `rows`, int64 [n]. Of the dtype of `like`.
+Tensor unpack_rows(const Tensor& weight, int64_t kind, const std::optional<Tensor>& scales, int64_t inputs,
+                   const std::optional<Tensor>& rows, const Tensor& like) {
+  STD_TORCH_CHECK(weight.dim() == 2 && inputs > 0, "weight: expected a matrix with inputs");
+  const Element element = element_of("like", like.scalar_type());
+  const int64_t outputs = weight.size(0);
+  const Weights w = weights_of("weight", weight, kind, scales ? &*scales : nullptr, outputs, inputs, element);
+  if (rows) check("rows", *rows, ScalarType::Long, {kAny});
+  const int64_t* chosen = rows ? read<int64_t>(*rows) : nullptr;
+  const int64_t n = rows ? rows->size(0) : outputs;
+  for (int64_t i = 0; chosen != nullptr && i < n; i++) {
+    STD_TORCH_CHECK(chosen[i] >= 0 && chosen[i] < outputs, "rows: ", chosen[i], " is outside the matrix of ", outputs);
+  }
+  Tensor out = torch::stable::new_empty(like, {n, inputs});
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  const int64_t size = bytes_of(element);
+  torch::stable::parallel_for(0, n, std::max<int64_t>(1, kWorkPerThread / inputs), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) decode_weights(element, w, chosen == nullptr ? i : chosen[i], to + i * inputs * size);
+  });
+  return out;
+}
+
 }  // namespace
 }  // namespace gsd
 
-STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) { m.impl("row_linear", TORCH_BOX(&gsd::row_linear)); }
+STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
+  m.impl("row_linear", TORCH_BOX(&gsd::row_linear));
+  m.impl("unpack_rows", TORCH_BOX(&gsd::unpack_rows));
+}

@@ -32,10 +32,11 @@ void check_devices(const Tensor& first, std::initializer_list<const std::vector<
 RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const Tensor& slots,
                          const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len,
                          const Tensor& kv_start, const Tensor& embedding, const std::vector<Tensor>& layers,
-                         const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq,
+                         const std::vector<int64_t>& kinds, const std::vector<Tensor>&, const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq,
                          const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
                          const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
                          const std::vector<int64_t>& states, int64_t keep) {
+  STD_TORCH_CHECK(kinds.empty(), "kinds: packed weights are multiplied on a CPU only");
   check_device({&token_ids, &positions, &slots, &ancestor_mask, &node_depths, &kv_len, &kv_start, &embedding,
                 &final_norm, &head, &inv_freq});
   check_devices(token_ids, {&layers, &k_caches, &v_caches});

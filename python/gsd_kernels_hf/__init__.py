@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .engine.decoder import GraphDecoder
     from .engine.output import GraphGenerateOutput
     from .engine.stats import GenerationStats
+    from .packed.gguf import from_gguf
     from .policy.tuning import StepCosts, tune
     from .records import Verified
     from .sources.base import DraftSource, Level, Proposal
@@ -37,6 +38,7 @@ __all__ = [
     "StepCosts",
     "Typical",
     "Verified",
+    "from_gguf",
     "generate",
     "patch",
     "tune",
@@ -59,6 +61,7 @@ _HOMES = {
     "DraftSource": "sources.base",
     "Level": "sources.base",
     "Proposal": "sources.base",
+    "from_gguf": "packed.gguf",
     "generate": "api",
     "patch": "api",
     "tune": "policy.tuning",

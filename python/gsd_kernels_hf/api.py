@@ -135,8 +135,8 @@ def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, **given}
 
 
-def _theirs(kwargs: dict[str, Any], reason: str) -> dict[str, Any]:
-    """A call's arguments for transformers, which serves it for this ``reason``.
+def _theirs(kwargs: dict[str, Any], reason: str, cause: BaseException | None) -> dict[str, Any]:
+    """A call's arguments for transformers, which serves it for this ``reason``; ``cause``: the model's error, if any.
 
     Raises:
         ValueError: one of them is this package's own.
@@ -154,7 +154,7 @@ def _theirs(kwargs: dict[str, Any], reason: str) -> dict[str, Any]:
         raise ValueError(
             f"{ours[0]}: this call goes to transformers' own generate, which does not take it; leave it out, or change "
             f"what sends the call there: {reason}"
-        )
+        ) from cause
     return theirs
 
 
@@ -216,8 +216,8 @@ class _Accelerated:
         except validate.Unsupported as error:
             if error.begun:
                 raise
-            reason = error.reason
-        return self._hand_over(inputs, _theirs(kwargs, reason), reason)
+            reason, cause = error.reason, error.__cause__
+        return self._hand_over(inputs, _theirs(kwargs, reason, cause), reason)
 
     def _hand_over(self, inputs: Tensor | None, kwargs: dict[str, Any], reason: str) -> Any:
         """Have transformers serve a call with its own arguments as they came, and nothing of the patch."""
@@ -243,9 +243,9 @@ def patch(model: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer:
 
     Pipelines, PEFT-wrapped models and servers that call ``model.generate`` get it too. What is given here holds for
     all calls; a call may give any option anew, and ``assistant_model=False``, ``draft_heads=False`` or
-    ``drafter=False`` to go without the patch's: alone for plain decoding, with ``draft_sources=("history",)`` for the
-    history alone. Caches and captured steps are kept between calls, and a prompt that begins as the last text did, like
-    the next turn of a chat, is read from there on only.
+    ``drafter=False`` to go without the patch's. Without any, the history drafts: what the prompt and the target's own
+    output repeat. ``graph_config="plain"`` decodes plainly. Caches and captured steps are kept between calls, and a
+    prompt that begins as the last text did, like the next turn of a chat, is read from there on only.
 
     A mode that this package does not serve (beams, contrastive search, a cache of the caller's own, images) goes to
     transformers' own ``generate``, with one line in the log.

@@ -65,7 +65,7 @@ def test_text_depends_on_the_seed_only(chunk):
         arguments = {**prompt, "do_sample": True, "seed": seed * 7919 + 2**40 * seed, "max_new_tokens": 12}
         arguments |= {**SAMPLING[seed % len(SAMPLING)], "backend": "auto" if seed % 5 else "reference"}
         arguments["return_dict_in_generate"] = True
-        plain = gsd.generate(target, **arguments)
+        plain = gsd.generate(target, graph_config="plain", **arguments)
         assert plain.stats.tokens_per_step == 1.0
         texts.add(tuple(plain.sequences.flatten().tolist()))
         for turn, name in enumerate(["noised", "target", "random", "history", "layer_skip"]):

@@ -418,7 +418,7 @@ def test_readme(raced, tmp_path):
     best = max((name for name in rates if name.startswith("hf-")), key=rates.get)
     plain = f"{rates['plain']:.1f}" if "plain" in rates else "–"
     assert f"{rates[best]:.1f} ({best.removeprefix('hf-')}) | – | {plain} | {rates['auto']:.1f} |" in text
-    assert data["environment"]["date"] in text and "Nothing has been measured on a GPU yet" in text
+    assert data["environment"]["date"] in text and "No whole race has been run on a GPU yet" in text
     assert text.startswith("a\n") and "\nb\n" in text
     bench("readme", *options, "--check")
     readme_file.write_text("<!-- bench:speed -->\n")

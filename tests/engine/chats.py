@@ -34,7 +34,7 @@ def endless(**config: Any) -> PreTrainedModel:
 def sources(name: str, target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, Any]:
     """Options of ``patch`` for one of :data:`SOURCES`; the draft of "model" goes through its modules."""
     if name == "plain":
-        return {}
+        return {"graph_config": "plain"}
     if name == "heads":
         return {"draft_heads": DraftHeads.for_model(target, 2), "graph_config": FREE}
     if name == "history":

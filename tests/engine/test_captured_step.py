@@ -42,7 +42,7 @@ CONFIGS = {
 def sources(name, target, draft):
     """Arguments of ``generate`` for one of :data:`CONFIGS`."""
     if name == "plain":
-        return {}
+        return {"graph_config": "plain"}
     drafts = {"layer_skip": {"assistant_model": LayerSkip(target, mlp=[1])}}
     drafts["heads"] = {"draft_heads": DraftHeads.for_model(target, 2)}
     return {**drafts.get(name, {"assistant_model": draft}), "graph_config": CONFIGS[name]}

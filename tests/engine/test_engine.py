@@ -431,6 +431,7 @@ def test_plain_and_free_calls_of_one_patch():
         text = words(1, 9, seed=1)
         for options in (
             {},
+            {"graph_config": "plain"},
             {"assistant_model": False},
             {"assistant_model": False, "draft_sources": ("history",), "graph_config": FREE},
             {"graph_config": TREE},

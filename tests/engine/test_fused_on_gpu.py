@@ -17,7 +17,8 @@ from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels.graph import pack_bits
-from gsd_kernels_hf.model import fused, replay
+from gsd_kernels.ops.decoder_rows import cuda
+from gsd_kernels_hf.model import fused, proof, replay
 from gsd_kernels_hf.model.fused import FusedRows, missing, rows_of, why_not
 from gsd_kernels_hf.model.hidden import LAST
 from gsd_kernels_hf.model.runner import RowModel
@@ -54,8 +55,15 @@ def family(name: str, **heads: int):
 
 def test_one_switch_selects_it(monkeypatch):
     monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for setting, reason in ((None, "on a GPU one operator is on request: GSD_FUSED_ROWS=cuda"), ("cuda", None)):
+    asked = "one operator has not been measured on this GPU: on request, GSD_FUSED_ROWS=cuda"
+    for setting, capability, reason in (
+        (None, (9, 0), None),
+        (None, (8, 0), asked),
+        (None, (12, 0), asked),
+        ("cuda", (8, 0), None),
+        ("cuda", (9, 0), None),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         if setting is not None:
             monkeypatch.setenv("GSD_FUSED_ROWS", setting)
         assert missing(GPU) == missing(GPU, "cuda") == reason
@@ -79,9 +87,10 @@ def test_without_the_library_a_gpu_keeps_the_modules(monkeypatch):
 def test_models_that_the_kernels_do_not_take_keep_their_modules(monkeypatch, caplog):
     monkeypatch.setattr(replay, "is_gpu", lambda device: True)
     monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
+    monkeypatch.setattr(proof, "why_not_proved", lambda *_, **__: None)  # which would run the kernels
     half = tiny(dtype=torch.float16, head_dim=64)
-    assert why_not(half, "auto") == "on a GPU one operator is on request: GSD_FUSED_ROWS=cuda"
-    assert not caplog.records
+    monkeypatch.setattr(cuda, "is_measured", lambda device: False)
+    assert why_not(half, "auto") == "one operator has not been measured on this GPU: on request, GSD_FUSED_ROWS=cuda"
     monkeypatch.setenv("GSD_FUSED_ROWS", "cuda")
     assert why_not(half, "auto") is None and why_not(half, "cuda") is None
     assert why_not(half, "cpu") == "backend 'cpu' has no such operator"
@@ -152,7 +161,7 @@ def test_a_prompt_has_one_text_in_captured_steps(device, sampled, dtype, monkeyp
     count, shapes = (14, ("chain", "graph")) if device == "cpu" else (100, ("chain", "tree", "graph", "auto"))
     inputs = {name: t.to(device) for name, t in prompts(2, 9).items()}
     options = {**inputs, "max_new_tokens": count, "do_sample": sampled, "seed": 3, "eos_token_id": None}
-    alone = gsd.generate(target, **options, return_dict_in_generate=True)
+    alone = gsd.generate(target, **options, graph_config="plain", return_dict_in_generate=True)
     assert alone.stats.why_modules is None
     assert len(set(alone.sequences[:, 9:].flatten().tolist())) >= 15
     assert len(graphs) == 1, "plain decoding is captured"

@@ -46,7 +46,7 @@ def test_a_call_in_inference_mode_spoils_no_later_one(name, shape, sampled):
     options = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": sampled}
     options |= {"seed": 3, "temperature": 0.7} if sampled else {}
     inputs = prompts(2, 13, seed=1)
-    plain = gsd.generate(copy.deepcopy(target), **inputs, **options)
+    plain = gsd.generate(copy.deepcopy(target), **inputs, **options, graph_config="plain")
     arguments = {**source(name, target), "graph_config": shape}
     before = inference_tensors()
     for mode in ("inference", "ordinary", "inference", "no_grad"):

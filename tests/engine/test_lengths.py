@@ -49,7 +49,7 @@ def sources_of(name: str) -> dict:
             "draft_heads": heads,
             "draft_sources": ("model", "heads", *(source_of(drafter) for drafter in drafters), "history"),
         },
-    }[name] | ({} if name == "plain" else {"graph_config": SHAPE})
+    }[name] | {"graph_config": "plain" if name == "plain" else SHAPE}
 
 
 def call(**more):

@@ -61,7 +61,7 @@ def test_a_prompt_has_one_text(dtype, sampled, seeds, tmp_path, monkeypatch):
     found = settings(target)
     compared, gained = 0, 0.0
     for seed in seeds:
-        plain = texts(target, seed, sampled=sampled)
+        plain = texts(target, seed, sampled=sampled, graph_config="plain")
         assert len(set(plain[:, LENGTH:].flatten().tolist())) >= 15
         for name, options in found.items():
             out = texts(target, seed, sampled=sampled, return_dict_in_generate=True, **options)

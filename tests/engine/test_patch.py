@@ -50,6 +50,25 @@ def patched():
         gsd.unpatch(target)
 
 
+def test_nothing_given_drafts_from_the_history_under_auto():
+    """And plain decoding is asked for by name; the text is the same."""
+    target, _ = fresh()
+    expected = plain(40)
+    own = gsd.generate(target, **prompt(), max_new_tokens=40, do_sample=False, return_dict_in_generate=True)
+    assert torch.equal(own.sequences, expected) and own.stats.drafted_nodes > 0
+    handle = gsd.patch(target)
+    try:
+        for options, drafts in (({}, True), ({"graph_config": "plain"}, False), ({"graph_config": "graph"}, True)):
+            assert torch.equal(target.generate(**prompt(), max_new_tokens=40, do_sample=False, **options), expected)
+            assert (handle.stats.drafted_nodes > 0) is drafts, options
+            assert drafts or handle.stats.plain_steps == handle.stats.steps
+    finally:
+        gsd.unpatch(target)
+    draft = {"assistant_model": models.noised(target, 0.01), "graph_config": "plain"}
+    out = gsd.generate(target, **prompt(), max_new_tokens=8, do_sample=False, **draft, return_dict_in_generate=True)
+    assert out.stats.draft_rows == out.stats.drafted_nodes == 0, "the name decides, whatever is given"
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_unpatch_restores_everything(attention):
     # In float64 transformers' eager attention makes NaN of padding.

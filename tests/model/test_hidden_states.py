@@ -13,7 +13,6 @@ from gsd_kernels import DraftHeads, DraftSource, GraphConfig, Proposal
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.model.fused import FusedRows, rows_of, why_not
 from gsd_kernels_hf.model.hidden import LAST, decoder_of, listening
-from gsd_kernels_hf.model.runner import RowModel
 
 LAYERS = (0, 1, 2, 3, LAST)
 CONFIG = GraphConfig(depth=0, branch=2, max_rows=12, history_depth=3, history_width=3)
@@ -104,12 +103,12 @@ def test_another_threads_forward_is_not_kept():
     assert found == {}
 
 
-def test_the_state_behind_the_last_norm_takes_the_module_path_and_says_so():
+def test_the_operator_hands_out_the_state_behind_the_last_norm():
     target = tiny(dtype=torch.float32)
     start, layers = torch.zeros(1, dtype=torch.int32), target.config.num_hidden_layers
     assert why_not(target, "auto") is None and why_not(target, "auto", (0, layers - 1, LAST)) is None
-    assert "behind the last norm" in why_not(target, "auto", (0, layers))
-    assert type(rows_of(target, 8, start, "auto", (layers,))) is RowModel
+    assert why_not(target, "auto", (0, layers)) is None
+    assert type(rows_of(target, 8, start, "auto", (layers,))) is FusedRows
     assert type(rows_of(target, 8, start, "auto", (0, LAST))) is FusedRows
 
 

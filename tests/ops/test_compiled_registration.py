@@ -57,6 +57,7 @@ def op_inputs():
         "decoder_rows": decoder_inputs(),
         "corpus_recall": corpus_inputs(),
         "row_linear": (torch.randn(3, 32), torch.randn(5, 32)),
+        "unpack_rows": (torch.zeros(5, 36, dtype=torch.uint8), 3, None, 64, torch.tensor([1, 4]), torch.randn(1)),
         "ngram_insert": (*ngram_tensors(), *Memory().calls()[0], 3, 4),
         "ngram_lookup": (*ngram_tensors(), Memory().queries(), 3, 4),
         "perturb_candidates": (*remembered(0, 4), *stream),
@@ -147,7 +148,7 @@ def decoder_inputs():
     w, case = decoder_case()
     *rows, k_caches, v_caches = case.values()
     rest = (w.windows, w.heads, w.eps, w.rope_scale, [1, 0], 3)
-    return *rows, w.embedding, w.flat_layers, w.final_norm, w.head, w.inv_freq, k_caches, v_caches, *rest
+    return *rows, w.embedding, w.flat_layers, *w.packing, w.final_norm, w.head, w.inv_freq, k_caches, v_caches, *rest
 
 
 def ngram_tensors():

@@ -114,7 +114,7 @@ def test_visible(text, shown):
 def test_plain_decoding_has_nothing_to_draw():
     target = tiny(dtype=torch.float32)
     records = []
-    generate(target, **prompts(1, 4), max_new_tokens=1, do_sample=False, observer=records.append)
+    generate(target, **prompts(1, 4), max_new_tokens=1, do_sample=False, graph_config="plain", observer=records.append)
     with pytest.raises(ValueError, match="no graph"):
         StepPicture.of(records[0])
 

@@ -62,17 +62,18 @@ SCHEMA = {
 
 
 class Server:
-    """The demo pair, served from a thread of this process."""
+    """The demo pair, or its target alone without speculation, served from a thread of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, speculates: bool = True) -> None:
         import uvicorn
 
         from gsd_kernels_hf.serving.server import make_app
 
         self.target, draft, self.tokenizer = demo.load()
         self.tokenizer.chat_template = TEMPLATE
-        handle = patch(self.target, assistant_model=draft, tokenizer=self.tokenizer)
-        app = make_app("small", handle, self.tokenizer)
+        drafting = {"assistant_model": draft} if speculates else {"graph_config": "plain"}
+        handle = patch(self.target, tokenizer=self.tokenizer, **drafting)
+        app = make_app("small", handle, self.tokenizer, speculates=speculates)
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
@@ -779,6 +780,21 @@ def test_what_the_table_does_not_know_is_refused_by_name(endpoint, server):
 
 
 # ---- beside the table
+
+
+def test_a_prediction_drafts_where_the_server_decodes_plainly():
+    server = Server(speculates=False)
+    try:
+        named = {"max_tokens": 48, "temperature": 2, "seed": 11}
+        plain = server.got(CHAT, **named)
+        text = plain["choices"][0]["message"]["content"]
+        drafted = server.got(CHAT, prediction={"type": "content", "content": PROMPT + text}, **named)
+        again = server.got(CHAT, **named)
+    finally:
+        server.stop()
+    assert text == drafted["choices"][0]["message"]["content"] == again["choices"][0]["message"]["content"]
+    assert plain["gsd_kernels"]["tokens_per_step"] == again["gsd_kernels"]["tokens_per_step"] == 1
+    assert drafted["gsd_kernels"]["tokens_per_step"] > 1
 
 
 def test_without_xgrammar_the_extra_is_named(server, monkeypatch):

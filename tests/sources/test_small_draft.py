@@ -13,7 +13,7 @@ from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCau
 import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.graph import pack_bits
-from gsd_kernels_hf.model import fused
+from gsd_kernels_hf.model import foreign, fused
 from gsd_kernels_hf.model.fused import FusedRows, rows_of, why_not
 from gsd_kernels_hf.model.runner import RowModel
 
@@ -148,7 +148,7 @@ def test_a_changed_model_goes_through_its_modules(change, reason):
 
 @compiled
 def test_other_models_sizes_and_backends_go_through_their_modules(monkeypatch):
-    assert "dynamic" not in fused.STATIC_ROPE
+    assert "dynamic" not in foreign.STATIC_ROPE
     assert "depend on the length" in why_not(
         llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "auto"
     )

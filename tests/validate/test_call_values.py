@@ -209,7 +209,8 @@ def test_a_patched_models_draft_and_heads_can_be_left_out_for_one_call():
     for name, call in {
         "all": {},
         "history": {"assistant_model": False, "draft_heads": False, "draft_sources": ("history",)},
-        "plain": {"assistant_model": False, "draft_heads": False},
+        "free": {"assistant_model": False, "draft_heads": False},
+        "plain": {"graph_config": "plain"},
         "heads": {"assistant_model": False},
         "again": {},
     }.items():
@@ -218,6 +219,7 @@ def test_a_patched_models_draft_and_heads_can_be_left_out_for_one_call():
     assert drafted == {
         "all": (True, True),
         "history": (False, True),
+        "free": (False, True),
         "plain": (False, False),
         "heads": (False, True),
         "again": (True, True),

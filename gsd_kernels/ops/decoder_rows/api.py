@@ -10,7 +10,7 @@ from ...checks import check_tensor
 from . import compiled, cuda, reference
 from .weights import DecoderWeights
 
-# On a GPU on request only, until one has shown that it is right and faster: behind the reference.
+# The CUDA operator reads nothing back and so checks no token ids: by name only, behind the reference.
 IMPLEMENTATIONS = {"cpu": compiled.decoder_rows, "reference": reference.decoder_rows, "cuda": cuda.decoder_rows}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,7 +47,7 @@ def decoder_rows(
     checked against the vocabulary, nor slots against the cache.
 
     Args:
-        weights: matrices of one dtype, float32, bfloat16 or float16.
+        weights: matrices of one dtype, float32, bfloat16 or float16, or packed, with the bits of those they stand for.
         token_ids: int32 [B, R], inside the vocabulary.
         positions: int32 [B, R], text positions.
         slots: int32 [B, R], cache positions to store keys and values at.
@@ -56,7 +56,8 @@ def decoder_rows(
         kv_len, kv_start: int32 [B], the prefix.
         k_caches, v_caches: a layer each, [B, Hkv, S, D].
         keep: logits of the last so many rows, 0 … R.
-        states: numbers of layers, from 0, whose input is returned.
+        states: numbers of layers, from 0, whose input is returned; the number of layers: what leaves the norm behind
+            them, of every row (not on a GPU).
         backend: see :mod:`gsd_kernels.backends`.
 
     Returns:
@@ -78,8 +79,8 @@ def decoder_rows(
         raise ValueError(f"k_caches: expected {len(weights.layers)} layers, got {len(k_caches)} and {len(v_caches)}")
     if not 0 <= keep <= rows:
         raise ValueError(f"keep: expected 0 … {rows}, the number of rows, got {keep}")
-    if any(not 0 <= state < len(weights.layers) for state in states):
-        raise ValueError(f"states: expected layers 0 … {len(weights.layers) - 1}, got {list(states)}")
+    if any(not 0 <= state <= len(weights.layers) for state in states):
+        raise ValueError(f"states: expected layers 0 … {len(weights.layers)}, got {list(states)}")
     return resolve(backend, device, IMPLEMENTATIONS)(
         weights,
         token_ids,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .weights import DecoderWeights
+from .weights import DecoderWeights, stored
 
 
 def decoder_rows(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,10 +38,11 @@ def flat(
         node_depths.contiguous(),
         kv_len.contiguous(),
         kv_start.contiguous(),
-        w.embedding,
+        stored(w.embedding),
         w.flat_layers,
+        *w.packing,
         w.final_norm,
-        w.head,
+        stored(w.head),
         w.inv_freq,
         k_caches,
         v_caches,

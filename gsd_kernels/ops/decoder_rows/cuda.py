@@ -13,6 +13,8 @@ from .weights import DecoderWeights
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128)
 MIN_CAPABILITY = (8, 0)
+MEASURED = ((9, 0),)
+"""Compute capabilities on which it was found right, and faster than modules up to 64 rows (bench/results/gpu)."""
 ALIGNMENT = 16  # bytes of one asynchronous copy
 OVERLAP = "GSD_ROWS_OVERLAP"
 """Environment variable: ``0`` keeps launches from beginning while the one before ends (docs/kernels.md)."""
@@ -39,6 +41,9 @@ def decoder_rows(
         check(weights)
         vars(weights)["checked_for_cuda"] = True
     check_caches(weights, k_caches, v_caches)
+    if len(weights.layers) in states:
+        expected = f"layers 0 … {len(weights.layers) - 1}, got {list(states)}"
+        raise ValueError(f"states: backend 'cuda' expects {expected}{OTHERWISE}")
     graph = (token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start)
     distinct = sorted(set(states))
     logits, hidden, read_by = compiled.decoder_rows(weights, *graph, k_caches, v_caches, distinct, keep)
@@ -59,13 +64,20 @@ def check_device(device: torch.device) -> None:
     raise ValueError(f"backend 'cuda' expects a GPU of compute capability 8.0 or newer, got {major}.{minor}{OTHERWISE}")
 
 
+def is_measured(device: torch.device) -> bool:
+    """Whether it was run on such a GPU; of other devices nothing is said."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) in MEASURED
+
+
 def check(weights: DecoderWeights) -> None:
     """Raise for weights that the kernels do not take.
 
     Raises:
         TypeError, ValueError: a dtype, a head size, a row's length or an address, with the tensor's name.
     """
-    dtype, head_dim = weights.embedding.dtype, 2 * weights.inv_freq.shape[0]
+    if weights.packing[0]:
+        raise TypeError(f"weights: backend 'cuda' expects dense matrices, got packed ones{OTHERWISE}")
+    dtype, head_dim = weights.dtype, 2 * weights.inv_freq.shape[0]
     if dtype not in DTYPES:
         raise TypeError(f"embedding: backend 'cuda' expects float16 or bfloat16, got {_name(dtype)}{OTHERWISE}")
     if head_dim not in HEAD_DIMS:
@@ -89,7 +101,7 @@ def check_caches(weights: DecoderWeights, k_caches: list[Tensor], v_caches: list
     Raises:
         TypeError, ValueError: a dtype, an address or a stride, with the tensor's name.
     """
-    dtype = weights.embedding.dtype
+    dtype = weights.dtype
     for name, caches in (("k_caches", k_caches), ("v_caches", v_caches)):
         for layer, cache in enumerate(caches):
             if cache.dtype != dtype:

@@ -26,7 +26,7 @@ def decoder_rows(
     states: Sequence[int],
     keep: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    w = weights
+    w = weights if not weights.packing[0] else weights.dense()
 
     def rounded(x: Tensor, factor: Tensor) -> Tensor:
         """x as it is multiplied with ``factor``."""
@@ -65,7 +65,8 @@ def decoder_rows(
         gated = silu(project(normed, layer.gate, layer.gate_bias)) * project(normed, layer.up, layer.up_bias)
         x = x + project(gated, layer.down, layer.down_bias)
         read_by.append(x)
-    hidden = norm(x[:, x.shape[1] - keep :], w.final_norm)
+    read_by[-1] = norm(x, w.final_norm)
+    hidden = read_by[-1][:, x.shape[1] - keep :]
     return (
         project(hidden, w.head),
         hidden,

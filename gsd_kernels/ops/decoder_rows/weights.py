@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
+
+from ..packed import PackedMatrix, unpack_rows
+
+DENSE = -1  # the number of a matrix that is no packed one
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's parameters as they lie in the model; D is the head size."""
+    """One layer's parameters as they lie in the model, matrices dense or packed; D is the head size."""
 
     input_norm: Tensor  # [hidden]
-    q: Tensor  # [heads · D, hidden]
-    k: Tensor  # [kv_heads · D, hidden]
-    v: Tensor
-    o: Tensor  # [hidden, heads · D]
+    q: Tensor | PackedMatrix  # [heads · D, hidden]
+    k: Tensor | PackedMatrix  # [kv_heads · D, hidden]
+    v: Tensor | PackedMatrix
+    o: Tensor | PackedMatrix  # [hidden, heads · D]
     second_norm: Tensor  # [hidden]
-    gate: Tensor  # [inner, hidden]
-    up: Tensor
-    down: Tensor  # [hidden, inner]
+    gate: Tensor | PackedMatrix  # [inner, hidden]
+    up: Tensor | PackedMatrix
+    down: Tensor | PackedMatrix  # [hidden, inner]
     q_bias: Tensor | None = None  # [outputs], as the others
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None
@@ -35,22 +41,26 @@ class LayerWeights:
     @property
     def tensors(self) -> list[Tensor]:
         """All of them in order, empty ones for those that there are not."""
-        return [self.q.new_empty(0) if value is None else value for value in self.named.values()]
+        nothing = self.input_norm.new_empty(0)
+        return [nothing if value is None else stored(value) for value in self.named.values()]
 
     @property
-    def named(self) -> dict[str, Tensor | None]:
+    def named(self) -> dict[str, Tensor | PackedMatrix | None]:
         """All of them by name, in order."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "window"}
 
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """The parameters of a LLaMA-like decoder, as they lie in the model; nothing is copied."""
+    """The parameters of a LLaMA-like decoder, as they lie in the model; nothing is copied.
 
-    embedding: Tensor  # [V, hidden]
+    Packed matrices stand for dense ones of the final norm's dtype.
+    """
+
+    embedding: Tensor | PackedMatrix  # [V, hidden]
     layers: list[LayerWeights]
     final_norm: Tensor  # [hidden]
-    head: Tensor  # [V, hidden]
+    head: Tensor | PackedMatrix  # [V, hidden]
     inv_freq: Tensor  # float32 [D/2], of the rotary embedding
     rope_scale: float  # of its cosines and sines
     heads: int  # query heads
@@ -61,5 +71,41 @@ class DecoderWeights:
         return [t for layer in self.layers for t in layer.tensors]
 
     @cached_property
+    def dtype(self) -> torch.dtype:
+        """What rows are multiplied in."""
+        return self.embedding.dtype if isinstance(self.embedding, Tensor) else self.final_norm.dtype
+
+    @cached_property
+    def matrices(self) -> list[Tensor | PackedMatrix]:
+        """The embedding, the output matrix, and :data:`MATRICES` of every layer."""
+        of_layers = [getattr(layer, name) for layer in self.layers for name in MATRICES]
+        return [self.embedding, self.head, *of_layers]
+
+    @cached_property
+    def packing(self) -> tuple[list[int], list[Tensor]]:
+        """Numbers of kinds and scales of :attr:`matrices`; both are empty where all are dense."""
+        if not any(isinstance(matrix, PackedMatrix) for matrix in self.matrices):
+            return [], []
+        nothing = self.inv_freq.new_empty(0)
+        packed = [matrix if isinstance(matrix, PackedMatrix) else None for matrix in self.matrices]
+        kinds = [DENSE if matrix is None else matrix.kind.number for matrix in packed]
+        scales = [nothing if matrix is None or matrix.scales is None else matrix.scales for matrix in packed]
+        return kinds, scales
+
+    def dense(self) -> DecoderWeights:
+        """The same with all matrices unpacked."""
+
+        def of(matrix: Tensor | PackedMatrix) -> Tensor:
+            return matrix if isinstance(matrix, Tensor) else unpack_rows(matrix, dtype=self.dtype, backend="reference")
+
+        layers = [replace(layer, **{name: of(getattr(layer, name)) for name in MATRICES}) for layer in self.layers]
+        return replace(self, embedding=of(self.embedding), head=of(self.head), layers=layers)
+
+    @cached_property
     def windows(self) -> list[int]:
         return [layer.window for layer in self.layers]
+
+
+def stored(matrix: Tensor | PackedMatrix) -> Tensor:
+    """The tensor that a matrix lies in."""
+    return matrix if isinstance(matrix, Tensor) else matrix.data

@@ -2,6 +2,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..packed import PackedMatrix, unpack_rows
 
-def row_linear(x: Tensor, weight: Tensor) -> Tensor:
+
+def row_linear(x: Tensor, weight: Tensor | PackedMatrix) -> Tensor:
+    if isinstance(weight, PackedMatrix):
+        weight = unpack_rows(weight, dtype=x.dtype, backend="reference")
     return (x.float() @ weight.float().T).to(x.dtype)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from ..console.output import DIFFERS, OK, err, only_first_rank_prints, out, print_json, progress, table
+from ..console.output import DIFFERS, OK, only_first_rank_prints, out, print_json, progress, table
 from . import options
 from .options import describe_graph_config, read_graph_config, read_prompts
 
@@ -73,11 +73,9 @@ def command(
             trust_remote_code=trust_remote_code,
             tp_timeout=tp_timeout if tp else None,
         )
-    if draft is None and not pair.speculates:
-        err.print("gsd-kernels: no --draft: plain decoding on both sides (--draft history speculates without a model)")
     texts = texts or [prompt["text"] for prompt in demo.prompts()[:DEFAULT_PROMPTS]]
     inputs = [pair.encode([text], chat) for text in texts]
-    rounds, divergences = _compare(pair, inputs, max_new_tokens, graph_config=config, backend=backend)
+    rounds, divergences = _compare(pair, inputs, max_new_tokens, graph_config=pair.shape(config), backend=backend)
     report = {
         "versions": versions(),
         "device": str(pair.device),

@@ -95,13 +95,11 @@ def command(
             trust_remote_code=trust_remote_code,
             tp_timeout=tp_timeout if tp else None,
         )
-    if draft is None and not pair.speculates:
-        err.print("gsd-kernels: no --draft: plain decoding (--draft history speculates without a model)")
     inputs = pair.encode(texts, chat)
     streams = stream and len(texts) == 1
     if streams and echo:
         print(texts[0], end="", flush=True)
-    arguments = {"graph_config": config, "criterion": criterion.value, "backend": backend}
+    arguments = {"graph_config": pair.shape(config), "criterion": criterion.value, "backend": backend}
     arguments |= {"max_new_tokens": max_new_tokens, **_sampling(temperature, top_k, top_p, min_p, seed)}
     result = _decode(pair, inputs, streams, arguments)
     if not streams:

@@ -40,9 +40,9 @@ Model = Annotated[
     str | None,
     typer.Option(
         "--model",
-        metavar="DIR|ID",
+        metavar="DIR|ID|FILE.gguf",
         rich_help_panel=_MODELS,
-        help="Target: a local checkpoint folder or a hub id. Without it the embedded pair is used.",
+        help="Target: a local checkpoint folder, a hub id, or a GGUF file. Without it the embedded pair is used.",
     ),
 ]
 Draft = Annotated[
@@ -51,8 +51,8 @@ Draft = Annotated[
         "--draft",
         metavar="DIR|ID|history|none",
         rich_help_panel=_MODELS,
-        help="Draft of the same tokenizer. [bold]history[/bold]: no model, the text itself and the target's earlier "
-        "tokens. [bold]none[/bold]: plain decoding.",
+        help="Draft of the same tokenizer. [bold]history[/bold], the default beside --model: no model, the text itself "
+        "and the target's earlier tokens. [bold]none[/bold]: plain decoding.",
     ),
 ]
 DraftHeadsOption = Annotated[
@@ -172,7 +172,7 @@ Backend = Annotated[
 
 
 def read_graph_config(text: str | None) -> GraphConfig | str | None:
-    """``--graph-config``: ``auto`` or a preset's name, ``key=value`` fields, or a preset followed by fields.
+    """``--graph-config``: ``auto``, ``plain`` or a preset's name, ``key=value`` fields, or a preset followed by fields.
 
     Raises:
         TypeError, ValueError: an unknown preset or field, or a value out of range.
@@ -180,12 +180,12 @@ def read_graph_config(text: str | None) -> GraphConfig | str | None:
     if text is None:
         return None
     from gsd_kernels import GraphConfig
-    from gsd_kernels.config import AUTO
+    from gsd_kernels.config import AUTO, PLAIN
 
     first, *rest = (part.strip() for part in text.split(","))
     name, pairs = ("graph", [first, *rest]) if "=" in first else (first, rest)
     if not pairs:
-        return name if name == AUTO else GraphConfig.preset(name) and name
+        return name if name in (AUTO, PLAIN) else GraphConfig.preset(name) and name
     changes: dict[str, object] = {}
     for pair in pairs:
         key, equals, value = (part.strip() for part in pair.partition("="))

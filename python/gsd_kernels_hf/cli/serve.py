@@ -58,6 +58,7 @@ def command(
 
             check_installed()
             config = read_graph_config(graph_config)
+            from gsd_kernels.config import PLAIN
             from gsd_kernels_hf import patch
 
             from ..console.pair import load_pair
@@ -74,14 +75,12 @@ def command(
                 draft_revision=draft_revision,
                 trust_remote_code=trust_remote_code,
             )
-            decoding = {"graph_config": config, "criterion": criterion.value, "backend": backend}
+            decoding = {"graph_config": pair.shape(config), "criterion": criterion.value, "backend": backend}
             handle = patch(pair.target, tokenizer=pair.tokenizer, **pair.speculation, **decoding)
         from ..serving import server
 
         name = name or model or "demo"
-        app = server.make_app(name, handle, pair.tokenizer, speculates=pair.speculates)
-        if draft is None and not pair.speculates:
-            err.print("gsd-kernels: no --draft: plain decoding (--draft history speculates without a model)")
+        app = server.make_app(name, handle, pair.tokenizer, speculates=decoding["graph_config"] != PLAIN)
         if not is_loopback(host):
             err.print(f"gsd-kernels: anyone who reaches {host} can use this server: it asks for no key", markup=False)
         url = f"http://{f'[{host}]' if ':' in host else host}:{where.getsockname()[1]}/v1"

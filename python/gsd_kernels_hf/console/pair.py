@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +13,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from gsd_kernels import GraphConfig
+from gsd_kernels.config import PLAIN
 from gsd_kernels_hf import demo, validate
 from gsd_kernels_hf.files import checkpoint_place
 from gsd_kernels_hf.model import properties
+from gsd_kernels_hf.packed.gguf import from_gguf
 from gsd_kernels_hf.parallel import check_heads
 from gsd_kernels_hf.sources.base import DraftSource
 from gsd_kernels_hf.sources.corpus import Corpus
@@ -22,13 +27,19 @@ from gsd_kernels_hf.sources.heads import DraftHeads
 
 from . import ranks
 
-WITHOUT_MODEL: dict[str | None, tuple[str, ...] | None] = {"none": None, "history": ("history",)}
+GGUF = ".gguf"
+NONE = "none"
+WITHOUT_MODEL: dict[str | None, tuple[str, ...] | None] = {NONE: None, "history": ("history",)}
 """Values of ``--draft`` that name no model, and the draft sources that they mean."""
 
 
 @dataclass
 class Pair:
-    """Models and tokenizer of a command. Without ``draft`` and ``sources``: plain decoding."""
+    """Models and tokenizer of a command.
+
+    Attributes:
+        none: whether ``--draft none`` was asked for: without other sources, plain decoding.
+    """
 
     target: PreTrainedModel
     draft: PreTrainedModel | None
@@ -37,6 +48,7 @@ class Pair:
     heads: DraftHeads | None = None
     drafter: Drafter | None = None
     corpus: Corpus | None = None
+    none: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -66,10 +78,10 @@ class Pair:
         config = self.target.generation_config
         return {} if config.pad_token_id is not None else {"pad_token_id": self.tokenizer.pad_token_id}
 
-    @property
-    def speculates(self) -> bool:
-        """Whether there is anything to draft with."""
-        return any(found is not None for found in (self.draft, self.sources, self.heads, self.drafter, self.corpus))
+    def shape(self, config: GraphConfig | str | None) -> GraphConfig | str | None:
+        """What ``graph_config`` is for these models, ``config`` being ``--graph-config``: plain without any source."""
+        drafts = any(found is not None for found in (self.heads, self.drafter, self.corpus))
+        return PLAIN if self.none and not drafts else config
 
     @property
     def speculation(self) -> dict[str, Any]:
@@ -177,21 +189,23 @@ def _load_models(
             raise ValueError("--draft: needs --model; without both the embedded pair is used")
         weights = torch.float32 if dtype == "auto" else getattr(torch, dtype)
         target, small, tokenizer = demo.load(weights, where)
-        return Pair(target, small if draft is None else None, tokenizer, WITHOUT_MODEL.get(draft))
+        return Pair(target, small if draft is None else None, tokenizer, WITHOUT_MODEL.get(draft), none=draft == NONE)
 
-    model = checkpoint_place(model, "--model")
+    model = _place(model, "--model", where)
     if draft is not None and draft not in WITHOUT_MODEL:
-        draft = checkpoint_place(draft, "--draft")
+        draft = _place(draft, "--draft", where)
     tokenizer = _load_tokenizer(model, revision, trust_remote_code)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if sharded and model.endswith(GGUF):
+        raise ValueError("--tp: the packed weights of a GGUF file are not divided among processes; leave it out")
     if sharded:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **_revision(revision))
         check_heads("--model", config, dist.get_world_size())  # before anything large is read
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     target = _load_model(model, where, **options, **sharded, **_revision(revision))
     if draft is None or draft in WITHOUT_MODEL:
-        return Pair(target, None, tokenizer, WITHOUT_MODEL.get(draft))
+        return Pair(target, None, tokenizer, WITHOUT_MODEL.get(draft), none=draft == NONE)
     small = _load_model(draft, where, **options, **_revision(draft_revision))
     try:
         draft_tokenizer = _load_tokenizer(draft, draft_revision, trust_remote_code)
@@ -206,8 +220,27 @@ def _revision(commit: str | None) -> dict[str, str]:
     return {"revision": commit} if commit else {}
 
 
+def _place(where: str, what: str, device: torch.device) -> str:
+    """As :func:`checkpoint_place`; a GGUF file's path too, ``~`` expanded.
+
+    Raises:
+        ValueError: it is no folder, file or name on the hub; a file whose packed weights ``device`` cannot multiply.
+    """
+    path = Path(where).expanduser()
+    if path.suffix != GGUF or path.is_dir():
+        return checkpoint_place(where, what)
+    if not path.is_file():
+        raise ValueError(f"{what}: no such file: {where}")
+    if device.type != "cpu":
+        raise ValueError(f"{what}: the packed weights of a GGUF file are multiplied on a CPU alone; --device cpu")
+    return str(path)
+
+
 def _load_model(name: str, where: torch.device, **options: Any) -> PreTrainedModel:
     """A model in evaluation mode on its device; one that is sharded is there already."""
+    if name.endswith(GGUF):
+        dtype = options["dtype"]
+        return from_gguf(name, dtype=torch.bfloat16 if dtype == "auto" else getattr(torch, dtype))
     loaded = AutoModelForCausalLM.from_pretrained(name, **options)
     on_device = any(option in options for option in ("tp_plan", "distributed_config")) and loaded.tp_size
     return (loaded if on_device else loaded.to(where)).eval()
@@ -215,4 +248,7 @@ def _load_model(name: str, where: torch.device, **options: Any) -> PreTrainedMod
 
 def _load_tokenizer(name: str, commit: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     options = {"trust_remote_code": trust_remote_code, **_revision(commit)}
+    if name.endswith(GGUF):
+        folder, name = os.path.split(name)
+        return AutoTokenizer.from_pretrained(folder or ".", gguf_file=name, padding_side="left")
     return AutoTokenizer.from_pretrained(name, padding_side="left", **options)

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from gsd_kernels import GraphConfig
-from gsd_kernels.config import AUTO, resolve_graph_config
+from gsd_kernels.config import AUTO, PLAIN, resolve_graph_config
 from gsd_kernels.names import did_you_mean, fields_named
 
 from .. import validate
-from ..acceptance.criteria import Typical, check_chain, resolve_criterion, shape_for
+from ..acceptance.criteria import SPECULATIVE, Typical, check_chain, resolve_criterion, shape_for
 from ..acceptance.sampling import draw_seed
 from ..model import properties
 from ..records import Verified
@@ -45,19 +45,17 @@ class Options:
 
     Args:
         assistant_model: the draft, of the same tokenizer, or a :class:`~gsd_kernels.LayerSkip` of the target; or a list
-            of drafts, whose candidates are mixed by learned weights. ``None``: plain decoding with the same sampler,
-            unless there is another source.
+            of drafts, whose candidates are mixed by learned weights. ``None``: the history and other sources draft.
         graph_config: ``"auto"`` (the default: the shape of every step follows what steps cost and what has been
-            accepted, see :mod:`gsd_kernels_hf.policy`), ``"chain"``, ``"tree"``, ``"graph"`` or a
-            :class:`~gsd_kernels.GraphConfig`. Clocks differ between the ranks of a tensor-parallel model, where
-            ``"auto"`` is ``"graph"``.
+            accepted, see :mod:`gsd_kernels_hf.policy`), ``"chain"``, ``"tree"``, ``"graph"``, a
+            :class:`~gsd_kernels.GraphConfig`, or ``"plain"``: no speculation, by the same code. Clocks differ between
+            the ranks of a tensor-parallel model, where ``"auto"`` is ``"graph"``.
         seed: 64-bit seed of the sampling noise; ``None`` draws one from torch's generator.
         backend: of all ops, see :mod:`gsd_kernels.backends`.
         draft_sources: of ``"model"`` (the draft), ``"layer_skip"``, ``"drafter"``, ``"heads"``, ``"history"`` (the
             prompt, and what the target picked and nearly picked before), and :class:`~gsd_kernels.DraftSource` objects.
             ``None``: all that are given and the history, the latter beside a model only where ``graph_config`` has
-            levels for it, as ``"auto"`` has; nothing given is plain decoding. ``("history",)`` speculates without a
-            draft model.
+            levels for it, as ``"auto"`` has. Nothing given is the history alone.
         draft_heads: :class:`~gsd_kernels.DraftHeads` that were trained for the target.
         drafter: a drafter that was trained for the target, from a checkpoint: its folder or hub id, whose config says
             which kind it is, or a loaded one (:class:`~gsd_kernels.Eagle3`, :class:`~gsd_kernels.DFlash`,
@@ -112,7 +110,9 @@ class Options:
         if self.drafter is not None and not isinstance(self.drafter, (str, os.PathLike, *KINDS)):
             kinds, got = ", ".join(kind.__name__ for kind in KINDS), type(self.drafter).__name__
             raise TypeError(f"drafter: expected a folder, a hub id, or one of {kinds}, got {got}")
-        self.named = self._names()
+        plain = shape == PLAIN
+        shape = None if plain else shape
+        self.named = () if plain else self._names()
         self.automatic = shape in (None, AUTO) and bool(self.named)
         self.graph_config = GraphConfig() if shape == AUTO else resolve_graph_config(shape)
         others = {"draft_heads": self.draft_heads, "drafter": self.drafter, "reference_ids": self.reference_ids}
@@ -144,6 +144,8 @@ class Options:
         Raises:
             ValueError: ``reference_ids`` without a history that reads them.
         """
+        if not self.named:
+            return []
         without = self.draft_sources is None and self.assistant_model is not None and not automatic
         without &= self.graph_config.history_depth == 0
         makers: dict[str, Callable[[], DraftSource]] = {
@@ -195,7 +197,8 @@ class Options:
         sources = self.draft_sources
         if sources is None:
             given = tuple(name for name, present in there.items() if present)
-            return (*given, "history") if given else ()
+            # The rule of speculative sampling is about a model's own draws: without a model there is none.
+            return () if self.criterion == SPECULATIVE and not given else (*given, "history")
         expected = (
             f"draft_sources: expected a tuple of {', '.join(NAMES)} or DraftSource objects, got {sources!r}; leave it "
             "out to take all that are given, or none"

@@ -8,6 +8,8 @@ forward with graph inputs runs :func:`gsd_kernels.dag_attention` over the whole 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 import threading
 import types
@@ -28,6 +30,7 @@ from gsd_kernels.ops.dag_attention import DenseMask, dense_mask
 from .once import modules_of
 
 PREFIX = "gsd_"
+EAGER = "eager_attention_forward"
 
 
 class Attends(Protocol):
@@ -172,6 +175,10 @@ class Watcher(Protocol):
         """An attention call came without ``graph=``; its output, [B, Hq, R, D]."""
         ...
 
+    def found(self, own: Callable[..., Any]) -> None:
+        """An attention call came with ``graph=``; what the model would have called."""
+        ...
+
 
 _local = threading.local()
 
@@ -200,13 +207,15 @@ def _attention_beside(original: str) -> Callable[..., tuple[Tensor, Tensor | Non
         graph: Attends | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        watcher: Watcher | None = getattr(_local, "watcher", None)
         if graph is None:
-            watcher: Watcher | None = getattr(_local, "watcher", None)
             if watcher is not None:
                 return watcher.missed(module, query, value).transpose(1, 2).contiguous(), None
-            return _original(original, module)(
+            return original_attention(original, module)(
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
             )
+        if watcher is not None:
+            watcher.found(original_attention(original, module))
         out = graph.attend(module, query, key, value, attention_mask, scaling, kwargs)
         return out.transpose(1, 2).contiguous(), None  # [B, R, Hq, D]
 
@@ -237,13 +246,23 @@ class _WithOriginalName:
         return getattr(self._module, name)
 
 
-def _original(name: str, module: nn.Module) -> Callable[..., Any]:
+def original_attention(name: str, module: nn.Module) -> Callable[..., Any]:
+    """The attention function of that name for ``module``, as its own forward would find it."""
     if name == "eager":  # every modelling file has its own; a subclass elsewhere uses its base's
-        homes = (sys.modules.get(base.__module__) for base in type(module).__mro__)
-        return next(home.eager_attention_forward for home in homes if hasattr(home, "eager_attention_forward"))
+        spaces = [
+            space
+            for base in type(module).__mro__
+            for space in (
+                getattr(inspect.unwrap(vars(base).get("forward", object)), "__globals__", {}),
+                vars(sys.modules.get(base.__module__, types)),
+            )
+        ]
+        return next(space[EAGER] for space in spaces if EAGER in space)
     function = ALL_ATTENTION_FUNCTIONS[name]
     if name.startswith("flash_attention"):
-        return lambda _, *args, **kwargs: function(_WithOriginalName(module, name), *args, **kwargs)
+        return functools.wraps(function)(
+            lambda _, *args, **kwargs: function(_WithOriginalName(module, name), *args, **kwargs)
+        )
     return function
 
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -27,24 +27,22 @@ from transformers import (
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, cuda, decoder_rows
-from gsd_kernels.ops.decoder_rows.api import FLOATS
 
-from . import replay
+from ..packed.modules import matrix_of
+from . import proof, replay
+from .foreign import foreign, foreign_code, layers_of
 from .hidden import LAST
-from .once import modules_of, once, parameters_of
-from .probe import windows_of
+from .probe import examine, windows_of
 from .runner import Listener, RowModel
 
 logger = logging.getLogger("gsd_kernels")
 CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # one set of frequencies for all lengths
-PLAIN_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
 SWITCH = "GSD_FUSED_ROWS"
 """Environment variable, see :data:`SETTINGS`."""
 SETTINGS = {
     "0": "rows and prompts go through the model's modules",
-    "1": "the default: as one operator on a CPU",
-    "cuda": "on a GPU too, where the operator has to show yet that it is right and faster",
+    "1": "the default: as one operator on a CPU, and on GPUs on which it was found right and faster",
+    "cuda": "on every GPU that can run it",
 }
 PROMPT_ROWS = 128
 """Of a prompt at a time, all sequences together: what they need stays in a CPU's second cache."""
@@ -62,11 +60,12 @@ def missing(device: torch.device, backend: str = "auto") -> str | None:
     if setting == "0":
         return f"{SWITCH}=0"
     own = "cuda" if replay.is_gpu(device) else "cpu"
-    if own == "cuda" and setting != "cuda":
-        return f"on a GPU one operator is on request: {SWITCH}=cuda"
     if backend not in ("auto", own):
         return f"backend {backend!r} has no such operator"
-    return unavailable_reason(own, device) or said(cuda.check_device, device)
+    reason = unavailable_reason(own, device) or said(cuda.check_device, device)
+    if reason is None and own == "cuda" and setting != "cuda" and not cuda.is_measured(device):
+        return f"one operator has not been measured on this GPU: on request, {SWITCH}=cuda"
+    return reason
 
 
 def said(check: Callable[..., None], *arguments: object) -> str | None:
@@ -85,59 +84,18 @@ def why_not(model: PreTrainedModel, backend: str, hidden_layers: tuple[int, ...]
         return reason
     if type(model) not in CLASSES:
         return f"{type(model).__name__} is not one of {', '.join(c.__name__ for c in CLASSES)}"
-    if model.config.num_hidden_layers in hidden_layers:
+    gpu = replay.is_gpu(model.device)
+    if gpu and model.config.num_hidden_layers in hidden_layers:
         return "the hidden state behind the last norm is read at every row of a prompt, which the operator leaves out"
-    foreign = _foreign(model)
-    if foreign is None and replay.is_gpu(model.device):
-        return said(cuda.check, weights_of(model, windows_of(model)))
-    return foreign
+    reason = foreign(model) or (said(cuda.check, weights_of(model, windows_of(model))) if gpu else None)
+    if reason is not None:
+        return reason
 
+    def forward(of: PreTrainedModel) -> Tensor:
+        return proof.logits_of_rows(FusedRows(of, proof.capacity(), proof.kv_start(of), backend), of)
 
-@once
-def _foreign(model: PreTrainedModel) -> str | None:
-    return _foreign_config(model) or _foreign_module(model) or _foreign_parameter(model)
-
-
-def _foreign_config(model: PreTrainedModel) -> str | None:
-    config = model.config
-    if config.hidden_act != "silu":
-        return f"the activation {config.hidden_act} instead of silu"
-    if (config.rope_parameters or {}).get("rope_type", "default") not in STATIC_ROPE:
-        return "frequencies of the rotary embedding that depend on the length"
-    if getattr(model, "_device_mesh", None) is not None:
-        return "a tensor-parallel model"
-    return None
-
-
-def _foreign_module(model: PreTrainedModel) -> str | None:
-    for name, module in modules_of(model):
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-            return f"{name or 'the model'} has a hook"
-        kind = type(module)
-        if kind.__module__ not in (type(model).__module__, "transformers.activations") and kind not in PLAIN_MODULES:
-            return f"{name} is not a plain module of transformers or PyTorch but {kind.__module__}.{kind.__qualname__}"
-    if model.lm_head.bias is not None:
-        return "a bias of the output matrix"
-    attention = model.model.layers[0].self_attn
-    if attention.scaling != attention.head_dim**-0.5 or attention.head_dim != 2 * _rotary(model).inv_freq.numel():
-        return "another scale of the attention, or heads that are turned in part"
-    return None
-
-
-def _foreign_parameter(model: PreTrainedModel) -> str | None:
-    dtype, device = model.lm_head.weight.dtype, model.device  # which looks for a parameter every time
-    for name, parameter in parameters_of(model):
-        if type(parameter) is not nn.Parameter or parameter.dtype not in FLOATS or not parameter.is_contiguous():
-            return f"{name} is not a plain tensor of float32, bfloat16 or float16"
-        if parameter.dim() == 2 and parameter.dtype != dtype:
-            return f"{name} is {parameter.dtype}, the output matrix {dtype}"
-        if parameter.device != device:
-            return f"{name} lies on another device"
-    return None
-
-
-def _rotary(model: PreTrainedModel) -> Any:
-    return model.model.rotary_emb
+    found = proof.why_not_proved(model, f"operator, backend {backend}", forward, closely=not gpu)
+    return None if found is None else found.what
 
 
 def _layer(layer: Any, window: int | None) -> LayerWeights:
@@ -151,11 +109,14 @@ def _layer(layer: Any, window: int | None) -> LayerWeights:
         "up": m.up_proj,
         "down": m.down_proj,
     }
-    parts = {name: part.weight for name, part in projections.items()}
-    parts |= {f"{name}_bias": part.bias for name, part in projections.items() if part.bias is not None}
+    parts = {f"{name}_bias": part.bias for name, part in projections.items() if part.bias is not None}
     parts |= {name: getattr(a, name).weight for name in ("q_norm", "k_norm") if hasattr(a, name)}
     parts |= {"input_norm": layer.input_layernorm.weight, "second_norm": layer.post_attention_layernorm.weight}
-    return LayerWeights(**{name: weight.detach() for name, weight in parts.items()}, window=window or 0)
+    return LayerWeights(
+        **{name: matrix_of(part) for name, part in projections.items()},
+        **{name: vector.detach() for name, vector in parts.items()},
+        window=window or 0,
+    )
 
 
 def weights_of(model: PreTrainedModel, windows: Sequence[int | None]) -> DecoderWeights:
@@ -163,17 +124,46 @@ def weights_of(model: PreTrainedModel, windows: Sequence[int | None]) -> Decoder
 
     Some classes ignore the window of their configuration.
     """
-    decoder, config = model.model, model.config
+    decoder: Any = model.model
+    layers, inv_freq = layers_of(model), decoder.rotary_emb.inv_freq.float()
     return DecoderWeights(
-        embedding=decoder.embed_tokens.weight.detach(),
-        layers=[_layer(*at) for at in zip(decoder.layers, windows, strict=True)],
+        embedding=matrix_of(decoder.embed_tokens),
+        layers=[_layer(*at) for at in zip(layers, windows, strict=True)],
         final_norm=decoder.norm.weight.detach(),
-        head=model.lm_head.weight.detach(),
-        inv_freq=_rotary(model).inv_freq.float(),
-        rope_scale=float(_rotary(model).attention_scaling),
-        heads=config.num_attention_heads,
-        eps=config.rms_norm_eps,
+        head=matrix_of(model.lm_head),
+        inv_freq=inv_freq,
+        rope_scale=float(decoder.rotary_emb.attention_scaling),
+        heads=matrix_of(layers[0].self_attn.q_proj).shape[0] // (2 * inv_freq.numel()),
+        eps=decoder.norm.variance_epsilon,
     )
+
+
+def check_rows(model: PreTrainedModel, name: str) -> None:
+    """Raise unless rows through a target's modules are what the model computes, where anything may make a difference.
+
+    Code that is not transformers' own may go by what it is called with: one token at a time, transformers' cache, the
+    attention's name. And transformers takes a text's length from the first layer of its cache, written or not.
+
+    Raises:
+        ValueError: ``model``, the argument ``name``, computes something else of graph rows.
+    """
+    code = foreign_code(model, shipped=False)
+    if code is not None:
+        suspect = f"it has code that is not transformers' own: {code}"
+    elif examine(model).unwritten:
+        suspect = f"no layer of it has the number {min(examine(model).unwritten)} (layer_idx)"
+    else:
+        return
+
+    def forward(of: PreTrainedModel) -> Tensor:
+        return proof.logits_of_rows(RowModel(of, proof.capacity(), proof.kv_start(of), "auto"), of)
+
+    found = proof.why_not_proved(model, "modules", forward, singly=True)
+    if found is not None:
+        raise ValueError(
+            f"{name}: {type(model).__name__} cannot be forwarded with graph rows, since {found.what}; {suspect}; "
+            "not supported"
+        ) from found.cause
 
 
 class FusedRows(RowModel):
@@ -192,14 +182,23 @@ class FusedRows(RowModel):
         self.states = [layer for layer in hidden_layers if layer != LAST]
         # On a GPU "auto" never takes it; that rows come here is what the switch says.
         self.operator = "cuda" if replay.is_gpu(self.device) else backend
-        self.kv_heads, self.head_dim = model.config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
+        self.head_dim = 2 * self.weights.inv_freq.numel()
+        self.kv_heads = self.weights.layers[0].k.shape[0] // self.head_dim
+
+    def restart(self, input_ids: Tensor) -> None:
+        """As :meth:`RowModel.restart`. Frequencies that are a copy, of half precision, are what the model's are now."""
+        inv_freq = self.model.model.rotary_emb.inv_freq
+        if inv_freq.data_ptr() != self.weights.inv_freq.data_ptr():
+            self.weights.inv_freq.copy_(inv_freq)
+        super().restart(input_ids)
 
     def caches(self, batch: int) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of every layer that the model has, allocated if nothing was read."""
         layers = self.cache.layers[: len(self.weights.layers)]
         for layer in layers:
             if not layer.is_initialized:
-                layer.lazy_initialization(self.weights.head.new_empty(batch, self.kv_heads, 0, self.head_dim))
+                shape, dtype = (batch, self.kv_heads, 0, self.head_dim), self.weights.dtype
+                layer.lazy_initialization(self.weights.final_norm.new_empty(shape, dtype=dtype))
         return [layer.keys for layer in layers], [layer.values for layer in layers]
 
     def read(
@@ -275,7 +274,7 @@ class FusedRows(RowModel):
             states=self.states,
             backend=self.operator,
         )
-        dtype = self.weights.head.dtype
+        dtype = self.weights.dtype
         self.hidden = {LAST: hidden.to(dtype)} if LAST in self.hidden_layers and keep else {}
         self.hidden |= zip(self.states, read_by.to(dtype), strict=True)
         return logits.to(dtype)
@@ -293,8 +292,7 @@ def rows_of(
     reason = why_not(model, backend, hidden_layers)
     if reason is None:
         return FusedRows(model, capacity, kv_start, backend, hidden_layers)
-    if model.device.type == "cpu" or os.environ.get(SWITCH) == "cuda":
-        _log_once(type(model).__name__, reason)
+    _log_once(type(model).__name__, reason)
     rows = RowModel(model, capacity, kv_start, backend, hidden_layers=hidden_layers)
     rows.why_modules = reason
     return rows

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 LAST = -1
 
 
-def decoder_of(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module]:
-    """The decoder layers, and the norm behind them.
+def decoder_of(model: PreTrainedModel) -> tuple[list[nn.Module], nn.Module]:
+    """The decoder layers that a forward runs, and the norm behind them.
 
     Raises:
         ValueError: they are not where those of a LLaMA-family model are.
@@ -31,7 +31,7 @@ def decoder_of(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module]:
             f"model: hidden states of {type(model).__name__} cannot be read, since its layers are not model.layers, "
             "followed by model.norm"
         )
-    return layers, norm
+    return list(layers)[: model.config.get_text_config(decoder=True).num_hidden_layers], norm
 
 
 @contextmanager

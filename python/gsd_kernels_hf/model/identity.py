@@ -4,14 +4,17 @@ What is noticed, before every call that could use something of an earlier one:
 
 - **structure**: modules, layers and parameters that were added, removed, replaced or tied; dtype, device and shape;
   training mode; every number, string and flag on a module or in a config (attention implementation, epsilons, scales,
-  sliding windows); hooks that were added or removed; adapters that were added, switched, scaled, merged or disabled.
+  sliding windows); hooks that were added or removed, those of all modules included; adapters that were added, switched,
+  scaled, merged or disabled; functions: on a module, on its class, those that its forward names, attention functions
+  of that name (see :mod:`.code`); autocast, and modes that PyTorch's operations go through.
 - **content**: changes in place that PyTorch counts (an optimizer's step, ``load_state_dict``, anything under
   ``no_grad``), of parameters, buffers, other tensors on modules, and the tensors that a hook holds in its closure or on
   its object. Of changes that PyTorch does not count (``.data``, memory shared with another process or with NumPy, all
   changes of inference tensors) those that reach one of :data:`SAMPLES` elements, evenly spaced, of a tensor.
 
 What is not: single elements edited through ``.data``; numbers in the state of a hook or of a function that was put in
-a module's place; weights that accelerate keeps off the device. After those, ``handle.clear()`` forgets everything.
+a module's place, but for those in its closure or under a global name; weights that accelerate keeps off the device.
+After those, ``handle.clear()`` forgets everything.
 """
 
 from __future__ import annotations
@@ -19,14 +22,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from .attention import configs_of, implementation_of
-from .once import modules_of, once
+from .code import Code, ambient, code_of, global_hooks, own_callables
+from .once import modules_of, once, parameters_of
 
 SAMPLES = 16  # elements of a tensor that are compared
 ADAPTERS = ("_active_adapter", "active_adapters", "merged_adapters", "scaling")
@@ -51,11 +55,11 @@ class ModelState:
     def of(cls, model: nn.Module) -> ModelState:
         """The state now. Reads a few elements of every tensor, so it waits for every device once."""
         modules = [module for _, module in modules_of(model)]
-        hooks = [hooks_of(module) for module in modules]
+        hooks = [put.hooks for put in put_on(model)]
         tensors = [part for module in modules for tensor in tensors_of(module) for part in parts_of(tensor)]
         held = [part for found in hooks for hook in found.values() for t in held_by(hook) for part in parts_of(t)]
         places = tuple((t.data_ptr(), t.dtype, t.device, tuple(t.shape)) for t in tensors if not t.is_meta)
-        structure = (structure_of(model), tuple(tuple(found) for found in hooks), places)
+        structure = (structure_of(model), places)
         versions = tuple(-1 if t.is_inference() else t._version for t in (*tensors, *held))
         return cls(structure, (versions, samples([*tensors, *held])))
 
@@ -67,15 +71,14 @@ def structure_of(model: nn.Module) -> tuple[Any, ...]:
     Modules are weak references, which equal only themselves. A forward of ours that is running changes nothing here.
     """
     modules = []
-    for _, module in modules_of(model):
+    for (_, module), put in zip(modules_of(model), put_on(model), strict=True):
         variables = vars(module)
-        own = variables.get("forward")
         modules.append(
             (
                 weakref.ref(module),
                 type(module),
-                None if own is None else weakref.ref(own),
-                weakref.ref(type(module).forward),
+                tuple(put.hooks),
+                tuple((name, pinned(function)) for name, function in put.functions.items()),
                 tuple((k, v) for k, v in list(variables.items()) if isinstance(v, PLAIN)),
                 tuple(repr(variables[name]) for name in ADAPTERS if name in variables),
                 tuple(type(parameter) for parameter in module._parameters.values()),
@@ -86,13 +89,60 @@ def structure_of(model: nn.Module) -> tuple[Any, ...]:
         fields = {k: repr(v) for k, v in list(vars(config).items()) if not isinstance(v, PretrainedConfig)}
         fields["_attn_implementation_internal"] = str(implementation_of(config))
         configs.append((weakref.ref(config), fields))
-    return modules, configs
+    around = tuple(pinned(hook) for hook in foreign_global_hooks())
+    return modules, configs, code_run_by(model), around, ambient(first_device(model))
+
+
+class Put(NamedTuple):
+    """Code that was put on one module."""
+
+    hooks: dict[int, Callable[..., Any]]
+    functions: dict[str, Any]  # by the name that a forward may call them by
+
+
+@once
+def put_on(model: nn.Module) -> tuple[Put, ...]:
+    """Code on the modules themselves, in the order of :func:`~.once.modules_of`."""
+    names = code_run_by(model).names
+    return tuple(Put(hooks_of(module), own_callables(module, names)) for _, module in modules_of(model))
+
+
+@once
+def code_run_by(model: nn.Module) -> Code:
+    """The code that a forward runs; the same object as long as that is."""
+    names = {implementation_of(config) for config in configs_of(model)}
+    return code_of({type(module) for _, module in modules_of(model)}, {name for name in names if name})
+
+
+def first_device(model: nn.Module) -> torch.device:
+    """Of the first parameter."""
+    return next((parameter.device for _, parameter in parameters_of(model)), torch.device("cpu"))
+
+
+def pinned(value: Any) -> Any:
+    """What equals itself alone, and keeps ``value`` alive only where it must."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return value
+
+
+def foreign_global_hooks() -> list[Callable[..., Any]]:
+    """Forward hooks of all modules of this process, without those of this package."""
+    return [hook for hook in global_hooks() if not is_own(hook)]
+
+
+def is_own(hook: Callable[..., Any]) -> bool:
+    """Whether this package set a hook, for the length of a forward."""
+    return str(getattr(hook, "__module__", "")).startswith(OWN)
 
 
 def hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """The module's forward hooks by their number, without those that this package sets for a forward."""
+    if not module._forward_pre_hooks and not module._forward_hooks:
+        return {}
     found = [*list(module._forward_pre_hooks.items()), *list(module._forward_hooks.items())]
-    return {key: hook for key, hook in found if not str(getattr(hook, "__module__", "")).startswith(OWN)}
+    return {key: hook for key, hook in found if not is_own(hook)}
 
 
 def held_by(function: Callable[..., Any]) -> Iterator[Tensor]:

@@ -19,7 +19,9 @@ from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.row_linear import row_linear
 from gsd_kernels.ops.row_linear.api import FLOATS
 
-from .once import modules_of
+from . import proof
+from .foreign import foreign_code
+from .view import with_children
 
 MOST_ROWS = 64
 """With many more rows general products are as fast."""
@@ -60,14 +62,18 @@ def widened_linear(x: Tensor, weight: Tensor) -> Tensor:
 def with_cpu_linears(model: PreTrainedModel, backend: str) -> PreTrainedModel:
     """``model`` with its linear layers seen as :class:`CpuLinear`: the same weights, nothing is changed.
 
-    The model itself where that is impossible or no gain: another device or backend, sharded or offloaded weights.
+    The model itself where that is impossible or no gain: another device or backend, sharded or offloaded weights; code
+    that neither transformers nor PyTorch brought, to which a view might not be the same; other logits of a few tokens.
     """
     unserved = backend not in ("auto", "cpu") or unavailable_reason("cpu", model.device) is not None
     if unserved or getattr(model, "_device_mesh", None) is not None:
         return model
-    if any("forward" in vars(module) for _, module in modules_of(model)):  # dispatched by hooks
+    if foreign_code(model) is not None:
         return model
-    return _view(model)
+    view: PreTrainedModel = _view(model)
+    if view is model or proof.why_not_proved(model, "linear layers", lambda _: proof.own_logits(view)) is not None:
+        return model
+    return view
 
 
 def _view(module: Any) -> Any:
@@ -89,10 +95,3 @@ def serves(weight: Tensor) -> bool:
     served = FLOATS if not torch.cpu._is_avx512_bf16_supported() else (torch.float32,)
     plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.is_contiguous()
     return plain and weight.dtype in served
-
-
-def with_children(module: Any, children: dict[str, nn.Module | None]) -> Any:
-    """A shallow copy of ``module`` with other children."""
-    view = copy.copy(module)
-    view.__dict__["_modules"] = {**module._modules, **children}
-    return view

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
+from ..packed.modules import dtype_of
 from .attention import configs_of, implementation_of, switched_configs, watching
 from .cache import GraphCache
 from .identity import structure_of
 from .once import modules_of, once
 from .properties import cache_argument, device_of, vocabulary
+from .same_attention import AttentionCall, check_attention
 
 CACHED = 3  # positions that the cache holds already
 POSITIONS = [[3, 4, 5, 4, 5], [0, 0, 0, 1, 2]]  # [2, ROWS]; the second sequence is padded up to its column 2
@@ -39,7 +41,10 @@ class AttentionReport:
     """What was found. ``problem`` completes a sentence that begins with the model's class; ``None``: there is none."""
 
     windows: tuple[int | None, ...] = ()  # sliding window of every attention call of a forward, in their order
+    unwritten: frozenset[int] = frozenset()  # layers of the cache that get nothing, before others that do
     problem: str | None = None
+    passing: bool = False  # whether another look may find something else
+    proofs: dict[Any, Any] = field(default_factory=dict)  # what was proved of this model since, see :mod:`.proof`
     cause: BaseException | None = None  # an error of the model's, which may be a passing one, as full memory is
 
 
@@ -47,23 +52,20 @@ class Unserved(Exception):
     """Graph rows cannot be verified in the model; the message completes a sentence that begins with its class."""
 
 
-@dataclass
-class _Call:
-    """One attention call of the forward."""
-
-    layer: int | None
-    window: int | None  # what the call says
-    mask: Any
-
-
 class Probe:
     """Stands in for the attention of one forward and notes what arrives; see :class:`~.attention.Attends`."""
 
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[AttentionCall] = []
         self.masks: list[tuple[Any, dict[str, Any]]] = []
         self.without_graph = 0
+        self.unwritten: frozenset[int] = frozenset()
         self.by_place: str | None = None  # what differs between equal rows at equal positions
+        self.own: Callable[..., Any]
+
+    def found(self, own: Callable[..., Any]) -> None:
+        """Note the function that the next call would have gone to."""
+        self.own = own
 
     def made(self, mask: Any, arguments: dict[str, Any]) -> None:
         """Note a mask."""
@@ -87,8 +89,8 @@ class Probe:
         """Note a call, and let every row see itself alone."""
         check_call(module, query, key, value, options)
         self.by_place = self.by_place or differing_twin(query, key, value)
-        layer = getattr(module, "layer_idx", None)
-        self.calls.append(_Call(layer, options.get("sliding_window"), attention_mask))
+        sizes = query.shape, key.shape, value.shape
+        self.calls.append(AttentionCall(module, self.own, *sizes, query.dtype, attention_mask, scaling, options))
         return itself(query, value)
 
 
@@ -133,6 +135,12 @@ class ProbeCache(GraphCache):
         super().__init__(config, CACHED + ROWS)
         self.prompt_length = CACHED
         self.length_asked = False
+        self.updated: list[int] = []  # layers, in the order in which they were stored
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """As its base, noted."""
+        self.updated.append(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
         """As its base; noted once a layer has stored something."""
@@ -154,7 +162,7 @@ def examine(model: PreTrainedModel) -> AttentionReport:
     known = _known.get(model)
     if known is None or known[0] != structure:
         known = structure, _examine(model)
-        if known[1].cause is None:
+        if not known[1].passing:
             _known[model] = known
     return known[1]
 
@@ -174,7 +182,7 @@ def windows_of(model: PreTrainedModel, name: str = "model") -> tuple[int | None,
 @torch.no_grad()
 def _examine(model: PreTrainedModel) -> AttentionReport:
     try:
-        with _random_numbers_kept(model):
+        with random_numbers_kept(model):
             check_linears(model)
             probe, clean = _forward(model, poisoned=True)
             if not clean:
@@ -184,17 +192,20 @@ def _examine(model: PreTrainedModel) -> AttentionReport:
                     raise Unserved("lets a token's row reach other rows or sequences otherwise than by attention")
             if probe.by_place is not None:
                 raise Unserved(f"computes {probe.by_place} by place in the cache rather than by position_ids")
-        return AttentionReport(windows=tuple(_windows(model, probe)))
+            windows = tuple(_windows(model, probe))
+            check_own_attention(model, probe.calls, windows)
+        passing = any(call.foreign for call in probe.calls)
+        return AttentionReport(windows=windows, unwritten=probe.unwritten, passing=passing)
     except Unserved as error:
-        return AttentionReport(problem=str(error), cause=error.__cause__)
+        return AttentionReport(problem=str(error), cause=error.__cause__, passing=error.__cause__ is not None)
     except Exception as error:  # whatever it is: the model cannot be forwarded as graph rows are
         first = " ".join(str(error).split())[:200]
         problem = f"cannot be forwarded with graph rows ({type(error).__name__}: {first})"
-        return AttentionReport(problem=problem, cause=error)
+        return AttentionReport(problem=problem, cause=error, passing=True)
 
 
 @contextmanager
-def _random_numbers_kept(model: PreTrainedModel) -> Iterator[None]:
+def random_numbers_kept(model: PreTrainedModel) -> Iterator[None]:
     """Leave torch's generators as they are: a model in training mode draws from them."""
     device = device_of(model)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" and model.training else []):
@@ -228,12 +239,32 @@ def _forward(model: PreTrainedModel, *, poisoned: bool) -> tuple[Probe, bool]:
     stored = sum(layer.is_initialized for layer in cache.layers)
     if stored == 0 or stored > len(probe.calls):
         raise Unserved(f"stores keys in {stored} layers of the cache and attends in {len(probe.calls)}")
+    if len(set(cache.updated)) < len(cache.updated):
+        twice = next(layer for layer in cache.updated if cache.updated.count(layer) > 1)
+        raise Unserved(f"stores keys of several attention calls in layer {twice} of the cache (layer_idx)")
+    probe.unwritten = frozenset(range(max(cache.updated))) - set(cache.updated)
     if cache.length_asked:
         raise Unserved("computes with the cache's length in its layers, which differs from the positions of graph rows")
     unknown = output.logits.isnan().any(-1)  # [2, ROWS]
     if poisoned:
         unknown[0, POISONED] = False
     return probe, not bool(unknown.any())
+
+
+def check_own_attention(model: PreTrainedModel, calls: list[AttentionCall], windows: tuple[int | None, ...]) -> None:
+    """Raise unless the model's own attention function computes what graph rows get."""
+    for call, window in zip(calls, windows, strict=True):
+        column = torch.arange(CACHED + ROWS, device=device_of(model))
+        back = column[CACHED:, None] - column  # [R, S]
+        sees = (back >= 0) & (back < (FAR if window is None else window))
+        first = torch.tensor([0, CACHED + POISONED], device=column.device)
+        differs = check_attention(call, sees & (column >= first[:, None, None]))
+        if differs is not None:
+            name = implementation_of(model.config.get_text_config(decoder=True))
+            raise Unserved(
+                f"has an attention implementation, {name!r}, that graph rows cannot follow: {differs}; "
+                "model.set_attn_implementation('sdpa') chooses one that they can"
+            )
 
 
 @contextmanager
@@ -354,7 +385,7 @@ def window_of(mask_function: Callable[..., Tensor]) -> int | None:
 
 def check_linears(model: PreTrainedModel) -> None:
     """Raise if what a linear layer says of a row depends on the other rows, as with activations quantised together."""
-    dtype = model.get_input_embeddings().weight.dtype  # type: ignore[operator]
+    dtype = dtype_of(model.get_input_embeddings())  # type: ignore[operator]
     for name, module in modules_of(model):
         if not _is_special_linear(module):
             continue

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import LlamaModel, PreTrainedModel
 
+from ..packed.modules import Packed
+
 
 def unwrap(model: Any) -> Any:
     """The transformers model inside ``torch.compile`` and PEFT wrappers.
@@ -57,5 +59,5 @@ def cache_argument(model: PreTrainedModel) -> str:
 def device_of(model: nn.Module) -> torch.device:
     """Where the model takes its input: the device of the input embedding, or where that runs if it is offloaded."""
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    device = embedding.weight.device
+    device = (embedding.packed if isinstance(embedding, Packed) else embedding.weight).device
     return torch.device(embedding._hf_hook.execution_device) if device.type == "meta" else device

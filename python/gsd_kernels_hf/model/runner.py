@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from gsd_kernels.graph import num_words
 from gsd_kernels.ops.step import FedRows, feed_rows
 
+from ..packed.modules import dtype_of
 from .attention import GraphInputs, configs_of, switched_configs
 from .cache import GraphCache, lies_in_a_block
 from .hidden import LAST, listening
@@ -217,7 +218,7 @@ class RowModel(CachedText):
     def no_logits(self, count: int) -> Tensor:
         """Logits as of ``count`` rows, [B, count, V], all 0."""
         head, vocab = self.model.get_output_embeddings(), self.model.config.get_text_config(decoder=True).vocab_size
-        return torch.zeros(len(self.kv_start), count, vocab, dtype=head.weight.dtype, device=self.device)
+        return torch.zeros(len(self.kv_start), count, vocab, dtype=dtype_of(head), device=self.device)
 
     def feed(
         self,

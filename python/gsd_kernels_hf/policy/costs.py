@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig
 
+from ..packed.modules import Packed, packed_in
+
 # Rows of all sequences together, 1, 2, 3 … 16, 24, 32, 48 … 16384: kernels take several rows at a time, so 11 may cost
 # what 8 do, and 12 more.
 KNOTS = np.union1d(np.arange(1.0, 17.0), np.append(2.0 ** np.arange(15), 3.0 * 2.0 ** np.arange(13)))
@@ -375,11 +377,15 @@ def weight_bytes(model: nn.Module) -> float:
     """Bytes of the weights that a forward of few rows reads: all but the input embedding, of which it reads rows."""
     if not isinstance(model, PreTrainedModel):
         return float(sum(p.nbytes for name, p in model.named_parameters() if not name.startswith("embed_tokens")))
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    left_out = getattr(embedding, "weight", None)
-    if left_out is None or left_out is getattr(output, "weight", None):
-        return float(sum(p.nbytes for p in model.parameters()))
-    return float(sum(p.nbytes for p in model.parameters() if p is not left_out))
+    read = {id(p): p.nbytes for p in model.parameters()}
+    read |= {module.packed.data_ptr(): module.matrix.nbytes for module in packed_in(model)}
+    embedding, output = (_place(m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    return float(sum(size for place, size in read.items() if place != embedding or embedding == output))
+
+
+def _place(module: nn.Module | None) -> int | None:
+    """What tells whether two modules have the same weights."""
+    return module.packed.data_ptr() if isinstance(module, Packed) else id(getattr(module, "weight", None))
 
 
 def _doublings(cached: float) -> float:

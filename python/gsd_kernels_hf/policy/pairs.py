@@ -19,6 +19,7 @@ from gsd_kernels import cpu_levels
 from ..model import properties, replay
 from ..model.attention import implementation_of
 from ..model.fused import why_not
+from ..packed.modules import packed_in
 from ..sources.layer_skip import LayerSkip
 from .auto import AutoPolicy, Experience
 from .costs import CostModel, Known
@@ -165,6 +166,8 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequenc
             return {"class": type(m).__name__, "dtype": str(first.dtype), "device": str(first.device), **size}
         config = m.config.get_text_config(decoder=True)
         size = {key: getattr(config, key, None) for key in SIZES}
+        kinds = sorted({module.kind.name for module in packed_in(m)})
+        size |= {"packed": kinds} if kinds else {}
         return {"class": type(m).__name__, "dtype": str(m.dtype), "device": str(properties.device_of(m)), **size}
 
     return {

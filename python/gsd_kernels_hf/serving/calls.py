@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.cli.serving.utils import response_events_to_chunks
 
+from gsd_kernels.config import AUTO
+
 from ..api import Patch
 from .asked import Asked, refused_config
 from .checks import Refused
@@ -200,7 +202,7 @@ class Decoding:
         call: the text.
         name: of the request in the log.
         stopping: set when the server stops.
-        speculates: whether the model has a draft; without one a reference drafts through the history alone.
+        speculates: whether the model drafts; where it decodes plainly, a text with a reference drafts all the same.
     """
 
     def __init__(self, handle: Patch, call: Call, name: str, stopping: threading.Event, speculates: bool) -> None:
@@ -253,7 +255,7 @@ class Decoding:
         if not self.call.asked.reference:
             return {}
         reference = {"reference_ids": input_ids.new_tensor(self.call.asked.reference)}
-        return reference if self.speculates else {**reference, "draft_sources": ("history",)}
+        return reference if self.speculates else {**reference, "graph_config": AUTO}
 
     def _finish(self, config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> str:
         ids, most = self.call.ids, config.max_new_tokens

@@ -101,7 +101,7 @@ def make_app(name: str, handle: Patch, tokenizer: PreTrainedTokenizerBase, *, sp
         name: by which clients ask for the model.
         handle: what :func:`gsd_kernels.patch` gave.
         tokenizer: the model's.
-        speculates: whether the model has a draft; without one ``prediction`` drafts through the history alone.
+        speculates: whether the model drafts; where it decodes plainly, a text with ``prediction`` drafts all the same.
 
     Raises:
         ImportError: this transformers' server wants parts that are unknown here.

@@ -126,7 +126,7 @@ class Service:
         handle: what :func:`gsd_kernels.patch` gave.
         tokenizer: the model's.
         stopping: set when the server stops.
-        speculates: whether the model has a draft.
+        speculates: whether the model drafts; a text with ``prediction`` does so all the same.
     """
 
     def __init__(

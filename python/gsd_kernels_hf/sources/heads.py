@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ..model.hidden import LAST
 from ..model.properties import device_of, vocabulary
+from ..packed.modules import dtype_of, matrix_of
 from ..records import Candidates, Verified
 from .base import DraftSource, Level, Proposal, Text
 from .checkpoints import BadCheckpoint, Checkpoint, check_vocabulary
@@ -264,15 +265,15 @@ class Heads(DraftSource):
     def check(self, target: PreTrainedModel) -> None:
         """Raise unless the heads were made for ``target`` and lie where its output matrix does."""
         self.heads.check_target(target)
-        mine, theirs = self.heads.weight.device, target.get_output_embeddings().weight.device
+        mine, theirs = self.heads.weight.device, matrix_of(target.get_output_embeddings()).device
         if mine != theirs:
             raise ValueError(f"draft_heads: on {mine}, and the target's output matrix on {theirs}; move them there")
 
     def begin(self, text: Text) -> None:
         self.state, self.sampler = text.state, text.sampler
         self.lm_head, self.vocab_size = text.target.stepping.get_output_embeddings(), text.target.vocab_size
-        batch, weight = self.state.tokens.shape[0], self.lm_head.weight
-        self.hidden = torch.zeros(batch, self.heads.hidden_size, dtype=weight.dtype, device=weight.device)
+        batch, like = self.state.tokens.shape[0], dtype_of(self.lm_head)
+        self.hidden = torch.zeros(batch, self.heads.hidden_size, dtype=like, device=matrix_of(self.lm_head).device)
         self.known = torch.zeros(batch, dtype=torch.bool, device=self.state.tokens.device)
 
     def restart(self) -> None:

@@ -21,8 +21,9 @@ from gsd_kernels import GraphConfig
 
 from .. import validate
 from ..model import properties
-from ..model.linear import with_children, with_cpu_linears
+from ..model.linear import with_cpu_linears
 from ..model.runner import RowModel
+from ..model.view import with_children
 from ..progress import tracked
 from .base import Text
 from .expansion import Expansion

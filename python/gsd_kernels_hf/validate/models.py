@@ -10,9 +10,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from gsd_kernels import BACKENDS
 from gsd_kernels.names import did_you_mean
 
+from ..model.fused import check_rows
 from ..model.once import parameters_of
 from ..model.probe import windows_of
 from ..model.properties import vocabulary
+from ..packed.modules import Packed
 from .modes import Unsupported
 
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
@@ -62,8 +64,15 @@ def check_model(name: str, model: Any) -> None:
     if mesh is not None:
         check_heads(name, model.config, (mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh).size())
     check_weights(name, model)
+    check_forwards(name, model)
+
+
+def check_forwards(name: str, model: PreTrainedModel) -> None:
+    """Raise where a few tokens, forwarded as graph rows, show that these are not what the model computes."""
     try:
         windows_of(model, name)
+        if name == "model":  # a draft costs speed at most
+            check_rows(model, name)
     except ValueError as error:
         raise Unsupported(str(error)) from error.__cause__ or error
 
@@ -82,7 +91,7 @@ def check_weights(name: str, model: PreTrainedModel) -> None:
             "on each other; load it with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
         )
     embedding: Any = model.get_input_embeddings()
-    if embedding.weight.is_meta and not hasattr(embedding, "_hf_hook"):
+    if not isinstance(embedding, Packed) and embedding.weight.is_meta and not hasattr(embedding, "_hf_hook"):
         raise ValueError(f"{name}: its weights are on the meta device, which holds no values; load them first")
 
 

@@ -1,0 +1,260 @@
+// Decoders of packed weights with AVX-512, for its translation units: after decode.h, inside the target. Sixteen (or
+// thirty-two) values of a group are rounded once; one permutation of them decodes 32 weights. Products of codes and scales
+// are exact, so fused sums have the definition's bits.
+
+GSD_TILE __m512 half_lanes(const uint8_t* from) {
+  return _mm512_cvtph_ps(_mm256_broadcastw_epi16(_mm_loadu_si16(from)));
+}
+
+GSD_TILE __m512 counted(int first) {  // first … first + 15
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  return _mm512_cvtepi32_ps(_mm512_add_epi32(lanes, _mm512_set1_epi32(first)));
+}
+
+// 32 codes, a word each: low nibbles of sixteen bytes, then high ones; or either of 32 bytes.
+GSD_TILE __m512i nibble_words(const uint8_t* from) {
+  const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  const __m256i low = _mm256_and_si256(bytes, _mm256_set1_epi16(15));
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_srli_epi16(bytes, 4), 1);
+}
+GSD_TILE __m256i bytes_at(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+GSD_TILE __m512i low_words(__m256i bytes) {
+  return _mm512_and_si512(_mm512_cvtepu8_epi16(bytes), _mm512_set1_epi16(15));
+}
+GSD_TILE __m512i high_words(__m256i bytes) { return _mm512_srli_epi16(_mm512_cvtepu8_epi16(bytes), 4); }
+GSD_TILE __m512i with_fifth(__m512i codes, __mmask32 bits) {
+  return _mm512_mask_add_epi16(codes, bits, codes, _mm512_set1_epi16(16));
+}
+GSD_TILE __mmask32 mask_at(const uint8_t* from) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, from, sizeof bits);
+  return static_cast<__mmask32>(bits);
+}
+
+// Words of bfloat16 as Bfloat16::round gives them.
+GSD_TILE __m256i bfloat16_words(__m512 x) {
+  const __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  const __m512i both = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16));
+}
+
+// Of floats that are no subnormal ones, as products and differences of scales in float16 and codes are.
+GSD_TILE __m256i normal_words(__m512 x) {
+#ifdef GSD_ROUNDS_BFLOAT16
+  return (__m256i)_mm512_cvtneps_pbh(x);
+#else
+  return bfloat16_words(x);
+#endif
+}
+
+// What 32 weights become in the model's dtype: looked up among 16 or 32 values, or put as they are.
+struct WordsOut {
+  GSD_TILE void look_up(__m256i values, __m512i codes, uint16_t* to) {
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(codes, _mm512_castsi256_si512(values)));
+  }
+  GSD_TILE void look_up(__m256i first, __m256i second, __m512i codes, uint16_t* to) {
+    const __m512i values = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(codes, values));
+  }
+  GSD_TILE void put(__m256i first, __m256i second, uint16_t* to) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), first);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 16), second);
+  }
+};
+template <class To>
+struct Out;
+template <>
+struct Out<ToBfloat16> : WordsOut {
+  GSD_TILE __m256i of(__m512 x) { return normal_words(x); }
+  GSD_TILE __m256i of_any(__m512 x) { return bfloat16_words(x); }
+};
+template <>
+struct Out<ToFloat16> : WordsOut {
+  GSD_TILE __m256i of_any(__m512 x) { return of(x); }
+  GSD_TILE __m256i of(__m512 x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+};
+template <>
+struct Out<ToFloat32> {
+  GSD_TILE __m512 of(__m512 x) { return x; }
+  GSD_TILE __m512 of_any(__m512 x) { return x; }
+  GSD_TILE __m512i low_codes(__m512i codes) { return _mm512_cvtepu16_epi32(_mm512_castsi512_si256(codes)); }
+  GSD_TILE __m512i high_codes(__m512i codes) { return _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(codes, 1)); }
+  GSD_TILE void look_up(__m512 values, __m512i codes, float* to) {
+    put(_mm512_permutexvar_ps(low_codes(codes), values), _mm512_permutexvar_ps(high_codes(codes), values), to);
+  }
+  GSD_TILE void look_up(__m512 first, __m512 second, __m512i codes, float* to) {
+    put(_mm512_permutex2var_ps(first, low_codes(codes), second),
+        _mm512_permutex2var_ps(first, high_codes(codes), second), to);
+  }
+  GSD_TILE void put(__m512 first, __m512 second, float* to) {
+    _mm512_storeu_ps(to, first), _mm512_storeu_ps(to + 16, second);
+  }
+};
+
+// A block's kWeights weights into `to`.
+template <class Block>
+struct Vectors;
+template <>
+struct Vectors<BlockQ4_0> {
+  template <class O, class T>
+  GSD_TILE void decode(const uint8_t* block, T* to) {
+    O::look_up(O::of(_mm512_mul_ps(counted(-8), half_lanes(block))), nibble_words(block + 2), to);
+  }
+};
+template <>
+struct Vectors<BlockQ4_1> {
+  template <class O, class T>
+  GSD_TILE void decode(const uint8_t* block, T* to) {
+    const __m512 values = _mm512_fmadd_ps(counted(0), half_lanes(block), half_lanes(block + 2));
+    O::look_up(O::of(values), nibble_words(block + 4), to);
+  }
+};
+template <>
+struct Vectors<BlockQ5_0> {
+  template <class O, class T>
+  GSD_TILE void decode(const uint8_t* block, T* to) {
+    const __m512 d = half_lanes(block);
+    O::look_up(O::of(_mm512_mul_ps(counted(-16), d)), O::of(_mm512_mul_ps(counted(0), d)),
+               with_fifth(nibble_words(block + 6), mask_at(block + 2)), to);
+  }
+};
+template <>
+struct Vectors<BlockQ5_1> {
+  template <class O, class T>
+  GSD_TILE void decode(const uint8_t* block, T* to) {
+    const __m512 d = half_lanes(block), m = half_lanes(block + 2);
+    O::look_up(O::of(_mm512_fmadd_ps(counted(0), d, m)), O::of(_mm512_fmadd_ps(counted(16), d, m)),
+               with_fifth(nibble_words(block + 8), mask_at(block + 4)), to);
+  }
+};
+GSD_TILE __m512 wide_bytes(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
+GSD_TILE __m128i sixteen_at(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+template <>
+struct Vectors<BlockQ8_0> {
+  template <class O, class T>
+  GSD_TILE void decode(const uint8_t* block, T* to) {
+    const __m512 d = half_lanes(block);
+    O::put(O::of(_mm512_mul_ps(wide_bytes(sixteen_at(block + 2)), d)),
+           O::of(_mm512_mul_ps(wide_bytes(sixteen_at(block + 18)), d)), to);
+  }
+};
+template <>
+struct Vectors<BlockIQ4_NL> {
+  template <class O, class T>
+  GSD_TILE void decode(const uint8_t* block, T* to) {
+    O::look_up(O::of(_mm512_mul_ps(_mm512_loadu_ps(kIQ4_NLValues), half_lanes(block))), nibble_words(block + 2), to);
+  }
+};
+template <>
+struct Vectors<BlockMXFP4> {
+  template <class O, class T>
+  GSD_TILE void decode(const uint8_t* block, T* to) {
+    const __m512 d = _mm512_set1_ps(BlockMXFP4::scale(block[0]));
+    O::look_up(O::of_any(_mm512_mul_ps(_mm512_loadu_ps(kMXFP4Values), d)), nibble_words(block + 1), to);
+  }
+};
+GSD_TILE __m512 scaled(__m512 d, uint8_t by) { return _mm512_mul_ps(d, _mm512_set1_ps(static_cast<float>(by))); }
+template <>
+struct Vectors<BlockQ4_K> {
+  template <class O, class T>
+  GSD_TILE void decode(const uint8_t* block, T* to) {
+    const __m512 d = half_lanes(block), low = half_lanes(block + 2), count = counted(0);
+    uint8_t scale[8], minimum[8];
+    six_bits(block + 4, scale, minimum);
+    for (int j = 0; j < 8; j += 2) {
+      const __m256i codes = bytes_at(block + 16 + 16 * j);
+      const __m512 first = _mm512_fmsub_ps(count, scaled(d, scale[j]), scaled(low, minimum[j]));
+      const __m512 second = _mm512_fmsub_ps(count, scaled(d, scale[j + 1]), scaled(low, minimum[j + 1]));
+      O::look_up(O::of(first), low_words(codes), to + 32 * j);
+      O::look_up(O::of(second), high_words(codes), to + 32 * j + 32);
+    }
+  }
+};
+template <>
+struct Vectors<BlockQ5_K> {
+  template <class O, class T>
+  GSD_TILE void decode(const uint8_t* block, T* to) {
+    const __m512 d = half_lanes(block), low = half_lanes(block + 2);
+    const __m256i fifth = bytes_at(block + 16);
+    uint8_t scale[8], minimum[8];
+    six_bits(block + 4, scale, minimum);
+    for (int j = 0; j < 8; j++) {
+      const __m256i bytes = bytes_at(block + 48 + 16 * (j & ~1));
+      const __m512i codes = j & 1 ? high_words(bytes) : low_words(bytes);
+      const __mmask32 bits = _mm256_test_epi8_mask(fifth, _mm256_set1_epi8(static_cast<char>(1 << j)));
+      const __m512 by = scaled(d, scale[j]), from = scaled(low, minimum[j]);
+      O::look_up(O::of(_mm512_fmsub_ps(counted(0), by, from)),
+                 O::of(_mm512_fmsub_ps(counted(16), by, from)), with_fifth(codes, bits), to + 32 * j);
+    }
+  }
+};
+template <>
+struct Vectors<BlockQ6_K> {
+  template <class O, class T>
+  GSD_TILE void decode(const uint8_t* block, T* to) {
+    const __m512 d = half_lanes(block + 208);
+    float scale[16];
+    _mm512_storeu_ps(scale, _mm512_mul_ps(d, wide_bytes(sixteen_at(block + 192))));
+    for (int half = 0; half < 2; half++) {
+      const __m256i high = bytes_at(block + 128 + 32 * half);
+      for (int part = 0; part < 4; part++) {
+        const __m256i from = bytes_at(block + 64 * half + 32 * (part & 1)), fifteen = _mm256_set1_epi8(15);
+        const __m256i low = _mm256_and_si256(part < 2 ? from : _mm256_srli_epi16(from, 4), fifteen);
+        const __m256i two = _mm256_and_si256(_mm256_srli_epi16(high, 2 * part), _mm256_set1_epi8(3));
+        const __m256i code = _mm256_sub_epi8(_mm256_or_si256(low, _mm256_slli_epi16(two, 4)), _mm256_set1_epi8(32));
+        const float* by = scale + 8 * half + 2 * part;
+        O::put(O::of(_mm512_mul_ps(wide_bytes(_mm256_castsi256_si128(code)), _mm512_set1_ps(by[0]))),
+               O::of(_mm512_mul_ps(wide_bytes(_mm256_extracti128_si256(code, 1)), _mm512_set1_ps(by[1]))),
+               to + 128 * half + 32 * part);
+      }
+    }
+  }
+};
+
+template <class Block, class To>
+void decode_vectors(const void* row, const float*, int64_t, int64_t inputs, void* out) {
+  const uint8_t* block = static_cast<const uint8_t*>(row);
+  typename To::Stored* to = static_cast<typename To::Stored*>(out);
+  for (int64_t i = 0; i < inputs; i += Block::kWeights, block += Block::kBytes) {
+    Vectors<Block>::template decode<Out<To>>(block, to + i);
+  }
+}
+
+// Bfloat16 words of a block of 32 that stay in a register.
+struct InRegister {
+  GSD_TILE __m256i of(__m512 x) { return normal_words(x); }
+  GSD_TILE __m256i of_any(__m512 x) { return bfloat16_words(x); }
+  GSD_TILE void look_up(__m256i values, __m512i codes, __m512i* to) {
+    *to = _mm512_permutexvar_epi16(codes, _mm512_castsi256_si512(values));
+  }
+  GSD_TILE void look_up(__m256i first, __m256i second, __m512i codes, __m512i* to) {
+    *to = _mm512_permutexvar_epi16(codes, _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1));
+  }
+  GSD_TILE void put(__m256i first, __m256i second, __m512i* to) {
+    *to = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+  }
+};
+
+// The dense type Of over packed weights, for few rows: decoded in registers, where a strip would be written and read.
+template <class Of, class Block>
+struct Unpacking : Of {
+  typedef uint8_t Stored;
+  static constexpr int kRows = 5, kStep = 32, kStepBytes = Block::kBytes;
+  static constexpr bool kPacked = true;
+  GSD_TILE void unpack(const uint8_t* row, int64_t i, typename Of::Weights& to) {
+    __m512i words;
+    Vectors<Block>::template decode<InRegister>(row + i / Block::kWeights * Block::kBytes, &words);
+    Of::take(words, to);
+  }
+};
+
+#undef GSD_BLOCKS
+#define GSD_BLOCKS(Block) \
+  {decode_vectors<Block, ToFloat32>, decode_vectors<Block, ToBfloat16>, decode_vectors<Block, ToFloat16>}
+#define GSD_UNPACKING(Of)                                                                                               \
+  {{nullptr, nullptr, nullptr, products_of<Unpacking<Of, BlockQ4_0>>, products_of<Unpacking<Of, BlockQ4_1>>,            \
+    products_of<Unpacking<Of, BlockQ5_0>>, products_of<Unpacking<Of, BlockQ5_1>>, products_of<Unpacking<Of, BlockQ8_0>>, \
+    products_of<Unpacking<Of, BlockIQ4_NL>>, products_of<Unpacking<Of, BlockMXFP4>>},                                   \
+   Unpacking<Of, BlockQ4_0>::kRows}

@@ -1,0 +1,75 @@
+#include "weights.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "attention.h"
+#include "products.h"
+
+namespace gsd {
+namespace {
+
+constexpr int64_t kStripBytes = 24 << 10;  // of decoded weights: they stay in the nearest cache beside a few rows
+constexpr int64_t kLine = 64;
+
+struct Block {
+  int64_t weights, bytes;
+};
+constexpr Block kBlocks[kKinds] = {{1, 4},    {1, 2},    {1, 2},     {32, 18},   {32, 20},   {32, 22},  {32, 24},
+                                   {32, 34},  {32, 18},  {32, 17},   {256, 144}, {256, 176}, {256, 210}, {1, 1}};
+
+// Of the asking thread, on a cache line; it keeps its size.
+char* strip_of(int64_t bytes) {
+  static thread_local std::vector<char> storage;
+  if (storage.size() < static_cast<size_t>(bytes + kLine)) storage.resize(static_cast<size_t>(bytes + kLine));
+  const uintptr_t at = reinterpret_cast<uintptr_t>(storage.data());
+  return storage.data() + (kLine - at % kLine) % kLine;
+}
+
+void decode_row(const Weights& w, int64_t n, void* to) {
+  w.decode(w.data + n * w.row_bytes, w.scales == nullptr ? nullptr : w.scales + n * w.groups, w.groups, w.inputs, to);
+}
+
+}  // namespace
+
+int64_t block_weights(Kind kind) { return kBlocks[static_cast<int>(kind)].weights; }
+int64_t block_bytes(Kind kind) { return kBlocks[static_cast<int>(kind)].bytes; }
+
+void multiply(const LevelKernels& level, Element element, const Weights& w, const void* packed, int64_t rows,
+              int64_t begin, int64_t end, float* out, int64_t out_stride) {
+  const RowKernel& kernel = level.large[static_cast<int>(element)];
+  const int64_t k = w.inputs, size = bytes_of(element);
+  if (w.decode == nullptr) {
+    return kernel.products(packed, rows, k, w.data + begin * w.row_bytes, k, 0, end - begin, out, out_stride, false);
+  }
+  const auto unpacking = element == Element::kBfloat16 ? level.unpacking.of[static_cast<int>(w.kind)] : nullptr;
+  if (unpacking != nullptr && rows <= level.unpacking.most_rows) {
+    const char* from = w.data + begin * w.row_bytes;
+    return unpacking(packed, rows, k, from, w.row_bytes, 0, end - begin, out, out_stride, false);
+  }
+  // Columns at powers of two would meet in one set of the first cache.
+  const int64_t stride = (k * size + kLine - 1) / kLine * kLine / size + kLine / size;
+  const int64_t fitting = kStripBytes / (stride * size) / kernel.wide * kernel.wide;
+  const int64_t most = std::max(kernel.wide, fitting);
+  char* strip = strip_of(most * stride * size);
+  for (int64_t n = begin; n < end; n += most) {
+    const int64_t count = std::min(most, end - n);
+    for (int64_t j = 0; j < count; j++) decode_row(w, n + j, strip + j * stride * size);
+    kernel.products(packed, rows, k, strip, stride, 0, count, out + n - begin, out_stride, true);
+  }
+}
+
+void decode_weights(Element element, const Weights& w, int64_t n, void* to) {
+  if (w.decode != nullptr) return decode_row(w, n, to);
+  memcpy(to, w.data + n * w.row_bytes, static_cast<size_t>(w.inputs * bytes_of(element)));
+}
+
+void read_weights(Element element, const Weights& w, int64_t n, float* to) {
+  if (w.decode == nullptr) return read_row({w.data, w.inputs, element}, n, to, w.inputs);
+  char* row = strip_of(w.inputs * bytes_of(element));
+  decode_row(w, n, row);
+  read_row({row, w.inputs, element}, 0, to, w.inputs);
+}
+
+}  // namespace gsd

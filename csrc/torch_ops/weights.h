@@ -1,0 +1,43 @@
+// A matrix of weights from its tensors; kinds of packed ones are numbered as in csrc/cpu/weights.h.
+#pragma once
+
+#include "../cpu/attention.h"
+#include "../cpu/products.h"
+#include "common.h"
+
+namespace gsd {
+
+constexpr int64_t kDense = -1;  // the kind of a matrix whose dtype says all
+
+// `data`: [outputs, inputs] of any float type (kDense), int8 [outputs, inputs], or uint8 [outputs, bytes of a row].
+// `scales`: float32 [outputs, groups] where the kind has scales beside its rows, else null or empty.
+inline Weights weights_of(const char* name, const Tensor& data, int64_t kind, const Tensor* scales, int64_t outputs,
+                          int64_t inputs, Element element) {
+  STD_TORCH_CHECK(data.dim() == 2 && data.size(0) == outputs && data.is_contiguous(), name, ": expected ", outputs,
+                  " contiguous rows");
+  STD_TORCH_CHECK(kind >= kDense && kind < kKinds, name, ": there is no kind of packed weights number ", kind);
+  Weights w{static_cast<const char*>(data.const_data_ptr()), outputs, inputs, 0, Kind::kFloat32, nullptr, nullptr, 0};
+  const Element own = kind == kDense ? element_of(name, data.scalar_type()) : element;
+  const Kind of = kind != kDense ? static_cast<Kind>(kind)
+                                 : static_cast<Kind>(static_cast<int>(Kind::kFloat32) + static_cast<int>(own));
+  w.kind = of;
+  const ScalarType bytes = of == Kind::kInt8 ? ScalarType::Char : ScalarType::Byte;
+  STD_TORCH_CHECK(kind == kDense || data.scalar_type() == bytes, name, ": expected ",
+                  of == Kind::kInt8 ? "int8" : "uint8", " for this kind of packed weights");
+  STD_TORCH_CHECK(inputs % block_weights(of) == 0, name, ": expected inputs in blocks of ", block_weights(of), ", got ",
+                  inputs);
+  w.row_bytes = inputs / block_weights(of) * block_bytes(of);
+  const int64_t width = kind == kDense || of == Kind::kInt8 ? inputs : w.row_bytes;
+  STD_TORCH_CHECK(data.size(1) == width, name, ": expected rows of ", width, ", got ", data.size(1));
+  if (kind != kDense || own != element) w.decode = kernels().decoders.of[static_cast<int>(of)][static_cast<int>(element)];
+  if (of == Kind::kInt8) {
+    STD_TORCH_CHECK(scales != nullptr && scales->dim() == 2 && scales->size(0) == outputs && scales->is_contiguous() &&
+                        scales->scalar_type() == ScalarType::Float && scales->size(1) > 0 &&
+                        inputs % scales->size(1) == 0,
+                    name, ": expected scales, float32 [", outputs, ", groups that divide ", inputs, "]");
+    w.scales = read<float>(*scales), w.groups = scales->size(1);
+  }
+  return w;
+}
+
+}  // namespace gsd

@@ -1,0 +1,55 @@
+"""The formats of packed weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A format of packed weights: rows of blocks, one after the other.
+
+    Attributes:
+        name: as GGUF writes it, in lower case; ``int8`` has a byte a weight and scales beside it.
+        number: in ``csrc/cpu/weights.h``.
+        weights: of a block.
+        bytes: of a block.
+        scaled: whether float32 scales of groups of inputs lie beside the rows.
+    """
+
+    name: str
+    number: int
+    weights: int
+    bytes: int
+    scaled: bool = False
+
+    @property
+    def bits(self) -> float:
+        """Bits a weight, scales within blocks included."""
+        return 8 * self.bytes / self.weights
+
+    def row_bytes(self, inputs: int) -> int:
+        """Bytes of a row of ``inputs`` weights.
+
+        Raises:
+            ValueError: they are no whole number of blocks.
+        """
+        if inputs <= 0 or inputs % self.weights:
+            raise ValueError(f"inputs: {self.name} packs {self.weights} weights a block, got rows of {inputs}")
+        return inputs // self.weights * self.bytes
+
+
+KINDS = (
+    Kind("q4_0", 3, 32, 18),
+    Kind("q4_1", 4, 32, 20),
+    Kind("q5_0", 5, 32, 22),
+    Kind("q5_1", 6, 32, 24),
+    Kind("q8_0", 7, 32, 34),
+    Kind("iq4_nl", 8, 32, 18),
+    Kind("mxfp4", 9, 32, 17),
+    Kind("q4_k", 10, 256, 144),
+    Kind("q5_k", 11, 256, 176),
+    Kind("q6_k", 12, 256, 210),
+    Kind("int8", 13, 1, 1, scaled=True),
+)
+BY_NAME = {kind.name: kind for kind in KINDS}

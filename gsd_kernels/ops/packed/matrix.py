@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .kinds import Kind
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMatrix:
+    """A matrix [outputs, inputs] of weights as it lies in a file or a module.
+
+    It stands for the dense matrix that its format defines: every weight in float32, rounded once to the model's dtype.
+
+    Attributes:
+        kind: the format.
+        data: uint8 [outputs, bytes of a row], or int8 [outputs, inputs] for ``int8``; contiguous.
+        inputs: weights of a row.
+        scales: float32 [outputs, groups] where the kind has scales beside its rows, each of inputs / groups weights.
+
+    Raises:
+        TypeError, ValueError: the tensors are not of the format.
+    """
+
+    kind: Kind
+    data: Tensor
+    inputs: int
+    scales: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        dtype, width = (
+            (torch.int8, self.inputs) if self.kind.scaled else (torch.uint8, self.kind.row_bytes(self.inputs))
+        )
+        if self.data.dtype != dtype:
+            raise TypeError(f"data: {self.kind.name} lies in {dtype}, got {self.data.dtype}")
+        if self.data.dim() != 2 or self.data.shape[1] != width or not self.data.is_contiguous():
+            raise ValueError(
+                f"data: {self.kind.name} with {self.inputs} inputs lies in contiguous rows of {width} bytes, got "
+                f"{list(self.data.shape)}"
+            )
+        if self.kind.scaled:
+            self._check_scales()
+        elif self.scales is not None:
+            raise ValueError(f"scales: those of {self.kind.name} are in its blocks; leave them out")
+
+    def _check_scales(self) -> None:
+        scales, outputs = self.scales, self.data.shape[0]
+        if scales is None or scales.dtype != torch.float32:
+            raise TypeError(f"scales: {self.kind.name} needs float32, got {getattr(scales, 'dtype', None)}")
+        shape = list(scales.shape)
+        if (
+            len(shape) != 2
+            or shape[0] != outputs
+            or not shape[1]
+            or self.inputs % shape[1]
+            or not scales.is_contiguous()
+        ):
+            raise ValueError(f"scales: expected [{outputs}, groups that divide {self.inputs}], contiguous, got {shape}")
+
+    @property
+    def outputs(self) -> int:
+        """Rows."""
+        return self.data.shape[0]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the dense matrix."""
+        return torch.Size((self.outputs, self.inputs))
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads."""
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)

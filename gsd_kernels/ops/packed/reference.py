@@ -1,0 +1,119 @@
+"""The formats' definitions. q: code; d, m: scale and minimum of a block, or of a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .matrix import PackedMatrix
+
+IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def unpack_rows(matrix: PackedMatrix, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
+    data, scales, kind = matrix.data, matrix.scales, matrix.kind
+    if rows is not None:
+        data, scales = data[rows], None if scales is None else scales[rows]
+    if scales is not None:
+        wide = data.float().unflatten(1, (scales.shape[1], -1)) * scales[..., None]  # [n, groups, inputs / groups]
+    else:
+        wide = BLOCKS[kind.name](data.unflatten(1, (-1, kind.bytes)))  # [n, blocks, weights]
+    return wide.flatten(1).to(dtype)
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """The float16 at byte ``at`` of every block, float32 [n, blocks, 1]."""
+    return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(blocks: Tensor, at: int) -> Tensor:
+    """32 codes in the sixteen bytes from ``at``: low nibbles, then high ones."""
+    codes = blocks[..., at : at + 16].int()
+    return torch.cat([codes & 15, codes >> 4], -1)
+
+
+def _fifth_bits(blocks: Tensor, at: int) -> Tensor:
+    """32 bits of the four bytes from ``at``, as 0 or 16."""
+    shifts = torch.arange(8, dtype=torch.int32)
+    return ((blocks[..., at : at + 4, None].int() >> shifts) & 1).flatten(-2) << 4
+
+
+def q4_0(blocks: Tensor) -> Tensor:
+    """d (q − 8)"""
+    return (_nibbles(blocks, 2) - 8) * _half(blocks, 0)
+
+
+def q4_1(blocks: Tensor) -> Tensor:
+    """d q + m"""
+    return _nibbles(blocks, 4) * _half(blocks, 0) + _half(blocks, 2)
+
+
+def q5_0(blocks: Tensor) -> Tensor:
+    """d (q − 16)"""
+    return ((_nibbles(blocks, 6) | _fifth_bits(blocks, 2)) - 16) * _half(blocks, 0)
+
+
+def q5_1(blocks: Tensor) -> Tensor:
+    """d q + m"""
+    return (_nibbles(blocks, 8) | _fifth_bits(blocks, 4)) * _half(blocks, 0) + _half(blocks, 2)
+
+
+def q8_0(blocks: Tensor) -> Tensor:
+    """d q"""
+    return blocks[..., 2:].view(torch.int8) * _half(blocks, 0)
+
+
+def iq4_nl(blocks: Tensor) -> Tensor:
+    """d values[q]"""
+    return torch.tensor(IQ4_NL, dtype=torch.float32)[_nibbles(blocks, 2)] * _half(blocks, 0)
+
+
+def mxfp4(blocks: Tensor) -> Tensor:
+    """2^(e − 127) values[q]"""
+    scale = torch.ldexp(torch.ones_like(blocks[..., :1], dtype=torch.float32), blocks[..., :1].int() - 127)
+    return torch.tensor(MXFP4)[_nibbles(blocks, 1)] * scale
+
+
+def _six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """d and m of the eight parts of a block of 256, float32 [n, blocks, 8] each."""
+    s = blocks[..., 4:16].int()
+    low, high, rest = s[..., :4], s[..., 4:8], s[..., 8:]
+    scale = torch.cat([low & 63, rest & 15 | low >> 6 << 4], -1)
+    minimum = torch.cat([high & 63, rest >> 4 | high >> 6 << 4], -1)
+    return scale * _half(blocks, 0), minimum * _half(blocks, 2)
+
+
+def _parts(blocks: Tensor, at: int) -> Tensor:
+    """256 codes in the 128 bytes from ``at``, [n, blocks, 8, 32]: low nibbles of 32 bytes, then their high ones."""
+    codes = blocks[..., at : at + 128].int().unflatten(-1, (4, 1, 32))
+    return torch.cat([codes & 15, codes >> 4], -2).flatten(-3, -2)
+
+
+def q4_k(blocks: Tensor) -> Tensor:
+    """d q − m"""
+    d, m = _six_bits(blocks)
+    return (_parts(blocks, 16) * d[..., None] - m[..., None]).flatten(-2)
+
+
+def q5_k(blocks: Tensor) -> Tensor:
+    """d q − m, where bit j of byte i is the fifth of part j's code i"""
+    d, m = _six_bits(blocks)
+    fifth = blocks[..., None, 16:48].int() >> torch.arange(8, dtype=torch.int32)[:, None] & 1
+    return ((_parts(blocks, 48) | fifth << 4) * d[..., None] - m[..., None]).flatten(-2)
+
+
+def q6_k(blocks: Tensor) -> Tensor:
+    """d (q − 32), a scale for sixteen weights; two halves of 128"""
+    low = blocks[..., :128].int().unflatten(-1, (2, 2, 32))  # [n, blocks, half, 2, 32]
+    low = torch.cat([low & 15, low >> 4], -2)  # [n, blocks, half, 4, 32]
+    high = blocks[..., 128:192].int().unflatten(-1, (2, 1, 32)) >> torch.arange(0, 8, 2, dtype=torch.int32)[:, None] & 3
+    d = blocks[..., 192:208].view(torch.int8) * _half(blocks, 208)  # [n, blocks, 16]
+    return (((low | high << 4) - 32).flatten(-3).unflatten(-1, (16, 16)) * d[..., None]).flatten(-2)
+
+
+BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {
+    function.__name__: function for function in (q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q4_k, q5_k, q6_k)
+}

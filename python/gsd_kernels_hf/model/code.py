@@ -1,0 +1,258 @@
+"""Which Python a model's forward runs, noticed cheaply when it changes.
+
+Looked at once for a set of classes: their ``forward`` and how ``torch.nn.Module`` calls it, the functions that these
+name, and what those name in turn, as far as they lie in the modelling file, in transformers or in ``torch.nn``; the
+attention and mask functions that the configs name. Afterwards a look is a comparison of some hundred pointers.
+
+Code that was put in place of what transformers or PyTorch brought is *foreign*: it may do anything at any time, and
+nobody but the modules themselves computes what it computes. All other changes are reasons to prove again, see
+:mod:`.proof`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as calls
+from torch.utils._device import DeviceContext
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.utils.generic import GeneralInterface
+
+ENTRIES = ("forward", "__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "__getattribute__")
+OWN = __name__.partition(".")[0]
+SHIPPED = ({"torch", "transformers", "accelerate", "peft", OWN, "gsd_kernels"} | sys.stdlib_module_names) - {"unittest"}
+"""Packages whose functions are at home in a modelling file."""
+CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
+"""What a forward stores keys and values in."""
+DEEPEST = 3  # calls from a forward down to the last function that is looked into
+MOST = 64  # sets of classes that are remembered
+MISSING = object()
+
+
+def top_of(name: str | None) -> str:
+    """The package that a module's name begins with."""
+    return str(name).partition(".")[0]
+
+
+@dataclass(eq=False)
+class Code:
+    """What forwards of some classes run; the same object as long as that is.
+
+    Attributes:
+        foreign: the first function that is not what transformers or PyTorch brought, in words; ``None``: there is none.
+        names: everything that the functions name, and their own names.
+    """
+
+    foreign: str | None = None
+    names: set[str] = field(default_factory=set)
+    places: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any]] = field(default_factory=dict)
+    sizes: dict[int, tuple[Mapping[str, Any], int]] = field(default_factory=dict)
+    functions: dict[int, tuple[types.FunctionType, Any, Any, Any]] = field(default_factory=dict)
+    cells: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def is_current(self) -> bool:
+        """Whether everything still is where it was found."""
+        return (
+            all(space.get(name, MISSING) is value for space, name, value in self.places.values())
+            and all(len(space) == size for space, size in self.sizes.values())
+            and all(
+                f.__code__ is code and f.__defaults__ is defaults and f.__kwdefaults__ is named
+                for f, code, defaults, named in self.functions.values()
+            )
+            and all(content_of(cell) is value for cell, value in self.cells)
+        )
+
+
+def content_of(cell: Any) -> Any:
+    """What a closure's cell holds, which may be nothing."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def code_names(code: types.CodeType) -> Iterator[str]:
+    """Names that a function's code and the functions written inside it look up."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from code_names(constant)
+
+
+def home_of(function: Any) -> str:
+    """The module that a function, or the class of what is called as one, was written in."""
+    function = getattr(function, "__func__", function)
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__globals__", {}).get("__name__") or type(function).__module__)
+
+
+def described(function: Any) -> str:
+    """Where a function was written, in words."""
+    return f"{home_of(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def is_shipped(function: Any) -> bool:
+    """Whether transformers, PyTorch or this package brought a function."""
+    return top_of(home_of(function)) in SHIPPED
+
+
+class _Look:
+    """One look at the code of some classes."""
+
+    def __init__(self, implementations: Iterable[str]) -> None:
+        self.code, self.implementations = Code(), sorted(implementations)
+        self.counted(torch.Tensor)
+        for name in vars(torch.Tensor):  # operators, which no code names
+            if name.startswith("__") and callable(vars(torch.Tensor)[name]):
+                self.check(self.at(torch.Tensor, name), f"torch.Tensor.{name}", "torch")
+        for base in dict.fromkeys(base for cls in CACHES for base in cls.__mro__[:-1]):
+            self.counted(base)
+            for name, value in vars(base).items():
+                if isinstance(value, types.FunctionType):
+                    self.follow(self.at(base, name), f"{base.__qualname__}.{name}", top_of(base.__module__), DEEPEST)
+
+    def at(self, owner: type | dict[str, Any], name: str) -> Any:
+        """Note what ``name`` is in a class or in the names of a module."""
+        space = vars(owner) if isinstance(owner, type) else owner
+        value = space.get(name, MISSING)
+        self.code.places[id(owner), name] = (space, name, value)
+        return value
+
+    def counted(self, cls: type) -> None:
+        """Note how many names a class has, so that a new one shows."""
+        self.code.sizes[id(cls)] = (vars(cls), len(vars(cls)))
+
+    def at_class(self, cls: type) -> None:
+        """Note what a forward of a class runs."""
+        for base in cls.__mro__[:-1]:
+            self.counted(base)
+            for name in ENTRIES:
+                if name in vars(base):
+                    self.follow(self.at(base, name), f"{base.__qualname__}.{name}", top_of(base.__module__), 0)
+        for name in self.code.names:  # methods that a forward calls
+            for base in cls.__mro__[:-1]:
+                if name in vars(base) and name not in ENTRIES:
+                    value = self.at(base, name)
+                    self.check(value, f"{base.__qualname__}.{name}", top_of(base.__module__))
+
+    def check(self, value: Any, where: str, home: str) -> Any:
+        """The function in ``value``, if there is one; noted as foreign where it does not belong to ``home``."""
+        value = getattr(value, "__func__", getattr(value, "fget", value))
+        if isinstance(value, functools.partial):
+            value = value.func
+        if isinstance(value, types.FunctionType):
+            written = top_of(value.__globals__.get("__name__"))
+        elif callable(value) and not isinstance(value, (type, types.BuiltinFunctionType, types.MethodWrapperType)):
+            written = top_of(type(value).__module__)
+        else:
+            return None
+        if written not in SHIPPED and written != home and self.code.foreign is None:
+            self.code.foreign = f"{where} is {described(value)}"
+        return value if isinstance(value, types.FunctionType) else None
+
+    def follow(self, value: Any, where: str, home: str, depth: int) -> None:
+        """Note a function, what it holds and what it names."""
+        function = self.check(value, where, home)
+        if function is None or id(function) in self.code.functions:
+            return
+        self.code.functions[id(function)] = (
+            function,
+            function.__code__,
+            function.__defaults__,
+            function.__kwdefaults__,
+        )
+        for cell in function.__closure__ or ():
+            held = content_of(cell)
+            self.code.cells.append((cell, held))
+            self.follow(held, where, home, depth)
+        if depth >= DEEPEST or not looked_into(function):
+            return
+        names = set(code_names(function.__code__))
+        self.code.names |= names
+        self.named(function.__globals__, names, home, depth)
+        for name in names & vars(torch.Tensor).keys():
+            self.check(self.at(torch.Tensor, name), f"torch.Tensor.{name}", "torch")
+
+    def named(
+        self, space: dict[str, Any], names: set[str], home: str, depth: int, inside: tuple[int, ...] = ()
+    ) -> None:
+        """Note what ``names`` are in a module, and in those of PyTorch's that are among them."""
+        prefix = space.get("__name__")
+        for name in names & space.keys():
+            value = self.at(space, name)
+            if isinstance(value, GeneralInterface):
+                self.chosen(value, home, depth)
+            elif not isinstance(value, types.ModuleType):
+                self.follow(value, f"{prefix}.{name}", home, depth + 1)
+            elif top_of(value.__name__) == "torch" and id(value) not in inside:
+                self.named(vars(value), names, "torch", depth, (*inside, id(value)))
+
+    def chosen(self, interface: GeneralInterface, home: str, depth: int) -> None:
+        """Note the functions that configs choose by name."""
+        for name in self.implementations:
+            for space in (interface._local_mapping, interface._global_mapping):
+                value = self.at(space, name)
+                if value is not MISSING:
+                    self.follow(value, f"{type(interface).__name__}[{name!r}]", home, depth + 1)
+
+
+def looked_into(function: types.FunctionType) -> bool:
+    """Whether what a function names may matter: PyTorch outside of its modules is taken as a whole."""
+    home = str(function.__globals__.get("__name__"))
+    return top_of(home) not in (SHIPPED - {"transformers"}) or home.startswith("torch.nn")
+
+
+_known: dict[tuple[frozenset[type], frozenset[str]], Code] = {}
+
+
+def code_of(classes: Iterable[type], implementations: Iterable[str]) -> Code:
+    """The code that forwards of ``classes`` run with these attention ``implementations``."""
+    key = frozenset(classes), frozenset(implementations)
+    found = _known.get(key)
+    if found is None or not found.is_current():
+        look = _Look(key[1])
+        for cls in sorted(key[0], key=lambda cls: cls.__qualname__):
+            look.at_class(cls)
+        look.code.names.update(ENTRIES)
+        _known.pop(key, None)
+        found = _known[key] = look.code
+        while len(_known) > MOST:
+            _known.pop(next(iter(_known)), None)
+    return found
+
+
+def global_hooks() -> tuple[Callable[..., Any], ...]:
+    """Forward hooks of all modules of this process."""
+    return (*calls._global_forward_pre_hooks.values(), *calls._global_forward_hooks.values())
+
+
+def ambient(device: torch.device) -> tuple[Any, ...]:
+    """What this thread's PyTorch does to every operation: autocast, modes that functions or operators go through."""
+    cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    modes = torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
+    dispatched = (
+        torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        if (torch._C._len_torch_dispatch_stack())
+        else ()
+    )
+    return cast, *(type(mode) for mode in (*modes, *dispatched) if not isinstance(mode, DeviceContext))
+
+
+def own_callables(module: nn.Module, names: set[str]) -> dict[str, Any]:
+    """Functions on a module itself, rather than on its class, of those ``names``."""
+    variables = vars(module)
+    found = sorted(variables.keys() & names)
+    return {name: variables[name] for name in found if _is_function(variables[name])}
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)

@@ -1,0 +1,170 @@
+"""What of a model the operator would not compute, as far as that is written on it.
+
+Numbers are read where a forward reads them, in every layer. What a list of them forgets, :mod:`.proof` finds; what
+rounding or a few tokens would hide stands here: an epsilon, a scale, code that may do anything at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2CLS
+
+from gsd_kernels.ops.decoder_rows.api import FLOATS
+
+from ..packed.modules import Packed, PackedEmbedding, PackedLinear, dtype_of, shape_of
+from .code import ambient, described, is_shipped
+from .identity import code_run_by, first_device, foreign_global_hooks, put_on
+from .once import modules_of, once, parameters_of
+from .probe import windows_of
+
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # one set of frequencies for all lengths
+SILU = (nn.SiLU, ACT2CLS["silu"])
+PLAIN_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, PackedLinear, PackedEmbedding, *SILU)
+
+
+@once
+def foreign(model: PreTrainedModel) -> str | None:
+    """What keeps a LLaMA-like model from being what the operator computes, or ``None``."""
+    return (
+        _foreign_config(model)
+        or foreign_code(model)
+        or _foreign_module(model)
+        or _foreign_parameter(model)
+        or _foreign_layer(model)
+    )
+
+
+@once
+def foreign_code(model: nn.Module, *, shipped: bool = True) -> str | None:
+    """Code in a forward of ``model`` that neither transformers nor PyTorch brought, or that runs round all code.
+
+    ``shipped``: whether their own counts where it is a hook or lies on a module, as accelerate's does.
+    """
+    cast, *modes = ambient(first_device(model))
+    if cast is not None:
+        return f"autocast to {cast}"
+    if modes:
+        return f"a mode that PyTorch's operations go through, {modes[0].__qualname__}"
+    for hook in foreign_global_hooks():
+        return f"a hook of all modules, {described(hook)}"
+    for (name, _), put in zip(modules_of(model), put_on(model), strict=True):
+        if not put.hooks and not put.functions:
+            continue
+        hooks = [*put.hooks.values(), *(put.functions[own] for own in put.functions if own == "forward")]
+        if any(shipped or not is_shipped(hook) for hook in hooks):
+            return f"{name or 'the model'} has a hook"
+        for function, value in put.functions.items():
+            if shipped or not is_shipped(value):
+                return f"{name or 'the model'} has a function of its own, {function}"
+    return code_run_by(model).foreign
+
+
+def layers_of(model: Any) -> list[Any]:
+    """The layers that a forward runs: no more than the config says."""
+    return list(model.model.layers)[: model.config.num_hidden_layers]
+
+
+def _foreign_config(model: PreTrainedModel) -> str | None:
+    config = model.config
+    if config.hidden_act != "silu":
+        return f"the activation {config.hidden_act} instead of silu"
+    if (config.rope_parameters or {}).get("rope_type", "default") not in STATIC_ROPE:
+        return "frequencies of the rotary embedding that depend on the length"
+    if getattr(model, "_device_mesh", None) is not None:
+        return "a tensor-parallel model"
+    return None
+
+
+def _foreign_module(model: Any) -> str | None:
+    for name, module in modules_of(model):
+        kind = type(module)
+        if kind.__module__ != type(model).__module__ and kind not in PLAIN_MODULES:
+            return f"{name} is not a plain module of transformers or PyTorch but {kind.__module__}.{kind.__qualname__}"
+    if model.lm_head.bias is not None:
+        return "a bias of the output matrix"
+    if getattr(model.model.embed_tokens, "max_norm", None) is not None:
+        return "an embedding whose rows are scaled down to max_norm"
+    rotary = model.model.rotary_emb
+    if getattr(rotary, "rope_type", "default") not in STATIC_ROPE:
+        return "frequencies of the rotary embedding that depend on the length"
+    if type(rotary.inv_freq) is not Tensor and type(rotary.inv_freq) is not nn.Buffer:
+        return "frequencies of the rotary embedding that are no plain tensor"
+    return None
+
+
+def _foreign_parameter(model: Any) -> str | None:
+    dtype, device = dtype_of(model.lm_head), model.device  # which looks for a parameter every time
+    for name, parameter in parameters_of(model):
+        if type(parameter) is not nn.Parameter or parameter.dtype not in FLOATS or not parameter.is_contiguous():
+            return f"{name} is not a plain tensor of float32, bfloat16 or float16"
+        if parameter.dim() == 2 and parameter.dtype != dtype:
+            return f"{name} is {parameter.dtype}, the output matrix {dtype}"
+        if parameter.device != device:
+            return f"{name} lies on another device"
+    for name, module in modules_of(model):
+        if isinstance(module, Packed) and (module.packed.device != device or module.like.dtype != dtype):
+            return f"{name} is packed on {module.packed.device} for {module.like.dtype}, not on {device} for {dtype}"
+    return None
+
+
+def _foreign_layer(model: Any) -> str | None:
+    """What a layer does otherwise than the operator, or than the first one."""
+    layers, windows = layers_of(model), windows_of(model)
+    if not layers or len(layers) != len(windows):
+        return f"{len(layers)} layers with {len(windows)} attention calls"
+    head_dim, eps, first = 2 * model.model.rotary_emb.inv_freq.numel(), model.model.norm.variance_epsilon, layers[0]
+    sizes = _sizes(first)
+    for number, layer in enumerate(layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        if attention.head_dim != head_dim:
+            return f"heads that are turned in part, or of another size, in layer {number}"
+        if attention.scaling != head_dim**-0.5:
+            return f"another scale of the attention in layer {number}, {attention.scaling}"
+        if type(mlp.act_fn) not in SILU:
+            return f"another activation in layer {number}, {type(mlp.act_fn).__name__}"
+        if any(norm.variance_epsilon != eps for norm in _norms(layer)):
+            return f"a norm with another epsilon in layer {number}"
+        found = _sizes(layer)
+        if found != sizes:
+            return f"layers of different sizes: {found} in layer {number}, {sizes} in layer 0"
+    return _unfit(model, first, head_dim)
+
+
+def _norms(layer: Any) -> Iterator[Any]:
+    yield from (layer.input_layernorm, layer.post_attention_layernorm)
+    attention = layer.self_attn
+    yield from (getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name))
+
+
+def _sizes(layer: Any) -> dict[str, torch.Size]:
+    attention, mlp = layer.self_attn, layer.mlp
+    parts = {"q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj, "o": attention.o_proj}
+    parts |= {"gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj}
+    return {name: shape_of(part) for name, part in parts.items()}
+
+
+def _unfit(model: Any, layer: Any, head_dim: int) -> str | None:
+    """Which matrix of a layer does not go with the others."""
+    vocab, hidden = shape_of(model.model.embed_tokens)
+    found = _sizes(layer)
+    heads, kv_heads, inner = found["q"][0] // head_dim, found["k"][0] // head_dim, found["gate"][0]
+    q, kv = (heads * head_dim, hidden), (kv_heads * head_dim, hidden)
+    expected = {"q": q, "k": kv, "v": kv, "o": q[::-1], "gate": (inner, hidden), "up": (inner, hidden)}
+    expected["down"] = (hidden, inner)
+    if found != expected or not kv_heads or heads % kv_heads:
+        return f"matrices of sizes that do not go together, {found}"
+    output = tuple(shape_of(model.lm_head))
+    if output != (model.config.vocab_size, hidden) or vocab < model.config.vocab_size:
+        return f"an output matrix of {output} for {model.config.vocab_size} tokens"
+    norms = [
+        *(norm.weight for norm in (layer.input_layernorm, layer.post_attention_layernorm)),
+        model.model.norm.weight,
+    ]
+    if any(tuple(weight.shape) != (hidden,) for weight in norms):
+        return "a norm of another size"
+    return None

@@ -1,0 +1,225 @@
+"""A few tokens through a model as transformers forwards it, and through what stands in for that: the same logits.
+
+A way to forward rows serves a model after it has shown that it computes what the model's own ``forward`` does: a prompt
+in pieces, behind padding in one of two sequences, then rows of a tree. In half precision rounding hides what is off by
+a hundredth, so there a few of the layers, in float32, are proved first, as a model of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from gsd_kernels.graph import pack_bits
+
+from ..packed.modules import Packed, matrix_of
+from .probe import examine, random_numbers_kept
+from .properties import cache_argument, device_of, vocabulary
+from .view import with_children
+
+PROMPT, PADS, PIECE = 7, 3, 4  # tokens; of the second sequence; of a piece
+PARENTS = (-1, 0, 0, 1, 3, 4)  # of the rows
+TEXT = (0, 1, 3, 4, 5)  # rows that are a path; the other one is beside it
+LENGTH = PROMPT + len(TEXT)
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+"""Largest difference of a row's logits, relative to their spread, that needs no second look."""
+NEVER = 0.3  # no rounding differs by as much, but in models that multiply it:
+SHAKEN, FREELY = 30.0, 3.0  # times what a rounding of the embedding changes, below that and in any case
+SOME = 64  # tokens of the vocabulary that a proof in float32 has
+MOST_WEIGHTS, MOST_LAYERS = 8_000_000, 3  # in float32; one layer in any case
+
+Forward = Callable[[PreTrainedModel], Tensor]
+"""Logits of :data:`TEXT`, [2, len(TEXT), V], the way that is to be proved."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What keeps a way to forward rows from a model.
+
+    Attributes:
+        what: in words.
+        cause: an error that the model raised.
+        passing: whether another try may say something else.
+    """
+
+    what: str
+    cause: Exception | None = None
+    passing: bool = False
+
+
+def text(model: PreTrainedModel) -> Tensor:
+    """Tokens [2, LENGTH], spread over the vocabulary."""
+    ids = 11 + 7919 * torch.arange(2 * LENGTH, device=device_of(model)).view(2, LENGTH)
+    return ids % min(vocabulary(model), matrix_of(model.get_input_embeddings()).shape[0])  # type: ignore[operator]
+
+
+def padding(ids: Tensor) -> Tensor:
+    """1 for tokens, 0 for padding."""
+    mask = torch.ones_like(ids)
+    mask[1, :PADS] = 0
+    return mask
+
+
+def own_logits(model: PreTrainedModel, *, singly: bool = False) -> Tensor:
+    """As transformers' ``generate`` computes them of a prompt; ``singly``: of a prompt and tokens behind it."""
+    ids, cache = text(model), DynamicCache(config=model.config)
+    mask = padding(ids)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    ends = [*range(PROMPT + 1, LENGTH), LENGTH] if singly else [LENGTH]
+    logits, begin = [], 0
+    for end in ends:
+        output = model(
+            input_ids=ids[:, begin:end],
+            attention_mask=mask[:, :end],
+            position_ids=positions[:, begin:end],
+            **{cache_argument(model): cache},
+            use_cache=True,
+            return_dict=True,
+        )
+        logits.append(output.logits[:, -1:] if singly else output.logits[:, -len(TEXT) :])
+        begin = end
+    return torch.cat(logits, 1)
+
+
+def logits_of_rows(rows: Any, model: PreTrainedModel) -> Tensor:
+    """The same through a row model: a prompt in pieces, then rows of a tree."""
+    ids, parents = text(model), list(PARENTS)
+    device, count = ids.device, len(PARENTS)
+    sees, depths = torch.eye(count, dtype=torch.bool), torch.zeros(count, dtype=torch.int32)
+    for row, parent in enumerate(parents[1:], 1):
+        sees[row] |= sees[parent]
+        depths[row] = depths[parent] + 1
+    beside = next(row for row in range(count) if row not in TEXT)
+    tokens = torch.cat([ids[:, PROMPT:], ids[:, PROMPT:][:, :1]], 1)
+    order = [*TEXT, beside]
+    tokens = tokens[:, [order.index(row) for row in range(count)]]
+    words, depths = pack_bits(sees)[None].expand(2, -1, -1), depths.expand(2, -1)
+    rows.prefill(ids[:, :PROMPT], padding(ids)[:, :PROMPT], PIECE)
+    logits = rows.rows(
+        tokens,
+        torch.full((2,), PROMPT, dtype=torch.int32, device=device),
+        torch.arange(count, device=device),
+        words.contiguous().to(device),
+        depths.contiguous().to(device),
+        depths.contiguous().to(device),
+        keep=count,
+    )
+    return logits[:, list(TEXT)]
+
+
+def kv_start(model: PreTrainedModel) -> Tensor:
+    """Padding of the two sequences, int32 [2]."""
+    return torch.tensor([0, PADS], dtype=torch.int32, device=device_of(model))
+
+
+def capacity() -> int:
+    """Cache positions that the text needs."""
+    return PROMPT + len(PARENTS)
+
+
+def why_not_proved(
+    model: PreTrainedModel, way: str, forward: Forward, *, closely: bool = False, singly: bool = False
+) -> Difference | None:
+    """What ``forward`` computes otherwise than the model, or ``None``.
+
+    Remembered until the model's structure is another one, see :mod:`.identity`.
+
+    Args:
+        model: left as it is.
+        way: name of ``forward``.
+        forward: logits of :func:`text`, the way that is to be proved.
+        closely: whether it also takes some of the layers in float32, as a model of their own.
+        singly: whether the model forwards token by token, as it does behind a prompt: code that is not transformers'
+            own may go by how many there are.
+    """
+    proofs, key = examine(model).proofs, (way, model.dtype, device_of(model))
+    if key not in proofs:
+        closely = closely and model.dtype in (torch.float16, torch.bfloat16)
+        found = _difference(model, forward, closely=closely, singly=singly)
+        if found is not None and found.passing:
+            return found
+        proofs[key] = found
+    answer: Difference | None = proofs[key]
+    return answer
+
+
+def _difference(model: PreTrainedModel, forward: Forward, *, closely: bool, singly: bool) -> Difference | None:
+    with random_numbers_kept(model), torch.inference_mode(False), torch.no_grad():
+        try:
+            for found in ([in_float(model)] if closely else []) + [model]:
+                own = own_logits(found, singly=singly).double()
+                ours = forward(found).double()
+                if not bool(own.isfinite().all()):
+                    return Difference("the logits of a few tokens are not finite", passing=True)
+                difference = worst(own, ours)
+                if difference <= TOLERANCE[found.dtype]:
+                    continue
+                rounding = worst(own, shaken(found, singly=singly))
+                if difference > max(min(NEVER, SHAKEN * rounding), FREELY * rounding):
+                    what = "some layers in float32" if found is not model else "a few tokens"
+                    return Difference(
+                        f"its logits of {what} differ from the modules' by {difference:.1g} of their spread"
+                    )
+        except Exception as error:
+            first = " ".join(str(error).split())[:200]
+            what = f"a few tokens could not be forwarded ({type(error).__name__}: {first})"
+            return Difference(what, cause=error, passing=True)
+    return None
+
+
+def worst(own: Tensor, ours: Tensor) -> float:
+    """The largest difference of a row's logits [2, n, V], relative to their spread."""
+    spread = (own - own.mean(-1, keepdim=True)).norm(dim=-1)
+    found = ((ours - own).norm(dim=-1) / spread.clamp(min=1e-30)).max()
+    return float(found.nan_to_num(float("inf")))
+
+
+def shaken(model: PreTrainedModel, *, singly: bool) -> Tensor:
+    """The model's own logits, [2, n, V], of embeddings that are rounded otherwise."""
+    thread, eps = threading.get_ident(), torch.finfo(model.dtype).eps
+
+    def shake(_: nn.Module, __: Any, output: Any) -> Any:
+        if threading.get_ident() != thread:
+            return None
+        noise = torch.rand(output.shape, generator=torch.Generator().manual_seed(0)) - 0.5
+        return output + output * (noise * eps).to(output)
+
+    handle = model.get_input_embeddings().register_forward_hook(shake)  # type: ignore[operator]
+    try:
+        return own_logits(model, singly=singly).double()
+    finally:
+        handle.remove()
+
+
+def in_float(model: Any) -> Any:
+    """Some layers of a LLaMA-like model in float32, with a few tokens of its vocabulary; the model stays as it is."""
+    decoder = model.model
+    layers = list(decoder.layers)[: model.config.num_hidden_layers]
+    size = sum(parameter.numel() for parameter in layers[0].parameters())
+    count = max(1, min(len(layers), MOST_LAYERS, MOST_WEIGHTS // max(1, size)))
+    chosen = [layers[(i * (len(layers) - 1)) // max(1, count - 1)] for i in range(count)]
+    parts = {
+        "embed_tokens": _in_float(decoder.embed_tokens, SOME),
+        "layers": nn.ModuleList(_in_float(layer) for layer in chosen).train(decoder.training),
+        "norm": _in_float(decoder.norm),
+    }
+    return with_children(model, {"model": with_children(decoder, parts), "lm_head": _in_float(model.lm_head, SOME)})
+
+
+def _in_float(module: Any, rows: int | None = None) -> Any:
+    if isinstance(module, Packed):
+        return module.part(rows, torch.float32)
+    view = with_children(module, {name: child and _in_float(child) for name, child in module._modules.items()})
+    if rows is not None and isinstance(module, nn.Embedding):
+        view.__dict__["padding_idx"] = None  # which may be no token of those
+    view.__dict__["_parameters"] = {
+        name: None if p is None else nn.Parameter(p.detach()[:rows].float(), requires_grad=False)
+        for name, p in module._parameters.items()
+    }
+    return view

@@ -1,0 +1,127 @@
+"""Whether a model's own attention function computes what graph rows get: softmax over what a row sees.
+
+Graph rows go through this package's attention. A function that a user registered or put in place of transformers' may
+do something else, so it is called beside ours with the same numbers, in float32 where the model is in half precision:
+the sum of a few values in two orders differs by 1e-6, by which a scale that is off by a ten-thousandth shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gsd_kernels.ops.dag_attention import reference
+
+from .code import described, is_shipped
+
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+"""Largest difference, relative to the largest output; transformers takes the softmax of float64 in float32."""
+SPREAD = 3.0  # of scores, so that what bends them shows
+LONG = 160  # positions, for functions that are not transformers': a window of their own may be long
+UNTRIED = ("transformers.integrations.flash", "transformers.integrations.flex", "kernels")
+"""Transformers' own that take half precision alone, or compile first."""
+
+
+@dataclass
+class AttentionCall:
+    """One attention call of a forward."""
+
+    module: nn.Module
+    own: Callable[..., Any]  # the model's attention function
+    query: torch.Size  # [B, Hq, R, D]
+    key: torch.Size  # [B, Hkv, S, D]
+    value: torch.Size
+    dtype: torch.dtype
+    mask: Any
+    scaling: float | None
+    options: dict[str, Any]
+
+    @property
+    def layer(self) -> int | None:
+        """Its layer of the cache."""
+        return getattr(self.module, "layer_idx", None)
+
+    @property
+    def window(self) -> int | None:
+        """What the call says."""
+        return self.options.get("sliding_window")
+
+    @property
+    def foreign(self) -> bool:
+        """Whether the function is not transformers' own."""
+        return not is_shipped(self.own)
+
+
+def check_attention(call: AttentionCall, visible: Tensor) -> str | None:
+    """What differs between the model's attention function and ours, or ``None``.
+
+    Args:
+        call: as it was seen.
+        visible: bool [B, R, S], what each row sees; rows that see nothing are not compared.
+    """
+    home = str(getattr(call.own, "__module__", ""))
+    if home.startswith(UNTRIED):
+        return None
+    found = _difference(call, visible, call.mask)
+    if found is None and call.foreign:
+        visible, mask = _longer(call, visible)
+        found = _difference(call, visible, mask) if mask is not None else None
+    if found is None:
+        return None
+    return (
+        f"{described(call.own)} in layer {call.layer} gives results that differ from softmax attention by {found:.1g}"
+    )
+
+
+def _longer(call: AttentionCall, visible: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The call's mask with more positions in front, all of which are seen, and what is visible then."""
+    more = LONG - visible.shape[-1]
+    mask = call.mask
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-1] != visible.shape[-1]:
+        return visible, None
+    front = torch.ones(*visible.shape[:2], more, dtype=torch.bool, device=visible.device)
+    visible = torch.cat([front & visible.any(-1, keepdim=True), visible], -1)
+    if mask.dtype == torch.bool:
+        return visible, visible[:, None]
+    zero = torch.zeros((), dtype=mask.dtype, device=mask.device)
+    return visible, torch.where(visible[:, None], zero, torch.finfo(mask.dtype).min)
+
+
+def _difference(call: AttentionCall, visible: Tensor, mask: Any) -> float | None:
+    """The largest difference relative to the largest output, where that is more than rounding."""
+    exact = torch.float64 if call.dtype == torch.float64 else torch.float32
+    try:
+        found = _relative(call, visible, mask, exact)
+    except Exception:
+        if exact == call.dtype:
+            raise
+        exact = call.dtype  # kernels for half precision alone
+        found = _relative(call, visible, mask, exact)
+    return None if found <= TOLERANCE.get(exact, 0.05) else found
+
+
+def _relative(call: AttentionCall, visible: Tensor, mask: Any, dtype: torch.dtype) -> float:
+    generator = torch.Generator().manual_seed(0)
+    length, device = visible.shape[-1], visible.device
+
+    def values(batch: int, heads: int, rows: int, size: int) -> Tensor:
+        return torch.randn(batch, heads, rows, size, generator=generator).to(device, dtype)
+
+    scale = call.scaling if call.scaling is not None else call.query[-1] ** -0.5
+    query = values(*call.query) * (SPREAD / math.sqrt(call.query[-1]) / scale)
+    key = values(*call.key[:2], length, call.key[-1])
+    value = values(*call.value[:2], length, call.value[-1])
+    if isinstance(mask, Tensor) and mask.is_floating_point():
+        mask = mask.to(dtype)
+    out = call.own(call.module, query, key, value, mask, scaling=call.scaling, dropout=0.0, **call.options)[0]
+    softcap = call.options.get("softcap")
+    ours = reference.attend(query, key, value, visible, scale, softcap)[0].transpose(1, 2)  # [B, R, Hq, Dv]
+    seen = visible.any(-1)
+    out, ours = out.view(ours.shape)[seen].double(), ours[seen].double()
+    difference = float((out - ours).abs().max() / ours.abs().max())
+    return math.inf if math.isnan(difference) else difference

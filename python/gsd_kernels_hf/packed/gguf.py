@@ -1,0 +1,220 @@
+"""GGUF files as models: the blocks stay as they lie in the file, mapped to memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
+
+from .header import Header, Stored
+from .modules import PackedEmbedding, PackedLinear
+
+logger = logging.getLogger("gsd_kernels")
+PERMUTED = ("llama", "mistral")
+"""Architectures whose rows of q and k lie in the file as pairs of a head's halves."""
+PACKED = (*PERMUTED, "qwen2", "qwen3")
+"""Architectures whose matrices stay packed; transformers' loader unpacks the others."""
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+FREQUENCIES = "rope_freqs.weight"
+"""Factors that divide the frequencies of the rotary embedding, float32 [head_dim / 2]."""
+FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def from_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """A transformers model over a GGUF file, for a CPU: its matrices stay packed, where they lie in the file.
+
+    Config and vocabulary are read by transformers; ``AutoTokenizer.from_pretrained(folder, gguf_file=name)`` gives the
+    tokenizer with the file's chat template. A matrix is multiplied as the dense one that its format defines, rounded to
+    ``dtype``, bit for bit: nothing is quantised anew, activations are not quantised.
+
+    Args:
+        path: of the file. It must stay there while the model is used.
+        dtype: of activations, norms and what matrices stand for.
+
+    Returns:
+        The model, in evaluation mode. Its own ``forward`` and ``generate`` work; :func:`gsd_kernels.patch` makes it
+        fast.
+        It cannot be trained or saved. Of architectures other than LLaMA's, Mistral's, Qwen2's and Qwen3's, transformers
+        unpacks all weights, which the log says.
+
+    Raises:
+        TypeError, ValueError: no GGUF file, a damaged one, or one that cannot be served.
+    """
+    path = Path(path)
+    if dtype not in FLOATS.values():
+        raise TypeError(f"dtype: expected float32, bfloat16 or float16, got {dtype}")
+    header = Header.read(path)
+    architecture = str(header.fields.get("general.architecture"))
+    if architecture not in PACKED or not all(_place(name) for name in header.tensors if name != FREQUENCIES):
+        logger.warning("%s: transformers unpacks all weights of the architecture %s", path, architecture)
+        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype).eval()
+    config = config_of(header)
+    config.dtype = dtype
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    _Filling(path, header, model, dtype, permuted=architecture in PERMUTED).fill()
+    model.save_pretrained = _refusal(path)
+    return model.eval()
+
+
+def config_of(header: Header) -> PretrainedConfig:
+    """The config that transformers reads from a file's head, by its own table of names.
+
+    Raises:
+        ValueError: a number is missing.
+    """
+    from transformers.integrations import GGUF_CONFIG_MAPPING
+
+    architecture = header.fields["general.architecture"]
+    values: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in header.tensors}
+    for key, value in header.fields.items():
+        prefix, _, rest = key.partition(".")
+        name = GGUF_CONFIG_MAPPING.get(prefix, {}).get(rest)
+        if name is not None and name != -1:
+            values[name] = value
+    values.setdefault("vocab_size", header.fields.get("tokenizer.ggml.tokens"))
+    head_dim = header.fields.get(f"{architecture}.attention.key_length")
+    if head_dim is not None:  # which transformers leaves at its default
+        values.setdefault("head_dim", head_dim)
+    values.pop("_model_name_or_path", None)
+    missing = [name for name in NEEDED if values.get(name) is None]
+    if missing:
+        raise ValueError(f"path: the head of this {architecture} file has no {', '.join(missing)}")
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def _place(name: str) -> str | None:
+    """Name of the module's tensor for that of the file."""
+    parts = name.split(".")
+    if parts[-1] not in ("weight", "bias"):
+        return None
+    if parts[0] == "blk" and len(parts) == 4 and parts[1].isdigit():
+        return f"model.layers.{parts[1]}.{NAMES[parts[2]]}.{parts[3]}" if parts[2] in NAMES else None
+    return f"{NAMES[parts[0]]}.{parts[1]}" if len(parts) == 2 and parts[0] in NAMES else None
+
+
+def _refusal(path: Path) -> Callable[..., NoReturn]:
+    def save_pretrained(*args: Any, **kwargs: Any) -> NoReturn:
+        """Refuses: the model is its file."""
+        raise ValueError(f"save_pretrained: the weights of this model stay packed in {path}; copy that file instead")
+
+    return save_pretrained
+
+
+class _Filling:
+    """Puts a file's tensors into a model without any."""
+
+    def __init__(
+        self, path: Path, header: Header, model: PreTrainedModel, dtype: torch.dtype, *, permuted: bool
+    ) -> None:
+        self.path, self.model, self.dtype, self.permuted = path, model, dtype, permuted
+        # Private pages of the file: nothing is read before it is used, nothing is ever written.
+        self.file = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        self.tensors = {_place(name) or name: tensor for name, tensor in header.tensors.items()}
+
+    def fill(self) -> None:
+        """Replace every module that holds weights, then what is computed from the config.
+
+        Raises:
+            ValueError: a tensor is missing or of another shape, with its name.
+        """
+        for name, module in list(self.model.named_modules()):
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                self._replace(name, self._matrix_module(name, module))
+            else:
+                for own, parameter in list(module.named_parameters(recurse=False)):
+                    value = self._vector(f"{name}.{own}", parameter.shape)
+                    setattr(module, own, nn.Parameter(value, requires_grad=False))
+        rotary = self.model.model.rotary_emb
+        self._replace("model.rotary_emb", type(rotary)(config=self.model.config))
+        if FREQUENCIES in self.tensors:
+            rotary = self.model.model.rotary_emb
+            rotary.inv_freq /= self._vector(FREQUENCIES, rotary.inv_freq.shape, torch.float32)
+        left = [name for name, t in (*self.model.named_parameters(), *self.model.named_buffers()) if t.is_meta]
+        if left:
+            raise ValueError(f"path: {self.path} has nothing for {', '.join(left[:4])}")
+
+    def _replace(self, name: str, module: nn.Module) -> None:
+        parent, _, last = name.rpartition(".")
+        setattr(self.model.get_submodule(parent), last, module)
+
+    def _matrix_module(self, name: str, module: nn.Linear | nn.Embedding) -> nn.Module:
+        embeds = isinstance(module, nn.Embedding)
+        of = name if f"{name}.weight" in self.tensors or embeds else "model.embed_tokens"  # tied
+        matrix = self._matrix(f"{of}.weight", module.weight.shape)
+        bias = None if embeds or module.bias is None else self._vector(f"{name}.bias", module.bias.shape)
+        if isinstance(matrix, PackedMatrix):
+            if embeds:
+                return PackedEmbedding(matrix, self.dtype, module.padding_idx)
+            return PackedLinear(matrix, self.dtype, bias)
+        module.weight = nn.Parameter(matrix, requires_grad=False)
+        if bias is not None:
+            module.bias = nn.Parameter(bias, requires_grad=False)
+        return module
+
+    def _matrix(self, name: str, shape: torch.Size) -> PackedMatrix | Tensor:
+        """[outputs, inputs] as it lies, or in the model's dtype where the file has plain floats."""
+        tensor = self._found(name, shape)
+        kind = tensor.kind
+        raw = self._bytes(tensor).view(shape[0], -1)
+        if self.permuted and name.endswith(("self_attn.q_proj.weight", "self_attn.k_proj.weight")):
+            raw = self._unpermuted(raw)
+        if kind in FLOATS:
+            return raw.view(FLOATS[kind]).to(self.dtype)
+        return PackedMatrix(BY_NAME[kind], raw, shape[1])
+
+    def _unpermuted(self, rows: Tensor) -> Tensor:
+        """Rows of a head as transformers has them, its first half and then its second; the file has them in turns."""
+        config = self.model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return rows.view(-1, head_dim // 2, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+
+    def _vector(self, name: str, shape: torch.Size, dtype: torch.dtype | None = None) -> Tensor:
+        tensor = self._found(name, shape)
+        kind = tensor.kind
+        if kind not in FLOATS:
+            raise ValueError(f"path: {name} of {self.path} is packed as {kind}; expected plain floats")
+        value = self._bytes(tensor).view(FLOATS[kind]).to(dtype or self.dtype, copy=True)
+        if self.permuted and name.endswith(("q_proj.bias", "k_proj.bias")):
+            value = self._unpermuted(value[:, None])[:, 0]
+        return value
+
+    def _found(self, name: str, shape: torch.Size) -> Stored:
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise ValueError(f"path: {self.path} has no tensor for {name}")
+        if tensor.shape != tuple(shape):
+            raise ValueError(f"path: {name} of {self.path} is {list(tensor.shape)}, the config says {list(shape)}")
+        if tensor.kind not in FLOATS and tensor.kind not in BY_NAME:
+            raise ValueError(
+                f"path: {name} of {self.path} is packed as {tensor.kind}, which is none of {', '.join(BY_NAME)}; "
+                "convert it with llama-quantize"
+            )
+        return tensor
+
+    def _bytes(self, tensor: Stored) -> Tensor:
+        return self.file[tensor.offset : tensor.offset + tensor.nbytes]

@@ -1,0 +1,143 @@
+"""Linear layers and embeddings over packed matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gsd_kernels.ops.packed import Kind, PackedMatrix, unpack_rows
+from gsd_kernels.ops.row_linear import row_linear
+
+
+class Packed(nn.Module):
+    """A module whose weights are one packed matrix. It is for inference: no gradient reaches the weights.
+
+    Args:
+        matrix: its tensors become the module's buffers, as they lie.
+        dtype: of the weights that they stand for.
+
+    Attributes:
+        packed: the matrix's data.
+        scales: what lies beside it, or ``None``.
+        kind, inputs: of the matrix.
+    """
+
+    packed: Tensor
+    scales: Tensor | None
+    like: Tensor
+
+    def __init__(self, matrix: PackedMatrix, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.kind: Kind = matrix.kind
+        self.inputs: int = matrix.inputs
+        self.register_buffer("packed", matrix.data)
+        self.register_buffer("scales", matrix.scales)
+        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)  # goes where the model goes
+
+    @property
+    def matrix(self) -> PackedMatrix:
+        """The matrix as it lies now."""
+        return PackedMatrix(self.kind, self.packed, self.inputs, self.scales)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense matrix, [outputs, inputs], unpacked anew at every access; what asks for a size asks the matrix."""
+        return unpack_rows(self.matrix, dtype=self.like.dtype)
+
+    def part(self, rows: int | None, dtype: torch.dtype) -> Packed:
+        """A module of the first ``rows`` (``None``: all) in another dtype; the packed rows stay where they are."""
+        matrix = self.matrix
+        scales = None if matrix.scales is None else matrix.scales[:rows]
+        return self._over(PackedMatrix(matrix.kind, matrix.data[:rows], matrix.inputs, scales), dtype)
+
+    def _over(self, matrix: PackedMatrix, dtype: torch.dtype) -> Packed:
+        raise NotImplementedError
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        scales = self.scales
+        module = super()._apply(fn, recurse)
+        if scales is not None and self.scales.dtype != scales.dtype:  # .to(dtype) is about what is computed
+            self.scales = scales.to(self.scales.device)
+        return module
+
+    def extra_repr(self) -> str:
+        outputs, inputs = self.matrix.shape
+        return f"{inputs}, {outputs}, {self.kind.name}, {self.kind.bits:.2f} bits a weight"
+
+
+class PackedLinear(Packed):
+    """``nn.Linear`` over a packed matrix: x · weightᵀ + bias, in the dtype of ``x``.
+
+    A row's result has the bits that the operator gives for the dense matrix, alone and among other rows.
+
+    Args:
+        matrix: [out_features, in_features].
+        bias: [out_features], or ``None``.
+        dtype: of the weights that the matrix stands for.
+    """
+
+    def __init__(self, matrix: PackedMatrix, dtype: torch.dtype, bias: Tensor | None = None) -> None:
+        super().__init__(matrix, dtype)
+        self.out_features, self.in_features = matrix.shape
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[…, in_features] → […, out_features]"""
+        rows = input.reshape(-1, self.in_features)
+        out = row_linear(rows, self.matrix) if len(rows) else rows.new_empty(0, self.out_features)
+        out = out.view(*input.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias
+
+    def _over(self, matrix: PackedMatrix, dtype: torch.dtype) -> PackedLinear:
+        bias = None if self.bias is None else self.bias.detach()[: matrix.outputs].to(dtype)
+        return PackedLinear(matrix, dtype, bias)
+
+
+class PackedEmbedding(Packed):
+    """``nn.Embedding`` over a packed matrix.
+
+    Args:
+        matrix: [num_embeddings, embedding_dim].
+        dtype: of what is looked up.
+        padding_idx: as in ``nn.Embedding``; no gradient is kept either way.
+    """
+
+    def __init__(self, matrix: PackedMatrix, dtype: torch.dtype, padding_idx: int | None = None) -> None:
+        super().__init__(matrix, dtype)
+        self.num_embeddings, self.embedding_dim = matrix.shape
+        self.padding_idx = padding_idx
+
+    def forward(self, input: Tensor) -> Tensor:
+        """int […] → […, embedding_dim]"""
+        rows = unpack_rows(self.matrix, input.reshape(-1).long(), dtype=self.like.dtype)
+        return rows.view(*input.shape, self.embedding_dim)
+
+    def _over(self, matrix: PackedMatrix, dtype: torch.dtype) -> PackedEmbedding:
+        return PackedEmbedding(matrix, dtype)
+
+
+def matrix_of(module: nn.Module) -> Tensor | PackedMatrix:
+    """The weights of a linear layer or an embedding as they lie, [outputs, inputs]."""
+    matrix: Tensor | PackedMatrix = module.matrix if isinstance(module, Packed) else module.weight.detach()
+    return matrix
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """Of the weights of a linear layer or an embedding, or of what they stand for."""
+    dtype: torch.dtype = (module.like if isinstance(module, Packed) else module.weight).dtype
+    return dtype
+
+
+def shape_of(module: nn.Module) -> torch.Size:
+    """Of the weights of a linear layer or an embedding: outputs and inputs."""
+    shape: torch.Size = (
+        torch.Size((module.packed.shape[0], module.inputs)) if isinstance(module, Packed) else module.weight.shape
+    )
+    return shape
+
+
+def packed_in(model: nn.Module) -> list[Packed]:
+    """The modules with packed weights."""
+    return [module for module in model.modules() if isinstance(module, Packed)]

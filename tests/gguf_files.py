@@ -1,0 +1,108 @@
+"""Small GGUF files as llama.cpp's converters write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from ops.contracts.packed import packed_matrix
+from transformers import PreTrainedModel
+
+from gsd_kernels.ops.packed import BY_NAME
+from gsd_kernels_hf.packed.gguf import NAMES, PERMUTED
+
+
+def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q or k in the order in which LLaMA's files have them: a head's two halves in turns."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def write_gguf(path: Path, model: PreTrainedModel, architecture: str, kinds: str | list[str], **fields: int) -> Path:
+    """``model`` as a file, its matrices packed as the ``kinds`` in turns ("f32", "bf16", "q4_0", …).
+
+    Kinds that the gguf package does not pack get random blocks.
+    """
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    config, writer = model.config, gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    if architecture == "llama":
+        writer.add_rope_dimension_count(config.head_dim)
+    if architecture == "qwen3":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    writer.add_token_list(["a"] * 7)  # a vocabulary that has to be passed over
+    writer.add_eos_token_id(2)
+    for key, value in fields.items():
+        writer.add_uint32(key, value)
+    back = {place: name for name, place in NAMES.items()}
+    number = 0
+    for name, parameter in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        module, _, suffix = name.rpartition(".")
+        block = ""
+        if module.startswith("model.layers."):
+            _, _, layer, module = module.split(".", 3)
+            block = f"blk.{layer}."
+        values = parameter.float().numpy()
+        if architecture in PERMUTED and module in ("self_attn.q_proj", "self_attn.k_proj"):
+            heads = config.num_attention_heads if "q_proj" in module else config.num_key_value_heads
+            values = permuted(values, heads)
+        kind = kinds[number % len(kinds)] if values.ndim == 2 else "f32"
+        number += values.ndim == 2
+        _add(writer, f"{block}{back[module]}.{suffix}", values, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
+    of = GGMLQuantizationType[kind.upper()]
+    if kind == "f32":
+        return writer.add_tensor(name, np.ascontiguousarray(values))
+    try:
+        packed = gguf.quants.quantize(values, of)
+    except NotImplementedError:
+        packed = packed_matrix(BY_NAME[kind], *values.shape).data.numpy()
+    writer.add_tensor(name, packed, raw_dtype=of)
+
+
+def tiny(architecture: str, hidden: int = 64, *, tied: bool = False, head_dim: int | None = None) -> PreTrainedModel:
+    """A random model of an architecture, float32."""
+    import transformers as t
+
+    torch.manual_seed(3)
+    shape = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 96,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "head_dim": hidden // 4 if head_dim is None else head_dim,
+        "eos_token_id": 2,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    kind = {"llama": t.LlamaForCausalLM, "qwen2": t.Qwen2ForCausalLM, "qwen3": t.Qwen3ForCausalLM}[architecture]
+    model = kind(kind.config_class(**shape)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model

@@ -1,0 +1,135 @@
+"""Packed weights: the bits of the dense matrices that their formats define, at every level of instructions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from guards import guarded
+from ops.contracts.backends import backend_param, backends
+from ops.contracts.decoder import decoder_case
+from ops.contracts.packed import KINDS, packed_matrix, width_of
+
+from gsd_kernels import cpu_levels
+from gsd_kernels.backends import unavailable_reason
+from gsd_kernels.ops.decoder_rows import decoder_rows
+from gsd_kernels.ops.decoder_rows.weights import MATRICES
+from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, unpack_rows
+from gsd_kernels.ops.row_linear import row_linear
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NO_CPU = unavailable_reason("cpu", torch.device("cpu"))
+LEVELS = [] if NO_CPU else [n for n, why in cpu_levels.levels().items() if why is None] + ["amx_in_software"]
+kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+levels = pytest.mark.parametrize("level", LEVELS)
+
+
+@kinds
+def test_the_gguf_package_unpacks_the_same_bits(kind):
+    gguf = pytest.importorskip("gguf")
+    if kind.scaled:
+        pytest.skip("GGUF has no such kind")
+    matrix = packed_matrix(kind, 5, width_of(kind, 300))
+    theirs = gguf.quants.dequantize(matrix.data.numpy(), gguf.GGMLQuantizationType[kind.name.upper()])
+    assert torch.equal(unpack_rows(matrix, dtype=torch.float32, backend="reference"), torch.from_numpy(theirs))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@kinds
+@levels
+def test_every_level_unpacks_the_reference_s_bits(level, kind, dtype):
+    matrix = packed_matrix(kind, 7, width_of(kind, 160), seed=1)
+    exact = unpack_rows(matrix, dtype=dtype, backend="reference")
+    with cpu_levels.forced(level):
+        assert torch.equal(unpack_rows(matrix, dtype=dtype), exact)
+        some = torch.tensor([6, 0, 6])
+        assert torch.equal(unpack_rows(matrix, some, dtype=dtype), exact[some])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@kinds
+@levels
+def test_products_have_the_bits_of_the_dense_matrix(level, kind, dtype):
+    gen = torch.Generator().manual_seed(2)
+    for outputs, least in ((1, 1), (37, 200), (70, 1100)):
+        matrix = packed_matrix(kind, outputs, width_of(kind, least), seed=outputs)
+        dense = unpack_rows(matrix, dtype=dtype)
+        x = torch.randn(50, matrix.inputs, generator=gen).to(dtype)
+        with cpu_levels.forced(level):
+            for rows in (1, 2, 5, 17, 50):
+                assert torch.equal(row_linear(x[:rows], matrix), row_linear(x[:rows], dense))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@levels
+def test_a_decoder_of_mixed_kinds_has_the_dense_decoders_bits(level, dtype):
+    weights, case = decoder_case(dtype)
+    names = iter([k.name for k in KINDS if k.weights <= 32 and k.name != "int8"] * 4)
+
+    def packed(matrix):
+        kind = BY_NAME[next(names)]
+        if matrix.shape[1] % kind.weights:
+            kind = BY_NAME["int8"]
+        return packed_matrix(kind, *matrix.shape, seed=matrix.shape[0])
+
+    layers = [
+        replace(layer, **{n: packed(getattr(layer, n)) for n in MATRICES if n != "v"}) for layer in weights.layers
+    ]
+    mixed = replace(weights, embedding=packed(weights.embedding), head=packed(weights.head), layers=layers)
+    caches = {name: [cache.clone() for cache in case[name]] for name in ("k_caches", "v_caches")}
+    with cpu_levels.forced(level):
+        found = decoder_rows(mixed, **case, keep=3, states=(0, 1), backend="cpu")
+        exact = decoder_rows(mixed.dense(), **(case | caches), keep=3, states=(0, 1), backend="cpu")
+    for mine, theirs in zip(found, exact, strict=True):
+        assert torch.equal(mine, theirs)
+    for name, cache in caches.items():
+        assert all(torch.equal(a, b) for a, b in zip(case[name], cache, strict=True))
+
+
+@backends("reference")
+def test_the_reference_decoder_takes_them_too(on):
+    weights, case = decoder_case()
+    layers = [replace(layer, up=packed_matrix(BY_NAME["q8_0"], *layer.up.shape)) for layer in weights.layers]
+    mixed = replace(weights, layers=layers)
+    found = decoder_rows(mixed, **case, keep=5, backend=on.name)
+    assert torch.equal(found[0], decoder_rows(mixed.dense(), **case, keep=5, backend=on.name)[0])
+
+
+@kinds
+@pytest.mark.skipif(bool(NO_CPU), reason=str(NO_CPU))
+def test_nothing_outside_a_matrix_is_read(kind):
+    matrix = packed_matrix(kind, 6, width_of(kind, 100))
+    scales = None if matrix.scales is None else guarded(matrix.scales)
+    inside = PackedMatrix(kind, guarded(matrix.data), matrix.inputs, scales)
+    x = guarded(torch.randn(3, matrix.inputs))
+    assert torch.equal(row_linear(x, inside), row_linear(x, matrix))
+    assert torch.equal(unpack_rows(inside, dtype=torch.bfloat16), unpack_rows(matrix, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("backend", [backend_param("cpu")])
+def test_a_damaged_scale_is_not_hidden(backend):
+    data = packed_matrix(BY_NAME["q4_0"], 2, 64).data
+    data[1, :2] = torch.tensor([0x00, 0x7E], dtype=torch.uint8)  # NaN
+    out = row_linear(torch.ones(1, 64), PackedMatrix(BY_NAME["q4_0"], data, 64))
+    assert out[0, 0].isfinite() and out[0, 1].isnan()
+
+
+WRONG = {
+    "a dtype": (lambda m: PackedMatrix(m.kind, m.data.char(), m.inputs), TypeError, "data: q4_0 lies in torch.uint8"),
+    "a width": (lambda m: PackedMatrix(m.kind, m.data, m.inputs + 32), ValueError, "rows of 54 bytes"),
+    "no whole blocks": (lambda m: PackedMatrix(m.kind, m.data, m.inputs + 1), ValueError, "packs 32 weights a block"),
+    "scales": (lambda m: PackedMatrix(m.kind, m.data, m.inputs, torch.ones(3, 1)), ValueError, "scales: those of q4_0"),
+    "no scales": (lambda m: PackedMatrix(BY_NAME["int8"], m.data.char(), 36), TypeError, "scales: int8 needs float32"),
+    "inputs": (lambda m: row_linear(torch.ones(1, 32), m), ValueError, "weight: expected 32 inputs"),
+    "a row": (lambda m: unpack_rows(m, torch.tensor([3]), dtype=torch.float32), (RuntimeError, IndexError), "3"),
+    "rows": (lambda m: unpack_rows(m, torch.ones(1), dtype=torch.float32), TypeError, "rows: expected int64"),
+    "an output dtype": (lambda m: unpack_rows(m, dtype=torch.float64), TypeError, "dtype: expected float32"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_is_named(wrong):
+    call, error, message = WRONG[wrong]
+    with pytest.raises(error, match=message):
+        call(packed_matrix(BY_NAME["q4_0"], 3, 64))

@@ -1,0 +1,221 @@
+"""GGUF files as models: what transformers' own loader makes of them, without unpacking them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+pytest.importorskip("gguf")
+
+from gguf_files import tiny, write_gguf
+
+from gsd_kernels_hf.packed.gguf import config_of, from_gguf
+from gsd_kernels_hf.packed.header import Header
+from gsd_kernels_hf.packed.modules import Packed, PackedEmbedding, PackedLinear
+
+IDS = torch.tensor([[5, 7, 9, 11, 13, 5, 7], [1, 1, 40, 41, 42, 43, 44]])
+MIXED = ["q4_1", "q8_0", "q5_0", "bf16", "iq4_nl", "q4_0", "q5_1", "f16", "mxfp4", "f32"]
+FILES = {
+    "llama": ("llama", 64, ["q4_0"], False),
+    "llama tied": ("llama", 64, ["q8_0"], True),
+    "llama mixed": ("llama", 64, MIXED, False),
+    "llama of 256": ("llama", 256, ["q4_k", "q6_k", "q5_k"], False),
+    "qwen2 with biases": ("qwen2", 64, ["q5_1", "q4_0"], False),
+    "qwen3 with norms": ("qwen3", 64, ["q8_0", "q4_1"], True),
+}
+files = pytest.mark.parametrize("name", FILES)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Path of a file of :data:`FILES`, each written once."""
+    paths = {}
+
+    def of(name):
+        if name not in paths:
+            architecture, hidden, kinds, tied = FILES[name]
+            path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+            model = tiny(architecture, hidden, tied=tied, head_dim=128 if architecture == "qwen3" else None)
+            paths[name] = write_gguf(path, model, architecture, kinds)
+        return paths[name]
+
+    return of
+
+
+def theirs(path, dtype=torch.float32):
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@files
+def test_weights_and_logits_are_those_of_transformers_loader(made, name, dtype):
+    mine, other = from_gguf(made(name), dtype=dtype), theirs(made(name), dtype)
+    for place, module in other.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            assert torch.equal(mine.get_submodule(place).weight, module.weight), place
+    for place, parameter in mine.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(place)), place
+    mask = torch.ones_like(IDS)
+    mask[1, :2] = 0
+    given = {"input_ids": IDS, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    mine, other = mine(**given).logits, other(**given).logits
+    close = (1e-5 if dtype == torch.float32 else 0.03) * float(other.abs().max())
+    torch.testing.assert_close(mine, other, rtol=0, atol=close)
+
+
+@files
+def test_the_config_is_what_transformers_reads(made, name):
+    path = made(name)
+    mine = config_of(Header.read(path)).to_dict()
+    other = AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_dict()
+    # The name of the model in the file, and where it was read from.
+    assert {k for k in mine | other if mine.get(k) != other.get(k)} <= {"_name_or_path", "_model_name_or_path"}
+
+
+@files
+def test_matrices_stay_packed_in_the_file(made, name):
+    model = from_gguf(made(name))
+    kinds = {k for k in FILES[name][2] if k not in ("f32", "f16", "bf16")}
+    packed = [module for module in model.modules() if isinstance(module, Packed)]
+    assert {module.kind.name for module in packed} == kinds
+    assert all(isinstance(module, (PackedLinear, PackedEmbedding)) for module in packed)
+    assert not any(parameter.dim() == 2 for parameter in model.parameters()) or name == "llama mixed"
+
+
+def test_heads_are_as_wide_as_the_file_says(tmp_path):
+    model = tiny("qwen3", head_dim=32)
+    mine = from_gguf(write_gguf(tmp_path / "m.gguf", model, "qwen3", "f32"), dtype=torch.float32)
+    torch.testing.assert_close(mine(IDS).logits, model(IDS).logits, rtol=0, atol=1e-6)
+
+
+def test_its_own_generate_runs_unpatched(made):
+    model, other = from_gguf(made("llama"), dtype=torch.float32), theirs(made("llama"))
+    call = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert torch.equal(model.generate(IDS, **call), other.generate(IDS, **call))
+
+
+def test_frequencies_of_the_file_divide_those_of_the_config(tmp_path):
+    import gguf
+    import numpy as np
+
+    model = tiny("llama")
+    factors = np.linspace(1, 8, 8).astype(np.float32)
+
+    class Writer(gguf.GGUFWriter):
+        def write_header_to_file(self, *args):
+            self.add_tensor("rope_freqs.weight", factors)
+            super().write_header_to_file(*args)
+
+    writer, gguf.GGUFWriter = gguf.GGUFWriter, Writer
+    try:
+        path = write_gguf(tmp_path / "f.gguf", model, "llama", "q8_0")
+    finally:
+        gguf.GGUFWriter = writer
+    found = from_gguf(path).model.rotary_emb.inv_freq
+    assert torch.equal(found, model.model.rotary_emb.inv_freq / torch.from_numpy(factors))
+
+
+def test_moving_casting_and_saving_behave_or_say_why(made, tmp_path):
+    path = made("llama mixed")
+    model = from_gguf(path, dtype=torch.float32)
+    before = model(IDS).logits
+    linear = next(module for module in model.modules() if isinstance(module, PackedLinear))
+    assert "bits a weight" in repr(linear)
+    assert model.to(torch.float64) is model  # packed weights are cast by nobody
+    assert linear.packed.dtype == torch.uint8
+    assert torch.equal(from_gguf(path, dtype=torch.float32).to("cpu")(IDS).logits, before)
+    with pytest.raises(ValueError, match=f"save_pretrained: the weights of this model stay packed in {path}"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_architecture_is_unpacked_by_transformers_and_the_log_says_so(tmp_path, caplog):
+    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), "llama", "q8_0")
+    raw = bytearray(path.read_bytes())
+    at = raw.index(b"general.architecture") + len("general.architecture") + 12
+    assert raw[at : at + 5] == b"llama"
+    raw[at : at + 5] = b"gemma"
+    path.write_bytes(raw)
+    with caplog.at_level(logging.WARNING, "gsd_kernels"), pytest.raises(Exception):  # noqa: B017 (its numbers are missing)
+        from_gguf(path)
+    assert "transformers unpacks all weights of the architecture gemma" in caplog.text
+
+
+def number(key: str, value: int, kind: int = 4) -> bytes:
+    """A field of the head as it lies there."""
+    return key.encode() + struct.pack("<II", kind, value)
+
+
+def entry(name: str, kind: int) -> bytes:
+    """A tensor [64, 64] of the table."""
+    return name.encode() + struct.pack("<IQQI", 2, 64, 64, kind)
+
+
+LAYERS, WIDTH, QUERIES = "llama.block_count", "llama.embedding_length", "blk.0.attn_q.weight"
+DAMAGE = {
+    "empty": lambda raw: b"",
+    "another format": lambda raw: b"PK\x03\x04" + raw[4:],
+    "another version": lambda raw: raw[:4] + struct.pack("<I", 99) + raw[8:],
+    "cut in the head": lambda raw: raw[:200],
+    "cut in the table": lambda raw: raw[: raw.index(b"blk.1.")],
+    "cut in the tensors": lambda raw: raw[:-500],
+    "a string without end": lambda raw: raw[:24] + struct.pack("<Q", 1 << 62) + raw[32:],
+    "fields without end": lambda raw: raw[:16] + struct.pack("<Q", 1 << 62) + raw[24:],
+    "tensors without end": lambda raw: raw[:8] + struct.pack("<Q", 1 << 62) + raw[16:],
+    "a field's type": lambda raw: raw.replace(number(LAYERS, 2), number(LAYERS, 2, kind=77)),
+    "no number of layers": lambda raw: raw.replace(b"llama.block_count", b"llama.block_c0unt"),
+    "more layers": lambda raw: raw.replace(number(LAYERS, 2), number(LAYERS, 3)),
+    "another width": lambda raw: raw.replace(number(WIDTH, 64), number(WIDTH, 32)),
+    "a tensor's name": lambda raw: raw.replace(b"blk.0.attn_q.weight", b"blk.7.attn_q.weight"),
+    "an unknown kind": lambda raw: raw.replace(entry(QUERIES, 2), entry(QUERIES, 23)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_files_are_named(made, tmp_path, damage):
+    whole = made("llama").read_bytes()
+    raw = DAMAGE[damage](whole)
+    assert raw != whole
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match=r"path: "):
+        from_gguf(path)
+
+
+def test_wrong_arguments_are_named(made, tmp_path):
+    with pytest.raises(ValueError, match="is no file"):
+        from_gguf(tmp_path / "none.gguf")
+    with pytest.raises(ValueError, match="is no file"):
+        from_gguf(tmp_path)
+    with pytest.raises(TypeError, match="dtype: expected float32"):
+        from_gguf(made("llama"), dtype=torch.float64)
+
+
+MEMORY = """
+import resource, sys, torch
+from gsd_kernels_hf.packed.gguf import from_gguf
+torch.set_num_threads(1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = from_gguf(sys.argv[1])
+with torch.no_grad():
+    model(torch.tensor([[1, 2, 3]]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_holds_no_more_than_the_file(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", tiny("llama", 1024), "llama", "q4_0")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", MEMORY, str(path)], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    # Dense float32 would be seven times the file; 30 MB for what Python and torch touch at a first forward.
+    assert int(run.stdout) * 1024 < path.stat().st_size + (30 << 20)

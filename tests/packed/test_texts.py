@@ -1,0 +1,128 @@
+"""Packed targets and drafts: the text of the dense model that they stand for, with any draft or none, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("gguf")
+
+from gguf_files import tiny, write_gguf
+from models import noised, prompts
+
+import gsd_kernels as gsd
+from gsd_kernels_hf.console import pair as console
+from gsd_kernels_hf.console.pair import load_pair
+from gsd_kernels_hf.model.fused import why_not
+from gsd_kernels_hf.packed.modules import packed_in
+from gsd_kernels_hf.policy.costs import weight_bytes
+from gsd_kernels_hf.policy.pairs import describe
+
+FILES = {
+    "llama": ("llama", 64, ["q4_0", "q8_0"], False),
+    "llama-tied": ("llama", 64, ["q4_1", "q5_0", "iq4_nl", "mxfp4"], True),
+    "llama-k": ("llama", 256, ["q4_k", "q6_k", "q5_k"], False),
+    "qwen2": ("qwen2", 64, ["q5_1", "q8_0"], False),
+    "qwen3": ("qwen3", 64, ["q8_0", "bf16", "q4_0"], True),
+}
+SHAPE = gsd.GraphConfig(depth=3, width=3, branch=2, max_rows=16, history_depth=2)
+
+
+@pytest.fixture(scope="module", params=FILES)
+def pair(request, tmp_path_factory):
+    """A packed target, the dense bfloat16 model that it stands for, and a packed draft."""
+    architecture, hidden, kinds, tied = FILES[request.param]
+    folder = tmp_path_factory.mktemp("gguf")
+    made = tiny(architecture, hidden, tied=tied, head_dim=128 if architecture == "qwen3" else None)
+    path = write_gguf(folder / "target.gguf", made, architecture, kinds)
+    dense = AutoModelForCausalLM.from_pretrained(folder, gguf_file=path.name, dtype=torch.bfloat16).eval()
+    draft = gsd.from_gguf(write_gguf(folder / "draft.gguf", noised(made, 0.01), architecture, kinds))
+    target = gsd.from_gguf(path)
+    for model in (target, dense):
+        model.generation_config.eos_token_id = None
+    return target, dense, draft
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_the_text_is_the_dense_models_with_any_draft(pair, sampled):
+    target, dense, draft = pair
+    call = prompts(3, 9, vocab=90) | {"max_new_tokens": 30, "do_sample": sampled, "seed": 7, "temperature": 0.8}
+    call |= {"pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
+    if not sampled:
+        del call["temperature"], call["seed"]
+    plain = {"graph_config": "chain", "draft_sources": ("history",)}
+    expected = gsd.generate(dense, **call, **plain)
+    assert expected.stats.why_modules is None and len(set(expected.sequences[:, 9:].flatten().tolist())) > (
+        10 if sampled else 1
+    )
+    ways = {
+        "plain": {},
+        "history": {"draft_sources": ("history",), "graph_config": SHAPE},
+        "draft": {"assistant_model": draft, "graph_config": SHAPE},
+        "dense draft": {"assistant_model": dense, "graph_config": "tree"},
+        "skip": {"assistant_model": gsd.LayerSkip(target, mlp=[1]), "graph_config": "chain"},
+        "heads": {"draft_heads": gsd.DraftHeads.for_model(target, 2), "graph_config": SHAPE},
+        "auto": {"assistant_model": draft},
+    }
+    for name, way in ways.items():
+        out = gsd.generate(target, **call, **way)
+        assert out.stats.why_modules is None, name
+        assert torch.equal(out.sequences, expected.sequences), name
+        assert all(map(torch.equal, out.logits, expected.logits)), name
+    assert gsd.generate(target, **call, **ways["dense draft"]).stats.tokens_per_step > 2
+
+
+def test_a_patched_model_and_its_own_generate(pair):
+    target, _, draft = pair
+    call = prompts(2, 7, vocab=90) | {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    in_float = copy.deepcopy(target).float()
+    assert {module.like.dtype for module in packed_in(in_float)} == {torch.float32}
+    assert why_not(in_float, "auto") is None
+    expected = in_float.generate(**call)
+    gsd.patch(in_float, assistant_model=draft)
+    assert torch.equal(in_float.generate(**call), expected)
+    gsd.unpatch(in_float)
+
+
+def test_costs_know_the_packed_bytes(pair):
+    target, dense, _ = pair
+    tied = dense.config.tie_word_embeddings
+    matrices = {m.packed.data_ptr(): m.matrix.nbytes for m in packed_in(target)}
+    if not tied:
+        del matrices[target.get_input_embeddings().packed.data_ptr()]
+    others = sum(parameter.nbytes for parameter in target.parameters())
+    assert weight_bytes(target) == sum(matrices.values()) + others < 0.8 * weight_bytes(dense)
+    mine, theirs = describe(target, None, "auto")["target"], describe(dense, None, "auto")["target"]
+    assert mine["packed"] == sorted({m.kind.name for m in packed_in(target)}) and "packed" not in theirs
+
+
+def test_a_part_that_is_not_the_files_keeps_the_modules(pair):
+    target = copy.deepcopy(pair[0])
+    packed_in(target)[-1].register_forward_hook(lambda *_: None)
+    assert "has a hook" in why_not(target, "auto")
+    target = copy.deepcopy(pair[0])
+    target.model.layers[0].mlp.down_proj.to(torch.float32)
+    reason = why_not(target, "auto")
+    assert "packed on cpu for torch.float32" in reason or "is torch.float32, the output matrix" in reason
+
+
+def test_the_command_line_takes_a_file(tmp_path, monkeypatch):
+    class Tokenizer:
+        pad_token = eos_token = "x"
+
+        def __len__(self):
+            return 96
+
+    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), "llama", "q8_0")
+    monkeypatch.setattr(console, "_load_tokenizer", lambda *_: Tokenizer())
+    loaded = load_pair(str(path), None)
+    assert packed_in(loaded.target) and loaded.target.dtype == torch.bfloat16
+    assert load_pair(str(path), None, dtype="float32").target.dtype == torch.float32
+    with pytest.raises(ValueError, match=r"--model: no such file: .*none\.gguf"):
+        load_pair(str(tmp_path / "none.gguf"), None)
+    monkeypatch.setattr(console, "pick_device", lambda _: torch.device("cuda"))
+    with pytest.raises(ValueError, match=r"--model: .*on a CPU alone; --device cpu"):
+        load_pair(str(path), None, device="cuda")
