@@ -155,8 +155,8 @@ def _arguments(given: str) -> dict[str, Any]:
         Refused: no JSON, or arguments that would do nothing or are refused.
     """
     try:
-        arguments = json.loads(given)
-    except json.JSONDecodeError as error:
+        arguments = json.loads(given, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
         raise Refused("generation_config", f"no JSON: {error}") from error
     if not isinstance(arguments, dict):
         raise Refused("generation_config", f"expected a JSON object, got {given[:60]!r}")
@@ -169,6 +169,10 @@ def _arguments(given: str) -> dict[str, Any]:
         elif value is not None and value not in neutral and value != defaults.get(name) and name not in _BOOKKEEPING:
             raise Refused(f"generation_config.{name}", f"not served: {why or 'it does nothing here'}; leave it out")
     return found
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")
 
 
 def _check_named(named: Mapping[str, Any], samples: bool) -> None:
@@ -190,7 +194,8 @@ def _check_named(named: Mapping[str, Any], samples: bool) -> None:
 def refused_config(named: Iterable[str], error: Exception) -> Refused:
     """The refusal of what ``generation_config`` names, by the argument that transformers' error speaks of."""
     message = " ".join(str(error).split()) or type(error).__name__
-    at = next((f".{name}" for name in named if re.search(rf"\b{name}\b", message)), "")
+    spoken = [name for name in named if re.search(rf"\b{name}\b", message)] or list(named)
+    at = f".{spoken[0]}" if len(spoken) == 1 or len(spoken) < len(list(named)) else ""
     return Refused(f"generation_config{at}", message)
 
 

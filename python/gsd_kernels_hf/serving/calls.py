@@ -26,7 +26,7 @@ from .tools import forced_calls
 
 log = logging.getLogger(__name__)
 
-_BAD = (TypeError, ValueError, KeyError, AttributeError, OverflowError)
+_BAD = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError)
 """What transformers raises for values that it cannot use."""
 
 

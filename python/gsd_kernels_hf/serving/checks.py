@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -145,7 +146,8 @@ def strings(most: int) -> Check:
 def bias(name: str, value: Any) -> None:
     """An object from token ids, as strings, to numbers from -100 to 100."""
     between = number(-100, 100)
-    for token, much in entries(name, value, value if isinstance(value, Mapping) else ()).items():
-        if not str(token).isdecimal():
+    an_object(name, value)
+    for token, much in value.items():
+        if not re.fullmatch(r"0|[1-9][0-9]*", token):
             raise wrong(name, "token ids as keys", token)
         between(f"{name}.{token}", much)

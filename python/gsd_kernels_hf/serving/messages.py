@@ -40,7 +40,11 @@ def _message(name: str, given: Any, keys: tuple[str, ...] = _KEYS) -> dict[str, 
     checks.one_of(*ROLES)(f"{name}.role", message["role"])
     found = {"role": ROLES[message["role"]], "content": _text(f"{name}.content", message.get("content", ""))}
     found |= {key: message[key] for key in ("name", "tool_call_id", "reasoning_content") if key in message}
+    if "tool_call_id" in message and found["role"] != "tool":
+        raise Refused(f"{name}.tool_call_id", "belongs to role tool; leave it out")
     if message.get("tool_calls"):
+        if not isinstance(message["tool_calls"], list):
+            raise wrong(f"{name}.tool_calls", "a list of calls", message["tool_calls"])
         found["tool_calls"] = [_call(f"{name}.tool_calls[{i}]", call) for i, call in enumerate(message["tool_calls"])]
     elif "content" not in message:
         raise Refused(f"{name}.content", "missing")
@@ -65,16 +69,17 @@ def _text(name: str, content: Any) -> str:
 
 
 def _call(name: str, given: Any) -> dict[str, Any]:
-    function = given.get("function") if isinstance(given, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise wrong(name, "a call of a function", given)
+    call = entries(name, given, ("id", "type", "function", "index"), "function")
+    checks.one_of("function")(f"{name}.type", call.get("type", "function"))
+    function = entries(f"{name}.function", call["function"], ("name", "arguments"), "name")
+    checks.text(f"{name}.function.name", function["name"])
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except json.JSONDecodeError as error:
             raise Refused(f"{name}.function.arguments", f"no JSON: {error}") from error
-    return {**given, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def check_input(given: Any) -> None:
@@ -99,7 +104,7 @@ def check_input(given: Any) -> None:
             known = (*needed[kind], "type", "id", "status")
             found = entries(f"input[{i}]", item, known, *needed[kind])
             if kind == "function_call":
-                _call(f"input[{i}]", {"function": found})
+                _call(f"input[{i}]", {"function": {key: found[key] for key in ("name", "arguments")}})
         elif kind == "reasoning":
             content = entries(f"input[{i}]", item, ("type", "id", "content", "status")).get("content", [])
             for part in content if isinstance(content, list) else [content]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from . import checks
 from .checks import Refused, entries, wrong
+from .schemas import check_schema
 
 
 class Penalties(LogitsProcessor):
@@ -89,10 +91,13 @@ class Grammars:
                 self.tokenizer, vocab_size=self.vocabulary, stop_token_ids=ends
             )
             compiler = self.compilers[tuple(ends)] = xgrammar.GrammarCompiler(info, max_threads=1)
-        try:
-            return compiler.compile_json_schema(json.dumps(schema), any_whitespace=True, max_whitespace_cnt=2)
-        except Exception as error:  # xgrammar's own, of several kinds
-            raise Refused(field, " ".join(str(error).split())) from error
+        check_schema(schema, field)
+        try:  # strict_mode would close every object that does not say whether it is open: {} alone
+            return compiler.compile_json_schema(
+                json.dumps(schema), any_whitespace=True, max_whitespace_cnt=2, strict_mode=False
+            )
+        except Exception as error:  # xgrammar's own, of several kinds, behind its time and place
+            raise Refused(field, re.sub(r"^\[[\d:]+\] \S+: ", "", " ".join(str(error).split()))) from error
 
 
 def schema_of(given: Any, field: str) -> Any:

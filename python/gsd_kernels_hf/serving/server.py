@@ -15,9 +15,10 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server

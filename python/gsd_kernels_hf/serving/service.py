@@ -11,8 +11,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from fastapi import HTTPException
 from jinja2 import TemplateError
+from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.utils import GenerateManager, GenerationState, _StreamError
 

@@ -248,7 +248,8 @@ class Chat(Texts):
             raise Refused("top_logprobs", "needs logprobs: true")
         asked.top = body.get("top_logprobs", 0) if body.get("logprobs") else None
         tools, asked.forced = chosen(body, service.tokenizer)
-        if schema := schema_of(body["response_format"], "response_format") if "response_format" in body else None:
+        form = body.get("response_format")
+        if form is not None and (schema := schema_of(form, "response_format")) is not None:
             if tools:
                 raise Refused("response_format", 'tools are not served beside it; leave it out, or tool_choice "none"')
             asked.grammar = service.grammars.of(schema, "response_format", asked.ends)

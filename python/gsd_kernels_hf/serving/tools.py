@@ -46,9 +46,12 @@ def _named(choice: Any) -> str:
     if kind != "function":
         raise Refused("tool_choice", f"expected none, auto, required or a named function, got {kind!r}")
     if "function" in choice:
-        choice = entries("tool_choice", choice, ("type", "function"))["function"]
-        return entries("tool_choice.function", choice, ("name",), "name")["name"]
-    return entries("tool_choice", choice, ("type", "name"), "name")["name"]
+        choice = entries("tool_choice", choice, ("type", "function"), "function")["function"]
+        name, place = entries("tool_choice.function", choice, ("name",), "name")["name"], "tool_choice.function.name"
+    else:
+        name, place = entries("tool_choice", choice, ("type", "name"), "name")["name"], "tool_choice.name"
+    checks.text(place, name)
+    return name
 
 
 def tools_of(given: Any, tokenizer: PreTrainedTokenizerBase, *, forced: bool = False) -> list[dict[str, Any]]:
@@ -79,6 +82,8 @@ def tools_of(given: Any, tokenizer: PreTrainedTokenizerBase, *, forced: bool = F
         checks.an_object(f"{name}.function.parameters", function.get("parameters", {}))
         if function.pop("strict", False) and not forced:
             raise Refused(f"{name}.function.strict", 'not held to where tool_choice is "auto"; leave it out')
+        if any(function["name"] == other["function"]["name"] for other in tools):
+            raise Refused(f"{name}.function.name", f"{function['name']!r} is the name of another as well")
         tools.append({"type": "function", "function": function})
     if tools and not reads(tokenizer, "tools"):
         raise Refused("tools", "this model's chat template does not show them; leave them out")
