@@ -236,11 +236,10 @@ class Decoding:
                 "the client went away" if call.gone.is_set() else " ".join(str(error).split()) or type(error).__name__
             )
             log.warning("%s ended after %.2f s: %s", self.name, time.perf_counter() - begun, reason)
-            if call.begun.done():
-                raise
             if call.asked.named and isinstance(error, _BAD) and not isinstance(error, Refused):
                 error = refused_config(call.asked.named, error)
-            call.begun.set_exception(error)
+            if not call.begun.done():
+                call.begun.set_exception(error)
             raise error
         if not call.begun.done():  # it has no token
             call.begun.set_result(None)

@@ -91,7 +91,6 @@ class Grammars:
                 self.tokenizer, vocab_size=self.vocabulary, stop_token_ids=ends
             )
             compiler = self.compilers[tuple(ends)] = xgrammar.GrammarCompiler(info, max_threads=1)
-        check_schema(schema, field)
         try:  # strict_mode would close every object that does not say whether it is open: {} alone
             return compiler.compile_json_schema(
                 json.dumps(schema), any_whitespace=True, max_whitespace_cnt=2, strict_mode=False
@@ -122,4 +121,5 @@ def schema_of(given: Any, field: str) -> Any:
     schema = found["schema"]
     if not isinstance(schema, (Mapping, bool)):
         raise wrong(f"{at}.schema", "a JSON schema", schema)
+    check_schema(schema, f"{at}.schema")
     return schema

@@ -12,6 +12,7 @@ from transformers.cli.serving.utils import ToolCall
 from . import checks
 from .checks import Refused, entries, wrong
 from .messages import reads
+from .schemas import check_schema, moved
 
 
 def chosen(body: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[list[dict[str, Any]], str | None]:
@@ -82,6 +83,8 @@ def tools_of(given: Any, tokenizer: PreTrainedTokenizerBase, *, forced: bool = F
         checks.an_object(f"{name}.function.parameters", function.get("parameters", {}))
         if function.pop("strict", False) and not forced:
             raise Refused(f"{name}.function.strict", 'not held to where tool_choice is "auto"; leave it out')
+        if forced:
+            check_schema(function.get("parameters", {}), f"{name}.function.parameters")
         if any(function["name"] == other["function"]["name"] for other in tools):
             raise Refused(f"{name}.function.name", f"{function['name']!r} is the name of another as well")
         tools.append({"type": "function", "function": function})
@@ -99,13 +102,14 @@ def call_schema(tools: list[dict[str, Any]], forced: str) -> dict[str, Any]:
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "arguments": schema},
+            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{i}"}},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for name, schema in known.items()
+        for i, name in enumerate(known)
     ]
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+    schemas = {str(i): moved(schema, f"#/$defs/{i}") for i, schema in enumerate(known.values())}
+    return {"$defs": schemas, **(calls[0] if len(calls) == 1 else {"anyOf": calls})}
 
 
 def forced_calls(content: str, forced: str) -> list[ToolCall]:
