@@ -162,6 +162,8 @@ def measure(settings: Settings) -> dict[str, Any]:
     for prompt in pair.prompts:
         inputs = {"input_ids": prompt.input_ids, "attention_mask": torch.ones_like(prompt.input_ids)}
         for way, decode in ways.items():
+            if not runs or runs[-1]["prompt"] == pair.prompts[0].name:  # a first call proves the model, by forwards too
+                comparison.measure(pair.target, decode, inputs, 2)
             with counted(pair.target) as messages:
                 run = comparison.measure(pair.target, decode, inputs, settings.new_tokens)
             runs.append(
