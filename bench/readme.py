@@ -16,6 +16,7 @@ from typing import Any
 from .generation import corpus_table, drafters_table, long_table, sources_table
 from .generation.competitors import ASSISTED, AUTO, GREEDY, PLAIN
 from .generation.generate import title
+from .generation.real import report as real_report
 from .lib.intervals import Ratio
 from .lib.report import Report, caption, markdown, micros, speedups
 from .scale import memory as scale_memory
@@ -28,6 +29,36 @@ KERNEL_CASES = ("attention", "merge", "sample", "commit")
 
 class MissingResultError(Exception):
     """A block needs a result that is not there; the message names the command that makes it."""
+
+
+def real(results: Path) -> str:
+    """Everyday work on a real model: ours, and the fastest way of every other engine, by bits a weight."""
+    runs = _real_runs(results)
+    head = f"{real_report.what(runs[0])}; {_machine(runs[0]['environment'])}, {runs[0]['environment']['date']}:"
+    gains = filter(None, map(real_report.gains, runs))
+    return "\n\n".join([head, real_report.table(real_report.short(runs[0])), *gains])
+
+
+def real_all(results: Path) -> str:
+    """The same runs with every way, and by kind of work."""
+    sections = []
+    for data in _real_runs(results):
+        sections += [
+            f"{real_report.what(data)}; {_place(data['environment'])}:",
+            real_report.table(data),
+            "Tokens a second by kind of work, and tokens a step where they are counted:",
+            real_report.kinds_table(data),
+            _missing(data["missing"]),
+        ]
+    return "\n\n".join(section for section in sections if section)
+
+
+def _real_runs(results: Path) -> list[dict[str, Any]]:
+    """The runs of ``bench real`` on its own model and prompts, bfloat16 first."""
+    paths = (results / f"real-{dtype}.json" for dtype in ("bfloat16", "float32"))
+    if not (found := [_read(path) for path in paths if path.exists()]):
+        raise MissingResultError("`gsd-kernels bench real`")
+    return found
 
 
 def headline(results: Path) -> str:
@@ -363,6 +394,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 BLOCKS: dict[str, Callable[[Path], str]] = {
+    "real": real,
+    "real-all": real_all,
     "headline": headline,
     "speed": speed,
     "tree": tree,

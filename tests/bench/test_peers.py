@@ -125,7 +125,7 @@ def test_why_a_peer_is_missing(pair):
 
 def test_the_command_names_missing_packages(monkeypatch, tmp_path):
     find = importlib.util.find_spec
-    hidden = {*OpenVino.packages, *LlamaCpp.packages}
+    hidden = {*OpenVino().packages, *LlamaCpp.packages}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find(name))
     options = "--pair tiny --device cpu --quick --new-tokens 4 --competitors hf-greedy --peers --out".split()
     result = CliRunner().invoke(app, ["generate", *options, str(tmp_path)], catch_exceptions=False)

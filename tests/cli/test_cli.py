@@ -381,7 +381,7 @@ def test_doctor_kernels(monkeypatch):
 @pytest.mark.slow
 def test_demo_quick(tmp_path):
     file = tmp_path / "numbers.json"
-    result = run("demo", "--quick", "--max-new-tokens", 32, "--out", tmp_path / "out", "--json", file)
+    result = run("demo", "--embedded", "--quick", "--max-new-tokens", 32, "--out", tmp_path / "out", "--json", file)
     assert result.exit_code == 0, result.output
     report = json.loads(file.read_text())
     text = report["text"]
@@ -401,7 +401,7 @@ def test_demo_inflated_table(tmp_path, monkeypatch):
 
     monkeypatch.setattr(inflate, "inflate", lambda model, shape: model)
     file = tmp_path / "numbers.json"
-    result = run("demo", "--max-new-tokens", 8, "--seconds", 0, "--out", tmp_path, "--json", file)
+    result = run("demo", "--embedded", "--max-new-tokens", 8, "--seconds", 0, "--out", tmp_path, "--json", file)
     assert result.exit_code == 0, result.output
     inflated = json.loads(file.read_text())["inflated"]
     assert inflated["prompts"] == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -18,10 +19,11 @@ _ATTENTION = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_pro
 _MLP = {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
 
 
-def write_gguf(model: LlamaForCausalLM, folder: Path) -> None:
+def write_gguf(model: LlamaForCausalLM, folder: Path, ends: Sequence[int] = ()) -> None:
     """Write ``folder``/model.gguf: matrices in the model's dtype to the bit, norms in float32 as llama.cpp wants them.
 
-    Its vocabulary has the right size and no meaning: prompts and texts are token ids.
+    Its vocabulary has the right size and no meaning: prompts and texts are token ids. A text ends at the first of
+    ``ends``; without one it goes on.
 
     Raises:
         ValueError: a rotary embedding whose cosines are scaled, for which there is no field.
@@ -43,7 +45,7 @@ def write_gguf(model: LlamaForCausalLM, folder: Path) -> None:
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(_BASE)
     writer.add_vocab_size(config.vocab_size)
-    _add_vocabulary(writer, config.vocab_size)
+    _add_vocabulary(writer, config.vocab_size, ends)
 
     _add_norm(writer, "rope_freqs.weight", _frequency_factors(inner.rotary_emb.inv_freq))
     _add_matrix(writer, "token_embd.weight", inner.embed_tokens.weight)
@@ -91,9 +93,11 @@ def _add_matrix(writer: gguf.GGUFWriter, name: str, weight: Tensor) -> None:
     writer.add_tensor(name, array, raw_dtype=kind)
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
-    """Names that a text can be read back from; this kind of tokenizer has no end-of-text token to stop at or to ban."""
+def _add_vocabulary(writer: gguf.GGUFWriter, size: int, ends: Sequence[int]) -> None:
+    """Names that a text can be read back from; this kind of tokenizer has no end-of-text token of its own."""
     writer.add_tokenizer_model("rwkv")
     writer.add_token_list([f"t{token}" for token in range(size)])
     writer.add_token_types([gguf.TokenType.NORMAL] * size)
     writer.add_add_bos_token(False)
+    if ends:
+        writer.add_eos_token_id(ends[0])

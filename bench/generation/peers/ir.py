@@ -6,6 +6,7 @@ the weights are stored in the model's dtype, to the bit.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +17,40 @@ from openvino import opset15 as ops
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from gsd_kernels_hf import demo
-
 from .weights import distinct
 
 FILE = "openvino_model.xml"
 
 
-def write_ir(model: LlamaForCausalLM, folder: Path) -> None:
+def write_ir(model: LlamaForCausalLM, folder: Path, weights: str = "") -> None:
     """Write ``folder``/openvino_model.xml and .bin, with the keys and values as the model's state.
 
     Inputs are ``input_ids``, ``attention_mask``, ``position_ids`` and ``beam_idx``, as OpenVINO GenAI gives them; the
-    output is ``logits``.
+    output is ``logits``. ``weights`` of ``int8`` or ``int4`` are what nncf makes of the matrices.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    ov.save_model(_Builder(model).build(), folder / FILE, compress_to_fp16=False)
+    built = _Builder(model).build()
+    ov.save_model(_compressed(built, model, weights) if weights else built, folder / FILE, compress_to_fp16=False)
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer beside the model: OpenVINO GenAI compares target's and draft's. No text goes through it."""
+def _compressed(built: ov.Model, model: LlamaForCausalLM, weights: str) -> ov.Model:
+    """Eight bits a row, or four a group, symmetric, as OpenVINO's own exporter does; embedding and head keep eight."""
+    import nncf
+
+    logging.getLogger("nncf").setLevel(logging.ERROR)
+    if weights == "int8":
+        return nncf.compress_weights(built, mode=nncf.CompressWeightsMode.INT8_SYM)
+    widths = (model.config.hidden_size, model.config.intermediate_size)
+    group = next(size for size in (128, 64, 32, 16, 8, 4) if all(width % size == 0 for width in widths))
+    return nncf.compress_weights(built, mode=nncf.CompressWeightsMode.INT4_SYM, group_size=group, ratio=1.0)
+
+
+def write_tokenizer(folder: Path, checkpoint: Path) -> None:
+    """Write ``checkpoint``'s tokenizer beside the model: OpenVINO GenAI compares target's and draft's."""
     import openvino_tokenizers
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(demo.path() / "target")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     there, back = openvino_tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True)
     ov.save_model(there, folder / "openvino_tokenizer.xml")
     ov.save_model(back, folder / "openvino_detokenizer.xml")

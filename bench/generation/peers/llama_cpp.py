@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from .base import Place, Setting
+from .base import Place, Setting, usual_choices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -17,17 +18,30 @@ if TYPE_CHECKING:
 LOOKUP_NGRAM = 3  # how many tokens have to recur
 
 
+@dataclass(frozen=True)
 class LlamaCpp:
-    """One slot, no prompt cache; of its n-gram modes the one that remembers nothing of earlier texts."""
+    """One slot, no prompt cache; of its n-gram modes the one that remembers nothing of earlier texts.
 
-    name = "llama-cpp"
-    packages = ("xllamacpp", "gguf")
+    Attributes:
+        ends: tokens that end a text, of which its file gets the first.
+    """
 
-    def prepare(self, target: PreTrainedModel, draft: PreTrainedModel, folder: Path) -> None:
+    ends: tuple[int, ...] = ()
+    name: ClassVar[str] = "llama-cpp"
+    packages: ClassVar[tuple[str, ...]] = ("xllamacpp", "gguf")
+
+    def prepare(self, target: PreTrainedModel, draft: PreTrainedModel | None, folder: Path) -> None:
         from .gguf_file import write_gguf
 
         for name, model in (("target", target), ("draft", draft)):
-            write_gguf(model, folder / name)
+            if model is not None:
+                write_gguf(model, folder / name, self.ends)
+
+    def choices(self, kind: str) -> list[Setting]:
+        return usual_choices(kind)
+
+    def weight_bytes(self, folder: Path) -> int | None:
+        return None
 
     def start(self, place: Place) -> _Servers:
         return _Servers(place)
@@ -46,6 +60,7 @@ class _Servers:
         self.opened: dict[str, tuple[Setting, Any]] = {}
 
     def open(self, setting: Setting) -> None:
+        setting = replace(setting, round=0)  # what it opens remembers nothing of earlier texts
         if self.opened.get(setting.kind, (None,))[0] == setting:
             return
         import xllamacpp

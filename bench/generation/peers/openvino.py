@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .base import Place, Setting
+from .base import Place, Setting, usual_choices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -15,18 +16,43 @@ if TYPE_CHECKING:
 LOOKUP_NGRAM = 3  # the longest that is looked for
 
 
+@dataclass(frozen=True)
 class OpenVino:
-    """Its pipelines: paged attention, one request at a time, no prefix caching."""
+    """Its pipelines: paged attention, one request at a time, no prefix caching.
 
-    name = "openvino"
-    packages = ("openvino", "openvino_genai", "openvino_tokenizers")
+    Attributes:
+        weights: of the target: the model's own, or ``int8`` or ``int4`` as nncf makes them.
+        tokenizer: a checkpoint folder, by default the demo's. Target's and draft's are compared, and no text goes
+            through it.
+    """
 
-    def prepare(self, target: PreTrainedModel, draft: PreTrainedModel, folder: Path) -> None:
+    weights: str = ""
+    tokenizer: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return "-".join(["openvino", *([self.weights] if self.weights else [])])
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return ("openvino", "openvino_genai", "openvino_tokenizers", *(["nncf"] if self.weights else []))
+
+    def prepare(self, target: PreTrainedModel, draft: PreTrainedModel | None, folder: Path) -> None:
+        from gsd_kernels_hf import demo
+
         from .ir import write_ir, write_tokenizer
 
+        tokenizer = self.tokenizer or demo.path() / "target"
         for name, model in (("target", target), ("draft", draft)):
-            write_ir(model, folder / name)
-            write_tokenizer(folder / name)
+            if model is not None:
+                write_ir(model, folder / name, weights=self.weights if name == "target" else "")
+                write_tokenizer(folder / name, tokenizer)
+
+    def choices(self, kind: str) -> list[Setting]:
+        return usual_choices(kind)
+
+    def weight_bytes(self, folder: Path) -> int | None:
+        return (folder / "target" / "openvino_model.bin").stat().st_size if self.weights else None
 
     def start(self, place: Place) -> _Pipelines:
         return _Pipelines(place)
@@ -84,7 +110,8 @@ class _Pipelines:
 
         config = genai.GenerationConfig()
         config.max_new_tokens, config.do_sample, config.apply_chat_template = new_tokens, False, False
-        config.ignore_eos, config.eos_token_id = True, 0
+        ends = self.place.ends
+        config.ignore_eos, config.eos_token_id, config.stop_token_ids = not ends, ends[0] if ends else 0, set(ends)
         if setting.kind != "plain":
             config.num_assistant_tokens = setting.tokens
         if setting.kind == "lookup":

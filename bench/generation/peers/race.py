@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,22 @@ from gsd_kernels_hf.report.comparison import Decoded
 
 from ..competitors import Competitor, Decode
 from ..pairs import Pair, Prompt
-from .base import Engine, Place, Setting
+from .base import TOKENS, Engine, Place, Setting
 from .llama_cpp import LlamaCpp
 from .openvino import OpenVino
 from .process import EngineProcess
 
 ENGINES: tuple[Engine, ...] = (OpenVino(), LlamaCpp())
-#: kind → numbers of drafted tokens to choose from
-CHOICES = {"plain": (0,), "draft": (3, 5, 8), "lookup": (3, 5, 10)}
 TUNING_PROMPTS, TUNING_TOKENS, WARM_UP_TOKENS = 2, 64, 8
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def _name(engine: Engine, kind: str) -> str:
+def name_of(engine: Engine, kind: str) -> str:
+    """``openvino``, ``openvino-draft``, ``openvino-lookup``, ``llama-cpp``, …"""
     return engine.name if kind == "plain" else f"{engine.name}-{kind}"
 
 
-#: ``openvino``, ``openvino-draft``, ``openvino-lookup``, ``llama-cpp``, …
-PEERS = tuple(_name(engine, kind) for engine in ENGINES for kind in CHOICES)
+PEERS = tuple(name_of(engine, kind) for engine in ENGINES for kind in TOKENS)
 
 
 class Peers:
@@ -43,30 +42,42 @@ class Peers:
 
     Args:
         pair: whose target and draft they get, and with them its longest prompt's length.
-        names: of :data:`PEERS`; others are none of this room's.
+        names: of the engines' ways; others are none of this room's.
         tuning: prompts that are not reported, to choose the numbers of drafted tokens on.
         new_tokens: of the race.
         temperature: they decode greedily only.
+        engines: by default :data:`ENGINES`.
+        ends: tokens that end a text.
 
     Attributes:
         competitors: in the order of ``names``.
-        notes: per engine its version, per name the chosen number of drafted tokens and what it was chosen by.
+        notes: per engine its version and bits a weight, per name the chosen setting and what it was chosen by.
     """
 
     def __init__(
-        self, pair: Pair, names: Sequence[str], tuning: Sequence[Prompt], *, new_tokens: int, temperature: float = 0.0
+        self,
+        pair: Pair,
+        names: Sequence[str],
+        tuning: Sequence[Prompt],
+        *,
+        new_tokens: int,
+        temperature: float = 0.0,
+        engines: Sequence[Engine] | None = None,
+        ends: Sequence[int] = (),
     ) -> None:
         self.pair, self.tuning, self.temperature = pair, tuning, temperature
-        self.new_tokens = new_tokens
-        self.names = [name for name in dict.fromkeys(names) if name in PEERS]
+        self.new_tokens, self.ends = new_tokens, tuple(ends)
+        self.engines = ENGINES if engines is None else engines
+        known = {name_of(engine, kind) for engine in self.engines for kind in TOKENS}
+        self.names = [name for name in dict.fromkeys(names) if name in known]
         self.notes: dict[str, Any] = {}
         self.competitors: list[Competitor] = []
 
     def __enter__(self) -> Peers:
         with ExitStack() as stack:
             found: dict[str, Competitor] = {}
-            for engine in ENGINES:
-                kinds = {_name(engine, kind): kind for kind in CHOICES if _name(engine, kind) in self.names}
+            for engine in self.engines:
+                kinds = {name_of(engine, kind): kind for kind in TOKENS if name_of(engine, kind) in self.names}
                 if kinds:
                     found |= self._competitors(engine, kinds, stack)
             self.competitors = [found[name] for name in self.names]
@@ -94,33 +105,36 @@ class Peers:
         return found
 
     def _started(self, engine: Engine, stack: ExitStack) -> EngineProcess:
-        print(f"generate: converting for {engine.name}", file=sys.stderr, flush=True)
+        print(f"peers: converting for {engine.name}", file=sys.stderr, flush=True)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gsd-kernels-")))
         engine.prepare(self.pair.target, self.pair.draft, folder)
         prompts = [*self.pair.prompts, *self.tuning]
         longest = max(prompt.input_ids.shape[1] for prompt in prompts) + max(self.new_tokens, TUNING_TOKENS)
         dtype = str(self.pair.target.dtype).removeprefix("torch.")
-        process = EngineProcess(engine, Place(folder, dtype, torch.get_num_threads(), longest))
+        process = EngineProcess(engine, Place(folder, dtype, torch.get_num_threads(), longest, self.ends))
         stack.callback(process.close)
-        self.notes[engine.name] = {"version": process.about()}
+        size = engine.weight_bytes(folder)
+        bits = self.pair.target.dtype.itemsize * 8 if size is None else 8 * size / self.pair.target.num_parameters()
+        self.notes[engine.name] = {"version": process.about(), "bits": bits}
         return process
 
     def _chosen(self, process: EngineProcess, name: str, kind: str) -> Setting:
-        """The fastest number of drafted tokens on the tuning prompts."""
-        settings = [Setting(kind, tokens) for tokens in CHOICES[kind]]
+        """The fastest setting on the tuning prompts."""
+        settings = process.engine.choices(kind)
         if len(settings) == 1:
             return settings[0]
-        seconds = {}
+        rates = {}
         for setting in settings:
-            print(f"generate: tuning {name}, {setting.tokens} drafted tokens", file=sys.stderr, flush=True)
+            print(f"peers: tuning {name}, {setting} drafted tokens", file=sys.stderr, flush=True)
             process.decode(setting, self.tuning[0].input_ids[0].tolist(), WARM_UP_TOKENS)
-            times = [process.decode(setting, p.input_ids[0].tolist(), TUNING_TOKENS)[1] for p in self.tuning]
-            seconds[setting] = sum(times)
-        best = min(settings, key=lambda setting: seconds[setting])
+            runs = [process.decode(setting, p.input_ids[0].tolist(), TUNING_TOKENS) for p in self.tuning]
+            rates[setting] = sum(len(tokens) for tokens, _ in runs) / sum(seconds for _, seconds in runs)
+        best = max(settings, key=lambda setting: rates[setting])
         self.notes[name] = {
             "drafted_tokens": best.tokens,
+            **({"mode": best.mode} if best.mode else {}),
             "chosen_on": [prompt.name for prompt in self.tuning],
-            "tokens_per_second": {s.tokens: len(self.tuning) * TUNING_TOKENS / seconds[s] for s in settings},
+            "tokens_per_second": {str(setting): rates[setting] for setting in settings},
         }
         return best
 
@@ -137,6 +151,8 @@ def missing(engine: Engine, pair: Pair, temperature: float) -> str | None:
     if temperature > 0:
         return "compared greedily only: its random numbers are its own"
     for model in (pair.target, pair.draft):
+        if model is None:
+            continue
         if model.dtype not in DTYPES:
             return f"compared in float32 and bfloat16, not {str(model.dtype).removeprefix('torch.')}"
         if not isinstance(model, LlamaForCausalLM) or model.config.attention_bias or model.config.mlp_bias:
@@ -150,7 +166,7 @@ def _said(error: Exception) -> str:
 
 def _decoder(process: EngineProcess, setting: Setting) -> Decode:
     def decode(ids: Tensor, new_tokens: int, seed: int) -> Decoded:
-        tokens, seconds = process.decode(setting, ids[0].tolist(), new_tokens)
+        tokens, seconds = process.decode(replace(setting, round=seed), ids[0].tolist(), new_tokens)
         return Decoded(torch.cat([ids, torch.tensor([tokens], dtype=ids.dtype)], 1), None, seconds=seconds)
 
     return decode

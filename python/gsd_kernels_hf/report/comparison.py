@@ -162,6 +162,11 @@ def graph(target: PreTrainedModel, **options: Any) -> Contender:
     return decode
 
 
+def undrafted(target: PreTrainedModel, **options: Any) -> Contender:
+    """:func:`graph` without any source of drafts: a forward a token."""
+    return graph(target, graph_config="plain", **options)
+
+
 def measure(target: PreTrainedModel, contender: Contender, inputs: Inputs, max_new_tokens: int) -> Run:
     """Decode one prompt: tokens, seconds, forwards of the target, peak memory."""
     device = device_of(target)

@@ -1,0 +1,76 @@
+"""The model that works, with what may draft for it: SmolLM2 out of its package, or the user's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from gsd_kernels_hf.demo import smollm2
+from gsd_kernels_hf.model.gguf_file import load_model, load_tokenizer
+from gsd_kernels_hf.sources.drafters import load_drafter
+
+
+@dataclass(frozen=True)
+class Real:
+    """A model at work.
+
+    Attributes:
+        name: as it is reported.
+        tokenizer_folder: where other engines read the tokenizer, if it is a folder.
+        gguf: the file that it came from.
+        ends: tokens that end a text.
+        drafts: options of :func:`gsd_kernels.generate` by way, for what was given to draft with.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    tokenizer_folder: Path | None
+    gguf: Path | None
+    ends: tuple[int, ...]
+    draft: PreTrainedModel | None = None
+    drafts: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def load_real(model: str | None, draft: str | None, drafter: str | None, dtype: torch.dtype) -> Real:
+    """Load in ``dtype``: loaded, not cast, which would round the rotary frequencies as well.
+
+    Raises:
+        MissingModelError: no model is named, and SmolLM2's package is not installed.
+        OSError, ValueError: a model cannot be found or read.
+    """
+    name, place, gguf = smollm2.NAME, None, None
+    if model is None:
+        place, gguf = smollm2.folder(), smollm2.gguf_path()
+        target, tokenizer = smollm2.load(dtype)
+    elif model.endswith(".gguf"):
+        gguf = Path(model).expanduser()
+        name, target, tokenizer = gguf.stem, load_model(gguf, dtype), load_tokenizer(gguf)
+    else:
+        name = model.rstrip("/").rpartition("/")[2]
+        place = Path(model).expanduser() if Path(model).expanduser().is_dir() else None
+        target = AutoModelForCausalLM.from_pretrained(place or model, dtype=dtype).eval()
+        tokenizer = AutoTokenizer.from_pretrained(place or model)
+    drafts: dict[str, dict[str, Any]] = {}
+    small = None
+    if draft is not None:
+        small = AutoModelForCausalLM.from_pretrained(draft, dtype=dtype).eval()
+        drafts["gsd-draft"] = {"assistant_model": small}
+    if drafter is not None:
+        sources = {"draft_sources": ("drafter", "history")}
+        drafts["gsd-drafter"] = {"drafter": load_drafter(drafter, target), **sources}
+    if target.generation_config.pad_token_id is None:
+        target.generation_config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
+    target.generation_config.do_sample = False  # what a model samples with by default is none of a greedy race's
+    for setting in ("temperature", "top_p", "top_k"):
+        setattr(target.generation_config, setting, None)
+    return Real(name, target, tokenizer, place, gguf, _ends(target), small, drafts)
+
+
+def _ends(model: PreTrainedModel) -> tuple[int, ...]:
+    found = model.generation_config.eos_token_id
+    return () if found is None else (found,) if isinstance(found, int) else tuple(found)

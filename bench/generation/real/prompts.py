@@ -1,0 +1,110 @@
+"""What the model is asked: this benchmark's own chats, or a user's file."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ..pairs import Prompt
+
+FILE = Path(__file__).resolve().parent / "prompts.json"
+OWN = "own"  # kind of a user's prompts that name none
+TUNED_ON = 2  # of a user's prompts, where the file sets none aside
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat up to where the model answers."""
+
+    name: str
+    kind: str
+    messages: list[dict[str, str]]
+
+
+def read_chats(file: Path | None = None) -> tuple[list[Chat], list[Chat]]:
+    """The chats that are reported, and those on which other engines' settings are chosen.
+
+    Args:
+        file: ``.json`` as ``prompts.json`` beside this file, or a list; ``.jsonl``, a chat a line; otherwise text, of
+            which every line that is not empty is a user's message. A chat is an object with ``messages`` (role,
+            content) or ``prompt``, and may have ``name`` and ``kind``.
+
+    Raises:
+        ValueError: no chat is there, or one is not as said above.
+        OSError: the file cannot be read.
+    """
+    place = FILE if file is None else file
+    text = place.read_text(encoding="utf-8")
+    tuning: list[Any] = []
+    try:
+        if place.suffix == ".json":
+            found = json.loads(text)
+            if isinstance(found, dict):
+                found, tuning = found.get("prompts"), found.get("tuning", [])
+        elif place.suffix == ".jsonl":
+            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+        else:
+            found = [line for line in text.splitlines() if line.strip()]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--prompts: {place} is not JSON: {error}") from error
+    if not isinstance(found, list) or not found:
+        raise ValueError(f'--prompts: {place} has no prompts; expected a list, or an object with a list "prompts"')
+    chats = [_chat(place, number, given) for number, given in enumerate(found, 1)]
+    others = [_chat(place, number, given) for number, given in enumerate(tuning, 1)]
+    if not others:
+        others = chats[:TUNED_ON]
+    names = [chat.name for chat in chats]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--prompts: {place}: two prompts have the name {max(names, key=names.count)!r}")
+    return chats, others
+
+
+def _chat(place: Path, number: int, given: Any) -> Chat:
+    fault = f"--prompts: {place}, prompt {number}"
+    if isinstance(given, str):
+        given = {"prompt": given}
+    if not isinstance(given, dict):
+        raise ValueError(f"{fault}: expected a text or an object, got {type(given).__name__}")
+    messages = given.get("messages")
+    if messages is None and isinstance(given.get("prompt"), str):
+        messages = [{"role": "user", "content": given["prompt"]}]
+    right = (
+        isinstance(messages, list)
+        and messages
+        and all(
+            isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+            for turn in messages
+        )
+    )
+    if not right:
+        raise ValueError(f'{fault}: expected "messages", a list of objects with "role" and "content", or "prompt"')
+    return Chat(str(given.get("name", f"prompt-{number}")), str(given.get("kind", OWN)), messages)
+
+
+def first_of_each_kind(chats: list[Chat], count: int) -> list[Chat]:
+    """At most ``count`` chats of every kind, in order."""
+    seen: Counter[str] = Counter()
+    found = []
+    for chat in chats:
+        seen[chat.kind] += 1
+        if seen[chat.kind] <= count:
+            found.append(chat)
+    return found
+
+
+def encoded(chats: list[Chat], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """The chats by the tokenizer's chat template; without one, the messages' texts, an empty line between them."""
+    found = []
+    for chat in chats:
+        if tokenizer.chat_template:
+            text = tokenizer.apply_chat_template(chat.messages, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        else:
+            ids = tokenizer("\n\n".join(turn["content"] for turn in chat.messages), return_tensors="pt")["input_ids"]
+        found.append(Prompt(chat.name, chat.kind, ids))
+    return found

@@ -1,0 +1,240 @@
+"""What follows from the runs: rates, intervals against the strongest others, texts compared."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gsd_kernels_hf.files import write_json
+
+from ...lib.intervals import Ratio, paired_ratio
+from ...lib.report import SCHEMA, markdown
+from .ways import HF, HISTORY, OURS, label
+
+NARROW = 8.0  # bits a weight; with fewer a model computes something else than it was trained to
+
+
+@dataclass
+class RealReport:
+    """Every decoding of the run, and what follows.
+
+    Attributes:
+        prompts: by name their kind and length in tokens.
+        peers: per engine version and bits a weight, per way the chosen setting.
+        runs: one decoding each; ``tokens`` are new ones, ``seconds`` those of prompt and text.
+        ratios: our history's rate over every other's, over the prompts that both decoded.
+        strongest: of others: by rate, with eight bits a weight or more, and with fewer.
+        seconds: of all rounds.
+    """
+
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+    parameters: int
+    prompts: dict[str, dict[str, Any]]
+    peers: dict[str, Any] = field(default_factory=dict)
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    setup_seconds: dict[str, float] = field(default_factory=dict)
+    summary: list[dict[str, Any]] = field(default_factory=list)
+    ratios: dict[str, dict[str, float]] = field(default_factory=dict)
+    strongest: dict[str, str | None] = field(default_factory=dict)
+    seconds: float = 0.0
+    case: str = "real"
+    schema: int = SCHEMA
+
+    def write(self, folder: Path, name: str) -> list[Path]:
+        """Write ``name``.json; the files written."""
+        folder.mkdir(parents=True, exist_ok=True)
+        return [write_json(folder / f"{name}.json", asdict(self))]
+
+    def totals(self, way: str, kind: str | None = None) -> dict[str, tuple[float, float]]:
+        """Tokens and seconds of a way by prompt, the mean over its rounds."""
+        found: dict[str, list[tuple[float, float]]] = {}
+        for run in self.runs:
+            if run["way"] == way and kind in (None, self.prompts[run["prompt"]]["kind"]):
+                found.setdefault(run["prompt"], []).append((run["tokens"], run["seconds"]))
+        return {
+            prompt: (statistics.fmean(t for t, _ in each), statistics.fmean(s for _, s in each))
+            for prompt, each in found.items()
+        }
+
+    def ratio(self, ours: str, theirs: str) -> Ratio:
+        """Of rates, over the prompts that both decoded."""
+        a, b = self.totals(ours), self.totals(theirs)
+        both = [prompt for prompt in a if prompt in b]
+        return paired_ratio([a[prompt] for prompt in both], [b[prompt] for prompt in both])
+
+    def bits(self, way: str) -> float:
+        """A weight."""
+        names = sorted((name for name in self.peers if way == name or way.startswith(f"{name}-")), key=len)
+        own = {"float32": 32, "bfloat16": 16, "float16": 16, "float64": 64}[self.settings["dtype"]]
+        known = [self.peers[name]["bits"] for name in names if "bits" in self.peers[name]]
+        return known[-1] if known else own
+
+    def summarise(self, names: Sequence[str] | None = None) -> None:
+        """Make the summary anew of ``names``; by default of those that are in it."""
+        names = [row["way"] for row in self.summary] if names is None else names
+        kinds = list(dict.fromkeys(prompt["kind"] for prompt in self.prompts.values()))
+        self.summary = [self._row(name, kinds) for name in names]
+        self.ratios = {}
+        if HISTORY in names:
+            self.ratios = {name: asdict(self.ratio(HISTORY, name)) for name in names if name != HISTORY}
+        others = [row for row in self.summary if row["way"] not in OURS]
+        groups = {
+            "wide": [row for row in others if row["bits"] >= NARROW],
+            "narrow": [row for row in others if row["bits"] < NARROW],
+            "transformers": [row for row in others if label(row["way"]).engine == "transformers"],
+        }
+        self.strongest = {
+            group: max(rows, key=lambda row: row["tokens_per_second"])["way"] if rows else None
+            for group, rows in groups.items()
+        }
+
+    def _row(self, name: str, kinds: Sequence[str]) -> dict[str, Any]:
+        runs = [run for run in self.runs if run["way"] == name]
+        first = [run for run in runs if run["round"] == 0]
+        compared = [run for run in first if "same" in run]
+        plain = [run for run in first if "same_as_plain" in run]
+        by_kind = {kind: self.totals(name, kind) for kind in kinds}
+        return {
+            "way": name,
+            "bits": self.bits(name),
+            "tokens_per_second": _rate(self.totals(name)),
+            "tokens_per_step": _per_step(runs),
+            "rounds": 1 + max(run["round"] for run in runs),
+            "texts": len(first),
+            "tokens": sum(run["tokens"] for run in first),
+            "compared": len(compared),
+            "same": sum(run["same"] for run in compared),
+            "within_rounding": sum(run.get("within_rounding", False) for run in compared),
+            "compared_with_plain": len(plain),
+            "same_as_plain": sum(run["same_as_plain"] for run in plain),
+            "by_kind": {
+                kind: {
+                    "tokens_per_second": _rate(totals),
+                    "tokens_per_step": _per_step([r for r in runs if self.prompts[r["prompt"]]["kind"] == kind]),
+                    "prompts": len(totals),
+                }
+                for kind, totals in by_kind.items()
+                if totals
+            },
+        }
+
+
+def _rate(totals: dict[str, tuple[float, float]]) -> float:
+    return sum(tokens for tokens, _ in totals.values()) / sum(seconds for _, seconds in totals.values())
+
+
+def _per_step(runs: Sequence[dict[str, Any]]) -> float | None:
+    """Tokens a forward of the model; ``None`` where an engine does not count them."""
+    if not runs or not all(run["steps"] for run in runs):
+        return None
+    return sum(run["tokens"] + run["ended"] for run in runs) / sum(run["steps"] for run in runs)
+
+
+def table(data: dict[str, Any]) -> str:
+    """The summary in Markdown, slowest first."""
+    rows = []
+    for row in sorted(data["summary"], key=lambda row: row["tokens_per_second"]):
+        shown = label(row["way"])
+        ratio = data["ratios"].get(row["way"])
+        name = f"{shown.engine}, {shown.way}"
+        rows.append(
+            [
+                f"**{name}**" if row["way"] == HISTORY else name,
+                f"{row['bits']:.1f}".removesuffix(".0"),
+                f"{row['tokens_per_second']:.1f}",
+                "–" if row["tokens_per_step"] is None else f"{row['tokens_per_step']:.2f}",
+                "–" if ratio is None else str(Ratio(**ratio)),
+                _texts(row),
+            ]
+        )
+    head = ["", "bits a weight", "tokens/s", "tokens/step", "our history against it (95%)", "texts as transformers'"]
+    return markdown(head, rows)
+
+
+def _texts(row: dict[str, Any]) -> str:
+    if not row["compared"]:
+        return "–"
+    text = f"{row['same']} of {row['compared']}"
+    if row["within_rounding"]:
+        text += f", {row['within_rounding']} by rounding"
+    if row["compared_with_plain"]:
+        text += f"; as our plain {row['same_as_plain']} of {row['compared_with_plain']}"
+    return text
+
+
+def verdicts(data: dict[str, Any]) -> list[str]:
+    """What our history gains against the strongest others, one sentence each."""
+    said = {
+        "wide": "the fastest other with 8 bits a weight or more",
+        "narrow": "the fastest other with fewer",
+        "transformers": "transformers' fastest",
+    }
+    found = []
+    for group, what in said.items():
+        way = data["strongest"].get(group)
+        if way is not None and way in data["ratios"]:
+            shown = label(way)
+            found.append(f"{Ratio(**data['ratios'][way])} times {what} ({shown.engine}, {shown.way})")
+    if HF in data["ratios"]:
+        found.append(f"{Ratio(**data['ratios'][HF])} times transformers' plain decoding")
+    return found
+
+
+def gains(data: dict[str, Any]) -> str | None:
+    """The verdicts as one sentence with the history's rate; ``None`` where it did not take part."""
+    if not (found := verdicts(data)):
+        return None
+    rate = next(row["tokens_per_second"] for row in data["summary"] if row["way"] == HISTORY)
+    return f"In {data['settings']['dtype']} the history alone gives {rate:.0f} tokens/s: {'; '.join(found)}."
+
+
+def kinds_table(data: dict[str, Any]) -> str:
+    """Tokens a second by kind of work: ours and the strongest others."""
+    chosen = [HF, *dict.fromkeys(way for way in data["strongest"].values() if way), *OURS]
+    rows = {row["way"]: row for row in data["summary"]}
+    chosen = [way for way in dict.fromkeys(chosen) if way in rows]
+    kinds = list(dict.fromkeys(prompt["kind"] for prompt in data["prompts"].values()))
+    lines = []
+    for way in chosen:
+        shown, by_kind = label(way), rows[way]["by_kind"]
+        cells = []
+        for kind in kinds:
+            found = by_kind.get(kind)
+            per_step = "" if not found or found["tokens_per_step"] is None else f" ({found['tokens_per_step']:.1f})"
+            cells.append("–" if not found else f"{found['tokens_per_second']:.0f}{per_step}")
+        lines.append([f"{shown.engine}, {shown.way}", *cells])
+    return markdown(["", *kinds], lines)
+
+
+def chosen_rows(data: dict[str, Any]) -> list[str]:
+    """The ways that a short table shows: of every other engine plain decoding is left out where it has a faster way."""
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    for row in data["summary"]:
+        if row["way"] in (HF, *OURS):
+            continue
+        place = label(row["way"]).engine, row["bits"] >= NARROW
+        if place not in groups or row["tokens_per_second"] > groups[place]["tokens_per_second"]:
+            groups[place] = row
+    return [HF, *(row["way"] for row in groups.values()), *OURS]
+
+
+def short(data: dict[str, Any]) -> dict[str, Any]:
+    """``data`` with the rows of :func:`chosen_rows` alone."""
+    chosen = chosen_rows(data)
+    return {**data, "summary": [row for row in data["summary"] if row["way"] in chosen]}
+
+
+def what(data: dict[str, Any]) -> str:
+    """What was decoded, in one sentence without its end."""
+    settings, prompts = data["settings"], data["prompts"]
+    kinds = list(dict.fromkeys(prompt["kind"] for prompt in prompts.values()))
+    own = "" if len(kinds) < 2 else f" ({', '.join(kinds)})"
+    return (
+        f"{settings['model']}, {data['parameters'] / 1e6:.0f}M, {settings['dtype']}, greedy, {len(prompts)} "
+        f"prompts{own}, at most {settings['new_tokens']} new tokens, prompts' time included"
+    )

@@ -1,0 +1,229 @@
+"""One interleaved run of everyday work, in this process and those of other engines, with a cache folder of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from gsd_kernels_hf.report.comparison import first_divergence
+
+from ...lib.environment import environment
+from ..competitors import Competitor
+from ..pairs import Pair, Prompt
+from ..peers.race import Peers
+from .models import Real, load_real
+from .prompts import encoded, first_of_each_kind, read_chats
+from .report import RealReport
+from .ways import HF, OURS, PLAIN, engines_for, label, names_of, own_ways
+
+NAME = "real"
+WARM_UP_TOKENS = 8
+SLOW = 0.6  # of the fastest peer's rate: who is below sits out later rounds
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run.
+
+    Attributes:
+        model, draft, drafter: as on the command line; ``None``: SmolLM2, nothing.
+        dtype: of our weights and transformers', and of the arithmetic of engines that have the choice.
+        new_tokens: at most; a text may end before.
+        rounds: over all prompts. In the first everyone decodes, later those who matter for the comparison.
+        ways: by default all that there are.
+        prompts: a file of one's own.
+        llama_cpp: folder of llama.cpp's binaries.
+        limit: the first so many prompts of every kind.
+    """
+
+    model: str | None = None
+    draft: str | None = None
+    drafter: str | None = None
+    dtype: torch.dtype = torch.bfloat16
+    new_tokens: int = 160
+    rounds: int = 1
+    ways: Sequence[str] = ()
+    prompts: Path | None = None
+    llama_cpp: Path | None = None
+    limit: int | None = None
+
+
+def name_of(settings: Settings) -> str:
+    """Of the file of results: README's table is made of the whole run of this benchmark's own model and prompts."""
+    given = (settings.model, settings.draft, settings.drafter, settings.prompts)
+    own = [re.sub(r"[^\w.]+", "-", Path(part).name or str(part)).lower() for part in given if part is not None]
+    part = ["part"] if settings.ways else []
+    quick = ["quick"] if settings.limit is not None else []
+    return "-".join([NAME, str(settings.dtype).removeprefix("torch."), *own, *part, *quick])
+
+
+def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> RealReport:
+    """Race the ways; after every prompt the results so far are written to ``folder``.
+
+    Raises:
+        ValueError: a way that there is not, or prompts or models that cannot be read.
+    """
+    chats, tuning = read_chats(settings.prompts)
+    if settings.limit is not None:
+        chats = first_of_each_kind(chats, settings.limit)
+    _say("loading the model")
+    real = load_real(settings.model, settings.draft, settings.drafter, settings.dtype)
+    engines = engines_for(real, settings.llama_cpp)
+    names = _named(settings.ways, names_of(real, engines))
+    prompts, others = encoded(chats, real.tokenizer), encoded(tuning, real.tokenizer)
+    pair = Pair(real.name, real.model, real.draft, prompts, source=real.model)  # type: ignore[arg-type]
+    report = RealReport(
+        settings={
+            "model": real.name,
+            "dtype": str(settings.dtype).removeprefix("torch."),
+            "draft": settings.draft,
+            "drafter": settings.drafter,
+            "prompts": "own" if settings.prompts else "bench/generation/real/prompts.json",
+            "new_tokens": settings.new_tokens,
+            "rounds": settings.rounds,
+            "ways": names,
+        },
+        environment=environment(torch.device("cpu")),
+        parameters=real.model.num_parameters(),
+        prompts={prompt.name: {"kind": prompt.kind, "tokens": prompt.input_ids.shape[1]} for prompt in prompts},
+    )
+    with (
+        _cold_cache(),
+        Peers(pair, names, others, new_tokens=settings.new_tokens, engines=engines, ends=real.ends) as peers,
+    ):
+        report.peers = peers.notes
+        racing = _warm(real, names, [*own_ways(real, names), *peers.competitors], others, report)
+        _rounds(settings, real, prompts, racing, report, folder, name)
+    return report
+
+
+def _named(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
+    for way in wanted:
+        if way not in known:
+            raise ValueError(f"--ways: {way!r} is none of {', '.join(known)}")
+    return [way for way in known if not wanted or way in wanted]
+
+
+@contextmanager
+def _cold_cache() -> Iterator[None]:
+    """Nothing that was learned before helps: a folder of the run's own in place of the user's cache."""
+    before = os.environ.get("GSD_KERNELS_CACHE")
+    with tempfile.TemporaryDirectory(prefix="gsd-kernels-cold-") as cold:
+        os.environ["GSD_KERNELS_CACHE"] = cold
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["GSD_KERNELS_CACHE"]
+            else:
+                os.environ["GSD_KERNELS_CACHE"] = before
+
+
+def _warm(
+    real: Real, names: Sequence[str], found: Sequence[Competitor], others: Sequence[Prompt], report: RealReport
+) -> list[Competitor]:
+    """Decode a few tokens of a prompt that is not reported; the ways that work, in the order of ``names``."""
+    racing = {}
+    for way in found:
+        if way.decode is None:
+            report.missing[way.name] = way.missing or ""
+            continue
+        _say(f"warming up {way.name}")
+        begin = time.perf_counter()
+        try:
+            way.decode(others[0].input_ids, WARM_UP_TOKENS, 0)
+        except Exception as error:
+            if way.name in OURS:
+                raise
+            report.missing[way.name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            continue
+        report.setup_seconds[way.name] = time.perf_counter() - begin
+        racing[way.name] = way
+    return [racing[name] for name in names if name in racing]
+
+
+def _rounds(
+    settings: Settings,
+    real: Real,
+    prompts: Sequence[Prompt],
+    racing: list[Competitor],
+    report: RealReport,
+    folder: Path | None,
+    name: str,
+) -> None:
+    """Every prompt's ways decode one after the other, beginning with another one each time."""
+    begin = time.perf_counter()
+    for round_ in range(settings.rounds):
+        if round_:
+            racing = _still(racing, report)
+        for number, prompt in enumerate(prompts):
+            turn = (number + round_) % len(racing)
+            texts: dict[str, list[int]] = {}
+            for way in racing[turn:] + racing[:turn]:
+                _say(f"round {round_ + 1}/{settings.rounds}, prompt {number + 1}/{len(prompts)}, {way.name}")
+                texts[way.name], measured = _decode(real, way, prompt, settings.new_tokens, round_)
+                report.runs.append({"prompt": prompt.name, "way": way.name, "round": round_, **measured})
+            for run_ in report.runs[-len(racing) :]:
+                run_.update(_compared(real.model, prompt, texts, run_["way"]))
+            report.summarise([way.name for way in racing] if not round_ else None)
+            report.seconds = time.perf_counter() - begin
+            if folder is not None:
+                report.write(folder, name)
+
+
+def _still(racing: list[Competitor], report: RealReport) -> list[Competitor]:
+    """Ours, and whoever is not far behind the fastest of the others."""
+    rates = {row["way"]: row["tokens_per_second"] for row in report.summary}
+    fastest = max((rate for way, rate in rates.items() if way not in OURS), default=0.0)
+    return [way for way in racing if way.name in OURS or rates[way.name] >= SLOW * fastest]
+
+
+def _decode(
+    real: Real, way: Competitor, prompt: Prompt, new_tokens: int, round_: int
+) -> tuple[list[int], dict[str, Any]]:
+    """The new tokens without the end's, which not every engine gives, and what they took."""
+    assert way.decode is not None
+    begin = time.perf_counter()
+    decoded = way.decode(prompt.input_ids, new_tokens, round_)
+    seconds = time.perf_counter() - begin if decoded.seconds is None else decoded.seconds
+    tokens = decoded.sequences[0, prompt.input_ids.shape[1] :].tolist()
+    ended = next((place for place, token in enumerate(tokens) if token in real.ends), None)
+    stats = decoded.stats
+    if way.name == PLAIN and stats is not None and stats.target_rows > stats.steps:
+        raise RuntimeError(f"{PLAIN} drafted: {stats.target_rows} rows in {stats.steps} steps")
+    text = tokens[:ended]
+    return text, {
+        "tokens": max(1, len(text)),
+        "ended": ended is not None,
+        "seconds": seconds,
+        "steps": decoded.target_forwards,
+        "rows_per_step": stats.target_rows / stats.steps if stats is not None and stats.steps else None,
+    }
+
+
+def _compared(model: PreTrainedModel, prompt: Prompt, texts: dict[str, list[int]], way: str) -> dict[str, Any]:
+    """Whether the text is transformers', whether ours is our plain one's, and why a first difference is there."""
+    found: dict[str, Any] = {}
+    mine = texts[way]
+    for key, reference in (("same", HF), ("same_as_plain", PLAIN)):
+        if reference in texts and reference != way and (key == "same" or way in OURS):
+            found[key] = mine == texts[reference]
+    if found.get("same") is False and label(way).engine in ("gsd_kernels", "transformers"):
+        divergence = first_divergence(model, prompt.input_ids, texts[HF], mine)
+        found["within_rounding"] = divergence is not None and divergence.within_rounding
+    return found
+
+
+def _say(what: str) -> None:
+    print(f"{NAME}: {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,108 @@
+"""The registry of ways: ours, transformers' own, and what OpenVINO GenAI and llama.cpp make of the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gsd_kernels_hf.report import comparison
+
+from ..competitors import PROMPT_LOOKUP_TOKENS, Competitor, Decode
+from ..peers.base import Engine
+from ..peers.llama_cpp import LlamaCpp
+from ..peers.llama_server import LlamaServer, find_binaries
+from ..peers.openvino import OpenVino
+from ..peers.race import name_of
+from .models import Real
+
+HF, HF_LOOKUP, HF_ASSISTED = "transformers", "transformers-lookup", "transformers-assisted"
+PLAIN, HISTORY, DRAFT, DRAFTER = "gsd-plain", "gsd-history", "gsd-draft", "gsd-drafter"
+OURS = (PLAIN, HISTORY, DRAFT, DRAFTER)
+OPENVINO_WEIGHTS = ("", "int8", "int4")
+LLAMA_CPP_WEIGHTS = ("q8_0", "q4_0")  # beside those of the race's dtype and of the file
+NAMED = {torch.bfloat16: "bf16", torch.float32: "f32"}
+
+
+@dataclass(frozen=True)
+class Label:
+    """How a way is shown."""
+
+    engine: str
+    way: str
+
+
+def label(name: str) -> Label:
+    """``llama-cpp-q8_0-lookup`` as llama.cpp, q8_0 with n-gram drafts."""
+    if name in OURS:
+        ways = {PLAIN: "plain", HISTORY: "history alone, no draft model", DRAFT: "draft model", DRAFTER: "drafter"}
+        return Label("gsd_kernels", ways[name])
+    if name.startswith("transformers"):
+        ways = {HF: "plain", HF_LOOKUP: "prompt lookup", HF_ASSISTED: "assisted"}
+        return Label("transformers", ways[name])
+    engine, key = ("OpenVINO GenAI", "openvino") if name.startswith("openvino") else ("llama.cpp", "llama-cpp")
+    rest = [part for part in name.removeprefix(key).split("-") if part]
+    kind = rest.pop() if rest and rest[-1] in ("lookup", "draft") else "plain"
+    said = {
+        "plain": "plain",
+        "lookup": "prompt lookup" if key == "openvino" else "n-gram drafts",
+        "draft": "draft model",
+    }
+    weights = ["the file itself" if part == "file" else part for part in rest]
+    return Label(engine, ", ".join([*weights, said[kind]]))
+
+
+def engines_for(real: Real, binaries: Path | None) -> list[Engine]:
+    """Other engines, one a kind of weights.
+
+    Args:
+        real: the model.
+        binaries: where llama.cpp was built; see :func:`find_binaries`.
+    """
+    found: list[Engine] = [OpenVino(weights, real.tokenizer_folder) for weights in OPENVINO_WEIGHTS]
+    place = find_binaries(binaries)
+    if place is None:
+        return [*found, LlamaCpp(real.ends)]
+    own = NAMED.get(real.model.dtype)
+    if own is not None:
+        found.append(LlamaServer(place, own, real.gguf, real.ends))
+    if real.gguf is not None:
+        found.append(LlamaServer(place, "", real.gguf, real.ends))
+    return [*found, *(LlamaServer(place, weights, real.gguf, real.ends) for weights in LLAMA_CPP_WEIGHTS)]
+
+
+def names_of(real: Real, engines: Sequence[Engine]) -> list[str]:
+    """All ways that there are for this model, ours last."""
+    kinds = ("plain", "lookup", *(("draft",) if real.draft is not None else ()))
+    theirs = [name_of(engine, kind) for engine in engines for kind in kinds]
+    assisted = [HF_ASSISTED] if real.draft is not None else []
+    return [HF, HF_LOOKUP, *assisted, *theirs, PLAIN, HISTORY, *real.drafts]
+
+
+def own_ways(real: Real, names: Sequence[str]) -> list[Competitor]:
+    """Those of ``names`` that run in this process: transformers' and ours."""
+    model = real.model
+    makers: dict[str, Callable[[], comparison.Contender]] = {
+        HF: lambda: comparison.plain(model),
+        HF_LOOKUP: lambda: comparison.plain(model, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS),
+        HF_ASSISTED: lambda: comparison.assisted(model, real.draft),
+        PLAIN: lambda: comparison.undrafted(model),
+        HISTORY: lambda: comparison.graph(model, draft_sources=("history",)),
+        **{way: _drafting(model, options) for way, options in real.drafts.items()},
+    }
+    return [Competitor(name, _decode(makers[name]())) for name in names if name in makers]
+
+
+def _drafting(model: Any, options: dict[str, Any]) -> Callable[[], comparison.Contender]:
+    return lambda: comparison.graph(model, **options)
+
+
+def _decode(contender: comparison.Contender) -> Decode:
+    def decode(ids: Tensor, new_tokens: int, seed: int) -> comparison.Decoded:
+        return contender({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, new_tokens)
+
+    return decode

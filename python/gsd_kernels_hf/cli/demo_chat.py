@@ -1,0 +1,303 @@
+"""The demo of a real chat model: answers as they stream, a race with transformers, texts compared, one step drawn."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..console.output import err, out, progress, table
+from ..progress import tracked
+from .demo_parts import cpu_share, draw, warn_if_busy
+from .options import read_graph_config
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+
+    from gsd_kernels_hf.report.comparison import Contender, Run
+    from gsd_kernels_hf.report.drawing import StepPicture
+
+    Models = dict[str, LlamaForCausalLM]
+
+QUESTIONS = (
+    "Write a Python function that converts Celsius to Fahrenheit.",
+    "Add a check that the argument is a number, and write the function again.",
+)
+"""A chat of two turns, answered on the screen."""
+
+RACED = (
+    "Correct the mistakes and write the text again: Last summer me and my sister goes to the lake evry day, and the "
+    "water were so cold that nobody wanted to swimm, but we swimmed anyway.",
+    "Explain in a few sentences why the sky is blue.",
+    "Write a Python function that counts the words of a text, and show how to call it.",
+    "Turn into a JSON list with the keys name, age and city: Anna is 31 and lives in Oslo; Ben is 45 and lives in "
+    "Ghent; Carla is 28 and lives in Porto.",
+)
+"""Answered by every way of the race."""
+
+RACE_TOKENS = 64  # at most
+DRAWN = "depth=0,width=4,branch=3,max_rows=12,max_path=8,merge_context=2,history_depth=8,history_width=3"
+"""Shape of the step that is drawn: one that `auto` chose may hold a single row."""
+
+LOOKUP = 10  # tokens that transformers' prompt lookup drafts at a time
+HF, HF_LOOKUP, PLAIN, OURS = "transformers", "transformers, lookup", "this, plain", "this, history"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of the command; ``dtype`` ``auto`` is both, ``graph_config`` ``None`` is ``auto``."""
+
+    max_new_tokens: int
+    dtype: str
+    device: str | None
+    graph_config: str | None
+    backend: str
+    quick: bool
+    seconds: float
+    directory: Path
+
+
+def show(settings: Settings) -> tuple[bool, dict[str, Any]]:
+    """Show it all; whether a text differs beyond rounding, and the numbers."""
+    config = read_graph_config(settings.graph_config or "auto")
+    models, tokenizer = _load(settings)
+    first = models["bfloat16" if "bfloat16" in models else next(iter(models))]
+    speculation = {"draft_sources": ("history",), "graph_config": config, "backend": settings.backend}
+    from gsd_kernels_hf.demo import smollm2
+
+    from ..console.versions import versions
+
+    threads = _threads()
+    out.print(
+        f"{smollm2.NAME}, a Llama of {first.num_parameters() / 1e6:.0f}M parameters, on {first.device}, {threads} "
+        "threads; drafts come from the text itself, there is no draft model",
+        style="dim",
+        soft_wrap=True,
+    )
+    report: dict[str, Any] = {
+        **{"versions": versions(), "model": smollm2.NAME, "device": str(first.device), "threads": threads},
+        **{"backend": settings.backend, "dtypes": list(models), "graph_config": str(settings.graph_config or "auto")},
+    }
+    report["answers"] = _talk(first, tokenizer, speculation, settings.max_new_tokens)
+    report["race"] = None
+    if not settings.quick:
+        report["race"] = _race(models, tokenizer, speculation, settings)
+        _print_race(report["race"])
+    report["drawing"] = draw(tokenizer, _pictures(first, tokenizer, settings), settings.directory)
+    ways = report["race"]["ways"] if report["race"] else []
+    return any(way["beyond_rounding"] for way in ways), report
+
+
+def _load(settings: Settings) -> tuple[Models, PreTrainedTokenizerBase]:
+    with progress("loading PyTorch and transformers"):
+        import torch
+
+        from gsd_kernels_hf.demo import smollm2
+
+        from ..console.pair import pick_device, quiet_transformers
+
+        quiet_transformers()
+        device = pick_device(settings.device)
+    smollm2.folder()  # has a bar of its own
+    names = ("float32", "bfloat16") if settings.dtype == "auto" else (settings.dtype,)
+    models = {}
+    with tracked("loading the model", len(names), "dtypes") as update:
+        for number, name in enumerate(names):
+            update(number, name)
+            models[name], tokenizer = smollm2.load(getattr(torch, name), device)
+    return models, tokenizer
+
+
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _chat(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, messages: str | list[dict[str, str]]
+) -> dict[str, Any]:
+    from gsd_kernels_hf.demo import smollm2
+
+    return {name: value.to(model.device) for name, value in smollm2.chat(tokenizer, messages).items()}
+
+
+def _talk(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, speculation: dict[str, Any], max_new_tokens: int
+) -> list[dict[str, Any]]:
+    """Stream the answers of one chat."""
+    turns: list[dict[str, str]] = []
+    found = []
+    for question in QUESTIONS:
+        turns.append({"role": "user", "content": question})
+        found.append({"question": question, **_answer(model, tokenizer, turns, speculation, max_new_tokens)})
+        turns.append({"role": "assistant", "content": found[-1]["text"]})
+    return found
+
+
+def _answer(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    turns: list[dict[str, str]],
+    speculation: dict[str, Any],
+    max_new_tokens: int,
+) -> dict[str, Any]:
+    """Stream one answer."""
+    from gsd_kernels_hf.report import comparison
+
+    from .streaming import StdoutStreamer
+
+    inputs = _chat(model, tokenizer, turns)
+    out.print(f"\n> {turns[-1]['content']}\n", style="bold", markup=False, soft_wrap=True)
+    with ExitStack() as waiting:
+        waiting.enter_context(progress("reading the question"))
+        streamer = StdoutStreamer(tokenizer, waiting)
+        run = comparison.measure(
+            model, comparison.graph(model, **speculation, streamer=streamer), inputs, max_new_tokens
+        )
+    assert run.stats is not None
+    found = {
+        **{"text": tokenizer.decode(run.tokens, skip_special_tokens=True)},
+        **{"tokens": len(run.tokens), "seconds": run.seconds, "tokens_per_step": run.stats.tokens_per_step},
+    }
+    out.print(
+        f"{len(run.tokens)} tokens, {run.tokens_per_second:.0f} a second with the question read, "
+        f"{run.stats.tokens_per_step:.1f} a step",
+        style="dim",
+    )
+    return found
+
+
+def _race(
+    models: Models, tokenizer: PreTrainedTokenizerBase, speculation: dict[str, Any], settings: Settings
+) -> dict[str, Any]:
+    """All ways in both dtypes on the same prompts, one after the other."""
+    from gsd_kernels_hf.report import comparison
+
+    contenders: dict[tuple[str, str], Contender] = {}
+    for dtype, model in models.items():
+        contenders[dtype, HF] = comparison.plain(model)
+        contenders[dtype, HF_LOOKUP] = comparison.plain(model, prompt_lookup_num_tokens=LOOKUP)
+        if dtype != "float32":  # whose text is held against transformers' own
+            contenders[dtype, PLAIN] = comparison.undrafted(model, backend=settings.backend)
+        contenders[dtype, OURS] = comparison.graph(model, **speculation)
+    first = next(iter(models.values()))
+    prompts = [_chat(first, tokenizer, question) for question in RACED]
+    names = {f"{dtype} {way}": (dtype, way) for dtype, way in contenders}
+    length, total = min(RACE_TOKENS, settings.max_new_tokens), len(contenders) * (len(prompts) + 1)
+    done = 0
+    with tracked("race", total, "answers") as update:
+
+        def started(name: str, prompt: int) -> None:
+            nonlocal done
+            update(done, name)
+            done += 1
+
+        rounds = comparison.race(
+            first,
+            {name: contenders[key] for name, key in names.items()},
+            prompts,
+            length,
+            seconds=settings.seconds,
+            started=started,
+        )
+    ways = []
+    with tracked("comparing the texts", len(names), "ways") as update:
+        for dtype, way in names.values():
+            update(len(ways))
+            ways.append(_way(models[dtype], dtype, way, rounds, prompts))
+    on_cpu = first.device.type == "cpu"
+    return {
+        "prompts": len(rounds),
+        "max_new_tokens": length,
+        "threads": _threads(),
+        "cpu_share": cpu_share([run for runs in rounds for run in runs.values()]) if on_cpu else None,
+        "ways": ways,
+    }
+
+
+def _way(
+    model: LlamaForCausalLM, dtype: str, way: str, rounds: list[dict[str, Run]], prompts: list[Any]
+) -> dict[str, Any]:
+    from gsd_kernels_hf.report.comparison import first_divergence
+
+    runs = [runs[f"{dtype} {way}"] for runs in rounds]
+    against = PLAIN if way == OURS and dtype != "float32" else HF
+    found = []
+    if way != against:
+        for inputs, runs_, run in zip(prompts, rounds, runs, strict=False):
+            found.append(first_divergence(model, inputs["input_ids"], runs_[f"{dtype} {against}"].tokens, run.tokens))
+    tokens, seconds = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
+    return {
+        "dtype": dtype,
+        "way": way,
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_forward": tokens / sum(run.target_forwards or 0 for run in runs),
+        "compared_with": against if found else None,
+        "equal": sum(d is None for d in found),
+        "within_rounding": sum(d is not None and d.within_rounding for d in found),
+        # transformers' own ways are no promise of ours
+        "beyond_rounding": sum(d is not None and not d.within_rounding for d in found) if way in (PLAIN, OURS) else 0,
+    }
+
+
+def _print_race(report: dict[str, Any]) -> None:
+    out.print(
+        f"\nThe same {report['prompts']} prompts, {report['max_new_tokens']} tokens at most, every way in turn:",
+        style="bold",
+        soft_wrap=True,
+    )
+    rows = table("", "<", "tokens/s", "×", "tokens/step", "<same texts")
+    base = {way["dtype"]: way["tokens_per_second"] for way in report["ways"] if way["way"] == HF}
+    for way in report["ways"]:
+        ratio = way["tokens_per_second"] / base[way["dtype"]]
+        rows.add_row(
+            way["dtype"],
+            way["way"],
+            f"{way['tokens_per_second']:.1f}",
+            "" if way["way"] == HF else f"{ratio:.2f}",
+            f"{way['tokens_per_forward']:.2f}",
+            _same(way, report["prompts"]),
+        )
+    out.print(rows)
+    wrong = sum(way["beyond_rounding"] for way in report["ways"])
+    if wrong:
+        err.print(f"{wrong} texts differ beyond rounding: a bug", style="bold red")
+    out.print(
+        "(×: against transformers' plain decoding in the same dtype. Texts are held against its texts too; in bfloat16 "
+        "those of the history against this package's plain ones, since its operator rounds otherwise.)",
+        style="dim",
+        soft_wrap=True,
+    )
+    warn_if_busy(report["cpu_share"], report["threads"])
+
+
+def _same(way: dict[str, Any], prompts: int) -> str:
+    if way["compared_with"] is None:
+        return ""
+    text = f"{way['equal']} of {prompts}"
+    if way["within_rounding"]:
+        text += f" ({way['within_rounding']} by rounding)"
+    if way["beyond_rounding"]:
+        text += f", {way['beyond_rounding']} DIFFER"
+    return text
+
+
+def _pictures(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> list[StepPicture]:
+    """The graphs of an answer's steps, by one shape."""
+    from gsd_kernels_hf.report import comparison
+    from gsd_kernels_hf.report.drawing import StepPicture
+
+    config = read_graph_config(settings.graph_config or DRAWN)
+    found: list[StepPicture] = []
+
+    def observe(record: Any) -> None:
+        if record.graph is not None:
+            found.append(StepPicture.of(record))
+
+    options = {"draft_sources": ("history",), "graph_config": config, "backend": settings.backend}
+    decode = comparison.graph(model, **options, observer=observe)
+    with progress("decoding once more, to draw a step"):
+        decode(_chat(model, tokenizer, RACED[0]), min(RACE_TOKENS, settings.max_new_tokens))
+    return found

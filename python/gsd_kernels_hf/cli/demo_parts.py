@@ -1,0 +1,69 @@
+"""What both demos show: one step drawn, and whether the machine was busy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..console.output import err, out, progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from gsd_kernels_hf.report.comparison import Run
+    from gsd_kernels_hf.report.drawing import StepPicture
+
+BUSY = 0.7
+"""Share of its threads' time below which the demo takes the machine to be busy."""
+
+MOST_NODES = 80  # of a picture that is still read with pleasure
+
+
+def cpu_share(runs: Sequence[Run]) -> float:
+    """Share of its threads' time that this process got; the rest went to waiting, or to other work of the machine."""
+    import torch
+
+    return sum(run.cpu_seconds for run in runs) / (sum(run.seconds for run in runs) * torch.get_num_threads())
+
+
+def warn_if_busy(share: float | None, threads: int) -> None:
+    """Say that times measured with this share are not to be trusted, where they are not."""
+    if share is not None and share < BUSY:
+        out.print(
+            f"This machine was busy with other work (the demo got {share:.0%} of {threads} threads): do not trust "
+            "these times.",
+            style="bold yellow",
+            soft_wrap=True,
+        )
+
+
+def draw(tokenizer: PreTrainedTokenizerBase, pictures: Sequence[StepPicture], directory: Path) -> dict[str, Any] | None:
+    """Draw the step that shows most; nothing without matplotlib."""
+    from gsd_kernels_hf.report.drawing import draw_step
+
+    step = max(range(len(pictures)), key=lambda i: pictures[i].interest)
+    picture = pictures[step]
+    if len(picture.nodes) > MOST_NODES:
+        picture = picture.checked_only()
+    title = (
+        f"Step {step + 1}: {len(pictures[step].nodes)} nodes drafted, {picture.num_rows} rows checked in one target "
+        f"forward, {len(picture.accepted)} tokens gained"
+    )
+    files = [directory / "step.svg", directory / "step.png"]
+    try:
+        with progress("drawing"):
+            draw_step(picture, lambda token: tokenizer.decode([token]), files, title)
+    except ImportError as error:
+        err.print(f"gsd-kernels: no picture: {error}", markup=False, soft_wrap=True)
+        return None
+    out.print(f"\n{title}: {files[0]}, {files[1]}", soft_wrap=True)
+    return {
+        "files": [str(file) for file in files],
+        "step": step,
+        "nodes": len(picture.nodes),
+        "edges": len(picture.edges),
+        "merges": len(picture.merges),
+        "accepted_tokens": len(picture.accepted),
+        "rows": picture.num_rows,
+    }

@@ -1,0 +1,93 @@
+"""`gsd-kernels bench real`: its prompts, the names of ways, and the tables made of a report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from gsd_kernels_bench import readme
+from gsd_kernels_bench.generation.real.prompts import first_of_each_kind, read_chats
+from gsd_kernels_bench.generation.real.report import RealReport, table, verdicts
+from gsd_kernels_bench.generation.real.ways import HF, HISTORY, PLAIN, label
+
+KINDS = {"model": "M", "dtype": "bfloat16", "new_tokens": 8}
+
+
+def run(prompt, way, seconds, **more):
+    found = {"prompt": prompt, "way": way, "round": 0, "tokens": 8, "ended": False, "seconds": seconds, "steps": 4}
+    return {**found, "rows_per_step": None, **more}
+
+
+def report():
+    prompts = {name: {"kind": kind, "tokens": 5} for name, kind in (("a", "chat"), ("b", "code"))}
+    made = RealReport(settings=KINDS, environment={}, parameters=10, prompts=prompts)
+    made.peers = {"llama-cpp-q4_0": {"bits": 4.5}}
+    for prompt in prompts:
+        made.runs += [
+            run(prompt, HF, 8.0),
+            run(prompt, "llama-cpp-q4_0-lookup", 2.0, same=False, steps=None),
+            run(prompt, PLAIN, 4.0, same=True),
+            run(prompt, HISTORY, 1.0, same=prompt == "a", within_rounding=True, same_as_plain=True),
+        ]
+    made.summarise([HF, "llama-cpp-q4_0-lookup", PLAIN, HISTORY])
+    return made
+
+
+def test_its_prompts_are_many_and_of_every_kind():
+    chats, tuning = read_chats()
+    assert len(chats) >= 24 and len({chat.kind for chat in chats}) >= 10
+    assert not {chat.name for chat in chats} & {chat.name for chat in tuning}, "settings are chosen on others"
+    assert len(first_of_each_kind(chats, 1)) == len({chat.kind for chat in chats})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "count"),
+    [
+        ("a.txt", "One.\n\nTwo.\n", 2),
+        ("a.jsonl", '{"prompt": "One."}\n{"messages": [{"role": "user", "content": "Two."}], "kind": "k"}\n', 2),
+        ("a.json", '["One."]', 1),
+    ],
+)
+def test_prompts_of_ones_own(tmp_path, name, text, count):
+    (tmp_path / name).write_text(text)
+    chats, _ = read_chats(tmp_path / name)
+    assert len(chats) == count and chats[0].messages == [{"role": "user", "content": "One."}]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[3]", '[{"messages": []}]', '[{"messages": [{"role": "user"}]}]', "{"])
+def test_prompts_that_are_none_are_refused_by_option_and_file(tmp_path, text):
+    file = tmp_path / "a.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"--prompts: .*a\.json"):
+        read_chats(file)
+
+
+def test_rates_ratios_and_texts_follow_from_the_runs():
+    made = report()
+    rows = {row["way"]: row for row in made.summary}
+    assert rows[HF]["tokens_per_second"] == 1 and rows[HISTORY]["tokens_per_second"] == 8
+    assert rows["llama-cpp-q4_0-lookup"]["bits"] == 4.5 and rows[HISTORY]["bits"] == 16
+    assert made.ratios[HF]["value"] == pytest.approx(8) and made.ratios[PLAIN]["value"] == pytest.approx(4)
+    assert made.strongest == {"wide": HF, "narrow": "llama-cpp-q4_0-lookup", "transformers": HF}
+    data = json.loads(json.dumps(asdict(made)))
+    lines = table(data).splitlines()
+    assert "1 of 2" in lines[-1] and "as our plain 2 of 2" in lines[-1] and "**" in lines[-1], "ours is the fastest"
+    assert any("llama.cpp, q4_0, n-gram drafts" in said for said in verdicts(data))
+
+
+def test_the_readme_shows_a_stored_run(tmp_path):
+    with pytest.raises(readme.MissingResultError, match="bench real"):
+        readme.real(tmp_path)
+    made = report()
+    made.environment = {"device": "CPU", "device_type": "cpu", "threads": 2, "date": "2026-01-01", "commit": "c"}
+    made.environment["versions"] = {"torch": "2", "transformers": "5"}
+    made.write(tmp_path, "real-bfloat16")
+    shown = readme.real(tmp_path)
+    assert "In bfloat16 the history alone gives 8 tokens/s" in shown and "transformers, plain" in shown
+
+
+def test_labels():
+    assert label("openvino-int8-lookup").way == "int8, prompt lookup"
+    assert label("llama-cpp-file").way == "the file itself, plain"

@@ -1,0 +1,214 @@
+"""A real chat model: the texts are transformers', or in bfloat16 those of plain decoding, whatever drafts."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+import torch
+from corpora import corpus_of
+from transformers import TextIteratorStreamer
+
+import gsd_kernels as gsd
+from gsd_kernels import Corpus, GraphConfig, LayerSkip
+from gsd_kernels.backends import unavailable_reason
+from gsd_kernels_hf.report import comparison
+
+pytestmark = [pytest.mark.real, pytest.mark.slow]
+compiled = pytest.mark.skipif(
+    unavailable_reason("cpu", torch.device("cpu")) is not None, reason="half precision has one text in the operator"
+)
+
+MESSAGES = (
+    "Name three colours.",
+    "What is the capital of France?",
+    "Repeat this twice: the quick brown fox jumps over the lazy dog.",
+    "Write a Python function that adds two numbers.",
+    "Correct: me and my brother goes to the market.",
+    "Translate into German: Good morning, how are you?",
+    'As JSON with the keys name and age: "Anna is 31 years old."',
+    "Count from one to ten in words.",
+    "Why is the sky blue? One sentence.",
+    "Rewrite politely: send me the invoice now.",
+    "List the days of the week.",
+    "Begin a story about a lighthouse.",
+)
+# A fixed shape, where drafts are asserted: `auto` may find a busy machine's plain steps the fastest.
+TREE = GraphConfig(depth=3, width=2, branch=2, max_rows=8)
+
+
+def text_of(model, inputs, **options):
+    """Sequences and statistics under ``options``, greedy by default."""
+    options = {"do_sample": False, **options}
+    return gsd.generate(model.model, **inputs, return_dict_in_generate=True, **options)
+
+
+def skipping(model):
+    """Every seventh attention and MLP left out."""
+    layers = range(3, 28, 7)
+    return LayerSkip(model.model, attention=layers, mlp=layers)
+
+
+def test_float32_texts_are_those_of_transformers(full, tmp_path):
+    inputs, tokens = full.chats(*MESSAGES), 16
+    assert len(MESSAGES) >= 12
+    expected = full.model.generate(**inputs, do_sample=False, max_new_tokens=tokens)
+    assert (expected[:, -1] == full.tokenizer.eos_token_id).any(), "some texts end, and some go on"
+    assert not (expected[:, -1] == full.tokenizer.eos_token_id).all()
+    answers = [row[inputs["input_ids"].shape[1] :].tolist() for row in expected[::2]]
+    corpus = Corpus(corpus_of(tmp_path / "corpus", *answers), tokenizer=full.tokenizer)
+    ways = {
+        "history": {"draft_sources": ("history",), "graph_config": TREE},
+        "layer skip": {"assistant_model": skipping(full), "graph_config": GraphConfig.preset("chain", depth=2)},
+        "corpus": {"draft_sources": ("history", corpus), "graph_config": TREE},
+    }
+    assert torch.equal(plainly(full, inputs, tokens), expected)
+    for name, options in ways.items():
+        out = text_of(full, inputs, max_new_tokens=tokens, **options)
+        assert torch.equal(out.sequences, expected), name
+        assert out.stats.tokens_per_step > 1, f"{name} drafts"
+
+
+def test_a_prompt_alone_has_transformers_text_too(full):
+    for message in MESSAGES[:3]:
+        inputs = full.chats(message)
+        expected = full.model.generate(**inputs, do_sample=False, max_new_tokens=24)
+        assert torch.equal(text_of(full, inputs, max_new_tokens=24, draft_sources=("history",)).sequences, expected)
+
+
+@compiled
+def test_in_bfloat16_every_source_has_the_text_of_plain_decoding(half, tmp_path):
+    inputs, tokens = half.chats(*MESSAGES[2:6]), 24
+    plain = plainly(half, inputs, tokens)
+    begin = inputs["input_ids"].shape[1]
+    corpus = Corpus(corpus_of(tmp_path / "corpus", plain[0, begin:].tolist()), tokenizer=half.tokenizer)
+    ways = {
+        "history": {"draft_sources": ("history",), "graph_config": TREE},
+        "history, graph": {"draft_sources": ("history",), "graph_config": "graph"},
+        "layer skip": {"assistant_model": skipping(half), "graph_config": TREE},
+        "corpus": {"draft_sources": (corpus,), "graph_config": TREE},
+        "reference": {"draft_sources": ("history",), "graph_config": TREE, "reference_ids": plain[:, begin:]},
+    }
+    for name, options in ways.items():
+        out = text_of(half, inputs, max_new_tokens=tokens, **options)
+        assert torch.equal(out.sequences, plain), name
+        assert out.stats.tokens_per_step > 1, f"{name} drafts"
+
+
+def plainly(model, inputs, tokens, **options):
+    """Sequences of plain decoding: a forward a token."""
+    decoded = comparison.undrafted(model.model, **options)(inputs, tokens)
+    assert decoded.stats.tokens_per_step == 1
+    return decoded.sequences
+
+
+@compiled
+def test_a_prompt_has_one_text_in_any_batch(half):
+    messages = MESSAGES[0], MESSAGES[8], MESSAGES[2]  # of three lengths
+    inputs = half.chats(*messages)
+    assert (inputs["attention_mask"].sum(1).unique().numel()) == 3
+    together = text_of(half, inputs, max_new_tokens=16, draft_sources=("history",), graph_config=TREE).sequences
+    for row, message in enumerate(messages):
+        own = half.chats(message)
+        alone = plainly(half, own, 16)[0, own["input_ids"].shape[1] :]
+        new = together[row, inputs["input_ids"].shape[1] :]
+        assert torch.equal(new[: len(alone)], alone), message
+        assert (new[len(alone) :] == half.tokenizer.pad_token_id).all()
+
+
+def test_streamed_text_holds_characters_of_several_bytes_whole(half):
+    inputs = half.chats('Repeat exactly: "Grüße aus 東京 😀 – naïve café"')
+    streamer = TextIteratorStreamer(half.tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=100)
+    found = {}
+
+    def decode():
+        found["ids"] = text_of(half, inputs, max_new_tokens=32, draft_sources=("history",), streamer=streamer).sequences
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    pieces = list(streamer)
+    thread.join()
+    text = half.tokenizer.decode(found["ids"][0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert "".join(pieces) == text and len(pieces) > 3
+    assert any(ord(letter) > 127 for letter in text), "or nothing was tested"
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_json_by_a_grammar(half):
+    xgrammar = pytest.importorskip("xgrammar")
+    from xgrammar.contrib.hf import LogitsProcessor
+
+    size = half.model.config.vocab_size
+    info = xgrammar.TokenizerInfo.from_huggingface(half.tokenizer, vocab_size=size)
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "maximum": 150}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    grammar = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(schema))
+    inputs = half.chats('Extract as JSON with the keys name and age: "Anna Berg is 31 years old."')
+    plain = plainly(half, inputs, 40, logits_processor=[LogitsProcessor(grammar)])
+    options = {"draft_sources": ("history",), "logits_processor": [LogitsProcessor(grammar)]}
+    drafted = text_of(half, inputs, max_new_tokens=40, **options).sequences
+    begin = inputs["input_ids"].shape[1]
+    texts = [half.tokenizer.decode(ids[0, begin:], skip_special_tokens=True) for ids in (plain, drafted)]
+    found = json.loads(texts[0])
+    assert set(found) == {"name", "age"} and isinstance(found["age"], int)
+    assert texts[0] == texts[1]
+
+
+@compiled
+def test_a_seed_has_one_sample_with_and_without_drafts(half):
+    inputs = half.chats(MESSAGES[2])
+    options = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
+    samples = [plainly(half, inputs, 24, seed=seed, **options) for seed in (1, 2)]
+    assert not torch.equal(*samples)
+    options |= {"draft_sources": ("history",), "graph_config": TREE}
+    drafted = text_of(half, inputs, max_new_tokens=24, seed=1, **options)
+    assert torch.equal(drafted.sequences, samples[0]) and drafted.stats.tokens_per_step > 1
+
+
+@compiled
+def test_a_chat_of_five_turns_with_edits(half):
+    """What a patched model keeps of earlier turns and texts changes no answer, edited turns included."""
+    said = [
+        "Say hello to Ada.",
+        "And now to Grace.",
+        "Repeat both, in one line.",
+        "Spell the first name.",
+        "Thank you! Say goodbye to both.",
+    ]
+    edits = {
+        2: (2, "And now to Grace and Alan."),
+        3: (0, "Say hi to Ada."),
+    }  # after a turn: which message, its new text
+    turns, answers = [], 0
+
+    def encoded():
+        text = half.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return dict(half.tokenizer(text, return_tensors="pt", add_special_tokens=False))
+
+    handle = gsd.patch(half.model, draft_sources=("history",), graph_config=TREE)
+    try:
+        pairs = []
+        for number, message in enumerate(said):
+            turns.append({"role": "user", "content": message})
+            inputs = encoded()
+            out = half.model.generate(**inputs, do_sample=False, max_new_tokens=16)
+            pairs.append((inputs, out))
+            answer = half.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            turns.append({"role": "assistant", "content": answer})
+            answers += bool(answer)
+            if number in edits:
+                place, text = edits[number]
+                turns[place]["content"] = text
+                out = half.model.generate(**(inputs := encoded()), do_sample=False, max_new_tokens=8)
+                pairs.append((inputs, out))
+        assert handle.stats.tokens_per_step > 1
+    finally:
+        gsd.unpatch(half.model)
+    assert answers == 5 and len(pairs) == 7
+    for inputs, out in pairs:
+        assert torch.equal(out, plainly(half, inputs, out.shape[1] - inputs["input_ids"].shape[1]))
