@@ -14,6 +14,8 @@ from models import noised, tiny
 from torch import nn
 
 import gsd_kernels as gsd
+from gsd_kernels_hf.model.fused import why_not
+from gsd_kernels_hf.validate import check_model
 
 
 def add_in_place(model: Any) -> None:

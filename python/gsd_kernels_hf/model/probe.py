@@ -254,13 +254,13 @@ def _forward(model: PreTrainedModel, *, poisoned: bool) -> tuple[Probe, bool]:
 def check_own_attention(model: PreTrainedModel, calls: list[AttentionCall], windows: tuple[int | None, ...]) -> None:
     """Raise unless the model's own attention function computes what graph rows get."""
     for call, window in zip(calls, windows, strict=True):
-        # A layer may lie elsewhere than the embedding.
-        device = call.mask.device if isinstance(call.mask, Tensor) else device_of(model)
-        column = torch.arange(CACHED + ROWS, device=device)
+        column = torch.arange(CACHED + ROWS, device=device_of(model))
         back = column[CACHED:, None] - column  # [R, S]
         sees = (back >= 0) & (back < (FAR if window is None else window))
         first = torch.tensor([0, CACHED + POISONED], device=column.device)
-        differs = check_attention(call, sees & (column >= first[:, None, None]))
+        visible = sees & (column >= first[:, None, None])
+        # A layer may lie elsewhere than the embedding.
+        differs = check_attention(call, visible.to(call.mask.device) if isinstance(call.mask, Tensor) else visible)
         if differs is not None:
             name = implementation_of(model.config.get_text_config(decoder=True))
             raise Unserved(

@@ -165,7 +165,7 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequenc
             size = {name: list(p.shape) for name, p in m.named_parameters()}
             return {"class": type(m).__name__, "dtype": str(first.dtype), "device": str(first.device), **size}
         config = m.config.get_text_config(decoder=True)
-        size = {key: _of_layers(config, key) for key in SIZES}
+        size = {key: properties.size_in(config, key) for key in SIZES}
         kinds = sorted({module.kind.name for module in packed_in(m)})
         size |= {"packed": kinds} if kinds else {}
         return {"class": type(m).__name__, "dtype": str(m.dtype), "device": str(properties.device_of(m)), **size}
@@ -181,14 +181,6 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequenc
         "attention": implementation_of(model.config),
         "versions": [gsd_kernels.__version__, torch.__version__, transformers.__version__],
     }
-
-
-def _of_layers(config: Any, key: str) -> Any:
-    """A size; of layers that differ in it, all of theirs."""
-    try:
-        return getattr(config, key, None)
-    except RuntimeError:  # transformers does not say which one is meant
-        return [getattr(layer, key, None) for layer in config.per_layer_config]
 
 
 def forwards(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, str | None]:
