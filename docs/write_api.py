@@ -1,8 +1,8 @@
-"""Writes docs/api.md from the docstrings of the public names.
+"""Writes docs/api.md from the docstrings of the public names, and the table of docs/serving.md from the server's.
 
     python docs/write_api.py [--check]
 
-``--check`` changes nothing and fails where the page is out of date.
+``--check`` changes nothing and fails where a page is out of date.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import gsd_kernels
+from gsd_kernels_hf.serving import fields
 
 LINE = 90
 PAGE = Path(__file__).with_name("api.md")
+SERVING = Path(__file__).with_name("serving.md")
 SECTIONS = {
     "Generation": (
         "generate",
@@ -29,6 +31,7 @@ SECTIONS = {
         "HistoryMemory",
         "unpatch",
         "from_gguf",
+        "pack",
         "tune",
         "GenerationStats",
         "GraphConfig",
@@ -171,17 +174,25 @@ def prose(doc: str) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
+def serving_page() -> str:
+    """docs/serving.md with the table of fields as the server has it."""
+    head, _, rest = SERVING.read_text(encoding="utf-8").partition("<!-- fields -->\n")
+    _, mark, tail = rest.partition("<!-- /fields -->")
+    return f"{head}<!-- fields -->\n{fields.table()}{mark}{tail}"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Write or check; 0 if all is well."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing, fail if the page is out of date")
-    check, text = parser.parse_args(arguments).check, page()
-    if not check:
-        PAGE.write_text(text, encoding="utf-8")
-    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
-        print(f"{PAGE}: out of date: python docs/write_api.py", file=sys.stderr)
-        return 1
-    return 0
+    check, stale = parser.parse_args(arguments).check, 0
+    for path, text in ((PAGE, page()), (SERVING, serving_page())):
+        if not check:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            print(f"{path}: out of date: python docs/write_api.py", file=sys.stderr)
+            stale = 1
+    return stale
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""docs/api.md is what the docstrings are."""
+"""docs/api.md is what the docstrings are, the table of docs/serving.md what the server's is."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ def test_it_is_up_to_date(script):
     assert script.main(["--check"]) == 0
 
 
-def test_a_stale_page_fails_and_is_left_alone(script, tmp_path, monkeypatch, capsys):
-    page = tmp_path / "api.md"
-    page.write_text("stale")
-    monkeypatch.setattr(script, "PAGE", page)
+@pytest.mark.parametrize("which", ["PAGE", "SERVING"])
+def test_a_stale_page_fails_and_is_left_alone(which, script, tmp_path, monkeypatch, capsys):
+    pages = {name: tmp_path / name for name in ("PAGE", "SERVING")}
+    for name, page in pages.items():
+        page.write_text(getattr(script, name).read_text(encoding="utf-8"), encoding="utf-8")
+        monkeypatch.setattr(script, name, page)
+    stale = pages[which].read_text(encoding="utf-8").replace("temperature", "heat")
+    pages[which].write_text(stale, encoding="utf-8")
     assert script.main(["--check"]) == 1
-    assert page.read_text() == "stale" and "python docs/write_api.py" in capsys.readouterr().err
+    assert pages[which].read_text(encoding="utf-8") == stale and str(pages[which]) in capsys.readouterr().err
     assert script.main([]) == 0
     assert script.main(["--check"]) == 0
 

@@ -79,6 +79,11 @@ class Messages(TorchDispatchMode):
             self.bytes[key] += sum(t.nbytes for t in tree_leaves(_given(name, args)) if isinstance(t, Tensor))
         return function(*args, **(kwargs or {}))
 
+    def forget(self) -> None:
+        """Begin anew."""
+        self.counts.clear()
+        self.bytes.clear()
+
     def as_dict(self) -> dict[str, dict[str, dict[str, int]]]:
         """part → operation → its count and bytes."""
         found: dict[str, dict[str, dict[str, int]]] = {}
@@ -113,10 +118,12 @@ def counted(target: torch.nn.Module) -> Iterator[Messages]:
         return everyone
 
     hooks = [target.register_forward_pre_hook(begin), target.register_forward_hook(end)]
-    validate.check_model("model", target)  # a model proves once, by a forward, that it is served; hooks change it
-    parts[:] = [DECODING, PROMPT]
     try:
         with mock.patch.object(Agreement, "_gather", agree), messages:
+            # A model proves by forwards that it is served, once; hooks and what counts make another one of it.
+            validate.check_model("model", target)
+            parts[:] = [DECODING, PROMPT]
+            messages.forget()
             yield messages
     finally:
         for hook in hooks:

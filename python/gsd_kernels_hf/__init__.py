@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .engine.output import GraphGenerateOutput
     from .engine.stats import GenerationStats
     from .packed.gguf import from_gguf
+    from .packed.pack import pack
     from .policy.tuning import StepCosts, tune
     from .records import Verified
     from .sources.base import DraftSource, Level, Proposal
@@ -40,6 +41,7 @@ __all__ = [
     "Verified",
     "from_gguf",
     "generate",
+    "pack",
     "patch",
     "tune",
     "unpatch",
@@ -63,6 +65,7 @@ _HOMES = {
     "Proposal": "sources.base",
     "from_gguf": "packed.gguf",
     "generate": "api",
+    "pack": "packed.pack",
     "patch": "api",
     "tune": "policy.tuning",
     "unpatch": "api",

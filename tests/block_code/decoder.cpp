@@ -128,9 +128,13 @@ struct Problem {
       return {reinterpret_cast<char*>(t.data()), kKvHeads * head * element, head * element, kHeadDim * element,
               kKvHeads, capacity, kHeadDim * element};
     };
-    const auto part = [&](int at, int64_t outputs) -> gsd::Projection {
-      return {weights[static_cast<size_t>(at)].data(), outputs, {}};
+    const auto matrix = [&](int at, int64_t outputs) -> gsd::Weights {
+      const std::vector<uint16_t>& w = weights[static_cast<size_t>(at)];
+      const int64_t inputs = static_cast<int64_t>(w.size()) / outputs;
+      return {reinterpret_cast<const char*>(w.data()), outputs, inputs, inputs * element, gsd::Kind::kBfloat16,
+              nullptr, nullptr, 0};
     };
+    const auto part = [&](int at, int64_t outputs) -> gsd::Projection { return {matrix(at, outputs), {}}; };
     gsd::DecoderLayer layer{};
     layer.input_norm = layer.second_norm = norm;
     layer.q = part(1, kHeads * kHeadDim), layer.k = part(2, kKvHeads * kHeadDim), layer.v = part(3, kKvHeads * kHeadDim);
@@ -141,7 +145,7 @@ struct Problem {
     const gsd::DecoderSizes sizes{kBatch, rows, hidden, kHeads, kKvHeads, kHeadDim, inner, 1e-5f, 1.0f};
     const gsd::DecoderRows given{tokens.data(), positions.data(), slots.data(),
                                  kv_len.data(), kv_start.data(),  inv_freq.data()};
-    const gsd::Matrix embedding{weights[0].data(), hidden, gsd::Element::kBfloat16};
+    const gsd::Weights embedding = matrix(0, kVocab);
     const long before = held;
     most = before;
     {

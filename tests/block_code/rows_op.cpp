@@ -113,10 +113,10 @@ struct BlockLaunches {
 RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const Tensor& slots,
                          const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len,
                          const Tensor& kv_start, const Tensor& embedding, const std::vector<Tensor>& layers,
-                         const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq,
-                         const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
-                         const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
-                         const std::vector<int64_t>& states, int64_t keep) {
+                         const std::vector<int64_t>&, const std::vector<Tensor>&, const Tensor& final_norm,
+                         const Tensor& head, const Tensor& inv_freq, const std::vector<Tensor>& k_caches,
+                         const std::vector<Tensor>& v_caches, const std::vector<int64_t>& windows, int64_t heads,
+                         double eps, double rope_scale, const std::vector<int64_t>& states, int64_t keep) {
   const RowsCall call =
       prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers,
                    final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep);
@@ -135,8 +135,8 @@ RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const
 
 Tensor launches(const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& ancestor_mask,
                 const Tensor& node_depths, const Tensor& kv_len, const Tensor& kv_start, const Tensor& embedding,
-                const std::vector<Tensor>& layers, const Tensor& final_norm, const Tensor& head,
-                const Tensor& inv_freq, const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
+                const std::vector<Tensor>& layers, const std::vector<int64_t>&, const std::vector<Tensor>&,
+                const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq, const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
                 const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
                 const std::vector<int64_t>& states, int64_t keep) {
   const RowsCall call =

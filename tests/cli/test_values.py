@@ -44,8 +44,11 @@ def error(*arguments, stdin=None, code=2):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "graph_config: unknown name ''; expected one of auto, chain, tree, graph"),
-        ("auto2", "graph_config: unknown name 'auto2'; did you mean 'auto'? expected one of auto, chain, tree, graph"),
+        ("", "graph_config: unknown name ''; expected one of auto, plain, chain, tree, graph"),
+        (
+            "auto2",
+            "graph_config: unknown name 'auto2'; did you mean 'auto'? expected one of auto, plain, chain, tree, graph",
+        ),
         ("gaph", "did you mean 'graph'?"),
         ("auto,depth=3", '"auto" is no shape of its own and has no fields'),
         ("depth=3,depth=4", "--graph-config: depth is given twice"),

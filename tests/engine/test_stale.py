@@ -14,6 +14,8 @@ from models import noised, tiny
 from torch import nn
 
 import gsd_kernels as gsd
+from gsd_kernels_hf.model.fused import why_not
+from gsd_kernels_hf.validate import check_model
 
 
 def add_in_place(model: Any) -> None:
@@ -162,6 +164,12 @@ def test_a_change_between_two_turns(change, who):
         assert torch.equal(ask(target, longer), expected(target, longer))
 
 
+def proved(model):
+    """Forwards that show what a model computes, which one of another structure makes at its next call."""
+    check_model("model", model)
+    why_not(model, "auto")
+
+
 @pytest.mark.parametrize("change", [add_in_place, data_in_place, load_state, layer_replaced, hook, norm_epsilon])
 def test_a_changed_target_reads_all_of_its_prompt(change):
     """So does its draft. Where a draft's weights alone changed in place, as they do while it learns, the target reads
@@ -172,6 +180,7 @@ def test_a_changed_target_reads_all_of_its_prompt(change):
         for model in (target, draft):
             text = torch.cat([ask(target, words(1, 12, seed=1)), words(1, 4, seed=2)], 1)
             change(model)
+            proved(model)
             for found in reads.values():
                 found.since()
             ask(target, text)

@@ -114,7 +114,7 @@ def test_fewer_rows_and_the_same_text(monkeypatch, batch, sampled):
     inputs = models.prompts(batch, 20, seed=1)
     options = {"max_new_tokens": 60, "eos_token_id": None}
     options |= {"do_sample": True, "seed": 3, "temperature": 0.5, "top_k": 20} if sampled else {}
-    plain = gsd.generate(target, **inputs, **options)
+    plain = gsd.generate(target, **inputs, **options, graph_config="plain")
     out = gsd.generate(target, **inputs, **options, draft_sources=("history",), return_dict_in_generate=True)
     assert torch.equal(out.sequences, plain)
     # Every step tells what of each sequence was accepted.

@@ -104,7 +104,7 @@ def test_large_pages_are_refused_where_sglang_moves_branches_wrongly(registered)
     [
         ("levels=10", ValueError, "JSON object"),
         ("[1]", TypeError, "JSON object"),
-        ('{"level": 3}', ValueError, "unknown option 'level'; expected one of levels, width"),
+        ('{"level": 3}', ValueError, "unknown option 'level'; did you mean 'levels'. expected one of levels, width"),
         ('{"levels": 0}', ValueError, "levels: expected 1 … 64, got 0"),
         ('{"width": 2.5}', TypeError, "width: expected a whole number, got 2.5"),
         ('{"shared": 1}', TypeError, "shared: expected true or false, got 1"),

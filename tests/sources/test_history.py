@@ -199,7 +199,6 @@ def test_a_reference_that_the_output_repeats_makes_it_faster(sampled):
         (torch.zeros(4), ("history",), TypeError, "reference_ids: expected a tensor of int64"),
         (torch.zeros(3, 4, dtype=torch.int64), ("history",), ValueError, r"reference_ids: expected \[length\]"),
         (torch.tensor([5000]), ("history",), ValueError, "reference_ids: expected ids 0"),
-        (torch.tensor([5]), None, ValueError, "reference_ids: the history reads them"),
     ],
 )
 def test_a_reference_that_makes_no_sense_is_refused(reference, sources, error, match):

@@ -68,11 +68,11 @@ def test_arguments_of_transformers_are_named_too_and_the_rest_is_left_to_it(targ
     [
         (
             {"graph_config": "auto2"},
-            r"unknown name 'auto2'; did you mean 'auto'\? expected one of auto, chain",
+            r"unknown name 'auto2'; did you mean 'auto'\? expected one of auto, plain, chain",
         ),
         ({"graph_config": "chian"}, r"did you mean 'chain'\?"),
-        ({"graph_config": "forest"}, r"unknown name 'forest'; expected one of auto, chain, tree, graph"),
-        ({"graph_config": 5}, r"expected a GraphConfig, a name \(auto, chain, tree, graph\) or None, got int"),
+        ({"graph_config": "forest"}, r"unknown name 'forest'; expected one of auto, plain, chain, tree, graph"),
+        ({"graph_config": 5}, r"expected a GraphConfig, a name \(auto, plain, chain, tree, graph\) or None, got int"),
         ({"draft_sources": ("histroy",)}, r"did you mean 'history'\?"),
     ],
 )

@@ -3,5 +3,6 @@
 from .api import unpack_rows
 from .kinds import BY_NAME, KINDS, Kind
 from .matrix import PackedMatrix
+from .pack import PACKERS, pack_matrix
 
-__all__ = ["BY_NAME", "KINDS", "Kind", "PackedMatrix", "unpack_rows"]
+__all__ = ["BY_NAME", "KINDS", "PACKERS", "Kind", "PackedMatrix", "pack_matrix", "unpack_rows"]

@@ -58,6 +58,7 @@ def command(
 
             check_installed()
             config = read_graph_config(graph_config)
+            from gsd_kernels.config import PLAIN
             from gsd_kernels_hf import patch
 
             from ..console.pair import load_pair
@@ -79,7 +80,7 @@ def command(
         from ..serving import server
 
         name = name or model or "demo"
-        app = server.make_app(name, handle, pair.tokenizer)
+        app = server.make_app(name, handle, pair.tokenizer, speculates=decoding["graph_config"] != PLAIN)
         if not is_loopback(host):
             err.print(f"gsd-kernels: anyone who reaches {host} can use this server: it asks for no key", markup=False)
         url = f"http://{f'[{host}]' if ':' in host else host}:{where.getsockname()[1]}/v1"

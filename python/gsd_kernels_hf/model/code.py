@@ -237,7 +237,8 @@ def global_hooks() -> tuple[Callable[..., Any], ...]:
 
 def ambient(device: torch.device) -> tuple[Any, ...]:
     """What this thread's PyTorch does to every operation: autocast, modes that functions or operators go through."""
-    cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    kind = "cpu" if device.type == "meta" else device.type  # of weights that are offloaded, which no forward runs on
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     modes = torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
     dispatched = (
         torch.utils._python_dispatch._get_current_dispatch_mode_stack()

@@ -258,7 +258,9 @@ def check_own_attention(model: PreTrainedModel, calls: list[AttentionCall], wind
         back = column[CACHED:, None] - column  # [R, S]
         sees = (back >= 0) & (back < (FAR if window is None else window))
         first = torch.tensor([0, CACHED + POISONED], device=column.device)
-        differs = check_attention(call, sees & (column >= first[:, None, None]))
+        visible = sees & (column >= first[:, None, None])
+        # A layer may lie elsewhere than the embedding.
+        differs = check_attention(call, visible.to(call.mask.device) if isinstance(call.mask, Tensor) else visible)
         if differs is not None:
             name = implementation_of(model.config.get_text_config(decoder=True))
             raise Unserved(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaModel, PreTrainedModel
+from transformers import LlamaModel, PretrainedConfig, PreTrainedModel
 
 from ..packed.modules import Packed
 
@@ -61,3 +61,11 @@ def device_of(model: nn.Module) -> torch.device:
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     device = (embedding.packed if isinstance(embedding, Packed) else embedding.weight).device
     return torch.device(embedding._hf_hook.execution_device) if device.type == "meta" else device
+
+
+def size_in(config: PretrainedConfig, key: str) -> Any:
+    """A size of a config, ``None`` where it has none; of layers that differ in it, a list of theirs."""
+    try:
+        return getattr(config, key, None)
+    except RuntimeError:  # transformers does not say which one is meant
+        return [getattr(layer, key, None) for layer in config.per_layer_config]

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig
 
+from ..model.properties import size_in
 from ..packed.modules import Packed, packed_in
 
 # Rows of all sequences together, 1, 2, 3 … 16, 24, 32, 48 … 16384: kernels take several rows at a time, so 11 may cost
@@ -104,8 +105,9 @@ class Known:
         on_gpu = next(model.parameters()).device.type == "cuda"
         config = model.config.get_text_config(decoder=True)
         layers = int(config.num_hidden_layers)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads, size = (_largest(size_in(config, key)) for key in ("num_key_value_heads", "head_dim"))
+        heads = heads or config.num_attention_heads
+        size = size or config.hidden_size // config.num_attention_heads
         speeds = {"free_rows": 128.0, "layer_seconds": 1e-4, "draft_layer_seconds": 1e-4} if on_gpu else {}
         if products is not None:
             speeds["free_rows"] = min(max(model.dtype.itemsize * products / bandwidth, 1.0), MOST_FREE_ROWS)
@@ -381,6 +383,11 @@ def weight_bytes(model: nn.Module) -> float:
     read |= {module.packed.data_ptr(): module.matrix.nbytes for module in packed_in(model)}
     embedding, output = (_place(m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
     return float(sum(size for place, size in read.items() if place != embedding or embedding == output))
+
+
+def _largest(size: Any) -> int | None:
+    """Of the layers."""
+    return max((n for n in size if n), default=None) if isinstance(size, list) else size
 
 
 def _place(module: nn.Module | None) -> int | None:

@@ -165,7 +165,7 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequenc
             size = {name: list(p.shape) for name, p in m.named_parameters()}
             return {"class": type(m).__name__, "dtype": str(first.dtype), "device": str(first.device), **size}
         config = m.config.get_text_config(decoder=True)
-        size = {key: getattr(config, key, None) for key in SIZES}
+        size = {key: properties.size_in(config, key) for key in SIZES}
         kinds = sorted({module.kind.name for module in packed_in(m)})
         size |= {"packed": kinds} if kinds else {}
         return {"class": type(m).__name__, "dtype": str(m.dtype), "device": str(properties.device_of(m)), **size}

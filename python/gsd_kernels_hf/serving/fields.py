@@ -1,0 +1,226 @@
+"""Every field that a client may name, and what becomes of it: the one table by which requests are checked.
+
+docs/serving.md shows it, and tests walk it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import checks
+from .checks import Check, Refused, flag, mapping, number, one_of, same, strings, text, whole
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES)
+BOTH = (CHAT, COMPLETIONS)
+TEMPLATED = (CHAT, RESPONSES)
+
+HONOURED, REFUSED, HARMLESS = "honoured", "refused", "harmless"
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of some endpoints.
+
+    Attributes:
+        name: of the field.
+        endpoints: that know it.
+        treatment: ``"honoured"``; ``"refused"``; or ``"harmless"``: any valid value leaves the answer as it is.
+        what: how it is honoured, why it is refused or why it is harmless, for people.
+        check: of its value, where it is not refused.
+        default: values with which a field that is refused asks for nothing. Null is one of every field.
+        own: whether it is no field of OpenAI's.
+    """
+
+    name: str
+    endpoints: tuple[str, ...]
+    treatment: str
+    what: str
+    check: Check = checks.anything
+    default: tuple[Any, ...] = ()
+    own: bool = False
+
+
+def _honoured(name: str, endpoints: tuple[str, ...], check: Check, what: str, own: bool = False) -> Field:
+    return Field(name, endpoints, HONOURED, what, check, own=own)
+
+
+def _refused(name: str, endpoints: tuple[str, ...], what: str, *default: Any) -> Field:
+    return Field(name, endpoints, REFUSED, what, default=default)
+
+
+def _harmless(name: str, endpoints: tuple[str, ...], check: Check, what: str) -> Field:
+    return Field(name, endpoints, HARMLESS, what, check)
+
+
+_KEPT = "nothing is kept of a request, so there is nothing to come back to"
+_LOGPROBS = "message.output_text.logprobs"
+_NO_OTHER = "the model's text is all there is"
+_seed = whole(-(2**63), 2**64 - 1)
+_length = whole(1, 2**31 - 1)
+
+FIELDS: tuple[Field, ...] = (
+    # ---- what is asked
+    _honoured("model", ENDPOINTS, text, "the one name that is served, or left out"),
+    _honoured("messages", (CHAT,), checks.anything, "text only, through the chat template"),
+    _honoured("prompt", (COMPLETIONS,), checks.anything, "a string, token ids, or a list of either"),
+    _honoured("input", (RESPONSES,), checks.anything, "a string or a list of text messages, calls and their results"),
+    _honoured("instructions", (RESPONSES,), text, "the first system message"),
+    _honoured("tools", TEMPLATED, checks.anything, "functions, where the chat template reads tools"),
+    _honoured(
+        "tool_choice",
+        TEMPLATED,
+        checks.anything,
+        "`none`, `auto`; `required` or a named function by a grammar, which needs `gsd-kernels[grammar]`",
+    ),
+    _honoured(
+        "parallel_tool_calls", TEMPLATED, flag, "`false` where there is one call at most: no tools, or a forced one"
+    ),
+    _honoured("chat_template_kwargs", TEMPLATED, checks.anything, "variables that the chat template reads", own=True),
+    _honoured("reasoning_effort", (CHAT,), text, "handed to the chat template; refused where that does not read it"),
+    _honoured(
+        "reasoning",
+        (RESPONSES,),
+        mapping(effort=text),
+        "`effort` is handed to the chat template; refused where that does not read `reasoning_effort`",
+    ),
+    # ---- which text it gets
+    _honoured("temperature", ENDPOINTS, number(0, 2), "above 0 samples, 0 does not"),
+    _honoured("top_p", ENDPOINTS, number(0, 1), "samples"),
+    _honoured("top_k", ENDPOINTS, whole(-1), "samples; 0 and -1 are off", own=True),
+    _honoured("min_p", ENDPOINTS, number(0, 1), "samples", own=True),
+    _honoured("seed", BOTH, _seed, "the same text again, whatever else is served"),
+    _honoured("seed", (RESPONSES,), _seed, "the same text again, whatever else is served", own=True),
+    _honoured("frequency_penalty", BOTH, number(-2, 2), "taken off a token's logit for each time the answer has it"),
+    _honoured("presence_penalty", BOTH, number(-2, 2), "taken off the logit of every token that the answer has"),
+    _honoured(
+        "repetition_penalty",
+        ENDPOINTS,
+        number(0, beyond=True),
+        "transformers': divides logits of tokens in prompt and answer",
+        own=True,
+    ),
+    _honoured("logit_bias", BOTH, checks.bias, "added to the logits of tokens"),
+    _honoured("response_format", (CHAT,), checks.anything, "JSON by a grammar, which needs `gsd-kernels[grammar]`"),
+    _honoured(
+        "text",
+        (RESPONSES,),
+        mapping(format=checks.anything, verbosity=one_of("medium")),
+        "`format`: JSON by a grammar, which needs `gsd-kernels[grammar]`; `verbosity`: `medium` only",
+    ),
+    _honoured(
+        "generation_config", ENDPOINTS, text, "a JSON string of other arguments of transformers' `generate`", own=True
+    ),
+    # ---- where it ends
+    _honoured("max_tokens", BOTH, _length, "tokens of the answer; 1,024 without it"),
+    _honoured("max_completion_tokens", (CHAT,), _length, "tokens of the answer; 1,024 without it"),
+    _honoured("max_output_tokens", (RESPONSES,), _length, "tokens of the answer; 1,024 without it"),
+    _honoured("stop", BOTH, strings(16), "up to 16 strings; the text ends with the one that was found"),
+    # ---- how many, how fast
+    _honoured("n", BOTH, whole(1, 128), "texts one after another, the i-th by `seed` + i"),
+    _honoured("best_of", (COMPLETIONS,), whole(1, 128), "as many as `n`; others are refused"),
+    _honoured(
+        "prediction", (CHAT,), checks.anything, "a text that the answer may repeat, which drafts: it changes the speed"
+    ),
+    # ---- what is told of it
+    _honoured("stream", ENDPOINTS, flag, "events"),
+    _honoured(
+        "stream_options",
+        BOTH,
+        mapping(include_usage=flag, include_obfuscation=one_of(False)),
+        "`include_usage`: in an event of its own before the end, or nowhere; obfuscation is refused",
+    ),
+    _honoured("logprobs", (CHAT,), flag, "of the model itself, before temperature, penalties, bias and grammar"),
+    _honoured("top_logprobs", (CHAT,), whole(0, 20), "with `logprobs`"),
+    _honoured(
+        "logprobs", (COMPLETIONS,), whole(0, 20), "of the model itself, before temperature, penalties, bias and grammar"
+    ),
+    _honoured(
+        "include", (RESPONSES,), checks.a_list(_LOGPROBS), f"`{_LOGPROBS}`: of the model itself; others are refused"
+    ),
+    _honoured("top_logprobs", (RESPONSES,), whole(0, 20), f'with `include: ["{_LOGPROBS}"]`'),
+    _honoured("echo", (COMPLETIONS,), flag, "the prompt before its text; refused beside `logprobs`"),
+    _honoured("metadata", (RESPONSES,), checks.an_object, "in the response, as it came"),
+    # ---- what asks for nothing here
+    _harmless("user", ENDPOINTS, text, "who asks is not looked at"),
+    _harmless("safety_identifier", TEMPLATED, text, "who asks is not looked at"),
+    _harmless("prompt_cache_key", TEMPLATED, text, "there is one cache, which every request begins with"),
+    _harmless("service_tier", TEMPLATED, one_of("auto", "default"), "there is one tier; others are refused"),
+    _harmless("max_tool_calls", (RESPONSES,), whole(1), "bounds built-in tools, of which there are none"),
+    # ---- what is refused, but for the values that ask for nothing
+    _refused("suffix", (COMPLETIONS,), "the text would have to know it", ""),
+    _refused("store", TEMPLATED, _KEPT, False),
+    _refused("metadata", (CHAT,), _KEPT, {}),
+    _refused("previous_response_id", (RESPONSES,), _KEPT),
+    _refused("conversation", (RESPONSES,), _KEPT),
+    _refused("background", (RESPONSES,), _KEPT, False),
+    _refused("background_options", (RESPONSES,), _KEPT, {}),
+    _refused("prompt", (RESPONSES,), "no prompts are stored"),
+    _refused("context_management", (RESPONSES,), "no text is shortened", []),
+    _refused("truncation", (RESPONSES,), "no text is shortened", "disabled"),
+    _refused("stream_options", (RESPONSES,), "no obfuscation", {}, {"include_obfuscation": False}),
+    _refused("modalities", (CHAT,), _NO_OTHER, ["text"]),
+    _refused("audio", (CHAT,), _NO_OTHER),
+    _refused("image", (RESPONSES,), _NO_OTHER, {}),
+    _refused("web_search_options", (CHAT,), "no search"),
+    _refused("functions", (CHAT,), "`tools` took their place", []),
+    _refused("function_call", (CHAT,), "`tool_choice` took its place", "none"),
+    _refused("moderation", TEMPLATED, "nothing is judged"),
+    _refused("access_programs", (RESPONSES,), "no programs", {}),
+    _refused("verbosity", (CHAT,), "the length is the model's to choose", "medium"),
+    _refused("prompt_cache_retention", TEMPLATED, "the cache lasts as long as the process", "in_memory"),
+    _refused(
+        "prompt_cache_options", TEMPLATED, "prompts are reused as far as they begin alike", {}, {"mode": "implicit"}
+    ),
+)
+
+NEEDED = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
+
+_rows = {(endpoint, field.name): field for field in FIELDS for endpoint in field.endpoints}
+
+
+def rows(endpoint: str) -> dict[str, Field]:
+    """The fields of an endpoint, by name."""
+    return {name: field for (where, name), field in _rows.items() if where == endpoint}
+
+
+def check(endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request that are to be honoured.
+
+    Raises:
+        Refused: a field is unknown, missing, refused, or holds what it may not.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in body.items():
+        field = _rows.get((endpoint, name))
+        if field is None:
+            others = [where for where in ENDPOINTS if (where, name) in _rows]
+            raise Refused(name, f"no field of {endpoint}" + (f", but of {' and '.join(others)}" if others else ""))
+        if value is None or any(same(value, harmless) for harmless in field.default):
+            continue
+        if field.treatment == REFUSED:
+            instead = "".join(f", or say {value!r}" for value in field.default[-1:])
+            raise Refused(name, f"not served: {field.what}; leave it out{instead}")
+        field.check(name, value)
+        if field.treatment == HONOURED:
+            kept[name] = value
+    if kept.get(NEEDED[endpoint]) is None:
+        raise Refused(NEEDED[endpoint], "missing")
+    return kept
+
+
+def table() -> str:
+    """The table as Markdown, an endpoint after another."""
+    lines: list[str] = []
+    for endpoint in ENDPOINTS:
+        lines += [f"### {endpoint}", "", "| field | | |", "|---|---|---|"]
+        for name, field in sorted(rows(endpoint).items()):
+            default = ", ".join(f"`{json.dumps(value)}`" for value in field.default)
+            what = field.what + (f"; accepted: {default}" if default else "")
+            mark = "\\*" if field.own else ""
+            lines.append(f"| `{name}`{mark} | {field.treatment} | {what} |")
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,183 @@
+"""``/v1/responses``: transformers' own handler, for what the table of fields lets through."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterable
+from itertools import chain
+from typing import Any
+
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from transformers import GenerationConfig
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
+
+from . import fields
+from .asked import Asked, asked_of
+from .calls import Call
+from .checks import Refused
+from .logprobs import Entry
+from .messages import PARTS, check_input, messages_of, template_arguments
+from .processors import schema_of
+from .service import OneQueue, Service, call_of
+from .tools import call_schema, chosen, forced_calls
+
+_ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "text", "tool_choice", "tools", "top_p")
+"""Fields of a request that a response has as well."""
+
+
+class Responses(ResponseHandler):
+    """``/v1/responses``.
+
+    Args:
+        service: the model and its queue.
+        manager: transformers', of the one model.
+    """
+
+    def __init__(self, service: Service, manager: ModelManager) -> None:
+        super().__init__(manager, OneQueue(service.queue))
+        self.service = service
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
+        """Answer a request; transformers' application calls it."""
+        kept = fields.check(fields.RESPONSES, body)
+        self.service.check_name(kept.get("model"))
+        check_input(kept["input"])
+        tools, forced = chosen(kept, self.service.tokenizer)
+        call = Call(self._asked(kept, tools, forced))
+        call_of.set(call)
+        inner: dict[str, Any] = {"input": _items(kept["input"], kept.get("instructions"))}
+        inner |= {
+            "stream": kept.get("stream", False),
+            "chat_template_kwargs": template_arguments(kept, self.service.tokenizer),
+        }
+        inner |= {"tools": tools} if tools else {}
+        inner["parallel_tool_calls"] = kept.get("parallel_tool_calls", True)
+        echo = {"model": self.service.name, **{name: kept[name] for name in _ECHOED if name in kept}}
+        told = _Told(self.service, call, echo)
+        if inner["stream"]:
+            response = await super().handle_request(inner, request_id)
+            assert isinstance(response, StreamingResponse)
+            await self.service.first_token(call)
+            response.body_iterator = _events(response.body_iterator, told)
+            return response
+        async with self.service.connected(call.gone):
+            response = await super().handle_request(inner, request_id)
+        return JSONResponse(told.whole(json.loads(response.body)))
+
+    def _asked(self, body: dict[str, Any], tools: list[dict[str, Any]], forced: str | None) -> Asked:
+        asked = asked_of(body, self.service.model, "input")
+        asked.forced = forced
+        if body.get("include"):
+            asked.top = body.get("top_logprobs", 0)
+        elif body.get("top_logprobs"):
+            raise Refused("top_logprobs", 'needs include: ["message.output_text.logprobs"]')
+        form = body.get("text", {}).get("format")
+        if form is not None and (schema := schema_of(form, "text.format")) is not None:
+            if tools:
+                raise Refused("text.format", 'tools are not served beside it; leave it out, or tool_choice "none"')
+            asked.grammar = self.service.grammars.of(schema, "text.format", asked.ends)
+        elif forced is not None:
+            asked.grammar = self.service.grammars.of(call_schema(tools, forced), "tool_choice", asked.ends)
+        return asked
+
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        """The table of fields has let through what is here."""
+
+    def _build_generation_config(self, *_: Any, **__: Any) -> GenerationConfig:
+        return call_of.get().asked.config  # fitted to the prompt once that is known
+
+    def get_processor_inputs_from_messages(  # type: ignore[override]
+        self, messages: list[dict[str, Any]], *_: Any
+    ) -> list[dict[str, Any]]:
+        """Messages for the template; nothing in them is left out."""
+        found = messages_of(messages, "input")
+        self.service.check_shown(found, "input")
+        return found
+
+
+def _items(given: Any, instructions: str | None) -> Any:
+    """``input`` behind the instructions; transformers' server would put them in place of the first system message."""
+    if not instructions:
+        return given
+    if isinstance(given, str) or ("role" not in given[0] and given[0].get("type") in PARTS):
+        given = [{"role": "user", "content": given}]
+    return [{"role": "system", "content": instructions}, *given]
+
+
+class _Told:
+    """transformers' response or its events, with what they lack.
+
+    Args:
+        service: the model.
+        call: the text.
+        echo: what the request named, and the response has as well.
+    """
+
+    def __init__(self, service: Service, call: Call, echo: dict[str, Any]) -> None:
+        self.service, self.call, self.echo = service, call, echo
+        self.parts = 0  # of the text, told so far
+
+    def whole(self, response: dict[str, Any]) -> dict[str, Any]:
+        """A response with what its request named, statistics, log-probabilities, its call, and whether it was cut."""
+        response |= self.echo
+        call, output = self.call, response["output"]
+        if response.get("status") != "completed" or call.statistics is None:
+            return response
+        response["gsd_kernels"] = call.statistics
+        self._call_in(output, response["id"])
+        for item in output:
+            self._with_log_probs(item)
+        if call.finish == "length":
+            response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+            output[-1]["status"] = "incomplete"
+        return response
+
+    def _call_in(self, output: list[dict[str, Any]], name: str) -> None:
+        """A forced call that the message is; events have it already."""
+        if self.call.asked.forced is None or any(item["type"] == "function_call" for item in output):
+            return
+        part = output[-1]["content"][0]
+        for call in forced_calls(part["text"], self.call.asked.forced):
+            part["text"] = ""
+            made = {"id": f"{name}_call", "call_id": f"{name}_call", "type": "function_call", "status": "completed"}
+            output.append({**made, "name": call.name, "arguments": call.arguments})
+
+    def _with_log_probs(self, found: dict[str, Any]) -> None:
+        """Of a message or of the part of one, all of them."""
+        for part in found.get("content") or [found]:
+            if part.get("type") == "output_text" and self.call.asked.top is not None:
+                part["logprobs"] = self._log_probs(chain.from_iterable(self.call.written))
+
+    def _log_probs(self, written: Iterable[Entry]) -> list[dict[str, Any]]:
+        return self.service.pieces.chat(written)["content"]
+
+    def event(self, event: str) -> str:
+        """An event of a stream."""
+        found = json.loads(event.removeprefix("data: "))
+        kind = found["type"]
+        if "response" in found:
+            found["response"] = self.whole(found["response"])
+            if kind == "response.completed" and found["response"]["status"] == "incomplete":
+                found["type"] = "response.incomplete"
+        elif self.call.asked.top is not None and kind == "response.output_text.delta":
+            found["logprobs"] = self._log_probs(self.call.written[self.parts])
+            self.parts += 1
+        elif self.call.asked.top is not None and kind == "response.output_text.done":
+            found["logprobs"] = self._log_probs(chain.from_iterable(self.call.written))
+        elif kind in ("response.content_part.done", "response.output_item.done"):
+            self._with_log_probs(found.get("part") or found["item"])
+        return f"data: {json.dumps(found)}\n\n"
+
+
+async def _events(parts: Any, told: _Told) -> AsyncIterator[str]:
+    """transformers' events, as told."""
+    async with contextlib.aclosing(parts):
+        try:
+            async for part in parts:
+                yield "".join(told.event(event) for event in part.split("\n\n") if event)
+        except (GeneratorExit, asyncio.CancelledError):
+            told.call.gone.set()
+            raise

@@ -1,0 +1,154 @@
+"""JSON schemas that xgrammar holds a text to, whole: what it would drop without a word is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .checks import Refused, wrong
+
+_SAID = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
+_SAID += ("$comment", "$schema", "$id", "$defs", "definitions")
+"""Keywords that every valid text meets."""
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_OF_TYPE = {
+    "multipleOf": ("integer",),
+    **dict.fromkeys(_BOUNDS, ("integer", "number")),
+    **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), ("string",)),
+    **dict.fromkeys(("minItems", "maxItems", "items", "prefixItems"), ("array",)),
+    **dict.fromkeys(("properties", "required", "additionalProperties", "patternProperties"), ("object",)),
+    **dict.fromkeys(("propertyNames", "minProperties", "maxProperties"), ("object",)),
+}
+"""Keywords that are read beside these types alone."""
+
+_ALONE = ("$ref", "anyOf", "allOf", "enum", "const")
+"""Keywords whose neighbours xgrammar does not read."""
+
+_APART = (("format",), ("pattern",), ("minLength", "maxLength"))
+"""Of these bounds of a string, xgrammar reads those of one line alone."""
+
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_LISTED = ("anyOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "propertyNames")
+"""Keywords that hold schemas."""
+
+_FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+_FORMATS += ("uri-reference", "uri-template", "json-pointer", "relative-json-pointer")
+
+_KINDS: dict[str, Any] = {"string": str, "number": (int, float), "integer": int, "object": Mapping, "array": list}
+_KINDS |= {"boolean": bool, "null": type(None)}
+
+
+def check_schema(schema: Any, field: str) -> None:
+    """Check a schema and those within it.
+
+    Args:
+        schema: an object, or a truth value.
+        field: its name in the request.
+
+    Raises:
+        Refused: a keyword that would not hold, by its place.
+    """
+    try:
+        _check(schema, field)
+    except RecursionError:
+        raise Refused(field, "is nested too deeply") from None
+
+
+def _check(schema: Any, at: str) -> None:
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, Mapping):
+        raise wrong(at, "a JSON schema", schema)
+    for keyword in schema:
+        if keyword not in _SAID and keyword not in _OF_TYPE and keyword not in (*_ALONE, "type"):
+            cure = "; say anyOf" if keyword == "oneOf" else ""
+            raise Refused(f"{at}.{keyword}", f"xgrammar does not hold a text to it; leave it out{cure}")
+    _check_alone(schema, at)
+    _check_bounds(schema, at)
+    for place, inner in _within(schema, at):
+        _check(inner, place)
+
+
+def _check_alone(schema: Mapping[str, Any], at: str) -> None:
+    first = next((keyword for keyword in _ALONE if keyword in schema), None)
+    if first is None:
+        return
+    read = {first, *_SAID}
+    if first in ("enum", "const"):  # whose values show whether they have the type beside them
+        values = schema[first] if first == "enum" and isinstance(schema[first], list) else [schema[first]]
+        read |= {"type"} if all(_has_type(value, schema.get("type")) for value in values) else set()
+    if beside := [keyword for keyword in schema if keyword not in read]:
+        raise Refused(f"{at}.{beside[0]}", f"xgrammar does not read it beside {first}; leave it out")
+    if first == "allOf" and (not isinstance(schema[first], list) or len(schema[first]) != 1):
+        raise Refused(f"{at}.allOf", "xgrammar holds a text to a single one; merge them")
+
+
+def _check_bounds(schema: Mapping[str, Any], at: str) -> None:
+    kinds = schema.get("type", [])
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    known = ("object", "array") if "type" not in schema else ()  # which xgrammar tells by their keywords
+    for keyword in schema:
+        wanted = _OF_TYPE.get(keyword, ())
+        if wanted and not any(kind in wanted for kind in kinds) and not any(kind in wanted for kind in known):
+            raise Refused(f"{at}.{keyword}", f"xgrammar reads it beside type {' or '.join(wanted)}; name it")
+    if "multipleOf" in schema and (kinds != ["integer"] or any(bound in schema for bound in _BOUNDS)):
+        raise Refused(f"{at}.multipleOf", "xgrammar holds integers without bounds to it, and no others; leave it out")
+    apart = [names for names in _APART if any(name in schema for name in names)]
+    if len(apart) > 1:
+        name = next(name for name in apart[1] if name in schema)
+        raise Refused(f"{at}.{name}", f"xgrammar does not read it beside {apart[0][0]}; leave one of them out")
+    if "format" in schema and schema["format"] not in _FORMATS:
+        raise Refused(f"{at}.format", f"expected one of {', '.join(_FORMATS)}, got {schema['format']!r}")
+    properties = schema.get("properties", {})
+    needed = schema.get("required", [])
+    if not isinstance(needed, list) or not all(isinstance(name, str) for name in needed):
+        raise wrong(f"{at}.required", "a list of names", needed)
+    if isinstance(properties, Mapping) and (missing := [name for name in needed if name not in properties]):
+        raise Refused(f"{at}.required", f"properties has no {missing[0]!r}, which xgrammar needs there")
+    if "propertyNames" in schema and ("properties" in schema or "patternProperties" in schema):
+        raise Refused(f"{at}.propertyNames", "xgrammar does not read it beside properties; leave it out")
+
+
+def moved(schema: Any, place: str) -> Any:
+    """A schema that has been checked, for another place than the root: ``#/$defs/0``."""
+    if isinstance(schema, bool):
+        return schema
+    found = dict(schema)
+    if "$ref" in found:
+        found["$ref"] = place + found["$ref"][1:]
+    for keyword, inner in schema.items():
+        if keyword in _NAMED:
+            found[keyword] = {name: moved(one, place) for name, one in inner.items()}
+        elif keyword in _LISTED:
+            found[keyword] = [moved(one, place) for one in inner]
+        elif keyword in _SINGLE:
+            found[keyword] = moved(inner, place)
+    return found
+
+
+def _within(schema: Mapping[str, Any], at: str) -> Iterator[tuple[str, Any]]:
+    """The schemas within one, and their places."""
+    for keyword in _NAMED:
+        inner = schema.get(keyword, {})
+        if not isinstance(inner, Mapping):
+            raise wrong(f"{at}.{keyword}", "an object of JSON schemas", inner)
+        yield from ((f"{at}.{keyword}.{name}", one) for name, one in inner.items())
+    for keyword in _LISTED:
+        inner = schema.get(keyword, [])
+        if not isinstance(inner, list):
+            raise wrong(f"{at}.{keyword}", "a list of JSON schemas", inner)
+        yield from ((f"{at}.{keyword}[{i}]", one) for i, one in enumerate(inner))
+    yield from ((f"{at}.{keyword}", schema[keyword]) for keyword in _SINGLE if keyword in schema)
+    reference = schema.get("$ref", "#")
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        raise wrong(f"{at}.$ref", "a place in this schema, as #/$defs/name", reference)
+
+
+def _has_type(value: Any, kinds: Any) -> bool:
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        wanted = _KINDS.get(kind, ()) if isinstance(kind, str) else ()
+        if isinstance(value, wanted) and (not isinstance(value, bool) or kind == "boolean"):
+            return True
+    return False

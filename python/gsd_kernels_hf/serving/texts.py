@@ -1,0 +1,339 @@
+"""``/v1/chat/completions`` and ``/v1/completions``: requests of one text or many, each decoded by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from transformers.cli.serving.utils import ReasoningText, ToolCall, build_response_parser, parse_assistant_message
+
+from . import fields
+from .asked import Asked, asked_of, token_ids
+from .calls import Call, Piece, Writer
+from .checks import Refused, entries, one_of, text, wrong
+from .logprobs import Entry
+from .messages import messages_of, template_arguments
+from .processors import schema_of
+from .service import Service, answer_of
+from .tools import call_schema, chosen, forced_calls
+
+
+@dataclass
+class Prompt:
+    """Tokens to go on from; ``shown``: what is put before each text."""
+
+    ids: list[int]
+    shown: str = ""
+
+
+@dataclass
+class Sofar:
+    """What of a streamed text is told: its bytes, and its number of calls."""
+
+    told: bytes = b""
+    calls: int = 0
+
+
+@dataclass
+class Order:
+    """A request, read: prompts, what is asked of their texts, and how they are told.
+
+    Attributes:
+        id, since: of the request; ``since`` in Unix seconds.
+        prompts: B of them.
+        asked: of every text.
+        copies: n, texts a prompt.
+        stream: whether the client gets events.
+        usage: ``stream_options.include_usage``; ``None``: not named.
+        tools: as the chat template takes them; none are shown for ``tool_choice: "none"``.
+        gone: set once the client has closed its connection.
+    """
+
+    id: str
+    prompts: list[Prompt]
+    asked: Asked
+    copies: int = 1
+    stream: bool = False
+    usage: bool | None = None
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    gone: threading.Event = field(default_factory=threading.Event)
+    since: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.texts = [(p, Call(self.asked, i, self.gone)) for p in self.prompts for i in range(self.copies)]
+        for prompt in self.prompts:
+            self.asked.fitted(len(prompt.ids))
+
+    def told(self) -> dict[str, Any]:
+        """Statistics of the texts: of the only one, or a list."""
+        statistics = [call.statistics for _, call in self.texts]
+        return {"gsd_kernels": statistics[0] if len(statistics) == 1 else statistics}
+
+    def counted(self) -> dict[str, Any]:
+        """``usage``: a prompt counts once, whatever the number of its texts."""
+        prompt = sum(len(prompt.ids) for prompt in self.prompts)
+        answer = sum(len(call.ids) for _, call in self.texts)
+        found = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+        return {"usage": found}
+
+
+class Texts:
+    """What both endpoints share.
+
+    Args:
+        service: the model and its queue.
+    """
+
+    endpoint: str
+    whole: str
+    part: str
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def read(self, body: dict[str, Any], request_id: str) -> Order:
+        """A checked request.
+
+        Raises:
+            Refused: something that only shows with the model and its tokenizer.
+        """
+        raise NotImplementedError
+
+    def choice(self, order: Order, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
+        """A text that is over."""
+        raise NotImplementedError
+
+    def first(self, order: Order, prompt: Prompt) -> dict[str, Any] | None:
+        """What a streamed text begins with, before it has a token."""
+        raise NotImplementedError
+
+    def delta(self, value: Any, written: list[Entry], sofar: Sofar, order: Order) -> dict[str, Any]:
+        """A part of a text behind those before."""
+        raise NotImplementedError
+
+    def parser(self, order: Order, prompt: Prompt) -> Any:
+        """transformers', where texts have parts; ``None``: they are text alone."""
+        return None
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
+        """Answer a request; transformers' application calls it."""
+        kept = fields.check(self.endpoint, body)
+        self.service.check_name(kept.get("model"))
+        order = self.read(kept, request_id)
+        head = {"id": request_id, "created": order.since, "model": self.service.name}
+        if order.stream:
+            first = self._begin(order, 0)
+            await self.service.first_token(order.texts[0][1])
+            events = self._events(order, {**head, "object": self.part}, first)
+            return StreamingResponse(events, media_type="text/event-stream")
+        choices = []
+        async with self.service.connected(order.gone):
+            for index, (prompt, call) in enumerate(order.texts):
+                writer = Writer(call, self.service.tokenizer)
+                await self.service.decode(call, prompt.ids, self._name(order, index), writer)
+                choices.append({"index": index, **self.choice(order, prompt, call, writer.entries)})
+        told = {**order.counted(), **order.told()}
+        return JSONResponse({**head, "object": self.whole, "choices": choices, **told})
+
+    def _begin(self, order: Order, index: int) -> asyncio.Queue[Piece | Exception | None]:
+        """Have a text of a stream decoded."""
+        prompt, call = order.texts[index]
+        writer = Writer(call, self.service.tokenizer, self.parser(order, prompt))
+        return self.service.begin(call, prompt.ids, self._name(order, index), writer)
+
+    async def _events(
+        self, order: Order, head: dict[str, Any], first: asyncio.Queue[Piece | Exception | None]
+    ) -> AsyncIterator[str]:
+        """The events of a stream, a text after another; ``first`` is being decoded already."""
+        try:
+            for index, (prompt, call) in enumerate(order.texts):
+
+                def event(choice: dict[str, Any], index: int = index, **rest: Any) -> str:
+                    return _event({**head, "choices": [{"index": index, **choice}], **rest})
+
+                if (begun := self.first(order, prompt)) is not None:
+                    yield event({**begun, "finish_reason": None})
+                sofar = Sofar(prompt.shown.encode())
+                async for piece in self.service.pieces_of(self._begin(order, index) if index else first):
+                    delta = self.delta(piece.value, piece.entries, sofar, order)
+                    yield event({**delta, "finish_reason": None})
+                    sofar.calls += isinstance(piece.value, ToolCall)
+                    sofar.told += b"".join(self.service.pieces.bytes_of(entry.token) for entry in piece.entries)
+                last = self.delta("", [], sofar, order)
+                finish = "tool_calls" if sofar.calls and call.finish == "stop" else call.finish
+                rest = order.told() if index == len(order.texts) - 1 else {}
+                if rest and order.usage is None:
+                    rest |= order.counted()
+                yield event({**last, "finish_reason": finish}, **rest)
+            if order.usage:
+                yield _event({**head, "choices": [], **order.counted(), **order.told()})
+            yield "data: [DONE]\n\n"
+        except (GeneratorExit, asyncio.CancelledError):
+            order.gone.set()
+            raise
+        except Exception as error:
+            yield _event(answer_of(error, self.endpoint)[1])
+
+    def _name(self, order: Order, index: int) -> str:
+        return order.id if len(order.texts) == 1 else f"{order.id}/{index}"
+
+
+class Completions(Texts):
+    """``/v1/completions``."""
+
+    endpoint, whole, part = fields.COMPLETIONS, "text_completion", "text_completion"
+
+    def read(self, body: dict[str, Any], request_id: str) -> Order:
+        asked = asked_of(body, self.service.model, "prompt")
+        asked.top = body.get("logprobs")
+        copies = body.get("n", 1)
+        if body.get("best_of", copies) != copies:
+            raise Refused("best_of", f"expected as many as n, {copies}, got {body['best_of']}")
+        if body.get("echo") and asked.top is not None:
+            raise Refused("echo", "log-probabilities of a prompt are not served; leave out echo or logprobs")
+        prompts = self._prompts(body["prompt"])
+        if body.get("echo"):
+            prompts = [Prompt(p.ids, p.shown or self.service.tokenizer.decode(p.ids)) for p in prompts]
+        else:
+            prompts = [Prompt(p.ids) for p in prompts]
+        usage = _usage(body)
+        return Order(request_id, prompts, asked, copies, bool(body.get("stream")), usage)
+
+    def _prompts(self, given: Any) -> list[Prompt]:
+        """A string, a list of strings, of token ids, or of lists of them."""
+        if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int)):
+            given = [given]
+        if not isinstance(given, list) or not given:
+            raise wrong("prompt", "a string, token ids, or a list of either", given)
+        found = []
+        for number, one in enumerate(given):
+            name = "prompt" if len(given) == 1 else f"prompt[{number}]"
+            if isinstance(one, list):
+                found.append(Prompt(token_ids(one, name, self.service.vocabulary)))
+            else:
+                text(name, one)
+                found.append(Prompt(list(self.service.tokenizer(one)["input_ids"]), one))
+            if not found[-1].ids:
+                raise Refused(name, "has no tokens")
+        return found
+
+    def choice(self, order: Order, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
+        shown = prompt.shown + self.service.tokenizer.decode(call.ids, skip_special_tokens=True)
+        return {**self.delta(shown, written, Sofar(prompt.shown.encode()), order), "finish_reason": call.finish}
+
+    def first(self, order: Order, prompt: Prompt) -> dict[str, Any] | None:
+        return {"text": prompt.shown, "logprobs": None} if prompt.shown else None
+
+    def delta(self, value: Any, written: list[Entry], sofar: Sofar, order: Order) -> dict[str, Any]:
+        found = self.service.pieces.completion(written, sofar.told) if order.asked.top is not None and written else None
+        return {"text": str(value), "logprobs": found}
+
+
+class Chat(Texts):
+    """``/v1/chat/completions``."""
+
+    endpoint, whole, part = fields.CHAT, "chat.completion", "chat.completion.chunk"
+
+    def read(self, body: dict[str, Any], request_id: str) -> Order:
+        service = self.service
+        messages = messages_of(body["messages"])
+        asked = asked_of(body, service.model, "messages")
+        if body.get("top_logprobs") and not body.get("logprobs"):
+            raise Refused("top_logprobs", "needs logprobs: true")
+        asked.top = body.get("top_logprobs", 0) if body.get("logprobs") else None
+        tools, asked.forced = chosen(body, service.tokenizer)
+        form = body.get("response_format")
+        if form is not None and (schema := schema_of(form, "response_format")) is not None:
+            if tools:
+                raise Refused("response_format", 'tools are not served beside it; leave it out, or tool_choice "none"')
+            asked.grammar = service.grammars.of(schema, "response_format", asked.ends)
+        elif asked.forced is not None:
+            asked.grammar = service.grammars.of(call_schema(tools, asked.forced), "tool_choice", asked.ends)
+        asked.reference = self._reference(body.get("prediction"))
+        ids = service.templated(messages, tools, template_arguments(body, service.tokenizer))
+        usage = _usage(body)
+        stream = bool(body.get("stream"))
+        return Order(request_id, [Prompt(ids)], asked, body.get("n", 1), stream, usage, tools)
+
+    def _reference(self, given: Any) -> list[int] | None:
+        """The tokens of ``prediction``."""
+        if given is None:
+            return None
+        known = entries("prediction", given, ("type", "content"), "content")
+        one_of("content")("prediction.type", known.get("type"))
+        content = known["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(parts, list):
+            raise wrong("prediction.content", "a string or a list of text parts", content)
+        for i, part in enumerate(parts):
+            place = f"prediction.content[{i}]"
+            known = entries(place, part, ("type", "text"), "type", "text")
+            one_of("text")(f"{place}.type", known["type"])
+            text(f"{place}.text", known["text"])
+        whole = "".join(part["text"] for part in parts)
+        return list(self.service.tokenizer(whole, add_special_tokens=False)["input_ids"])
+
+    def parser(self, order: Order, prompt: Prompt) -> Any:
+        if order.asked.forced is not None:
+            return None
+        return build_response_parser(
+            self.service.tokenizer, self.service.model, [prompt.ids], tools=order.tools or None
+        )
+
+    def choice(self, order: Order, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
+        tokenizer = self.service.tokenizer
+        content: str | None = tokenizer.decode(call.ids, skip_special_tokens=True)
+        finish, reasoning = call.finish, None
+        if order.asked.forced is not None:
+            calls = forced_calls(content or "", order.asked.forced)
+        else:
+            content, reasoning, calls = parse_assistant_message(
+                tokenizer, self.service.model, call.ids, [prompt.ids], content or "", tools=order.tools or None
+            )
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            made = [_call(f"{order.id}-{i}", one) for i, one in enumerate(calls)]
+            message |= {"content": None if order.asked.forced is not None else content, "tool_calls": made}
+            finish = "tool_calls" if finish == "stop" else finish
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        return {"message": message, "logprobs": self._logprobs(written, order), "finish_reason": finish}
+
+    def first(self, order: Order, prompt: Prompt) -> dict[str, Any] | None:
+        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+
+    def delta(self, value: Any, written: list[Entry], sofar: Sofar, order: Order) -> dict[str, Any]:
+        if isinstance(value, ToolCall):
+            found: dict[str, Any] = {
+                "tool_calls": [{"index": sofar.calls, **_call(f"{order.id}-{sofar.calls}", value)}]
+            }
+        elif isinstance(value, ReasoningText):
+            found = {"reasoning_content": value}
+        else:
+            found = {"content": value} if value or written else {}
+        return {"delta": found, "logprobs": self._logprobs(written, order) if written else None}
+
+    def _logprobs(self, written: list[Entry], order: Order) -> dict[str, Any] | None:
+        return self.service.pieces.chat(written) if order.asked.top is not None else None
+
+
+def _usage(body: Mapping[str, Any]) -> bool | None:
+    """``stream_options.include_usage``; ``None`` where it is not named."""
+    if body.get("stream_options") and not body.get("stream"):
+        raise Refused("stream_options", "needs stream: true")
+    return body.get("stream_options", {}).get("include_usage")
+
+
+def _call(name: str, call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{name}", "type": "function", "function": function}
+
+
+def _event(found: dict[str, Any]) -> str:
+    return f"data: {json.dumps(found)}\n\n"

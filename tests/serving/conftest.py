@@ -1,0 +1,16 @@
+"""The demo pair, served once a file."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite("effects", "effects_told", "served")
+
+
+@pytest.fixture(scope="module")
+def server():
+    from served import Server  # which skips the file that asks, where the extra is missing
+
+    server = Server()
+    yield server
+    server.stop()

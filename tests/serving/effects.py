@@ -1,0 +1,299 @@
+"""What honoured fields do, seen in answers: those that say what is asked, and which text it gets."""
+
+from __future__ import annotations
+
+import json
+import re
+import typing
+
+import pytest
+import torch
+from served import LENGTH, PROMPT, SCHEMA, TOOL, TOOLS, Server, tokens
+from transformers import LogitsProcessorList
+
+from gsd_kernels_hf import generate
+from gsd_kernels_hf.serving import fields
+from gsd_kernels_hf.serving.fields import CHAT, COMPLETIONS, RESPONSES
+from gsd_kernels_hf.serving.processors import Grammar, Grammars, Penalties
+
+EFFECTS: dict[tuple[str, str], typing.Callable[[Server, str], None]] = {}
+"""Of honoured fields by endpoint: what shows that they act."""
+
+
+def effect(name: str, *endpoints: str):
+    def keep(test):
+        EFFECTS.update({(endpoint, name): test for endpoint in endpoints or fields.ENDPOINTS})
+        return test
+
+    return keep
+
+
+@effect("model")
+def model(server, endpoint):
+    assert server.got(endpoint)["model"] == "small"
+    assert server.refusal(endpoint, model="other")["param"] == "model"
+
+
+@effect("messages", CHAT)
+def messages(server, endpoint):
+    two = [{"role": "user", "content": "import os"}, {"role": "assistant", "content": [{"type": "text", "text": "x"}]}]
+    assert server.got(endpoint, messages=two)["usage"]["prompt_tokens"] == tokens(server, "import os\nx\n")
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    for content, place in (([image], "[0].content[0]"), (7, "[0].content")):
+        refused = server.refusal(endpoint, messages=[{"role": "user", "content": content}])
+        assert refused["param"] == f"messages{place}"
+    assert server.refusal(endpoint, messages=[])["param"] == "messages"
+    assert server.refusal(endpoint, messages=[{"role": "judge", "content": ""}])["param"] == "messages[0].role"
+
+
+@effect("prompt", COMPLETIONS)
+def prompt(server, endpoint):
+    other = "import os\n"
+    texts = [server.text(endpoint, prompt=one) for one in (PROMPT, other)]
+    ids = [server.tokenizer(one)["input_ids"] for one in (PROMPT, other)]
+    assert server.text(endpoint, prompt=ids[0]) == texts[0]
+    for given in ([PROMPT, other], ids):
+        found = server.got(endpoint, prompt=given)
+        assert [choice["text"] for choice in found["choices"]] == texts
+        assert [choice["index"] for choice in found["choices"]] == [0, 1] and len(found["gsd_kernels"]) == 2
+        assert found["usage"]["prompt_tokens"] == sum(map(len, ids)) and found["usage"]["completion_tokens"] == 16
+    for bad in ([], [PROMPT, 3], [[1, "x"]], [10**6], {"a": 1}, [[]], True):
+        assert re.match(r"prompt(\[\d\])?$", server.refusal(endpoint, prompt=bad)["param"])
+
+
+@effect("input", RESPONSES)
+def input_(server, endpoint):
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "import os"}]},
+        {"type": "function_call", "call_id": "1", "name": "paint", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "x"},
+    ]
+    assert server.got(endpoint, input=items)["usage"]["input_tokens"] == tokens(
+        server, "import os\n# calls paint\n\nx\n"
+    )
+    image = {"type": "input_image", "image_url": "data:,"}
+    assert server.refusal(endpoint, input=[{"role": "user", "content": [image]}])["param"] == "input[0].content[0]"
+    for kind in ("item_reference", ["message"]):
+        assert server.refusal(endpoint, input=[{"type": kind, "id": "1"}])["param"] == "input[0].type"
+
+
+@effect("instructions", RESPONSES)
+def instructions(server, endpoint):
+    spoken = [{"role": "developer", "content": "import re"}, {"role": "user", "content": PROMPT}]
+    found = server.got(endpoint, instructions="import os", input=spoken)
+    both = "system import os\nsystem import re\n" + PROMPT + "\n"
+    assert found["usage"]["input_tokens"] == tokens(server, both)
+    found = server.got(endpoint, instructions="import os")
+    assert found["usage"]["input_tokens"] == tokens(server, "system import os\n" + PROMPT + "\n")
+    assert found["instructions"] == "import os"
+
+
+@effect("tools", CHAT, RESPONSES)
+def tools(server, endpoint):
+    flat = [{"type": "function", "strict": None, **TOOL}]
+    usage = server.got(endpoint, tools=TOOLS if endpoint == CHAT else flat)["usage"]
+    assert next(iter(usage.values())) == tokens(server, "# paint\n" + PROMPT + "\n") or usage["total_tokens"] == (
+        tokens(server, "# paint\n" + PROMPT + "\n") + 8
+    )
+    assert server.refusal(endpoint, tools=[{"type": "web_search"}])["param"] == "tools[0].type"
+
+
+@effect("tool_choice", CHAT)
+def tool_choice(server, endpoint):
+    plain, shown = server.text(endpoint), server.text(endpoint, tools=TOOLS)
+    assert server.text(endpoint, tools=TOOLS, tool_choice="none") == plain != shown
+    assert server.text(endpoint, tools=TOOLS, tool_choice="auto") == shown
+    pytest.importorskip("xgrammar")
+    named = {"type": "function", "function": {"name": "paint"}}
+    for choice in ("required", named):
+        found = server.got(endpoint, tools=TOOLS, tool_choice=choice, max_tokens=64)["choices"][0]
+        call = found["message"]["tool_calls"][0]["function"]
+        assert (found["finish_reason"], call["name"], found["message"]["content"]) == ("tool_calls", "paint", None)
+        assert json.loads(call["arguments"])["colour"] in ("red", "blue")
+        events = server.got(endpoint, tools=TOOLS, tool_choice=choice, max_tokens=64, stream=True)
+        told, last = (json.loads(event)["choices"][0] for event in events[-3:-1])
+        assert told["delta"]["tool_calls"][0]["function"] == call and last["finish_reason"] == "tool_calls"
+    assert server.refusal(endpoint, tool_choice="required")["param"] == "tool_choice"
+    named["function"]["name"] = "sing"
+    assert server.refusal(endpoint, tools=TOOLS, tool_choice=named)["param"] == "tool_choice"
+
+
+@effect("tool_choice", RESPONSES)
+def tool_choice_of_responses(server, endpoint):
+    flat = [{"type": "function", "strict": None, **TOOL}]
+    assert server.text(endpoint, tools=flat, tool_choice="none") == server.text(endpoint)
+    assert server.text(endpoint, tools=flat, tool_choice="auto") != server.text(endpoint)
+    pytest.importorskip("xgrammar")
+    for choice in ("required", {"type": "function", "name": "paint"}):
+        found = server.got(endpoint, tools=flat, tool_choice=choice, max_output_tokens=64)
+        call = found["output"][-1]
+        assert (call["type"], call["name"], found["status"]) == ("function_call", "paint", "completed")
+        assert json.loads(call["arguments"])["colour"] in ("red", "blue")
+        events = server.got(endpoint, tools=flat, tool_choice=choice, max_output_tokens=64, stream=True)
+        last = json.loads(events[-1])["response"]["output"][-1]
+        assert (last["name"], last["arguments"]) == ("paint", call["arguments"])
+    assert server.refusal(endpoint, tool_choice="required")["param"] == "tool_choice"
+
+
+@effect("parallel_tool_calls", CHAT, RESPONSES)
+def parallel_tool_calls(server, endpoint):
+    shown = TOOLS if endpoint == CHAT else [{"type": "function", "strict": None, **TOOL}]
+    assert server.refusal(endpoint, tools=shown, parallel_tool_calls=False)["param"] == "parallel_tool_calls"
+    server.got(endpoint, parallel_tool_calls=False)
+    server.got(endpoint, tools=shown, parallel_tool_calls=True)
+
+
+@effect("chat_template_kwargs", CHAT, RESPONSES)
+def chat_template_kwargs(server, endpoint):
+    plain, other = server.got(endpoint), server.got(endpoint, chat_template_kwargs={"flavour": "sweet"})
+    assert other["usage"]["total_tokens"] - plain["usage"]["total_tokens"] == tokens(server, "# sweet\n") - tokens(
+        server, ""
+    )
+    for bad in ("taste", "messages", "tools", "tokenize"):  # unread, or the server's own
+        refused = server.refusal(endpoint, chat_template_kwargs={bad: "sweet"})
+        assert refused["param"] == f"chat_template_kwargs.{bad}"
+
+
+@effect("reasoning_effort", CHAT)
+def reasoning_effort(server, endpoint):
+    assert server.got(endpoint, reasoning_effort="low")["usage"]["prompt_tokens"] > tokens(server, PROMPT + "\n")
+
+
+@effect("reasoning", RESPONSES)
+def reasoning(server, endpoint):
+    found = server.got(endpoint, reasoning={"effort": "low"})
+    assert found["usage"]["input_tokens"] > tokens(server, PROMPT + "\n")
+    assert server.refusal(endpoint, reasoning={"summary": "auto"})["param"] == "reasoning.summary"
+
+
+@effect("temperature")
+def temperature(server, endpoint):
+    greedy = server.text(endpoint, temperature=...)
+    assert server.text(endpoint, temperature=0) == greedy
+    assert len({server.text(endpoint, temperature=2) for _ in range(3)}) > 1
+    assert server.refusal(endpoint, temperature=3)["param"] == "temperature"
+    for bad in ("hot", True, 10**400):
+        assert server.refusal(endpoint, temperature=bad)["param"] == "temperature"
+
+
+def narrowed(name: str, narrow: float, wide: float, bad: float):
+    def test(server, endpoint):
+        assert server.text(endpoint, temperature=2, **{name: narrow}) == server.text(endpoint)
+        long = {LENGTH[endpoint]: 24, "temperature": ..., name: wide}
+        assert len({server.text(endpoint, **long) for _ in range(3)}) > 1, "it samples without a temperature"
+        assert server.refusal(endpoint, **{name: bad})["param"] == name
+
+    effect(name)(test)
+
+
+narrowed("top_p", 1e-6, 0.999, 1.5)
+narrowed("top_k", 1, 0, -2)
+narrowed("min_p", 1.0, 0.001, -1)
+
+
+@effect("seed")
+def seed(server, endpoint):
+    first, second = (server.text(endpoint, temperature=2, seed=number) for number in (1, 2))
+    assert server.text(endpoint, temperature=2, seed=1) == first != second
+    assert server.refusal(endpoint, seed=2**80)["param"] == "seed"
+    assert server.refusal(endpoint, seed=1.5)["param"] == "seed"
+
+
+@effect("frequency_penalty", CHAT, COMPLETIONS)
+def frequency_penalty(server, endpoint):
+    penalised(server, endpoint, "frequency_penalty")
+
+
+@effect("presence_penalty", CHAT, COMPLETIONS)
+def presence_penalty(server, endpoint):
+    penalised(server, endpoint, "presence_penalty")
+
+
+def penalised(server, endpoint, name) -> None:
+    """As OpenAI defines it, token by token, of the bare model's logits; sampled, as without a draft."""
+    prompt = "x = [0, 0, 0, 0, "
+    shown = {"prompt": prompt} if endpoint == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
+    ids = server.tokenizer(prompt + ("\n" if endpoint == CHAT else ""), return_tensors="pt")["input_ids"]
+    start, text = ids.shape[1], server.text(endpoint, max_tokens=16, **shown)
+    for _ in range(16):
+        with torch.no_grad():
+            logits = server.target(ids).logits[0, -1]
+        counts = torch.bincount(ids[0, start:], minlength=len(logits))
+        logits = logits - 1.5 * (counts if name == "frequency_penalty" else (counts > 0))
+        ids = torch.cat([ids, logits.argmax()[None, None]], 1)
+    expected = server.tokenizer.decode(ids[0, start:])
+    assert server.text(endpoint, max_tokens=16, **{name: 1.5}, **shown) == expected != text
+    sampled = server.text(endpoint, max_tokens=16, temperature=1, seed=3, **{name: 1.5}, **shown)
+    amounts = (1.5, 0.0) if name == "frequency_penalty" else (0.0, 1.5)
+    out = generate(
+        server.target,
+        ids[:, :start],
+        logits_processor=LogitsProcessorList([Penalties(start, *amounts)]),
+        max_new_tokens=16,
+        do_sample=True,
+        temperature=1.0,
+        seed=3,
+    )
+    assert sampled == server.tokenizer.decode(out[0, start:])
+    assert server.refusal(endpoint, **{name: 2.5})["param"] == name
+
+
+@effect("repetition_penalty")
+def repetition_penalty(server, endpoint):
+    assert server.text(endpoint, repetition_penalty=5.0) != server.text(endpoint)
+    assert server.refusal(endpoint, repetition_penalty=0)["param"] == "repetition_penalty"
+
+
+@effect("logit_bias", CHAT, COMPLETIONS)
+def logit_bias(server, endpoint):
+    token = server.tokenizer(" x", add_special_tokens=False)["input_ids"][0]
+    assert server.text(endpoint, logit_bias={str(token): 100}).count(server.tokenizer.decode([token])) == 8
+    assert server.text(endpoint, logit_bias={}) == server.text(endpoint)
+    for bad, place in (({"x": 1}, ""), ({"1000000": 1}, ""), ({"5": 101}, ".5"), ([1], ""), ({"5": "1"}, ".5")):
+        assert server.refusal(endpoint, logit_bias=bad)["param"] == f"logit_bias{place}"
+
+
+@effect("response_format", CHAT)
+def response_format(server, endpoint):
+    assert server.text(endpoint, response_format={"type": "text"}) == server.text(endpoint)
+    pytest.importorskip("xgrammar")
+    form = {"type": "json_schema", "json_schema": {"name": "one", "schema": SCHEMA, "strict": True}}
+    check_json(server, endpoint, response_format=form)
+    assert server.text(endpoint, response_format={"type": "json_object"}).startswith("{")
+    form["json_schema"]["schema"] = {"type": "nonsense"}
+    assert server.refusal(endpoint, response_format=form)["param"].startswith("response_format")
+    assert server.refusal(endpoint, response_format={"type": "yaml"})["param"] == "response_format.type"
+    assert server.refusal(endpoint, tools=TOOLS, response_format={"type": "json_object"})["param"] == "response_format"
+
+
+def check_json(server, endpoint, **form) -> None:
+    for sampled in ({"temperature": 0}, {"temperature": 1.5, "seed": 5}):
+        text = server.text(endpoint, **{LENGTH[endpoint]: 64}, **sampled, **form)
+        found = json.loads(text)
+        assert set(found) == {"kind", "full"} and found["kind"] in ("list", "dict") and isinstance(found["full"], bool)
+    ids = server.tokenizer(PROMPT + "\n", return_tensors="pt")["input_ids"]
+    compiled = Grammars(server.tokenizer, server.target.config.vocab_size).of(SCHEMA, "schema", [2])
+    bare = LogitsProcessorList([Grammar(compiled, ids.shape[1])])
+    options = {"max_new_tokens": 64, "do_sample": True, "temperature": 1.5, "seed": 5}
+    out = generate(server.target, ids, logits_processor=bare, tokenizer=server.tokenizer, **options)
+    assert server.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == text, "as without a draft"
+
+
+@effect("text", RESPONSES)
+def text(server, endpoint):
+    assert server.text(endpoint, text={"format": {"type": "text"}}) == server.text(endpoint)
+    assert server.refusal(endpoint, text={"verbosity": "low"})["param"] == "text.verbosity"
+    assert server.refusal(endpoint, text={"format": {"type": "yaml"}})["param"] == "text.format.type"
+    pytest.importorskip("xgrammar")
+    check_json(server, endpoint, text={"format": {"type": "json_schema", "name": "one", "schema": SCHEMA}})
+
+
+@effect("generation_config")
+def generation_config(server, endpoint):
+    given = json.dumps({"max_new_tokens": 3, "transformers_version": "5", "num_beams": 1})
+    found = server.got(endpoint, generation_config=given, **{LENGTH[endpoint]: ...})
+    assert found["gsd_kernels"]["new_tokens"] == 3
+    for bad in ("num_beams", "num_assistant_tokens", "unheard_of", "num_return_sequences"):
+        refused = server.refusal(endpoint, generation_config=json.dumps({bad: 3}))
+        assert refused["param"] == f"generation_config.{bad}"
+    assert server.refusal(endpoint, generation_config="{")["param"] == "generation_config"

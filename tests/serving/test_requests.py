@@ -1,0 +1,149 @@
+"""Beside the server's table: what fields hold within, what contradicts, streams that break, servers without a draft."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from served import ASKED, LENGTH, PROMPT, SCHEMA, TOOL, TOOLS, Server, row_id, spoken
+
+from gsd_kernels_hf.serving import fields
+from gsd_kernels_hf.serving.fields import CHAT, COMPLETIONS, RESPONSES
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_top_k_beyond_all_integers_is_off(server):
+    named = {"temperature": 1.5, "seed": 3}
+    assert server.text(CHAT, top_k=10**30, **named) == server.text(CHAT, top_k=0, **named)
+
+
+def test_what_a_generation_config_holds_is_honoured_or_refused_by_name(server):
+    for bad in (
+        {"temperature": 0.7},  # the request has 0
+        {"eos_token_id": "x"},
+        {"max_new_tokens": -5},
+        {"max_new_tokens": 5},  # the request has max_tokens
+        {"repetition_penalty": 3.0},  # and repetition_penalty
+        {"do_sample": True},  # and temperature 0
+    ):
+        refused = server.refusal(COMPLETIONS, generation_config=json.dumps(bad), repetition_penalty=2)
+        assert refused["param"] == f"generation_config.{list(bad)[-1]}", refused
+    for bad in ({"do_sample": True, "temperature": -1}, {"temperature": 0.7}):  # which is nothing without do_sample
+        refused = server.refusal(COMPLETIONS, temperature=..., generation_config=json.dumps(bad))
+        assert refused["param"] == "generation_config.temperature"
+    for bad in ({"stop_strings": 5}, {"sequence_bias": 5}, {"watermarking_config": {}}):
+        for stream in (False, True):
+            refused = server.refusal(COMPLETIONS, generation_config=json.dumps(bad), stream=stream)
+            assert refused["param"].startswith("generation_config")
+    given = json.dumps({"max_new_tokens": 8, "do_sample": False})
+    assert server.text(COMPLETIONS, generation_config=given) == server.text(COMPLETIONS)
+
+
+@pytest.mark.parametrize("endpoint", fields.ENDPOINTS, ids=row_id)
+def test_a_stream_is_refused_with_a_status_as_well(endpoint, server):
+    assert server.refusal(endpoint, stream=True, top_p=7)["param"] == "top_p"
+    long = {"prompt": [5] * 2048} if endpoint == COMPLETIONS else {fields.NEEDED[endpoint]: spoken(server, 2048)}
+    assert server.refusal(endpoint, stream=True, **{LENGTH[endpoint]: ..., **long})["param"] == fields.NEEDED[endpoint]
+    refused = server.refusal(endpoint, stream=True, generation_config='{"bad_words_ids": 5}')
+    assert refused["param"].startswith("generation_config")
+
+
+@pytest.mark.parametrize("endpoint", fields.ENDPOINTS, ids=row_id)
+def test_a_length_that_is_named_goes_beyond_the_positions_and_no_other(endpoint, server, caplog):
+    positions, needed = server.target.config.max_position_embeddings, fields.NEEDED[endpoint]
+
+    def usage(count: int, **named: object) -> int:
+        given = [5] * count if endpoint == COMPLETIONS else spoken(server, count)
+        found = server.got(endpoint, **{needed: given, LENGTH[endpoint]: ..., **named})["usage"]
+        return found["total_tokens"] - count
+
+    assert usage(positions - 3) == 3
+    assert not any("positions" in line for line in caplog.messages)
+    assert usage(positions - 3, **{LENGTH[endpoint]: 8}) == 8 and usage(positions + 1, **{LENGTH[endpoint]: 2}) == 2
+    assert any(f"beyond the {positions} positions" in line for line in caplog.messages)
+    if endpoint != RESPONSES:  # which has no stop strings
+        whole = server.got(endpoint, max_tokens=2**31 - 1, stop=server.text(endpoint).split()[0])
+        assert whole["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_prediction_drafts_where_the_server_decodes_plainly():
+    server = Server(speculates=False)
+    try:
+        named = {"max_tokens": 48, "temperature": 2, "seed": 11}
+        plain = server.got(CHAT, **named)
+        text = plain["choices"][0]["message"]["content"]
+        drafted = server.got(CHAT, prediction={"type": "content", "content": PROMPT + text}, **named)
+        again = server.got(CHAT, **named)
+    finally:
+        server.stop()
+    assert text == drafted["choices"][0]["message"]["content"] == again["choices"][0]["message"]["content"]
+    assert plain["gsd_kernels"]["tokens_per_step"] == again["gsd_kernels"]["tokens_per_step"] == 1
+    assert drafted["gsd_kernels"]["tokens_per_step"] > 1
+
+
+def test_without_xgrammar_the_extra_is_named(server, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    refused = server.refusal(CHAT, response_format={"type": "json_object"})
+    assert refused["param"] == "response_format" and "gsd-kernels[grammar]" in refused["message"]
+
+
+def test_an_answer_can_be_handed_back(server):
+    said = server.got(CHAT)["choices"][0]["message"]
+    server.got(CHAT, messages=[*ASKED[CHAT]["messages"], said, {"role": "user", "content": "x"}])
+    output = server.got(RESPONSES)["output"]
+    server.got(RESPONSES, input=[{"role": "user", "content": PROMPT}, *output, {"role": "user", "content": "x"}])
+
+
+def test_the_fields_of_a_message_are_named_where_they_would_be_dropped(server):
+    one = {"role": "user", "content": PROMPT, "audio": {"id": "1"}}
+    assert server.refusal(CHAT, messages=[one])["param"] == "messages[0].audio"
+    described = {"type": "json_schema", "json_schema": {"name": "one", "description": "x", "schema": SCHEMA}}
+    refused = server.refusal(CHAT, response_format=described)
+    assert refused["param"] == "response_format.json_schema.description"
+    named = {"role": "user", "content": PROMPT, "name": "ann"}  # which the template does not show
+    assert server.refusal(CHAT, messages=[named])["param"] == "messages[0].name"
+    assert server.refusal(RESPONSES, input=[named])["param"] == "input[0].name"
+    loose = {"type": "json_object", "schema": SCHEMA}
+    assert server.refusal(CHAT, response_format=loose)["param"] == "response_format.schema"
+    assert server.refusal(RESPONSES, text={"format": loose})["param"] == "text.format.schema"
+    assert server.refusal(CHAT, tools=[{**TOOLS[0], "cached": 1}])["param"] == "tools[0].cached"
+    strict = [{"type": "function", "function": {**TOOL, "strict": True}}]
+    assert server.refusal(CHAT, tools=strict)["param"] == "tools[0].function.strict"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_tokens_are_told_by_their_bytes(kind):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from gsd_kernels_hf.serving.logprobs import Pieces
+
+    if kind == "bytes":
+        vocabulary = {"\u0120a": 0, "\u00c3": 1, "\u00a9": 2, "<s>": 3}
+        inner = Tokenizer(models.BPE(vocabulary, []))
+        inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    else:
+        vocabulary = {"\u2581a": 0, "<0xC3>": 1, "<0xA9>": 2, "<s>": 3}
+        inner = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+        steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        inner.decoder = decoders.Sequence(steps)
+    pieces = Pieces(PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>"))
+    assert [pieces.bytes_of(token) for token in range(5)] == [b" a", b"\xc3", b"\xa9", b"<s>", b""]
+    assert [pieces.text_of(token) for token in range(3)] == [" a", "bytes:\\xc3", "bytes:\\xa9"]
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS], ids=row_id)
+def test_an_error_behind_the_first_token_is_the_last_event(endpoint, server, monkeypatch):
+    from gsd_kernels_hf.serving.calls import Writer
+
+    def put(self, value, whole=Writer.put):
+        if len(self.entries) >= 3:
+            raise ValueError("the text broke")
+        whole(self, value)
+
+    monkeypatch.setattr(Writer, "put", put)
+    status, events = server.raw(endpoint, {**ASKED[endpoint], "stream": True, "temperature": 0})
+    assert status == 200 and len(events) > 1 and "[DONE]" not in events
+    assert json.loads(events[0])["choices"] and json.loads(events[-1])["error"]["message"] == "the text broke"

@@ -1,0 +1,149 @@
+"""A JSON schema holds whole or is refused by name: xgrammar drops keywords without a word."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gsd_kernels_hf.serving.checks import Refused
+from gsd_kernels_hf.serving.processors import Grammars
+from gsd_kernels_hf.serving.schemas import check_schema, moved
+from gsd_kernels_hf.serving.tools import call_schema
+
+INT = {"type": "integer"}
+TREE = {"type": "object", "properties": {"c": {"type": "array", "items": {"$ref": "#"}}}, "required": ["c"]}
+DEFINED = {"$defs": {"a": INT}}
+
+
+def an(**bounds):
+    return {"type": "object", **bounds}
+
+
+def a_text(**bounds):
+    return {"type": "string", **bounds}
+
+
+def whole(**bounds):
+    return {"type": "integer", **bounds}
+
+
+def several(**bounds):
+    return {"type": "array", **bounds}
+
+
+HELD = [  # a schema, a value that meets it, one that does not
+    (INT, 5, "x"),
+    ({"type": ["integer", "null"], "minimum": 3}, 4, 2),
+    ({"enum": ["a", 1]}, 1, "b"),
+    (a_text(enum=["a"]), "a", "b"),
+    (a_text(const="a"), "a", "b"),
+    (an(properties={"a": INT}, required=["a"]), {"a": 1}, {}),
+    ({"properties": {"a": INT}, "required": ["a"]}, {"a": 1}, {}),
+    (an(properties={"a": INT}, additionalProperties=False), {"a": 1}, {"a": 1, "b": 2}),
+    (an(properties={"a": INT}), {"a": 1, "b": "open"}, {"a": "x"}),
+    (an(additionalProperties=INT), {"b": 2}, {"b": "x"}),
+    (an(patternProperties={"^x$": INT}, additionalProperties=False), {"x": 1}, {"y": 1}),
+    (an(propertyNames={"pattern": "^a+$", "type": "string"}), {"a": 1}, {"b": 1}),
+    (an(minProperties=1), {"a": 1}, {}),
+    (an(maxProperties=1), {"a": 1}, {"a": 1, "b": 2}),
+    (several(items=INT, minItems=1, maxItems=2), [1], [1, 2, 3]),
+    (several(prefixItems=[INT], items=False), [1], [1, 2]),
+    (a_text(minLength=2, maxLength=2), "ab", "abc"),
+    (a_text(pattern="^a+$"), "aa", "b"),
+    (a_text(format="date"), "2024-01-01", "x"),
+    (whole(minimum=3, maximum=5), 4, 2),
+    ({"type": "number", "exclusiveMinimum": 3}, 3.5, 3),
+    (whole(multipleOf=7), 14, 8),
+    ({"anyOf": [INT, {"type": "null"}], "description": "x"}, 1, "x"),
+    ({"allOf": [INT]}, 1, "x"),
+    ({**DEFINED, "$ref": "#/$defs/a"}, 1, "x"),
+    (TREE, {"c": [{"c": []}]}, {"c": [1]}),
+]
+
+DROPPED = [  # a schema, the keyword by which it is refused
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    (several(contains=INT), "contains"),
+    (an(unevaluatedProperties=False), "unevaluatedProperties"),
+    (an(dependentRequired={"a": ["b"]}), "dependentRequired"),
+    (an(required=["z"]), "required"),
+    (an(properties={"b": INT}, propertyNames={"type": "string", "pattern": "a"}), "propertyNames"),
+    ({"not": INT}, "not"),
+    ({"if": INT, "then": INT}, "if"),
+    ({"oneOf": [INT, {"type": "number"}]}, "oneOf"),
+    ({"allOf": [INT, {"type": "integer", "maximum": 3}]}, "allOf"),
+    ({"allOf": [INT], "type": "integer"}, "type"),
+    (an(properties={"a": INT}, anyOf=[INT]), "type"),
+    ({**DEFINED, "$ref": "#/$defs/a", "minimum": 3}, "minimum"),
+    ({"$ref": "#k"}, "$ref"),
+    ({"$ref": "other.json"}, "$ref"),
+    (a_text(enum=["a", 1]), "type"),
+    (whole(const=True), "type"),
+    ({"minimum": 3}, "minimum"),
+    (a_text(minimum=3), "minimum"),
+    ({"minLength": 3}, "minLength"),
+    (a_text(pattern="a", maxLength=2), "maxLength"),
+    (a_text(format="date", maxLength=2), "maxLength"),
+    (a_text(format="iri"), "format"),
+    ({"type": "number", "multipleOf": 0.5}, "multipleOf"),
+    (whole(multipleOf=7, minimum=3), "multipleOf"),
+    (whole(multipleOf=7, exclusiveMaximum=30), "multipleOf"),
+    (a_text(contentEncoding="base64"), "contentEncoding"),
+]
+
+
+@pytest.fixture(scope="module")
+def accepts():
+    """Whether a grammar of single characters takes a value."""
+    xgrammar = pytest.importorskip("xgrammar")
+    letters = xgrammar.TokenizerInfo(["<s>", *map(chr, range(1, 128))], stop_token_ids=[0])
+    grammars = Grammars(None, 128)
+    grammars.compilers[(0,)] = xgrammar.GrammarCompiler(letters)
+
+    def found(schema, value) -> bool:
+        compiled = grammars.of(schema, "schema", [0])
+        matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
+        return matcher.accept_string(json.dumps(value)) and matcher.is_completed()
+
+    return found
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), HELD, ids=lambda value: json.dumps(value)[:40])
+def test_what_is_served_holds(schema, good, bad, accepts):
+    check_schema(schema, "schema")
+    assert accepts(schema, good) and not accepts(schema, bad)
+    inner = an(properties={"default": schema if "$" not in json.dumps(schema) else INT}, required=["default"])
+    check_schema(inner, "schema")
+
+
+@pytest.mark.parametrize(("schema", "keyword"), DROPPED, ids=lambda value: json.dumps(value)[:40])
+def test_what_would_be_dropped_is_refused_by_its_place(schema, keyword):
+    for wrap, place in (
+        (schema, ""),
+        (several(items=schema), ".items"),
+        (an(properties={"a": schema}), ".properties.a"),
+    ):
+        with pytest.raises(Refused) as refused:
+            check_schema(wrap, "schema")
+        assert refused.value.field == f"schema{place}.{keyword}"
+
+
+def test_nonsense_is_refused():
+    deep: dict = {}
+    for _ in range(5000):
+        deep = {"type": "array", "items": deep}
+    for bad in (deep, 5, {"properties": 5}, {"anyOf": {}}, {"items": [INT]}, {"type": "object", "required": "a"}):
+        with pytest.raises(Refused, match=r"^schema"):
+            check_schema(bad, "schema")
+
+
+@pytest.mark.parametrize("more", [[], [("draw", DEFINED | an(properties={"default": {"$ref": "#/$defs/a"}}))]])
+def test_references_of_a_function_stay_its_own(more, accepts):
+    tools = [{"function": {"name": name, "parameters": schema}} for name, schema in [("grow", TREE), *more]]
+    schema = call_schema(tools, "")
+    grown = {"name": "grow", "arguments": {"c": [{"c": []}]}}
+    assert accepts(schema, grown) and not accepts(schema, {**grown, "arguments": {"c": [grown]}})
+    if more:
+        assert accepts(schema, {"name": "draw", "arguments": {"default": 1}})
+        assert not accepts(schema, {"name": "draw", "arguments": {"default": "x"}})
+    assert moved(True, "#/x") is True
