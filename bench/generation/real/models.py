@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from gsd_kernels_hf.demo import smollm2
 from gsd_kernels_hf.model.gguf_file import load_model, load_tokenizer
+from gsd_kernels_hf.packed.gguf import from_gguf
+from gsd_kernels_hf.packed.modules import packed_in
 from gsd_kernels_hf.sources.drafters import load_drafter
 
 
@@ -22,6 +25,7 @@ class Real:
         name: as it is reported.
         tokenizer_folder: where other engines read the tokenizer, if it is a folder.
         gguf: the file that it came from.
+        packed: the same model with its weights as they lie in that file; its text is the same.
         ends: tokens that end a text.
         drafts: options of :func:`gsd_kernels.generate` by way, for what was given to draft with.
     """
@@ -32,6 +36,7 @@ class Real:
     tokenizer_folder: Path | None
     gguf: Path | None
     ends: tuple[int, ...]
+    packed: PreTrainedModel | None = None
     draft: PreTrainedModel | None = None
     drafts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -68,7 +73,16 @@ def load_real(model: str | None, draft: str | None, drafter: str | None, dtype: 
     target.generation_config.do_sample = False  # what a model samples with by default is none of a greedy race's
     for setting in ("temperature", "top_p", "top_k"):
         setattr(target.generation_config, setting, None)
-    return Real(name, target, tokenizer, place, gguf, _ends(target), small, drafts)
+    packed = None if gguf is None else from_gguf(gguf, dtype=dtype)
+    if packed is not None:
+        packed.generation_config = copy.deepcopy(target.generation_config)
+    return Real(name, target, tokenizer, place, gguf, _ends(target), packed, small, drafts)
+
+
+def bits_of(packed: PreTrainedModel) -> float:
+    """Bits a weight of its matrices."""
+    matrices = [module.matrix for module in packed_in(packed)]
+    return 8 * sum(matrix.nbytes for matrix in matrices) / sum(matrix.shape.numel() for matrix in matrices)
 
 
 def _ends(model: PreTrainedModel) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from gsd_kernels_hf.files import write_json
 
 from ...lib.intervals import Ratio, paired_ratio
 from ...lib.report import SCHEMA, markdown
-from .ways import HF, HISTORY, OURS, label
+from .ways import HF, HISTORY, OURS, PACKED_HISTORY, label
 
 NARROW = 8.0  # bits a weight; with fewer a model computes something else than it was trained to
 
@@ -92,6 +92,9 @@ class RealReport:
             group: max(rows, key=lambda row: row["tokens_per_second"])["way"] if rows else None
             for group, rows in groups.items()
         }
+        narrow = self.strongest["narrow"]
+        if PACKED_HISTORY in names and narrow is not None:
+            self.ratios[f"{PACKED_HISTORY} / {narrow}"] = asdict(self.ratio(PACKED_HISTORY, narrow))
 
     def _row(self, name: str, kinds: Sequence[str]) -> dict[str, Any]:
         runs = [run for run in self.runs if run["way"] == name]
@@ -180,6 +183,9 @@ def verdicts(data: dict[str, Any]) -> list[str]:
         if way is not None and way in data["ratios"]:
             shown = label(way)
             found.append(f"{Ratio(**data['ratios'][way])} times {what} ({shown.engine}, {shown.way})")
+    packed = f"{PACKED_HISTORY} / {data['strongest'].get('narrow')}"
+    if packed in data["ratios"]:
+        found.append(f"over the packed weights of the file {Ratio(**data['ratios'][packed])} times the same")
     if HF in data["ratios"]:
         found.append(f"{Ratio(**data['ratios'][HF])} times transformers' plain decoding")
     return found

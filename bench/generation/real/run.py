@@ -22,10 +22,10 @@ from ...lib.environment import environment
 from ..competitors import Competitor
 from ..pairs import Pair, Prompt
 from ..peers.race import Peers
-from .models import Real, load_real
+from .models import Real, bits_of, load_real
 from .prompts import encoded, first_of_each_kind, read_chats
 from .report import RealReport
-from .ways import HF, OURS, PLAIN, engines_for, label, names_of, own_ways
+from .ways import HF, OURS, PACKED, PLAIN, engines_for, label, names_of, own_ways
 
 NAME = "real"
 WARM_UP_TOKENS = 8
@@ -103,6 +103,8 @@ def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> 
         Peers(pair, names, others, new_tokens=settings.new_tokens, engines=engines, ends=real.ends) as peers,
     ):
         report.peers = peers.notes
+        if real.packed is not None:
+            report.peers |= {PACKED: {"bits": bits_of(real.packed)}}
         racing = _warm(real, names, [*own_ways(real, names), *peers.competitors], others, report)
         _rounds(settings, real, prompts, racing, report, folder, name)
     return report
@@ -200,8 +202,8 @@ def _decode(
     tokens = decoded.sequences[0, prompt.input_ids.shape[1] :].tolist()
     ended = next((place for place, token in enumerate(tokens) if token in real.ends), None)
     stats = decoded.stats
-    if way.name == PLAIN and stats is not None and stats.target_rows > stats.steps:
-        raise RuntimeError(f"{PLAIN} drafted: {stats.target_rows} rows in {stats.steps} steps")
+    if way.name in (PLAIN, PACKED) and stats is not None and stats.target_rows > stats.steps:
+        raise RuntimeError(f"{way.name} drafted: {stats.target_rows} rows in {stats.steps} steps")
     text = tokens[:ended]
     return text, {
         "tokens": max(1, len(text)),

@@ -22,7 +22,8 @@ from .models import Real
 
 HF, HF_LOOKUP, HF_ASSISTED = "transformers", "transformers-lookup", "transformers-assisted"
 PLAIN, HISTORY, DRAFT, DRAFTER = "gsd-plain", "gsd-history", "gsd-draft", "gsd-drafter"
-OURS = (PLAIN, HISTORY, DRAFT, DRAFTER)
+PACKED, PACKED_HISTORY = "gsd-packed", "gsd-packed-history"
+OURS = (PLAIN, HISTORY, PACKED, PACKED_HISTORY, DRAFT, DRAFTER)
 OPENVINO_WEIGHTS = ("", "int8", "int4")
 LLAMA_CPP_WEIGHTS = ("q8_0", "q4_0")  # beside those of the race's dtype and of the file
 NAMED = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -40,6 +41,7 @@ def label(name: str) -> Label:
     """``llama-cpp-q8_0-lookup`` as llama.cpp, q8_0 with n-gram drafts."""
     if name in OURS:
         ways = {PLAIN: "plain", HISTORY: "history alone, no draft model", DRAFT: "draft model", DRAFTER: "drafter"}
+        ways |= {PACKED: "the file itself, plain", PACKED_HISTORY: "the file itself, history alone"}
         return Label("gsd_kernels", ways[name])
     if name.startswith("transformers"):
         ways = {HF: "plain", HF_LOOKUP: "prompt lookup", HF_ASSISTED: "assisted"}
@@ -80,7 +82,8 @@ def names_of(real: Real, engines: Sequence[Engine]) -> list[str]:
     kinds = ("plain", "lookup", *(("draft",) if real.draft is not None else ()))
     theirs = [name_of(engine, kind) for engine in engines for kind in kinds]
     assisted = [HF_ASSISTED] if real.draft is not None else []
-    return [HF, HF_LOOKUP, *assisted, *theirs, PLAIN, HISTORY, *real.drafts]
+    packed = [] if real.packed is None else [PACKED, PACKED_HISTORY]
+    return [HF, HF_LOOKUP, *assisted, *theirs, PLAIN, HISTORY, *packed, *real.drafts]
 
 
 def own_ways(real: Real, names: Sequence[str]) -> list[Competitor]:
@@ -92,6 +95,8 @@ def own_ways(real: Real, names: Sequence[str]) -> list[Competitor]:
         HF_ASSISTED: lambda: comparison.assisted(model, real.draft),
         PLAIN: lambda: comparison.undrafted(model),
         HISTORY: lambda: comparison.graph(model, draft_sources=("history",)),
+        PACKED: lambda: comparison.undrafted(real.packed),
+        PACKED_HISTORY: lambda: comparison.graph(real.packed, draft_sources=("history",)),
         **{way: _drafting(model, options) for way, options in real.drafts.items()},
     }
     return [Competitor(name, _decode(makers[name]())) for name in names if name in makers]
