@@ -1,7 +1,7 @@
 """The compiled ops: their schemas under ``torch.ops.gsd_kernels``, shape functions, and the libraries behind them.
 
-One schema an op serves the CPU and the CUDA library; corpus_recall, learn_edge_odds, paying_rows, recall_levels,
-row_linear and write_kv have the former only.
+One schema an op serves the CPU and the CUDA library; corpus_recall, recall_levels, row_linear, select_rows,
+update_edge_model and write_kv exist on the CPU only.
 Importing this loads what setup.py built beside this file and costs about a millisecond; nothing is compiled here.
 """
 
@@ -63,12 +63,12 @@ SCHEMAS = (
     "Tensor[] index, Tensor[] first_tokens, Tensor[] first_log_probs, Tensor start, Tensor(a!) shares, "
     "Tensor(b!) counts, Tensor(c!) weights, Tensor? prior, Tensor(d!)? hits, Tensor(e!)? claimed, "
     "Tensor(f!)? log_ratio, float prior_count, float memory) -> ()",
-    "paying_rows(Tensor token_ids, Tensor depths, Tensor edge_targets, Tensor edge_log_probs, Tensor num_accepted, "
-    "Tensor weights, Tensor? seconds, float teaches, int max_rows, int max_path) "
+    "select_rows(Tensor token_ids, Tensor depths, Tensor edge_targets, Tensor edge_log_probs, Tensor num_accepted, "
+    "Tensor weights, Tensor? seconds, float row_bonus, int max_rows, int max_path) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "learn_edge_odds(Tensor token_ids, Tensor depths, Tensor edge_targets, Tensor edge_log_probs, "
-    "Tensor num_accepted, Tensor nodes, Tensor picked, Tensor weights, Tensor covariance, Tensor prior, float drift) "
-    "-> (Tensor, Tensor)",
+    "update_edge_model(Tensor token_ids, Tensor depths, Tensor edge_targets, Tensor edge_log_probs, "
+    "Tensor num_accepted, Tensor nodes, Tensor picked, Tensor weights, Tensor covariance, Tensor prior, "
+    "float process_noise) -> (Tensor, Tensor)",
     "recall_levels(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor(a!) token_ids, Tensor(b!) parents, "
     "Tensor(c!) depths, Tensor(d!) scores, Tensor(e!) contexts, Tensor(f!) expanded, Tensor(g!) ancestor_mask, "
     "Tensor(h!) edge_targets, Tensor(i!) edge_log_probs, Tensor(j!) num_nodes, Tensor(k!) num_merges, Tensor frontier, "
@@ -291,8 +291,8 @@ def _learn_source(*args: object) -> None:
     return None
 
 
-@torch.library.register_fake("gsd_kernels::paying_rows")
-def _paying_rows(token_ids: Tensor, depths: Tensor, edge_targets: Tensor, edge_log_probs: Tensor, *args: Any) -> Any:
+@torch.library.register_fake("gsd_kernels::select_rows")
+def _select_rows(token_ids: Tensor, depths: Tensor, edge_targets: Tensor, edge_log_probs: Tensor, *args: Any) -> Any:
     rows = torch.library.get_ctx().new_dynamic_size(min=1)
     batch = token_ids.shape[0]
     token, parent, depth, node = (_int32(token_ids, batch, rows) for _ in range(4))
@@ -300,8 +300,8 @@ def _paying_rows(token_ids: Tensor, depths: Tensor, edge_targets: Tensor, edge_l
     return token, parent, depth, mask, node, edge_log_probs.new_empty(batch, rows), _int32(token_ids, batch)
 
 
-@torch.library.register_fake("gsd_kernels::learn_edge_odds")
-def _learn_edge_odds(*args: Tensor) -> tuple[Tensor, Tensor]:
+@torch.library.register_fake("gsd_kernels::update_edge_model")
+def _update_edge_model(*args: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(args[7]), torch.empty_like(args[8])
 
 

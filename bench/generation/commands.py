@@ -325,7 +325,7 @@ def corpus(
     import torch
 
     from gsd_kernels_hf.console.pair import quiet_transformers
-    from gsd_kernels_hf.policy.store import cache_dir
+    from gsd_kernels_hf.costs.store import cache_dir
 
     from .corpus_table import NAME, Settings, run
 

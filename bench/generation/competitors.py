@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from gsd_kernels import GraphConfig, LayerSkip
 from gsd_kernels_hf.report import comparison
-from gsd_kernels_hf.sources.drafters import source_of
+from gsd_kernels_hf.sources.load import source_of
 
 from .pairs import Pair
 

@@ -6,7 +6,7 @@ Profiles (what the sources thought of the candidates after every accepted node, 
 recorded once with the demo pair on three kinds of text, greedy and sampled, and kept in ``results/profiles.npz``. The
 simulation takes windows of them, predicts the tokens of a step of all 576 shapes as the automatic policy does, divides
 by the seconds of a cost curve, and compares the best shape of all with the best of the ladder. ``--choose`` looks for a
-ladder, as those of :mod:`gsd_kernels_hf.policy.ladder` were found.
+ladder, as those of :mod:`gsd_kernels_hf.policy.shapes` were found.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 import gsd_kernels
 from gsd_kernels import GraphConfig
 from gsd_kernels_hf.files import write_json, write_text
-from gsd_kernels_hf.policy.acceptance import MISS, POOL, AcceptanceModel, GrowthPlan, Pool
+from gsd_kernels_hf.policy.acceptance import MISS, SETTINGS, AcceptanceModel, GrowthPlan, Pool
 from gsd_kernels_hf.policy.fixed import FixedPolicy
-from gsd_kernels_hf.policy.ladder import LOOKUP_CONTEXT, ladder, shape_name
+from gsd_kernels_hf.policy.shapes import LOOKUP_CONTEXT, ladder, shape_name
 
 from ..lib.environment import environment
 from ..lib.report import markdown
@@ -115,15 +115,15 @@ MODULES_BFLOAT16 = doubling(0.052, 0.052, 0.055, 0.060, 0.068, 0.097, 0.150, 0.2
 H200 = {1 << i: 0.0056 + 0.001 * (1 << i) / 64 for i in range(8)}  # 8B by bytes, launches included
 
 DRAFT = {"level": 0.00027, "wide": 0.15, "step": 0.0015, "other_level": 0.00015, "device": "cpu"}
-DEAR = {**DRAFT, "level": 0.004}
+EXPENSIVE = {**DRAFT, "level": 0.004}
 MODULES = {"level": 0.0011, "wide": 0.03, "step": 0.003, "other_level": 0.0003, "device": "cpu"}
 #: The three curves of the table, then others that a ladder should serve as well.
 CURVES = {
     "CPU float32": Curve(FLOAT32, **DRAFT, weight=1.0),
     "CPU bfloat16": Curve(BFLOAT16, **DRAFT, weight=1.0),
     "H200 by bytes": Curve(H200, 0.0020, 0.002, 0.001, 0.00005, "cuda", weight=1.0),
-    "CPU float32, dear draft": Curve(FLOAT32, **DEAR),
-    "CPU bfloat16, dear draft": Curve(BFLOAT16, **DEAR),
+    "CPU float32, expensive draft": Curve(FLOAT32, **EXPENSIVE),
+    "CPU bfloat16, expensive draft": Curve(BFLOAT16, **EXPENSIVE),
     "CPU float32, busy host": Curve(BUSY, **DRAFT, weight=0.75),
     "CPU float32, batch 4": Curve(FLOAT32, **DRAFT, batch=4),
     "CPU bfloat16, tiles": Curve(TILES, **DRAFT, weight=0.75),
@@ -201,7 +201,8 @@ def windows(file: Path = PROFILES) -> dict[str, list[dict[str, Pool]]]:
                 pools = {}
                 for name, (profiles, picks) in own.items():
                     end = max(8, int(share * len(picks)))
-                    pools[name] = Pool(profiles[max(0, end - POOL) : end], picks[max(0, end - POOL) : end])
+                    begin = max(0, end - SETTINGS.max_profiles)
+                    pools[name] = Pool(profiles[begin:end], picks[begin:end])
                 found[kind].append(pools)
     return found
 
@@ -252,7 +253,7 @@ def table(simulation: Simulation) -> list[dict[str, Any]]:
     """Rows of the result: loss in percent by curve, kind of text and set."""
     rows = []
     for name, curve in CURVES.items():
-        for with_model in (True, False):
+        for with_model in (True, False) if curve.device == "cuda" else (True,):  # a CPU chooses rows without a model
             among = [i for i, s in enumerate(simulation.shapes) if with_model or not s.depth]
             some = [simulation.shapes.index(s) for s in ladder(curve.device, with_model=with_model).values()]
             row: dict[str, Any] = {"curve": name, "sources": "model, history" if with_model else "history"}
@@ -298,11 +299,10 @@ def run(out: Path, *, record_anew: bool, look_for_ladders: bool, show: Callable[
         record()
     simulation = Simulation.of(full_set(), windows())
     if look_for_ladders:
-        for device in ("cpu", "cuda"):
-            for with_model in (True, False):
-                show(f"{device}, {'with' if with_model else 'without'} a model:")
-                for shape in choose(simulation, device, with_model=with_model):
-                    show(f"  {shape_name(shape)}")
+        for device, with_model in (("cpu", True), ("cuda", True), ("cuda", False)):
+            show(f"{device}, {'with' if with_model else 'without'} a model:")
+            for shape in choose(simulation, device, with_model=with_model):
+                show(f"  {shape_name(shape)}")
     rows = table(simulation)
     header = ["curve", "sources", *KINDS]
     text = markdown(header, [[str(row[key]) for key in header] for row in rows])

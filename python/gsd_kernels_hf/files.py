@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,11 +84,14 @@ def checkpoint_place(where: str | os.PathLike[str], what: str) -> str:
 
 
 def write_file(file: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary file, then rename it: ``file`` is whole or absent, whoever else writes it."""
-    partial = file.with_name(f".partial-{os.getpid()}-{file.name}")
-    write(partial)
-    _flush(partial)
-    partial.replace(file)
+    """Let ``write`` fill a temporary file, then rename it: ``file`` is whole or as it was, whoever else writes it."""
+    partial = file.with_name(f".partial-{uuid.uuid4().hex[:12]}-{file.name}")  # of this call: threads may write at once
+    try:
+        write(partial)
+        _flush(partial)
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
     _flush(file.parent)
 
 

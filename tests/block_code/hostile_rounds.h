@@ -12,7 +12,7 @@
 #include "../../csrc/algorithms/learn.h"
 #include "../../csrc/algorithms/merge.h"
 #include "../../csrc/algorithms/ngram.h"
-#include "../../csrc/algorithms/row_budget.h"
+#include "../../csrc/algorithms/select_rows.h"
 #include "../../csrc/algorithms/step.h"
 #include "../../csrc/algorithms/verify.h"
 #include "fiber_group.h"
@@ -117,20 +117,22 @@ inline bool wild_graph_stands(int threads, Wild& wild) {
   };
   if (!stands(edges.data())) return false;
 
-  // What the rows are worth, by odds that may be of no meaning either.
-  const OddsSizes odds{1, nodes, branch, wild.between(1, 9)};
-  const auto accepted = wild.counts(1, 9), path = wild.ids(odds.path, nodes), picked = wild.ids(odds.path, 9);
-  const OddsGraph graph{token_ids.data(), depths.data(), targets.data(), edges.data(), accepted.data()};
+  // Rows by predicted probabilities, which may be of no meaning either.
+  const EdgeSizes edge_sizes{1, nodes, branch, wild.between(1, 9)};
+  const auto accepted = wild.counts(1, 9), path = wild.ids(edge_sizes.path, nodes);
+  const auto picked = wild.ids(edge_sizes.path, 9);
+  const EdgeGraph graph{token_ids.data(), depths.data(), targets.data(), edges.data(), accepted.data()};
   std::vector<double> weights, covariance, prior, seconds;
-  for (int i = 0; i < kOddsFeatures; i++) weights.push_back(wild.score()), prior.push_back(wild.score());
-  for (int i = 0; i < kOddsFeatures * kOddsFeatures; i++) covariance.push_back(wild.score());
+  for (int i = 0; i < kEdgeFeatures; i++) weights.push_back(wild.score()), prior.push_back(wild.score());
+  for (int i = 0; i < kEdgeFeatures * kEdgeFeatures; i++) covariance.push_back(wild.score());
   for (int i = 0; i < 8; i++) seconds.push_back(wild.score());
-  std::vector<float> log_odds(nodes * branch);
-  weigh_edges(graph, odds, weights.data(), 0, log_odds.data());
-  if (!stands(log_odds.data())) return false;
+  std::vector<float> predicted(nodes * branch);
+  predict_edges(graph, edge_sizes, weights.data(), 0, predicted.data());
+  if (!stands(predicted.data())) return false;
   const int best = best_count(row_scores.data(), 1, rows, num_rows[0], seconds.data(), 8, wild.score());
   if (best < 1 || best > num_rows[0]) return false;
-  learn_edges(graph, odds, {weights.data(), covariance.data(), prior.data()}, path.data(), picked.data(), wild.score());
+  const LogisticPosterior posterior{weights.data(), covariance.data(), prior.data()};
+  update_edges(graph, edge_sizes, posterior, path.data(), picked.data(), wild.score());
 
   const MergeSizes merging{nodes, width, branch, frontier, words, wild.between(0, 4), wild.between(-1, kContext),
                            wild.score(), wild.score()};

@@ -19,8 +19,8 @@ from transformers import (
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.policy.acceptance import AcceptanceModel
-from gsd_kernels_hf.policy.budget import EdgeOdds, RowBudget
-from gsd_kernels_hf.policy.ladder import ladder
+from gsd_kernels_hf.policy.row_selector import EdgeModel, RowSelector
+from gsd_kernels_hf.policy.shapes import ladder
 
 LETTERS = models.CHARACTERS[:29]
 VOCAB = 32  # small, so that sequences recur and merge edges are accepted
@@ -105,11 +105,11 @@ def every_third(batch_id: int, ids: torch.Tensor) -> list[int]:
     return [t for t in range(3, VOCAB) if t % 3 != start]
 
 
-class SomeRows(RowBudget):
+class SomeRows(RowSelector):
     """Any number of rows, and what became of them is observed as ever."""
 
-    def __init__(self, odds: EdgeOdds, seed: int):
-        super().__init__(odds)
+    def __init__(self, edges: EdgeModel, seed: int):
+        super().__init__(edges)
         self.counts = random.Random(seed)
 
     def __call__(self, *arguments):
@@ -125,7 +125,7 @@ class Switching(contextlib.AbstractContextManager):
         largest = [s.replace(depth=s.depth and 10, max_rows=128) for s in on_ladders]
         self.shapes = [None, config.replace(depth=1), *on_ladders, *largest]
         self.acceptance, self.rng = AcceptanceModel(branch=4), random.Random(seed)
-        self.budget = SomeRows(EdgeOdds(), seed) if seed % 2 else None
+        self.row_selector = SomeRows(EdgeModel(), seed) if seed % 2 else None
         self.current = self.rng.choice(self.shapes)
 
     def largest_shapes(self):

@@ -12,8 +12,8 @@ from gsd_kernels import GraphConfig, generate
 from gsd_kernels_hf.engine import capture
 from gsd_kernels_hf.engine.stats import Clock
 from gsd_kernels_hf.model.replay import CaptureError, lane_of
-from gsd_kernels_hf.policy import auto
-from gsd_kernels_hf.policy.ladder import ladder
+from gsd_kernels_hf.policy import shape_policy
+from gsd_kernels_hf.policy.shapes import ladder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +36,7 @@ def test_captured_shapes_take_turns_in_one_pool(monkeypatch, caplog):
 
     def in_turns():
         taken = itertools.cycle(shapes)
-        monkeypatch.setattr(auto.AutoPolicy, "shape", lambda self: next(taken))
+        monkeypatch.setattr(shape_policy.ShapePolicy, "shape", lambda self: next(taken))
         return text("auto")
 
     with caplog.at_level("WARNING", logger="gsd_kernels"):

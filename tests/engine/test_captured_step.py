@@ -21,13 +21,14 @@ from transformers import StoppingCriteria
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip, generate, patch, unpatch
 from gsd_kernels.compiled import UNAVAILABLE as COMPILED_UNAVAILABLE
 from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
+from gsd_kernels_hf.costs import machine
 from gsd_kernels_hf.engine import capture, decoder, session, stats
 from gsd_kernels_hf.engine.capture import WARM_STEPS, can_capture
 from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.model.replay import lane_of
 from gsd_kernels_hf.parallel import Agreement, Alone, can_be_captured
-from gsd_kernels_hf.policy import auto, machine
-from gsd_kernels_hf.policy.ladder import ladder
+from gsd_kernels_hf.policy import shape_policy
+from gsd_kernels_hf.policy.shapes import ladder
 
 CONFIGS = {
     "plain": None,
@@ -108,7 +109,7 @@ def test_shapes_have_graphs_of_their_own_in_one_pool(pair, request, monkeypatch)
     cuda = request.getfixturevalue("cuda")
     # In turns, since what the policy itself takes depends on the clock.
     taken = itertools.cycle([shape for shape in ladder("cuda", with_model=True).values() if shape.depth][:2])
-    monkeypatch.setattr(auto.AutoPolicy, "shape", lambda self: next(taken))
+    monkeypatch.setattr(shape_policy.ShapePolicy, "shape", lambda self: next(taken))
     assert torch.equal(text(pair, "graph", graph_config="auto", max_new_tokens=64), expected)
     assert 1 < cuda.counts["captures"] < cuda.counts["replays"]
     assert len(set(map(id, cuda.pools))) == 1
@@ -273,7 +274,7 @@ def test_a_policy_learns_from_replayed_steps_what_it_learns_from_others(pair, re
 
     def run():
         shapes = itertools.cycle(list(ladder("cpu", with_model=True).values())[:2])
-        monkeypatch.setattr(auto.AutoPolicy, "shape", lambda self: next(shapes))
+        monkeypatch.setattr(shape_policy.ShapePolicy, "shape", lambda self: next(shapes))
         learned.clear()
         target, draft = copy.deepcopy(pair)
         patch(target, assistant_model=draft, graph_config="auto")
@@ -281,7 +282,7 @@ def test_a_policy_learns_from_replayed_steps_what_it_learns_from_others(pair, re
             target.generate(**prompts(2, 9), max_new_tokens=24, pad_token_id=0, do_sample=False, **processors)
         return list(learned)
 
-    monkeypatch.setattr(auto.AutoPolicy, "observe", observe)
+    monkeypatch.setattr(shape_policy.ShapePolicy, "observe", observe)
     expected, cuda = run(), request.getfixturevalue("cuda")
     hours, now = [], time.perf_counter
     cuda.in_capture = lambda: hours.append(3600)

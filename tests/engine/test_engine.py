@@ -26,8 +26,8 @@ from gsd_kernels_hf.engine import engine as rooms
 from gsd_kernels_hf.engine.decoder import GraphDecoder
 from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_hf.model.cache import GraphCache, GraphLayer
-from gsd_kernels_hf.policy import auto
-from gsd_kernels_hf.policy.ladder import ladder
+from gsd_kernels_hf.policy import shape_policy
+from gsd_kernels_hf.policy.shapes import ladder
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_the_second_call_of_a_bucket_makes_nothing(name, made, monkeypatch):
     target, draft = pair()
     if name == "auto":
         one = next(shape for shape in ladder("cpu", with_model=True).values() if shape.depth)
-        monkeypatch.setattr(auto.AutoPolicy, "shape", lambda self: one)
+        monkeypatch.setattr(shape_policy.ShapePolicy, "shape", lambda self: one)
     with patched(target, **sources(name, target, draft)):
         first = after(made, lambda: ask(target, words(2, 9, seed=1), tokens=30))
         assert first[0] >= 3 and first[1] == 1
@@ -320,7 +320,7 @@ def test_what_a_captured_step_reads_lives_on(name, decoding, monkeypatch):
         options = sources(name, target, draft)
     if name == "auto":
         one = next(shape for shape in ladder("cpu", with_model=True).values() if shape.depth)
-        monkeypatch.setattr(auto.AutoPolicy, "shape", lambda self: one)
+        monkeypatch.setattr(shape_policy.ShapePolicy, "shape", lambda self: one)
     monkeypatch.setattr(capture, "can_capture", lambda session: False)  # each step is watched
     seen: list[Outside] = []
     step = Session.step

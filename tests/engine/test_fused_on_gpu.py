@@ -18,11 +18,11 @@ from models import noised, prompts, tiny
 import gsd_kernels as gsd
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import cuda
+from gsd_kernels_hf.costs.pair import forwards
 from gsd_kernels_hf.model import fused, proof, replay
 from gsd_kernels_hf.model.fused import FusedRows, missing, rows_of, why_not
 from gsd_kernels_hf.model.hidden import LAST
 from gsd_kernels_hf.model.runner import RowModel
-from gsd_kernels_hf.policy.pairs import forwards
 
 GPU = torch.device("cuda", 0)
 NO_PADS = torch.zeros(1, dtype=torch.int32)

@@ -20,7 +20,7 @@ from gsd_kernels_hf.engine import room
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.engine.session import Session
 from gsd_kernels_hf.records import DecodeState
-from gsd_kernels_hf.sources.drafters import source_of
+from gsd_kernels_hf.sources.load import source_of
 
 VOCAB = 41
 SHAPE = gsd.GraphConfig(depth=3, width=2, branch=2, max_rows=10, history_depth=2, history_width=2)
@@ -348,7 +348,7 @@ def test_a_draft_that_was_left_out_is_back_in_the_next_text(monkeypatch):
         assert torch.equal(short, expected(False, 1.0)[:, : LENGTH + 10])
         assert not handle.stats.left_out and handle.stats.tokens_per_step > 1
         (session,) = handle.engines.idle.sessions
-        assert session.drafter.sources == session.drafter.every
+        assert session.mixer.sources == session.mixer.every
     finally:
         gsd.unpatch(target)
 

@@ -54,7 +54,7 @@ def with_session(check: Callable[[Session], None], setup: str, plan: str, monkey
     def loop(session, policy, *_):
         session.trims = False  # what a CPU does in place of static shapes, with a host read
         # The widest shape; an automatic budget takes its turn outside the step.
-        shape = session.request.options.graph_config if session.drafter is not None else None
+        shape = session.request.options.graph_config if session.mixer is not None else None
         session.use(shape, policy.acceptance)
         check(session)
         raise Enough

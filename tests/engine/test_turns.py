@@ -9,9 +9,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.policy import auto
-from gsd_kernels_hf.policy.auto import AutoPolicy
-from gsd_kernels_hf.policy.ladder import ladder
+from gsd_kernels_hf.policy import shape_policy
+from gsd_kernels_hf.policy.shape_policy import ShapePolicy, ShapeSettings
+from gsd_kernels_hf.policy.shapes import ladder
 
 SAID = 5  # tokens of a user's turn
 
@@ -59,7 +59,7 @@ def test_switched_off_everything_is_read(options):
 
 def test_the_first_token_of_a_long_prompt_does_not_wait_for_the_draft(monkeypatch):
     """Under ``"auto"`` the draft reads the prompt after the first token was streamed; the text is the same."""
-    monkeypatch.setattr(auto, "LONG_PROMPT", 40)
+    monkeypatch.setattr(shape_policy, "ShapeSettings", lambda: ShapeSettings(long_prompt_tokens=40))
 
     class Streamer(BaseStreamer):
         def __init__(self) -> None:
@@ -88,7 +88,7 @@ def test_a_draft_that_was_left_out_of_a_turn_has_not_forgotten(monkeypatch):
     reads = Reads(draft)
     read: list[int] = []
     drafting, chosen = next(shape for shape in ladder("cpu", with_model=True).values() if shape.depth), []
-    monkeypatch.setattr(AutoPolicy, "shape", lambda self: chosen[-1])
+    monkeypatch.setattr(ShapePolicy, "shape", lambda self: chosen[-1])
     with patched(target, assistant_model=draft, graph_config="auto"):
         text = words(1, 40, seed=1)
         for turn, choice in enumerate((drafting, None, drafting)):

@@ -29,8 +29,8 @@ from gsd_kernels.ops.verify import api as verify
 from gsd_kernels.ops.write_kv import api as write_kv
 from gsd_kernels_hf.engine import capture, loop, warming
 from gsd_kernels_hf.model import fused
-from gsd_kernels_hf.policy import auto
-from gsd_kernels_hf.policy.ladder import ladder
+from gsd_kernels_hf.policy import shape_policy
+from gsd_kernels_hf.policy.shapes import ladder
 
 OPS = (commit_kv, dag_attention, flatten, merge, ngram, sampling, verify, write_kv)
 KERNELS = {"_commit_kernel", "_split_kernel", "_combine_kernel", "_flatten_kernel", "_merge_kernel", "_verify_kernel"}
@@ -79,7 +79,7 @@ def compiled(monkeypatch):
 def texts(compiled, monkeypatch, prompts, drafts="model", reports=None, **options):
     """What is compiled until a text of two shapes was warmed, and in its steps, by prompt."""
     shapes = [shape for shape in ladder("cpu", with_model=True).values() if shape.depth and shape.width == 2][:2]
-    monkeypatch.setattr(auto.AutoPolicy, "largest_shapes", lambda self: shapes)
+    monkeypatch.setattr(shape_policy.ShapePolicy, "largest_shapes", lambda self: shapes)
     own, warmed = loop.warm, []
     monkeypatch.setattr(loop, "warm", lambda *args: (own(*args), warmed.append(len(compiled))))
     target, draft = pair(dtype=torch.float32, head_dim=16)  # strides are multiples of 16, as of real models
@@ -93,7 +93,7 @@ def texts(compiled, monkeypatch, prompts, drafts="model", reports=None, **option
     with patched(target, **given[drafts](), graph_config="auto") as handle:
         for prompt in prompts:
             taken = itertools.chain([shapes[0]] * 2, itertools.repeat(shapes[1]))
-            monkeypatch.setattr(auto.AutoPolicy, "shape", lambda self, taken=taken: next(taken))
+            monkeypatch.setattr(shape_policy.ShapePolicy, "shape", lambda self, taken=taken: next(taken))
             compiled.clear()
             warmed.clear()
             ask(target, prompt, tokens=16, **options)

@@ -13,8 +13,8 @@ from ops.contracts.corpus import arguments, indexed
 from ops.contracts.decoder import decoder_case
 from ops.contracts.learn import questions, tables
 from ops.contracts.ngram import Memory, remembered, tree_of, two_sources
-from ops.contracts.row_budget import belief, path, problem
 from ops.contracts.sampling import sampling_inputs
+from ops.contracts.select_rows import path, posterior, problem
 from ops.contracts.step import accepted as accepted_rows
 from ops.contracts.step import chained, fed, graph_of, int32, state, texts
 
@@ -69,7 +69,7 @@ def op_inputs():
             None,
         ),
         "learn_source": learn_inputs(),
-        **row_budget_inputs(),
+        **select_rows_inputs(),
         **tree_inputs(stream),
         **step_inputs(),
     }
@@ -80,13 +80,13 @@ def corpus_inputs():
     return corpus.text, corpus.order, corpus.following, tree.token_ids, tree.parents, *text, nodes, 2, 9
 
 
-def row_budget_inputs():
+def select_rows_inputs():
     graph, before = problem(0)
     edges = graph.token_ids, graph.depths, graph.edge_targets, graph.edge_log_probs, before
     seconds = 1.0 + 0.01 * torch.arange(24, dtype=torch.float64)
     return {
-        "paying_rows": (*edges, belief().weights, seconds, 0.03, 24, 8),
-        "learn_edge_odds": (*edges, *path(graph, 3), *belief(), 0.01),
+        "select_rows": (*edges, posterior().weights, seconds, 0.03, 24, 8),
+        "update_edge_model": (*edges, *path(graph, 3), *posterior(), 0.01),
     }
 
 
@@ -204,9 +204,9 @@ def test_a_graph_too_small_for_the_level_is_refused():
         ("merge", 16, 9, "merge_context"),
         ("flatten", 3, 129, "max_rows"),
         ("flatten", 4, 8, "max_path"),
-        ("paying_rows", 8, 129, "max_rows"),
-        ("paying_rows", 5, torch.zeros(3, dtype=torch.float64), "weights: expected size"),
-        ("learn_edge_odds", 6, torch.zeros(3, 5, dtype=torch.int64), "picked: wrong dtype"),
+        ("select_rows", 8, 129, "max_rows"),
+        ("select_rows", 5, torch.zeros(3, dtype=torch.float64), "weights: expected size"),
+        ("update_edge_model", 6, torch.zeros(3, 5, dtype=torch.int64), "picked: wrong dtype"),
         ("verify", 5, torch.zeros(2, 8, dtype=torch.int64), "sampled: wrong dtype"),
         ("verify", 7, torch.zeros(3, dtype=torch.int32), "remaining: expected size"),
         ("commit_kv", 3, torch.tensor([4, 1], dtype=torch.int32), "num_accepted: 4 of 3"),

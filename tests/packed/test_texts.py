@@ -16,10 +16,10 @@ from models import noised, prompts
 import gsd_kernels as gsd
 from gsd_kernels_hf.console import pair as console
 from gsd_kernels_hf.console.pair import load_pair
+from gsd_kernels_hf.costs.pair import describe
+from gsd_kernels_hf.costs.prior import weight_bytes
 from gsd_kernels_hf.model.fused import why_not
 from gsd_kernels_hf.packed.modules import packed_in
-from gsd_kernels_hf.policy.costs import weight_bytes
-from gsd_kernels_hf.policy.pairs import describe
 
 FILES = {
     "llama": ("llama", 64, ["q4_0", "q8_0"], False),

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gsd_kernels import GraphConfig
-from gsd_kernels_hf.policy.acceptance import BELIEF, MISS, POOL, SEEN, UNKNOWN, AcceptanceModel, GrowthPlan, Pool
-from gsd_kernels_hf.policy.ladder import ladder
+from gsd_kernels_hf.policy.acceptance import MISS, PRIORS, SETTINGS, UNKNOWN, AcceptanceModel, GrowthPlan, Pool
+from gsd_kernels_hf.policy.shapes import ladder
 from gsd_kernels_hf.sources.weights import Calibration
+
+MOST = SETTINGS.max_profiles
 
 
 def pools(first, second=(0.0, 0.0, 0.0, 0.0)):
@@ -42,7 +44,7 @@ def test_reused_levels_draw_from_their_own_pool():
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.lists(st.lists(st.floats(0, 0.3), min_size=4, max_size=4), min_size=1, max_size=POOL), st.data())
+@given(st.lists(st.lists(st.floats(0, 0.3), min_size=4, max_size=4), min_size=1, max_size=MOST), st.data())
 def test_more_rows_and_deeper_shapes_never_bring_less(rows, data):
     picks = np.array(data.draw(st.lists(st.integers(UNKNOWN, 3), min_size=len(rows), max_size=len(rows))))
     profiles = {"model": Pool(np.array(rows), picks), "lookup": Pool(np.array(rows)[::-1], picks)}
@@ -66,7 +68,10 @@ def test_a_family_grown_once_predicts_what_each_of_its_shapes_does_alone(device,
     """Shapes of a ladder that share their trees' growth up to the rows, or up to a level."""
     rng, shapes = np.random.default_rng(0), list(ladder(device, with_model=with_model).values())
     profiles = {
-        name: Pool(-np.sort(-rng.dirichlet((1, 0.5, 0.2, 0.1), POOL), axis=-1), rng.integers(MISS, 4, POOL))
+        name: Pool(
+            -np.sort(-rng.dirichlet((1, 0.5, 0.2, 0.1), MOST), axis=-1),
+            rng.integers(MISS, 4, MOST),
+        )
         for name in ("model", "lookup")
     }
     plan = GrowthPlan(shapes, 4)
@@ -113,13 +118,16 @@ def test_a_pool_keeps_the_newest_and_guesses_what_a_wider_shape_had_found():
     pool.add(np.array([[0.9, 0.1]]), np.array([[False, False]]))
     assert pool.picks.tolist() == [UNKNOWN] * 4 + [0, MISS]
     assert pool.profiles[-1] == pytest.approx([0.9, 0.1, 0.0, 0.0])
-    pool.add(np.tile([[0.2, 0.1, 0.0, 0.0]], (POOL, 1)), np.tile([[False, True, False, False]], (POOL, 1)))
-    assert len(pool.profiles) == len(pool.picks) == POOL and (pool.picks == 1).all()
+    pool.add(
+        np.tile([[0.2, 0.1, 0.0, 0.0]], (MOST, 1)),
+        np.tile([[False, True, False, False]], (MOST, 1)),
+    )
+    assert len(pool.profiles) == len(pool.picks) == MOST and (pool.picks == 1).all()
     assert (pool.profiles == [0.2, 0.1, 0.0, 0.0]).all()
     model = AcceptanceModel(4)
     model.pools["lookup"] = pool
     model.restart("lookup")
-    assert len(model.pools["lookup"].profiles) < SEEN and model.pools["lookup"].profiles[0, 0] > 0.9
+    assert len(model.pools["lookup"].profiles) < SETTINGS.min_profiles and model.pools["lookup"].profiles[0, 0] > 0.9
 
 
 def test_what_steps_bring_corrects_the_prediction():
@@ -127,10 +135,10 @@ def test_what_steps_bring_corrects_the_prediction():
     plan = GrowthPlan(list(shapes.values()), 4)
     model = AcceptanceModel(4)
     for name in model.pools:
-        model.pools[name] = Pool.of(np.tile([[0.6, 0.1, 0.0, 0.0]], (POOL, 1)))
+        model.pools[name] = Pool.of(np.tile([[0.6, 0.1, 0.0, 0.0]], (MOST, 1)))
     before, _ = model.tokens(plan)
     for _ in range(400):
-        model.observe_gain("model", 2.0 * (before[0] - 1.0), float(model.tokens(plan)[0][0]))
+        model.observe_accepted("model", 2.0 * (before[0] - 1.0), float(model.tokens(plan)[0][0]))
     after, _ = model.tokens(plan)
     drafted = [i for i, s in enumerate(shapes.values()) if s.depth]
     assert after[drafted] - 1 == pytest.approx(2 * (before[drafted] - 1), rel=0.1)
@@ -142,8 +150,8 @@ def test_what_steps_bring_corrects_the_prediction():
 
 def test_nothing_is_corrected_while_the_prediction_is_a_prior():
     model = AcceptanceModel(4)
-    model.observe_gain("model", 9.0, 2.0)
-    assert model.gains == {}
+    model.observe_accepted("model", 9.0, 2.0)
+    assert model.accepted == {}
 
 
 def test_half_of_a_prediction_is_what_the_tree_would_have_brought():
@@ -170,7 +178,7 @@ def test_the_history_is_calibrated_too():
     for _ in range(60):
         model.observe("lookup", np.array([[0.6, 0.2, 0.0, 0.0]]), np.array([[True, False, False, False]]))
     assert model.pools["lookup"].profiles[-1] == pytest.approx([0.95, 0.05, 0.0, 0.0], abs=0.08)
-    assert (model.hits["model"] == BELIEF["model"]).all()
+    assert (model.hits["model"] == PRIORS["model"].hits).all()
 
 
 def test_probabilities_wider_than_the_model_are_cut():
@@ -183,7 +191,7 @@ def test_probabilities_wider_than_the_model_are_cut():
 def test_it_survives_the_disk_and_refuses_damage():
     model = AcceptanceModel(4)
     model.observe("model", np.array([[0.9, 0.05, 0.0, 0.0]]), np.array([[True, False, False, False]]))
-    model.gains = {"model": (3.0, 4.0)}
+    model.accepted = {"model": (3.0, 4.0)}
     copy = AcceptanceModel(4)
     copy.load(model.as_dict())
     assert copy.as_dict() == model.as_dict()
@@ -194,7 +202,7 @@ def test_it_survives_the_disk_and_refuses_damage():
         ("pools", {"model": [[[0.1] * 4], [4]], "lookup": [[[0.1] * 4], [0]]}),
         ("pools", {"model": [[[0.1] * 4], [0, 1]], "lookup": [[[0.1] * 4], [0]]}),
         ("pools", {"model": [], "lookup": []}),
-        ("gains", {"model": 1}),
+        ("accepted", {"model": 1}),
     ):
         with pytest.raises((ValueError, KeyError, TypeError)):
             copy.load({**model.as_dict(), part: bad})

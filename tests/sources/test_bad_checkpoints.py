@@ -17,7 +17,7 @@ import gsd_kernels as gsd
 from gsd_kernels import DFlash, DraftHeads, Eagle3
 from gsd_kernels_hf.sources import checkpoints
 from gsd_kernels_hf.sources.checkpoints import Checkpoint
-from gsd_kernels_hf.sources.drafters import load_drafter
+from gsd_kernels_hf.sources.load import load_drafter
 
 
 @pytest.fixture(scope="module")

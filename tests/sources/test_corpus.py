@@ -87,7 +87,7 @@ def test_it_serves_a_patched_model_with_one_mapping_for_all_sessions(target, cor
         for _ in range(2):
             for each, expected in zip(inputs, plain, strict=True):
                 assert torch.equal(target.generate(**each, **options), expected)
-        copied = [s for session in handle.engines.idle.sessions for s in session.drafter.sources if s.name == "corpus"]
+        copied = [s for session in handle.engines.idle.sessions for s in session.mixer.sources if s.name == "corpus"]
         assert copied and all(s is not corpus and s.index is corpus.index for s in copied)
     finally:
         gsd.unpatch(target)

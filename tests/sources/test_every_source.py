@@ -12,7 +12,7 @@ from sources.drafters import dflash_config, eagle3_config, fit_dflash, fit_eagle
 import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, GraphConfig
 from gsd_kernels_hf.engine.engine import engines_of
-from gsd_kernels_hf.sources.drafters import source_of
+from gsd_kernels_hf.sources.load import source_of
 
 VOCAB = 41
 LEVELS = {"depth": 3, "width": 3, "branch": 3, "max_rows": 24}

@@ -13,7 +13,7 @@ import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
 from gsd_kernels.ops.ngram.reference import row_contexts
 from gsd_kernels_hf.records import DecodeState, Sampler
-from gsd_kernels_hf.sources import drafter
+from gsd_kernels_hf.sources import mixer
 from gsd_kernels_hf.sources.history import History
 
 
@@ -65,13 +65,13 @@ def test_levels_without_a_node_to_expand_are_left_out(monkeypatch, batch, with_d
     options = {"assistant_model": noised(tiny(), 0.04), "draft_sources": ("model", "history")} if with_draft else {}
     shape = GraphConfig(depth=3 if with_draft else 0, width=3, branch=3, max_rows=24, history_depth=4, min_prob=0.2)
     levels = []
-    merge = drafter.merge
+    merge = mixer.merge
 
     def counted(*args, **kwargs):
         levels.append(kwargs["level"])
         return merge(*args, **kwargs)
 
-    monkeypatch.setattr(drafter, "merge", counted)
+    monkeypatch.setattr(mixer, "merge", counted)
     monkeypatch.setattr(History, "propose_rest", lambda *_: None)  # level by level
 
     def run():
@@ -89,8 +89,8 @@ def test_levels_without_a_node_to_expand_are_left_out(monkeypatch, batch, with_d
         return out.sequences.tolist(), stats.steps, stats.target_rows, stats.drafted_nodes, stats.accepted, len(levels)
 
     *trimmed, few = run()
-    draft = drafter.Drafter.draft
-    monkeypatch.setattr(drafter.Drafter, "draft", lambda self, config, *, trims: draft(self, config))
+    draft = mixer.Mixer.draft
+    monkeypatch.setattr(mixer.Mixer, "draft", lambda self, config, *, trims: draft(self, config))
     *whole, all_levels = run()
     assert trimmed == whole
     assert all_levels == (shape.depth + shape.history_depth) * whole[1]
@@ -106,7 +106,7 @@ def test_all_levels_at_once_are_the_levels_one_by_one(monkeypatch, depth, batch,
     if sampled:
         options |= {"do_sample": True, "seed": 5, "temperature": 0.5, "top_k": 20}
     shape = GraphConfig(depth=depth, width=2, branch=3, max_rows=24, history_depth=5, history_width=4, min_prob=1e-3)
-    draft, observe, merge, seen = drafter.Drafter.draft, drafter.Drafter.observe, drafter.merge, []
+    draft, observe, merge, seen = mixer.Mixer.draft, mixer.Mixer.observe, mixer.merge, []
 
     def drafted(self, config, *, trims):
         graph = draft(self, config, trims=trims)
@@ -120,9 +120,9 @@ def test_all_levels_at_once_are_the_levels_one_by_one(monkeypatch, depth, batch,
             seen.extend(t.clone() for t in (*weights.mixture, *(weights.reliability or ())) if t is not None)
 
     merges = []
-    monkeypatch.setattr(drafter.Drafter, "draft", drafted)
-    monkeypatch.setattr(drafter.Drafter, "observe", observed)
-    monkeypatch.setattr(drafter, "merge", lambda *args, **kwargs: merges.append(1) or merge(*args, **kwargs))
+    monkeypatch.setattr(mixer.Mixer, "draft", drafted)
+    monkeypatch.setattr(mixer.Mixer, "observe", observed)
+    monkeypatch.setattr(mixer, "merge", lambda *args, **kwargs: merges.append(1) or merge(*args, **kwargs))
 
     def run():
         seen.clear(), merges.clear()

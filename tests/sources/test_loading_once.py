@@ -8,7 +8,7 @@ import torch
 from models import tiny
 from sources.drafters import eagle3_config, random_eagle3, safeailab, save
 
-from gsd_kernels_hf.sources.drafters import loaded_drafter
+from gsd_kernels_hf.sources.load import loaded_drafter
 
 
 def test_a_folder_is_loaded_once_until_its_files_change(tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gsd_kernels.ops.learn import Asked
-from gsd_kernels_hf.sources.drafter import in_one_copy, picks, side_by_side
+from gsd_kernels_hf.sources.mixer import in_one_copy, picks, side_by_side
 
 
 def levels_of(rng, batch: int, widths: list[int], branch: int):

@@ -12,7 +12,7 @@ from sources.drafters import eagle3_config, fit_eagle3, random_eagle3
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig, LayerSkip
 from gsd_kernels_hf.engine.engine import engines_of
-from gsd_kernels_hf.sources.drafters import source_of
+from gsd_kernels_hf.sources.load import source_of
 
 VOCAB = 41
 GRAPH = GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=0, history_depth=2, history_width=4)

@@ -16,17 +16,17 @@ import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, GraphConfig, LayerSkip
 from gsd_kernels.ops.learn import Asked
 from gsd_kernels_hf import progress
+from gsd_kernels_hf.costs.prior import CostPrior
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.engine.options import Options
 from gsd_kernels_hf.engine.screen import check_sources, drafts_of
-from gsd_kernels_hf.policy.auto import FIRST_CHOICE as AUTO_FIRST
-from gsd_kernels_hf.policy.costs import Known
-from gsd_kernels_hf.policy.ladder import ladder
+from gsd_kernels_hf.policy.shape_policy import ShapeSettings
+from gsd_kernels_hf.policy.shapes import ladder
 from gsd_kernels_hf.sources import layer_skip
 from gsd_kernels_hf.sources.base import DraftSource
-from gsd_kernels_hf.sources.drafter import Drafter
 from gsd_kernels_hf.sources.history import History
 from gsd_kernels_hf.sources.layer_skip import expected_speed
+from gsd_kernels_hf.sources.mixer import Mixer
 from gsd_kernels_hf.sources.weights import SourceWeights
 
 NEW = 24
@@ -117,14 +117,14 @@ def test_every_combination_of_sources_gives_the_same_text(names, sampled, target
 
 def test_the_history_is_alone_below_the_last_head(target, given_sources, monkeypatch):
     """Weighed against nothing, it would count for its weight alone, and learn that it is always right."""
-    levels, propose = [], Drafter.propose
+    levels, propose = [], Mixer.propose
 
-    def noted(drafter, level):
-        drafted = propose(drafter, level)
+    def noted(mixer, level):
+        drafted = propose(mixer, level)
         levels.append((level.number, {name: asked.first_tokens is None for name, asked in drafted.asked.items()}))
         return drafted
 
-    monkeypatch.setattr(Drafter, "propose", noted)
+    monkeypatch.setattr(Mixer, "propose", noted)
     gsd.generate(target, **prompts(1, 14), **given_sources["heads"], graph_config=CONFIGS["free"], max_new_tokens=6)
     beside = {"heads": True, "history": False}
     assert levels and all(alone == (beside if number < 3 else {"history": True}) for number, alone in levels)
@@ -147,8 +147,8 @@ def test_auto_takes_any_source(with_processor, target, given_sources, tmp_path, 
 def test_auto_drops_a_draft_that_does_not_pay(target, given_sources, tmp_path, monkeypatch):
     """Where drafting by a model costs more than a plain forward and the history is right, shapes without it win."""
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
-    dear = Known(target_bytes=1e8, target_layers=1, draft_bytes=1e9, draft_layers=1, bandwidth=1e10)
-    monkeypatch.setattr(Known, "of", classmethod(lambda *_, **__: dear))
+    expensive = CostPrior(target_bytes=1e8, target_layers=1, draft_bytes=1e9, draft_layers=1, bandwidth=1e10)
+    monkeypatch.setattr(CostPrior, "of", classmethod(lambda *_, **__: expensive))
     engines_of(target).clear()
     monkeypatch.setattr("gsd_kernels_hf.engine.stats.Clock.last", lambda *_: 0.0)
     out = gsd.generate(
@@ -160,7 +160,7 @@ def test_auto_drops_a_draft_that_does_not_pay(target, given_sources, tmp_path, m
         do_sample=False,
         return_dict_in_generate=True,
     )
-    drafted = AUTO_FIRST * (max(s.draft_rows for s in ladder("cpu", with_model=True).values()))
+    drafted = ShapeSettings().first_choice_steps * (max(s.draft_rows for s in ladder("cpu", with_model=True).values()))
     assert out.stats.draft_rows <= drafted, "the first choice has no times to go by, and drops it"
     assert out.stats.plain_steps < out.stats.steps
 

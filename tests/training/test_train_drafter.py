@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.sources.dflash import DFlashDrafts
-from gsd_kernels_hf.sources.drafters import load_drafter
 from gsd_kernels_hf.sources.eagle3 import Eagle3Drafts
+from gsd_kernels_hf.sources.load import load_drafter
 from gsd_kernels_hf.training import loop
 from gsd_kernels_hf.training.dflash import DFlashTraining
 from gsd_kernels_hf.training.drafters import DrafterOptions, frequent_tokens

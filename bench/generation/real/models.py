@@ -14,7 +14,7 @@ from gsd_kernels_hf.demo import smollm2
 from gsd_kernels_hf.model.gguf_file import load_model, load_tokenizer
 from gsd_kernels_hf.packed.gguf import from_gguf
 from gsd_kernels_hf.packed.modules import packed_in
-from gsd_kernels_hf.sources.drafters import load_drafter
+from gsd_kernels_hf.sources.load import load_drafter
 
 
 @dataclass(frozen=True)

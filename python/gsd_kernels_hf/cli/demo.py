@@ -221,7 +221,7 @@ def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, s
     from gsd_kernels import GraphConfig
     from gsd_kernels_hf.demo.drafters import embedded
     from gsd_kernels_hf.demo.inflate import inflate
-    from gsd_kernels_hf.policy.pairs import known_steps
+    from gsd_kernels_hf.policy.automatic import known_steps
     from gsd_kernels_hf.report import comparison
 
     with progress(f"inflating the target to {INFLATED} parameters"):

@@ -22,8 +22,8 @@ from gsd_kernels_hf.packed.gguf import from_gguf
 from gsd_kernels_hf.parallel import check_heads
 from gsd_kernels_hf.sources.base import DraftSource
 from gsd_kernels_hf.sources.corpus import Corpus
-from gsd_kernels_hf.sources.drafters import Drafter, load_drafter
 from gsd_kernels_hf.sources.heads import DraftHeads
+from gsd_kernels_hf.sources.load import Drafter, load_drafter
 
 from . import ranks
 

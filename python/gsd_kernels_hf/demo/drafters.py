@@ -18,15 +18,15 @@ from transformers import PreTrainedModel
 from ..model.hidden import decoder_of
 from ..model.properties import device_of, vocabulary
 from ..sources.dflash import DFlash
-from ..sources.drafters import load_drafter
 from ..sources.eagle3 import Eagle3
+from ..sources.load import load_drafter
 from . import path
 
 __all__ = ["KINDS", "embedded", "fitted_drafter"]
 
 KINDS = ("eagle3", "dflash")
 
-Drafter = TypeVar("Drafter", Eagle3, DFlash)
+_Kind = TypeVar("_Kind", Eagle3, DFlash)
 
 
 def embedded(source: PreTrainedModel, target: PreTrainedModel | None = None) -> dict[str, Eagle3 | DFlash]:
@@ -45,7 +45,7 @@ def embedded(source: PreTrainedModel, target: PreTrainedModel | None = None) -> 
 
 
 @torch.no_grad()
-def fitted_drafter(drafter: Drafter, source: PreTrainedModel, target: PreTrainedModel) -> Drafter:
+def fitted_drafter(drafter: _Kind, source: PreTrainedModel, target: PreTrainedModel) -> _Kind:
     """``drafter`` of ``source`` for ``target``, which ``source`` was inflated to: the same guesses.
 
     Raises:

@@ -14,8 +14,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..costs.store import cache_dir
 from ..files import write_folder
-from ..policy.store import cache_dir
 from ..progress import tracked
 
 if TYPE_CHECKING:

@@ -51,7 +51,7 @@ def can_capture(session: Session) -> bool:
     if not replay.is_gpu(session.kv_len.device):
         return False
     models = [rows.model for rows in session.row_models]
-    for source in session.drafter.sources if session.drafter is not None else ():
+    for source in session.mixer.sources if session.mixer is not None else ():
         models += [module for module in source.forwards if isinstance(module, nn.Module)]
     devices = {parameter.device for model in models for parameter in model.parameters()}
     return len(devices) == 1 and replay.is_gpu(next(iter(devices)))

@@ -16,9 +16,9 @@ from ..acceptance.criteria import warn_lossy
 from ..model import properties
 from ..model.once import getting_ready, ready
 from ..parallel import ranks_of
+from ..policy.automatic import Situation, automatic_policy
 from ..policy.base import Policy
 from ..policy.fixed import FixedPolicy
-from ..policy.pairs import automatic_policy
 from ..sources.base import DraftSource
 from .engine import Engines, Statistics, engines_of
 from .loop import decode
@@ -97,7 +97,7 @@ class GraphDecoder(Options):
         statistics = engine.statistics(sampled=request.plan.temperature > 0) if ranks.alone else Statistics()
         automatic = self.automatic and ranks.alone and not torch.are_deterministic_algorithms_enabled()
         given = self.sources(automatic=automatic)
-        sources = statistics.leaving.staying(given) if automatic else given
+        sources = statistics.retention.staying(given) if automatic else given
         sources = [source for source in sources if source.reaches(request.reach)]
         policy = self.policy(request, sources, statistics, automatic=automatic)
         session, current = engine.session(request, policy, sources, alone=ranks.alone)
@@ -125,20 +125,20 @@ class GraphDecoder(Options):
             return FixedPolicy(self.graph_config if sources else None)
         draft, *others = forwarded(sources) or [None]
         together = " together" if request.lockstep and request.batch > 1 else ""  # a step brings all the same
-        return automatic_policy(
-            statistics.experience,
+        situation = Situation(
             request.model,
             draft,
-            others=others,
+            others,
             sources=[source.name for source in sources],
             reuses=not all(source.forwards for source in sources),
             about=f"{request.plan.temperature > 0} {self.criterion}{together}",
             batch=request.batch,
             prefix=request.prompt_length,
             reads_prompt=any(source.reads_prompt for source in sources),
-            trims=request.device.type == "cpu" and not request.draws_from_draft,
+            chooses_rows=request.device.type == "cpu" and not request.draws_from_draft,
             backend=self.backend,
         )
+        return automatic_policy(statistics.experience, situation)
 
 
 def forwarded(sources: Sequence[DraftSource]) -> list[Any]:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from ..model.identity import ModelState
 from ..policy.base import Policy
-from ..policy.leaving import Leaving
 from ..sources.base import DraftSource
 from ..sources.memory import HistoryMemory
+from ..sources.retention import Retention
 from ..sources.weights import SourceWeights
 from . import room
 from .kind import Kind
@@ -32,13 +32,13 @@ class Statistics:
 
     Attributes:
         weights: of sources, by name.
-        experience: of automatic policies, see :func:`~gsd_kernels_hf.policy.pairs.automatic_policy`.
-        leaving: which sources automatic calls go without.
+        experience: of automatic policies, see :func:`~gsd_kernels_hf.policy.automatic.automatic_policy`.
+        retention: which sources automatic calls go without.
     """
 
     weights: dict[str, SourceWeights] = field(default_factory=dict)
     experience: dict[Any, Any] = field(default_factory=dict)
-    leaving: Leaving = field(default_factory=Leaving)
+    retention: Retention = field(default_factory=Retention)
 
 
 class Idle:
@@ -162,11 +162,11 @@ class Engine:
             steps: that it took.
             automatic: whether a policy chose them, which may leave sources out of the next call.
         """
-        if session.drafter is not None:
-            learned = {name: found.clone() for name, found in session.drafter.weights.items()}
+        if session.mixer is not None:
+            learned = {name: found.clone() for name, found in session.mixer.weights.items()}
             statistics.weights = {**statistics.weights, **learned}
             if automatic:
-                statistics.leaving.observe(session.drafter.every, statistics.weights, steps)
+                statistics.retention.observe(session.mixer.every, statistics.weights, steps)
         if self.ended:
             session.memory = None  # what was forgotten meanwhile stays so
         session.end()

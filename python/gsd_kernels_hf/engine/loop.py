@@ -37,7 +37,7 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> Gener
     while not out.finished:
         session.reserve(out.longest)
         policy = without_left(session, policy, out)
-        session.use(policy.shape(), policy.acceptance, policy.budget)
+        session.use(policy.shape(), policy.acceptance, policy.row_selector)
         warm(session, policy.largest_shapes())
         verified = step()
         tokens = out.emit(verified)
@@ -50,9 +50,9 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> Gener
 def without_left(session: Session, policy: Policy, out: Output) -> Policy:
     """What chooses the next shape, once sources are left out that the text has outgrown."""
     left = session.leave(out.reach)
-    if not left or session.drafter is None:
+    if not left or session.mixer is None:
         return policy
     out.stats.left_out += left
-    if any(source.forwards for source in session.drafter.sources):
+    if any(source.forwards for source in session.mixer.sources):
         return policy
-    return policy.without_model(reuses=bool(session.drafter.lookups))
+    return policy.without_model(reuses=bool(session.mixer.lookups))

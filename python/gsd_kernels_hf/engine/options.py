@@ -22,10 +22,10 @@ from ..records import Verified
 from ..sources.base import DraftSource
 from ..sources.border import check_source
 from ..sources.draft_model import DraftModel
-from ..sources.drafters import KINDS, Drafter, loaded_drafter, source_of
 from ..sources.heads import DraftHeads, Heads
 from ..sources.history import History
 from ..sources.layer_skip import LayerSkip, SkippedLayers
+from ..sources.load import KINDS, Drafter, loaded_drafter, source_of
 
 NAMES = ("model", "layer_skip", "drafter", "heads", "history")
 """What ``draft_sources`` may name."""

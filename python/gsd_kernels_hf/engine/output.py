@@ -86,7 +86,7 @@ class Output:
         self.stats.count_step(verified.rows.token_ids.shape[1], session.drafted_rows, plain=verified.graph is None)
         if self.observer is not None:
             self.observer(verified)
-        border = None if session.drafter is None else session.drafter.border
+        border = None if session.mixer is None else session.mixer.border
         columns = [state.done[:, None].int(), state.num_emitted[:, None], state.emitted]
         if border is not None and border.faults is not None:
             columns.append(border.faults[:, None])

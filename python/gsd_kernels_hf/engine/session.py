@@ -25,11 +25,11 @@ from ..model.identity import ModelState
 from ..model.replay import hold
 from ..model.runner import CachedText, Listener, RowModel
 from ..policy.acceptance import AcceptanceModel
-from ..policy.budget import RowBudget
+from ..policy.row_selector import RowSelector
 from ..records import DecodeState, Sampler, Unverified, Verified
 from ..sources.base import DraftSource
-from ..sources.drafter import Drafter
 from ..sources.memory import HistoryMemory
+from ..sources.mixer import Mixer
 from ..sources.weights import Calibration, SourceWeights
 from . import room
 from .kind import Kind
@@ -86,14 +86,14 @@ class Session:
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)  # nodes, merges, accepted merges
         self.lone_root = lone_root(kind.batch, device)
         self.config: GraphConfig | None = None
-        self.budget: RowBudget | None = None
-        self.drafter: Drafter | None = None
+        self.row_selector: RowSelector | None = None
+        self.mixer: Mixer | None = None
         self.calibration: Calibration | None = None
         if sources:
             weights = {s.name: SourceWeights(s.shares, s.reliability, MAX_BRANCH, device) for s in sources}
-            self.drafter = Drafter(sources, weights, self.state, self.backend, vocab_size=self.target.vocab_size)
+            self.mixer = Mixer(sources, weights, self.state, self.backend, vocab_size=self.target.vocab_size)
             if kind.calibrated:
-                self.calibration = self.drafter.calibration = Calibration(kind.branch, device)
+                self.calibration = self.mixer.calibration = Calibration(kind.branch, device)
         self.begun = self.continues = False
         self.memory: HistoryMemory | None = None
         self.models: dict[str, ModelState] = {}  # what the models were when the text was begun, see engine.engine
@@ -134,15 +134,15 @@ class Session:
                 rows.forget()
         self.target.restart(self.state.tokens[:, : request.prompt_length - 1])
         self.continues = self.target.reused > 0
-        if self.drafter is not None:
+        if self.mixer is not None:
             # No cycle: caches go with their session, at once.
-            self.drafter.restart(weakref.proxy(self), weights, first=not self.begun)
-        self.read(self.target, None if self.drafter is None else self.drafter.read)
+            self.mixer.restart(weakref.proxy(self), weights, first=not self.begun)
+        self.read(self.target, None if self.mixer is None else self.mixer.read)
         self.begun = True
         self.rule = self._rule(request)
 
     def _rule(self, request: Request) -> AcceptanceRule:
-        drafts = self.drafter is not None
+        drafts = self.mixer is not None
         criterion = criterion_of(request.options.criterion, self.sampler, self.proposal, drafts=drafts)
         if not request.per_token:
             # The same object in every text: captured steps read its tensors.
@@ -181,7 +181,7 @@ class Session:
 
     def leave(self, length: int) -> list[str]:
         """Draft without sources whose model has no positions behind texts of ``length`` tokens; names of new ones."""
-        left = [] if self.drafter is None else self.drafter.leave(length)
+        left = [] if self.mixer is None else self.mixer.leave(length)
         if left and self.captured is not None:
             self.captured.forget()
         return left
@@ -199,8 +199,8 @@ class Session:
     def end(self) -> None:
         """End a text: note which tokens the caches hold, and drop the request."""
         self.target.holds(self.state.tokens, self.kv_len)
-        if self.drafter is not None:
-            for source in self.drafter.every:
+        if self.mixer is not None:
+            for source in self.mixer.every:
                 source.end()
         del self.request, self.rule
 
@@ -236,28 +236,28 @@ class Session:
         self,
         config: GraphConfig | None,
         acceptance: AcceptanceModel | None = None,
-        budget: RowBudget | None = None,
+        row_selector: RowSelector | None = None,
     ) -> None:
         """Take a shape for the next steps.
 
         Args:
             config: the shape; ``None`` is plain decoding.
             acceptance: what is known of drafted candidates, for their calibration.
-            budget: which of a step's rows are worth forwarding, for sessions that trim them.
+            row_selector: chooses the rows that are forwarded, for sessions that trim them.
         """
         self.clock.begin_step()
-        self.budget = budget
+        self.row_selector = row_selector
         if config is not None and self.calibration is not None and acceptance is not None:
             acceptance.write(self.calibration)
         if config is not None and self.config != config:
-            assert self.drafter is not None
-            self.drafter.prepare(config)
+            assert self.mixer is not None
+            self.mixer.prepare(config)
         self.config = config
 
     @property
     def drafted_rows(self) -> int:
         """Rows that drafts forward in a step of the current shape, padding included."""
-        return 0 if self.config is None or self.drafter is None else self.drafter.num_rows(self.config)
+        return 0 if self.config is None or self.mixer is None else self.mixer.num_rows(self.config)
 
     @property
     def max_path(self) -> int:
@@ -294,35 +294,35 @@ class Session:
     def settle(self, unverified: Unverified, accepted: Acceptance) -> Verified:
         """The step once it is known what is accepted, all of it on the device: commit, and let sources observe it."""
         verified = Verified.of(unverified, accepted, self.backend)
-        if self.budget is not None:
-            self.budget.observe(verified, self.backend)
+        if self.row_selector is not None:
+            self.row_selector.observe(verified, self.backend)
         self.commit(verified)
-        if self.drafter is not None:
+        if self.mixer is not None:
             with self.clock.part("draft"):
-                self.drafter.observe(verified)
+                self.mixer.observe(verified)
         return verified
 
     @property
     def drafted(self) -> tuple[Any, ...]:
         """What the last draft left on the host: the shape's storage, and what its tokens were drawn from."""
-        storage = None if self.drafter is None else copy.copy(self.drafter.current)
+        storage = None if self.mixer is None else copy.copy(self.mixer.current)
         return storage, None if self.proposal is None else list(self.proposal.distributions)
 
     @drafted.setter
     def drafted(self, kept: tuple[Any, ...]) -> None:
         storage, distributions = kept
-        if self.drafter is not None:
-            self.drafter.current = copy.copy(storage)
+        if self.mixer is not None:
+            self.mixer.current = copy.copy(storage)
         if self.proposal is not None:
             self.proposal.distributions = list(distributions)
 
     def draft(self) -> TokenGraph | None:
         """Grow the step's graph: draft and merge, once a level; ``None`` in plain decoding."""
-        if self.drafter is None or self.config is None:
+        if self.mixer is None or self.config is None:
             return None
         with self.clock.part("draft"):
             # A token that is drawn has a distribution at every level.
-            return self.drafter.draft(self.config, trims=self.trims and self.proposal is None)
+            return self.mixer.draft(self.config, trims=self.trims and self.proposal is None)
 
     def flatten(self, graph: TokenGraph | None) -> Rows:
         """The best paths of the graph as rows; the root alone in plain decoding."""
@@ -331,8 +331,8 @@ class Session:
             return self.lone_root
         with self.clock.part("draft"):
             # Of drawn tokens every one is verified: which of them are must not depend on what was drawn.
-            if self.trims and self.budget is not None and self.proposal is None:
-                return self.budget(graph, self.config, int(self.state.remaining.max()), self.backend)
+            if self.trims and self.row_selector is not None and self.proposal is None:
+                return self.row_selector(graph, self.config, int(self.state.remaining.max()), self.backend)
             rows = flatten(graph, self.config.max_rows, self.max_path, backend=self.backend)
             return rows.first(int(rows.num_rows.max())) if self.trims else rows
 
@@ -341,9 +341,9 @@ class Session:
 
         For a policy that learns from them, of a step that drafted (waits for the device).
         """
-        if self.calibration is None or self.drafter is None or verified.graph is None:
+        if self.calibration is None or self.mixer is None or verified.graph is None:
             return {}
-        return self.drafter.profile(verified)
+        return self.mixer.profile(verified)
 
     def took(self, verified: Verified) -> dict[str, float]:
         """Rows that the target computed in the last step, and seconds of its forward and of all else.

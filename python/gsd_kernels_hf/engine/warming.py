@@ -52,7 +52,7 @@ def _warm_graph(session: Session, shape: GraphConfig) -> None:
     graph = TokenGraph.empty(batch, shape, device)
     graph.reset(torch.zeros(batch, device=device), torch.full((batch, MAX_CONTEXT), -1, device=device))
     node_ids = graph.root_frontier()
-    looks_up = session.drafter is not None and bool(session.drafter.lookups)
+    looks_up = session.mixer is not None and bool(session.mixer.lookups)
     for level in range(shape.depth + (shape.history_depth if looks_up else 0)):
         candidates = torch.full((*node_ids.shape, shape.branch), -1, dtype=torch.int32, device=device)
         node_ids = merge(
@@ -88,7 +88,7 @@ def _warm_graph(session: Session, shape: GraphConfig) -> None:
 def _warm_candidates(session: Session, shape: GraphConfig, verified: Verified) -> None:
     """What sources propose after one node and after a frontier and make of a step, and the mixture of proposals."""
     batch, device = session.kind.batch, session.kv_len.device
-    sources = session.drafter.sources if session.drafter is not None else ()
+    sources = session.mixer.sources if session.mixer is not None else ()
     for width in dict.fromkeys((1, shape.width, shape.history_width)):
         root = torch.zeros(batch, width, dtype=torch.int32, device=device)
         frontier = Frontier(root, root, root, root[..., None])

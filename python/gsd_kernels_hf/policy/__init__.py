@@ -1,4 +1,4 @@
-"""The shape of the next step: what steps cost, what has been accepted, and the choice between shapes.
+"""The shape of the next step: what has been accepted lately, and the choice between shapes, or between rows of one.
 
-May import :mod:`gsd_kernels_hf.sources` and what that may.
+May import :mod:`gsd_kernels_hf.costs` and what that may.
 """

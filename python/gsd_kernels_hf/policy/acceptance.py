@@ -1,8 +1,8 @@
-"""What has been accepted lately, and how many tokens a step of any shape would bring.
+"""What has been accepted lately, and the predicted tokens of a step of any shape.
 
 Tokens per step are predicted by growing small trees over what was decoded last: from the candidate probabilities that
 were seen there, after calibration (how often a candidate of this rank and this probability was the target's pick), and
-from what was picked. What steps really brought corrects the prediction, for shapes with and without a draft model.
+from what was picked. What steps really emitted corrects the prediction, for shapes with and without a draft model.
 """
 
 from __future__ import annotations
@@ -18,19 +18,56 @@ from gsd_kernels import GraphConfig
 
 from ..sources.weights import Calibration
 
-POOL = 96  # profiles kept
-START = 4  # profiles that a prior counts for
-SEEN = 22  # profiles from which on predictions are judged, and a prior is forgotten
-FORGET = 0.998  # of what was counted, an observation
-TREES = 24  # grown for a prediction
-OPEN = 24  # unexpanded nodes that a tree keeps, at least
 MISS, UNKNOWN = -1, -2  # in the place of a rank
-# Acceptance by rank, before anything was seen: of a model with all other sources, and of those that cost no forward.
-PRIORS = {"model": (0.62, 0.12, 0.06, 0.04), "lookup": (0.4, 0.08, 0.04, 0.02)}
-OPTIMIST = (0.95, 0.03, 0.01, 0.005)  # an easy text: what speculation could reach at best
-BELIEF = {"model": 6.0, "lookup": 3.0}  # hits that the sources' own probabilities count for
-RATIO_WEIGHT = {"model": 10.0, "lookup": 16.0}  # tokens that a ratio of one counts for
-GAIN_MEMORY = 0.99  # of what a shape brought, a step
+
+
+@dataclass(frozen=True)
+class KindPrior:
+    """Prior of one kind of levels, before anything was observed.
+
+    Attributes:
+        accepted_by_rank: probability that a candidate is the target's pick, best rank first.
+        hits: number of hits, and of expected hits, by which every cell of the calibration table starts.
+        tokens: number of tokens, predicted and accepted, by which the ratio of a kind starts at 1.
+    """
+
+    accepted_by_rank: tuple[float, ...]
+    hits: float
+    tokens: float
+
+
+PRIORS = {
+    "model": KindPrior((0.62, 0.12, 0.06, 0.04), hits=6.0, tokens=10.0),  # a draft model with all other sources
+    "lookup": KindPrior((0.4, 0.08, 0.04, 0.02), hits=3.0, tokens=16.0),  # sources that cost no forward
+}
+
+
+@dataclass(frozen=True)
+class AcceptanceSettings:
+    """Settings of :class:`AcceptanceModel` and :class:`GrowthPlan`.
+
+    Attributes:
+        max_profiles: kept of a kind, the newest.
+        prior_profiles: copies of the prior that a pool starts with.
+        min_profiles: from which on a prior is dropped and predictions are compared with what was accepted.
+        table_decay_per_step: weight of a count in the calibration table, one step later.
+        ratio_decay_per_step: weight of accepted and predicted tokens of a kind, one step later.
+        trees: grown for a prediction.
+        min_open_nodes: unexpanded nodes that a tree keeps, at least.
+        easy_by_rank: acceptance by rank in an easy text: what speculation could reach at best.
+    """
+
+    max_profiles: int = 96
+    prior_profiles: int = 4
+    min_profiles: int = 22
+    table_decay_per_step: float = 0.998
+    ratio_decay_per_step: float = 0.99
+    trees: int = 24
+    min_open_nodes: int = 24
+    easy_by_rank: tuple[float, ...] = (0.95, 0.03, 0.01, 0.005)
+
+
+SETTINGS = AcceptanceSettings()
 
 
 def kind_of(config: GraphConfig) -> str:
@@ -40,10 +77,10 @@ def kind_of(config: GraphConfig) -> str:
 
 @dataclass
 class Pool:
-    """What sources thought of the candidates after accepted tokens, one after the other as they stand in the text.
+    """Profiles: candidate probabilities after accepted tokens, in the order of the text.
 
     Attributes:
-        profiles: candidate probabilities, calibrated, [n, K], at most :data:`POOL`, the oldest first.
+        profiles: candidate probabilities, calibrated, [n, K], at most ``SETTINGS.max_profiles``, the oldest first.
         picks: rank of the candidate that was picked, :data:`MISS` for none, :data:`UNKNOWN` in a prior; int [n].
     """
 
@@ -52,11 +89,11 @@ class Pool:
 
     @classmethod
     def of(cls, profiles: np.ndarray, picks: np.ndarray | None = None) -> Pool:
-        """Profiles [n, K] of which nobody knows what was picked, or is told."""
+        """Profiles [n, K], and what was picked if it is known."""
         return cls(profiles, np.full(len(profiles), UNKNOWN) if picks is None else picks)
 
     @classmethod
-    def prior(cls, profile: tuple[float, ...], branch: int, count: int = START) -> Pool:
+    def prior(cls, profile: tuple[float, ...], branch: int, count: int = SETTINGS.prior_profiles) -> Pool:
         return cls.of(np.tile(padded(profile, branch), (count, 1)))
 
     def add(self, probs: np.ndarray, hits: np.ndarray) -> None:
@@ -67,9 +104,9 @@ class Pool:
             new[:, rank] = 0.5 * np.minimum(new[:, rank - 1], np.maximum(1.0 - new[:, :rank].sum(1), 0.0))
         profiles = np.concatenate([self.profiles, new])
         picks = np.concatenate([self.picks, np.where(hits.any(1), hits.argmax(1), MISS)])
-        if (seen := picks != UNKNOWN).sum() >= SEEN:  # a prior has had its say
+        if (seen := picks != UNKNOWN).sum() >= SETTINGS.min_profiles:  # drop the prior
             profiles, picks = profiles[seen], picks[seen]
-        self.profiles, self.picks = profiles[-POOL:], picks[-POOL:]
+        self.profiles, self.picks = profiles[-SETTINGS.max_profiles :], picks[-SETTINGS.max_profiles :]
 
 
 class AcceptanceModel:
@@ -77,13 +114,13 @@ class AcceptanceModel:
 
     def __init__(self, branch: int) -> None:
         self.branch = branch
-        # Hits, and hits expected by the sources, [branch, bins]. Start out by believing them, with a few hits' weight.
-        self.hits = {name: np.full((branch, len(Calibration.EDGES) + 1), hits) for name, hits in BELIEF.items()}
+        # Hits, and hits expected by the sources, [branch, bins]; at first equal, with the weight of a few hits.
+        self.hits = {kind: np.full((branch, len(Calibration.EDGES) + 1), prior.hits) for kind, prior in PRIORS.items()}
         self.expected = {name: table.copy() for name, table in self.hits.items()}
         self.counted = object()  # another one whenever the counts have changed
-        self.pools = {name: Pool.prior(prior, branch) for name, prior in PRIORS.items()}
-        # Tokens beyond the first that steps brought, and that had been predicted: by kind of shape.
-        self.gains: dict[str, tuple[float, float]] = {}
+        self.pools = self._prior_pools()
+        # Tokens beyond the first, accepted and predicted: by kind of shape, decayed sums.
+        self.accepted: dict[str, tuple[float, float]] = {}
 
     def observe(self, name: str, probs: np.ndarray, hits: np.ndarray, *, steps: int = 1) -> None:
         """Candidates after accepted nodes of some steps, by a pool's sources, and whether each was picked, [n, K]."""
@@ -92,7 +129,7 @@ class AcceptanceModel:
         probs, hits = probs[:, : self.branch].astype(float), hits[:, : self.branch].astype(bool)
         cells = _cells(probs)
         for table, counts in ((self.hits[name], hits), (self.expected[name], probs)):
-            table += (BELIEF[name] - table) * (1.0 - FORGET**steps)
+            table += (PRIORS[name].hits - table) * (1.0 - SETTINGS.table_decay_per_step**steps)
             np.add.at(table, cells, counts.astype(float))
         self.counted = object()
         self.pools[name].add(self.calibrated(name, probs), hits)
@@ -101,32 +138,36 @@ class AcceptanceModel:
         """Probabilities [n, K] as often as candidates of such ranks and probabilities were picked."""
         return np.minimum(probs * (self.hits[name] / self.expected[name])[_cells(probs)], 1.0)
 
-    def observe_gain(self, kind: str, gained: float, predicted: float) -> None:
-        """Tokens beyond the first that a step brought a sequence, and what :meth:`tokens` had said."""
-        if len(self.pools[kind].profiles) < SEEN:  # a prediction from the prior says nothing of the shape
+    def observe_accepted(self, kind: str, accepted: float, predicted: float) -> None:
+        """Accepted tokens of a step, mean of its sequences, and the tokens that :meth:`tokens` had predicted."""
+        if len(self.pools[kind].profiles) < SETTINGS.min_profiles:  # predicted by the prior: nothing of the shape
             return
         before = (predicted - 1.0) / max(self.ratio(kind), 1e-3)  # correction
-        observed, expected = self.gains.get(kind, (0.0, 0.0))
-        self.gains[kind] = (GAIN_MEMORY * observed + gained, GAIN_MEMORY * expected + before)
+        observed, expected = self.accepted.get(kind, (0.0, 0.0))
+        decay = SETTINGS.ratio_decay_per_step
+        self.accepted[kind] = (decay * observed + accepted, decay * expected + before)
 
     def ratio(self, kind: str) -> float:
-        """Observed over predicted tokens beyond the first, of shapes of a kind."""
-        observed, expected = self.gains.get(kind, (0.0, 0.0))
-        return (RATIO_WEIGHT[kind] + observed) / (RATIO_WEIGHT[kind] + expected)
+        """Accepted over predicted tokens beyond the first, of shapes of a kind."""
+        observed, expected = self.accepted.get(kind, (0.0, 0.0))
+        return (PRIORS[kind].tokens + observed) / (PRIORS[kind].tokens + expected)
 
     def evidence(self, kind: str) -> float:
-        """Tokens that :meth:`ratio` is known by, those of its prior included."""
-        return RATIO_WEIGHT[kind] + self.gains.get(kind, (0.0, 0.0))[1]
+        """Number of predicted tokens that :meth:`ratio` rests on, those of its prior included."""
+        return PRIORS[kind].tokens + self.accepted.get(kind, (0.0, 0.0))[1]
 
     def restart(self, kind: str) -> None:
         """Forget what was accepted lately of one kind of shape."""
-        self.pools[kind] = Pool.prior(OPTIMIST, self.branch, 1)
-        self.gains.pop(kind, None)
+        self.pools[kind] = Pool.prior(SETTINGS.easy_by_rank, self.branch, 1)
+        self.accepted.pop(kind, None)
 
     def forget(self) -> None:
-        """Forget what was accepted lately, as before anything was seen; how far sources are believed is kept."""
-        self.pools = {name: Pool.prior(prior, self.branch) for name, prior in PRIORS.items()}
-        self.gains.clear()
+        """Forget what was accepted lately; the calibration table is kept."""
+        self.pools = self._prior_pools()
+        self.accepted.clear()
+
+    def _prior_pools(self) -> dict[str, Pool]:
+        return {kind: Pool.prior(prior.accepted_by_rank, self.branch) for kind, prior in PRIORS.items()}
 
     def write(self, calibration: Calibration | None) -> None:
         """Put the current ratios into the device table, unless they are there."""
@@ -142,8 +183,8 @@ class AcceptanceModel:
         return 1.0 + np.minimum((grown - 1.0) * np.array(ratios), plan.deepest), rows
 
     def easy_tokens(self, plan: GrowthPlan, kinds: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The same on a text that is easy for the sources of these kinds, whatever was seen of them."""
-        easy = Pool.prior(OPTIMIST, self.branch, 1)
+        """The same on a text that is easy for the sources of these kinds, whatever was observed of them."""
+        easy = Pool.prior(SETTINGS.easy_by_rank, self.branch, 1)
         return plan.predict({name: easy if name in kinds else pool for name, pool in self.pools.items()})
 
     def as_dict(self) -> dict[str, Any]:
@@ -152,7 +193,7 @@ class AcceptanceModel:
             "hits": {name: table.tolist() for name, table in self.hits.items()},
             "expected": {name: table.tolist() for name, table in self.expected.items()},
             "pools": {name: [p.profiles.tolist(), p.picks.tolist()] for name, p in self.pools.items()},
-            "gains": {name: list(pair) for name, pair in self.gains.items()},
+            "accepted": {name: list(pair) for name, pair in self.accepted.items()},
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
@@ -168,28 +209,28 @@ class AcceptanceModel:
         for name in self.pools:
             profiles, picks = data["pools"][name]
             pools[name] = Pool(np.array(profiles, dtype=float), np.array(picks, dtype=int))
-        gains = {str(name): (float(a), float(b)) for name, (a, b) in data["gains"].items()}
+        accepted = {str(name): (float(a), float(b)) for name, (a, b) in data["accepted"].items()}
         for table in (*hits.values(), *expected.values()):
             if table.shape != (self.branch, len(Calibration.EDGES) + 1) or not (table > 0).all():
                 raise ValueError("acceptance: tables of another size")
         for pool in pools.values():
             rows, picks = pool.profiles, pool.picks
-            fits = rows.ndim == 2 and rows.shape[1] == self.branch and 0 < len(rows) <= POOL
+            fits = rows.ndim == 2 and rows.shape[1] == self.branch and 0 < len(rows) <= SETTINGS.max_profiles
             if not fits or not ((rows >= 0) & (rows <= 1)).all():
                 raise ValueError("acceptance: profiles of another size, or no probabilities")
             if picks.shape != rows.shape[:1] or not ((picks >= UNKNOWN) & (picks < self.branch)).all():
                 raise ValueError("acceptance: picks of another number, or no ranks")
-        self.hits, self.expected, self.pools, self.gains = hits, expected, pools, gains
+        self.hits, self.expected, self.pools, self.accepted = hits, expected, pools, accepted
         self.counted = object()
 
 
 class GrowthPlan:
     """Trees of several shapes, grown side by side over the places of a text that was just decoded.
 
-    A tree begins at one of :data:`TREES` places of the pools and goes on with the profiles that followed there, the
-    same for all nodes of a level, so that runs of easy tokens stay runs. A shape's first ``depth`` levels read the pool
-    ``"model"``, its history levels ``"lookup"``. Half of a prediction is what the candidates promise, half what the
-    tree would have brought there. Merging is not modelled.
+    A tree begins at one of ``SETTINGS.trees`` places of the pools and goes on with the profiles that followed there,
+    the same for all nodes of a level, so that runs of easy tokens stay runs. A shape's first ``depth`` levels read the
+    pool ``"model"``, its history levels ``"lookup"``. A prediction is the mean of what the candidates' probabilities
+    promise and of what the tree would have had accepted there. Merging is not modelled.
 
     Args:
         shapes: S of them.
@@ -225,7 +266,7 @@ class GrowthPlan:
         self.expands = np.arange(self.width) < width[self.grown, :, None]  # [F, L, W]
         self.deepest = total  # [S]; tokens beyond the first that a step brings at most
         self.last_row = np.array([s.max_rows for s in shapes]) - 1
-        self.open = max(OPEN, int(self.last_row.max(initial=0)) // 2)
+        self.open = max(SETTINGS.min_open_nodes, int(self.last_row.max(initial=0)) // 2)
         self.predictions = 0
 
     def predict(self, pools: Mapping[str, Pool]) -> tuple[np.ndarray, np.ndarray]:
@@ -250,12 +291,12 @@ class GrowthPlan:
         accepted = ((picks >= 0) & self.inside[:, None] & (path >= least[..., None])).cumprod(-1).sum(-1)  # [S, T]
         missed = (picks == MISS).cumsum(-1) > 0
         known = ((picks != UNKNOWN) | missed | ~self.inside[:, None]).all(-1)
-        gained = np.where(known, 0.5 * (promised + accepted), promised)
-        return 1.0 + gained.mean(1), 1.0 + kept.mean(1)
+        predicted = np.where(known, 0.5 * (promised + accepted), promised)
+        return 1.0 + predicted.mean(1), 1.0 + kept.mean(1)
 
     def _places(self, count: int) -> np.ndarray:
         """Where in a pool of ``count`` profiles the levels of every tree look: [T, L]."""
-        return (np.arange(TREES)[:, None] * count // TREES + np.arange(self.levels)) % count
+        return (np.arange(SETTINGS.trees)[:, None] * count // SETTINGS.trees + np.arange(self.levels)) % count
 
     def _grow(self, profiles: np.ndarray) -> list[np.ndarray]:
         """Path probabilities of the nodes of every tree, [F, T, L, K] → [F, T, nodes], level by level."""

@@ -10,7 +10,7 @@ import numpy as np
 from gsd_kernels import GraphConfig
 
 from .acceptance import AcceptanceModel
-from .budget import RowBudget
+from .row_selector import RowSelector
 
 Profiles = Mapping[str, "tuple[np.ndarray, np.ndarray]"]
 """By pool: candidate probabilities after accepted nodes, and which were picked; [n, K] each."""
@@ -22,11 +22,11 @@ class Policy(Protocol):
     Attributes:
         acceptance: what is known of the sources, if the policy learns it: it wants profiles, and its calibration is
             written to the device before a step that drafts.
-        budget: chooses how many of a step's rows are forwarded, where the host may decide; ``None``: all.
+        row_selector: chooses which of a step's rows are forwarded, where the host may decide; ``None``: all.
     """
 
     acceptance: AcceptanceModel | None
-    budget: RowBudget | None
+    row_selector: RowSelector | None
 
     def shape(self) -> GraphConfig | None:
         """The shape of the next step; ``None`` is plain decoding."""
@@ -46,7 +46,7 @@ class Policy(Protocol):
             profiles: of a step that drafted; empty after a plain one.
             tokens: emitted by every sequence; 0 for one that was finished before.
             rows: that the target computed, of each sequence.
-            target_seconds, other_seconds: of its forward, and of all else in the step; 0 where they are unknown.
+            target_seconds, other_seconds: of its forward, and of all else in the step; 0 where unknown.
         """
 
     def without_model(self, *, reuses: bool) -> Policy:

@@ -9,7 +9,7 @@ from gsd_kernels import GraphConfig
 
 from .acceptance import AcceptanceModel
 from .base import Profiles
-from .budget import RowBudget
+from .row_selector import RowSelector
 
 
 class FixedPolicy:
@@ -18,7 +18,7 @@ class FixedPolicy:
     def __init__(self, config: GraphConfig | None) -> None:
         self.config = config
         self.acceptance: AcceptanceModel | None = None
-        self.budget: RowBudget | None = None
+        self.row_selector: RowSelector | None = None
 
     def shape(self) -> GraphConfig | None:
         return self.config

@@ -1,4 +1,4 @@
-"""Measuring what a step costs ahead of time, for who wants to: it happens by itself while decoding."""
+"""Measuring the seconds of a step's parts ahead of time, for who wants to: it happens by itself while decoding."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from gsd_kernels import GraphConfig, flatten
 from gsd_kernels.graph import pack_bits
 
 from .. import validate
+from ..costs.model import PLAIN, CostModel
+from ..costs.pair import COSTS, describe
 from ..model import properties
 from ..model.fused import rows_of
 from ..model.replay import replayable, wait
@@ -26,29 +28,29 @@ from ..parallel import tensor_parallel_group
 from ..records import DecodeState, Sampler
 from ..sources.base import DraftSource
 from ..sources.draft_model import DraftModel
-from ..sources.drafter import Drafter
 from ..sources.history import History
 from ..sources.layer_skip import LayerSkip, SkippedLayers
+from ..sources.mixer import Mixer
 from ..sources.weights import SourceWeights
-from .costs import PLAIN, CostModel
-from .ladder import every_shape
-from .pairs import COSTS, describe, pair_of
+from .automatic import own_pair
+from .shapes import ladder, row_shape
 
 logger = logging.getLogger("gsd_kernels")
 
-SLOW = 0.3  # seconds of a slow forward
-TOO_SLOW = 8.0  # rows that cost this many plain forwards cannot pay, and are not measured
-BESIDES = 1.25  # of what was measured of a draft: verification, commit and the loop come on top
-REPEATS = 2  # as which a measurement counts, which is a median of several
+SLOW_SECONDS = 0.3  # twice this in a warm-up: one run is enough
+MAX_FORWARDS = 8.0  # row counts behind the first that costs this many plain forwards are not measured
+OTHER_FACTOR = 1.25  # all else in a step over its draft alone: verification, commit and the loop come on top
+CHOSEN_ROWS = (2, 4, 6, 12, 16)  # row counts measured as well, where rows are chosen one by one
+WEIGHT_STEPS = 2  # a tuned measurement, which is a median, is weighted as this many observed steps
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What :func:`tune` measured: seconds of the parts of a step.
+    """Seconds of the parts of a step, as :func:`tune` measured them.
 
     Attributes:
         target: target forward by rows of a sequence.
-        draft: drafting and flattening by name of the shape, see :mod:`gsd_kernels_hf.policy.ladder`.
+        draft: drafting and flattening, by name of the shape, see :mod:`gsd_kernels_hf.policy.shapes`.
         about: what it was measured on.
     """
 
@@ -58,7 +60,7 @@ class StepCosts:
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> StepCosts:
-        """What was kept as JSON."""
+        """From JSON."""
         target = {int(rows): float(seconds) for rows, seconds in data["target"].items()}
         draft = {str(name): float(seconds) for name, seconds in data["draft"].items()}
         if not target or min([*target.values(), *draft.values()]) <= 0:
@@ -67,11 +69,11 @@ class StepCosts:
 
     def teach(self, costs: CostModel, batch: int, prefix: int) -> None:
         """Let the cost model learn it, as if steps had taken this."""
-        for _ in range(REPEATS):
+        for _ in range(WEIGHT_STEPS):
             for rows, seconds in self.target.items():
                 costs.observe(PLAIN, batch * rows, batch * prefix, batch, seconds, 0.0)
             for name, seconds in self.draft.items():
-                costs.observe(name, batch, batch * prefix, batch, 0.0, BESIDES * seconds)
+                costs.observe(name, batch, batch * prefix, batch, 0.0, OTHER_FACTOR * seconds)
 
 
 def tune(
@@ -111,7 +113,7 @@ def tune(
     if any(tensor_parallel_group(name, m) for name, m in models.items()):
         raise ValueError("model: tensor-parallel models decode with a fixed graph_config, so there is nothing to tune")
     prefix = prefix_bucket(prefix_length)
-    pair = pair_of(model, skip or draft, backend)
+    pair = own_pair(model, skip or draft, backend)
     section = f"tuned {json.dumps([batch_size, prefix])}"
     if not refresh and section in pair.sections:
         try:
@@ -140,14 +142,15 @@ def measure(
 ) -> StepCosts:
     """Time target forwards by rows and whole drafts by shape, on caches of ``prefix`` committed tokens."""
     device = properties.device_of(model)
-    shapes = every_shape(device.type, with_model=draft is not None)
+    shapes = ladder(device.type, with_model=draft is not None)
     capacity = prefix + max(shape.cache_slots for shape in shapes.values()) + 2
     state = synthetic_state(batch, prefix, capacity, device)
     text = SyntheticText(model, state, capacity, max(shape.branch for shape in shapes.values()), backend)
     target_rows = text.target
     seconds = stopwatch(device)
     target: dict[int, float] = {}
-    for rows in progress(sorted({1, *(shape.max_rows for shape in shapes.values())}), "tuning: target"):
+    chosen = CHOSEN_ROWS if row_shape() in shapes.values() else ()
+    for rows in progress(sorted({1, *chosen, *(shape.max_rows for shape in shapes.values())}), "tuning: target"):
         place = torch.arange(rows, dtype=torch.int32, device=device)
         alone = pack_bits(place[:, None] == place).expand(batch, -1, -1).contiguous()
         depths = torch.zeros(batch, rows, dtype=torch.int32, device=device)
@@ -155,7 +158,7 @@ def measure(
         target[rows] = seconds(
             lambda t=tokens, p=place, a=alone, d=depths, r=rows: target_rows.rows(t, state.out_len, p, a, d, d, keep=r)
         )
-        if target[rows] > TOO_SLOW * target[1]:
+        if target[rows] > MAX_FORWARDS * target[1]:
             break
     forwarded: list[DraftSource] = []
     if skip is not None:
@@ -166,15 +169,15 @@ def measure(
     for name, shape in progress(list(shapes.items()), "tuning: draft"):
         sources = [*(forwarded if shape.depth else []), History()]
         weights = {s.name: SourceWeights(s.shares, s.reliability, text.branch, device) for s in sources}
-        drafter = Drafter(sources, weights, state, backend, vocab_size=text.target.vocab_size)
-        drafter.restart(text, {}, first=True)
-        drafter.prepare(shape)
+        mixer = Mixer(sources, weights, state, backend, vocab_size=text.target.vocab_size)
+        mixer.restart(text, {}, first=True)
+        mixer.prepare(shape)
 
-        def once(config: GraphConfig = shape, drafter: Drafter = drafter) -> None:
-            for source in drafter.sources:
+        def once(config: GraphConfig = shape, mixer: Mixer = mixer) -> None:
+            for source in mixer.sources:
                 if isinstance(source, DraftModel):
                     source.cached.copy_(state.out_len - 1)
-            flatten(drafter.draft(config), config.max_rows, int(config.max_path or 0), backend=backend)
+            flatten(mixer.draft(config), config.max_rows, int(config.max_path or 0), backend=backend)
 
         by_shape[name] = seconds(once)
     return StepCosts(target, by_shape, about)
@@ -225,7 +228,7 @@ def stopwatch(device: torch.device, repeats: int = 3) -> Callable[[Callable[[], 
     def run(function: Callable[[], Any]) -> float:
         function = replayable(function, device)
         warm_up = once(function)
-        return statistics.median(once(function) for _ in range(1 if warm_up > 2 * SLOW else repeats))
+        return statistics.median(once(function) for _ in range(1 if warm_up > 2 * SLOW_SECONDS else repeats))
 
     return run
 

@@ -1,7 +1,7 @@
 """Draft sources: a class that proposes candidates, one file each.
 
 A step's drafting goes level by level. At each level every source is asked what may follow each frontier node;
-:class:`~gsd_kernels_hf.sources.drafter.Drafter` mixes the answers by learned weights. Of a source only
+:class:`~gsd_kernels_hf.sources.mixer.Mixer` mixes the answers by learned weights. Of a source only
 :meth:`DraftSource.propose` has to be written, see docs/architecture.md.
 """
 

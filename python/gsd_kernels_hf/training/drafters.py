@@ -1,7 +1,7 @@
 """Train EAGLE-3 and DFlash drafters for a target: what ``gsd-kernels train-drafter`` does.
 
 The result is written in the layout that others publish and serve, and read back by
-:func:`gsd_kernels_hf.sources.drafters.load_drafter`.
+:func:`gsd_kernels_hf.sources.load.load_drafter`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,190 @@
+"""What belongs to a pair in this process and on disk: its identity, and its costs."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import gsd_kernels
+from gsd_kernels import GraphConfig, cpu_levels
+
+from ..model import properties, replay
+from ..model.attention import implementation_of
+from ..model.fused import why_not
+from ..packed.modules import packed_in
+from ..sources.layer_skip import LayerSkip
+from .machine import bandwidth, gemm_speed, machine
+from .model import CostModel
+from .prior import CostPrior
+from .store import Document
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+MAX_PAIRS = 32  # kept in a process; what was learned of the others is on disk
+COSTS = "costs"  # section of a pair's document
+FINGERPRINT_VALUES = 16  # of a weight, that tell models of the same sizes apart
+
+Draft = PreTrainedModel | LayerSkip | nn.Module | None
+"""A draft model, a view of the target, or a drafter that reads its hidden states."""
+
+
+class Kept(Protocol):
+    """What a section of a document is loaded into."""
+
+    def load(self, data: Mapping[str, Any]) -> None:
+        """Raises ``ValueError``, ``KeyError`` or ``TypeError`` where it cannot be used, and then takes nothing over."""
+        ...
+
+
+class Pair:
+    """A target with a draft, or alone, on this machine: its document and its costs.
+
+    Args:
+        model, draft: see :func:`~gsd_kernels.tune`.
+        backend: of the ops.
+        document: where its sections are kept.
+        shapes: by name, those that its steps can have.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        draft: Draft,
+        backend: str,
+        document: Document,
+        shapes: Mapping[str, GraphConfig],
+    ) -> None:
+        self.document = document
+        self.sections = document.read()
+        self.device = properties.device_of(model)
+        view = draft.view if isinstance(draft, LayerSkip) else draft
+        about = document.about
+        prior = CostPrior.of(
+            model,
+            view,
+            bandwidth(self.device),
+            gemm_speed=None if replay.is_gpu(self.device) else gemm_speed(model.dtype, target_level(about)),
+            one_op=about["draft_forward"] == "operator",
+            compiled=about["compiled"] and backend in ("auto", "cpu"),
+        )
+        rows_vary = self.device.type == "cpu" and draft is None
+        self.costs = CostModel(prior, shapes, rows_vary=rows_vary)
+        self.load(COSTS, self.costs)
+
+    def load(self, section: str, part: Kept) -> None:
+        """Load a section, if there is one; one that cannot be used is ignored, with a warning."""
+        if section in self.sections:
+            try:
+                part.load(self.sections[section])
+            except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+                self.document.ignore(error)
+
+
+_pairs: dict[Path, Pair] = {}
+_lock = threading.Lock()
+
+
+def pair_of(
+    model: PreTrainedModel,
+    draft: Draft,
+    backend: str,
+    shapes: Mapping[str, GraphConfig],
+    others: Sequence[nn.Module] = (),
+) -> Pair:
+    """The pair's place in this process; costs are the same object for every call.
+
+    Args:
+        model, draft, backend, shapes: see :class:`Pair`.
+        others: models and drafters that are forwarded beside ``draft``; costs with them are known apart.
+    """
+    document = Document("pair", describe(model, draft, backend, others))
+    with _lock:
+        found = _pairs.pop(document.path, None) or Pair(model, draft, backend, document, shapes)
+        _pairs[document.path] = found  # the newest is last
+        while len(_pairs) > MAX_PAIRS:
+            del _pairs[next(iter(_pairs))]
+    return found
+
+
+def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequence[nn.Module] = ()) -> dict[str, Any]:
+    """Everything that the cost of a step depends on: the identity of a pair."""
+    device = properties.device_of(model)
+    skip = isinstance(draft, LayerSkip)
+
+    def identity(m: nn.Module) -> dict[str, Any]:
+        if not isinstance(m, PreTrainedModel):
+            first = next(m.parameters(), torch.empty(0))
+            size = {name: list(p.shape) for name, p in m.named_parameters()}
+            return {"class": type(m).__name__, "dtype": str(first.dtype), "device": str(first.device), **size}
+        config = m.config.get_text_config(decoder=True)
+        size = {key: properties.size_in(config, key) for key in SIZES}
+        kinds = sorted({module.kind.name for module in packed_in(m)})
+        size |= {"packed": kinds} if kinds else {}
+        return {"class": type(m).__name__, "dtype": str(m.dtype), "device": str(properties.device_of(m)), **size}
+
+    return {
+        "target": identity(model),
+        "draft": str(draft) if skip else None if draft is None else identity(draft),
+        **({"others": [identity(other) for other in others]} if others else {}),
+        "machine": machine(device),
+        "backend": backend,
+        **forwards(model, draft, backend),
+        "compiled": gsd_kernels.backends.unavailable_reason("cpu", torch.device("cpu")) is None,
+        "attention": implementation_of(model.config),
+        "versions": [gsd_kernels.__version__, torch.__version__, transformers.__version__],
+    }
+
+
+def forwards(model: PreTrainedModel, draft: Draft, backend: str) -> dict[str, str | None]:
+    """Whether an operator or the modules forward rows, and with which instructions the operator does."""
+
+    def way(m: nn.Module | LayerSkip | None) -> str:
+        return "operator" if isinstance(m, PreTrainedModel) and why_not(m, backend) is None else "modules"
+
+    ways = {"target_forward": way(model), "draft_forward": way(draft)}
+    on_cpu = "operator" in ways.values() and not replay.is_gpu(properties.device_of(model))
+    return {**ways, "cpu_level": cpu_levels.active() if on_cpu else None}
+
+
+def target_level(about: Mapping[str, Any]) -> str | None:
+    """Instructions of the operator that forwards the target's rows; ``None``: modules do."""
+    return about["cpu_level"] if about["target_forward"] == "operator" else None
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Tells models of the same sizes apart by a few values of their first and last weights; it never fails."""
+    digest = hashlib.sha256()
+    weights = list(model.parameters()) or list(model.buffers())
+    for weight in (weights[0], weights[len(weights) // 2], weights[-1]) if weights else ():
+        digest.update(_print_of(weight))
+    return digest.hexdigest()[:16]
+
+
+def _print_of(weight: Tensor) -> bytes:
+    """A few values; of tensors whose operations are Python's to answer (quantised, sharded, fake) what they are.
+
+    Such a tensor may lack any operation, or ask other ranks.
+    """
+    if weight.is_meta:
+        return b""
+    if type(weight).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        try:
+            some = weight.detach().flatten()[:FINGERPRINT_VALUES]
+            return some.to(device="cpu", dtype=torch.float32).numpy().tobytes()
+        except Exception:  # a layout without these operations, or a class that answers in Python after all
+            pass
+    return f"{type(weight).__name__} {list(weight.shape)} {weight.dtype}".encode()

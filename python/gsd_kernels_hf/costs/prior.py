@@ -1,0 +1,137 @@
+"""Seconds of a step, predicted without running it: bytes over bandwidth, multiplications over speed, operator calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import nn
+from transformers import PreTrainedModel
+
+from gsd_kernels import GraphConfig
+
+from ..model.properties import size_in
+from ..packed.modules import Packed, packed_in
+
+MAX_FREE_ROWS = 1024.0
+
+
+@dataclass(frozen=True)
+class CostPrior:
+    """What is known of a pair without running it. Seconds are of calls alone, without reading and arithmetic.
+
+    Attributes:
+        target_bytes, draft_bytes: of weights that a forward reads; 0 without a draft model.
+        target_layers, draft_layers: number of decoder layers.
+        cache_bytes: keys and values of one token in the target.
+        bandwidth: bytes a second that the device reads.
+        free_rows: number of rows whose arithmetic takes as long as reading the weights, which hides it.
+        layer_seconds, draft_layer_seconds: calling the operators of a layer.
+        forward_seconds: calling the operators of a draft forward besides its layers'.
+        level_seconds, step_seconds: calling the other operators of a level, of a step.
+    """
+
+    target_bytes: float
+    target_layers: int
+    draft_bytes: float = 0.0
+    draft_layers: int = 0
+    cache_bytes: float = 0.0
+    bandwidth: float = 1.5e10
+    free_rows: float = 32.0
+    layer_seconds: float = 2e-4
+    draft_layer_seconds: float = 2e-4
+    forward_seconds: float = 0.0
+    level_seconds: float = 4e-4
+    step_seconds: float = 1.5e-3
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        draft: nn.Module | None,
+        bandwidth: float,
+        *,
+        gemm_speed: float | None = None,
+        one_op: bool,
+        compiled: bool = False,
+    ) -> CostPrior:
+        """Of two models as they lie in memory.
+
+        Args:
+            model, draft: target and draft.
+            bandwidth: bytes a second that the device reads.
+            gemm_speed: multiplications of weights a second; ``None``: not known.
+            one_op: whether the draft's forward is one operator.
+            compiled: whether a step's other operators are compiled ones of the CPU.
+        """
+        on_gpu = next(model.parameters()).device.type == "cuda"
+        config = model.config.get_text_config(decoder=True)
+        layers = int(config.num_hidden_layers)
+        heads, size = (_largest(size_in(config, key)) for key in ("num_key_value_heads", "head_dim"))
+        heads = heads or config.num_attention_heads
+        size = size or config.hidden_size // config.num_attention_heads
+        speeds = {"free_rows": 128.0, "layer_seconds": 1e-4, "draft_layer_seconds": 1e-4} if on_gpu else {}
+        if gemm_speed is not None:
+            speeds["free_rows"] = min(max(model.dtype.itemsize * gemm_speed / bandwidth, 1.0), MAX_FREE_ROWS)
+        if one_op:
+            speeds["draft_layer_seconds"] = 5e-5
+        if compiled and not on_gpu:
+            speeds.update(forward_seconds=6e-4, level_seconds=1e-4, step_seconds=1e-3)
+        return cls(
+            target_bytes=weight_bytes(model),
+            target_layers=layers,
+            draft_bytes=0.0 if draft is None else weight_bytes(draft),
+            draft_layers=layers_of(draft),
+            cache_bytes=2.0 * layers * heads * size * model.dtype.itemsize,
+            bandwidth=bandwidth,
+            **speeds,
+        )
+
+    def target_seconds(self, rows: np.ndarray, cached: float) -> np.ndarray:
+        """One target forward of ``rows`` [S] rows behind ``cached`` tokens, all sequences together: [S]."""
+        reading = self.target_bytes * np.hypot(1.0, (rows - 1.0) / self.free_rows) + self.cache_bytes * cached
+        return self.target_layers * self.layer_seconds + reading / self.bandwidth
+
+    def other_seconds(self, config: GraphConfig | None) -> float:
+        """All else in a step of one sequence: drafting, merging, flattening, verification, commit."""
+        if config is None:
+            return 0.25 * self.step_seconds
+        rows = config.chain_rows + max(0, config.depth - 1) * config.width
+        reading = self.draft_bytes * (config.depth + rows / self.free_rows if config.depth else 0.0)
+        levels = (config.depth + config.history_depth) * self.level_seconds
+        return (
+            self.step_seconds
+            + levels
+            + config.depth * (self.forward_seconds + self.draft_layers * self.draft_layer_seconds)
+            + (reading / self.bandwidth)
+        )
+
+
+def layers_of(draft: nn.Module | None) -> int:
+    """Number of decoder layers of a draft."""
+    if draft is None:
+        return 0
+    if isinstance(draft, PreTrainedModel):
+        return int(draft.config.get_text_config(decoder=True).num_hidden_layers)
+    return max((len(m) for m in draft.modules() if isinstance(m, nn.ModuleList)), default=1)
+
+
+def weight_bytes(model: nn.Module) -> float:
+    """Bytes of the weights that a forward of few rows reads: all but the input embedding, of which it reads rows."""
+    if not isinstance(model, PreTrainedModel):
+        return float(sum(p.nbytes for name, p in model.named_parameters() if not name.startswith("embed_tokens")))
+    read = {id(p): p.nbytes for p in model.parameters()}
+    read |= {module.packed.data_ptr(): module.matrix.nbytes for module in packed_in(model)}
+    embedding, output = (_place(m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    return float(sum(size for place, size in read.items() if place != embedding or embedding == output))
+
+
+def _largest(size: Any) -> int | None:
+    """Of the layers."""
+    return max((n for n in size if n), default=None) if isinstance(size, list) else size
+
+
+def _place(module: nn.Module | None) -> int | None:
+    """What tells whether two modules have the same weights."""
+    return module.packed.data_ptr() if isinstance(module, Packed) else id(getattr(module, "weight", None))

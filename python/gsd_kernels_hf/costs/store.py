@@ -1,0 +1,151 @@
+"""What was learned, on disk between processes.
+
+One small JSON file for a pair: its costs, the result of :func:`~gsd_kernels.tune` if that ran, and what was learned of
+its sources under every kind of sampling. Files are replaced whole, so a reader never sees half of one; of two processes
+that write at once the later one wins. A file that cannot be read is ignored.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..files import write_text
+
+logger = logging.getLogger("gsd_kernels")
+
+VERSION = 8
+MAX_SECTIONS = 24  # of a file; the oldest ones go
+WRITE_INTERVAL_SECONDS = 5.0  # between two writes of a file, at least
+
+
+def cache_dir() -> Path:
+    """``$GSD_KERNELS_CACHE``, else the user's cache folder of the platform (``~/.cache/gsd_kernels`` on Linux)."""
+    given = os.environ.get("GSD_KERNELS_CACHE")
+    if given:
+        return Path(given).expanduser()
+    import platformdirs  # the one place that needs it: a machine without it can name the folder
+
+    return platformdirs.user_cache_path("gsd_kernels", appauthor=False)
+
+
+class Document:
+    """A JSON object on disk.
+
+    Args:
+        kind: what its file's name begins with.
+        about: what it is of; kept in it, and its digest in the file's name.
+    """
+
+    def __init__(self, kind: str, about: Mapping[str, Any]) -> None:
+        self.about = json.loads(json.dumps(about, sort_keys=True, default=str))
+        digest = hashlib.sha256(json.dumps(self.about, sort_keys=True).encode()).hexdigest()[:20]
+        self.path = cache_dir() / f"{kind}-{digest}.json"
+        self.warned = False
+        self.lock = threading.Lock()
+
+    def read(self) -> dict[str, Any]:
+        """Its sections; empty where there is no file, or none that can be used (one warning)."""
+        try:
+            if self.path.exists() and not self.path.is_file():  # a pipe would be waited for
+                raise ValueError("not a file")
+            data = json.loads(self.path.read_text(encoding="utf-8"))
+            if not isinstance(data, dict) or not isinstance(data.get("sections"), dict):
+                raise ValueError("no sections")
+            # Another version's, or another pair's of the same digest: nothing is damaged.
+            return data["sections"] if data.get("version") == VERSION and data.get("about") == self.about else {}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            self.ignore(error)
+            return {}
+
+    def ignore(self, error: Exception) -> None:
+        """Say once that what was kept cannot be used."""
+        if not self.warned:
+            self.warned = True
+            logger.warning("ignoring %s, which cannot be used: %s", self.path, error)
+
+    def write(self, sections: Mapping[str, Any]) -> None:
+        """Put these sections in place of the file's of the same names; one warning where that is impossible."""
+        with self.lock:
+            kept = {name: value for name, value in self.read().items() if name not in sections}
+            newest = list({**kept, **sections}.items())[-MAX_SECTIONS:]
+            try:
+                content = {"version": VERSION, "about": self.about, "sections": dict(newest)}
+                write_text(self.path, json.dumps(content, allow_nan=False))
+            except (OSError, ValueError) as error:
+                if not self.warned:
+                    self.warned = True
+                    logger.warning("what was learned could not be kept: %s", error)
+
+
+class Saver:
+    """Writes what ``content`` gives, at most every few seconds, and what is left when the process ends.
+
+    Args:
+        document: where to.
+        content: sections as they are now, which nothing changes later.
+    """
+
+    def __init__(self, document: Document, content: Callable[[], Mapping[str, Any]]) -> None:
+        self.document, self.content = document, content
+        self.written = -WRITE_INTERVAL_SECONDS  # on the clock of time.monotonic
+        self.waiting = False
+        self.writing: threading.Thread | None = None
+        _savers.add(self)
+
+    def save(self) -> None:
+        """Write in a thread of its own, unless that was done a moment ago; then at a later call or the process's end.
+
+        No call waits for a disk, which may take tens of milliseconds to put a file in another's place.
+        """
+        self.waiting = True
+        writes = self.writing is not None and self.writing.is_alive()
+        if writes or time.monotonic() - self.written < WRITE_INTERVAL_SECONDS:
+            return
+        writing = threading.Thread(target=self.document.write, args=(self._take(),), name="gsd-kernels-store")
+        try:
+            writing.start()
+        except RuntimeError:  # the interpreter is ending, or has no more threads
+            self.waiting = True
+        else:
+            self.writing = writing
+
+    def flush(self) -> None:
+        """Write what is waiting, behind what is being written."""
+        if self.writing is not None:
+            self.writing.join()
+        if self.waiting:
+            self.document.write(self._take())
+
+    def _take(self) -> Mapping[str, Any]:
+        self.waiting, self.written = False, time.monotonic()
+        return self.content()
+
+
+_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """In a fork, whose parent's threads are not there to give them back."""
+    for saver in list(_savers):
+        saver.document.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
+
+
+@atexit.register
+def _flush_all() -> None:
+    for saver in list(_savers):
+        saver.flush()

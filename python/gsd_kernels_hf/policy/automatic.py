@@ -1,0 +1,101 @@
+"""The automatic policy of a generation: shapes of steps, or rows of one shape; and what its pair has learned so far."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..costs.pair import COSTS, Draft, Pair, fingerprint, forwards, pair_of
+from ..costs.store import Saver, cache_dir
+from ..model.properties import device_of
+from ..sources.layer_skip import LayerSkip
+from .row_policy import RowExperience, RowPolicy
+from .shape_policy import ShapeExperience, ShapePolicy
+from .shapes import ladder, row_shape, shape_name
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a generation is, as far as its policy depends on it.
+
+    Attributes:
+        model, draft: target and draft.
+        others: models and drafters that are forwarded beside ``draft``.
+        sources: names of the draft sources.
+        reuses: whether one of them proposes without a forward.
+        about: all else that acceptance depends on: how tokens are sampled, the criterion.
+        batch, prefix: sequences, and tokens of the prompt.
+        reads_prompt: whether a source reads all of the prompt before it proposes.
+        chooses_rows: whether the host may choose how many rows a step has.
+        backend: of the ops.
+    """
+
+    model: PreTrainedModel
+    draft: Draft
+    others: Sequence[nn.Module]
+    sources: Sequence[str]
+    reuses: bool
+    about: str
+    batch: int
+    prefix: int
+    reads_prompt: bool
+    chooses_rows: bool
+    backend: str
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether rows are chosen, not shapes."""
+        return self.chooses_rows and self.draft is None
+
+
+def automatic_policy(
+    kept: MutableMapping[Any, tuple[ShapeExperience | RowExperience, Saver]], situation: Situation
+) -> ShapePolicy | RowPolicy:
+    """The policy of one generation.
+
+    Args:
+        kept: what the caller keeps of this pair between generations; filled here.
+        situation: of the generation.
+    """
+    ways = forwards(situation.model, situation.draft, situation.backend).values()
+    key = (cache_dir(), situation.backend, situation.by_rows, *situation.sources, *ways)
+    if key not in kept:
+        kept.setdefault(key, learned(situation))
+    experience, saver = kept[key]
+    batch, prefix = situation.batch, situation.prefix
+    if isinstance(experience, RowExperience):
+        return RowPolicy(experience, batch=batch, prefix=prefix, saver=saver)
+    return ShapePolicy(experience, batch=batch, prefix=prefix, reads_prompt=situation.reads_prompt, saver=saver)
+
+
+def learned(situation: Situation) -> tuple[ShapeExperience | RowExperience, Saver]:
+    """What earlier generations like this one learned, in this process and others; and what keeps it on disk."""
+    pair = own_pair(situation.model, situation.draft, situation.backend, situation.others)
+    alone = situation.draft is None or isinstance(situation.draft, LayerSkip)
+    models = [situation.model, *([] if alone else [situation.draft]), *situation.others]
+    rows = ["rows"] if situation.by_rows else []
+    about = " ".join([*rows, situation.about, *situation.sources, *(fingerprint(m) for m in models)])
+    section = f"learned {hashlib.sha256(about.encode()).hexdigest()[:16]}"
+    found: ShapeExperience | RowExperience
+    if situation.by_rows:
+        found = RowExperience(pair.costs, shape_name(row_shape()), row_shape())
+    else:
+        with_model = situation.draft is not None
+        found = ShapeExperience(pair.costs, ladder(pair.device.type, with_model=with_model, reuses=situation.reuses))
+    pair.load(section, found)
+    return found, Saver(pair.document, lambda: {COSTS: pair.costs.as_dict(), section: found.as_dict()})
+
+
+def own_pair(model: PreTrainedModel, draft: Draft, backend: str, others: Sequence[nn.Module] = ()) -> Pair:
+    """The pair, with costs of all shapes that automatic policies choose among."""
+    return pair_of(model, draft, backend, ladder(device_of(model).type, with_model=draft is not None), others)
+
+
+def known_steps(model: PreTrainedModel, draft: Draft, backend: str = "auto") -> int:
+    """Number of steps whose times this machine remembers of the pair, from this process and earlier ones."""
+    return own_pair(model, draft, backend).costs.steps

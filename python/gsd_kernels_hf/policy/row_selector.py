@@ -1,0 +1,128 @@
+"""Which rows of a step are forwarded: those with the most expected tokens a second.
+
+A step with n rows takes ``seconds(n)`` and emits ``tokens(n)`` in expectation; n maximises the quotient. By the
+renewal-reward theorem the long-run throughput would be the price of a second, if steps were independent. They are not:
+where a text is easy, the next step finds it easy too and needs little time for what is left, so likely rows are worth
+less than their tokens; and more where it is hard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gsd_kernels import GraphConfig, Rows, TokenGraph
+from gsd_kernels.ops.select_rows import FEATURES, LogisticPosterior, select_rows, update_edge_model
+
+from ..records import Verified
+
+
+@dataclass(frozen=True)
+class EdgeSettings:
+    """Prior and noise of an :class:`EdgeModel`, and what a row is worth beyond its own token.
+
+    Attributes:
+        prior_mean, prior_std: of the logistic weights, by feature, see :data:`gsd_kernels.ops.select_rows.FEATURES`;
+            fitted to the demo's target with the history alone, on five kinds of text.
+        process_noise: share of its prior variance by which each weight's variance grows with every edge observed.
+        max_weight: magnitude of a weight, at most; beyond it a file is damaged.
+        row_bonus: expected tokens of later steps that one more forwarded row is worth: the history learns what follows
+            it.
+    """
+
+    prior_mean: tuple[float, ...] = (0.9, 0.5, -1.4, -0.3, -0.9, 0.7, 0.33)
+    prior_std: tuple[float, ...] = (0.25, 0.1, 0.25, 0.1, 0.2, 0.15, 0.1)
+    process_noise: float = 2.5e-5
+    max_weight: float = 100.0
+    row_bonus: float = 0.03
+
+
+class EdgeModel:
+    """Probability that an edge is right, given its node; see :func:`~gsd_kernels.ops.select_rows.select_rows`.
+
+    What a pair's generations learn, together; nothing of it is specific to a text.
+    """
+
+    def __init__(self, settings: EdgeSettings | None = None) -> None:
+        self.settings = settings or EdgeSettings()
+        prior = torch.tensor(self.settings.prior_std, dtype=torch.float64) ** 2
+        self.posterior = LogisticPosterior(
+            torch.tensor(self.settings.prior_mean, dtype=torch.float64), prior.diag(), prior
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, for the disk."""
+        return {"weights": self.posterior.weights.tolist(), "covariance": self.posterior.covariance.tolist()}
+
+    def load(self, data: Mapping[str, Any]) -> None:
+        """What :meth:`as_dict` gave.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is not that; nothing was taken over.
+        """
+        weights, covariance = (torch.tensor(data[name], dtype=torch.float64) for name in ("weights", "covariance"))
+        if weights.shape != (FEATURES,) or covariance.shape != (FEATURES, FEATURES):
+            raise ValueError("edge model: another number of weights")
+        # Comparisons with NaN are false.
+        variances = covariance.diagonal()
+        most = 2 * self.posterior.prior
+        if not ((weights.abs() <= self.settings.max_weight).all() and (variances >= 0).all()):
+            raise ValueError("edge model: weights that none has")
+        if not (variances <= most).all():
+            raise ValueError("edge model: variances that none has")
+        if not torch.equal(covariance, covariance.T) or torch.linalg.eigvalsh(covariance)[0] < -1e-9:
+            raise ValueError("edge model: not a covariance")
+        self.posterior = self.posterior._replace(weights=weights, covariance=covariance)
+
+
+class RowSelector:
+    """Chooses the rows of a step that are forwarded, where the host may.
+
+    Args:
+        edges: predicts them; learns from every step.
+
+    Attributes:
+        seconds: float64 [R], of a step with 1 … R rows of every sequence; R is the most that a step can have. ``None``:
+            unknown, all rows are forwarded.
+    """
+
+    def __init__(self, edges: EdgeModel) -> None:
+        self.edges = edges
+        self.seconds: Tensor | None = None
+        self.num_accepted: Tensor | None = None  # int32 [B], in the step before
+
+    def __call__(self, graph: TokenGraph, config: GraphConfig, remaining: int, backend: str = "auto") -> Rows:
+        """The rows of a graph, on the host, that are forwarded.
+
+        Args:
+            graph: merged.
+            config: the step's shape.
+            remaining: tokens that may still be emitted, in the sequence with most: no row is deeper.
+            backend: of the ops.
+        """
+        if self.num_accepted is None:
+            self.num_accepted = torch.ones_like(graph.num_nodes)
+        return select_rows(
+            graph,
+            self.num_accepted,
+            self.edges.posterior,
+            self.seconds,
+            max_rows=config.max_rows,
+            max_path=max(0, min(int(config.max_path or 0), remaining - 1)),
+            row_bonus=self.edges.settings.row_bonus,
+            backend=backend,
+        )
+
+    def observe(self, verified: Verified, backend: str = "auto") -> None:
+        """Learn which edges of the last step were right."""
+        before, self.num_accepted = self.num_accepted, verified.accepted.num_accepted
+        if verified.graph is not None and before is not None:
+            path, edges = (verified.nodes, verified.tokens), self.edges
+            noise = edges.settings.process_noise
+            edges.posterior = update_edge_model(
+                verified.graph, before, *path, edges.posterior, process_noise=noise, backend=backend
+            )

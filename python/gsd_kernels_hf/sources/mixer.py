@@ -1,0 +1,319 @@
+"""Growing the token graph from all sources, and learning their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gsd_kernels import Frontier, GraphConfig, TokenGraph, merge, mix_candidates
+from gsd_kernels.ops.learn import Asked
+from gsd_kernels.ops.step import start_graph
+
+from ..model import replay
+from ..records import Candidates, DecodeState, Verified
+from .base import DraftSource, GrowsLevels, Level, Proposal, Text
+from .border import Border, is_own, rows_of
+from .weights import Calibration, SourceWeights
+
+
+@dataclass
+class Drafted:
+    """Proposals of all sources at one level, or of one source at several, side by side."""
+
+    node_ids: Tensor  # int32 [B, W]
+    candidates: Candidates | None = None  # of all sources together, before calibration
+    costs_forward: bool = False  # whether a source that forwards a model proposed
+    asked: dict[str, Asked] = field(default_factory=dict)  # by source: what it proposed, and the mixture before it
+    lookup: str | None = None  # the last source that costs no forward
+
+
+@dataclass
+class Storage:
+    """Storage of a shape, made at its first use."""
+
+    graph: TokenGraph
+    root: Tensor  # int32 [B, 1]; the first frontier
+    levels: list[Drafted] = field(default_factory=list)  # of the last step
+
+
+class Mixer:
+    """Fold over the sources level by level; it uses of them what :class:`DraftSource` declares.
+
+    Sources that forward a model expand the first ``depth`` levels; where others are there, ``history_depth`` more
+    levels need no forward. At every level P = (1 − w) · P(sources so far) + w · P(next source), with learned w [B, W].
+
+    Attributes:
+        every: the sources.
+        sources: those in use.
+
+    Args:
+        sources: in the order in which they are mixed; already begun.
+        weights: statistics of each source, by name; updated in place.
+        state: of the text.
+        backend: of the ops.
+        vocab_size: of the target.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[DraftSource],
+        weights: dict[str, SourceWeights],
+        state: DecodeState,
+        backend: str,
+        *,
+        vocab_size: int,
+    ) -> None:
+        self.every, self.weights, self.state, self.backend = tuple(sources), weights, state, backend
+        device = state.tokens.device
+        self.border = Border(sources, vocab_size, len(state.tokens), device, waits=not replay.is_gpu(device))
+        self._take(self.every)
+        self.calibration: Calibration | None = None  # of this text
+        self.shapes: dict[GraphConfig, Storage] = {}
+        self.current: Storage | None = None
+
+    def _take(self, sources: Sequence[DraftSource]) -> None:
+        self.sources = tuple(sources)
+        self.lookups = [source for source in self.sources if not source.forwards]
+
+    def leave(self, length: int) -> list[str]:
+        """Leave out, until the next text, sources that do not reach behind ``length`` tokens; their names."""
+        left = [source.name for source in self.sources if not source.reaches(length)]
+        if left:
+            self._take([source for source in self.sources if source.reaches(length)])
+        return left
+
+    def restart(self, text: Text, weights: Mapping[str, SourceWeights], *, first: bool) -> None:
+        """Start all sources on a batch of texts.
+
+        Args:
+            text: the session.
+            weights: statistics of earlier calls, by name; a source that is not among them keeps its own.
+            first: whether this is the session's first text.
+        """
+        self.border.restart()
+        self._take(self.every)
+        for source in self.sources:
+            if source.name in weights:
+                self.weights[source.name].copy_(weights[source.name])
+            if first:
+                source.begin(text)
+            source.restart()
+
+    def read(self, hidden: Mapping[int, Tensor], begin: int) -> None:
+        """Hand the hidden states of a piece of the prompt, [B, n, D] by layer, to the sources that declared any."""
+        for source in self.sources:
+            if source.hidden_layers:
+                source.read(hidden, begin)
+
+    def prepare(self, config: GraphConfig) -> None:
+        """Get ready for steps of ``config``: make its storage, let sources catch up. May wait for the device."""
+        if config not in self.shapes:
+            graph = TokenGraph.empty(self.state.tokens.shape[0], config, self.state.tokens.device)
+            self.shapes[config] = Storage(graph, graph.root_frontier())
+        self.current = self.shapes[config]
+        for source in self.sources:
+            source.prepare(config)
+
+    def num_rows(self, config: GraphConfig) -> int:
+        """Rows that the sources forward in a step."""
+        return sum(rows_of(source, config) for source in self.sources)
+
+    def draft(self, config: GraphConfig, *, trims: bool = False) -> TokenGraph:
+        """Grow a step's graph: draft and merge, once a level.
+
+        Args:
+            config: its shape, which :meth:`prepare` was called with.
+            trims: leave out the levels after the last that found a node to expand; waits for the device.
+
+        Returns:
+            The shape's own graph, which its next step writes again.
+        """
+        assert self.current is not None, "prepare(config) comes first"
+        state, graph, levels = self.state, self.current.graph, []
+        first_pick = start_graph(graph, state.tokens, state.out_len, state.kv_start, backend=self.backend)
+        frontier = Frontier(self.current.root, graph.token_ids[:, :1], graph.depths[:, :1], graph.ancestor_mask)
+        for number in range(config.depth + (config.history_depth if self.lookups else 0)):
+            level = Level(number, config, graph, frontier, first_pick)
+            rest = self.propose_rest(level) if trims else None
+            if rest is not None:
+                levels.append(rest)
+                break
+            drafted = self.propose(level)
+            levels.append(drafted)
+            tokens, log_probs = drafted.candidates
+            if self.calibration is not None and drafted.costs_forward:
+                log_probs = self.calibration(log_probs, self.backend)
+            frontier = merge(
+                graph,
+                frontier.node_ids,
+                tokens,
+                log_probs,
+                level=number,
+                width=config.width if number + 1 < config.depth else config.history_width,
+                merge_context=config.merge_context,
+                log_sibling_ratio=config.log_sibling_ratio,
+                log_min_prob=config.log_min_prob,
+                backend=self.backend,
+            )
+            if trims and int(frontier.node_ids[:, 0].max()) < 0:  # the best of each sequence comes first
+                break
+        self.current.levels = levels
+        return graph
+
+    def propose(self, level: Level) -> Drafted:
+        """The candidates of all sources after every frontier node."""
+        drafted, found = Drafted(level.frontier.node_ids), None
+        for source in self.sources:
+            proposal = self.border.ask(source, level)
+            if proposal is None:
+                continue
+            proposal = fitted(proposal, level)
+            asked = Asked(drafted.node_ids, *proposal.candidates, proposal.index, *(found or (None, None)))
+            drafted.asked[source.name] = asked
+            if source.forwards:
+                drafted.costs_forward = True
+            else:
+                drafted.lookup = source.name
+            if found is None:
+                found = self.alone(source.name, asked)
+            else:
+                table = self.weights[source.name].mixture.weights
+                found = mix_candidates(*found, *proposal.candidates, table, index=asked.index, backend=self.backend)
+        drafted.candidates = nothing(level) if found is None else found
+        return drafted
+
+    def propose_rest(self, level: Level) -> Drafted | None:
+        """This level and all behind it, merged, where one source alone is asked there and does them at once."""
+        if level.number < level.config.depth or len(self.lookups) != 1:
+            return None
+        source, reliability = self.lookups[0], self.weights[self.lookups[0].name].reliability
+        if not (is_own(source) and isinstance(source, GrowsLevels)):
+            return None
+        rest = source.propose_rest(level, None if reliability is None else reliability.log_ratio)
+        if rest is None:
+            return None
+        asked, log_probs = rest
+        return Drafted(asked.node_ids, (asked.tokens, log_probs), asked={source.name: asked}, lookup=source.name)
+
+    def alone(self, name: str, asked: Asked) -> Candidates:
+        """Candidates of a source that is not mixed with others, calibrated by its reliability."""
+        return asked.tokens, self.weights[name].calibrated(asked.log_probs, asked.index, self.backend)
+
+    def observe(self, verified: Verified) -> None:
+        """Let every source learn from a step, and update its weights by the probability it gave the emitted tokens."""
+        for source in self.sources:
+            source.observe(verified)
+        if verified.graph is None or self.current is None:
+            return
+        for source in self.sources:
+            asked = [drafted.asked[source.name] for drafted in self.current.levels if source.name in drafted.asked]
+            self.weights[source.name].learn(asked, verified.nodes, verified.tokens, self.backend)
+
+    def profile(self, verified: Verified) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """How probable the sources held the candidates of each accepted node, and which of them the target picked.
+
+        ``"model"``: of levels where a model was forwarded, all sources together, before calibration; ``"lookup"``: of
+        these levels the last source that costs no forward, and of other levels all sources. Waits for the device, on a
+        GPU once.
+
+        Returns:
+            By name: probabilities float32 [n, K] and hits bool [n, K] of the n accepted nodes that were expanded, one
+            sequence after the other.
+        """
+        groups: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {"model": [], "lookup": []}
+        looked_up: dict[str, list[Asked]] = {}  # by source, beside a model
+        for drafted in self.current.levels if self.current is not None else []:
+            assert drafted.candidates is not None
+            groups["model" if drafted.costs_forward else "lookup"].append((drafted.node_ids, *drafted.candidates))
+            if drafted.costs_forward and drafted.lookup is not None:
+                looked_up.setdefault(drafted.lookup, []).append(drafted.asked[drafted.lookup])
+        for name, asked in looked_up.items():
+            level = side_by_side(asked)
+            groups["lookup"].append((level.node_ids, *self.alone(name, level)))
+        found = {name: group for name, group in groups.items() if group}
+        parts = [part for group in found.values() for level in group for part in level]
+        paths, picked, *parts = on_host([verified.nodes, verified.tokens, *parts])
+        profiles, begin = {}, 0
+        for name, group in found.items():
+            end = begin + 3 * len(group)
+            levels = list(zip(*(parts[begin + i : end : 3] for i in range(3)), strict=True))
+            profiles[name] = picks(levels, paths.tolist(), picked.tolist())
+            begin = end
+        return profiles
+
+
+def picks(
+    levels: Sequence[Sequence[Tensor]], paths: Sequence[Sequence[int]], picked: Sequence[Sequence[int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """What levels (node_ids [B, W], tokens and log_probs [B, W, K]) held of the nodes [B, P] of accepted paths.
+
+    Returns:
+        Probabilities float32 [n, K] and which candidates were ``picked`` [B, P], bool [n, K], by sequence and place.
+    """
+    places = [{node: place for place, node in enumerate(path) if node >= 0} for path in paths]
+    order: list[tuple[int, int]] = []  # sequence and place of what is found
+    probs, hits = [], []
+    for node_ids, tokens, log_probs in levels:
+        found = [
+            (b, places[b][node], w)
+            for b, row in enumerate(node_ids.tolist())  # a list: of many nodes a few are on the path
+            for w, node in enumerate(row)
+            if node in places[b]
+        ]
+        if found:
+            sequences, where, nodes = (list(column) for column in zip(*found, strict=True))
+            target = np.array([picked[b][place] for b, place, _ in found])
+            probs.append(log_probs.numpy()[sequences, nodes])
+            hits.append(tokens.numpy()[sequences, nodes] == target[:, None])
+            order += zip(sequences, where, strict=True)
+    if not order:
+        none = np.zeros((0, levels[0][1].shape[2]))
+        return none.astype(np.float32), none.astype(bool)
+    ascending = sorted(range(len(order)), key=order.__getitem__)
+    return np.exp(np.concatenate(probs)[ascending]), np.concatenate(hits)[ascending]
+
+
+def side_by_side(asked: Sequence[Asked]) -> Asked:
+    """What one source proposed at several levels as one level."""
+    if len(asked) == 1:
+        return asked[0]
+    parts = (
+        (a.node_ids, a.tokens, a.log_probs, torch.zeros_like(a.node_ids) if a.index is None else a.index) for a in asked
+    )
+    return Asked(*(torch.cat(part, 1) for part in zip(*parts, strict=True)))
+
+
+def on_host(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Values of tensors of four bytes an element on the CPU."""
+    return tensors if tensors[0].device.type == "cpu" else in_one_copy(tensors)
+
+
+def in_one_copy(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same tensors on the CPU, with one copy from their device for all of them."""
+    whole = torch.cat([tensor.contiguous().view(torch.int32).flatten() for tensor in tensors]).cpu()
+    pieces = whole.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
+def fitted(proposal: Proposal, level: Level) -> Proposal:
+    """The proposal with as many candidates as the graph's branch."""
+    tokens, log_probs, index = proposal.tokens, proposal.log_probs, proposal.index
+    short = level.graph.branch - tokens.shape[2]
+    typed = tokens.dtype is torch.int32 and log_probs.dtype is torch.float32
+    if not short and typed and (index is None or index.dtype is torch.int32):
+        return proposal
+    if short:
+        tokens, log_probs = pad(tokens, (0, short), value=-1), pad(log_probs, (0, short), value=-torch.inf)
+    return Proposal(tokens.to(torch.int32), log_probs.float(), None if index is None else index.to(torch.int32))
+
+
+def nothing(level: Level) -> Candidates:
+    """No candidate after any frontier node."""
+    batch, width = level.frontier.node_ids.shape
+    tokens = torch.full((batch, width, level.graph.branch), -1, dtype=torch.int32, device=level.positions.device)
+    return tokens, torch.full_like(tokens, -torch.inf, dtype=torch.float32)

@@ -1,0 +1,174 @@
+"""What is kept on disk: whole files, ignored when damaged, safe between processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import sys
+import threading
+from pathlib import Path
+
+import platformdirs
+import pytest
+
+from gsd_kernels_hf.costs import store
+from gsd_kernels_hf.costs.store import MAX_SECTIONS, Document, Saver, cache_dir
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "deep" / "folder"))
+
+
+def test_the_folder_is_the_platforms_unless_it_is_named(monkeypatch, tmp_path):
+    assert cache_dir() == tmp_path / "deep" / "folder"
+    monkeypatch.delenv("GSD_KERNELS_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir() == Path(platformdirs.user_cache_dir("gsd_kernels", appauthor=False))
+
+
+def test_a_named_folder_needs_no_platformdirs(monkeypatch, tmp_path):
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    assert "platformdirs" not in vars(store) and cache_dir() == tmp_path
+
+
+def test_sections_are_read_back_and_others_stay():
+    document = Document("pair", {"a": 1})
+    assert document.read() == {}
+    document.write({"costs": {"x": 1.5}})
+    Document("pair", {"a": 1}).write({"learned 1": [2]})
+    assert Document("pair", {"a": 1}).read() == {"costs": {"x": 1.5}, "learned 1": [2]}
+    assert Document("pair", {"a": 2}).read() == {}
+    assert [file.suffix for file in cache_dir().iterdir()] == [".json"]
+
+
+def test_the_oldest_sections_go():
+    document = Document("pair", {})
+    for i in range(MAX_SECTIONS + 3):
+        document.write({f"learned {i}": i, "costs": i})
+    kept = document.read()
+    assert len(kept) == MAX_SECTIONS and kept["costs"] == MAX_SECTIONS + 2 and "learned 0" not in kept
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "null", '{"version": 2}', '{"sections": 3, "version": 2}', b"\xff\xfe\x00", "[" * 100_000, "NaN"],
+)
+def test_a_damaged_file_is_ignored_with_one_warning_and_replaced(content, caplog):
+    document = Document("pair", {"a": 1})
+    document.path.parent.mkdir(parents=True)
+    document.path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with caplog.at_level(logging.WARNING, "gsd_kernels"):
+        assert document.read() == {} and document.read() == {}
+    assert len(caplog.records) == 1 and str(document.path) in caplog.text
+    document.write({"costs": 1})
+    assert Document("pair", {"a": 1}).read() == {"costs": 1}
+
+
+def test_another_version_is_no_damage(caplog):
+    document = Document("pair", {"a": 1})
+    document.write({"costs": 1})
+    data = json.loads(document.path.read_text())
+    document.path.write_text(json.dumps({**data, "version": 99}))
+    assert document.read() == {} and not caplog.records
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "file"))
+    document = Document("pair", {})
+    with caplog.at_level(logging.WARNING, "gsd_kernels"):
+        document.write({"a": 1})
+        document.write({"a": 1})
+    assert len(caplog.records) == 1
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "fine"))
+    document = Document("pair", {})
+    document.write({"a": float("nan")})  # what cannot be said in JSON is not kept, and stops nothing
+    assert document.read() == {} and not list(cache_dir().glob(".partial-*"))
+
+
+def test_writes_are_few_and_the_last_one_is_made_up_for(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(store.time, "monotonic", lambda: now[0])
+    document = Document("pair", {})
+    value = [0]
+    saver = Saver(document, lambda: {"value": value[0]})
+    for step in range(20):
+        value[0] = step
+        saver.save()
+    saver.writing.join()
+    assert document.read() == {"value": 0}
+    now[0] += store.WRITE_INTERVAL_SECONDS
+    saver.save()
+    saver.writing.join()
+    assert document.read() == {"value": 19}
+    value[0] = 20
+    saver.save()
+    store._flush_all()  # at the process's end
+    assert document.read() == {"value": 20}
+
+
+def test_no_call_waits_for_the_disk(monkeypatch):
+    now, disk = [100.0], threading.Event()
+    monkeypatch.setattr(store.time, "monotonic", lambda: now[0])
+    document, written = Document("pair", {}), []
+    monkeypatch.setattr(document, "write", lambda sections: (disk.wait(20), written.append(sections["value"])))
+    value = [0]
+    saver = Saver(document, lambda: {"value": value[0]})
+    for step in (1, 2):  # the second while the first is still being written
+        value[0], now[0] = step, now[0] + store.WRITE_INTERVAL_SECONDS
+        saver.save()
+        assert not written
+    disk.set()
+    saver.flush()
+    assert written == [1, 2] and not saver.waiting
+
+
+def test_a_process_without_more_threads_writes_at_its_end(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    document = Document("pair", {})
+    saver = Saver(document, lambda: {"value": 1})
+    monkeypatch.setattr(threading.Thread, "start", start)
+    saver.save()
+    assert document.read() == {}
+    saver.flush()
+    assert document.read() == {"value": 1}
+
+
+def test_a_fork_does_not_inherit_a_thread_that_writes():
+    document = Document("pair", {})
+    saver = Saver(document, lambda: {"value": 1})
+    with document.lock:
+        process = multiprocessing.get_context("fork").Process(target=saver.document.write, args=({"value": 2},))
+        process.start()
+        process.join(20)
+        alive = process.is_alive()
+        process.kill()
+    assert not alive and document.read() == {"value": 2}
+
+
+def _write_many(number: int) -> None:
+    for i in range(30):
+        Document("pair", {}).write({f"learned {number}": [i] * 500})
+
+
+def test_processes_that_write_at_once_leave_a_whole_file():
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_write_many, args=(n,)) for n in range(3)]
+    for process in processes:
+        process.start()
+    seen = 0
+    while any(process.is_alive() for process in processes):
+        document = Document("pair", {})
+        seen += bool(document.read())
+        assert not document.warned
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    found = Document("pair", {}).read()
+    assert seen and found and all(value == [29] * 500 for key, value in found.items() if value[0] == 29)
+    assert not list(cache_dir().glob(".partial-*"))

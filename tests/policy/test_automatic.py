@@ -1,0 +1,273 @@
+"""Decoding with the automatic policy: nothing is measured ahead, what was learned is kept, ``tune`` feeds the same."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+from models import noised, prompts, tiny
+
+import gsd_kernels as gsd
+from gsd_kernels import cpu_levels
+from gsd_kernels.backends import unavailable_reason
+from gsd_kernels_hf.costs import machine, store
+from gsd_kernels_hf.costs import pair as pairs
+from gsd_kernels_hf.engine import decoder, engine
+from gsd_kernels_hf.policy import tuning
+from gsd_kernels_hf.policy.automatic import own_pair
+from gsd_kernels_hf.policy.row_policy import RowPolicy
+from gsd_kernels_hf.policy.shape_policy import ShapePolicy, ShapeSettings
+from gsd_kernels_hf.policy.shapes import ladder
+
+OPTIONS = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
+    forget()
+
+
+def forget() -> None:
+    """As in another process, after this one's end."""
+    store._flush_all()
+    pairs._pairs.clear()
+    machine._known.clear()
+    engine._unpatched.clear()
+
+
+@pytest.fixture
+def models():
+    target = tiny(dtype=torch.float32)
+    return target, noised(target)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The policies that generations had."""
+    found: list[ShapePolicy] = []
+    honest = decoder.automatic_policy
+
+    def remember(*args, **kwargs):
+        found.append(honest(*args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(decoder, "automatic_policy", remember)
+    return found
+
+
+def generate(models, tokens: int = 24, batch: int = 1, length: int = 12, **options):
+    target, draft = models
+    inputs = prompts(batch, length, vocab=target.config.vocab_size)
+    return gsd.generate(target, **inputs, assistant_model=draft, max_new_tokens=tokens, **{**OPTIONS, **options})
+
+
+def test_every_target_forward_is_decoding(models):
+    """Of a first call, of a new batch size, of a much longer prompt: the prompt's forward and one a step."""
+    forwards = []
+    models[0].register_forward_pre_hook(lambda *_: forwards.append(1))
+    for _ in range(2):  # a model proves once, by forwards of its own, that it is served
+        proofs = len(forwards)
+        gsd.patch(models[0], assistant_model=models[1])
+        gsd.unpatch(models[0])
+    assert len(forwards) == proofs > 0
+    for batch, length in ((1, 12), (3, 12), (1, 200)):
+        forwards.clear()
+        out = generate(models, batch=batch, length=length)
+        assert len(forwards) == out.stats.steps + 1
+
+
+def test_what_was_learned_is_on_disk_and_the_next_process_begins_with_it(models, opened, tmp_path):
+    generate(models, tokens=60)
+    store._flush_all()
+    (file,) = tmp_path.glob("pair-*.json")
+    sections = json.loads(file.read_text())["sections"]
+    assert sections["costs"]["steps"] > 0 and any(name.startswith("learned ") for name in sections)
+    assert not list(tmp_path.glob(".partial-*"))
+    first = opened[-1].experience
+    forget()
+    generate(models, tokens=1)
+    second = opened[-1].experience
+    assert second is not first
+    assert second.costs.steps >= first.costs.steps and "1" in second.last
+    np.testing.assert_allclose(second.costs.target.mean, first.costs.target.mean, atol=0.7)
+
+
+def test_a_second_process_takes_the_shapes_that_the_first_one_took_last(models, opened):
+    generate(models, tokens=60)
+    policy = opened[-1]
+    last = policy.configs[policy.current if policy.home is None else policy.home]
+    forget()
+    steps = []
+    generate(models, tokens=60, observer=lambda record: steps.append(record.graph is None))
+    assert opened[-1]._first()[1] == ShapeSettings().known_choice_steps
+    assert steps[:10] == [last is None] * len(steps[:10])
+
+
+def test_without_a_draft_model_rows_are_chosen_and_the_next_process_knows_of_them(models, opened):
+    """By a policy of their own, which wants no profiles."""
+    options = {"draft_sources": ("history",), "max_new_tokens": 60, **OPTIONS}
+    for _ in range(2):
+        gsd.generate(models[0], **prompts(1, 12, vocab=models[0].config.vocab_size), **options)
+    first, again = opened
+    assert isinstance(first, RowPolicy) and first.acceptance is None and again.experience is first.experience
+    learned = again.experience.as_dict()
+    forget()
+    gsd.generate(models[0], **prompts(1, 12, vocab=models[0].config.vocab_size), **{**options, "max_new_tokens": 1})
+    assert opened[-1].experience is not first.experience and opened[-1].experience.known
+    assert opened[-1].experience.as_dict()["next_wait"] == learned["next_wait"]
+    generate(models)
+    assert not isinstance(opened[-1], RowPolicy) and opened[-1].row_selector is None
+
+
+def test_sampling_and_other_weights_learn_apart_and_share_costs(models, opened):
+    generate(models)
+    generate(models, do_sample=True, seed=1)
+    other = (models[0], noised(models[0], 0.5))
+    generate(other)
+    one, sampled, others = (policy.experience for policy in opened)
+    assert one.acceptance is not sampled.acceptance and one.acceptance is not others.acceptance
+    assert one.costs is sampled.costs is others.costs
+
+
+@pytest.mark.parametrize("content", ["{", '{"version": 2, "sections": {"costs": {"names": []}}}', "[]"])
+def test_a_damaged_file_is_ignored(models, tmp_path, caplog, content):
+    expected = generate(models).sequences
+    store._flush_all()
+    (file,) = tmp_path.glob("pair-*.json")
+    if "names" in content:  # well-formed, of another time
+        data = json.loads(file.read_text())
+        data["sections"]["costs"]["target"]["mean"] = ["x"]
+        content = json.dumps(data)
+    forget()
+    file.write_text(content)
+    with caplog.at_level(logging.WARNING, "gsd_kernels"):
+        assert torch.equal(generate(models).sequences, expected)
+    assert sum(str(file) in record.getMessage() for record in caplog.records) == 1
+
+
+def test_tune_measures_once_keeps_the_result_and_teaches_the_policy(models, opened, tmp_path, monkeypatch):
+    target, draft = models
+    first = gsd.tune(target, draft)
+    assert set(first.draft) == set(ladder("cpu", with_model=True)) and sorted(first.target) == list(first.target)
+    monkeypatch.setattr(tuning, "measure", lambda *a: pytest.fail("measured twice"))
+    assert gsd.tune(target, draft) == first
+    generate(models)
+    costs = opened[-1].experience.costs
+    predicted = float(costs.target_seconds(np.array([1.0]), 512.0)[0])
+    assert predicted == pytest.approx(first.target[1], rel=1.0)
+    forget()
+    assert gsd.tune(target, draft) == first
+    measured = tuning.StepCosts({1: 1.0}, {}, {})
+    monkeypatch.setattr(tuning, "measure", lambda *a: measured)
+    assert gsd.tune(target, draft, refresh=True) == measured
+    assert gsd.tune(target, draft, prefix_length=4000) == measured
+
+
+def test_deterministic_algorithms_make_no_timing_decisions(models, monkeypatch):
+    monkeypatch.setattr(decoder, "automatic_policy", lambda *a, **k: pytest.fail("by the clock"))
+    torch.use_deterministic_algorithms(True)
+    try:
+        out = generate(models, tokens=8)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert out.stats.plain_steps == 0
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_auto_gives_the_same_text_while_shapes_change(batch, sampled, monkeypatch):
+    target = tiny()
+    draft = noised(target, 0.03)
+    shapes = [None, gsd.GraphConfig(depth=3, max_rows=9), gsd.GraphConfig(depth=1, max_rows=4)]
+    rng = np.random.default_rng(batch)
+    monkeypatch.setattr(ShapePolicy, "shape", lambda self: shapes[rng.integers(3)])
+    options = {"do_sample": sampled, "max_new_tokens": 80, "eos_token_id": None}
+    if sampled:
+        options |= {"seed": 1, "temperature": 0.6}
+    inputs = prompts(batch, 17, seed=3)
+    plain = gsd.generate(target, **inputs, **options)
+    out = gsd.generate(target, **inputs, **options, assistant_model=draft, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain)
+    assert 0 < out.stats.plain_steps < out.stats.steps
+
+
+@pytest.mark.skipif(unavailable_reason("cpu", torch.device("cpu")) is not None, reason="no compiled CPU ops")
+def test_costs_of_the_operator_are_not_those_of_the_modules_or_of_other_instructions(
+    models, opened, tmp_path, monkeypatch
+):
+    target, draft = models
+    generate(models)
+    with cpu_levels.forced("portable"):
+        generate(models)
+    monkeypatch.setenv("GSD_FUSED_ROWS", "0")
+    generate(models)
+    with cpu_levels.forced("portable"):  # the modules do not use them
+        generate(models)
+    monkeypatch.delenv("GSD_FUSED_ROWS")
+    generate(models)
+    best, portable, modules, still_modules, again = (policy.experience for policy in opened)
+    assert again is best and still_modules is modules
+    alone = cpu_levels.active() == "portable"
+    assert len({id(found.costs) for found in (best, portable, modules)}) == 3 - alone
+    forget()  # and on disk
+    ways = [own_pair(target, draft, "auto").document.about]
+    monkeypatch.setenv("GSD_FUSED_ROWS", "0")
+    ways.append(own_pair(target, draft, "auto").document.about)
+    keys = ("target_forward", "draft_forward", "cpu_level")
+    assert [tuple(about[key] for key in keys) for about in ways] == [
+        ("operator", "operator", cpu_levels.active()),
+        ("modules", "modules", None),
+    ]
+    assert len(list(tmp_path.glob("pair-*.json"))) == 3 - alone
+
+
+def test_pairs_are_bounded(models, monkeypatch):
+    monkeypatch.setattr(pairs, "MAX_PAIRS", 2)
+    found = [own_pair(models[0], None, backend) for backend in ("auto", "reference", "cpu")]
+    assert len(pairs._pairs) == 2
+    assert own_pair(models[0], None, "cpu") is found[2] and own_pair(models[0], None, "auto") is not found[0]
+
+
+class Wrapper(torch.Tensor):
+    """A tensor around another, which knows no operation but to be detached, as quantised ones know few."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{cls.__name__}: {function}")
+
+
+class Answers(torch.Tensor):
+    """A tensor whose operations fail before they are dispatched."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") == "flatten":
+            raise KeyError("flatten")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_fingerprint_never_fails():
+    def printed(*weights):
+        module = torch.nn.Module()
+        module.weights = torch.nn.ParameterList([torch.nn.Parameter(w, requires_grad=False) for w in weights])
+        return pairs.fingerprint(module)
+
+    inner = torch.ones(4, 3)
+    fake = torch._subclasses.FakeTensorMode().from_tensor(inner)
+    sparse = inner.to_sparse()
+    odd = [Wrapper(inner), inner.as_subclass(Answers), fake, sparse, inner.to("meta")]
+    for weight in odd:
+        assert len(printed(weight)) == 16 and printed(weight, inner) != printed(weight, 2 * inner)
+    assert printed(Wrapper(inner)) != printed(Wrapper(torch.ones(4, 4))) != printed(inner)
+    assert printed(inner) != printed(2 * inner), "plain weights are told apart by their values"
+    assert len({pairs.fingerprint(torch.nn.BatchNorm1d(2, affine=False)), pairs.fingerprint(torch.nn.Module())}) == 2

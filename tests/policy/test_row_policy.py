@@ -1,0 +1,138 @@
+"""The policy of rows, on machines and texts of numbers: near the best fixed count, off where that is best, kept."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from simulated import BFLOAT16, NO_AMX
+from simulated_rows import EASY, FLAT, HOPELESS, MACHINES, STEEP, USUAL, World, experience
+
+from gsd_kernels_hf.costs.model import PLAIN
+from gsd_kernels_hf.policy.row_policy import RowPolicy, RowSettings
+
+SETTINGS = RowSettings()
+
+
+@pytest.mark.parametrize("free_rows", [4.0, 60.0])
+@pytest.mark.parametrize("bandwidth", [0.25, 1.0, 4.0])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_as_fast_as_the_best_fixed_number_of_rows(machine, bandwidth, free_rows):
+    """Whatever was believed of the machine before."""
+    found = []
+    for seed in range(3):
+        world = World(MACHINES[machine], seed=seed)
+        policy = RowPolicy(experience(bandwidth, free_rows), prefix=200)
+        world.run(policy, 60)
+        found.append(world.share(policy, 300))
+    assert np.mean(found) >= 0.97 and min(found) >= 0.92, found
+
+
+def test_rows_follow_the_machine():
+    """It becomes another: 11 rows that were expensive cost what one does."""
+    world, policy = World(STEEP), RowPolicy(experience(), prefix=200)
+    steep = world.run(policy, 200)[-100:]
+    world.target = FLAT
+    flat = world.run(policy, 200)[-100:]
+    assert np.mean(flat) > np.mean(steep) + 2
+
+
+def test_sequences_share_the_rows_of_a_forward():
+    """A batch of eight has eight times the rows, so each of its sequences has fewer."""
+    one, eight = World(BFLOAT16), World(BFLOAT16, batch=8)
+    alone = one.run(RowPolicy(experience(), prefix=200), 150)[-80:]
+    policy = RowPolicy(experience(), batch=8, prefix=200)
+    together = eight.run(policy, 150)[-80:]
+    assert np.mean(together) < np.mean(alone)
+    assert eight.share(policy, 200) >= 0.95
+
+
+def test_off_where_nothing_is_right_and_on_again():
+    """Plain decoding where drafts are never right, tried again after a while, more and more seldom."""
+    world, pair = World(NO_AMX, HOPELESS, drafting=0.02), experience()
+    policy = RowPolicy(pair, prefix=200)
+    rows = world.run(policy, 400)
+    assert rows[0] > 0 and rows.count(0) > 300 and pair.next_wait > SETTINGS.first_wait_steps
+    tries = "".join("x" if n else " " for n in rows[60:]).split()
+    assert tries and max(map(len, tries)) <= SETTINGS.retry_steps + 1
+    world.text = EASY
+    rows = world.run(policy, 600)
+    assert all(rows[-50:]) and np.mean(rows[-50:]) > 4
+    assert pair.next_wait == SETTINGS.first_wait_steps
+
+
+def test_a_new_text_tries_again_soon():
+    world, pair = World(NO_AMX, HOPELESS, drafting=0.02), experience()
+    first = RowPolicy(pair, prefix=200)
+    world.run(first, 200)
+    first.end()
+    assert pair.off
+    world.text = EASY
+    rows = world.run(RowPolicy(pair, prefix=200), 60)
+    assert rows[0] == 0 and all(rows[SETTINGS.new_text_max_wait_steps + 2 :])
+
+
+def test_never_off_by_a_guess():
+    """A prior that holds many rows to be expensive does not end speculation before one row was timed."""
+    world = World(FLAT, USUAL)
+    assert all(world.run(RowPolicy(experience(4.0, 1.0), prefix=200), 100))
+
+
+def test_the_next_process_begins_where_this_one_ended():
+    world, pair, saved = World(STEEP), experience(), []
+    policy = RowPolicy(pair, prefix=200, saver=type("Saver", (), {"save": lambda self: saved.append(1)})())
+    assert not pair.known
+    last = world.run(policy, 200)[-40:]
+    policy.end()
+    assert saved == [1]
+    other = experience()
+    other.costs.load(pair.costs.as_dict())
+    other.load(pair.as_dict())
+    assert other.known and other.as_dict() == pair.as_dict()
+    following = RowPolicy(other, prefix=200)
+    assert following.next_choice == SETTINGS.known_choice_steps
+    assert abs(np.mean(world.run(following, 40)) - np.mean(last)) < 2.0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"tokens": 0.5},
+        {"tokens": math.nan},
+        {"rows": 33.0},
+        {"next_wait": 0},
+        {"wait": -1},
+        {"edges": {}},
+        {"off": None},
+    ],
+)
+def test_damaged_experience_changes_nothing(damage):
+    pair = experience()
+    before = pair.as_dict()
+    data = {**before, **damage}
+    if damage == {"off": None}:
+        del data["off"]
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        pair.load(data)
+    assert pair.as_dict() == before
+
+
+def test_unknown_times_teach_nothing():
+    pair = experience()
+    policy = RowPolicy(pair)
+    for _ in range(40):
+        policy.observe({}, [2], rows=4)
+    policy.end()
+    assert pair.costs.steps == 0 and not pair.known
+
+
+def test_one_hiccup_hardly_counts():
+    world, pair = World(STEEP), experience()
+    policy = RowPolicy(pair, prefix=200)
+    world.run(policy, 100)
+    before = pair.costs.target_seconds(np.array([6.0]), 500)[0]
+    policy.observe({}, [2], rows=6, target_seconds=1.0, other_seconds=0.5)
+    world.run(policy, 20)
+    assert pair.costs.target_seconds(np.array([6.0]), 500)[0] < 1.1 * before
+    assert PLAIN in pair.costs.index and not policy.off

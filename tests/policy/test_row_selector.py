@@ -1,0 +1,140 @@
+"""Which rows of a step are forwarded: what is learned of them, and that the text stays the same."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import models
+import pytest
+import torch
+from ops.contracts.select_rows import CONFIG, path, problem
+
+import gsd_kernels as gsd
+from gsd_kernels.ops.select_rows import FEATURES
+from gsd_kernels_hf.engine.session import Session
+from gsd_kernels_hf.policy.row_policy import RowPolicy
+from gsd_kernels_hf.policy.row_selector import EdgeModel, RowSelector
+from gsd_kernels_hf.records import Verified
+
+
+def verified(seed: int, graph: gsd.TokenGraph | None) -> Verified:
+    """A step of which nothing is told but its graph and what was accepted."""
+    nodes, tokens = path(problem(seed)[0], seed)
+    count = (nodes >= 0).sum(1, dtype=torch.int32)
+    accepted, empty = gsd.Acceptance(nodes, count, count), torch.empty(0)
+    return Verified(graph, None, empty, {}, accepted, empty, tokens, nodes)
+
+
+def test_a_step_s_probabilities_depend_on_what_the_step_before_emitted():
+    selector, (graph, _) = RowSelector(EdgeModel()), problem(1)
+    first = selector(graph, CONFIG, 99).scores
+    assert torch.equal(selector(graph, CONFIG, 99).scores, first)
+    selector.num_accepted = torch.full((3,), 9, dtype=torch.int32)
+    assert (selector(graph, CONFIG, 99).scores[:, 1:4] > first[:, 1:4]).all(), "a text that is being repeated"
+
+
+def test_learns_from_every_step_that_drafted():
+    edges, (graph, _) = EdgeModel(), problem(1)
+    selector = RowSelector(edges)
+    before = edges.as_dict()
+    selector.observe(verified(5, graph))
+    assert edges.as_dict() == before, "it was not asked"
+    selector(graph, CONFIG, 99)
+    selector.observe(verified(5, None))
+    assert (
+        edges.as_dict() == before and selector.num_accepted.tolist() == verified(5, None).accepted.num_accepted.tolist()
+    )
+    selector(graph, CONFIG, 99)
+    selector.observe(verified(5, graph))
+    assert edges.as_dict() != before
+
+
+@pytest.mark.parametrize(("remaining", "depth"), [(1, 0), (2, 1), (3, 2), (99, 4)])
+def test_no_row_is_deeper_than_the_text_will_be(remaining, depth):
+    rows = RowSelector(EdgeModel())(problem(0)[0], CONFIG, remaining)
+    assert int(rows.depths.max()) == depth
+
+
+def test_the_next_process_knows_what_was_learned():
+    edges, again = EdgeModel(), EdgeModel()
+    selector = RowSelector(edges)
+    for seed in range(8):
+        graph = problem(seed)[0]
+        selector(graph, CONFIG, 99)
+        selector.observe(verified(seed, graph))
+    again.load(json.loads(json.dumps(edges.as_dict())))
+    assert again.as_dict() == edges.as_dict()
+    assert torch.equal(RowSelector(again)(graph, CONFIG, 99).scores, RowSelector(edges)(graph, CONFIG, 99).scores)
+
+
+WEIGHTS, NONE = [0.0] * FEATURES, [[0.0] * FEATURES] * FEATURES
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {},
+        {"weights": WEIGHTS[:2], "covariance": NONE},
+        {"weights": WEIGHTS, "covariance": NONE[:2]},
+        {"weights": [math.nan, *WEIGHTS[1:]], "covariance": NONE},
+        {"weights": [1e9, *WEIGHTS[1:]], "covariance": NONE},
+        {"weights": WEIGHTS, "covariance": [[9.0] * FEATURES] * FEATURES},
+        {"weights": WEIGHTS, "covariance": [[1e-3, *WEIGHTS[1:]], *NONE[1:-1], [1e-3, *WEIGHTS[1:]]]},
+        {"weights": WEIGHTS, "covariance": [[0.0, 1e-3, *WEIGHTS[2:]], [1e-3, *WEIGHTS[1:]], *NONE[2:]]},
+        {"weights": WEIGHTS, "covariance": [[math.nan] * FEATURES] * FEATURES},
+    ],
+)
+def test_damaged_weights_change_nothing(damage):
+    edges = EdgeModel()
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        edges.load(damage)
+    assert edges.as_dict() == EdgeModel().as_dict()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_fewer_rows_and_the_same_text(monkeypatch, batch, sampled):
+    """Whatever the selector chooses: rows of these models are nearly free, so it is made to choose."""
+    target = models.tiny()
+    call, learn, asked, learned = RowSelector.__call__, RowSelector.observe, [], []
+
+    def fewer(self, *arguments):
+        self.seconds = torch.ones(1 + len(asked) % 7, dtype=torch.float64)
+        rows = call(self, *arguments)
+        assert all(parent < place for tree in rows.parent_rows.tolist() for place, parent in enumerate(tree))
+        asked.append(rows.token_ids.shape[1])
+        return rows
+
+    def observe(self, step, backend):
+        learned.append(step.accepted.num_accepted.tolist())
+        learn(self, step, backend)
+
+    monkeypatch.setattr(RowSelector, "__call__", fewer)
+    monkeypatch.setattr(RowSelector, "observe", observe)
+    monkeypatch.setattr(RowPolicy, "_choose", lambda self: None)  # it would turn speculation off
+    inputs = models.prompts(batch, 20, seed=1)
+    options = {"max_new_tokens": 60, "eos_token_id": None}
+    options |= {"do_sample": True, "seed": 3, "temperature": 0.5, "top_k": 20} if sampled else {}
+    plain = gsd.generate(target, **inputs, **options, graph_config="plain")
+    out = gsd.generate(target, **inputs, **options, draft_sources=("history",), return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain)
+    # Every step tells what of each sequence was accepted.
+    assert len(learned) == len(asked) == out.stats.steps and any(count > 1 for step in learned for count in step)
+    assert sum(map(sum, learned)) == 60 * batch and max(asked) <= 7
+    assert out.stats.target_rows == batch * sum(asked)
+
+
+def test_tokens_that_were_drawn_are_all_verified(monkeypatch):
+    """Which of them are verified must not depend on what was drawn: the sample would not be exact."""
+    asked, call = [], RowSelector.__call__
+    selector = RowSelector(EdgeModel())
+    monkeypatch.setattr(RowSelector, "__call__", lambda self, *arguments: asked.append(1) or call(self, *arguments))
+    target = models.tiny()
+    options = {"assistant_model": models.noised(target, 0.1), "do_sample": True, "max_new_tokens": 24}
+    use = Session.use
+    monkeypatch.setattr(Session, "use", lambda self, config, acceptance, _: use(self, config, acceptance, selector))
+    gsd.generate(target, **models.prompts(1, 8), **options, criterion="speculative")
+    assert not asked
+    gsd.generate(target, **models.prompts(1, 8), **options)
+    assert asked
