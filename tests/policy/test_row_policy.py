@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 
 import numpy as np
 import pytest
@@ -60,6 +62,21 @@ def test_off_where_nothing_is_right_and_on_again():
     rows = world.run(policy, 600)
     assert all(rows[-50:]) and np.mean(rows[-50:]) > 4
     assert pair.next_wait == SETTINGS.first_wait_steps
+
+
+def test_switches_are_logged_with_the_figures_that_caused_them(caplog):
+    world, policy = World(NO_AMX, HOPELESS, drafting=0.02), RowPolicy(experience(), prefix=200)
+    with caplog.at_level(logging.INFO, "gsd_kernels"):
+        rows = world.run(policy, 200)
+    lines = [record.getMessage() for record in caplog.records]
+    figures = (
+        r"auto: speculation (off|on) after (\d+) steps: (\S+) tokens/s lately by \S+ tokens a step, plain has (\S+)"
+    )
+    found = [re.fullmatch(figures, line).groups() for line in lines]
+    switches = [step for step in range(1, 200) if (rows[step] == 0) != (rows[step - 1] == 0)]
+    assert [int(step) for _, step, *_ in found] == switches and len(switches) > 2
+    assert [how for how, *_ in found] == (["off", "on"] * len(found))[: len(found)]
+    assert float(found[0][2]) < float(found[0][3]), "plain decoding had more tokens a second"
 
 
 def test_a_new_text_tries_again_soon():

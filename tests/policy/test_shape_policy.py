@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -350,6 +352,28 @@ def test_choosing_is_seldom():
     early = pair.plan.predictions
     world.run(policy, 400)
     assert early <= 30 and pair.plan.predictions - early <= 60
+
+
+def test_switches_are_logged_with_the_figures_that_caused_them(caplog):
+    """Off and on again for the user (INFO), trials and other shapes for who looks closer (DEBUG); nothing else."""
+    world, policy, pair = start("bfloat16", HOPELESS)
+    with caplog.at_level(logging.DEBUG, "gsd_kernels"):
+        shapes = world.run(policy, 300)
+        world.read(EASY)
+        pair.wait = 0
+        shapes += world.run(policy, 200)
+    lines = [(record.levelno, record.getMessage()) for record in caplog.records]
+    told = [line for level, line in lines if level == logging.INFO]
+    assert "speculation off" in told[0] and "speculation on" in told[-1]
+    assert all(("off" if place % 2 == 0 else "on") in line.split(" after ")[0] for place, line in enumerate(told))
+    figures = r"auto: .+ after (\d+) steps: (\S+) has (\S+) tokens/s by \S+ tokens a step, (\S+) (\S+) by \S+"
+    for _, line in lines:
+        _, taken, rate, before, other = re.fullmatch(figures, line).groups()
+        assert taken in policy.names and before in policy.names and float(rate) > 0 and float(other) > 0
+    changes = sum(one != other for one, other in itertools.pairwise(shapes))
+    assert 0 < changes <= len(lines)
+    off = re.fullmatch(figures, told[0]).groups()
+    assert off[1] == PLAIN and float(off[2]) > float(off[4])
 
 
 def test_the_end_saves():

@@ -8,6 +8,7 @@ tried again later.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ from .acceptance import AcceptanceModel
 from .backoff import Backoff
 from .base import Profiles
 from .row_selector import EdgeModel, RowSelector
+
+logger = logging.getLogger("gsd_kernels")
 
 
 @dataclass(frozen=True)
@@ -306,6 +309,14 @@ class RowPolicy:
     def _switch(self, *, off: bool) -> None:
         """Speculation off or on."""
         settings = self.settings
+        logger.info(
+            "auto: speculation %s after %d steps: %.1f tokens/s lately by %.2f tokens a step, plain has %.1f",
+            "off" if off else "on",
+            self.steps,
+            self.tokens / self.seconds,
+            self.tokens / self.weight,
+            1.0 / self._seconds(1.0, PLAIN),
+        )
         self.off, self.since, self.settles = off, 0, settings.retry_steps
         steps = self.experience.wait if off else settings.retry_steps
         self.next_choice = self.steps + min(settings.max_choice_interval_steps, steps)

@@ -13,6 +13,7 @@ before that.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ from .base import Profiles
 from .fixed import FixedPolicy
 from .row_selector import RowSelector
 from .shapes import BRANCH
+
+logger = logging.getLogger("gsd_kernels")
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,7 @@ class ShapePolicy:
         self.elapsed = self.lost = self.trial_seconds = 0.0
         self.expected = self.rows = np.ones(len(self.names))  # predicted tokens and rows of a step, by shape
         self.current, self.next_choice = self._first()
+        self.off = self.current == 0  # whether speculation is off, but for trials
         first = self.configs[self.current]
         long = prefix >= self.settings.long_prompt_tokens
         self.opens = reads_prompt and long and first is not None and first.depth > 0
@@ -341,7 +345,7 @@ class ShapePolicy:
             best = 0
         if rates[home] * settings.min_gain >= rates[best]:
             best = home
-        self._take(best)
+        self._take(best, home, rates)
         if best == 0:
             self.resumed = None
         elif self.resumed is not None and self.steps > self.resumed + settings.first_wait_steps:  # another text by now
@@ -368,10 +372,22 @@ class ShapePolicy:
         other = max(some, key=rates.__getitem__)
         return best if rates[best] > (1.0 + margin) * rates[other] else other
 
-    def _take(self, shape: int) -> None:
+    def _take(self, shape: int, before: int, rates: np.ndarray) -> None:
+        """Give the next steps to ``shape`` in place of ``before``, because of their tokens a second; log a switch."""
+        off = shape == 0 and self.home is None
+        if off != self.off or shape != self.current:
+            kind = "trial" if self.home is not None else "switch"
+            logger.log(
+                logging.DEBUG if off == self.off else logging.INFO,
+                "auto: %s after %d steps: %s has %.1f tokens/s by %.2f tokens a step, %s %.1f by %.2f",
+                kind if off == self.off else "speculation off" if off else "speculation on",
+                self.steps,
+                *(self.names[shape], rates[shape], self.expected[shape]),
+                *(self.names[before], rates[before], self.expected[before]),
+            )
         if shape != self.current:
             self.since = 0
-        self.current = shape
+        self.current, self.off = shape, off
 
     def _try(self, rates: np.ndarray, home: int) -> None:
         """Give a few steps to the shape of uncertain cost that could be better, if there is one."""
@@ -384,7 +400,7 @@ class ShapePolicy:
         if optimistic[shape] > settings.trial_min_gain * rates[home] and cheap:
             self.home, self.trial_seconds = home, 0.0
             self.tried[shape] = self.steps
-            self._take(shape)
+            self._take(shape, home, np.maximum(rates, optimistic))
             self.next_choice = self.steps + settings.trial_steps
 
     def _retry(self) -> None:
@@ -409,5 +425,5 @@ class ShapePolicy:
         self.left = self.current
         if self.current == 0:
             self.resumed = self.steps
-        self._take(best)
+        self._take(best, self.current, rates)
         self.next_choice = self.steps + self.settings.retry_steps
