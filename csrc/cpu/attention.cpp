@@ -8,6 +8,7 @@
 
 #include "../algorithms/group.h"
 #include "../torch_ops/cache.h"
+#include "../torch_ops/elements.h"
 #include "online_softmax.h"
 
 namespace gsd {

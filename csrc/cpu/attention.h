@@ -5,9 +5,6 @@
 // its output does not depend on the other rows, nor on the number of threads.
 #pragma once
 
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
 #include "model_math.h"
 
 namespace gsd {
@@ -32,16 +29,5 @@ struct RowAttention {
 
 // Shared out among threads.
 void attend_rows(const RowAttention& a);
-
-inline Element element_of(const char* name, torch::headeronly::ScalarType dtype) {
-  using torch::headeronly::ScalarType;
-  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half, name,
-                  ": expected float32, bfloat16 or float16");
-  return dtype == ScalarType::Float      ? Element::kFloat32
-         : dtype == ScalarType::BFloat16 ? Element::kBfloat16
-                                         : Element::kFloat16;
-}
-
-inline int64_t bytes_of(Element element) { return element == Element::kFloat32 ? 4 : 2; }
 
 }  // namespace gsd

@@ -4,7 +4,6 @@
 #include <memory>
 #include <vector>
 
-#include "attention.h"
 #include "path_attention.h"
 #include "products.h"
 #include "team.h"
@@ -84,7 +83,7 @@ class Decoder {
   DecoderRows r_;
   const Paths& paths_;
   Element element_;
-  const LevelKernels& kernels_;
+  const IsaKernels& kernels_;
   const RowKernel& kernel_;
   int64_t kept_;  // rows of a sequence that have a state and queries: its last ones, one behind the other
   std::unique_ptr<float[]> x_, added_, q_, k_, v_, attended_, inner_, cos_, sin_, strips_;

@@ -10,6 +10,8 @@ namespace gsd {
 
 enum class Element { kFloat32, kBfloat16, kFloat16 };
 
+inline int64_t bytes_of(Element element) { return element == Element::kFloat32 ? 4 : 2; }
+
 // A row-major matrix of weights, or of one cache head's positions.
 struct Matrix {
   const void* data;

@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "../algorithms/group.h"
-#include "attention.h"
 #include "online_softmax.h"
 
 namespace gsd {

@@ -46,7 +46,7 @@ struct UnpackingProducts {
   int64_t most_rows;  // with more a strip is decoded once for all
 };
 
-struct LevelKernels {
+struct IsaKernels {
   const char* name;
   RowKernel large[3];  // of the model's weights, by Element
   RowKernel small[3];  // of the cache, whose products are short
@@ -55,26 +55,26 @@ struct LevelKernels {
 };
 
 // What each translation unit was compiled to; null where the compiler or the architecture has no such instructions.
-const LevelKernels* portable_kernels();
-const LevelKernels* avx2_kernels();
-const LevelKernels* avx512_kernels();
-const LevelKernels* avx512_bf16_kernels();
-const LevelKernels* amx_kernels();
-const LevelKernels* soft_amx_kernels();  // never chosen, only asked for by name
+const IsaKernels* portable_kernels();
+const IsaKernels* avx2_kernels();
+const IsaKernels* avx512_kernels();
+const IsaKernels* avx512_bf16_kernels();
+const IsaKernels* amx_kernels();
+const IsaKernels* soft_amx_kernels();  // never chosen, only asked for by name
 
 // Whether the system lets this process use tiles, asked for once; empty, or the reason.
 std::string amx_permission();
 
 // The best level that has proven itself, or the one that GSD_CPU_LEVEL or use_level names.
 // Throws what names the variable if that one cannot run here.
-const LevelKernels& kernels();
+const IsaKernels& kernels();
 
-struct LevelState {
+struct IsaState {
   std::string name, reason;  // reason: why it is left out; empty if it is used or could be
 };
 
 // All levels, slowest first.
-const std::vector<LevelState>& levels();
+const std::vector<IsaState>& levels();
 
 // Empty: the best. Returns what is wrong with the name, or an empty string.
 std::string use_level(const std::string& name);

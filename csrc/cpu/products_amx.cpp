@@ -137,9 +137,9 @@ struct SoftTiles {
 
 }  // namespace
 
-const LevelKernels* soft_amx_kernels() {
-  static const LevelKernels* portable = portable_kernels();
-  static const LevelKernels kernels{
+const IsaKernels* soft_amx_kernels() {
+  static const IsaKernels* portable = portable_kernels();
+  static const IsaKernels kernels{
       "amx_in_software",
       {portable->large[0], {kRowBlock, kWide, row_bytes, pack, products<SoftTiles>, portable->large[1].weighted}, portable->large[2]},
       {portable->small[0], portable->small[1], portable->small[2]},
@@ -209,9 +209,9 @@ std::string amx_permission() {
   return granted ? "" : "the system does not let this process use tiles";
 }
 
-const LevelKernels* amx_kernels() {
-  static const LevelKernels* pairs = avx512_bf16_kernels();
-  static const LevelKernels kernels{
+const IsaKernels* amx_kernels() {
+  static const IsaKernels* pairs = avx512_bf16_kernels();
+  static const IsaKernels kernels{
       "amx",
       {pairs->large[0], {kRowBlock, kWide, row_bytes, pack, hard_products, pairs->large[1].weighted}, pairs->large[2]},
       {pairs->small[0], pairs->small[1], pairs->small[2]},
@@ -221,7 +221,7 @@ const LevelKernels* amx_kernels() {
 
 #else
 std::string amx_permission() { return "tiles need Linux on x86-64"; }
-const LevelKernels* amx_kernels() { return nullptr; }
+const IsaKernels* amx_kernels() { return nullptr; }
 #endif
 
 }  // namespace gsd

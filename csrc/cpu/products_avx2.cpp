@@ -138,15 +138,15 @@ struct PairedBfloat16 : Ordered<EightBfloat16> {
 
 constexpr RowKernel kFloat32 = kernel_of<Ordered<Eight32>>(), kBfloat16 = kernel_of<PairedBfloat16>(),
                     kFloat16 = kernel_of<Ordered<EightHalf>>();
-constexpr LevelKernels kKernels{
+constexpr IsaKernels kKernels{
     "avx2", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}, GSD_DECODERS, {}};
 
 }  // namespace
 GSD_END_TARGET
 
-const LevelKernels* avx2_kernels() { return &kKernels; }
+const IsaKernels* avx2_kernels() { return &kKernels; }
 #else
-const LevelKernels* avx2_kernels() { return nullptr; }
+const IsaKernels* avx2_kernels() { return nullptr; }
 #endif
 
 }  // namespace gsd

@@ -17,16 +17,16 @@ constexpr int kLanes = 16;
 
 constexpr RowKernel kFloat32 = kernel_of<Float32>(), kBfloat16 = kernel_of<PairedBfloat16>(),
                     kFloat16 = kernel_of<Float16>();
-constexpr LevelKernels kKernels{
+constexpr IsaKernels kKernels{
     "avx512", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}, GSD_DECODERS,
     GSD_UNPACKING(PairedBfloat16)};
 
 }  // namespace
 GSD_END_TARGET
 
-const LevelKernels* avx512_kernels() { return &kKernels; }
+const IsaKernels* avx512_kernels() { return &kKernels; }
 #else
-const LevelKernels* avx512_kernels() { return nullptr; }
+const IsaKernels* avx512_kernels() { return nullptr; }
 #endif
 
 }  // namespace gsd

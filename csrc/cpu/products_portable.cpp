@@ -79,10 +79,10 @@ struct Rounding : Scalars<OneBfloat16> {  // as the levels do that multiply in b
 
 }  // namespace
 
-const LevelKernels* portable_kernels() {
+const IsaKernels* portable_kernels() {
   static const RowKernel float32 = kernel_of<Scalars<One32>>(), bfloat16 = kernel_of<Rounding>(),
                          float16 = kernel_of<Scalars<OneHalf>>();
-  static const LevelKernels kernels{
+  static const IsaKernels kernels{
       "portable", {float32, bfloat16, float16}, {float32, bfloat16, float16}, GSD_DECODERS, {}};
   return &kernels;
 }

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "../torch_ops/weights.h"
-#include "attention.h"
 #include "products.h"
 
 namespace gsd {
@@ -24,7 +23,7 @@ Tensor row_linear(const Tensor& x, const Tensor& weight, int64_t kind, const std
                   "weight: expected a matrix of the dtype of x, or packed");
   const int64_t rows = x.size(0), k = x.size(1), n = weight.size(0);
   const Element element = element_of("x", x.scalar_type());
-  const LevelKernels& level = kernels();
+  const IsaKernels& level = kernels();
   const RowKernel& kernel = level.large[static_cast<int>(element)];
   const Weights w = weights_of("weight", weight, kind, scales ? &*scales : nullptr, n, k, element);
   Tensor out = torch::stable::new_empty(x, {rows, n});

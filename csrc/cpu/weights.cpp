@@ -4,7 +4,6 @@
 #include <cstring>
 #include <vector>
 
-#include "attention.h"
 #include "products.h"
 
 namespace gsd {
@@ -36,7 +35,7 @@ void decode_row(const Weights& w, int64_t n, void* to) {
 int64_t block_weights(Kind kind) { return kBlocks[static_cast<int>(kind)].weights; }
 int64_t block_bytes(Kind kind) { return kBlocks[static_cast<int>(kind)].bytes; }
 
-void multiply(const LevelKernels& level, Element element, const Weights& w, const void* packed, int64_t rows,
+void multiply(const IsaKernels& level, Element element, const Weights& w, const void* packed, int64_t rows,
               int64_t begin, int64_t end, float* out, int64_t out_stride) {
   const RowKernel& kernel = level.large[static_cast<int>(element)];
   const int64_t k = w.inputs, size = bytes_of(element);

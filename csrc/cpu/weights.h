@@ -11,7 +11,7 @@
 
 namespace gsd {
 
-struct LevelKernels;
+struct IsaKernels;
 
 // The formats. Their numbers are those of gsd_kernels/ops/packed/kinds.py.
 enum class Kind : int {
@@ -46,7 +46,7 @@ int64_t block_weights(Kind kind);
 int64_t block_bytes(Kind kind);
 
 // out[r, n − begin] = Σ_k x[r, k] · w[n, k] for the outputs begin … end − 1 of packed rows.
-void multiply(const LevelKernels& level, Element element, const Weights& w, const void* packed, int64_t rows,
+void multiply(const IsaKernels& level, Element element, const Weights& w, const void* packed, int64_t rows,
               int64_t begin, int64_t end, float* out, int64_t out_stride);
 
 // Row n in the model's dtype.

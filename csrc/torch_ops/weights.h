@@ -1,9 +1,9 @@
 // A matrix of weights from its tensors; kinds of packed ones are numbered as in csrc/cpu/weights.h.
 #pragma once
 
-#include "../cpu/attention.h"
 #include "../cpu/products.h"
 #include "common.h"
+#include "elements.h"
 
 namespace gsd {
 

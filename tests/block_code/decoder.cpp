@@ -69,11 +69,11 @@ extern "C" AOTITorchError torch_get_num_threads(uint32_t* out) {
 }
 
 namespace gsd {
-const LevelKernels* avx2_kernels() { return nullptr; }
-const LevelKernels* avx512_kernels() { return nullptr; }
-const LevelKernels* avx512_bf16_kernels() { return nullptr; }
-const LevelKernels* amx_kernels() { return nullptr; }
-const LevelKernels* soft_amx_kernels() { return portable_kernels(); }
+const IsaKernels* avx2_kernels() { return nullptr; }
+const IsaKernels* avx512_kernels() { return nullptr; }
+const IsaKernels* avx512_bf16_kernels() { return nullptr; }
+const IsaKernels* amx_kernels() { return nullptr; }
+const IsaKernels* soft_amx_kernels() { return portable_kernels(); }
 std::string amx_permission() { return "not here"; }
 }  // namespace gsd
 

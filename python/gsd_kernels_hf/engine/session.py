@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -35,6 +35,24 @@ from . import room
 from .kind import Kind
 from .request import Request
 from .stats import Clock
+
+
+class Captured(Protocol):
+    """Steps as CUDA graphs, see :class:`~gsd_kernels_hf.engine.capture.CapturedStep`.
+
+    Attributes:
+        typical: whether the last step's times say something of later ones.
+    """
+
+    typical: bool
+
+    def __call__(self) -> Verified:
+        """Take one step."""
+        ...
+
+    def forget(self) -> None:
+        """Capture anew: storage was replaced."""
+        ...
 
 
 class Session:
@@ -88,17 +106,16 @@ class Session:
         self.config: GraphConfig | None = None
         self.row_selector: RowSelector | None = None
         self.mixer: Mixer | None = None
-        self.calibration: Calibration | None = None
         if sources:
             weights = {s.name: SourceWeights(s.shares, s.reliability, MAX_BRANCH, device) for s in sources}
             self.mixer = Mixer(sources, weights, self.state, self.backend, vocab_size=self.target.vocab_size)
             if kind.calibrated:
-                self.calibration = self.mixer.calibration = Calibration(kind.branch, device)
+                self.mixer.calibration = Calibration(kind.branch, device)
         self.begun = self.continues = False
         self.memory: HistoryMemory | None = None
         self.models: dict[str, ModelState] = {}  # what the models were when the text was begun, see engine.engine
-        self.captured: Any = None  # steps as CUDA graphs, see engine.capture
-        self.warmed: Any = None  # the sizes for which kernels were compiled, see engine.warming
+        self.captured: Captured | None = None
+        self.warmed: tuple[int, int] | None = None  # the sizes for which kernels were compiled, see engine.warming
         self.clock = Clock(device)
         self.request: Request
         self.rule: AcceptanceRule
@@ -247,8 +264,8 @@ class Session:
         """
         self.clock.begin_step()
         self.row_selector = row_selector
-        if config is not None and self.calibration is not None and acceptance is not None:
-            acceptance.write(self.calibration)
+        if config is not None and self.mixer is not None and acceptance is not None:
+            acceptance.write(self.mixer.calibration)
         if config is not None and self.config != config:
             assert self.mixer is not None
             self.mixer.prepare(config)
@@ -341,7 +358,7 @@ class Session:
 
         For a policy that learns from them, of a step that drafted (waits for the device).
         """
-        if self.calibration is None or self.mixer is None or verified.graph is None:
+        if self.mixer is None or self.mixer.calibration is None or verified.graph is None:
             return {}
         return self.mixer.profile(verified)
 

@@ -62,14 +62,14 @@ def missing(device: torch.device, backend: str = "auto") -> str | None:
     own = "cuda" if replay.is_gpu(device) else "cpu"
     if backend not in ("auto", own):
         return f"backend {backend!r} has no such operator"
-    reason = unavailable_reason(own, device) or said(cuda.check_device, device)
+    reason = unavailable_reason(own, device) or error_of(cuda.check_device, device)
     if reason is None and own == "cuda" and setting != "cuda" and not cuda.is_measured(device):
         return f"one operator has not been measured on this GPU: on request, {SWITCH}=cuda"
     return reason
 
 
-def said(check: Callable[..., None], *arguments: object) -> str | None:
-    """What a check finds wrong, or ``None``."""
+def error_of(check: Callable[..., None], *arguments: object) -> str | None:
+    """The message of the error that a check raises, or ``None``."""
     try:
         check(*arguments)
     except (TypeError, ValueError) as error:
@@ -87,7 +87,7 @@ def why_not(model: PreTrainedModel, backend: str, hidden_layers: tuple[int, ...]
     gpu = replay.is_gpu(model.device)
     if gpu and model.config.num_hidden_layers in hidden_layers:
         return "the hidden state behind the last norm is read at every row of a prompt, which the operator leaves out"
-    reason = foreign(model) or (said(cuda.check, weights_of(model, windows_of(model))) if gpu else None)
+    reason = foreign(model) or (error_of(cuda.check, weights_of(model, windows_of(model))) if gpu else None)
     if reason is not None:
         return reason
 

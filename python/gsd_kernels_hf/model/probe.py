@@ -316,10 +316,10 @@ def _windows_of_cache(model: PreTrainedModel) -> dict[int | None, int]:
     return {i: layer.sliding_window for i, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
 
 
-def _window_of_mask(mask: Any, said: int | None, made: list[tuple[Any, dict[str, Any]]]) -> int | None:
+def _window_of_mask(mask: Any, call_window: int | None, made: list[tuple[Any, dict[str, Any]]]) -> int | None:
     """The sliding window of the mask that arrived, which the model's mask function must have made.
 
-    Where it is a copy, on another device for instance, that could be of several, ``said`` decides: the call's window.
+    Where it is a copy, on another device for instance, that could be of several, ``call_window`` decides.
     """
     found = [arguments for own, arguments in made if mask is own and own is not None]
     found = found or [arguments for own, arguments in made if _is_view(mask, own)]
@@ -331,9 +331,9 @@ def _window_of_mask(mask: Any, said: int | None, made: list[tuple[Any, dict[str,
     windows = {window_of(arguments.get("mask_function", causal_mask_function)) for arguments in found}
     if len(windows) == 1:
         return windows.pop()
-    if said not in windows:
+    if call_window not in windows:
         raise Unserved("has attention masks that cannot be told apart")
-    return said
+    return call_window
 
 
 def _is_view(mask: Any, own: Any) -> bool:

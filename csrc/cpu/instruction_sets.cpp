@@ -85,7 +85,7 @@ bool same_products(const RowKernel& kernel, const RowKernel& portable, Element e
 }
 
 // Codes of all kinds, under scales of about one; bit for bit.
-bool same_decoders(const LevelKernels& level, const LevelKernels& portable, int kind, int element) {
+bool same_decoders(const IsaKernels& level, const IsaKernels& portable, int kind, int element) {
   constexpr int64_t kInputs = 512, kGroups = 16;
   std::vector<uint8_t> row(static_cast<size_t>(kInputs * sizeof(float)));
   for (size_t i = 0; i < row.size(); i++) row[i] = static_cast<uint8_t>((i * 37 + i / 7 * 11) % 61);
@@ -99,8 +99,8 @@ bool same_decoders(const LevelKernels& level, const LevelKernels& portable, int 
   return found[0] == found[1];
 }
 
-std::string proof(const LevelKernels& level) {
-  const LevelKernels& portable = *portable_kernels();
+std::string proof(const IsaKernels& level) {
+  const IsaKernels& portable = *portable_kernels();
   const char* names[] = {"float32", "bfloat16", "float16"};
   for (int e = 0; e < 3; e++) {
     for (const Small& small : {Small{1, 33, 5}, Small{17, 160, 37}, Small{3, 16, 4}, Small{50, 70, 33}}) {
@@ -122,15 +122,15 @@ std::string proof(const LevelKernels& level) {
 }
 
 struct Known {
-  std::vector<LevelState> states;
-  std::vector<const LevelKernels*> kernels;  // null where the state has a reason
-  const LevelKernels* best;
+  std::vector<IsaState> states;
+  std::vector<const IsaKernels*> kernels;  // null where the state has a reason
+  const IsaKernels* best;
 };
 
 const Known& known() {
   static const Known found = [] {
     Known all;
-    const auto add = [&](const char* name, const LevelKernels* kernels, std::string reason) {
+    const auto add = [&](const char* name, const IsaKernels* kernels, std::string reason) {
       if (reason.empty() && kernels == nullptr) reason = "the library was compiled without it";
       if (reason.empty()) reason = proof(*kernels);
       all.states.push_back({name, reason});
@@ -148,7 +148,7 @@ const Known& known() {
 }
 
 // What a name stands for, or null and why.
-const LevelKernels* named(const std::string& name, std::string& reason) {
+const IsaKernels* named(const std::string& name, std::string& reason) {
   const Known& all = known();
   if (name == soft_amx_kernels()->name) return soft_amx_kernels();
   std::string names;
@@ -163,14 +163,14 @@ const LevelKernels* named(const std::string& name, std::string& reason) {
   return nullptr;
 }
 
-std::atomic<const LevelKernels*> chosen{nullptr};
+std::atomic<const IsaKernels*> chosen{nullptr};
 
 }  // namespace
 
-const std::vector<LevelState>& levels() { return known().states; }
+const std::vector<IsaState>& levels() { return known().states; }
 
-const LevelKernels& kernels() {
-  const LevelKernels* use = chosen.load(std::memory_order_relaxed);
+const IsaKernels& kernels() {
+  const IsaKernels* use = chosen.load(std::memory_order_relaxed);
   if (use != nullptr) return *use;
   use = known().best;
   const char* asked = std::getenv(kVariable);
@@ -188,7 +188,7 @@ const LevelKernels& kernels() {
 
 std::string use_level(const std::string& name) {
   std::string reason;
-  const LevelKernels* use = name.empty() ? known().best : named(name, reason);
+  const IsaKernels* use = name.empty() ? known().best : named(name, reason);
   if (use == nullptr) return reason;
   chosen.store(use, std::memory_order_relaxed);
   return "";
@@ -201,7 +201,7 @@ extern "C" {
 __attribute__((visibility("default"))) const char* gsd_cpu_levels() {
   static thread_local std::string text;
   text.clear();
-  for (const gsd::LevelState& level : gsd::levels()) text += level.name + "\t" + level.reason + "\n";
+  for (const gsd::IsaState& level : gsd::levels()) text += level.name + "\t" + level.reason + "\n";
   return text.c_str();
 }
 
