@@ -10,6 +10,7 @@ from gsd_kernels import GraphConfig
 from gsd_kernels_hf.costs.model import CostModel
 from gsd_kernels_hf.costs.prior import CostPrior
 from gsd_kernels_hf.policy.acceptance import AcceptanceModel, GrowthPlan, Pool
+from gsd_kernels_hf.policy.base import Observation
 from gsd_kernels_hf.policy.shape_policy import ShapeExperience, ShapePolicy
 from gsd_kernels_hf.policy.shapes import BRANCH, ladder
 
@@ -101,7 +102,7 @@ class World:
         self.tokens += sum(counts)
         rows = 1 if shape is None else shape.max_rows
         seconds = (target, other) if self.told else (0.0, 0.0)
-        policy.observe(profiles, counts, rows=rows, target_seconds=seconds[0], other_seconds=seconds[1])
+        policy.observe(Observation(None, counts, rows, profiles, *seconds))
         return shape
 
     def run(self, policy: ShapePolicy, steps: int) -> list[GraphConfig | None]:

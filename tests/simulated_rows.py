@@ -11,6 +11,7 @@ from simulated import BFLOAT16, FLOAT32, KNOWN, NO_AMX
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.costs.model import CostModel
+from gsd_kernels_hf.policy.base import Observation
 from gsd_kernels_hf.policy.row_policy import RowExperience, RowPolicy
 from gsd_kernels_hf.policy.row_selector import RowSelector
 from gsd_kernels_hf.policy.shapes import row_shape, shape_name
@@ -86,17 +87,18 @@ class World:
         return [self.step(policy) for _ in range(steps)]
 
     def step(self, policy: RowPolicy) -> int:
-        selector, off = policy.row_selector, policy.shape() is None
-        assert selector is not None
-        counts, rows = ([1] * self.batch, 1) if off else self._speculate(selector)
+        plan = policy.plan()
+        off = plan.shape is None
+        assert plan.rows is not None
+        verified, counts, rows = (None, [1] * self.batch, 1) if off else self._speculate(plan.rows)
         noise = np.exp(0.03 * self.noise.standard_normal(2))
         target, other = self.takes(rows) * noise[0], (0.0003 if off else self.drafting) * noise[1]
         self.now, self.tokens = self.now + target + other, self.tokens + sum(counts)
-        policy.observe({}, counts, rows=rows, target_seconds=target, other_seconds=other)
+        policy.observe(Observation(verified, counts, rows, {}, target, other))
         return 0 if off else rows
 
-    def _speculate(self, selector: RowSelector) -> tuple[list[int], int]:
-        """Tokens of the sequences and rows of a step: of each depth, token 1 is right or none is, token 2 is wrong."""
+    def _speculate(self, selector: RowSelector) -> tuple[Verified, list[int], int]:
+        """Record, tokens and rows of a step: of each depth, token 1 is right or none is, token 2 is wrong."""
         texts, graph = self._texts(), gsd.TokenGraph.empty(self.batch, CONFIG, "cpu")
         graph.reset(torch.zeros(self.batch, dtype=torch.int32), torch.full((self.batch, 8), -1, dtype=torch.int32))
         for b, (claimed, _) in enumerate(texts):
@@ -119,8 +121,8 @@ class World:
                 tokens[b, len(path) - 1] = 9
         accepted = gsd.Acceptance(nodes, torch.tensor(counts, dtype=torch.int32), torch.zeros(self.batch))
         empty = torch.empty(0)
-        selector.observe(Verified(graph, rows, empty, {}, accepted, empty, tokens, nodes))
-        return counts, rows.token_ids.shape[1]
+        verified = Verified(graph, rows, empty, {}, accepted, empty, tokens, nodes)
+        return verified, counts, rows.token_ids.shape[1]
 
 
 def experience(bandwidth: float = 1.0, free_rows: float = 24.0) -> RowExperience:

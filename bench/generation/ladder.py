@@ -23,6 +23,7 @@ import gsd_kernels
 from gsd_kernels import GraphConfig
 from gsd_kernels_hf.files import write_json, write_text
 from gsd_kernels_hf.policy.acceptance import MISS, SETTINGS, AcceptanceModel, GrowthPlan, Pool
+from gsd_kernels_hf.policy.base import Observation, Profiles
 from gsd_kernels_hf.policy.fixed import FixedPolicy
 from gsd_kernels_hf.policy.shapes import LOOKUP_CONTEXT, ladder, shape_name
 
@@ -143,14 +144,14 @@ class _Recorder(FixedPolicy):
     def __init__(self) -> None:
         super().__init__(GraphConfig(depth=10, width=8, branch=4, max_rows=128, history_depth=4, history_width=8))
         self.acceptance = AcceptanceModel(4)
-        self.seen: list[dict[str, tuple[np.ndarray, np.ndarray]]] = []
+        self.seen: list[Profiles] = []
 
-    def observe(self, profiles: Any, tokens: Sequence[int], **_: Any) -> None:
-        self.seen.append(profiles)
+    def observe(self, seen: Observation) -> None:
+        self.seen.append(seen.profiles)
 
 
 def record(file: Path = PROFILES) -> None:
-    """Decode with the demo pair and keep what :meth:`Session.profile` says of every step."""
+    """Decode with the demo pair and keep what :meth:`Session.observed` says of every step."""
     from gsd_kernels_hf import demo
 
     from .prose import PASSAGES

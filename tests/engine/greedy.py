@@ -19,6 +19,7 @@ from transformers import (
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.policy.acceptance import AcceptanceModel
+from gsd_kernels_hf.policy.base import Plan
 from gsd_kernels_hf.policy.row_selector import EdgeModel, RowSelector
 from gsd_kernels_hf.policy.shapes import ladder
 
@@ -125,20 +126,22 @@ class Switching(contextlib.AbstractContextManager):
         largest = [s.replace(depth=s.depth and 10, max_rows=128) for s in on_ladders]
         self.shapes = [None, config.replace(depth=1), *on_ladders, *largest]
         self.acceptance, self.rng = AcceptanceModel(branch=4), random.Random(seed)
-        self.row_selector = SomeRows(EdgeModel(), seed) if seed % 2 else None
+        self.rows = SomeRows(EdgeModel(), seed) if seed % 2 else None
         self.current = self.rng.choice(self.shapes)
 
     def largest_shapes(self):
         return self.shapes[1:]
 
-    def shape(self):
-        return self.current
+    def plan(self):
+        return Plan(self.current, self.acceptance, self.rows)
 
     def end(self):
         pass
 
-    def observe(self, profiles, tokens, **_):
-        for name, (probs, hits) in profiles.items():
+    def observe(self, seen):
+        if self.rows is not None:
+            self.rows.observe(seen.verified)
+        for name, (probs, hits) in seen.profiles.items():
             self.acceptance.observe(name, probs, hits)
         if self.rng.random() < 0.6:
             self.current = self.rng.choice(self.shapes)

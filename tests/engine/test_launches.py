@@ -147,7 +147,7 @@ def counted_step(options: dict[str, object], first: str, monkeypatch: pytest.Mon
         session.trims = False  # what a CPU does in place of static shapes
         counts, accepted = [], []
         for _ in range(4):
-            session.use(policy.shape(), policy.acceptance)
+            session.use(policy.plan())
             launches.__init__()
             target, draft = (rows.stepping for rows in session.row_models)
             with launches.not_in(target), launches.not_in(draft), launches:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gsd_kernels as gsd
 from gsd_kernels_hf.engine import decoder
 from gsd_kernels_hf.engine.session import Session
+from gsd_kernels_hf.policy.base import Plan
 
 torch.set_num_threads(1)
 
@@ -53,9 +54,9 @@ def with_session(check: Callable[[Session], None], setup: str, plan: str, monkey
 
     def loop(session, policy, *_):
         session.trims = False  # what a CPU does in place of static shapes, with a host read
-        # The widest shape; an automatic budget takes its turn outside the step.
+        # The widest shape; an automatic policy chooses rows outside of what is captured.
         shape = session.request.options.graph_config if session.mixer is not None else None
-        session.use(shape, policy.acceptance)
+        session.use(Plan(shape, policy.acceptance))
         check(session)
         raise Enough
 

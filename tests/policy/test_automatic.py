@@ -120,7 +120,7 @@ def test_without_a_draft_model_rows_are_chosen_and_the_next_process_knows_of_the
     assert opened[-1].experience is not first.experience and opened[-1].experience.known
     assert opened[-1].experience.as_dict()["next_wait"] == learned["next_wait"]
     generate(models)
-    assert not isinstance(opened[-1], RowPolicy) and opened[-1].row_selector is None
+    assert not isinstance(opened[-1], RowPolicy) and opened[-1].plan().rows is None
 
 
 def test_sampling_and_other_weights_learn_apart_and_share_costs(models, opened):

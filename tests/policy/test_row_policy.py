@@ -12,6 +12,7 @@ from simulated import BFLOAT16, NO_AMX
 from simulated_rows import EASY, FLAT, HOPELESS, MACHINES, STEEP, USUAL, World, experience
 
 from gsd_kernels_hf.costs.model import PLAIN
+from gsd_kernels_hf.policy.base import Observation
 from gsd_kernels_hf.policy.row_policy import RowPolicy, RowSettings
 
 SETTINGS = RowSettings()
@@ -139,7 +140,7 @@ def test_unknown_times_teach_nothing():
     pair = experience()
     policy = RowPolicy(pair)
     for _ in range(40):
-        policy.observe({}, [2], rows=4)
+        policy.observe(Observation(None, [2], 4, {}))
     policy.end()
     assert pair.costs.steps == 0 and not pair.known
 
@@ -149,7 +150,7 @@ def test_one_hiccup_hardly_counts():
     policy = RowPolicy(pair, prefix=200)
     world.run(policy, 100)
     before = pair.costs.target_seconds(np.array([6.0]), 500)[0]
-    policy.observe({}, [2], rows=6, target_seconds=1.0, other_seconds=0.5)
+    policy.observe(Observation(None, [2], 6, {}, 1.0, 0.5))
     world.run(policy, 20)
     assert pair.costs.target_seconds(np.array([6.0]), 500)[0] < 1.1 * before
     assert PLAIN in pair.costs.index and not policy.off

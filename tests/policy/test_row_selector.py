@@ -106,9 +106,9 @@ def test_fewer_rows_and_the_same_text(monkeypatch, batch, sampled):
         asked.append(rows.token_ids.shape[1])
         return rows
 
-    def observe(self, step, backend):
+    def observe(self, step):
         learned.append(step.accepted.num_accepted.tolist())
-        learn(self, step, backend)
+        learn(self, step)
 
     monkeypatch.setattr(RowSelector, "__call__", fewer)
     monkeypatch.setattr(RowSelector, "observe", observe)
@@ -133,7 +133,7 @@ def test_tokens_that_were_drawn_are_all_verified(monkeypatch):
     target = models.tiny()
     options = {"assistant_model": models.noised(target, 0.1), "do_sample": True, "max_new_tokens": 24}
     use = Session.use
-    monkeypatch.setattr(Session, "use", lambda self, config, acceptance, _: use(self, config, acceptance, selector))
+    monkeypatch.setattr(Session, "use", lambda self, plan: use(self, plan._replace(rows=selector)))
     gsd.generate(target, **models.prompts(1, 8), **options, criterion="speculative")
     assert not asked
     gsd.generate(target, **models.prompts(1, 8), **options)

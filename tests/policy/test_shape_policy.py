@@ -15,6 +15,7 @@ from simulated import BFLOAT16, EASY, FLOAT32, GPU, HOPELESS, KNOWN, NO_AMX, USU
 import gsd_kernels as gsd
 from gsd_kernels_hf.costs.model import PLAIN
 from gsd_kernels_hf.costs.prior import CostPrior
+from gsd_kernels_hf.policy.base import Observation
 from gsd_kernels_hf.policy.fixed import FixedPolicy
 from gsd_kernels_hf.policy.shape_policy import ShapeExperience, ShapePolicy, ShapeSettings
 
@@ -393,7 +394,7 @@ def test_the_end_saves():
 def test_a_fixed_policy_is_one_shape():
     config = gsd.GraphConfig(depth=2)
     policy = FixedPolicy(config)
-    policy.observe({}, [1], rows=3, target_seconds=1.0)
+    policy.observe(Observation(None, [1], 3, {}, 1.0))
     policy.end()
     assert policy.shape() is config and policy.largest_shapes() == [config] and policy.acceptance is None
     assert FixedPolicy(None).shape() is None and FixedPolicy(None).largest_shapes() == []

@@ -22,7 +22,7 @@ class Ranks(Capturers, Protocol):
 
 
 def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> GenerationStats:
-    """Decode until every sequence is done: shape → step → emit → check → observe.
+    """Decode until every sequence is done: plan → step → emit → check → observe.
 
     Args:
         session: begun on the texts.
@@ -37,12 +37,12 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> Gener
     while not out.finished:
         session.reserve(out.longest)
         policy = without_left(session, policy, out)
-        session.use(policy.shape(), policy.acceptance, policy.row_selector)
+        session.use(policy.plan())
         warm(session, policy.largest_shapes())
         verified = step()
         tokens = out.emit(verified)
         out.finished = ranks.check(verified, out.finished, timed=out.timed)
-        policy.observe(session.profile(verified), tokens, **session.took(verified))
+        policy.observe(session.observed(verified, tokens))
     policy.end()
     return out.stats
 

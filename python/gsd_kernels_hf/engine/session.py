@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,8 +23,7 @@ from ..model.fused import rows_of
 from ..model.identity import ModelState
 from ..model.replay import hold
 from ..model.runner import CachedText, Listener, RowModel
-from ..policy.acceptance import AcceptanceModel
-from ..policy.row_selector import RowSelector
+from ..policy.base import Observation, Plan, Profiles
 from ..records import DecodeState, Sampler, Unverified, Verified
 from ..sources.base import DraftSource
 from ..sources.memory import HistoryMemory
@@ -71,7 +69,7 @@ class Session:
     Attributes:
         state, sampler, target, branch, draws, reference_ids, memory: see :class:`~gsd_kernels_hf.sources.base.Text`.
         kv_len: see :class:`~gsd_kernels_hf.sources.base.Text`.
-        config: shape of the next step; ``None`` is plain decoding.
+        plan: of the next step.
         rule: accepts rows; of the call.
         trims: draft only levels that have a node to expand, and forward only rows that hold a token; else shapes are
             static and nothing waits for the device.
@@ -103,8 +101,7 @@ class Session:
         self.kv_len = torch.zeros_like(self.state.out_len)
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)  # nodes, merges, accepted merges
         self.lone_root = lone_root(kind.batch, device)
-        self.config: GraphConfig | None = None
-        self.row_selector: RowSelector | None = None
+        self.plan = Plan(None)
         self.mixer: Mixer | None = None
         if sources:
             weights = {s.name: SourceWeights(s.shares, s.reliability, MAX_BRANCH, device) for s in sources}
@@ -137,7 +134,7 @@ class Session:
             reuse_prefix: whether keys and values of the last text may serve as the beginning of this one.
             memory: of earlier calls' histories; ``None``: they are not used, and this one's is not kept.
         """
-        self.request, self.clock, self.config, self.memory = request, Clock(request.device), None, memory
+        self.request, self.clock, self.plan, self.memory = request, Clock(request.device), Plan(None), memory
         self.most = request.prompt_length + request.room + self.kind.slots
         pad = request.generation_config._pad_token_tensor
         self.state.restart(request.input_ids, request.kv_start, request.room, 0 if pad is None else int(pad))
@@ -249,27 +246,21 @@ class Session:
             chunk = self.request.generation_config.prefill_chunk_size
             rows.read(self.state.tokens[:, :last], None if mask is None else mask[:, :-1], chunk, listener)
 
-    def use(
-        self,
-        config: GraphConfig | None,
-        acceptance: AcceptanceModel | None = None,
-        row_selector: RowSelector | None = None,
-    ) -> None:
-        """Take a shape for the next steps.
-
-        Args:
-            config: the shape; ``None`` is plain decoding.
-            acceptance: what is known of drafted candidates, for their calibration.
-            row_selector: chooses the rows that are forwarded, for sessions that trim them.
-        """
+    def use(self, plan: Plan) -> None:
+        """Get ready for steps of a plan."""
         self.clock.begin_step()
-        self.row_selector = row_selector
-        if config is not None and self.mixer is not None and acceptance is not None:
-            acceptance.write(self.mixer.calibration)
+        config = plan.shape
+        if config is not None and self.mixer is not None and plan.acceptance is not None:
+            plan.acceptance.write(self.mixer.calibration)
         if config is not None and self.config != config:
             assert self.mixer is not None
             self.mixer.prepare(config)
-        self.config = config
+        self.plan = plan
+
+    @property
+    def config(self) -> GraphConfig | None:
+        """Shape of the next step; ``None`` is plain decoding."""
+        return self.plan.shape
 
     @property
     def drafted_rows(self) -> int:
@@ -311,8 +302,6 @@ class Session:
     def settle(self, unverified: Unverified, accepted: Acceptance) -> Verified:
         """The step once it is known what is accepted, all of it on the device: commit, and let sources observe it."""
         verified = Verified.of(unverified, accepted, self.backend)
-        if self.row_selector is not None:
-            self.row_selector.observe(verified, self.backend)
         self.commit(verified)
         if self.mixer is not None:
             with self.clock.part("draft"):
@@ -348,30 +337,24 @@ class Session:
             return self.lone_root
         with self.clock.part("draft"):
             # Of drawn tokens every one is verified: which of them are must not depend on what was drawn.
-            if self.trims and self.row_selector is not None and self.proposal is None:
-                return self.row_selector(graph, self.config, int(self.state.remaining.max()), self.backend)
+            if self.trims and self.plan.rows is not None and self.proposal is None:
+                return self.plan.rows(graph, self.config, int(self.state.remaining.max()))
             rows = flatten(graph, self.config.max_rows, self.max_path, backend=self.backend)
             return rows.first(int(rows.num_rows.max())) if self.trims else rows
 
-    def profile(self, verified: Verified) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Candidate probabilities after accepted nodes, and which were picked, [n, K] each, by group of sources.
+    def observed(self, verified: Verified, tokens: Sequence[int]) -> Observation:
+        """What a policy learns from the last step (waits for the device where it wants profiles).
 
-        For a policy that learns from them, of a step that drafted (waits for the device).
+        Seconds are 0 where they are not known, or say nothing about later steps, which will be captured.
         """
-        if self.mixer is None or self.mixer.calibration is None or verified.graph is None:
-            return {}
-        return self.mixer.profile(verified)
-
-    def took(self, verified: Verified) -> dict[str, float]:
-        """Rows that the target computed in the last step, and seconds of its forward and of all else.
-
-        0 seconds where they are not known, or say nothing about later steps, which will be captured.
-        """
+        profiles: Profiles = {}
+        if self.mixer is not None and self.mixer.calibration is not None and verified.graph is not None:
+            profiles = self.mixer.profile(verified)
         self.clock.read()
         typical = self.captured is None or self.captured.typical
         target = self.clock.last("target") if typical else 0.0
         other = self.clock.since_step() - target if target > 0 else 0.0
-        return {"rows": verified.rows.token_ids.shape[1], "target_seconds": target, "other_seconds": other}
+        return Observation(verified, tokens, verified.rows.token_ids.shape[1], profiles, target, other)
 
     def attend(self, rows: Rows) -> Tensor:
         """Forward the rows through the target; logits float [B, R, V], on the state's device."""

@@ -69,7 +69,7 @@ def automatic_policy(
     experience, saver = kept[key]
     batch, prefix = situation.batch, situation.prefix
     if isinstance(experience, RowExperience):
-        return RowPolicy(experience, batch=batch, prefix=prefix, saver=saver)
+        return RowPolicy(experience, batch=batch, prefix=prefix, backend=situation.backend, saver=saver)
     return ShapePolicy(experience, batch=batch, prefix=prefix, reads_prompt=situation.reads_prompt, saver=saver)
 
 

@@ -1,19 +1,55 @@
-"""What the decode loop asks of a policy."""
+"""What the decode loop asks of a policy: a plan for every step, and to learn from what came of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from gsd_kernels import GraphConfig
 
+from ..records import Verified
 from .acceptance import AcceptanceModel
 from .row_selector import RowSelector
 
 Profiles = Mapping[str, "tuple[np.ndarray, np.ndarray]"]
 """By pool: candidate probabilities after accepted nodes, and which were picked; [n, K] each."""
+
+
+class Plan(NamedTuple):
+    """The next step as a policy wants it.
+
+    Attributes:
+        shape: of its graph; ``None`` is plain decoding.
+        acceptance: calibrates drafted candidates; ``None``: they are taken as they are claimed.
+        rows: chooses the rows that are forwarded, where the host may decide; ``None``: all.
+    """
+
+    shape: GraphConfig | None
+    acceptance: AcceptanceModel | None = None
+    rows: RowSelector | None = None
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What came of a step.
+
+    Attributes:
+        verified: its record, valid until the next step; ``None``: only the figures below are known.
+        tokens: emitted by every sequence; 0 for one that was finished before.
+        rows: that the target computed, of each sequence.
+        profiles: of a step that drafted, for a policy that has an ``acceptance``; else empty.
+        target_seconds, other_seconds: of its forward, and of all else in the step; 0 where unknown.
+    """
+
+    verified: Verified | None
+    tokens: Sequence[int]
+    rows: int
+    profiles: Profiles
+    target_seconds: float = 0.0
+    other_seconds: float = 0.0
 
 
 class Policy(Protocol):
@@ -22,32 +58,15 @@ class Policy(Protocol):
     Attributes:
         acceptance: what is known of the sources, if the policy learns it: it wants profiles, and its calibration is
             written to the device before a step that drafts.
-        row_selector: chooses which of a step's rows are forwarded, where the host may decide; ``None``: all.
     """
 
     acceptance: AcceptanceModel | None
-    row_selector: RowSelector | None
 
-    def shape(self) -> GraphConfig | None:
-        """The shape of the next step; ``None`` is plain decoding."""
+    def plan(self) -> Plan:
+        """The next step."""
 
-    def observe(
-        self,
-        profiles: Profiles,
-        tokens: Sequence[int],
-        *,
-        rows: int,
-        target_seconds: float = 0.0,
-        other_seconds: float = 0.0,
-    ) -> None:
-        """After every step.
-
-        Args:
-            profiles: of a step that drafted; empty after a plain one.
-            tokens: emitted by every sequence; 0 for one that was finished before.
-            rows: that the target computed, of each sequence.
-            target_seconds, other_seconds: of its forward, and of all else in the step; 0 where unknown.
-        """
+    def observe(self, seen: Observation) -> None:
+        """Learn from a step; called once after each, before the next plan."""
 
     def without_model(self, *, reuses: bool) -> Policy:
         """End, and what goes on where no source forwards a model any more; within the largest shapes.

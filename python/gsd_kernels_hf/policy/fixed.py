@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from gsd_kernels import GraphConfig
 
 from .acceptance import AcceptanceModel
-from .base import Profiles
-from .row_selector import RowSelector
+from .base import Observation, Plan
 
 
 class FixedPolicy:
@@ -18,12 +14,14 @@ class FixedPolicy:
     def __init__(self, config: GraphConfig | None) -> None:
         self.config = config
         self.acceptance: AcceptanceModel | None = None
-        self.row_selector: RowSelector | None = None
 
     def shape(self) -> GraphConfig | None:
         return self.config
 
-    def observe(self, profiles: Profiles, tokens: Sequence[int], **_: Any) -> None:
+    def plan(self) -> Plan:
+        return Plan(self.shape(), self.acceptance)
+
+    def observe(self, seen: Observation) -> None:
         """Nothing is learned."""
 
     def without_model(self, *, reuses: bool) -> FixedPolicy:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from gsd_kernels import GraphConfig
 from ..costs.model import PLAIN, CostModel
 from .acceptance import AcceptanceModel
 from .backoff import Backoff
-from .base import Profiles
+from .base import Observation, Plan
 from .row_selector import EdgeModel, RowSelector
 
 logger = logging.getLogger("gsd_kernels")
@@ -139,15 +139,23 @@ class RowPolicy:
         experience: of the pair.
         batch: sequences.
         prefix: tokens of the prompt.
+        backend: of the ops.
         saver: has ``save()``, called at the end.
     """
 
-    def __init__(self, experience: RowExperience, *, batch: int = 1, prefix: int = 0, saver: Any = None) -> None:
+    def __init__(
+        self,
+        experience: RowExperience,
+        *,
+        batch: int = 1,
+        prefix: int = 0,
+        backend: str = "auto",
+        saver: Any = None,
+    ) -> None:
         self.experience, self.batch, self.saver = experience, batch, saver
         self.settings = settings = experience.settings
         self.acceptance: AcceptanceModel | None = None  # wants no profiles
-        self.selector = RowSelector(experience.edges)
-        self.row_selector: RowSelector | None = self.selector
+        self.selector = RowSelector(experience.edges, backend)
         self.counts = np.arange(1.0, 1.0 + experience.shape.max_rows)  # of rows, [R]
         self.cached = float(batch * prefix)  # tokens in the target's cache, all sequences together
         self.off = experience.off
@@ -211,25 +219,23 @@ class RowPolicy:
         """The wide one, or ``None`` while speculation is off."""
         return None if self.off else self.experience.shape
 
+    def plan(self) -> Plan:
+        """The next step: the wide shape and the choice of its rows, or plain decoding."""
+        return Plan(self.shape(), rows=self.selector)
+
     def largest_shapes(self) -> list[GraphConfig]:
         """The wide one."""
         return [self.experience.shape]
 
-    def observe(
-        self,
-        profiles: Profiles,
-        tokens: Sequence[int],
-        *,
-        rows: int,
-        target_seconds: float = 0.0,
-        other_seconds: float = 0.0,
-    ) -> None:
-        """Note a step; now and then learn from those noted, and choose anew."""
-        self.log.append(_Step(self.batch * rows, target_seconds, other_seconds))
-        going = [count for count in tokens if count > 0]
+    def observe(self, seen: Observation) -> None:
+        """Learn which edges were right, and note the step; now and then learn from those noted, and choose anew."""
+        if seen.verified is not None:
+            self.selector.observe(seen.verified)
+        self.log.append(_Step(self.batch * seen.rows, seen.target_seconds, seen.other_seconds))
+        going = [count for count in seen.tokens if count > 0]
         if going:
-            self._average(sum(going) / len(going), rows, target_seconds, other_seconds)
-        self.cached += sum(tokens)
+            self._average(sum(going) / len(going), seen.rows, seen.target_seconds, seen.other_seconds)
+        self.cached += sum(seen.tokens)
         self.steps += 1
         self.since += 1
         if self.off:

@@ -84,25 +84,25 @@ class RowSelector:
 
     Args:
         edges: predicts them; learns from every step.
+        backend: of the ops.
 
     Attributes:
         seconds: float64 [R], of a step with 1 … R rows of every sequence; R is the most that a step can have. ``None``:
             unknown, all rows are forwarded.
     """
 
-    def __init__(self, edges: EdgeModel) -> None:
-        self.edges = edges
+    def __init__(self, edges: EdgeModel, backend: str = "auto") -> None:
+        self.edges, self.backend = edges, backend
         self.seconds: Tensor | None = None
         self.num_accepted: Tensor | None = None  # int32 [B], in the step before
 
-    def __call__(self, graph: TokenGraph, config: GraphConfig, remaining: int, backend: str = "auto") -> Rows:
+    def __call__(self, graph: TokenGraph, config: GraphConfig, remaining: int) -> Rows:
         """The rows of a graph, on the host, that are forwarded.
 
         Args:
             graph: merged.
             config: the step's shape.
             remaining: tokens that may still be emitted, in the sequence with most: no row is deeper.
-            backend: of the ops.
         """
         if self.num_accepted is None:
             self.num_accepted = torch.ones_like(graph.num_nodes)
@@ -114,15 +114,15 @@ class RowSelector:
             max_rows=config.max_rows,
             max_path=max(0, min(int(config.max_path or 0), remaining - 1)),
             row_bonus=self.edges.settings.row_bonus,
-            backend=backend,
+            backend=self.backend,
         )
 
-    def observe(self, verified: Verified, backend: str = "auto") -> None:
+    def observe(self, verified: Verified) -> None:
         """Learn which edges of the last step were right."""
         before, self.num_accepted = self.num_accepted, verified.accepted.num_accepted
         if verified.graph is not None and before is not None:
             path, edges = (verified.nodes, verified.tokens), self.edges
             noise = edges.settings.process_noise
             edges.posterior = update_edge_model(
-                verified.graph, before, *path, edges.posterior, process_noise=noise, backend=backend
+                verified.graph, before, *path, edges.posterior, process_noise=noise, backend=self.backend
             )

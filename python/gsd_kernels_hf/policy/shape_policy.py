@@ -14,7 +14,7 @@ before that.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,9 +25,8 @@ from gsd_kernels import GraphConfig
 from ..costs.model import PLAIN, CostModel
 from .acceptance import AcceptanceModel, GrowthPlan, kind_of
 from .backoff import Backoff
-from .base import Profiles
+from .base import Observation, Plan, Profiles
 from .fixed import FixedPolicy
-from .row_selector import RowSelector
 from .shapes import BRANCH
 
 logger = logging.getLogger("gsd_kernels")
@@ -157,8 +156,6 @@ class ShapePolicy:
         self.experience, self.batch, self.saver = experience, batch, saver
         self.settings = experience.settings
         self.acceptance: AcceptanceModel | None = experience.acceptance
-        # A draft model proposes little that is not worth a row: choosing rows beside it cost 4% in races.
-        self.row_selector: RowSelector | None = None
         self.names = (PLAIN, *experience.shapes)
         self.configs: tuple[GraphConfig | None, ...] = (None, *experience.shapes.values())
         self.of_costs = np.array([experience.costs.index[name] for name in self.names])
@@ -202,26 +199,26 @@ class ShapePolicy:
         """The shape of the next step."""
         return self.configs[self.current]
 
+    def plan(self) -> Plan:
+        """The next step, with all rows: a draft model proposes little that is not worth one.
+
+        Choosing rows beside a draft model cost 4% in races.
+        """
+        return Plan(self.shape(), self.acceptance)
+
     def largest_shapes(self) -> list[GraphConfig]:
         """All of the ladder."""
         return list(self.experience.shapes.values())
 
-    def observe(
-        self,
-        profiles: Profiles,
-        tokens: Sequence[int],
-        *,
-        rows: int,
-        target_seconds: float = 0.0,
-        other_seconds: float = 0.0,
-    ) -> None:
+    def observe(self, seen: Observation) -> None:
         """Note a step; now and then learn from those noted, and choose anew."""
-        going = [count for count in tokens if count > 0]
-        self.log.append(_Step(profiles, going, rows, self.cached, target_seconds, other_seconds))
-        self.timed = target_seconds > 0
-        self.elapsed += target_seconds + other_seconds
-        self.trial_seconds += target_seconds + other_seconds if self.home is not None else 0.0
-        self.cached += sum(tokens)
+        going = [count for count in seen.tokens if count > 0]
+        seconds = seen.target_seconds, seen.other_seconds
+        self.log.append(_Step(seen.profiles, going, seen.rows, self.cached, *seconds))
+        self.timed = seen.target_seconds > 0
+        self.elapsed += sum(seconds)
+        self.trial_seconds += sum(seconds) if self.home is not None else 0.0
+        self.cached += sum(seen.tokens)
         self.steps += 1
         self.since += 1
         if self.opens:
