@@ -55,7 +55,7 @@ def build_wheel(source: Path, python: str | Path = sys.executable, **environment
     return subprocess.run(
         [str(python), "-c", program, str(dependencies)],
         cwd=source,
-        env={**clean, "GSD_BUILD_CUDA": "0", **environment},
+        env={**clean, "GSD_KERNELS_BUILD_CUDA": "0", **environment},
         capture_output=True,
         text=True,
     )
@@ -111,7 +111,7 @@ def quick_compiler(tmp_path):
 @pytest.mark.skipif(CXX is None, reason="no C++ compiler")
 @pytest.mark.usefixtures("one_op")
 def test_an_isolated_build_finds_the_installed_torch(source, quick_compiler):
-    done = build_wheel(source, GSD_BUILD_CPU="1", CXX=quick_compiler)
+    done = build_wheel(source, GSD_KERNELS_BUILD_CPU="1", CXX=quick_compiler)
     assert done.returncode == 0, done.stdout + done.stderr
     target, tags = installed(source)
     assert tags.startswith("cp310-abi3-linux_")
@@ -130,16 +130,22 @@ def test_without_torch_the_wheel_is_pure_python_and_names_the_cure(source):
     assert tags == "py3-none-any"
     assert "pip install --no-build-isolation" in answer(target, REASON)
 
-    refused = build_wheel(source, python, GSD_BUILD_CPU="1")
-    assert refused.returncode != 0 and "GSD_BUILD_CPU=1, but there is no torch" in refused.stderr
+    refused = build_wheel(source, python, GSD_KERNELS_BUILD_CPU="1")
+    assert refused.returncode != 0 and "GSD_KERNELS_BUILD_CPU=1, but there is no torch" in refused.stderr
 
 
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"GSD_BUILD_CPU": "1", "CXX": "no-such-compiler"}, "GSD_BUILD_CPU=1, but there is no C++17 compiler"),
-        ({"GSD_BUILD_CPU": "yes"}, "GSD_BUILD_CPU: expected auto, 0 or 1"),
-        ({"GSD_BUILD_CPU": "0", "GSD_BUILD_CUDA": "1", "CXX": "no-such-compiler"}, "GSD_BUILD_CUDA=1, but there is no"),
+        (
+            {"GSD_KERNELS_BUILD_CPU": "1", "CXX": "no-such-compiler"},
+            "GSD_KERNELS_BUILD_CPU=1, but there is no C++17 compiler",
+        ),
+        ({"GSD_KERNELS_BUILD_CPU": "yes"}, "GSD_KERNELS_BUILD_CPU: expected auto, 0 or 1"),
+        (
+            {"GSD_KERNELS_BUILD_CPU": "0", "GSD_KERNELS_BUILD_CUDA": "1", "CXX": "no-such-compiler"},
+            "GSD_KERNELS_BUILD_CUDA=1, but there is no",
+        ),
     ],
 )
 def test_what_is_asked_for_and_impossible_fails(source, environment, message):
@@ -148,7 +154,7 @@ def test_what_is_asked_for_and_impossible_fails(source, environment, message):
 
 
 def test_both_off_is_pure_python(source):
-    done = build_wheel(source, GSD_BUILD_CPU="0")
+    done = build_wheel(source, GSD_KERNELS_BUILD_CPU="0")
     assert done.returncode == 0, done.stdout + done.stderr
     target, tags = installed(source)
     assert tags == "py3-none-any"
@@ -164,5 +170,5 @@ def test_both_off_is_pure_python(source):
 def test_cuda_is_left_out_by_default_beside_a_cpu_torch(source):
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA")
-    done = build_wheel(source, GSD_BUILD_CPU="0", GSD_BUILD_CUDA="auto")
+    done = build_wheel(source, GSD_KERNELS_BUILD_CPU="0", GSD_KERNELS_BUILD_CUDA="auto")
     assert done.returncode == 0 and "the cuda ops are not built" in done.stdout

@@ -256,7 +256,12 @@ def built() -> bool:
 def build_command(*, into: Path | None = None) -> tuple[list[str], dict[str, str]]:
     """The command that builds the CUDA ops and nothing else, and its environment; ``into``: not into the checkout."""
     place = ["--inplace"] if into is None else ["--build-lib", str(into), "--build-temp", str(into / "temp")]
-    environment = {"GSD_CUDA_ARCHS": local_archs(), **os.environ, "GSD_BUILD_CUDA": "1", "GSD_BUILD_CPU": "0"}
+    environment = {
+        "GSD_KERNELS_CUDA_ARCHS": local_archs(),
+        **os.environ,
+        "GSD_KERNELS_BUILD_CUDA": "1",
+        "GSD_KERNELS_BUILD_CPU": "0",
+    }
     return [sys.executable, "setup.py", "-q", "build_ext", *place], environment
 
 
@@ -271,7 +276,7 @@ def local_archs() -> str:
 
 
 def build_ops(output: IO[bytes], seconds: float, *, into: Path | None = None) -> int:
-    """Build the CUDA ops, for this machine's GPUs unless GSD_CUDA_ARCHS names others; the exit code."""
+    """Build the CUDA ops, for this machine's GPUs unless GSD_KERNELS_CUDA_ARCHS names others; the exit code."""
     command, environment = build_command(into=into)
     return execute(command, environment, output, seconds)
 
