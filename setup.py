@@ -149,9 +149,7 @@ def extensions(tools: Toolchain) -> list[Extension]:
             print(f"gsd_kernels: the {name} ops are not built: there is no {missing}")
             continue
         if want is None and cuda and torch_cuda_version(tools.torch) is None:
-            print(
-                "gsd_kernels: the cuda ops are not built: torch has no CUDA (GSD_KERNELS_BUILD_CUDA=1 builds them anyway)"
-            )
+            print("gsd_kernels: the cuda ops are not built: torch has no CUDA; GSD_KERNELS_BUILD_CUDA=1 builds them")
             continue
         found.append(Extension(f"gsd_kernels._{name}", sources, py_limited_api=True))
     return found
