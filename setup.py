@@ -138,7 +138,7 @@ class Toolchain:
 def extensions(tools: Toolchain) -> list[Extension]:
     found = []
     for name, cuda, folder in (("cpu", False, "cpu"), ("cuda", True, "cuda")):
-        variable = f"GSD_BUILD_{name.upper()}"
+        variable = f"GSD_KERNELS_BUILD_{name.upper()}"
         want, missing = wanted(variable), tools.missing(cuda=cuda)
         sources = sorted(str(p) for p in (CSRC / folder).iterdir() if p.suffix in (".cpp", ".cu"))
         if want is False:

@@ -86,8 +86,7 @@ def test_python_runs(page, names):
 def grammars(tokenizer: Any) -> dict[str, Any]:
     """A grammar's compiler, and a schema for the one prompt."""
     xgrammar = pytest.importorskip("xgrammar", reason="needs the extra [grammar]")
-    import xgrammar.contrib.hf
-
+    pytest.importorskip("xgrammar.contrib.hf")
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
     return {"xgrammar": xgrammar, "compiler": xgrammar.GrammarCompiler(info), "schemas": ['{"type": "object"}']}
 
