@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from .names import fields_named, unknown
 
@@ -19,13 +20,19 @@ MAX_ROWS = 128
 MAX_BRANCH = 32
 """Largest number of candidates after one node."""
 
-PRESETS = ("chain", "tree", "graph")
+Preset = Literal["chain", "tree", "graph"]
+"""Names of :meth:`GraphConfig.preset`."""
+
+PRESETS: tuple[Preset, ...] = get_args(Preset)
 
 AUTO = "auto"
 """As ``graph_config``: a policy chooses the shape of every step."""
 
 PLAIN = "plain"
 """As ``graph_config``: nothing is drafted."""
+
+GraphName = Literal["auto", "plain", Preset]
+"""What ``graph_config`` takes by name."""
 
 
 @fields_named("graph_config: unknown field")
@@ -88,7 +95,7 @@ class GraphConfig:
             )
 
     @classmethod
-    def preset(cls, name: str, **changes: object) -> GraphConfig:
+    def preset(cls, name: Preset, **changes: object) -> GraphConfig:
         """The named configuration ``"chain"``, ``"tree"`` or ``"graph"``, with any field replaced by keyword.
 
         ``chain`` is ordinary speculative decoding, ``tree`` the best dynamic token tree, ``graph`` the same tree
@@ -154,7 +161,7 @@ class GraphConfig:
         return _log(self.min_prob)
 
 
-def resolve_graph_config(value: GraphConfig | str | None) -> GraphConfig:
+def resolve_graph_config(value: GraphConfig | GraphName | None) -> GraphConfig:
     """``None`` (the default preset), a preset's name, or a :class:`GraphConfig` → :class:`GraphConfig`.
 
     Raises:

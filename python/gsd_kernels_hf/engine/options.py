@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Literal, get_args
 
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from gsd_kernels import GraphConfig
-from gsd_kernels.config import AUTO, PLAIN, resolve_graph_config
+from gsd_kernels.backends import Backend
+from gsd_kernels.config import AUTO, PLAIN, GraphName, resolve_graph_config
 from gsd_kernels.names import did_you_mean, fields_named
 
 from .. import validate
-from ..acceptance.criteria import SPECULATIVE, Typical, check_chain, resolve_criterion, shape_for
+from ..acceptance.criteria import SPECULATIVE, CriterionName, Typical, check_chain, resolve_criterion, shape_for
 from ..acceptance.sampling import draw_seed
 from ..model import properties
 from ..records import Verified
@@ -27,8 +29,10 @@ from ..sources.heads import DraftHeads, Heads
 from ..sources.history import History
 from ..sources.layer_skip import LayerSkip, SkippedLayers
 
-NAMES = ("model", "layer_skip", "drafter", "heads", "history")
+SourceName = Literal["model", "layer_skip", "drafter", "heads", "history"]
 """What ``draft_sources`` may name."""
+
+NAMES: tuple[SourceName, ...] = get_args(SourceName)
 
 NEEDS = {
     "model": "assistant_model, a draft of the same tokenizer",
@@ -85,15 +89,15 @@ class Options:
     """
 
     assistant_model: PreTrainedModel | LayerSkip | Sequence[PreTrainedModel] | None = None
-    graph_config: GraphConfig | str | None = None
+    graph_config: GraphConfig | GraphName | None = None
     _: KW_ONLY
     seed: int | None = None
-    backend: str = "auto"
-    draft_sources: tuple[str | DraftSource, ...] | None = None
+    backend: Backend = "auto"
+    draft_sources: Sequence[SourceName | DraftSource] | None = None
     draft_heads: DraftHeads | None = None
     drafter: Drafter | str | os.PathLike[str] | None = None
     reference_ids: Tensor | None = None
-    criterion: str | Typical = "exact"
+    criterion: CriterionName | Typical = "exact"
     reuse_prefix: bool = True
     reuse_history: bool = True
     streamer: BaseStreamer | None = None
@@ -201,13 +205,15 @@ class Options:
             return () if self.criterion == SPECULATIVE and not given else (*given, "history")
         expected = (
             f"draft_sources: expected a tuple of {', '.join(NAMES)} or DraftSource objects, got {sources!r}; leave it "
-            "out to take all that are given, or none"
+            "out to take all that are given, and the history"
         )
         if not isinstance(sources, (tuple, list, str)):
             raise TypeError(expected)
         strange = [s for s in sources if not isinstance(s, DraftSource) and s not in NAMES]
-        if isinstance(sources, str) or not sources or strange:
-            near = "" if isinstance(sources, str) or not sources else did_you_mean(str(strange[0]), NAMES)
+        if not sources or sources in ("none", PLAIN) or "none" in strange:
+            raise ValueError(f'{expected}; for decoding without any source pass graph_config="plain"')
+        if isinstance(sources, str) or strange:
+            near = "" if isinstance(sources, str) else did_you_mean(str(strange[0]), NAMES)
             raise ValueError(expected + near)
         for source in sources:
             if isinstance(source, DraftSource):
