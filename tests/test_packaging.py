@@ -213,7 +213,7 @@ MISTAKES = {
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="no mypy: pip install mypy")
 @pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="no pip in this environment")
 def test_a_type_checker_finds_a_misspelt_option_of_the_installed_wheel(pure, tmp_path):
-    """Every mistake has its line, and no other line has an error. Of torch and transformers nothing is read: seconds."""
+    """Every mistake has its line, and no other line has an error. Nothing of torch or transformers is read."""
     (wheel,) = (pure / "wheels").glob("*.whl")
     target = tmp_path / "target"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile"]
@@ -223,7 +223,16 @@ def test_a_type_checker_finds_a_misspelt_option_of_the_installed_wheel(pure, tmp
     skipped = "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in ("torch", "transformers", "numpy"))
     settings.write_text(f"[mypy]\nignore_missing_imports = true\n{skipped}")
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file", str(settings), "--cache-dir", str(tmp_path / "cache"), str(file)],
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--config-file",
+            str(settings),
+            "--cache-dir",
+            str(tmp_path / "cache"),
+            str(file),
+        ],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(target)},
         capture_output=True,

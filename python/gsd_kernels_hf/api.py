@@ -223,9 +223,10 @@ class Patch(threading.local):
         kind, idle = type(self.model).__name__, self.engines.idle
         if not self.patched:
             return f"<Patch of {kind}: unpatched>"
-        texts = 0 if idle is None else len(idle.sessions)
+        count = 0 if idle is None else len(idle.sessions)
+        texts = "1 text" if count == 1 else f"{count} texts"
         memory = "" if self.engines.memory is None else f", history of {len(self.engines.memory):,} contexts"
-        return f"<Patch of {kind}: {texts} text{"s" * (texts != 1)} kept in {_size(self.engines.cache_bytes)} of caches{memory}>"
+        return f"<Patch of {kind}: {texts} kept in {_size(self.engines.cache_bytes)} of caches{memory}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copied or pickled model is not patched
@@ -317,8 +318,8 @@ def patch(
     with _lock:  # of two threads one is refused
         if vars(inner).get(_PATCH) is not None:
             raise ValueError(
-                f"model: already patched, this {type(inner).__name__}; use the handle that patch returned (any option can "
-                "be given anew in a call), or unpatch(model) first"
+                f"model: already patched, this {type(inner).__name__}; use the handle that patch returned (a call may "
+                "give any option anew), or unpatch(model) first"
             )
         vars(inner).update({_PATCH: handle, "generate": accelerated})
     return handle
