@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from .names import fields_named, unknown
@@ -25,6 +25,9 @@ Preset = Literal["chain", "tree", "graph"]
 
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 
+SIZE = ("depth", "width", "branch", "max_rows")
+"""What is always said of a shape."""
+
 AUTO = "auto"
 """As ``graph_config``: a policy chooses the shape of every step."""
 
@@ -36,7 +39,7 @@ GraphName = Literal["auto", "plain", Preset]
 
 
 @fields_named("graph_config: unknown field")
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GraphConfig:
     """Budgets and rules of one speculative step. Immutable; see :meth:`preset` for the named ones.
 
@@ -93,6 +96,13 @@ class GraphConfig:
                 f"depth={self.depth}, width={self.width}, branch={self.branch} give a graph of up to "
                 f"{self.node_capacity} nodes, more than {MAX_NODES}: lower one of them"
             )
+
+    def __repr__(self) -> str:
+        """The size, and what differs from the defaults; it makes the same shape."""
+        derived = min(2 * self.depth + self.history_depth, self.max_rows - 1)
+        usual = {field.name: field.default for field in fields(self)} | {"max_path": derived}
+        shown = [name for name in usual if name in SIZE or getattr(self, name) != usual[name]]
+        return f"GraphConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     @classmethod
     def preset(cls, name: Preset, **changes: object) -> GraphConfig:

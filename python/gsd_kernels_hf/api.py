@@ -312,9 +312,10 @@ def patch(
     decoder = Options(**options)
     check_sources(decoder, inner)
     validate.check_tokenizers(tokenizer, assistant_tokenizer)
+    loaded = {"drafter": decoder.drafter, "draft_heads": decoder.draft_heads}
     memory = HistoryMemory(properties.vocabulary(inner))
     handle = Patch(inner, Engines(keeps_sessions=True, memory=memory))
-    accelerated = _Accelerated(inner, handle, {**options, "drafter": decoder.drafter, "tokenizer": tokenizer})
+    accelerated = _Accelerated(inner, handle, {**options, **loaded, "tokenizer": tokenizer})
     with _lock:  # of two threads one is refused
         if vars(inner).get(_PATCH) is not None:
             raise ValueError(

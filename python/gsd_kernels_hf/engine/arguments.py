@@ -36,7 +36,7 @@ class OptionArguments(TypedDict, total=False):
     seed: int | None
     backend: Backend
     draft_sources: Sequence[SourceName | DraftSource] | None
-    draft_heads: DraftHeads | None
+    draft_heads: DraftHeads | str | os.PathLike[str] | None
     drafter: Drafter | str | os.PathLike[str] | None
     reference_ids: Tensor | None
     criterion: CriterionName | Typical

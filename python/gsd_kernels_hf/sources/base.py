@@ -142,6 +142,11 @@ class DraftSource:
     max_length: int | None = None
     reads_prompt = False
 
+    def __repr__(self) -> str:
+        """Its name and what it forwards, in one line."""
+        runs = [type(module).__name__ for module in self.forwards]
+        return f"<{type(self).__name__} {self.name!r}{': forwards ' + ', '.join(runs) if runs else ''}>"
+
     def reaches(self, length: int) -> bool:
         """Whether it drafts behind texts of ``length`` tokens."""
         return self.max_length is None or length < self.max_length
