@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.corpus.build import build
+from gsd_kernels_hf.corpus.build import build_corpus
 from gsd_kernels_hf.sources import drafters
 
 TOKENS = {"max_new_tokens": 8, "do_sample": False}
@@ -70,7 +70,7 @@ def test_a_folder_without_heads_names_what_it_lacks(target, tmp_path):
 
 
 def test_the_history_and_a_corpus_by_their_place(target, home):
-    build("~/corpus", [[3, 4, 5, 6, 7] * 4], tokenizer=None)
+    build_corpus("~/corpus", [[3, 4, 5, 6, 7] * 4])
     for place in ("~/corpus", Path("~/corpus"), home / "corpus"):
         assert gsd.Corpus(place).folder == home / "corpus"
     with gsd.patch(target) as handle:
