@@ -226,7 +226,7 @@ class Patch(threading.local):
         count = 0 if idle is None else len(idle.sessions)
         texts = "1 text" if count == 1 else f"{count} texts"
         memory = "" if self.engines.memory is None else f", history of {len(self.engines.memory):,} contexts"
-        return f"<Patch of {kind}: {texts} kept in {_size(self.engines.cache_bytes)} of caches{memory}>"
+        return f"<Patch of {kind}: {texts} kept in {self.engines.cache_bytes / 2**20:,.1f} MiB of caches{memory}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copied or pickled model is not patched
@@ -344,8 +344,3 @@ def _restore(model: PreTrainedModel) -> None:
     handle: Patch = vars(model).pop(_PATCH)
     del vars(model)["generate"]
     handle.clear()
-
-
-def _size(count: int) -> str:
-    """Bytes for a reader."""
-    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB"

@@ -63,7 +63,7 @@ def test_nested_and_late_blocks_are_refused_by_name(target):
 
 def test_what_a_handle_keeps_is_said_in_a_line(target):
     with gsd.patch(target) as handle:
-        assert repr(handle) == "<Patch of LlamaForCausalLM: 0 texts kept in 0.0 MB of caches, history of 0 contexts>"
+        assert repr(handle) == "<Patch of LlamaForCausalLM: 0 texts kept in 0.0 MiB of caches, history of 0 contexts>"
         target.generate(**models.prompts(1, 9), **TOKENS)
         assert repr(handle).startswith("<Patch of LlamaForCausalLM: 1 text kept in 0.")
         assert f"history of {len(handle.history)} contexts" in repr(handle) and len(handle.history)

@@ -141,13 +141,19 @@ class GenerationStats:
         """What a user asks first, as (name, text), line by line."""
         if self.why is not None:
             return [("served by", f"transformers' own generate: {self.why}"), ("seconds", self._times())]
-        steps = f"{self.steps:,} steps ({self.plain_steps:,} plain), {self.sequences:,} sequence"
+        total = self.seconds.get("total", 0.0)
+        speed = f", {self.new_tokens / total:.1f} a second with the prompt" if total else ""
+        way = "one operator" if self.why_modules is None else f"its modules ({self.why_modules})"
         found = [
-            ("new tokens", f"{self.new_tokens:,} in {steps}{'s' * (self.sequences != 1)}"),
-            ("tokens per step", f"{self.tokens_per_step:.2f}"),
+            ("new tokens", f"{self.new_tokens:,} of {self.sequences:,} sequence{'s' * (self.sequences != 1)}{speed}"),
+            ("steps", f"{self.steps:,}, of which {self.plain_steps:,} plain"),
+            ("tokens per step", f"{self.tokens_per_step:.2f}; 1 is plain decoding"),
             ("estimated gain", self._gain()),
             ("seconds", self._times()),
             ("steps by shape", ", ".join(f"{name}: {count:,}" for name, count in self.shapes.items())),
+            ("rows", f"{self.target_rows:,} of the target by {way}, {self.draft_rows:,} of drafts; padding included"),
+            ("merge edges", f"{self.merges:,}, of which {self.accepted_merges:,} on accepted paths"),
+            ("caches", f"{self.cache_bytes / 2**20:.1f} MiB"),
         ]
         found += [(f"source {name}", str(source)) for name, source in self.sources.items()]
         if self.left_out:
