@@ -115,7 +115,7 @@ def test_statistics_are_a_table_a_line_and_json():
     stats = run(graph_config="graph")
     stats.left_out = ["<b>mine</b>"]
     lines = str(stats).splitlines()
-    assert lines[0].startswith(f"new tokens       {stats.new_tokens} of 1 sequence, ")
+    assert lines[0].startswith(f"new tokens       {stats.new_tokens} in 1 sequence, ")
     assert any(line.startswith("tokens per step  ") for line in lines)
     assert any(line.startswith("source model ") for line in lines)
     assert len({line.index(text) for line, (_, text) in zip(lines, stats.table(), strict=True)}) == 1, "aligned"

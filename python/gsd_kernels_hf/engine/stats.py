@@ -145,7 +145,7 @@ class GenerationStats:
         speed = f", {self.new_tokens / total:.1f} a second with the prompt" if total else ""
         way = "one operator" if self.why_modules is None else f"its modules ({self.why_modules})"
         found = [
-            ("new tokens", f"{self.new_tokens:,} of {self.sequences:,} sequence{'s' * (self.sequences != 1)}{speed}"),
+            ("new tokens", f"{self.new_tokens:,} in {self.sequences:,} sequence{'s' * (self.sequences != 1)}{speed}"),
             ("steps", f"{self.steps:,}, of which {self.plain_steps:,} plain"),
             ("tokens per step", f"{self.tokens_per_step:.2f}; 1 is plain decoding"),
             ("estimated gain", self._gain()),
