@@ -52,7 +52,7 @@ def test_heads_are_loaded_once_beside_a_drafter(target, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("draft_heads", "no/such", "draft_heads: no such folder"),
+        ("draft_heads", "./no-such", "draft_heads: no such folder"),
         ("draft_heads", 3, "draft_heads: expected DraftHeads, their folder or hub id, got int"),
         ("assistant_model", "folder", "assistant_model: expected a model, got the path 'folder'; load it"),
         ("assistant_model", Path("folder"), "assistant_model: expected a model, got the path 'folder'; load it"),
