@@ -43,7 +43,7 @@ def test_sources(target):
     heads = gsd.DraftHeads.for_model(target, 2)
     assert repr(Mine()) == "<Mine 'mine'>"
     assert repr(History()) == "<History 'history'>"
-    assert repr(DraftModel(target)) == "<DraftModel 'model': forwards LlamaForCausalLM>"
+    assert repr(DraftModel(target)) == "<DraftModel 'model': LlamaForCausalLM>"
     assert repr(heads) == "<DraftHeads: hidden_size=32, num_heads=2, num_layers=1, made for llama>"
     assert repr(Heads(heads)) == "<Heads 'heads'>"
     assert repr(HistoryMemory(1000)) == "<HistoryMemory: 0 contexts of a vocabulary of 1,000 tokens>"

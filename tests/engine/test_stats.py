@@ -135,4 +135,5 @@ def test_a_call_that_transformers_served_says_so():
 
 def test_a_source_in_words():
     assert str(SourceStats(8, 2, 0.25)) == "2 of 8 tokens accepted (25%), 0.250 s"
-    assert str(SourceStats()) == "0 of 0 tokens accepted"
+    assert str(SourceStats(0, 0, 0.0)) == "0 of 0 tokens accepted, 0.000 s"
+    assert str(SourceStats()) == "not counted on a GPU"

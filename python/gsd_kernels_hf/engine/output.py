@@ -139,10 +139,9 @@ class Output:
             stats.plain_seconds = statistics.median(self.plain_seconds)
             stats.plain_from = f"the {len(self.plain_seconds)} plain steps of this call"
         if session.drafter is not None:
-            tally = session.drafter.tally
+            brought = session.drafter.tally.sources
             stats.sources = {
-                name: SourceStats(*counts, None if tally.seconds is None else tally.seconds[name])
-                for name, counts in zip(tally.place, tally.counts.tolist(), strict=True)
+                name: SourceStats(**vars(found)) if found else SourceStats() for name, found in brought.items()
             }
         if self.streaming is not None:
             self.streaming.end()

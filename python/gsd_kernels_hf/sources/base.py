@@ -143,9 +143,7 @@ class DraftSource:
     reads_prompt = False
 
     def __repr__(self) -> str:
-        """Its name and what it forwards, in one line."""
-        runs = [type(module).__name__ for module in self.forwards]
-        return f"<{type(self).__name__} {self.name!r}{': forwards ' + ', '.join(runs) if runs else ''}>"
+        return f"<{type(self).__name__} {self.name!r}>"
 
     def reaches(self, length: int) -> bool:
         """Whether it drafts behind texts of ``length`` tokens."""

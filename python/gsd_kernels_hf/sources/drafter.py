@@ -73,7 +73,7 @@ class Drafter:
         self.every, self.weights, self.state, self.backend = tuple(sources), weights, state, backend
         device = state.tokens.device
         self.border = Border(sources, vocab_size, len(state.tokens), device, waits=not replay.is_gpu(device))
-        self.tally = Tally([source.name for source in sources], device, timed=not replay.is_gpu(device))
+        self.tally = Tally([source.name for source in sources], counts=not replay.is_gpu(device))
         self._take(self.every)
         self.calibration: Calibration | None = None  # of this text
         self.shapes: dict[GraphConfig, Storage] = {}
