@@ -105,6 +105,8 @@ class Output:
             self.plain_seconds.append(session.clock.since_step())
         if len(columns) > 3:
             border.check([row[-1] for row in packed])
+        if session.drafter is not None:
+            session.drafter.tally.count(session.drafter.asked(), verified)
         for sequence, (_, count, *tokens) in enumerate(packed):
             self.lengths[sequence] += count
             self.stats.count_accepted(count)

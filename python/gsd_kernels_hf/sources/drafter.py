@@ -220,13 +220,13 @@ class Drafter:
             self.tally.end(source.name, begin)
         if verified.graph is None or self.current is None:
             return
-        found: dict[str, list[Asked]] = {}
-        for source in self.sources:
-            asked = [drafted.asked[source.name] for drafted in self.current.levels if source.name in drafted.asked]
-            self.weights[source.name].learn(asked, verified.nodes, verified.tokens, self.backend)
-            if asked:
-                found[source.name] = asked
-        self.tally.count(found, verified)
+        for name, asked in self.asked().items():
+            self.weights[name].learn(asked, verified.nodes, verified.tokens, self.backend)
+
+    def asked(self) -> dict[str, list[Asked]]:
+        """What the sources proposed in the last step, level by level, by name in the order in which they are mixed."""
+        levels = [] if self.current is None else [drafted.asked for drafted in self.current.levels]
+        return {s.name: [asked[s.name] for asked in levels if s.name in asked] for s in self.sources}
 
     def profile(self, verified: Verified) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """How probable the sources held the candidates of each accepted node, and which of them the target picked.

@@ -55,12 +55,13 @@ class Tally:
         """Count a step that drafted.
 
         Args:
-            asked: what the sources proposed, by name, in the order in which they are mixed; none without a level.
-            verified: the step.
+            asked: what the sources proposed, by name, in the order in which they are mixed.
+            verified: the step; after it, since the step itself waits for nothing.
         """
-        if not asked or not self.counts:
+        proposing = [name for name, levels in asked.items() if levels]
+        if not self.counts or not proposing or verified.graph is None:
             return
-        *others, last = asked
+        *others, last = proposing
         paths = verified.accepted.accepted_rows.tolist() if others else []
         lengths = zip(verified.rows.num_rows.tolist(), verified.accepted.num_accepted.tolist(), strict=True)
         for sequence, (rows, accepted) in enumerate(lengths):
