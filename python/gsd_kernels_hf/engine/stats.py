@@ -58,8 +58,8 @@ class GenerationStats:
         accepted: ``accepted[n]`` counts the steps in which a sequence emitted n tokens.
         shapes: steps of each shape, by name; ``"plain"``, ``depth x width x branch x rows`` of a shape with a model's
             levels, ``lookup-`` before it of one without.
-        sources: :class:`SourceStats` by name. Accepted tokens of all together are ``new_tokens − sequence_steps``, and what a
-            stopping criterion took back: the last token of a step is the target's own.
+        sources: :class:`SourceStats` by name. Accepted tokens of all together are ``new_tokens − sequence_steps``, and
+            what a stopping criterion took back: the last token of a step is the target's own.
         plain_seconds: what a plain step would take, as :attr:`gain` needs it; ``None``: not known.
         plain_from: what that was estimated from.
         cache_bytes: all key/value caches.
