@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -19,7 +19,10 @@ from .compiled import UNAVAILABLE as COMPILED_UNAVAILABLE
 
 logger = logging.getLogger("gsd_kernels")
 
-BACKENDS = ("auto", "cpu", "cuda", "triton", "reference")
+Backend = Literal["auto", "cpu", "cuda", "triton", "reference"]
+"""What ``backend`` takes."""
+
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
 class BackendUnavailableError(ValueError):

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
 
+from ..files import path_of
 from .dense import load_model
 from .header import Header, Stored
 from .modules import PackedEmbedding, PackedLinear
@@ -66,7 +67,7 @@ def from_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat
         TypeError, ValueError: no GGUF file, a damaged one, or one that cannot be served.
         ImportError: transformers needs a package to unpack it.
     """
-    path = Path(path)
+    path = path_of(path)
     if dtype not in FLOATS.values():
         raise TypeError(f"dtype: expected float32, bfloat16 or float16, got {dtype}")
     header = Header.read(path)
