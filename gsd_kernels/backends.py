@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -19,7 +19,10 @@ from .compiled import UNAVAILABLE as COMPILED_UNAVAILABLE
 
 logger = logging.getLogger("gsd_kernels")
 
-BACKENDS = ("auto", "cpu", "cuda", "triton", "reference")
+Backend = Literal["auto", "cpu", "cuda", "triton", "reference"]
+"""What ``backend`` takes."""
+
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
 class BackendUnavailableError(ValueError):
@@ -62,7 +65,7 @@ def _triton_unavailable_reason(device: torch.device) -> str | None:
 
 
 FIRST = ("triton", "compiled")
-"""What ``GSD_CUDA_FIRST`` may say: which implementation of an op ``auto`` takes first on a GPU."""
+"""What ``GSD_KERNELS_CUDA_FIRST`` may say: which implementation of an op ``auto`` takes first on a GPU."""
 
 
 @cache
@@ -72,11 +75,11 @@ def compiled_first() -> bool:
     An op whose Triton form is a kernel behind several launches of PyTorch's names CUDA C++ first in any case.
 
     Raises:
-        ValueError: ``GSD_CUDA_FIRST`` is none of :data:`FIRST`.
+        ValueError: ``GSD_KERNELS_CUDA_FIRST`` is none of :data:`FIRST`.
     """
-    value = os.environ.get("GSD_CUDA_FIRST", FIRST[0])
+    value = os.environ.get("GSD_KERNELS_CUDA_FIRST", FIRST[0])
     if value not in FIRST:
-        raise ValueError(f"GSD_CUDA_FIRST: expected {' or '.join(FIRST)}, got {value!r}; or unset it")
+        raise ValueError(f"GSD_KERNELS_CUDA_FIRST: expected {' or '.join(FIRST)}, got {value!r}; or unset it")
     return value == "compiled"
 
 

@@ -103,7 +103,7 @@ def load(backend: str) -> str | None:
         return f"the compiled {backend} ops were not built when the package was installed; " + (
             "with a C++ compiler: pip install --no-build-isolation ."
             if backend == "cpu"
-            else "with nvcc: GSD_BUILD_CUDA=1 pip install --no-build-isolation ."
+            else "with nvcc: GSD_KERNELS_BUILD_CUDA=1 pip install --no-build-isolation ."
         )
     try:
         torch.ops.load_library(str(path))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
 
 from .names import fields_named, unknown
 
@@ -19,7 +20,13 @@ MAX_ROWS = 128
 MAX_BRANCH = 32
 """Largest number of candidates after one node."""
 
-PRESETS = ("chain", "tree", "graph")
+Preset = Literal["chain", "tree", "graph"]
+"""Names of :meth:`GraphConfig.preset`."""
+
+PRESETS: tuple[Preset, ...] = get_args(Preset)
+
+SIZE = ("depth", "width", "branch", "max_rows")
+"""What is always said of a shape."""
 
 AUTO = "auto"
 """As ``graph_config``: a policy chooses the shape of every step."""
@@ -27,9 +34,12 @@ AUTO = "auto"
 PLAIN = "plain"
 """As ``graph_config``: nothing is drafted."""
 
+GraphName = Literal["auto", "plain", Preset]
+"""What ``graph_config`` takes by name."""
+
 
 @fields_named("graph_config: unknown field")
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GraphConfig:
     """Budgets and rules of one speculative step. Immutable; see :meth:`preset` for the named ones.
 
@@ -87,8 +97,15 @@ class GraphConfig:
                 f"{self.node_capacity} nodes, more than {MAX_NODES}: lower one of them"
             )
 
+    def __repr__(self) -> str:
+        """The size, and what differs from the defaults; it makes the same shape."""
+        derived = min(2 * self.depth + self.history_depth, self.max_rows - 1)
+        usual = {field.name: field.default for field in fields(self)} | {"max_path": derived}
+        shown = [name for name in usual if name in SIZE or getattr(self, name) != usual[name]]
+        return f"GraphConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
     @classmethod
-    def preset(cls, name: str, **changes: object) -> GraphConfig:
+    def preset(cls, name: Preset, **changes: object) -> GraphConfig:
         """The named configuration ``"chain"``, ``"tree"`` or ``"graph"``, with any field replaced by keyword.
 
         ``chain`` is ordinary speculative decoding, ``tree`` the best dynamic token tree, ``graph`` the same tree
@@ -154,7 +171,7 @@ class GraphConfig:
         return _log(self.min_prob)
 
 
-def resolve_graph_config(value: GraphConfig | str | None) -> GraphConfig:
+def resolve_graph_config(value: GraphConfig | GraphName | None) -> GraphConfig:
     """``None`` (the default preset), a preset's name, or a :class:`GraphConfig` → :class:`GraphConfig`.
 
     Raises:

@@ -1,7 +1,8 @@
 """The instruction sets that the CPU's products of rows (:func:`gsd_kernels.ops.decoder_rows`) may use.
 
 Every level that the processor and the system have proves itself on small products before its first use; the best of
-them serves. ``GSD_CPU_LEVEL`` names another. Levels round differently; under one level a row's bits are the same.
+them serves. ``GSD_KERNELS_CPU_LEVEL`` names another. Levels round differently; under one level a row's bits are the
+same.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def active() -> str:
     """The level in use.
 
     Raises:
-        ValueError: ``GSD_CPU_LEVEL`` names one that is unknown or cannot run.
+        ValueError: ``GSD_KERNELS_CPU_LEVEL`` names one that is unknown or cannot run.
     """
     name: str = _library().gsd_cpu_level().decode()
     if name.startswith("\t"):

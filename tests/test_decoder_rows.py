@@ -384,9 +384,9 @@ def test_unknown_levels_are_refused():
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "GSD_CPU_LEVEL": "sse"},
+        env={**os.environ, "GSD_KERNELS_CPU_LEVEL": "sse"},
     )
-    assert "ValueError" in run.stderr and "GSD_CPU_LEVEL: expected one of portable" in run.stderr
+    assert "ValueError" in run.stderr and "GSD_KERNELS_CPU_LEVEL: expected one of portable" in run.stderr
 
 
 # Memory.

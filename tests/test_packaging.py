@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import setuptools
 import torch
+from shared import once
 
 ROOT = Path(__file__).parent.parent
 CXX = shutil.which(os.environ.get("CXX", "g++"))
@@ -24,16 +26,32 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def source(tmp_path):
+def cloned(folder: Path) -> Path:
     """A fresh clone: no shared objects, no build folder."""
     for name in TREES:
-        here, there = ROOT / name, tmp_path / "source" / name
+        here, there = ROOT / name, folder / "source" / name
         if here.is_dir():
             shutil.copytree(here, there, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
         else:
             shutil.copy(here, there)
-    return tmp_path / "source"
+    return folder / "source"
+
+
+@pytest.fixture
+def source(tmp_path):
+    return cloned(tmp_path)
+
+
+@pytest.fixture
+def pure(tmp_path_factory):
+    """The folder of a wheel without compiled operators, and what its build printed; made once."""
+
+    def build(folder: Path) -> None:
+        done = build_wheel(cloned(folder), GSD_KERNELS_BUILD_CPU="0")
+        assert done.returncode == 0, done.stdout + done.stderr
+        (folder / "printed").write_text(done.stdout + done.stderr)
+
+    return once(tmp_path_factory, "pure-wheel", build)
 
 
 def build_wheel(source: Path, python: str | Path = sys.executable, **environment: str) -> subprocess.CompletedProcess:
@@ -55,7 +73,7 @@ def build_wheel(source: Path, python: str | Path = sys.executable, **environment
     return subprocess.run(
         [str(python), "-c", program, str(dependencies)],
         cwd=source,
-        env={**clean, "GSD_BUILD_CUDA": "0", **environment},
+        env={**clean, "GSD_KERNELS_BUILD_CUDA": "0", **environment},
         capture_output=True,
         text=True,
     )
@@ -111,7 +129,7 @@ def quick_compiler(tmp_path):
 @pytest.mark.skipif(CXX is None, reason="no C++ compiler")
 @pytest.mark.usefixtures("one_op")
 def test_an_isolated_build_finds_the_installed_torch(source, quick_compiler):
-    done = build_wheel(source, GSD_BUILD_CPU="1", CXX=quick_compiler)
+    done = build_wheel(source, GSD_KERNELS_BUILD_CPU="1", CXX=quick_compiler)
     assert done.returncode == 0, done.stdout + done.stderr
     target, tags = installed(source)
     assert tags.startswith("cp310-abi3-linux_")
@@ -130,16 +148,22 @@ def test_without_torch_the_wheel_is_pure_python_and_names_the_cure(source):
     assert tags == "py3-none-any"
     assert "pip install --no-build-isolation" in answer(target, REASON)
 
-    refused = build_wheel(source, python, GSD_BUILD_CPU="1")
-    assert refused.returncode != 0 and "GSD_BUILD_CPU=1, but there is no torch" in refused.stderr
+    refused = build_wheel(source, python, GSD_KERNELS_BUILD_CPU="1")
+    assert refused.returncode != 0 and "GSD_KERNELS_BUILD_CPU=1, but there is no torch" in refused.stderr
 
 
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"GSD_BUILD_CPU": "1", "CXX": "no-such-compiler"}, "GSD_BUILD_CPU=1, but there is no C++17 compiler"),
-        ({"GSD_BUILD_CPU": "yes"}, "GSD_BUILD_CPU: expected auto, 0 or 1"),
-        ({"GSD_BUILD_CPU": "0", "GSD_BUILD_CUDA": "1", "CXX": "no-such-compiler"}, "GSD_BUILD_CUDA=1, but there is no"),
+        (
+            {"GSD_KERNELS_BUILD_CPU": "1", "CXX": "no-such-compiler"},
+            "GSD_KERNELS_BUILD_CPU=1, but there is no C++17 compiler",
+        ),
+        ({"GSD_KERNELS_BUILD_CPU": "yes"}, "GSD_KERNELS_BUILD_CPU: expected auto, 0 or 1"),
+        (
+            {"GSD_KERNELS_BUILD_CPU": "0", "GSD_KERNELS_BUILD_CUDA": "1", "CXX": "no-such-compiler"},
+            "GSD_KERNELS_BUILD_CUDA=1, but there is no",
+        ),
     ],
 )
 def test_what_is_asked_for_and_impossible_fails(source, environment, message):
@@ -147,12 +171,10 @@ def test_what_is_asked_for_and_impossible_fails(source, environment, message):
     assert done.returncode != 0 and message in done.stderr
 
 
-def test_both_off_is_pure_python(source):
-    done = build_wheel(source, GSD_BUILD_CPU="0")
-    assert done.returncode == 0, done.stdout + done.stderr
-    target, tags = installed(source)
+def test_both_off_is_pure_python(pure):
+    target, tags = installed(pure / "source")
     assert tags == "py3-none-any"
-    assert "would be ignored" not in done.stdout + done.stderr, "setuptools takes folders of weights for packages"
+    assert "would be ignored" not in (pure / "printed").read_text(), "setuptools takes folders of weights for packages"
     assert (target / "gsd_kernels_bench/generation/real/prompts.json").is_file()
     (entry_points,) = target.glob("*.dist-info/entry_points.txt")
     assert "[sglang.srt.plugins]\ngsd = gsd_kernels_sglang.plugin:register" in entry_points.read_text()
@@ -164,5 +186,67 @@ def test_both_off_is_pure_python(source):
 def test_cuda_is_left_out_by_default_beside_a_cpu_torch(source):
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA")
-    done = build_wheel(source, GSD_BUILD_CPU="0", GSD_BUILD_CUDA="auto")
+    done = build_wheel(source, GSD_KERNELS_BUILD_CPU="0", GSD_KERNELS_BUILD_CUDA="auto")
     assert done.returncode == 0 and "the cuda ops are not built" in done.stdout
+
+
+TYPED = """\
+import gsd_kernels
+from transformers import PreTrainedModel
+
+
+def use(model: PreTrainedModel, draft: PreTrainedModel) -> None:
+    with gsd_kernels.patch(model, draft_sources=("history",), graph_config="auto", criterion="exact") as handle:
+        handle.clear()
+    gsd_kernels.patch(model, drafter="folder", draft_sources=["drafter", "history"])
+    gsd_kernels.generate(model, assistant_model=draft, max_new_tokens=8, do_sample=True, top_p=0.9, seed=1)
+    chain = gsd_kernels.GraphConfig.preset("chain", depth=3)
+    gsd_kernels.generate(model, graph_config=chain, backend="reference", stop_strings=["x"], tokenizer=None)
+"""
+MISTAKES = {
+    "gsd_kernels.patch(model, graph_confg='auto')": "graph_confg",
+    "gsd_kernels.patch(model, draft_sources=('histroy',))": "draft_sources",
+    "gsd_kernels.patch(model, criterion='exactly')": "criterion",
+    "gsd_kernels.generate(model, assistant_modl=None)": "assistant_modl",
+    "gsd_kernels.generate(model, max_new_token=8)": "max_new_token",
+    "gsd_kernels.generate(model, seed='1')": "seed",
+    "gsd_kernels.generate(model, graph_config='graf')": "graph_config",
+    "gsd_kernels.generate(model, backend='gpu')": "backend",
+    "gsd_kernels.GraphConfig.preset('chian')": "preset",
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="no mypy: pip install mypy")
+@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="no pip in this environment")
+def test_a_type_checker_finds_a_misspelt_option_of_the_installed_wheel(pure, tmp_path):
+    """Every mistake has its line, and no other line has an error. Nothing of torch or transformers is read."""
+    (wheel,) = (pure / "wheels").glob("*.whl")
+    target = tmp_path / "target"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile"]
+    subprocess.run([*pip, "--target", str(target), str(wheel)], check=True, capture_output=True)
+    file, settings = tmp_path / "use.py", tmp_path / "mypy.ini"
+    file.write_text(TYPED + "".join(f"    {line}\n" for line in MISTAKES))
+    skipped = "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in ("torch", "transformers", "numpy"))
+    settings.write_text(f"[mypy]\nignore_missing_imports = true\n{skipped}")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--config-file",
+            str(settings),
+            "--cache-dir",
+            str(tmp_path / "cache"),
+            str(file),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(target)},
+        capture_output=True,
+        text=True,
+    )
+    first = len(TYPED.splitlines()) + 1
+    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
+    found = {int(line.split(":")[1]): line for line in errors}
+    assert set(found) == set(range(first, first + len(MISTAKES))), done.stdout + done.stderr
+    for number, named in enumerate(MISTAKES.values(), first):
+        assert named in found[number], found[number]

@@ -123,7 +123,8 @@ def real(
         typer.Option(
             "--llama-cpp",
             metavar="DIR",
-            help="Folder of llama-server and llama-quantize. Default: $GSD_LLAMA_CPP, else PATH, else pip's xllamacpp.",
+            help="Folder of llama-server and llama-quantize. Default: $GSD_KERNELS_LLAMA_CPP, else PATH, else pip's "
+            "xllamacpp.",
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One prompt of each kind, 32 tokens.")] = False,

@@ -243,7 +243,11 @@ def _rounds(
 
 
 def _prepare(settings: Settings, pair: Pair, report: GenerateReport, peers: Sequence[Competitor]) -> list[Competitor]:
-    """Compile and warm up; the competitors that work."""
+    """Compile and warm up; the competitors that work.
+
+    What compiles as it goes writes a whole text: the compiled ones, and on a GPU everybody, whose kernels are compiled
+    for the rows of a step when it first has so many.
+    """
     longest = max((prompt.input_ids for prompt in pair.prompts), key=lambda ids: ids.shape[1])
     racing = []
     names = [name for name in settings.competitors if name not in PEERS]
@@ -255,7 +259,8 @@ def _prepare(settings: Settings, pair: Pair, report: GenerateReport, peers: Sequ
         print(f"generate: warming up {competitor.name}", file=sys.stderr, flush=True)
         begin = time.perf_counter()
         try:
-            competitor.decode(longest, settings.new_tokens if competitor.compiled else WARM_UP_TOKENS, 0)
+            whole = competitor.compiled or settings.device.type == "cuda"
+            competitor.decode(longest, settings.new_tokens if whole else WARM_UP_TOKENS, 0)
         except Exception as error:
             if competitor.name in OURS:
                 raise

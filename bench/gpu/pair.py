@@ -28,7 +28,7 @@ from .graphs import pretended, watched
 from .right import passed
 from .work import Work
 
-WAYS = {"operator": "cuda", "modules": "0"}  # of GSD_FUSED_ROWS
+WAYS = {"operator": "cuda", "modules": "0"}  # of GSD_KERNELS_FUSED_ROWS
 TARGET, DRAFT = "llama-3-8b", "llama-3.2-1b"
 PROMPT, NEW_TOKENS = 512, 64
 

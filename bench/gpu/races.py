@@ -17,7 +17,9 @@ from ..lib.shapes import shape_named
 from .work import Work
 
 #: Against CUDA-graphed plain decoding (``plain``); what compiles longer has a stage of its own.
-COMPETITORS = "hf-greedy,hf-assisted-3,hf-assisted-5,hf-assisted-8,hf-assisted-dynamic,plain,chain,tree,graph,auto"
+COMPETITORS = (
+    "hf-greedy,hf-assisted-3,hf-assisted-5,hf-assisted-dynamic,hf-prompt-lookup,plain,chain,graph,history-auto,auto"
+)
 STATIC = "hf-static-compile,plain,auto"
 #: (target, draft, competitors): function and cost apart, the demo pair's function at the cost of these shapes.
 PAIRS = {
@@ -27,11 +29,13 @@ PAIRS = {
     "static-compile": ("llama-2-7b", "tinyllama-1.1b", STATIC),
 }
 HEADROOM = 1.05  # of a GPU's memory against a pair's weights
+SETTING_UP = 190.0  # seconds of a stage in which models are made and everybody writes a text once
+LEAST = 60.0  # seconds of a race
 
 
 def run(work: Work) -> None:
     """A point for every benchmark; ``report`` is the JSON that it would have written by itself."""
-    planned = commands(work.stage.name, work.rehearse)
+    planned = commands(work.stage.name, work.rehearse, max(LEAST, work.left() - SETTING_UP))
     lack = memory_lack(work)
     if lack is not None:
         work.keep("memory", {"missing": lack})
@@ -39,8 +43,11 @@ def run(work: Work) -> None:
     work.each(planned, lambda name: bench(work, name, planned[name]))
 
 
-def commands(stage: str, rehearse: bool) -> dict[str, list[str]]:
-    """The arguments of ``gsd-kernels bench`` for a stage, by the name of the result."""
+def commands(stage: str, rehearse: bool, seconds: float = LEAST) -> dict[str, list[str]]:
+    """The arguments of ``gsd-kernels bench`` for a stage, by the name of the result.
+
+    A race begins no prompt that would end after ``seconds``: models are made and warmed up before.
+    """
     where = ["--device", "cpu", "--dtype", "float32"] if rehearse else ["--device", "cuda", "--dtype", "bfloat16"]
     quick = ["--seconds", "0.01" if rehearse else "0.2"]
     if stage == "tune":
@@ -59,9 +66,8 @@ def commands(stage: str, rehearse: bool) -> dict[str, list[str]]:
         target = draft = "tiny"
         competitors = "hf-greedy,plain,auto" if stage != "static-compile" else "plain,auto"
     size = ["--prompts", "1", "--new-tokens", "8"] if rehearse else ["--prompts", "20", "--new-tokens", "128"]
-    # It begins no prompt that would end after 300 seconds: models are made and warmed up before.
     models = ["--pair", "tiny" if rehearse else "demo", "--target-shape", target, "--draft-shape", draft]
-    return {stage: ["generate", *where, *models, *size, "--competitors", competitors, "--seconds", "300"]}
+    return {stage: ["generate", *where, *models, *size, "--competitors", competitors, "--seconds", f"{seconds:.0f}"]}
 
 
 def memory_lack(work: Work) -> str | None:
@@ -77,25 +83,33 @@ def memory_lack(work: Work) -> str | None:
 
 
 def bench(work: Work, name: str, arguments: list[str]) -> dict[str, Any]:
-    """Run one benchmark.
+    """Run one benchmark; of one that the stage's time ended, what it had written: a race writes after every prompt.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: it failed, or had written nothing yet.
     """
     with tempfile.TemporaryDirectory() as folder:
         where = [] if arguments[0] == "tune-attention" else ["--out", folder, "--name", name]
-        call(["--debug", "bench", *arguments, *where])
+        seconds = work.left()
+        ended = call(["--debug", "bench", *arguments, *where], seconds)
         if arguments[0] == "tune-attention":  # it rewrites this GPU's entries of the table
             return {"table": json.loads(TABLE.read_text(encoding="utf-8"))}
-        return {"report": json.loads(Path(folder, f"{name}.json").read_text(encoding="utf-8"))}
+        report = Path(folder, f"{name}.json")
+        if not report.exists():
+            raise RuntimeError(f"gsd-kernels bench {arguments[0]} was given {seconds:.0f} s and wrote no result")
+        return {"report": json.loads(report.read_text(encoding="utf-8")), "ended": ended}
 
 
-def call(arguments: list[str]) -> None:
-    """The package's command line, in a process that ends with this one's group.
+def call(arguments: list[str], seconds: float) -> bool:
+    """The package's command line, in a process that ends with this one's group; whether it ended within ``seconds``.
 
     Raises:
         RuntimeError: it failed.
     """
-    done = subprocess.run([sys.executable, "-m", "gsd_kernels_hf", *arguments])
+    try:
+        done = subprocess.run([sys.executable, "-m", "gsd_kernels_hf", *arguments], timeout=max(seconds, 1.0))
+    except subprocess.TimeoutExpired:
+        return False
     if done.returncode:
         raise RuntimeError(f"gsd-kernels {' '.join(arguments)} ended with {done.returncode}: see the log")
+    return True

@@ -90,9 +90,9 @@ STAGES = (
     Stage("compile", "compile", "every Triton kernel compiled: registers, spills", 300, 120, with_ops=False),
     Stage("attention", "attention_cold", "tree attention beside its peers, cold L2", 480, 60),
     Stage("auto", "automatic", "auto for 128 tokens, compilations by step", 420, 240),
-    Stage("e2e-8b", "races", "8B behind a 1B, beside transformers' modes", needs=COMMAND_LINE),
-    Stage("e2e-7b", "races", "7B behind a 1.1B", needs=COMMAND_LINE),
-    Stage("e2e-70b", "races", "70B behind a 1.1B, on a GPU that holds it", needs=COMMAND_LINE),
+    Stage("e2e-8b", "races", "8B behind a 1B, beside transformers' modes", 480, 240, COMMAND_LINE),
+    Stage("e2e-7b", "races", "7B behind a 1.1B", 480, 240, COMMAND_LINE),
+    Stage("e2e-70b", "races", "70B behind a 1.1B, on a GPU that holds it", 480, 240, COMMAND_LINE),
     Stage("kernels", "races", "merge, sample, commit", needs=COMMAND_LINE),
     Stage("tune", "races", "launch configurations of the Triton attention", needs=COMMAND_LINE),
     Stage("static-compile", "races", "transformers' compiled static cache", needs=COMMAND_LINE),
@@ -256,7 +256,12 @@ def built() -> bool:
 def build_command(*, into: Path | None = None) -> tuple[list[str], dict[str, str]]:
     """The command that builds the CUDA ops and nothing else, and its environment; ``into``: not into the checkout."""
     place = ["--inplace"] if into is None else ["--build-lib", str(into), "--build-temp", str(into / "temp")]
-    environment = {"GSD_CUDA_ARCHS": local_archs(), **os.environ, "GSD_BUILD_CUDA": "1", "GSD_BUILD_CPU": "0"}
+    environment = {
+        "GSD_KERNELS_CUDA_ARCHS": local_archs(),
+        **os.environ,
+        "GSD_KERNELS_BUILD_CUDA": "1",
+        "GSD_KERNELS_BUILD_CPU": "0",
+    }
     return [sys.executable, "setup.py", "-q", "build_ext", *place], environment
 
 
@@ -271,7 +276,7 @@ def local_archs() -> str:
 
 
 def build_ops(output: IO[bytes], seconds: float, *, into: Path | None = None) -> int:
-    """Build the CUDA ops, for this machine's GPUs unless GSD_CUDA_ARCHS names others; the exit code."""
+    """Build the CUDA ops, for this machine's GPUs unless GSD_KERNELS_CUDA_ARCHS names others; the exit code."""
     command, environment = build_command(into=into)
     return execute(command, environment, output, seconds)
 

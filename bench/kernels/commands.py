@@ -122,7 +122,7 @@ def rows(
         typer.Option("--dtype", help="Repeatable. Default: bfloat16, and on a CPU float32."),
     ] = None,
     device: Annotated[
-        str, typer.Option("--device", help="On a GPU its operator is timed, whatever GSD_FUSED_ROWS says.")
+        str, typer.Option("--device", help="On a GPU its operator is timed, whatever GSD_KERNELS_FUSED_ROWS says.")
     ] = "cpu",
     counts: Annotated[
         list[int] | None, typer.Option("--rows", min=1, max=256, help="Repeatable. Default: 1, 4, 8, 16, 32 and 64.")

@@ -19,7 +19,7 @@
 namespace gsd {
 namespace {
 
-constexpr const char* kVariable = "GSD_CPU_LEVEL";
+constexpr const char* kVariable = "GSD_KERNELS_CPU_LEVEL";
 
 std::string missing(const char* instructions) { return std::string("this processor has no ") + instructions; }
 

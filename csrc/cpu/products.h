@@ -65,7 +65,7 @@ const IsaKernels* soft_amx_kernels();  // never chosen, only asked for by name
 // Whether the system lets this process use tiles, asked for once; empty, or the reason.
 std::string amx_permission();
 
-// The best level that has proven itself, or the one that GSD_CPU_LEVEL or use_level names.
+// The best level that has proven itself, or the one that GSD_KERNELS_CPU_LEVEL or use_level names.
 // Throws what names the variable if that one cannot run here.
 const IsaKernels& kernels();
 

@@ -63,11 +63,11 @@ class RowsTensors {
   ScalarType dtype;
 };
 
-// Whether launches may begin early, by GSD_ROWS_OVERLAP; asked at every call, and by a graph when it is captured.
+// Whether launches may begin early, by GSD_KERNELS_ROWS_OVERLAP; asked at every call, and by a graph when it is captured.
 inline bool rows_overlap() {
-  const char* value = std::getenv("GSD_ROWS_OVERLAP");
+  const char* value = std::getenv("GSD_KERNELS_ROWS_OVERLAP");
   const std::string given = value == nullptr ? "1" : value;
-  STD_TORCH_CHECK(given == "0" || given == "1", "GSD_ROWS_OVERLAP: expected 0 or 1, got '", given, "'; or unset it");
+  STD_TORCH_CHECK(given == "0" || given == "1", "GSD_KERNELS_ROWS_OVERLAP: expected 0 or 1, got '", given, "'; or unset it");
   return given == "1";
 }
 

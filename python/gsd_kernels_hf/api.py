@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,11 @@ from .model import properties
 from .model.once import getting_ready
 from .sources.layer_skip import LayerSkip
 from .sources.memory import HistoryMemory
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .engine.arguments import GenerateArguments, OptionArguments
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -60,7 +66,7 @@ def generate(
     stopping_criteria: StoppingCriteriaList | None = None,
     tokenizer: Any = None,
     assistant_tokenizer: Any = None,
-    **kwargs: Any,
+    **kwargs: Unpack[GenerateArguments],
 ) -> Tensor | GraphGenerateOutput:
     """``model.generate`` by graph-structured speculative decoding: the same output, sooner.
 
@@ -165,6 +171,8 @@ def _without_prompt(kwargs: dict[str, Any]) -> dict[str, Any]:
 class Patch(threading.local):
     """What :func:`patch` returns; it keeps caches, captured steps and what was learned for later calls.
 
+    ``with patch(model) as handle:`` unpatches at the end, also on an exception, unless that was done inside.
+
     Attributes:
         stats: of the last call of the asking thread.
             Where transformers' own ``generate`` served it, ``stats.why`` says why.
@@ -177,6 +185,7 @@ class Patch(threading.local):
         self.engines = engines
         self.stats: GenerationStats | None = None
         self.handed_over = False  # whether this thread is in transformers' own generate
+        self.entered = False  # whether this thread is in a ``with`` block of it
 
     @property
     def history(self) -> HistoryMemory:
@@ -187,6 +196,37 @@ class Patch(threading.local):
     def clear(self) -> None:
         """Forget what was learned, and return the memory of caches and captured steps."""
         self.engines.clear()
+
+    @property
+    def patched(self) -> bool:
+        """Whether the model's ``generate`` is still this handle's."""
+        return vars(self.model).get(_PATCH) is self
+
+    def __enter__(self) -> Patch:
+        if self.entered:
+            raise ValueError("patch: this handle's with block is entered already; it ends once, at its outermost end")
+        if not self.patched:
+            raise ValueError("patch: this handle's model was unpatched; patch it anew: with gsd_kernels.patch(model):")
+        self.entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.entered = False
+        with _lock:
+            if self.patched:
+                _restore(self.model)
+
+    def __repr__(self) -> str:
+        """What is kept, in one line."""
+        kind, idle = type(self.model).__name__, self.engines.idle
+        if not self.patched:
+            return f"<Patch of {kind}: unpatched>"
+        count = 0 if idle is None else len(idle.sessions)
+        texts = "1 text" if count == 1 else f"{count} texts"
+        memory = "" if self.engines.memory is None else f", history of {len(self.engines.memory):,} contexts"
+        return f"<Patch of {kind}: {texts} kept in {self.engines.cache_bytes / 2**20:,.1f} MiB of caches{memory}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copied or pickled model is not patched
@@ -238,8 +278,14 @@ class _Accelerated:
 
 
 @_takes_options
-def patch(model: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer: Any = None, **options: Any) -> Patch:
-    """Make ``model``'s own ``generate`` graph-speculative, until :func:`unpatch`.
+def patch(
+    model: PreTrainedModel,
+    *,
+    tokenizer: Any = None,
+    assistant_tokenizer: Any = None,
+    **options: Unpack[OptionArguments],
+) -> Patch:
+    """Make ``model``'s own ``generate`` graph-speculative, until :func:`unpatch` or the end of ``with patch(model):``.
 
     Pipelines, PEFT-wrapped models and servers that call ``model.generate`` get it too. What is given here holds for
     all calls; a call may give any option anew, and ``assistant_model=False``, ``draft_heads=False`` or
@@ -259,19 +305,23 @@ def patch(model: PreTrainedModel, *, tokenizer: Any = None, assistant_tokenizer:
         A handle whose ``stats`` are the last call's :class:`~gsd_kernels_hf.engine.stats.GenerationStats`.
 
     Raises:
-        TypeError, ValueError: the pair cannot be served (nothing was changed), or ``model`` is patched already.
+        TypeError, ValueError: the pair cannot be served, or ``model`` is patched already; nothing was changed.
     """
     inner = properties.unwrap(model)
     validate.check_model("model", inner)
     decoder = Options(**options)
     check_sources(decoder, inner)
     validate.check_tokenizers(tokenizer, assistant_tokenizer)
+    loaded = {"drafter": decoder.drafter, "draft_heads": decoder.draft_heads}
     memory = HistoryMemory(properties.vocabulary(inner))
     handle = Patch(inner, Engines(keeps_sessions=True, memory=memory))
-    accelerated = _Accelerated(inner, handle, {**options, "drafter": decoder.drafter, "tokenizer": tokenizer})
+    accelerated = _Accelerated(inner, handle, {**options, **loaded, "tokenizer": tokenizer})
     with _lock:  # of two threads one is refused
         if vars(inner).get(_PATCH) is not None:
-            raise ValueError("model: already patched; unpatch(model) first")
+            raise ValueError(
+                f"model: already patched, this {type(inner).__name__}; use the handle that patch returned (a call may "
+                "give any option anew), or unpatch(model) first"
+            )
         vars(inner).update({_PATCH: handle, "generate": accelerated})
     return handle
 
@@ -286,6 +336,11 @@ def unpatch(model: PreTrainedModel) -> None:
     with _lock:
         if not isinstance(inner, torch.nn.Module) or vars(inner).get(_PATCH) is None:
             raise ValueError("model: not patched")
-        handle: Patch = vars(inner).pop(_PATCH)
-        del vars(inner)["generate"]
+        _restore(inner)
+
+
+def _restore(model: PreTrainedModel) -> None:
+    """Take the patch off a model that has one, under the lock."""
+    handle: Patch = vars(model).pop(_PATCH)
+    del vars(model)["generate"]
     handle.clear()

@@ -58,6 +58,15 @@ def decode_utf8(data: bytes, what: str, name: object) -> str:
         raise ValueError(f"{what}: {name} is not UTF-8 text (byte {error.start}: {error.reason}); {cure}") from error
 
 
+def path_of(where: str | os.PathLike[str]) -> Path:
+    """A file or folder as the user named it, ``~`` expanded.
+
+    Raises:
+        TypeError: no path.
+    """
+    return Path(os.fspath(where)).expanduser()
+
+
 def checkpoint_place(where: str | os.PathLike[str], what: str) -> str:
     """A checkpoint's folder, ``~`` expanded, or a name on the hub; what can be neither is refused before any download.
 

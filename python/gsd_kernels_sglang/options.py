@@ -11,7 +11,7 @@ from gsd_kernels import GraphConfig
 from gsd_kernels.config import MAX_CONTEXT
 from gsd_kernels.names import unknown
 
-VARIABLE = "GSD_SGLANG_OPTIONS"
+VARIABLE = "GSD_KERNELS_SGLANG_OPTIONS"
 ROWS_FLAG, BRANCH_FLAG = "--speculative-num-draft-tokens", "--speculative-eagle-topk"
 DEFAULT_ROWS, DEFAULT_BRANCH = 16, 4
 
@@ -59,7 +59,7 @@ class Options:
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Options:
-        """The options in the environment: a JSON object in ``GSD_SGLANG_OPTIONS``, all of them optional."""
+        """The options in the environment: a JSON object in ``GSD_KERNELS_SGLANG_OPTIONS``, all of them optional."""
         text = (os.environ if environment is None else environment).get(VARIABLE, "")
         if not text.strip():
             return cls()

@@ -189,15 +189,19 @@ def test_the_ops_are_built_on_every_new_machine(tmp_path, processes, monkeypatch
     assert built == [stage_named("build").limit], "once, in time of its own"
     assert [seconds for name, seconds in processes.ran if name == "inside"] == [60]
     command, environment = stages.build_command()
-    assert "--inplace" in command and environment["GSD_BUILD_CPU"] == "0" and environment["GSD_BUILD_CUDA"] == "1"
+    assert (
+        "--inplace" in command
+        and environment["GSD_KERNELS_BUILD_CPU"] == "0"
+        and environment["GSD_KERNELS_BUILD_CUDA"] == "1"
+    )
 
 
 @pytest.mark.parametrize(("says", "archs"), [("9.0\n9.0\n", "9.0"), ("8.0\n9.0\n", "8.0;9.0"), ("no devices", "9.0")])
 def test_only_this_machines_architecture_is_built(says, archs, monkeypatch):
-    monkeypatch.delenv("GSD_CUDA_ARCHS", raising=False)
+    monkeypatch.delenv("GSD_KERNELS_CUDA_ARCHS", raising=False)
     done = subprocess.CompletedProcess([], 0, stdout=says)
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: done)
-    assert stages.build_command()[1]["GSD_CUDA_ARCHS"] == archs
+    assert stages.build_command()[1]["GSD_KERNELS_CUDA_ARCHS"] == archs
 
 
 def test_what_is_missing_is_named(tmp_path):

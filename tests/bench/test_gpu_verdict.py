@@ -161,7 +161,7 @@ def test_a_captured_step_that_writes_another_text_fails(work, models):
 
 def test_a_step_by_the_modules_is_no_step_by_the_operator(work, models, monkeypatch):
     monkeypatch.setitem(pair.WAYS, "operator", "0")
-    with pytest.raises(RuntimeError, match="rows went through the modules: GSD_FUSED_ROWS=0"):
+    with pytest.raises(RuntimeError, match="rows went through the modules: GSD_KERNELS_FUSED_ROWS=0"):
         pair.judged(work("pair"), *models, "graph operator")
     monkeypatch.setitem(pair.WAYS, "modules", "1")
     with pytest.raises(RuntimeError, match="rows went through the operator"):

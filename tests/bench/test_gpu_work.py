@@ -267,9 +267,10 @@ def test_rehearsal(name, work, tmp_path, monkeypatch):
     if name == "kernels":
         from gsd_kernels_bench.gpu import races
 
-        def call(arguments):
+        def call(arguments, seconds):
             result = CliRunner().invoke(app, arguments[2:])
             assert result.exit_code == 0, result.output
+            return True
 
         monkeypatch.setattr(races, "call", call)
     if name in ("rows", "inside", "pair"):
@@ -376,6 +377,27 @@ def test_the_races_fit_the_gpu_or_say_why_not(work, monkeypatch):
         for rehearse in (True, False):
             for arguments in races.commands(stage, rehearse).values():
                 assert arguments[0] in ("generate", "merge", "sample", "commit", "tune-attention")
+
+
+def test_a_race_that_time_ends_leaves_the_prompts_that_it_had(work, monkeypatch):
+    from gsd_kernels_bench.gpu import races
+
+    script = "import sys, time; w = sys.argv; {write}; time.sleep(60)"
+    written = "open(f'{w[w.index(\"--out\") + 1]}/{w[w.index(\"--name\") + 1]}.json', 'w').write('[1]')"
+    for write, left in ((written, 3.0), ("0", 1.0)):
+        program = [sys.executable, "-c", script.format(write=write)]
+
+        def run(command, program=program, **options):
+            return subprocess.run([*program, *command[3:]], **options)
+
+        monkeypatch.setattr(races, "subprocess", SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired))
+        race = work("e2e-8b")
+        monkeypatch.setattr(race, "left", lambda left=left: left)
+        if write == "0":
+            with pytest.raises(RuntimeError, match="bench generate was given 1 s and wrote no result"):
+                races.bench(race, "e2e-8b", ["generate"])
+        else:
+            assert races.bench(race, "e2e-8b", ["generate"]) == {"report": [1], "ended": False}
 
 
 def test_readme_takes_reports_from_stages_that_were_no_rehearsal(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from gsd_kernels_bench import readme
 from gsd_kernels_bench.generation.real.prompts import first_of_each_kind, read_chats
 from gsd_kernels_bench.generation.real.report import RealReport, table, verdicts
-from gsd_kernels_bench.generation.real.ways import HF, HISTORY, PLAIN, label
+from gsd_kernels_bench.generation.real.ways import HF, HISTORY, PACKED, PACKED_HISTORY, PLAIN, label
 
 KINDS = {"model": "M", "dtype": "bfloat16", "new_tokens": 8}
 
@@ -75,6 +75,19 @@ def test_rates_ratios_and_texts_follow_from_the_runs():
     lines = table(data).splitlines()
     assert "1 of 2" in lines[-1] and "as our plain 2 of 2" in lines[-1] and "**" in lines[-1], "ours is the fastest"
     assert any("llama.cpp, q4_0, n-gram drafts" in said for said in verdicts(data))
+
+
+def test_a_packed_file_is_held_against_others_of_few_bits():
+    made = report()
+    made.peers |= {PACKED: {"bits": 5.0}}
+    for prompt in made.prompts:
+        made.runs.append(run(prompt, PACKED_HISTORY, 1.6, same=True, same_as_plain=True))
+    made.summarise([*(row["way"] for row in made.summary), PACKED_HISTORY])
+    bits = {row["way"]: row["bits"] for row in made.summary}
+    assert bits[PACKED_HISTORY] == 5.0 and bits[HISTORY] == 16
+    lookup = "llama-cpp-q4_0-lookup"
+    assert made.strongest["narrow"] == lookup, "ours is no peer of itself"
+    assert made.ratios[f"{PACKED_HISTORY} / {lookup}"]["value"] == pytest.approx(2.0 / 1.6)
 
 
 def test_the_readme_shows_a_stored_run(tmp_path):

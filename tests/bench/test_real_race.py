@@ -131,14 +131,14 @@ def binaries(tmp_path):
 
 
 def test_where_llama_cpp_is(binaries, tmp_path, monkeypatch):
-    monkeypatch.delenv("GSD_LLAMA_CPP", raising=False)
+    monkeypatch.delenv("GSD_KERNELS_LLAMA_CPP", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_binaries(None) is None
     monkeypatch.setenv("PATH", str(binaries))
     assert find_binaries(None) == binaries
-    monkeypatch.setenv("GSD_LLAMA_CPP", str(tmp_path))
+    monkeypatch.setenv("GSD_KERNELS_LLAMA_CPP", str(tmp_path))
     assert find_binaries(binaries) == binaries, "what is asked for by name comes first"
-    with pytest.raises(ValueError, match="GSD_LLAMA_CPP: no llama-server in"):
+    with pytest.raises(ValueError, match="GSD_KERNELS_LLAMA_CPP: no llama-server in"):
         find_binaries(None)
     with pytest.raises(ValueError, match="--llama-cpp: no llama-server in"):
         find_binaries(tmp_path)
@@ -179,7 +179,7 @@ def test_llama_cpps_own_server_gives_the_tokens_of_transformers(tmp_path):
     pytest.importorskip("gguf")
     place = find_binaries(None)
     if place is None:
-        pytest.skip("no llama-server on PATH or in $GSD_LLAMA_CPP")
+        pytest.skip("no llama-server on PATH or in $GSD_KERNELS_LLAMA_CPP")
     real = load_real(str(demo.path() / "target"), None, None, torch.float32)
     engine = LlamaServer(place, "f32")
     engine.prepare(real.model, None, tmp_path)

@@ -296,9 +296,9 @@ def test_doctor(monkeypatch):
     assert report["fused_rows"]["cpu"] == report["backends"]["cpu"]["cpu"]
     assert report["serving"] is None or "[serving]" in report["serving"]
     assert report["devices"][0]["device"] == "cpu" and report["devices"][0]["threads"] >= 1
-    monkeypatch.setenv("GSD_FUSED_ROWS", "0")
+    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "0")
     table = run("doctor")
-    assert table.exit_code == 0 and "the model's modules: GSD_FUSED_ROWS=0" in table.stdout
+    assert table.exit_code == 0 and "the model's modules: GSD_KERNELS_FUSED_ROWS=0" in table.stdout
     for word in (
         "python",
         "transformers",

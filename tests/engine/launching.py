@@ -60,7 +60,7 @@ def as_on_a_gpu(
 
     Args:
         monkeypatch: of the test.
-        first: ``GSD_CUDA_FIRST``.
+        first: ``GSD_KERNELS_CUDA_FIRST``.
         values: wraps what computes in place of a Triton kernel.
     """
     monkeypatch.setattr(backends, "compiled_first", lambda: first == "compiled")

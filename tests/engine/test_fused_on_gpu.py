@@ -55,7 +55,7 @@ def family(name: str, **heads: int):
 
 def test_one_switch_selects_it(monkeypatch):
     monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
-    asked = "one operator has not been measured on this GPU: on request, GSD_FUSED_ROWS=cuda"
+    asked = "one operator has not been measured on this GPU: on request, GSD_KERNELS_FUSED_ROWS=cuda"
     for setting, capability, reason in (
         (None, (9, 0), None),
         (None, (8, 0), asked),
@@ -65,21 +65,21 @@ def test_one_switch_selects_it(monkeypatch):
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         if setting is not None:
-            monkeypatch.setenv("GSD_FUSED_ROWS", setting)
+            monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", setting)
         assert missing(GPU) == missing(GPU, "cuda") == reason
         assert missing(torch.device("cpu")) is None, "a CPU asks nothing more"
     assert missing(GPU, "triton") == "backend 'triton' has no such operator"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert missing(GPU) == "backend 'cuda' expects a GPU of compute capability 8.0 or newer, got 7.5"
-    monkeypatch.setenv("GSD_FUSED_ROWS", "0")
-    assert missing(GPU) == missing(torch.device("cpu")) == "GSD_FUSED_ROWS=0"
-    monkeypatch.setenv("GSD_FUSED_ROWS", "gpu")
-    with pytest.raises(ValueError, match="GSD_FUSED_ROWS: expected one of 0, 1, cuda, got 'gpu'; or unset it"):
+    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "0")
+    assert missing(GPU) == missing(torch.device("cpu")) == "GSD_KERNELS_FUSED_ROWS=0"
+    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "gpu")
+    with pytest.raises(ValueError, match="GSD_KERNELS_FUSED_ROWS: expected one of 0, 1, cuda, got 'gpu'; or unset it"):
         missing(GPU)
 
 
 def test_without_the_library_a_gpu_keeps_the_modules(monkeypatch):
-    monkeypatch.setenv("GSD_FUSED_ROWS", "cuda")
+    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "cuda")
     monkeypatch.setattr(fused, "unavailable_reason", lambda backend, device: f"{backend} is not built")
     assert missing(GPU) == "cuda is not built"
 
@@ -90,8 +90,11 @@ def test_models_that_the_kernels_do_not_take_keep_their_modules(monkeypatch, cap
     monkeypatch.setattr(proof, "why_not_proved", lambda *_, **__: None)  # which would run the kernels
     half = tiny(dtype=torch.float16, head_dim=64)
     monkeypatch.setattr(cuda, "is_measured", lambda device: False)
-    assert why_not(half, "auto") == "one operator has not been measured on this GPU: on request, GSD_FUSED_ROWS=cuda"
-    monkeypatch.setenv("GSD_FUSED_ROWS", "cuda")
+    assert (
+        why_not(half, "auto")
+        == "one operator has not been measured on this GPU: on request, GSD_KERNELS_FUSED_ROWS=cuda"
+    )
+    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "cuda")
     assert why_not(half, "auto") is None and why_not(half, "cuda") is None
     assert why_not(half, "cpu") == "backend 'cpu' has no such operator"
     known = {"target_forward": "operator", "draft_forward": "modules", "cpu_level": None}
@@ -117,7 +120,7 @@ def test_models_that_the_kernels_do_not_take_keep_their_modules(monkeypatch, cap
 @pytest.fixture(params=block_code.DEVICES)
 def device(request, monkeypatch, tmp_path_factory):
     """A GPU with the switch on, or a CPU that is taken for one."""
-    monkeypatch.setenv("GSD_FUSED_ROWS", "cuda")
+    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "cuda")
     if request.param == "cpu":
         block_code.take_for_gpus(monkeypatch, tmp_path_factory)
         fake_cuda.install(monkeypatch)

@@ -130,7 +130,7 @@ class Enough(Exception):
 def counted_step(options: dict[str, object], first: str, monkeypatch: pytest.MonkeyPatch, shape=SHAPE) -> Launches:
     """The launches of a late step of a real call, the draft's calibration on.
 
-    ``first``: ``GSD_CUDA_FIRST``, what ``auto`` takes first of Triton's and the compiled ops.
+    ``first``: ``GSD_KERNELS_CUDA_FIRST``, what ``auto`` takes first of Triton's and the compiled ops.
     """
     launches = Launches()
     if first == "triton":

@@ -73,7 +73,7 @@ def test_what_is_unlike_the_first_layer_has_its_own_storage():
 @pytest.mark.parametrize("fused", ["0", "1"])
 def test_a_stacked_cache_writes_the_same_text(fused, monkeypatch):
     """Long enough to grow, by modules and by the operator; a GPU stacks by itself, here it is told to."""
-    monkeypatch.setenv("GSD_FUSED_ROWS", fused)
+    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", fused)
     target = tiny(dtype=torch.float32 if fused == "1" else torch.float64)
     ending = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     texts = {}

@@ -74,7 +74,7 @@ def test_generation_goes_through_it(monkeypatch):
     target = tiny(dtype=torch.float32)
     if not linear.serves(target.lm_head.weight) or unavailable_reason("cpu", target.device):
         pytest.skip("PyTorch's own products are used here")
-    monkeypatch.setenv("GSD_FUSED_ROWS", "0")  # a plain LLaMA goes through one operator otherwise
+    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "0")  # a plain LLaMA goes through one operator otherwise
     seen = []
     monkeypatch.setattr(linear, "row_linear", lambda x, w: seen.append(x.shape[0]) or row_linear(x, w))
     options = {**prompts(1, 9), "max_new_tokens": 24, "do_sample": False, "eos_token_id": None}

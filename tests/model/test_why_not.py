@@ -32,7 +32,7 @@ def test_the_statistics_and_the_log_say_why(caplog, monkeypatch):
             assert why(changed) == "model.layers.1.mlp has a hook"
         assert why(tiny()) == "model.embed_tokens.weight is not a plain tensor of float32, bfloat16 or float16"
         monkeypatch.setenv(fused.SWITCH, "0")
-        assert why(target) == "GSD_FUSED_ROWS=0"
+        assert why(target) == "GSD_KERNELS_FUSED_ROWS=0"
     said = [record.getMessage() for record in caplog.records if "through its modules" in record.getMessage()]
     assert len(said) == len(set(said)) == 3
     assert "rows of LlamaForCausalLM go through its modules: model.layers.1.mlp has a hook" in said

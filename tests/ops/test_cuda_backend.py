@@ -62,10 +62,10 @@ def test_auto_never_picks_it(monkeypatch):
 
 @pytest.fixture
 def first(monkeypatch):
-    """Sets ``GSD_CUDA_FIRST`` on a machine that has everything."""
+    """Sets ``GSD_KERNELS_CUDA_FIRST`` on a machine that has everything."""
     monkeypatch.setattr(backends, "unavailable_reason", lambda name, _: None if name != "cpu" else "absent")
     monkeypatch.setattr(backends, "compiled_first", backends.compiled_first.__wrapped__)
-    return lambda value: monkeypatch.setenv("GSD_CUDA_FIRST", value)
+    return lambda value: monkeypatch.setenv("GSD_KERNELS_CUDA_FIRST", value)
 
 
 def test_one_switch_prefers_what_is_compiled_ahead(first):
@@ -84,7 +84,7 @@ def test_one_switch_prefers_what_is_compiled_ahead(first):
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_small_ops_without_a_kernel_are_said_to_be_slow(backend, first, monkeypatch, caplog):
-    missing = {"cpu": "absent", "cuda": "not built; GSD_BUILD_CUDA=1 pip install ."}
+    missing = {"cpu": "absent", "cuda": "not built; GSD_KERNELS_BUILD_CUDA=1 pip install ."}
     monkeypatch.setattr(backends, "COMPILED_UNAVAILABLE", missing)
     monkeypatch.setattr(backends, "unavailable_reason", lambda name, _: missing.get(name))
     backends._say_slow.cache_clear()
@@ -94,7 +94,7 @@ def test_small_ops_without_a_kernel_are_said_to_be_slow(backend, first, monkeypa
             assert chosen is CALIBRATE["reference"]
     assert [r.message for r in caplog.records] == [
         "the small ops of a step have no Triton kernel and run as PyTorch's operators, hundreds of launches a step: "
-        "not built; GSD_BUILD_CUDA=1 pip install ."
+        "not built; GSD_KERNELS_BUILD_CUDA=1 pip install ."
     ]
     caplog.clear()
     monkeypatch.setitem(missing, "cuda", None)
@@ -105,7 +105,9 @@ def test_small_ops_without_a_kernel_are_said_to_be_slow(backend, first, monkeypa
 
 def test_the_switch_names_what_it_takes(first):
     first("cuda")
-    with pytest.raises(ValueError, match="GSD_CUDA_FIRST: expected triton or compiled, got 'cuda'; or unset it"):
+    with pytest.raises(
+        ValueError, match="GSD_KERNELS_CUDA_FIRST: expected triton or compiled, got 'cuda'; or unset it"
+    ):
         backends.resolve("auto", torch.device("cuda"), MERGE)
     backends.resolve("auto", torch.device("cpu"), MERGE)  # a CPU does not ask
 

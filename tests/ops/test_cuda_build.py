@@ -46,7 +46,7 @@ def find_nvcc() -> str | None:
     if not (ROOT / "setup.py").exists():
         return None
     program = "import setuptools; setuptools.setup = lambda **_: None; import setup; print(setup.find_nvcc() or '')"
-    environment = {**os.environ, "GSD_BUILD_CPU": "0", "GSD_BUILD_CUDA": "0"}
+    environment = {**os.environ, "GSD_KERNELS_BUILD_CPU": "0", "GSD_KERNELS_BUILD_CUDA": "0"}
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
     return done.stdout.strip() or None
 
@@ -96,9 +96,9 @@ def build_library(folder: Path) -> None:
     """The shared object for all architectures, and the compiler's log beside it."""
     environment = {
         **os.environ,
-        "GSD_BUILD_CPU": "0",
-        "GSD_BUILD_CUDA": "1",
-        "GSD_CUDA_ARCHS": ";".join((f"{ARCHS[0]}+PTX", *ARCHS[1:])),
+        "GSD_KERNELS_BUILD_CPU": "0",
+        "GSD_KERNELS_BUILD_CUDA": "1",
+        "GSD_KERNELS_CUDA_ARCHS": ";".join((f"{ARCHS[0]}+PTX", *ARCHS[1:])),
         "MAX_JOBS": os.environ.get("MAX_JOBS", "2"),
     }
     command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(folder), "--build-temp", str(folder / "tmp")]
@@ -254,8 +254,8 @@ def test_only_the_stable_abi_is_used(build):
     ],
 )
 def test_architecture_lists(archs, flags, monkeypatch):
-    monkeypatch.setenv("GSD_BUILD_CPU", "0")
-    monkeypatch.setenv("GSD_BUILD_CUDA", "0")
+    monkeypatch.setenv("GSD_KERNELS_BUILD_CPU", "0")
+    monkeypatch.setenv("GSD_KERNELS_BUILD_CUDA", "0")
     monkeypatch.setattr("setuptools.setup", lambda **_: None)
     monkeypatch.chdir(ROOT)
     spec = importlib.util.spec_from_file_location("gsd_setup", ROOT / "setup.py")

@@ -244,7 +244,7 @@ def test_whether_launches_begin_early_is_a_setting(device, monkeypatch):
         found.append(case.rows(random_tokens(1, 3, 1), *tree([-1, 0, 1]), 0, 3))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     monkeypatch.setenv(cuda.OVERLAP, "off")
-    with pytest.raises(RuntimeError, match="GSD_ROWS_OVERLAP: expected 0 or 1, got 'off'; or unset it"):
+    with pytest.raises(RuntimeError, match="GSD_KERNELS_ROWS_OVERLAP: expected 0 or 1, got 'off'; or unset it"):
         case.rows(random_tokens(1, 3, 1), *tree([-1, 0, 1]), 0, 3)
 
 

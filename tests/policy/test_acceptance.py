@@ -75,7 +75,7 @@ def test_a_family_grown_once_predicts_what_each_of_its_shapes_does_alone(device,
         for name in ("model", "lookup")
     }
     plan = GrowthPlan(shapes, 4)
-    assert len(plan.grown) < len(shapes)
+    assert len(plan.grown) < len(shapes) or len(shapes) == 1
     together, alone = plan.predict(profiles), [GrowthPlan([shape], 4).predict(profiles) for shape in shapes]
     np.testing.assert_allclose(together, np.squeeze(alone, -1).T, rtol=1e-6)
 

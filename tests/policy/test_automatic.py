@@ -203,11 +203,11 @@ def test_costs_of_the_operator_are_not_those_of_the_modules_or_of_other_instruct
     generate(models)
     with cpu_levels.forced("portable"):
         generate(models)
-    monkeypatch.setenv("GSD_FUSED_ROWS", "0")
+    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "0")
     generate(models)
     with cpu_levels.forced("portable"):  # the modules do not use them
         generate(models)
-    monkeypatch.delenv("GSD_FUSED_ROWS")
+    monkeypatch.delenv("GSD_KERNELS_FUSED_ROWS")
     generate(models)
     best, portable, modules, still_modules, again = (policy.experience for policy in opened)
     assert again is best and still_modules is modules
@@ -215,7 +215,7 @@ def test_costs_of_the_operator_are_not_those_of_the_modules_or_of_other_instruct
     assert len({id(found.costs) for found in (best, portable, modules)}) == 3 - alone
     forget()  # and on disk
     ways = [own_pair(target, draft, "auto").document.about]
-    monkeypatch.setenv("GSD_FUSED_ROWS", "0")
+    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "0")
     ways.append(own_pair(target, draft, "auto").document.about)
     keys = ("target_forward", "draft_forward", "cpu_level")
     assert [tuple(about[key] for key in keys) for about in ways] == [

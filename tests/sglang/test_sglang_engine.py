@@ -27,7 +27,7 @@ def run(algorithm: str, folder: Path) -> tuple[dict, str]:
         **os.environ,
         "PYTHONPATH": str(HERE / "stubs"),
         "SGLANG_USE_CPU_ENGINE": "1",
-        "GSD_SGLANG_OPTIONS": '{"log_steps": 1}',
+        "GSD_KERNELS_SGLANG_OPTIONS": '{"log_steps": 1}',
         "OMP_NUM_THREADS": "1",
     }
     with log.open("w") as out:

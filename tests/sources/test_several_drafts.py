@@ -108,7 +108,7 @@ def test_what_is_no_list_of_models_is_refused_by_name():
     for given, error, why in (
         ([], ValueError, "expected draft models, got an empty list"),
         ([drafts()[0], drafts()[0]], ValueError, "the same draft model twice"),
-        ([drafts()[0], "draft"], TypeError, "expected a transformers causal language model, got str"),
+        ([drafts()[0], "draft"], TypeError, "expected a model, got the path 'draft'; load it"),
         (
             [drafts()[0], LayerSkip(target_of(), attention=[1])],
             TypeError,

@@ -157,4 +157,4 @@ def test_other_models_sizes_and_backends_go_through_their_modules(monkeypatch):
     gemma = GemmaForCausalLM(GemmaConfig(vocab_size=30, hidden_size=32, intermediate_size=32, num_hidden_layers=1))
     assert "GemmaForCausalLM is not one of" in why_not(gemma, "auto")
     monkeypatch.setenv(fused.SWITCH, "0")
-    assert why_not(llama(), "auto") == "GSD_FUSED_ROWS=0"
+    assert why_not(llama(), "auto") == "GSD_KERNELS_FUSED_ROWS=0"

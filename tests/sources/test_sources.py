@@ -293,7 +293,7 @@ def test_sources_that_do_not_fit_are_refused(target, given_sources):
 
     refused("a LayerSkip of another model", assistant_model=LayerSkip(other, mlp=[0]))
     refused("heads: made for a target with num_hidden_layers=3", draft_heads=DraftHeads.for_model(other, 2))
-    refused("draft_heads: expected DraftHeads, got str", draft_heads="heads")
+    refused("draft_heads: no such folder: heads", draft_heads="heads")
     refused('"heads" needs draft_heads', draft_sources=("heads",))
     refused('"layer_skip" needs assistant_model=LayerSkip', draft_sources=("layer_skip",))
     refused('leave out draft_heads, or name "heads"', draft_sources=("history",), draft_heads=heads)

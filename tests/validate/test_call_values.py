@@ -133,6 +133,8 @@ TEMPERATURE.temperature = math.inf
 
 # what, error, what the message says, arguments beside a good prompt
 NAMED = {
+    "no sources": (ValueError, '^draft_sources: .* pass graph_config="plain"$', {"draft_sources": ()}),
+    "none as sources": (ValueError, '^draft_sources: .* pass graph_config="plain"$', {"draft_sources": "none"}),
     "a number of sources": (TypeError, "^draft_sources: expected a tuple .*got 3", {"draft_sources": 3}),
     "a Falcon for a draft": (ValueError, "^assistant_model: Falcon", lambda: {"assistant_model": falcon()}),
     "meta ids": (ValueError, "^input_ids: on the meta device", {"input_ids": IDS.to("meta")}),

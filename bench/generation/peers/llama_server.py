@@ -20,7 +20,7 @@ from .base import Place, Setting, usual_choices
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-VARIABLE = "GSD_LLAMA_CPP"
+VARIABLE = "GSD_KERNELS_LLAMA_CPP"
 PATIENCE = 120.0  # seconds for a server to load its model
 #: Its n-gram modes, each with what it drafts at a time: after three tokens that recur, or by its own tables.
 LOOKUPS = (
@@ -32,7 +32,7 @@ KEYS = {"ngram-simple": 3, "ngram-map-k": 3, "ngram-map-k4v": 3, "ngram-mod": 8}
 
 
 def find_binaries(folder: Path | None) -> Path | None:
-    """The folder with llama-server: ``folder``, ``$GSD_LLAMA_CPP``, or where PATH has it.
+    """The folder with llama-server: ``folder``, ``$GSD_KERNELS_LLAMA_CPP``, or where PATH has it.
 
     Raises:
         ValueError: one of the first two is given and has none.

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from gsd_kernels_hf.demo import smollm2
-from gsd_kernels_hf.model.gguf_file import load_model, load_tokenizer
+from gsd_kernels_hf.packed.dense import load_model, load_tokenizer
 from gsd_kernels_hf.packed.gguf import from_gguf
 from gsd_kernels_hf.packed.modules import packed_in
 from gsd_kernels_hf.sources.load import load_drafter

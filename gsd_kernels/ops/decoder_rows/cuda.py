@@ -16,7 +16,7 @@ MIN_CAPABILITY = (8, 0)
 MEASURED = ((9, 0),)
 """Compute capabilities on which it was found right, and faster than modules up to 64 rows (bench/results/gpu)."""
 ALIGNMENT = 16  # bytes of one asynchronous copy
-OVERLAP = "GSD_ROWS_OVERLAP"
+OVERLAP = "GSD_KERNELS_ROWS_OVERLAP"
 """Environment variable: ``0`` keeps launches from beginning while the one before ends (docs/kernels.md)."""
 OTHERWISE = "; use backend='reference'"
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +25,10 @@ from ..records import EVERY, At, Candidates, Sampler
 
 logger = logging.getLogger("gsd_kernels")
 
-EXACT, SPECULATIVE, TYPICAL = CRITERIA = ("exact", "speculative", "typical")
+CriterionName = Literal["exact", "speculative", "typical"]
+"""What ``criterion`` takes by name."""
+
+EXACT, SPECULATIVE, TYPICAL = CRITERIA = get_args(CriterionName)
 CHAIN = {"width": 1, "branch": 1, "merge_context": -1, "history_depth": 0}  # what makes a GraphConfig a chain
 DRAFT_STREAM, ACCEPT_STREAM = 1, 2  # of noise, see derived_seed; 0 is the target's own
 

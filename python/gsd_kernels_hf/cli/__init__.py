@@ -1,4 +1,4 @@
-"""The command line: ``gsd-kernels demo | generate | serve | check | index | distill | train-heads | …``.
+"""The command line: ``gsd-kernels demo | chat | generate | serve | check | index | distill | train-heads | …``.
 
 The shell alone: options, output and exit codes; nothing imports it. ``bench`` is another package's application, looked
 up by name when it is called. Commands import torch and transformers when they run, so ``--help`` answers at once.
@@ -13,7 +13,7 @@ import typer
 
 from ..console.commands import Commands
 from ..console.output import EXIT_CODES, show_progress
-from . import check, demo, doctor, generate, index, serve, training
+from . import chat, check, demo, doctor, generate, index, serve, training
 
 __all__ = ["app", "main"]
 
@@ -37,6 +37,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("demo")(demo.command)
+app.command("chat")(chat.command)
 app.command("generate")(generate.command)
 app.command("serve")(serve.command)
 app.command("check")(check.command)

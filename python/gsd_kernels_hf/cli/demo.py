@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..console.busy import BUSY, Others
 from ..console.output import DIFFERS, out, progress, table
 from . import options
-from .demo_parts import BUSY, cpu_share, draw, warn_if_busy
+from .demo_parts import draw, warn_if_busy
 from .options import read_graph_config
 from .tables import speed
 
@@ -171,7 +172,9 @@ def _text(
             "plain": comparison.plain(pair.target),
             "graph": comparison.graph(pair.target, **speculation),
         }
+        others = Others()
         runs = comparison.race(pair.target, contenders, [inputs], max_new_tokens)[0]
+        share = others.share()
         divergence = comparison.first_divergence(pair.target, inputs["input_ids"], runs["plain"].tokens, shown.tokens)
     assert shown.stats is not None
     report = {
@@ -182,7 +185,7 @@ def _text(
         "target_forwards": {"plain": runs["plain"].target_forwards, "graph": shown.target_forwards},
         "seconds": {name: run.seconds for name, run in runs.items()},
         "speedup": runs["plain"].seconds / runs["graph"].seconds,
-        "cpu_share": cpu_share(list(runs.values())) if pair.device.type == "cpu" else None,
+        "others_share": share,
         "stats": shown.stats.as_dict(),
     }
     return report, pictures
@@ -207,7 +210,7 @@ def _print_text(text: dict[str, Any]) -> None:
     rows.add_row("tokens per step", f"{stats['tokens_per_step']:.2f}", f"up to {len(stats['accepted']) - 1}")
     rows.add_row("merge edges", f"{stats['merges']}", f"{stats['accepted_merges']} on accepted paths")
     note = "slower: so small a target costs no more than the draft" if text["speedup"] < 1 else ""
-    if text["cpu_share"] is not None and text["cpu_share"] < BUSY:
+    if text["others_share"] is not None and text["others_share"] > BUSY:
         note = "unreliable: this machine was busy with other work"
     rows.add_row("time against plain", f"{text['speedup']:.2f}×", note)
     out.print()
@@ -227,7 +230,7 @@ def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, s
     with progress(f"inflating the target to {INFLATED} parameters"):
         target = inflate(pair.target, INFLATED)
         drafters = embedded(pair.target, target)
-    draft, device = pair.draft, pair.device.type
+    draft = pair.draft
     assert draft is not None
 
     def ours(shape: GraphConfig | str) -> comparison.Contender:
@@ -253,7 +256,9 @@ def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, s
         token = 1.0 / comparison.measure(target, contenders[PLAIN], prompts[0], 8).tokens_per_second
         few, many = RACE_TOKENS
         length = max(few, min(many, int(0.5 * seconds / (len(contenders) * token))))
+        others = Others()
         rounds = comparison.race(target, contenders, prompts, length, seconds=seconds)
+        share = others.share()
         results = [_result(target, name, rounds, prompts) for name in contenders]
     base = results[0]["tokens_per_second"]
     for result in results:
@@ -265,7 +270,7 @@ def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, s
         "max_new_tokens": length,
         "warm": {"tokens": comparison.WARM_UP_TOKENS, "learned_steps": learned},
         "threads": torch.get_num_threads(),
-        "cpu_share": cpu_share([run for runs in rounds for run in runs.values()]) if device == "cpu" else None,
+        "others_share": share,
         "contenders": results,
     }
 
@@ -314,7 +319,7 @@ def _print_inflated(report: dict[str, Any], config: GraphConfig) -> None:
         )
     out.print(rows)
     out.print(_warmth(report["warm"]), style="dim", soft_wrap=True)
-    warn_if_busy(report["cpu_share"], report["threads"])
+    warn_if_busy(report["others_share"])
     names = ("graph", AUTO, *DRAFTERS.values())
     ours = {result["name"]: result for result in report["contenders"] if result["name"] in names}
     rivals = [result for result in report["contenders"] if result["name"] not in (*ours, PLAIN)]

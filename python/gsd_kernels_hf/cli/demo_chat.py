@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..console.busy import Others
 from ..console.output import err, out, progress, table
 from ..progress import tracked
-from .demo_parts import cpu_share, draw, warn_if_busy
+from .demo_parts import draw, warn_if_busy
 from .options import read_graph_config
 
 if TYPE_CHECKING:
@@ -194,6 +195,7 @@ def _race(
             update(done, name)
             done += 1
 
+        others = Others()
         rounds = comparison.race(
             first,
             {name: contenders[key] for name, key in names.items()},
@@ -202,17 +204,17 @@ def _race(
             seconds=settings.seconds,
             started=started,
         )
+        share = others.share()
     ways = []
     with tracked("comparing the texts", len(names), "ways") as update:
         for dtype, way in names.values():
             update(len(ways))
             ways.append(_way(models[dtype], dtype, way, rounds, prompts))
-    on_cpu = first.device.type == "cpu"
     return {
         "prompts": len(rounds),
         "max_new_tokens": length,
         "threads": _threads(),
-        "cpu_share": cpu_share([run for runs in rounds for run in runs.values()]) if on_cpu else None,
+        "others_share": share,
         "ways": ways,
     }
 
@@ -270,7 +272,7 @@ def _print_race(report: dict[str, Any]) -> None:
         style="dim",
         soft_wrap=True,
     )
-    warn_if_busy(report["cpu_share"], report["threads"])
+    warn_if_busy(report["others_share"])
 
 
 def _same(way: dict[str, Any], prompts: int) -> str:

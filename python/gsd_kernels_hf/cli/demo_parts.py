@@ -6,33 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..console.busy import BUSY
 from ..console.output import err, out, progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from gsd_kernels_hf.report.comparison import Run
     from gsd_kernels_hf.report.drawing import StepPicture
-
-BUSY = 0.7
-"""Share of its threads' time below which the demo takes the machine to be busy."""
 
 MOST_NODES = 80  # of a picture that is still read with pleasure
 
 
-def cpu_share(runs: Sequence[Run]) -> float:
-    """Share of its threads' time that this process got; the rest went to waiting, or to other work of the machine."""
-    import torch
-
-    return sum(run.cpu_seconds for run in runs) / (sum(run.seconds for run in runs) * torch.get_num_threads())
-
-
-def warn_if_busy(share: float | None, threads: int) -> None:
-    """Say that times measured with this share are not to be trusted, where they are not."""
-    if share is not None and share < BUSY:
+def warn_if_busy(share: float | None) -> None:
+    """Say that times measured while others took this share of the machine are not to be trusted, where they are not."""
+    if share is not None and share > BUSY:
         out.print(
-            f"This machine was busy with other work (the demo got {share:.0%} of {threads} threads): do not trust "
-            "these times.",
+            f"This machine was busy with other work ({share:.0%} of its processors): do not trust these times.",
             style="bold yellow",
             soft_wrap=True,
         )

@@ -11,15 +11,13 @@ import typer
 
 from ..console.output import err, only_first_rank_prints, progress
 from . import options
-from .options import read_graph_config, read_prompts
+from .options import read_graph_config, read_prompts, sampling
 
 if TYPE_CHECKING:
     from gsd_kernels_hf import GenerationStats
     from gsd_kernels_hf.engine.decoder import GraphGenerateOutput
 
     from ..console.pair import Pair
-
-_SAMPLING = "Sampling (any of these turns it on; otherwise greedy)"
 
 
 class Stats(str, Enum):
@@ -52,15 +50,11 @@ def command(
     graph_config: options.GraphOption = None,
     criterion: options.CriterionOption = options.Criterion.exact,
     backend: options.Backend = "auto",
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", min=0.0, rich_help_panel=_SAMPLING, help="0 is greedy.")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", min=0, max=2**31 - 1, rich_help_panel=_SAMPLING)] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p", min=0.0, max=1.0, rich_help_panel=_SAMPLING)] = None,
-    min_p: Annotated[float | None, typer.Option("--min-p", min=0.0, max=1.0, rich_help_panel=_SAMPLING)] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", rich_help_panel=_SAMPLING, help="Same seed, same text, whatever the draft.")
-    ] = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    seed: options.Seed = None,
     stream: Annotated[
         bool, typer.Option("--stream/--no-stream", help="Print text as it is accepted (a single prompt).")
     ] = True,
@@ -96,11 +90,13 @@ def command(
             tp_timeout=tp_timeout if tp else None,
         )
     inputs = pair.encode(texts, chat)
+    if pair.tokenizer.chat_template and not chat:
+        err.print("gsd-kernels: this model has a chat template: --chat answers, without it text is continued")
     streams = stream and len(texts) == 1
     if streams and echo:
         print(texts[0], end="", flush=True)
     arguments = {"graph_config": pair.shape(config), "criterion": criterion.value, "backend": backend}
-    arguments |= {"max_new_tokens": max_new_tokens, **_sampling(temperature, top_k, top_p, min_p, seed)}
+    arguments |= {"max_new_tokens": max_new_tokens, **sampling(temperature, top_k, top_p, min_p, seed)}
     result = _decode(pair, inputs, streams, arguments)
     if not streams:
         new = result.sequences[:, inputs["input_ids"].shape[1] :]
@@ -141,14 +137,3 @@ def _print_stats(found: GenerationStats, how: Stats) -> None:
         from .tables import stats_table
 
         err.print(stats_table(found))
-
-
-def _sampling(
-    temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None, seed: int | None
-) -> dict[str, Any]:
-    """Arguments of ``generate``. Temperature 0 is greedy, as on most servers."""
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-    given = {name: value for name, value in given.items() if value is not None}
-    if not given or temperature == 0:
-        return {"do_sample": False}
-    return {"do_sample": True, **given}

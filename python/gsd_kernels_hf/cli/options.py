@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gsd_kernels import GraphConfig
 
 _MODELS, _PROMPT, _DECODING = "Models", "Prompt", "Decoding"
+_SAMPLING = "Sampling (any of these turns it on; otherwise greedy)"
 
 
 class Criterion(str, Enum):
@@ -170,6 +171,16 @@ Backend = Annotated[
     str, typer.Option("--backend", rich_help_panel=_DECODING, help="Of the ops; see gsd-kernels doctor.")
 ]
 
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", min=0.0, rich_help_panel=_SAMPLING, help="0 is greedy.")
+]
+TopK = Annotated[int | None, typer.Option("--top-k", min=0, max=2**31 - 1, rich_help_panel=_SAMPLING)]
+TopP = Annotated[float | None, typer.Option("--top-p", min=0.0, max=1.0, rich_help_panel=_SAMPLING)]
+MinP = Annotated[float | None, typer.Option("--min-p", min=0.0, max=1.0, rich_help_panel=_SAMPLING)]
+Seed = Annotated[
+    int | None, typer.Option("--seed", rich_help_panel=_SAMPLING, help="Same seed, same text, whatever the draft.")
+]
+
 
 def read_graph_config(text: str | None) -> GraphConfig | str | None:
     """``--graph-config``: ``auto``, ``plain`` or a preset's name, ``key=value`` fields, or a preset followed by fields.
@@ -243,3 +254,14 @@ def read_prompts(
 def _stdin() -> str:
     raw = getattr(sys.stdin, "buffer", None)
     return sys.stdin.read() if raw is None else decode_utf8(raw.read(), "prompt", "stdin")
+
+
+def sampling(
+    temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None, seed: int | None
+) -> dict[str, Any]:
+    """Arguments of ``generate``. Temperature 0 is greedy, as on most servers."""
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given or temperature == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, **given}

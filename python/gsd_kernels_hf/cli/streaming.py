@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 
 class StdoutStreamer(TextStreamer):
-    """Prints the continuation alone, and ends ``waiting`` (a progress display) before its first text."""
+    """Prints the continuation alone, and ends ``waiting`` (a progress display) before its first text.
+
+    Attributes:
+        tokens: of the continuation, so far.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, waiting: ExitStack) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.waiting = waiting
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            self.tokens += value.flatten().tolist()
+        super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.waiting.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from gsd_kernels.config import PLAIN
 from gsd_kernels_hf import demo, validate
 from gsd_kernels_hf.files import checkpoint_place
 from gsd_kernels_hf.model import properties
+from gsd_kernels_hf.packed.dense import load_tokenizer
 from gsd_kernels_hf.packed.gguf import from_gguf
 from gsd_kernels_hf.parallel import check_heads
 from gsd_kernels_hf.sources.base import DraftSource
@@ -249,6 +249,5 @@ def _load_model(name: str, where: torch.device, **options: Any) -> PreTrainedMod
 def _load_tokenizer(name: str, commit: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     options = {"trust_remote_code": trust_remote_code, **_revision(commit)}
     if name.endswith(GGUF):
-        folder, name = os.path.split(name)
-        return AutoTokenizer.from_pretrained(folder or ".", gguf_file=name, padding_side="left")
+        return load_tokenizer(Path(name), padding_side="left")
     return AutoTokenizer.from_pretrained(name, padding_side="left", **options)

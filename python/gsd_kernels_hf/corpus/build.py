@@ -11,7 +11,7 @@ import numpy as np
 
 from gsd_kernels.ops.corpus import MAX_MATCH, sort_corpus
 
-from ..files import write_folder
+from ..files import path_of, write_folder
 from .index import HEADER, Header, describe, file_of, fingerprint, read_header
 
 BATCH = 32  # texts that are tokenized at once, fewer where they are long
@@ -39,7 +39,7 @@ def build_corpus(
     Raises:
         ValueError: the folder exists, or there is nothing to index.
     """
-    folder = Path(folder)
+    folder = path_of(folder)
     if folder.exists():
         raise ValueError(f"corpus: {folder} exists; remove it, or name another folder")
     text, count = _joined(documents)
@@ -115,7 +115,7 @@ def files_of(names: Iterable[str | os.PathLike[str]], suffixes: Sequence[str] = 
     """
     found: dict[Path, None] = {}
     for name in names:
-        path = Path(name)
+        path = path_of(name)
         if path.is_dir():
             under = sorted(file for file in path.rglob("*") if file.is_file())
             found |= dict.fromkeys(f for f in under if not suffixes or f.name.endswith(tuple(suffixes)))

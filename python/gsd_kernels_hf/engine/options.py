@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Literal, get_args
 
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from gsd_kernels import GraphConfig
-from gsd_kernels.config import AUTO, PLAIN, resolve_graph_config
+from gsd_kernels.backends import Backend
+from gsd_kernels.config import AUTO, PLAIN, GraphName, resolve_graph_config
 from gsd_kernels.names import did_you_mean, fields_named
 
 from .. import validate
-from ..acceptance.criteria import SPECULATIVE, Typical, check_chain, resolve_criterion, shape_for
+from ..acceptance.criteria import SPECULATIVE, CriterionName, Typical, check_chain, resolve_criterion, shape_for
 from ..acceptance.sampling import draw_seed
 from ..model import properties
 from ..records import Verified
@@ -25,10 +27,12 @@ from ..sources.draft_model import DraftModel
 from ..sources.heads import DraftHeads, Heads
 from ..sources.history import History
 from ..sources.layer_skip import LayerSkip, SkippedLayers
-from ..sources.load import KINDS, Drafter, loaded_drafter, source_of
+from ..sources.load import KINDS, Drafter, loaded_drafter, loaded_heads, source_of
 
-NAMES = ("model", "layer_skip", "drafter", "heads", "history")
+SourceName = Literal["model", "layer_skip", "drafter", "heads", "history"]
 """What ``draft_sources`` may name."""
+
+NAMES: tuple[SourceName, ...] = get_args(SourceName)
 
 NEEDS = {
     "model": "assistant_model, a draft of the same tokenizer",
@@ -39,7 +43,7 @@ NEEDS = {
 
 
 @fields_named("unknown option")
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Options:
     """Options of graph-speculative decoding, checked and resolved when they are made.
 
@@ -56,7 +60,7 @@ class Options:
             prompt, and what the target picked and nearly picked before), and :class:`~gsd_kernels.DraftSource` objects.
             ``None``: all that are given and the history, the latter beside a model only where ``graph_config`` has
             levels for it, as ``"auto"`` has. Nothing given is the history alone.
-        draft_heads: :class:`~gsd_kernels.DraftHeads` that were trained for the target.
+        draft_heads: :class:`~gsd_kernels.DraftHeads` that were trained for the target, or their folder or hub id.
         drafter: a drafter that was trained for the target, from a checkpoint: its folder or hub id, whose config says
             which kind it is, or a loaded one (:class:`~gsd_kernels.Eagle3`, :class:`~gsd_kernels.DFlash`,
             :class:`~gsd_kernels.DraftHeads`). A place is loaded once for a target, as long as its files stay the same.
@@ -85,15 +89,15 @@ class Options:
     """
 
     assistant_model: PreTrainedModel | LayerSkip | Sequence[PreTrainedModel] | None = None
-    graph_config: GraphConfig | str | None = None
+    graph_config: GraphConfig | GraphName | None = None
     _: KW_ONLY
     seed: int | None = None
-    backend: str = "auto"
-    draft_sources: tuple[str | DraftSource, ...] | None = None
-    draft_heads: DraftHeads | None = None
+    backend: Backend = "auto"
+    draft_sources: Sequence[SourceName | DraftSource] | None = None
+    draft_heads: DraftHeads | str | os.PathLike[str] | None = None
     drafter: Drafter | str | os.PathLike[str] | None = None
     reference_ids: Tensor | None = None
-    criterion: str | Typical = "exact"
+    criterion: CriterionName | Typical = "exact"
     reuse_prefix: bool = True
     reuse_history: bool = True
     streamer: BaseStreamer | None = None
@@ -104,9 +108,9 @@ class Options:
         shape = shape_for(self.criterion, self.graph_config)
         self.assistant_model, *others = drafts_in(self.assistant_model)
         self.other_drafts: tuple[PreTrainedModel, ...] = tuple(others)
-        if self.draft_heads is not None and not isinstance(self.draft_heads, DraftHeads):
+        if self.draft_heads is not None and not isinstance(self.draft_heads, (DraftHeads, str, os.PathLike)):
             got = type(self.draft_heads).__name__
-            raise TypeError(f"draft_heads: expected DraftHeads, got {got}; use from_pretrained")
+            raise TypeError(f"draft_heads: expected DraftHeads, their folder or hub id, got {got}")
         if self.drafter is not None and not isinstance(self.drafter, (str, os.PathLike, *KINDS)):
             kinds, got = ", ".join(kind.__name__ for kind in KINDS), type(self.drafter).__name__
             raise TypeError(f"drafter: expected a folder, a hub id, or one of {kinds}, got {got}")
@@ -123,14 +127,23 @@ class Options:
             draw_seed(self.seed)
         validate.check_listeners(self.streamer, self.observer)
 
+    def __repr__(self) -> str:
+        """Shape and sources, in one line."""
+        shape = AUTO if self.automatic else repr(self.graph_config) if self.named else PLAIN
+        return (
+            f"<{type(self).__name__}: {shape}, sources {', '.join(self.named) or 'none'}, criterion {self.criterion}>"
+        )
+
     def load(self, target: PreTrainedModel) -> None:
-        """Load a drafter that was named by its place, once.
+        """Load a drafter and heads that were named by their places, once.
 
         Raises:
             ValueError: none that can be served, another target's, or heads beside others.
         """
         if isinstance(self.drafter, (str, os.PathLike)):
             self.drafter = loaded_drafter(self.drafter, target)
+        if isinstance(self.draft_heads, (str, os.PathLike)):
+            self.draft_heads = loaded_heads(self.draft_heads, target)
         if isinstance(self.drafter, DraftHeads) and self.draft_heads is not None:
             raise ValueError("drafter: these are heads, and draft_heads has others; give one of the two")
 
@@ -201,13 +214,15 @@ class Options:
             return () if self.criterion == SPECULATIVE and not given else (*given, "history")
         expected = (
             f"draft_sources: expected a tuple of {', '.join(NAMES)} or DraftSource objects, got {sources!r}; leave it "
-            "out to take all that are given, or none"
+            "out to take all that are given, and the history"
         )
         if not isinstance(sources, (tuple, list, str)):
             raise TypeError(expected)
         strange = [s for s in sources if not isinstance(s, DraftSource) and s not in NAMES]
-        if isinstance(sources, str) or not sources or strange:
-            near = "" if isinstance(sources, str) or not sources else did_you_mean(str(strange[0]), NAMES)
+        if not sources or sources in ("none", PLAIN) or "none" in strange:
+            raise ValueError(f'{expected}; for decoding without any source pass graph_config="plain"')
+        if isinstance(sources, str) or strange:
+            near = "" if isinstance(sources, str) else did_you_mean(str(strange[0]), NAMES)
             raise ValueError(expected + near)
         for source in sources:
             if isinstance(source, DraftSource):
@@ -238,6 +253,12 @@ def drafts_in(given: object) -> list[PreTrainedModel | LayerSkip | None]:
         raise ValueError("assistant_model: expected draft models, got an empty list; leave it out for none")
     if len(given) > 1 and any(isinstance(draft, LayerSkip) or draft is None for draft in given):
         raise TypeError("assistant_model: expected a list of models; a LayerSkip is given alone")
+    for draft in given:
+        if isinstance(draft, (str, os.PathLike)):
+            raise TypeError(
+                f"assistant_model: expected a model, got the path {os.fspath(draft)!r}; load it, as by "
+                "AutoModelForCausalLM.from_pretrained, or pass drafter= for the folder of a drafter"
+            )
     found = [draft if isinstance(draft, LayerSkip) else properties.unwrap(draft) for draft in given]
     for draft in found:
         if draft is not None and not isinstance(draft, LayerSkip):

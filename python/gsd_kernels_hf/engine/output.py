@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import logging
+import statistics
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from gsd_kernels.config import PLAIN
+
 from ..acceptance.host import OnHost, check_pick
 from ..acceptance.tokenwise import TokenByToken
 from ..model import properties
+from ..policy.shapes import shape_name
 from ..records import Verified
 from .request import Request
 from .session import Session
-from .stats import GenerationStats
+from .stats import GenerationStats, SourceStats
 from .streaming import Streaming
 
 logger = logging.getLogger("gsd_kernels")
+
+ENOUGH_PLAIN_STEPS = 4
+"""Of a call, from which its statistics say what a plain step takes."""
 
 
 @dataclass
@@ -50,6 +57,7 @@ class Output:
         self.request, self.session = request, session
         streamer, self.observer = request.options.streamer, request.options.observer
         self.streaming = None if streamer is None else Streaming(streamer, request.batch, session.state.pad)
+        self.plain_seconds: list[float] = []  # of every plain step
         self.finished, self.timed = False, bool(request.timers)
         self.lengths = [request.prompt_length] * request.batch
         self.pads = request.kv_start.tolist()
@@ -83,7 +91,9 @@ class Output:
             ValueError: the target's logits held NaN, or a source proposed what has no meaning.
         """
         session, state = self.session, self.session.state
-        self.stats.count_step(verified.rows.token_ids.shape[1], session.drafted_rows, plain=verified.graph is None)
+        plain = verified.graph is None or session.config is None
+        shape = PLAIN if plain else shape_name(session.config)
+        self.stats.count_step(verified.rows.token_ids.shape[1], session.drafted_rows, shape=shape)
         if self.observer is not None:
             self.observer(verified)
         border = None if session.mixer is None else session.mixer.border
@@ -91,8 +101,12 @@ class Output:
         if border is not None and border.faults is not None:
             columns.append(border.faults[:, None])
         packed = torch.cat(columns, 1).tolist()
+        if plain:
+            self.plain_seconds.append(session.clock.since_step())
         if len(columns) > 3:
             border.check([row[-1] for row in packed])
+        if session.mixer is not None:
+            session.mixer.tally.count(session.mixer.asked(), verified)
         for sequence, (_, count, *tokens) in enumerate(packed):
             self.lengths[sequence] += count
             self.stats.count_accepted(count)
@@ -123,6 +137,14 @@ class Output:
         stats = self.stats
         stats.drafted_nodes, stats.merges, stats.accepted_merges = session.counts.tolist()
         stats.cache_bytes, stats.seconds = session.cache_bytes, session.clock.finish()
+        if len(self.plain_seconds) >= ENOUGH_PLAIN_STEPS:
+            stats.plain_seconds = statistics.median(self.plain_seconds)
+            stats.plain_from = f"the {len(self.plain_seconds)} plain steps of this call"
+        if session.mixer is not None:
+            brought = session.mixer.tally.sources
+            stats.sources = {
+                name: SourceStats(**vars(found)) if found else SourceStats() for name, found in brought.items()
+            }
         if self.streaming is not None:
             self.streaming.end()
         rule = session.rule

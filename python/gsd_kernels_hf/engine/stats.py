@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +11,38 @@ from typing import Any
 
 import torch
 
+from gsd_kernels.config import PLAIN
+
 from ..model import replay
 
 
 @dataclass
+class SourceStats:
+    """What one draft source brought.
+
+    Attributes:
+        proposed: drafted tokens that the target verified. One that several sources proposed counts for the first of
+            them, in the order in which they are mixed.
+        accepted: those of them that were accepted.
+        seconds: of proposing and learning, a part of ``seconds["draft"]``, whose rest is merging and unrolling.
+
+    All are ``None`` on a GPU, where counting would slow down every step.
+    """
+
+    proposed: int | None = None
+    accepted: int | None = None
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        if self.proposed is None or self.accepted is None or self.seconds is None:
+            return "not counted on a GPU"
+        share = f" ({self.accepted / self.proposed:.0%})" if self.proposed else ""
+        return f"{self.accepted:,} of {self.proposed:,} tokens accepted{share}, {self.seconds:.3f} s"
+
+
+@dataclass(repr=False)
 class GenerationStats:
-    """Counts and times of one ``generate`` call.
+    """Counts and times of one ``generate`` call; ``print(stats)`` shows them as a table.
 
     Attributes:
         steps: speculative steps, each one target forward.
@@ -29,6 +56,12 @@ class GenerationStats:
         merges: merge edges in all graphs.
         accepted_merges: merge edges on accepted paths.
         accepted: ``accepted[n]`` counts the steps in which a sequence emitted n tokens.
+        shapes: steps of each shape, by name; ``"plain"``, ``depth x width x branch x rows`` of a shape with a model's
+            levels, ``lookup-`` before it of one without.
+        sources: :class:`SourceStats` by name. Accepted tokens of all together are ``new_tokens − sequence_steps``, and
+            what a stopping criterion took back: the last token of a step is the target's own.
+        plain_seconds: what a plain step would take, as :attr:`gain` needs it; ``None``: not known.
+        plain_from: what that was estimated from.
         cache_bytes: all key/value caches.
         seconds: ``prefill``, ``draft`` (with merging and flattening), ``target``, ``other`` and ``total``.
         backend: the backend asked for.
@@ -54,6 +87,10 @@ class GenerationStats:
     merges: int = 0
     accepted_merges: int = 0
     accepted: list[int] = field(default_factory=list)
+    shapes: dict[str, int] = field(default_factory=dict)
+    sources: dict[str, SourceStats] = field(default_factory=dict)
+    plain_seconds: float | None = None
+    plain_from: str | None = None
     cache_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "draft": 0.0, "target": 0.0})
     backend: str = "auto"
@@ -63,10 +100,11 @@ class GenerationStats:
     why_modules: str | None = None
     why: str | None = None
 
-    def count_step(self, target_rows: int, draft_rows: int, *, plain: bool) -> None:
-        """Count one target forward; both numbers are rows a sequence, ``plain``: nothing was drafted."""
+    def count_step(self, target_rows: int, draft_rows: int, *, shape: str) -> None:
+        """Count one target forward; both numbers are rows a sequence, ``shape`` its name, ``"plain"`` without draft."""
         self.steps += 1
-        self.plain_steps += plain
+        self.shapes[shape] = self.shapes.get(shape, 0) + 1
+        self.plain_steps += shape == PLAIN
         self.target_rows += self.sequences * target_rows
         self.draft_rows += self.sequences * draft_rows
 
@@ -83,9 +121,78 @@ class GenerationStats:
             self.new_tokens += tokens
             self.sequence_steps += 1
 
+    @property
+    def gain(self) -> float | None:
+        """How many times plain decoding's speed this was, the prompt apart: an estimate.
+
+        Tokens a step times the seconds of a plain step over those of a step. ``None`` where it cannot be known: too few
+        plain steps in this call and no costs learned, or transformers served it.
+        """
+        if self.steps and self.plain_steps == self.steps:
+            return 1.0
+        spent = self.seconds.get("total", 0.0) - self.seconds["prefill"]
+        if self.plain_seconds is None or not self.steps or spent <= 0:
+            return None
+        return self.tokens_per_step * self.plain_seconds * self.steps / spent
+
     def as_dict(self) -> dict[str, Any]:
-        """All fields and ``tokens_per_step``, for JSON."""
-        return {**asdict(self), "tokens_per_step": self.tokens_per_step}
+        """All fields, ``tokens_per_step`` and ``gain``, for JSON."""
+        return {**asdict(self), "tokens_per_step": self.tokens_per_step, "gain": self.gain}
+
+    def table(self) -> list[tuple[str, str]]:
+        """What a user asks first, as (name, text), line by line."""
+        if self.why is not None:
+            return [("served by", f"transformers' own generate: {self.why}"), ("seconds", self._times())]
+        total = self.seconds.get("total", 0.0)
+        speed = f", {self.new_tokens / total:.1f} a second with the prompt" if total else ""
+        way = "one operator" if self.why_modules is None else f"its modules ({self.why_modules})"
+        found = [
+            ("new tokens", f"{self.new_tokens:,} in {self.sequences:,} sequence{'s' * (self.sequences != 1)}{speed}"),
+            ("steps", f"{self.steps:,}, of which {self.plain_steps:,} plain"),
+            ("tokens per step", f"{self.tokens_per_step:.2f}; 1 is plain decoding"),
+            ("estimated gain", self._gain()),
+            ("seconds", self._times()),
+            ("steps by shape", ", ".join(f"{name}: {count:,}" for name, count in self.shapes.items())),
+            ("rows", f"{self.target_rows:,} of the target by {way}, {self.draft_rows:,} of drafts; padding included"),
+            ("merge edges", f"{self.merges:,}, of which {self.accepted_merges:,} on accepted paths"),
+            ("caches", f"{self.cache_bytes / 2**20:.1f} MiB"),
+        ]
+        found += [(f"source {name}", str(source)) for name, source in self.sources.items()]
+        if self.left_out:
+            found.append(("left out", ", ".join(self.left_out)))
+        if not self.lossless:
+            found.append(("output", f"not the target's own: criterion {self.criterion}"))
+        return found
+
+    def _gain(self) -> str:
+        if self.gain is None:
+            return "not known: too few plain steps, and no costs learned"
+        if self.plain_seconds is None:
+            return f"{self.gain:.2f} times plain decoding: nothing was drafted"
+        plain = f"whose step takes {self.plain_seconds * 1e3:.3g} ms by {self.plain_from}"
+        return f"{self.gain:.2f} times plain decoding, {plain}"
+
+    def _times(self) -> str:
+        parts = ", ".join(f"{name} {value:.3f}" for name, value in self.seconds.items() if name != "total")
+        return f"{self.seconds.get('total', 0.0):.3f}: {parts}"
+
+    def __str__(self) -> str:
+        rows = self.table()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+    def __repr__(self) -> str:
+        if self.why is not None:
+            return "GenerationStats(served by transformers)"
+        gain = "" if self.gain is None else f", gain {self.gain:.2f}"
+        seconds = f"{self.seconds.get('total', 0.0):.2f} s"
+        steps = f"{self.steps} steps, {self.tokens_per_step:.2f} a step"
+        return f"GenerationStats({self.new_tokens} tokens in {steps}{gain}, {seconds})"
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        cells = (f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>" for name, text in self.table())
+        return f"<table>{''.join(cells)}</table>"
 
 
 Part = tuple[str, torch.cuda.Event, torch.cuda.Event]

@@ -37,7 +37,7 @@ from .runner import Listener, RowModel
 
 logger = logging.getLogger("gsd_kernels")
 CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-SWITCH = "GSD_FUSED_ROWS"
+SWITCH = "GSD_KERNELS_FUSED_ROWS"
 """Environment variable, see :data:`SETTINGS`."""
 SETTINGS = {
     "0": "rows and prompts go through the model's modules",
@@ -52,7 +52,7 @@ def missing(device: torch.device, backend: str = "auto") -> str | None:
     """What keeps every model on ``device`` from being forwarded by one operator, or ``None``.
 
     Raises:
-        ValueError: ``GSD_FUSED_ROWS`` is none of :data:`SETTINGS`.
+        ValueError: ``GSD_KERNELS_FUSED_ROWS`` is none of :data:`SETTINGS`.
     """
     setting = os.environ.get(SWITCH, "1")
     if setting not in SETTINGS:

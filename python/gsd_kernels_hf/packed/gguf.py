@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
 
+from ..files import path_of
+from .dense import load_model
 from .header import Header, Stored
 from .modules import PackedEmbedding, PackedLinear
 
@@ -63,15 +65,16 @@ def from_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat
 
     Raises:
         TypeError, ValueError: no GGUF file, a damaged one, or one that cannot be served.
+        ImportError: transformers needs a package to unpack it.
     """
-    path = Path(path)
+    path = path_of(path)
     if dtype not in FLOATS.values():
         raise TypeError(f"dtype: expected float32, bfloat16 or float16, got {dtype}")
     header = Header.read(path)
     architecture = str(header.fields.get("general.architecture"))
     if architecture not in PACKED or not all(_place(name) for name in header.tensors if name != FREQUENCIES):
         logger.warning("%s: transformers unpacks all weights of the architecture %s", path, architecture)
-        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype).eval()
+        return load_model(path, dtype)
     config = config_of(header)
     config.dtype = dtype
     with torch.device("meta"):

@@ -142,6 +142,9 @@ class DraftSource:
     max_length: int | None = None
     reads_prompt = False
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}>"
+
     def reaches(self, length: int) -> bool:
         """Whether it drafts behind texts of ``length`` tokens."""
         return self.max_length is None or length < self.max_length

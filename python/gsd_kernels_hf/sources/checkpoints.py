@@ -46,14 +46,18 @@ class BadCheckpoint(ValueError):
     """A drafter checkpoint that cannot be served; the message names what, and the cure."""
 
 
-def fetch(where: str | os.PathLike[str]) -> Path:
+def fetch(where: str | os.PathLike[str], what: str = "drafter") -> Path:
     """The folder of a checkpoint: a local one, or a hub id's snapshot, of which only JSON and safetensors are fetched.
+
+    Args:
+        where: as the user gave it.
+        what: the first word of every error.
 
     Raises:
         BadCheckpoint: neither.
     """
     try:
-        place = checkpoint_place(where, "drafter")
+        place = checkpoint_place(where, what)
     except ValueError as error:
         raise BadCheckpoint(str(error)) from None
     if Path(place).is_dir():
@@ -63,7 +67,7 @@ def fetch(where: str | os.PathLike[str]) -> Path:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadCheckpoint(
-            f"drafter: {where} is no folder here and could not be fetched from the hub: {first}"
+            f"{what}: {where} is no folder here and could not be fetched from the hub: {first}"
         ) from error
 
 

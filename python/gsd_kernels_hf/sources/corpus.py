@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 from gsd_kernels.ops.corpus import MAX_MATCH, SortedCorpus, corpus_recall
 
 from ..corpus.index import open_corpus
+from ..files import path_of
 from ..model import properties
 from .base import DraftSource, Level, Proposal, Text
 
@@ -41,9 +41,13 @@ class Corpus(DraftSource):
     reliability = (0.0, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, *(0.85,) * (MAX_MATCH - 8))
 
     def __init__(self, folder: str | os.PathLike[str], *, tokenizer: Any = None, name: str = "corpus") -> None:
-        self.folder, self.name = Path(folder), name
+        self.folder, self.name = path_of(folder), name
         self.header, self.index = open_corpus(self.folder, tokenizer)
         self.copies: dict[torch.device, SortedCorpus] = {self.index.text.device: self.index}  # by device
+
+    def __repr__(self) -> str:
+        about = f"{self.header.tokens:,} tokens of {self.header.documents:,} documents"
+        return f"<Corpus {self.name!r}: {about}, in {self.folder}>"
 
     def __copy__(self) -> Corpus:
         other = object.__new__(type(self))  # a session's: of the same mapping

@@ -155,6 +155,11 @@ class DFlash(nn.Module):
         config = DFlashConfig.of(checkpoint.config, own_embedding=has["embed_tokens"], own_head=has["lm_head"])
         return checkpoints.build(cls, config, checkpoint, target)
 
+    def __repr__(self) -> str:
+        config = self.config
+        sizes = f"{len(self.layers)} layer(s) of width {config.layers.hidden_size}, blocks of {config.block_size}"
+        return f"<DFlash: {sizes}, vocabulary of {config.draft_vocab_size:,} tokens>"
+
     def check_target(self, target: PreTrainedModel) -> None:
         """Raise unless the drafter fits a target's vocabulary, width and layers.
 

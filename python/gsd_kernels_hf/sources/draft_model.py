@@ -32,6 +32,9 @@ class DraftModel(Expansion):
     def __init__(self, model: PreTrainedModel, *, name: str = "model") -> None:
         self.model, self.forwards, self.name, self.max_length = model, (model,), name, properties.positions(model)
 
+    def __repr__(self) -> str:
+        return f"<DraftModel {self.name!r}: {type(self.model).__name__}>"
+
     def row_model(self, text: Text) -> RowModel:
         return text.rows_of(self.model)
 

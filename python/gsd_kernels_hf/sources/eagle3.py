@@ -192,6 +192,11 @@ class Eagle3(nn.Module):
             raise BadCheckpoint("drafter: an EAGLE-1 or EAGLE-2 checkpoint, which fuses no layers; not served")
         return checkpoints.build(cls, config, checkpoint, target)
 
+    def __repr__(self) -> str:
+        config = self.config
+        sizes = f"{len(self.layers)} layer(s) of width {config.layers.hidden_size}"
+        return f"<Eagle3: {sizes}, vocabulary of {config.draft_vocab_size:,} tokens>"
+
     def check_target(self, target: PreTrainedModel) -> None:
         """Raise unless the drafter fits a target's vocabulary, width and layers.
 

@@ -8,6 +8,7 @@ residual block to the hidden state that the target's own output matrix reads, an
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,12 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..files import path_of
 from ..model.hidden import LAST
 from ..model.properties import device_of, vocabulary
 from ..packed.modules import dtype_of, matrix_of
 from ..records import Candidates, Verified
 from .base import DraftSource, Level, Proposal, Text
-from .checkpoints import BadCheckpoint, Checkpoint, check_vocabulary
+from .checkpoints import BadCheckpoint, Checkpoint, check_vocabulary, fetch
 
 __all__ = ["CONFIG_FILE", "DraftHeads"]
 
@@ -118,9 +120,9 @@ class DraftHeads(nn.Module):
         heads = cls(_hidden_size(target), num_heads, num_layers=num_layers, target=shape_of(target))
         return heads.to(_device(target), target.dtype)
 
-    def save_pretrained(self, folder: str | Path) -> None:
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write ``draft_heads.safetensors`` and ``draft_heads.json`` into ``folder``, which is made if need be."""
-        folder = Path(folder)
+        folder = path_of(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = {
             "hidden_size": self.hidden_size,
@@ -134,13 +136,13 @@ class DraftHeads(nn.Module):
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, target: PreTrainedModel | None = None) -> DraftHeads:
-        """Heads from a folder, in evaluation mode: as stored, or with ``target``'s dtype and device.
+    def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel | None = None) -> DraftHeads:
+        """Heads from a folder or hub id, in evaluation mode: as stored, or with ``target``'s dtype and device.
 
         Raises:
-            ValueError: the folder holds none, or they were made for a model of another shape than ``target``.
+            ValueError: no such folder, it holds none, or they were made for a model of another shape than ``target``.
         """
-        folder = Path(folder)
+        folder = fetch(where, "heads")
         try:
             config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
             heads = cls(
@@ -224,8 +226,10 @@ class DraftHeads(nn.Module):
         if self.output_size is not None:
             check_vocabulary("Medusa", self.output_size, target)
 
-    def extra_repr(self) -> str:
-        return f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, num_layers={self.num_layers}"
+    def __repr__(self) -> str:
+        sizes = f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, num_layers={self.num_layers}"
+        made_for = f", made for {self.target['model_type']}" if "model_type" in self.target else ""
+        return f"<DraftHeads: {sizes}{made_for}>"
 
 
 def shape_of(target: PreTrainedModel) -> dict[str, int | str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -22,6 +22,7 @@ Drafter = Eagle3 | DFlash | DraftHeads
 """What ``drafter=`` takes, beside the place of one."""
 
 KINDS = (Eagle3, DFlash, DraftHeads)
+_Kind = TypeVar("_Kind", Eagle3 | DFlash | DraftHeads, DraftHeads)
 
 
 def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Drafter:
@@ -40,8 +41,8 @@ def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
     return makers[kind](Checkpoint.open(folder), target)
 
 
-_loaded: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, Drafter]] = weakref.WeakKeyDictionary()
-"""Of every target the drafter that was loaded last for it, and from which files."""
+_loaded: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, tuple[object, Drafter]]] = weakref.WeakKeyDictionary()
+"""Of every target and option the drafter that was loaded last for it, and from which files."""
 
 
 def loaded_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Drafter:
@@ -50,15 +51,30 @@ def loaded_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Dr
     Raises:
         ValueError: see :func:`load_drafter`.
     """
-    folder = checkpoints.fetch(where).resolve()
+    return _loaded_once(checkpoints.fetch(where), target, "drafter", load_drafter)
+
+
+def loaded_heads(where: str | os.PathLike[str], target: PreTrainedModel) -> DraftHeads:
+    """As :meth:`DraftHeads.from_pretrained`, once, as :func:`loaded_drafter`.
+
+    Raises:
+        ValueError: the folder holds none, or another model's.
+    """
+    return _loaded_once(checkpoints.fetch(where, "draft_heads"), target, "draft_heads", DraftHeads.from_pretrained)
+
+
+def _loaded_once(
+    folder: Path, target: PreTrainedModel, option: str, load: Callable[[Path, PreTrainedModel], _Kind]
+) -> _Kind:
+    folder = folder.resolve()
     files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".safetensors"))
     states = [(file.name, stat.st_size, stat.st_mtime_ns) for file in files for stat in (file.stat(),)]
     key = (folder, states, target.dtype, device_of(target))
-    known = _loaded.get(target)
-    if known is None or known[0] != key:
-        _loaded.pop(target, None)  # not two at once
-        known = _loaded[target] = key, load_drafter(folder, target)
-    return known[1]
+    loaded: dict[str, tuple[object, Any]] = _loaded.setdefault(target, {})
+    if option not in loaded or loaded[option][0] != key:
+        loaded.pop(option, None)  # not two at once
+        loaded[option] = key, load(folder, target)
+    return loaded[option][1]
 
 
 def source_of(drafter: Drafter) -> DraftSource:

@@ -14,7 +14,7 @@ from torch import Tensor
 from gsd_kernels import NgramTable
 from gsd_kernels.ops.ngram.reference import sets_of
 
-from ..files import damaged, number_in, open_saved, write_file
+from ..files import damaged, number_in, open_saved, path_of, write_file
 
 FORMAT = "gsd_kernels history"
 VERSION = 1
@@ -75,6 +75,9 @@ class HistoryMemory:
         self._kept: Kept | None = None
         self._lock = threading.Lock()
 
+    def __repr__(self) -> str:
+        return f"<HistoryMemory: {len(self):,} contexts of a vocabulary of {self.vocab_size:,} tokens>"
+
     def __len__(self) -> int:
         """Contexts that are remembered."""
         kept = self._kept
@@ -118,7 +121,7 @@ class HistoryMemory:
         tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         numbers = {"max_context": kept.max_context, "ways": kept.ways, "vocab_size": self.vocab_size}
         about = {"format": FORMAT, "version": str(VERSION), **{name: str(value) for name, value in numbers.items()}}
-        write_file(Path(file), lambda partial: save_file(tensors, partial, metadata=about))
+        write_file(path_of(file), lambda partial: save_file(tensors, partial, metadata=about))
 
     def load(self, file: str | os.PathLike[str]) -> None:
         """Remember what :meth:`save` wrote, instead of what is remembered now.
@@ -128,7 +131,7 @@ class HistoryMemory:
             ValueError: the file is damaged, of a newer version, of another vocabulary, or something else. What was
                 remembered is kept.
         """
-        kept = _read(Path(file), self.vocab_size)
+        kept = _read(path_of(file), self.vocab_size)
         with self._lock:
             self._kept = kept
 

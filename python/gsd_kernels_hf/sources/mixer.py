@@ -18,6 +18,7 @@ from ..model import replay
 from ..records import Candidates, DecodeState, Verified
 from .base import DraftSource, GrowsLevels, Level, Proposal, Text
 from .border import Border, is_own, rows_of
+from .tally import Tally
 from .weights import Calibration, SourceWeights
 
 
@@ -50,6 +51,7 @@ class Mixer:
     Attributes:
         every: the sources.
         sources: those in use.
+        tally: what each brought to this text.
 
     Args:
         sources: in the order in which they are mixed; already begun.
@@ -71,6 +73,7 @@ class Mixer:
         self.every, self.weights, self.state, self.backend = tuple(sources), weights, state, backend
         device = state.tokens.device
         self.border = Border(sources, vocab_size, len(state.tokens), device, waits=not replay.is_gpu(device))
+        self.tally = Tally([source.name for source in sources], counts=not replay.is_gpu(device))
         self._take(self.every)
         self.calibration: Calibration | None = None  # of this text
         self.shapes: dict[GraphConfig, Storage] = {}
@@ -96,6 +99,7 @@ class Mixer:
             first: whether this is the session's first text.
         """
         self.border.restart()
+        self.tally.restart()
         self._take(self.every)
         for source in self.sources:
             if source.name in weights:
@@ -169,7 +173,9 @@ class Mixer:
         """The candidates of all sources after every frontier node."""
         drafted, found = Drafted(level.frontier.node_ids), None
         for source in self.sources:
+            begin = self.tally.begin()
             proposal = self.border.ask(source, level)
+            self.tally.end(source.name, begin)
             if proposal is None:
                 continue
             proposal = fitted(proposal, level)
@@ -194,7 +200,9 @@ class Mixer:
         source, reliability = self.lookups[0], self.weights[self.lookups[0].name].reliability
         if not (is_own(source) and isinstance(source, GrowsLevels)):
             return None
+        begin = self.tally.begin()
         rest = source.propose_rest(level, None if reliability is None else reliability.log_ratio)
+        self.tally.end(source.name, begin)
         if rest is None:
             return None
         asked, log_probs = rest
@@ -207,12 +215,18 @@ class Mixer:
     def observe(self, verified: Verified) -> None:
         """Let every source learn from a step, and update its weights by the probability it gave the emitted tokens."""
         for source in self.sources:
+            begin = self.tally.begin()
             source.observe(verified)
+            self.tally.end(source.name, begin)
         if verified.graph is None or self.current is None:
             return
-        for source in self.sources:
-            asked = [drafted.asked[source.name] for drafted in self.current.levels if source.name in drafted.asked]
-            self.weights[source.name].learn(asked, verified.nodes, verified.tokens, self.backend)
+        for name, asked in self.asked().items():
+            self.weights[name].learn(asked, verified.nodes, verified.tokens, self.backend)
+
+    def asked(self) -> dict[str, list[Asked]]:
+        """What the sources proposed in the last step, level by level, by name in the order in which they are mixed."""
+        levels = [] if self.current is None else [drafted.asked for drafted in self.current.levels]
+        return {s.name: [asked[s.name] for asked in levels if s.name in asked] for s in self.sources}
 
     def profile(self, verified: Verified) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """How probable the sources held the candidates of each accepted node, and which of them the target picked.

@@ -16,7 +16,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from .. import validate
 from ..api import Patch
 from ..engine.decoder import GraphDecoder
 from ..engine.engine import parts_of
+from ..files import path_of
 from ..model import properties
 from ..parallel import digest
 from ..sources.heads import DraftHeads
@@ -166,6 +166,10 @@ class OnlineLearner:
             _taught.add(self.draft)
             self._engines.learner = self
 
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.taken} steps taken, {len(self)} texts remembered"
+        return f"<OnlineLearner of {type(self.draft).__name__}: {state}>"
+
     def __len__(self) -> int:
         """Texts that are remembered."""
         return len(self._texts)
@@ -271,7 +275,7 @@ class OnlineLearner:
         with self._gate.alone("save"):
             if not self.taken:
                 raise ValueError("learner: no step was taken yet; generate with the draft first")
-            write_learned(Path(file), Learned.of(self._master, self._optimizer, self.taken), self._base)
+            write_learned(path_of(file), Learned.of(self._master, self._optimizer, self.taken), self._base)
 
     def load(self, file: str | os.PathLike[str]) -> None:
         """Go on from what :meth:`save` wrote for the same draft; its weights become those.
@@ -284,7 +288,7 @@ class OnlineLearner:
         with self._gate.alone("load"):
             if self.closed:
                 raise ValueError("learner: it is closed; make another one")
-            found = read_learned(Path(file), dict(self._master.named_parameters()), self._base)
+            found = read_learned(path_of(file), dict(self._master.named_parameters()), self._base)
             with torch.inference_mode(False), torch.no_grad():
                 found.restore(self._master, self._optimizer)
             self.taken = found.taken

@@ -1,4 +1,4 @@
-"""A model from a GGUF file: dense, in the dtype that is asked for, with nothing left of the file's own quantisation."""
+"""A GGUF file read by transformers: its tokenizer, and its model with every weight unpacked."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def load_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMode
     return model.eval()
 
 
-def load_tokenizer(file: Path) -> PreTrainedTokenizerBase:
-    """The file's tokenizer.
+def load_tokenizer(file: Path, **options: Any) -> PreTrainedTokenizerBase:
+    """The file's tokenizer; ``options`` are those of ``AutoTokenizer.from_pretrained``.
 
     Raises:
         FileNotFoundError, ImportError: as of :func:`load_model`.
     """
     _check(file)
     with quiet():
-        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **options)
 
 
 def _check(file: Path) -> None:
@@ -58,7 +58,7 @@ def _check(file: Path) -> None:
     for package in NEEDED:
         if importlib.util.find_spec(package) is None:
             raise ImportError(
-                f"reading {file.name} needs the package {package}: pip install 'gsd-kernels[real]' (or: pip install "
+                f"reading {file.name} needs the package {package}: pip install 'gsd-kernels[gguf]' (or: pip install "
                 f"{' '.join(NEEDED)})"
             )
 

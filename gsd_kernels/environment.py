@@ -1,0 +1,62 @@
+"""Every environment variable that this package, its command line, its build and its benchmarks read.
+
+docs/platforms.md shows the table; a test holds it, and the sources, against it.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import MutableMapping
+from typing import NamedTuple
+
+PREFIX, OLD_PREFIX = "GSD_KERNELS_", "GSD_"
+
+
+class Variable(NamedTuple):
+    """One variable.
+
+    Attributes:
+        name: without :data:`PREFIX`.
+        values: that it takes, the default first.
+        meaning: in a line.
+        old: whether it was read as :data:`OLD_PREFIX` and ``name`` before 0.2.
+    """
+
+    name: str
+    values: str
+    meaning: str
+    old: bool = True
+
+
+VARIABLES = (
+    Variable("CACHE", "the user's cache folder", "where learned costs and unpacked demo models are kept", old=False),
+    Variable("DEBUG", "`0`, `1`", "ranks of a sharded model compare every step", old=False),
+    Variable("CPU_LEVEL", "the best that proves itself, a level's name", "instruction set of the CPU's products"),
+    Variable("FUSED_ROWS", "`1`, `0`, `cuda`", "rows as one operator; `0`: by modules; `cuda`: on every GPU that can"),
+    Variable("ROWS_OVERLAP", "`1`, `0`", "whether launches of the CUDA operator of rows overlap"),
+    Variable("CUDA_FIRST", "`triton`, `compiled`", "what `auto` takes first on a GPU"),
+    Variable("SGLANG_OPTIONS", "none, a JSON object", "what SGLang has no flag for (docs/sglang.md)"),
+    Variable("LLAMA_CPP", "PATH, a folder", "llama.cpp's binaries, for `bench real`"),
+    Variable("BUILD_CPU", "`auto`, `0`, `1`", "build the C++ ops; `1`: fail where that is impossible"),
+    Variable("BUILD_CUDA", "`auto`, `0`, `1`", "build the CUDA ops; `1`: fail without nvcc"),
+    Variable("CUDA_ARCHS", "this machine's GPUs, `8.0;9.0+PTX`", "architectures of the CUDA ops"),
+)
+
+
+def adopt_old_names(environment: MutableMapping[str, str] | None = None) -> None:
+    """Give what is set by an old name its new one, with a warning; for one version."""
+    environment = os.environ if environment is None else environment
+    for variable in VARIABLES:
+        old, new = OLD_PREFIX + variable.name, PREFIX + variable.name
+        if not variable.old or old not in environment:
+            continue
+        if new not in environment:
+            environment[new] = environment[old]
+        warnings.warn(f"{old} is called {new} now; the old name is read until 0.2", FutureWarning, stacklevel=2)
+
+
+def table() -> str:
+    """The variables as a table in Markdown."""
+    rows = [f"| `{PREFIX}{name}` | {values} | {meaning} |" for name, values, meaning, _ in VARIABLES]
+    return "\n".join(["| variable | default, other values | meaning |", "|---|---|---|", *rows])

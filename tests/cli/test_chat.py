@@ -1,0 +1,109 @@
+"""``gsd-kernels chat``: turns, commands, an answer that is stopped, a conversation that is too long."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoints import save_pair
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import gsd_kernels
+from gsd_kernels_hf.cli import app
+from gsd_kernels_hf.cli.chat import Conversation
+from gsd_kernels_hf.console.pair import load_pair
+
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("pair"), chat_template=TEMPLATE)[0]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "cache"))
+
+
+def chat(*arguments, stdin):
+    return CliRunner().invoke(app, ["chat", *map(str, arguments)], input=stdin)
+
+
+def answers(folder, *messages, opening=()):
+    """What transformers' own generate answers, turn by turn."""
+    target, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    turns, found = list(opening), []
+    for message in messages:
+        turns.append({"role": "user", "content": message})
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+        new = target.generate(ids, do_sample=False, max_new_tokens=TOKENS, pad_token_id=0)[0, ids.shape[1] :]
+        found.append(tokenizer.decode(new, skip_special_tokens=True))
+        turns.append({"role": "assistant", "content": found[-1]})
+    return found
+
+
+def test_turns_piped_in_are_answered_as_by_transformers(model):
+    messages = "def f(x):", "import os", "def f(x):"
+    asked = ["--model", model, "--max-new-tokens", TOKENS, "--dtype", "float32", "--system", "Be brief."]
+    result = chat(*asked, stdin="\n".join(messages) + "\n")
+    assert result.exit_code == 0, result.stderr
+    opening = [{"role": "system", "content": "Be brief."}]
+    assert result.stdout == "".join(f"{text}\n" for text in answers(model, *messages, opening=opening))
+
+
+def test_a_reset_begins_anew_and_statistics_are_shown(model):
+    asked = ["--model", model, "--max-new-tokens", TOKENS, "--dtype", "float32"]
+    result = chat(*asked, stdin="/stats\nimport os\n/stats\n/reset\nimport os\n/fly\n/quit\nimport sys\n")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == 2 * f"{answers(model, 'import os')[0]}\n"
+    assert "nothing was answered yet" in result.stderr and "tokens per step" in result.stderr
+    assert "/fly is no command" in result.stderr
+
+
+def test_what_cannot_chat_is_refused(tmp_path):
+    result = chat("--model", save_pair(tmp_path)[0], stdin="x\n")
+    assert result.exit_code == 2 and "has no chat template" in result.stderr
+
+
+@pytest.fixture
+def conversation(model):
+    pair = load_pair(model, None, dtype="float32", device="cpu")
+    handle = gsd_kernels.patch(pair.target)
+    yield Conversation(pair, handle, {"max_new_tokens": TOKENS, "do_sample": False}, [])
+    gsd_kernels.unpatch(pair.target)
+
+
+def test_an_answer_that_is_stopped_stays_as_far_as_it_came(conversation, monkeypatch, capsys):
+    from gsd_kernels_hf.cli.streaming import StdoutStreamer
+
+    put, whole = StdoutStreamer.put, answers(conversation.pair.target.name_or_path, "import os")[0]
+
+    def stop(self, value):
+        put(self, value)
+        if len(self.tokens) >= 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StdoutStreamer, "put", stop)
+        conversation.answer("import os")
+    said = conversation.turns[-1]["content"]
+    assert said and whole.startswith(said) and said != whole and said in capsys.readouterr().out
+    conversation.reset()
+    conversation.answer("import os")
+    assert conversation.turns[-1]["content"] == whole, "the next answer is exact"
+
+
+def test_an_answer_ends_where_the_positions_do(conversation, monkeypatch):
+    length = len(conversation.pair.tokenizer("[user]import os[assistant]", add_special_tokens=False).input_ids)
+    config = conversation.pair.target.config
+    monkeypatch.setattr(config, "max_position_embeddings", length + 5)
+    conversation.answer("import os")
+    before = list(conversation.turns)
+    assert conversation.handle.stats.new_tokens <= 5
+    monkeypatch.setattr(config, "max_position_embeddings", length)
+    with pytest.raises(ValueError, match="/reset begins anew"):
+        conversation.answer("more")
+    assert conversation.turns == before and torch.is_tensor(next(conversation.pair.target.parameters()))

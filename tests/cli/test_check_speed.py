@@ -1,0 +1,47 @@
+"""What ``gsd-kernels check`` says of speed, and when it says nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from gsd_kernels_hf.cli import check
+from gsd_kernels_hf.console import busy
+from gsd_kernels_hf.engine.stats import GenerationStats
+from gsd_kernels_hf.report.comparison import Run
+
+
+def rounds(**seconds):
+    """One prompt of twelve tokens, decoded in all ways; with drafts in four steps."""
+    stats = GenerationStats(new_tokens=12, steps=4, sequence_steps=4)
+    runs = {name: Run(list(range(12)), taken, taken, 12, 1, None) for name, taken in seconds.items()}
+    runs[check.GRAPH] = Run(list(range(12)), seconds[check.GRAPH], 1.0, 4, 1, stats)
+    return [runs]
+
+
+def test_the_speed_is_told_by_its_causes():
+    summary = check._summary(rounds(plain=12.0, undrafted=6.0, graph=3.0), [None], 0.0)
+    assert summary["speedup"] == pytest.approx(4) and summary["why_not_believed"] is None
+    assert summary["speedup_without_drafts"] == pytest.approx(2) and summary["speedup_by_drafts"] == pytest.approx(2)
+    assert "4.00× as fast" in check._speed(summary) and "2.00× by drafts" in check._speed(summary)
+
+
+@pytest.mark.parametrize(
+    ("graph", "share", "reason"), [(1.0, 0.0, "more than 3.00 tokens a step"), (3.0, 0.5, "busy with other work, 50%")]
+)
+def test_no_speed_that_cannot_be(graph, share, reason):
+    summary = check._summary(rounds(plain=12.0, undrafted=6.0, graph=graph), [None], share)
+    assert reason in summary["why_not_believed"] and "as fast" not in check._speed(summary)
+
+
+def test_others_are_what_this_process_is_not(tmp_path, monkeypatch):
+    stat, times = tmp_path / "stat", [1.0, 0.0, 0.0, 0.0, 0.0]
+    monkeypatch.setattr(busy, "STAT", stat)
+    monkeypatch.setattr(busy.os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(busy.os, "times", lambda: tuple(times))
+    stat.write_text("cpu 100 0 0 100 0 0 0 0 0 0\n")
+    others = busy.Others()
+    stat.write_text("cpu 250 0 50 200 0 0 0 0 7 0\n")  # three seconds passed, two of them not idle
+    times[0] = 2.5
+    assert others.share() == pytest.approx((2.0 - 1.5) / 3.0)
+    stat.unlink()
+    assert others.share() is None and busy.Others().share() is None

@@ -1,0 +1,119 @@
+"""The code of README and of docs/ runs: Python page by page, commands line by line, placeholders filled."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import save_pair
+from typer.testing import CliRunner
+
+import gsd_kernels
+from gsd_kernels_hf import demo
+from gsd_kernels_hf.cli import app
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != "api")]
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
+
+NOT_RUN = {
+    "docs/serving.md": "needs a server; tests/serving sends the same fields by the same client",
+    "docs/scale.md": "needs several ranks; tests/engine/test_tensor_parallel.py starts them",
+}
+"""Pages whose Python has its own tests."""
+OTHERS = {
+    "make": "tested from a fresh clone by .ci/run",
+    "python3": "sets up an environment",
+    "pip": "installs",
+    "rm": "deletes the user's cache",
+    "curl": "needs a server, tests/serving",
+    "python": "tests/machines, bench/scale",
+    "ray": "tests/machines",
+    "torchrun": "tests/engine/test_tensor_parallel.py",
+    "gsd-kernels serve": "tests/serving",
+    "gsd-kernels demo": "tests/real, tests/demo, tests/cli",
+}
+"""Commands that have their own tests, or none for the reason given."""
+FILLED = {
+    '"someone/EAGLE3-LLaMA3.1-Instruct-8B"': "eagle3",
+    '"eagle3-folder"': "eagle3",
+    "max_new_tokens=256": "max_new_tokens=12",
+    "depth=6, width=8, branch=4, max_rows=64": "depth=3, width=2, branch=2, max_rows=8",
+}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def filled(code: str) -> str:
+    for placeholder, value in FILLED.items():
+        code = code.replace(placeholder, value)
+    return code
+
+
+@pytest.fixture
+def names(tmp_path, monkeypatch) -> dict[str, Any]:
+    """What a reader has at hand: a model, its draft and tokenizer, a prompt, an index of texts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "cache"))
+    model, draft, tokenizer = demo.load()
+    inputs = tokenizer("def fibonacci(n):\n    ", return_tensors="pt")
+    (tmp_path / "a.py").write_text("def fibonacci(n):\n    return n\n" * 20)
+    assert CliRunner().invoke(app, ["index", "a.py", "-o", "index"]).exit_code == 0
+    return {
+        **{"gsd_kernels": gsd_kernels, "model": model, "draft": draft, "tokenizer": tokenizer, "inputs": inputs},
+        **{"input_ids": inputs["input_ids"], "eagle3": demo.path() / "eagle3"},
+    }
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python") and page not in NOT_RUN])
+def test_python_runs(page, names):
+    for code in blocks(page, "python"):
+        if "xgrammar" in code:
+            names |= grammars(names["tokenizer"])
+        try:
+            exec(compile(filled(code), page, "exec"), names)
+        finally:
+            if "generate" in vars(names["model"]):
+                gsd_kernels.unpatch(names["model"])
+
+
+def grammars(tokenizer: Any) -> dict[str, Any]:
+    """A grammar's compiler, and a schema for the one prompt."""
+    xgrammar = pytest.importorskip("xgrammar", reason="needs the extra [grammar]")
+    pytest.importorskip("xgrammar.contrib.hf")
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
+    return {"xgrammar": xgrammar, "compiler": xgrammar.GrammarCompiler(info), "schemas": ['{"type": "object"}']}
+
+
+def commands(page: str) -> list[str]:
+    lines = "".join(blocks(page, "console")).replace("\\\n", " ").splitlines()
+    return [line.split("$ ", 1)[1] for line in lines if "$ " in line]
+
+
+ALL = [(page, command) for page in PAGES for command in commands(page)]
+
+
+def whose(command: str) -> str | None:
+    return next((other for other in OTHERS if command == other or command.startswith(f"{other} ")), None)
+
+
+def test_commands_run_or_have_a_reason():
+    run = [command for _, command in ALL if whose(command) is None]
+    assert len(run) >= 3 and all(command.startswith("gsd-kernels ") for command in run), run
+    assert {whose(command) for _, command in ALL} - {None} == set(OTHERS), "a reason that nothing needs"
+
+
+@pytest.mark.parametrize("command", [command for _, command in ALL if whose(command) is None])
+def test_command_runs(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "cache"))
+    target, draft = save_pair(tmp_path, chat_template=TEMPLATE)
+    command = command.replace("--draft DIR_OR_ID", f"--draft {draft}").replace("DIR_OR_ID", target)
+    words = shlex.split(command, comments=True)
+    result = CliRunner().invoke(app, [*words[1:], "--max-new-tokens", "4"], input="Hello\n")
+    assert result.exit_code == 0 and result.stdout, result.stderr

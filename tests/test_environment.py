@@ -1,0 +1,43 @@
+"""Environment variables: one table, one prefix, old names read for a version."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from gsd_kernels import environment
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("gsd_kernels", "python", "csrc", "bench", "setup.py", ".ci", "Makefile")
+
+
+def test_the_page_shows_the_table():
+    assert environment.table() in (ROOT / "docs/platforms.md").read_text(encoding="utf-8")
+
+
+def test_the_sources_read_no_variable_that_the_table_lacks():
+    pattern = r"\bGSD_[A-Z_]+\b"
+    found: dict[str, Path] = {}
+    for top in SOURCES:
+        files = [ROOT / top] if (ROOT / top).is_file() else sorted((ROOT / top).rglob("*"))
+        for file in files:
+            if file.suffix in (".py", ".cpp", ".h", ".cu", "") and file.is_file() and "results" not in file.parts:
+                # Macros of C++ are no variables: these stand in quotes, or as a program's environment.
+                code = file.read_text(encoding="utf-8")
+                quoted = re.findall(rf"[\"'`$]{{1,2}}({pattern})", code) + re.findall(rf"({pattern})=", code)
+                found |= dict.fromkeys(quoted, file)
+    known = {environment.PREFIX + variable.name for variable in environment.VARIABLES}
+    beginnings = {environment.PREFIX, f"{environment.PREFIX}BUILD_"}  # of names that code completes
+    assert len(found.keys() & known) > 8, "the sources are read"
+    assert {name: file for name, file in found.items() if name not in known | beginnings} == {}
+
+
+def test_an_old_name_is_read_with_a_warning_and_a_new_one_comes_first():
+    given = {"GSD_CPU_LEVEL": "avx2", "GSD_FUSED_ROWS": "0", "GSD_KERNELS_FUSED_ROWS": "1", "GSD_CACHE": "x"}
+    with pytest.warns(FutureWarning) as warned:
+        environment.adopt_old_names(given)
+    assert given["GSD_KERNELS_CPU_LEVEL"] == "avx2" and given["GSD_KERNELS_FUSED_ROWS"] == "1"
+    assert "GSD_KERNELS_CACHE" not in given, "it had no other name"
+    assert "GSD_KERNELS_CPU_LEVEL" in str(warned[0].message) and len(warned) == 2
