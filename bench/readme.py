@@ -17,6 +17,7 @@ from .generation import corpus_table, drafters_table, long_table, sources_table
 from .generation.competitors import ASSISTED, AUTO, GREEDY, PLAIN
 from .generation.generate import title
 from .generation.real import report as real_report
+from .gpu import table as gpu_table
 from .lib.intervals import Ratio
 from .lib.report import Report, caption, markdown, micros, speedups
 from .scale import memory as scale_memory
@@ -24,7 +25,6 @@ from .scale import messages as scale_messages
 
 BLOCK = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- /bench:(?P=name) -->)", re.DOTALL)
 ENGINES = ("openvino", "llama-cpp")
-PAIR_WAYS = ("operator", "modules")
 KERNEL_CASES = ("attention", "merge", "sample", "commit")
 
 
@@ -257,43 +257,10 @@ def rows(results: Path) -> str:
 def gpu(results: Path) -> str:
     """Forwards of rows on GPUs as one operator and by modules, and captured steps, from the stages' files."""
     folders = [results / "gpu", *sorted(path for path in (results / "gpu").glob("*") if path.is_dir())]
-    found = [_gpu_forwards(folder) for folder in folders if (folder / "rows.json").exists()]
+    found = [gpu_table.table(folder, _place) for folder in folders if (folder / "rows.json").exists()]
     if not found:
         raise MissingResultError("`python bench/gpu/stages.py --only rows --only pair`")
     return "\n\n".join(found)
-
-
-def _gpu_forwards(folder: Path) -> str:
-    """One device's forwards by rows, and its captured steps where they were measured."""
-    data = _read(folder / "rows.json")
-    points = [point for point in data["points"].values() if "rows" in point]
-    counts = sorted({point["rows"] for point in points})
-    lines = []
-    for shape in dict.fromkeys(point["shape"] for point in points):
-        floors = {point["rows"]: point["floor_seconds"] for point in points if point["shape"] == shape}
-        for way in dict.fromkeys(point["setting"] for point in points):
-            medians = {p["rows"]: p["median"] for p in points if (p["shape"], p["setting"]) == (shape, way)}
-            lines.append([f"{shape}, {way}", *_milliseconds(medians, counts)])
-        lines.append([f"{shape}, reading", *_milliseconds(floors, counts)])
-    parts = [
-        f"{_place(data['environment'])}, {data['dtype']}, behind {points[0]['prefix']} positions, weights out of "
-        "the cache. Milliseconds by rows, and those of reading weights and cache:",
-        markdown(["", *map(str, counts)], lines),
-    ]
-    if (folder / "pair.json").exists():
-        pair = _read(folder / "pair.json")["points"]
-        operator, modules = (1e3 * pair[f"plain {way}"]["graphs"][0]["replay_seconds"] for way in PAIR_WAYS)
-        equal = pair["graph modules"]["text"] == pair["graph modules"]["again"]
-        parts.append(
-            f"A whole captured step of plain decoding with the 8B shape: {operator:.2f} ms by the operator, "
-            f"{modules:.2f} by modules with our attention. By the operator, texts of plain and of drafted captured "
-            f"steps are equal; by modules, two equal calls wrote {'one text' if equal else 'two texts'}."
-        )
-    return "\n\n".join(parts)
-
-
-def _milliseconds(seconds: dict[int, float], counts: Sequence[int]) -> list[str]:
-    return [f"{1e3 * seconds[rows]:.2f}" if rows in seconds else "–" for rows in counts]
 
 
 def _rows_table(data: dict[str, Any]) -> str:

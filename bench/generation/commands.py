@@ -26,12 +26,11 @@ from ..lib.options import (
     Quick,
     device_of,
     dtype_of,
+    join,
     show,
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from .generate import GenerateReport
 
 TargetShape = Annotated[str, typer.Option("--target-shape", help="Inflate the target to it; or none.")]
@@ -39,6 +38,16 @@ TargetShape = Annotated[str, typer.Option("--target-shape", help="Inflate the ta
 
 def generate(
     pair: Pair = PairName.demo,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="DIR|ID|FILE.gguf", help="Your own, in place of the pair.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option("--draft", metavar="DIR|ID", help="A draft model for it. Default: none.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option("--prompt-file", metavar="FILE", help="Prompts for it, as of bench real, whose are the default."),
+    ] = None,
     target_shape: TargetShape = "250m",
     draft_shape: Annotated[str, typer.Option("--draft-shape", help="The same for the draft.")] = "none",
     text: Annotated[str, typer.Option("--text", help="Kind of prompts: code, copy, table or prose.")] = "code",
@@ -73,11 +82,18 @@ def generate(
     from .generate import Settings
     from .peers.race import PEERS
 
-    where, processes = _join(device, tp_timeout) if tp else (device_of(device), 1)
+    where, processes = join(device, tp_timeout) if tp else (device_of(device), 1)
     kind = dtype_of(dtype, str(where))
     if quick:
         target_shape, prompts, new_tokens = "none", min(prompts, 2), min(new_tokens, 16)
-    parts = ["generate", target_shape, str(kind).removeprefix("torch."), *([f"tp{processes}"] * tp)]
+    if model is not None:
+        target_shape = "none"
+    parts = [
+        "generate",
+        target_shape if model is None else Path(model).stem,
+        str(kind).removeprefix("torch."),
+        *([f"tp{processes}"] * tp),
+    ]
     quiet_transformers()
     settings = Settings(
         device=where,
@@ -94,6 +110,9 @@ def generate(
         quick=quick,
         seconds=float("inf") if seconds is None else seconds,
         ranks=processes,
+        model=model,
+        draft=draft,
+        prompt_file=prompt_file,
     )
     _race(settings, out, name or "-".join([*parts, *(["quick"] * quick)]), compare)
 
@@ -229,23 +248,6 @@ def _show_changes(report: GenerateReport, path: Path) -> None:
     for row in report.summary:
         if row["competitor"] in before:
             typer.echo(f"{row['tokens_per_second'] / before[row['competitor']]:.2f}  {row['competitor']}")
-
-
-def _join(device: str | None, timeout: float) -> tuple[torch.device, int]:
-    """This process's device and the number of processes that torchrun started, after they have met.
-
-    Raises:
-        ValueError: torchrun did not, or a device was asked for.
-    """
-    if device is not None:
-        raise ValueError("--tp: takes no --device: the GPUs, or the CPU of a machine without one")
-    import torch.distributed as dist
-
-    from gsd_kernels_hf.console import ranks
-    from gsd_kernels_hf.console.output import only_first_rank_prints
-
-    only_first_rank_prints()
-    return ranks.join(timeout), dist.get_world_size()
 
 
 def tree_table(

@@ -46,6 +46,9 @@ COMPETITORS = (GREEDY, STATIC, *ASSISTED, *OTHER_SPECULATION, *OURS)
 SINGLE_SOURCES = ("merged", *HISTORY_ROWS, HISTORY_AUTO, "layer-skip", "heads", "all", *DRAFTERS)
 DEFAULT = tuple(name for name in COMPETITORS if name not in SINGLE_SOURCES)
 
+#: With the draft model; ``auto`` drafts from the history where there is none.
+NEED_A_DRAFT = (*ASSISTED, "hf-dflash", "chain", "tree", "merged", "graph", "all")
+
 BLOCK_DEPTH = 7  # of the embedded DFlash drafter's block
 PROMPT_LOOKUP_TOKENS = 10  # transformers' documentation's choice
 
@@ -117,7 +120,18 @@ def competitors(
     """
     check_names(names)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
-    return [_competitor(name, pair, sampling, backend, quick) for name in dict.fromkeys(names)]
+    wanted = dict.fromkeys(names)
+    undrafted = {name for name in wanted if pair.draft is None and _needs_draft(name)}
+    return [
+        Competitor(name, missing="no draft model was given")
+        if name in undrafted
+        else _competitor(name, pair, sampling, backend, quick)
+        for name in wanted
+    ]
+
+
+def _needs_draft(name: str) -> bool:
+    return name in NEED_A_DRAFT or "model" in DRAFTERS.get(name, ((), ""))[0]
 
 
 def _competitor(name: str, pair: Pair, sampling: dict[str, Any], backend: str, quick: bool) -> Competitor:
@@ -128,7 +142,7 @@ def _competitor(name: str, pair: Pair, sampling: dict[str, Any], backend: str, q
         if name in ("heads", "all") and pair.heads is None:
             return Competitor(name, missing="the pair has no trained heads")
         if name == "layer-skip" and pair.source is None:
-            return Competitor(name, missing="not searched for a sharded target")
+            return Competitor(name, missing="searched for the demo's pair alone, whole")
         return Competitor(name, _ours(name, pair, sampling, backend))
 
     def theirs(**options: Any) -> Decode:
@@ -149,7 +163,7 @@ def _competitor(name: str, pair: Pair, sampling: dict[str, Any], backend: str, q
         if layers < 2:
             return Competitor(name, missing="a target of one layer has no earlier exit")
         # Half of the layers that compute something: an inflated target's added ones do not.
-        return Competitor(name, theirs(counted=False, assistant_early_exit=max(1, _effective_layers(target) // 2)))
+        return Competitor(name, theirs(counted=False, assistant_early_exit=max(1, _effective_layers(pair) // 2)))
     return _by_model(name, target, draft, theirs)
 
 
@@ -167,7 +181,9 @@ def _inputs(ids: Tensor) -> comparison.Inputs:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def _by_model(name: str, target: PreTrainedModel, draft: PreTrainedModel, theirs: Callable[..., Decode]) -> Competitor:
+def _by_model(
+    name: str, target: PreTrainedModel, draft: PreTrainedModel | None, theirs: Callable[..., Decode]
+) -> Competitor:
     """Modes that need a model which was trained for them."""
     known = vars(GenerationConfig())
     if name == "hf-mtp":
@@ -197,8 +213,11 @@ def _static(name: str, target: PreTrainedModel, theirs: Callable[..., Decode], q
     return Competitor(name, theirs(counted=False, cache_implementation="static", compile_config=config), compiled=True)
 
 
-def _effective_layers(target: PreTrainedModel) -> int:
-    """Layers whose output projections are not all zero."""
+def _effective_layers(pair: Pair) -> int:
+    """Layers whose output projections are not all zero, as an inflated target's added ones are."""
+    target = pair.target
+    if pair.source is None:
+        return int(target.config.num_hidden_layers)
     return sum(bool(layer.mlp.down_proj.weight.any()) for layer in target.model.layers)
 
 

@@ -35,6 +35,7 @@ from .competitors import (
 )
 from .pairs import Pair, Prompt, load_pair, of_length
 from .peers.race import PEERS, TUNING_PROMPTS, Peers
+from .real.own import own_pair
 
 NAME = "generate"
 WARM_UP_TOKENS = 8
@@ -64,6 +65,9 @@ class Settings:
     ranks: int = 1  # processes that share the target, this one among them
     prompt_tokens: int | None = None
     fresh: bool = False  # prompts on which no setting was chosen
+    model: str | None = None  # one's own, with its draft and prompts, in place of the pair
+    draft: str | None = None
+    prompt_file: Path | None = None
 
 
 @dataclass
@@ -155,6 +159,10 @@ def title(settings: dict[str, Any], parameters: dict[str, int]) -> str:
     shape = "" if settings["target_shape"] == "none" else f" inflated to {settings['target_shape']}"
     text = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']}"
     ranks = settings.get("ranks", 1)
+    if settings.get("model"):
+        draft = f" with a {parameters['draft'] / 1e6:.0f}M draft" if parameters["draft"] else ""
+        size = f"{parameters['target'] / 1e6:.0f}M{draft}"
+        return f"{settings['pair']} ({size}), {settings['dtype']}, {text}, {settings['new_tokens']} new tokens"
     shared = f", {ranks} tensor-parallel ranks (auto is the preset graph)" if ranks > 1 else ""
     return (
         f"{settings['pair']} pair{shape} ({parameters['target'] / 1e6:.0f}M with a {parameters['draft'] / 1e6:.1f}M "
@@ -176,16 +184,25 @@ def _sameness(row: dict[str, Any]) -> str:
 def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> GenerateReport:
     """Race the competitors; after every prompt the results so far are written to ``folder``."""
     check_names(settings.competitors, PEERS)
+    if settings.model is None and (settings.draft is not None or settings.prompt_file is not None):
+        raise ValueError("--draft, --prompt-file: need --model; the embedded pair has its own")
+    if settings.model is not None and any(name in PEERS for name in settings.competitors):
+        raise ValueError("--peers: not raced over --model here; gsd-kernels bench real races them")
     pair, tuning = _pair_and_tuning(settings)
     report = GenerateReport(
         settings={
             **{k: v for k, v in asdict(settings).items() if k not in ("device", "dtype", "competitors", "seconds")},
+            "pair": pair.name,
+            "prompt_file": None if settings.prompt_file is None else settings.prompt_file.name,
             "dtype": str(settings.dtype).removeprefix("torch."),
             "competitors": list(settings.competitors),
             "configs": {key: asdict(config) for key, config in fixed_configs(settings.device).items()},
         },
         environment=environment(settings.device),
-        parameters={key: getattr(pair, key).num_parameters() for key in ("target", "draft")},
+        parameters={
+            "target": pair.target.num_parameters(),
+            "draft": 0 if pair.draft is None else pair.draft.num_parameters(),
+        },
         prompts=[prompt.name for prompt in pair.prompts],
     )
     peers = Peers(pair, settings.competitors, tuning, new_tokens=settings.new_tokens, temperature=settings.temperature)
@@ -200,6 +217,9 @@ def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> 
 def _pair_and_tuning(settings: Settings) -> tuple[Pair, list[Prompt]]:
     """The pair with the prompts that are reported, and others for what is chosen of the peers' settings."""
     others = TUNING_PROMPTS if any(name in PEERS for name in settings.competitors) else 0
+    if settings.model is not None:
+        options = {"device": settings.device, "dtype": settings.dtype, "count": settings.prompts}
+        return own_pair(settings.model, settings.draft, settings.prompt_file, **options), []
     pair = load_pair(
         settings.pair,
         device=settings.device,

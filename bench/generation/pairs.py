@@ -47,11 +47,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, its draft, and prompts that neither was trained on."""
+    """A target, its draft if there is one, and prompts that neither was trained on."""
 
     name: str
     target: PreTrainedModel
-    draft: PreTrainedModel
+    draft: PreTrainedModel | None
     prompts: list[Prompt]
     heads: DraftHeads | None = None  # trained for the target
     source: PreTrainedModel | None = None  # what the target was inflated from

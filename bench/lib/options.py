@@ -65,3 +65,20 @@ def show(files: list[Path], table: str, missing: dict[str, str]) -> None:
     for name, reason in missing.items():
         typer.echo(f"missing: {name}: {reason}", err=True)
     typer.echo("written: " + ", ".join(map(str, files)), err=True)
+
+
+def join(device: str | None, timeout: float) -> tuple[torch.device, int]:
+    """This process's device and the number of processes that torchrun started, after they have met.
+
+    Raises:
+        ValueError: torchrun did not, or a device was asked for.
+    """
+    if device is not None:
+        raise ValueError("--tp: takes no --device: the GPUs, or the CPU of a machine without one")
+    import torch.distributed as dist
+
+    from gsd_kernels_hf.console import ranks
+    from gsd_kernels_hf.console.output import only_first_rank_prints
+
+    only_first_rank_prints()
+    return ranks.join(timeout), dist.get_world_size()

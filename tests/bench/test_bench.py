@@ -223,6 +223,35 @@ def test_generate_races_everyone(raced):
     assert "| auto |" in report.table()
 
 
+@pytest.mark.slow
+def test_generate_races_ones_own_model_and_prompts(tmp_path):
+    from models import tiny
+    from transformers import AutoTokenizer
+
+    from gsd_kernels_hf import demo
+
+    tokenizer = AutoTokenizer.from_pretrained(demo.path() / "target")
+    tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(tmp_path / "own")
+    tokenizer.save_pretrained(tmp_path / "own")
+    (tmp_path / "asked.txt").write_text("def first(n):\n\nfor x in range(3):\n")
+    command = ["generate", "--model", str(tmp_path / "own"), "--prompt-file", str(tmp_path / "asked.txt")]
+    command += ["--device", "cpu", "--new-tokens", "6", "--quick", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    data = json.loads((tmp_path / "generate-own-float32-quick.json").read_text())
+    assert data["prompts"] == ["prompt-1", "prompt-2"] and data["settings"]["pair"] == "own"
+    assert {data["missing"][name] for name in ("chain", "graph", "hf-assisted-3")} == {"no draft model was given"}
+    raced = [row["competitor"] for row in data["summary"]]
+    assert {"hf-greedy", "hf-prompt-lookup", "plain", "history", "auto"} <= set(raced)
+    assert all(run_["same"] for run_ in data["runs"] if run_["competitor"] != "hf-greedy")
+    drafted = CliRunner().invoke(app, [*command, "--draft", str(tmp_path / "own"), "--competitors", "plain,graph"])
+    assert drafted.exit_code == 0, drafted.output
+    with pytest.raises(ValueError, match="--draft, --prompt-file: need --model"):
+        CliRunner().invoke(app, ["generate", "--draft", "x", "--device", "cpu"], catch_exceptions=False)
+    with pytest.raises(ValueError, match="--peers: not raced over --model"):
+        CliRunner().invoke(app, [*command, "--peers"], catch_exceptions=False)
+
+
 def test_floors_of_an_inflated_run(raced):
     _, report = raced
     rates = {"hf-greedy": 1.0, "hf-assisted-3": 3.0, "hf-assisted-5": 2.0, "auto": 4.0}

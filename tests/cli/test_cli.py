@@ -395,6 +395,23 @@ def test_demo_quick(tmp_path):
 
 
 @pytest.mark.slow
+def test_demo_of_ones_own_model(pair, tmp_path):
+    """Its prompts are answered and raced, its draft drafts; what does not go together is refused by name."""
+    (tmp_path / "asked").write_text("def first(n):\nimport os\n")
+    file = tmp_path / "numbers.json"
+    own = ["--prompt-file", tmp_path / "asked", "--lines", "--max-new-tokens", 8, "--out", tmp_path, "--json", file]
+    result = run("demo", *pair, *own, "--seconds", 5)
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    assert [answer["question"] for answer in report["answers"]] == ["def first(n):", "import os"]
+    assert [way["way"] for way in report["race"]["ways"]][-1] == "this, draft model"
+    assert not any(way["beyond_rounding"] for way in report["race"]["ways"])
+    assert "its draft model has" in result.stdout
+    assert "--draft: needs --model" in one_line_error(run("demo", *pair[2:]), 2)
+    assert "--embedded" in one_line_error(run("demo", "--embedded", *pair[:2]), 2)
+
+
+@pytest.mark.slow
 def test_demo_inflated_table(tmp_path, monkeypatch):
     """The whole table, on a target that is not inflated."""
     from gsd_kernels_hf.demo import inflate

@@ -39,6 +39,23 @@ DRAFTERS = {"eagle3": "EAGLE-3, graph", "dflash": "DFlash, lattice"}
 
 
 def command(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="DIR|ID|FILE.gguf", rich_help_panel="Models", help="Your own, in place of the demo's."
+        ),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft",
+            metavar="DIR|ID|history|none",
+            rich_help_panel="Models",
+            help="Draft of the same tokenizer, beside --model. Default: history, the text itself.",
+        ),
+    ] = None,
+    prompt_files: options.PromptFiles = None,
+    lines: options.Lines = False,
     max_new_tokens: options.MaxNewTokens = 96,
     dtype: options.DtypeOption = options.Dtype.auto,
     device: options.Device = None,
@@ -67,14 +84,22 @@ def command(
     library. The same target is then inflated to about 250M parameters (same function, real cost) and timed against
     plain decoding, transformers' assisted generation, a chain and a tree, with the draft model and with an EAGLE-3 and
     a DFlash drafter.
+
+    With --model, --draft and --prompt-file it is your model that answers and is raced, in the dtype as stored.
     """
     from gsd_kernels_hf.demo import smollm2
 
-    reason = smollm2.why_missing()
+    prompts = tuple(options.read_prompts(None, prompt_files, lines)) if prompt_files else ()
+    if model is None and draft is not None:
+        raise ValueError("--draft: needs --model; without it the demo has models of its own")
+    if embedded and (model is not None or prompts):
+        raise ValueError("--embedded: has a model and prompts of its own; leave out --model and --prompt-file")
+    reason = smollm2.why_missing() if model is None else None
     if reason is None and not embedded:
         from .demo_chat import Settings, show
 
-        settings = Settings(max_new_tokens, dtype.value, device, graph_config, backend, quick, seconds, directory)
+        run = (max_new_tokens, dtype.value, device, graph_config, backend, quick, seconds, directory)
+        settings = Settings(*run, model, draft, prompts)
         differs, report = show(settings)
     else:
         if not embedded:

@@ -1,4 +1,4 @@
-"""The demo of a real chat model: answers as they stream, a race with transformers, texts compared, one step drawn."""
+"""The demo of the chat model, or of one's own: answers as they stream, a race, texts compared, one step drawn."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from .demo_parts import draw, warn_if_busy
 from .options import read_graph_config
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from gsd_kernels_hf.report.comparison import Contender, Run
     from gsd_kernels_hf.report.drawing import StepPicture
 
-    Models = dict[str, LlamaForCausalLM]
+    from ..console.pair import Pair
+
+    Pairs = dict[str, Pair]
 
 QUESTIONS = (
     "Write a Python function that converts Celsius to Fahrenheit.",
@@ -43,11 +45,19 @@ DRAWN = "depth=0,width=4,branch=3,max_rows=12,max_path=8,merge_context=2,history
 
 LOOKUP = 10  # tokens that transformers' prompt lookup drafts at a time
 HF, HF_LOOKUP, PLAIN, OURS = "transformers", "its prompt lookup", "this, plain", "this, history"
+DRAFTED = "this, draft model"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of the command; ``dtype`` ``auto`` is both, ``graph_config`` ``None`` is ``auto``."""
+    """The options of the command.
+
+    Attributes:
+        dtype: ``auto``: as stored; of the chat model float32 and bfloat16.
+        graph_config: ``None`` is ``auto``.
+        model, draft: one's own, in place of the chat model; see :func:`~gsd_kernels_hf.console.pair.load_pair`.
+        prompts: in place of the demo's: the first two are answered on the screen, all are raced.
+    """
 
     max_new_tokens: int
     dtype: str
@@ -57,57 +67,70 @@ class Settings:
     quick: bool
     seconds: float
     directory: Path
+    model: str | None = None
+    draft: str | None = None
+    prompts: tuple[str, ...] = ()
 
 
 def show(settings: Settings) -> tuple[bool, dict[str, Any]]:
     """Show it all; whether a text differs beyond rounding, and the numbers."""
     config = read_graph_config(settings.graph_config or "auto")
-    models, tokenizer = _load(settings)
-    first = models["bfloat16" if "bfloat16" in models else next(iter(models))]
-    speculation = {"draft_sources": ("history",), "graph_config": config, "backend": settings.backend}
-    from gsd_kernels_hf.demo import smollm2
-
+    name, pairs = _load(settings)
+    first = pairs["bfloat16" if "bfloat16" in pairs else next(iter(pairs))]
     from ..console.versions import versions
 
     threads = _threads()
     out.print(
-        f"{smollm2.NAME}, a Llama of {first.num_parameters() / 1e6:.0f}M parameters, on {first.device}, {threads} "
-        "threads; drafts come from the text itself, there is no draft model",
+        f"{name}, {type(first.target).__name__} of {first.target.num_parameters() / 1e6:.0f}M parameters, on "
+        f"{first.device}, {threads} threads; {_drafting(first)}",
         style="dim",
         soft_wrap=True,
     )
     report: dict[str, Any] = {
-        **{"versions": versions(), "model": smollm2.NAME, "device": str(first.device), "threads": threads},
-        **{"backend": settings.backend, "dtypes": list(models), "graph_config": str(settings.graph_config or "auto")},
+        **{"versions": versions(), "model": name, "device": str(first.device), "threads": threads},
+        **{"backend": settings.backend, "dtypes": list(pairs), "graph_config": str(settings.graph_config or "auto")},
     }
-    report["answers"] = _talk(first, tokenizer, speculation, settings.max_new_tokens)
+    report["answers"] = _talk(first, config, settings)
     report["race"] = None
     if not settings.quick:
-        report["race"] = _race(models, tokenizer, speculation, settings)
+        report["race"] = _race(pairs, config, settings)
         _print_race(report["race"])
-    report["drawing"] = draw(tokenizer, _pictures(first, tokenizer, settings), settings.directory)
+    report["drawing"] = draw(first.tokenizer, _pictures(first, settings), settings.directory)
     ways = report["race"]["ways"] if report["race"] else []
     return any(way["beyond_rounding"] for way in ways), report
 
 
-def _load(settings: Settings) -> tuple[Models, PreTrainedTokenizerBase]:
+def _drafting(pair: Pair) -> str:
+    """Where drafts come from, in words."""
+    if pair.draft is not None:
+        return f"its draft model has {pair.draft.num_parameters() / 1e6:.0f}M"
+    return "nothing drafts" if pair.none else "drafts come from the text itself, there is no draft model"
+
+
+def _load(settings: Settings) -> tuple[str, Pairs]:
+    """The model's name, and the model with what drafts for it, by dtype."""
     with progress("loading PyTorch and transformers"):
         import torch
 
         from gsd_kernels_hf.demo import smollm2
 
-        from ..console.pair import pick_device, quiet_transformers
+        from ..console.pair import Pair, load_pair, pick_device, quiet_transformers
 
         quiet_transformers()
         device = pick_device(settings.device)
+    if settings.model is not None:
+        with progress("loading the model"):
+            pair = load_pair(settings.model, settings.draft, dtype=settings.dtype, device=settings.device)
+        return Path(settings.model).name, {str(pair.target.dtype).removeprefix("torch."): pair}
     smollm2.folder()  # has a bar of its own
     names = ("float32", "bfloat16") if settings.dtype == "auto" else (settings.dtype,)
-    models = {}
+    pairs = {}
     with tracked("loading the model", len(names), "dtypes") as update:
         for number, name in enumerate(names):
             update(number, name)
-            models[name], tokenizer = smollm2.load(getattr(torch, name), device)
-    return models, tokenizer
+            model, tokenizer = smollm2.load(getattr(torch, name), device)
+            pairs[name] = Pair(model, None, tokenizer, ("history",))
+    return smollm2.NAME, pairs
 
 
 def _threads() -> int:
@@ -116,47 +139,44 @@ def _threads() -> int:
     return torch.get_num_threads()
 
 
-def _chat(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, messages: str | list[dict[str, str]]
-) -> dict[str, Any]:
+def _chat(pair: Pair, messages: str | list[dict[str, str]]) -> dict[str, Any]:
+    """A chat by the tokenizer's template; without one, its texts, an empty line between them."""
     from gsd_kernels_hf.demo import smollm2
 
-    return {name: value.to(model.device) for name, value in smollm2.chat(tokenizer, messages).items()}
+    if pair.tokenizer.chat_template:
+        return {name: value.to(pair.device) for name, value in smollm2.chat(pair.tokenizer, messages).items()}
+    texts = [messages] if isinstance(messages, str) else [turn["content"] for turn in messages]
+    return pair.encode(["\n\n".join(texts)])
 
 
-def _talk(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, speculation: dict[str, Any], max_new_tokens: int
-) -> list[dict[str, Any]]:
+def _speculation(pair: Pair, config: Any, settings: Settings) -> dict[str, Any]:
+    return {**pair.speculation, "graph_config": pair.shape(config), "backend": settings.backend}
+
+
+def _talk(pair: Pair, config: Any, settings: Settings) -> list[dict[str, Any]]:
     """Stream the answers of one chat."""
     turns: list[dict[str, str]] = []
     found = []
-    for question in QUESTIONS:
+    for question in settings.prompts[:2] or QUESTIONS:
         turns.append({"role": "user", "content": question})
-        found.append({"question": question, **_answer(model, tokenizer, turns, speculation, max_new_tokens)})
+        found.append({"question": question, **_answer(pair, turns, config, settings)})
         turns.append({"role": "assistant", "content": found[-1]["text"]})
     return found
 
 
-def _answer(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    turns: list[dict[str, str]],
-    speculation: dict[str, Any],
-    max_new_tokens: int,
-) -> dict[str, Any]:
+def _answer(pair: Pair, turns: list[dict[str, str]], config: Any, settings: Settings) -> dict[str, Any]:
     """Stream one answer."""
     from gsd_kernels_hf.report import comparison
 
     from .streaming import StdoutStreamer
 
-    inputs = _chat(model, tokenizer, turns)
+    inputs, tokenizer = _chat(pair, turns), pair.tokenizer
     out.print(f"\n> {turns[-1]['content']}\n", style="bold", markup=False, soft_wrap=True)
     with ExitStack() as waiting:
         waiting.enter_context(progress("reading the question"))
         streamer = StdoutStreamer(tokenizer, waiting)
-        run = comparison.measure(
-            model, comparison.graph(model, **speculation, streamer=streamer), inputs, max_new_tokens
-        )
+        decode = comparison.graph(pair.target, **_speculation(pair, config, settings), streamer=streamer)
+        run = comparison.measure(pair.target, decode, inputs, settings.max_new_tokens)
     assert run.stats is not None
     found = {
         **{"text": tokenizer.decode(run.tokens, skip_special_tokens=True)},
@@ -170,21 +190,21 @@ def _answer(
     return found
 
 
-def _race(
-    models: Models, tokenizer: PreTrainedTokenizerBase, speculation: dict[str, Any], settings: Settings
-) -> dict[str, Any]:
+def _race(pairs: Pairs, config: Any, settings: Settings) -> dict[str, Any]:
     """All ways in both dtypes on the same prompts, one after the other."""
     from gsd_kernels_hf.report import comparison
 
     contenders: dict[tuple[str, str], Contender] = {}
-    for dtype, model in models.items():
+    for dtype, pair in pairs.items():
+        model = pair.target
         contenders[dtype, HF] = comparison.plain(model)
         contenders[dtype, HF_LOOKUP] = comparison.plain(model, prompt_lookup_num_tokens=LOOKUP)
         if dtype != "float32":  # whose text is held against transformers' own
             contenders[dtype, PLAIN] = comparison.undrafted(model, backend=settings.backend)
-        contenders[dtype, OURS] = comparison.graph(model, **speculation)
-    first = next(iter(models.values()))
-    prompts = [_chat(first, tokenizer, question) for question in RACED]
+        ours = OURS if pair.draft is None else DRAFTED
+        contenders[dtype, ours] = comparison.graph(model, **_speculation(pair, config, settings))
+    first = next(iter(pairs.values()))
+    prompts = [_chat(first, question) for question in settings.prompts or RACED]
     names = {f"{dtype} {way}": (dtype, way) for dtype, way in contenders}
     length, total = min(RACE_TOKENS, settings.max_new_tokens), len(contenders) * (len(prompts) + 1)
     done = 0
@@ -197,7 +217,7 @@ def _race(
 
         others = Others()
         rounds = comparison.race(
-            first,
+            first.target,
             {name: contenders[key] for name, key in names.items()},
             prompts,
             length,
@@ -209,7 +229,7 @@ def _race(
     with tracked("comparing the texts", len(names), "ways") as update:
         for dtype, way in names.values():
             update(len(ways))
-            ways.append(_way(models[dtype], dtype, way, rounds, prompts))
+            ways.append(_way(pairs[dtype].target, dtype, way, rounds, prompts))
     return {
         "prompts": len(rounds),
         "max_new_tokens": length,
@@ -220,12 +240,13 @@ def _race(
 
 
 def _way(
-    model: LlamaForCausalLM, dtype: str, way: str, rounds: list[dict[str, Run]], prompts: list[Any]
+    model: PreTrainedModel, dtype: str, way: str, rounds: list[dict[str, Run]], prompts: list[Any]
 ) -> dict[str, Any]:
     from gsd_kernels_hf.report.comparison import first_divergence
 
     runs = [runs[f"{dtype} {way}"] for runs in rounds]
-    against = PLAIN if way == OURS and dtype != "float32" else HF
+    ours = way in (OURS, DRAFTED)
+    against = PLAIN if ours and dtype != "float32" else HF
     found = []
     if way != against:
         for inputs, runs_, run in zip(prompts, rounds, runs, strict=False):
@@ -240,7 +261,7 @@ def _way(
         "equal": sum(d is None for d in found),
         "within_rounding": sum(d is not None and d.within_rounding for d in found),
         # transformers' own ways are no promise of ours
-        "beyond_rounding": sum(d is not None and not d.within_rounding for d in found) if way in (PLAIN, OURS) else 0,
+        "beyond_rounding": sum(d is not None and not d.within_rounding for d in found) if ours or way == PLAIN else 0,
     }
 
 
@@ -268,7 +289,7 @@ def _print_race(report: dict[str, Any]) -> None:
         err.print(f"{wrong} texts differ beyond rounding: a bug", style="bold red")
     out.print(
         "(×: against transformers' plain decoding in the same dtype. Texts are held against its texts too; in bfloat16 "
-        "those of the history against this package's plain ones, since its operator rounds otherwise.)",
+        "those that were drafted against this package's plain ones, since its operator rounds otherwise.)",
         style="dim",
         soft_wrap=True,
     )
@@ -286,7 +307,7 @@ def _same(way: dict[str, Any], prompts: int) -> str:
     return text
 
 
-def _pictures(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> list[StepPicture]:
+def _pictures(pair: Pair, settings: Settings) -> list[StepPicture]:
     """The graphs of an answer's steps, by one shape."""
     from gsd_kernels_hf.report import comparison
     from gsd_kernels_hf.report.drawing import StepPicture
@@ -299,7 +320,8 @@ def _pictures(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, setti
             found.append(StepPicture.of(record))
 
     options = {"draft_sources": ("history",), "graph_config": config, "backend": settings.backend}
-    decode = comparison.graph(model, **options, observer=observe)
+    decode = comparison.graph(pair.target, **options, observer=observe)
+    prompt = (settings.prompts or RACED)[0]
     with progress("decoding once more, to draw a step"):
-        decode(_chat(model, tokenizer, RACED[0]), min(RACE_TOKENS, settings.max_new_tokens))
+        decode(_chat(pair, prompt), min(RACE_TOKENS, settings.max_new_tokens))
     return found
