@@ -40,7 +40,8 @@ logger = logging.getLogger("gsd_kernels")
 _PATCH = "_gsd_patch"
 _lock = threading.Lock()
 _OPTIONS = tuple(field.name for field in fields(Options))
-_OURS = tuple(name for name in _OPTIONS if name not in ("assistant_model", "streamer"))  # not transformers' too
+_THEIRS = ("assistant_model", "streamer", "tokenizer", "assistant_tokenizer")  # transformers' too
+_OURS = tuple(name for name in _OPTIONS if name not in _THEIRS)
 _WITHOUT = ("assistant_model", "draft_heads", "drafter")  # False leaves the patch's out
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -64,8 +65,6 @@ def generate(
     *,
     generation_config: GenerationConfig | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
-    tokenizer: Any = None,
-    assistant_tokenizer: Any = None,
     **kwargs: Unpack[GenerateArguments],
 ) -> Tensor | GraphGenerateOutput:
     """``model.generate`` by graph-structured speculative decoding: the same output, sooner.
@@ -76,8 +75,7 @@ def generate(
     Args:
         model: a LLaMA-family transformers model (compiled and PEFT-wrapped ones are unwrapped).
         inputs: prompt ids int64 [batch, length], also as ``input_ids=``; left-padded with ``attention_mask=``.
-        generation_config, stopping_criteria, tokenizer: as in transformers; ``tokenizer`` serves ``stop_strings``.
-        assistant_tokenizer: only compared with ``tokenizer``.
+        generation_config, stopping_criteria: as in transformers.
         **kwargs: the options of :class:`~gsd_kernels_hf.engine.options.Options`, and every other argument of
             transformers' ``generate``. ``logits_processor`` are called as transformers calls them: once a position, in
             order, with ``input_ids`` int64 [batch, length so far] and scores float32 [batch, vocabulary] of the whole
@@ -96,7 +94,6 @@ def generate(
     validate.check_arguments(kwargs)
     report_draft_lengths(_without_prompt(kwargs), generation_config, model)
     decoder = GraphDecoder(**options)
-    validate.check_tokenizers(tokenizer, assistant_tokenizer)
     prompt = kwargs.get("input_ids") if inputs is None else inputs
     merged, _ = model._prepare_generation_config(generation_config, **_without_prompt(kwargs))
     # Before transformers looks at them: it drops a mask of ones, whatever its shape.
@@ -104,9 +101,9 @@ def generate(
     decoder.screened = True
     if merged.stop_strings is not None:
         # transformers hands no tokenizer to a custom decoding function, so its criterion is made here.
-        if tokenizer is None:
+        if decoder.tokenizer is None:
             raise ValueError("stop_strings: need the tokenizer; pass tokenizer=")
-        own = StopStringCriteria(stop_strings=merged.stop_strings, tokenizer=tokenizer)
+        own = StopStringCriteria(stop_strings=merged.stop_strings, tokenizer=decoder.tokenizer)
         stopping_criteria = StoppingCriteriaList([*(stopping_criteria or []), own])
         kwargs["stop_strings"] = None
     handle: Patch | None = vars(model).get(_PATCH)
@@ -149,7 +146,7 @@ def _theirs(kwargs: dict[str, Any], reason: str, cause: BaseException | None) ->
     """
     theirs, ours = {}, []
     for name, value in kwargs.items():
-        own = name == "assistant_model" and isinstance(value, (list, tuple, LayerSkip))
+        own = name in ("assistant_model", "assistant_tokenizer") and isinstance(value, (list, tuple, LayerSkip))
         if name in _WITHOUT and value is False:
             continue  # the patch's is left out in any case
         if name not in _OURS and not own:
@@ -280,9 +277,6 @@ class _Accelerated:
 @_takes_options
 def patch(
     model: PreTrainedModel,
-    *,
-    tokenizer: Any = None,
-    assistant_tokenizer: Any = None,
     **options: Unpack[OptionArguments],
 ) -> Patch:
     """Make ``model``'s own ``generate`` graph-speculative, until :func:`unpatch` or the end of ``with patch(model):``.
@@ -298,7 +292,6 @@ def patch(
 
     Args:
         model: as in :func:`generate`.
-        tokenizer, assistant_tokenizer: as in :func:`generate`.
         **options: of :class:`~gsd_kernels_hf.engine.options.Options`.
 
     Returns:
@@ -311,11 +304,10 @@ def patch(
     validate.check_model("model", inner)
     decoder = Options(**options)
     check_sources(decoder, inner)
-    validate.check_tokenizers(tokenizer, assistant_tokenizer)
     loaded = {"drafter": decoder.drafter, "draft_heads": decoder.draft_heads}
     memory = HistoryMemory(properties.vocabulary(inner))
     handle = Patch(inner, Engines(keeps_sessions=True, memory=memory))
-    accelerated = _Accelerated(inner, handle, {**options, **loaded, "tokenizer": tokenizer})
+    accelerated = _Accelerated(inner, handle, {**options, **loaded})
     with _lock:  # of two threads one is refused
         if vars(inner).get(_PATCH) is not None:
             raise ValueError(

@@ -179,15 +179,35 @@ def test_generate_refusals(pair, tmp_path):
     assert "missing.txt" in one_line_error(run("generate", *pair, "--prompt-file", tmp_path / "missing.txt"), 1)
 
 
-def test_another_tokenizer_is_refused(pair, tmp_path):
-    from models import tiny
-    from transformers import AutoTokenizer
+def renumbered_draft(folder, target):
+    """A copy of the target behind another tokenizer."""
+    import two_tokenizers as two
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(pair[1])
-    tokenizer.add_tokens(["<other>"])
-    tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(tmp_path)
+    from gsd_kernels_hf.model.vocabulary import Vocabulary
+
+    ours = AutoTokenizer.from_pretrained(target)
+    theirs = two.renumbered(ours, names={name: getattr(ours, name) for name in ("pad_token", "bos_token", "eos_token")})
+    both = (Vocabulary.of(one, "tokenizer") for one in (ours, theirs))
+    two.behind(AutoModelForCausalLM.from_pretrained(target), *both).save_pretrained(folder)
+    return theirs
+
+
+def test_a_draft_of_another_tokenizer(pair, tmp_path):
+    """Text is the target's, tokens are accepted; weights without their tokenizer are refused."""
+    tokenizer = renumbered_draft(tmp_path, pair[1])
+    given = ["generate", *pair[:2], "--draft", tmp_path, "--max-new-tokens", 24, "--stats", "json", *SMALL, "Hello"]
+    error = one_line_error(run(*given), 2)
+    assert (
+        error.startswith("gsd-kernels: error: --draft: ") and f"{tmp_path} has no tokenizer that can be read" in error
+    )
     tokenizer.save_pretrained(tmp_path)
-    assert "tokenizer" in one_line_error(run("generate", *pair[:2], "--draft", tmp_path, "x"), 2)
+    result = run(*given)
+    assert result.stdout.rstrip("\n") == expected(pair, ["Hello"], 24)[0]
+    accepted = json.loads(result.stderr.splitlines()[-1])["accepted"]
+    assert sum(accepted[2:]) > 0, "nothing of the draft was accepted"
+    checked = run("check", *pair[:2], "--draft", tmp_path, "--max-new-tokens", 16, "--json", "Hello")
+    assert checked.exit_code == 0 and json.loads(checked.stdout)["summary"]["beyond_rounding"] == 0
 
 
 @pytest.mark.parametrize(

@@ -153,8 +153,8 @@ BAD_INPUT = [
     ("another vocabulary", "assistant_model", ValueError, lambda: {"assistant_model": changed(vocab_size=4000)}),
     ("another eos token", "assistant_model", ValueError, lambda: {"assistant_model": changed(eos_token_id=50)}),
     (
-        "other tokenizers",
-        "assistant_tokenizer",
+        "a tokenizer of another model",
+        "assistant_tokenizer: its largest id is 99, and the draft model has 97 tokens",
         ValueError,
         lambda: {"tokenizer": tokenizer(), "assistant_tokenizer": tokenizer(3)},
     ),

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from gsd_kernels_hf.demo import smollm2
+from gsd_kernels_hf.model.vocabulary import Translation
 from gsd_kernels_hf.packed.dense import load_model, load_tokenizer
 from gsd_kernels_hf.packed.gguf import from_gguf
 from gsd_kernels_hf.packed.modules import packed_in
@@ -27,6 +28,7 @@ class Real:
         gguf: the file that it came from.
         packed: the same model with its weights as they lie in that file; its text is the same.
         ends: tokens that end a text.
+        tokenizers: arguments of any ``generate`` for a draft of another tokenizer; empty where it is the target's.
         drafts: options of :func:`gsd_kernels.generate` by way, for what was given to draft with.
     """
 
@@ -38,6 +40,7 @@ class Real:
     ends: tuple[int, ...]
     packed: PreTrainedModel | None = None
     draft: PreTrainedModel | None = None
+    tokenizers: dict[str, Any] = field(default_factory=dict)
     drafts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -61,10 +64,11 @@ def load_real(model: str | None, draft: str | None, drafter: str | None, dtype: 
         target = AutoModelForCausalLM.from_pretrained(place or model, dtype=dtype).eval()
         tokenizer = AutoTokenizer.from_pretrained(place or model)
     drafts: dict[str, dict[str, Any]] = {}
-    small = None
+    small, tokenizers = None, {}
     if draft is not None:
         small = AutoModelForCausalLM.from_pretrained(draft, dtype=dtype).eval()
-        drafts["gsd-draft"] = {"assistant_model": small}
+        tokenizers = _tokenizers(tokenizer, draft)
+        drafts["gsd-draft"] = {"assistant_model": small, **tokenizers}
     if drafter is not None:
         sources = {"draft_sources": ("drafter", "history")}
         drafts["gsd-drafter"] = {"drafter": load_drafter(drafter, target), **sources}
@@ -76,7 +80,18 @@ def load_real(model: str | None, draft: str | None, drafter: str | None, dtype: 
     packed = None if gguf is None else from_gguf(gguf, dtype=dtype)
     if packed is not None:
         packed.generation_config = copy.deepcopy(target.generation_config)
-    return Real(name, target, tokenizer, place, gguf, _ends(target), packed, small, drafts)
+    return Real(name, target, tokenizer, place, gguf, _ends(target), packed, small, tokenizers, drafts)
+
+
+def _tokenizers(tokenizer: PreTrainedTokenizerBase, draft: str) -> dict[str, Any]:
+    """Both tokenizers, where the draft in folder or hub id ``draft`` has another one than the target's."""
+    try:
+        own = AutoTokenizer.from_pretrained(draft)
+    except (OSError, ValueError):
+        return {}  # weights alone: their sizes are compared
+    if Translation.between(tokenizer, own) is None:
+        return {}
+    return {"tokenizer": tokenizer, "assistant_tokenizer": own}
 
 
 def bits_of(packed: PreTrainedModel) -> float:

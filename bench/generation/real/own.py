@@ -27,6 +27,8 @@ def own_pair(
         OSError, ValueError: a model or the prompts cannot be found or read.
     """
     found = load_real(model, draft, None, dtype)
+    if found.tokenizers:
+        raise ValueError("--draft: it has another tokenizer than the model; `bench real` races such a pair")
     target, small = found.model.to(device), None if found.draft is None else found.draft.to(device)
     for one in filter(None, (target, small)):
         one.generation_config.eos_token_id = None

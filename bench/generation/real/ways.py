@@ -79,7 +79,7 @@ def engines_for(real: Real, binaries: Path | None) -> list[Engine]:
 
 def names_of(real: Real, engines: Sequence[Engine]) -> list[str]:
     """All ways that there are for this model, ours last."""
-    kinds = ("plain", "lookup", *(("draft",) if real.draft is not None else ()))
+    kinds = ("plain", "lookup", *(("draft",) if real.draft is not None and not real.tokenizers else ()))
     theirs = [name_of(engine, kind) for engine in engines for kind in kinds]
     assisted = [HF_ASSISTED] if real.draft is not None else []
     packed = [] if real.packed is None else [PACKED, PACKED_HISTORY]
@@ -92,7 +92,7 @@ def own_ways(real: Real, names: Sequence[str]) -> list[Competitor]:
     makers: dict[str, Callable[[], comparison.Contender]] = {
         HF: lambda: comparison.plain(model),
         HF_LOOKUP: lambda: comparison.plain(model, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS),
-        HF_ASSISTED: lambda: comparison.assisted(model, real.draft),
+        HF_ASSISTED: lambda: comparison.assisted(model, real.draft, **real.tokenizers),
         PLAIN: lambda: comparison.undrafted(model),
         HISTORY: lambda: comparison.graph(model, draft_sources=("history",)),
         PACKED: lambda: comparison.undrafted(real.packed),

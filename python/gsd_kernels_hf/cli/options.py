@@ -52,8 +52,8 @@ Draft = Annotated[
         "--draft",
         metavar="DIR|ID|history|none",
         rich_help_panel=_MODELS,
-        help="Draft of the same tokenizer. [bold]history[/bold], the default beside --model: no model, the text itself "
-        "and the target's earlier tokens. [bold]none[/bold]: plain decoding.",
+        help="Draft model; its tokenizer may be another. [bold]history[/bold], the default beside --model: no model, "
+        "the text itself and the target's earlier tokens. [bold]none[/bold]: plain decoding.",
     ),
 ]
 DraftHeadsOption = Annotated[

@@ -76,7 +76,7 @@ def command(
                 trust_remote_code=trust_remote_code,
             )
             decoding = {"graph_config": pair.shape(config), "criterion": criterion.value, "backend": backend}
-            handle = patch(pair.target, tokenizer=pair.tokenizer, **pair.speculation, **decoding)
+            handle = patch(pair.target, **{"tokenizer": pair.tokenizer, **pair.speculation, **decoding})
         from ..serving import server
 
         name = name or model or "demo"

@@ -1,4 +1,4 @@
-"""Loading a target, its draft and their tokenizer."""
+"""Loading a target, its draft and their tokenizers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from transformers.utils import logging as transformers_logging
 from gsd_kernels import GraphConfig
 from gsd_kernels.config import PLAIN
 from gsd_kernels_hf import demo, validate
+from gsd_kernels_hf.engine.options import Options
+from gsd_kernels_hf.engine.screen import check_sources
 from gsd_kernels_hf.files import checkpoint_place
 from gsd_kernels_hf.model import properties
 from gsd_kernels_hf.packed.dense import load_tokenizer
@@ -38,6 +40,8 @@ class Pair:
     """Models and tokenizer of a command.
 
     Attributes:
+        tokenizer: of the target.
+        draft_tokenizer: of the draft, where its tokens are others.
         none: whether ``--draft none`` was asked for: without other sources, plain decoding.
     """
 
@@ -49,6 +53,7 @@ class Pair:
     drafter: Drafter | None = None
     corpus: Corpus | None = None
     none: bool = False
+    draft_tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
     def device(self) -> torch.device:
@@ -92,7 +97,9 @@ class Pair:
             given = {"model": self.draft, "drafter": self.drafter, "heads": self.heads}
             named = [name for name, part in given.items() if part is not None]
             sources = (*named, *(("history",) if named or self.sources else ()), self.corpus)
+        others = {"tokenizer": self.tokenizer, "assistant_tokenizer": self.draft_tokenizer}
         return {
+            **({} if self.draft_tokenizer is None else others),
             "assistant_model": self.draft,
             "draft_sources": sources,
             "draft_heads": self.heads,
@@ -141,7 +148,7 @@ def load_pair(
     With ``tp_timeout`` (seconds) the target is sharded over the processes that torchrun started.
 
     Raises:
-        ValueError: options that contradict each other, or a pair of different tokenizers.
+        ValueError: options that contradict each other, or a draft that cannot draft for the target.
         OSError: a checkpoint cannot be found.
     """
     pair = _load_models(
@@ -210,10 +217,12 @@ def _load_models(
     try:
         draft_tokenizer = _load_tokenizer(draft, draft_revision, trust_remote_code)
     except (OSError, ValueError):
-        draft_tokenizer = None  # a folder of weights alone: the vocabulary sizes are compared
-    validate.check_pair(target, small)
-    validate.check_tokenizers(tokenizer, draft_tokenizer)
-    return Pair(target, small, tokenizer)
+        # A folder of weights alone: the vocabulary sizes are compared.
+        validate.check_pair(target, small, "--draft", f"{draft} has no tokenizer that can be read; put its files there")
+        return Pair(target, small, tokenizer)
+    options = Options(small, tokenizer=tokenizer, assistant_tokenizer=draft_tokenizer)
+    check_sources(options, target)
+    return Pair(target, small, tokenizer, draft_tokenizer=None if options.translations == [None] else draft_tokenizer)
 
 
 def _revision(commit: str | None) -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from gsd_kernels import GraphConfig
@@ -33,6 +33,8 @@ class OptionArguments(TypedDict, total=False):
 
     assistant_model: PreTrainedModel | LayerSkip | Sequence[PreTrainedModel] | None
     graph_config: GraphConfig | GraphName | None
+    tokenizer: PreTrainedTokenizerBase | None
+    assistant_tokenizer: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
     seed: int | None
     backend: Backend
     draft_sources: Sequence[SourceName | DraftSource] | None

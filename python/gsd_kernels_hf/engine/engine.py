@@ -251,5 +251,7 @@ def engines_of(model: Any) -> Engines:
 def parts_of(options: Options) -> list[Any]:
     """The objects whose identity tells sets of sources apart."""
     own = [source for source in options.draft_sources or () if isinstance(source, DraftSource)]
-    given = (options.assistant_model, *options.other_drafts, options.draft_heads, options.drafter, *own)
+    given = [options.assistant_model, *options.other_drafts, options.draft_heads, options.drafter, *own]
+    for between in options.translations:
+        given += [] if between is None else [between.tokenizer, between.assistant_tokenizer]
     return [part for part in given if part is not None]

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal, get_args
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from gsd_kernels import GraphConfig
@@ -23,7 +23,7 @@ from ..model import properties
 from ..records import Verified
 from ..sources.base import DraftSource
 from ..sources.border import check_source
-from ..sources.draft_model import DraftModel
+from ..sources.drafts import draft_source, translations_of
 from ..sources.heads import DraftHeads, Heads
 from ..sources.history import History
 from ..sources.layer_skip import LayerSkip, SkippedLayers
@@ -35,7 +35,7 @@ SourceName = Literal["model", "layer_skip", "drafter", "heads", "history"]
 NAMES: tuple[SourceName, ...] = get_args(SourceName)
 
 NEEDS = {
-    "model": "assistant_model, a draft of the same tokenizer",
+    "model": "assistant_model, a draft model",
     "layer_skip": "assistant_model=LayerSkip(model, …)",
     "drafter": "drafter, a folder, a hub id or a loaded one",
     "heads": "draft_heads",
@@ -48,12 +48,15 @@ class Options:
     """Options of graph-speculative decoding, checked and resolved when they are made.
 
     Args:
-        assistant_model: the draft, of the same tokenizer, or a :class:`~gsd_kernels.LayerSkip` of the target; or a list
-            of drafts, whose candidates are mixed by learned weights. ``None``: the history and other sources draft.
+        assistant_model: the draft, or a :class:`~gsd_kernels.LayerSkip` of the target; or a list of drafts, whose
+            candidates are mixed by learned weights. ``None``: the history and other sources draft.
         graph_config: ``"auto"`` (the default: the shape of every step follows what steps cost and what has been
             accepted, see :mod:`gsd_kernels_hf.policy`), ``"chain"``, ``"tree"``, ``"graph"``, a
             :class:`~gsd_kernels.GraphConfig`, or ``"plain"``: no speculation, by the same code. Clocks differ between
             the ranks of a tensor-parallel model, where ``"auto"`` is ``"graph"``.
+        tokenizer: of the target; for ``stop_strings``, and for a draft of another tokenizer.
+        assistant_tokenizer: of the draft, where it is another than the target's; of several drafts one for all of them,
+            or a list of one for each, ``None`` for the target's own.
         seed: 64-bit seed of the sampling noise; ``None`` draws one from torch's generator.
         backend: of all ops, see :mod:`gsd_kernels.backends`.
         draft_sources: of ``"model"`` (the draft), ``"layer_skip"``, ``"drafter"``, ``"heads"``, ``"history"`` (the
@@ -81,6 +84,7 @@ class Options:
 
     Attributes:
         other_drafts: draft models after the first.
+        translations: what is between the target's tokens and those of each draft; ``None``: they are the same.
         named: names of the sources in use; empty for plain decoding.
         automatic: whether a policy may choose the shapes.
 
@@ -91,6 +95,8 @@ class Options:
     assistant_model: PreTrainedModel | LayerSkip | Sequence[PreTrainedModel] | None = None
     graph_config: GraphConfig | GraphName | None = None
     _: KW_ONLY
+    tokenizer: PreTrainedTokenizerBase | None = None
+    assistant_tokenizer: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None
     seed: int | None = None
     backend: Backend = "auto"
     draft_sources: Sequence[SourceName | DraftSource] | None = None
@@ -108,6 +114,8 @@ class Options:
         shape = shape_for(self.criterion, self.graph_config)
         self.assistant_model, *others = drafts_in(self.assistant_model)
         self.other_drafts: tuple[PreTrainedModel, ...] = tuple(others)
+        models = [d for d in (self.assistant_model, *others) if d is not None and not isinstance(d, LayerSkip)]
+        self.translations = translations_of(self.tokenizer, self.assistant_tokenizer, models)
         if self.draft_heads is not None and not isinstance(self.draft_heads, (DraftHeads, str, os.PathLike)):
             got = type(self.draft_heads).__name__
             raise TypeError(f"draft_heads: expected DraftHeads, their folder or hub id, got {got}")
@@ -162,14 +170,15 @@ class Options:
         without = self.draft_sources is None and self.assistant_model is not None and not automatic
         without &= self.graph_config.history_depth == 0
         makers: dict[str, Callable[[], DraftSource]] = {
-            "model": lambda: DraftModel(self.assistant_model),
+            "model": lambda: draft_source(self.assistant_model, "model", self.translations[0]),
             "layer_skip": lambda: SkippedLayers(self.assistant_model),
             "drafter": lambda: source_of(self.drafter),
             "heads": lambda: Heads(self.draft_heads),
         }
         found = [make() for name, make in makers.items() if name in self.named]
         if "model" in self.named:
-            found[1:1] = [DraftModel(model, name=f"model {i}") for i, model in enumerate(self.other_drafts, 2)]
+            others = zip(self.other_drafts, self.translations[1:], strict=True)
+            found[1:1] = [draft_source(model, f"model {i}", between) for i, (model, between) in enumerate(others, 2)]
         found += [source for source in self.draft_sources or () if isinstance(source, DraftSource)]
         if "history" in self.named and not without:
             found.append(History())
@@ -195,6 +204,8 @@ class Options:
         values = {name: getattr(self, name) for name in names}
         if isinstance(self.assistant_model, LayerSkip):
             values["assistant_model"] = self.assistant_model.view
+        for i, between in enumerate(self.translations, 1):
+            values[f"assistant_tokenizer {i}"] = None if between is None else between.shared.reads
         values |= {f"assistant_model {i}": model for i, model in enumerate(self.other_drafts, 2)}
         return values
 

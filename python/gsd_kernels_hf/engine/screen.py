@@ -18,7 +18,6 @@ from .. import validate
 from ..model import properties
 from ..sources import border
 from ..sources.base import DraftSource
-from ..sources.draft_model import DraftModel
 from ..sources.layer_skip import LayerSkip
 from ..validate.options import CONFIG_FIELDS, GENERATE_PARAMETERS
 from .options import NAMES, Options
@@ -108,7 +107,8 @@ def check_sources(options: Options, model: PreTrainedModel) -> None:
     for source in sources:
         source.check(model)
         border.check_hidden_layers(source, model)
-    for name, draft in drafts_of(options, sources).items():
+    same = [source for source in sources if not source.other_tokens]
+    for name, draft in drafts_of(options, same).items():
         validate.check_pair(model, draft, name)
 
 
@@ -116,10 +116,11 @@ def drafts_of(options: Options, sources: Sequence[DraftSource] | None = None) ->
     """The models that sources forward, besides the target, by the name that an error calls them."""
     found = {}
     for source in options.sources(automatic=True) if sources is None else sources:
+        models = models_of(source)
         name = "assistant_model" if source.name in NAMES else f"draft_sources: {source.name}"
-        if isinstance(source, DraftModel) and source.model in options.other_drafts:
+        if border.is_own(source) and any(model is draft for model in models for draft in options.other_drafts):
             name = source.name.replace("model", "assistant_model", 1)
-        for number, model in enumerate(models_of(source), 1):
+        for number, model in enumerate(models, 1):
             found[name if number == 1 else f"{name} {number}"] = model
     return found
 

@@ -108,7 +108,7 @@ def tune(
     validate.check_model("model", model)
     if draft is not None:
         validate.check_model("draft", draft)
-        validate.check_pair(model, draft)
+        validate.check_pair(model, draft, cure="costs are measured ahead for drafts of the same tokenizer")
     models = {"model": model} if draft is None else {"model": model, "draft": draft}
     if any(tensor_parallel_group(name, m) for name, m in models.items()):
         raise ValueError("model: tensor-parallel models decode with a fixed graph_config, so there is nothing to tune")

@@ -130,6 +130,8 @@ class DraftSource:
         reliability: prior ratio of how often its candidates are right to their probability, by ``Proposal.index``, for
             levels where it is alone; ``None``: its probabilities are taken as they are.
         max_length: tokens of a text from which on its model has no positions and it is left out; ``None``: never.
+        other_tokens: whether its models read tokens of another tokenizer, which it maps itself; else their vocabulary
+            is compared with the target's.
         reads_prompt: whether it reads all of the prompt, once, before it proposes; ``auto`` may let the first token go
             before.
     """
@@ -140,6 +142,7 @@ class DraftSource:
     shares: tuple[float, ...] = (0.2,)
     reliability: tuple[float, ...] | None = None
     max_length: int | None = None
+    other_tokens = False
     reads_prompt = False
 
     def __repr__(self) -> str:

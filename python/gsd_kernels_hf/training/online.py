@@ -328,7 +328,7 @@ def _check_draft(target: PreTrainedModel, draft: object) -> None:
         draft.check_target(target)
     elif isinstance(draft, PreTrainedModel):
         try:
-            validate.check_pair(target, draft)
+            validate.check_pair(target, draft, cure="a draft learns from a target of the same tokenizer")
         except ValueError as error:
             raise ValueError(str(error).replace("assistant_model", "draft", 1)) from error
     else:

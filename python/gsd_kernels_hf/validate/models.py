@@ -110,26 +110,28 @@ def _rope_types(config: Any) -> set[str]:
     return {str(p.get("rope_type", p.get("type", "default"))) for p in nested}
 
 
-UNIVERSAL = "transformers' universal assisted generation (generate(..., assistant_tokenizer=...)) serves such pairs"
+BOTH = "pass both, tokenizer= the target's and assistant_tokenizer= the draft's, and tokens are mapped"
+"""What serves a pair of different tokenizers."""
 
 
-def check_pair(target: PreTrainedModel, draft: PreTrainedModel, name: str = "assistant_model") -> None:
+def check_pair(
+    target: PreTrainedModel, draft: PreTrainedModel, name: str = "assistant_model", cure: str = BOTH
+) -> None:
     """Raise unless draft and target read the same tokens; a few padded vocabulary entries may differ.
 
-    ``name`` is what the error calls the draft.
+    ``name`` is what the error calls the draft, ``cure`` what it advises.
     """
     sizes = vocabulary(target), vocabulary(draft)
     if abs(sizes[0] - sizes[1]) > MAX_VOCABULARY_PADDING:
         raise Unsupported(
-            f"{name}: vocabulary sizes {sizes[0]} (target) and {sizes[1]} (draft) mean different tokenizers; "
-            + UNIVERSAL
+            f"{name}: vocabulary sizes {sizes[0]} (target) and {sizes[1]} (draft) mean different tokenizers; {cure}"
         )
     for token in ("bos_token_id", "eos_token_id"):
         ids = [_as_set(getattr(m.config.get_text_config(decoder=True), token, None)) for m in (target, draft)]
         if ids[0] and ids[1] and not ids[0] & ids[1]:
             raise Unsupported(
                 f"{name}: {token} {sorted(ids[0])} (target) and {sorted(ids[1])} (draft) mean different "
-                f"tokenizers; {UNIVERSAL}"
+                f"tokenizers; {cure}"
             )
 
 
@@ -138,7 +140,7 @@ def check_tokenizers(tokenizer: Any, assistant_tokenizer: Any) -> None:
     if tokenizer is None or assistant_tokenizer is None:
         return
     if tokenizer.get_vocab() != assistant_tokenizer.get_vocab():
-        raise Unsupported(f"assistant_tokenizer: its vocabulary differs from the tokenizer's; {UNIVERSAL}")
+        raise Unsupported("assistant_tokenizer: its vocabulary differs from the tokenizer's; give a draft of the same")
 
 
 def _as_set(value: Any) -> set[int]:

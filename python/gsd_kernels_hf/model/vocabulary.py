@@ -1,0 +1,233 @@
+"""Which tokens of two tokenizers mean the same bytes."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .properties import vocabulary
+
+SPACE = "▁"  # in the pieces of SentencePiece
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte among them
+ROLES = ("eos", "bos", "pad", "unk")
+
+
+def byte_letters() -> dict[str, int]:
+    """The letter that stands for each byte in byte-level vocabularies, as GPT-2 has them: 256 printable ones."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+LETTERS = byte_letters()
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a tokenizer as what they stand for.
+
+    Attributes:
+        spelled: bytes of every ordinary token, by id.
+        marks: ids of tokens that stand for no text of their own, and of added ones, by their content.
+        roles: ids of the tokens that begin a text, end it, pad it, and stand for what is unknown, as far as there are.
+    """
+
+    spelled: Mapping[int, bytes]
+    marks: Mapping[str, int]
+    roles: Mapping[str, int]
+
+    @property
+    def size(self) -> int:
+        """The largest id and one."""
+        return max((*self.spelled, *self.marks.values()), default=-1) + 1
+
+    @cached_property
+    def ids(self) -> dict[bytes, int]:
+        """The token of some bytes; of several the last, since SentencePiece's single bytes come before its pieces."""
+        return {spelled: token for token, spelled in sorted(self.spelled.items())}
+
+    @cached_property
+    def contents(self) -> dict[int, str]:
+        """Contents of the marks, by id."""
+        return {token: content for content, token in self.marks.items()}
+
+    def counterpart(self, token: int, other: Vocabulary) -> int | None:
+        """The token here that is ``token`` of another vocabulary: of the same bytes, content or role."""
+        if token in other.spelled:
+            return self.ids.get(other.spelled[token])
+        found = self.marks.get(other.contents.get(token, ""))
+        same = [role for role, its in other.roles.items() if its == token and role in self.roles]
+        return self.roles[same[0]] if found is None and same else found
+
+    def rank(self, token: int, other: Vocabulary) -> tuple[bool, int, int]:
+        """Order of the marks: those that another vocabulary has too, then by role: padding may end a text there."""
+        roles = [place for place, role in enumerate(ROLES) if self.roles.get(role) == token]
+        return self.contents[token] not in other.marks, min(roles, default=len(ROLES)), token
+
+    def last_of(self, text: bytes) -> int | None:
+        """The longest token that ``text`` ends with."""
+        return next((self.ids[text[i:]] for i in range(len(text)) if text[i:] in self.ids), None)
+
+    @classmethod
+    def of(cls, tokenizer: Any, name: str) -> Vocabulary:
+        """The vocabulary of a tokenizer, which an error calls ``name``; read once, as long as it has as many tokens.
+
+        Raises:
+            TypeError: no tokenizer of transformers.
+            ValueError: its tokens are no bytes that are known here.
+        """
+        check_tokenizer(tokenizer, name)
+        count, found = _known.get(tokenizer, (None, None))
+        if found is None or count != len(tokenizer):
+            found = _read(cls, tokenizer, name)
+            _known[tokenizer] = len(tokenizer), found
+        return found
+
+
+_known: weakref.WeakKeyDictionary[Any, tuple[int, Vocabulary]] = weakref.WeakKeyDictionary()
+
+
+def check_tokenizer(tokenizer: Any, name: str) -> None:
+    """Raise unless this has what is asked of a tokenizer of transformers.
+
+    Raises:
+        TypeError: the argument ``name``, and what came.
+    """
+    needed = ("get_vocab", "decode", "__call__", "__len__")
+    if isinstance(tokenizer, type) or not all(callable(getattr(tokenizer, method, None)) for method in needed):
+        got = f"the class {tokenizer.__name__}" if isinstance(tokenizer, type) else type(tokenizer).__name__
+        raise TypeError(
+            f"{name}: expected a tokenizer of transformers, got {got}; load it by AutoTokenizer.from_pretrained"
+        )
+
+
+def _read(cls: type[Vocabulary], tokenizer: Any, name: str) -> Vocabulary:
+    pieces = tokenizer.get_vocab()
+    added = {int(token): str(content) for token, content in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+    special = {int(token) for token in getattr(tokenizer, "all_special_ids", ())} | added.keys()
+    ordinary = {token: piece for piece, token in pieces.items() if token not in special}
+    marks = {added.get(token, piece): token for piece, token in pieces.items() if token in special}
+    roles = {role: getattr(tokenizer, f"{role}_token_id", None) for role in ROLES}
+    spelled = spelling(ordinary, f"{name}: the tokens of {type(tokenizer).__name__}")
+    return cls(spelled, marks, {role: int(token) for role, token in roles.items() if token is not None})
+
+
+def spelling(pieces: Mapping[int, str], what: str) -> dict[int, bytes]:
+    """Bytes of the pieces of a vocabulary, by id.
+
+    Raises:
+        ValueError: the pieces are neither byte-level nor SentencePiece's; ``what`` they are of.
+    """
+    if all(letter in LETTERS for letter in {letter for piece in pieces.values() for letter in piece}):
+        return {token: bytes(LETTERS[letter] for letter in piece) for token, piece in pieces.items()}
+    if not any(SPACE in piece for piece in pieces.values()):
+        raise ValueError(
+            f"{what} are neither byte-level (as GPT-2's) nor SentencePiece's (as Llama 2's), so their bytes are not "
+            "known; use a draft of the target's own tokenizer"
+        )
+    return {
+        token: bytes([int(found[1], 16)]) if (found := BYTE.fullmatch(piece)) else piece.replace(SPACE, " ").encode()
+        for token, piece in pieces.items()
+    }
+
+
+@dataclass(frozen=True)
+class SharedTokens:
+    """What a target's tokens are to a draft of another tokenizer, on the CPU.
+
+    Attributes:
+        same: int64 [target's tokens], the draft's token of the same bytes, content or role; −1 for none.
+        reads: int64 [target's tokens], what the draft reads in place of each: that, else the longest of its tokens
+            that the bytes end with.
+        part: ordinary tokens that are shared, of the larger vocabulary's.
+    """
+
+    same: Tensor
+    reads: Tensor
+    part: float
+
+    @classmethod
+    def of(cls, target: Vocabulary, draft: Vocabulary) -> SharedTokens:
+        """Compare two vocabularies."""
+        same, reads = [-1] * target.size, [draft.roles.get("unk", draft.roles.get("eos", 0))] * target.size
+        taken: set[int] = set()
+        shared = 0
+        marks = sorted(target.contents, key=lambda token: target.rank(token, draft))
+        for token in (*sorted(target.spelled, reverse=True), *marks):
+            found = draft.counterpart(token, target)
+            # Of two tokens of the same bytes one alone can follow: the one that the tokenizer gives.
+            if found is not None and found not in taken:
+                same[token] = found
+                taken.add(found)
+                shared += token in target.spelled
+            if found is None and token in target.spelled:
+                found = draft.last_of(target.spelled[token])
+            reads[token] = reads[token] if found is None else found
+        most = max(len(target.spelled), len(draft.spelled), 1)
+        return cls(torch.tensor(same), torch.tensor(reads), shared / most)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """The tokenizers of a target and of its draft, which differ, and what is known of their tokens.
+
+    Attributes:
+        tokenizer, assistant_tokenizer: of target and draft.
+        target, draft: their vocabularies.
+        shared: what the target's tokens are to the draft.
+    """
+
+    tokenizer: Any
+    assistant_tokenizer: Any
+    target: Vocabulary
+    draft: Vocabulary
+    shared: SharedTokens
+
+    @classmethod
+    def between(cls, tokenizer: Any, assistant_tokenizer: Any) -> Translation | None:
+        """What is between two tokenizers; ``None`` where their tokens are the same. Read once, as vocabularies are.
+
+        Raises:
+            TypeError, ValueError: see :meth:`Vocabulary.of`.
+        """
+        both = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
+        for name, one in both.items():
+            check_tokenizer(one, name)
+        drafts = _shared.setdefault(tokenizer, weakref.WeakKeyDictionary())
+        sizes = len(tokenizer), len(assistant_tokenizer)
+        known, shared = drafts.get(assistant_tokenizer, (None, None))
+        if known != sizes:
+            same = tokenizer.get_vocab() == assistant_tokenizer.get_vocab()
+            shared = None if same else SharedTokens.of(*(Vocabulary.of(one, name) for name, one in both.items()))
+            drafts[assistant_tokenizer] = sizes, shared
+        if shared is None:
+            return None
+        return cls(*both.values(), *(Vocabulary.of(one, name) for name, one in both.items()), shared)
+
+    def check(self, target: PreTrainedModel, draft: PreTrainedModel) -> None:
+        """Raise unless the models have the tokens of their tokenizers.
+
+        Raises:
+            ValueError: a tokenizer has a token that its model has no row for.
+        """
+        both = {"tokenizer": (self.target, target), "assistant_tokenizer": (self.draft, draft)}
+        for name, (own, model) in both.items():
+            if own.size > vocabulary(model):
+                whose = "the target" if name == "tokenizer" else "the draft model"
+                raise ValueError(
+                    f"{name}: its largest id is {own.size - 1}, and {whose} has {vocabulary(model)} tokens; pass the "
+                    "tokenizer that the model was trained with"
+                )
+
+
+_shared: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], SharedTokens | None]]] = (
+    weakref.WeakKeyDictionary()
+)
