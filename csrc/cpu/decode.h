@@ -209,16 +209,84 @@ void decode_blocks(const void* row, const float*, int64_t, int64_t inputs, void*
   }
 }
 
-template <class To>
-void decode_int8(const void* row, const float* scales, int64_t groups, int64_t inputs, void* out) {
-  const int8_t* from = static_cast<const int8_t*>(row);
+// Codes whose scales lie beside the rows, `beside`: those of the group that n weights belong to. `widen` takes the bytes
+// that they begin at.
+struct CodesInt8 {
+  static constexpr int kBeside = 1, kWeightsOfByte = 1;
+  GSD_TILE void widen(const uint8_t* from, int n, const float* beside, float* to) {
+    for (int i = 0; i < n; i++) to[i] = static_cast<float>(static_cast<int8_t>(from[i])) * beside[0];
+  }
+};
+struct CodesUint8 {  // zero points are integers
+  static constexpr int kBeside = 2, kWeightsOfByte = 1;
+  GSD_TILE void widen(const uint8_t* from, int n, const float* beside, float* to) {
+    for (int i = 0; i < n; i++) to[i] = (static_cast<float>(from[i]) - beside[1]) * beside[0];
+  }
+};
+
+// Sixteen values of a group, looked up by half a byte; the low half is the first weight's unless kHighFirst.
+template <class Values>
+struct CodesLookup : Values {
+  static constexpr int kWeightsOfByte = 2;
+  GSD_TILE void widen(const uint8_t* from, int n, const float* beside, float* to) {
+    float value[16];
+    for (int i = 0; i < 16; i++) value[i] = Values::of(i, beside);
+    for (int i = 0; i < n; i++) to[i] = value[(i % 2 == 1) != Values::kHighFirst ? from[i / 2] >> 4 : from[i / 2] & 15];
+  }
+};
+struct ValuesInt4 {
+  static constexpr int kBeside = 2;
+  static constexpr bool kHighFirst = false;
+  GSD_TILE float of(int code, const float* beside) { return (static_cast<float>(code) - beside[1]) * beside[0]; }
+};
+struct ValuesInt4Offset {
+  static constexpr int kBeside = 2;
+  static constexpr bool kHighFirst = false;
+  GSD_TILE float of(int code, const float* beside) { return static_cast<float>(code - 8) * beside[0] + beside[1]; }
+};
+
+// bitsandbytes/functional.py, get_4bit_type: quantiles of a normal distribution, and floats of four bits.
+constexpr float kNF4Values[16] = {-1.0f,
+                                  -0.6961928009986877f,
+                                  -0.5250730514526367f,
+                                  -0.39491748809814453f,
+                                  -0.28444138169288635f,
+                                  -0.18477343022823334f,
+                                  -0.09105003625154495f,
+                                  0.0f,
+                                  0.07958029955625534f,
+                                  0.16093020141124725f,
+                                  0.24611230194568634f,
+                                  0.33791524171829224f,
+                                  0.44070982933044434f,
+                                  0.5626170039176941f,
+                                  0.7229568362236023f,
+                                  1.0f};
+constexpr float kFP4Values[16] = {0.0f,  0.0052083334885537624f,  0.6666666865348816f,  1.0f,  0.3333333432674408f,  0.5f,
+                                  0.1666666716337204f,  0.25f,
+                                  0.0f,  -0.0052083334885537624f, -0.6666666865348816f, -1.0f, -0.3333333432674408f, -0.5f,
+                                  -0.1666666716337204f, -0.25f};
+template <const float (&table)[16]>
+struct ValuesOfTable {
+  static constexpr int kBeside = 1;
+  static constexpr bool kHighFirst = true;
+  GSD_TILE float of(int code, const float* beside) { return table[code] * beside[0]; }
+};
+typedef CodesLookup<ValuesInt4> CodesInt4;
+typedef CodesLookup<ValuesInt4Offset> CodesInt4Offset;
+typedef CodesLookup<ValuesOfTable<kNF4Values>> CodesNF4;
+typedef CodesLookup<ValuesOfTable<kFP4Values>> CodesFP4;
+
+template <class Codes, class To>
+void decode_groups(const void* row, const float* scales, int64_t groups, int64_t inputs, void* out) {
+  const uint8_t* from = static_cast<const uint8_t*>(row);
   typename To::Stored* to = static_cast<typename To::Stored*>(out);
   const int64_t size = inputs / groups;
-  for (int64_t g = 0; g < groups; g++) {
+  for (int64_t g = 0; g < groups; g++, scales += Codes::kBeside) {
     for (int64_t i = g * size; i < (g + 1) * size; i += 32) {
       float values[32];
       const int n = static_cast<int>(fewer(32, (g + 1) * size - i));
-      for (int j = 0; j < n; j++) values[j] = static_cast<float>(from[i + j]) * scales[g];
+      Codes::widen(from + i / Codes::kWeightsOfByte, n, scales, values);
       To::store(values, n, to + i);
     }
   }
@@ -249,11 +317,13 @@ struct PlainHalf {
   GSD_TILE float widen(uint16_t bits) { return Half::widen(bits); }
 };
 
-// By Kind and Element. A level names its own GSD_BLOCKS before it uses this.
+// By Kind and Element. A level names its own GSD_BLOCKS and GSD_GROUPS before it uses this.
 #define GSD_FLOATS(From) {decode_floats<From, ToFloat32>, decode_floats<From, ToBfloat16>, decode_floats<From, ToFloat16>}
 #define GSD_BLOCKS(Block) {decode_blocks<Block, ToFloat32>, decode_blocks<Block, ToBfloat16>, decode_blocks<Block, ToFloat16>}
+#define GSD_GROUPS(Codes) {decode_groups<Codes, ToFloat32>, decode_groups<Codes, ToBfloat16>, decode_groups<Codes, ToFloat16>}
 #define GSD_DECODERS                                                                                                \
   {{GSD_FLOATS(PlainFloat), GSD_FLOATS(PlainBfloat16), GSD_FLOATS(PlainHalf), GSD_BLOCKS(BlockQ4_0),                \
     GSD_BLOCKS(BlockQ4_1), GSD_BLOCKS(BlockQ5_0), GSD_BLOCKS(BlockQ5_1), GSD_BLOCKS(BlockQ8_0),                     \
     GSD_BLOCKS(BlockIQ4_NL), GSD_BLOCKS(BlockMXFP4), GSD_BLOCKS(BlockQ4_K), GSD_BLOCKS(BlockQ5_K),                  \
-    GSD_BLOCKS(BlockQ6_K), {decode_int8<ToFloat32>, decode_int8<ToBfloat16>, decode_int8<ToFloat16>}}}
+    GSD_BLOCKS(BlockQ6_K), GSD_GROUPS(CodesInt8), GSD_GROUPS(CodesUint8), GSD_GROUPS(CodesInt4),                    \
+    GSD_GROUPS(CodesInt4Offset), GSD_GROUPS(CodesNF4), GSD_GROUPS(CodesFP4)}}

@@ -222,6 +222,78 @@ void decode_vectors(const void* row, const float*, int64_t, int64_t inputs, void
   }
 }
 
+// The sixteen values of a group in the model's dtype, each half a byte's.
+template <class Codes>
+GSD_TILE __m512 values_of_group(const float* beside) {
+  float value[16];
+  for (int i = 0; i < 16; i++) value[i] = Codes::of(i, beside);
+  return _mm512_loadu_ps(value);
+}
+
+// 32 codes of half a byte in the order of memory, a word each; what a word has above its code, a look-up must not see.
+template <bool HighFirst>
+GSD_TILE __m512i half_words(const uint8_t* from) {
+  const __m512i bytes = _mm512_cvtepu8_epi32(sixteen_at(from));
+  const __m512i both = HighFirst ? _mm512_or_si512(_mm512_srli_epi32(bytes, 4), _mm512_slli_epi32(bytes, 16))
+                                 : _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
+  return _mm512_and_si512(both, _mm512_set1_epi32(0x000F000F));
+}
+
+// A whole step of 32 weights of one group, whose scales are `beside`.
+template <class Codes>
+struct GroupVectors {
+  template <class O, class T>
+  GSD_TILE void decode(const uint8_t* from, const float*, const decltype(O::of_any(__m512{}))& values, T* to) {
+    O::look_up(values, half_words<Codes::kHighFirst>(from), to);
+  }
+  template <class O>
+  GSD_TILE auto values(const float* beside) { return O::of_any(values_of_group<Codes>(beside)); }
+};
+template <>
+struct GroupVectors<CodesInt8> {
+  template <class O, class T>
+  GSD_TILE void decode(const uint8_t* from, const float* beside, int, T* to) {
+    const __m512 d = _mm512_set1_ps(beside[0]);
+    O::put(O::of_any(_mm512_mul_ps(wide_bytes(sixteen_at(from)), d)),
+           O::of_any(_mm512_mul_ps(wide_bytes(sixteen_at(from + 16)), d)), to);
+  }
+  template <class O>
+  GSD_TILE int values(const float*) { return 0; }
+};
+template <>
+struct GroupVectors<CodesUint8> {
+  GSD_TILE __m512 scaled(const uint8_t* from, const float* beside) {
+    const __m512 code = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(sixteen_at(from)));
+    return _mm512_mul_ps(_mm512_sub_ps(code, _mm512_set1_ps(beside[1])), _mm512_set1_ps(beside[0]));
+  }
+  template <class O, class T>
+  GSD_TILE void decode(const uint8_t* from, const float* beside, int, T* to) {
+    O::put(O::of_any(scaled(from, beside)), O::of_any(scaled(from + 16, beside)), to);
+  }
+  template <class O>
+  GSD_TILE int values(const float*) { return 0; }
+};
+
+template <class Codes, class To>
+void decode_group_vectors(const void* row, const float* scales, int64_t groups, int64_t inputs, void* out) {
+  typedef GroupVectors<Codes> Of;
+  const uint8_t* from = static_cast<const uint8_t*>(row);
+  typename To::Stored* to = static_cast<typename To::Stored*>(out);
+  const int64_t size = inputs / groups;
+  for (int64_t g = 0; g < groups; g++, scales += Codes::kBeside) {
+    const auto values = Of::template values<Out<To>>(scales);
+    int64_t i = g * size;
+    for (; i + 32 <= (g + 1) * size; i += 32) {
+      Of::template decode<Out<To>>(from + i / Codes::kWeightsOfByte, scales, values, to + i);
+    }
+    if (i == (g + 1) * size) continue;
+    float part[32];
+    const int n = static_cast<int>((g + 1) * size - i);
+    Codes::widen(from + i / Codes::kWeightsOfByte, n, scales, part);
+    To::store(part, n, to + i);
+  }
+}
+
 // Bfloat16 words of a block of 32 that stay in a register.
 struct InRegister {
   GSD_TILE __m256i of(__m512 x) { return normal_words(x); }
@@ -253,6 +325,10 @@ struct Unpacking : Of {
 #undef GSD_BLOCKS
 #define GSD_BLOCKS(Block) \
   {decode_vectors<Block, ToFloat32>, decode_vectors<Block, ToBfloat16>, decode_vectors<Block, ToFloat16>}
+#undef GSD_GROUPS
+#define GSD_GROUPS(Codes)                                                       \
+  {decode_group_vectors<Codes, ToFloat32>, decode_group_vectors<Codes, ToBfloat16>, \
+   decode_group_vectors<Codes, ToFloat16>}
 #define GSD_UNPACKING(Of)                                                                                               \
   {{nullptr, nullptr, nullptr, products_of<Unpacking<Of, BlockQ4_0>>, products_of<Unpacking<Of, BlockQ4_1>>,            \
     products_of<Unpacking<Of, BlockQ5_0>>, products_of<Unpacking<Of, BlockQ5_1>>, products_of<Unpacking<Of, BlockQ8_0>>, \

@@ -89,7 +89,7 @@ bool same_decoders(const IsaKernels& level, const IsaKernels& portable, int kind
   constexpr int64_t kInputs = 512, kGroups = 16;
   std::vector<uint8_t> row(static_cast<size_t>(kInputs * sizeof(float)));
   for (size_t i = 0; i < row.size(); i++) row[i] = static_cast<uint8_t>((i * 37 + i / 7 * 11) % 61);
-  std::vector<float> scales(kGroups);
+  std::vector<float> scales(2 * kGroups);
   for (size_t i = 0; i < scales.size(); i++) scales[i] = number(static_cast<int64_t>(i)) + 0.3f;
   std::vector<char> found[2];
   for (int i = 0; i < 2; i++) {

@@ -16,7 +16,8 @@ struct Block {
   int64_t weights, bytes;
 };
 constexpr Block kBlocks[kKinds] = {{1, 4},    {1, 2},    {1, 2},     {32, 18},   {32, 20},   {32, 22},  {32, 24},
-                                   {32, 34},  {32, 18},  {32, 17},   {256, 144}, {256, 176}, {256, 210}, {1, 1}};
+                                   {32, 34},  {32, 18},  {32, 17},   {256, 144}, {256, 176}, {256, 210}, {1, 1},
+                                   {1, 1},    {2, 1},    {2, 1},     {2, 1},     {2, 1}};
 
 // Of the asking thread, on a cache line; it keeps its size.
 char* strip_of(int64_t bytes) {
@@ -27,7 +28,7 @@ char* strip_of(int64_t bytes) {
 }
 
 void decode_row(const Weights& w, int64_t n, void* to) {
-  w.decode(w.data + n * w.row_bytes, w.scales == nullptr ? nullptr : w.scales + n * w.groups, w.groups, w.inputs, to);
+  w.decode(w.data + n * w.row_bytes, w.scales + n * w.groups * beside(w.kind), w.groups, w.inputs, to);
 }
 
 }  // namespace

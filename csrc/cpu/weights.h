@@ -18,13 +18,19 @@ enum class Kind : int {
   kFloat32, kBfloat16, kFloat16,                        // as the model's dtype: dense
   kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kIQ4_NL, kMXFP4,   // blocks of 32, as GGUF has them
   kQ4_K, kQ5_K, kQ6_K,                                  // of 256
-  kInt8,                                                // a byte a weight, times scales of groups of inputs beside it
+  kInt8, kUint8,                                        // a byte a weight; what scales it lies beside the rows
+  kInt4, kInt4Offset, kNF4, kFP4,                       // half a byte
   kCount
 };
 constexpr int kKinds = static_cast<int>(Kind::kCount);
 
-// One row of `inputs` weights from where it lies into the model's dtype. scales: float32 [groups], for kinds that have
-// theirs beside them.
+// Floats beside the rows for a group of inputs: none, a scale, or a scale and a zero point or offset.
+constexpr int64_t beside(Kind kind) {
+  return kind < Kind::kInt8 ? 0 : kind == Kind::kUint8 || kind == Kind::kInt4 || kind == Kind::kInt4Offset ? 2 : 1;
+}
+
+// One row of `inputs` weights from where it lies into the model's dtype. scales: float32 [groups, beside(kind)], of this
+// row, for kinds that have theirs beside them.
 typedef void (*Decode)(const void* row, const float* scales, int64_t groups, int64_t inputs, void* out);
 
 // By kind and by Element of the model.
@@ -37,7 +43,7 @@ struct Weights {
   int64_t outputs, inputs, row_bytes;
   Kind kind;
   Decode decode;        // null: dense, in the model's dtype
-  const float* scales;  // [outputs, groups], or null
+  const float* scales;  // [outputs, groups, beside(kind)], or null
   int64_t groups;
 };
 

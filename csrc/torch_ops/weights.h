@@ -10,7 +10,8 @@ namespace gsd {
 constexpr int64_t kDense = -1;  // the kind of a matrix whose dtype says all
 
 // `data`: [outputs, inputs] of any float type (kDense), int8 [outputs, inputs], or uint8 [outputs, bytes of a row].
-// `scales`: float32 [outputs, groups] where the kind has scales beside its rows, else null or empty.
+// `scales`: where the kind has them beside its rows float32 [outputs, groups], or [outputs, groups, 2] with zero points
+// or offsets behind the scales; else null or empty.
 inline Weights weights_of(const char* name, const Tensor& data, int64_t kind, const Tensor* scales, int64_t outputs,
                           int64_t inputs, Element element) {
   STD_TORCH_CHECK(data.dim() == 2 && data.size(0) == outputs && data.is_contiguous(), name, ": expected ", outputs,
@@ -30,11 +31,12 @@ inline Weights weights_of(const char* name, const Tensor& data, int64_t kind, co
   const int64_t width = kind == kDense || of == Kind::kInt8 ? inputs : w.row_bytes;
   STD_TORCH_CHECK(data.size(1) == width, name, ": expected rows of ", width, ", got ", data.size(1));
   if (kind != kDense || own != element) w.decode = kernels().decoders.of[static_cast<int>(of)][static_cast<int>(element)];
-  if (of == Kind::kInt8) {
-    STD_TORCH_CHECK(scales != nullptr && scales->dim() == 2 && scales->size(0) == outputs && scales->is_contiguous() &&
-                        scales->scalar_type() == ScalarType::Float && scales->size(1) > 0 &&
-                        inputs % scales->size(1) == 0,
-                    name, ": expected scales, float32 [", outputs, ", groups that divide ", inputs, "]");
+  if (beside(of) > 0) {
+    const bool pairs = beside(of) == 2;
+    STD_TORCH_CHECK(scales != nullptr && scales->dim() == (pairs ? 3 : 2) && scales->size(0) == outputs &&
+                        scales->is_contiguous() && scales->scalar_type() == ScalarType::Float && scales->size(1) > 0 &&
+                        inputs % (scales->size(1) * block_weights(of)) == 0 && (!pairs || scales->size(2) == 2),
+                    name, ": expected scales, float32 [", outputs, ", groups that divide ", inputs, pairs ? ", 2]" : "]");
     w.scales = read<float>(*scales), w.groups = scales->size(1);
   }
   return w;

@@ -28,7 +28,7 @@ levels = pytest.mark.parametrize("level", LEVELS)
 @kinds
 def test_the_gguf_package_unpacks_the_same_bits(kind):
     gguf = pytest.importorskip("gguf")
-    if kind.scaled:
+    if kind.beside:
         pytest.skip("GGUF has no such kind")
     matrix = packed_matrix(kind, 5, width_of(kind, 300))
     theirs = gguf.quants.dequantize(matrix.data.numpy(), gguf.GGMLQuantizationType[kind.name.upper()])
@@ -65,12 +65,12 @@ def test_products_have_the_bits_of_the_dense_matrix(level, kind, dtype):
 @levels
 def test_a_decoder_of_mixed_kinds_has_the_dense_decoders_bits(level, dtype):
     weights, case = decoder_case(dtype)
-    names = iter([k.name for k in KINDS if k.weights <= 32 and k.name != "int8"] * 4)
+    names = iter([k.name for k in KINDS if k.weights <= 32] * 4)
 
     def packed(matrix):
         kind = BY_NAME[next(names)]
         if matrix.shape[1] % kind.weights:
-            kind = BY_NAME["int8"]
+            kind = BY_NAME["uint8"]
         return packed_matrix(kind, *matrix.shape, seed=matrix.shape[0])
 
     layers = [
@@ -120,6 +120,16 @@ WRONG = {
     "a width": (lambda m: PackedMatrix(m.kind, m.data, m.inputs + 32), ValueError, "rows of 54 bytes"),
     "no whole blocks": (lambda m: PackedMatrix(m.kind, m.data, m.inputs + 1), ValueError, "packs 32 weights a block"),
     "scales": (lambda m: PackedMatrix(m.kind, m.data, m.inputs, torch.ones(3, 1)), ValueError, "scales: those of q4_0"),
+    "an odd group": (
+        lambda m: PackedMatrix(BY_NAME["nf4"], m.data, 72, torch.ones(3, 8)),
+        ValueError,
+        "that divide 72",
+    ),
+    "no zero points": (
+        lambda m: PackedMatrix(BY_NAME["int4"], m.data, 72, torch.ones(3, 2)),
+        ValueError,
+        r"divide 72, 2\], contig",
+    ),
     "no scales": (lambda m: PackedMatrix(BY_NAME["int8"], m.data.char(), 36), TypeError, "scales: int8 needs float32"),
     "inputs": (lambda m: row_linear(torch.ones(1, 32), m), ValueError, "weight: expected 32 inputs"),
     "a row": (lambda m: unpack_rows(m, torch.tensor([3]), dtype=torch.float32), (RuntimeError, IndexError), "3"),

@@ -10,22 +10,24 @@ class Kind:
     """A format of packed weights: rows of blocks, one after the other.
 
     Attributes:
-        name: as GGUF writes it, in lower case; ``int8`` has a byte a weight and scales beside it.
+        name: as GGUF writes it, in lower case. Kinds whose scales lie beside the rows have names of their own: codes of
+            a byte, or of half a byte, the first weight of a byte in its low half (in its high half: nf4 and fp4).
         number: in ``csrc/cpu/weights.h``.
         weights: of a block.
         bytes: of a block.
-        scaled: whether float32 scales of groups of inputs lie beside the rows.
+        beside: float32 numbers that lie beside the rows for a group of inputs: none; a scale; a scale and what is
+            taken from the codes (``uint8``, ``int4``: an integer) or added at the end (``int4_offset``).
     """
 
     name: str
     number: int
     weights: int
     bytes: int
-    scaled: bool = False
+    beside: int = 0
 
     @property
     def bits(self) -> float:
-        """Bits a weight, scales within blocks included."""
+        """Bits a weight, scales within blocks included, those beside the rows not."""
         return 8 * self.bytes / self.weights
 
     def row_bytes(self, inputs: int) -> int:
@@ -50,6 +52,11 @@ KINDS = (
     Kind("q4_k", 10, 256, 144),
     Kind("q5_k", 11, 256, 176),
     Kind("q6_k", 12, 256, 210),
-    Kind("int8", 13, 1, 1, scaled=True),
+    Kind("int8", 13, 1, 1, beside=1),
+    Kind("uint8", 14, 1, 1, beside=2),
+    Kind("int4", 15, 2, 1, beside=2),
+    Kind("int4_offset", 16, 2, 1, beside=2),
+    Kind("nf4", 17, 2, 1, beside=1),
+    Kind("fp4", 18, 2, 1, beside=1),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}

@@ -18,7 +18,8 @@ class PackedMatrix:
         kind: the format.
         data: uint8 [outputs, bytes of a row], or int8 [outputs, inputs] for ``int8``; contiguous.
         inputs: weights of a row.
-        scales: float32 [outputs, groups] where the kind has scales beside its rows, each of inputs / groups weights.
+        scales: float32 [outputs, groups] where the kind has one number beside its rows for a group of inputs,
+            [outputs, groups, 2] where it has two. Groups are of one size, an even one for codes of half a byte.
 
     Raises:
         TypeError, ValueError: the tensors are not of the format.
@@ -30,9 +31,7 @@ class PackedMatrix:
     scales: Tensor | None = None
 
     def __post_init__(self) -> None:
-        dtype, width = (
-            (torch.int8, self.inputs) if self.kind.scaled else (torch.uint8, self.kind.row_bytes(self.inputs))
-        )
+        dtype, width = torch.int8 if self.kind.name == "int8" else torch.uint8, self.kind.row_bytes(self.inputs)
         if self.data.dtype != dtype:
             raise TypeError(f"data: {self.kind.name} lies in {dtype}, got {self.data.dtype}")
         if self.data.dim() != 2 or self.data.shape[1] != width or not self.data.is_contiguous():
@@ -40,7 +39,7 @@ class PackedMatrix:
                 f"data: {self.kind.name} with {self.inputs} inputs lies in contiguous rows of {width} bytes, got "
                 f"{list(self.data.shape)}"
             )
-        if self.kind.scaled:
+        if self.kind.beside:
             self._check_scales()
         elif self.scales is not None:
             raise ValueError(f"scales: those of {self.kind.name} are in its blocks; leave them out")
@@ -49,15 +48,12 @@ class PackedMatrix:
         scales, outputs = self.scales, self.data.shape[0]
         if scales is None or scales.dtype != torch.float32:
             raise TypeError(f"scales: {self.kind.name} needs float32, got {getattr(scales, 'dtype', None)}")
-        shape = list(scales.shape)
-        if (
-            len(shape) != 2
-            or shape[0] != outputs
-            or not shape[1]
-            or self.inputs % shape[1]
-            or not scales.is_contiguous()
-        ):
-            raise ValueError(f"scales: expected [{outputs}, groups that divide {self.inputs}], contiguous, got {shape}")
+        shape, rest = list(scales.shape), [] if self.kind.beside == 1 else [self.kind.beside]
+        groups = shape[1] if len(shape) == 2 + len(rest) else 0
+        divided = groups > 0 and self.inputs % (groups * self.kind.weights) == 0
+        if not divided or shape != [outputs, groups, *rest] or not scales.is_contiguous():
+            expected = ", ".join(map(str, [outputs, f"groups that divide {self.inputs}", *rest]))
+            raise ValueError(f"scales: expected [{expected}], contiguous, got {shape}")
 
     @property
     def outputs(self) -> int:

@@ -11,6 +11,14 @@ from .matrix import PackedMatrix
 
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634),
+    *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""Quantiles of a normal distribution (arXiv 2305.14314); these and FP4 as bitsandbytes has them."""
+FP4 = tuple(sign * value / 12 for sign in (1, -1) for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
+HIGH_FIRST = ("nf4", "fp4")
 
 
 def unpack_rows(matrix: PackedMatrix, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -18,7 +26,9 @@ def unpack_rows(matrix: PackedMatrix, rows: Tensor | None, dtype: torch.dtype) -
     if rows is not None:
         data, scales = data[rows], None if scales is None else scales[rows]
     if scales is not None:
-        wide = data.float().unflatten(1, (scales.shape[1], -1)) * scales[..., None]  # [n, groups, inputs / groups]
+        codes = data if kind.weights == 1 else _halves(data, high_first=kind.name in HIGH_FIRST)
+        groups = scales.shape[1]
+        wide = GROUPS[kind.name](codes.unflatten(1, (groups, -1)), scales.view(len(data), groups, 1, -1))
     else:
         wide = BLOCKS[kind.name](data.unflatten(1, (-1, kind.bytes)))  # [n, blocks, weights]
     return wide.flatten(1).to(dtype)
@@ -114,6 +124,46 @@ def q6_k(blocks: Tensor) -> Tensor:
     return (((low | high << 4) - 32).flatten(-3).unflatten(-1, (16, 16)) * d[..., None]).flatten(-2)
 
 
+def _halves(rows: Tensor, *, high_first: bool) -> Tensor:
+    """Codes of half a byte, [n, inputs]."""
+    low, high = rows & 15, rows >> 4
+    return torch.stack([high, low] if high_first else [low, high], -1).flatten(1)
+
+
+def int8(q: Tensor, beside: Tensor) -> Tensor:
+    """d q"""
+    return q.float() * beside[..., 0]
+
+
+def int4(q: Tensor, beside: Tensor) -> Tensor:
+    """d (q − z); with codes of a byte too"""
+    return (q.float() - beside[..., 1]) * beside[..., 0]
+
+
+def int4_offset(q: Tensor, beside: Tensor) -> Tensor:
+    """d (q − 8) + m"""
+    return (q.float() - 8) * beside[..., 0] + beside[..., 1]
+
+
+def nf4(q: Tensor, beside: Tensor) -> Tensor:
+    """d values[q]"""
+    return torch.tensor(NF4)[q.int()] * beside[..., 0]
+
+
+def fp4(q: Tensor, beside: Tensor) -> Tensor:
+    """d values[q]"""
+    return torch.tensor(FP4)[q.int()] * beside[..., 0]
+
+
+GROUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "int8": int8,
+    "uint8": int4,
+    "int4": int4,
+    "int4_offset": int4_offset,
+    "nf4": nf4,
+    "fp4": fp4,
+}
+"""Codes [n, groups, inputs / groups] and the numbers beside them [n, groups, 1, 1 or 2] → weights, as the codes."""
 BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {
     function.__name__: function for function in (q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q4_k, q5_k, q6_k)
 }

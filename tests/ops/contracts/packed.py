@@ -13,10 +13,14 @@ HALVES = {"q6_k": (208,), "mxfp4": (), "q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (
 def packed_matrix(kind: Kind, outputs: int, inputs: int, seed: int = 0) -> PackedMatrix:
     """A random one whose weights are about ``inputs`` ** −½."""
     gen = torch.Generator().manual_seed(seed)
-    if kind.scaled:
-        data = torch.randint(-128, 128, (outputs, inputs), generator=gen, dtype=torch.int8)
-        groups = 2 if inputs % 2 == 0 else 1
-        return PackedMatrix(kind, data, inputs, (torch.rand(outputs, groups, generator=gen) + 0.1) / 100)
+    if kind.beside:
+        data = torch.randint(0, 256, (outputs, kind.row_bytes(inputs)), generator=gen, dtype=torch.uint8)
+        groups = next(n for n in (inputs // 64, 2, 1) if n and inputs % (n * kind.weights) == 0)
+        scales = ((torch.rand(outputs, groups, generator=gen) + 0.1) / 100).bfloat16().float()
+        if kind.beside == 2:
+            second = torch.randint(0, 16, scales.shape, generator=gen) * (scales if kind.name == "int4_offset" else 1.0)
+            scales = torch.stack([scales, second], -1)
+        return PackedMatrix(kind, data.view(torch.int8) if kind.name == "int8" else data, inputs, scales)
     shape = (outputs, inputs // kind.weights, kind.bytes)
     blocks = torch.randint(0, 256, shape, generator=gen, dtype=torch.uint8)
     for at in HALVES.get(kind.name, (0,)):
