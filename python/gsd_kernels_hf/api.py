@@ -27,6 +27,7 @@ from .engine.screen import check_names, check_sources, report_draft_lengths, scr
 from .engine.stats import GenerationStats
 from .model import properties
 from .model.once import getting_ready
+from .packed import copies
 from .sources.layer_skip import LayerSkip
 from .sources.memory import HistoryMemory
 
@@ -191,8 +192,9 @@ class Patch(threading.local):
         return self.engines.memory
 
     def clear(self) -> None:
-        """Forget what was learned, and return the memory of caches and captured steps."""
+        """Forget what was learned, and return the memory of caches, captured steps and copies of packed weights."""
         self.engines.clear()
+        copies.forget(self.model)
 
     @property
     def patched(self) -> bool:
@@ -223,6 +225,8 @@ class Patch(threading.local):
         count = 0 if idle is None else len(idle.sessions)
         texts = "1 text" if count == 1 else f"{count} texts"
         memory = "" if self.engines.memory is None else f", history of {len(self.engines.memory):,} contexts"
+        copied = copies.nbytes(self.model)
+        memory += f", {copied / 2**20:,.1f} MiB of packed weights in an order of their own" if copied else ""
         return f"<Patch of {kind}: {texts} kept in {self.engines.cache_bytes / 2**20:,.1f} MiB of caches{memory}>"
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from gsd_kernels import GraphConfig, cpu_levels
 from ..model import properties, replay
 from ..model.attention import implementation_of
 from ..model.fused import why_not
+from ..packed.adapters import stored_in
 from ..packed.modules import packed_in
 from ..sources.layer_skip import LayerSkip
 from .machine import bandwidth, gemm_speed, machine
@@ -132,7 +133,8 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequenc
             return {"class": type(m).__name__, "dtype": str(first.dtype), "device": str(first.device), **size}
         config = m.config.get_text_config(decoder=True)
         size = {key: properties.size_in(config, key) for key in SIZES}
-        kinds = sorted({module.kind.name for module in packed_in(m)})
+        stored = {stored.name for module in m.modules() if (stored := stored_in(module)) is not None}
+        kinds = sorted({module.kind.name for module in packed_in(m)} | stored)
         size |= {"packed": kinds} if kinds else {}
         return {"class": type(m).__name__, "dtype": str(m.dtype), "device": str(properties.device_of(m)), **size}
 

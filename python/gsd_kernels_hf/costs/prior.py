@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from gsd_kernels import GraphConfig
 
 from ..model.properties import size_in
+from ..packed.adapters import stored_in
 from ..packed.modules import Packed, packed_in
 
 MAX_FREE_ROWS = 1024.0
@@ -123,6 +124,9 @@ def weight_bytes(model: nn.Module) -> float:
         return float(sum(p.nbytes for name, p in model.named_parameters() if not name.startswith("embed_tokens")))
     read = {id(p): p.nbytes for p in model.parameters()}
     read |= {module.packed.data_ptr(): module.matrix.nbytes for module in packed_in(model)}
+    for module in model.modules():
+        if (stored := stored_in(module)) is not None:
+            read[id(module._parameters.get("weight"))] = stored.nbytes
     embedding, output = (_place(m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
     return float(sum(size for place, size in read.items() if place != embedding or embedding == output))
 

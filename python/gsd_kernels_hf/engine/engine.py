@@ -10,7 +10,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch import nn
+
 from ..model.identity import ModelState
+from ..packed import copies
 from ..policy.base import Policy
 from ..sources.base import DraftSource
 from ..sources.memory import HistoryMemory
@@ -214,6 +217,9 @@ class Engines:
 
     def clear(self) -> None:
         """Forget everything and return the memory, of calls that are running when they end."""
+        for part in (part() for engine in self._engines for part in engine.parts):
+            if isinstance(part, nn.Module):
+                copies.forget(part)
         with self._lock:
             self._keep([])
         if self.memory is not None:

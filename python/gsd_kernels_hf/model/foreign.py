@@ -16,6 +16,7 @@ from transformers.activations import ACT2CLS
 
 from gsd_kernels.ops.decoder_rows.api import FLOATS
 
+from ..packed.adapters import stored_in
 from ..packed.modules import Packed, PackedEmbedding, PackedLinear, dtype_of, shape_of
 from .code import ambient, described, is_shipped
 from .identity import code_run_by, first_device, foreign_global_hooks, put_on
@@ -82,7 +83,11 @@ def _foreign_config(model: PreTrainedModel) -> str | None:
 
 def _foreign_module(model: Any) -> str | None:
     for name, module in modules_of(model):
-        kind = type(module)
+        kind, stored = type(module), stored_in(module)
+        if stored is not None:
+            if stored.problem is not None:
+                return f"{name} {stored.problem}"
+            continue
         if kind.__module__ != type(model).__module__ and kind not in PLAIN_MODULES:
             return f"{name} is not a plain module of transformers or PyTorch but {kind.__module__}.{kind.__qualname__}"
     if model.lm_head.bias is not None:
@@ -98,8 +103,19 @@ def _foreign_module(model: Any) -> str | None:
 
 
 def _foreign_parameter(model: Any) -> str | None:
+    windows_of(model)  # a forward: in the first one a library may rewrite its weights
     dtype, device = dtype_of(model.lm_head), model.device  # which looks for a parameter every time
+    read: set[int] = set()
+    for name, module in modules_of(model):
+        stored = stored_in(module)
+        if stored is None:
+            continue
+        read.add(id(module._parameters.get("weight")))
+        if stored.dtype != dtype or any(tensor.device != device for tensor in stored.tensors):
+            return f"{name} stands for {stored.dtype}, the output matrix is {dtype} on {device}"
     for name, parameter in parameters_of(model):
+        if id(parameter) in read:
+            continue
         if type(parameter) is not nn.Parameter or parameter.dtype not in FLOATS or not parameter.is_contiguous():
             return f"{name} is not a plain tensor of float32, bfloat16 or float16"
         if parameter.dim() == 2 and parameter.dtype != dtype:

@@ -28,10 +28,12 @@ from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, cuda, decoder_rows
 
+from ..packed.adapters import stored_in
 from ..packed.modules import matrix_of
 from . import proof, replay
 from .foreign import foreign, foreign_code, layers_of
 from .hidden import LAST
+from .once import modules_of
 from .probe import examine, windows_of
 from .runner import Listener, RowModel
 
@@ -186,7 +188,9 @@ class FusedRows(RowModel):
         self.kv_heads = self.weights.layers[0].k.shape[0] // self.head_dim
 
     def restart(self, input_ids: Tensor) -> None:
-        """As :meth:`RowModel.restart`. Frequencies that are a copy, of half precision, are what the model's are now."""
+        """As :meth:`RowModel.restart`. What is a copy of the model's is made anew if that was changed."""
+        if any(stored_in(module) is not None for _, module in modules_of(self.model)):
+            self.weights = weights_of(self.model, self.windows)
         inv_freq = self.model.model.rotary_emb.inv_freq
         if inv_freq.data_ptr() != self.weights.inv_freq.data_ptr():
             self.weights.inv_freq.copy_(inv_freq)

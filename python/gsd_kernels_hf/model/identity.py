@@ -10,7 +10,8 @@ What is noticed, before every call that could use something of an earlier one:
 - **content**: changes in place that PyTorch counts (an optimizer's step, ``load_state_dict``, anything under
   ``no_grad``), of parameters, buffers, other tensors on modules, and the tensors that a hook holds in its closure or on
   its object. Of changes that PyTorch does not count (``.data``, memory shared with another process or with NumPy, all
-  changes of inference tensors) those that reach one of :data:`SAMPLES` elements, evenly spaced, of a tensor.
+  changes of inference tensors) those that reach one of :data:`~gsd_kernels_hf.packed.samples.SAMPLES` elements, evenly
+  spaced, of a tensor.
 
 What is not: single elements edited through ``.data``; numbers in the state of a hook or of a function that was put in
 a module's place, but for those in its closure or under a global name; weights that accelerate keeps off the device.
@@ -28,11 +29,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from ..packed.adapters import stored_in
+from ..packed.samples import samples, versions
 from .attention import configs_of, implementation_of
 from .code import Code, ambient, code_of, global_hooks, own_callables
 from .once import modules_of, once, parameters_of
 
-SAMPLES = 16  # elements of a tensor that are compared
 ADAPTERS = ("_active_adapter", "active_adapters", "merged_adapters", "scaling")
 """Lists and dicts on PEFT's layers that say what they compute; its flags are plain attributes."""
 PLAIN = (bool, int, float, str, type(None))
@@ -60,8 +62,7 @@ class ModelState:
         held = [part for found in hooks for hook in found.values() for t in held_by(hook) for part in parts_of(t)]
         places = tuple((t.data_ptr(), t.dtype, t.device, tuple(t.shape)) for t in tensors if not t.is_meta)
         structure = (structure_of(model), places)
-        versions = tuple(-1 if t.is_inference() else t._version for t in (*tensors, *held))
-        return cls(structure, (versions, samples([*tensors, *held])))
+        return cls(structure, (versions([*tensors, *held]), samples([*tensors, *held])))
 
 
 @once
@@ -155,9 +156,11 @@ def held_by(function: Callable[..., Any]) -> Iterator[Tensor]:
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """The module's own parameters, buffers and other tensors."""
+    """The module's own parameters, buffers and other tensors, and what a library keeps beside its weights."""
     for values in (module._parameters, module._buffers, vars(module)):
         yield from (value for value in list(values.values()) if isinstance(value, Tensor))
+    stored = stored_in(module)
+    yield from () if stored is None else stored.tensors
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
@@ -167,19 +170,3 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
             yield from parts_of(getattr(tensor, name))
     else:
         yield tensor
-
-
-def samples(tensors: list[Tensor]) -> bytes:
-    """A few elements of every tensor that has any here."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.is_meta or not tensor.numel() or tensor.is_complex():
-            continue
-        step, values = max(1, tensor.numel() // SAMPLES), tensor.detach()
-        if values.is_contiguous():
-            found = values.view(-1)[::step]
-        else:
-            at = torch.arange(0, values.numel(), step, device=values.device)
-            found = values[torch.unravel_index(at, values.shape)]
-        by_device.setdefault(tensor.device, []).append(found[:SAMPLES].double())
-    return b"".join(torch.cat(found).cpu().numpy().tobytes() for found in by_device.values())

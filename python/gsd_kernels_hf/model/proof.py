@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from gsd_kernels.graph import pack_bits
 
-from ..packed.modules import Packed, matrix_of
+from ..packed.modules import as_packed, shape_of
 from .probe import examine, random_numbers_kept
 from .properties import cache_argument, device_of, vocabulary
 from .view import with_children
@@ -56,7 +56,7 @@ class Difference:
 def text(model: PreTrainedModel) -> Tensor:
     """Tokens [2, LENGTH], spread over the vocabulary."""
     ids = 11 + 7919 * torch.arange(2 * LENGTH, device=device_of(model)).view(2, LENGTH)
-    return ids % min(vocabulary(model), matrix_of(model.get_input_embeddings()).shape[0])  # type: ignore[operator]
+    return ids % min(vocabulary(model), shape_of(model.get_input_embeddings())[0])  # type: ignore[operator]
 
 
 def padding(ids: Tensor) -> Tensor:
@@ -213,8 +213,8 @@ def in_float(model: Any) -> Any:
 
 
 def _in_float(module: Any, rows: int | None = None) -> Any:
-    if isinstance(module, Packed):
-        return module.part(rows, torch.float32)
+    if (packed := as_packed(module)) is not None:
+        return packed.part(rows, torch.float32)
     view = with_children(module, {name: child and _in_float(child) for name, child in module._modules.items()})
     if rows is not None and isinstance(module, nn.Embedding):
         view.__dict__["padding_idx"] = None  # which may be no token of those

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from gsd_kernels.ops.packed import Kind, PackedMatrix, unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
 
+from . import copies
+from .adapters import Stored, stored_in
+
 
 class Packed(nn.Module):
     """A module whose weights are one packed matrix. It is for inference: no gradient reaches the weights.
@@ -118,24 +121,44 @@ class PackedEmbedding(Packed):
         return PackedEmbedding(matrix, dtype)
 
 
-def matrix_of(module: nn.Module) -> Tensor | PackedMatrix:
+def matrix_of(module: Any) -> Tensor | PackedMatrix:
     """The weights of a linear layer or an embedding as they lie, [outputs, inputs]."""
-    matrix: Tensor | PackedMatrix = module.matrix if isinstance(module, Packed) else module.weight.detach()
+    if isinstance(module, Packed):
+        return module.matrix
+    if (stored := _readable(module)) is not None:
+        return copies.read(module, stored)
+    matrix: Tensor = module.weight.detach()
     return matrix
 
 
-def dtype_of(module: nn.Module) -> torch.dtype:
+def dtype_of(module: Any) -> torch.dtype:
     """Of the weights of a linear layer or an embedding, or of what they stand for."""
-    dtype: torch.dtype = (module.like if isinstance(module, Packed) else module.weight).dtype
+    dtype: torch.dtype = (module.like if isinstance(module, Packed) else _readable(module) or module.weight).dtype
     return dtype
 
 
-def shape_of(module: nn.Module) -> torch.Size:
+def shape_of(module: Any) -> torch.Size:
     """Of the weights of a linear layer or an embedding: outputs and inputs."""
-    shape: torch.Size = (
-        torch.Size((module.packed.shape[0], module.inputs)) if isinstance(module, Packed) else module.weight.shape
-    )
+    if isinstance(module, Packed):
+        return torch.Size((module.packed.shape[0], module.inputs))
+    shape: torch.Size = (_readable(module) or module.weight).shape
     return shape
+
+
+def as_packed(module: nn.Module) -> Packed | None:
+    """A module with packed weights: itself, or one over the weights of a library's; ``None`` for every other."""
+    if isinstance(module, Packed):
+        return module
+    stored = _readable(module)
+    if stored is None:
+        return None
+    bias = getattr(module, "bias", None)
+    return PackedLinear(copies.read(module, stored), stored.dtype, None if bias is None else bias.detach())
+
+
+def _readable(module: nn.Module) -> Stored | None:
+    stored = stored_in(module)
+    return None if stored is None or stored.problem is not None else stored
 
 
 def packed_in(model: nn.Module) -> list[Packed]:

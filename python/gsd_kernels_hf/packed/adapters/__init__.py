@@ -1,0 +1,21 @@
+"""Weights that a library loaded quantised, read as packed matrices: a file a library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from .base import Stored
+from .bitsandbytes import bitsandbytes
+from .torchao import torchao
+
+__all__ = ["ADAPTERS", "Stored", "stored_in"]
+
+ADAPTERS: tuple[Callable[[nn.Module], Stored | None], ...] = (torchao, bitsandbytes)
+"""Each says what a module's weights are, or ``None`` where they are not its library's."""
+
+
+def stored_in(module: nn.Module) -> Stored | None:
+    """How a library keeps the weights of a linear layer, or ``None`` where none quantised them."""
+    return next((stored for adapter in ADAPTERS if (stored := adapter(module)) is not None), None)

@@ -1,0 +1,49 @@
+"""What an adapter says of a module whose weights a library keeps quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gsd_kernels.ops.packed import PackedMatrix
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A linear layer's weights as a library keeps them, and how they are read as a packed matrix.
+
+    The matrix stands for what the library's own dequantisation gives, bit for bit, in :attr:`dtype`.
+
+    Attributes:
+        name: of the format, and of the library.
+        tensors: all that the matrix depends on.
+        shape: of the dense matrix, outputs and inputs.
+        dtype: that the library dequantises to.
+        read: makes the packed matrix, of the library's own storage where rows lie there one after the other.
+        problem: why the weights are not read; completes a sentence that begins with the module's name. ``None``: they
+            can be.
+    """
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[], PackedMatrix]
+    problem: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the library keeps."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def unread(name: str, problem: str, *tensors: Tensor) -> Stored:
+    """Weights of a library that are not read; ``problem`` completes a sentence that begins with the module's name."""
+
+    def read() -> PackedMatrix:
+        raise ValueError(f"weight: {problem}")
+
+    return Stored(name, tensors, torch.Size(), torch.float32, read, problem=problem)

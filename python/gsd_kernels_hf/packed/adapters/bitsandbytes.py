@@ -1,0 +1,76 @@
+"""bitsandbytes: linear layers of its own over nf4 or fp4. Read from bitsandbytes 0.50.
+
+A byte has two codes, the first weight's in its high half; a block of 64 or so weights has a scale, which may be
+quantised itself. On a CPU with AVX512_BF16 the first forward in evaluation mode rewrites both in place, see
+:func:`in_rows`, and rounds the scales to bfloat16: the model is another one from there on, which the matrix follows.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
+
+from .base import Stored, unread
+
+ROWS = 32  # that are rewritten together
+
+
+def bitsandbytes(module: nn.Module) -> Stored | None:
+    """Weights of a linear layer of bitsandbytes, or ``None``."""
+    if "bitsandbytes" not in sys.modules or not isinstance(module, nn.Linear):
+        return None
+    weight: Any = module._parameters.get("weight")
+    name = f"{type(weight).__name__} of bitsandbytes"
+    if not type(weight).__module__.startswith("bitsandbytes."):
+        return None
+    if type(weight).__name__ != "Params4bit":
+        return unread(name, f"multiplies integers, as {type(module).__name__} of bitsandbytes does", weight)
+    state = weight.quant_state or getattr(module, "quant_state", None)
+    if state is None:
+        return unread(name, "is not quantised yet", weight)
+    rewritten = bool(getattr(state, "packing_format_for_cpu", False))
+    nested = [state.absmax, state.state2.absmax, state.offset] if state.nested else [state.absmax]
+    tensors = (weight, *nested)
+    if len(state.shape) != 2 or state.shape[1] % state.blocksize:
+        # Whose dequantisation goes by rows on one processor and by weights on another.
+        problem = f"is {list(state.shape)} in blocks of {state.blocksize} that do not end with its rows"
+        return unread(name, problem, *tensors)
+    (outputs, inputs), groups = state.shape, state.shape[1] // state.blocksize
+
+    def read() -> PackedMatrix:
+        if rewritten:
+            data = in_rows(weight.data, inputs)
+            scales = state.absmax.T.float().contiguous()  # [groups, outputs] before
+        else:
+            data = weight.data.view(torch.uint8).view(outputs, inputs // 2)
+            scales = scales_of(state).view(outputs, groups)
+        return PackedMatrix(BY_NAME[state.quant_type], data, inputs, scales)
+
+    return Stored(f"{state.quant_type} of bitsandbytes", tensors, torch.Size(state.shape), state.dtype, read)
+
+
+def scales_of(state: Any) -> Tensor:
+    """float32, in the order of the weights."""
+    from bitsandbytes.functional import dequantize_blockwise
+
+    if not state.nested:
+        scales: Tensor = state.absmax.float().contiguous()
+        return scales
+    return (dequantize_blockwise(state.absmax, state.state2) + state.offset).float()
+
+
+def in_rows(rewritten: Tensor, inputs: int) -> Tensor:
+    """Rows of bytes, [outputs, inputs / 2], from what the first forward made of them.
+
+    That has 32 outputs together. Of two inputs they are 32 bytes: output o's are bytes 2 o and 2 o + 1, in whose low
+    half the codes are, and in whose high half those of output o + 16.
+    """
+    pairs = rewritten.view(-1, inputs // 2, ROWS // 2, 2)  # [outputs / 32, inputs / 2, 16, 2]
+    halves = torch.stack([pairs & 15, pairs >> 4], 1)  # [outputs / 32, 2, inputs / 2, 16, 2]
+    joined = halves[..., 0] << 4 | halves[..., 1]  # [outputs / 32, 2, inputs / 2, 16]
+    return joined.transpose(2, 3).reshape(-1, inputs // 2).contiguous()

@@ -1,0 +1,65 @@
+"""The order in which PyTorch's ``_weight_int4pack_mm_for_cpu`` has its codes, put back into rows.
+
+64 outputs lie together where PyTorch uses AVX-512, 32 elsewhere; of an input they are half as many bytes, in whose low
+half a code of the first outputs is. Outputs that are left over lie in twos (aten/src/ATen/native/cpu/int4mm_kernel.cpp
+of torch 2.13). Whether this PyTorch does so is tried once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
+
+TOGETHER = (64, 32)
+
+
+def matrix(packed: Tensor, scale_and_zero: Tensor, inputs: int) -> PackedMatrix:
+    """Of bytes [outputs, inputs / 2] and numbers [groups, outputs, 2]: value = scale (code − 8) + zero."""
+    order = order_of_outputs()
+    assert order is not None  # who asks has looked at `problem`
+    return PackedMatrix(
+        BY_NAME["int4_offset"],
+        rows_of(packed, inputs, order),
+        inputs,
+        scale_and_zero.detach().transpose(0, 1).float().contiguous(),
+    )
+
+
+def problem(packed: Tensor, scale_and_zero: Tensor) -> str | None:
+    """Why such weights cannot be read here; completes a sentence that begins with the module's name."""
+    if scale_and_zero.dtype not in (torch.bfloat16, torch.float16):
+        return f"has scales of {scale_and_zero.dtype}, with which PyTorch rounds as the processor does"
+    if packed.dim() != 2 or packed.dtype != torch.uint8:
+        return f"has codes of {packed.dtype}, {list(packed.shape)}, in an order that is not known"
+    if order_of_outputs() is None:
+        return "has codes in an order of PyTorch's that is not known"
+    return None
+
+
+def rows_of(packed: Tensor, inputs: int, together: int) -> Tensor:
+    """Rows of bytes, [outputs, inputs / 2]: the first weight of a byte in its low half."""
+    outputs, half = packed.shape[0], together // 2
+    whole = outputs // together * together
+    flat = packed.reshape(-1)
+    first = flat[: whole * inputs // 2].view(-1, inputs, half)  # [blocks, inputs, half]
+    codes = torch.cat([first & 15, first >> 4], -1).transpose(1, 2).reshape(whole, inputs)
+    rest = flat[whole * inputs // 2 :].view(inputs, -1)  # [inputs, outputs left / 2]
+    last = torch.stack([rest & 15, rest >> 4], -1).flatten(1).T  # [outputs left, inputs]
+    codes = torch.cat([codes, last])
+    return (codes[:, ::2] | codes[:, 1::2] << 4).contiguous()
+
+
+@lru_cache(maxsize=1)
+def order_of_outputs() -> int | None:
+    """How many outputs this PyTorch puts together, or ``None`` where it is none of :data:`TOGETHER`."""
+    codes = torch.randint(0, 16, (2 * TOGETHER[0] + 16, 32), generator=torch.Generator().manual_seed(0))
+    rows = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    try:
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+    except (AttributeError, RuntimeError):
+        return None
+    return next((n for n in TOGETHER if torch.equal(rows_of(packed, codes.shape[1], n), rows)), None)

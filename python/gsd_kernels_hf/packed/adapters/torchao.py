@@ -1,0 +1,91 @@
+"""torchao: weights that are tensors of its own inside plain ``nn.Linear`` modules. Read from torchao 0.18."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
+
+from . import int4pack
+from .base import Stored, unread
+
+
+def torchao(module: nn.Module) -> Stored | None:
+    """Weights of a linear layer that torchao quantised, or ``None``."""
+    weight: Any = module._parameters.get("weight")
+    if not isinstance(module, nn.Linear) or not type(weight).__module__.startswith("torchao."):
+        return None
+    tensors = [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
+    read = READERS.get(type(weight).__name__)
+    found = f"is a {name_of(weight)}" if read is None else read(weight)
+    return unread(name_of(weight), found, *tensors) if isinstance(found, str) else found
+
+
+def name_of(weight: Any) -> str:
+    return f"{type(weight).__name__} of torchao"
+
+
+def int8(weight: Any) -> Stored | str:
+    """``Int8Tensor``: bytes [N, K], a scale for a tensor, a row or a group."""
+    if weight.act_quant_kwargs is not None or weight.act_quant_scale is not None:
+        return "quantises its activations"
+    if weight.act_pre_scale is not None:
+        return "scales its activations"
+    return bytes_of(weight)
+
+
+def intx(weight: Any) -> Stored | str:
+    """``IntxUnpackedToInt8Tensor``: codes of 1 to 8 bits in bytes, scales and zero points of groups."""
+    return "quantises its activations" if weight.activation_quantization is not None else bytes_of(weight)
+
+
+def bytes_of(weight: Any) -> Stored | str:
+    """Codes in bytes; value = scale (code − zero)."""
+    rows, width = weight.block_size
+    outputs, inputs = weight.qdata.shape
+    if rows not in (1, outputs) or inputs % width:
+        return f"has scales for blocks of {rows} × {width} weights"
+    zero = weight.zero_point
+    if zero is not None and zero.is_floating_point() and bool((zero != zero.round()).any()):
+        return "has zero points that are no integers"
+
+    def beside(values: Tensor) -> Tensor:
+        wide = values.detach().reshape(-1, inputs // width).float()
+        return wide.expand(outputs, -1).contiguous()  # one for all rows, or as it lies
+
+    def read() -> PackedMatrix:
+        codes = weight.qdata.contiguous()
+        if zero is None or not zero.any():
+            return PackedMatrix(BY_NAME["int8"], codes, inputs, beside(weight.scale))
+        # Bytes with a zero point begin at 0.
+        pairs = torch.stack([beside(weight.scale), beside(zero) + 128], -1)
+        return PackedMatrix(BY_NAME["uint8"], (codes.int() + 128).to(torch.uint8), inputs, pairs)
+
+    tensors = [t for t in (weight.qdata, weight.scale, zero) if t is not None]
+    return Stored(name_of(weight), tuple(tensors), weight.qdata.shape, weight.dtype, read)
+
+
+def int4(weight: Any) -> Stored | str:
+    """``Int4OpaqueTensor``: codes in the order of PyTorch's product, which are put into rows."""
+    if weight.act_mapping_type is not None:
+        return "quantises its activations"
+    if weight.act_pre_scale is not None:
+        return "scales its activations"
+    shape, packed, numbers = weight.shape, weight.qdata, weight.scale_and_zero
+    if packed.shape[0] != shape[0]:
+        return f"has {packed.shape[0]} rows of codes for {shape[0]} outputs"
+    problem = int4pack.problem(packed, numbers)
+    if problem is not None:
+        return problem
+
+    def read() -> PackedMatrix:
+        return int4pack.matrix(packed, numbers, shape[1])
+
+    return Stored(name_of(weight), (packed, numbers), shape, weight.dtype, read)
+
+
+READERS = {"Int8Tensor": int8, "IntxUnpackedToInt8Tensor": intx, "Int4OpaqueTensor": int4}
+"""By the name of the tensor's class."""

@@ -1,0 +1,201 @@
+"""Weights that libraries quantised, read packed: the bits of the library's own dequantisation, and the dense text."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from models import noised, prompts
+from quantised import SCHEMES, dense_of, original
+from torch import nn
+
+import gsd_kernels as gsd
+from gsd_kernels.ops.packed import unpack_rows
+from gsd_kernels.ops.row_linear import row_linear
+from gsd_kernels_hf.costs.pair import describe
+from gsd_kernels_hf.costs.prior import weight_bytes
+from gsd_kernels_hf.model.fused import why_not
+from gsd_kernels_hf.packed import copies
+from gsd_kernels_hf.packed.adapters import stored_in
+from gsd_kernels_hf.packed.modules import matrix_of
+
+SHAPE = gsd.GraphConfig(depth=3, width=3, branch=2, max_rows=16, history_depth=2)
+GREEDY = {"max_new_tokens": 24, "eos_token_id": None, "do_sample": False}
+SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.8, "seed": 7}
+names = pytest.mark.parametrize("name", SCHEMES)
+
+
+@pytest.fixture(scope="module")
+def made():
+    """A quantised model by name, made once; forwarded once, since a library may rewrite its weights then."""
+    known = {}
+
+    def of(name):
+        if name not in known:
+            known[name] = SCHEMES[name](original())
+            with torch.no_grad():
+                known[name](**prompts(1, 5, vocab=96))
+        return known[name]
+
+    return of
+
+
+def layers(model):
+    return {name: module for name, module in model.named_modules() if stored_in(module) is not None}
+
+
+@names
+def test_matrices_have_the_bits_of_the_librarys_dequantisation(name, made):
+    for model in (SCHEMES[name](original()), made(name)):
+        found = layers(model)
+        assert len(found) == 14
+        for place, module in found.items():
+            matrix, dense = matrix_of(module), SCHEMES[name].dense(module)
+            assert matrix.kind.name in SCHEMES[name].kinds
+            assert torch.equal(unpack_rows(matrix, dtype=torch.bfloat16), dense), place
+            x = torch.randn(128, matrix.inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
+            for rows in (1, 2, 17, 128):
+                assert torch.equal(row_linear(x[:rows], matrix), row_linear(x[:rows], dense))
+
+
+@names
+def test_the_text_is_that_of_the_dense_weights_with_any_draft(name, made):
+    model = made(name)
+    dense = dense_of(model, SCHEMES[name], original())
+    draft, inputs = noised(dense, 0.02), prompts(3, 9, vocab=96)
+    asked = {"return_dict_in_generate": True, "output_logits": True}
+    for call in (GREEDY, SAMPLED):
+        expected = gsd.generate(dense, **inputs, **call, **asked, graph_config="plain")
+        assert len(set(expected.sequences[:, 9:].flatten().tolist())) > 15
+        for way in (
+            {"graph_config": "plain"},
+            {"assistant_model": draft, "draft_sources": ("model", "history"), "graph_config": SHAPE},
+            {},
+        ):
+            out = gsd.generate(model, **inputs, **call, **asked, **way)
+            assert out.stats.why_modules is None
+            assert torch.equal(out.sequences, expected.sequences), way
+            assert all(map(torch.equal, out.logits, expected.logits)), way
+    out = gsd.generate(model, **inputs, **GREEDY, **asked, assistant_model=draft, graph_config=SHAPE)
+    assert out.stats.tokens_per_step > 1 and sum(out.stats.accepted[2:]) > 0
+
+
+@names
+def test_costs_know_the_bytes_and_the_format(name, made):
+    model, dense = made(name), original()
+    mine, theirs = describe(model, None, "auto")["target"], describe(dense, None, "auto")["target"]
+    assert mine["packed"][0].endswith(f" of {SCHEMES[name].package}") and "packed" not in theirs
+    expected = weight_bytes(dense)
+    for place, module in layers(model).items():
+        expected += stored_in(module).nbytes - dense.get_submodule(place).weight.nbytes
+    assert weight_bytes(model) == expected < weight_bytes(dense)
+
+
+@names
+def test_a_patched_model_notices_changed_weights(name, made):
+    model, scheme = copy.deepcopy(made(name)), SCHEMES[name]
+    inputs = prompts(1, 9, vocab=96)
+    gsd.patch(model, graph_config="chain")
+    first = model.generate(**inputs, **GREEDY)
+    assert torch.equal(model.generate(**inputs, **GREEDY), first)
+
+    def changed():
+        expected = gsd.generate(dense_of(model, scheme, original()), **inputs, **GREEDY, graph_config="plain")
+        found = model.generate(**inputs, **GREEDY)
+        assert torch.equal(found, expected)
+        return found
+
+    with torch.no_grad():  # another layer's weights in this one's place, then its scales in place
+        for layer in model.model.layers:
+            layer.mlp.down_proj = copy.deepcopy(model.model.layers[0].mlp.down_proj)
+    second = changed()
+    assert not torch.equal(second, first)
+    for module in layers(model).values():
+        for tensor in stored_in(module).tensors:
+            if tensor.is_floating_point():
+                tensor.mul_(-1.5)
+    assert not torch.equal(changed(), second)
+    for module in layers(model).values():
+        codes = next(t for t in stored_in(module).tensors if not t.is_floating_point())
+        codes.data.view(torch.uint8)[:] = codes.data.view(torch.uint8).flip(0)
+    third = changed()
+    gsd.unpatch(model)
+    assert torch.equal(gsd.generate(model, **inputs, **GREEDY), third)
+
+
+def test_copies_go_with_the_patch_and_with_the_model(made):
+    pytest.importorskip("torchao")
+    model = copy.deepcopy(made("torchao int4"))
+    handle = gsd.patch(model)
+    model.generate(**prompts(1, 9, vocab=96), **GREEDY)
+    packed = sum(matrix_of(module).nbytes for module in layers(model).values())
+    assert copies.nbytes(model) == packed
+    assert f"{packed / 2**20:,.1f} MiB of packed weights in an order of their own" in repr(handle)
+    gsd.unpatch(model)
+    assert copies.nbytes(model) == 0
+    in_place = copy.deepcopy(made("torchao int8"))
+    gsd.generate(in_place, **prompts(1, 9, vocab=96), **GREEDY)
+    assert copies.nbytes(in_place) == 0
+    module = in_place.model.layers[0].mlp.up_proj
+    assert matrix_of(module).data.data_ptr() == module.weight.qdata.data_ptr()
+    assert matrix_of(module).scales.data_ptr() == module.weight.scale.data_ptr()
+    gsd.generate(model, **prompts(1, 9, vocab=96), **GREEDY)
+    assert copies.nbytes(model) == packed
+    left = weakref.ref(model.lm_head)
+    del model, handle
+    gc.collect()
+    assert left() is None
+
+
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated")
+@pytest.mark.parametrize("name", ["torchao int8", "bitsandbytes nf4"])
+def test_adapters_on_top_keep_the_modules(name, made):
+    peft = pytest.importorskip("peft")
+    model, inputs = copy.deepcopy(made(name)), prompts(1, 9, vocab=96)
+    call = {**GREEDY, "return_dict_in_generate": True, "graph_config": "chain"}
+    before = gsd.generate(model, **inputs, **call).sequences
+    config = peft.LoraConfig(target_modules=["up_proj"], r=2, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    out = gsd.generate(adapted, **inputs, **call)
+    assert "up_proj" in out.stats.why_modules and not torch.equal(out.sequences, before)
+    with adapted.disable_adapter():
+        assert "up_proj" in gsd.generate(adapted, **inputs, **call).stats.why_modules
+    out = gsd.generate(adapted.unload(), **inputs, **call)
+    assert out.stats.why_modules is None and torch.equal(out.sequences, before)
+
+
+def test_what_is_not_read_keeps_the_modules_and_says_why(made):
+    pytest.importorskip("torchao")
+    from torchao.quantization import Float8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig, quantize_
+
+    def reason(*configs):
+        model = original()
+        for config, part in zip(configs, ("q_proj", "up_proj"), strict=False):
+            quantize_(model, config, filter_fn=lambda module, name, part=part: part in name)
+        return why_not(model, "auto")
+
+    assert "q_proj quantises its activations" in reason(Int8DynamicActivationInt8WeightConfig())
+    assert "q_proj is a Float8Tensor of torchao" in reason(Float8WeightOnlyConfig())
+    model = original(torch.float32)
+    up = SCHEMES["torchao int8"](original()).model.layers[0].mlp.up_proj
+    model.model.layers[0].mlp.up_proj = up
+    assert "up_proj stands for torch.bfloat16, the output matrix is torch.float32" in why_not(model, "auto")
+    int4 = copy.deepcopy(made("torchao int4"))
+    int4.model.layers[1].mlp.up_proj.weight.act_pre_scale = torch.ones(64)
+    assert "layers.1.mlp.up_proj scales its activations" in why_not(int4, "auto")
+
+
+def test_blocks_that_do_not_end_with_rows_keep_the_modules():
+    pytest.importorskip("bitsandbytes")
+    model = SCHEMES["bitsandbytes nf4"](original(hidden_size=96, head_dim=16, intermediate_size=128))
+    assert "[64, 96] in blocks of 64 that do not end with its rows" in why_not(model, "auto")
+
+
+def test_one_layer_of_another_dtype_is_named():
+    pytest.importorskip("torchao")
+    model = SCHEMES["torchao int8"](original(torch.float32))
+    assert why_not(model, "auto") is None
+    assert isinstance(model.model.layers[0].mlp.up_proj, nn.Linear)
