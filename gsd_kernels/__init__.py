@@ -27,6 +27,7 @@ environment.adopt_old_names()
 
 if TYPE_CHECKING:
     from gsd_kernels_hf import (
+        Automatic,
         Corpus,
         DFlash,
         DraftHeads,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
         Level,
         OnlineLearner,
         Proposal,
+        RowSettings,
+        ShapeSettings,
         Typical,
         Verified,
         from_gguf,
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     )
 
 _BINDINGS = (
+    "Automatic",
     "Corpus",
     "DFlash",
     "DraftHeads",
@@ -58,6 +62,8 @@ _BINDINGS = (
     "Level",
     "OnlineLearner",
     "Proposal",
+    "RowSettings",
+    "ShapeSettings",
     "Typical",
     "Verified",
     "from_gguf",
@@ -71,6 +77,7 @@ _BINDINGS = (
 __all__ = [
     "BACKENDS",
     "Acceptance",
+    "Automatic",
     "BackendUnavailableError",
     "Corpus",
     "DFlash",
@@ -85,7 +92,9 @@ __all__ = [
     "NgramTable",
     "OnlineLearner",
     "Proposal",
+    "RowSettings",
     "Rows",
+    "ShapeSettings",
     "TokenGraph",
     "Typical",
     "Verified",

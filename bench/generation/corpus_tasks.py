@@ -56,7 +56,7 @@ def _pieces() -> list[tuple[str, list[str]]]:
 
 def demo_sources(*, held_out: bool = True) -> list[Any]:
     """Files of the standard library that the demo pair was not trained on, or all others."""
-    from gsd_kernels_hf.training.demo_pair.sources import split_sources, stdlib_sources
+    from ..lib.stdlib import split_sources, stdlib_sources
 
     return split_sources(stdlib_sources())[held_out]
 

@@ -24,10 +24,10 @@ from gsd_kernels_hf.demo.drafters import embedded
 from gsd_kernels_hf.demo.inflate import fitted_heads, inflate, inflated_config
 from gsd_kernels_hf.model.properties import vocabulary
 from gsd_kernels_hf.parallel import check_heads
-from gsd_kernels_hf.training.demo_pair.prompts import copy_prompt
-from gsd_kernels_hf.training.demo_pair.sources import split_sources, stdlib_sources
 
 from ..lib.shapes import shape_named
+from ..lib.stdlib import split_sources, stdlib_sources
+from ..lib.stdlib_prompts import copy_prompt
 from .prose import PASSAGES
 
 PAIRS = ("demo", "tiny")

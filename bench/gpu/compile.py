@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from gsd_kernels.kernel_report import SHARED_LIMIT, kernel_table
-
+from ..lib.kernel_report import SHARED_LIMIT, kernel_table
 from .work import Work
 
 

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from .engine.stats import GenerationStats
     from .packed.gguf import from_gguf
     from .packed.pack import pack
+    from .policy.row_policy import RowSettings
+    from .policy.settings import Automatic
+    from .policy.shape_policy import ShapeSettings
     from .policy.tuning import StepCosts, tune
     from .records import Verified
     from .sources.base import DraftSource, Level, Proposal
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from .training.online import OnlineLearner
 
 __all__ = [
+    "Automatic",
     "Corpus",
     "DFlash",
     "DraftHeads",
@@ -36,6 +40,8 @@ __all__ = [
     "Level",
     "OnlineLearner",
     "Proposal",
+    "RowSettings",
+    "ShapeSettings",
     "StepCosts",
     "Typical",
     "Verified",
@@ -48,6 +54,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Automatic": "policy.settings",
     "Corpus": "sources.corpus",
     "DFlash": "sources.dflash",
     "DraftHeads": "sources.heads",
@@ -56,6 +63,8 @@ _HOMES = {
     "GraphDecoder": "engine.decoder",
     "GraphGenerateOutput": "engine.output",
     "LayerSkip": "sources.layer_skip",
+    "RowSettings": "policy.row_policy",
+    "ShapeSettings": "policy.shape_policy",
     "StepCosts": "policy.tuning",
     "OnlineLearner": "training.online",
     "Typical": "acceptance.criteria",

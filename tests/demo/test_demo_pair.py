@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from gsd_kernels_bench.lib.stdlib import HELD_OUT
 from gsd_kernels_hf import demo
 from gsd_kernels_hf.sources.heads import DraftHeads
-from gsd_kernels_hf.training.demo_pair.sources import HELD_OUT
 
 MEMBERS = ("target", "draft")
 

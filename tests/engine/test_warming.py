@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 
 import fake_cuda
 import pytest
@@ -18,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton.runtime.jit import JITFunction
 
-from gsd_kernels import LayerSkip, kernel_report
+from gsd_kernels import LayerSkip
 from gsd_kernels.ops.commit_kv import api as commit_kv
 from gsd_kernels.ops.dag_attention import api as dag_attention
 from gsd_kernels.ops.flatten import api as flatten
@@ -27,6 +28,7 @@ from gsd_kernels.ops.ngram import api as ngram
 from gsd_kernels.ops.sampling import api as sampling
 from gsd_kernels.ops.verify import api as verify
 from gsd_kernels.ops.write_kv import api as write_kv
+from gsd_kernels_bench.lib import kernel_report
 from gsd_kernels_hf.engine import capture, loop, warming
 from gsd_kernels_hf.model import fused
 from gsd_kernels_hf.policy import shape_policy
@@ -61,11 +63,15 @@ def compiled(monkeypatch):
             seen.add((self, key))
             found.append(self.fn.__name__)
 
+    def run_nothing(self, *args, warmup, **kwargs):
+        self.device_caches.clear()  # another test of this process may have compiled it
+        return run(self, *args, warmup=True, **kwargs)
+
     fake_cuda.install(monkeypatch)
     monkeypatch.setattr(capture, "can_capture", lambda session: False)  # launch code runs in every step
     run_launch_code(monkeypatch)
     monkeypatch.setattr(JITFunction, "_do_compile", compile_nothing)
-    monkeypatch.setattr(JITFunction, "run", lambda self, *args, warmup, **kw: run(self, *args, warmup=True, **kw))
+    monkeypatch.setattr(JITFunction, "run", run_nothing)
 
     def resolve(backend, device, found):
         return both(found["triton"], found["reference"]) if "triton" in found else found["reference"]
@@ -76,9 +82,10 @@ def compiled(monkeypatch):
         yield found
 
 
-def texts(compiled, monkeypatch, prompts, drafts="model", reports=None, **options):
-    """What is compiled until a text of two shapes was warmed, and in its steps, by prompt."""
-    shapes = [shape for shape in ladder("cpu", with_model=True).values() if shape.depth and shape.width == 2][:2]
+def texts(compiled, monkeypatch, prompts, drafts="model", reports=None, shapes=(), **options):
+    """What is compiled until a text of two shapes, or of ``shapes``, was warmed, and in its steps, by prompt."""
+    two = [shape for shape in ladder("cpu", with_model=True).values() if shape.depth and shape.width == 2][:2]
+    shapes = shapes or two
     monkeypatch.setattr(shape_policy.ShapePolicy, "largest_shapes", lambda self: shapes)
     own, warmed = loop.warm, []
     monkeypatch.setattr(loop, "warm", lambda *args: (own(*args), warmed.append(len(compiled))))
@@ -139,6 +146,17 @@ def test_skipped_layers_of_a_target_whose_rows_are_one_operator(compiled, monkey
     assert [report.why_modules for report in reports] == [None]
     assert {"_write_kernel", "_split_kernel", "_combine_kernel", "_commit_kernel"} <= set(first)
     assert not later
+
+
+def test_shapes_of_a_ladder_share_kernels(compiled, monkeypatch):
+    """A variant of merge takes seconds to compile: sizes of a shape are arguments, not constants."""
+    shapes = list(ladder("cuda", with_model=True).values())
+    assert len({(shape.width, shape.branch, shape.max_rows) for shape in shapes}) > 5
+    texts(compiled, monkeypatch, [words(2, 9, seed=1)], shapes=shapes)
+    counts = Counter(compiled)
+    assert counts["_merge_kernel"] == 1
+    assert counts["_flatten_kernel"] <= 5, "one a power of two of the rows"
+    assert counts["_verify_kernel"] <= 4
 
 
 def test_the_count_notices(compiled, monkeypatch):

@@ -65,6 +65,44 @@ def generate(models, tokens: int = 24, batch: int = 1, length: int = 12, **optio
     return gsd.generate(target, **inputs, assistant_model=draft, max_new_tokens=tokens, **{**OPTIONS, **options})
 
 
+def test_settings_are_objects_that_a_user_can_pass(models, opened):
+    """They reach the policy of either kind and never change the text."""
+    plain = generate(models, tokens=40, graph_config="plain").sequences
+    shapes, rows = gsd.ShapeSettings(first_choice_steps=9), gsd.RowSettings(first_choice_steps=7, min_gain=2.5)
+    settings = gsd.Automatic(rows=rows, shapes=shapes)
+    assert torch.equal(generate(models, tokens=40, graph_config=settings).sequences, plain)
+    assert opened[-1].settings == shapes
+    history = generate((models[0], None), tokens=40, graph_config=settings, draft_sources=("history",))
+    assert torch.equal(history.sequences, plain) and opened[-1].settings == rows and opened[-1].least == 7
+    generate(models, tokens=4)
+    assert opened[-1].settings == ShapeSettings() and opened[-1].experience is not opened[0].experience
+
+
+@pytest.mark.parametrize(
+    ("error", "make"),
+    [
+        (r"unknown setting 'min_gian'; did you mean 'min_gain'", lambda: gsd.RowSettings(min_gian=1.0)),
+        (r"unknown setting 'row'; did you mean 'rows'", lambda: gsd.Automatic(row=gsd.RowSettings())),
+        (r"rows: expected RowSettings, got ShapeSettings", lambda: gsd.Automatic(rows=gsd.ShapeSettings())),
+        (r"RowSettings: retry_steps: expected an int like 5, got 2\.5", lambda: rows_with(retry_steps=2.5)),
+        (
+            r"RowSettings: first_wait_steps: expected a finite number of at least 1",
+            lambda: rows_with(first_wait_steps=0),
+        ),
+        (r"RowSettings: min_gain: expected a finite number", lambda: rows_with(min_gain=float("nan"))),
+        (r"RowSettings: decay_per_step: expected a finite number from 0 to 1", lambda: rows_with(decay_per_step=1.5)),
+        (r"RowSettings: min_gain: expected a number like 1\.02, got True", lambda: rows_with(min_gain=True)),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(error, make):
+    with pytest.raises((TypeError, ValueError), match=error):
+        make()
+
+
+def rows_with(**settings):
+    return gsd.Automatic(rows=gsd.RowSettings(**settings))
+
+
 def test_every_target_forward_is_decoding(models):
     """Of a first call, of a new batch size, of a much longer prompt: the prompt's forward and one a step."""
     forwards = []

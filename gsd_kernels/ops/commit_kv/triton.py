@@ -11,11 +11,11 @@ from torch import Tensor
 TILE = 8192  # elements that one program holds between reading and writing
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _commit_kernel(
     k_ptr,  # the first layer's caches [B, H, S, D]
     v_ptr,
-    accepted_rows_ptr,  # int32 [B, WIDTH]
+    accepted_rows_ptr,  # int32 [B, width]
     num_accepted_ptr,
     kv_len_ptr,
     k_step,  # elements from one layer to the next
@@ -27,7 +27,7 @@ def _commit_kernel(
     v_stride_h,
     v_stride_s,
     heads,
-    WIDTH: tl.constexpr,
+    width,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -42,9 +42,9 @@ def _commit_kernel(
     i = tl.arange(0, BLOCK_P)
     d = (tl.program_id(2) % half) * BLOCK_D + tl.arange(0, BLOCK_D)
     kv_len = tl.load(kv_len_ptr + b).to(tl.int64)
-    row = tl.load(accepted_rows_ptr + b * WIDTH + i, mask=i < WIDTH, other=0)
+    row = tl.load(accepted_rows_ptr + b * width + i, mask=i < width, other=0)
     row = tl.maximum(row, 0)
-    moves = (i < tl.minimum(tl.load(num_accepted_ptr + b), WIDTH)) & (row != i)  # a row in its place stays
+    moves = (i < tl.minimum(tl.load(num_accepted_ptr + b), width)) & (row != i)  # a row in its place stays
     if is_v:
         base = v_ptr + layer * v_step + b.to(tl.int64) * v_stride_b + head.to(tl.int64) * v_stride_h
         stride = v_stride_s
@@ -91,7 +91,7 @@ def commit_kv(
                 *k.stride()[:3],
                 *v.stride()[:3],
                 heads,
-                WIDTH=width,
+                width,
                 K_DIM=k_dim,
                 V_DIM=v_dim,
                 BLOCK_P=block_p,

@@ -32,7 +32,7 @@ def _key_of(score):
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_path", "capacity", "branch", "max_rows", "words"])  # shapes share what is compiled
 def _flatten_kernel(
     edge_targets_ptr,  # int32 [B, N, K]
     edge_log_probs_ptr,  # float32 [B, N, K]
@@ -40,21 +40,21 @@ def _flatten_kernel(
     token_ids_ptr,  # the rows from here on: [B, R]
     parent_rows_ptr,
     depths_ptr,
-    ancestor_mask_ptr,  # int32 [B, R, WORDS]
+    ancestor_mask_ptr,  # int32 [B, R, words]
     node_ids_ptr,
     scores_ptr,
     num_rows_ptr,
     max_path,
-    NODES: tl.constexpr,
-    BRANCH: tl.constexpr,
-    ROWS: tl.constexpr,
-    WORDS: tl.constexpr,
+    capacity,
+    branch,
+    max_rows,
+    words,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
-    edge_targets_ptr += b * NODES * BRANCH
-    edge_log_probs_ptr += b * NODES * BRANCH
+    edge_targets_ptr += b * capacity * branch
+    edge_log_probs_ptr += b * capacity * branch
     row = tl.arange(0, BLOCK_R)
     k = tl.arange(0, BLOCK_K)
     row_node = tl.where(row == 0, 0, -1)
@@ -67,12 +67,12 @@ def _flatten_kernel(
     score = tl.max(tl.where(row == 0, 0.0, float("-inf")), 0)
     depth = tl.max(row_depth, 0)
     count = depth + 1
-    for r in tl.range(1, ROWS):
+    for r in tl.range(1, max_rows):
         # Open the children of row r − 1. Key: score, then depth asc, parent row asc, edge asc; the node rides along.
-        grows = k < tl.where((node >= 0) & (depth < max_path), BRANCH, 0)
-        child = tl.load(edge_targets_ptr + node * BRANCH + k, mask=grows, other=-1)
-        exists = grows & (child >= 0) & (child < NODES)
-        log_prob = tl.load(edge_log_probs_ptr + node * BRANCH + k, mask=exists, other=float("-inf"))
+        grows = k < tl.where((node >= 0) & (depth < max_path), branch, 0)
+        child = tl.load(edge_targets_ptr + node * branch + k, mask=grows, other=-1)
+        exists = grows & (child >= 0) & (child < capacity)
+        log_prob = tl.load(edge_log_probs_ptr + node * branch + k, mask=exists, other=float("-inf"))
         path = score + plain(log_prob)
         low = ((127 - (depth + 1)) << 22) | ((127 - (r - 1)) << 15) | ((31 - k) << 10) | child
         key = tl.where(path > float("-inf"), (_key_of(path).to(tl.int64) << 32) | low.to(tl.int64), EMPTY)  # [K]
@@ -92,9 +92,9 @@ def _flatten_kernel(
         row_score = tl.where(here, score, row_score)
         count += found.to(tl.int32)
 
-    in_r = row < ROWS
-    out = b * ROWS + row
-    tokens = tl.load(node_tokens_ptr + b * NODES + row_node, mask=row_node >= 0, other=0)
+    in_r = row < max_rows
+    out = b * max_rows + row
+    tokens = tl.load(node_tokens_ptr + b * capacity + row_node, mask=row_node >= 0, other=0)
     tl.store(token_ids_ptr + out, tokens, mask=in_r)
     tl.store(parent_rows_ptr + out, row_parent, mask=in_r)
     tl.store(depths_ptr + out, row_depth, mask=in_r)
@@ -103,13 +103,13 @@ def _flatten_kernel(
     tl.store(num_rows_ptr + b, count)
     tl.debug_barrier()
     # All rows climb to the root together and collect the rows that they pass.
-    for w in tl.static_range(WORDS):
+    for w in tl.range(0, words):
         mask = tl.where(row // 32 == w, 1 << (row % 32), 0)
         up = row_parent
         for _ in tl.range(0, max_path):
             mask |= tl.where((up >= 0) & (up // 32 == w), 1 << (up % 32), 0)
-            up = tl.load(parent_rows_ptr + b * ROWS + up, mask=up >= 0, other=-1)
-        tl.store(ancestor_mask_ptr + out * WORDS + w, mask, mask=in_r)
+            up = tl.load(parent_rows_ptr + b * max_rows + up, mask=up >= 0, other=-1)
+        tl.store(ancestor_mask_ptr + out * words + w, mask, mask=in_r)
 
 
 def flatten(
@@ -143,10 +143,10 @@ def flatten(
             token_ids,
             *rows.tensors(),
             max_path,
-            NODES=nodes,
-            BRANCH=branch,
-            ROWS=max_rows,
-            WORDS=words,
+            nodes,
+            branch,
+            max_rows,
+            words,
             BLOCK_R=block_r,
             BLOCK_K=block_k,
             num_warps=1 if block_r * block_k <= 512 else 4,  # one warp reduces without a barrier

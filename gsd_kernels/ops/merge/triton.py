@@ -27,11 +27,15 @@ from .triton_level import (
     write_nodes,
 )
 
-ROWS = 64
+ROWS = 32
 COLUMNS = 16
 
 
-@triton.jit
+# Sizes that differ between shapes, and places within them, are arguments that nothing is specialised for: the shapes
+# that an automatic policy chooses among share what is compiled, seconds a variant.
+@triton.jit(
+    do_not_specialize=["merge_context", "first_slot", "width", "capacity", "branch", "words", "next_width"],
+)
 def _merge_kernel(
     # The graph, one sequence after another; see TokenGraph. N nodes, K branch, C context tokens.
     token_ids_ptr,
@@ -51,20 +55,20 @@ def _merge_kernel(
     cand_log_probs_ptr,  # float32 [B, W, K]
     scratch_ptr,  # int32 [B, 12, M]
     # The next frontier.
-    next_nodes_ptr,  # int32 [B, NEXT]
+    next_nodes_ptr,  # int32 [B, next_width]
     next_tokens_ptr,
     next_depths_ptr,
-    next_mask_ptr,  # int32 [B, NEXT, words]
+    next_mask_ptr,  # int32 [B, next_width, words]
     log_sibling_ratio,
     log_min_prob,
     merge_context,
     first_slot,
     width,
-    NODES: tl.constexpr,
-    BRANCH: tl.constexpr,
+    capacity,  # N
+    branch,  # K
+    words,
+    next_width,
     CONTEXT: tl.constexpr,
-    WORDS: tl.constexpr,
-    NEXT: tl.constexpr,
     MERGING: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -76,35 +80,37 @@ def _merge_kernel(
     """Merge one level of one sequence. Barriers are where scratch memory or the graph is read by other threads."""
     b = tl.program_id(0).to(tl.int64)
     nodes = (token_ids_ptr, parents_ptr, depths_ptr, scores_ptr, contexts_ptr, expanded_ptr, ancestor_mask_ptr)
-    nodes, edges = graph_of(nodes, (edge_targets_ptr, edge_log_probs_ptr), b, NODES, BRANCH, CONTEXT, WORDS)
-    size_m = width * BRANCH
+    nodes, edges = graph_of(nodes, (edge_targets_ptr, edge_log_probs_ptr), b, capacity, branch, CONTEXT, words)
+    size_m = width * branch
     level = (frontier_ptr + b * width, cand_tokens_ptr + b * size_m, cand_log_probs_ptr + b * size_m)
     scratch_ptr += b * 12 * size_m
     given = given_fields(scratch_ptr, size_m)
     ranked = ranked_fields(scratch_ptr, size_m)
     joined_at, leader_at, new_id_at = scratch_ptr + 9 * size_m, scratch_ptr + 10 * size_m, scratch_ptr + 11 * size_m
     num_nodes = tl.load(num_nodes_ptr + b)
-    readable = tl.minimum(num_nodes, NODES)
+    readable = tl.minimum(num_nodes, capacity)
 
-    frontier = prune(level, nodes, given, width, log_sibling_ratio, NODES, BRANCH, BLOCK_W, BLOCK_K)
+    frontier = prune(level, nodes, given, width, log_sibling_ratio, capacity, branch, BLOCK_W, BLOCK_K)
     tl.debug_barrier()
-    rank(given, ranked, size_m, NODES, BRANCH, ROWS, COLUMNS)
+    rank(given, ranked, size_m, capacity, branch, ROWS, COLUMNS)
     tl.debug_barrier()
-    join_nodes(nodes, readable, ranked, joined_at, size_m, merge_context, NODES, CONTEXT, MERGING, ROWS, COLUMNS)
+    join_nodes(nodes, readable, ranked, joined_at, size_m, merge_context, capacity, CONTEXT, MERGING, ROWS, COLUMNS)
     tl.debug_barrier()
     find_leaders(nodes, ranked, joined_at, leader_at, size_m, merge_context, CONTEXT, MERGING, BLOCK_M, ROWS, COLUMNS)
     tl.debug_barrier()
     candidates = load_ranked(ranked, size_m, BLOCK_M)
-    target, leads, new_id, exists = number_nodes(joined_at, leader_at, new_id_at, size_m, num_nodes, NODES, BLOCK_M)
-    write_nodes(nodes, candidates, leads, new_id, exists, NODES, CONTEXT)
+    target, leads, new_id, exists = number_nodes(joined_at, leader_at, new_id_at, size_m, num_nodes, capacity, BLOCK_M)
+    write_nodes(nodes, candidates, leads, new_id, exists, capacity, CONTEXT)
     num_nodes += tl.sum(leads.to(tl.int32), 0)
     write_edges(edges, candidates, target, size_m, BLOCK_M)
     mark_expanded(nodes, frontier, BLOCK_W)
     tl.debug_barrier()  # the nodes are read again below
     following = (next_nodes_ptr, next_tokens_ptr, next_depths_ptr, next_mask_ptr)
-    readable = tl.minimum(num_nodes, NODES)
-    open_nodes = write_frontier(nodes, following, b, readable, log_min_prob, first_slot, WORDS, NEXT, ROWS, COLUMNS)
-    pad_frontier(following, b, open_nodes, first_slot, WORDS, NEXT, BLOCK_NEXT)
+    readable = tl.minimum(num_nodes, capacity)
+    open_nodes = write_frontier(
+        nodes, following, b, readable, log_min_prob, first_slot, words, next_width, ROWS, COLUMNS
+    )
+    pad_frontier(following, b, open_nodes, first_slot, words, next_width, BLOCK_NEXT)
     tl.store(num_nodes_ptr + b, num_nodes)
     merges = tl.sum((exists & ~leads).to(tl.int32), 0)
     tl.store(num_merges_ptr + b, tl.load(num_merges_ptr + b) + merges)
@@ -123,10 +129,8 @@ def merge(
 ) -> Frontier:
     """One launch; the graph's storage is dense."""
     batch, expanded, branch = cand_tokens.shape
-    nodes, words, device = graph.capacity, graph.ancestor_mask.shape[-1], frontier.device
-    block_w, block_k = triton.next_power_of_2(expanded), triton.next_power_of_2(branch)
+    words, device = graph.ancestor_mask.shape[-1], frontier.device
     size_m = expanded * branch
-    block_m = max(16, triton.next_power_of_2(size_m))
 
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
@@ -150,16 +154,16 @@ def merge(
         merge_context,
         level * width,
         expanded,
-        NODES=nodes,
-        BRANCH=branch,
+        graph.capacity,
+        branch,
+        words,
+        width,
         CONTEXT=MAX_CONTEXT,
-        WORDS=words,
-        NEXT=width,
         MERGING=merge_context >= 0,
-        BLOCK_W=block_w,
-        BLOCK_K=block_k,
-        BLOCK_M=block_m,
-        BLOCK_NEXT=triton.next_power_of_2(width),
+        BLOCK_W=max(8, triton.next_power_of_2(expanded)),
+        BLOCK_K=max(4, triton.next_power_of_2(branch)),
+        BLOCK_M=max(32, triton.next_power_of_2(size_m)),
+        BLOCK_NEXT=max(8, triton.next_power_of_2(width)),
         ROWS=ROWS,
         COLUMNS=COLUMNS,
         num_warps=4 if size_m <= ROWS else 8,

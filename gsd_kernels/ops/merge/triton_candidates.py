@@ -17,24 +17,24 @@ def graph_of(
     nodes,  # pointers: tokens, parents, depths, scores, contexts, expanded, ancestor masks; see TokenGraph
     edges,  # pointers: targets, log-probabilities
     b,
-    NODES: tl.constexpr,
-    BRANCH: tl.constexpr,
+    capacity,
+    branch,
     CONTEXT: tl.constexpr,
-    WORDS: tl.constexpr,
+    words,
 ):
     """The same pointers into the graph of sequence ``b``: [N], contexts [N, C], masks [N, words], edges [N, K]."""
     token_ids_ptr, parents_ptr, depths_ptr, scores_ptr, contexts_ptr, expanded_ptr, ancestor_mask_ptr = nodes
     edge_targets_ptr, edge_log_probs_ptr = edges
     own_nodes = (
-        token_ids_ptr + b * NODES,
-        parents_ptr + b * NODES,
-        depths_ptr + b * NODES,
-        scores_ptr + b * NODES,
-        contexts_ptr + b * NODES * CONTEXT,
-        expanded_ptr + b * NODES,
-        ancestor_mask_ptr + b * NODES * WORDS,
+        token_ids_ptr + b * capacity,
+        parents_ptr + b * capacity,
+        depths_ptr + b * capacity,
+        scores_ptr + b * capacity,
+        contexts_ptr + b * capacity * CONTEXT,
+        expanded_ptr + b * capacity,
+        ancestor_mask_ptr + b * capacity * words,
     )
-    return own_nodes, (edge_targets_ptr + b * NODES * BRANCH, edge_log_probs_ptr + b * NODES * BRANCH)
+    return own_nodes, (edge_targets_ptr + b * capacity * branch, edge_log_probs_ptr + b * capacity * branch)
 
 
 @triton.jit
@@ -76,8 +76,8 @@ def prune(
     given,
     width,
     log_sibling_ratio,
-    NODES: tl.constexpr,
-    BRANCH: tl.constexpr,
+    capacity,
+    branch,
     BLOCK_W: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -91,22 +91,22 @@ def prune(
     i = tl.arange(0, BLOCK_W)
     r = tl.arange(0, BLOCK_K)
     in_w = i < width
-    here = in_w[:, None] & (r < BRANCH)[None, :]  # [W, K]
-    cand = i[:, None] * BRANCH + r[None, :]
+    here = in_w[:, None] & (r < branch)[None, :]  # [W, K]
+    cand = i[:, None] * branch + r[None, :]
     node = tl.load(frontier_ptr + i, mask=in_w, other=-1)  # [W]
-    node = tl.where(node < NODES, node, -1)
+    node = tl.where(node < capacity, node, -1)
     token = tl.load(cand_tokens_ptr + cand, mask=here, other=-1)
     log_prob = plain(tl.load(cand_log_probs_ptr + cand, mask=here, other=float("-inf")))
     threshold = tl.max(log_prob, 1) + log_sibling_ratio  # [W]
     present = (log_prob > float("-inf")) & (log_prob >= threshold[:, None]) & (token >= 0) & (node >= 0)[:, None]
     repeated = here & False
-    for s in tl.static_range(BRANCH - 1):
-        sibling = tl.load(cand_tokens_ptr + i * BRANCH + s, mask=in_w, other=-1)
-        sibling_log_prob = plain(tl.load(cand_log_probs_ptr + i * BRANCH + s, mask=in_w, other=float("-inf")))
+    for s in tl.range(0, branch - 1):
+        sibling = tl.load(cand_tokens_ptr + i * branch + s, mask=in_w, other=-1)
+        sibling_log_prob = plain(tl.load(cand_log_probs_ptr + i * branch + s, mask=in_w, other=float("-inf")))
         counts = (sibling_log_prob > float("-inf")) & (sibling_log_prob >= threshold)  # its token decides the rest
         repeated = repeated | ((token == sibling[:, None]) & counts[:, None] & (r > s)[None, :])
     present = present & ~repeated
-    origin = tl.where(node >= 0, node, NODES)  # [W]; padding comes last among equals
+    origin = tl.where(node >= 0, node, capacity)  # [W]; padding comes last among equals
     parent_score = tl.load(scores_ptr + node, mask=in_w & (node >= 0), other=0.0)
     score = tl.where(present, parent_score[:, None] + log_prob, float("-inf"))
     tl.store(origin_at + cand, tl.broadcast_to(origin[:, None], [BLOCK_W, BLOCK_K]), mask=here)
@@ -117,7 +117,7 @@ def prune(
 
 
 @triton.jit
-def rank(given, ranked, size_m, NODES: tl.constexpr, BRANCH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def rank(given, ranked, size_m, capacity, branch, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Order: score desc, parent id asc, rank asc. Reads ``given``, writes ``ranked``."""
     given_origin, given_token, given_log_prob, given_score = given
     origin_at, token_at, log_prob_at, score_at, edge_at = ranked
@@ -138,12 +138,12 @@ def rank(given, ranked, size_m, NODES: tl.constexpr, BRANCH: tl.constexpr, ROWS:
             first = (other_u < u[:, None]) | ((other_u == u[:, None]) & (c[None, :] < m[:, None]))
             before = (other_score > my_score[:, None]) | ((other_score == my_score[:, None]) & first)
             place += tl.sum((before & in_c[None, :]).to(tl.int32), 1)
-        is_real = u < NODES
+        is_real = u < capacity
         tl.store(origin_at + place, tl.where(is_real, u, 0), mask=in_m)
         tl.store(token_at + place, tl.load(given_token + m, mask=in_m, other=-1), mask=in_m)
         tl.store(log_prob_at + place, tl.load(given_log_prob + m, mask=in_m, other=0.0), mask=in_m)
         tl.store(score_at + place, my_score, mask=in_m)
-        tl.store(edge_at + place, tl.where(is_real, u * BRANCH + m % BRANCH, -1), mask=in_m)
+        tl.store(edge_at + place, tl.where(is_real, u * branch + m % branch, -1), mask=in_m)
 
 
 @triton.jit
@@ -154,7 +154,7 @@ def join_nodes(
     joined_at,
     size_m,
     merge_context,
-    NODES: tl.constexpr,
+    capacity,
     CONTEXT: tl.constexpr,
     MERGING: tl.constexpr,
     ROWS: tl.constexpr,
@@ -162,7 +162,7 @@ def join_nodes(
 ):
     """Join an existing node: longest agreeing context, best score, lowest id.
 
-    Reads ``ranked``, writes ``joined_at``: the node; −1: fresh; NODES: absent.
+    Reads ``ranked``, writes ``joined_at``: the node; −1: fresh; capacity: absent.
     """
     token_ids_ptr, _, _, scores_ptr, contexts_ptr, _, _ = nodes
     origin_at, token_at, _, score_at, _ = ranked
@@ -197,13 +197,13 @@ def join_nodes(
                 node_score = tl.load(scores_ptr + n, mask=in_n, other=float("-inf"))[None, :]
                 top = tl.max(tl.where(joinable, node_score, float("-inf")), 1)
                 joinable = joinable & (node_score == top[:, None])
-                lowest = tl.min(tl.where(joinable, n[None, :], NODES), 1)
+                lowest = tl.min(tl.where(joinable, n[None, :], capacity), 1)
                 better = (longest > best_agreement) | ((longest == best_agreement) & (top > best_score))
                 better = better & (longest >= 0)  # ties stay with the earlier columns: lower ids
                 joined = tl.where(better, lowest, joined)
                 best_score = tl.where(better, top, best_score)
                 best_agreement = tl.where(better, longest, best_agreement)
-        tl.store(joined_at + m, tl.where(present_m, joined, NODES), mask=in_m)
+        tl.store(joined_at + m, tl.where(present_m, joined, capacity), mask=in_m)
 
 
 @triton.jit

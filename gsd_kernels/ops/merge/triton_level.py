@@ -23,7 +23,7 @@ def load_ranked(ranked, size_m, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def number_nodes(joined_at, leader_at, new_id_at, size_m, num_nodes, NODES: tl.constexpr, BLOCK_M: tl.constexpr):
+def number_nodes(joined_at, leader_at, new_id_at, size_m, num_nodes, capacity, BLOCK_M: tl.constexpr):
     """Give the leaders ids, in order, by way of ``new_id_at``.
 
     Returns [M] each: the node an edge leads to (−1: none), whether the candidate leads, the id it then has, and
@@ -31,9 +31,9 @@ def number_nodes(joined_at, leader_at, new_id_at, size_m, num_nodes, NODES: tl.c
     """
     m = tl.arange(0, BLOCK_M)
     in_m = m < size_m
-    joined = tl.load(joined_at + m, mask=in_m, other=NODES)
+    joined = tl.load(joined_at + m, mask=in_m, other=capacity)
     leader = tl.load(leader_at + m, mask=in_m, other=0)
-    exists = joined < NODES
+    exists = joined < capacity
     leads = (joined < 0) & (leader == m)
     new_id = num_nodes + tl.cumsum(leads.to(tl.int32), 0) - 1
     tl.store(new_id_at + m, new_id, mask=in_m)
@@ -50,13 +50,13 @@ def write_nodes(
     leads,
     new_id,
     exists,
-    NODES: tl.constexpr,
+    capacity,
     CONTEXT: tl.constexpr,
 ):
     """Write the leaders as nodes."""
     token_ids_ptr, parents_ptr, depths_ptr, scores_ptr, contexts_ptr, _, _ = nodes
     u, token, _, score, _ = candidates
-    writes = leads & (new_id < NODES)
+    writes = leads & (new_id < capacity)
     tl.store(token_ids_ptr + new_id, token, mask=writes)
     tl.store(parents_ptr + new_id, u, mask=writes)
     tl.store(depths_ptr + new_id, tl.load(depths_ptr + u, mask=exists, other=0) + 1, mask=writes)
@@ -95,13 +95,13 @@ def _open_score(scores_ptr, expanded_ptr, n, num_nodes, log_min_prob):
 @triton.jit
 def write_frontier(
     nodes,
-    frontier,  # pointers to the next frontier: nodes, tokens, depths int32 [B, NEXT], masks int32 [B, NEXT, WORDS]
+    frontier,  # pointers to the next frontier: nodes, tokens, depths int32 [B, W'], masks int32 [B, W', words]
     b,
     num_nodes,
     log_min_prob,
     first_slot,
-    WORDS: tl.constexpr,
-    NEXT: tl.constexpr,
+    words,
+    next_width,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -124,32 +124,30 @@ def write_frontier(
                 (other_score == my_score[:, None]) & (c[None, :] < n[:, None])
             )
             place += tl.sum(before.to(tl.int32), 1)
-        chosen = is_open & (place < NEXT)
-        out = b * NEXT + place
+        chosen = is_open & (place < next_width)
+        out = b * next_width + place
         tl.store(next_nodes_ptr + out, n, mask=chosen)
         tl.store(next_tokens_ptr + out, tl.load(token_ids_ptr + n, mask=chosen, other=0), mask=chosen)
         tl.store(next_depths_ptr + out, tl.load(depths_ptr + n, mask=chosen, other=0), mask=chosen)
         # A chosen node's parent is expanded, hence not chosen itself: no mask is read after it is written.
         up = tl.maximum(tl.load(parents_ptr + n, mask=chosen, other=0), 0)
-        for w in tl.range(0, WORDS):
+        for w in tl.range(0, words):
             own = tl.where((first_slot + place) // 32 == w, 1 << ((first_slot + place) % 32), 0)
-            mask = tl.load(ancestor_mask_ptr + up * WORDS + w, mask=chosen, other=0) | own
-            tl.store(ancestor_mask_ptr + n * WORDS + w, mask, mask=chosen)
-            tl.store(next_mask_ptr + out * WORDS + w, mask, mask=chosen)
+            mask = tl.load(ancestor_mask_ptr + up * words + w, mask=chosen, other=0) | own
+            tl.store(ancestor_mask_ptr + n * words + w, mask, mask=chosen)
+            tl.store(next_mask_ptr + out * words + w, mask, mask=chosen)
     return open_nodes
 
 
 @triton.jit
-def pad_frontier(
-    frontier, b, open_nodes, first_slot, WORDS: tl.constexpr, NEXT: tl.constexpr, BLOCK_NEXT: tl.constexpr
-):
+def pad_frontier(frontier, b, open_nodes, first_slot, words, next_width, BLOCK_NEXT: tl.constexpr):
     """Fill what the open nodes leave of the next frontier: node −1, token 0, depth 1, seeing itself alone."""
     next_nodes_ptr, next_tokens_ptr, next_depths_ptr, next_mask_ptr = frontier
     p = tl.arange(0, BLOCK_NEXT)
-    padding = (p >= open_nodes) & (p < NEXT)
-    tl.store(next_nodes_ptr + b * NEXT + p, tl.full([BLOCK_NEXT], -1, tl.int32), mask=padding)
-    tl.store(next_tokens_ptr + b * NEXT + p, tl.zeros([BLOCK_NEXT], tl.int32), mask=padding)
-    tl.store(next_depths_ptr + b * NEXT + p, tl.full([BLOCK_NEXT], 1, tl.int32), mask=padding)
-    for w in tl.range(0, WORDS):
+    padding = (p >= open_nodes) & (p < next_width)
+    tl.store(next_nodes_ptr + b * next_width + p, tl.full([BLOCK_NEXT], -1, tl.int32), mask=padding)
+    tl.store(next_tokens_ptr + b * next_width + p, tl.zeros([BLOCK_NEXT], tl.int32), mask=padding)
+    tl.store(next_depths_ptr + b * next_width + p, tl.full([BLOCK_NEXT], 1, tl.int32), mask=padding)
+    for w in tl.range(0, words):
         own = tl.where((first_slot + p) // 32 == w, 1 << ((first_slot + p) % 32), 0)
-        tl.store(next_mask_ptr + (b * NEXT + p) * WORDS + w, own, mask=padding)
+        tl.store(next_mask_ptr + (b * next_width + p) * words + w, own, mask=padding)

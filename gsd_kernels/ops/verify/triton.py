@@ -10,57 +10,57 @@ from torch import Tensor
 from ...graph import num_words
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_eos", "rows", "words", "levels"])  # shapes share what is compiled
 def _verify_kernel(
     token_ids_ptr,  # int32 [B, R], like the next two
     parent_rows_ptr,
     depths_ptr,
-    ancestor_mask_ptr,  # int32 [B, R, WORDS]
+    ancestor_mask_ptr,  # int32 [B, R, words]
     num_rows_ptr,
     sampled_ptr,  # int32 [B, R]
     eos_ids_ptr,  # int32 [num_eos]
     remaining_ptr,
     done_ptr,  # uint8 [B]
-    accepted_rows_ptr,  # int32 [B, LEVELS]
+    accepted_rows_ptr,  # int32 [B, levels]
     num_accepted_ptr,
     next_token_ptr,
     num_eos,
-    ROWS: tl.constexpr,
-    WORDS: tl.constexpr,
-    LEVELS: tl.constexpr,
+    rows,
+    words,
+    levels,
     BLOCK_R: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
     b = tl.program_id(0)
     row = tl.arange(0, BLOCK_R)
-    in_r = row < ROWS
-    at = b * ROWS + row
+    in_r = row < rows
+    at = b * rows + row
     limit = tl.where(tl.load(done_ptr + b) != 0, 0, tl.load(num_rows_ptr + b))
     parent = tl.load(parent_rows_ptr + at, mask=in_r, other=-1)
     depth = tl.load(depths_ptr + at, mask=in_r, other=0)
     token = tl.load(token_ids_ptr + at, mask=in_r, other=-1)
-    inside = (parent >= 0) & (parent < ROWS)
-    picked = tl.load(sampled_ptr + b * ROWS + parent, mask=inside, other=-1)  # the target's token at the parent
+    inside = (parent >= 0) & (parent < rows)
+    picked = tl.load(sampled_ptr + b * rows + parent, mask=inside, other=-1)  # the target's token at the parent
     agrees = inside & (picked == token) & (depth < tl.load(remaining_ptr + b))
     for e in tl.range(0, num_eos):
         agrees = agrees & (picked != tl.load(eos_ids_ptr + e))
     agrees = agrees | (row == 0) | ~in_r  # places past the end are nobody's ancestors
     accepted = row < limit
-    for w in tl.static_range(WORDS):
+    for w in tl.range(0, words):
         agreeing = tl.sum(tl.where(agrees & (row // 32 == w), 1 << (row % 32), 0), 0)  # this word's rows as bits
-        path = tl.load(ancestor_mask_ptr + at * WORDS + w, mask=in_r, other=0)
+        path = tl.load(ancestor_mask_ptr + at * words + w, mask=in_r, other=0)
         if BLOCK_R < 32:
             path = path & ((1 << BLOCK_R) - 1)
         accepted = accepted & ((path & ~agreeing) == 0)
 
     level = tl.arange(0, BLOCK_L)
     here = accepted[None, :] & (depth[None, :] == level[:, None])  # [L, R], one row a level: no equal siblings
-    found = tl.min(tl.where(here, row[None, :], ROWS), 1)
-    tl.store(accepted_rows_ptr + b * LEVELS + level, tl.where(found < ROWS, found, -1), mask=level < LEVELS)
-    count = tl.sum((found < ROWS).to(tl.int32), 0)
+    found = tl.min(tl.where(here, row[None, :], rows), 1)
+    tl.store(accepted_rows_ptr + b * levels + level, tl.where(found < rows, found, -1), mask=level < levels)
+    count = tl.sum((found < rows).to(tl.int32), 0)
     tl.store(num_accepted_ptr + b, count)
     last = tl.max(tl.where(accepted & (depth == count - 1), row, 0), 0)
-    tl.store(next_token_ptr + b, tl.load(sampled_ptr + b * ROWS + last))
+    tl.store(next_token_ptr + b, tl.load(sampled_ptr + b * rows + last))
 
 
 def verify(
@@ -97,11 +97,11 @@ def verify(
             num_accepted,
             next_token,
             eos_ids.shape[0],
-            ROWS=rows,
-            WORDS=num_words(rows),
-            LEVELS=max_path + 1,
+            rows,
+            num_words(rows),
+            max_path + 1,
             BLOCK_R=triton.next_power_of_2(rows),
-            BLOCK_L=triton.next_power_of_2(max_path + 1),
+            BLOCK_L=max(16, triton.next_power_of_2(max_path + 1)),
             num_warps=4,
         )
     return accepted_rows, num_accepted, next_token

@@ -161,7 +161,7 @@ def _compiler(command: str | None, last: bool = False) -> str | None:
 def _kernels(archs: list[int] | None) -> tuple[list[dict[str, Any]] | None, str | None]:
     """The table of compiled kernels, or why there is none."""
     try:
-        from gsd_kernels.kernel_report import ARCHS, SHARED_LIMIT, kernel_table
+        from gsd_kernels_bench.lib.kernel_report import ARCHS, SHARED_LIMIT, kernel_table
 
         unknown = set(archs or ()) - set(SHARED_LIMIT)
         if unknown:

@@ -1,6 +1,6 @@
 """The embedded demo pair: a small Llama target and a draft distilled from it, trained on Python source.
 
-``README.md`` beside this file is their model card; ``gsd_kernels_hf.training.demo_pair`` trains them.
+``README.md`` beside this file is their model card; ``gsd_kernels_bench.demo_pair`` trains them.
 """
 
 from __future__ import annotations

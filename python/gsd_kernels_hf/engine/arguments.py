@@ -20,6 +20,7 @@ from gsd_kernels.backends import Backend
 from gsd_kernels.config import GraphName
 
 from ..acceptance.criteria import CriterionName, Typical
+from ..policy.settings import Automatic
 from ..records import Verified
 from ..sources.base import DraftSource
 from ..sources.heads import DraftHeads
@@ -32,7 +33,7 @@ class OptionArguments(TypedDict, total=False):
     """The fields of :class:`~gsd_kernels_hf.engine.options.Options`, each of which may be left out."""
 
     assistant_model: PreTrainedModel | LayerSkip | Sequence[PreTrainedModel] | None
-    graph_config: GraphConfig | GraphName | None
+    graph_config: GraphConfig | Automatic | GraphName | None
     tokenizer: PreTrainedTokenizerBase | None
     assistant_tokenizer: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
     seed: int | None

@@ -139,6 +139,7 @@ class GraphDecoder(Options):
             reads_prompt=any(source.reads_prompt for source in sources),
             chooses_rows=request.device.type == "cpu" and not request.draws_from_draft,
             backend=self.backend,
+            settings=self.automatic_settings,
         )
         return automatic_policy(statistics.experience, situation)
 

@@ -20,6 +20,7 @@ from .. import validate
 from ..acceptance.criteria import SPECULATIVE, CriterionName, Typical, check_chain, resolve_criterion, shape_for
 from ..acceptance.sampling import draw_seed
 from ..model import properties
+from ..policy.settings import Automatic
 from ..records import Verified
 from ..sources.base import DraftSource
 from ..sources.border import check_source
@@ -51,9 +52,9 @@ class Options:
         assistant_model: the draft, or a :class:`~gsd_kernels.LayerSkip` of the target; or a list of drafts, whose
             candidates are mixed by learned weights. ``None``: the history and other sources draft.
         graph_config: ``"auto"`` (the default: the shape of every step follows what steps cost and what has been
-            accepted, see :mod:`gsd_kernels_hf.policy`), ``"chain"``, ``"tree"``, ``"graph"``, a
-            :class:`~gsd_kernels.GraphConfig`, or ``"plain"``: no speculation, by the same code. Clocks differ between
-            the ranks of a tensor-parallel model, where ``"auto"`` is ``"graph"``.
+            accepted, see :mod:`gsd_kernels_hf.policy`) or :class:`~gsd_kernels.Automatic` with settings, ``"chain"``,
+            ``"tree"``, ``"graph"``, a :class:`~gsd_kernels.GraphConfig`, or ``"plain"``: no speculation, by the same
+            code. Clocks differ between the ranks of a tensor-parallel model, where ``"auto"`` is ``"graph"``.
         tokenizer: of the target; for ``stop_strings``, and for a draft of another tokenizer.
         assistant_tokenizer: of the draft, where it is another than the target's; of several drafts one for all of them,
             or a list of one for each, ``None`` for the target's own.
@@ -87,13 +88,14 @@ class Options:
         translations: what is between the target's tokens and those of each draft; ``None``: they are the same.
         named: names of the sources in use; empty for plain decoding.
         automatic: whether a policy may choose the shapes.
+        automatic_settings: of that policy.
 
     Raises:
         TypeError, ValueError: an option that cannot be served.
     """
 
     assistant_model: PreTrainedModel | LayerSkip | Sequence[PreTrainedModel] | None = None
-    graph_config: GraphConfig | GraphName | None = None
+    graph_config: GraphConfig | Automatic | GraphName | None = None
     _: KW_ONLY
     tokenizer: PreTrainedTokenizerBase | None = None
     assistant_tokenizer: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None
@@ -111,6 +113,9 @@ class Options:
 
     def __post_init__(self) -> None:
         self.criterion = resolve_criterion(self.criterion)
+        self.automatic_settings = Automatic()
+        if isinstance(self.graph_config, Automatic):
+            self.automatic_settings, self.graph_config = self.graph_config, AUTO
         shape = shape_for(self.criterion, self.graph_config)
         self.assistant_model, *others = drafts_in(self.assistant_model)
         self.other_drafts: tuple[PreTrainedModel, ...] = tuple(others)

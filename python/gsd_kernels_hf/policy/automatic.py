@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,7 @@ from ..costs.store import Saver, cache_dir
 from ..model.properties import device_of
 from ..sources.layer_skip import LayerSkip
 from .row_policy import RowExperience, RowPolicy
+from .settings import Automatic
 from .shape_policy import ShapeExperience, ShapePolicy
 from .shapes import ladder, row_shape, shape_name
 
@@ -33,6 +34,7 @@ class Situation:
         reads_prompt: whether a source reads all of the prompt before it proposes.
         chooses_rows: whether the host may choose how many rows a step has.
         backend: of the ops.
+        settings: of the policies.
     """
 
     model: PreTrainedModel
@@ -46,6 +48,7 @@ class Situation:
     reads_prompt: bool
     chooses_rows: bool
     backend: str
+    settings: Automatic = field(default_factory=Automatic)
 
     @property
     def by_rows(self) -> bool:
@@ -63,7 +66,7 @@ def automatic_policy(
         situation: of the generation.
     """
     ways = forwards(situation.model, situation.draft, situation.backend).values()
-    key = (cache_dir(), situation.backend, situation.by_rows, *situation.sources, *ways)
+    key = (cache_dir(), situation.backend, situation.by_rows, situation.settings, *situation.sources, *ways)
     if key not in kept:
         kept.setdefault(key, learned(situation))
     experience, saver = kept[key]
@@ -83,10 +86,10 @@ def learned(situation: Situation) -> tuple[ShapeExperience | RowExperience, Save
     section = f"learned {hashlib.sha256(about.encode()).hexdigest()[:16]}"
     found: ShapeExperience | RowExperience
     if situation.by_rows:
-        found = RowExperience(pair.costs, shape_name(row_shape()), row_shape())
+        found = RowExperience(pair.costs, shape_name(row_shape()), row_shape(), situation.settings.rows)
     else:
-        with_model = situation.draft is not None
-        found = ShapeExperience(pair.costs, ladder(pair.device.type, with_model=with_model, reuses=situation.reuses))
+        shapes = ladder(pair.device.type, with_model=situation.draft is not None, reuses=situation.reuses)
+        found = ShapeExperience(pair.costs, shapes, situation.settings.shapes)
     pair.load(section, found)
     return found, Saver(pair.document, lambda: {COSTS: pair.costs.as_dict(), section: found.as_dict()})
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from gsd_kernels import GraphConfig
+from gsd_kernels.names import fields_named
 
 from ..costs.model import PLAIN, CostModel
 from .acceptance import AcceptanceModel
@@ -29,6 +30,7 @@ from .row_selector import EdgeModel, RowSelector
 logger = logging.getLogger("gsd_kernels")
 
 
+@fields_named("RowSettings: unknown setting")
 @dataclass(frozen=True)
 class RowSettings:
     """Settings of a :class:`RowPolicy`. Steps are those of a generation unless it says a pair's.

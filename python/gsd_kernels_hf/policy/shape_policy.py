@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gsd_kernels import GraphConfig
+from gsd_kernels.names import fields_named
 
 from ..costs.model import PLAIN, CostModel
 from .acceptance import AcceptanceModel, GrowthPlan, kind_of
@@ -32,6 +33,7 @@ from .shapes import BRANCH
 logger = logging.getLogger("gsd_kernels")
 
 
+@fields_named("ShapeSettings: unknown setting")
 @dataclass(frozen=True)
 class ShapeSettings:
     """Settings of a :class:`ShapePolicy`. Gains are ratios of throughput, tokens a second; steps are a generation's.

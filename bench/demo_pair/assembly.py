@@ -11,14 +11,15 @@ from typing import Any
 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ...files import write_json
-from ...sources.heads import CONFIG_FILE, WEIGHTS_FILE
-from ..loop import RunFolder
+from gsd_kernels_hf.files import write_json
+from gsd_kernels_hf.sources.heads import CONFIG_FILE, WEIGHTS_FILE
+from gsd_kernels_hf.training.loop import RunFolder
+
+from ..lib.stdlib import SourceFile, sources_digest
+from ..lib.stdlib_prompts import EXCERPT, cut_prompts, excerpt
 from .card import heads_card, measured_values, model_values, recipe_values, write_card
 from .evaluation import continuation_agreement, evaluate
 from .models import load_member
-from .prompts import EXCERPT, cut_prompts, excerpt
-from .sources import SourceFile, sources_digest
 from .stages import prepare
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .sources import SourceFile
+from ..lib.stdlib import SourceFile
 
 EVALUATION_CONTEXT, EVALUATION_STRIDE = 1024, 512
 CONTINUATION_LENGTH = 128

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import GraphConfig
-from .graph import TokenGraph
+from gsd_kernels.config import GraphConfig
+from gsd_kernels.graph import TokenGraph
 
 ARCHS = (80, 90, 100)
 SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -216,7 +216,7 @@ def shipped_cases() -> list[Case]:
 def _attention_cases() -> list[Case]:
     def case(name: str, heads: int, kv_heads: int, rows: int, dim: int, dtype: torch.dtype, **options: Any) -> Case:
         def launch() -> None:
-            from .ops.dag_attention.triton import dag_attention
+            from gsd_kernels.ops.dag_attention.triton import dag_attention
 
             cache = (1, kv_heads, 8192, dim)
             dag_attention(
@@ -253,7 +253,7 @@ def _attention_cases() -> list[Case]:
 def _graph_cases() -> list[Case]:
     def merge(depth: int, width: int, branch: int, merge_context: int = 1) -> Callable[[], object]:
         def launch() -> None:
-            from .ops.merge.triton import merge
+            from gsd_kernels.ops.merge.triton import merge
 
             graph = TokenGraph.empty(1, GraphConfig(depth=depth, width=width, branch=branch), "meta")
             shape = (1, width, branch)
@@ -264,7 +264,7 @@ def _graph_cases() -> list[Case]:
 
     def flatten(branch: int, max_rows: int) -> Callable[[], object]:
         def launch() -> None:
-            from .ops.flatten.triton import flatten
+            from gsd_kernels.ops.flatten.triton import flatten
 
             edges = (1, 1024, branch)
             flatten(_meta(1, 1024), _meta(*edges), _meta(*edges, dtype=torch.float32), max_rows, max_rows - 1)
@@ -272,7 +272,7 @@ def _graph_cases() -> list[Case]:
         return launch
 
     def verify() -> None:
-        from .ops.verify.triton import verify
+        from gsd_kernels.ops.verify.triton import verify
 
         rows = _meta(1, 128)
         done = _meta(1, dtype=torch.bool)
@@ -291,7 +291,7 @@ def _graph_cases() -> list[Case]:
 def _sampling_cases() -> list[Case]:
     def case(name: str, count: int, dtype: torch.dtype, *parameters: float | Tensor | None) -> Case:
         def launch() -> None:
-            from .ops.sampling.triton import best_tokens
+            from gsd_kernels.ops.sampling.triton import best_tokens
 
             logits = _meta(1, 64, 128256, dtype=dtype)
             seed = _meta(dtype=torch.int64)
@@ -303,7 +303,7 @@ def _sampling_cases() -> list[Case]:
         return _meta(1, dtype=torch.float32)
 
     def distribution() -> None:
-        from .ops.sampling.triton_cut import log_probs
+        from gsd_kernels.ops.sampling.triton_cut import log_probs
 
         log_probs(_meta(1, 8, 128256, dtype=torch.bfloat16), None, 0.7, None, 20.0, None, 0.9, None, 0.05)
 
@@ -320,7 +320,7 @@ def _sampling_cases() -> list[Case]:
 def _commit_cases() -> list[Case]:
     def case(name: str, dim: int, dtype: torch.dtype, width: int) -> Case:
         def launch() -> None:
-            from .ops.commit_kv.triton import commit_kv
+            from gsd_kernels.ops.commit_kv.triton import commit_kv
 
             caches = [_meta(1, 8, 4096, dim, dtype=dtype) for _ in range(4)]
             commit_kv(caches, caches, _meta(1, width), _meta(1), _meta(1))
@@ -333,7 +333,7 @@ def _commit_cases() -> list[Case]:
 def _write_cases() -> list[Case]:
     def case(name: str, dim: int, dtype: torch.dtype, rows: int) -> Case:
         def launch() -> None:
-            from .ops.write_kv.triton import write_kv
+            from gsd_kernels.ops.write_kv.triton import write_kv
 
             cache = _meta(1, 8, 4096, dim, dtype=dtype)
             projected = _meta(1, rows, 8, dim, dtype=dtype).transpose(1, 2)
@@ -351,7 +351,7 @@ def _ngram_cases() -> list[Case]:
 
     def insert(branch: int, max_context: int, ways: int) -> Callable[[], object]:
         def launch() -> None:
-            from .ops.ngram.triton_insert import ngram_insert
+            from gsd_kernels.ops.ngram.triton_insert import ngram_insert
 
             new = (_meta(1, 64, branch), _meta(1, 64, branch, dtype=torch.float32), _meta(1, 64, dtype=torch.bool))
             ngram_insert(*table(branch), _meta(1, 64, 8), *new, max_context, ways)
@@ -360,7 +360,7 @@ def _ngram_cases() -> list[Case]:
 
     def lookup(branch: int, max_context: int, ways: int) -> Callable[[], object]:
         def launch() -> None:
-            from .ops.ngram.triton import ngram_lookup
+            from gsd_kernels.ops.ngram.triton import ngram_lookup
 
             ngram_lookup(*table(branch), _meta(1, 8, 8), max_context, ways)
 
@@ -368,7 +368,7 @@ def _ngram_cases() -> list[Case]:
 
     def perturb(branch: int) -> Callable[[], object]:
         def launch() -> None:
-            from .ops.ngram.triton import perturb_candidates
+            from gsd_kernels.ops.ngram.triton import perturb_candidates
 
             source = _meta(1, 8, branch), _meta(1, 8, branch, dtype=torch.float32)
             perturb_candidates(*source, _meta(1, 8), _meta(dtype=torch.int64), _meta(1))
@@ -377,7 +377,7 @@ def _ngram_cases() -> list[Case]:
 
     def mix(branch: int) -> Callable[[], object]:
         def launch() -> None:
-            from .ops.ngram.triton import mix_candidates
+            from gsd_kernels.ops.ngram.triton import mix_candidates
 
             source = _meta(1, 8, branch), _meta(1, 8, branch, dtype=torch.float32)
             mix_candidates(*source, *source, _meta(1, 8, dtype=torch.float32))

@@ -6,7 +6,7 @@ import ast
 
 from transformers import PreTrainedTokenizerFast
 
-from .sources import SourceFile
+from .stdlib import SourceFile
 
 PROMPT_TOKENS = (60, 150)
 #: (file, first line, last line) of the text whose bits per byte are shipped, so that a loaded pair can be checked.

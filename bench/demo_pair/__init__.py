@@ -1,6 +1,6 @@
 """The recipe of the demo pair: a Llama target, and a draft distilled from it, trained on Python's standard library.
 
-    python -m gsd_kernels_hf.training.demo_pair --out pair
+    python -m gsd_kernels_bench.demo_pair --out pair
 
 reads the ``*.py`` files of the running interpreter's standard library, trains a byte-level BPE tokenizer and the
 target, lets the target write some text, distils the draft on both, trains heads for the target, and leaves in

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ..text import HELD_OUT_BLOCKS, PICKED_TEXTS, PICKED_TOKENS
+from gsd_kernels_hf.training.text import HELD_OUT_BLOCKS, PICKED_TEXTS, PICKED_TOKENS
+
+from ..lib.stdlib import HELD_OUT, SourceFile, sources_digest
 from .distillation import LABEL_TOP, LABEL_WINDOWS
 from .evaluation import CONTINUATION_LENGTH, EVALUATION_CONTEXT, EVALUATION_STRIDE, Evaluation
 from .models import DRAFT_CONFIG, TARGET_CONFIG
-from .sources import HELD_OUT, SourceFile, sources_digest
 from .stages import DRAFT_BATCH, LIBRARY_SHARE, TARGET_BATCH, TARGET_CURRICULUM
 from .tokenizer import MAX_POSITIONS, VOCAB_SIZE
 
@@ -21,7 +22,7 @@ CARD = """\
 
 A small Llama and a draft distilled from it, so that speculative decoding can be tried, tested and measured without
 downloading anything. They continue Python source; they are not assistants, and what they write is not correct code.
-Written by `python -m gsd_kernels_hf.training.demo_pair`, every number measured by it on the float16 weights as stored,
+Written by `python -m gsd_kernels_bench.demo_pair`, every number measured by it on the float16 weights as stored,
 computed in float32.
 
 | | target | draft |
@@ -66,7 +67,7 @@ cards say how they were made and what they bring ([EAGLE-3](eagle3/README.md), [
 To run it again (same files, tokenizer, seeds and batches; it comes close, not to the bit: the schedules follow the
 clock in a run by `--minutes` and the steps in a run by `--steps`, and another machine rounds differently):
 
-    python -m gsd_kernels_hf.training.demo_pair --out pair --steps {target_steps} {draft_steps} {head_steps}
+    python -m gsd_kernels_bench.demo_pair --out pair --steps {target_steps} {draft_steps} {head_steps}
 
 ## Held-out files
 

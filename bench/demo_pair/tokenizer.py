@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from .sources import SourceFile
+from ..lib.stdlib import SourceFile
 
 VOCAB_SIZE = 2048
 MAX_POSITIONS = 2048

@@ -1,4 +1,4 @@
-"""``python -m gsd_kernels_hf.training.demo_pair --out pair``: the whole recipe."""
+"""``python -m gsd_kernels_bench.demo_pair --out pair``: the whole recipe."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from transformers.utils import logging as transformers_logging
 
-from ..loop import Budget
+from gsd_kernels_hf.training.loop import Budget
+
 from . import __doc__ as description
 from .assembly import assemble
 from .stages import train_pair, train_pair_heads
@@ -20,7 +21,7 @@ TARGET_SHARE = 0.74
 def main(arguments: list[str] | None = None) -> None:
     """Run the recipe from the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m gsd_kernels_hf.training.demo_pair", description=description.split("\n")[0]
+        prog="python -m gsd_kernels_bench.demo_pair", description=description.split("\n")[0]
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the pair, and for work in progress")
     parser.add_argument("--minutes", type=float, default=43, help="wall time for both models (default: %(default)s)")

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from gsd_kernels_bench.demo_pair import __main__ as recipe
+from gsd_kernels_bench.demo_pair import distillation, evaluation, models, stages
+from gsd_kernels_bench.lib import stdlib as sources
+from gsd_kernels_bench.lib import stdlib_prompts as prompts
 from gsd_kernels_hf import DraftHeads, generate
 from gsd_kernels_hf.training import text
-from gsd_kernels_hf.training.demo_pair import __main__ as recipe
-from gsd_kernels_hf.training.demo_pair import distillation, evaluation, models, prompts, sources, stages
 
 SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 TARGET = SHAPE | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

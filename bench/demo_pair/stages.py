@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ..heads import train_heads
-from ..job import TrainingOptions
-from ..loop import Budget, Checkpoints, Interval, Record, Streams, build_optimizers, train
+from gsd_kernels_hf.training.heads import train_heads
+from gsd_kernels_hf.training.job import TrainingOptions
+from gsd_kernels_hf.training.loop import Budget, Checkpoints, Interval, Record, Streams, build_optimizers, train
+
+from ..lib.stdlib import SourceFile, split_sources, stdlib_sources
 from .distillation import LABEL_WINDOWS, LabelledWindows, generate_text, label_windows
 from .models import DRAFT_CONFIG, TARGET_CONFIG, build_model, load_member, save_pair_member
-from .sources import SourceFile, split_sources, stdlib_sources
 from .tokenizer import encode_files, train_tokenizer
 
 SEED = 2407
