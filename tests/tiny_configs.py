@@ -81,7 +81,9 @@ def shrunk(config_class: type[PretrainedConfig], layers: int) -> dict[str, Any]:
 
 
 # What the names of the fields do not say.
+CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}  # as published
 MORE: dict[str, dict[str, Any]] = {
+    "BailingHybridForCausalLM": {"layer_group_size": 2},
     "BambaForCausalLM": {"attn_layer_indices": [1], "mamba_n_heads": 8},
     "DeepseekV2ForCausalLM": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "Dots1ForCausalLM": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
@@ -94,9 +96,27 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
     "GraniteMoeHybridForCausalLM": {"mamba_n_heads": 8, "layer_types": ["mamba", "attention"]},
+    "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "KimiLinearForCausalLM": {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+    },
+    "Lfm2ForCausalLM": CONV,
+    "Lfm2MoeForCausalLM": CONV,
+    "Lfm3ForCausalLM": CONV,
     "Mamba2ForCausalLM": {"num_heads": 8},
     "MllamaForCausalLM": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "NemotronForCausalLM": {"num_key_value_heads": 2, "head_dim": 8},
+    "NemotronHForCausalLM": {
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+        "num_hidden_layers": 4,
+        "n_groups": 2,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+    },
     "ReformerModelWithLMHead": {"is_decoder": True},
     "Zamba2ForCausalLM": {"layer_types": ["mamba", "hybrid"]},
     "ZambaForCausalLM": {"layer_types": ["mamba", "hybrid"]},

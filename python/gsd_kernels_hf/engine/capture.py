@@ -48,7 +48,7 @@ def stepping(session: Session, ranks: Capturers) -> Callable[[], Verified]:
 
 def can_capture(session: Session) -> bool:
     """Whether all that this process forwards lies on one GPU."""
-    if not replay.is_gpu(session.kv_len.device):
+    if not replay.is_gpu(session.kv_len.device) or session.target.recurrent:  # whose rows wait for the device
         return False
     models = [rows.model for rows in session.row_models]
     for source in session.mixer.sources if session.mixer is not None else ():

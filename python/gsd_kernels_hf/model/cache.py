@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
 from gsd_kernels import commit_kv, write_kv
 from gsd_kernels.ops.write_kv.api import IMPLEMENTATIONS
 
 from .once import parameters_of
+from .recurrent.mixers import Form, LinearAttentionLayer, RowsCache
+from .recurrent.tree import RowTree
 from .replay import hold
 
 
@@ -84,6 +86,34 @@ class GraphLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in 5.0
 
 
+class StateLayer(LinearAttentionLayer, GraphLayer):
+    """A layer with recurrent states, and keys and values where it also attends."""
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, parent: GraphCache, index: int, states: int) -> None:
+        GraphLayer.__init__(self, parent, index)
+        LinearAttentionLayer.__init__(self, number_of_states=states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of keys and values, which come by place, or of states, which come by name."""
+        (GraphLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+    def get_seq_length(self, *args: Any) -> int:
+        return self.parent.prompt_length if self.is_initialized or any(self.has_previous_state.values()) else 0
+
+    def restart(self) -> None:
+        """Keep no state of the last text."""
+        LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states."""
+        states = (*self.conv_states.values(), *self.recurrent_states.values())
+        return sum(state.nbytes for state in states if state is not None)
+
+
 def grown(storage: Tensor, capacity: int) -> Tensor:
     """A copy of [..., S, D] with ``capacity`` positions."""
     new = storage.new_zeros(*storage.shape[:-2], capacity, storage.shape[-1])
@@ -110,7 +140,7 @@ def lies_in_a_block(model: PreTrainedModel) -> bool:
     )
 
 
-class GraphCache(Cache):
+class GraphCache(RowsCache):
     """Cache of one model: prompt first, then committed tokens, then the slots of the current step.
 
     During the prompt its length is a host integer (all sequences are padded alike); afterwards the committed length
@@ -122,23 +152,57 @@ class GraphCache(Cache):
         backend: of the op that writes rows.
         stacked: keys and values of all layers in one allocation; layers that turn out unlike the first one to be read
             have storage of their own.
+        recurrent: layers that keep recurrent states, and how many.
 
     Attributes:
         block: [layers, 2, B, Hkv, capacity, D], what stacked layers are views of.
+        forms: of the modules that keep recurrent states.
+        begun: whether the forms go on from the states of a prompt.
     """
 
     block: Tensor | None = None
 
     def __init__(
-        self, config: PretrainedConfig, capacity: int, backend: str = "auto", *, stacked: bool = False
+        self,
+        config: PretrainedConfig,
+        capacity: int,
+        backend: str = "auto",
+        *,
+        stacked: bool = False,
+        recurrent: Mapping[int, int] | None = None,
     ) -> None:
         self.capacity, self.stacked = capacity, stacked
+        self.forms: Sequence[Form] = ()
+        self.begun = False
         # A backend that does not implement write_kv ("cpu", "cuda") leaves the choice to "auto".
         self.write_backend = backend if backend in IMPLEMENTATIONS else "auto"
         self.prompt_length = 0
         self._positions: dict[torch.device, Tensor] = {}  # int64 [B, R] while graph rows are forwarded
-        layers = config.get_text_config(decoder=True).num_hidden_layers
-        super().__init__(layers=[GraphLayer(self, index) for index in range(layers)])
+        layers, states = config.get_text_config(decoder=True).num_hidden_layers, recurrent or {}
+        super().__init__(
+            layers=[
+                StateLayer(self, index, states[index]) if index in states else GraphLayer(self, index)
+                for index in range(layers)
+            ]
+        )
+
+    def restart(self, length: int) -> None:
+        """Begin a prompt of which ``length`` positions are stored: where there are recurrent states, all or none."""
+        self.prompt_length = length
+        if length and self.begun:
+            for form in self.forms:
+                form.end()
+        self.begun = False
+        for layer in self.layers:
+            if not length and isinstance(layer, StateLayer):
+                layer.restart()
+
+    def begin_rows(self) -> None:
+        """After a prompt, before the rows behind it."""
+        if not self.begun:
+            for form in self.forms:
+                form.begin()
+            self.begun = True
 
     def block_for(self, shape: tuple[int, ...], keys: Tensor, values: Tensor) -> Tensor | None:
         """The block, if keys and values of this ``shape`` [B, Hkv, capacity, D] belong there; made when first asked."""
@@ -164,13 +228,13 @@ class GraphCache(Cache):
         return self.prompt_length
 
     @contextmanager
-    def writing(self, positions: Tensor) -> Iterator[None]:
+    def writing(self, positions: Tensor, tree: RowTree | None = None) -> Iterator[None]:
         """Store what a forward computes at ``positions``, int64 [B, R], rather than at the end of the prompt."""
-        self._positions = {positions.device: positions}
+        self._positions, self.tree = {positions.device: positions}, tree
         try:
             yield
         finally:
-            self._positions = {}
+            self._positions, self.tree = {}, None
 
     def positions_on(self, device: torch.device) -> Tensor | None:
         """Where to write, copied once a step for every device of a sharded model."""
@@ -180,6 +244,8 @@ class GraphCache(Cache):
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor, kv_len: Tensor, *, backend: str = "auto") -> None:
         """Move the accepted rows of all layers behind the prefix and advance ``kv_len``; one call a device."""
+        for form in self.forms:
+            form.commit(accepted_rows, num_accepted)
         by_device: dict[torch.device, list[GraphLayer]] = {}
         for layer in self.layers:
             if layer.is_initialized:  # layers that share another's keys and values, or never run, store nothing
@@ -201,4 +267,6 @@ class GraphCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes allocated so far."""
-        return sum(t.nbytes for layer in self.layers if layer.is_initialized for t in (layer.keys, layer.values))
+        stored = sum(t.nbytes for layer in self.layers if layer.is_initialized for t in (layer.keys, layer.values))
+        states = sum(layer.nbytes for layer in self.layers if isinstance(layer, StateLayer))
+        return stored + states + sum(form.nbytes for form in self.forms)

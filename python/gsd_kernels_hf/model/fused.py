@@ -35,6 +35,7 @@ from .foreign import foreign, foreign_code, layers_of
 from .hidden import LAST
 from .once import modules_of
 from .probe import examine, windows_of
+from .recurrent.mixers import mixers_of
 from .runner import Listener, RowModel
 
 logger = logging.getLogger("gsd_kernels")
@@ -152,6 +153,8 @@ def check_rows(model: PreTrainedModel, name: str) -> None:
     code = foreign_code(model, shipped=False)
     if code is not None:
         suspect = f"it has code that is not transformers' own: {code}"
+    elif mixers_of(model):
+        suspect = f"its layers keep a recurrent state ({mixers_of(model)[0][0]})"
     elif examine(model).unwritten:
         suspect = f"no layer of it has the number {min(examine(model).unwritten)} (layer_idx)"
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,9 @@ from .cache import GraphCache
 from .identity import structure_of
 from .once import modules_of, once
 from .properties import cache_argument, device_of, vocabulary
+from .recurrent.by_depth import ByDepth
+from .recurrent.mixers import mixers_of, states_of, with_mixers
+from .recurrent.tree import RowTree
 from .same_attention import AttentionCall, check_attention
 
 CACHED = 3  # positions that the cache holds already
@@ -131,8 +134,8 @@ def differing_twin(query: Tensor, key: Tensor, value: Tensor) -> str | None:
 class ProbeCache(GraphCache):
     """A cache that notes whether layers ask for its length, which means nothing to graph rows."""
 
-    def __init__(self, config: PretrainedConfig) -> None:
-        super().__init__(config, CACHED + ROWS)
+    def __init__(self, config: PretrainedConfig, recurrent: Mapping[int, int]) -> None:
+        super().__init__(config, CACHED + ROWS, recurrent=recurrent)
         self.prompt_length = CACHED
         self.length_asked = False
         self.updated: list[int] = []  # layers, in the order in which they were stored
@@ -215,7 +218,10 @@ def random_numbers_kept(model: PreTrainedModel) -> Iterator[None]:
 def _forward(model: PreTrainedModel, *, poisoned: bool) -> tuple[Probe, bool]:
     """Forward the rows: what was noted, and whether NaN appeared nowhere but where it was put."""
     device, probe = device_of(model), Probe()
-    cache = ProbeCache(model.config)
+    cache = ProbeCache(model.config, states_of(model) if mixers_of(model) else {})
+    if mixers_of(model):  # whose rows see themselves alone as well; how they see others is proved apart
+        cache.tree = RowTree.apart(2, ROWS, device)
+        model, cache.forms = with_mixers(model, lambda module: ByDepth(module, cache.layers[module.layer_idx]))
     tokens = torch.tensor([[5, 7, 9, 7, 8], [5, 7, 9, 7, 8]], device=device) % vocabulary(model)
     mask = torch.ones(2, CACHED + ROWS, dtype=torch.int64, device=device)
     mask[1, : CACHED + POISONED] = 0
@@ -229,6 +235,8 @@ def _forward(model: PreTrainedModel, *, poisoned: bool) -> tuple[Probe, bool]:
             use_cache=True,
             graph=probe,
         )
+    if cache.forms and not probe.calls and not probe.without_graph:
+        raise Unserved("has recurrent layers alone, of which transformers' cache knows no length")
     if probe.without_graph or not probe.calls:
         total = probe.without_graph + len(probe.calls)
         seen = f"{len(probe.calls)} of {total} attention calls" if total else "none of its layers"

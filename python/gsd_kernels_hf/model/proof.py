@@ -21,6 +21,7 @@ from gsd_kernels.graph import pack_bits
 from ..packed.modules import as_packed, shape_of
 from .probe import examine, random_numbers_kept
 from .properties import cache_argument, device_of, vocabulary
+from .recurrent.mixers import mixers_of
 from .view import with_children
 
 PROMPT, PADS, PIECE = 7, 3, 4  # tokens; of the second sequence; of a piece
@@ -158,7 +159,7 @@ def _difference(model: PreTrainedModel, forward: Forward, *, closely: bool, sing
                 if not bool(own.isfinite().all()):
                     return Difference("the logits of a few tokens are not finite", passing=True)
                 difference = worst(own, ours)
-                if difference <= TOLERANCE[found.dtype]:
+                if difference <= TOLERANCE[precision_of(found)]:
                     continue
                 rounding = worst(own, shaken(found, singly=singly))
                 if difference > max(min(NEVER, SHAKEN * rounding), FREELY * rounding):
@@ -173,6 +174,11 @@ def _difference(model: PreTrainedModel, forward: Forward, *, closely: bool, sing
     return None
 
 
+def precision_of(model: PreTrainedModel) -> torch.dtype:
+    """What a model rounds to: recurrent states are float32 at best, whatever the weights are."""
+    return torch.float32 if mixers_of(model) and model.dtype == torch.float64 else model.dtype
+
+
 def worst(own: Tensor, ours: Tensor) -> float:
     """The largest difference of a row's logits [2, n, V], relative to their spread."""
     spread = (own - own.mean(-1, keepdim=True)).norm(dim=-1)
@@ -182,7 +188,7 @@ def worst(own: Tensor, ours: Tensor) -> float:
 
 def shaken(model: PreTrainedModel, *, singly: bool) -> Tensor:
     """The model's own logits, [2, n, V], of embeddings that are rounded otherwise."""
-    thread, eps = threading.get_ident(), torch.finfo(model.dtype).eps
+    thread, eps = threading.get_ident(), torch.finfo(precision_of(model)).eps
 
     def shake(_: nn.Module, __: Any, output: Any) -> Any:
         if threading.get_ident() != thread:

@@ -14,12 +14,15 @@ from gsd_kernels.ops.step import FedRows, feed_rows
 
 from ..packed.modules import dtype_of
 from .attention import GraphInputs, configs_of, switched_configs
-from .cache import GraphCache, lies_in_a_block
+from .cache import GraphCache, StateLayer, lies_in_a_block
 from .hidden import LAST, listening
 from .launching import launch_attention
 from .linear import with_cpu_linears
 from .probe import windows_of
 from .properties import cache_argument, device_of, vocabulary
+from .recurrent.by_depth import ByDepth
+from .recurrent.mixers import Form, mixers_of, states_of, with_mixers
+from .recurrent.tree import RowTree
 
 Listener = Callable[[Mapping[int, Tensor], int], None]
 """Takes the hidden states of a piece of the prompt, [B, n, D] by layer, and the position of its first token."""
@@ -36,6 +39,7 @@ class CachedText:
 
     def __init__(self, model: nn.Module, cache: GraphCache, kv_start: Tensor) -> None:
         self.model, self.cache = model, cache
+        self.recurrent = bool(mixers_of(model))  # whether layers keep a state, which knows one position alone
         self.text_kv_start = kv_start
         self.stored: tuple[Tensor, Tensor] | None = None  # tokens [B, n] and padding [B] of the last text, on the CPU
 
@@ -44,6 +48,8 @@ class CachedText:
         shared = int(lengths.min())
         # Copies: the storage is used again for the next text.
         self.stored = tuple(t.to("cpu", copy=True) for t in (tokens[:, :shared], self.text_kv_start))
+        if self.recurrent and int(lengths.max()) > shared:
+            self.stored = None  # states are those of texts' ends
 
     def grow(self, capacity: int) -> None:
         """Make room for ``capacity`` positions; what is stored stays, at other addresses."""
@@ -67,7 +73,8 @@ class CachedText:
             return 0
         both = min(tokens.shape[1], input_ids.shape[1])
         same = (tokens[:, :both] == input_ids[:, :both].cpu()).all(0)
-        return int(same.long().cumprod(0).sum())
+        common = int(same.long().cumprod(0).sum())
+        return 0 if self.recurrent and common < tokens.shape[1] else common
 
 
 class RowModel(CachedText):
@@ -95,7 +102,8 @@ class RowModel(CachedText):
         hidden_layers: tuple[int, ...] = (),
     ) -> None:
         if cache is None:
-            cache = GraphCache(model.config, capacity, backend, stacked=lies_in_a_block(model))
+            recurrent = states_of(model)
+            cache = GraphCache(model.config, capacity, backend, stacked=lies_in_a_block(model), recurrent=recurrent)
         super().__init__(model, cache, kv_start)
         self.configs = configs_of(model)  # switched for every forward by itself, and as they were in between
         self.cache_argument = cache_argument(model)
@@ -114,8 +122,16 @@ class RowModel(CachedText):
 
     @cached_property
     def stepping(self) -> PreTrainedModel:
-        """The same model and weights, with linear layers for few rows."""
-        return with_cpu_linears(self.model, self.backend)
+        """The same model and weights, with linear layers for few rows and recurrent layers for rows of graphs."""
+        model = with_cpu_linears(self.model, self.backend)
+        if self.recurrent:
+            model, self.cache.forms = with_mixers(model, self.form_of)
+        return model
+
+    def form_of(self, module: nn.Module) -> Form:
+        """How the rows of a module with a recurrent state are computed."""
+        layer: StateLayer = self.cache.layers[module.layer_idx]  # type: ignore[index, assignment]
+        return ByDepth(module, layer)
 
     def sharing_cache(self, view: PreTrainedModel) -> RowModel:
         """``view``, this model without some blocks, in this model's own cache."""
@@ -136,8 +152,9 @@ class RowModel(CachedText):
             self.kv_start.copy_(self.text_kv_start)
         self.reused = self.common(input_ids, self.text_kv_start)
         if LAST in self.hidden_layers:  # nothing keeps it, so the last position is read in any case
-            self.reused = max(0, min(self.reused, input_ids.shape[1] - 1))
-        self.cache.prompt_length = self.reused
+            before = max(0, min(self.reused, input_ids.shape[1] - 1))
+            self.reused = 0 if self.recurrent and before < self.reused else before
+        self.cache.restart(self.reused)
         self.stored = None
 
     def read(
@@ -153,6 +170,7 @@ class RowModel(CachedText):
         chunk = chunk or max(1, length)
         for begin in range(self.reused, length, chunk):
             end = min(begin + chunk, length)
+            self.cache.padding = None if attention_mask is None else attention_mask[:, begin:end]
             with switched_configs(self.configs), listening(self.stepping, self.hidden_layers) as hidden:
                 self.stepping(
                     input_ids=self.known(input_ids[:, begin:end]),
@@ -182,6 +200,7 @@ class RowModel(CachedText):
         Where ``slots`` is an int and ``node_depths`` not ``depths`` itself, those of the rows' slots are written.
         """
         fed = self.feed(token_ids, kv_len, slots, depths, node_depths, shift, torch.int64)
+        stepping, tree = self.stepping, self.tree_of(ancestor_mask, token_ids.shape[1]) if self.recurrent else None
         inputs = GraphInputs(
             ancestor_mask=ancestor_mask.to(self.device),
             kv_len=kv_len.to(self.device),
@@ -192,9 +211,9 @@ class RowModel(CachedText):
             windows=self.windows,
         )
         assert inputs.ancestor_mask.shape[-1] == num_words(node_depths.shape[-1])
-        listens = listening(self.stepping, self.hidden_layers)
-        with switched_configs(self.configs), self.cache.writing(fed.places), listens as hidden:
-            output = self.stepping(
+        listens = listening(stepping, self.hidden_layers)
+        with switched_configs(self.configs), self.cache.writing(fed.places, tree), listens as hidden:
+            output = stepping(
                 input_ids=fed.ids,
                 attention_mask=self.no_mask,
                 position_ids=fed.positions,
@@ -206,6 +225,11 @@ class RowModel(CachedText):
         inputs.check_complete()
         self.hidden = hidden
         return output.logits[:, -keep:]
+
+    def tree_of(self, ancestor_mask: Tensor, count: int) -> RowTree:
+        """The rows as a tree, for layers that keep a state."""
+        self.cache.begin_rows()
+        return RowTree.of(ancestor_mask.to(self.device), count)
 
     def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
         """Launch once what a forward of ``count`` rows that see ``nodes`` slots compiles at its first use.

@@ -14,10 +14,13 @@ from ..model.fused import check_rows
 from ..model.once import parameters_of
 from ..model.probe import windows_of
 from ..model.properties import vocabulary
+from ..model.recurrent.mixers import mixers_of
 from ..packed.modules import Packed
 from .modes import Unsupported
 
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
+RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp"}
+"""Layer types beside those, where modules keep a state in transformers' cache; a proof says whether they are served."""
 MAX_VOCABULARY_PADDING = 1024
 
 
@@ -43,12 +46,14 @@ def check_model(name: str, model: Any) -> None:
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
         raise Unsupported(f"{name}: {kind} is an encoder-decoder; only decoder-only models are supported")
-    if not hasattr(config, "rope_parameters") and not hasattr(config, "rope_theta"):
+    recurrent = keeps_state(name, model)
+    if not recurrent and not hasattr(config, "rope_parameters") and not hasattr(config, "rope_theta"):
         raise Unsupported(f"{name}: {kind} has no rotary position embedding; LLaMA-family models have")
     for rope in _rope_types(config):
         if rope in ("dynamic", "longrope"):
             raise Unsupported(f"{name}: rope type {rope!r} changes with the length; not supported")
-    unserved = set(getattr(config, "layer_types", None) or ()) - SERVED_LAYERS
+    served = SERVED_LAYERS | (RECURRENT_LAYERS if recurrent else set())
+    unserved = set(getattr(config, "layer_types", None) or ()) - served
     if unserved:
         raise Unsupported(f"{name}: {kind} has layers of type {sorted(unserved)[0]!r}; not supported")
     if any(parameter.endswith(".sinks") for parameter, _ in parameters_of(model)):
@@ -65,6 +70,23 @@ def check_model(name: str, model: Any) -> None:
         check_heads(name, model.config, (mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh).size())
     check_weights(name, model)
     check_forwards(name, model)
+
+
+def keeps_state(name: str, model: PreTrainedModel) -> bool:
+    """Whether layers keep a recurrent state.
+
+    Raises:
+        Unsupported: they do, in a draft or on several ranks.
+    """
+    recurrent = mixers_of(model)
+    if not recurrent:
+        return False
+    what = f"{name}: {type(model).__name__} keeps a recurrent state ({recurrent[0][0]})"
+    if name != "model":
+        raise Unsupported(f"{what}, which drafts cannot; it can be the target")
+    if getattr(model, "_device_mesh", None) is not None:
+        raise Unsupported(f"{what} and is sharded among ranks; not supported")
+    return True
 
 
 def check_forwards(name: str, model: PreTrainedModel) -> None:

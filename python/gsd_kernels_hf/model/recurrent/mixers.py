@@ -1,0 +1,144 @@
+"""The modules of a model that keep a recurrent state, found by what their code does with a cache.
+
+A model is seen through a view in which each of them is a :class:`Mixer`: a prompt goes through the module as it is,
+rows of a graph through a form of it. The model itself is left as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+try:
+    from transformers.cache_utils import LinearAttentionLayer
+except ImportError:  # an earlier transformers, where modules keep states in caches of their own
+
+    class LinearAttentionLayer:  # type: ignore[no-redef]
+        """No layer is one."""
+
+
+from ..code import code_names
+from ..once import modules_of, once
+from ..view import with_children
+from .tree import RowTree
+
+UPDATES = {"update_conv_state", "update_recurrent_state"}
+"""What code calls that moves a state of transformers' cache on."""
+
+
+class RowsCache(Cache):
+    """A cache of graph rows, as mixers see it.
+
+    Attributes:
+        tree: of the rows that are forwarded; ``None``: what is forwarded is a prompt.
+        padding: bool [B, n], where a prompt's piece holds tokens; ``None``: everywhere.
+    """
+
+    tree: RowTree | None = None
+    padding: Tensor | None = None
+
+
+class Form(Protocol):
+    """How the rows of one mixer are computed, and what is kept of the text for that."""
+
+    def rows(self, tree: RowTree, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """What the module's forward returns of rows [B, R], given what it was called with."""
+        ...
+
+    def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
+        """Take the accepted rows int32 [B, P] of the last :meth:`rows` into the text; their number: int32 [B]."""
+        ...
+
+    def begin(self) -> None:
+        """A prompt was read: go on from the states that it left in the cache."""
+        ...
+
+    def end(self) -> None:
+        """Leave the states of the text in the cache, where the next prompt goes on from them."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes beside the cache's own states."""
+        ...
+
+
+class Mixer(nn.Module):
+    """A module with a recurrent state, whose rows are computed by a form."""
+
+    def __init__(self, module: nn.Module, form: Form) -> None:
+        super().__init__()
+        self.module, self.form = module, form
+        self.train(module.training)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """As the module; a cache of graph rows says which it is."""
+        cache = next((v for v in (*args, *options.values()) if isinstance(v, RowsCache)), None)
+        if cache is None:
+            return self.module(*args, **options)
+        if cache.tree is not None:
+            return self.form.rows(cache.tree, args, options)
+        if cache.padding is not None and cache.padding.shape[1] == 1 and "attention_mask" in options:
+            # transformers takes a piece of one token for a generated one, which is never padding.
+            hidden = next(v for v in (*args, *options.values()) if isinstance(v, Tensor))
+            options["attention_mask"] = cache.padding.to(hidden.device)
+        return self.module(*args, **options)
+
+
+@functools.lru_cache(maxsize=1024)
+def keeps_state(cls: type) -> bool:
+    """Whether code of a module's class moves a recurrent state of a cache on."""
+    if not hasattr(LinearAttentionLayer, "update_recurrent_state"):
+        return False
+    for base in cls.__mro__:
+        if base in (nn.Module, object):
+            continue
+        for value in vars(base).values():
+            function = _written(value)
+            if function is not None and UPDATES & set(code_names(function.__code__)):
+                return True
+    return False
+
+
+def _written(value: Any) -> types.FunctionType | None:
+    """The function inside decorators."""
+    value = getattr(value, "__func__", value)
+    while hasattr(value, "__wrapped__"):
+        value = value.__wrapped__
+    return value if isinstance(value, types.FunctionType) else None
+
+
+@once
+def mixers_of(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
+    """The modules of a model that keep a recurrent state in transformers' cache, by name."""
+    return tuple((name, module) for name, module in modules_of(model) if keeps_state(type(module)))
+
+
+def states_of(model: PreTrainedModel) -> dict[int, int]:
+    """Layers of the cache that keep recurrent states, and how many each keeps."""
+    own = DynamicCache(config=model.config).layers
+    found = {getattr(module, "layer_idx", None) for _, module in mixers_of(model)}
+    return {i: getattr(layer, "number_of_states", 1) for i, layer in enumerate(own) if i in found}
+
+
+def with_mixers(model: PreTrainedModel, form_of: Callable[[nn.Module], Form]) -> tuple[PreTrainedModel, list[Form]]:
+    """``model`` seen with a :class:`Mixer` for each such module, and their forms."""
+    made: dict[int, Mixer] = {}
+
+    def view(module: Any) -> Any:
+        children = {name: child if child is None else view(child) for name, child in module._modules.items()}
+        if any(child is not module._modules[name] for name, child in children.items()):
+            module = with_children(module, children)
+        if not keeps_state(type(module)):
+            return module
+        if id(module) not in made:
+            made[id(module)] = Mixer(module, form_of(module))
+        return made[id(module)]
+
+    return view(model), [mixer.form for mixer in made.values()]

@@ -1,0 +1,177 @@
+"""Hybrid targets: layers with a recurrent state write transformers' own text, with any draft or none."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import tiny_configs
+import torch
+from models import noised, prompts, tiny
+from reciting import Reciting
+
+import gsd_kernels as gsd
+from gsd_kernels_hf import validate
+from gsd_kernels_hf.model.recurrent.mixers import mixers_of
+from gsd_kernels_hf.model.recurrent.tree import RowTree
+from gsd_kernels_hf.model.runner import RowModel
+
+FAMILIES = {  # with the layer patterns of what is published
+    "qwen3.5": ("Qwen3_5ForCausalLM", 4),
+    "qwen3-next": ("Qwen3NextForCausalLM", 4),
+    "lfm2": ("Lfm2ForCausalLM", 4),
+}
+SHAPES = {  # by batch
+    3: gsd.GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=-1),
+    1: gsd.GraphConfig(depth=6, width=1, branch=3, max_rows=14, merge_context=-1),
+}
+NEW = 44
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+
+
+@functools.lru_cache
+def target_of(family: str):
+    return tiny_configs.build(*FAMILIES[family])
+
+
+@functools.lru_cache
+def inputs_of(batch: int):
+    found = prompts(3, 9, vocab=tiny_configs.VOCAB)
+    return found if batch == 3 else {name: value[:1] for name, value in found.items()}
+
+
+@functools.lru_cache
+def text_of(family: str, batch: int):
+    return target_of(family).generate(**inputs_of(batch), **GREEDY)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_transformers_own(family, batch):
+    target, text = target_of(family), text_of(family, batch)
+    assert len(text[0].unique()) >= 15
+    assert torch.equal(gsd.generate(target, **inputs_of(batch), **GREEDY, graph_config="plain"), text)
+    sources = (Reciting(text, tiny_configs.VOCAB), "history")
+    options = {"draft_sources": sources, "graph_config": SHAPES[batch], "return_dict_in_generate": True}
+    out = gsd.generate(target, **inputs_of(batch), **GREEDY, **options)
+    assert torch.equal(out.sequences, text)
+    assert out.stats.accepted[1] > 0, "nothing was rejected"
+    assert sum(out.stats.accepted[2:]) > 5, "nothing was accepted"
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "lfm2"])
+def test_sampled_text_does_not_depend_on_the_draft(family):
+    target, sampled = target_of(family), {"max_new_tokens": NEW, "do_sample": True, "top_k": 0, "seed": 3}
+    plain = gsd.generate(target, **inputs_of(3), **sampled)
+    options = {"draft_sources": (Reciting(plain, tiny_configs.VOCAB),), "graph_config": SHAPES[3]}
+    assert torch.equal(gsd.generate(target, **inputs_of(3), **sampled, **options), plain)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+def test_prompts_in_pieces_behind_padding(chunk):
+    """A piece of one token is no generated one: where it is padding, it must not reach the state."""
+    target, inputs = target_of("qwen3.5"), prompts(3, 4, seed=1, vocab=tiny_configs.VOCAB)
+    inputs["input_ids"][1, :3], inputs["attention_mask"][1, :3] = 5, 0
+    for length in (4, 2, 1):
+        given = {name: value[:, -length:] for name, value in inputs.items()}
+        expected = target.generate(**given, max_new_tokens=12, do_sample=False)
+        out = gsd.generate(target, **given, max_new_tokens=12, do_sample=False, prefill_chunk_size=chunk)
+        assert torch.equal(out, expected), length
+
+
+def test_turns_go_on_from_the_state_where_the_text_ends():
+    target = target_of("qwen3.5")
+    first = inputs_of(1)["input_ids"]
+    handle = gsd.patch(target, draft_sources=("history",), graph_config=gsd.GraphConfig(depth=0, history_depth=4))
+    try:
+        text = target.generate(first, max_new_tokens=20, do_sample=False)
+        longer = torch.cat([text, torch.tensor([[7, 9, 11]])], 1)
+        other = torch.cat([text[:, :15], torch.tensor([[7, 9, 11]])], 1)
+        found = {
+            name: target.generate(ids, max_new_tokens=20, do_sample=False)
+            for name, ids in {"longer": longer, "same": text, "other": other}.items()
+        }
+        reused = [session.target.reused for session in handle.engines.idle.sessions]
+    finally:
+        gsd.unpatch(target)
+    assert reused == [0], "the last prompt left the text in the middle"
+    for name, ids in {"longer": longer, "same": text, "other": other}.items():
+        assert torch.equal(found[name], target.generate(ids, max_new_tokens=20, do_sample=False)), name
+
+
+def test_a_text_that_goes_on_is_not_read_again():
+    target = target_of("qwen3.5")
+    rows = RowModel(target, 64, torch.zeros(1, dtype=torch.int32), "auto")
+    ids = inputs_of(1)["input_ids"]
+    rows.prefill(ids, None, None)
+    read = rows.cache.layers[0].recurrent_states[0].clone()
+    rows.holds(ids, torch.tensor([ids.shape[1]]))
+    rows.restart(torch.cat([ids, ids], 1))
+    assert rows.reused == ids.shape[1]
+    assert torch.equal(rows.cache.layers[0].recurrent_states[0], read)
+    rows.holds(ids, torch.tensor([ids.shape[1]]))
+    rows.restart(ids[:, :-1])
+    assert rows.reused == 0 and rows.cache.layers[0].recurrent_states[0] is None
+
+
+def test_weights_that_were_changed_are_noticed():
+    target = tiny_configs.build("Qwen3_5ForCausalLM", 4)
+    ids = inputs_of(1)["input_ids"]
+    gsd.patch(target, draft_sources=("history",))
+    try:
+        before = target.generate(ids, **GREEDY)
+        with torch.no_grad():
+            target.model.layers[0].linear_attn.A_log.add_(1.0)
+        after = target.generate(ids, **GREEDY)
+    finally:
+        gsd.unpatch(target)
+    assert torch.equal(after, target.generate(ids, **GREEDY))
+    assert not torch.equal(before, after)
+
+
+def test_rows_that_are_not_what_the_model_computes_are_refused(monkeypatch):
+    target = tiny_configs.build("Qwen3_5ForCausalLM", 4)
+    right = RowTree.of
+    monkeypatch.setattr(RowTree, "of", lambda mask, count: wrong(right(mask, count)))
+    with pytest.raises(validate.Unsupported, match=r"Qwen3_5ForCausalLM.*linear_attn"):
+        gsd.generate(target, inputs_of(1)["input_ids"], **GREEDY)
+
+
+def wrong(tree: RowTree) -> RowTree:
+    return RowTree((tree.parents - (tree.parents > 2).long()), tree.depths)
+
+
+def test_drafts_and_skipped_layers_are_refused_by_name():
+    hybrid, target = target_of("qwen3.5"), tiny(vocab_size=tiny_configs.VOCAB)
+    with pytest.raises(ValueError, match="assistant_model: Qwen3_5ForCausalLM keeps a recurrent state"):
+        gsd.generate(target, inputs_of(1)["input_ids"], assistant_model=hybrid, max_new_tokens=4)
+    with pytest.raises(ValueError, match="Qwen3_5ForCausalLM"):
+        gsd.LayerSkip(hybrid, mlp=[1])
+
+
+def test_a_draft_model_without_a_state_drafts_for_a_hybrid():
+    target = target_of("lfm2")
+    draft = noised(tiny(vocab_size=tiny_configs.VOCAB))
+    out = gsd.generate(target, **inputs_of(3), **GREEDY, assistant_model=draft, graph_config="tree")
+    assert torch.equal(out, text_of("lfm2", 3))
+
+
+def test_memory_of_the_states_is_stated():
+    target = target_of("qwen3.5")
+    rows = RowModel(target, 32, torch.zeros(1, dtype=torch.int32), "auto")
+    rows.prefill(inputs_of(1)["input_ids"], None, None)
+    config = target.config
+    heads = config.linear_num_value_heads
+    state = heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
+    assert rows.nbytes > 3 * state
+    assert len(mixers_of(target)) == 3
+
+
+def test_a_tree_of_rows():
+    sees = torch.eye(6, dtype=torch.bool)
+    for row, parent in ((1, 0), (2, 0), (3, 2), (4, 3)):
+        sees[row] |= sees[parent]
+    tree = RowTree.of(gsd.graph.pack_bits(sees)[None], 6)
+    assert tree.parents.tolist() == [[-1, 0, 0, 2, 3, -1]]
+    assert tree.depths.tolist() == [[0, 1, 1, 2, 3, 0]]
+    assert [row.tolist() for _, row, _ in tree.levels] == [[0, 5], [1, 2], [3], [4]]
