@@ -43,6 +43,7 @@ SECTIONS = {
         "DraftHeads",
         "Eagle3",
         "DFlash",
+        "Mtp",
         "LayerSkip",
         "Corpus",
         "OnlineLearner",

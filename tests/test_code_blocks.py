@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from checkpoints import save_pair
+from sources.mtp_checkpoints import saved
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import gsd_kernels
@@ -40,6 +42,7 @@ OTHERS = {
 FILLED = {
     '"someone/EAGLE3-LLaMA3.1-Instruct-8B"': "eagle3",
     '"eagle3-folder"': "eagle3",
+    '"folder-or-id"': "whole",
     "max_new_tokens=256": "max_new_tokens=12",
     "depth=6, width=8, branch=4, max_rows=64": "depth=3, width=2, branch=2, max_rows=8",
 }
@@ -76,11 +79,19 @@ def test_python_runs(page, names):
     for code in blocks(page, "python"):
         if "xgrammar" in code:
             names |= grammars(names["tokenizer"])
+        if 'drafter="mtp"' in code:
+            names |= with_heads(Path("whole"))
         try:
             exec(compile(filled(code), page, "exec"), names)
         finally:
             if "generate" in vars(names["model"]):
                 gsd_kernels.unpatch(names["model"])
+
+
+def with_heads(folder: Path) -> dict[str, Any]:
+    """A model whose checkpoint has multi-token-prediction heads, and that checkpoint."""
+    saved("mimo", folder)
+    return {"model": AutoModelForCausalLM.from_pretrained(folder), "whole": folder}
 
 
 def grammars(tokenizer: Any) -> dict[str, Any]:

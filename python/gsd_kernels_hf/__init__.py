@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .sources.eagle3 import Eagle3
     from .sources.heads import DraftHeads
     from .sources.layer_skip import LayerSkip
+    from .sources.mtp import Mtp
     from .training.online import OnlineLearner
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "GraphGenerateOutput",
     "LayerSkip",
     "Level",
+    "Mtp",
     "OnlineLearner",
     "Proposal",
     "RowSettings",
@@ -65,6 +67,7 @@ _HOMES = {
     "LayerSkip": "sources.layer_skip",
     "RowSettings": "policy.row_policy",
     "ShapeSettings": "policy.shape_policy",
+    "Mtp": "sources.mtp",
     "StepCosts": "policy.tuning",
     "OnlineLearner": "training.online",
     "Typical": "acceptance.criteria",

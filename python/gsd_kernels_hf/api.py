@@ -30,6 +30,8 @@ from .model.once import getting_ready
 from .packed import copies
 from .sources.layer_skip import LayerSkip
 from .sources.memory import HistoryMemory
+from .sources.mtp import Mtp
+from .sources.mtp_files import mention_heads
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -309,6 +311,8 @@ def patch(
     decoder = Options(**options)
     check_sources(decoder, inner)
     loaded = {"drafter": decoder.drafter, "draft_heads": decoder.draft_heads}
+    if decoder.named and not isinstance(decoder.drafter, Mtp):
+        mention_heads(inner)
     memory = HistoryMemory(properties.vocabulary(inner))
     handle = Patch(inner, Engines(keeps_sessions=True, memory=memory))
     accelerated = _Accelerated(inner, handle, {**options, **loaded})

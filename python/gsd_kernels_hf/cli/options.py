@@ -70,10 +70,10 @@ DrafterOption = Annotated[
     str | None,
     typer.Option(
         "--drafter",
-        metavar="DIR|ID",
+        metavar="DIR|ID|mtp",
         rich_help_panel=_MODELS,
         help="Drafter that was trained for the target: an EAGLE-3, DFlash or Medusa checkpoint; its config says which. "
-        "Beside --draft and the history, or without a draft.",
+        "'mtp': the multi-token-prediction heads in the target's own. Beside --draft and the history, or without one.",
     ),
 ]
 CorpusOption = Annotated[

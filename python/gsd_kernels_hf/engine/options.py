@@ -38,7 +38,7 @@ NAMES: tuple[SourceName, ...] = get_args(SourceName)
 NEEDS = {
     "model": "assistant_model, a draft model",
     "layer_skip": "assistant_model=LayerSkip(model, …)",
-    "drafter": "drafter, a folder, a hub id or a loaded one",
+    "drafter": 'drafter, a folder, a hub id, "mtp" or a loaded one',
     "heads": "draft_heads",
 }
 
@@ -67,7 +67,8 @@ class Options:
         draft_heads: :class:`~gsd_kernels.DraftHeads` that were trained for the target, or their folder or hub id.
         drafter: a drafter that was trained for the target, from a checkpoint: its folder or hub id, whose config says
             which kind it is, or a loaded one (:class:`~gsd_kernels.Eagle3`, :class:`~gsd_kernels.DFlash`,
-            :class:`~gsd_kernels.DraftHeads`). A place is loaded once for a target, as long as its files stay the same.
+            :class:`~gsd_kernels.DraftHeads`, :class:`~gsd_kernels.Mtp`). ``"mtp"``: the multi-token-prediction heads in
+            the target's own checkpoint. A place is loaded once for a target, as long as its files stay the same.
         reference_ids: int64 [length] for all sequences or [batch, length], a text that the output may repeat: the file
             to edit, a retrieved document. The history starts with it; it changes the speed, never the output.
         criterion: which drafted tokens are accepted when sampling. ``"exact"``: those that the model itself draws.
@@ -126,7 +127,7 @@ class Options:
             raise TypeError(f"draft_heads: expected DraftHeads, their folder or hub id, got {got}")
         if self.drafter is not None and not isinstance(self.drafter, (str, os.PathLike, *KINDS)):
             kinds, got = ", ".join(kind.__name__ for kind in KINDS), type(self.drafter).__name__
-            raise TypeError(f"drafter: expected a folder, a hub id, or one of {kinds}, got {got}")
+            raise TypeError(f'drafter: expected a folder, a hub id, "mtp", or one of {kinds}, got {got}')
         plain = shape == PLAIN
         shape = None if plain else shape
         self.named = () if plain else self._names()

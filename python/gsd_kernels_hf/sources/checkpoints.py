@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,22 @@ class BadCheckpoint(ValueError):
     """A drafter checkpoint that cannot be served; the message names what, and the cure."""
 
 
-def fetch(where: str | os.PathLike[str], what: str = "drafter") -> Path:
+def fetch(
+    where: str | os.PathLike[str],
+    what: str = "drafter",
+    *,
+    wanted: Sequence[str] = WANTED,
+    revision: str | None = None,
+    download: bool = True,
+) -> Path:
     """The folder of a checkpoint: a local one, or a hub id's snapshot, of which only JSON and safetensors are fetched.
 
     Args:
         where: as the user gave it.
         what: the first word of every error.
+        wanted: patterns of the files to fetch.
+        revision: commit of the hub; ``None``: its newest.
+        download: whether the hub may be asked; else what was fetched before is taken.
 
     Raises:
         BadCheckpoint: neither.
@@ -63,7 +73,9 @@ def fetch(where: str | os.PathLike[str], what: str = "drafter") -> Path:
     if Path(place).is_dir():
         return Path(place)
     try:
-        return Path(snapshot_download(place, allow_patterns=WANTED))
+        return Path(
+            snapshot_download(place, allow_patterns=list(wanted), revision=revision, local_files_only=not download)
+        )
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadCheckpoint(
@@ -111,28 +123,47 @@ class Checkpoint:
         """
         folder = fetch(where)
         found = cls(folder, read_json(folder / CONFIG))
-        for path in found._weight_files():
+        found.list_tensors(found._weight_files())
+        return found
+
+    def list_tensors(self, paths: Iterable[Path]) -> None:
+        """Read the headers of files.
+
+        Raises:
+            BadCheckpoint: one is missing or unreadable.
+        """
+        for path in paths:
             try:
                 with safe_open(path, "pt") as file:
                     for name in list(file.keys()):
-                        found.files[name] = path, tuple(file.get_slice(name).get_shape())
+                        self.files[name] = path, tuple(file.get_slice(name).get_shape())
             except FileNotFoundError as error:
-                raise BadCheckpoint(f"drafter: {INDEX} names {path.name}, and {folder} has none") from error
+                raise BadCheckpoint(f"drafter: {INDEX} names {path.name}, and {self.folder} has none") from error
             except (SafetensorError, OSError) as error:
                 raise BadCheckpoint(f"drafter: {path} is no readable safetensors file: {error}") from error
-        return found
+
+    def index(self) -> dict[str, str] | None:
+        """The file of every tensor, by its name; ``None`` without an index.
+
+        Raises:
+            BadCheckpoint: it is unreadable, or names files outside the folder.
+        """
+        if not (self.folder / INDEX).is_file():
+            return None
+        index = read_json(self.folder / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+            raise BadCheckpoint(f"drafter: {self.folder / INDEX} has no weight_map of file names")
+        outside = [name for name in index.values() if Path(name).name != name]
+        if outside:
+            raise BadCheckpoint(f"drafter: {self.folder / INDEX} names {outside[0]!r}, which is outside the folder")
+        return index
 
     def _weight_files(self) -> list[Path]:
         for weights in (MEDUSA_WEIGHTS, WEIGHTS):
             if (self.folder / weights).is_file():
                 return [self.folder / weights]
-        if (self.folder / INDEX).is_file():
-            index = read_json(self.folder / INDEX).get("weight_map")
-            if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
-                raise BadCheckpoint(f"drafter: {self.folder / INDEX} has no weight_map of file names")
-            outside = [name for name in index.values() if Path(name).name != name]
-            if outside:
-                raise BadCheckpoint(f"drafter: {self.folder / INDEX} names {outside[0]!r}, which is outside the folder")
+        index = self.index()
+        if index is not None:
             return [self.folder / name for name in sorted(set(index.values()))]
         pickled = [name for name in PICKLES if (self.folder / name).is_file()]
         if pickled:

@@ -184,6 +184,11 @@ class DFlash(nn.Module):
                 f"{rows}"
             )
 
+    @property
+    def windows(self) -> list[int | None]:
+        """The sliding window of every layer."""
+        return [layer.self_attn.window for layer in self.layers]
+
     def target_ids(self) -> Tensor:
         """The target's id of every draft token, int64 [draft_vocab_size]."""
         at = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
@@ -322,7 +327,7 @@ class DFlashDrafts(FeatureSource):
         tokens[:, 0] = state.root_tokens()
         # Windows are counted from the root, so for attention all rows are where the root is.
         here = torch.zeros_like(self.row)
-        rows = self.rows.row_pass(kv_len, self.sees_all, here, here)
-        rows.windowed = self.rows.row_pass(kv_len, self.sees_window, here, here).inputs
+        inputs = self.rows.inputs(kv_len, self.sees_all, here, here)
+        rows = RowPass(self.rows.cache, inputs, self.rows.inputs(kv_len, self.sees_window, here, here))
         with self.rows.cache.writing((kv_len[:, None] + self.row).long()):
             return self.module(self.embedded(tokens), self.rows.positions(kv_len, self.row), rows)

@@ -17,16 +17,14 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from gsd_kernels import GraphConfig
-
+from ..model.attention import GraphInputs
 from ..records import Candidates
 from . import checkpoints
 from .base import Level, Text
-from .chain import Chain
 from .checkpoints import BadCheckpoint, Checkpoint
-from .expansion import Expansion
-from .features import FeatureSource, in_target_ids
+from .features import in_target_ids
 from .layers import Attention, Layer, Rotary, RowPass, Turns, mlp_of
+from .recursion import Recursion
 
 __all__ = ["Eagle3"]
 
@@ -212,6 +210,11 @@ class Eagle3(nn.Module):
                 f"where the target's embedding is {config.target_hidden_size}"
             )
 
+    @property
+    def windows(self) -> list[int | None]:
+        """The sliding window of every layer."""
+        return [layer.self_attn.window for layer in self.layers]
+
     def target_ids(self) -> Tensor:
         """The target's id of every draft token, int64 [draft_vocab_size]."""
         at = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
@@ -256,12 +259,10 @@ def weight_name(name: str) -> str | None:
     return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
 
 
-class Eagle3Drafts(FeatureSource, Expansion):
+class Eagle3Drafts(Recursion):
     """The draft source of an :class:`Eagle3`: one forward a level over the frontier, as a draft model's."""
 
     name = "eagle3"
-    ahead = 1
-    shares = (0.1,)  # beside another source, before anything was learned; what is too large costs rows at once
 
     def __init__(self, module: Eagle3) -> None:
         self.module = module
@@ -276,87 +277,15 @@ class Eagle3Drafts(FeatureSource, Expansion):
         self.start(text, self.module.config.layers)
         self.target_ids = self.module.target_ids()  # int64 [draft vocabulary]
         self.vocab_size = text.target.vocab_size
-        self.slot_depths: dict[GraphConfig, Tensor] = {}
-        self.vectors: dict[GraphConfig, Tensor] = {}  # of every expanded node, [B, N + 1, D]; the last for padding
 
-    def num_rows(self, config: GraphConfig) -> int:
-        return config.draft_rows if config.depth > 0 else 0
+    def run(self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs) -> Tensor:
+        return self.module(embedded, features, positions, RowPass(self.rows.cache, inputs))
 
-    def prepare(self, config: GraphConfig) -> None:
-        """Make the storage of a shape, and let entries catch up."""
-        Expansion.prepare(self, config)
-        if config.depth > 0 and config not in self.vectors:
-            features = self.rows.features
-            self.vectors[config] = features.new_zeros(len(features), config.node_capacity + 1, features.shape[2])
-        FeatureSource.prepare(self, config)
-
-    def enter(self, end: Tensor, width: int) -> None:
-        self.feed(end, width)
-
-    def feed(self, end: Tensor, width: int) -> Tensor:
-        """Make up to ``width`` entries before ``end`` [B]; the output of the last, [B, 1, D]."""
-        chain = Chain.of(self.cached, end, width, self.state.kv_start)
-        tokens = self.state.tokens.gather(1, chain.place + 1)
-        hidden = self.forward(
-            torch.where(chain.real, tokens, 0),
-            self.rows.at(chain.place),
-            self.cached,
-            chain.slots,
-            chain.ancestor_mask,
-            chain.depths,
-            chain.node_depths,
-        )
-        self.cached.add_(chain.count)
-        return hidden[:, -1:]
-
-    def forward(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        kv_len: Tensor,
-        slots: Tensor,
-        ancestor_mask: Tensor,
-        depths: Tensor,
-        node_depths: Tensor,
-    ) -> Tensor:
-        """Outputs [B, R, D] of rows, as of :meth:`~gsd_kernels_hf.model.runner.RowModel.rows`."""
-        embedded = self.embedded(tokens.long())
-        rows = self.rows.row_pass(kv_len, ancestor_mask, depths, node_depths)
-        with self.rows.cache.writing((kv_len[:, None] + slots).long()):
-            return self.module(embedded, features, self.rows.positions(kv_len, depths), rows)
-
-    def root_logits(self, config: GraphConfig) -> Tensor:
-        vectors, logits = self.module.outputs(self.feed(self.state.out_len - 1, config.chain_rows))
-        self.vectors[config][:, :1] = vectors
-        seen = self.state.out_len - 1 > self.state.kv_start  # else there is no feature yet, and nothing to go by
-        return torch.where(seen[:, None, None], logits, 0.0)
-
-    def frontier_logits(self, level: Level) -> Tensor:
-        frontier, vectors = level.frontier, self.vectors[level.config]
-        node = frontier.node_ids.long()  # [B, W]
-        parent = level.graph.parents.gather(1, node.clamp(min=0)).clamp(min=0).long()
-        first, width = (level.number - 1) * level.config.width, level.config.width
-        slot_depths = self.slot_depths[level.config]
-        slot_depths[:, first : first + width] = frontier.depths - 1
-        hidden = self.forward(
-            frontier.token_ids,
-            vectors.gather(1, parent[..., None].expand(-1, -1, vectors.shape[2])),
-            self.state.out_len - 1,  # the root's entry lies in the prefix
-            first + torch.arange(width, device=node.device),
-            frontier.ancestor_mask,
-            frontier.depths - 1,
-            slot_depths,
-        )
-        found, logits = self.module.outputs(hidden)
-        at = torch.where(node >= 0, node, vectors.shape[1] - 1)
-        vectors.scatter_(1, at[..., None].expand_as(found), found)
-        return logits
+    def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self.module.outputs(hidden)
 
     def no_logits(self, count: int) -> Tensor:
         return self.rows.features.new_zeros(len(self.cached), count, self.module.config.layers.vocab_size)
-
-    def positions(self, level: Level, count: int) -> Tensor:
-        return level.positions
 
     def candidates(self, level: Level, logits: Tensor) -> Candidates:
         """As :meth:`Expansion.candidates`, in the target's ids."""

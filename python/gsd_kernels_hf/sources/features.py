@@ -17,7 +17,6 @@ from ..model.replay import hold
 from ..model.runner import CachedText
 from ..records import Verified
 from .base import DraftSource, Text
-from .layers import RowPass
 
 READ_ROWS = 128
 """Of a prompt in one forward: as many as graph rows may be."""
@@ -62,9 +61,9 @@ class FeatureCache(CachedText):
         """Features at positions int64 [B, n]: [B, n, D]."""
         return self.features.gather(1, place[..., None].expand(-1, -1, self.features.shape[2]))
 
-    def row_pass(self, kv_len: Tensor, ancestor_mask: Tensor, depths: Tensor, node_depths: Tensor) -> RowPass:
-        """A forward of rows behind ``kv_len`` [B] positions; arguments as of :class:`GraphInputs`."""
-        inputs = GraphInputs(
+    def inputs(self, kv_len: Tensor, ancestor_mask: Tensor, depths: Tensor, node_depths: Tensor) -> GraphInputs:
+        """What rows behind ``kv_len`` [B] positions see; arguments as of :class:`GraphInputs`."""
+        return GraphInputs(
             ancestor_mask=ancestor_mask,
             kv_len=kv_len,
             kv_start=self.text_kv_start,
@@ -72,11 +71,10 @@ class FeatureCache(CachedText):
             node_depths=node_depths,
             backend=self.backend,
         )
-        return RowPass(self.cache, inputs)
 
     def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
         """As :meth:`~gsd_kernels_hf.model.runner.RowModel.launch`; no ``nodes``: rows whose keys are stored only."""
-        windows = [layer.self_attn.window for layer in self.model.layers] if nodes else ()
+        windows = self.model.windows if nodes else ()
         launch_attention(self.cache, self.config, kv_len, self.text_kv_start, count, nodes, windows, self.backend)
 
     def positions(self, kv_len: Tensor, depths: Tensor) -> Tensor:

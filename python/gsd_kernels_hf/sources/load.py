@@ -17,21 +17,29 @@ from .checkpoints import BadCheckpoint, Checkpoint
 from .dflash import DFlash, DFlashDrafts
 from .eagle3 import Eagle3, Eagle3Drafts
 from .heads import CONFIG_FILE, DraftHeads, Heads
+from .mtp import Mtp, MtpDrafts
+from .mtp_files import open_heads, place_of
 
-Drafter = Eagle3 | DFlash | DraftHeads
+Drafter = Eagle3 | DFlash | DraftHeads | Mtp
 """What ``drafter=`` takes, beside the place of one."""
 
-KINDS = (Eagle3, DFlash, DraftHeads)
-_Kind = TypeVar("_Kind", Eagle3 | DFlash | DraftHeads, DraftHeads)
+KINDS = (Eagle3, DFlash, DraftHeads, Mtp)
+OWN = "mtp"
+"""As a place: the heads in the target's own checkpoint; a folder of this name is ``./mtp``."""
+
+_Kind = TypeVar("_Kind", Eagle3 | DFlash | DraftHeads | Mtp, DraftHeads)
 
 
 def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Drafter:
-    """Load the drafter of ``target`` from a folder or hub id, on its device and in its dtype.
+    """Load the drafter of ``target`` from a folder or hub id, or from its own (``"mtp"``), on its device, in its dtype.
 
     Raises:
         ValueError: no drafter that can be served, or another model's; the message names what and the cure, and no
             weight was read.
     """
+    if where == OWN:
+        place, revision = place_of(target)
+        return Mtp.from_checkpoint(*open_heads(place, target, revision), target)
     folder = checkpoints.fetch(where)
     if (folder / CONFIG_FILE).is_file():
         return DraftHeads.from_pretrained(folder, target)
@@ -51,7 +59,13 @@ def loaded_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Dr
     Raises:
         ValueError: see :func:`load_drafter`.
     """
-    return _loaded_once(checkpoints.fetch(where), target, "drafter", load_drafter)
+    if where == OWN:
+        place, revision = place_of(target)
+        folder = Path(place)
+        key = stamp(folder) if folder.is_dir() else (place, revision)  # what was fetched from the hub stays the same
+        return _loaded_once(key, target, "drafter", lambda: load_drafter(OWN, target))
+    folder = checkpoints.fetch(where)
+    return _loaded_once(stamp(folder), target, "drafter", lambda: load_drafter(folder, target))
 
 
 def loaded_heads(where: str | os.PathLike[str], target: PreTrainedModel) -> DraftHeads:
@@ -60,20 +74,24 @@ def loaded_heads(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
     Raises:
         ValueError: the folder holds none, or another model's.
     """
-    return _loaded_once(checkpoints.fetch(where, "draft_heads"), target, "draft_heads", DraftHeads.from_pretrained)
+    folder = checkpoints.fetch(where, "draft_heads")
+    load = DraftHeads.from_pretrained
+    return _loaded_once(stamp(folder), target, "draft_heads", lambda: load(folder, target))
 
 
-def _loaded_once(
-    folder: Path, target: PreTrainedModel, option: str, load: Callable[[Path, PreTrainedModel], _Kind]
-) -> _Kind:
+def stamp(folder: Path) -> tuple[object, ...]:
+    """A folder of a checkpoint and its files as they are now."""
     folder = folder.resolve()
     files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".safetensors"))
-    states = [(file.name, stat.st_size, stat.st_mtime_ns) for file in files for stat in (file.stat(),)]
-    key = (folder, states, target.dtype, device_of(target))
+    return folder, *((file.name, stat.st_size, stat.st_mtime_ns) for file in files for stat in (file.stat(),))
+
+
+def _loaded_once(files: tuple[object, ...], target: PreTrainedModel, option: str, load: Callable[[], _Kind]) -> _Kind:
+    key = (files, target.dtype, device_of(target))
     loaded: dict[str, tuple[object, Any]] = _loaded.setdefault(target, {})
     if option not in loaded or loaded[option][0] != key:
         loaded.pop(option, None)  # not two at once
-        loaded[option] = key, load(folder, target)
+        loaded[option] = key, load()
     return loaded[option][1]
 
 
@@ -81,6 +99,8 @@ def source_of(drafter: Drafter) -> DraftSource:
     """The draft source of a loaded drafter."""
     if isinstance(drafter, DraftHeads):
         return Heads(drafter)
+    if isinstance(drafter, Mtp):
+        return MtpDrafts(drafter)
     return DFlashDrafts(drafter) if isinstance(drafter, DFlash) else Eagle3Drafts(drafter)
 
 
@@ -109,7 +129,8 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
     if any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures):
         raise BadCheckpoint(
             f"drafter: {folder} is a language model ({architectures[0]}), not a drafter; load it with transformers and "
-            "pass it as assistant_model"
+            'pass it as assistant_model, or pass drafter="mtp" for the multi-token-prediction heads in the target\'s '
+            "own checkpoint"
         )
     raise BadCheckpoint(
         f"drafter: {folder} is no EAGLE-3, DFlash or Medusa drafter and no draft heads: its config names the "

@@ -68,11 +68,7 @@ CONFIG_FIELDS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
         "pass assistant_model=LayerSkip(model, …), which drafts with some of the target's layers",
         (0,),
     ),
-    "use_mtp": (
-        REFUSED,
-        'pass drafter= or draft_heads= for a head that drafts, or draft_sources=("history",) for no head at all',
-        (False,),
-    ),
+    "use_mtp": (REFUSED, 'pass drafter="mtp", which drafts with the same heads, recursively', (False,)),
     "speculation_type": (REFUSED, "pass drafter=, which reads DFlash and EAGLE-3 checkpoints", ()),
     "is_assistant": (REFUSED, "the model is another generation's assistant", (False,)),
     "output_attentions": (REFUSED, AFTERWARDS, (False,)),

@@ -1,0 +1,188 @@
+"""Multi-token prediction: the head that came in the target's own checkpoint, used recursively over a graph.
+
+DeepSeek-V3 (arXiv 2412.19437, section 2.2). One decoder layer of the target's own class reads at every position the
+target's last hidden state and the embedding of the token after, both normed and projected together; its normed output
+goes through the target's output matrix. Drafted tokens have no hidden state of the target's, so the head's own output
+stands in for it. transformers uses each head once, and so drafts as many tokens as there are heads, mostly one.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..model.attention import Attends, GraphInputs, configs_of, switched_configs
+from ..model.cache import GraphCache
+from ..model.hidden import decoder_of
+from ..model.properties import cache_argument, device_of
+from ..packed.modules import dtype_of, matrix_of
+from . import checkpoints
+from .base import Text
+from .checkpoints import BadCheckpoint, Checkpoint
+from .mtp_block import Block, TargetRotary, assembled, block_for, stored_as
+from .mtp_files import open_heads
+from .mtp_layouts import Layout
+from .recursion import Recursion
+
+__all__ = ["Mtp"]
+
+KIND = "multi-token-prediction"
+
+
+class Mtp(nn.Module):
+    """A head of a target's checkpoint: ``patch(model, drafter="mtp")``, or ``Mtp.from_pretrained(folder, model)``.
+
+    Embedding, output matrix and rotary embedding are the target's.
+
+    Args:
+        layout: how it is wired.
+        block: its decoder layer.
+        bias: whether the projection has one.
+    """
+
+    embed_tokens = None  # the target's
+
+    def __init__(self, layout: Layout, block: Block, *, bias: bool) -> None:
+        super().__init__()
+        self.layout, self.config, self.windows = layout, block.config, (block.window,)
+        size = block.config.hidden_size
+        _, norm = decoder_of(block.target)
+        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        norms = [type(norm)(size, eps=eps) for _ in range(3)]
+        self.embedding_norm, self.hidden_norm, self.output_norm = norms
+        self.projection = nn.Linear(2 * size, size, bias=bias)
+        self.block = block.module
+        self.rotary = TargetRotary(block)
+        self.cache_argument = cache_argument(block.target)
+        self.configs = configs_of(self.block)
+
+    @classmethod
+    def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel) -> Mtp:
+        """The first head in a checkpoint, on ``target``'s device and in its precision.
+
+        Args:
+            where: folder or hub id of a checkpoint of ``target``, or of a copy whose heads were trained further.
+            target: whose checkpoint it is.
+
+        Raises:
+            ValueError: no heads, of a layout or a decoder layer that is not served, or another model's; no weight was
+                read.
+        """
+        return cls.from_checkpoint(*open_heads(where, target), target)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, layout: Layout, target: PreTrainedModel) -> Mtp:
+        """As :meth:`from_pretrained`, of an open checkpoint whose tensors have their names here."""
+        shapes = {name: shape for name, (_, shape) in checkpoint.files.items()}
+        inner = {name.removeprefix("block."): shape for name, shape in shapes.items() if name.startswith("block.")}
+        block = block_for(inner, target, layout.attention)
+        with torch.device("meta"):
+            module = cls(layout, block, bias="projection.bias" in shapes)
+        module.check_target(target)
+        # In the target's precision, and what it keeps in a finer one, as the biases of routers, in that.
+        dtypes = {name: target.dtype for name in module.state_dict()}
+        dtypes |= {f"block.{name}": dtype for name, dtype in block.dtypes().items()}
+        wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+        if layout.output_norm is None:
+            wanted.pop("output_norm.weight")
+        parts = {part: size for name, shape in wanted.items() for part, size in stored_as(name, shape, shapes).items()}
+        found = checkpoint.read(parts)
+        weights = {name: assembled(name, shape, found) for name, shape in wanted.items()}
+        if layout.output_norm is None:
+            weights["output_norm.weight"] = decoder_of(target)[1].weight.detach().clone()
+        device = device_of(target)
+        module.load_state_dict({name: value.to(device, dtypes[name]) for name, value in weights.items()}, assign=True)
+        return module.eval().requires_grad_(False)
+
+    def __repr__(self) -> str:
+        return f"<Mtp: one {type(self.block).__name__} of width {self.config.hidden_size}, as {self.layout.families}>"
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raise unless the head belongs to a target of this kind.
+
+        Raises:
+            ValueError: the difference and the cure.
+        """
+        checkpoints.check_vocabulary(KIND, self.config.vocab_size, target)
+        checkpoints.check_layers(KIND, (), self.config.hidden_size, target)
+        mine, theirs = type(self.block), type(decoder_of(target)[0][0])
+        if mine is not theirs:
+            raise BadCheckpoint(
+                f"drafter: this {KIND} head is a {mine.__name__}, and the target's layers are {theirs.__name__}; a "
+                "drafter belongs to the model that it was trained on"
+            )
+
+    def fuse(self, hidden: list[Tensor]) -> Tensor:
+        """The feature of the target's hidden states: what leaves its final norm, [B, n, D]."""
+        (last,) = hidden
+        return last
+
+    def forward(
+        self, embedded: Tensor, features: Tensor, positions: Tensor, graph: Attends, cache: GraphCache | None = None
+    ) -> Tensor:
+        """What the target's output matrix reads, and the next level's features.
+
+        Args:
+            embedded: [B, R, D], of the token after each position.
+            features: [B, R, D], of the target, or outputs of drafted nodes' parents.
+            positions: int64 [B, R].
+            graph: what the rows see.
+            cache: where keys and values go; ``None``: nowhere.
+
+        Returns:
+            [B, R, D].
+        """
+        both = [self.embedding_norm(embedded), self.hidden_norm(features)]
+        hidden = self.projection(torch.cat(both[::-1] if self.layout.hidden_first else both, -1))
+        stored: dict[str, Any] = {self.cache_argument: cache}
+        with switched_configs(self.configs):
+            hidden = self.block(
+                hidden,
+                attention_mask=None,
+                position_ids=positions,
+                position_embeddings=self.rotary(hidden, positions),
+                use_cache=cache is not None,
+                graph=graph,
+                **stored,
+            )
+        normed: Tensor = self.output_norm(hidden)
+        return normed
+
+
+class MtpDrafts(Recursion):
+    """The draft source of an :class:`Mtp`: one forward of its layer a level over the frontier."""
+
+    name = "mtp"
+
+    def __init__(self, module: Mtp) -> None:
+        self.module = module
+
+    def check(self, target: PreTrainedModel) -> None:
+        """Refuse a target that the head does not belong to."""
+        self.module.check_target(target)
+        checkpoints.check_device(KIND, self.module, target)
+        self.hidden_layers = (len(decoder_of(target)[0]),)
+
+    def begin(self, text: Text) -> None:
+        self.start(text, self.module.config)
+        self.lm_head = text.target.stepping.get_output_embeddings()
+        self.vocab_size = text.target.vocab_size
+
+    def run(self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs) -> Tensor:
+        inputs = replace(inputs, windows=self.module.windows)
+        hidden: Tensor = self.module(embedded, features, positions, inputs, self.rows.cache)
+        inputs.check_complete()
+        return hidden
+
+    def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden, self.lm_head(hidden.to(matrix_of(self.lm_head).device, dtype_of(self.lm_head)))
+
+    def no_logits(self, count: int) -> Tensor:
+        head = matrix_of(self.lm_head)
+        shape = (len(self.cached), count, self.vocab_size)
+        return torch.zeros(shape, dtype=dtype_of(self.lm_head), device=head.device)

@@ -1,0 +1,116 @@
+"""A target's own checkpoint, opened for the heads in it: of its many files only those that hold them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from ..model.hidden import decoder_of
+from . import checkpoints, mtp_layouts
+from .checkpoints import CONFIG, INDEX, WEIGHTS, BadCheckpoint, Checkpoint, fetch
+from .mtp_layouts import Layout
+
+logger = logging.getLogger("gsd_kernels")
+
+
+def place_of(target: PreTrainedModel) -> tuple[str, str | None]:
+    """Where a target was loaded from: folder or hub id, and the hub's commit.
+
+    Raises:
+        BadCheckpoint: it was made here.
+    """
+    where = target.config.name_or_path
+    if not where:
+        raise BadCheckpoint(
+            'drafter="mtp": the target names no checkpoint (its config.name_or_path is empty), where its '
+            "multi-token-prediction heads would be; load it with from_pretrained, or pass "
+            "Mtp.from_pretrained(folder, model)"
+        )
+    return where, getattr(target.config, "_commit_hash", None)
+
+
+def open_heads(
+    where: str | os.PathLike[str], target: PreTrainedModel, revision: str | None = None
+) -> tuple[Checkpoint, Layout]:
+    """The first head in a checkpoint of ``target``, its tensors by their names here.
+
+    Raises:
+        BadCheckpoint: no checkpoint, none with heads, or quantised ones; no weight was read.
+    """
+    folder = fetch(where, wanted=("*.json",), revision=revision)
+    found = Checkpoint(folder, checkpoints.read_json(folder / CONFIG))
+    index = found.index()
+    if index is None:
+        fetch(where, wanted=(WEIGHTS,), revision=revision)
+        found.list_tensors([single_file(folder)])
+    layers = len(decoder_of(target)[0])
+    names = list(found.files if index is None else index)
+    heads = mtp_layouts.find(names, layers)
+    if heads is None:
+        others = [name for name in names if "mtp" in name.lower() or "nextn" in name.lower()]
+        strange = f"; it has {others[0]}, of a layout that is not served" if others else ""
+        raise BadCheckpoint(
+            f"drafter: {where} has no multi-token-prediction heads; looked for were "
+            f"{mtp_layouts.looked_for(layers)}{strange}"
+        )
+    layout, prefix = heads
+    own = {name: layout.own_name(name.removeprefix(prefix)) for name in names if name.startswith(prefix)}
+    own = {name: ours for name, ours in own.items() if ours is not None}
+    quantised = next((name for name in own if name.endswith(mtp_layouts.QUANTISED)), None)
+    if quantised is not None:
+        raise BadCheckpoint(
+            f"drafter: the multi-token-prediction heads in {where} are quantised ({quantised}); only heads in floating "
+            "point are served"
+        )
+    if index is not None:
+        files = sorted({index[name] for name in own})
+        fetch(where, wanted=files, revision=revision)
+        found.list_tensors(folder / name for name in files)
+        lost = next((name for name in own if name not in found.files), None)
+        if lost is not None:
+            raise BadCheckpoint(f"drafter: {folder / INDEX} says that {lost} is in {index[lost]}, and it is not")
+    found.rename(own.get)
+    return found, layout
+
+
+def single_file(folder: Path) -> Path:
+    """The file of weights in a folder without an index.
+
+    Raises:
+        BadCheckpoint: none.
+    """
+    if not (folder / WEIGHTS).is_file():
+        raise BadCheckpoint(
+            f"drafter: no {WEIGHTS} and no {INDEX} in {folder}, where the multi-token-prediction heads would be"
+        )
+    return folder / WEIGHTS
+
+
+def names_in(where: str, revision: str | None) -> Iterable[str]:
+    """Names of the tensors in a checkpoint that is on this machine."""
+    folder = fetch(where, wanted=("*.json", WEIGHTS), revision=revision, download=False)
+    found = Checkpoint(folder, {})
+    index = found.index()
+    if index is None:
+        found.list_tensors([single_file(folder)])
+    return found.files if index is None else index
+
+
+def mention_heads(target: PreTrainedModel) -> None:
+    """Say in a line of the log if the target's checkpoint, as far as it is on this machine, has heads to draft with."""
+    try:
+        where, revision = place_of(target)
+        layers = len(decoder_of(target)[0])
+        heads = mtp_layouts.find(names_in(where, revision), layers)
+    except ValueError:  # no checkpoint, or none that can be read: nothing to mention
+        return
+    if heads is not None:
+        logger.info(
+            "the checkpoint of this model has multi-token-prediction heads (%s …), which are not used; "
+            'drafter="mtp" drafts with them',
+            heads[0].recognised_by(layers),
+        )

@@ -1,0 +1,126 @@
+"""Drafting recursively with layers that read the target's features: what EAGLE-3 and multi-token prediction share.
+
+At every position the layers read a feature of the target and the embedding of the token after. Drafted tokens have no
+feature of the target's, so the layers' own output stands in for it: one vector a node, which travels along the drafted
+edges.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from gsd_kernels import GraphConfig
+
+from ..model.attention import GraphInputs
+from .base import Level, Text
+from .chain import Chain
+from .expansion import Expansion
+from .features import FeatureSource
+
+
+class Recursion(FeatureSource, Expansion):
+    """A draft source with one forward a level over the frontier, in which every node reads its parent's output.
+
+    A subclass begins with :meth:`start`, and says how its layers run.
+    """
+
+    ahead = 1
+    shares = (0.1,)  # beside another source, before anything was learned; what is too large costs rows at once
+
+    def run(self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs) -> Tensor:
+        """The layers' output of rows [B, R, D], their keys and values written where the cache is told to.
+
+        Args:
+            embedded: [B, R, D], of the token after each position.
+            features: [B, R, D], of the target, or vectors of drafted nodes' parents.
+            positions: int64 [B, R], in the text without padding.
+            inputs: what the rows see.
+        """
+        raise NotImplementedError
+
+    def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The vectors that nodes hand on [B, R, D], and logits [B, R, V], of what :meth:`run` returned."""
+        raise NotImplementedError
+
+    def num_rows(self, config: GraphConfig) -> int:
+        return config.draft_rows if config.depth > 0 else 0
+
+    def start(self, text: Text, config: PretrainedConfig) -> None:
+        super().start(text, config)
+        self.slot_depths: dict[GraphConfig, Tensor] = {}
+        self.vectors: dict[GraphConfig, Tensor] = {}  # of every expanded node, [B, N + 1, D]; the last for padding
+
+    def prepare(self, config: GraphConfig) -> None:
+        """Make the storage of a shape, and let entries catch up."""
+        Expansion.prepare(self, config)
+        if config.depth > 0 and config not in self.vectors:
+            features = self.rows.features
+            self.vectors[config] = features.new_zeros(len(features), config.node_capacity + 1, features.shape[2])
+        FeatureSource.prepare(self, config)
+
+    def enter(self, end: Tensor, width: int) -> None:
+        self.feed(end, width)
+
+    def feed(self, end: Tensor, width: int) -> Tensor:
+        """Make up to ``width`` entries before ``end`` [B]; the output of the last, [B, 1, D]."""
+        chain = Chain.of(self.cached, end, width, self.state.kv_start)
+        tokens = self.state.tokens.gather(1, chain.place + 1)
+        hidden = self.forward(
+            torch.where(chain.real, tokens, 0),
+            self.rows.at(chain.place),
+            self.cached,
+            chain.slots,
+            chain.ancestor_mask,
+            chain.depths,
+            chain.node_depths,
+        )
+        self.cached.add_(chain.count)
+        return hidden[:, -1:]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        kv_len: Tensor,
+        slots: Tensor,
+        ancestor_mask: Tensor,
+        depths: Tensor,
+        node_depths: Tensor,
+    ) -> Tensor:
+        """Outputs [B, R, D] of rows, as of :meth:`~gsd_kernels_hf.model.runner.RowModel.rows`."""
+        embedded = self.embedded(tokens.long())
+        inputs = self.rows.inputs(kv_len, ancestor_mask, depths, node_depths)
+        with self.rows.cache.writing((kv_len[:, None] + slots).long()):
+            return self.run(embedded, features, self.rows.positions(kv_len, depths), inputs)
+
+    def root_logits(self, config: GraphConfig) -> Tensor:
+        vectors, logits = self.outputs(self.feed(self.state.out_len - 1, config.chain_rows))
+        self.vectors[config][:, :1] = vectors
+        seen = self.state.out_len - 1 > self.state.kv_start  # else there is no feature yet, and nothing to go by
+        return torch.where(seen[:, None, None], logits, 0.0)
+
+    def frontier_logits(self, level: Level) -> Tensor:
+        frontier, vectors = level.frontier, self.vectors[level.config]
+        node = frontier.node_ids.long()  # [B, W]
+        parent = level.graph.parents.gather(1, node.clamp(min=0)).clamp(min=0).long()
+        first, width = (level.number - 1) * level.config.width, level.config.width
+        slot_depths = self.slot_depths[level.config]
+        slot_depths[:, first : first + width] = frontier.depths - 1
+        hidden = self.forward(
+            frontier.token_ids,
+            vectors.gather(1, parent[..., None].expand(-1, -1, vectors.shape[2])),
+            self.state.out_len - 1,  # the root's entry lies in the prefix
+            first + torch.arange(width, device=node.device),
+            frontier.ancestor_mask,
+            frontier.depths - 1,
+            slot_depths,
+        )
+        found, logits = self.outputs(hidden)
+        at = torch.where(node >= 0, node, vectors.shape[1] - 1)
+        vectors.scatter_(1, at[..., None].expand_as(found), found)
+        return logits
+
+    def positions(self, level: Level, count: int) -> Tensor:
+        return level.positions

@@ -1,0 +1,342 @@
+"""Multi-token-prediction heads as drafts: the same text as without, read from the target's own checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from models import noised, prompts, tiny
+from safetensors.torch import load_file, save_file
+from sources.mtp_checkpoints import FAMILIES, add, fit, saved, target_of
+
+import gsd_kernels as gsd
+from gsd_kernels import GraphConfig, Mtp
+from gsd_kernels_hf.sources import mtp_files
+from gsd_kernels_hf.sources.load import loaded_drafter
+
+GRAPHS = {
+    "chain": GraphConfig.preset("chain", depth=4),
+    "tree": GraphConfig(depth=3, width=2, branch=3, max_rows=16, merge_context=-1),
+    "graph": GraphConfig(depth=4, width=3, branch=3, max_rows=32, merge_context=0, history_depth=2, history_width=4),
+}
+CASES = [
+    ("glm", "alone"),
+    ("deepseek", "all"),
+    *(pytest.param(name, "history", marks=pytest.mark.slow) for name in ("mimo", "mellum", "exaone", "ernie")),
+]
+
+
+@functools.cache
+def head_of(name: str) -> Mtp:
+    """A head from a checkpoint, trained so that it is right now and then."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        saved(name, folder)
+        return fit(Mtp.from_pretrained(folder, target_of(name)), target_of(name), steps=40)
+    finally:
+        shutil.rmtree(folder)
+
+
+@functools.cache
+def draft_of(name: str):
+    return noised(target_of(name), 0.03).double()
+
+
+def generate(target, new=12, **options):
+    options = {"max_new_tokens": new, "eos_token_id": [5], "pad_token_id": 0, **options}
+    return gsd.generate(target, return_dict_in_generate=True, **options)
+
+
+def vocab_of(target) -> int:
+    return target.config.get_text_config(decoder=True).vocab_size
+
+
+def mixed_with(name: str, mixed: str) -> dict:
+    return {
+        "alone": lambda: {"draft_sources": ("drafter",)},
+        "history": lambda: {"draft_sources": ("drafter", "history")},
+        "all": lambda: {"assistant_model": draft_of(name), "draft_sources": ("model", "drafter", "history")},
+    }[mixed]()
+
+
+@pytest.mark.parametrize(("name", "mixed"), CASES)
+def test_text_is_the_targets_own(name, mixed):
+    target, head = target_of(name), head_of(name)
+    texts = []
+    for sampled in (False, True):
+        options = {"do_sample": sampled, **prompts(3, 14, seed=len(name), vocab=vocab_of(target))}
+        options |= {"seed": 4, "temperature": 0.6, "top_p": 0.95} if sampled else {}
+        plain = generate(target, **options).sequences
+        texts.append(plain[:, 14:].flatten())
+        accepted = rejected = 0
+        for graph in GRAPHS.values() if mixed == "alone" else (GRAPHS["graph"],):
+            out = generate(target, **options, drafter=head, **mixed_with(name, mixed), graph_config=graph)
+            assert torch.equal(out.sequences, plain)
+            assert out.stats.draft_rows > 0
+            accepted += sum(out.stats.accepted[2:])
+            rejected += sum(n for emitted, n in enumerate(out.stats.accepted) if 0 < emitted <= graph.max_path)
+        assert accepted > 0 and rejected > 0, "nothing could have failed"
+    assert len(torch.cat(texts).unique()) >= 15
+
+
+@pytest.mark.parametrize(
+    "processor", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}, {"output_scores": True}], ids=str
+)
+def test_processors_see_what_they_always_see(processor):
+    target = target_of("glm")
+    options = {"do_sample": False, **prompts(2, 9, vocab=vocab_of(target)), **processor}
+    expected = target.generate(**options, max_new_tokens=12, eos_token_id=[5], pad_token_id=0)
+    out = generate(target, **options, drafter=head_of("glm"), graph_config=GRAPHS["graph"])
+    assert torch.equal(out.sequences, expected if isinstance(expected, torch.Tensor) else expected.sequences)
+    assert sum(out.stats.accepted[2:]) > 0
+
+
+@pytest.mark.parametrize("length", [1, 2, 150])
+def test_prompts_of_any_length(length):
+    """One token has no feature yet; a long prompt is read in pieces."""
+    target = target_of("deepseek")
+    options = {"do_sample": False, **prompts(3, length, vocab=vocab_of(target))}
+    plain = generate(target, **options).sequences
+    out = generate(target, **options, drafter=head_of("deepseek"), graph_config=GRAPHS["tree"], prefill_chunk_size=40)
+    assert torch.equal(out.sequences, plain) and sum(out.stats.accepted[2:]) > 0
+
+
+def test_drafts_do_not_depend_on_padding_or_pieces():
+    target, head, vocab = target_of("deepseek"), head_of("deepseek"), 60
+    ids = prompts(1, 17, vocab=vocab)["input_ids"]
+
+    def first(**options):
+        seen = []
+        options = {"draft_sources": ("drafter",), "graph_config": GRAPHS["tree"], "do_sample": False, **options}
+        generate(
+            target, drafter=head, observer=lambda v: seen.append((v.rows.token_ids + 0, v.rows.scores + 0)), **options
+        )
+        return seen[0]
+
+    alone = first(input_ids=ids)
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], 1)
+    mask = (torch.arange(22) >= 5).long()[None]
+    for options in ({"input_ids": padded, "attention_mask": mask}, {"input_ids": ids, "prefill_chunk_size": 3}):
+        tokens, scores = first(**options)
+        assert torch.equal(tokens, alone[0])
+        torch.testing.assert_close(scores, alone[1])
+
+
+def test_a_second_turn_reads_only_what_is_new():
+    """What was reused of the prompt has its entries and features; the same drafts as of a new session."""
+    target, head = target_of("glm"), head_of("glm")
+    ids = prompts(1, 12, vocab=60)["input_ids"]
+    more = prompts(1, 6, seed=8, vocab=60)["input_ids"]
+    options = {"max_new_tokens": 20, "eos_token_id": None, "do_sample": False, "return_dict_in_generate": True}
+    with gsd.patch(target, drafter=head, draft_sources=("drafter",), graph_config=GRAPHS["tree"]):
+        turn = torch.cat([target.generate(ids, **options).sequences, more], 1)
+        reused, anew = (target.generate(turn, reuse_prefix=reuse, **options) for reuse in (True, False))
+    assert torch.equal(reused.sequences, anew.sequences) and reused.stats.accepted == anew.stats.accepted
+
+
+# From the target's own checkpoint.
+
+
+def trained(name: str, folder: Path) -> None:
+    """Write the family's target with its trained head, under the names of the layout."""
+    family, head = FAMILIES[name], head_of(name)
+    tensors = saved(name, folder)
+    state, file = head.state_dict(), folder / "model-00002.safetensors"
+    own = dict(zip(("projection", "embedding_norm", "hidden_norm", "output_norm"), family.names, strict=True))
+    names = {f"{theirs}.weight": f"{ours}.weight" for ours, theirs in own.items()}
+    for full in tensors:
+        inner = names.get(full) or "block." + full.removeprefix(family.block)
+        if inner in state:
+            tensors[full] = state[inner].clone()
+            continue
+        base, number, kind, _ = inner.rsplit(".", 3)
+        fused = state[f"{base}.{'down_proj' if kind == 'down_proj' else 'gate_up_proj'}"][int(number)]
+        tensors[full] = {"down_proj": fused, "gate_proj": fused.chunk(2)[0], "up_proj": fused.chunk(2)[-1]}[
+            kind
+        ].clone()
+    save_file(tensors, file, {"format": "pt"})
+
+
+def reloaded(name: str, folder: Path):
+    target = type(target_of(name)).from_pretrained(folder, dtype=torch.float64).eval()
+    target.set_experts_implementation("eager")
+    target.generation_config.eos_token_id = None
+    return target
+
+
+@pytest.mark.parametrize("name", ["glm", pytest.param("ernie", marks=pytest.mark.slow)])
+def test_mtp_by_name(name, tmp_path):
+    trained(name, tmp_path)
+    target = reloaded(name, tmp_path)
+    options = {"do_sample": False, **prompts(2, 12, vocab=60), "draft_sources": ("drafter",)}
+    want = generate(target, **options, drafter=head_of(name), graph_config=GRAPHS["graph"])
+    found = generate(target, **options, drafter="mtp", graph_config=GRAPHS["graph"])
+    assert torch.equal(found.sequences, want.sequences) and found.stats.accepted == want.stats.accepted
+    assert sum(found.stats.accepted[2:]) > 0
+    with gsd.patch(target, drafter="mtp", graph_config="graph"):
+        out = target.generate(options["input_ids"], max_new_tokens=8, do_sample=False)
+        assert out.shape[1] > 12
+
+
+def test_a_checkpoint_is_read_once(tmp_path, monkeypatch):
+    saved("glm", tmp_path)
+    target = reloaded("glm", tmp_path)
+    first = loaded_drafter("mtp", target)
+    monkeypatch.setattr(mtp_files, "fetch", None)  # nothing is opened again
+    assert loaded_drafter("mtp", target) is first
+
+
+def test_only_files_with_heads_are_opened(tmp_path):
+    saved("glm", tmp_path)
+    target = reloaded("glm", tmp_path)
+    (tmp_path / "model-00001.safetensors").write_bytes(b"not read")
+    assert isinstance(loaded_drafter("mtp", target), Mtp)
+
+
+def test_one_file_without_an_index(tmp_path):
+    head = saved("glm", tmp_path)
+    whole = load_file(tmp_path / "model-00001.safetensors") | head
+    (tmp_path / "model.safetensors.index.json").unlink()
+    save_file(whole, tmp_path / "model.safetensors", {"format": "pt"})
+    assert isinstance(loaded_drafter("mtp", reloaded("glm", tmp_path)), Mtp)
+
+
+def test_later_heads_and_copies_are_left_alone(tmp_path):
+    """Of several heads the first is read; embedding and output matrix are the target's."""
+    head = saved("mellum", tmp_path)
+    target = target_of("mellum")
+    more = {name.replace("layers.0", "layers.1"): value + 1 for name, value in head.items() if "layers.0" in name}
+    path = tmp_path / "model-00002.safetensors"
+    save_file({**head, **more, "mtp.embed_tokens.weight": torch.ones(3, 3)}, path, {"format": "pt"})
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys([*more, "mtp.embed_tokens.weight"], path.name)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(Mtp.from_pretrained(tmp_path, target).projection.weight, head["mtp.fc.weight"])
+
+
+def test_fused_experts_are_read_too(tmp_path):
+    head = saved("glm", tmp_path)
+    target = target_of("glm")
+    want = Mtp.from_pretrained(tmp_path, target).state_dict()
+    fused = {name: value for name, value in head.items() if ".experts." not in name}
+    at = "model.layers.2.mlp.experts."
+    for what in ("gate_up_proj", "down_proj"):
+        fused[at + what] = want[f"block.mlp.experts.{what}"]
+    shutil.rmtree(tmp_path)
+    target.save_pretrained(tmp_path)
+    add(tmp_path, fused)
+    found = Mtp.from_pretrained(tmp_path, target).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in want.items())
+
+
+# What cannot be served.
+
+
+def changed(tmp_path, name, change):
+    """The head's tensors after ``change``, which may add, drop or reshape."""
+    head = saved(name, tmp_path)
+    shutil.rmtree(tmp_path)
+    target_of(name).save_pretrained(tmp_path)
+    add(tmp_path, {full: value for full, value in change(head).items() if value is not None})
+    return Mtp.from_pretrained(tmp_path, target_of(name))
+
+
+AT = "model.layers.2."
+BAD = {
+    "none": (
+        lambda head: {"other.weight": torch.ones(1)},
+        r"no multi-token-prediction heads; looked for were layers\.2\.eh_proj",
+    ),
+    "another layout": (
+        lambda head: {"mtp.odd.weight": torch.ones(1)},
+        r"it has mtp\.odd\.weight, of a layout that is not",
+    ),
+    "another model's": (
+        lambda head: {name.replace("layers.2", "layers.61"): value for name, value in head.items()},
+        "no multi-token-prediction heads",
+    ),
+    "width": (lambda head: head | {f"{AT}eh_proj.weight": torch.ones(32, 32)}, r"projection\.weight .*is \[32, 32\]"),
+    "inner": (
+        lambda head: head | {f"{AT}self_attn.q_proj.weight": torch.ones(8, 32)},
+        r"block\.self_attn\.q_proj\.weight .*is \[8, 32\]",
+    ),
+    "an expert less": (
+        lambda head: head | {f"{AT}mlp.experts.3.up_proj.weight": None},
+        r"none of Glm4MoeForCausalLM's layers: it has no mlp\.experts\.3\.up_proj\.weight",
+    ),
+    "unknown": (
+        lambda head: head | {f"{AT}self_attn.gate.weight": torch.ones(1)},
+        r"it has self_attn\.gate\.weight, which theirs have not",
+    ),
+    "no norm": (lambda head: head | {f"{AT}shared_head.norm.weight": None}, r"no tensor output_norm\.weight"),
+    "quantised": (
+        lambda head: head | {f"{AT}self_attn.q_proj.weight_scale_inv": torch.ones(1)},
+        r"are quantised \(model\.layers\.2\.self_attn\.q_proj\.weight_scale_inv\)",
+    ),
+    "NaN": (lambda head: head | {f"{AT}enorm.weight": torch.ones(32) * torch.nan}, "holds NaN"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_be_served_is_refused_by_name(what, tmp_path):
+    change, message = BAD[what]
+    with pytest.raises(ValueError, match=message):
+        changed(tmp_path, "glm", change)
+
+
+def test_a_layer_of_an_unknown_type_is_refused(tmp_path):
+    """Layers of both types have these tensors, and nothing says which one it is."""
+    saved("exaone", tmp_path)
+    target = target_of("exaone")
+    config, kept = target.config, target.config.mtp_layer_types
+    try:
+        config.mtp_layer_types = None
+        with pytest.raises(ValueError, match="full_attention or sliding_attention, and its config's mtp_layer_types"):
+            Mtp.from_pretrained(tmp_path, target)
+    finally:
+        config.mtp_layer_types = kept
+
+
+def test_a_model_without_a_checkpoint_is_refused():
+    with pytest.raises(ValueError, match="names no checkpoint"):
+        gsd.generate(tiny(), prompts(1, 4)["input_ids"], drafter="mtp", max_new_tokens=2)
+
+
+def test_files_that_are_missing_or_damaged(tmp_path):
+    saved("glm", tmp_path)
+    target = reloaded("glm", tmp_path)
+    (tmp_path / "model-00002.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"model-00002\.safetensors is no readable safetensors file"):
+        loaded_drafter("mtp", target)
+    (tmp_path / "model-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"names model-00002\.safetensors, and .* has none"):
+        loaded_drafter("mtp", target)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match=r"no model\.safetensors and no model\.safetensors\.index\.json"):
+        loaded_drafter("mtp", target)
+
+
+def test_another_models_head_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match="is a DeepseekV3DecoderLayer, and the target's layers are Glm4MoeDecoderLayer"
+    ):
+        generate(target_of("glm"), drafter=head_of("deepseek"), **prompts(1, 4, vocab=60))
+
+
+def test_heads_that_are_not_used_are_mentioned(tmp_path, caplog):
+    saved("glm", tmp_path)
+    target = reloaded("glm", tmp_path)
+    for options, mentioned in (({}, True), ({"drafter": "mtp"}, False), ({"graph_config": "plain"}, False)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "gsd_kernels"), gsd.patch(target, **options):
+            pass
+        assert (sum("layers.2.eh_proj.weight" in record.message for record in caplog.records) == 1) == mentioned
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "gsd_kernels"), gsd.patch(tiny()):
+        assert not [record for record in caplog.records if "multi-token" in record.message]

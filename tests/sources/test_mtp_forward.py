@@ -1,0 +1,151 @@
+"""Forwards of multi-token-prediction heads: equal to transformers' own where it has them, and to the wiring."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+import transformers
+from models import prompts
+from sources.drafters import FixedText
+from sources.mtp_checkpoints import FAMILIES, Causal, saved, target_of
+
+from gsd_kernels import Mtp
+from gsd_kernels_hf.sources.mtp import MtpDrafts
+
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+LENGTH = 5  # within every sliding window
+THEIRS = {"glm", "deepseek", "mellum"}  # transformers' MtpModel reads these
+
+
+def inputs_for(target):
+    """Tokens [1, LENGTH + 1] and the target's last hidden states [1, LENGTH, D], float32."""
+    ids = prompts(1, LENGTH + 1, vocab=60)["input_ids"]
+    with torch.no_grad():
+        states = target(ids, output_hidden_states=True).hidden_states[-1]
+    return ids, states[:, :LENGTH]
+
+
+def loaded(name, folder):
+    target = copy.deepcopy(target_of(name)).float()
+    head = saved(name, folder)
+    return target, {full: value.float() for full, value in head.items()}, Mtp.from_pretrained(folder, target)
+
+
+def mine(module, target, ids, states):
+    positions = torch.arange(LENGTH)[None]
+    return module(target.get_input_embeddings()(ids[:, 1:]), states, positions, Causal())
+
+
+@pytest.mark.parametrize("name", sorted(THEIRS))
+def test_equal_to_transformers(name, tmp_path):
+    layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(layers, "MtpModel"):
+        pytest.skip("transformers has multi-token prediction from 5.10 on")
+    target, _, module = loaded(name, tmp_path)
+    target = type(target).from_pretrained(tmp_path, dtype=torch.float32, num_mtp_layers=1).eval()
+    target.set_experts_implementation("eager")
+    if name != "mellum":
+        target._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\."]  # theirs are of the published sizes
+    theirs = layers.MtpModel.from_pretrained(target).eval()
+    ids, states = inputs_for(target)
+    cache = transformers.cache_utils.MtpCache(config=target.config.get_mtp_config())
+    with torch.no_grad():
+        want = theirs.forward_layer(0, states, torch.arange(LENGTH)[None], cache, input_ids=ids[:, 1:])
+        found = mine(module, target, ids, states)
+        torch.testing.assert_close(found, want, **TOLERANCE)
+        torch.testing.assert_close(target.lm_head(found), theirs._project_to_logits(want), **TOLERANCE)
+
+
+def norm(x, weight, eps, zero_centred):
+    return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * (1 + weight if zero_centred else weight)
+
+
+def written_out(name, target, head, ids, states):
+    """The head's output by its description, its decoder layer run as transformers runs one of the target's."""
+    family, text = FAMILIES[name], target.config.get_text_config(decoder=True)
+    zero_centred = name.startswith("qwen")
+    projection, of_embedding, of_hidden, of_output = family.names
+
+    def normed(x, weight):
+        return norm(x, weight, text.rms_norm_eps, zero_centred)
+
+    both = [
+        normed(target.get_input_embeddings()(ids[:, 1:]), head[f"{of_embedding}.weight"]),
+        normed(states, head[f"{of_hidden}.weight"]),
+    ]
+    hidden = torch.cat(both[::-1] if family.hidden_first else both, -1) @ head[f"{projection}.weight"].T
+    own = copy.deepcopy(text)
+    own._attn_implementation = "eager"
+    if name == "mellum":  # its head's window is its config's, not that of a full layer
+        own.layer_types = ["sliding_attention"] * 2
+    layer = type(target.model.layers[family.layer])(own, family.layer).eval()
+    tensors = {full.removeprefix(family.block): value for full, value in head.items() if full.startswith(family.block)}
+    for theirs, ours in {v: k for k, v in family.renamed.items()}.items():
+        tensors = {inner.replace(theirs, ours): value for inner, value in tensors.items()}
+    layer.load_state_dict(with_stacked_experts(tensors, layer.state_dict()), strict=True)
+    positions = torch.arange(LENGTH)[None]
+    rotary = target.model.rotary_emb
+    typed = (own.layer_types[family.layer],) if name in ("mellum", "mimo-v2") else ()
+    mask = torch.full((LENGTH, LENGTH), float("-inf")).triu(1)[None, None]
+    hidden = layer(
+        hidden, attention_mask=mask, position_ids=positions, position_embeddings=rotary(hidden, positions, *typed)
+    )
+    last = target.model.norm.weight if of_output is None else head[f"{of_output}.weight"]
+    return normed(hidden, last)
+
+
+def with_stacked_experts(tensors, like):
+    found = {}
+    for name in like:
+        if name in tensors:
+            found[name] = tensors[name]
+            continue
+        base, what = re.fullmatch(r"(.*experts)\.(gate_up_proj|down_proj)", name).groups()
+        count = like[name].shape[0]
+        kinds = ["gate_proj", "up_proj"] if what == "gate_up_proj" else ["down_proj"]
+        found[name] = torch.stack(
+            [torch.cat([tensors[f"{base}.{i}.{kind}.weight"] for kind in kinds]) for i in range(count)]
+        )
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equal_to_the_wiring(name, tmp_path):
+    target, head, module = loaded(name, tmp_path)
+    ids, states = inputs_for(target)
+    with torch.no_grad():
+        found, want = mine(module, target, ids, states), written_out(name, target, head, ids, states)
+        torch.testing.assert_close(found, want, **TOLERANCE)
+        swapped = mine(module, target, ids.flip(1), states)
+    assert (found - swapped).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["glm", "deepseek", "mimo", "exaone"])
+def test_rows_of_a_cache_are_the_same_forward(name, tmp_path):
+    """Entries made of a prompt in pieces, then a level: as the whole text at once, where a node reads its parent's."""
+    target, _, module = loaded(name, tmp_path)
+    ids, states = inputs_for(target)
+    text = FixedText(target, ids, torch.zeros(1, dtype=torch.int32))
+    source = MtpDrafts(module)
+    source.check(target)
+    source.begin(text)
+    source.restart()
+    source.read({len(target.model.layers): states}, 0)
+    with torch.no_grad():
+        whole = mine(module, target, ids, states)
+        for end in (2, 3, LENGTH):
+            entry = source.feed(torch.tensor([end]), 2)
+            torch.testing.assert_close(entry[:, 0], whole[:, end - 1], **TOLERANCE)
+        following = torch.tensor([[7]])
+        zeros = torch.zeros(1, 1, dtype=torch.int32)
+        node = source.forward(following, entry, source.cached, zeros, zeros[..., None] + 1, zeros, zeros)
+        longer = module(
+            target.get_input_embeddings()(torch.cat([ids[:, 1:], following], 1)),
+            torch.cat([states, entry], 1),
+            torch.arange(LENGTH + 1)[None],
+            Causal(),
+        )
+    torch.testing.assert_close(node[:, 0], longer[:, -1], **TOLERANCE)
