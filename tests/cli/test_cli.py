@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -469,3 +470,18 @@ def test_a_drafter_is_recognised_and_gives_the_same_text(pair, tmp_path):
     assert json.loads(drafted.stderr.splitlines()[-1])["draft_rows"] > 0
     line = one_line_error(run("generate", "--drafter", tmp_path / "none", *common), 2)
     assert "drafter: no such folder" in line
+
+
+def test_the_targets_own_heads_draft(pair, tmp_path):
+    from sources.mtp_checkpoints import give_head
+
+    folder = shutil.copytree(pair[1], tmp_path / "target")
+    common = ["--max-new-tokens", 8, "--no-stream", "Say"]
+    plain = run("generate", "--model", pair[1], "--draft", "none", *common)
+    line = one_line_error(run("generate", "--model", folder, "--drafter", "mtp", *common), 2)
+    assert "has no multi-token-prediction heads; looked for were layers.2.eh_proj.weight" in line
+    give_head(folder, "mimo")
+    drafted = run("generate", "--model", folder, "--drafter", "mtp", "--stats", "json", *SMALL, *common)
+    assert drafted.exit_code == plain.exit_code == 0
+    assert drafted.stdout == plain.stdout
+    assert json.loads(drafted.stderr.splitlines()[-1])["draft_rows"] > 0

@@ -116,12 +116,16 @@ def target_of(name: str):
     return tiny_configs.build(family.model, **family.config)
 
 
-def saved(name: str, folder: Path, seed: int = 3) -> dict[str, Tensor]:
+def saved(name: str, folder: Path) -> dict[str, Tensor]:
     """Write the family's target into ``folder`` with a random head; the head's tensors by their published names."""
-    family, target = FAMILIES[name], target_of(name)
-    target.save_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")
-    gen, size = torch.Generator().manual_seed(seed), target.config.get_text_config(decoder=True).hidden_size
+    target_of(name).save_pretrained(folder)
+    return give_head(folder, name)
+
+
+def give_head(folder: Path, name: str, seed: int = 3) -> dict[str, Tensor]:
+    """Put a random head, named as the family does, into the checkpoint of a target; its tensors."""
+    family, weights = FAMILIES[name], load_file(folder / "model.safetensors")
+    gen, (size,) = torch.Generator().manual_seed(seed), weights["model.norm.weight"].shape
     like = {f"{part}.weight": torch.zeros(size) for part in family.names[1:] if part is not None}
     like[f"{family.names[0]}.weight"] = torch.zeros(size, 2 * size)
     layer = f"layers.{family.layer}."
@@ -131,11 +135,11 @@ def saved(name: str, folder: Path, seed: int = 3) -> dict[str, Tensor]:
             for ours, theirs in family.renamed.items():
                 inner = inner.replace(ours, theirs)
             like[family.block + inner] = value
-    center = float(type(target.model.norm).__name__ not in ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3NextRMSNorm"))
     head = {}
     for full, value in like.items():
         noise = 0.2 * torch.randn(value.shape, generator=gen, dtype=torch.float64)
-        head[full] = (noise + center if "norm" in full else noise).to(weights["model.norm.weight"].dtype)
+        centered = "norm" in full and not name.startswith("qwen")  # theirs are 1 + w
+        head[full] = (noise + centered).to(weights["model.norm.weight"].dtype)
     add(folder, head)
     return head
 

@@ -17,7 +17,7 @@ from sources.mtp_checkpoints import FAMILIES, add, fit, saved, target_of
 
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig, Mtp
-from gsd_kernels_hf.sources import mtp_files
+from gsd_kernels_hf.sources import checkpoints, mtp_files
 from gsd_kernels_hf.sources.load import loaded_drafter
 
 GRAPHS = {
@@ -197,6 +197,22 @@ def test_only_files_with_heads_are_opened(tmp_path):
     target = reloaded("glm", tmp_path)
     (tmp_path / "model-00001.safetensors").write_bytes(b"not read")
     assert isinstance(loaded_drafter("mtp", target), Mtp)
+
+
+def test_of_a_hub_id_only_files_with_heads_are_fetched(tmp_path, monkeypatch):
+    """At the commit that the target was loaded from; to mention heads the hub is not asked."""
+    saved("glm", tmp_path)
+    target, asked = reloaded("glm", tmp_path), []
+    target.config.name_or_path, target.config._commit_hash = "someone/glm", "abc"
+    monkeypatch.setattr(
+        checkpoints, "snapshot_download", lambda name, **how: asked.append((name, how)) or str(tmp_path)
+    )
+    head = loaded_drafter("mtp", target)
+    assert [how["allow_patterns"] for _, how in asked] == [["*.json"], ["model-00002.safetensors"]]
+    assert all(name == "someone/glm" and how["revision"] == "abc" for name, how in asked)
+    assert loaded_drafter("mtp", target) is head and len(asked) == 2
+    with gsd.patch(target):
+        assert len(asked) == 3 and asked[-1][1]["local_files_only"]
 
 
 def test_one_file_without_an_index(tmp_path):
