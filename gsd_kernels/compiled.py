@@ -38,8 +38,8 @@ SCHEMAS = (
     f"{_WARPERS}, bool noise=True) -> (Tensor, Tensor)",
     f"warped_log_probs(Tensor logits, {_WARPERS}) -> Tensor",
     "dag_attention(Tensor q, Tensor k, Tensor v, Tensor ancestor_mask, Tensor kv_len, Tensor? kv_start, "
-    "Tensor? row_depths, Tensor? node_depths, float scale, float? softcap, int? sliding_window) "
-    "-> (Tensor, Tensor)",
+    "Tensor? row_depths, Tensor? node_depths, float scale, float? softcap, int? sliding_window, int? chunk=None, "
+    "Tensor? sinks=None) -> (Tensor, Tensor)",
     "decoder_rows(Tensor token_ids, Tensor positions, Tensor slots, Tensor ancestor_mask, Tensor node_depths, "
     "Tensor kv_len, Tensor kv_start, Tensor embedding, Tensor[] layers, int[] kinds, Tensor[] scales, "
     "Tensor final_norm, Tensor head, "
@@ -169,7 +169,7 @@ def _warped_log_probs(logits: Tensor, *args: object, **kwargs: object) -> Tensor
 
 
 @torch.library.register_fake("gsd_kernels::dag_attention")
-def _dag_attention(q: Tensor, k: Tensor, v: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+def _dag_attention(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
     batch, heads, rows, _ = q.shape
     out = q.new_empty(batch, rows, heads, v.shape[3]).transpose(1, 2)
     return out, q.new_empty(batch, heads, rows, dtype=torch.float32)

@@ -103,7 +103,7 @@ class Problem:
         nodes = -(-self.rows // 32)
         lengths = (ints(1, fill=self.prefix), ints(1))
         depths = (ints(1, self.rows), ints(1, 32 * nodes))
-        options = (50.0, self.prefix) if self.extras else (None, None)
+        options = (50.0, self.prefix, None, None) if self.extras else (None,) * 4
         arguments = (q, k, v, ints(1, self.rows, nodes, fill=-1), *lengths, *depths, q.shape[-1] ** -0.5, *options)
         return lambda: dag_attention(*arguments, config)
 

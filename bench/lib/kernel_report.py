@@ -231,6 +231,8 @@ def _attention_cases() -> list[Case]:
                 dim**-0.5,
                 options.get("softcap"),
                 options.get("window"),
+                options.get("chunk"),
+                _meta(heads, dtype=dtype) if "sinks" in options else None,
             )
 
         return Case("dag_attention", name, launch)
@@ -245,6 +247,8 @@ def _attention_cases() -> list[Case]:
         case("bf16 D256 2×16 rows", 16, 8, 16, 256, half),
         case("bf16 D256 8×64 rows", 8, 1, 64, 256, half),
         case("bf16 D256 8×64 rows, soft cap, window", 8, 1, 64, 256, half, softcap=50.0, window=4096),
+        case("bf16 D64 8×64 rows, sinks, window", 64, 8, 64, 64, half, window=128, sinks=True),
+        case("bf16 D128 5×64 rows, chunks, window", 40, 8, 64, 128, half, chunk=8192),
         case("fp32 D128 4×16 rows", 32, 8, 16, 128, single),
         case("fp32 D256 1×16 rows", 8, 8, 16, 256, single),
     ]

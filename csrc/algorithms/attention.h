@@ -32,20 +32,30 @@ struct AttentionArgs {
   const int32_t* ancestor_mask;  // [B, R, words]
   const int32_t* kv_len;         // [B]
   const int32_t* kv_start;       // [B], null: 0
-  const int32_t* row_depths;     // [B, R], null: no sliding window
+  const int32_t* row_depths;     // [B, R], null: no sliding window, no chunks
   const int32_t* node_depths;    // [B, ≥ nodes]
   float* partial_out;            // [B · Hkv, splits, M, D]
   float* partial_lse;            // [B · Hkv, splits, M], base 2
   uint16_t* out;                 // [B, R, Hq, D]: the projection that follows reads it without a copy
   float* lse;                    // [B, Hq, R], natural logarithm
+  const float* sinks;            // [Hq], natural logarithm, null: none
   int64_t q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head;  // strides in elements
   int k_slot, v_slot;  // narrow, because every copy multiplies by them
   int64_t mask_batch, mask_row, node_depths_batch;
   float scale;    // of the scores; holds log2(e), or with a soft cap its inverse
   float softcap;  // 0: none; holds log2(e)
   int window;     // positions that a row sees, its own included
+  int chunk;      // of positions, of which a row sees its own alone; 0: none
   int nodes;      // width of node_depths
 };
+
+// How many positions before its own a row sees, by its depth: as far as its window or its chunk goes. Chunks are counted
+// from kv_start, and floored: padding may have no end yet.
+GSD_HD int positions_back(const AttentionArgs& a, int batch, int kv_len, int depth) {
+  if (a.chunk == 0) return a.window - 1;
+  const int rest = (kv_len + depth - (a.kv_start != nullptr ? a.kv_start[batch] : 0)) % a.chunk;
+  return rest < 0 ? rest + a.chunk : rest;
+}
 
 // Query rows of a block: 16 a warp, one, two or four warps.
 GSD_HD int attention_block_rows(int query_rows) { return query_rows <= 16 ? 16 : query_rows <= 32 ? 32 : 64; }
@@ -81,7 +91,7 @@ GSD_HD Span span_of(const AttentionArgs& a, const AttentionSizes& s, int batch, 
   }
   int first = a.kv_start != nullptr ? max_int(a.kv_start[batch], 0) : 0;
   // The cut may not depend on any row's depth, or rows would depend on each other: the shallowest one, 0, decides.
-  if (a.row_depths != nullptr) first = max_int(first, kv_len - (a.window - 1));
+  if (a.row_depths != nullptr) first = max_int(first, kv_len - positions_back(a, batch, kv_len, 0));
   const int tiles = (max_int(kv_len - first, 0) + kTileColumns - 1) / kTileColumns;
   const int own = max_int((tiles + s.prefix_splits - 1) / s.prefix_splits, kPositionsPerSplit / kTileColumns);
   // In 64 bits: kv_start near the largest integer may not wrap around.
@@ -125,12 +135,11 @@ struct SplitRows {
       seen &= bits_below(span.end - column);  // behind the last node there are no depths
     }
     if (!windowed) return seen;
-    // The first position in the row's window, counted from kv_len; nodes go by their depth.
-    const int oldest = a.row_depths[static_cast<int64_t>(batch) * s.rows + row] - (a.window - 1);
-    if (!span.graph) {
-      const int kv_len = min_int(max_int(a.kv_len[batch], 0), s.capacity);
-      return seen & ~bits_below(kv_len + oldest - column);
-    }
+    // The first position in the row's window or chunk, counted from kv_len; nodes go by their depth.
+    const int kv_len = min_int(max_int(a.kv_len[batch], 0), s.capacity);
+    const int depth = a.row_depths[static_cast<int64_t>(batch) * s.rows + row];
+    const int oldest = depth - positions_back(a, batch, kv_len, depth);
+    if (!span.graph) return seen & ~bits_below(kv_len + oldest - column);
     const int32_t* depths = a.node_depths + batch * a.node_depths_batch;
     seen &= 0x03030303u << 2 * (lane % 4);
     GSD_UNROLL
@@ -222,13 +231,15 @@ GSD_HD void combine_row(Machine& machine, const AttentionArgs& a, const Attentio
   const int head = batch_head % s.kv_heads * s.group + m / s.rows, heads = s.kv_heads * s.group;
   const int64_t batch = batch_head / s.kv_heads, row = m % s.rows;
   const bool some = total != 0.0f;
-  const float inverse = some ? 1.0f / total : 0.0f;
+  const float natural = some ? (best + machine.log2(total)) * kLn2 : negative_infinity();
+  float inverse = some ? 1.0f / total : 0.0f;
+  if (some && a.sinks != nullptr) inverse /= 1.0f + machine.exp2((a.sinks[head] - natural) * kLog2E);
   uint32_t* target = reinterpret_cast<uint32_t*>(a.out + ((batch * s.rows + row) * heads + head) * kHeadDim) +
                      kOwn / 2 * lane;
   GSD_UNROLL
   for (int d = 0; d < kOwn / 2; d++) target[d] = Element::pack(out[2 * d] * inverse, out[2 * d + 1] * inverse);
   if (lane == 0) {
-    a.lse[(batch * heads + head) * s.rows + row] = some ? (best + machine.log2(total)) * kLn2 : negative_infinity();
+    a.lse[(batch * heads + head) * s.rows + row] = natural;
   }
 }
 

@@ -9,6 +9,7 @@
 #include "../algorithms/group.h"
 #include "../torch_ops/cache.h"
 #include "../torch_ops/elements.h"
+#include "../torch_ops/sight.h"
 #include "online_softmax.h"
 
 namespace gsd {
@@ -49,13 +50,16 @@ void attend_item(const RowAttention& a, int64_t item) {
     const float decay = running[static_cast<size_t>(m)].take(score, padded);
     if (decay != 1.0f) scale_row(acc.data() + m * a.value_dim, decay, a.value_dim);
   };
-  const auto oldest = [&](int64_t m) {  // first position of the cache that the window leaves to a row
-    if (a.window == 0) return start;
-    return std::max(start, kv_len + a.row_depths[b * a.rows + (begin + m) % a.rows] - (a.window - 1));
+  const bool limited = a.window > 0 || a.chunk > 0;
+  const auto oldest = [&](int64_t m) {  // first position of the cache that the window or chunk leaves to a row
+    if (!limited) return start;
+    const int64_t position = kv_len + a.row_depths[b * a.rows + (begin + m) % a.rows];
+    const int64_t rest = a.chunk > 0 ? (position - start) % a.chunk : a.window - 1;  // below 0: still padding
+    return std::max(start, position - (rest < 0 ? rest + a.chunk : rest));
   };
 
   // The prefix, dense: all rows of the item at once, or one by one where each has its own window.
-  const int64_t together = a.window == 0 ? count : 1;
+  const int64_t together = limited ? 1 : count;
   for (int64_t m0 = 0; m0 < count; m0 += together) {
     for (int64_t p = oldest(m0); p < kv_len; p += kPositions) {
       const int64_t n = std::min(kPositions, kv_len - p), padded = padded_to_lanes(n);
@@ -97,7 +101,7 @@ void attend_item(const RowAttention& a, int64_t item) {
       const uint32_t word = static_cast<uint32_t>(words[node / 32]);
       if (word == 0) node |= 31;  // on to the next word
       if (!((word >> (node % 32)) & 1)) continue;
-      if (a.window > 0 && kv_len + a.node_depths[b * a.node_depths_batch + node] < first) continue;
+      if (limited && kv_len + a.node_depths[b * a.node_depths_batch + node] < first) continue;
       seen[n++] = kv_len + node;
       if (n == kPositions) flush();
     }
@@ -107,7 +111,9 @@ void attend_item(const RowAttention& a, int64_t item) {
   for (int64_t m = 0; m < count; m++) {
     const int64_t row = (begin + m) % a.rows, head = kv_head * group + (begin + m) / a.rows;
     const OnlineSoftmax& r = running[m];
-    scale_row(acc.data() + m * a.value_dim, r.inverse(), a.value_dim);
+    float inverse = r.inverse();
+    if (a.sinks != nullptr && inverse != 0.0f) inverse /= 1.0f + std::exp(a.sinks[head] - r.log_sum());
+    scale_row(acc.data() + m * a.value_dim, inverse, a.value_dim);
     write_row(acc.data() + m * a.value_dim, a.out + ((b * a.rows + row) * a.heads + head) * a.value_dim * q_size,
               a.element, a.value_dim);
     if (a.lse) a.lse[(b * a.heads + head) * a.rows + row] = r.log_sum();
@@ -134,7 +140,8 @@ std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const
                                          const std::optional<Tensor>& kv_start,
                                          const std::optional<Tensor>& row_depths,
                                          const std::optional<Tensor>& node_depths, double scale,
-                                         std::optional<double> softcap, std::optional<int64_t> sliding_window) {
+                                         std::optional<double> softcap, std::optional<int64_t> sliding_window,
+                                         std::optional<int64_t> chunk, const std::optional<Tensor>& sinks) {
   RowAttention a{};
   a.element = a.cache_element = element_of("q", q.scalar_type());
   for (const Tensor* t : {&q, &k, &v}) {
@@ -163,15 +170,20 @@ std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const
     STD_TORCH_CHECK(a.kv_len[b] >= 0 && a.kv_len[b] <= a.slots && (!a.kv_start || a.kv_start[b] >= 0),
                     "kv_len: the prefix ends at ", a.kv_len[b], ", the cache at ", a.slots);
   }
-  if (sliding_window) {
-    STD_TORCH_CHECK(row_depths && node_depths, "sliding_window: needs row_depths and node_depths");
+  if (sliding_window || chunk) {
+    check_sight(sliding_window, chunk, row_depths && node_depths);
     check("row_depths", *row_depths, ScalarType::Int, {a.batch, a.rows});
     check("node_depths", *node_depths, ScalarType::Int, {a.batch, kAny});
     a.row_depths = read<int32_t>(*row_depths);
     a.node_depths = read<int32_t>(*node_depths);
     a.node_depths_batch = node_depths->size(1);
-    a.window = *sliding_window;
+    a.window = sliding_window.value_or(0);
+    a.chunk = chunk.value_or(0);
     a.words = std::min(a.words, (a.node_depths_batch + 31) / 32);
+  }
+  if (sinks) {
+    check("sinks", *sinks, ScalarType::Float, {a.heads});
+    a.sinks = read<float>(*sinks);
   }
   a.q = static_cast<const char*>(q.const_data_ptr());
   a.k = static_cast<const char*>(k.const_data_ptr());

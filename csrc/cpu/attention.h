@@ -18,11 +18,13 @@ struct RowAttention {
   const int32_t* mask;  // [batch, rows, words]
   const int32_t* kv_len;
   const int32_t* kv_start;                  // or null
-  const int32_t *row_depths, *node_depths;  // with a window: [batch, rows], [batch, node_depths_batch]
+  const int32_t *row_depths, *node_depths;  // with a window or chunks: [batch, rows], [batch, node_depths_batch]
   int64_t node_depths_batch;
   float scale;
   float softcap;  // 0: none
-  int64_t window;  // 0: none
+  int64_t window;      // 0: none
+  int64_t chunk;       // 0: none
+  const float* sinks;  // [heads], natural logarithms, or null
   char* out;       // [batch, rows, heads, value_dim]
   float* lse;      // [batch, heads, rows], or null
 };

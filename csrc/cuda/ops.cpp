@@ -363,14 +363,15 @@ std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const
                                          const std::optional<Tensor>& kv_start,
                                          const std::optional<Tensor>& row_depths,
                                          const std::optional<Tensor>& node_depths, double scale,
-                                         std::optional<double> softcap, std::optional<int64_t> sliding_window) {
+                                         std::optional<double> softcap, std::optional<int64_t> sliding_window,
+                                         std::optional<int64_t> chunk, const std::optional<Tensor>& sinks) {
   check_device({&q, &k, &v, &ancestor_mask, &kv_len});
-  for (const auto* t : {&kv_start, &row_depths, &node_depths}) {
+  for (const auto* t : {&kv_start, &row_depths, &node_depths, &sinks}) {
     if (*t) check_device({&q, &**t});
   }
   const DeviceGuard guard(q.get_device_index());
   AttentionCall call = prepare_attention(q, k, v, ancestor_mask, kv_len, kv_start, row_depths, node_depths,
-                                         scale, softcap, sliding_window);
+                                         scale, softcap, sliding_window, chunk, sinks);
   AttentionSizes& s = call.sizes;
   check_launch(plan_attention(&s));
   const int64_t outputs = static_cast<int64_t>(s.batch) * s.kv_heads * s.splits() * s.query_rows();

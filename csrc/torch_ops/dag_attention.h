@@ -1,12 +1,14 @@
 // The queries, caches and masks of dag_attention.
 #pragma once
 
+#include <algorithm>
 #include <initializer_list>
 #include <optional>
 #include <tuple>
 
 #include "../algorithms/attention.h"
 #include "common.h"
+#include "sight.h"
 
 namespace gsd {
 
@@ -35,7 +37,8 @@ inline AttentionCall prepare_attention(const Tensor& q, const Tensor& k, const T
                                        const Tensor& kv_len, const std::optional<Tensor>& kv_start,
                                        const std::optional<Tensor>& row_depths,
                                        const std::optional<Tensor>& node_depths, double scale,
-                                       std::optional<double> softcap, std::optional<int64_t> sliding_window) {
+                                       std::optional<double> softcap, std::optional<int64_t> sliding_window,
+                                       std::optional<int64_t> chunk, const std::optional<Tensor>& sinks) {
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && ancestor_mask.dim() == 3,
                   "dag_attention: expected q, k and v with 4 dimensions, ancestor_mask with 3");
   const int64_t batch = q.size(0), heads = q.size(1), rows = q.size(2), head_dim = q.size(3);
@@ -80,9 +83,8 @@ inline AttentionCall prepare_attention(const Tensor& q, const Tensor& k, const T
   };
   a.kv_len = lengths("kv_len", kv_len);
   a.kv_start = kv_start ? lengths("kv_start", *kv_start) : nullptr;
-  if (sliding_window) {
-    STD_TORCH_CHECK(row_depths && node_depths, "sliding_window: needs row_depths and node_depths");
-    STD_TORCH_CHECK(*sliding_window >= 1, "sliding_window: expected at least 1, got ", *sliding_window);
+  if (sliding_window || chunk) {
+    check_sight(sliding_window, chunk, row_depths && node_depths);
     check("row_depths", *row_depths, ScalarType::Int, {batch, rows});
     check("node_depths", *node_depths, ScalarType::Int, {batch, kAny});
     STD_TORCH_CHECK(node_depths->size(1) >= 1 || words == 0, "node_depths: expected a depth for every node");
@@ -90,7 +92,12 @@ inline AttentionCall prepare_attention(const Tensor& q, const Tensor& k, const T
     a.node_depths = read<int32_t>(*node_depths);
     a.nodes = static_cast<int>(node_depths->size(1));
     a.node_depths_batch = a.nodes;
-    a.window = static_cast<int>(*sliding_window < kMost ? *sliding_window : kMost);
+    a.window = static_cast<int>(std::min(sliding_window.value_or(0), kMost));
+    a.chunk = static_cast<int>(std::min(chunk.value_or(0), kMost));
+  }
+  if (sinks) {
+    check("sinks", *sinks, ScalarType::Float, {heads});
+    a.sinks = read<float>(*sinks);
   }
   a.softcap = softcap ? static_cast<float>(*softcap * kLog2E) : 0.0f;
   a.scale = static_cast<float>(softcap ? scale / *softcap : scale * kLog2E);

@@ -15,12 +15,15 @@ struct Shape {
   int head_dim, batch, kv_heads, group, rows, nodes, capacity;
   float softcap;  // 0: none
   int window;     // 0: none
+  int chunk;      // 0: none
+  bool sinks;
 };
 
 struct Problem {
   Shape shape;
   std::vector<uint16_t> q, k, v;
   std::vector<int32_t> mask, kv_len, kv_start, row_depths, node_depths;
+  std::vector<float> sinks;
   AttentionSizes sizes{};
   AttentionArgs args{};
 
@@ -32,16 +35,18 @@ struct Problem {
                            : (static_cast<size_t>(b) * shape.kv_heads + head) * shape.capacity + position;
     return row * shape.head_dim;
   }
+  // Whether a row's window or chunk reaches back to a depth, both counted from kv_len.
+  bool reaches(int b, int row, int depth) const {
+    const int own = row_depths[b * shape.rows + row], begin = kv_len[b] - kv_start[b];
+    if (shape.chunk != 0) return (begin + depth) / shape.chunk >= (begin + own) / shape.chunk;
+    return shape.window == 0 || own - depth < shape.window;
+  }
   bool sees(int b, int row, int position) const {
     const int node = position - kv_len[b];
-    if (node < 0) {
-      return position >= kv_start[b] && (shape.window == 0 || row_depths[b * shape.rows + row] - node < shape.window);
-    }
+    if (node < 0) return position >= kv_start[b] && reaches(b, row, node);
     if (node >= 32 * words()) return false;
     const uint32_t word = static_cast<uint32_t>(mask[(b * shape.rows + row) * words() + node / 32]);
-    if ((word >> node % 32 & 1) == 0) return false;
-    return shape.window == 0 ||
-           row_depths[b * shape.rows + row] - node_depths[b * shape.nodes + node] < shape.window;
+    return (word >> node % 32 & 1) != 0 && reaches(b, row, node_depths[b * shape.nodes + node]);
   }
 };
 
@@ -53,11 +58,14 @@ struct Result {
 // Caches end with the last node of the longest sequence: AddressSanitizer sees what lies beyond.
 template <class Element>
 Problem make_problem(const Shape& shape, std::mt19937& random) {
-  Problem p{shape, {}, {}, {}, {}, {}, {}, {}, {}};
+  Problem p{};
+  p.shape = shape;
   const size_t cache = static_cast<size_t>(shape.batch) * shape.kv_heads * shape.capacity * shape.head_dim;
   fill<Element>(p.q, static_cast<size_t>(shape.batch) * p.heads() * shape.rows * shape.head_dim, random);
   fill<Element>(p.k, cache, random);
   fill<Element>(p.v, cache, random);
+  std::normal_distribution<float> normal(3.0f, 2.0f);
+  for (int head = 0; head < p.heads(); head++) p.sinks.push_back(normal(random));
   for (int b = 0; b < shape.batch; b++) {
     const int longest = shape.capacity - shape.nodes;
     p.kv_len.push_back(b == 0 ? longest : between(random, 0, longest));
@@ -115,11 +123,12 @@ void bind(Problem& p) {
   a.k_batch = s.head_dim * slots * heads;
   a.v_slot = a.k_slot, a.v_head = a.k_head, a.v_batch = a.k_batch;
   a.mask_row = p.words(), a.mask_batch = a.mask_row * s.rows;
-  if (s.window != 0) {
+  if (s.window != 0 || s.chunk != 0) {
     a.row_depths = p.row_depths.data(), a.node_depths = p.node_depths.data();
     a.node_depths_batch = a.nodes = s.nodes;
-    a.window = s.window;
+    a.window = s.window, a.chunk = s.chunk;
   }
+  if (s.sinks) a.sinks = p.sinks.data();
   const float scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
   a.softcap = s.softcap * kLog2E;
   a.scale = s.softcap == 0 ? scale * kLog2E : scale / s.softcap;
@@ -190,6 +199,7 @@ bool exact_row(const Problem& p, int b, int head, int row, std::vector<double>& 
       out[d] += std::exp(scores[i] - lse) * value(values[i][d]);
     }
   }
+  for (double& x : out) x *= s.sinks ? 1 / (1 + std::exp(p.sinks[head] - lse)) : 1;
   return finite;
 }
 
@@ -298,7 +308,9 @@ int main(int argc, char** argv) {
     s.nodes = between(random, 1, 70);
     s.capacity = s.nodes + (random() % 5 == 0 ? 0 : between(random, 1, round % 7 == 6 ? 600 : 150));
     s.softcap = round % 5 == 1 ? 1.5f : 0.0f;
-    s.window = round % 4 == 2 || round % 8 == 3 ? between(random, 1, 90) : 0;
+    const int sight = round % 4 == 2 || round % 8 == 3 ? between(random, 1, 90) : 0;
+    (random() % 2 == 0 ? s.window : s.chunk) = sight;
+    s.sinks = random() % 2 == 0;
 #ifdef GSD_ONE_TYPE
     s.bfloat16 = false;
     using Other = Half;

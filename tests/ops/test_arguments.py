@@ -36,6 +36,10 @@ BAD_ARGUMENTS = [
     (gsd.dag_attention, attention_arguments, "kv_len", lambda a: 5, TypeError),
     (gsd.dag_attention, attention_arguments, "kv_start", lambda a: a["kv_start"][:1], ValueError),
     (gsd.dag_attention, attention_arguments, "sliding_window", lambda a: 0, ValueError),
+    (gsd.dag_attention, attention_arguments, "chunk", lambda a: 0, ValueError),
+    (gsd.dag_attention, lambda: attention_arguments() | {"sliding_window": 3}, "chunk", lambda a: 4, ValueError),
+    (gsd.dag_attention, attention_arguments, "sinks", lambda a: torch.zeros(3), ValueError),
+    (gsd.dag_attention, attention_arguments, "sinks", lambda a: torch.zeros(2, dtype=torch.int32), TypeError),
     (gsd.dag_attention, attention_arguments, "backend", lambda a: "gpu", ValueError),
     (gsd.sample_rows, sampling_arguments, "logits", lambda a: a["logits"][0], ValueError),
     (gsd.sample_rows, sampling_arguments, "logits", lambda a: a["logits"].int(), TypeError),
@@ -86,3 +90,11 @@ def test_bad_arguments_are_named(op, arguments, name, bad, error):
     op(**arguments())
     with pytest.raises(error, match=name):
         op(**{**good, name: bad(good)})
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "chunk"])
+def test_what_goes_by_position_needs_depths(name):
+    arguments = attention_arguments()
+    for missing in ("row_depths", "node_depths"):
+        with pytest.raises(ValueError, match=rf"^{name}: needs row_depths and node_depths"):
+            gsd.dag_attention(**{**arguments, missing: None}, **{name: 3})

@@ -47,7 +47,7 @@ SERVED_BY_CUDA = {
     f"{name}-D{head_dim}-{dtype}": replace(case, dtype=dtype, head_dim=head_dim)
     for (name, case), head_dim, dtype in itertools.product(HALF_PRECISION.items(), HEAD_DIMS, DTYPES)
 }
-FEW = ("one warp", "four warps", "several graph splits", "window", "soft cap")
+FEW = ("one warp", "four warps", "several graph splits", "window", "chunk", "soft cap", "sinks")
 INVARIANT_ON_CUDA = {f"{n}-{dtype}": replace(HALF_PRECISION[n], dtype=dtype) for n in FEW for dtype in DTYPES}
 
 
@@ -127,12 +127,16 @@ def attentions(draw):
         "kv_start": (kv_len // 3).int() if draw(st.booleans()) else None,
         "row_depths": torch.randint(0, 6, (batch, rows), generator=gen).int(),
         "node_depths": node_depths,
-        "sliding_window": draw(st.sampled_from((None, None, 2, 5, 400))),
+        "sliding_window": None,
+        "chunk": None,
     }
+    args |= draw(st.sampled_from(({}, *({name: n} for name in ("sliding_window", "chunk") for n in (1, 2, 5, 400)))))
     visible = visibility(mask, **args, capacity=capacity)
     q = torch.randn(batch, rows, kv_heads * group, dim, generator=gen).transpose(1, 2)
     k, v = (torch.randn(batch, kv_heads, capacity, d, generator=gen) for d in (dim, value_dim))
     unseen = ~visible.any(1)[:, None, :, None]
+    sinks = 3 * torch.randn(kv_heads * group, generator=gen)
+    sinks[0] = draw(st.sampled_from((0.5, float("-inf"), float("inf"))))
     dtype = draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16)))
     k, v = (torch.where(unseen, float("nan"), x).to(dtype) for x in (k, v))
     return {
@@ -142,6 +146,7 @@ def attentions(draw):
         "ancestor_mask": mask,
         **args,
         "softcap": draw(st.sampled_from((None, 5.0))),
+        "sinks": sinks if draw(st.booleans()) else None,
     }
 
 
@@ -153,8 +158,9 @@ def test_the_compiled_kernel_equals_the_reference(case):
     expected, expected_lse = gsd.dag_attention(**exact, return_lse=True, backend="reference")
     order = "q k v ancestor_mask kv_len kv_start row_depths node_depths".split()
     got, lse = torch.ops.gsd_kernels.dag_attention(
-        *(case[name] for name in order), case["q"].shape[3] ** -0.5, case["softcap"], case["sliding_window"]
-    )
+        *(case[name] for name in order), case["q"].shape[3] ** -0.5, case["softcap"], case["sliding_window"],
+        case["chunk"], case["sinks"],
+    )  # fmt: skip
     empty = expected_lse == float("-inf")
     assert torch.equal(lse == float("-inf"), empty) and (got[empty] == 0).all()
     torch.testing.assert_close(lse[~empty], expected_lse[~empty], atol=1e-4, rtol=1e-4)

@@ -40,7 +40,7 @@ def programs(tmp_path_factory):
 
 @pytest.mark.parametrize(("sanitizer", "rounds"), [("thread", 12), ("address", 40)])
 def test_random_problems_are_right_and_clean(programs, sanitizer, rounds):
-    """Both types and head sizes, grouped heads, ragged lengths, padding, windows, soft caps, empty rows, NaN in slots.
+    """Types, head sizes, groups, ragged lengths, padding, windows, chunks, soft caps, sinks, empty rows, NaN in slots.
 
     Held against double precision; every third round also checks that rows are independent bit for bit.
     """

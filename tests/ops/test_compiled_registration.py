@@ -141,7 +141,8 @@ def attention_inputs():
     q, (k, v) = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 2, 40, 16)
     lengths = (torch.tensor([20, 7], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32))
     mask = torch.tensor([[[1], [3], [5]]], dtype=torch.int32).expand(2, -1, -1).contiguous()
-    return q, k, v, mask, *lengths, None, None, 0.25, None, None
+    depths = torch.tensor([[0, 1, 2]], dtype=torch.int32).expand(2, -1).contiguous()
+    return q, k, v, mask, *lengths, depths, depths, 0.25, None, None, 4, torch.randn(4)
 
 
 def decoder_inputs():

@@ -157,10 +157,13 @@ def test_one_captured_attention_serves_every_length():
 
 
 def test_attention_opcheck_and_refusals():
-    tensors, _ = replace(HALF_PRECISION["one warp"], dtype=torch.float16).build("cuda")
+    tensors, _ = replace(HALF_PRECISION["one warp"], dtype=torch.float16, sinks=True).build("cuda")
     names = ("q", "k", "v", "ancestor_mask", "kv_len", "kv_start")
     inputs = (*(tensors[name].nan_to_num(0) if name in "qkv" else tensors[name] for name in names), None, None)
     results = torch.library.opcheck(torch.ops.gsd_kernels.dag_attention.default, (*inputs, 0.1, None, None))
+    assert set(results.values()) == {"SUCCESS"}, results
+    limits = (0.1, None, None, None, tensors["sinks"])
+    results = torch.library.opcheck(torch.ops.gsd_kernels.dag_attention.default, (*inputs, *limits))
     assert set(results.values()) == {"SUCCESS"}, results
     with pytest.raises(RuntimeError, match="same CUDA device"):
         torch.ops.gsd_kernels.dag_attention(*inputs[:4], inputs[4].cpu(), *inputs[5:], 0.1, None, None)

@@ -38,7 +38,7 @@ def guarded_empty(*shape: object, dtype: torch.dtype | None = None, device: obje
 
 
 def attention() -> None:
-    for name in ("float32-D80", "float16-D64", "window", "1000-nodes", "odd-63"):
+    for name in ("float32-D80", "float16-D64", "window", "chunk", "sinks", "1000-nodes", "odd-63"):
         case = ATTENTION[name]
         tight = replace(case, capacity=max(case.prefixes) + case.nodes)
         tensors, options = tight.build("cpu")

@@ -56,7 +56,7 @@ def test_the_gate_fails_for_a_configuration_that_is_too_large():
 
     def problems(**changes: int) -> list[str]:
         changed = replace(config, **changes)
-        arguments = (q, cache, cache, meta(1, 64, 2), meta(1), None, None, None, 0.1, None, None, changed)
+        arguments = (q, cache, cache, meta(1, 64, 2), meta(1), None, None, None, 0.1, *4 * [None], changed)
         kernels = dict(kernel_report.compile_launches(lambda: dag_attention(*arguments), 80))
         return kernel_report.gate(kernel_report.facts(kernels["split"], 80, read=False))
 

@@ -57,7 +57,7 @@ def test_a_mask_of_the_models_own():
 @pytest.mark.parametrize("name", ["PhimoeForCausalLM", "Qwen2MoeForCausalLM"])
 def test_a_window_that_only_the_mask_has_is_followed(name):
     model = tiny_configs.build(name)
-    assert tiny_configs.WINDOW in probe.examine(model).windows
+    assert tiny_configs.WINDOW in [kind.window for kind in probe.examine(model).kinds]
     plain = model.generate(**prompt(), **TOKENS)
     model.config.sliding_window = 1000
     assert not torch.equal(model.generate(**prompt(), **TOKENS), plain), "the window must matter"
@@ -183,7 +183,7 @@ def test_a_passing_error_is_not_remembered():
         gsd.patch(model)
     assert isinstance(refusal.value.__cause__, MemoryError)
     with pytest.raises(ValueError, match="full"):
-        probe.windows_of(model)
+        probe.kinds_of(model)
     handle.remove()
     with pytest.MonkeyPatch.context() as patched:  # the same structure, then: the first found is asked for again
         patched.setattr(probe, "structure_of", lambda model: "one")

@@ -31,6 +31,8 @@ def dag_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     dense: DenseMask | None = None,
     backend: str = "auto",
@@ -48,11 +50,16 @@ def dag_attention(
             of nodes that a graph does not have are 0.
         kv_len: int32 [B]. The caller keeps ``kv_len + N ≤ S``.
         kv_start: int32 [B], left padding to skip (default 0).
-        row_depths, node_depths: int32 [B, R] and [B, ≥N]: position minus ``kv_len``; sliding windows go by position.
+        row_depths, node_depths: int32 [B, R] and [B, ≥N]: position minus ``kv_len``; sliding windows and chunks go by
+            position.
         scale: default 1/sqrt(D).
         softcap: scores become ``softcap · tanh(score / softcap)``.
         sliding_window: a row sees positions p with ``row position − p < sliding_window``.
-        return_lse: also return the log-sum-exp of the scores.
+        chunk: a row sees positions of its own chunk only, those from ``p − (p − kv_start) mod chunk`` on, p being its
+            position; not together with ``sliding_window``.
+        sinks: float [Hq], a score of each query head that takes part in the softmax and has no value: the output is
+            multiplied by sigmoid(lse − sink), once, after all splits are merged. Neither scaled nor soft-capped.
+        return_lse: also return the log-sum-exp (natural logarithm) of the visible scores, the sink not among them.
         dense: what :func:`dense_mask` returns for the other arguments, for callers that attend many layers with one
             mask. They also see to it that caches hold finite values only and that no row is empty, which is then not
             checked. Only the PyTorch paths on a CPU and the reference use it.
@@ -66,7 +73,10 @@ def dag_attention(
     Raises:
         TypeError, ValueError: an argument has the wrong type, shape or range.
     """
-    _check(q, k, v, ancestor_mask, kv_len, kv_start, row_depths, node_depths, sliding_window)
+    _check(q, k, v, ancestor_mask, kv_len, kv_start)
+    _check_sight(q, row_depths, node_depths, sliding_window, chunk)
+    if sinks is not None:
+        check_tensor("sinks", sinks, (q.shape[1],), FLOATS, q.device)
     if backend == "auto" and q.dtype == torch.float64 and q.device.type != "cpu":
         backend = "reference"  # the GPU's kernels compute in float32
     function = resolve(backend, q.device, IMPLEMENTATIONS)
@@ -84,6 +94,8 @@ def dag_attention(
         scale,
         softcap,
         sliding_window,
+        chunk,
+        sinks,
         **written_out,
     )
     return (out, lse) if return_lse else out
@@ -96,9 +108,6 @@ def _check(
     ancestor_mask: Tensor,
     kv_len: Tensor,
     kv_start: Tensor | None,
-    row_depths: Tensor | None,
-    node_depths: Tensor | None,
-    sliding_window: int | None,
 ) -> None:
     """Raise unless the arguments of :func:`dag_attention` are what its docstring says."""
     if not isinstance(q, Tensor) or q.dim() != 4:
@@ -113,10 +122,20 @@ def _check(
         check_tensor("kv_start", kv_start, (batch,), int32, device)
     if q.shape[1] % k.shape[1] != 0:
         raise ValueError(f"q: {q.shape[1]} heads are not a multiple of the cache's {k.shape[1]}")
-    if sliding_window is not None:
+
+
+def _check_sight(
+    q: Tensor, row_depths: Tensor | None, node_depths: Tensor | None, sliding_window: int | None, chunk: int | None
+) -> None:
+    """Raise unless what limits the rows' sight is what the docstring of :func:`dag_attention` says."""
+    if sliding_window is not None and chunk is not None:
+        raise ValueError(f"chunk: expected None beside a sliding window of {sliding_window}, got {chunk}; give one")
+    for name, size in (("sliding_window", sliding_window), ("chunk", chunk)):
+        if size is None:
+            continue
         if row_depths is None or node_depths is None:
-            raise ValueError("sliding_window: needs row_depths and node_depths, since windows go by position")
-        check_tensor("row_depths", row_depths, (batch, rows), int32, device)
-        check_tensor("node_depths", node_depths, (batch, None), int32, device)
-        if sliding_window < 1:
-            raise ValueError(f"sliding_window: expected at least 1, got {sliding_window}")
+            raise ValueError(f"{name}: needs row_depths and node_depths, since it goes by position")
+        check_tensor("row_depths", row_depths, (q.shape[0], q.shape[2]), (torch.int32,), q.device)
+        check_tensor("node_depths", node_depths, (q.shape[0], None), (torch.int32,), q.device)
+        if size < 1:
+            raise ValueError(f"{name}: expected at least 1, got {size}")

@@ -24,10 +24,12 @@ def dag_attention(
     scale: float,
     softcap: float | None,
     sliding_window: int | None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Two launches of static shape. The output's memory is [B, R, Hq, D]."""
     check(q, k, v)
-    windowed = sliding_window is not None
+    by_position = sliding_window is not None or chunk is not None
     return torch.ops.gsd_kernels.dag_attention(
         q,
         k,
@@ -35,11 +37,13 @@ def dag_attention(
         ancestor_mask if ancestor_mask.stride(-1) == 1 else ancestor_mask.contiguous(),
         kv_len.contiguous(),
         None if kv_start is None else kv_start.contiguous(),
-        row_depths.contiguous() if windowed and row_depths is not None else None,
-        node_depths.contiguous() if windowed and node_depths is not None else None,
+        row_depths.contiguous() if by_position and row_depths is not None else None,
+        node_depths.contiguous() if by_position and node_depths is not None else None,
         scale,
         softcap,
         sliding_window,
+        chunk,
+        None if sinks is None else sinks.float().contiguous(),
     )
 
 

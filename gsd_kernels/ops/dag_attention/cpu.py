@@ -27,6 +27,8 @@ def dag_attention(
     scale: float,
     softcap: float | None,
     sliding_window: int | None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
     *,
     dense: DenseMask | None = None,
     return_lse: bool = False,
@@ -35,7 +37,9 @@ def dag_attention(
     arguments = (q, k, v, ancestor_mask, kv_len, kv_start, row_depths, node_depths)
     packed = q.shape[1] // k.shape[1] * q.shape[2]
     if packed > FEW_ROWS or q.dtype not in DTYPES or q.shape[3] % LANES or v.shape[3] % LANES:
-        return sdpa.dag_attention(*arguments, scale, softcap, sliding_window, dense=dense, return_lse=return_lse)
+        rest = (scale, softcap, sliding_window, chunk, sinks)
+        return sdpa.dag_attention(*arguments, *rest, dense=dense, return_lse=return_lse)
     tensors = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     lengths = (t if t is None else t.contiguous() for t in arguments[3:])
-    return torch.ops.gsd_kernels.dag_attention(*tensors, *lengths, scale, softcap, sliding_window)
+    sinks = None if sinks is None else sinks.float().contiguous()
+    return torch.ops.gsd_kernels.dag_attention(*tensors, *lengths, scale, softcap, sliding_window, chunk, sinks)

@@ -43,9 +43,10 @@ def dense_mask(
     node_depths: Tensor | None,
     sliding_window: int | None,
     capacity: int,
+    chunk: int | None = None,
 ) -> DenseMask:
     """The mask over ``capacity`` cache positions."""
-    visible = visibility(ancestor_mask, kv_len, kv_start, row_depths, node_depths, sliding_window, capacity)
+    visible = visibility(ancestor_mask, kv_len, kv_start, row_depths, node_depths, sliding_window, capacity, chunk)
     return DenseMask(visible, kv_len, ancestor_mask.shape[-1] * WORD_BITS)
 
 
@@ -57,6 +58,7 @@ def visibility(
     node_depths: Tensor | None,
     sliding_window: int | None,
     capacity: int,
+    chunk: int | None = None,
 ) -> Tensor:
     """Which cache positions each row sees: bool [B, R, S]."""
     bits = ancestor_mask.shape[-1] * WORD_BITS
@@ -70,8 +72,21 @@ def visibility(
     rows = by_node.shape[1]
     by_position = by_node.gather(2, node.clamp(0, bits - 1)[:, None].expand(-1, rows, -1))  # [B, R, S]
     visible = in_prefix[:, None] | (by_position & is_node[:, None])
-    if sliding_window is not None and row_depths is not None and node_depths is not None:
+    reach = positions_back(kv_len, kv_start, row_depths, sliding_window, chunk)
+    if reach is not None and row_depths is not None and node_depths is not None:
         depth = node_depths.gather(1, node.clamp(0, node_depths.shape[1] - 1))  # [B, S]
         distance = row_depths[:, :, None] - torch.where(node >= 0, depth, node)[:, None]
-        visible = visible & (distance < sliding_window)
+        visible = visible & (distance <= reach)
     return visible
+
+
+def positions_back(
+    kv_len: Tensor, kv_start: Tensor | None, row_depths: Tensor | None, sliding_window: int | None, chunk: int | None
+) -> Tensor | int | None:
+    """How many positions before its own a row sees: int32 [B, R, 1], or the same for all; ``None``: all of them."""
+    if sliding_window is not None:
+        return sliding_window - 1
+    if chunk is None or row_depths is None:
+        return None
+    position = kv_len[:, None] + row_depths  # [B, R]
+    return ((position if kv_start is None else position - kv_start[:, None]) % chunk)[:, :, None]

@@ -18,6 +18,8 @@ def dag_attention(
     scale: float,
     softcap: float | None,
     sliding_window: int | None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,  # [Hq]
     *,
     dense: DenseMask | None = None,  # computed from the words if not given
     return_lse: bool = False,
@@ -26,12 +28,19 @@ def dag_attention(
     if dense is not None:
         visible = dense.visible
     else:
-        visible = visibility(ancestor_mask, kv_len, kv_start, row_depths, node_depths, sliding_window, k.shape[2])
-    return attend(q, k, v, visible, scale, softcap)
+        lengths = (kv_len, kv_start, row_depths, node_depths)
+        visible = visibility(ancestor_mask, *lengths, sliding_window, k.shape[2], chunk)
+    return attend(q, k, v, visible, scale, softcap, sinks)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [B, Hq, R, Dv] and log-sum-exp [B, Hq, R] for a dense mask [B, R, S]."""
     batch, heads, rows, _ = q.shape
@@ -45,7 +54,16 @@ def attend(
     lse = scores.logsumexp(-1)  # [B, Hkv, G, R]
     weights = torch.where(visible[:, None, None], (scores - lse.unsqueeze(-1)).exp(), 0.0)
     out = (weights.flatten(2, 3) @ seen_values(v, visible).to(exact)).view(batch, heads, rows, -1)
-    return out.to(q.dtype), lse.view(batch, heads, rows).float()
+    lse = lse.view(batch, heads, rows)
+    if sinks is not None:
+        out = out * share(lse, sinks)
+    return out.to(q.dtype), lse.float()
+
+
+def share(lse: Tensor, sinks: Tensor) -> Tensor:
+    """What a head's sink [Hq] leaves to the visible positions: e^lse / (e^lse + e^sink), [B, Hq, R, 1]."""
+    above = torch.where(lse == float("-inf"), lse, lse - sinks.to(lse.dtype)[:, None])  # no −inf minus −inf
+    return above.sigmoid().unsqueeze(-1)
 
 
 def seen_values(v: Tensor, visible: Tensor) -> Tensor:

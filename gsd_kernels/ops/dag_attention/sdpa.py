@@ -8,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from . import reference
 from .dense import DenseMask, dense_mask
+from .reference import share
 
 
 def dag_attention(
@@ -22,16 +23,20 @@ def dag_attention(
     scale: float,
     softcap: float | None,
     sliding_window: int | None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
     *,
     dense: DenseMask | None = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """As the reference; a soft cap and the log-sum-exp, which the fused kernel lacks, are computed like it."""
+    """As the reference; a soft cap, which the fused kernel lacks, and a log-sum-exp that it hides, are like it."""
     trusted = dense is not None
     if dense is None:
-        dense = dense_mask(ancestor_mask, kv_len, kv_start, row_depths, node_depths, sliding_window, k.shape[2])
-    if softcap is not None or return_lse:
-        return reference.attend(q, k, v, dense.visible, scale, softcap)
+        lengths = (kv_len, kv_start, row_depths, node_depths)
+        dense = dense_mask(ancestor_mask, *lengths, sliding_window, k.shape[2], chunk)
+    hidden = sinks is not None and q.shape[3] != v.shape[3]
+    if softcap is not None or return_lse or hidden:
+        return reference.attend(q, k, v, dense.visible, scale, softcap, sinks)
     batch, heads, rows, _ = q.shape
     kv_heads = k.shape[1]
     groups = heads // kv_heads
@@ -39,8 +44,15 @@ def dag_attention(
     if not trusted:
         k, v = _finite_where_unseen(k, v, ~dense.visible[:, :, : dense.end].any(1))
     packed = q.reshape(batch, kv_heads, groups * rows, q.shape[3])
-    out = scaled_dot_product_attention(packed, k, v, attn_mask=dense.bias(groups, q.dtype), scale=scale)
-    out = out.view(batch, heads, rows, -1)
+    bias = dense.bias(groups, q.dtype)
+    if sinks is None:
+        out = scaled_dot_product_attention(packed, k, v, attn_mask=bias, scale=scale)
+        out = out.view(batch, heads, rows, -1)
+    else:  # the kernel that the line above calls, which also has the log-sum-exp
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = kernel(packed, k, v, 0.0, False, attn_mask=bias, scale=scale)
+        out, lse = out.view(batch, heads, rows, -1), lse.reshape(batch, heads, rows)
+        out = (out * share(lse, sinks)).to(q.dtype)
     if trusted:
         return out, None
     return torch.where(dense.visible.any(-1)[:, None, :, None], out, 0.0), None

@@ -41,7 +41,7 @@ def _split_kernel(
     mask_ptr,  # int32 [B, R, num_words]
     kv_len_ptr,
     kv_start_ptr,  # None: 0
-    row_depths_ptr,  # int32 [B, R], contiguous; None without a sliding window
+    row_depths_ptr,  # int32 [B, R], contiguous; None without a sliding window or chunks
     node_depths_ptr,  # int32 [B, node_depths_stride]
     partial_out_ptr,  # float32 [B, Hkv, splits, M, VALUE_DIM]
     partial_lse_ptr,  # float32 [B, Hkv, splits, M], base 2
@@ -62,7 +62,7 @@ def _split_kernel(
     capacity,
     qk_scale,
     softcap,
-    window,
+    window,  # or a chunk's size
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per cache head; M = GROUP · rows query vectors share one tile of K and V
     HEAD_DIM: tl.constexpr,
@@ -77,6 +77,7 @@ def _split_kernel(
     SPLIT_MIN: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,  # the window begins at a multiple of its size
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -84,10 +85,13 @@ def _split_kernel(
     m, row, in_m, size_m = query_rows(rows, GROUP, BLOCK_M)
     batch, head, split = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS, tl.program_id(2)
     kv_len = tl.load(kv_len_ptr + batch)
-    oldest = oldest_position(row_depths_ptr, batch, rows, row, in_m, window, HAS_WINDOW)
+    first = 0
+    if kv_start_ptr is not None:
+        first = tl.load(kv_start_ptr + batch)
+    oldest = oldest_position(row_depths_ptr, batch, rows, row, in_m, kv_len - first, window, HAS_WINDOW, CHUNKED)
     start, end = split_span(
-        kv_start_ptr, batch, split, kv_len, num_words, capacity, window,
-        BLOCK_N, PREFIX_SPLITS, SPLIT_NODES, SPLIT_MIN, HAS_WINDOW,
+        first, split, kv_len, num_words, capacity, window,
+        BLOCK_N, PREFIX_SPLITS, SPLIT_NODES, SPLIT_MIN, HAS_WINDOW, CHUNKED,
     )  # fmt: skip
     out_row = (tl.program_id(1) * SPLITS + split).to(tl.int64) * size_m + m
     if start >= end:  # nothing here: 4 bytes a row, no output traffic
@@ -122,6 +126,7 @@ def _combine_kernel(
     partial_lse_ptr,
     out_ptr,
     lse_ptr,  # float32 [B, Hq, R], natural log
+    sinks_ptr,  # float [Hq] or None
     out_stride_b,
     out_stride_h,
     out_stride_r,
@@ -157,6 +162,9 @@ def _combine_kernel(
     out = tl.sum(parts * weights[:, :, None], 1) / tl.where(some, total, 1.0)[:, None]
     natural = (best + tl.math.log2(tl.where(some, total, 1.0))) * 0.6931471805599453
     q_head = head * GROUP + m // rows
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + q_head, mask=in_m, other=0.0).to(tl.float32)
+        out = out / (1.0 + tl.exp(sink - natural))[:, None]  # sigmoid(natural − sink)
     target = batch.to(tl.int64) * out_stride_b + q_head * out_stride_h + (m % rows) * out_stride_r
     tl.store(
         out_ptr + target[:, None] + dv[None, :],
@@ -179,11 +187,13 @@ def dag_attention(
     scale: float,
     softcap: float | None,
     sliding_window: int | None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
     config: AttentionConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Two launches of static shape. ``config`` overrides the shipped table (the tuner does)."""
     batch, heads, rows, head_dim = q.shape
-    value_dim, windowed = v.shape[3], sliding_window is not None
+    value_dim, windowed = v.shape[3], sliding_window is not None or chunk is not None
     if config is None:
         arch, extras = current_arch(q.device), softcap is not None or windowed
         size_m = heads // k.shape[1] * rows
@@ -203,8 +213,9 @@ def dag_attention(
     q, k, v, ancestor_mask = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(ancestor_mask)
     depths = (row_depths, node_depths)
     lengths = (kv_len, kv_start)
-    partial = _attend_splits(q, k, v, ancestor_mask, lengths, depths, scale, softcap, sliding_window, config, upcast)
-    _combine(*partial, out, lse)
+    sight = (sliding_window, chunk)
+    partial = _attend_splits(q, k, v, ancestor_mask, lengths, depths, scale, softcap, sight, config, upcast)
+    _combine(*partial, out, lse, None if sinks is None else sinks.contiguous())
     return out.to(q.dtype), lse
 
 
@@ -214,10 +225,10 @@ def _attend_splits(
     v: Tensor,
     ancestor_mask: Tensor,
     lengths: tuple[Tensor, Tensor | None],  # kv_len, kv_start
-    depths: tuple[Tensor | None, Tensor | None],  # of rows and nodes, with a sliding window
+    depths: tuple[Tensor | None, Tensor | None],  # of rows and nodes, where sight has a limit
     scale: float,
     softcap: float | None,
-    sliding_window: int | None,
+    sight: tuple[int | None, int | None],  # sliding window, chunk
     config: AttentionConfig,
     upcast: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -252,7 +263,7 @@ def _attend_splits(
         capacity,
         scale if softcap is not None else scale * LOG2_E,
         1.0 if softcap is None else softcap,
-        0 if sliding_window is None else sliding_window,
+        next((size for size in sight if size is not None), 0),
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -266,7 +277,8 @@ def _attend_splits(
         SPLIT_NODES=NODES_PER_SPLIT,
         SPLIT_MIN=MIN_BLOCKS,
         HAS_SOFTCAP=softcap is not None,
-        HAS_WINDOW=sliding_window is not None,
+        HAS_WINDOW=depths[0] is not None,
+        CHUNKED=sight[1] is not None,
         PRECISION="ieee" if q.dtype == torch.float32 or upcast else "tf32",
         UPCAST=upcast,
         num_warps=config.num_warps,
@@ -275,7 +287,7 @@ def _attend_splits(
     return partial_out, partial_lse
 
 
-def _combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+def _combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
     """Weigh the splits into ``out`` [B, Hq, R, Dv] and ``lse`` [B, Hq, R]."""
     batch, kv_heads, splits, size_m, value_dim = partial_out.shape
     block_dv, block_splits = max(16, triton.next_power_of_2(value_dim)), triton.next_power_of_2(splits)
@@ -285,6 +297,7 @@ def _combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor)
         partial_lse,
         out,
         lse,
+        sinks,
         *out.stride()[:3],
         out.shape[2],
         KV_HEADS=kv_heads,

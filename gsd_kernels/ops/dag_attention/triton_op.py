@@ -16,7 +16,8 @@ MAX_HEAD_DIM = 256
     mutates_args=(),
     schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor ancestor_mask, Tensor kv_len, Tensor? kv_start, "
-        "Tensor? row_depths, Tensor? node_depths, float scale, float? softcap, int? sliding_window) -> (Tensor, Tensor)"
+        "Tensor? row_depths, Tensor? node_depths, float scale, float? softcap, int? sliding_window, int? chunk, "
+        "Tensor? sinks) -> (Tensor, Tensor)"
     ),
 )
 def _dag_attention(
@@ -31,10 +32,13 @@ def _dag_attention(
     scale: float,
     softcap: float | None,
     sliding_window: int | None,
+    chunk: int | None,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     from .triton import dag_attention as launch
 
-    return launch(q, k, v, ancestor_mask, kv_len, kv_start, row_depths, node_depths, scale, softcap, sliding_window)
+    lengths = (kv_len, kv_start, row_depths, node_depths)
+    return launch(q, k, v, ancestor_mask, *lengths, scale, softcap, sliding_window, chunk, sinks)
 
 
 @_dag_attention.register_fake
@@ -56,12 +60,13 @@ def dag_attention(
     scale: float,
     softcap: float | None,
     sliding_window: int | None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tensor-core attention with float32 accumulation. The output's memory is [B, R, Hq, Dv]."""
     if q.dtype not in HALF_OR_SINGLE:
         raise TypeError("q: backend 'triton' takes float32, float16 or bfloat16; use backend='reference' for float64")
     if max(q.shape[3], v.shape[3]) > MAX_HEAD_DIM:
         raise ValueError(f"q: backend 'triton' takes head sizes up to {MAX_HEAD_DIM}")
-    return _dag_attention(
-        q, k, v, ancestor_mask, kv_len, kv_start, row_depths, node_depths, scale, softcap, sliding_window
-    )
+    lengths = (kv_len, kv_start, row_depths, node_depths)
+    return _dag_attention(q, k, v, ancestor_mask, *lengths, scale, softcap, sliding_window, chunk, sinks)

@@ -55,19 +55,33 @@ def query_rows(rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def oldest_position(row_depths_ptr, batch, rows, row, in_m, window, HAS_WINDOW: tl.constexpr):
-    """Smallest visible position of each row [M], counted from kv_len; means nothing without a window."""
+def positions_back(position, window, CHUNKED: tl.constexpr):
+    """How many positions before its own a row sees; ``position`` is counted from kv_start."""
+    if CHUNKED:
+        rest = position % window  # has the sign of ``position``, which is negative where padding has no end yet
+        return tl.where(rest < 0, rest + window, rest)
+    else:
+        return window - 1
+
+
+@triton.jit
+def oldest_position(
+    row_depths_ptr, batch, rows, row, in_m, length, window, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr
+):
+    """Smallest visible position of each row [M], counted from kv_len; means nothing where sight has no limit.
+
+    ``length`` is of the prefix without padding, ``window`` a window's or a chunk's size.
+    """
     if HAS_WINDOW:
         depth = tl.load(row_depths_ptr + batch * rows + row, mask=in_m, other=2147483647 // 2)
-        return depth - (window - 1)
+        return depth - positions_back(length + depth, window, CHUNKED)
     else:
         return row
 
 
 @triton.jit
 def split_span(
-    kv_start_ptr,
-    batch,
+    first,  # kv_start
     split,
     kv_len,
     num_words,
@@ -78,14 +92,12 @@ def split_span(
     SPLIT_NODES: tl.constexpr,
     SPLIT_MIN: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ):
     """This split's positions, start and end, counted from the cache's begin or, for graph splits, from kv_len."""
-    first = 0
-    if kv_start_ptr is not None:
-        first = tl.load(kv_start_ptr + batch)
     if HAS_WINDOW:
         # The cut of the prefix may not depend on any row's depth: the shallowest possible one (0) decides.
-        first = tl.maximum(first, kv_len - (window - 1))
+        first = tl.maximum(first, kv_len - positions_back(kv_len - first, window, CHUNKED))
     if split < PREFIX_SPLITS:
         length = tl.maximum(kv_len - first, 0)
         blocks = tl.maximum(tl.cdiv(tl.cdiv(length, BLOCK_N), PREFIX_SPLITS), SPLIT_MIN)

@@ -50,6 +50,14 @@ class Attends(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What an attention call asks for beside softmax over all positions up to a row's own."""
+
+    window: int | None = None  # positions that a row sees, its own included
+    sinks: torch.dtype | None = None  # of s_aux, a score of each head that has no value
+
+
 @dataclass
 class GraphInputs:
     """What the attention of graph rows needs; device tensors with static addresses. R rows over N graph nodes."""
@@ -60,7 +68,7 @@ class GraphInputs:
     row_depths: Tensor  # int32 [B, R]; position minus kv_len
     node_depths: Tensor  # int32 [B, N]
     backend: str = "auto"
-    windows: tuple[int | None, ...] | None = None  # sliding window of every attention call; None: as each call says
+    kinds: tuple[Kind, ...] | None = None  # of every attention call; None: as each call says
     calls: int = 0  # so far
     _masks: dict[tuple[int, int | None], DenseMask] = field(default_factory=dict, repr=False)
     _by_device: dict[torch.device, GraphInputs] = field(default_factory=dict, repr=False)
@@ -78,10 +86,10 @@ class GraphInputs:
     ) -> Tensor:
         """Attend over the whole cache; see :class:`Attends`."""
         window = options.get("sliding_window")
-        if self.windows is not None:
-            if self.calls >= len(self.windows):
-                raise RuntimeError(changed_meanwhile(self.calls + 1, len(self.windows)))
-            window = self.windows[self.calls]
+        if self.kinds is not None:
+            if self.calls >= len(self.kinds):
+                raise RuntimeError(changed_meanwhile(self.calls + 1, len(self.kinds)))
+            window = self.kinds[self.calls].window
         self.calls += 1
         inputs = self.on(query.device).last(query.shape[2])
         return dag_attention(
@@ -96,14 +104,15 @@ class GraphInputs:
             scale=scaling,
             softcap=options.get("softcap"),
             sliding_window=window,
+            sinks=options.get("s_aux"),
             dense=inputs.dense(key.shape[2], window),
             backend=inputs.backend,
         )
 
     def check_complete(self) -> None:
         """Raise unless every attention call of the forward has come this way."""
-        if self.windows is not None and self.calls != len(self.windows):
-            raise RuntimeError(changed_meanwhile(self.calls, len(self.windows)))
+        if self.kinds is not None and self.calls != len(self.kinds):
+            raise RuntimeError(changed_meanwhile(self.calls, len(self.kinds)))
 
     def dense(self, capacity: int, sliding_window: int | None) -> DenseMask | None:
         """The mask written out, made once for all layers; only where it is used (not by GPU kernels)."""

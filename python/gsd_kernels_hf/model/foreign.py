@@ -18,10 +18,11 @@ from gsd_kernels.ops.decoder_rows.api import FLOATS
 
 from ..packed.adapters import stored_in
 from ..packed.modules import Packed, PackedEmbedding, PackedLinear, dtype_of, shape_of
+from .attention import Kind
 from .code import ambient, described, is_shipped
 from .identity import code_run_by, first_device, foreign_global_hooks, put_on
 from .once import modules_of, once, parameters_of
-from .probe import windows_of
+from .probe import kinds_of
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # one set of frequencies for all lengths
 SILU = (nn.SiLU, ACT2CLS["silu"])
@@ -130,13 +131,15 @@ def _foreign_parameter(model: Any) -> str | None:
 
 def _foreign_layer(model: Any) -> str | None:
     """What a layer does otherwise than the operator, or than the first one."""
-    layers, windows = layers_of(model), windows_of(model)
-    if not layers or len(layers) != len(windows):
-        return f"{len(layers)} layers with {len(windows)} attention calls"
+    layers, kinds = layers_of(model), kinds_of(model)
+    if not layers or len(layers) != len(kinds):
+        return f"{len(layers)} layers with {len(kinds)} attention calls"
     head_dim, eps, first = 2 * model.model.rotary_emb.inv_freq.numel(), model.model.norm.variance_epsilon, layers[0]
     sizes = _sizes(first)
     for number, layer in enumerate(layers):
         attention, mlp = layer.self_attn, layer.mlp
+        if kinds[number] != Kind(kinds[number].window):
+            return f"attention with more than a window in layer {number}, {kinds[number]}"
         if attention.head_dim != head_dim:
             return f"heads that are turned in part, or of another size, in layer {number}"
         if attention.scaling != head_dim**-0.5:

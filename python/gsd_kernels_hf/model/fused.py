@@ -31,10 +31,11 @@ from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, cuda, dec
 from ..packed.adapters import stored_in
 from ..packed.modules import matrix_of
 from . import proof, replay
+from .attention import Kind
 from .foreign import foreign, foreign_code, layers_of
 from .hidden import LAST
 from .once import modules_of
-from .probe import examine, windows_of
+from .probe import examine, kinds_of
 from .recurrent.mixers import mixers_of
 from .runner import Listener, RowModel
 
@@ -90,7 +91,7 @@ def why_not(model: PreTrainedModel, backend: str, hidden_layers: tuple[int, ...]
     gpu = replay.is_gpu(model.device)
     if gpu and model.config.num_hidden_layers in hidden_layers:
         return "the hidden state behind the last norm is read at every row of a prompt, which the operator leaves out"
-    reason = foreign(model) or (error_of(cuda.check, weights_of(model, windows_of(model))) if gpu else None)
+    reason = foreign(model) or (error_of(cuda.check, weights_of(model, kinds_of(model))) if gpu else None)
     if reason is not None:
         return reason
 
@@ -101,7 +102,7 @@ def why_not(model: PreTrainedModel, backend: str, hidden_layers: tuple[int, ...]
     return None if found is None else found.what
 
 
-def _layer(layer: Any, window: int | None) -> LayerWeights:
+def _layer(layer: Any, kind: Kind) -> LayerWeights:
     a, m = layer.self_attn, layer.mlp
     projections = {
         "q": a.q_proj,
@@ -118,12 +119,12 @@ def _layer(layer: Any, window: int | None) -> LayerWeights:
     return LayerWeights(
         **{name: matrix_of(part) for name, part in projections.items()},
         **{name: vector.detach() for name, vector in parts.items()},
-        window=window or 0,
+        window=kind.window or 0,
     )
 
 
-def weights_of(model: PreTrainedModel, windows: Sequence[int | None]) -> DecoderWeights:
-    """The parameters as they lie in the model; ``windows``: what each attention call was seen to do.
+def weights_of(model: PreTrainedModel, kinds: Sequence[Kind]) -> DecoderWeights:
+    """The parameters as they lie in the model; ``kinds``: what each attention call was seen to do.
 
     Some classes ignore the window of their configuration.
     """
@@ -131,7 +132,7 @@ def weights_of(model: PreTrainedModel, windows: Sequence[int | None]) -> Decoder
     layers, inv_freq = layers_of(model), decoder.rotary_emb.inv_freq.float()
     return DecoderWeights(
         embedding=matrix_of(decoder.embed_tokens),
-        layers=[_layer(*at) for at in zip(layers, windows, strict=True)],
+        layers=[_layer(*at) for at in zip(layers, kinds, strict=True)],
         final_norm=decoder.norm.weight.detach(),
         head=matrix_of(model.lm_head),
         inv_freq=inv_freq,
@@ -183,7 +184,7 @@ class FusedRows(RowModel):
         hidden_layers: tuple[int, ...] = (),
     ) -> None:
         super().__init__(model, capacity, kv_start, backend, hidden_layers=hidden_layers)
-        self.weights = weights_of(model, self.windows)
+        self.weights = weights_of(model, self.kinds)
         self.states = [layer for layer in hidden_layers if layer != LAST]
         # On a GPU "auto" never takes it; that rows come here is what the switch says.
         self.operator = "cuda" if replay.is_gpu(self.device) else backend

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from gsd_kernels import dag_attention, write_kv
 from gsd_kernels.graph import num_words
 
+from .attention import Kind
 from .cache import GraphCache
 
 
@@ -21,10 +22,10 @@ def launch_attention(
     kv_start: Tensor,
     count: int,
     nodes: int,
-    windows: Iterable[int | None],
+    kinds: Iterable[Kind],
     backend: str,
 ) -> None:
-    """Write keys of ``count`` rows behind the prefix and attend, once for each geometry of layers and window.
+    """Write keys of ``count`` rows behind the prefix and attend, once for each geometry of layers and kind of call.
 
     Args:
         cache: of the layers; those that have stored nothing yet are passed over.
@@ -32,7 +33,7 @@ def launch_attention(
         kv_len, kv_start: int32 [B], the prefix; what lies behind it is written.
         count: rows.
         nodes: slots that a row may see behind the prefix.
-        windows: sliding windows of the attention calls; of none, keys are stored only.
+        kinds: of the attention calls; of none, keys are stored only.
         backend: of the attention.
     """
     layers = {(layer.keys.shape, layer.values.shape): layer for layer in cache.layers if layer.is_initialized}
@@ -46,7 +47,7 @@ def launch_attention(
         ]
         positions = lengths[:, None].long() + torch.arange(count, device=layer.device)
         write_kv(layer.keys, layer.values, *new, positions, backend=cache.write_backend)
-        for window in dict.fromkeys(windows):
+        for kind in dict.fromkeys(kinds):
             dag_attention(
                 layer.keys.new_zeros(batch, count, group * heads, size).transpose(1, 2),
                 layer.keys,
@@ -57,6 +58,7 @@ def launch_attention(
                 row_depths=lengths.new_zeros(batch, count),
                 node_depths=lengths.new_zeros(batch, nodes),
                 softcap=getattr(config, "attn_logit_softcapping", None),
-                sliding_window=window,
+                sliding_window=kind.window,
+                sinks=None if kind.sinks is None else layer.keys.new_zeros(group * heads, dtype=kind.sinks),
                 backend=backend,
             )

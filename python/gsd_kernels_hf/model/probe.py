@@ -19,7 +19,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
 from ..packed.modules import dtype_of
-from .attention import configs_of, implementation_of, switched_configs, watching
+from .attention import Kind, configs_of, implementation_of, switched_configs, watching
 from .cache import GraphCache
 from .identity import structure_of
 from .once import modules_of, once
@@ -43,7 +43,7 @@ LOUD = 1e3  # times as large as the other rows
 class AttentionReport:
     """What was found. ``problem`` completes a sentence that begins with the model's class; ``None``: there is none."""
 
-    windows: tuple[int | None, ...] = ()  # sliding window of every attention call of a forward, in their order
+    kinds: tuple[Kind, ...] = ()  # of every attention call of a forward, in their order
     unwritten: frozenset[int] = frozenset()  # layers of the cache that get nothing, before others that do
     problem: str | None = None
     passing: bool = False  # whether another look may find something else
@@ -105,12 +105,13 @@ def itself(query: Tensor, value: Tensor) -> Tensor:
 
 def check_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> None:
     """Raise unless ``dag_attention`` computes what this call asks for."""
-    if options.get("s_aux") is not None:
-        raise Unserved("has attention sinks (s_aux)")
+    sinks = options.get("s_aux")
+    if sinks is not None and not (isinstance(sinks, Tensor) and sinks.shape == query.shape[1:2]):
+        raise Unserved(f"has attention sinks (s_aux) that are not one number for each of {query.shape[1]} heads")
     if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:
         raise Unserved("has attention that is not causal (is_causal=False)")
     for name, value_given in options.items():
-        if isinstance(value_given, Tensor) and value_given.is_floating_point():
+        if name != "s_aux" and isinstance(value_given, Tensor) and value_given.is_floating_point():
             raise Unserved(f"hands {name} to its attention, which graph rows have none of")
     if query.shape[2] != ROWS or key.shape[2] != CACHED + ROWS:
         raise Unserved(
@@ -170,8 +171,8 @@ def examine(model: PreTrainedModel) -> AttentionReport:
     return known[1]
 
 
-def windows_of(model: PreTrainedModel, name: str = "model") -> tuple[int | None, ...]:
-    """The sliding window of every attention call of a forward.
+def kinds_of(model: PreTrainedModel, name: str = "model") -> tuple[Kind, ...]:
+    """What every attention call of a forward asks for.
 
     Raises:
         ValueError: ``model``, the argument ``name``, cannot be forwarded with graph rows.
@@ -179,7 +180,7 @@ def windows_of(model: PreTrainedModel, name: str = "model") -> tuple[int | None,
     report = examine(model)
     if report.problem is not None:
         raise ValueError(f"{name}: {type(model).__name__} {report.problem}; not supported") from report.cause
-    return report.windows
+    return report.kinds
 
 
 @torch.no_grad()
@@ -195,10 +196,10 @@ def _examine(model: PreTrainedModel) -> AttentionReport:
                     raise Unserved("lets a token's row reach other rows or sequences otherwise than by attention")
             if probe.by_place is not None:
                 raise Unserved(f"computes {probe.by_place} by place in the cache rather than by position_ids")
-            windows = tuple(_windows(model, probe))
-            check_own_attention(model, probe.calls, windows)
+            kinds = tuple(_kinds(model, probe))
+            check_own_attention(model, probe.calls, kinds)
         passing = any(call.foreign for call in probe.calls)
-        return AttentionReport(windows=windows, unwritten=probe.unwritten, passing=passing)
+        return AttentionReport(kinds=kinds, unwritten=probe.unwritten, passing=passing)
     except Unserved as error:
         return AttentionReport(problem=str(error), cause=error.__cause__, passing=error.__cause__ is not None)
     except Exception as error:  # whatever it is: the model cannot be forwarded as graph rows are
@@ -259,21 +260,22 @@ def _forward(model: PreTrainedModel, *, poisoned: bool) -> tuple[Probe, bool]:
     return probe, not bool(unknown.any())
 
 
-def check_own_attention(model: PreTrainedModel, calls: list[AttentionCall], windows: tuple[int | None, ...]) -> None:
+def check_own_attention(model: PreTrainedModel, calls: list[AttentionCall], kinds: tuple[Kind, ...]) -> None:
     """Raise unless the model's own attention function computes what graph rows get."""
-    for call, window in zip(calls, windows, strict=True):
+    for call, kind in zip(calls, kinds, strict=True):
         column = torch.arange(CACHED + ROWS, device=device_of(model))
         back = column[CACHED:, None] - column  # [R, S]
-        sees = (back >= 0) & (back < (FAR if window is None else window))
+        sees = (back >= 0) & (back < (FAR if kind.window is None else kind.window))
         first = torch.tensor([0, CACHED + POISONED], device=column.device)
         visible = sees & (column >= first[:, None, None])
         # A layer may lie elsewhere than the embedding.
         differs = check_attention(call, visible.to(call.mask.device) if isinstance(call.mask, Tensor) else visible)
         if differs is not None:
             name = implementation_of(model.config.get_text_config(decoder=True))
+            other = "sdpa" if call.sinks is None else "eager"
             raise Unserved(
                 f"has an attention implementation, {name!r}, that graph rows cannot follow: {differs}; "
-                "model.set_attn_implementation('sdpa') chooses one that they can"
+                f"model.set_attn_implementation({other!r}) chooses one that they can"
             )
 
 
@@ -297,8 +299,8 @@ def _poison(model: PreTrainedModel, poisoned: bool) -> Iterator[None]:
         handle.remove()
 
 
-def _windows(model: PreTrainedModel, probe: Probe) -> Iterator[int | None]:
-    """The sliding window of every attention call.
+def _kinds(model: PreTrainedModel, probe: Probe) -> Iterator[Kind]:
+    """What every attention call asks for.
 
     What a call says is what flash attention goes by, the mask is what every other implementation goes by.
     """
@@ -315,7 +317,7 @@ def _windows(model: PreTrainedModel, probe: Probe) -> Iterator[int | None]:
                 f"has a cache that keeps {kept} tokens (sliding_window) under attention that "
                 + ("sees all of them" if window is None else f"sees {window}")
             )
-        yield window
+        yield Kind(window, None if call.sinks is None else call.sinks.dtype)
 
 
 def _windows_of_cache(model: PreTrainedModel) -> dict[int | None, int]:

@@ -18,7 +18,7 @@ from .cache import GraphCache, StateLayer, lies_in_a_block
 from .hidden import LAST, listening
 from .launching import launch_attention
 from .linear import with_cpu_linears
-from .probe import windows_of
+from .probe import kinds_of
 from .properties import cache_argument, device_of, vocabulary
 from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import Form, mixers_of, states_of, with_mixers
@@ -107,7 +107,7 @@ class RowModel(CachedText):
         super().__init__(model, cache, kv_start)
         self.configs = configs_of(model)  # switched for every forward by itself, and as they were in between
         self.cache_argument = cache_argument(model)
-        self.windows = windows_of(model)
+        self.kinds = kinds_of(model)
         self.backend = backend
         self.device = device_of(model)
         self.vocab_size = vocabulary(model)
@@ -208,7 +208,7 @@ class RowModel(CachedText):
             row_depths=fed.depths,
             node_depths=node_depths.to(self.device),
             backend=self.backend,
-            windows=self.windows,
+            kinds=self.kinds,
         )
         assert inputs.ancestor_mask.shape[-1] == num_words(node_depths.shape[-1])
         listens = listening(stepping, self.hidden_layers)
@@ -236,8 +236,8 @@ class RowModel(CachedText):
 
         kv_len: int32 [B], positions that are stored.
         """
-        config, windows = self.model.config.get_text_config(decoder=True), self.windows or (None,)
-        launch_attention(self.cache, config, kv_len, self.kv_start, count, nodes, windows, self.backend)
+        config = self.model.config.get_text_config(decoder=True)
+        launch_attention(self.cache, config, kv_len, self.kv_start, count, nodes, self.kinds, self.backend)
 
     def no_logits(self, count: int) -> Tensor:
         """Logits as of ``count`` rows, [B, count, V], all 0."""

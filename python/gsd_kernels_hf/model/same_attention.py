@@ -1,4 +1,4 @@
-"""Whether a model's own attention function computes what graph rows get: softmax over what a row sees.
+"""Whether a model's own attention function computes what graph rows get: softmax over what a row sees, and a sink.
 
 Graph rows go through this package's attention. A function that a user registered or put in place of transformers' may
 do something else, so it is called beside ours with the same numbers, in float32 where the model is in half precision:
@@ -22,6 +22,7 @@ from .code import described, is_shipped
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 """Largest difference, relative to the largest output; transformers takes the softmax of float64 in float32."""
 SPREAD = 3.0  # of scores, so that what bends them shows
+HIGHEST = 100.0  # score: beyond, float32 has no digits left for the others
 LONG = 160  # positions, for functions that are not transformers': a window of their own may be long
 UNTRIED = ("transformers.integrations.flash", "transformers.integrations.flex", "kernels")
 """Transformers' own that take half precision alone, or compile first."""
@@ -52,6 +53,11 @@ class AttentionCall:
         return self.options.get("sliding_window")
 
     @property
+    def sinks(self) -> Tensor | None:
+        """A score of each query head that has no value, [Hq]."""
+        return self.options.get("s_aux")
+
+    @property
     def foreign(self) -> bool:
         """Whether the function is not transformers' own."""
         return not is_shipped(self.own)
@@ -74,7 +80,8 @@ def check_attention(call: AttentionCall, visible: Tensor) -> str | None:
     if found is None:
         return None
     return (
-        f"{described(call.own)} in layer {call.layer} gives results that differ from softmax attention by {found:.1g}"
+        f"{described(call.own)} in layer {call.layer} gives results that differ from softmax attention"
+        f"{'' if call.sinks is None else ' with sinks'} by {found:.1g}"
     )
 
 
@@ -115,13 +122,23 @@ def _relative(call: AttentionCall, visible: Tensor, mask: Any, dtype: torch.dtyp
     scale = call.scaling if call.scaling is not None else call.query[-1] ** -0.5
     query = values(*call.query) * (SPREAD / math.sqrt(call.query[-1]) / scale)
     key = values(*call.key[:2], length, call.key[-1])
+    softcap = call.options.get("softcap")
+    if call.sinks is not None and softcap is None:
+        _raise_to_sinks(query, key, call.sinks, scale)
     value = values(*call.value[:2], length, call.value[-1])
     if isinstance(mask, Tensor) and mask.is_floating_point():
         mask = mask.to(dtype)
     out = call.own(call.module, query, key, value, mask, scaling=call.scaling, dropout=0.0, **call.options)[0]
-    softcap = call.options.get("softcap")
-    ours = reference.attend(query, key, value, visible, scale, softcap)[0].transpose(1, 2)  # [B, R, Hq, Dv]
+    ours = reference.attend(query, key, value, visible, scale, softcap, call.sinks)[0]
+    ours = ours.transpose(1, 2)  # [B, R, Hq, Dv]
     seen = visible.any(-1)
     out, ours = out.view(ours.shape)[seen].double(), ours[seen].double()
     difference = float((out - ours).abs().max() / ours.abs().max())
     return math.inf if math.isnan(difference) else difference
+
+
+def _raise_to_sinks(query: Tensor, key: Tensor, sinks: Tensor, scale: float) -> None:
+    """Give all scores of a head as much more as brings them near its sink: far from it, neither would show."""
+    sinks = sinks.detach().to(query).nan_to_num(0.0).clamp(-HIGHEST, HIGHEST)
+    query[..., 0] = (sinks - SPREAD)[:, None] / scale
+    key[..., 0] = 1.0

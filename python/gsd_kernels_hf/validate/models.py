@@ -11,8 +11,7 @@ from gsd_kernels import BACKENDS
 from gsd_kernels.names import did_you_mean
 
 from ..model.fused import check_rows
-from ..model.once import parameters_of
-from ..model.probe import windows_of
+from ..model.probe import kinds_of
 from ..model.properties import vocabulary
 from ..model.recurrent.mixers import mixers_of
 from ..packed.modules import Packed
@@ -56,8 +55,6 @@ def check_model(name: str, model: Any) -> None:
     unserved = set(getattr(config, "layer_types", None) or ()) - served
     if unserved:
         raise Unsupported(f"{name}: {kind} has layers of type {sorted(unserved)[0]!r}; not supported")
-    if any(parameter.endswith(".sinks") for parameter, _ in parameters_of(model)):
-        raise Unsupported(f"{name}: {kind} has attention sinks; not supported")
     if not model._supports_logits_to_keep():
         raise Unsupported(f"{name}: {kind}.forward does not take logits_to_keep; not supported")
     if model.training and getattr(model, "is_gradient_checkpointing", False):
@@ -92,7 +89,7 @@ def keeps_state(name: str, model: PreTrainedModel) -> bool:
 def check_forwards(name: str, model: PreTrainedModel) -> None:
     """Raise where a few tokens, forwarded as graph rows, show that these are not what the model computes."""
     try:
-        windows_of(model, name)
+        kinds_of(model, name)
         if name == "model":  # a draft costs speed at most
             check_rows(model, name)
     except ValueError as error:

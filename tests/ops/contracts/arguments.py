@@ -57,7 +57,7 @@ def attention_case(
     return case
 
 
-def dense_mask(case: dict[str, Tensor], window: int | None) -> Tensor:
+def dense_mask(case: dict[str, Tensor], window: int | None, chunk: int | None = None) -> Tensor:
     """bool [B, R, S], one position at a time."""
     batch, rows = case["ancestor_mask"].shape[:2]
     capacity = case["k"].shape[2]
@@ -66,13 +66,19 @@ def dense_mask(case: dict[str, Tensor], window: int | None) -> Tensor:
         case[name].tolist() for name in ("kv_start", "kv_len", "row_depths", "node_depths")
     )
     mask = [[[False] * capacity for _ in range(rows)] for _ in range(batch)]
+
+    def near(here: int, there: int, start: int) -> bool:
+        if chunk is not None and (there - start) // chunk < (here - start) // chunk:
+            return False
+        return window is None or here - there < window
+
     for b, length in enumerate(lengths):
         for r in range(rows):
             here = length + row_depths[b][r]
             for p in range(starts[b], length):
-                mask[b][r][p] = window is None or here - p < window
+                mask[b][r][p] = near(here, p, starts[b])
             for j, depth in enumerate(node_depths[b]):
-                mask[b][r][length + j] = bits[b][r][j] and (window is None or here - (length + depth) < window)
+                mask[b][r][length + j] = bits[b][r][j] and near(here, length + depth, starts[b])
     return torch.tensor(mask)
 
 

@@ -35,6 +35,8 @@ class Attention:
     paddings: tuple[int, ...] = (3, 70)
     softcap: float | None = None
     window: int | None = None
+    chunk: int | None = None
+    sinks: bool = False
     positions_first: bool = False  # caches stored [B, S, H, D]
     density: float = 0.4
     seed: int = 0
@@ -60,11 +62,13 @@ class Attention:
             "ancestor_mask": pack_bits(torch.rand(batch, self.rows, self.nodes, generator=gen) < self.density),
         }
         options: dict[str, Any] = {"softcap": self.softcap}
-        if self.window is not None:
+        if self.window is not None or self.chunk is not None:
             depths = torch.randint(0, 12, (2, batch, max(self.rows, self.nodes)), generator=gen, dtype=torch.int32)
             tensors["row_depths"] = depths[0, :, : self.rows].contiguous()
             tensors["node_depths"] = depths[1, :, : self.nodes].contiguous()
-            options["sliding_window"] = self.window
+            options |= {"sliding_window": self.window, "chunk": self.chunk}
+        if self.sinks:  # about as large as the log-sum-exp, so that they take from a tenth to nine tenths
+            tensors["sinks"] = 5 + 2 * torch.randn(self.kv_heads * self.group, generator=gen)
         for b in range(batch):  # positions that no row sees
             unseen = ~self.visible(tensors, self.capacity)[b].any(0)
             tensors["k"][b, :, unseen] = NAN
@@ -80,6 +84,7 @@ class Attention:
             tensors.get("node_depths"),
             self.window,
             capacity,
+            self.chunk,
         )
 
 
@@ -107,12 +112,16 @@ def _plain_attention(case: Attention, tensors: dict[str, Tensor], product: Calla
     """scaled_dot_product_attention, or its formula where that cannot be had, in the case's own dtype."""
     k, v = (torch.nan_to_num(tensors[n]).repeat_interleave(case.group, 1) for n in "kv")
     mask = case.visible(tensors, case.capacity)[:, None]
-    if case.softcap is None and product is torch.matmul:
+    if case.softcap is None and not case.sinks and product is torch.matmul:
         return torch.nn.functional.scaled_dot_product_attention(tensors["q"], k, v, attn_mask=mask)
     scores = product(tensors["q"], k.mT.contiguous()) * case.head_dim**-0.5
     if case.softcap is not None:
         scores = torch.tanh(scores / case.softcap) * case.softcap
-    return product(scores.masked_fill(~mask, float("-inf")).softmax(-1), v)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if case.sinks:
+        sinks = tensors["sinks"].to(case.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    return product(scores.softmax(-1)[..., : v.shape[2]], v)
 
 
 def check_row_invariance(case: Attention, on: Backend) -> None:
@@ -153,6 +162,16 @@ ATTENTION = {
     "window-shorter-than-depths": Attention(window=5, rows=16),
     "softcap": Attention(softcap=20.0, group=4),
     "softcap-small-scores": Attention(softcap=500.0),
+    "chunk": Attention(chunk=31, group=4),
+    "chunk-shorter-than-depths": Attention(chunk=5, rows=16),
+    "chunk-begins-with-the-graph": Attention(chunk=127, prefixes=(130, 197)),
+    "chunk-longer-than-the-text": Attention(chunk=4096, paddings=(0, 0)),
+    "sinks": Attention(sinks=True, group=4),
+    "sinks-window-odd-heads-bf16": Attention(sinks=True, window=50, group=3, kv_heads=3, dtype=torch.bfloat16),
+    "sinks-values-narrower-fp16": Attention(sinks=True, head_dim=96, value_dim=64, group=8, dtype=torch.float16),
+    "sinks-chunk-softcap": Attention(sinks=True, chunk=17, softcap=5.0, rows=5, group=2),
+    "sinks-splits": Attention(sinks=True, capacity=3000, prefixes=(2900,), paddings=(0,), kv_heads=1, rows=3),
+    "sinks-empty-prefix": Attention(sinks=True, prefixes=(0, 70), paddings=(0, 70), density=0.1, rows=13),
     "window-softcap-bf16": Attention(window=50, softcap=5.0, dtype=torch.bfloat16, group=8, rows=5),
     "splits": Attention(capacity=3000, prefixes=(2900,), paddings=(0,), kv_heads=1, rows=3, head_dim=80),
 }
@@ -160,6 +179,8 @@ INVARIANCE = {
     "float32": Attention(rows=20, nodes=40),
     "bfloat16": Attention(rows=20, nodes=40, dtype=torch.bfloat16, group=4),
     "window": Attention(rows=20, nodes=40, window=20),
+    "chunk": Attention(rows=20, nodes=40, chunk=20),
+    "sinks": Attention(rows=20, nodes=40, sinks=True, group=2),
 }
 # Shapes for kernels that take half precision and a few head sizes, which their test adds.
 HALF_PRECISION = {
@@ -174,6 +195,10 @@ HALF_PRECISION = {
     "soft cap": Attention(softcap=5.0, group=4),
     "window": Attention(window=50, group=4),
     "narrow window, soft cap": Attention(window=3, softcap=2.0, rows=30, nodes=100),
+    "chunk": Attention(chunk=50, group=4),
+    "narrow chunk, soft cap, sinks": Attention(chunk=3, softcap=2.0, rows=30, nodes=100, sinks=True),
+    "sinks": Attention(sinks=True, group=3, rows=9),
+    "sinks, window": Attention(sinks=True, window=50, group=8, rows=16),
     "positions first": Attention(positions_first=True, group=4),
     "long": Attention(rows=64, nodes=64, group=4, capacity=5000, prefixes=(4500, 63), paddings=(7, 0)),
 }

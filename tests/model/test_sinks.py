@@ -1,0 +1,162 @@
+"""Models with attention sinks: texts are transformers' own, and what ignores the sinks is refused."""
+
+from __future__ import annotations
+
+import functools
+
+import models
+import pytest
+import tiny_configs
+import torch
+from gates import refused, unpadded
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import gsd_kernels as gsd
+from gsd_kernels_hf.model import probe
+from gsd_kernels_hf.model.attention import Kind
+
+NEW = 24  # behind prompts of 11 tokens, windows of 5
+GRAPH = gsd.GraphConfig(depth=4, width=4, branch=3, max_rows=24, merge_context=1)
+CLASSES = {  # each with full layers and such with windows
+    "GptOssForCausalLM": {},
+    "MiMoV2FlashForCausalLM": {"head_dim": 24},  # values are narrower than keys
+    "GraniteSWAForCausalLM": {},
+    "GraniteMoeSWAForCausalLM": {},
+    "FlintForCausalLM": {"layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+@functools.lru_cache
+def model_of(name: str) -> PreTrainedModel:
+    try:
+        model = tiny_configs.build(name, **CLASSES[name])
+    except tiny_configs.Unbuildable as error:
+        pytest.skip(f"this transformers cannot build it: {error}")
+    generator = torch.Generator().manual_seed(2)
+    for sinks in sinks_of(model):
+        sinks.data.copy_(2 + 2 * torch.randn(sinks.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def sinks_of(model: PreTrainedModel) -> list[nn.Parameter]:
+    return [parameter for name, parameter in model.named_parameters() if name.endswith("sinks")]
+
+
+def prompts(batch: int) -> dict[str, torch.Tensor]:
+    return models.prompts(batch, 11, seed=3, vocab=tiny_configs.VOCAB)
+
+
+@functools.lru_cache
+def plain(name: str, batch: int) -> torch.Tensor:
+    """Transformers' own text. Its eager attention makes NaN of padding in float64, so every sequence is alone."""
+    model, given = model_of(name), prompts(batch)
+    texts = []
+    for ids, mask in zip(given["input_ids"], given["attention_mask"].bool(), strict=True):
+        alone = model.generate(ids[mask][None], max_new_tokens=NEW, do_sample=False)
+        texts.append(torch.cat([ids, alone[0, -NEW:]]))
+    return torch.stack(texts)
+
+
+SOURCES = {
+    "history": lambda model: {"draft_sources": ("history",)},
+    "both": lambda model: {"assistant_model": models.noised(model, 0.02), "draft_sources": ("model", "history")},
+}
+
+
+@pytest.mark.parametrize(("name", "sources"), [*((name, "both") for name in CLASSES), ("GptOssForCausalLM", "history")])
+def test_greedy_text_is_transformers(name, sources):
+    """Behind windows, for one prompt and three left-padded ones, with drafts that are right often and wrong often."""
+    model = model_of(name)
+    accepted = drafted = 0
+    for batch in (1, 3):
+        options = {**SOURCES[sources](model), "graph_config": GRAPH, "max_new_tokens": NEW, "do_sample": False}
+        out = gsd.generate(model, **prompts(batch), **options, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, plain(name, batch))
+        stats = out.stats
+        accepted, drafted = accepted + stats.new_tokens - stats.sequence_steps, drafted + stats.drafted_nodes
+        assert stats.why_modules is not None and name in stats.why_modules
+    assert drafted > accepted, "nothing was rejected"
+    if sources != "history":
+        assert accepted > 10 and len(plain(name, 3)[:, -NEW:].unique()) >= 15
+
+
+@pytest.mark.parametrize("name", ["GptOssForCausalLM", "MiMoV2FlashForCausalLM"])
+def test_a_seed_gives_one_text_with_and_without_a_draft(name):
+    model, sampled = model_of(name), {"do_sample": True, "seed": 5, "temperature": 0.8, "max_new_tokens": NEW}
+    alone = gsd.generate(model, **prompts(3), **sampled, draft_sources=("history",), graph_config="chain")
+    options = {"assistant_model": models.noised(model, 0.02), "graph_config": GRAPH}
+    drafted = gsd.generate(model, **prompts(3), **sampled, **options, return_dict_in_generate=True)
+    assert torch.equal(drafted.sequences, alone) and len(alone[:, -NEW:].unique()) >= 15
+    assert drafted.stats.tokens_per_step > 1
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_sinks_matter_and_are_of_the_layers_that_have_them(name):
+    model = model_of(name)
+    kinds = probe.kinds_of(model)
+    with_sinks = [hasattr(layer.self_attn, "sinks") and layer.self_attn.sinks is not None for layer in layers_of(model)]
+    assert [kind.sinks is not None for kind in kinds] == with_sinks
+    assert any(with_sinks) and tiny_configs.WINDOW in [kind.window for kind in kinds]
+    before = [sinks.detach().clone() for sinks in sinks_of(model)]
+    try:
+        for sinks in sinks_of(model):
+            sinks.data.fill_(-1e9)
+        text = model.generate(prompts(1)["input_ids"], max_new_tokens=NEW, do_sample=False)
+    finally:
+        for sinks, value in zip(sinks_of(model), before, strict=True):
+            sinks.data.copy_(value)
+    assert not torch.equal(text, plain(name, 1))
+
+
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    return model.model.layers
+
+
+def gpt_oss() -> PreTrainedModel:
+    return tiny_configs.build("GptOssForCausalLM")
+
+
+def test_an_attention_that_ignores_the_sinks_is_refused():
+    """SDPA takes s_aux and drops it; transformers keeps models with sinks from it, a config that was set does not."""
+    model = gpt_oss()
+    model.config._attn_implementation = "sdpa"
+    refused(model, r"'sdpa'.*with sinks.*set_attn_implementation\('eager'\)")
+
+
+@pytest.mark.parametrize("value", [-30.0, 0.0, 60.0])
+def test_sinks_are_proved_however_far_they_are_from_the_scores(value, monkeypatch):
+    """A function that takes one head's sink for another's differs by nothing where no sink is near the scores."""
+    model = gpt_oss()
+    for sinks in sinks_of(model):
+        sinks.data.fill_(value)
+        sinks.data[1] += 3.0
+
+    def exchanged(module, query, key, value, mask, scaling=None, dropout=0.0, s_aux=None, **options):
+        scores = query @ key.repeat_interleave(2, 1).mT * scaling + mask
+        columns = s_aux.roll(1).to(scores)[:, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, columns], -1).softmax(-1)[..., :-1]
+        return (weights @ value.repeat_interleave(2, 1)).transpose(1, 2).contiguous(), None
+
+    assert probe.examine(model).problem is None
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "exchanged", exchanged)
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+
+    monkeypatch.setitem(MASKS._global_mapping, "exchanged", MASKS["eager"])
+    model.config._attn_implementation = "exchanged"
+    assert "with sinks" in str(probe.examine(model).problem)
+
+
+def test_sinks_of_another_size_are_refused():
+    model = gpt_oss()
+    model.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"GptOssForCausalLM.*s_aux.*4 heads"):
+        gsd.generate(model, unpadded(), draft_sources=("history",), max_new_tokens=2)
+
+
+def test_half_precision_sinks_take_part_in_their_dtype():
+    model = gpt_oss().to(torch.bfloat16)
+    assert set(probe.kinds_of(model)) == {Kind(tiny_configs.WINDOW, torch.bfloat16), Kind(None, torch.bfloat16)}
+    options = {"draft_sources": ("history",), "graph_config": "tree", "max_new_tokens": 12, "do_sample": False}
+    assert gsd.generate(model, unpadded(), **options).shape == (1, unpadded().shape[1] + 12)
