@@ -50,8 +50,7 @@ def dag_attention(
             of nodes that a graph does not have are 0.
         kv_len: int32 [B]. The caller keeps ``kv_len + N ≤ S``.
         kv_start: int32 [B], left padding to skip (default 0).
-        row_depths, node_depths: int32 [B, R] and [B, ≥N]: position minus ``kv_len``; sliding windows and chunks go by
-            position.
+        row_depths, node_depths: int32 [B, R] and [B, ≥N]: position minus ``kv_len``; windows and chunks go by position.
         scale: default 1/sqrt(D).
         softcap: scores become ``softcap · tanh(score / softcap)``.
         sliding_window: a row sees positions p with ``row position − p < sliding_window``.

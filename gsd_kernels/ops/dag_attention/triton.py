@@ -20,7 +20,9 @@ from .triton_split import (
     EMPTY,
     attend_nodes,
     attend_prefix,
+    first_position,
     load_queries,
+    nothing_seen,
     oldest_position,
     query_rows,
     split_span,
@@ -85,9 +87,7 @@ def _split_kernel(
     m, row, in_m, size_m = query_rows(rows, GROUP, BLOCK_M)
     batch, head, split = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS, tl.program_id(2)
     kv_len = tl.load(kv_len_ptr + batch)
-    first = 0
-    if kv_start_ptr is not None:
-        first = tl.load(kv_start_ptr + batch)
+    first = first_position(kv_start_ptr, batch)
     oldest = oldest_position(row_depths_ptr, batch, rows, row, in_m, kv_len - first, window, HAS_WINDOW, CHUNKED)
     start, end = split_span(
         first, split, kv_len, num_words, capacity, window,
@@ -101,9 +101,7 @@ def _split_kernel(
     q = load_queries(q_head, row, in_m, q_stride_r, HEAD_DIM, BLOCK_D, UPCAST)
     k_head = k_ptr + batch.to(tl.int64) * k_stride_b + head.to(tl.int64) * k_stride_h
     v_head = v_ptr + batch.to(tl.int64) * v_stride_b + head.to(tl.int64) * v_stride_h
-    best = tl.full([BLOCK_M], EMPTY, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    best, total, acc = nothing_seen(BLOCK_M, BLOCK_DV)
     if split < PREFIX_SPLITS:
         best, total, acc = attend_prefix(
             q, (k_head, v_head, k_stride_s, v_stride_s), (start, end), (kv_len, oldest), (qk_scale, softcap),

@@ -55,6 +55,15 @@ def query_rows(rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def first_position(kv_start_ptr, batch):
+    """Where the prefix begins behind the padding."""
+    first = 0
+    if kv_start_ptr is not None:
+        first = tl.load(kv_start_ptr + batch)
+    return first
+
+
+@triton.jit
 def positions_back(position, window, CHUNKED: tl.constexpr):
     """How many positions before its own a row sees; ``position`` is counted from kv_start."""
     if CHUNKED:
@@ -120,6 +129,13 @@ def load_queries(q_head, row, in_m, q_stride_r, HEAD_DIM: tl.constexpr, BLOCK_D:
     else:
         q = tl.load(q_tile, mask=in_m[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
     return _widened(q, UPCAST)
+
+
+@triton.jit
+def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """The state of the online softmax before anything: best [M], total [M], acc [M, Dv]."""
+    zeros = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    return tl.full([BLOCK_M], EMPTY, tl.float32), tl.zeros([BLOCK_M], tl.float32), zeros
 
 
 @triton.jit
