@@ -104,7 +104,7 @@ def _foreign_module(model: Any) -> str | None:
 
 
 def _foreign_parameter(model: Any) -> str | None:
-    windows_of(model)  # a forward: in the first one a library may rewrite its weights
+    kinds_of(model)  # a forward: in the first one a library may rewrite its weights
     dtype, device = dtype_of(model.lm_head), model.device  # which looks for a parameter every time
     read: set[int] = set()
     for name, module in modules_of(model):

@@ -194,7 +194,7 @@ class FusedRows(RowModel):
     def restart(self, input_ids: Tensor) -> None:
         """As :meth:`RowModel.restart`. What is a copy of the model's is made anew if that was changed."""
         if any(stored_in(module) is not None for _, module in modules_of(self.model)):
-            self.weights = weights_of(self.model, self.windows)
+            self.weights = weights_of(self.model, self.kinds)
         inv_freq = self.model.model.rotary_emb.inv_freq
         if inv_freq.data_ptr() != self.weights.inv_freq.data_ptr():
             self.weights.inv_freq.copy_(inv_freq)

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from gsd_kernels import GraphConfig
 
-from ..model.attention import GraphInputs
+from ..model.attention import GraphInputs, Kind
 from ..model.cache import GraphCache
 from ..model.launching import launch_attention
 from ..model.replay import hold
@@ -74,8 +74,8 @@ class FeatureCache(CachedText):
 
     def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
         """As :meth:`~gsd_kernels_hf.model.runner.RowModel.launch`; no ``nodes``: rows whose keys are stored only."""
-        windows = self.model.windows if nodes else ()
-        launch_attention(self.cache, self.config, kv_len, self.text_kv_start, count, nodes, windows, self.backend)
+        kinds = [Kind(window) for window in self.model.windows] if nodes else []
+        launch_attention(self.cache, self.config, kv_len, self.text_kv_start, count, nodes, kinds, self.backend)
 
     def positions(self, kv_len: Tensor, depths: Tensor) -> Tensor:
         """Positions in the text without padding, int64 [B, R]."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..model.attention import Attends, GraphInputs, configs_of, switched_configs
+from ..model.attention import Attends, GraphInputs, Kind, configs_of, switched_configs
 from ..model.cache import GraphCache
 from ..model.hidden import decoder_of
 from ..model.properties import cache_argument, device_of
@@ -174,7 +174,7 @@ class MtpDrafts(Recursion):
         self.vocab_size = text.target.vocab_size
 
     def run(self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs) -> Tensor:
-        inputs = replace(inputs, windows=self.module.windows)
+        inputs = replace(inputs, kinds=tuple(Kind(window) for window in self.module.windows))
         hidden: Tensor = self.module(embedded, features, positions, inputs, self.rows.cache)
         inputs.check_complete()
         return hidden
