@@ -9,7 +9,7 @@ import numpy as np
 from gsd_kernels import GraphConfig
 from gsd_kernels_hf.costs.model import CostModel
 from gsd_kernels_hf.costs.prior import CostPrior
-from gsd_kernels_hf.policy.acceptance import AcceptanceModel, GrowthPlan, Pool
+from gsd_kernels_hf.policy.acceptance import AcceptanceModel, Pool, TreeForecast
 from gsd_kernels_hf.policy.base import Observation
 from gsd_kernels_hf.policy.shape_policy import ShapeExperience, ShapePolicy
 from gsd_kernels_hf.policy.shapes import BRANCH, ladder
@@ -60,7 +60,7 @@ class World:
             return 1.0
         if shape not in self.known:
             self.known[shape] = float(
-                GrowthPlan([shape], BRANCH).predict({n: Pool.of(p) for n, p in self.text.items()})[0][0]
+                TreeForecast([shape], BRANCH).predict({n: Pool.of(p) for n, p in self.text.items()})[0][0]
             )
         return self.known[shape]
 

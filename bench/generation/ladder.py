@@ -22,7 +22,7 @@ import torch
 import gsd_kernels
 from gsd_kernels import GraphConfig
 from gsd_kernels_hf.files import write_json, write_text
-from gsd_kernels_hf.policy.acceptance import MISS, SETTINGS, AcceptanceModel, GrowthPlan, Pool
+from gsd_kernels_hf.policy.acceptance import MISS, SETTINGS, AcceptanceModel, Pool, TreeForecast
 from gsd_kernels_hf.policy.base import Observation, Profiles
 from gsd_kernels_hf.policy.fixed import FixedPolicy
 from gsd_kernels_hf.policy.shapes import LOOKUP_CONTEXT, ladder, shape_name
@@ -224,7 +224,7 @@ class Simulation:
 
     @classmethod
     def of(cls, shapes: list[GraphConfig], pools: dict[str, list[dict[str, Pool]]]) -> Simulation:
-        plans = [GrowthPlan(shapes[i : i + 32], 4) for i in range(0, len(shapes), 32)]
+        plans = [TreeForecast(shapes[i : i + 32], 4) for i in range(0, len(shapes), 32)]
 
         def predict(found: list[dict[str, Pool]]) -> tuple[np.ndarray, np.ndarray]:
             parts = [[plan.predict(window) for plan in plans] for window in found]

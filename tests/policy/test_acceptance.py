@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gsd_kernels import GraphConfig
-from gsd_kernels_hf.policy.acceptance import MISS, PRIORS, SETTINGS, UNKNOWN, AcceptanceModel, GrowthPlan, Pool
+from gsd_kernels_hf.policy.acceptance import MISS, PRIORS, SETTINGS, UNKNOWN, AcceptanceModel, Pool, TreeForecast
 from gsd_kernels_hf.policy.shapes import ladder
 from gsd_kernels_hf.sources.weights import Calibration
 
@@ -21,7 +21,7 @@ def pools(first, second=(0.0, 0.0, 0.0, 0.0)):
 
 
 def tokens(config: GraphConfig, *profiles) -> float:
-    return float(GrowthPlan([config], 4).predict(pools(*profiles))[0][0])
+    return float(TreeForecast([config], 4).predict(pools(*profiles))[0][0])
 
 
 def test_a_chain_brings_the_geometric_sum():
@@ -54,11 +54,11 @@ def test_more_rows_and_deeper_shapes_never_bring_less(rows, data):
         for depth in (1, 3, 6)
         for rows in (2, 8, 32, 128)
     ]
-    found, used = (part.reshape(3, 4) for part in GrowthPlan(shapes, 4).predict(profiles))
+    found, used = (part.reshape(3, 4) for part in TreeForecast(shapes, 4).predict(profiles))
     assert (used >= 1).all() and (used <= np.array([2, 8, 32, 128])).all() and (np.diff(used, axis=1) >= 0).all()
     assert (found >= 1).all() and (np.diff(found, axis=1) >= -1e-6).all()
     assert (found <= 1 + np.array([2, 8, 32, 128]) - 1 + 1e-6).all()
-    alone = [float(GrowthPlan([shape], 4).predict(profiles)[0][0]) for shape in shapes]
+    alone = [float(TreeForecast([shape], 4).predict(profiles)[0][0]) for shape in shapes]
     np.testing.assert_allclose(found.ravel(), alone, rtol=1e-5)
 
 
@@ -74,9 +74,9 @@ def test_a_family_grown_once_predicts_what_each_of_its_shapes_does_alone(device,
         )
         for name in ("model", "lookup")
     }
-    plan = GrowthPlan(shapes, 4)
+    plan = TreeForecast(shapes, 4)
     assert len(plan.grown) < len(shapes) or len(shapes) == 1
-    together, alone = plan.predict(profiles), [GrowthPlan([shape], 4).predict(profiles) for shape in shapes]
+    together, alone = plan.predict(profiles), [TreeForecast([shape], 4).predict(profiles) for shape in shapes]
     np.testing.assert_allclose(together, np.squeeze(alone, -1).T, rtol=1e-6)
 
 
@@ -126,13 +126,13 @@ def test_a_pool_keeps_the_newest_and_guesses_what_a_wider_shape_had_found():
     assert (pool.profiles == [0.2, 0.1, 0.0, 0.0]).all()
     model = AcceptanceModel(4)
     model.pools["lookup"] = pool
-    model.restart("lookup")
+    model.assume_easy("lookup")
     assert len(model.pools["lookup"].profiles) < SETTINGS.min_profiles and model.pools["lookup"].profiles[0, 0] > 0.9
 
 
 def test_what_steps_bring_corrects_the_prediction():
     shapes = ladder("cpu", with_model=True)
-    plan = GrowthPlan(list(shapes.values()), 4)
+    plan = TreeForecast(list(shapes.values()), 4)
     model = AcceptanceModel(4)
     for name in model.pools:
         model.pools[name] = Pool.of(np.tile([[0.6, 0.1, 0.0, 0.0]], (MOST, 1)))
@@ -144,7 +144,7 @@ def test_what_steps_bring_corrects_the_prediction():
     assert after[drafted] - 1 == pytest.approx(2 * (before[drafted] - 1), rel=0.1)
     lookup = [i for i, s in enumerate(shapes.values()) if not s.depth]
     assert (after[lookup] == before[lookup]).all()
-    model.restart("model")
+    model.assume_easy("model")
     assert model.ratio("model") == 1.0
 
 
@@ -162,7 +162,7 @@ def test_half_of_a_prediction_is_what_the_tree_would_have_brought():
     chain = GraphConfig(depth=0, width=1, branch=1, max_rows=9, history_depth=8, history_width=1)
 
     def of(pool):
-        return [float(found[0]) for found in GrowthPlan([chain], 4).predict({"model": pool, "lookup": pool})]
+        return [float(found[0]) for found in TreeForecast([chain], 4).predict({"model": pool, "lookup": pool})]
 
     (promised, rows), (found, same_rows) = of(Pool.of(profiles)), of(Pool(profiles, picks))
     brought = 1 + np.mean([next((k for k in range(8) if picks[(t * 64 // 24 + k) % 64] < 0), 8) for t in range(24)])

@@ -137,7 +137,7 @@ def test_what_was_learned_is_on_disk_and_the_next_process_begins_with_it(models,
 def test_a_second_process_takes_the_shapes_that_the_first_one_took_last(models, opened):
     generate(models, tokens=60)
     policy = opened[-1]
-    last = policy.configs[policy.current if policy.home is None else policy.home]
+    last = policy.configs[policy.current if policy.return_to is None else policy.return_to]
     forget()
     steps = []
     generate(models, tokens=60, observer=lambda record: steps.append(record.graph is None))

@@ -225,7 +225,7 @@ def test_the_next_generation_and_the_next_process_go_on_where_this_one_ended():
         world, policy, pair = start("bfloat16", text)
         world.run(policy, 200)
         policy.end()
-        last = policy.configs[policy.current if policy.home is None else policy.home]
+        last = policy.configs[policy.current if policy.return_to is None else policy.return_to]
         again = experience(KNOWN)
         again.costs.load(pair.costs.as_dict())
         again.load(pair.as_dict())
@@ -241,7 +241,7 @@ def test_a_generation_that_ends_during_a_retry_leaves_the_shape_before_it():
     pair.wait = 0
     while policy.shape() is None or not policy.shape().depth:
         world.step(policy)
-    before = policy.names[policy.left]
+    before = policy.names[policy.before_retry]
     assert pair.shapes[before].depth == 0
     policy.end()
     assert pair.last["1"] == before
@@ -350,9 +350,9 @@ def test_choosing_is_seldom():
     """What a choice costs is the prediction of all shapes at once: at most one in four steps, one in ten later."""
     world, policy, pair = start("float32", USUAL)
     world.run(policy, 100)
-    early = pair.plan.predictions
+    early = pair.forecast.predictions
     world.run(policy, 400)
-    assert early <= 30 and pair.plan.predictions - early <= 60
+    assert early <= 30 and pair.forecast.predictions - early <= 60
 
 
 def test_switches_are_logged_with_the_figures_that_caused_them(caplog):

@@ -44,12 +44,12 @@ PRIORS = {
 
 @dataclass(frozen=True)
 class AcceptanceSettings:
-    """Settings of :class:`AcceptanceModel` and :class:`GrowthPlan`.
+    """Settings of :class:`AcceptanceModel` and :class:`TreeForecast`.
 
     Attributes:
         max_profiles: kept of a kind, the newest.
         prior_profiles: copies of the prior that a pool starts with.
-        min_profiles: from which on a prior is dropped and predictions are compared with what was accepted.
+        min_profiles: observed ones that replace the prior; from then on predictions are held against what came of them.
         table_decay_per_step: weight of a count in the calibration table, one step later.
         ratio_decay_per_step: weight of accepted and predicted tokens of a kind, one step later.
         trees: grown for a prediction.
@@ -156,8 +156,8 @@ class AcceptanceModel:
         """Number of predicted tokens that :meth:`ratio` rests on, those of its prior included."""
         return PRIORS[kind].tokens + self.accepted.get(kind, (0.0, 0.0))[1]
 
-    def restart(self, kind: str) -> None:
-        """Forget what was accepted lately of one kind of shape."""
+    def assume_easy(self, kind: str) -> None:
+        """For a retry: forget what a kind of shape had accepted lately, and expect an easy text until one is seen."""
         self.pools[kind] = Pool.prior(SETTINGS.easy_by_rank, self.branch, 1)
         self.accepted.pop(kind, None)
 
@@ -176,16 +176,16 @@ class AcceptanceModel:
             calibration.log_ratio.copy_(table[: calibration.log_ratio.shape[0]], non_blocking=True)
             calibration.written = self.counted
 
-    def tokens(self, plan: GrowthPlan) -> tuple[np.ndarray, np.ndarray]:
-        """Predicted tokens per step and rows of every shape of ``plan``, float64 [S] each."""
-        grown, rows = plan.predict(self.pools)
-        ratios = [self.ratio(kind_of(config)) for config in plan.shapes]
-        return 1.0 + np.minimum((grown - 1.0) * np.array(ratios), plan.deepest), rows
+    def tokens(self, forecast: TreeForecast) -> tuple[np.ndarray, np.ndarray]:
+        """Predicted tokens per step and rows of every shape of ``forecast``, float64 [S] each."""
+        grown, rows = forecast.predict(self.pools)
+        ratios = [self.ratio(kind_of(config)) for config in forecast.shapes]
+        return 1.0 + np.minimum((grown - 1.0) * np.array(ratios), forecast.deepest), rows
 
-    def easy_tokens(self, plan: GrowthPlan, kinds: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The same on a text that is easy for the sources of these kinds, whatever was observed of them."""
+    def easy_tokens(self, forecast: TreeForecast, kinds: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Predicted tokens and rows, without :meth:`ratio`, on a text that is easy for the sources of these kinds."""
         easy = Pool.prior(SETTINGS.easy_by_rank, self.branch, 1)
-        return plan.predict({name: easy if name in kinds else pool for name, pool in self.pools.items()})
+        return forecast.predict({name: easy if name in kinds else pool for name, pool in self.pools.items()})
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, for the disk."""
@@ -224,7 +224,7 @@ class AcceptanceModel:
         self.counted = object()
 
 
-class GrowthPlan:
+class TreeForecast:
     """Trees of several shapes, grown side by side over the places of a text that was just decoded.
 
     A tree begins at one of ``SETTINGS.trees`` places of the pools and goes on with the profiles that followed there,

@@ -9,9 +9,9 @@ MAX_WAIT_STEPS = 1024
 
 
 class Backoff:
-    """Steps to wait before something that was switched off is tried again; each failed trial doubles the next wait.
+    """Steps to wait before something that was switched off is tried again; every switching off doubles the next wait.
 
-    What a pair has learned is one, so that waits go on from generation to generation.
+    The experience of a pair is a subclass, so that waits go on from generation to generation.
 
     Args:
         first_wait: steps, the first time.

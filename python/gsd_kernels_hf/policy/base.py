@@ -53,7 +53,7 @@ class Observation:
 
 
 class Policy(Protocol):
-    """Chooses the shape of every step of one generation.
+    """Plans every step of one generation: its shape, and which of its rows are forwarded.
 
     Attributes:
         acceptance: what is known of the sources, if the policy learns it: it wants profiles, and its calibration is

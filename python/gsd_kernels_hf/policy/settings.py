@@ -17,7 +17,7 @@ from .shape_policy import ShapeSettings
 class Automatic:
     """``graph_config="auto"`` with settings of one's own: ``graph_config=Automatic(rows=RowSettings(min_gain=1.05))``.
 
-    They change which steps are tried and taken, never the text. What was learned of a pair serves all settings.
+    They change which steps are tried and taken, never the text. Costs, and what is on disk, serve all settings.
 
     Args:
         rows: where rows are chosen one by one: on a CPU, without a draft model.

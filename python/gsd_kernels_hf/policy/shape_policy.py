@@ -24,7 +24,7 @@ from gsd_kernels import GraphConfig
 from gsd_kernels.names import fields_named
 
 from ..costs.model import PLAIN, CostModel
-from .acceptance import AcceptanceModel, GrowthPlan, kind_of
+from .acceptance import AcceptanceModel, TreeForecast, kind_of
 from .backoff import Backoff
 from .base import Observation, Plan, Profiles
 from .fixed import FixedPolicy
@@ -108,7 +108,7 @@ class ShapeExperience(Backoff):
         self.costs = costs
         self.shapes = dict(shapes)
         self.acceptance = AcceptanceModel(BRANCH)
-        self.plan = GrowthPlan(list(self.shapes.values()), BRANCH)
+        self.forecast = TreeForecast(list(self.shapes.values()), BRANCH)
         self.predicted: tuple[np.ndarray, np.ndarray] | None = None  # tokens and rows of the last choice's prediction
         self.last: dict[str, str] = {}  # batch size → shape that the last generation ended with
         self.warm: set[str] = set()  # shapes that ran in this process
@@ -137,6 +137,16 @@ class ShapeExperience(Backoff):
 
 class ShapePolicy:
     """The shape with the most predicted tokens a second; see :class:`~gsd_kernels_hf.policy.base.Policy`.
+
+    A generation is in one of five states:
+
+    ========  ===========================================  =========================================================
+    opening   ``in_opening``                               one plain step, while a draft model has a long prompt to read
+    settled   ``current`` is the best shape known          learn and choose at ``next_choice``
+    trial     ``return_to`` is the settled shape           ``trial_steps`` of a shape of uncertain cost
+    off       ``current`` is 0, plain decoding             ``experience.wait`` steps until a retry
+    retry     ``before_retry`` is the shape before         ``retry_steps`` of a shape whose sources were not seen
+    ========  ===========================================  =========================================================
 
     Args:
         experience: of the pair.
@@ -167,9 +177,9 @@ class ShapePolicy:
         self.since = 0  # steps of the current shape
         self.tried: dict[int, int] = {}  # shape → step of its last trial
         self.log: list[_Step] = []  # since the last choice
-        self.home: int | None = None  # during a trial: the shape to go back to
-        self.left: int | None = None  # until the first choice of a retry: the shape before
-        self.resumed: int | None = None  # step at which speculation was tried again, until it is off or has paid
+        self.return_to: int | None = None  # the shape behind a trial, or behind the opening step; else None
+        self.before_retry: int | None = None  # the shape before a retry, until its first choice
+        self.resumed_at: int | None = None  # step of the last retry of speculation, until it is off, or has paid
         self.timed = False  # whether the last step's times were known
         self.elapsed = self.lost = self.trial_seconds = 0.0
         self.expected = self.rows = np.ones(len(self.names))  # predicted tokens and rows of a step, by shape
@@ -177,22 +187,23 @@ class ShapePolicy:
         self.off = self.current == 0  # whether speculation is off, but for trials
         first = self.configs[self.current]
         long = prefix >= self.settings.long_prompt_tokens
-        self.opens = reads_prompt and long and first is not None and first.depth > 0
-        if self.opens:
-            self.home, self.current = self.current, 0
+        self.in_opening = reads_prompt and long and first is not None and first.depth > 0
+        if self.in_opening:
+            self.return_to, self.current = self.current, 0
 
     def _first(self) -> tuple[int, int]:
         """The first step's shape, and when to choose."""
         last, settings = self.experience.last.get(str(self.batch)), self.settings
         if last in self.names and self.experience.predicted is not None:
-            self.expected, self.rows = self.experience.predicted  # nothing is chosen by them
+            self.expected, self.rows = self.experience.predicted  # the first choice is not made by them
         else:
             self._predict()
         if last in self.names:
             if self._unseen(self.names.index(last)):  # which a new text may suit better
                 self.experience.wait = min(self.experience.wait, settings.known_choice_steps)
             return self.names.index(last), settings.known_choice_steps
-        # Costs are priors: a shape with all sources is safe, and plain decoding is not chosen by a prior.
+        # No generation of this batch size was seen: a shape with all sources is safe, and plain decoding is never
+        # chosen by a prior.
         drafted = [i for i, shape in enumerate(self.configs) if shape is not None and shape.depth]
         some = np.array(drafted or range(1, len(self.names)))
         return int(some[self._rates(self.expected)[some].argmax()]), settings.first_choice_steps
@@ -219,14 +230,14 @@ class ShapePolicy:
         self.log.append(_Step(seen.profiles, going, seen.rows, self.cached, *seconds))
         self.timed = seen.target_seconds > 0
         self.elapsed += sum(seconds)
-        self.trial_seconds += sum(seconds) if self.home is not None else 0.0
+        self.trial_seconds += sum(seconds) if self.return_to is not None else 0.0
         self.cached += sum(seen.tokens)
         self.steps += 1
         self.since += 1
-        if self.opens:
+        if self.in_opening:
             self._end_opening()
             return
-        if self.home is None and self._unseen(self.current):
+        if self.return_to is None and self._unseen(self.current):
             self.experience.wait = max(0, self.experience.wait - 1)
         another = self._another_text()
         if another:
@@ -240,9 +251,9 @@ class ShapePolicy:
 
     def _end_opening(self) -> None:
         """Go on, after the first step, as if the generation began here."""
-        assert self.home is not None
+        assert self.return_to is not None
         self._learn()
-        self.current, self.home, self.opens = self.home, None, False
+        self.current, self.return_to, self.in_opening = self.return_to, None, False
         self.steps, self.since, self.elapsed, self.trial_seconds = 0, 0, 0.0, 0.0
 
     def _another_text(self) -> bool:
@@ -278,7 +289,7 @@ class ShapePolicy:
     def end(self) -> None:
         """Keep what was learned."""
         self._learn()
-        settled = next(shape for shape in (self.left, self.home, self.current) if shape is not None)
+        settled = next(shape for shape in (self.before_retry, self.return_to, self.current) if shape is not None)
         self.experience.keep(self.batch, self.names[settled])
         if self.saver is not None:
             self.saver.save()
@@ -291,7 +302,7 @@ class ShapePolicy:
 
     def _predict(self) -> None:
         """Tokens and rows that a step of every shape would have now, of one sequence."""
-        predicted = self.experience.acceptance.tokens(self.experience.plan)
+        predicted = self.experience.acceptance.tokens(self.experience.forecast)
         self.expected, self.rows = (np.concatenate([[1.0], values]) for values in predicted)
         self.experience.predicted = self.expected, self.rows
 
@@ -326,16 +337,16 @@ class ShapePolicy:
     def _choose(self) -> None:
         """Choose the shape of the next steps: the best one, a trial, or one of what was switched off."""
         settings = self.settings
-        if self.current == 0 and self.home is None:
+        if self.current == 0 and self.return_to is None:
             self._retry()
             return
         self._predict()
-        self.left = None
+        self.before_retry = None
         rates = self._rates(self.expected)
-        home = self.current if self.home is None else self.home
-        if self.home is not None:
+        home = self.current if self.return_to is None else self.return_to
+        if self.return_to is not None:
             self.lost += self.trial_seconds * max(0.0, 1.0 - rates[self.current] / rates[home])
-            self.home, self.trial_seconds = None, 0.0
+            self.return_to, self.trial_seconds = None, 0.0
         elif self.since > settings.first_wait_steps and not self._unseen(home):
             self.experience.next_wait = settings.first_wait_steps  # speculation pays
         best = self._most_promising(rates, home)
@@ -346,9 +357,10 @@ class ShapePolicy:
             best = home
         self._take(best, home, rates)
         if best == 0:
-            self.resumed = None
-        elif self.resumed is not None and self.steps > self.resumed + settings.first_wait_steps:  # another text by now
-            self.resumed, self.experience.wait, self.experience.next_wait = None, 0, settings.first_wait_steps
+            self.resumed_at = None
+        elif self.resumed_at is not None and self.steps > self.resumed_at + settings.first_wait_steps:
+            # It has paid for so long that the text is another by now.
+            self.resumed_at, self.experience.wait, self.experience.next_wait = None, 0, settings.first_wait_steps
         if len(self._unseen(best)) > len(self._unseen(home)):
             self.experience.give_up()
         elif best and self._unseen(best) and self.experience.wait == 0:
@@ -373,9 +385,9 @@ class ShapePolicy:
 
     def _take(self, shape: int, before: int, rates: np.ndarray) -> None:
         """Give the next steps to ``shape`` in place of ``before``, because of their tokens a second; log a switch."""
-        off = shape == 0 and self.home is None
+        off = shape == 0 and self.return_to is None
         if off != self.off or shape != self.current:
-            kind = "trial" if self.home is not None else "switch"
+            kind = "trial" if self.return_to is not None else "switch"
             logger.log(
                 logging.DEBUG if off == self.off else logging.INFO,
                 "auto: %s after %d steps: %s has %.1f tokens/s by %.2f tokens a step, %s %.1f by %.2f",
@@ -397,7 +409,7 @@ class ShapePolicy:
         loses = settings.trial_steps * self.elapsed / self.steps * max(0.0, 1.0 - rates[shape] / rates[home])
         cheap = self.lost + loses <= settings.max_trial_time_share * self.elapsed
         if optimistic[shape] > settings.trial_min_gain * rates[home] and cheap:
-            self.home, self.trial_seconds = home, 0.0
+            self.return_to, self.trial_seconds = home, 0.0
             self.tried[shape] = self.steps
             self._take(shape, home, np.maximum(rates, optimistic))
             self.next_choice = self.steps + settings.trial_steps
@@ -409,7 +421,7 @@ class ShapePolicy:
             self.next_choice = self.steps + min(self.settings.max_choice_interval_steps, experience.wait)
             return
         unseen = self._unseen(self.current)
-        easy = acceptance.easy_tokens(experience.plan, unseen)
+        easy = acceptance.easy_tokens(experience.forecast, unseen)
         rates = self._rates(*(np.concatenate([[1.0], values]) for values in easy))
         some = [i for i, config in enumerate(self.configs) if config is not None and kind_of(config) in unseen]
         some = [i for i in some if rates[i] >= self.settings.min_gain * rates[self.current]]
@@ -419,10 +431,10 @@ class ShapePolicy:
         best = min(some, key=lambda i: (len(self._unseen(i)), -float(rates[i])))  # what shows most
         for kind in unseen:
             if kind not in self._unseen(best):
-                acceptance.restart(kind)
+                acceptance.assume_easy(kind)
         self._predict()
-        self.left = self.current
+        self.before_retry = self.current
         if self.current == 0:
-            self.resumed = self.steps
+            self.resumed_at = self.steps
         self._take(best, self.current, rates)
         self.next_choice = self.steps + self.settings.retry_steps
