@@ -31,6 +31,7 @@ SECTIONS = {
         "HistoryMemory",
         "unpatch",
         "from_gguf",
+        "keep_packed",
         "pack",
         "tune",
         "GenerationStats",

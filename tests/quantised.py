@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import sys
 import tempfile
 from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -113,6 +118,84 @@ def dequantised(module: nn.Module) -> Tensor:
     return functional.dequantize_4bit(data, state)
 
 
+def gptq(layer: str, *kinds: str, **how: int) -> Scheme:
+    """Layers that stand in for those of gptqmodel."""
+
+    def make(model: PreTrainedModel) -> PreTrainedModel:
+        its = stand_ins()
+        for layer_of in model.model.layers:
+            for part in (layer_of.self_attn, layer_of.mlp):
+                for name, module in list(part.named_children()):
+                    if isinstance(module, nn.Linear):
+                        bias = None if module.bias is None else module.bias.detach()
+                        setattr(part, name, getattr(its, layer)(module.weight.detach(), bias, **how))
+        return model
+
+    def dense(module: nn.Module) -> Tensor:
+        if not getattr(module, "_cpu_transformed", False):
+            return module.dequantize_weight().T.contiguous()
+        bias, module.bias = module.bias, None
+        try:
+            return module(torch.eye(module.in_features, dtype=module.scales.dtype)).T.contiguous()
+        finally:
+            module.bias = bias
+
+    return Scheme("torch", make, dense, set(kinds))
+
+
+@lru_cache(maxsize=1)
+def stand_ins() -> ModuleType:
+    """``gptq_layers.py`` under the package's name, by which its layers are known."""
+    file = Path(__file__).with_name("gptq_layers.py")
+    spec = importlib.util.spec_from_file_location("gptqmodel.stand_ins", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where copies of its layers find their classes
+    spec.loader.exec_module(module)
+    return module
+
+
+def compressed(model: PreTrainedModel, bits: int, strategy: str, *, symmetric: bool, **how) -> PreTrainedModel:
+    """``model`` as compressed-tensors keeps it, pack-quantized, before its first forward."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
+
+    size = {"group_size": 32} if strategy == "group" else {}
+    args = QuantizationArgs(num_bits=bits, type="int", symmetric=symmetric, strategy=strategy, **size)
+    groups = {"all": QuantizationScheme(targets=["Linear"], weights=args, **how)}
+    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
+    for module in model.modules():
+        if hasattr(module, "quantization_scheme"):
+            _calibrate(module, bits, symmetric=symmetric)
+    ModelCompressor.from_pretrained_model(model, "pack-quantized").compress_model(model)
+    return model
+
+
+def _calibrate(module: nn.Module, bits: int, *, symmetric: bool) -> None:
+    groups = module.weight_scale.numel() // module.out_features or 1
+    weights = module.weight.data.float().reshape(-1, module.in_features // groups)
+    if module.weight_scale.numel() == 1:
+        weights = weights.reshape(1, -1)
+    low, high, most = weights.amin(-1), weights.amax(-1), (1 << bits) - 1
+    scale = torch.maximum(-low, high) * 2 / most if symmetric else (high - low) / most
+    module.weight_scale.data = scale.view(module.weight_scale.shape).to(module.weight_scale.dtype)
+    if not symmetric:
+        zero = (-(1 << (bits - 1)) - low / scale).round().clamp(-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
+        module.weight_zero_point.data = zero.view(module.weight_scale.shape).to(torch.int8)
+
+
+def decompressed(module: nn.Module) -> Tensor:
+    """By compressed-tensors."""
+    from compressed_tensors.compressors import BaseCompressor
+
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    return compressor.decompress(dict(module.named_parameters()), module.quantization_scheme)["weight"]
+
+
 SCHEMES = {
     "torchao int8": torchao(int8(), "int8"),
     "torchao int8 groups": torchao(int8(granularity=("PerGroup", 32)), "int8"),
@@ -123,6 +206,11 @@ SCHEMES = {
     "bitsandbytes nf4": bitsandbytes("nf4"),
     "bitsandbytes nf4 double": bitsandbytes("nf4", double=True),
     "bitsandbytes fp4": bitsandbytes("fp4"),
+    "gptqmodel 4": gptq("TorchLinear", "int4"),
+    "gptqmodel 8": gptq("TorchLinear", "uint8", bits=8),
+    "gptqmodel product": gptq("TorchAtenLinear", "int4", "int4_offset"),
+    "gptqmodel awq": gptq("AwqTorchLinear", "int4"),
+    "gptqmodel awq product": gptq("TorchAtenAwqLinear", "int4", "int4_offset"),
 }
 
 

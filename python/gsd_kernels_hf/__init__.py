@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .engine.output import GraphGenerateOutput
     from .engine.stats import GenerationStats
     from .packed.gguf import from_gguf
+    from .packed.keep import keep_packed
     from .packed.pack import pack
     from .policy.row_policy import RowSettings
     from .policy.settings import Automatic
@@ -49,6 +50,7 @@ __all__ = [
     "Verified",
     "from_gguf",
     "generate",
+    "keep_packed",
     "pack",
     "patch",
     "tune",
@@ -77,6 +79,7 @@ _HOMES = {
     "Proposal": "sources.base",
     "from_gguf": "packed.gguf",
     "generate": "api",
+    "keep_packed": "packed.keep",
     "pack": "packed.pack",
     "patch": "api",
     "tune": "policy.tuning",

@@ -126,7 +126,7 @@ def weight_bytes(model: nn.Module) -> float:
     read |= {module.packed.data_ptr(): module.matrix.nbytes for module in packed_in(model)}
     for module in model.modules():
         if (stored := stored_in(module)) is not None:
-            read[id(module._parameters.get("weight"))] = stored.nbytes
+            read[id(module._parameters.get("weight", module))] = stored.nbytes
     embedding, output = (_place(m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
     return float(sum(size for place, size in read.items() if place != embedding or embedding == output))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -32,12 +33,9 @@ def pack(model: PreTrainedModel, kind: str = "q8_0") -> PreTrainedModel:
     Raises:
         TypeError, ValueError: another kind, or a model that cannot be packed; it is left as it was.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model: expected a transformers model, got {type(model).__name__}")
     if kind not in PACKERS:
         raise ValueError(f"kind: expected one of {', '.join(PACKERS)}, got {kind!r}")
-    if "generate" in vars(model):
-        raise ValueError("model: it is patched; gsd_kernels.unpatch(model) first, and patch it when it is packed")
+    check_model(model)
     found = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))}
     for name, module in found.items():
         _check(name, module)
@@ -47,9 +45,22 @@ def pack(model: PreTrainedModel, kind: str = "q8_0") -> PreTrainedModel:
     for module in found.values():
         if id(module.weight) not in matrices:
             matrices[id(module.weight)] = pack_matrix(module.weight, kind)
-    for name, module in found.items():
+    return replace(model, {name: _packed(module, matrices[id(module.weight)]) for name, module in found.items()})
+
+
+def check_model(model: Any) -> None:
+    """Raise unless layers of ``model`` may be replaced."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: expected a transformers model, got {type(model).__name__}")
+    if "generate" in vars(model):
+        raise ValueError("model: it is patched; gsd_kernels.unpatch(model) first, and patch it when it is packed")
+
+
+def replace(model: PreTrainedModel, modules: Mapping[str, Packed]) -> PreTrainedModel:
+    """Put packed layers into a model in the place of those of the same names; it is for inference from there on."""
+    for name, module in modules.items():
         parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, _packed(module, matrices[id(module.weight)]))
+        setattr(model.get_submodule(parent), last, module)
     vars(model)["save_pretrained"] = _refuse
     return model.eval()
 
@@ -78,4 +89,4 @@ def _packed(module: nn.Linear | nn.Embedding, matrix: PackedMatrix) -> Packed:
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     """Refuses: no checkpoint holds such weights."""
-    raise ValueError("save_pretrained: packed weights have no checkpoint format here; save the model before pack()")
+    raise ValueError("save_pretrained: packed weights have no checkpoint format here; save the model before it is so")

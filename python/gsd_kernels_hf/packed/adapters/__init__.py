@@ -6,13 +6,17 @@ from collections.abc import Callable
 
 from torch import nn
 
+from . import bitsandbytes, compressed_tensors, gptqmodel, torchao
 from .base import Stored
-from .bitsandbytes import bitsandbytes
-from .torchao import torchao
 
 __all__ = ["ADAPTERS", "Stored", "stored_in"]
 
-ADAPTERS: tuple[Callable[[nn.Module], Stored | None], ...] = (torchao, bitsandbytes)
+ADAPTERS: tuple[Callable[[nn.Module], Stored | None], ...] = (
+    torchao.stored,
+    bitsandbytes.stored,
+    compressed_tensors.stored,
+    gptqmodel.stored,
+)
 """Each says what a module's weights are, or ``None`` where they are not its library's."""
 
 

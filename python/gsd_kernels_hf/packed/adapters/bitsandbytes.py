@@ -20,7 +20,7 @@ from .base import Stored, unread
 ROWS = 32  # that are rewritten together
 
 
-def bitsandbytes(module: nn.Module) -> Stored | None:
+def stored(module: nn.Module) -> Stored | None:
     """Weights of a linear layer of bitsandbytes, or ``None``."""
     if "bitsandbytes" not in sys.modules or not isinstance(module, nn.Linear):
         return None

@@ -13,7 +13,7 @@ from . import int4pack
 from .base import Stored, unread
 
 
-def torchao(module: nn.Module) -> Stored | None:
+def stored(module: nn.Module) -> Stored | None:
     """Weights of a linear layer that torchao quantised, or ``None``."""
     weight: Any = module._parameters.get("weight")
     if not isinstance(module, nn.Linear) or not type(weight).__module__.startswith("torchao."):

@@ -1,0 +1,109 @@
+"""gptqmodel: GPTQ and AWQ layers of its own on a CPU. Read from gptqmodel 7.7.
+
+Codes of four or eight bits lie in words of 32, along the inputs (GPTQ) or along the outputs (AWQ). What multiplies
+through PyTorch's ``_weight_int4pack_mm_for_cpu`` puts them into that function's order at the first forward and rounds
+scales and offsets to the dtype of the activations: the model is another one from there on, which the matrix follows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
+
+from . import int4pack
+from .base import Stored, unread
+
+BITS = {4: "int4", 8: "uint8"}
+AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The outputs of a word's half bytes, the lowest first."""
+
+
+def stored(module: Any) -> Stored | None:
+    """Weights of a linear layer of gptqmodel, or ``None``."""
+    if not type(module).__module__.startswith("gptqmodel.") or not isinstance(getattr(module, "qweight", None), Tensor):
+        return None
+    name = f"{type(module).__name__} of gptqmodel"
+    tensors = tuple(t for t in (module.qweight, module.qzeros, module.scales, numbers_of(module)) if t is not None)
+    problem = problem_of(module) if type(module).__name__ in READERS else f"is a {name}"
+    if problem is not None:
+        return unread(name, problem, *tensors)
+    shape, dtype = torch.Size((module.out_features, module.in_features)), module.scales.dtype
+
+    def read() -> PackedMatrix:
+        numbers = numbers_of(module)
+        if numbers is not None:
+            return int4pack.matrix(module.qweight, numbers, shape[1])
+        return READERS[type(module).__name__](module)
+
+    return Stored(name, tensors, shape, dtype, read)
+
+
+def numbers_of(module: Any) -> Tensor | None:
+    """Scales and offsets in the order of PyTorch's product, once a layer was put into that."""
+    return module.scales_and_zeros if getattr(module, "_cpu_transformed", False) else None
+
+
+def problem_of(module: Any) -> str | None:
+    """Why a layer of a class in :data:`READERS` is not read."""
+    groups, numbers = len(module.scales), numbers_of(module)
+    if getattr(module, "adapter", None) is not None:
+        return "has an adapter"
+    if getattr(module, "online_full_had", False) or getattr(module, "online_partial_had", False):
+        return "turns its activations"
+    if module.bits not in BITS:
+        return f"has codes of {module.bits} bits"
+    order = getattr(module, "g_idx", None)
+    in_order = torch.arange(module.in_features, dtype=torch.int32) // (module.in_features // groups)
+    if module.in_features % groups or (order is not None and not torch.equal(order.cpu().int(), in_order)):
+        return "has groups of inputs that do not lie together"
+    if numbers is not None:
+        return int4pack.problem(module.qweight, numbers)
+    awq = "Awq" in type(module).__name__
+    rows = (module.in_features, module.out_features // 8 * module.bits // 4)
+    if awq and module.bits != 4:
+        return "has AWQ's codes of eight bits"
+    if not awq:
+        rows = (module.in_features // 8 * module.bits // 4, module.out_features)
+        if module.qzero_format() != 2:
+            return "has zero points of GPTQ's first format"
+    if tuple(module.qweight.shape) != rows or module.qweight.dtype != torch.int32:
+        return f"has words of {module.qweight.dtype}, {list(module.qweight.shape)}"
+    return None
+
+
+def gptq(module: Any) -> PackedMatrix:
+    """Words [inputs · bits / 32, outputs]; value = scale (code − zero)."""
+    data = module.qweight.T.contiguous().view(torch.uint8)  # bytes of a word follow each other, the lowest first
+    return _matrix(module, data, halves(module.qzeros) if module.bits == 4 else module.qzeros.view(torch.uint8))
+
+
+def awq(module: Any) -> PackedMatrix:
+    """Words [inputs, outputs / 8]; value = scale (code − zero)."""
+    codes, zeros = (_in_order(halves(words)) for words in (module.qweight, module.qzeros))
+    rows = codes.T  # [outputs, inputs]
+    return _matrix(module, (rows[:, ::2] | rows[:, 1::2] << 4).contiguous(), zeros)
+
+
+def halves(words: Tensor) -> Tensor:
+    """Half bytes of words [rows, n], the lowest first: uint8 [rows, 8 n]."""
+    bytes_of = words.contiguous().view(torch.uint8)
+    return torch.stack([bytes_of & 15, bytes_of >> 4], -1).flatten(1)
+
+
+def _in_order(codes: Tensor) -> Tensor:
+    places = torch.tensor([AWQ.index(i) for i in range(8)])
+    return codes.unflatten(1, (-1, 8))[..., places].flatten(1)
+
+
+def _matrix(module: Any, data: Tensor, zeros: Tensor) -> PackedMatrix:
+    numbers = torch.stack([module.scales.float(), zeros.float()], -1)  # [groups, outputs, 2]
+    kind = BY_NAME[BITS[module.bits]]
+    return PackedMatrix(kind, data, module.in_features, numbers.transpose(0, 1).contiguous())
+
+
+READERS = {"TorchLinear": gptq, "TorchAtenLinear": gptq, "AwqTorchLinear": awq, "TorchAtenAwqLinear": awq}
+"""By the name of the layer's class: those whose products are dense ones over these values."""
