@@ -11,7 +11,7 @@ import models
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from gsd_kernels_hf.model.vocabulary import Vocabulary
 
@@ -88,7 +88,7 @@ def target_of(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, dtype: torch
 
 
 @functools.cache
-def sentencepiece(size: int = 400, text: str = TEXT) -> PreTrainedTokenizerFast:
+def sentencepiece(size: int = 460, text: str = TEXT) -> PreTrainedTokenizerFast:
     """Pieces with ▁ for a space, and single bytes for what they lack, as of LLaMA 2."""
     backend = Tokenizer(BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
@@ -96,10 +96,31 @@ def sentencepiece(size: int = 400, text: str = TEXT) -> PreTrainedTokenizerFast:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     single = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[*SPECIAL, *single], limit_alphabet=40, show_progress=False
-    )
-    backend.train_from_iterator([text], trainer)
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[*SPECIAL, *single], show_progress=False)
+    backend.train_from_iterator([text.encode("ascii", "ignore").decode()], trainer)
     document = json.loads(backend.to_str())
     document["added_tokens"] = [token for token in document["added_tokens"] if token["content"] in SPECIAL]
     return wrapped(Tokenizer.from_str(json.dumps(document)))
+
+
+@functools.cache
+def learned(tokenizer: PreTrainedTokenizerFast, *, steps: int = 120, seed: int = 0, text: str = TEXT):
+    """A small model that has learned a text by heart, but for what it was too small or too short for; float64."""
+    torch.manual_seed(seed)
+    ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("pad", "bos", "eos")}
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer) + 3, num_hidden_layers=2, max_position_embeddings=512, **sizes, **ids
+    )
+    model = LlamaForCausalLM(config)
+    tokens = torch.tensor(tokenizer(3 * text, add_special_tokens=False)["input_ids"])
+    windows = tokens.unfold(0, min(48, len(tokens) // 2), 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    gen = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        batch = windows[torch.randint(len(windows), (8,), generator=gen)]
+        optimizer.zero_grad()
+        model(batch, labels=batch).loss.backward()
+        optimizer.step()
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return model.eval().double()

@@ -47,11 +47,13 @@ def stepping(session: Session, ranks: Capturers) -> Callable[[], Verified]:
 
 
 def can_capture(session: Session) -> bool:
-    """Whether all that this process forwards lies on one GPU."""
-    if not replay.is_gpu(session.kv_len.device) or session.target.recurrent:  # whose rows wait for the device
+    """Whether all that this process forwards lies on one GPU, and nothing in a step waits for it."""
+    sources = session.mixer.sources if session.mixer is not None else ()
+    waits = session.target.recurrent or any(source.on_host for source in sources)
+    if waits or not replay.is_gpu(session.kv_len.device):
         return False
     models = [rows.model for rows in session.row_models]
-    for source in session.mixer.sources if session.mixer is not None else ():
+    for source in sources:
         models += [module for module in source.forwards if isinstance(module, nn.Module)]
     devices = {parameter.device for model in models for parameter in model.parameters()}
     return len(devices) == 1 and replay.is_gpu(next(iter(devices)))

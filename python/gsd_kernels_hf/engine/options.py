@@ -24,7 +24,7 @@ from ..policy.settings import Automatic
 from ..records import Verified
 from ..sources.base import DraftSource
 from ..sources.border import check_source
-from ..sources.drafts import draft_source, translations_of
+from ..sources.drafts import check_probabilities, draft_source, translations_of
 from ..sources.heads import DraftHeads, Heads
 from ..sources.history import History
 from ..sources.layer_skip import LayerSkip, SkippedLayers
@@ -136,6 +136,8 @@ class Options:
         others = {"draft_heads": self.draft_heads, "drafter": self.drafter, "reference_ids": self.reference_ids}
         others["assistant_model"] = self.other_drafts or None
         check_chain(self.criterion, self.graph_config, self.draft_sources, others)
+        if self.criterion == SPECULATIVE:
+            check_probabilities(self.translations)
         validate.check_backend(self.backend)
         if self.seed is not None:
             draw_seed(self.seed)

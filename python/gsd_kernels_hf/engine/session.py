@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -151,7 +152,8 @@ class Session:
         if self.mixer is not None:
             # No cycle: caches go with their session, at once.
             self.mixer.restart(weakref.proxy(self), weights, first=not self.begun)
-        self.read(self.target, None if self.mixer is None else self.mixer.read)
+        with self.reading():
+            self._read(self.target, None if self.mixer is None else self.mixer.read)
         self.begun = True
         self.rule = self._rule(request)
 
@@ -235,16 +237,22 @@ class Session:
 
     def read_prompt(self, rows: RowModel) -> None:
         """Store all of the prompt but its last token in the cache of ``rows``, as far as it is not there."""
-        rows.restart(self.state.tokens[:, : self.request.prompt_length - 1])
-        self.read(rows)
-        self.clock.begin_step()  # no part of it
+        with self.reading():
+            rows.restart(self.state.tokens[:, : self.request.prompt_length - 1])
+            self._read(rows)
 
-    def read(self, rows: RowModel, listener: Listener | None = None) -> None:
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """What is done inside is the reading of a prompt, and no part of a step."""
+        with self.clock.part("prefill"):
+            yield
+        self.clock.begin_step()
+
+    def _read(self, rows: RowModel, listener: Listener | None = None) -> None:
         """Store what the cache of ``rows`` lacks; ``listener`` gets the hidden states."""
         last, mask = self.request.prompt_length - 1, self.request.attention_mask
-        with self.clock.part("prefill"):
-            chunk = self.request.generation_config.prefill_chunk_size
-            rows.read(self.state.tokens[:, :last], None if mask is None else mask[:, :-1], chunk, listener)
+        chunk = self.request.generation_config.prefill_chunk_size
+        rows.read(self.state.tokens[:, :last], None if mask is None else mask[:, :-1], chunk, listener)
 
     def use(self, plan: Plan) -> None:
         """Get ready for steps of a plan."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import weakref
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -53,6 +55,17 @@ class Vocabulary:
     def ids(self) -> dict[bytes, int]:
         """The token of some bytes; of several the last, since SentencePiece's single bytes come before its pieces."""
         return {spelled: token for token, spelled in sorted(self.spelled.items())}
+
+    @cached_property
+    def ordered(self) -> list[bytes]:
+        """The bytes of all tokens in order: those that begin alike side by side."""
+        return sorted(self.ids)
+
+    def beginning(self, text: bytes) -> list[int]:
+        """The tokens that begin with ``text``."""
+        first = bisect_left(self.ordered, text)
+        found = takewhile(lambda spelled: spelled.startswith(text), islice(self.ordered, first, None))
+        return [self.ids[spelled] for spelled in found]
 
     @cached_property
     def contents(self) -> dict[int, str]:
@@ -147,7 +160,7 @@ class SharedTokens:
         same: int64 [target's tokens], the draft's token of the same bytes, content or role; −1 for none.
         reads: int64 [target's tokens], what the draft reads in place of each: that, else the longest of its tokens
             that the bytes end with.
-        part: ordinary tokens that are shared, of the larger vocabulary's.
+        part: ordinary tokens of two bytes or more that are shared, of the larger vocabulary's; single bytes most have.
     """
 
     same: Tensor
@@ -167,12 +180,12 @@ class SharedTokens:
             if found is not None and found not in taken:
                 same[token] = found
                 taken.add(found)
-                shared += token in target.spelled
+                shared += len(target.spelled.get(token, b"")) > 1
             if found is None and token in target.spelled:
                 found = draft.last_of(target.spelled[token])
             reads[token] = reads[token] if found is None else found
-        most = max(len(target.spelled), len(draft.spelled), 1)
-        return cls(torch.tensor(same), torch.tensor(reads), shared / most)
+        most = max(sum(len(spelled) > 1 for spelled in own.spelled.values()) for own in (target, draft))
+        return cls(torch.tensor(same), torch.tensor(reads), shared / max(1, most))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ A step's drafting goes level by level. At each level every source is asked what 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -58,6 +59,10 @@ class Text(Protocol):
 
     def read_prompt(self, rows: RowModel) -> None:
         """Store all of the prompt but its last token in the cache of ``rows``, as far as it is not there."""
+        ...
+
+    def reading(self) -> AbstractContextManager[None]:
+        """What is done inside is the reading of a prompt, and no part of a step."""
         ...
 
     def keep(self, rows: CachedText) -> None:
@@ -132,6 +137,7 @@ class DraftSource:
         max_length: tokens of a text from which on its model has no positions and it is left out; ``None``: never.
         other_tokens: whether its models read tokens of another tokenizer, which it maps itself; else their vocabulary
             is compared with the target's.
+        on_host: whether it works on the host in every step, which may wait for the device then and is not captured.
         reads_prompt: whether it reads all of the prompt, once, before it proposes; ``auto`` may let the first token go
             before.
     """
@@ -142,6 +148,7 @@ class DraftSource:
     shares: tuple[float, ...] = (0.2,)
     reliability: tuple[float, ...] | None = None
     max_length: int | None = None
+    on_host = False
     other_tokens = False
     reads_prompt = False
 

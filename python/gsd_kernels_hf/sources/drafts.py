@@ -8,13 +8,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..model.vocabulary import Translation
-from ..validate.modes import Unsupported
 from .base import DraftSource
 from .draft_model import DraftModel
+from .retokenised import Retokenised
 from .translated import Translated
 
-MOST = 0.5
-"""Of the larger vocabulary's tokens: with so many shared, the target's text is what the draft reads, token by token."""
+MOST = 0.6
+"""Of the larger vocabulary's tokens: with so many shared, the draft reads the target's text token by token."""
 
 
 def draft_source(model: PreTrainedModel, name: str, translation: Translation | None) -> DraftSource:
@@ -24,18 +24,15 @@ def draft_source(model: PreTrainedModel, name: str, translation: Translation | N
         model: the draft.
         name: of the source.
         translation: between its tokenizer and the target's; ``None``: they are the same.
-
-    Raises:
-        Unsupported: too few tokens are shared.
     """
     if translation is None:
         return DraftModel(model, name=name)
-    if translation.shared.part >= MOST:
-        return Translated(model, translation, name=name)
-    raise Unsupported(
-        f"assistant_tokenizer: {translation.shared.part:.0%} of its tokens are the tokenizer's, and {MOST:.0%} are "
-        "needed; use a draft whose tokenizer shares more"
-    )
+    return (Translated if is_mapped(translation) else Retokenised)(model, translation, name=name)
+
+
+def is_mapped(translation: Translation) -> bool:
+    """Whether ids are mapped; else text is read."""
+    return translation.shared.part >= MOST
 
 
 def translations_of(tokenizer: Any, assistant_tokenizer: Any, drafts: Sequence[object]) -> list[Translation | None]:
@@ -63,3 +60,17 @@ def translations_of(tokenizer: Any, assistant_tokenizer: Any, drafts: Sequence[o
             "assistant_tokenizer: needs the target's tokenizer beside it, to map the draft's tokens; pass tokenizer="
         )
     return [None if one is None or one is tokenizer else Translation.between(tokenizer, one) for one in given]
+
+
+def check_probabilities(translations: Sequence[Translation | None]) -> None:
+    """Raise where speculative sampling would need the probability of every target token, and a draft gives text.
+
+    Raises:
+        ValueError: the draft's tokens are re-tokenised.
+    """
+    for between in translations:
+        if between is not None and not is_mapped(between):
+            raise ValueError(
+                'criterion: "speculative" needs the draft\'s probability of every token of the target, and '
+                f'assistant_tokenizer shares only {between.shared.part:.0%} of them; use criterion="exact"'
+            )

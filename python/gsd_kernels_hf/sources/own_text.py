@@ -1,0 +1,189 @@
+"""A text in the tokens of a draft: what the target has emitted, re-tokenised as it grows, with a cache of its own."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..model.fused import rows_of
+from ..model.runner import RowModel
+from ..model.spelling import Speller
+from ..model.vocabulary import Translation
+from ..records import Candidates, DecodeState
+from .base import Text
+
+TAKEN_BACK = 4  # tokens at the end of a text, which may merge with what follows
+BEFORE = 8  # tokens before them, which decide how they are cut
+
+
+class KeptRows:
+    """The cache of a text of its own as a session keeps it: forgotten with others, and as long as its own text."""
+
+    def __init__(self, rows: RowModel) -> None:
+        self.own = rows
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(vars(self)["own"], name)
+
+    def grow(self, capacity: int) -> None:
+        """Nothing: positions are tokens of the draft."""
+
+
+class OwnText:
+    """The texts of a session in a draft's tokens, as the draft's source sees them (:class:`Text`).
+
+    Special tokens go by content and role, those that the draft lacks by what they say. What was cut of a text changes
+    at its end only, where tokens merge with what follows; the cache is read anew from there. A character that is not
+    whole yet waits; bytes that the draft has no token for are left out.
+
+    Args:
+        text: the session.
+        translation: between the target's tokens and the draft's.
+
+    Attributes:
+        state: the draft's tokens.
+        ids: the same without padding, by sequence.
+        open: bytes of every text that no token of the draft's has yet, by sequence.
+        branch: candidates after a node, of the current shape.
+    """
+
+    reference_ids = memory = None
+    continues = False
+
+    def __init__(self, text: Text, translation: Translation) -> None:
+        self.text, self.translation, self.sampler = text, translation, text.sampler
+        self.speller = Speller(translation.assistant_tokenizer, translation.draft, skips=True)
+        self.batch, self.device = text.state.tokens.shape[0], text.state.tokens.device
+        self.state = DecodeState.empty(self.batch, 1, 1, self.device)
+        self.kv_len = torch.zeros_like(self.state.out_len)
+        self.branch = text.branch
+        self.target: RowModel  # the draft, whose vocabulary this text has
+
+    def rows_of(self, model: PreTrainedModel) -> RowModel:
+        """``model`` with a cache that grows with this text."""
+        self.target = rows_of(model, 1, self.state.kv_start, self.sampler.backend)
+        self.text.keep(KeptRows(self.target))  # type: ignore[arg-type]  # all that is asked of one
+        return self.target
+
+    def read_prompt(self, rows: RowModel) -> None:
+        """As :meth:`Text.read_prompt`."""
+        with self.text.reading():
+            place = torch.arange(self.longest - 1, device=self.device)
+            mask = (place >= self.state.kv_start[:, None]).long()
+            rows.prefill(self.state.tokens[:, : self.longest - 1], mask, None)
+
+    def draws(self, level: int, logits: Tensor, positions: Tensor) -> Candidates:
+        """The likeliest tokens: the noise that the target draws with is that of its own tokens.
+
+        The first goes on from an open character.
+        """
+        for sequence, begun in enumerate(self.open) if level == 0 else ():
+            fitting = self.translation.draft.beginning(begun) if begun else []
+            if fitting:
+                at = torch.tensor(fitting, device=logits.device)
+                only = torch.full_like(logits[sequence], -torch.inf)
+                only[:, at] = logits[sequence][:, at]
+                logits = logits.clone()
+                logits[sequence] = only
+        return self.sampler.candidates(logits, positions, self.branch, noise=False)
+
+    def keep(self, rows: object) -> None:
+        """Nothing has caches but the draft."""
+
+    def restart(self) -> None:
+        """Begin with the session's texts so far."""
+        self.ids: list[list[int]] = [[] for _ in range(self.batch)]
+        self.open = [b""] * self.batch
+        self.chunks: list[list[bytes]] = [[] for _ in range(self.batch)]
+        self.taken = self.text.state.kv_start.tolist()  # of the target's tokens, padding included
+        for sequence, tokens in enumerate(self.new_tokens()):
+            self._extend(sequence, tokens)
+            self._begin(self.ids[sequence])
+        self.longest = max(map(len, self.ids))
+        starts = torch.tensor([self.longest - len(ids) for ids in self.ids], dtype=torch.int32)
+        padded = torch.tensor([[0] * (self.longest - len(ids)) + ids for ids in self.ids])
+        self.reserve(self.longest)
+        self.state.restart(padded.to(self.device), starts.to(self.device), 0, 0)
+
+    def _begin(self, ids: list[int]) -> None:
+        """Put the token first that texts begin with, where the draft's tokenizer does; a text has a token at least."""
+        own = self.translation.assistant_tokenizer("")["input_ids"]
+        bos = self.translation.draft.roles.get("bos")
+        if bos in own and ids[:1] != [bos]:
+            ids.insert(0, bos)
+        if not ids:
+            ids.append(self.translation.draft.roles.get("eos", 0))
+
+    def new_tokens(self) -> list[list[int]]:
+        """What the target emitted since this was last asked, by sequence."""
+        lengths, begin = self.text.state.out_len.tolist(), min(self.taken)
+        rows = self.text.state.tokens[:, begin : max(lengths)].tolist()
+        found = [row[at - begin : end - begin] for row, at, end in zip(rows, self.taken, lengths, strict=True)]
+        self.taken = lengths
+        return found
+
+    def catch_up(self, cached: Tensor) -> None:
+        """Re-tokenise what is new; ``cached`` int32 [B], tokens in the draft's cache, falls back to what stays."""
+        starts, stay, ends = self.state.kv_start.tolist(), [], []
+        changed = [self._extend(sequence, tokens) for sequence, tokens in enumerate(self.new_tokens())]
+        self.reserve(max(start + len(ids) for start, ids in zip(starts, self.ids, strict=True)))
+        for sequence, (start, ids, at) in enumerate(zip(starts, self.ids, changed, strict=True)):
+            ends.append(start + len(ids))
+            stay.append(start + min(at, len(ids) - 1))  # the last token's logits are wanted in any case
+            tail = torch.tensor(ids[at:], device=self.device, dtype=torch.int64)
+            self.state.tokens[sequence, start + at : ends[-1]] = tail
+        out_len, least = (torch.tensor(one, dtype=torch.int32, device=self.device) for one in (ends, stay))
+        self.state.out_len.copy_(out_len)
+        cached.copy_(torch.minimum(cached, least))
+
+    def reserve(self, length: int, slots: int = 0) -> None:
+        """Make room for texts of ``length`` tokens, padding included, and ``slots`` cache positions behind them."""
+        if length > self.state.tokens.shape[1]:
+            self.state.grow(length + length // 2)
+        rows = getattr(self, "target", None)
+        if rows is not None and length + slots > rows.cache.capacity:
+            rows.grow(length + length // 2 + slots)
+
+    def _extend(self, sequence: int, tokens: list[int]) -> int:
+        """Append tokens of the target to a text; where the draft's tokens change from."""
+        target, draft = self.translation.target, self.translation.draft
+        ids, chunks = self.ids[sequence], self.chunks[sequence]
+        changed, text = len(ids), b""
+        for token in tokens:
+            if token in target.spelled:
+                text += target.spelled[token]
+                chunks.append(target.spelled[token])
+                continue
+            chunks.clear()
+            mark = draft.counterpart(token, target)
+            if mark is None and token not in target.roles.values():
+                text += target.contents.get(token, "").encode()
+            if mark is not None:
+                changed = min(changed, self._append(sequence, text))
+                self.open[sequence], text = b"", b""
+                ids.append(mark)
+        del chunks[:-BEFORE]
+        return min(changed, self._append(sequence, text))
+
+    def _append(self, sequence: int, text: bytes) -> int:
+        """Append text to the draft's tokens of a sequence; where these change from."""
+        ids, spelled = self.ids[sequence], self.translation.draft.spelled
+        text = self.open[sequence] + text
+        if not text:
+            return len(ids)
+        ordinary = [spelled[token] for token in takewhile(spelled.__contains__, reversed(ids[-TAKEN_BACK - BEFORE :]))]
+        back = ordinary[:TAKEN_BACK][::-1]
+        before, again = b"".join(ordinary[TAKEN_BACK:][::-1]), b"".join(back)
+        (found,) = self.speller.spell([(before, again + text)])
+        self.open[sequence] = (again + text)[found.covered :]
+        at = len(ids) - len(back)
+        same = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(ids[at:], found.tokens, strict=False)))
+        ids[at + same :] = found.tokens[same:]
+        return at + same
+
+    def before(self, sequence: int) -> bytes:
+        """What the last ordinary tokens of the target spell, at most :data:`BEFORE`."""
+        return b"".join(self.chunks[sequence])

@@ -1,0 +1,193 @@
+"""A draft model of another tokenizer that shares few tokens with the target's: its paths are read as text."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from gsd_kernels import GraphConfig, Rows, flatten
+from gsd_kernels.config import MAX_BRANCH
+
+from ..model import properties
+from ..model.spelling import Speller
+from ..model.vocabulary import Translation
+from .base import DraftSource, Level, Proposal, Text
+from .draft_model import DraftModel
+from .mixer import Mixer
+from .own_text import OwnText
+from .trie import Trie
+from .weights import SourceWeights
+
+
+@dataclass(frozen=True)
+class DraftedPath:
+    """A path of a draft's rows, from the root to a leaf or to a special token.
+
+    Attributes:
+        sequence: whose.
+        rows: of its ordinary tokens.
+        ends: bytes of the path's text up to the end of each.
+        text: of them.
+        mark: a special token behind them, its row and its id in the draft's vocabulary; ``None`` for none.
+    """
+
+    sequence: int
+    rows: list[int]
+    ends: list[int]
+    text: bytes
+    mark: tuple[int, int] | None
+
+
+class Retokenised(DraftSource):
+    """A draft model that drafts in its own tokens: a graph of its own, over a text and a cache of its own.
+
+    SLEM of arXiv 2502.05202, for a graph: the text of each of the best paths is cut by the target's tokenizer, together
+    with the last tokens of the text, and paths of one text meet. The probability of a token is that of the draft's
+    tokens that spell it, summed over the ways that it is spelled. The last token of a path may merge with what would
+    follow: nothing is proposed behind it. All of this is done on the host, once a step.
+
+    Args:
+        model: the draft, which is not changed.
+        translation: between its tokenizer and the target's.
+        name: in statistics, and of its weight among the sources.
+    """
+
+    name = "model"
+    other_tokens = on_host = reads_prompt = True
+
+    def __init__(self, model: PreTrainedModel, translation: Translation, *, name: str = "model") -> None:
+        self.model, self.translation, self.name = model, translation, name
+        self.forwards, self.max_length = (model,), properties.positions(model)
+        self.speller = Speller(translation.tokenizer, translation.target)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}: {type(self.model).__name__}, read as text>"
+
+    def check(self, target: PreTrainedModel) -> None:
+        """Refuse models that lack tokens of their tokenizers."""
+        self.translation.check(target, self.model)
+
+    def begin(self, text: Text) -> None:
+        self.state, self.sampler = text.state, text.sampler
+        self.vocab_size = text.target.vocab_size
+        self.own, self.draft, self.begun = OwnText(text, self.translation), DraftModel(self.model), False
+        state, device = self.own.state, self.state.tokens.device
+        weights = {self.draft.name: SourceWeights(self.draft.shares, None, MAX_BRANCH, device)}
+        vocabulary = properties.vocabulary(self.model)
+        self.drafts = Mixer([self.draft], weights, state, self.sampler.backend, vocab_size=vocabulary)
+
+    def restart(self) -> None:
+        self.own.restart()
+        self.drafts.restart(self.own, {}, first=not self.begun)
+        self.begun = True
+
+    def end(self) -> None:
+        self.draft.end()
+
+    def num_rows(self, config: GraphConfig) -> int:
+        return own_shape(config).draft_rows if config.depth > 0 else 0
+
+    def prepare(self, config: GraphConfig) -> None:
+        """Cache the prompt and what other shapes' steps emitted."""
+        if config.depth > 0:
+            self._catch_up(config)
+
+    def _catch_up(self, config: GraphConfig) -> GraphConfig:
+        """Let the draft's text and cache be the target's text; the shape of the draft's graph."""
+        shape = own_shape(config)
+        self.own.catch_up(self.draft.cached)
+        self.own.reserve(int(self.own.state.out_len.max()), shape.cache_slots)
+        self.drafts.prepare(shape)
+        return shape
+
+    def propose(self, level: Level) -> Proposal | None:
+        """What follows each frontier node in the re-tokenised paths; ``None`` beyond ``depth`` levels."""
+        if level.number >= level.config.depth:
+            return None
+        nodes, tokens = level.frontier.node_ids.tolist(), level.frontier.token_ids.tolist()
+        if level.number == 0:
+            self.places: list[dict[int, Trie]] = [{0: trie} for trie in self.look_ahead(level.config)]
+        else:
+            parents = level.graph.parents.tolist()
+            for places, row, drafted, above in zip(self.places, nodes, tokens, parents, strict=True):
+                for node, token in zip(row, drafted, strict=True):
+                    parent = places.get(above[node]) if node >= 0 else None
+                    if parent is not None and token in parent.after:
+                        places[node] = parent.after[token]
+        found = [
+            [places[node].best() if node in places else [] for node in row]
+            for places, row in zip(self.places, nodes, strict=True)
+        ]
+        return self._proposal(found, level)
+
+    def _proposal(self, found: list[list[list[tuple[float, int]]]], level: Level) -> Proposal:
+        """Log-probabilities and tokens [B][W][any number], the best of them first."""
+        most = max(1, *(len(after) for row in found for after in row))
+        none = (-math.inf, -1)
+        padded = [[after + [none] * (most - len(after)) for after in row] for row in found]
+        device = self.state.tokens.device
+        both = torch.tensor(padded, dtype=torch.float64)  # [B, W, K, 2]; exact for ids
+        tokens = both[..., 1].to(device, torch.int32)
+        log_probs = both[..., 0].to(device, torch.float32)
+        if not self.sampler.greedy:
+            log_probs = self.sampler.perturb(tokens, log_probs, level.positions)
+            log_probs, order = log_probs.sort(dim=-1, descending=True, stable=True)
+            tokens = tokens.gather(-1, order)
+        branch = level.graph.branch
+        return Proposal(tokens[..., :branch].contiguous(), log_probs[..., :branch].contiguous())
+
+    def look_ahead(self, config: GraphConfig) -> list[Trie]:
+        """Draft, and read the best paths as the target's tokens: what may follow, by sequence."""
+        shape = self._catch_up(config)
+        if self.max_length is not None and int(self.own.state.out_len.max()) + shape.depth > self.max_length:
+            return [Trie() for _ in self.own.ids]
+        self.own.branch = shape.branch
+        rows = flatten(self.drafts.draft(shape), shape.max_rows, int(shape.max_path or 0), backend=self.sampler.backend)
+        tries, paths, probs = [Trie() for _ in self.own.ids], self.paths(rows), rows.scores.exp().tolist()
+        jobs = [(self.own.before(p.sequence), p.text[len(self.own.open[p.sequence]) :]) for p in paths]
+        for path, spelled in zip(paths, self.speller.spell(jobs), strict=True):
+            begun = len(self.own.open[path.sequence])  # bytes that the target has emitted already
+            places = [path.rows[bisect_left(path.ends, begun + end)] for end in spelled.ends]
+            found = list(zip(spelled.tokens, places, strict=True))
+            if path.mark is not None and begun + spelled.covered == len(path.text):
+                row, token = path.mark
+                mark = self.translation.target.counterpart(token, self.translation.draft)
+                found += [] if mark is None else [(mark, row)]
+            tries[path.sequence].add(found, dict(enumerate(probs[path.sequence])))
+        return tries
+
+    def paths(self, rows: Rows) -> list[DraftedPath]:
+        """The paths to all leaves, of texts that are not done, that go on from what the target has emitted."""
+        spelled, found = self.translation.draft.spelled, []
+        columns = (rows.token_ids, rows.parent_rows, rows.num_rows[:, None], self.state.done[:, None])
+        for sequence, (tokens, parents, (count,), (done,)) in enumerate(
+            zip(*(c.tolist() for c in columns), strict=True)
+        ):
+            inner = {0, *parents[:count]}
+            for leaf in range(count) if not done else ():
+                if leaf in inner:
+                    continue
+                path = [leaf]
+                while parents[path[-1]] > 0:
+                    path.append(parents[path[-1]])
+                ordinary: list[int] = []
+                text, ends, mark = b"", [], None
+                for row in reversed(path):
+                    if tokens[row] not in spelled:
+                        mark = row, tokens[row]
+                        break
+                    ordinary.append(row)
+                    text += spelled[tokens[row]]
+                    ends.append(len(text))
+                if text.startswith(self.own.open[sequence]):
+                    found.append(DraftedPath(sequence, ordinary, ends, text, mark))
+        return found
+
+
+def own_shape(config: GraphConfig) -> GraphConfig:
+    """Shape of the draft's own graph in a step of another: its levels, and no other source's."""
+    return config.replace(history_depth=0)
