@@ -157,12 +157,14 @@ Every causal language model class of transformers {version}, with a tiny random 
 
 No class is listed in the code. Before a model is used for the first time it forwards 2 × 5 tokens, in which its
 attention is a stand-in: every layer must hand `graph=` to its attention function, mix tokens nowhere else, place
-tokens by `position_ids`, and use the causal mask (with or without a sliding window) that transformers' mask function
-made. Linear layers whose output for a row depends on the other rows, as with activations that are quantised over all
-rows of a forward, are found as well; so an unknown class is judged by what it does. What one forward cannot show is a
-rule that begins to matter at a far position only. Modules that keep a recurrent state in transformers' cache (linear
-attention, state spaces, short convolutions) are served where rows of a tree come out as single tokens do, see
-[method.md](method.md#recurrent-layers); as targets, not as drafts.
+tokens by `position_ids`, and use the causal mask (with or without a sliding window or chunks) that transformers' mask
+function made. Its own attention function must compute what graph rows get, sinks included. Queries that are scaled by
+the cache's length (Llama 4) are looked at for several lengths. Linear layers whose output for a row depends on the
+other rows, as with activations that are quantised over all rows of a forward, are found as well; so an unknown class
+is judged by what it does. What one forward cannot show is a rule that begins to matter at a far position only.
+Modules that keep a recurrent state in transformers' cache (linear attention, state spaces, short convolutions) are
+served where rows of a tree come out as single tokens do, see [method.md](method.md#recurrent-layers); as targets, not
+as drafts.
 
 Written by `python tests/model_sweep.py`; `tests/validate/test_model_sweep.py` checks it.
 

@@ -114,8 +114,11 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     return model.model.layers
 
 
-def gpt_oss() -> PreTrainedModel:
-    return tiny_configs.build("GptOssForCausalLM")
+def gpt_oss(**fields) -> PreTrainedModel:
+    model = tiny_configs.build("GptOssForCausalLM", **fields)
+    for sinks in sinks_of(model):
+        sinks.data.copy_(torch.tensor([2.0, 0.0, -1.0, 4.0]))
+    return model
 
 
 def test_an_attention_that_ignores_the_sinks_is_refused():
@@ -157,6 +160,14 @@ def test_sinks_of_another_size_are_refused():
 
 def test_half_precision_sinks_take_part_in_their_dtype():
     model = gpt_oss().to(torch.bfloat16)
-    assert set(probe.kinds_of(model)) == {Kind(tiny_configs.WINDOW, torch.bfloat16), Kind(None, torch.bfloat16)}
+    assert set(probe.kinds_of(model)) == {Kind(window, sinks=torch.bfloat16) for window in (tiny_configs.WINDOW, None)}
     options = {"draft_sources": ("history",), "graph_config": "tree", "max_new_tokens": 12, "do_sample": False}
     assert gsd.generate(model, unpadded(), **options).shape == (1, unpadded().shape[1] + 12)
+
+
+def test_few_rows_in_float32():
+    """Which the compiled attention computes."""
+    model, tokens = gpt_oss(head_dim=16).float(), {"max_new_tokens": NEW, "do_sample": False}
+    chain = gsd.GraphConfig.preset("chain", depth=3)
+    out = gsd.generate(model, **prompts(3), assistant_model=model, graph_config=chain, **tokens)
+    assert torch.equal(out, model.generate(**prompts(3), **tokens))

@@ -18,6 +18,7 @@ from transformers.models.llama import modeling_llama
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.model import probe
+from gsd_kernels_hf.model.masks import Limits, Unserved, limits_of
 
 torch.set_num_threads(1)
 
@@ -70,21 +71,25 @@ def test_a_window_that_only_the_cache_has():
     refused(tiny_configs.build("MoshiForCausalLM"), "(cache that keeps 5 tokens|attention interface)")
 
 
-def test_windows_of_mask_functions():
+def test_windows_and_chunks_of_mask_functions():
     from transformers import masking_utils as masks
 
-    assert probe.window_of(masks.causal_mask_function) is None
+    padding = torch.tensor([0, 5])
+    assert limits_of(masks.causal_mask_function, padding.tolist()) == Limits()
     for window in (1, 2, 5, 4096, 131072):
-        assert probe.window_of(masks.sliding_window_causal_mask_function(window)) == window
+        assert limits_of(masks.sliding_window_causal_mask_function(window), padding.tolist()) == Limits(window)
+    for chunk in (2, 5, 8, 4096, 131072):
+        assert limits_of(masks.chunked_causal_mask_function(chunk, padding), padding.tolist()) == Limits(chunk=chunk)
     for other in (
         masks.bidirectional_mask_function,
-        masks.chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64)),
+        masks.chunked_causal_mask_function(8, torch.tensor([0, 0])),  # from the first column, padding or not
+        masks.and_masks(masks.chunked_causal_mask_function(8, padding), masks.sliding_window_causal_mask_function(5)),
         *([both(5)] if (both := getattr(masks, "sliding_window_bidirectional_mask_function", None)) else []),
         lambda b, h, q, k: torch.ones(3, dtype=torch.bool)[q],
         lambda b, h, q, k: (k <= q) & (k % 2 == 0),
     ):
-        with pytest.raises(probe.Unserved):
-            probe.window_of(other)
+        with pytest.raises(Unserved):
+            limits_of(other, padding.tolist())
 
 
 def test_attention_that_is_not_causal():
@@ -113,8 +118,8 @@ def test_a_temperature_by_place_in_the_cache():
         **{**fields, "layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0], "attn_temperature_tuning": True}
         | {"floor_scale": 4}
     )
-    model = transformers.Llama4ForCausalLM(config).eval()
-    refused(model.double(), "(place|length)")
+    torch.manual_seed(0)
+    exact(transformers.Llama4ForCausalLM(config).eval().double())
 
 
 def test_positions_by_place_in_the_cache():

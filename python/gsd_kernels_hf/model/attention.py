@@ -28,6 +28,7 @@ from gsd_kernels import dag_attention
 from gsd_kernels.ops.dag_attention import DenseMask, dense_mask
 
 from .once import modules_of
+from .temperature import Temperature
 
 PREFIX = "gsd_"
 EAGER = "eager_attention_forward"
@@ -55,7 +56,9 @@ class Kind:
     """What an attention call asks for beside softmax over all positions up to a row's own."""
 
     window: int | None = None  # positions that a row sees, its own included
+    chunk: int | None = None  # positions of a chunk, of which a row sees its own alone
     sinks: torch.dtype | None = None  # of s_aux, a score of each head that has no value
+    temperature: Temperature | None = None  # of queries that come as of place 0
 
 
 @dataclass
@@ -70,7 +73,7 @@ class GraphInputs:
     backend: str = "auto"
     kinds: tuple[Kind, ...] | None = None  # of every attention call; None: as each call says
     calls: int = 0  # so far
-    _masks: dict[tuple[int, int | None], DenseMask] = field(default_factory=dict, repr=False)
+    _masks: dict[tuple[int, int | None, int | None], DenseMask] = field(default_factory=dict, repr=False)
     _by_device: dict[torch.device, GraphInputs] = field(default_factory=dict, repr=False)
     _last: dict[int, GraphInputs] = field(default_factory=dict, repr=False)
 
@@ -85,13 +88,15 @@ class GraphInputs:
         options: dict[str, Any],
     ) -> Tensor:
         """Attend over the whole cache; see :class:`Attends`."""
-        window = options.get("sliding_window")
+        kind = Kind(options.get("sliding_window"))
         if self.kinds is not None:
             if self.calls >= len(self.kinds):
                 raise RuntimeError(changed_meanwhile(self.calls + 1, len(self.kinds)))
-            window = self.kinds[self.calls].window
+            kind = self.kinds[self.calls]
         self.calls += 1
         inputs = self.on(query.device).last(query.shape[2])
+        if kind.temperature is not None:
+            query = kind.temperature.applied(query, inputs.kv_len[:, None] + inputs.row_depths)
         return dag_attention(
             query,
             key,
@@ -103,9 +108,10 @@ class GraphInputs:
             node_depths=inputs.node_depths,
             scale=scaling,
             softcap=options.get("softcap"),
-            sliding_window=window,
+            sliding_window=kind.window,
+            chunk=kind.chunk,
             sinks=options.get("s_aux"),
-            dense=inputs.dense(key.shape[2], window),
+            dense=inputs.dense(key.shape[2], kind.window, kind.chunk),
             backend=inputs.backend,
         )
 
@@ -114,11 +120,11 @@ class GraphInputs:
         if self.kinds is not None and self.calls != len(self.kinds):
             raise RuntimeError(changed_meanwhile(self.calls, len(self.kinds)))
 
-    def dense(self, capacity: int, sliding_window: int | None) -> DenseMask | None:
+    def dense(self, capacity: int, sliding_window: int | None, chunk: int | None = None) -> DenseMask | None:
         """The mask written out, made once for all layers; only where it is used (not by GPU kernels)."""
         if self.kv_len.device.type != "cpu":
             return None
-        key = (capacity, sliding_window)
+        key = (capacity, sliding_window, chunk)
         if key not in self._masks:
             self._masks[key] = dense_mask(
                 self.ancestor_mask,
@@ -128,6 +134,7 @@ class GraphInputs:
                 self.node_depths,
                 sliding_window,
                 capacity,
+                chunk,
             )
         return self._masks[key]
 

@@ -135,7 +135,7 @@ def lies_in_a_block(model: PreTrainedModel) -> bool:
     return (
         len(devices) == 1
         and next(iter(devices)).type == "cuda"
-        and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
+        and all(kind in ("full_attention", "sliding_attention", "chunked_attention") for kind in kinds)
         and not any(getattr(config, name, None) for name in unlike)
     )
 
@@ -156,6 +156,7 @@ class GraphCache(RowsCache):
 
     Attributes:
         block: [layers, 2, B, Hkv, capacity, D], what stacked layers are views of.
+        by_length: layers to which rows are all at the cache's begin, see :mod:`.temperature`.
         forms: of the modules that keep recurrent states.
         begun: whether the forms go on from the states of a prompt.
     """
@@ -172,6 +173,7 @@ class GraphCache(RowsCache):
         recurrent: Mapping[int, int] | None = None,
     ) -> None:
         self.capacity, self.stacked = capacity, stacked
+        self.by_length: frozenset[int] = frozenset()
         self.forms: Sequence[Form] = ()
         self.begun = False
         # A backend that does not implement write_kv ("cpu", "cuda") leaves the choice to "auto".
@@ -222,6 +224,14 @@ class GraphCache(RowsCache):
         for layer in self.layers:
             if layer.is_initialized:
                 layer.grow(capacity)
+
+    def get_seq_length(self, layer_idx: int = 0, *args: Any) -> Any:
+        """Tokens of the prompt that are stored; for rows of graphs in layers ``by_length``, −number of each row [R]."""
+        if not self._positions or layer_idx not in self.by_length:
+            return super().get_seq_length(layer_idx)
+        places = self.positions_on(self.layers[layer_idx].device)
+        assert places is not None
+        return -torch.arange(places.shape[1], device=places.device)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the first row of a prompt's chunk, the same for layers that have not run yet."""

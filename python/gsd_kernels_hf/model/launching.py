@@ -59,6 +59,7 @@ def launch_attention(
                 node_depths=lengths.new_zeros(batch, nodes),
                 softcap=getattr(config, "attn_logit_softcapping", None),
                 sliding_window=kind.window,
+                chunk=kind.chunk,
                 sinks=None if kind.sinks is None else layer.keys.new_zeros(group * heads, dtype=kind.sinks),
                 backend=backend,
             )

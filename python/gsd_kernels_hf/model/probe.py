@@ -16,18 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
-from transformers.masking_utils import causal_mask_function
 
 from ..packed.modules import dtype_of
 from .attention import Kind, configs_of, implementation_of, switched_configs, watching
 from .cache import GraphCache
 from .identity import structure_of
+from .masks import Limits, Unserved, limits_of_mask
 from .once import modules_of, once
 from .properties import cache_argument, device_of, vocabulary
 from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import mixers_of, states_of, with_mixers
 from .recurrent.tree import RowTree
 from .same_attention import AttentionCall, check_attention
+from .temperature import Temperature
 
 CACHED = 3  # positions that the cache holds already
 POSITIONS = [[3, 4, 5, 4, 5], [0, 0, 0, 1, 2]]  # [2, ROWS]; the second sequence is padded up to its column 2
@@ -35,7 +36,8 @@ ROWS = len(POSITIONS[0])
 TWINS = (1, 3)  # columns of the first sequence with one token at one position
 POISONED = 2  # the first sequence's column whose embedding is NaN
 DIFFERENT = 0.05  # relative difference that no rounding makes
-FAR = 1 << 20  # no window reaches further
+PADDING = (0, CACHED + POISONED)  # of the sequences
+SAME = 0.01  # relative difference that rounding may make
 LOUD = 1e3  # times as large as the other rows
 
 
@@ -45,14 +47,11 @@ class AttentionReport:
 
     kinds: tuple[Kind, ...] = ()  # of every attention call of a forward, in their order
     unwritten: frozenset[int] = frozenset()  # layers of the cache that get nothing, before others that do
+    by_length: frozenset[int] = frozenset()  # layers that scale their queries by the cache's length
     problem: str | None = None
     passing: bool = False  # whether another look may find something else
     proofs: dict[Any, Any] = field(default_factory=dict)  # what was proved of this model since, see :mod:`.proof`
     cause: BaseException | None = None  # an error of the model's, which may be a passing one, as full memory is
-
-
-class Unserved(Exception):
-    """Graph rows cannot be verified in the model; the message completes a sentence that begins with its class."""
 
 
 class Probe:
@@ -63,6 +62,9 @@ class Probe:
         self.masks: list[tuple[Any, dict[str, Any]]] = []
         self.without_graph = 0
         self.unwritten: frozenset[int] = frozenset()
+        self.asked: frozenset[int] = frozenset()  # layers that asked how long the cache is
+        self.queries: list[Tensor] = []  # of every call, [2, Hq, ROWS, D]
+        self.temperatures: dict[int | None, Temperature] = {}  # by layer
         self.by_place: str | None = None  # what differs between equal rows at equal positions
         self.own: Callable[..., Any]
 
@@ -92,6 +94,7 @@ class Probe:
         """Note a call, and let every row see itself alone."""
         check_call(module, query, key, value, options)
         self.by_place = self.by_place or differing_twin(query, key, value)
+        self.queries.append(query)
         sizes = query.shape, key.shape, value.shape
         self.calls.append(AttentionCall(module, self.own, *sizes, query.dtype, attention_mask, scaling, options))
         return itself(query, value)
@@ -133,12 +136,20 @@ def differing_twin(query: Tensor, key: Tensor, value: Tensor) -> str | None:
 
 
 class ProbeCache(GraphCache):
-    """A cache that notes whether layers ask for its length, which means nothing to graph rows."""
+    """A cache that notes whether layers ask for its length, which means nothing to graph rows.
 
-    def __init__(self, config: PretrainedConfig, recurrent: Mapping[int, int]) -> None:
+    Args:
+        config, recurrent: as of its base.
+        length: what layers are told; ``None``: the truth.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, recurrent: Mapping[int, int], length: int | Tensor | None = None
+    ) -> None:
         super().__init__(config, CACHED + ROWS, recurrent=recurrent)
-        self.prompt_length = CACHED
-        self.length_asked = False
+        self.prompt_length, self.length = CACHED, length
+        self.asked: set[int] = set()  # layers that asked once one had stored something
+        self.early: set[int] = set()  # what asked before may be the first layer, or the model itself
         self.updated: list[int] = []  # layers, in the order in which they were stored
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -146,10 +157,10 @@ class ProbeCache(GraphCache):
         self.updated.append(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+    def get_seq_length(self, layer_idx: int = 0, *args: Any, **kwargs: Any) -> Any:
         """As its base; noted once a layer has stored something."""
-        self.length_asked |= any(layer.is_initialized for layer in self.layers)
-        return super().get_seq_length(*args, **kwargs)
+        (self.asked if any(layer.is_initialized for layer in self.layers) else self.early).add(layer_idx)
+        return super().get_seq_length(layer_idx, *args, **kwargs) if self.length is None else self.length
 
 
 _known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, AttentionReport]] = weakref.WeakKeyDictionary()
@@ -194,12 +205,14 @@ def _examine(model: PreTrainedModel) -> AttentionReport:
                 _, clean = _forward(model, poisoned=False)
                 if clean:
                     raise Unserved("lets a token's row reach other rows or sequences otherwise than by attention")
+            if probe.asked:
+                probe = _at_place_zero(model, probe.asked)
             if probe.by_place is not None:
                 raise Unserved(f"computes {probe.by_place} by place in the cache rather than by position_ids")
             kinds = tuple(_kinds(model, probe))
             check_own_attention(model, probe.calls, kinds)
         passing = any(call.foreign for call in probe.calls)
-        return AttentionReport(kinds=kinds, unwritten=probe.unwritten, passing=passing)
+        return AttentionReport(kinds, probe.unwritten, frozenset(probe.asked), passing=passing)
     except Unserved as error:
         return AttentionReport(problem=str(error), cause=error.__cause__, passing=error.__cause__ is not None)
     except Exception as error:  # whatever it is: the model cannot be forwarded as graph rows are
@@ -216,10 +229,36 @@ def random_numbers_kept(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def _forward(model: PreTrainedModel, *, poisoned: bool) -> tuple[Probe, bool]:
-    """Forward the rows: what was noted, and whether NaN appeared nowhere but where it was put."""
+def _at_place_zero(model: PreTrainedModel, asked: frozenset[int]) -> Probe:
+    """What a forward notes in which layers that ask for the cache's length believe that all rows are at its begin.
+
+    Raises:
+        Unserved: what they make of other lengths is not what :class:`~.temperature.Temperature` says.
+    """
+    rows = torch.arange(ROWS, device=device_of(model))
+    probe, _ = _forward(model, poisoned=False, length=-rows)
+    known = {call.layer: Temperature.of(call.module) for call in probe.calls}
+    probe.temperatures = {layer: found for layer in asked if (found := known.get(layer)) is not None}
+    differs = len(probe.temperatures) < len(asked)
+    for length in sorted({n for found in probe.temperatures.values() for n in found.lengths(ROWS)}):
+        other, _ = _forward(model, poisoned=False, length=length)
+        for call, query, scaled in zip(probe.calls, probe.queries, other.queries, strict=True):
+            temperature = probe.temperatures.get(call.layer)
+            places = (length + rows)[None].to(query.device)
+            expected = query if temperature is None else temperature.applied(query, places)
+            differs |= not bool((scaled - expected).float().norm() <= SAME * expected.float().norm())
+    if differs:
+        raise Unserved("computes with the cache's length in its layers, which differs from the positions of graph rows")
+    return probe
+
+
+def _forward(model: PreTrainedModel, *, poisoned: bool, length: int | Tensor | None = None) -> tuple[Probe, bool]:
+    """Forward the rows: what was noted, and whether NaN appeared nowhere but where it was put.
+
+    ``length``: what layers are told of the cache's.
+    """
     device, probe = device_of(model), Probe()
-    cache = ProbeCache(model.config, states_of(model) if mixers_of(model) else {})
+    cache = ProbeCache(model.config, states_of(model) if mixers_of(model) else {}, length)
     if mixers_of(model):  # whose rows see themselves alone as well; how they see others is proved apart
         cache.tree = RowTree.apart(2, ROWS, device)
         model, cache.forms = with_mixers(model, lambda module: ByDepth(module, cache.layers[module.layer_idx]))
@@ -252,8 +291,8 @@ def _forward(model: PreTrainedModel, *, poisoned: bool) -> tuple[Probe, bool]:
         twice = next(layer for layer in cache.updated if cache.updated.count(layer) > 1)
         raise Unserved(f"stores keys of several attention calls in layer {twice} of the cache (layer_idx)")
     probe.unwritten = frozenset(range(max(cache.updated))) - set(cache.updated)
-    if cache.length_asked:
-        raise Unserved("computes with the cache's length in its layers, which differs from the positions of graph rows")
+    scaling = {call.layer for call in probe.calls if Temperature.of(call.module) is not None}
+    probe.asked = frozenset(cache.asked | (cache.early & scaling))
     unknown = output.logits.isnan().any(-1)  # [2, ROWS]
     if poisoned:
         unknown[0, POISONED] = False
@@ -263,11 +302,9 @@ def _forward(model: PreTrainedModel, *, poisoned: bool) -> tuple[Probe, bool]:
 def check_own_attention(model: PreTrainedModel, calls: list[AttentionCall], kinds: tuple[Kind, ...]) -> None:
     """Raise unless the model's own attention function computes what graph rows get."""
     for call, kind in zip(calls, kinds, strict=True):
-        column = torch.arange(CACHED + ROWS, device=device_of(model))
-        back = column[CACHED:, None] - column  # [R, S]
-        sees = (back >= 0) & (back < (FAR if kind.window is None else kind.window))
-        first = torch.tensor([0, CACHED + POISONED], device=column.device)
-        visible = sees & (column >= first[:, None, None])
+        padding = torch.tensor(PADDING, device=device_of(model))[:, None, None]
+        position = torch.arange(CACHED + ROWS, device=device_of(model)) - padding  # [2, 1, S]
+        visible = Limits(kind.window, kind.chunk).seen(position[..., CACHED:].mT, position)  # [2, R, S]
         # A layer may lie elsewhere than the embedding.
         differs = check_attention(call, visible.to(call.mask.device) if isinstance(call.mask, Tensor) else visible)
         if differs is not None:
@@ -307,92 +344,27 @@ def _kinds(model: PreTrainedModel, probe: Probe) -> Iterator[Kind]:
     flash = str(implementation_of(model.config.get_text_config(decoder=True))).startswith("flash")
     cached = _windows_of_cache(model)
     for call in probe.calls:
-        in_mask = _window_of_mask(call.mask, call.window, probe.masks)
-        window = call.window if flash else in_mask
-        if flash and call.window != in_mask:
-            raise Unserved(f"has a sliding window of {in_mask} in its mask and of {call.window} in its attention calls")
-        kept = cached.get(call.layer)
-        if kept is not None and (window is None or window > kept):
+        limits = limits_of_mask(call.mask, call.window, probe.masks, PADDING)
+        if flash and limits.chunk is not None:
+            raise Unserved(f"has chunks of {limits.chunk} in its mask, which flash attention has none of")
+        if flash and limits.window != call.window:
+            raise Unserved(
+                f"has a sliding window of {limits.window} in its mask and of {call.window} in its attention calls"
+            )
+        kept, most = cached.get(call.layer), limits.most
+        if kept is not None and (most is None or most > kept):
             raise Unserved(
                 f"has a cache that keeps {kept} tokens (sliding_window) under attention that "
-                + ("sees all of them" if window is None else f"sees {window}")
+                + ("sees all of them" if most is None else f"sees {most}")
             )
-        yield Kind(window, None if call.sinks is None else call.sinks.dtype)
+        sinks = None if call.sinks is None else call.sinks.dtype
+        yield Kind(*limits, sinks, probe.temperatures.get(call.layer))
 
 
 def _windows_of_cache(model: PreTrainedModel) -> dict[int | None, int]:
     """How many tokens a layer of transformers' own cache keeps, by layer, where that is limited."""
     layers = DynamicCache(config=model.config).layers
     return {i: layer.sliding_window for i, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
-
-
-def _window_of_mask(mask: Any, call_window: int | None, made: list[tuple[Any, dict[str, Any]]]) -> int | None:
-    """The sliding window of the mask that arrived, which the model's mask function must have made.
-
-    Where it is a copy, on another device for instance, that could be of several, ``call_window`` decides.
-    """
-    found = [arguments for own, arguments in made if mask is own and own is not None]
-    found = found or [arguments for own, arguments in made if _is_view(mask, own)]
-    found = found or [arguments for own, arguments in made if _equal(mask, own)]
-    if not found:
-        raise Unserved("makes an attention mask of its own, which graph rows cannot follow")
-    if any(arguments.get("attention_mask") is None for arguments in found):
-        raise Unserved("leaves padding out of its attention mask")
-    windows = {window_of(arguments.get("mask_function", causal_mask_function)) for arguments in found}
-    if len(windows) == 1:
-        return windows.pop()
-    if call_window not in windows:
-        raise Unserved("has attention masks that cannot be told apart")
-    return call_window
-
-
-def _is_view(mask: Any, own: Any) -> bool:
-    if not isinstance(mask, Tensor) or not isinstance(own, Tensor):
-        return False
-    try:
-        same = mask.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
-    except RuntimeError:  # a wrapper of tensors has no storage
-        return False
-    return same and mask.dtype == own.dtype and mask.shape == own.shape
-
-
-def _equal(mask: Any, own: Any) -> bool:
-    """Whether ``mask`` is a copy of ``own``."""
-    if not isinstance(mask, Tensor) or not isinstance(own, Tensor) or mask.dtype != own.dtype:
-        return False
-    return mask.shape == own.shape and bool((mask == own.to(mask.device)).all())
-
-
-def window_of(mask_function: Callable[..., Tensor]) -> int | None:
-    """The sliding window of a mask function (b, h, q, k) → bool: a row sees d < window tokens back; ``None``: all.
-
-    Raises:
-        Unserved: the function is not that of a causal mask, with or without a window.
-    """
-
-    def sees(row: Tensor, back: Tensor) -> Tensor:
-        zero = torch.zeros_like(row)
-        return torch.as_tensor(mask_function(zero, zero, row, row - back)).expand_as(row)
-
-    try:
-        low, high = 0, FAR  # the first token back that is not seen lies in (low, high]
-        while high - low > 1:
-            middle = (low + high) // 2
-            seen = bool(sees(torch.tensor([FAR]), torch.tensor([middle])))
-            low, high = (middle, high) if seen else (low, middle)
-        window = None if high == FAR else high
-        edge = 4096 if window is None else window
-        rows = torch.tensor(sorted({0, 1, 2, 7, 100, max(edge - 1, 0), edge, edge + 1, 2 * edge, 3 * edge + 1, FAR}))
-        back = {-1, -2, -100, 0, 1, 2, 3, 7, *(1 << i for i in range(20)), max(edge - 1, 0), edge, edge + 1}
-        row, distance = torch.meshgrid(rows, torch.tensor(sorted(back)), indexing="ij")
-        row, distance = row[distance <= row], distance[distance <= row]
-        expected = (distance >= 0) & (distance < (FAR + 1 if window is None else window))
-        exact = bool((sees(row, distance) == expected).all())
-    except Exception as error:
-        raise Unserved(f"has an attention mask that depends on more than positions ({type(error).__name__})") from error
-    if not exact:
-        raise Unserved("has attention that is neither causal nor causal within a sliding window")
-    return window
 
 
 def check_linears(model: PreTrainedModel) -> None:

@@ -18,7 +18,7 @@ from .cache import GraphCache, StateLayer, lies_in_a_block
 from .hidden import LAST, listening
 from .launching import launch_attention
 from .linear import with_cpu_linears
-from .probe import kinds_of
+from .probe import examine, kinds_of
 from .properties import cache_argument, device_of, vocabulary
 from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import Form, mixers_of, states_of, with_mixers
@@ -108,6 +108,7 @@ class RowModel(CachedText):
         self.configs = configs_of(model)  # switched for every forward by itself, and as they were in between
         self.cache_argument = cache_argument(model)
         self.kinds = kinds_of(model)
+        cache.by_length |= examine(model).by_length
         self.backend = backend
         self.device = device_of(model)
         self.vocab_size = vocabulary(model)

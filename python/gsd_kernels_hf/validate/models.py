@@ -17,7 +17,7 @@ from ..model.recurrent.mixers import mixers_of
 from ..packed.modules import Packed
 from .modes import Unsupported
 
-SERVED_LAYERS = {"full_attention", "sliding_attention"}
+SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp"}
 """Layer types beside those, where modules keep a state in transformers' cache; a proof says whether they are served."""
 MAX_VOCABULARY_PADDING = 1024
