@@ -195,7 +195,10 @@ def fit_dflash(module: DFlash, target, steps: int = 80) -> DFlash:
         rows = Block()
         module.store(module.fuse([state[:, :place] for state in chosen]), positions[:, :place], rows)
         hidden = module(embed(block).detach().float(), positions[:, place:], rows)
-        logits = hidden[:, config.block_size - config.num_drafted :] @ head.T
+        hidden = hidden[:, config.block_size - config.num_drafted :]
+        logits = hidden @ head.T
+        if module.edges is not None:
+            logits = module.edges(logits, hidden, text[:, place : place + config.num_drafted])
         wanted = draft_id[text[:, place + 1 : place + 1 + config.num_drafted]]
         optimizer.zero_grad()
         cross_entropy(logits.flatten(0, 1), wanted.flatten()).backward()

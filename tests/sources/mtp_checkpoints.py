@@ -29,7 +29,6 @@ class Family:
         names: of the head's own tensors: projection, norm of embeddings, of hidden states, of the output.
         block: what the names of its decoder layer begin with.
         renamed: parts of these names.
-        served: whether the target can be decoded with.
     """
 
     model: str
@@ -39,7 +38,6 @@ class Family:
     layer: int = 1
     renamed: dict[str, str] = field(default_factory=dict)
     hidden_first: bool = False
-    served: bool = True
 
 
 def nextn(layers: int = 2, wrapper: str = "model.") -> dict[str, Any]:
@@ -71,7 +69,6 @@ FAMILIES = {
         {"layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]},
         layer=0,
         renamed={"post_attention_layernorm": "pre_mlp_layernorm", "self_attn.sinks": "self_attn.attention_sink_bias"},
-        served=False,
     ),
     "ernie": Family(
         "Ernie4_5_MoeForCausalLM",
@@ -98,13 +95,10 @@ FAMILIES = {
         "Qwen3NextForCausalLM",
         **QWEN,
         config={"layer_types": ["linear_attention", "full_attention"]},
-        served=False,
     ),
-    "qwen3.5": Family(
-        "Qwen3_5ForCausalLM", **QWEN, config={"layer_types": ["linear_attention", "full_attention"]}, served=False
-    ),
+    "qwen3.5": Family("Qwen3_5ForCausalLM", **QWEN, config={"layer_types": ["linear_attention", "full_attention"]}),
     "qwen3.5-moe": Family(
-        "Qwen3_5MoeForCausalLM", **QWEN, config={"layer_types": ["linear_attention", "full_attention"]}, served=False
+        "Qwen3_5MoeForCausalLM", **QWEN, config={"layer_types": ["linear_attention", "full_attention"]}
     ),
 }
 

@@ -94,7 +94,27 @@ DFLASH = {
     "no mask": ({"inner": {"mask_token_id": None}}, "mask_token_id in its config: expected an integer"),
     "reduced without a matrix": ({"draft_vocab_size": 50}, "needs an output matrix of its own"),
     "layer count": ({"num_hidden_layers": 3}, "has no tensor layers.2."),
-    "DFlash 2": ({"architectures": ["DFlash2DraftModel"]}, "is a DFlash 2 drafter (DFlash2DraftModel)"),
+    "DFlash 2 without its head": (
+        {"architectures": ["DFlash2DraftModel"]},
+        "selector_rank in its config: expected an integer",
+    ),
+    "DFlash 2's head without weights": (
+        {"inner": {"selector_rank": 4, "selector_top_k": 3}},
+        "has no tensor candidate_selector.predecessor_codebook, which its config calls for",
+    ),
+    "odd groups": (
+        {"inner": {"conv_kernel_size": 2, "conv_group_size": 5}},
+        "conv_group_size=5 in its config does not divide hidden_size=32",
+    ),
+    "DSpark's recurrent head": (
+        {"inner": {"markov_rank": 4, "markov_head_type": "rnn"}},
+        "markov_head_type='rnn' in its config; served are 'vanilla' and 'gated'",
+    ),
+    "DSpark of other layers": (
+        {"architectures": ["Gemma4DSparkModel"]},
+        "a DSpark drafter of other layers than Qwen3's (Gemma4DSparkModel)",
+    ),
+    "Domino": ({"inner": {"projector_type": "domino"}}, "projector_type='domino' in its config"),
 }
 MEDUSA = {
     "no heads": ({"x": ones(1)}, "has no Medusa heads"),

@@ -28,7 +28,7 @@ GRAPHS = {
 CASES = [
     ("glm", "alone"),
     ("deepseek", "all"),
-    *(pytest.param(name, "history", marks=pytest.mark.slow) for name in ("mimo", "mellum", "exaone", "ernie")),
+    *(pytest.param(name, "history", marks=pytest.mark.slow) for name in ("mimo", "mimo-v2", "mellum", "exaone")),
 ]
 
 
@@ -182,6 +182,16 @@ def test_mtp_by_name(name, tmp_path):
     with gsd.patch(target, drafter="mtp", graph_config="graph"):
         out = target.generate(options["input_ids"], max_new_tokens=8, do_sample=False)
         assert out.shape[1] > 12
+
+
+def test_a_hybrid_target_has_a_head_of_full_attention(tmp_path):
+    saved("qwen3.5", tmp_path)
+    target = reloaded("qwen3.5", tmp_path)
+    options = {"do_sample": False, **prompts(2, 12, vocab=60), "eos_token_id": None}
+    plain = generate(target, new=24, **options, graph_config="plain").sequences
+    out = generate(target, new=24, **options, drafter="mtp", graph_config=GRAPHS["graph"])
+    assert torch.equal(out.sequences, plain) and len(plain.unique()) >= 15
+    assert out.stats.draft_rows > 0 and sum(out.stats.accepted[2:]) > 0 and out.stats.accepted[1] > 0
 
 
 def test_a_checkpoint_is_read_once(tmp_path, monkeypatch):

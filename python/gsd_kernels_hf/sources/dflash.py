@@ -1,9 +1,10 @@
 """DFlash block drafters (arXiv 2602.06036) from the checkpoints that are published, drafting a lattice.
 
 One forward a step: the root's embedding and as many mask tokens as the block is long see each other and the features of
-the text, which are keys and values in every layer. It gives candidates for every later position at once, the same below
-every path: a lattice, which is a graph by nature. What follows what within it, the history's candidates say. Layouts:
-z-lab's (``dflash_config``) and that of speculators.
+the text, which are keys and values in every layer. It gives candidates for every later position at once: a lattice,
+which is a graph by nature. What follows what within it, the history's candidates say, and the edges of
+:mod:`.edges` where a checkpoint has them. Kinds: DFlash itself, JetSpec's (arXiv 2606.18394: rows of the block see
+the earlier ones only), DSpark, DFlash 2. Layouts: z-lab's (``dflash_config``), DeepSpec's (flat), that of speculators.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from . import checkpoints
 from .base import Level, Proposal, Text
 from .chain import Chain
 from .checkpoints import BadCheckpoint, Checkpoint
+from .edges import ConvolvedLayer, MarkovHead, Selector
 from .features import FeatureSource, in_target_ids
 from .layers import Layer, Rotary, RowPass
 
@@ -52,6 +54,10 @@ class DFlashConfig:
         sample_from_anchor: whether the root's row drafts, too; else candidates after it are those of the first mask.
         bidirectional_window: whether rows of a layer with a sliding window see the later ones of the block.
         own_embedding, own_head: whether the checkpoint has these matrices; else the target's are used.
+        causal: whether rows of all layers see the earlier ones of the block only (JetSpec).
+        markov_rank, markov_gated: of DSpark's head; 0: none.
+        selector_rank, selector_top_k: of DFlash 2's head; 0: none.
+        taps, group: of DFlash 2's convolutions; 0: none.
     """
 
     layers: PretrainedConfig
@@ -64,34 +70,57 @@ class DFlashConfig:
     bidirectional_window: bool = False
     own_embedding: bool = False
     own_head: bool = False
+    causal: bool = False
+    markov_rank: int = 0
+    markov_gated: bool = False
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    taps: int = 0
+    group: int = 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, own_embedding: bool, own_head: bool) -> DFlashConfig:
         """Read a ``config.json``.
 
-        z-lab's layout lists the layers whose outputs are fused, that of speculators what layers read.
+        z-lab's layout and DeepSpec's list the layers whose outputs are fused, that of speculators what layers read. In
+        DeepSpec's the root's row always drafts; it has no word for it.
 
         Raises:
             BadCheckpoint: a setting is missing, impossible, or not served.
         """
         inner = config.get("dflash_config")
+        nested = config.get("transformer_layer_config")
         if isinstance(inner, dict):
             flat = dict(config)
             settings = {"block_size": config.get("block_size"), **checkpoints.set_in(inner)}
             layers = checkpoints.layer_numbers("target_layer_ids", inner.get("target_layer_ids"), shift=1)
-        else:
-            nested = config.get("transformer_layer_config")
-            if not isinstance(nested, dict):
-                raise BadCheckpoint("drafter: its config has neither dflash_config nor transformer_layer_config")
-            flat, settings = dict(nested), dict(config)
+        elif isinstance(nested, dict):
+            flat, settings = dict(nested), checkpoints.set_in(config)
             name = "aux_hidden_state_layer_ids"
             layers = checkpoints.layer_numbers(name, config.get(name))
+        elif "target_layer_ids" in config:
+            flat, settings = dict(config), {**checkpoints.set_in(config), "sample_from_anchor": True}
+            layers = checkpoints.layer_numbers("target_layer_ids", config["target_layer_ids"], shift=1)
+        else:
+            raise BadCheckpoint(
+                "drafter: its config has neither dflash_config nor transformer_layer_config nor target_layer_ids"
+            )
         sizes = checkpoints.layer_config({**flat, "model_type": "qwen3"}, "qwen3")
         draft_vocab_size = checkpoints.number(checkpoints.set_in(config), "draft_vocab_size", default=sizes.vocab_size)
         if draft_vocab_size < sizes.vocab_size and not own_head:
             raise BadCheckpoint(
                 f"drafter: its draft vocabulary of {draft_vocab_size} needs an output matrix of its own, lm_head.weight"
             )
+        edges = edges_of(settings, sizes)
+        second = config.get("speculators_model_type") == "dflash2" or any(
+            str(name).startswith("DFlash2") for name in config.get("architectures") or ()
+        )
+        for name in ("selector_rank", "conv_kernel_size") if second else ():
+            checkpoints.number(settings, name)  # a DFlash 2 drafter has both
+        if edges.get("taps"):  # DFlash 2's own code has it so; the others say it
+            settings = {"sliding_window_non_causal": True, **settings}
+        if edges.get("selector_rank") and draft_vocab_size < sizes.vocab_size:
+            raise BadCheckpoint("drafter: a DFlash 2 drafter with a draft vocabulary of its own; not served")
         return cls(
             sizes,
             checkpoints.number(settings, "block_size", least=2),
@@ -99,18 +128,58 @@ class DFlashConfig:
             layers,
             draft_vocab_size,
             checkpoints.number(
-                {"target_hidden_size": sizes.hidden_size, **checkpoints.set_in(config)}, "target_hidden_size"
+                {"target_hidden_size": sizes.hidden_size, **checkpoints.set_in(config), **settings},
+                "target_hidden_size",
             ),
             checkpoints.flag(settings, "sample_from_anchor"),
             checkpoints.flag(settings, "sliding_window_non_causal"),
             own_embedding,
             own_head,
+            checkpoints.flag(settings, "causal_head"),
+            **edges,
         )
+
+    @property
+    def kind(self) -> str:
+        """What its authors call it."""
+        if self.selector_rank or self.taps:
+            return "DFlash 2"
+        return "DSpark" if self.markov_rank else "JetSpec" if self.causal else "DFlash"
 
     @property
     def num_drafted(self) -> int:
         """Later positions that a block has candidates for."""
         return self.block_size - (not self.sample_from_anchor)
+
+
+def edges_of(settings: Mapping[str, Any], sizes: PretrainedConfig) -> dict[str, Any]:
+    """What a config says of heads for edges, and of the convolutions that come with one of them.
+
+    Raises:
+        BadCheckpoint: a setting is missing, impossible, or not served.
+    """
+    found: dict[str, Any] = {}
+    projector = settings.get("projector_type", "dflash")
+    if projector != "dflash":
+        raise BadCheckpoint(f"drafter: projector_type={projector!r} in its config; only 'dflash' is served")
+    if settings.get("markov_rank"):
+        kind = settings.get("markov_head_type", "vanilla")
+        if kind not in ("vanilla", "gated"):
+            raise BadCheckpoint(
+                f"drafter: markov_head_type={kind!r} in its config; served are 'vanilla' and 'gated', whose scores "
+                "depend on the token before alone, not on the whole path"
+            )
+        found |= {"markov_rank": checkpoints.number(settings, "markov_rank"), "markov_gated": kind == "gated"}
+    if settings.get("selector_rank"):
+        found |= {name: checkpoints.number(settings, name) for name in ("selector_rank", "selector_top_k")}
+    if settings.get("conv_kernel_size"):
+        taps, group = (checkpoints.number(settings, name) for name in ("conv_kernel_size", "conv_group_size"))
+        if sizes.hidden_size % group:
+            raise BadCheckpoint(
+                f"drafter: conv_group_size={group} in its config does not divide hidden_size={sizes.hidden_size}"
+            )
+        found |= {"taps": taps, "group": group}
+    return found
 
 
 class DFlash(nn.Module):
@@ -129,7 +198,10 @@ class DFlash(nn.Module):
         self.embed_tokens = nn.Embedding(sizes.vocab_size, size) if config.own_embedding else None
         self.fc = nn.Linear(len(config.hidden_layers) * config.target_hidden_size, size, bias=False)
         self.hidden_norm = LlamaRMSNorm(size, eps)
-        self.layers = nn.ModuleList(Layer(sizes, i) for i in range(sizes.num_hidden_layers))
+        count, taps, group = sizes.num_hidden_layers, config.taps, config.group
+        self.layers = nn.ModuleList(
+            ConvolvedLayer(sizes, i, taps, group) if taps else Layer(sizes, i) for i in range(count)
+        )
         for layer in self.layers:
             if layer.self_attn.window is not None:
                 layer.self_attn.window += 1  # counted from the root, which every row of the block does
@@ -137,6 +209,15 @@ class DFlash(nn.Module):
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
         reduced = config.draft_vocab_size < sizes.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if reduced else None)
+        vocab, drafted, rank = sizes.vocab_size, config.draft_vocab_size, config.markov_rank
+        self.markov_head = MarkovHead(vocab, drafted, rank, size, gated=config.markov_gated) if rank else None
+        rank = config.selector_rank
+        self.candidate_selector = Selector(vocab, rank, size, config.selector_top_k) if rank else None
+
+    @property
+    def edges(self) -> MarkovHead | Selector | None:
+        """The head that scores a token by the one before, if there is one."""
+        return self.candidate_selector if self.markov_head is None else self.markov_head
 
     @classmethod
     def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel | None = None) -> DFlash:
@@ -158,7 +239,7 @@ class DFlash(nn.Module):
     def __repr__(self) -> str:
         config = self.config
         sizes = f"{len(self.layers)} layer(s) of width {config.layers.hidden_size}, blocks of {config.block_size}"
-        return f"<DFlash: {sizes}, vocabulary of {config.draft_vocab_size:,} tokens>"
+        return f"<DFlash: {config.kind}, {sizes}, vocabulary of {config.draft_vocab_size:,} tokens>"
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raise unless the drafter fits a target's vocabulary, width and layers.
@@ -224,13 +305,16 @@ class DFlash(nn.Module):
 def weight_name(name: str) -> str | None:
     """The name here of a published tensor; ``None``: not needed."""
     name = name.removeprefix("model.")
-    return None if name in UNUSED or name.endswith("rotary_emb.inv_freq") else name
+    # Which of the lattice's edges pay is learned from what is accepted, so DSpark's confidence head is not read.
+    unused = name in UNUSED or name.endswith("rotary_emb.inv_freq") or name.startswith("confidence_head.")
+    return None if unused else name
 
 
 class DFlashDrafts(FeatureSource):
-    """The draft source of a :class:`DFlash`: candidates by depth, the same below every path, from one forward a step.
+    """The draft source of a :class:`DFlash`: candidates by depth, from one forward a step.
 
-    They are a lattice in a graph that merges (``merge_context=0``), and a chain in the shape ``"chain"``.
+    They are the same below every path, or with edges below every token of a depth: a lattice in a graph that merges
+    (``merge_context=0``), and a chain in the shape ``"chain"``.
     """
 
     name = "dflash"
@@ -254,10 +338,9 @@ class DFlashDrafts(FeatureSource):
         row = torch.arange(config.block_size, device=device)
         every = torch.ones(len(row), len(row), dtype=torch.bool, device=device)
         self.row = row.to(torch.int32).expand(batch, -1)
-        self.sees_all = pack_bits(every).expand(batch, -1, -1).contiguous()
-        self.sees_window = self.sees_all
-        if not config.bidirectional_window:
-            self.sees_window = pack_bits(every.tril()).expand(batch, -1, -1).contiguous()
+        earlier = pack_bits(every.tril()).expand(batch, -1, -1).contiguous()
+        self.sees_all = earlier if config.causal else pack_bits(every).expand(batch, -1, -1).contiguous()
+        self.sees_window = self.sees_all if config.bidirectional_window else earlier
 
     def num_rows(self, config: GraphConfig) -> int:
         return config.chain_rows + self.module.config.block_size if config.depth > 0 else 0
@@ -276,7 +359,7 @@ class DFlashDrafts(FeatureSource):
             return None
         if level.number == 0:
             self.enter(self.state.out_len - 1, level.config.chain_rows)
-            self.block = self.look_ahead(level.positions[:, 0], level.config.branch)
+            self.look_ahead(level)
         return self.at_depths(level)
 
     def warm(self, level: Level, verified: Verified) -> Proposal | None:
@@ -287,38 +370,47 @@ class DFlashDrafts(FeatureSource):
         stored = self.state.out_len - 1
         self.rows.launch(stored, config.chain_rows, 0)
         self.rows.launch(stored, block_size, block_size)
-        features, vocab = self.rows.features, self.module.config.layers.vocab_size
-        head = self.lm_head.weight if self.module.d2t is None else features
-        logits = head.new_zeros(len(features), self.module.config.num_drafted, vocab)
-        self.block = self.ranked(logits, level.first_pick, config.branch)
+        features, drafted = self.rows.features, self.module.config.num_drafted
+        logits = self.lm_head.weight.new_zeros(len(features), drafted, self.module.config.draft_vocab_size)
+        self.keep(features.new_zeros(len(features), drafted, features.shape[2]), logits, level)
         return self.at_depths(level)
 
-    def at_depths(self, level: Level) -> Proposal:
-        """The block's candidates after the nodes of a frontier."""
-        place = level.frontier.depths.long().clamp(max=self.module.config.num_drafted)  # [B, W]
-        at = place[..., None].expand(-1, -1, self.block[0].shape[2])
-        return Proposal(self.block[0].gather(1, at), self.block[1].gather(1, at), place)
-
-    def look_ahead(self, first_pick: Tensor, branch: int) -> Candidates:
-        """Candidates of all n drafted positions [B, n + 1, K], the last entry empty.
-
-        Args:
-            first_pick: int [B], index of the token after the root in the text.
-            branch: K.
-        """
+    def look_ahead(self, level: Level) -> None:
+        """Forward the block, and keep what candidates of its positions are made of until the next step."""
         config = self.module.config
         hidden = self.block_states()[:, config.block_size - config.num_drafted :]
-        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype))
-        if self.module.d2t is not None:
-            logits = in_target_ids(logits, self.module.target_ids(), config.layers.vocab_size)
-        return self.ranked(logits, first_pick, branch)
+        self.keep(hidden, self.lm_head(hidden.to(self.lm_head.weight.dtype)), level)
 
-    def ranked(self, logits: Tensor, first_pick: Tensor, branch: int) -> Candidates:
-        """As :meth:`look_ahead`, of the block's logits [B, n, V]."""
-        positions = first_pick[:, None] + self.row[:, : logits.shape[1]]
+    def keep(self, hidden: Tensor, logits: Tensor, level: Level) -> None:
+        """Keep states [B, n, D] and logits [B, n, V] of the drafted positions, or the candidates where that is all."""
+        self.hidden, self.logits = hidden, logits
+        if self.module.edges is None:
+            positions = level.first_pick[:, None] + self.row[:, : logits.shape[1]]
+            behind = (0, 0, 0, 1)  # beyond the block there is nothing
+            tokens, log_probs = self.ranked(logits, positions, level.config.branch)
+            self.block = pad(tokens, behind, value=-1), pad(log_probs, behind, value=-torch.inf)
+
+    def at_depths(self, level: Level) -> Proposal:
+        """Candidates after the nodes of a frontier."""
+        drafted = self.module.config.num_drafted
+        place = level.frontier.depths.long().clamp(max=drafted)  # [B, W]
+        if self.module.edges is None:
+            at = place[..., None].expand(-1, -1, self.block[0].shape[2])
+            return Proposal(self.block[0].gather(1, at), self.block[1].gather(1, at), place)
+        at = place.clamp(max=drafted - 1)[..., None].to(self.logits.device)
+        hidden, logits = (found.gather(1, at.expand(-1, -1, found.shape[2])) for found in (self.hidden, self.logits))
+        before = level.frontier.token_ids.long().to(logits.device).clamp(max=self.module.config.layers.vocab_size - 1)
+        tokens, log_probs = self.ranked(self.module.edges(logits, hidden, before), level.positions, level.config.branch)
+        there = (place < drafted)[..., None]
+        return Proposal(torch.where(there, tokens, -1), torch.where(there, log_probs, -torch.inf), place)
+
+    def ranked(self, logits: Tensor, positions: Tensor, branch: int) -> Candidates:
+        """The best tokens by logits [B, W, V] for positions int [B, W] of the text: [B, W, K]."""
+        if self.module.d2t is not None:
+            logits = in_target_ids(logits, self.module.target_ids(), self.module.config.layers.vocab_size)
         tokens, log_probs = self.sampler.candidates(logits[..., : self.vocab_size], positions, branch)
-        device, behind = self.state.tokens.device, (0, 0, 0, 1)
-        return pad(tokens.to(device), behind, value=-1), pad(log_probs.to(device), behind, value=-torch.inf)
+        device = self.state.tokens.device
+        return tokens.to(device), log_probs.to(device)
 
     def block_states(self) -> Tensor:
         """Forward the block behind all features; [B, block_size, D]."""

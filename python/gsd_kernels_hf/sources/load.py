@@ -24,6 +24,8 @@ Drafter = Eagle3 | DFlash | DraftHeads | Mtp
 """What ``drafter=`` takes, beside the place of one."""
 
 KINDS = (Eagle3, DFlash, DraftHeads, Mtp)
+SPECULATORS = {"eagle3": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dflash"}
+"""Kinds by ``speculators_model_type``."""
 OWN = "mtp"
 """As a place: the heads in the target's own checkpoint; a folder of this name is ``./mtp``."""
 
@@ -112,15 +114,18 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
     """
     named = config.get("speculators_model_type")
     if named is not None:
-        if named in ("eagle3", "dflash"):
-            return named
-        raise BadCheckpoint(f"drafter: {folder} is of speculators' kind {named!r}; served are 'eagle3' and 'dflash'")
-    architectures = [str(name) for name in config.get("architectures") or ()]
-    if any(name.startswith("DFlash2") for name in architectures):
+        if named in SPECULATORS:
+            return SPECULATORS[named]
         raise BadCheckpoint(
-            f"drafter: {folder} is a DFlash 2 drafter ({architectures[0]}); DFlash's first kind is served"
+            f"drafter: {folder} is of speculators' kind {named!r}; served are {', '.join(map(repr, SPECULATORS))}"
         )
-    if "dflash_config" in config:  # its auto_map names code, which is not run
+    architectures = [str(name) for name in config.get("architectures") or ()]
+    foreign = [name for name in architectures if "DSpark" in name and not name.startswith("Qwen3")]
+    if foreign:
+        raise BadCheckpoint(
+            f"drafter: {folder} is a DSpark drafter of other layers than Qwen3's ({foreign[0]}); not served"
+        )
+    if "dflash_config" in config or any("DSpark" in name for name in architectures):  # code of auto_map is not run
         return "dflash"
     if "medusa_num_heads" in config:
         return "medusa"

@@ -1,0 +1,132 @@
+"""What follows a token at a position of a block: scores of edges, by which a lattice is more than its positions.
+
+Drafters that predict all positions of a block at once know nothing of each other's choices. A head beside them scores
+a token by its depth and the token before it, so every node of a graph that merges equal tokens of a depth gets exactly
+what the head says, whatever path led there. DSpark's is a bias on all logits, DFlash 2's reorders the best few.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from .layers import Layer, RowPass, Turns
+
+__all__ = ["ConvolvedLayer", "DynamicConvolution", "MarkovHead", "Selector"]
+
+
+class MarkovHead(nn.Module):
+    """DSpark's head: a bias of low rank by the token before (DeepSpec, ``deepspec/modeling/dspark/markov_head.py``).
+
+    logits(b | a) = logits(b) + W2 · e with e = W1[a], or with a gate e = W1[a] ⊙ sigmoid(G [h, W1[a]] + g).
+
+    Args:
+        vocab_size: of the tokens before.
+        draft_vocab_size: of the logits.
+        rank: r, of W1 [vocab_size, r] and W2 [draft_vocab_size, r].
+        hidden_size: D, width of h.
+        gated: whether there is a gate.
+    """
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int, hidden_size: int, *, gated: bool) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size + rank, rank) if gated else None
+
+    def forward(self, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
+        """Logits of edges.
+
+        Args:
+            logits: [B, W, V], of a position by itself.
+            hidden: [B, W, D], what they were made of.
+            before: int64 [B, W], the token before.
+
+        Returns:
+            [B, W, V].
+        """
+        embedded = self.markov_w1(before)
+        if self.gate_proj is not None:
+            embedded = embedded * self.gate_proj(torch.cat([hidden, embedded], -1)).sigmoid()
+        return logits + self.markov_w2(embedded).to(logits.dtype)
+
+
+class Selector(nn.Module):
+    """DFlash 2's head: of the best ``top_k`` tokens of a position, a score by the token before and the hidden state.
+
+    logits(b | a) = logits(b) + ⟨A[a] ⊙ (P h), B[b]⟩ (z-lab's ``dflash/model.py``); the other tokens keep theirs.
+
+    Args:
+        vocab_size: of A and B [vocab_size, rank].
+        rank: r.
+        hidden_size: D, width of h; P [r, D].
+        top_k: tokens of a position that are scored.
+    """
+
+    def __init__(self, vocab_size: int, rank: int, hidden_size: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+
+    def forward(self, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
+        """As :meth:`MarkovHead.forward`."""
+        own, tokens = logits.topk(min(self.top_k, logits.shape[-1]), -1)  # [B, W, top_k]
+        context = self.predecessor_codebook[before] * self.hidden_projection(hidden)  # [B, W, r]
+        scores = torch.einsum("bwr,bwkr->bwk", context, self.successor_codebook[tokens])
+        return logits.scatter(-1, tokens, own + scores.to(own.dtype))
+
+
+class DynamicConvolution(nn.Module):
+    """DFlash 2's causal convolutions over a block, before and after a part of a layer, with weights by row.
+
+    out_t = Σ_tap (base[tap] + δ_t[tap, group]) ⊙ x_{t − tap}, zero before the block; δ of a row comes from what the
+    part reads there.
+
+    Args:
+        size: D, channels.
+        taps: rows that a row reads, itself included.
+        group: channels that share a δ.
+    """
+
+    def __init__(self, size: int, taps: int, group: int) -> None:
+        super().__init__()
+        self.taps, self.group = taps, group
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, size))  # before, after
+        self.kernel_projection = nn.Linear(size, 2 * taps * (size // group), bias=False)
+
+    def before(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the part reads, of rows [B, R, D], and the δ for :meth:`after` [B, R, taps, groups]."""
+        delta = self.kernel_projection(hidden).unflatten(-1, (2, self.taps, -1))
+        return self.convolved(hidden, delta[:, :, 0], self.base_kernel[0]), delta[:, :, 1]
+
+    def after(self, hidden: Tensor, delta: Tensor) -> Tensor:
+        """The part's output [B, R, D], convolved."""
+        return self.convolved(hidden, delta, self.base_kernel[1])
+
+    def convolved(self, hidden: Tensor, delta: Tensor, base: Tensor) -> Tensor:
+        """[B, R, D] with δ [B, R, taps, groups] and base [taps, D] → [B, R, D]."""
+        found = torch.zeros_like(hidden)
+        for tap in range(self.taps):
+            shifted = nn.functional.pad(hidden, (0, 0, tap, 0))[:, : hidden.shape[1]]
+            weight = base[tap] + delta[:, :, tap].repeat_interleave(self.group, -1)
+            found = found + weight * shifted
+        return found
+
+
+class ConvolvedLayer(Layer):
+    """A decoder layer of DFlash 2: convolutions around attention and feed-forward part."""
+
+    def __init__(self, config: PretrainedConfig, layer: int, taps: int, group: int) -> None:
+        super().__init__(config, layer)
+        self.attention_conv = DynamicConvolution(config.hidden_size, taps, group)
+        self.mlp_conv = DynamicConvolution(config.hidden_size, taps, group)
+
+    def forward(self, hidden: Tensor, turns: Turns, rows: RowPass) -> Tensor:
+        """The rows of one block [B, R, D] → [B, R, D]."""
+        read, delta = self.attention_conv.before(self.input_layernorm(hidden))
+        hidden = hidden + self.attention_conv.after(self.self_attn(read, turns, rows), delta)
+        read, delta = self.mlp_conv.before(self.post_attention_layernorm(hidden))
+        return hidden + self.mlp_conv.after(self.mlp(read), delta)

@@ -1,0 +1,246 @@
+"""JetSpec, DSpark and DFlash 2: of DFlash's kind, with edges that know the token before, or rows that look back."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from models import prompts, tiny
+from sources.drafters import FixedText, dflash_config, fit_dflash, random_dflash, random_tensors, save
+
+import gsd_kernels as gsd
+from gsd_kernels import DFlash, GraphConfig
+from gsd_kernels_hf.sources.dflash import DFlashConfig, DFlashDrafts
+from gsd_kernels_hf.sources.edges import DynamicConvolution, MarkovHead, Selector
+from gsd_kernels_hf.sources.layers import RowPass
+from gsd_kernels_hf.sources.load import load_drafter
+
+VOCAB = 41
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+LATTICE = GraphConfig(depth=4, width=4, branch=3, max_rows=32, merge_context=0, history_depth=1, history_width=4)
+TREE = GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=-1)
+SECOND = {"selector_rank": 6, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 8, "block_size": 5}
+KINDS = {
+    "JetSpec": {"inner": {"causal_head": True}},
+    "DSpark": {"inner": {"markov_rank": 6, "sample_from_anchor": True}},
+    "DSpark gated": {"inner": {"markov_rank": 6, "markov_head_type": "gated"}},
+    "DSpark reduced": {"inner": {"markov_rank": 6}, "draft_vocab_size": 31},
+    "DFlash 2": {"inner": SECOND, "architectures": ["DFlash2DraftModel"], "block_size": None},
+}
+
+
+@functools.cache
+def target_of():
+    return tiny(num_hidden_layers=3, vocab_size=VOCAB)
+
+
+@functools.cache
+def drafter_of(kind: str) -> DFlash:
+    module = random_dflash(dflash_config(target_of(), **KINDS[kind]), own=kind == "DSpark reduced")
+    return fit_dflash(module, target_of(), steps=50)
+
+
+def generate(target, new=14, **options):
+    options = {"max_new_tokens": new, "eos_token_id": [5], "pad_token_id": 0, **options}
+    return gsd.generate(target, return_dict_in_generate=True, **options)
+
+
+@pytest.mark.parametrize("kind", [*KINDS])
+def test_text_is_the_targets_own(kind):
+    target, drafter, texts = target_of(), drafter_of(kind), []
+    accepted = rejected = 0
+    for sampled in (False, True):
+        options = {"do_sample": sampled, **prompts(3, 14, seed=len(kind), vocab=VOCAB)}
+        options |= {"seed": 4, "temperature": 0.6, "top_p": 0.95} if sampled else {}
+        plain = generate(target, **options).sequences
+        texts.append(plain[:, 14:].flatten())
+        for sources, graph in ((("drafter",), TREE), (("drafter", "history"), LATTICE)):
+            out = generate(target, **options, drafter=drafter, draft_sources=sources, graph_config=graph)
+            assert torch.equal(out.sequences, plain)
+            accepted += sum(out.stats.accepted[2:])
+            rejected += sum(n for emitted, n in enumerate(out.stats.accepted) if 0 < emitted <= graph.max_path)
+    assert accepted > 0 and rejected > 0, "nothing could have failed"
+    assert len(torch.cat(texts).unique()) >= 15
+
+
+@pytest.mark.parametrize("kind", ["DSpark", "DFlash 2"])
+def test_every_merged_node_has_what_the_head_says_of_it(kind):
+    """An edge's probability is that of its depth and its two tokens, whatever path was first to reach its node."""
+    target, drafter, seen, merged = target_of(), drafter_of(kind), [], 0
+    shape = GraphConfig(depth=4, width=4, branch=3, max_rows=32, merge_context=0)
+
+    def keep(verified):
+        graph = verified.graph
+        seen.append({name: getattr(graph, name).clone() for name in ("token_ids", "depths", "edge_targets")})
+        seen[-1]["edge_log_probs"] = graph.edge_log_probs.clone()
+
+    blocks = []
+    taken = DFlashDrafts.keep
+
+    def noted(self, hidden, logits, level):
+        blocks.append((hidden.clone(), logits.clone()))
+        taken(self, hidden, logits, level)
+
+    options = {"do_sample": False, "drafter": drafter, "draft_sources": ("drafter",), "observer": keep}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DFlashDrafts, "keep", noted)
+        generate(target, **prompts(1, 14, vocab=VOCAB), **options, graph_config=shape)
+    for graph, (hidden, logits) in zip(seen, blocks, strict=True):
+        parents: dict[int, set[int]] = {}
+        for node in range(graph["token_ids"].shape[1]):
+            depth, before = graph["depths"][0, node], graph["token_ids"][0, node].long()
+            for target_node, found in zip(
+                graph["edge_targets"][0, node], graph["edge_log_probs"][0, node], strict=True
+            ):
+                if target_node < 0:
+                    continue
+                parents.setdefault(int(target_node), set()).add(node)
+                at = slice(int(depth), int(depth) + 1)
+                edges = drafter.edges(logits[:, at], hidden[:, at], before[None, None]).log_softmax(-1)
+                torch.testing.assert_close(found.double(), edges[0, 0, graph["token_ids"][0, target_node]], **CLOSE)
+        merged += sum(len(found) > 1 for found in parents.values())
+    assert merged > 10 and len(seen) > 4
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_markov_head_is_its_formula(gated):
+    head, gen = MarkovHead(11, 9, 3, 4, gated=gated), torch.Generator().manual_seed(1)
+    random_tensors(head)
+    logits, hidden = torch.randn(2, 3, 9, generator=gen), torch.randn(2, 3, 4, generator=gen)
+    before = torch.randint(0, 11, (2, 3), generator=gen)
+    found = head(logits, hidden, before)
+    for b in range(2):
+        for w in range(3):
+            e = head.markov_w1.weight[before[b, w]]
+            if gated:
+                e = e * torch.sigmoid(head.gate_proj.weight @ torch.cat([hidden[b, w], e]) + head.gate_proj.bias)
+            torch.testing.assert_close(found[b, w], logits[b, w] + head.markov_w2.weight @ e)
+
+
+def test_selector_is_its_formula():
+    head, gen = Selector(11, 3, 4, 5), torch.Generator().manual_seed(1)
+    random_tensors(head)
+    logits, hidden = torch.randn(2, 3, 11, generator=gen), torch.randn(2, 3, 4, generator=gen)
+    before = torch.randint(0, 11, (2, 3), generator=gen)
+    found = head(logits, hidden, before)
+    for b in range(2):
+        for w in range(3):
+            context = head.predecessor_codebook[before[b, w]] * (head.hidden_projection.weight @ hidden[b, w])
+            for token in range(11):
+                score = logits[b, w, token]
+                if token in logits[b, w].topk(5).indices:
+                    score = score + context @ head.successor_codebook[token]
+                torch.testing.assert_close(found[b, w, token], score)
+
+
+def test_convolution_is_its_formula():
+    taps, group, size = 3, 2, 6
+    part, gen = DynamicConvolution(size, taps, group), torch.Generator().manual_seed(1)
+    random_tensors(part)
+    hidden, output = torch.randn(2, 5, size, generator=gen), torch.randn(2, 5, size, generator=gen)
+    read, delta = part.before(hidden)
+    found = part.after(output, delta)
+    kernels = (hidden @ part.kernel_projection.weight.T).view(2, 5, 2, taps, size // group)
+    for side, (x, y) in enumerate(((hidden, read), (output, found))):
+        for b in range(2):
+            for t in range(5):
+                for channel in range(size):
+                    total = sum(
+                        (part.base_kernel[side, tap, channel] + kernels[b, t, side, tap, channel // group])
+                        * x[b, t - tap, channel]
+                        for tap in range(taps)
+                        if t >= tap
+                    )
+                    torch.testing.assert_close(y[b, t, channel], total)
+
+
+def test_a_layer_of_dflash_2_is_convolved_around_both_parts():
+    layer = random_dflash(dflash_config(target_of(), **KINDS["DFlash 2"])).layers[0]
+    hidden, rows = torch.randn(1, 5, 32, dtype=torch.float64), Whole()
+    turns = (torch.ones(1, 5, 8, dtype=torch.float64), torch.zeros(1, 5, 8, dtype=torch.float64))
+    attention, mlp = layer.attention_conv, layer.mlp_conv
+    normed = layer.input_layernorm(hidden)
+    read, delta = attention.before(normed)
+    middle = hidden + attention.after(layer.self_attn(read, turns, rows), delta)
+    read, delta = mlp.before(layer.post_attention_layernorm(middle))
+    torch.testing.assert_close(layer(hidden, turns, rows), middle + mlp.after(layer.mlp(read), delta))
+
+
+class Whole(RowPass):
+    """All rows see each other."""
+
+    def __init__(self):
+        pass
+
+    def attend(self, module, query, key, value):
+        key, value = (part.repeat_interleave(query.shape[1] // key.shape[1], 1) for part in (key, value))
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=module.scaling)
+
+
+def started(module, tokens):
+    """A source that has read a text."""
+    target = target_of()
+    text = FixedText(target, tokens, torch.zeros(len(tokens), dtype=torch.int32))
+    source = DFlashDrafts(module)
+    source.check(target)
+    source.begin(text)
+    source.restart()
+    with torch.no_grad():
+        states = target(tokens, output_hidden_states=True).hidden_states
+        source.read({number: states[number][:, :-1] for number in source.hidden_layers}, 0)
+        source.enter(text.state.out_len - 1, tokens.shape[1])
+    return source
+
+
+def test_rows_of_a_causal_head_do_not_see_later_ones():
+    """A block's rows are those of a shorter block; without the setting they are not."""
+    tokens = prompts(1, 12, vocab=VOCAB)["input_ids"]
+    for causal in (True, False):
+        long, short = (
+            random_dflash(dflash_config(target_of(), block_size=size, inner={"causal_head": causal})) for size in (6, 3)
+        )
+        with torch.no_grad():
+            a, b = (started(module, tokens).block_states()[:, :3] for module in (long, short))
+        assert torch.allclose(a, b) == causal
+
+
+# Layouts.
+
+
+def tensors_of(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("layout", ["z-lab", "DeepSpec", "speculators"])
+def test_dspark_layouts_are_the_same_drafter(layout, tmp_path):
+    target = target_of()
+    config = dflash_config(target, inner={"markov_rank": 6, "sample_from_anchor": True}, block_size=4)
+    module = random_dflash(config)
+    tensors = tensors_of(module) | {"confidence_head.proj.weight": torch.ones(1, 38)}
+    inner = config.pop("dflash_config")
+    layers = inner.pop("target_layer_ids")
+    heads = {"markov_rank": 6, "markov_head_type": "vanilla", "mask_token_id": inner["mask_token_id"]}
+    heads |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    del config["architectures"], config["auto_map"]
+    block = config.pop("block_size")
+    if layout == "z-lab":
+        given = {**config, "dflash_config": {**inner, **heads, "target_layer_ids": layers, "block_size": block}}
+    elif layout == "DeepSpec":
+        given = {**config, **heads, "architectures": ["Qwen3DSparkModel"], "target_layer_ids": layers, "block_size": 4}
+    else:
+        given = {"speculators_model_type": "dspark", "transformer_layer_config": config, **heads, "block_size": block}
+        given |= {"aux_hidden_state_layer_ids": [i + 1 for i in layers], "sample_from_anchor": True}
+        given["architectures"] = ["DSparkSpeculator"]
+    found = load_drafter(save(tmp_path, given, tensors), target)
+    assert found.config == module.config and found.config.num_drafted == 4 and "DSpark" in repr(found)
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(found).values(), tensors_of(module).values(), strict=True))
+
+
+def test_the_roots_row_drafts_only_where_the_config_says_so(tmp_path):
+    """Speculators' layout without the setting: slot j predicts the token of its own place."""
+    config = dflash_config(target_of(), block_size=4)
+    del config["dflash_config"], config["architectures"], config["auto_map"]
+    given = {"transformer_layer_config": config, "aux_hidden_state_layer_ids": [1, 3], "mask_token_id": 40}
+    given |= {"speculators_model_type": "dspark", "block_size": 4, "markov_rank": 2}
+    assert DFlashConfig.of(given, own_embedding=False, own_head=False).num_drafted == 3
