@@ -1,7 +1,7 @@
 """The compiled ops: their schemas under ``torch.ops.gsd_kernels``, shape functions, and the libraries behind them.
 
 One schema an op serves the CPU and the CUDA library; corpus_recall, recall_levels, row_linear, select_rows,
-update_edge_model and write_kv exist on the CPU only.
+state_commit, state_rows, update_edge_model and write_kv exist on the CPU only.
 Importing this loads what setup.py built beside this file and costs about a millisecond; nothing is compiled here.
 """
 
@@ -92,6 +92,10 @@ SCHEMAS = (
     "Tensor(g!) counts, Tensor? nodes, Tensor? parents, Tensor? num_nodes, Tensor? num_merges) -> ()",
     "corpus_recall(Tensor text, Tensor order, Tensor following, Tensor token_ids, Tensor parents, Tensor tokens, "
     "Tensor out_len, Tensor kv_start, Tensor frontier, int branch, int vocab) -> (Tensor, Tensor, Tensor)",
+    "state_rows(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta, Tensor parents, Tensor depths, "
+    "Tensor lengths, Tensor state, Tensor(a!) keys, Tensor(b!) updates, Tensor(c!) sums, int block) -> Tensor",
+    "state_commit(Tensor accepted_rows, Tensor num_accepted, Tensor lengths, Tensor(a!) state, Tensor(b!) keys, "
+    "Tensor(c!) updates, Tensor(d!) sums, int block) -> ()",
     "write_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor positions) -> ()",
 )
 
@@ -243,6 +247,16 @@ def _recall_levels(
     integers = (edge_targets.new_empty(shape) for shape in (places, candidates, places))
     nodes, tokens, matched = integers
     return nodes, tokens, table_log_probs.new_empty(candidates), matched, table_log_probs.new_empty(candidates)
+
+
+@torch.library.register_fake("gsd_kernels::state_rows")
+def _state_rows(query: Tensor, key: Tensor, value: Tensor, *args: object) -> Tensor:
+    return torch.empty_like(value)
+
+
+@torch.library.register_fake("gsd_kernels::state_commit")
+def _state_commit(*args: object) -> None:
+    return None
 
 
 @torch.library.register_fake("gsd_kernels::row_linear")

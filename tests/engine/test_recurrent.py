@@ -11,7 +11,9 @@ from models import noised, prompts, tiny
 from reciting import Reciting
 
 import gsd_kernels as gsd
+from gsd_kernels.ops.state_rows import BLOCK
 from gsd_kernels_hf import validate
+from gsd_kernels_hf.model.fused import block_of
 from gsd_kernels_hf.model.recurrent.mixers import mixers_of
 from gsd_kernels_hf.model.recurrent.tree import RowTree
 from gsd_kernels_hf.model.runner import RowModel
@@ -20,7 +22,13 @@ FAMILIES = {  # with the layer patterns of what is published
     "qwen3.5": ("Qwen3_5ForCausalLM", 4),
     "qwen3-next": ("Qwen3NextForCausalLM", 4),
     "lfm2": ("Lfm2ForCausalLM", 4),
+    "bamba": ("BambaForCausalLM", 4),
+    "nemotron-h": ("NemotronHForCausalLM", 4),
+    "falcon-h1": ("FalconH1ForCausalLM", 2),
+    "kimi": ("KimiLinearForCausalLM", 3),
+    "zaya": ("ZayaForCausalLM", 2),
 }
+BY_DEPTH = {"zaya"}  # its kernels are not known
 SHAPES = {  # by batch
     3: gsd.GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=-1),
     1: gsd.GraphConfig(depth=6, width=1, branch=3, max_rows=14, merge_context=-1),
@@ -45,10 +53,10 @@ def text_of(family: str, batch: int):
     return target_of(family).generate(**inputs_of(batch), **GREEDY)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "batch"), [("qwen3.5", 1), ("qwen3-next", 1), *((f, 3) for f in FAMILIES)])
 def test_greedy_text_is_transformers_own(family, batch):
     target, text = target_of(family), text_of(family, batch)
+    assert (block_of(target, "auto") == 0) == (family in BY_DEPTH)
     assert len(text[0].unique()) >= 15
     assert torch.equal(gsd.generate(target, **inputs_of(batch), **GREEDY, graph_config="plain"), text)
     sources = (Reciting(text, tiny_configs.VOCAB), "history")
@@ -57,6 +65,15 @@ def test_greedy_text_is_transformers_own(family, batch):
     assert torch.equal(out.sequences, text)
     assert out.stats.accepted[1] > 0, "nothing was rejected"
     assert sum(out.stats.accepted[2:]) > 5, "nothing was accepted"
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "kimi"])
+def test_greedy_text_by_depth_is_the_same(family):
+    """Any backend but the CPU's operators computes rows by depth."""
+    target, text = target_of(family), text_of(family, 3)
+    options = {"draft_sources": (Reciting(text, tiny_configs.VOCAB),), "graph_config": SHAPES[3]}
+    assert block_of(target, "reference") == 0
+    assert torch.equal(gsd.generate(target, **inputs_of(3), **GREEDY, **options, backend="reference"), text)
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", "lfm2"])
@@ -80,13 +97,13 @@ def test_prompts_in_pieces_behind_padding(chunk):
 
 
 def test_turns_go_on_from_the_state_where_the_text_ends():
-    target = target_of("qwen3.5")
+    target = target_of("falcon-h1")
     first = inputs_of(1)["input_ids"]
     handle = gsd.patch(target, draft_sources=("history",), graph_config=gsd.GraphConfig(depth=0, history_depth=4))
     try:
-        text = target.generate(first, max_new_tokens=20, do_sample=False)
+        text = target.generate(first, max_new_tokens=45, do_sample=False)
         longer = torch.cat([text, torch.tensor([[7, 9, 11]])], 1)
-        other = torch.cat([text[:, :15], torch.tensor([[7, 9, 11]])], 1)
+        other = torch.cat([text[:, :25], torch.tensor([[7, 9, 11]])], 1)
         found = {
             name: target.generate(ids, max_new_tokens=20, do_sample=False)
             for name, ids in {"longer": longer, "same": text, "other": other}.items()
@@ -99,19 +116,74 @@ def test_turns_go_on_from_the_state_where_the_text_ends():
         assert torch.equal(found[name], target.generate(ids, max_new_tokens=20, do_sample=False)), name
 
 
-def test_a_text_that_goes_on_is_not_read_again():
-    target = target_of("qwen3.5")
-    rows = RowModel(target, 64, torch.zeros(1, dtype=torch.int32), "auto")
-    ids = inputs_of(1)["input_ids"]
-    rows.prefill(ids, None, None)
-    read = rows.cache.layers[0].recurrent_states[0].clone()
-    rows.holds(ids, torch.tensor([ids.shape[1]]))
+@pytest.mark.parametrize("block", [0, 4])
+@torch.no_grad()
+def test_a_text_that_goes_on_is_not_read_again(block):
+    target, ids, none = target_of("qwen3.5"), inputs_of(1)["input_ids"], torch.zeros(1, dtype=torch.int32)
+    rows, whole = (RowModel(target, 64, none, "auto", block=block) for _ in range(2))
+    rows.prefill(ids[:, :3], None, None)
+    stored = torch.tensor([3], dtype=torch.int32)
+    for place in range(3, ids.shape[1]):
+        one = torch.zeros(1, 1, dtype=torch.int32)
+        rows.rows(ids[:, place : place + 1], stored, 0, one[..., None] + 1, one, one, keep=1)
+        rows.cache.commit(one, one[0] + 1, stored)
+    rows.holds(ids, stored)
     rows.restart(torch.cat([ids, ids], 1))
     assert rows.reused == ids.shape[1]
-    assert torch.equal(rows.cache.layers[0].recurrent_states[0], read)
-    rows.holds(ids, torch.tensor([ids.shape[1]]))
+    whole.prefill(ids, None, None)
+    for found, read in zip(rows.cache.layers[:3], whole.cache.layers[:3], strict=True):
+        assert torch.allclose(found.recurrent_states[0], read.recurrent_states[0], atol=1e-4)
+        assert torch.allclose(found.conv_states[0][..., 1:], read.conv_states[0][..., 1:], atol=1e-4)
+    rows.holds(ids, stored)
     rows.restart(ids[:, :-1])
     assert rows.reused == 0 and rows.cache.layers[0].recurrent_states[0] is None
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen3.5", torch.float32), ("qwen3.5", torch.bfloat16), ("bamba", torch.float32)]
+)
+@torch.no_grad()
+def test_bits_of_a_row_are_its_own(family, dtype):
+    """Alone or among others, wherever commits fall; sizes of which PyTorch's functions compute all values alike."""
+    more = {"qwen3.5": {"linear_num_value_heads": 32, "linear_num_key_heads": 16}, "bamba": {"mamba_n_heads": 32}}
+    sizes = {**more[family], "intermediate_size": 64, **({"mamba_expand": 8} if family == "bamba" else {})}
+    target = tiny_configs.build(*FAMILIES[family], **sizes).to(dtype)
+    ids = torch.randint(3, tiny_configs.VOCAB, (1, 60), generator=torch.Generator().manual_seed(0))
+    alone, generator = RowsOf(target, ids), torch.Generator().manual_seed(1)
+    plain = [alone.step(place, [-1], []) for place in range(9, 32)]
+    beside, place = RowsOf(target, ids), 9
+    while place < 27:
+        path, more_rows = torch.randint(1, 6, (2,), generator=generator).tolist()
+        parents = list(range(-1, path - 1))
+        parents += [int(torch.randint(0, path + j, (), generator=generator)) for j in range(4 * more_rows)]
+        found = beside.step(place, parents, list(range(path))[: 1 + place % path])
+        for j in range(path):
+            assert torch.equal(found[0, j], plain[place - 9 + j][0, 0]), (place, j)
+        place += 1 + place % path
+
+
+class RowsOf:
+    """A model behind 9 tokens of ``ids``, which takes rows step by step."""
+
+    def __init__(self, model, ids):
+        self.ids, self.stored = ids, torch.tensor([9], dtype=torch.int32)
+        self.rows = RowModel(model, 256, torch.zeros(1, dtype=torch.int32), "auto", block=4)
+        self.rows.prefill(ids[:, :9], None, None)
+
+    def step(self, place, parents, accepted):
+        """Logits of rows, the first of which are the text from ``place`` on; then commit ``accepted``, or the first."""
+        sees, depths = torch.eye(len(parents), dtype=torch.bool), [0] * len(parents)
+        for row, parent in enumerate(parents):
+            if parent >= 0:
+                sees[row] |= sees[parent]
+                depths[row] = depths[parent] + 1
+        tokens = self.ids.repeat(1, 3)[:, place : place + len(parents)]
+        depths = torch.tensor([depths], dtype=torch.int32)
+        mask = gsd.graph.pack_bits(sees)[None]
+        out = self.rows.rows(tokens, self.stored, 0, mask, depths, depths, keep=len(parents))
+        path = torch.tensor([accepted or [0]], dtype=torch.int32)
+        self.rows.cache.commit(path, torch.tensor([path.shape[1]], dtype=torch.int32), self.stored)
+        return out
 
 
 def test_weights_that_were_changed_are_noticed():
@@ -156,6 +228,7 @@ def test_a_draft_model_without_a_state_drafts_for_a_hybrid():
     assert torch.equal(out, text_of("lfm2", 3))
 
 
+@torch.no_grad()
 def test_memory_of_the_states_is_stated():
     target = target_of("qwen3.5")
     rows = RowModel(target, 32, torch.zeros(1, dtype=torch.int32), "auto")
@@ -164,7 +237,22 @@ def test_memory_of_the_states_is_stated():
     heads = config.linear_num_value_heads
     state = heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
     assert rows.nbytes > 3 * state
+    windowed = RowModel(target, 32, torch.zeros(1, dtype=torch.int32), "auto", block=BLOCK)
+    windowed.rows(*alone(5), keep=1)
+    assert windowed.nbytes > 3 * (2 * state + 3 * BLOCK * config.linear_key_head_dim * 4)
     assert len(mixers_of(target)) == 3
+
+
+def alone(token):
+    """Arguments of a forward of one row."""
+    zero = torch.zeros(1, 1, dtype=torch.int32)
+    return zero + token, zero[0], 0, zero[..., None] + 1, zero, zero
+
+
+def test_paths_longer_than_a_block_are_refused_by_name():
+    shape = gsd.GraphConfig(depth=0, history_depth=40, max_rows=64, max_path=40)
+    with pytest.raises(ValueError, match=r"graph_config: max_path=40.*Qwen3_5ForCausalLM.*max_path=32"):
+        gsd.generate(target_of("qwen3.5"), inputs_of(1)["input_ids"], max_new_tokens=4, graph_config=shape)
 
 
 def test_a_tree_of_rows():

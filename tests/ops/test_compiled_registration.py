@@ -20,10 +20,22 @@ from ops.contracts.step import chained, fed, graph_of, int32, state, texts
 
 import gsd_kernels as gsd
 from gsd_kernels.compiled import SCHEMAS
+from gsd_kernels.ops.state_rows import StateWindow
 
 CPU = torch.device("cpu")
 OPS = sorted(schema.partition("(")[0] for schema in SCHEMAS)
 pytestmark = backend_param("cpu").marks
+
+
+def state_tensors() -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Three rows of 4 heads over 2 groups, and a text of 3 tokens in a window of blocks of 4."""
+    window = StateWindow.empty(1, 4, 2, 8, 6, 1, torch.device("cpu"), 4)
+    window.reserve(3)
+    keys, value = torch.randn(2, 1, 3, 2, 8), torch.randn(1, 3, 4, 6)
+    tree = torch.tensor([[[-1, 0, 0]], [[0, 1, 1]]], dtype=torch.int32)
+    rows = (*keys, value, -torch.rand(1, 3, 4, 1), torch.rand(1, 3, 4), *tree)
+    stored = (torch.tensor([3], dtype=torch.int32), window.state, window.keys, window.updates, window.sums)
+    return rows, stored
 
 
 def op_inputs():
@@ -57,6 +69,8 @@ def op_inputs():
         "decoder_rows": decoder_inputs(),
         "corpus_recall": corpus_inputs(),
         "row_linear": (torch.randn(3, 32), torch.randn(5, 32)),
+        "state_rows": (*state_tensors()[0], *state_tensors()[1], 4),
+        "state_commit": (torch.tensor([[0, 2]]).int(), torch.tensor([2]).int(), *state_tensors()[1], 4),
         "unpack_rows": (torch.zeros(5, 36, dtype=torch.uint8), 3, None, 64, torch.tensor([1, 4]), torch.randn(1)),
         "ngram_insert": (*ngram_tensors(), *Memory().calls()[0], 3, 4),
         "ngram_lookup": (*ngram_tensors(), Memory().queries(), 3, 4),

@@ -104,8 +104,10 @@ class StateLayer(LinearAttentionLayer, GraphLayer):
         return self.parent.prompt_length if self.is_initialized or any(self.has_previous_state.values()) else 0
 
     def restart(self) -> None:
-        """Keep no state of the last text."""
+        """Keep no state of the last text; keys and values stay where they are."""
+        kept = (self.device, self.dtype) if self.is_initialized else (None, None)
         LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
+        self.device, self.dtype = kept
 
     @property
     def nbytes(self) -> int:
@@ -204,6 +206,10 @@ class GraphCache(RowsCache):
         if not self.begun:
             for form in self.forms:
                 form.begin()
+            staying = [form.layer for form in self.forms if not form.takes_states]
+            for layer in {id(form.layer): form.layer for form in self.forms}.values():
+                if not any(layer is other for other in staying):
+                    layer.restart()
             self.begun = True
 
     def block_for(self, shape: tuple[int, ...], keys: Tensor, values: Tensor) -> Tensor | None:

@@ -27,6 +27,7 @@ from transformers import (
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, cuda, decoder_rows
+from gsd_kernels.ops.state_rows import BLOCK
 
 from ..packed.adapters import stored_in
 from ..packed.modules import matrix_of
@@ -37,6 +38,7 @@ from .hidden import LAST
 from .once import modules_of
 from .probe import examine, kinds_of
 from .recurrent.mixers import mixers_of
+from .recurrent.windowed import why_not_windowed
 from .runner import Listener, RowModel
 
 logger = logging.getLogger("gsd_kernels")
@@ -48,6 +50,8 @@ SETTINGS = {
     "1": "the default: as one operator on a CPU, and on GPUs on which it was found right and faster",
     "cuda": "on every GPU that can run it",
 }
+STATE_STEPS, PROVED_BLOCK = 2, 4
+"""Steps of a proof of recurrent layers, and tokens between two states in it: rows read the second one."""
 PROMPT_ROWS = 128
 """Of a prompt at a time, all sequences together: what they need stays in a CPU's second cache."""
 
@@ -151,25 +155,44 @@ def check_rows(model: PreTrainedModel, name: str) -> None:
     Raises:
         ValueError: ``model``, the argument ``name``, computes something else of graph rows.
     """
-    code = foreign_code(model, shipped=False)
-    if code is not None:
+    code, steps = foreign_code(model, shipped=False), 1
+    if mixers_of(model):
+        if block_of(model, "auto"):
+            return
+        suspect, steps = f"its layers keep a recurrent state ({mixers_of(model)[0][0]})", STATE_STEPS
+    elif code is not None:
         suspect = f"it has code that is not transformers' own: {code}"
-    elif mixers_of(model):
-        suspect = f"its layers keep a recurrent state ({mixers_of(model)[0][0]})"
     elif examine(model).unwritten:
         suspect = f"no layer of it has the number {min(examine(model).unwritten)} (layer_idx)"
     else:
         return
 
     def forward(of: PreTrainedModel) -> Tensor:
-        return proof.logits_of_rows(RowModel(of, proof.capacity(), proof.kv_start(of), "auto"), of)
+        return proof.logits_of_rows(RowModel(of, proof.capacity(steps), proof.kv_start(of), "auto"), of, steps)
 
-    found = proof.why_not_proved(model, "modules", forward, singly=True)
+    found = proof.why_not_proved(model, "modules", forward, singly=True, steps=steps)
     if found is not None:
         raise ValueError(
             f"{name}: {type(model).__name__} cannot be forwarded with graph rows, since {found.what}; {suspect}; "
             "not supported"
         ) from found.cause
+
+
+def block_of(model: PreTrainedModel, backend: str) -> int:
+    """Tokens of a block where recurrent layers keep a window of the text; 0 where their rows are computed by depth."""
+    mixers = mixers_of(model)
+    if not mixers or all(why_not_windowed(module) is not None for _, module in mixers):
+        return 0
+    devices = {parameter.device for _, module in mixers for parameter in module.parameters()}
+    if backend not in ("auto", "cpu") or any(unavailable_reason("cpu", device) is not None for device in devices):
+        return 0
+
+    def forward(of: PreTrainedModel) -> Tensor:
+        rows = RowModel(of, proof.capacity(STATE_STEPS), proof.kv_start(of), backend, block=PROVED_BLOCK)
+        return proof.logits_of_rows(rows, of, STATE_STEPS)
+
+    found = proof.why_not_proved(model, f"windows, backend {backend}", forward, singly=True, steps=STATE_STEPS)
+    return BLOCK if found is None else 0
 
 
 class FusedRows(RowModel):
@@ -301,6 +324,7 @@ def rows_of(
     if reason is None:
         return FusedRows(model, capacity, kv_start, backend, hidden_layers)
     _log_once(type(model).__name__, reason)
-    rows = RowModel(model, capacity, kv_start, backend, hidden_layers=hidden_layers)
+    block = block_of(model, backend)
+    rows = RowModel(model, capacity, kv_start, backend, hidden_layers=hidden_layers, block=block)
     rows.why_modules = reason
     return rows

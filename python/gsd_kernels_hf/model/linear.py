@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gsd_kernels.backends import unavailable_reason
+from gsd_kernels.config import MAX_ROWS
 from gsd_kernels.ops.row_linear import row_linear
 from gsd_kernels.ops.row_linear.api import FLOATS
 
@@ -35,11 +36,13 @@ class CpuLinear(nn.Linear):
     Sums are in float32 and rounded once either way.
     """
 
+    fewest, most = 2, MOST_ROWS
+
     def forward(self, input: Tensor) -> Tensor:
         rows = input.numel() // self.in_features
-        if rows < 2 or input.dtype != self.weight.dtype:
+        if rows < self.fewest or input.dtype != self.weight.dtype:
             return super().forward(input)
-        if rows <= MOST_ROWS:
+        if rows <= self.most:
             out = row_linear(input.reshape(rows, -1), self.weight)
         elif self.weight.dtype != torch.float32:
             out = widened_linear(input.reshape(rows, -1), self.weight)
@@ -47,6 +50,12 @@ class CpuLinear(nn.Linear):
             return super().forward(input)
         out = out.view(*input.shape[:-1], -1)
         return out if self.bias is None else out + self.bias
+
+
+class RowLinear(CpuLinear):
+    """A :class:`CpuLinear` for one row too, and for all of a step: a row has the same bits alone and among them."""
+
+    fewest, most = 1, MAX_ROWS
 
 
 def widened_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -59,8 +68,8 @@ def widened_linear(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def with_cpu_linears(model: PreTrainedModel, backend: str) -> PreTrainedModel:
-    """``model`` with its linear layers seen as :class:`CpuLinear`: the same weights, nothing is changed.
+def with_cpu_linears(model: PreTrainedModel, backend: str, kind: type[CpuLinear] = CpuLinear) -> PreTrainedModel:
+    """``model`` with its linear layers seen as ``kind``: the same weights, nothing is changed.
 
     The model itself where that is impossible or no gain: another device or backend, sharded or offloaded weights; code
     that neither transformers nor PyTorch brought, to which a view might not be the same; other logits of a few tokens.
@@ -70,20 +79,20 @@ def with_cpu_linears(model: PreTrainedModel, backend: str) -> PreTrainedModel:
         return model
     if foreign_code(model) is not None:
         return model
-    view: PreTrainedModel = _view(model)
-    if view is model or proof.why_not_proved(model, "linear layers", lambda _: proof.own_logits(view)) is not None:
+    view: PreTrainedModel = _view(model, kind)
+    if view is model or proof.why_not_proved(model, kind.__name__, lambda _: proof.own_logits(view)) is not None:
         return model
     return view
 
 
-def _view(module: Any) -> Any:
+def _view(module: Any, kind: type[CpuLinear]) -> Any:
     if type(module) is nn.Linear:
-        if not serves(module.weight):
+        if not (serves(module.weight) or (kind is RowLinear and is_plain(module.weight))):
             return module
         linear = copy.copy(module)
-        linear.__class__ = CpuLinear
+        linear.__class__ = kind
         return linear
-    children = {name: child if child is None else _view(child) for name, child in module._modules.items()}
+    children = {name: child if child is None else _view(child, kind) for name, child in module._modules.items()}
     if all(child is module._modules[name] for name, child in children.items()):
         return module
     return with_children(module, children)
@@ -93,5 +102,10 @@ def serves(weight: Tensor) -> bool:
     """Whether PyTorch's own products are slower for this weight."""
     # Hardware for bfloat16 is what PyTorch's products use and these do not.
     served = FLOATS if not torch.cpu._is_avx512_bf16_supported() else (torch.float32,)
+    return is_plain(weight) and weight.dtype in served
+
+
+def is_plain(weight: Tensor) -> bool:
+    """Whether the operator takes this weight."""
     plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.is_contiguous()
-    return plain and weight.dtype in served
+    return plain and weight.dtype in FLOATS

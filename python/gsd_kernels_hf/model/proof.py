@@ -27,7 +27,6 @@ from .view import with_children
 PROMPT, PADS, PIECE = 7, 3, 4  # tokens; of the second sequence; of a piece
 PARENTS = (-1, 0, 0, 1, 3, 4)  # of the rows
 TEXT = (0, 1, 3, 4, 5)  # rows that are a path; the other one is beside it
-LENGTH = PROMPT + len(TEXT)
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Largest difference of a row's logits, relative to their spread, that needs no second look."""
 NEVER = 0.3  # no rounding differs by as much, but in models that multiply it:
@@ -54,9 +53,10 @@ class Difference:
     passing: bool = False
 
 
-def text(model: PreTrainedModel) -> Tensor:
-    """Tokens [2, LENGTH], spread over the vocabulary."""
-    ids = 11 + 7919 * torch.arange(2 * LENGTH, device=device_of(model)).view(2, LENGTH)
+def text(model: PreTrainedModel, steps: int = 1) -> Tensor:
+    """Tokens [2, PROMPT + steps · len(TEXT)], spread over the vocabulary."""
+    length = PROMPT + steps * len(TEXT)
+    ids = 11 + 7919 * torch.arange(2 * length, device=device_of(model)).view(2, length)
     return ids % min(vocabulary(model), shape_of(model.get_input_embeddings())[0])  # type: ignore[operator]
 
 
@@ -67,12 +67,13 @@ def padding(ids: Tensor) -> Tensor:
     return mask
 
 
-def own_logits(model: PreTrainedModel, *, singly: bool = False) -> Tensor:
+def own_logits(model: PreTrainedModel, *, singly: bool = False, steps: int = 1) -> Tensor:
     """As transformers' ``generate`` computes them of a prompt; ``singly``: of a prompt and tokens behind it."""
-    ids, cache = text(model), DynamicCache(config=model.config)
+    ids, cache = text(model, steps), DynamicCache(config=model.config)
+    length = ids.shape[1]
     mask = padding(ids)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    ends = [*range(PROMPT + 1, LENGTH), LENGTH] if singly else [LENGTH]
+    ends = [*range(PROMPT + 1, length + 1)] if singly else [length]
     logits, begin = [], 0
     for end in ends:
         output = model(
@@ -83,35 +84,34 @@ def own_logits(model: PreTrainedModel, *, singly: bool = False) -> Tensor:
             use_cache=True,
             return_dict=True,
         )
-        logits.append(output.logits[:, -1:] if singly else output.logits[:, -len(TEXT) :])
+        logits.append(output.logits[:, -1:] if singly else output.logits[:, PROMPT - length :])
         begin = end
     return torch.cat(logits, 1)
 
 
-def logits_of_rows(rows: Any, model: PreTrainedModel) -> Tensor:
-    """The same through a row model: a prompt in pieces, then rows of a tree."""
-    ids, parents = text(model), list(PARENTS)
+def logits_of_rows(rows: Any, model: PreTrainedModel, steps: int = 1) -> Tensor:
+    """The same through a row model: a prompt in pieces, then rows of a tree, and more behind its accepted path."""
+    ids, parents = text(model, steps), list(PARENTS)
     device, count = ids.device, len(PARENTS)
     sees, depths = torch.eye(count, dtype=torch.bool), torch.zeros(count, dtype=torch.int32)
     for row, parent in enumerate(parents[1:], 1):
         sees[row] |= sees[parent]
         depths[row] = depths[parent] + 1
     beside = next(row for row in range(count) if row not in TEXT)
-    tokens = torch.cat([ids[:, PROMPT:], ids[:, PROMPT:][:, :1]], 1)
     order = [*TEXT, beside]
-    tokens = tokens[:, [order.index(row) for row in range(count)]]
-    words, depths = pack_bits(sees)[None].expand(2, -1, -1), depths.expand(2, -1)
+    words, depths = (t.contiguous().to(device) for t in (pack_bits(sees)[None].expand(2, -1, -1), depths.expand(2, -1)))
     rows.prefill(ids[:, :PROMPT], padding(ids)[:, :PROMPT], PIECE)
-    logits = rows.rows(
-        tokens,
-        torch.full((2,), PROMPT, dtype=torch.int32, device=device),
-        torch.arange(count, device=device),
-        words.contiguous().to(device),
-        depths.contiguous().to(device),
-        depths.contiguous().to(device),
-        keep=count,
-    )
-    return logits[:, list(TEXT)]
+    stored = torch.full((2,), PROMPT, dtype=torch.int32, device=device)
+    path = torch.tensor([TEXT, TEXT], dtype=torch.int32, device=device)
+    logits = []
+    for step in range(steps):
+        path_tokens = ids[:, PROMPT + step * len(TEXT) :][:, : len(TEXT)]
+        tokens = torch.cat([path_tokens, path_tokens[:, :1]], 1)[:, [order.index(row) for row in range(count)]]
+        found = rows.rows(tokens, stored, torch.arange(count, device=device), words, depths, depths, keep=count)
+        logits.append(found[:, list(TEXT)])
+        if step + 1 < steps:
+            rows.cache.commit(path, torch.full_like(stored, len(TEXT)), stored)
+    return torch.cat(logits, 1)
 
 
 def kv_start(model: PreTrainedModel) -> Tensor:
@@ -119,13 +119,19 @@ def kv_start(model: PreTrainedModel) -> Tensor:
     return torch.tensor([0, PADS], dtype=torch.int32, device=device_of(model))
 
 
-def capacity() -> int:
+def capacity(steps: int = 1) -> int:
     """Cache positions that the text needs."""
-    return PROMPT + len(PARENTS)
+    return PROMPT + (steps - 1) * len(TEXT) + len(PARENTS)
 
 
 def why_not_proved(
-    model: PreTrainedModel, way: str, forward: Forward, *, closely: bool = False, singly: bool = False
+    model: PreTrainedModel,
+    way: str,
+    forward: Forward,
+    *,
+    closely: bool = False,
+    singly: bool = False,
+    steps: int = 1,
 ) -> Difference | None:
     """What ``forward`` computes otherwise than the model, or ``None``.
 
@@ -138,11 +144,12 @@ def why_not_proved(
         closely: whether it also takes some of the layers in float32, as a model of their own.
         singly: whether the model forwards token by token, as it does behind a prompt: code that is not transformers'
             own may go by how many there are.
+        steps: of rows, see :func:`logits_of_rows`.
     """
     proofs, key = examine(model).proofs, (way, model.dtype, device_of(model))
     if key not in proofs:
         closely = closely and model.dtype in (torch.float16, torch.bfloat16)
-        found = _difference(model, forward, closely=closely, singly=singly)
+        found = _difference(model, forward, closely=closely, singly=singly, steps=steps)
         if found is not None and found.passing:
             return found
         proofs[key] = found
@@ -150,18 +157,22 @@ def why_not_proved(
     return answer
 
 
-def _difference(model: PreTrainedModel, forward: Forward, *, closely: bool, singly: bool) -> Difference | None:
+def _difference(
+    model: PreTrainedModel, forward: Forward, *, closely: bool, singly: bool, steps: int
+) -> Difference | None:
     with random_numbers_kept(model), torch.inference_mode(False), torch.no_grad():
         try:
             for found in ([in_float(model)] if closely else []) + [model]:
-                own = own_logits(found, singly=singly).double()
+                own = own_logits(found, singly=singly, steps=steps).double()
                 ours = forward(found).double()
                 if not bool(own.isfinite().all()):
                     return Difference("the logits of a few tokens are not finite", passing=True)
                 difference = worst(own, ours)
                 if difference <= TOLERANCE[precision_of(found)]:
                     continue
-                rounding = worst(own, shaken(found, singly=singly))
+                rounding = worst(own, shaken(found, singly=singly, steps=steps))
+                if mixers_of(found):  # which have other code for prompts than for single tokens
+                    rounding = max(rounding, worst(own, own_logits(found, steps=steps).double()))
                 if difference > max(min(NEVER, SHAKEN * rounding), FREELY * rounding):
                     what = "some layers in float32" if found is not model else "a few tokens"
                     return Difference(
@@ -186,7 +197,7 @@ def worst(own: Tensor, ours: Tensor) -> float:
     return float(found.nan_to_num(float("inf")))
 
 
-def shaken(model: PreTrainedModel, *, singly: bool) -> Tensor:
+def shaken(model: PreTrainedModel, *, singly: bool, steps: int) -> Tensor:
     """The model's own logits, [2, n, V], of embeddings that are rounded otherwise."""
     thread, eps = threading.get_ident(), torch.finfo(precision_of(model)).eps
 
@@ -198,7 +209,7 @@ def shaken(model: PreTrainedModel, *, singly: bool) -> Tensor:
 
     handle = model.get_input_embeddings().register_forward_hook(shake)  # type: ignore[operator]
     try:
-        return own_logits(model, singly=singly).double()
+        return own_logits(model, singly=singly, steps=steps).double()
     finally:
         handle.remove()
 

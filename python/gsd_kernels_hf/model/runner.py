@@ -17,12 +17,13 @@ from .attention import GraphInputs, configs_of, switched_configs
 from .cache import GraphCache, StateLayer, lies_in_a_block
 from .hidden import LAST, listening
 from .launching import launch_attention
-from .linear import with_cpu_linears
+from .linear import CpuLinear, RowLinear, with_cpu_linears
 from .probe import examine, kinds_of
 from .properties import cache_argument, device_of, vocabulary
 from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import Form, mixers_of, states_of, with_mixers
 from .recurrent.tree import RowTree
+from .recurrent.windowed import Windowed, why_not_windowed
 
 Listener = Callable[[Mapping[int, Tensor], int], None]
 """Takes the hidden states of a piece of the prompt, [B, n, D] by layer, and the position of its first token."""
@@ -87,6 +88,7 @@ class RowModel(CachedText):
         backend: of the attention, cache write and commit ops.
         cache: to read and write; ``None``: a new one.
         hidden_layers: whose hidden states are kept, see :mod:`gsd_kernels_hf.model.hidden`.
+        block: tokens between two states of recurrent layers, which then keep a window of the text; 0: by depth.
 
     Attributes:
         hidden: of the rows of the last forward, [B, R, D] by layer.
@@ -100,6 +102,7 @@ class RowModel(CachedText):
         backend: str,
         cache: GraphCache | None = None,
         hidden_layers: tuple[int, ...] = (),
+        block: int = 0,
     ) -> None:
         if cache is None:
             recurrent = states_of(model)
@@ -109,7 +112,7 @@ class RowModel(CachedText):
         self.cache_argument = cache_argument(model)
         self.kinds = kinds_of(model)
         cache.by_length |= examine(model).by_length
-        self.backend = backend
+        self.backend, self.block = backend, block
         self.device = device_of(model)
         self.vocab_size = vocabulary(model)
         self.kv_start = kv_start.to(self.device)
@@ -124,7 +127,7 @@ class RowModel(CachedText):
     @cached_property
     def stepping(self) -> PreTrainedModel:
         """The same model and weights, with linear layers for few rows and recurrent layers for rows of graphs."""
-        model = with_cpu_linears(self.model, self.backend)
+        model = with_cpu_linears(self.model, self.backend, RowLinear if self.block else CpuLinear)
         if self.recurrent:
             model, self.cache.forms = with_mixers(model, self.form_of)
         return model
@@ -132,6 +135,8 @@ class RowModel(CachedText):
     def form_of(self, module: nn.Module) -> Form:
         """How the rows of a module with a recurrent state are computed."""
         layer: StateLayer = self.cache.layers[module.layer_idx]  # type: ignore[index, assignment]
+        if self.block and why_not_windowed(module) is None:
+            return Windowed(module, layer, self.block, self.backend)
         return ByDepth(module, layer)
 
     def sharing_cache(self, view: PreTrainedModel) -> RowModel:
@@ -230,7 +235,8 @@ class RowModel(CachedText):
     def tree_of(self, ancestor_mask: Tensor, count: int) -> RowTree:
         """The rows as a tree, for layers that keep a state."""
         self.cache.begin_rows()
-        return RowTree.of(ancestor_mask.to(self.device), count)
+        # No path that can be accepted is longer; sequences that ended may have rows that are.
+        return RowTree.of(ancestor_mask.to(self.device), count).shallow(self.block or count)
 
     def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
         """Launch once what a forward of ``count`` rows that see ``nodes`` slots compiles at its first use.

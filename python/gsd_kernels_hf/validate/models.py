@@ -9,6 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels import BACKENDS
 from gsd_kernels.names import did_you_mean
+from gsd_kernels.ops.state_rows import BLOCK
 
 from ..model.fused import check_rows
 from ..model.probe import kinds_of
@@ -84,6 +85,16 @@ def keeps_state(name: str, model: PreTrainedModel) -> bool:
     if getattr(model, "_device_mesh", None) is not None:
         raise Unsupported(f"{what} and is sharded among ranks; not supported")
     return True
+
+
+def check_paths(shape: object, model: PreTrainedModel) -> None:
+    """Raise where the paths of a shape are longer than what recurrent layers keep between two states."""
+    deepest = getattr(shape, "max_path", None) or 0
+    if deepest > BLOCK and mixers_of(model):
+        raise Unsupported(
+            f"graph_config: max_path={deepest}, and {type(model).__name__} keeps a recurrent state, behind which a "
+            f"path has at most {BLOCK} rows; give max_path={BLOCK}"
+        )
 
 
 def check_forwards(name: str, model: PreTrainedModel) -> None:

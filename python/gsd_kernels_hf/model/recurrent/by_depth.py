@@ -26,6 +26,8 @@ class ByDepth:
         layer: of the model's cache, which holds the states of the text, [B, …] each.
     """
 
+    takes_states = False
+
     def __init__(self, module: nn.Module, layer: LinearAttentionLayer) -> None:
         self.module, self.layer = module, layer
         self.after: dict[tuple[str, int], Tensor] = {}  # [B, R, …]: states after the last rows

@@ -45,7 +45,15 @@ class RowsCache(Cache):
 
 
 class Form(Protocol):
-    """How the rows of one mixer are computed, and what is kept of the text for that."""
+    """How the rows of one mixer are computed, and what is kept of the text for that.
+
+    Attributes:
+        layer: of the cache, which holds the states that a prompt leaves.
+        takes_states: whether :meth:`begin` takes them over, so that the cache need not keep them.
+    """
+
+    layer: Any
+    takes_states: bool
 
     def rows(self, tree: RowTree, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """What the module's forward returns of rows [B, R], given what it was called with."""
@@ -100,13 +108,13 @@ def keeps_state(cls: type) -> bool:
         if base in (nn.Module, object):
             continue
         for value in vars(base).values():
-            function = _written(value)
+            function = written(value)
             if function is not None and UPDATES & set(code_names(function.__code__)):
                 return True
     return False
 
 
-def _written(value: Any) -> types.FunctionType | None:
+def written(value: Any) -> types.FunctionType | None:
     """The function inside decorators."""
     value = getattr(value, "__func__", value)
     while hasattr(value, "__wrapped__"):

@@ -39,6 +39,36 @@ class RowTree:
         parents = torch.full((batch, count), -1, dtype=torch.int64, device=device)
         return cls(parents, torch.zeros_like(parents))
 
+    def shallow(self, deepest: int) -> RowTree:
+        """With rows that are deeper apart from all others: no path that can be accepted holds one."""
+        deep = self.depths > deepest
+        return RowTree(torch.where(deep, -1, self.parents), torch.where(deep, 0, self.depths))
+
+    @cached_property
+    def narrow(self) -> tuple[Tensor, Tensor]:
+        """Parents and depths, int32 [B, R]."""
+        return self.parents.to(torch.int32), self.depths.to(torch.int32)
+
+    def before(self, width: int) -> Tensor:
+        """Each row and the ``width`` − 1 tokens before it, nearest first: int64 [B, R, width].
+
+        They index the last ``width`` − 1 tokens of the text, followed by the rows.
+        """
+        if width not in self._before:
+            batch, count = self.parents.shape
+            text = torch.arange(-1, width - 2, device=self.parents.device).expand(batch, -1)
+            follows = torch.where(self.parents < 0, width - 2, self.parents + width - 1)
+            follows = torch.cat([text, follows], 1)  # [B, width − 1 + R]; what each one follows
+            found = [torch.arange(width - 1, width - 1 + count, device=text.device).expand(batch, -1)]
+            for _ in range(width - 1):
+                found.append(follows.gather(1, found[-1]))
+            self._before[width] = torch.stack(found, -1)
+        return self._before[width]
+
+    @cached_property
+    def _before(self) -> dict[int, Tensor]:
+        return {}
+
     @cached_property
     def levels(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """By depth: sequence, row and parent of its rows, int64 [n] each (waits for the device)."""

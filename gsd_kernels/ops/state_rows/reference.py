@@ -1,0 +1,82 @@
+"""The formulas in plain loops: over sequences, rows and the tokens on a row's path."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .window import StateWindow
+
+
+def state_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    parents: Tensor,
+    depths: Tensor,
+    lengths: Tensor,
+    window: StateWindow,
+) -> Tensor:
+    batch, rows, groups, _ = key.shape
+    heads, block, out = value.shape[2], window.block, torch.empty_like(value)
+    window.keys[:, window.places : window.places + rows] = key
+    for b in range(batch):
+        length, paths = int(lengths[b]), []
+        for r in range(rows):
+            parent = int(parents[b, r])
+            check_row(r, parent, int(depths[b, r]), paths, block)
+            paths.append([*(paths[parent] if parent >= 0 else ()), r])
+            position = length + len(paths[r]) - 1
+            boundary = max(position // block - 1, 0) * block
+            before = [t % window.places for t in range(boundary, length)]
+            before += [window.places + a for a in paths[r][:-1]]
+            own = window.places + r
+            window.sums[b, own] = decay[b, r] + (window.sums[b, before[-1]] if position % block else 0.0)
+            # Of the block before the row's own, if there is one, and of the row's.
+            total = window.sums[b, before[block - 1]] if position >= block else torch.zeros_like(decay[b, r])
+            since = window.sums[b, own]  # [H, D]
+            state = window.state[boundary // block % 2, b]  # [H, K, V]
+            keys, queries = (t[b, r].repeat_interleave(heads // groups, 0) for t in (key, query))  # [H, K]
+            start = (since + total).exp()
+            read = (state * (keys * start)[..., None]).sum(1)  # [H, V]
+            found = (state * (queries * start)[..., None]).sum(1)
+            for place, there in enumerate(before):
+                left = (total - window.sums[b, there]) if place < block <= position else -window.sums[b, there]
+                weight = (since + left).exp()
+                other = window.keys[b, there].repeat_interleave(heads // groups, 0)
+                update = window.updates[b, there]
+                read = read + (keys * weight * other).sum(-1, keepdim=True) * update
+                found = found + (queries * weight * other).sum(-1, keepdim=True) * update
+            update = value[b, r] if beta is None else beta[b, r][:, None] * (value[b, r] - read)
+            window.updates[b, own] = update
+            out[b, r] = found + (queries * keys).sum(-1, keepdim=True) * update
+    return out
+
+
+def check_row(row: int, parent: int, depth: int, paths: list[list[int]], block: int) -> None:
+    """Raise unless a row follows an earlier one at the depth that it says."""
+    if not -1 <= parent < row:
+        raise ValueError(f"parents: row {row} follows {parent}; expected a smaller row, or −1")
+    expected = len(paths[parent]) if parent >= 0 else 0
+    if depth != expected or depth > block:
+        raise ValueError(f"depths: row {row} has {depth}; expected {expected}, and at most {block}")
+
+
+def state_commit(accepted_rows: Tensor, num_accepted: Tensor, lengths: Tensor, window: StateWindow) -> None:
+    heads, groups, block = window.updates.shape[2], window.keys.shape[2], window.block
+    for b in range(len(lengths)):
+        length, count = int(lengths[b]), int(num_accepted[b])
+        for place, row in enumerate(accepted_rows[b, :count].tolist()):
+            for stored in (window.keys, window.updates, window.sums):
+                stored[b, (length + place) % window.places] = stored[b, window.places + row]
+        for full in range(length // block + 1, (length + count) // block + 1):  # blocks that are full now
+            places = [t % window.places for t in range((full - 1) * block, full * block)]
+            last = window.sums[b, places[-1]]  # [H, D]
+            state = window.state[(full - 1) % 2, b] * last.exp()[..., None]
+            for place in places:
+                decayed = window.keys[b, place].repeat_interleave(heads // groups, 0)
+                decayed = decayed * (last - window.sums[b, place]).exp()
+                state = state + decayed[..., None] * window.updates[b, place][:, None]
+            window.state[full % 2, b] = state

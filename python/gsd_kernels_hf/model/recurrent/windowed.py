@@ -1,0 +1,156 @@
+"""Rows through the module's own code for prompts, with kernels that know rows in place of transformers'.
+
+What a module does before, between and behind its kernels is its own code, run as it is; the kernels are recognised by
+the names that the code calls them by. A convolution keeps the end of the text, a recurrence a window of it, so rows are
+rolled back by dropping them.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..code import code_names
+from .gated_delta import GatedDelta
+from .mamba2 import Mamba2
+from .mixers import LinearAttentionLayer, RowsCache, written
+from .recurrence import Recurrence
+from .short_convolution import ShortConvolution
+from .tree import RowTree
+
+CONVOLUTION = "causal_conv1d_fn"
+RECURRENCES: dict[str, type[Recurrence]] = {
+    "torch_chunk_gated_delta_rule": GatedDelta,
+    "chunk_kimi_delta_attention": GatedDelta,
+    "mamba2_chunk_scan": Mamba2,
+}
+"""Kernels of prompts, by the name that modules call them by."""
+
+
+class Windowed:
+    """The form of a module all of whose kernels are known.
+
+    Args:
+        module: whose forward is run.
+        layer: of the model's cache, which holds the states that a prompt leaves.
+        block: tokens between two states.
+        backend: of the ops.
+    """
+
+    takes_states = True
+
+    def __init__(self, module: nn.Module, layer: LinearAttentionLayer, block: int, backend: str) -> None:
+        self.module, self.layer = module, layer
+        self.convolutions = [ShortConvolution() for _ in range(layer.number_of_states)]
+        forward = written(type(module).forward)
+        assert forward is not None
+        names = set(code_names(forward.__code__))
+        self.recurrence = next((kind(block, backend) for name, kind in RECURRENCES.items() if name in names), None)
+        ours: dict[str, Any] = {CONVOLUTION: self.convolve, **dict.fromkeys(RECURRENCES, self.recur)}
+        # The same code, which finds these kernels under their names.
+        self.forward = types.FunctionType(
+            forward.__code__,
+            {**forward.__globals__, **ours},
+            forward.__name__,
+            forward.__defaults__,
+            forward.__closure__,
+        )
+        self.forward.__kwdefaults__ = forward.__kwdefaults__
+        self.tree: RowTree
+
+    def rows(self, tree: RowTree, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """See :class:`~.mixers.Form`."""
+        hidden = next(v for v in (*args, *options.values()) if isinstance(v, Tensor))
+        self.tree, self.beside = tree.on(hidden.device), Beside()
+        given = [self.beside if isinstance(value, RowsCache) else value for value in args]
+        named = {n: self.beside if isinstance(value, RowsCache) else value for n, value in options.items()}
+        # Rows are never padding.
+        named = {n: None if n == "attention_mask" else value for n, value in named.items() if n != "graph"}
+        return self.forward(self.module, *given, **named)
+
+    def convolve(self, *args: Any, **options: Any) -> Tensor:
+        """In place of the convolution."""
+        return self.convolutions[self.beside.state_idx](self.tree, *args, **options)
+
+    def recur(self, *args: Any, **options: Any) -> Any:
+        """In place of the recurrence."""
+        assert self.recurrence is not None
+        return self.recurrence(self.tree, *args, **options)
+
+    def begin(self) -> None:
+        """See :class:`~.mixers.Form`."""
+        for index, convolution in enumerate(self.convolutions):
+            convolution.begin(self.layer.conv_states[index] if self.layer.has_previous_state[index] else None)
+        if self.recurrence is not None:
+            self.recurrence.begin(self.layer.recurrent_states[0] if self.layer.has_previous_state[0] else None)
+
+    def end(self) -> None:
+        """See :class:`~.mixers.Form`."""
+        for index, convolution in enumerate(self.convolutions):
+            state = convolution.end()
+            if state is not None and convolution.used:  # others may be another module's
+                self.layer.update_conv_state(state, index, conv_kernel_size=state.shape[-1])
+        state = None if self.recurrence is None else self.recurrence.end()
+        if state is not None:
+            self.layer.update_recurrent_state(state)
+
+    def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
+        """See :class:`~.mixers.Form`."""
+        for convolution in self.convolutions:
+            convolution.commit(accepted_rows, num_accepted)
+        if self.recurrence is not None:
+            self.recurrence.commit(accepted_rows, num_accepted)
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`~.mixers.Form`."""
+        convolutions = sum(convolution.nbytes for convolution in self.convolutions)
+        return convolutions + (0 if self.recurrence is None else self.recurrence.nbytes)
+
+
+class Beside(Cache):
+    """What a module's code finds in place of the cache: no state, so that it takes its way for prompts."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.state_idx = 0  # of the convolution that comes next
+
+    def get_conv_state(self, *args: Any, **options: Any) -> None:
+        """None, for one token as for many."""
+
+    def get_recurrent_state(self, *args: Any, **options: Any) -> None:
+        """None."""
+
+    def has_previous_state(self, *args: Any, **options: Any) -> bool:
+        """No."""
+        return False
+
+    def is_recording_past(self, *args: Any, **options: Any) -> bool:
+        """No."""
+        return False
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any) -> Tensor:
+        """The rows' own inputs; what is before them, the convolution knows."""
+        self.state_idx = state_idx
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Any, *args: Any, **options: Any) -> Any:
+        """Nothing is kept here."""
+        return recurrent_states
+
+
+def why_not_windowed(module: nn.Module) -> str | None:
+    """What keeps a module from being tried in this form, or ``None``; a proof says whether it is right."""
+    forward = written(type(module).forward)
+    names = set() if forward is None else set(code_names(forward.__code__))
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return "it has a hook or a forward of its own"
+    if CONVOLUTION not in names:
+        return f"its forward does not call {CONVOLUTION}"
+    known = names & RECURRENCES.keys()
+    if "update_recurrent_state" in names and len(known) != 1:
+        return f"its forward calls none of {', '.join(RECURRENCES)}"
+    return None
