@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .graph import num_words
+from .graph import TokenGraph, num_words
 
 LIBRARIES = {"cpu": "_cpu.abi3.so", "cuda": "_cuda.abi3.so"}
 
@@ -22,11 +22,8 @@ _WARPERS = (
     "Tensor? temperatures=None, Tensor? top_ks=None, Tensor? top_ps=None, Tensor? min_ps=None"
 )
 SCHEMAS = (
-    "merge(Tensor(a!) token_ids, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!) scores, Tensor(e!) contexts, "
-    "Tensor(f!) expanded, Tensor(g!) ancestor_mask, Tensor(h!) edge_targets, Tensor(i!) edge_log_probs, "
-    "Tensor(j!) num_nodes, Tensor(k!) num_merges, Tensor frontier, Tensor cand_tokens, Tensor cand_log_probs, "
-    "int level, int width, int merge_context, float log_sibling_ratio, float log_min_prob) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "merge(Tensor(a!)[] graph, Tensor frontier, Tensor cand_tokens, Tensor cand_log_probs, int level, int width, "
+    "int merge_context, float log_sibling_ratio, float log_min_prob) -> (Tensor, Tensor, Tensor, Tensor)",
     "flatten(Tensor token_ids, Tensor edge_targets, Tensor edge_log_probs, int max_rows, int max_path) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "verify(Tensor token_ids, Tensor parent_rows, Tensor depths, Tensor ancestor_mask, Tensor num_rows, "
@@ -69,17 +66,13 @@ SCHEMAS = (
     "update_edge_model(Tensor token_ids, Tensor depths, Tensor edge_targets, Tensor edge_log_probs, "
     "Tensor num_accepted, Tensor nodes, Tensor picked, Tensor weights, Tensor covariance, Tensor prior, "
     "float process_noise) -> (Tensor, Tensor)",
-    "recall_levels(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor(a!) token_ids, Tensor(b!) parents, "
-    "Tensor(c!) depths, Tensor(d!) scores, Tensor(e!) contexts, Tensor(f!) expanded, Tensor(g!) ancestor_mask, "
-    "Tensor(h!) edge_targets, Tensor(i!) edge_log_probs, Tensor(j!) num_nodes, Tensor(k!) num_merges, Tensor frontier, "
+    "recall_levels(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor(a!)[] graph, Tensor frontier, "
     "Tensor? log_ratio, int max_context, int ways, int level, int levels, int width, int merge_context, "
     "float log_sibling_ratio, float log_min_prob, Tensor? first_pick, Tensor? seed, Tensor? sequence_ids) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "row_linear(Tensor x, Tensor weight, int kind=-1, Tensor? scales=None) -> Tensor",
     "unpack_rows(Tensor weight, int kind, Tensor? scales, int inputs, Tensor? rows, Tensor like) -> Tensor",
-    "start_graph(Tensor(a!) token_ids, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!) scores, Tensor(e!) contexts, "
-    "Tensor(f!) expanded, Tensor(g!) ancestor_mask, Tensor(h!) edge_targets, Tensor(i!) edge_log_probs, "
-    "Tensor(j!) num_nodes, Tensor(k!) num_merges, Tensor tokens, Tensor out_len, Tensor kv_start) -> Tensor",
+    "start_graph(Tensor(a!)[] graph, Tensor tokens, Tensor out_len, Tensor kv_start) -> Tensor",
     "feed_rows(Tensor token_ids, Tensor depths, Tensor? slots, Tensor kv_len, Tensor kv_start, "
     "Tensor(a!)? node_depths, int first_slot, int shift, int vocab, bool wide) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -120,16 +113,21 @@ for schema in SCHEMAS:
     torch.library.define(f"gsd_kernels::{schema.partition('(')[0]}", schema[schema.index("(") :])
 
 
+def schema_of(name: str) -> str:
+    """Arguments and results of an op."""
+    return next(schema for schema in SCHEMAS if schema.startswith(f"{name}("))[len(name) :]
+
+
 def _int32(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape, dtype=torch.int32)
 
 
 @torch.library.register_fake("gsd_kernels::merge")
-def _merge(token_ids: Tensor, *args: object) -> tuple[Tensor, ...]:
-    ancestor_mask, width = args[5], args[14]
-    assert isinstance(ancestor_mask, Tensor) and isinstance(width, (int, torch.SymInt))
-    batch, words = token_ids.shape[0], ancestor_mask.shape[2]
-    return (*(_int32(token_ids, batch, width) for _ in range(3)), _int32(token_ids, batch, width, words))
+def empty_frontier(
+    graph: list[Tensor], frontier: Tensor, cand_tokens: Tensor, cand_log_probs: Tensor, level: int, width: int, *_: Any
+) -> tuple[Tensor, ...]:
+    batch, words = frontier.shape[0], TokenGraph(*graph).ancestor_mask.shape[2]
+    return (*(_int32(frontier, batch, width) for _ in range(3)), _int32(frontier, batch, width, words))
 
 
 @torch.library.register_fake("gsd_kernels::flatten")
@@ -237,15 +235,12 @@ def _corpus_recall(*args: object) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.register_fake("gsd_kernels::recall_levels")
 def _recall_levels(
-    keys: Tensor, table_tokens: Tensor, table_log_probs: Tensor, *args: object
+    keys: Tensor, table_tokens: Tensor, table_log_probs: Tensor, graph: list[Tensor], frontier: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    edge_targets, levels, width = args[7], args[16], args[17]
-    assert isinstance(edge_targets, Tensor)
-    assert isinstance(levels, (int, torch.SymInt)) and isinstance(width, (int, torch.SymInt))
-    places = (edge_targets.shape[0], levels * width)
-    candidates = (*places, edge_targets.shape[2])
-    integers = (edge_targets.new_empty(shape) for shape in (places, candidates, places))
-    nodes, tokens, matched = integers
+    levels, width = args[4:6]
+    places = (frontier.shape[0], levels * width)
+    candidates = (*places, TokenGraph(*graph).branch)
+    nodes, tokens, matched = (frontier.new_empty(shape) for shape in (places, candidates, places))
     return nodes, tokens, table_log_probs.new_empty(candidates), matched, table_log_probs.new_empty(candidates)
 
 
@@ -272,8 +267,8 @@ def _unpack_rows(
 
 
 @torch.library.register_fake("gsd_kernels::start_graph")
-def _start_graph(*args: Tensor) -> Tensor:
-    return torch.empty_like(args[12])
+def _start_graph(graph: list[Tensor], tokens: Tensor, out_len: Tensor, kv_start: Tensor) -> Tensor:
+    return torch.empty_like(out_len)
 
 
 @torch.library.register_fake("gsd_kernels::feed_rows")

@@ -115,8 +115,9 @@ class TokenGraph:
         return torch.zeros_like(self.token_ids[:, :1])
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All storage, in field order (the order of the compiled ops' arguments)."""
-        return tuple([getattr(self, name) for name in _GRAPH])
+        """All storage, in field order, which is that of csrc/torch_ops/graph.h."""
+        nodes = (self.token_ids, self.parents, self.depths, self.scores, self.contexts, self.expanded)
+        return *nodes, self.ancestor_mask, self.edge_targets, self.edge_log_probs, self.num_nodes, self.num_merges
 
     def clone(self) -> TokenGraph:
         return TokenGraph(*(t.clone() for t in self.tensors()))
@@ -145,7 +146,8 @@ class Rows:
     num_rows: Tensor  # int32 [B]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple([getattr(self, name) for name in _ROWS])
+        tree = (self.token_ids, self.parent_rows, self.depths, self.ancestor_mask)
+        return *tree, self.node_ids, self.scores, self.num_rows
 
     def first(self, count: int) -> Rows:
         """The first ``count`` rows, which hold no other row's child."""
@@ -163,8 +165,4 @@ class Acceptance:
     next_token: Tensor  # int32 [B]; the bonus token, which becomes the next root
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple([getattr(self, name) for name in _ACCEPTANCE])
-
-
-# Looked up once, since ops ask at every level.
-_GRAPH, _ROWS, _ACCEPTANCE = (tuple(f.name for f in fields(record)) for record in (TokenGraph, Rows, Acceptance))
+        return self.accepted_rows, self.num_accepted, self.next_token

@@ -5,11 +5,11 @@
 //   (score desc, parent id asc, rank asc) with a given token and context becomes a node and the others join it.
 #pragma once
 
+#include "graph.h"
 #include "sort.h"
 
 namespace gsd {
 
-constexpr int kContext = 8;  // MAX_CONTEXT of gsd_kernels/config.py
 constexpr int kMostNodes = 1 << 30;  // that a count may say; none is written beyond the capacity
 
 // N nodes, W expanded nodes, K candidates after each, M = W·K candidates, F next frontier, L mask words.
@@ -24,39 +24,18 @@ struct MergeSizes {
   GSD_HD bool fits() const { return capacity <= 0xFFFF && candidates() <= 0xFFFF; }
 };
 
-struct MergeArgs {
-  int32_t* token_ids;         // [N]
-  int32_t* parents;           // [N]
-  int32_t* depths;            // [N]
-  float* scores;              // [N]
-  int32_t* contexts;          // [N, C], nearest token first
-  bool* expanded;             // [N]
-  int32_t* ancestor_mask;     // [N, L]
-  int32_t* edge_targets;      // [N, K]
-  float* edge_log_probs;      // [N, K]
-  int32_t* num_nodes;         // [1]
-  int32_t* num_merges;        // [1]
-  const int32_t* frontier;    // [W], −1 padded
-  const int32_t* tokens;      // [W, K]
-  const float* log_probs;     // [W, K]
-  int32_t* next_ids;          // [F]
-  int32_t* next_tokens;       // [F]
-  int32_t* next_depths;       // [F]
-  int32_t* next_mask;         // [F, L]
+struct MergeArgs : GraphData {
+  const int32_t* frontier;  // [W], −1 padded
+  const int32_t* tokens;    // [W, K]
+  const float* log_probs;   // [W, K]
+  int32_t* next_ids;        // [F]
+  int32_t* next_tokens;     // [F]
+  int32_t* next_depths;     // [F]
+  int32_t* next_mask;       // [F, L]
 
   GSD_HD MergeArgs at(const MergeSizes& s, int64_t b) const {
-    const int64_t n = s.capacity, m = s.candidates(), f = s.frontier;
-    return {token_ids + b * n,
-            parents + b * n,
-            depths + b * n,
-            scores + b * n,
-            contexts + b * n * kContext,
-            expanded + b * n,
-            ancestor_mask + b * n * s.words,
-            edge_targets + b * n * s.branch,
-            edge_log_probs + b * n * s.branch,
-            num_nodes + b,
-            num_merges + b,
+    const int64_t m = s.candidates(), f = s.frontier;
+    return {GraphData::at(b, b * s.capacity, s.branch, s.words),
             frontier + b * s.expanded,
             tokens + b * m,
             log_probs + b * m,

@@ -3,48 +3,23 @@
 // arguments that nobody writes, so there are no barriers but before what is advanced, and no arena.
 #pragma once
 
-#include "group.h"
+#include "graph.h"
 
 namespace gsd {
 
-// N nodes, K candidates a node, M mask words, C tokens of context, S positions of the text.
+// Of a graph, and S positions of the text.
 struct StartSizes {
-  int nodes, branch, words, context, length;
+  int nodes, branch, words, length;
 };
 
-struct StartArgs {
-  int32_t* token_ids;       // [N], and so on: a TokenGraph
-  int32_t* parents;         // [N]
-  int32_t* depths;          // [N]
-  float* scores;            // [N]
-  int32_t* contexts;        // [N, C]
-  bool* expanded;           // [N]
-  int32_t* ancestor_mask;   // [N, M]
-  int32_t* edge_targets;    // [N, K]
-  float* edge_log_probs;    // [N, K]
-  int32_t* num_nodes;       // [1]
-  int32_t* num_merges;      // [1]
+struct StartArgs : GraphData {
   const int64_t* tokens;    // [S]
   const int32_t* out_len;   // [1]
   const int32_t* kv_start;  // [1]
   int32_t* first_pick;      // [1], index in the text of the token after the root
 
   GSD_HD StartArgs at(const StartSizes& s, int64_t b) const {
-    const int64_t n = s.nodes;
-    return {token_ids + b * n,
-            parents + b * n,
-            depths + b * n,
-            scores + b * n,
-            contexts + b * n * s.context,
-            expanded + b * n,
-            ancestor_mask + b * n * s.words,
-            edge_targets + b * n * s.branch,
-            edge_log_probs + b * n * s.branch,
-            num_nodes + b,
-            num_merges + b,
-            tokens + b * s.length,
-            out_len + b,
-            kv_start + b,
+    return {GraphData::at(b, b * s.nodes, s.branch, s.words), tokens + b * s.length, out_len + b, kv_start + b,
             first_pick + b};
   }
 };
@@ -61,8 +36,9 @@ GSD_HD void reset_to_root(Group& group, const StartArgs& a, const StartSizes& s)
     a.depths[n] = 0;
     a.scores[n] = 0.0f;
     a.expanded[n] = false;
-    for (int i = 0; i < s.context; i++) {
-      a.contexts[n * s.context + i] = n == 0 ? token_at(root - 1 - i, *a.kv_start, -1) : -1;
+    GSD_ROLLED  // unrolled, its addresses spill
+    for (int i = 0; i < kContext; i++) {
+      a.contexts[n * kContext + i] = n == 0 ? token_at(root - 1 - i, *a.kv_start, -1) : -1;
     }
     for (int i = 0; i < s.words; i++) a.ancestor_mask[n * s.words + i] = 0;
     for (int i = 0; i < s.branch; i++) {

@@ -10,15 +10,11 @@
 namespace gsd {
 namespace {
 
-MergeOutputs merge(const Tensor& token_ids, const Tensor& parents, const Tensor& depths, const Tensor& scores,
-                   const Tensor& contexts, const Tensor& expanded, const Tensor& ancestor_mask,
-                   const Tensor& edge_targets, const Tensor& edge_log_probs, const Tensor& num_nodes,
-                   const Tensor& num_merges, const Tensor& frontier, const Tensor& cand_tokens,
+MergeOutputs merge(const std::vector<Tensor>& graph, const Tensor& frontier, const Tensor& cand_tokens,
                    const Tensor& cand_log_probs, int64_t level, int64_t width, int64_t merge_context,
                    double log_sibling_ratio, double log_min_prob) {
-  const MergeCall call = prepare_merge(token_ids, parents, depths, scores, contexts, expanded, ancestor_mask,
-                                       edge_targets, edge_log_probs, num_nodes, num_merges, frontier, cand_tokens,
-                                       cand_log_probs, level, width, merge_context, log_sibling_ratio, log_min_prob);
+  const MergeCall call = prepare_merge(GraphTensors::of(graph), frontier, cand_tokens, cand_log_probs, level, width,
+                                       merge_context, log_sibling_ratio, log_min_prob);
   for_each_sequence(call.batch, MergeArena::bytes(call.sizes), [&](int64_t b, char* arena) {
     SerialGroup group;
     merge_level(group, call.args.at(call.sizes, b), call.sizes, arena);

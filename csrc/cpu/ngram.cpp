@@ -9,8 +9,8 @@ namespace {
 void ngram_insert(const Tensor& keys, const Tensor& table_tokens, const Tensor& table_log_probs,
                   const Tensor& contexts, const Tensor& tokens, const Tensor& log_probs, const Tensor& valid,
                   int64_t max_context, int64_t ways) {
-  const NgramInsertCall call = prepare_ngram_insert(keys, table_tokens, table_log_probs, contexts, tokens, log_probs,
-                                                    valid, max_context, ways);
+  const NgramInsertCall call = prepare_ngram_insert(NgramTensors::of(keys, table_tokens, table_log_probs), contexts,
+                                                    tokens, log_probs, valid, max_context, ways);
   for_each_sequence(call.batch, NgramArena::bytes(call.sizes), [&](int64_t b, char* arena) {
     SerialGroup group;
     insert_rows(group, call.args.at(call.sizes, b), call.sizes, arena);
@@ -20,7 +20,7 @@ void ngram_insert(const Tensor& keys, const Tensor& table_tokens, const Tensor& 
 NgramLookupOutputs ngram_lookup(const Tensor& keys, const Tensor& table_tokens, const Tensor& table_log_probs,
                                 const Tensor& contexts, int64_t max_context, int64_t ways) {
   const NgramLookupCall call =
-      prepare_ngram_lookup(keys, table_tokens, table_log_probs, contexts, max_context, ways);
+      prepare_ngram_lookup(NgramTensors::of(keys, table_tokens, table_log_probs), contexts, max_context, ways);
   for_each_sequence(call.batch, 0, [&](int64_t b, char*) {
     SerialGroup group;
     look_up_rows(group, call.args.at(call.sizes, b), call.sizes);
@@ -32,8 +32,9 @@ void ngram_remember(const Tensor& keys, const Tensor& table_tokens, const Tensor
                     const Tensor& token_ids, const Tensor& parent_rows, const Tensor& depths, const Tensor& num_rows,
                     const Tensor& tail, const Tensor& tokens, const Tensor& log_probs, int64_t max_context,
                     int64_t ways) {
-  const NgramInsertCall call = prepare_ngram_remember(keys, table_tokens, table_log_probs, token_ids, parent_rows,
-                                                      depths, num_rows, tail, tokens, log_probs, max_context, ways);
+  const NgramInsertCall call =
+      prepare_ngram_remember(NgramTensors::of(keys, table_tokens, table_log_probs), token_ids, parent_rows, depths,
+                             num_rows, tail, tokens, log_probs, max_context, ways);
   for_each_sequence(call.batch, NgramArena::bytes(call.sizes), [&](int64_t b, char* arena) {
     SerialGroup group;
     insert_rows(group, call.args.at(call.sizes, b), call.sizes, arena);
@@ -45,8 +46,10 @@ NgramLookupOutputs ngram_recall(const Tensor& keys, const Tensor& table_tokens, 
                                 const Tensor& nodes, int64_t branch, int64_t max_context, int64_t ways,
                                 const std::optional<Tensor>& first_pick, const std::optional<Tensor>& seed,
                                 const std::optional<Tensor>& sequence_ids) {
-  const NgramRecallCall call = prepare_ngram_recall(keys, table_tokens, table_log_probs, token_ids, contexts, depths,
-                                                    nodes, branch, max_context, ways, first_pick, seed, sequence_ids);
+  const NgramTensors table = NgramTensors::of(keys, table_tokens, table_log_probs);
+  const NgramRecallCall call =
+      prepare_ngram_recall(table, NodeTensors::of(token_ids, contexts, depths, table.batch), nodes, branch, max_context,
+                           ways, first_pick, seed, sequence_ids);
   for_each_sequence(call.batch, 0, [&](int64_t b, char*) {
     SerialGroup group;
     recall_nodes(group, call.args.at(call.sizes, b), call.sizes);

@@ -27,19 +27,15 @@ void grow_sequence(const LevelsCall& call, int64_t b, char* arena) {
 }
 
 RecalledLevels recall_levels(const Tensor& keys, const Tensor& table_tokens, const Tensor& table_log_probs,
-                             const Tensor& token_ids, const Tensor& parents, const Tensor& depths,
-                             const Tensor& scores, const Tensor& contexts, const Tensor& expanded,
-                             const Tensor& ancestor_mask, const Tensor& edge_targets, const Tensor& edge_log_probs,
-                             const Tensor& num_nodes, const Tensor& num_merges, const Tensor& frontier,
+                             const std::vector<Tensor>& graph, const Tensor& frontier,
                              const std::optional<Tensor>& log_ratio, int64_t max_context, int64_t ways, int64_t level,
                              int64_t levels, int64_t width, int64_t merge_context, double log_sibling_ratio,
                              double log_min_prob, const std::optional<Tensor>& first_pick,
                              const std::optional<Tensor>& seed, const std::optional<Tensor>& sequence_ids) {
-  const LevelsCall call = prepare_levels(keys, table_tokens, table_log_probs, token_ids, parents, depths, scores,
-                                         contexts, expanded, ancestor_mask, edge_targets, edge_log_probs, num_nodes,
-                                         num_merges, frontier, log_ratio, max_context, ways, level, levels, width,
-                                         merge_context, log_sibling_ratio, log_min_prob, first_pick, seed,
-                                         sequence_ids);
+  const LevelsCall call = prepare_levels(NgramTensors::of(keys, table_tokens, table_log_probs),
+                                         GraphTensors::of(graph), frontier, log_ratio, max_context, ways, level,
+                                         levels, width, merge_context, log_sibling_ratio, log_min_prob, first_pick,
+                                         seed, sequence_ids);
   for_each_sequence(call.batch, MergeArena::bytes(call.merge.sizes),
                     [&](int64_t b, char* arena) { grow_sequence(call, b, arena); });
   const int32_t* nodes = call.merge.args.num_nodes;

@@ -5,12 +5,9 @@
 namespace gsd {
 namespace {
 
-Tensor start_graph(const Tensor& token_ids, const Tensor& parents, const Tensor& depths, const Tensor& scores,
-                   const Tensor& contexts, const Tensor& expanded, const Tensor& ancestor_mask,
-                   const Tensor& edge_targets, const Tensor& edge_log_probs, const Tensor& num_nodes,
-                   const Tensor& num_merges, const Tensor& tokens, const Tensor& out_len, const Tensor& kv_start) {
-  const StartCall call = prepare_start(token_ids, parents, depths, scores, contexts, expanded, ancestor_mask,
-                                       edge_targets, edge_log_probs, num_nodes, num_merges, tokens, out_len, kv_start);
+Tensor start_graph(const std::vector<Tensor>& graph, const Tensor& tokens, const Tensor& out_len,
+                   const Tensor& kv_start) {
+  const StartCall call = prepare_start(GraphTensors::of(graph), tokens, out_len, kv_start);
   SerialGroup group;
   for (int64_t b = 0; b < call.batch; b++) {
     const StartArgs args = call.args.at(call.sizes, b);

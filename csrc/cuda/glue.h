@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <string>
+#include <vector>
 
 #include "../torch_ops/common.h"
 
@@ -49,6 +50,10 @@ inline void check_device(const Tensor& first, std::initializer_list<const std::o
   for (const auto* t : tensors) {
     if (*t) check_device({&first, &**t});
   }
+}
+
+inline void check_device(const Tensor& first, const std::vector<Tensor>& tensors) {
+  for (const Tensor& t : tensors) check_device({&first, &t});
 }
 
 }  // namespace gsd

@@ -14,19 +14,15 @@
 namespace gsd {
 namespace {
 
-MergeOutputs merge(const Tensor& token_ids, const Tensor& parents, const Tensor& depths, const Tensor& scores,
-                   const Tensor& contexts, const Tensor& expanded, const Tensor& ancestor_mask,
-                   const Tensor& edge_targets, const Tensor& edge_log_probs, const Tensor& num_nodes,
-                   const Tensor& num_merges, const Tensor& frontier, const Tensor& cand_tokens,
+MergeOutputs merge(const std::vector<Tensor>& graph, const Tensor& frontier, const Tensor& cand_tokens,
                    const Tensor& cand_log_probs, int64_t level, int64_t width, int64_t merge_context,
                    double log_sibling_ratio, double log_min_prob) {
-  check_device({&token_ids, &parents, &depths, &scores, &contexts, &expanded, &ancestor_mask, &edge_targets,
-                &edge_log_probs, &num_nodes, &num_merges, &frontier, &cand_tokens, &cand_log_probs});
-  const DeviceGuard guard(token_ids.get_device_index());
-  const MergeCall call = prepare_merge(token_ids, parents, depths, scores, contexts, expanded, ancestor_mask,
-                                       edge_targets, edge_log_probs, num_nodes, num_merges, frontier, cand_tokens,
-                                       cand_log_probs, level, width, merge_context, log_sibling_ratio, log_min_prob);
-  check_launch(launch_merge(call.args, call.sizes, call.batch, current_stream(token_ids)));
+  check_device({&frontier, &cand_tokens, &cand_log_probs});
+  check_device(frontier, graph);
+  const DeviceGuard guard(frontier.get_device_index());
+  const MergeCall call = prepare_merge(GraphTensors::of(graph), frontier, cand_tokens, cand_log_probs, level, width,
+                                       merge_context, log_sibling_ratio, log_min_prob);
+  check_launch(launch_merge(call.args, call.sizes, call.batch, current_stream(frontier)));
   return call.outputs;
 }
 
@@ -205,8 +201,8 @@ void ngram_insert(const Tensor& keys, const Tensor& table_tokens, const Tensor& 
                   int64_t max_context, int64_t ways) {
   check_device({&keys, &table_tokens, &table_log_probs, &contexts, &tokens, &log_probs, &valid});
   const DeviceGuard guard(keys.get_device_index());
-  const NgramInsertCall call = prepare_ngram_insert(keys, table_tokens, table_log_probs, contexts, tokens, log_probs,
-                                                    valid, max_context, ways);
+  const NgramInsertCall call = prepare_ngram_insert(NgramTensors::of(keys, table_tokens, table_log_probs), contexts,
+                                                    tokens, log_probs, valid, max_context, ways);
   check_launch(launch_ngram_insert(call.args, call.sizes, call.batch, current_stream(keys)));
 }
 
@@ -215,7 +211,7 @@ NgramLookupOutputs ngram_lookup(const Tensor& keys, const Tensor& table_tokens, 
   check_device({&keys, &table_tokens, &table_log_probs, &contexts});
   const DeviceGuard guard(keys.get_device_index());
   const NgramLookupCall call =
-      prepare_ngram_lookup(keys, table_tokens, table_log_probs, contexts, max_context, ways);
+      prepare_ngram_lookup(NgramTensors::of(keys, table_tokens, table_log_probs), contexts, max_context, ways);
   check_launch(launch_ngram_lookup(call.args, call.sizes, call.batch, current_stream(keys)));
   return call.outputs;
 }
@@ -227,8 +223,9 @@ void ngram_remember(const Tensor& keys, const Tensor& table_tokens, const Tensor
   check_device({&keys, &table_tokens, &table_log_probs, &token_ids, &parent_rows, &depths, &num_rows, &tail, &tokens,
                 &log_probs});
   const DeviceGuard guard(keys.get_device_index());
-  const NgramInsertCall call = prepare_ngram_remember(keys, table_tokens, table_log_probs, token_ids, parent_rows,
-                                                      depths, num_rows, tail, tokens, log_probs, max_context, ways);
+  const NgramInsertCall call =
+      prepare_ngram_remember(NgramTensors::of(keys, table_tokens, table_log_probs), token_ids, parent_rows, depths,
+                             num_rows, tail, tokens, log_probs, max_context, ways);
   check_launch(launch_ngram_insert(call.args, call.sizes, call.batch, current_stream(keys)));
 }
 
@@ -240,8 +237,10 @@ NgramLookupOutputs ngram_recall(const Tensor& keys, const Tensor& table_tokens, 
   check_device({&keys, &table_tokens, &table_log_probs, &token_ids, &contexts, &depths, &nodes});
   check_device(keys, {&first_pick, &seed, &sequence_ids});
   const DeviceGuard guard(keys.get_device_index());
-  const NgramRecallCall call = prepare_ngram_recall(keys, table_tokens, table_log_probs, token_ids, contexts, depths,
-                                                    nodes, branch, max_context, ways, first_pick, seed, sequence_ids);
+  const NgramTensors table = NgramTensors::of(keys, table_tokens, table_log_probs);
+  const NgramRecallCall call =
+      prepare_ngram_recall(table, NodeTensors::of(token_ids, contexts, depths, table.batch), nodes, branch, max_context,
+                           ways, first_pick, seed, sequence_ids);
   check_launch(launch_ngram_recall(call.args, call.sizes, call.batch, current_stream(keys)));
   return call.outputs;
 }
@@ -275,16 +274,13 @@ MixOutputs mix_candidates(const Tensor& tokens, const Tensor& log_probs, const T
   return call.outputs;
 }
 
-Tensor start_graph(const Tensor& token_ids, const Tensor& parents, const Tensor& depths, const Tensor& scores,
-                   const Tensor& contexts, const Tensor& expanded, const Tensor& ancestor_mask,
-                   const Tensor& edge_targets, const Tensor& edge_log_probs, const Tensor& num_nodes,
-                   const Tensor& num_merges, const Tensor& tokens, const Tensor& out_len, const Tensor& kv_start) {
-  check_device({&token_ids, &parents, &depths, &scores, &contexts, &expanded, &ancestor_mask, &edge_targets,
-                &edge_log_probs, &num_nodes, &num_merges, &tokens, &out_len, &kv_start});
-  const DeviceGuard guard(token_ids.get_device_index());
-  const StartCall call = prepare_start(token_ids, parents, depths, scores, contexts, expanded, ancestor_mask,
-                                       edge_targets, edge_log_probs, num_nodes, num_merges, tokens, out_len, kv_start);
-  check_launch(launch_start(call.args, call.sizes, call.batch, current_stream(token_ids)));
+Tensor start_graph(const std::vector<Tensor>& graph, const Tensor& tokens, const Tensor& out_len,
+                   const Tensor& kv_start) {
+  check_device({&tokens, &out_len, &kv_start});
+  check_device(tokens, graph);
+  const DeviceGuard guard(tokens.get_device_index());
+  const StartCall call = prepare_start(GraphTensors::of(graph), tokens, out_len, kv_start);
+  check_launch(launch_start(call.args, call.sizes, call.batch, current_stream(tokens)));
   return call.first_pick;
 }
 

@@ -44,6 +44,19 @@ const T* read(const Tensor& t) {
   return static_cast<const T*>(t.const_data_ptr());
 }
 
+// The same of a tensor that is checked first.
+template <class T>
+T* written(const char* name, const Tensor& t, std::initializer_list<int64_t> shape) {
+  check(name, t, torch::headeronly::CppTypeToScalarType<T>::value, shape);
+  return written<T>(t);
+}
+
+template <class T>
+const T* read(const char* name, const Tensor& t, std::initializer_list<int64_t> shape) {
+  check(name, t, torch::headeronly::CppTypeToScalarType<T>::value, shape);
+  return read<T>(t);
+}
+
 inline Tensor new_int32(const Tensor& like, std::initializer_list<int64_t> shape) {
   return torch::stable::new_empty(like, shape, ScalarType::Int);
 }

@@ -1,4 +1,4 @@
-// The table and rows of ngram_insert, ngram_lookup, perturb_candidates and mix_candidates.
+// The table and rows of the n-gram ops; the candidates of those that calibrate, perturb and mix them.
 #pragma once
 
 #include <optional>
@@ -10,36 +10,37 @@
 
 namespace gsd {
 
-inline NgramTable ngram_table(const Tensor& keys, const Tensor& tokens, const Tensor& log_probs, int64_t batch,
-                              const NgramSizes& s) {
-  check("keys", keys, ScalarType::Long, {batch, s.capacity});
-  check("table_tokens", tokens, ScalarType::Int, {batch, s.capacity, s.branch});
-  check("table_log_probs", log_probs, ScalarType::Float, {batch, s.capacity, s.branch});
-  return {written<int64_t>(keys), written<int32_t>(tokens), written<float>(log_probs)};
-}
+constexpr int64_t kMostEntries = 1 << 30;
 
-inline NgramSizes ngram_sizes(const Tensor& keys, const Tensor& tokens, int64_t batch, int64_t rows, int64_t context,
-                              int64_t max_context, int64_t ways) {
-  check("keys", keys, ScalarType::Long, {batch, kAny});
-  check("table_tokens", tokens, ScalarType::Int, {batch, kAny, kAny});
-  const int64_t capacity = keys.size(1);
-  constexpr int64_t kMost = 1 << 30;
-  STD_TORCH_CHECK(ways >= 1 && ways <= kMostWays && (ways & (ways - 1)) == 0, "ways: expected a power of two up to ",
-                  kMostWays, ", got ", ways);
-  STD_TORCH_CHECK(capacity >= ways && capacity <= kMost && (capacity & (capacity - 1)) == 0,
-                  "keys: expected a power of two of at least ", ways, " entries, got ", capacity);
+// The tensors of an NgramTable.
+struct NgramTensors {
+  NgramTable data;  // of the first sequence
+  int64_t batch, capacity, branch;
+
+  static NgramTensors of(const Tensor& keys, const Tensor& tokens, const Tensor& log_probs) {
+    check("keys", keys, ScalarType::Long, {kAny, kAny});
+    const int64_t batch = keys.size(0), capacity = keys.size(1);
+    STD_TORCH_CHECK(capacity >= 1 && capacity <= kMostEntries && (capacity & (capacity - 1)) == 0,
+                    "keys: expected a power of two of entries, got ", capacity);
+    check("table_tokens", tokens, ScalarType::Int, {batch, capacity, kAny});
+    const int64_t branch = tokens.size(2);
+    return {{written<int64_t>(keys), written<int32_t>(tokens),
+             written<float>("table_log_probs", log_probs, {batch, capacity, branch})},
+            batch, capacity, branch};
+  }
+};
+
+inline NgramSizes ngram_sizes(const NgramTensors& table, int64_t rows, int64_t context, int64_t max_context,
+                              int64_t ways) {
+  const int64_t most = kMostWays < table.capacity ? kMostWays : table.capacity;
+  STD_TORCH_CHECK(ways >= 1 && ways <= most && (ways & (ways - 1)) == 0, "ways: expected a power of two up to ", most,
+                  ", got ", ways);
   STD_TORCH_CHECK(max_context >= 1 && max_context <= kMostLengths && max_context <= context,
                   "contexts: expected at least ", max_context, " tokens of each, 1 ... ", kMostLengths, ", got ",
                   context);
-  STD_TORCH_CHECK(rows < kMost / kMostLengths && tokens.size(2) < kMost, "contexts: too many rows, ", rows);
-  return {static_cast<int>(capacity), static_cast<int>(ways),    static_cast<int>(tokens.size(2)),
-          static_cast<int>(rows),     static_cast<int>(context), static_cast<int>(max_context)};
-}
-
-inline NgramSizes ngram_sizes(const Tensor& keys, const Tensor& tokens, const Tensor& contexts, int64_t max_context,
-                              int64_t ways) {
-  check("contexts", contexts, ScalarType::Int, {keys.size(0), kAny, kAny});
-  return ngram_sizes(keys, tokens, keys.size(0), contexts.size(1), contexts.size(2), max_context, ways);
+  STD_TORCH_CHECK(rows < kMostEntries / kMostLengths && table.branch < kMostEntries, "contexts: too many rows, ", rows);
+  return {static_cast<int>(table.capacity), static_cast<int>(ways),    static_cast<int>(table.branch),
+          static_cast<int>(rows),           static_cast<int>(context), static_cast<int>(max_context)};
 }
 
 struct NgramInsertCall {
@@ -48,39 +49,40 @@ struct NgramInsertCall {
   int64_t batch;
 };
 
-inline NgramInsertCall prepare_ngram_insert(const Tensor& keys, const Tensor& table_tokens,
-                                            const Tensor& table_log_probs, const Tensor& contexts,
-                                            const Tensor& tokens, const Tensor& log_probs, const Tensor& valid,
-                                            int64_t max_context, int64_t ways) {
-  const NgramSizes sizes = ngram_sizes(keys, table_tokens, contexts, max_context, ways);
-  const int64_t batch = keys.size(0);
-  check("tokens", tokens, ScalarType::Int, {batch, sizes.rows, sizes.branch});
-  check("log_probs", log_probs, ScalarType::Float, {batch, sizes.rows, sizes.branch});
-  check("valid", valid, ScalarType::Bool, {batch, sizes.rows});
-  const NgramInsertArgs args{ngram_table(keys, table_tokens, table_log_probs, batch, sizes), read<int32_t>(contexts),
-                             read<int32_t>(tokens), read<float>(log_probs), read<bool>(valid), {}};
+inline NgramInsertCall prepare_ngram_insert(const NgramTensors& table, const Tensor& contexts, const Tensor& tokens,
+                                            const Tensor& log_probs, const Tensor& valid, int64_t max_context,
+                                            int64_t ways) {
+  const int64_t batch = table.batch, branch = table.branch;
+  check("contexts", contexts, ScalarType::Int, {batch, kAny, kAny});
+  const int64_t rows = contexts.size(1);
+  const NgramSizes sizes = ngram_sizes(table, rows, contexts.size(2), max_context, ways);
+  const NgramInsertArgs args{table.data,
+                             read<int32_t>(contexts),
+                             read<int32_t>("tokens", tokens, {batch, rows, branch}),
+                             read<float>("log_probs", log_probs, {batch, rows, branch}),
+                             read<bool>("valid", valid, {batch, rows}),
+                             {}};
   return {sizes, args, batch};
 }
 
 // As above, with contexts of a tree's rows.
-inline NgramInsertCall prepare_ngram_remember(const Tensor& keys, const Tensor& table_tokens,
-                                              const Tensor& table_log_probs, const Tensor& token_ids,
+inline NgramInsertCall prepare_ngram_remember(const NgramTensors& table, const Tensor& token_ids,
                                               const Tensor& parent_rows, const Tensor& depths, const Tensor& num_rows,
                                               const Tensor& tail, const Tensor& tokens, const Tensor& log_probs,
                                               int64_t max_context, int64_t ways) {
-  check("token_ids", token_ids, ScalarType::Int, {keys.size(0), kAny});
-  const int64_t batch = keys.size(0), rows = token_ids.size(1);
-  check("parent_rows", parent_rows, ScalarType::Int, {batch, rows});
-  check("depths", depths, ScalarType::Int, {batch, rows});
-  check("num_rows", num_rows, ScalarType::Int, {batch});
-  check("tail", tail, ScalarType::Int, {batch, kAny});
-  const NgramSizes sizes = ngram_sizes(keys, table_tokens, batch, rows, tail.size(1), max_context, ways);
-  check("tokens", tokens, ScalarType::Int, {batch, rows, sizes.branch});
-  check("log_probs", log_probs, ScalarType::Float, {batch, rows, sizes.branch});
-  const NgramTree tree{read<int32_t>(token_ids), read<int32_t>(parent_rows), read<int32_t>(depths),
-                       read<int32_t>(num_rows), read<int32_t>(tail)};
-  const NgramInsertArgs args{ngram_table(keys, table_tokens, table_log_probs, batch, sizes), nullptr,
-                             read<int32_t>(tokens), read<float>(log_probs), nullptr, tree};
+  const int64_t batch = table.batch, branch = table.branch;
+  check("token_ids", token_ids, ScalarType::Int, {batch, kAny});
+  const int64_t rows = token_ids.size(1);
+  const NgramTree tree{read<int32_t>(token_ids), read<int32_t>("parent_rows", parent_rows, {batch, rows}),
+                       read<int32_t>("depths", depths, {batch, rows}), read<int32_t>("num_rows", num_rows, {batch}),
+                       read<int32_t>("tail", tail, {batch, kAny})};
+  const NgramSizes sizes = ngram_sizes(table, rows, tail.size(1), max_context, ways);
+  const NgramInsertArgs args{table.data,
+                             nullptr,
+                             read<int32_t>("tokens", tokens, {batch, rows, branch}),
+                             read<float>("log_probs", log_probs, {batch, rows, branch}),
+                             nullptr,
+                             tree};
   return {sizes, args, batch};
 }
 
@@ -93,17 +95,17 @@ struct NgramLookupCall {
   NgramLookupOutputs outputs;
 };
 
-inline NgramLookupCall prepare_ngram_lookup(const Tensor& keys, const Tensor& table_tokens,
-                                            const Tensor& table_log_probs, const Tensor& contexts,
-                                            int64_t max_context, int64_t ways) {
-  const NgramSizes sizes = ngram_sizes(keys, table_tokens, contexts, max_context, ways);
-  const int64_t batch = keys.size(0);
-  NgramLookupOutputs outputs{new_int32(contexts, {batch, sizes.rows, sizes.branch}),
-                             torch::stable::new_empty(table_log_probs, {batch, sizes.rows, sizes.branch}),
-                             new_int32(contexts, {batch, sizes.rows})};
-  const NgramLookupArgs args{ngram_table(keys, table_tokens, table_log_probs, batch, sizes), read<int32_t>(contexts),
-                             written<int32_t>(std::get<0>(outputs)), written<float>(std::get<1>(outputs)),
-                             written<int32_t>(std::get<2>(outputs))};
+inline NgramLookupCall prepare_ngram_lookup(const NgramTensors& table, const Tensor& contexts, int64_t max_context,
+                                            int64_t ways) {
+  const int64_t batch = table.batch;
+  check("contexts", contexts, ScalarType::Int, {batch, kAny, kAny});
+  const int64_t rows = contexts.size(1);
+  const NgramSizes sizes = ngram_sizes(table, rows, contexts.size(2), max_context, ways);
+  NgramLookupOutputs outputs{new_int32(contexts, {batch, rows, table.branch}),
+                             torch::stable::new_empty(contexts, {batch, rows, table.branch}, ScalarType::Float),
+                             new_int32(contexts, {batch, rows})};
+  const NgramLookupArgs args{table.data, read<int32_t>(contexts), written<int32_t>(std::get<0>(outputs)),
+                             written<float>(std::get<1>(outputs)), written<int32_t>(std::get<2>(outputs))};
   return {sizes, args, batch, std::move(outputs)};
 }
 
@@ -114,43 +116,46 @@ struct NgramRecallCall {
   NgramLookupOutputs outputs;
 };
 
-inline NgramRecallCall prepare_ngram_recall(const Tensor& keys, const Tensor& table_tokens,
-                                            const Tensor& table_log_probs, const Tensor& token_ids,
-                                            const Tensor& contexts, const Tensor& depths, const Tensor& nodes,
+// The nodes of a graph, all that a recall reads of it.
+struct NodeTensors {
+  const int32_t *token_ids, *contexts, *depths;
+  int64_t nodes, context;
+
+  static NodeTensors of(const Tensor& token_ids, const Tensor& contexts, const Tensor& depths, int64_t batch) {
+    check("token_ids", token_ids, ScalarType::Int, {batch, kAny});
+    const int64_t nodes = token_ids.size(1);
+    check("contexts", contexts, ScalarType::Int, {batch, nodes, kAny});
+    return {read<int32_t>(token_ids), read<int32_t>(contexts), read<int32_t>("depths", depths, {batch, nodes}), nodes,
+            contexts.size(2)};
+  }
+};
+
+inline NgramRecallCall prepare_ngram_recall(const NgramTensors& table, const NodeTensors& graph, const Tensor& nodes,
                                             int64_t wanted, int64_t max_context, int64_t ways,
                                             const std::optional<Tensor>& first_pick, const std::optional<Tensor>& seed,
                                             const std::optional<Tensor>& sequence_ids) {
-  check("token_ids", token_ids, ScalarType::Int, {keys.size(0), kAny});
-  const int64_t batch = keys.size(0), graph_nodes = token_ids.size(1);
-  check("contexts", contexts, ScalarType::Int, {batch, graph_nodes, kAny});
-  check("depths", depths, ScalarType::Int, {batch, graph_nodes});
+  const int64_t batch = table.batch;
   check("nodes", nodes, ScalarType::Int, {batch, kAny});
-  STD_TORCH_CHECK(graph_nodes >= 1, "token_ids: expected at least one node");
-  const NgramSizes sizes =
-      ngram_sizes(keys, table_tokens, batch, nodes.size(1), contexts.size(2), max_context, ways);
+  STD_TORCH_CHECK(graph.nodes >= 1, "token_ids: expected at least one node");
+  const NgramSizes sizes = ngram_sizes(table, nodes.size(1), graph.context, max_context, ways);
   STD_TORCH_CHECK(wanted >= 0 && wanted <= sizes.branch, "branch: expected at most ", sizes.branch, ", got ", wanted);
   STD_TORCH_CHECK(first_pick.has_value() == seed.has_value() && seed.has_value() == sequence_ids.has_value(),
                   "first_pick, seed, sequence_ids: expected all or none");
-  if (seed) {
-    check("first_pick", *first_pick, ScalarType::Int, {batch});
-    check("seed", *seed, ScalarType::Long, {});
-    check("sequence_ids", *sequence_ids, ScalarType::Int, {batch});
-  }
   NgramLookupOutputs outputs{new_int32(nodes, {batch, sizes.rows, wanted}),
-                             torch::stable::new_empty(table_log_probs, {batch, sizes.rows, wanted}),
+                             torch::stable::new_empty(nodes, {batch, sizes.rows, wanted}, ScalarType::Float),
                              new_int32(nodes, {batch, sizes.rows})};
-  const NgramRecallArgs args{ngram_table(keys, table_tokens, table_log_probs, batch, sizes),
-                             read<int32_t>(token_ids),
-                             read<int32_t>(contexts),
-                             read<int32_t>(depths),
+  const NgramRecallArgs args{table.data,
+                             graph.token_ids,
+                             graph.contexts,
+                             graph.depths,
                              read<int32_t>(nodes),
-                             seed ? read<int32_t>(*first_pick) : nullptr,
-                             seed ? read<int64_t>(*seed) : nullptr,
-                             seed ? read<int32_t>(*sequence_ids) : nullptr,
+                             seed ? read<int32_t>("first_pick", *first_pick, {batch}) : nullptr,
+                             seed ? read<int64_t>("seed", *seed, {}) : nullptr,
+                             seed ? read<int32_t>("sequence_ids", *sequence_ids, {batch}) : nullptr,
                              written<int32_t>(std::get<0>(outputs)),
                              written<float>(std::get<1>(outputs)),
                              written<int32_t>(std::get<2>(outputs)),
-                             static_cast<int>(graph_nodes),
+                             static_cast<int>(graph.nodes),
                              static_cast<int>(wanted)};
   return {sizes, args, batch, std::move(outputs)};
 }

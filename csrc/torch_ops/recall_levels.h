@@ -70,22 +70,16 @@ struct LevelsCall {
   MergeCall merge;         // of one level
 };
 
-inline LevelsCall prepare_levels(const Tensor& keys, const Tensor& table_tokens, const Tensor& table_log_probs,
-                                 const Tensor& token_ids, const Tensor& parents, const Tensor& depths,
-                                 const Tensor& scores, const Tensor& contexts, const Tensor& expanded,
-                                 const Tensor& ancestor_mask, const Tensor& edge_targets,
-                                 const Tensor& edge_log_probs, const Tensor& num_nodes, const Tensor& num_merges,
-                                 const Tensor& frontier, const std::optional<Tensor>& log_ratio, int64_t max_context,
-                                 int64_t ways, int64_t level, int64_t levels, int64_t width, int64_t merge_context,
+inline LevelsCall prepare_levels(const NgramTensors& table, const GraphTensors& graph, const Tensor& frontier,
+                                 const std::optional<Tensor>& log_ratio, int64_t max_context, int64_t ways,
+                                 int64_t level, int64_t levels, int64_t width, int64_t merge_context,
                                  double log_sibling_ratio, double log_min_prob,
                                  const std::optional<Tensor>& first_pick, const std::optional<Tensor>& seed,
                                  const std::optional<Tensor>& sequence_ids) {
-  check("keys", keys, ScalarType::Long, {kAny, kAny});
-  const int64_t batch = keys.size(0);
-  check("token_ids", token_ids, ScalarType::Int, {batch, kAny});
-  check("edge_targets", edge_targets, ScalarType::Int, {batch, token_ids.size(1), kAny});
+  const int64_t batch = graph.batch;
+  STD_TORCH_CHECK(batch == table.batch, "keys: expected ", batch, " sequences, got ", table.batch);
   check("frontier", frontier, ScalarType::Int, {batch, kAny});
-  const int64_t branch = edge_targets.size(2), given = frontier.size(1);
+  const int64_t branch = graph.branch, given = frontier.size(1);
   constexpr int64_t kMost = 1 << 15;
   STD_TORCH_CHECK(given >= 1 && given <= width && width < kMost, "width: expected at least the frontier's ", given,
                   " nodes, below ", kMost, ", got ", width);
@@ -98,30 +92,29 @@ inline LevelsCall prepare_levels(const Tensor& keys, const Tensor& table_tokens,
   }
   RecalledLevels outputs{new_int32(frontier, {batch, levels * width}),
                          new_int32(frontier, {batch, levels * width, branch}),
-                         torch::stable::new_empty(table_log_probs, {batch, levels * width, branch}),
+                         torch::stable::new_empty(frontier, {batch, levels * width, branch}, ScalarType::Float),
                          new_int32(frontier, {batch, levels * width}),
-                         torch::stable::new_empty(table_log_probs, {batch, levels * width, branch})};
+                         torch::stable::new_empty(frontier, {batch, levels * width, branch}, ScalarType::Float)};
   const LevelSizes sizes{levels, width, branch, log_ratio ? log_ratio->size(0) : 0, log_ratio ? log_ratio->size(1) : 0};
   const LevelArgs args{written<int32_t>(std::get<0>(outputs)), written<int32_t>(std::get<1>(outputs)),
                        written<float>(std::get<2>(outputs)),   written<int32_t>(std::get<3>(outputs)),
                        written<float>(std::get<4>(outputs)),   log_ratio ? read<float>(*log_ratio) : nullptr};
   const int32_t* first = read<int32_t>(frontier);
-  const int64_t nodes = token_ids.size(1);
   for (int64_t b = 0; b < batch; b++) {
     int32_t* root = args.at(sizes, b, 0).nodes;
     for (int64_t w = 0; w < width; w++) {
       root[w] = w < given ? first[b * given + w] : -1;
-      STD_TORCH_CHECK(root[w] < nodes, "frontier: node ", root[w], " of ", nodes);
+      STD_TORCH_CHECK(root[w] < graph.nodes, "frontier: node ", root[w], " of ", graph.nodes);
     }
   }
   // Of one level, at places that the levels replace by their own.
   const Tensor asked = new_int32(frontier, {batch, width});
-  NgramRecallCall recall = prepare_ngram_recall(keys, table_tokens, table_log_probs, token_ids, contexts, depths,
-                                                asked, branch, max_context, ways, first_pick, seed, sequence_ids);
-  MergeCall merge = prepare_merge(token_ids, parents, depths, scores, contexts, expanded, ancestor_mask, edge_targets,
-                                  edge_log_probs, num_nodes, num_merges, asked, std::get<0>(recall.outputs),
-                                  std::get<1>(recall.outputs), level, width, merge_context, log_sibling_ratio,
-                                  log_min_prob);
+  const GraphData& data = graph.data;
+  NgramRecallCall recall =
+      prepare_ngram_recall(table, {data.token_ids, data.contexts, data.depths, graph.nodes, kContext}, asked, branch,
+                           max_context, ways, first_pick, seed, sequence_ids);
+  MergeCall merge = prepare_merge(graph, asked, std::get<0>(recall.outputs), std::get<1>(recall.outputs), level, width,
+                                  merge_context, log_sibling_ratio, log_min_prob);
   return {sizes, args, batch, std::move(outputs), std::move(recall), std::move(merge)};
 }
 

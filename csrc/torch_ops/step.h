@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "../algorithms/step.h"
-#include "common.h"
+#include "graph.h"
 
 namespace gsd {
 
@@ -17,45 +17,17 @@ struct StartCall {
   Tensor first_pick;
 };
 
-inline StartCall prepare_start(const Tensor& token_ids, const Tensor& parents, const Tensor& depths,
-                               const Tensor& scores, const Tensor& contexts, const Tensor& expanded,
-                               const Tensor& ancestor_mask, const Tensor& edge_targets, const Tensor& edge_log_probs,
-                               const Tensor& num_nodes, const Tensor& num_merges, const Tensor& tokens,
-                               const Tensor& out_len, const Tensor& kv_start) {
-  check("token_ids", token_ids, ScalarType::Int, {kAny, kAny});
-  const int64_t batch = token_ids.size(0), nodes = token_ids.size(1);
-  check("parents", parents, ScalarType::Int, {batch, nodes});
-  check("depths", depths, ScalarType::Int, {batch, nodes});
-  check("scores", scores, ScalarType::Float, {batch, nodes});
-  check("contexts", contexts, ScalarType::Int, {batch, nodes, kAny});
-  check("expanded", expanded, ScalarType::Bool, {batch, nodes});
-  check("ancestor_mask", ancestor_mask, ScalarType::Int, {batch, nodes, kAny});
-  check("edge_targets", edge_targets, ScalarType::Int, {batch, nodes, kAny});
-  check("edge_log_probs", edge_log_probs, ScalarType::Float, {batch, nodes, edge_targets.size(2)});
-  check("num_nodes", num_nodes, ScalarType::Int, {batch});
-  check("num_merges", num_merges, ScalarType::Int, {batch});
-  check("tokens", tokens, ScalarType::Long, {batch, kAny});
-  check("out_len", out_len, ScalarType::Int, {batch});
-  check("kv_start", kv_start, ScalarType::Int, {batch});
-  const StartSizes sizes{static_cast<int>(nodes), static_cast<int>(edge_targets.size(2)),
-                         static_cast<int>(ancestor_mask.size(2)), static_cast<int>(contexts.size(2)),
-                         static_cast<int>(tokens.size(1))};
+inline StartCall prepare_start(const GraphTensors& graph, const Tensor& tokens, const Tensor& out_len,
+                               const Tensor& kv_start) {
+  const int64_t batch = graph.batch;
   Tensor first_pick = new_int32(out_len, {batch});
-  const StartArgs args{written<int32_t>(token_ids),
-                       written<int32_t>(parents),
-                       written<int32_t>(depths),
-                       written<float>(scores),
-                       written<int32_t>(contexts),
-                       written<bool>(expanded),
-                       written<int32_t>(ancestor_mask),
-                       written<int32_t>(edge_targets),
-                       written<float>(edge_log_probs),
-                       written<int32_t>(num_nodes),
-                       written<int32_t>(num_merges),
-                       read<int64_t>(tokens),
-                       read<int32_t>(out_len),
-                       read<int32_t>(kv_start),
+  const StartArgs args{graph.data,
+                       read<int64_t>("tokens", tokens, {batch, kAny}),
+                       read<int32_t>("out_len", out_len, {batch}),
+                       read<int32_t>("kv_start", kv_start, {batch}),
                        written<int32_t>(first_pick)};
+  const StartSizes sizes{static_cast<int>(graph.nodes), static_cast<int>(graph.branch), static_cast<int>(graph.words),
+                         static_cast<int>(tokens.size(1))};
   return {sizes, args, batch, std::move(first_pick)};
 }
 

@@ -218,7 +218,7 @@ inline bool wild_rows_stand(int threads, Wild& wild) {
                             reinterpret_cast<bool*>(expanded.data()), node_masks.data(), targets.data(),
                             log_probs.data(), num_nodes.data(), num_merges.data(), text.data(), any_length.data(),
                             start.data(), first.data()},
-                  StartSizes{kNodes, kBranch, kWords, kContext, length});
+                  StartSizes{kNodes, kBranch, kWords, length});
   });
   return true;
 }

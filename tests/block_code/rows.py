@@ -11,7 +11,7 @@ from shared import once
 from torch import Tensor
 
 from gsd_kernels import backends
-from gsd_kernels.compiled import SCHEMAS
+from gsd_kernels.compiled import schema_of
 from gsd_kernels.ops.decoder_rows import compiled, cuda
 from gsd_kernels_hf.model import fused
 
@@ -45,8 +45,7 @@ def operators(factory: pytest.TempPathFactory) -> Any:
     """``torch.ops.gsd_block_code``, built once a run."""
     folder = once(factory, "rows_op", lambda folder: build(SOURCE, folder / "rows_op.so", FLAGS))
     if not hasattr(torch.ops.gsd_block_code, "launches"):
-        schema = next(schema for schema in SCHEMAS if schema.startswith("decoder_rows("))
-        arguments, _, results = schema.removeprefix("decoder_rows").partition(" -> ")
+        arguments, _, results = schema_of("decoder_rows").partition(" -> ")
         torch.library.define("gsd_block_code::decoder_rows", f"{arguments} -> {results}")
         torch.library.define("gsd_block_code::launches", f"{arguments} -> Tensor")
         torch.ops.load_library(str(folder / "rows_op.so"))

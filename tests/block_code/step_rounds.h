@@ -19,7 +19,7 @@ inline Ints drawn(std::mt19937& random, int count, int low, int high) {
 
 // A text, a graph of any content, and all that the five algorithms write.
 struct StepState {
-  static constexpr int kNodes = 40, kBranch = 3, kWords = 2, kContext = 8, kLength = 90, kRows = 37;
+  static constexpr int kNodes = 40, kBranch = 3, kWords = 2, kLength = 90, kRows = 37;
 
   std::vector<int64_t> tokens, counts{5, 6, 7}, places = std::vector<int64_t>(kRows, -7), positions = places,
                                                 ids = places;
@@ -84,7 +84,7 @@ void take_step(Group& group, StepState& s, const StepInputs& in) {
                           reinterpret_cast<bool*>(s.expanded.data()), s.mask.data(), s.targets.data(),
                           s.log_probs.data(), s.num_nodes.data(), s.num_merges.data(), s.tokens.data(),
                           s.out_len.data(), in.start.data(), s.first.data()},
-                {StepState::kNodes, StepState::kBranch, StepState::kWords, StepState::kContext, StepState::kLength});
+                {StepState::kNodes, StepState::kBranch, StepState::kWords, StepState::kLength});
   place_rows(group,
              FeedArgs<int64_t>{in.rows.data(), in.depths.data(), nullptr, s.out_len.data(), in.start.data(),
                                s.ids.data(), s.places.data(), s.positions.data(), s.row_depths.data(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def op_inputs():
     cache = [torch.randn(2, 1, 16, 4) for _ in range(4)]
     accepted = torch.tensor([[0, 2, 5], [0, -1, -1]], dtype=torch.int32), torch.tensor([3, 1], dtype=torch.int32)
     return {
-        "merge": (*fresh.tensors(), fresh.root_frontier(), *candidates, 0, 3, 0, -1.0, float("-inf")),
+        "merge": ([*fresh.tensors()], fresh.root_frontier(), *candidates, 0, 3, 0, -1.0, float("-inf")),
         "flatten": (graph.token_ids, graph.edge_targets, graph.edge_log_probs, 8, 4),
         "verify": (
             *(rows.token_ids, rows.parent_rows, rows.depths, rows.ancestor_mask, rows.num_rows),
@@ -133,7 +134,7 @@ def levels_inputs(first, stream):
     table = Memory().empty()
     gsd.ngram_insert(table, *Memory().calls()[0], backend="reference")
     level = (0, 2, 3, 0, -1.0, float("-inf"))
-    tensors = (table.keys, table.tokens, table.log_probs, *graph.tensors(), graph.root_frontier(), torch.rand(4, 2))
+    tensors = (table.keys, table.tokens, table.log_probs, [*graph.tensors()], graph.root_frontier(), torch.rand(4, 2))
     return *tensors, 3, 4, *level, first, *stream
 
 
@@ -143,7 +144,7 @@ def step_inputs():
     drafted_too = (nodes, graph.parents, graph.num_nodes, graph.num_merges)
     *row_inputs, vocab = fed(1).values()
     return {
-        "start_graph": (*graph_of(0).tensors(), *texts(0).values()),
+        "start_graph": ([*graph_of(0).tensors()], *texts(0).values()),
         "feed_rows": (*row_inputs[:2], None, *row_inputs[2:], torch.zeros(3, 9, dtype=torch.int32), 2, 1, vocab, True),
         "feed_chain": tuple(chained(1).values()),
         "accepted_path": (*path.tensors(), rows.token_ids, rows.node_ids),
@@ -211,12 +212,17 @@ def test_a_graph_too_small_for_the_level_is_refused():
         gsd.merge(graph, frontier, *more, level=1, **level)
 
 
+def graph_of_one():
+    config = gsd.GraphConfig(depth=1, width=2, branch=2, max_rows=4)
+    return [*gsd.TokenGraph.empty(1, config, "cpu").tensors()]
+
+
 @pytest.mark.parametrize(
     ("name", "at", "value", "match"),
     [
-        ("merge", 3, torch.zeros(2, 5, dtype=torch.float64), "scores: wrong dtype"),
-        ("merge", 12, torch.zeros(2, 2, 2, dtype=torch.int32), "frontier: expected size"),
-        ("merge", 16, 9, "merge_context"),
+        ("merge", 0, [], "graph: expected the 11 tensors of a TokenGraph, got 0"),
+        ("merge", 2, torch.zeros(2, 2, 2, dtype=torch.int32), "cand_tokens: expected size"),
+        ("merge", 6, 9, "merge_context"),
         ("flatten", 3, 129, "max_rows"),
         ("flatten", 4, 8, "max_path"),
         ("select_rows", 8, 129, "max_rows"),
@@ -231,8 +237,8 @@ def test_a_graph_too_small_for_the_level_is_refused():
         ("ngram_insert", 8, 3, "ways: expected a power of two"),
         ("ngram_insert", 6, torch.ones(2, 3, dtype=torch.bool), "valid: expected size"),
         ("perturb_candidates", 2, torch.zeros(2, 4, dtype=torch.int32), "positions: expected size"),
-        ("start_graph", 12, torch.full((3,), 99, dtype=torch.int32), "out_len: expected 1 ... 40, got 99"),
-        ("start_graph", 11, torch.zeros(3, 40, dtype=torch.int32), "tokens: wrong dtype"),
+        ("start_graph", 2, torch.full((3,), 99, dtype=torch.int32), "out_len: expected 1 ... 40, got 99"),
+        ("start_graph", 1, torch.zeros(3, 40, dtype=torch.int32), "tokens: wrong dtype"),
         ("feed_rows", 5, torch.zeros(3, 4, dtype=torch.int32), "node_depths: expected at least 6 nodes, got 4"),
         ("feed_chain", 2, torch.full((3,), 30, dtype=torch.int32), "end: expected 30 ... 40"),
         ("accepted_path", 4, torch.zeros(3, 3, dtype=torch.int32), "node_ids: expected size"),
@@ -244,12 +250,13 @@ def test_a_graph_too_small_for_the_level_is_refused():
         ("ngram_remember", 4, torch.zeros(2, 3, dtype=torch.int32), "parent_rows: expected size"),
         ("ngram_recall", 7, 3, "branch: expected at most 2, got 3"),
         ("ngram_recall", 10, None, "expected all or none"),
-        ("recall_levels", 14, torch.full((2, 1), 99, dtype=torch.int32), "frontier: node 99 of"),
-        ("recall_levels", 15, torch.rand(4, 1), "log_ratio: expected at least 2 ranks, got 1"),
-        ("recall_levels", 19, 0, "levels: expected at least 1"),
-        ("recall_levels", 20, 0, "width: expected at least the frontier's 1"),
-        ("recall_levels", 21, 9, "merge_context"),
-        ("recall_levels", 25, None, "expected all or none"),
+        ("recall_levels", 3, graph_of_one(), "keys: expected 1 sequences, got 2"),
+        ("recall_levels", 4, torch.full((2, 1), 99, dtype=torch.int32), "frontier: node 99 of"),
+        ("recall_levels", 5, torch.rand(4, 1), "log_ratio: expected at least 2 ranks, got 1"),
+        ("recall_levels", 9, 0, "levels: expected at least 1"),
+        ("recall_levels", 10, 0, "width: expected at least the frontier's 1"),
+        ("recall_levels", 11, 9, "merge_context"),
+        ("recall_levels", 15, None, "expected all or none"),
         ("recall_levels", 2, torch.rand(2, 32, 1), "table_log_probs: expected size"),
         ("calibrate_candidates", 1, torch.zeros(3, 2), "log_ratio: expected at least 4 ranks, got 2"),
         ("corpus_recall", 2, torch.zeros(2, dtype=torch.int32), "following: expected size"),
@@ -263,6 +270,38 @@ def test_wrong_arguments_of_the_plain_ops_raise(name, at, value, match):
     arguments[at] = value
     with pytest.raises(RuntimeError, match=match):
         getattr(torch.ops.gsd_kernels, name)(*arguments)
+
+
+def wrong_dtype(t):
+    return t.to(torch.float16)
+
+
+def too_large(t):
+    return torch.cat((t, t), -1)
+
+
+def with_gaps(t):
+    return torch.stack((t, t), -1)[..., 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [(wrong_dtype, "wrong dtype"), (too_large, "expected size"), (with_gaps, "must be contiguous")],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.parametrize("name", ["merge", "start_graph", "recall_levels"])
+def test_an_error_of_a_graph_names_the_field(name, change, match):
+    """The operator takes the graph as a list: its order is the fields'."""
+    arguments = list(op_inputs()[name])
+    at = next(i for i, value in enumerate(arguments) if isinstance(value, list))
+    free = {"token_ids", "ancestor_mask", "edge_targets"}  # whose last size says that of others
+    for place, field in enumerate(fields(gsd.TokenGraph)):
+        if change is too_large and field.name in free:
+            continue
+        graph = list(arguments[at])
+        graph[place] = change(graph[place])
+        with pytest.raises(RuntimeError, match=rf" {field.name}: {match}"):
+            getattr(torch.ops.gsd_kernels, name)(*arguments[:at], graph, *arguments[at + 1 :])
 
 
 def test_auto_is_the_compiled_op_and_names_never_fall_back():

@@ -65,7 +65,7 @@ def operator_calls() -> dict[str, tuple]:
     stored = (memory.keys, memory.tokens, memory.log_probs)
     return {
         "triton_dag_attention": (*small_attention(), None, None, 0.125, None, None, None, torch.randn(2)),
-        "triton_merge": (*graph.tensors(), graph.root_frontier(), tokens, log_probs, 0, 3, 0, -1.0, -5.0),
+        "triton_merge": ([*graph.tensors()], graph.root_frontier(), tokens, log_probs, 0, 3, 0, -1.0, -5.0),
         "triton_flatten": (graph.token_ids, graph.edge_targets, graph.edge_log_probs, 12, 6),
         "triton_best_tokens": (
             *(logits, positions, 2, torch.tensor(1), torch.arange(2, dtype=torch.int32)),

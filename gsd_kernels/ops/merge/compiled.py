@@ -20,7 +20,7 @@ def merge(
     """csrc/algorithms/merge.h, on the CPU or the GPU."""
     return Frontier(
         *torch.ops.gsd_kernels.merge(
-            *graph.tensors(),
+            graph.tensors(),
             frontier.contiguous(),
             cand_tokens.contiguous(),
             cand_log_probs.contiguous(),

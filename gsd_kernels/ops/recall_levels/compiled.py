@@ -28,8 +28,7 @@ def recall_levels(
     return RecalledLevels(
         *torch.ops.gsd_kernels.recall_levels(
             *(table.keys, table.tokens, table.log_probs),
-            *graph.tensors(),
-            *(frontier.contiguous(), log_ratio, table.max_context, table.ways),
+            *(graph.tensors(), frontier.contiguous(), log_ratio, table.max_context, table.ways),
             *(level, levels, width, merge_context, log_sibling_ratio, log_min_prob),
             *(first_pick, seed, sequence_ids),
         )

@@ -10,7 +10,7 @@ from .records import Chain, FedRows
 
 
 def start_graph(graph: TokenGraph, tokens: Tensor, out_len: Tensor, kv_start: Tensor) -> Tensor:
-    return torch.ops.gsd_kernels.start_graph(*graph.tensors(), tokens, out_len, kv_start)
+    return torch.ops.gsd_kernels.start_graph(graph.tensors(), tokens, out_len, kv_start)
 
 
 def feed_rows(

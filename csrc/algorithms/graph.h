@@ -1,0 +1,40 @@
+// The storage of a token graph, as gsd_kernels/graph.py describes it.
+#pragma once
+
+#include "group.h"
+
+namespace gsd {
+
+constexpr int kContext = 8;  // MAX_CONTEXT of gsd_kernels/config.py
+
+// N nodes, K candidates after each, L mask words, C tokens of context.
+struct GraphData {
+  int32_t* token_ids;      // [N]
+  int32_t* parents;        // [N]
+  int32_t* depths;         // [N]
+  float* scores;           // [N]
+  int32_t* contexts;       // [N, C], nearest token first
+  bool* expanded;          // [N]
+  int32_t* ancestor_mask;  // [N, L]
+  int32_t* edge_targets;   // [N, K]
+  float* edge_log_probs;   // [N, K]
+  int32_t* num_nodes;      // [1]
+  int32_t* num_merges;     // [1]
+
+  // `n`: nodes of the sequences before.
+  GSD_HD GraphData at(int64_t b, int64_t n, int branch, int words) const {
+    return {token_ids + n,
+            parents + n,
+            depths + n,
+            scores + n,
+            contexts + n * kContext,
+            expanded + n,
+            ancestor_mask + n * words,
+            edge_targets + n * branch,
+            edge_log_probs + n * branch,
+            num_nodes + b,
+            num_merges + b};
+  }
+};
+
+}  // namespace gsd
