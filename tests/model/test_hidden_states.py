@@ -115,7 +115,7 @@ def test_the_operator_hands_out_the_state_behind_the_last_norm():
 def test_a_model_whose_layers_lie_elsewhere_is_refused():
     target = tiny()
     target.model.layers = torch.nn.Sequential(*target.model.layers)
-    with pytest.raises(ValueError, match="its layers are not model"):
+    with pytest.raises(ValueError, match="its decoder has no layers"):
         decoder_of(target)
 
 

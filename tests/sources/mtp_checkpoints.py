@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,12 +120,15 @@ def saved(name: str, folder: Path) -> dict[str, Tensor]:
 def give_head(folder: Path, name: str, seed: int = 3) -> dict[str, Tensor]:
     """Put a random head, named as the family does, into the checkpoint of a target; its tensors."""
     family, weights = FAMILIES[name], load_file(folder / "model.safetensors")
-    gen, (size,) = torch.Generator().manual_seed(seed), weights["model.norm.weight"].shape
+    last = next(
+        value for full, value in weights.items() if re.fullmatch(r"model\.(language_model\.)?norm\.weight", full)
+    )
+    gen, (size,) = torch.Generator().manual_seed(seed), last.shape
     like = {f"{part}.weight": torch.zeros(size) for part in family.names[1:] if part is not None}
     like[f"{family.names[0]}.weight"] = torch.zeros(size, 2 * size)
     layer = f"layers.{family.layer}."
     for full, value in weights.items():
-        if layer in full:
+        if layer in full and "visual" not in full:
             inner = full.partition(layer)[2]
             for ours, theirs in family.renamed.items():
                 inner = inner.replace(ours, theirs)
@@ -133,7 +137,7 @@ def give_head(folder: Path, name: str, seed: int = 3) -> dict[str, Tensor]:
     for full, value in like.items():
         noise = 0.2 * torch.randn(value.shape, generator=gen, dtype=torch.float64)
         centered = "norm" in full and not name.startswith("qwen")  # theirs are 1 + w
-        head[full] = (noise + centered).to(weights["model.norm.weight"].dtype)
+        head[full] = (noise + centered).to(last.dtype)
     add(folder, head)
     return head
 

@@ -10,10 +10,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import tiny_configs
 import torch
+import transformers
 from models import noised, prompts, tiny
 from safetensors.torch import load_file, save_file
-from sources.mtp_checkpoints import FAMILIES, add, fit, saved, target_of
+from sources.mtp_checkpoints import FAMILIES, add, fit, give_head, saved, target_of
 
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig, Mtp
@@ -194,6 +196,28 @@ def test_a_hybrid_target_has_a_head_of_full_attention(tmp_path):
     assert out.stats.draft_rows > 0 and sum(out.stats.accepted[2:]) > 0 and out.stats.accepted[1] > 0
 
 
+def test_the_language_model_inside_a_model_of_images(tmp_path):
+    """As Qwen3.5 is published: the head's tensors lie outside, the text is that of the whole model."""
+    sizes = tiny_configs.shrunk(transformers.Qwen3_5Config, 2)
+    sizes["text_config"]["layer_types"] = ["linear_attention", "full_attention"]
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 16}
+    sizes["vision_config"].update(vision)
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5ForConditionalGeneration(transformers.Qwen3_5Config(**sizes)).double().eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(tmp_path)
+    head = give_head(tmp_path, "qwen3.5")
+    for kind in (transformers.Qwen3_5ForConditionalGeneration, transformers.AutoModelForCausalLM):
+        target = kind.from_pretrained(tmp_path, dtype=torch.float64).eval()
+        assert torch.equal(loaded_drafter("mtp", target).projection.weight, head["mtp.fc.weight"])
+        options = {"do_sample": False, **prompts(1, 9, vocab=60), "eos_token_id": None}
+        plain = generate(target, **options, graph_config="plain").sequences
+        out = generate(target, **options, drafter="mtp", graph_config=GRAPHS["tree"])
+        assert torch.equal(out.sequences, plain) and out.stats.draft_rows > 0
+
+
 def test_a_checkpoint_is_read_once(tmp_path, monkeypatch):
     saved("glm", tmp_path)
     target = reloaded("glm", tmp_path)
@@ -261,6 +285,36 @@ def test_fused_experts_are_read_too(tmp_path):
     assert all(torch.equal(found[name], value) for name, value in want.items())
 
 
+def test_heads_in_fp8_are_what_their_scales_say(tmp_path):
+    """As DeepSeek-V3 is published: blocks of FP8, the last of them cut off, each with a scale."""
+    head, target, rows, columns = saved("deepseek", tmp_path), target_of("deepseek"), 24, 20
+    want, stored = {}, {}
+    for name, value in head.items():
+        if value.dim() < 2 or "gate.weight" in name or "eh_proj" in name:
+            want[name] = stored[name] = value
+            continue
+        n, k = (-(-size // step) for size, step in zip(value.shape, (rows, columns), strict=True))
+        scale = torch.rand(n, k, generator=torch.Generator().manual_seed(n)) * 0.05 + 0.01
+        spread = scale.repeat_interleave(rows, 0)[: value.shape[0]].repeat_interleave(columns, 1)[:, : value.shape[1]]
+        stored[name], stored[f"{name}_scale_inv"] = (value.float() / spread).to(torch.float8_e4m3fn), scale
+        want[name] = (stored[name].float() * spread).double()
+    folders = {"plain": want, "fp8": stored}
+    for folder, tensors in folders.items():
+        target.save_pretrained(tmp_path / folder)
+        add(tmp_path / folder, tensors)
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [rows, columns]}
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
+    plain, fp8 = (Mtp.from_pretrained(tmp_path / folder, target).state_dict() for folder in folders)
+    assert all(torch.equal(fp8[name], value) for name, value in plain.items())
+    config["quantization_config"]["weight_block_size"] = [24]
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError, match=r"weight_block_size in its config: expected two positive integers, got \[24\]"
+    ):
+        Mtp.from_pretrained(tmp_path / "fp8", target)
+
+
 # What cannot be served.
 
 
@@ -302,8 +356,16 @@ BAD = {
     ),
     "no norm": (lambda head: head | {f"{AT}shared_head.norm.weight": None}, r"no tensor output_norm\.weight"),
     "quantised": (
-        lambda head: head | {f"{AT}self_attn.q_proj.weight_scale_inv": torch.ones(1)},
-        r"are quantised \(model\.layers\.2\.self_attn\.q_proj\.weight_scale_inv\)",
+        lambda head: head | {f"{AT}self_attn.q_proj.qweight": torch.ones(1)},
+        r"are quantised \(model\.layers\.2\.self_attn\.q_proj\.qweight\); served are",
+    ),
+    "scales of other blocks": (
+        lambda head: head | {f"{AT}self_attn.q_proj.weight_scale_inv": torch.ones(2, 2)},
+        r"block\.self_attn\.q_proj\.weight_scale_inv .*is \[2, 2\], and its config means \[1, 1\]",
+    ),
+    "scales of nothing": (
+        lambda head: head | {f"{AT}other.weight_scale_inv": torch.ones(1, 1)},
+        r"has a tensor block\.other\.weight_scale_inv, which this kind of drafter has no use for",
     ),
     "NaN": (lambda head: head | {f"{AT}enorm.weight": torch.ones(32) * torch.nan}, "holds NaN"),
 }

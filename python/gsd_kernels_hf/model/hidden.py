@@ -24,12 +24,12 @@ def decoder_of(model: PreTrainedModel) -> tuple[list[nn.Module], nn.Module]:
     Raises:
         ValueError: they are not where those of a LLaMA-family model are.
     """
-    decoder = getattr(model, model.base_model_prefix, None)
+    decoder = model.get_decoder()  # of a model of images and text, its language model
     layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
     if not isinstance(layers, nn.ModuleList) or not isinstance(norm, nn.Module):
         raise ValueError(
-            f"model: hidden states of {type(model).__name__} cannot be read, since its layers are not model.layers, "
-            "followed by model.norm"
+            f"model: hidden states of {type(model).__name__} cannot be read, since its decoder has no layers "
+            "followed by a norm"
         )
     return list(layers)[: model.config.get_text_config(decoder=True).num_hidden_layers], norm
 

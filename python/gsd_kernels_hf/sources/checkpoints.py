@@ -223,7 +223,7 @@ class Checkpoint:
             )
         found = self._read()
         for name, value in found.items():
-            if value.is_floating_point() and not bool(value.isfinite().all()):
+            if value.is_floating_point() and not bool(finite(value)):
                 raise BadCheckpoint(f"drafter: {name} in {self.folder} holds NaN or infinity")
         return found
 
@@ -236,6 +236,11 @@ class Checkpoint:
                     if where == path:
                         found[name] = file.get_tensor(origin.get(name, name))
         return found
+
+
+def finite(value: Tensor) -> Tensor:
+    """Whether all numbers are, bool []; bytes of FP8 are compared as wider ones."""
+    return (value.float() if value.element_size() == 1 else value).isfinite().all()
 
 
 def conversion(pickled: Path, safe: Path) -> str:

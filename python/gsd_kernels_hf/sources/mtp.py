@@ -9,6 +9,7 @@ stands in for it. transformers uses each head once, and so drafts as many tokens
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,8 +26,8 @@ from . import checkpoints
 from .base import Text
 from .checkpoints import BadCheckpoint, Checkpoint
 from .mtp_block import Block, TargetRotary, assembled, block_for, stored_as
-from .mtp_files import open_heads
-from .mtp_layouts import Layout
+from .mtp_files import open_heads, scale_block
+from .mtp_layouts import SCALE, Layout
 from .recursion import Recursion
 
 __all__ = ["Mtp"]
@@ -78,7 +79,9 @@ class Mtp(nn.Module):
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, layout: Layout, target: PreTrainedModel) -> Mtp:
         """As :meth:`from_pretrained`, of an open checkpoint whose tensors have their names here."""
-        shapes = {name: shape for name, (_, shape) in checkpoint.files.items()}
+        files = {name: shape for name, (_, shape) in checkpoint.files.items()}
+        scales = {name for name in files if name.endswith(SCALE)}
+        shapes = {name: shape for name, shape in files.items() if name not in scales}
         inner = {name.removeprefix("block."): shape for name, shape in shapes.items() if name.startswith("block.")}
         block = block_for(inner, target, layout.attention)
         with torch.device("meta"):
@@ -91,7 +94,14 @@ class Mtp(nn.Module):
         if layout.output_norm is None:
             wanted.pop("output_norm.weight")
         parts = {part: size for name, shape in wanted.items() for part, size in stored_as(name, shape, shapes).items()}
-        found = checkpoint.read(parts)
+        block_size = scale_block(checkpoint.config) if scales else (1, 1)
+        scaled = {
+            name + SCALE: tuple(-(-size // step) for size, step in zip(shape, block_size, strict=True))
+            for name, shape in parts.items()
+            if name + SCALE in scales
+        }
+        found = checkpoint.read(parts | scaled)
+        found |= {name.removesuffix(SCALE): unscaled(found, name, block_size) for name in scaled}
         weights = {name: assembled(name, shape, found) for name, shape in wanted.items()}
         if layout.output_norm is None:
             weights["output_norm.weight"] = decoder_of(target)[1].weight.detach().clone()
@@ -152,6 +162,20 @@ class Mtp(nn.Module):
             )
         normed: Tensor = self.output_norm(hidden)
         return normed
+
+
+def unscaled(found: Mapping[str, Tensor], scale: str, block: tuple[int, int]) -> Tensor:
+    """A weight [N, K] in FP8 with a scale for every block of it, float32.
+
+    Args:
+        found: both of them, by name.
+        scale: the name of the scales [⌈N / rows⌉, ⌈K / columns⌉].
+        block: rows, columns.
+    """
+    weight, factors = found[scale.removesuffix(SCALE)].float(), found[scale].float()
+    for dim, size in enumerate(block):
+        factors = factors.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
+    return weight * factors
 
 
 class MtpDrafts(Recursion):

@@ -62,12 +62,11 @@ class TargetRotary:
     """Position → rotation as the target's own layers get it. No module, so that no cast reaches its frequencies."""
 
     def __init__(self, block: Block) -> None:
-        decoder = getattr(block.target, block.target.base_model_prefix)
-        self.module = getattr(decoder, "rotary_emb", None)
+        self.module = getattr(block.target.get_decoder(), "rotary_emb", None)
         if not isinstance(self.module, nn.Module):
             raise BadCheckpoint(
-                f"drafter: {type(block.target).__name__} has no model.rotary_emb, so its multi-token-prediction heads "
-                "cannot be placed; not served"
+                f"drafter: {type(block.target).__name__} has no rotary_emb in its decoder, so its "
+                "multi-token-prediction heads cannot be placed; not served"
             )
         typed = "layer_type" in inspect.signature(self.module.forward).parameters
         self.options = {"layer_type": block.attention} if typed else {}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -63,8 +64,8 @@ def open_heads(
     quantised = next((name for name in own if name.endswith(mtp_layouts.QUANTISED)), None)
     if quantised is not None:
         raise BadCheckpoint(
-            f"drafter: the multi-token-prediction heads in {where} are quantised ({quantised}); only heads in floating "
-            "point are served"
+            f"drafter: the multi-token-prediction heads in {where} are quantised ({quantised}); served are floating "
+            "point and FP8 in blocks (weight_scale_inv)"
         )
     if index is not None:
         files = sorted({index[name] for name in own})
@@ -75,6 +76,19 @@ def open_heads(
             raise BadCheckpoint(f"drafter: {folder / INDEX} says that {lost} is in {index[lost]}, and it is not")
     found.rename(own.get)
     return found, layout
+
+
+def scale_block(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns of a weight that share a scale, of a checkpoint in FP8.
+
+    Raises:
+        BadCheckpoint: no such pair of numbers.
+    """
+    quantised = config.get("quantization_config")
+    block = quantised.get("weight_block_size", [128, 128]) if isinstance(quantised, dict) else [128, 128]
+    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+        raise BadCheckpoint(f"drafter: weight_block_size in its config: expected two positive integers, got {block!r}")
+    return block[0], block[1]
 
 
 def single_file(folder: Path) -> Path:

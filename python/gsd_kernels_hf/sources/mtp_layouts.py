@@ -10,8 +10,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-QUANTISED = ("weight_scale_inv", "weight_scale", "weight_packed", "qweight", "weight.absmax", "SCB")
-"""Ends of the names of tensors that only quantised weights have beside them."""
+SCALE = "_scale_inv"
+"""What the name of a weight in blocks of FP8 has behind it where its scales are, one a block."""
+QUANTISED = ("weight_scale", "weight_packed", "qweight", "weight.absmax", "SCB", "proj_scale_inv")
+"""Ends of the names of tensors that only other quantised weights have beside them."""
 
 
 @dataclass(frozen=True)
