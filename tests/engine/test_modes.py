@@ -102,7 +102,7 @@ MODES = {
     "negative_prompt_ids": lambda t: {"guidance_scale": 2.0, "negative_prompt_ids": one()["input_ids"][:, :4]} | one(),
     "attention_mask": lambda t: {"attention_mask": holed(3)},
     "right-padded": lambda t: {"attention_mask": holed(-1)},
-    "assistant_model: GPT2LMHeadModel": lambda t: {"assistant_model": gpt2(), "num_assistant_tokens": 2} | one(),
+    "assistant_model: BloomForCausalLM": lambda t: {"assistant_model": bloom(), "num_assistant_tokens": 2} | one(),
     "assistant_model: LlamaForCausalLM": lambda t: {"assistant_model": dynamic(), "num_assistant_tokens": 2} | one(),
 }
 DICT = {"return_dict_in_generate": True}
@@ -119,10 +119,11 @@ def holed(at: int) -> torch.Tensor:
 
 
 @functools.lru_cache
-def gpt2():
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+def bloom():
+    """A draft that places tokens by the cache's length (ALiBi)."""
+    sizes = {"hidden_size": 32, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
     torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCAB, **sizes)).double().eval()
+    return transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=VOCAB, **sizes)).double().eval()
 
 
 @functools.lru_cache

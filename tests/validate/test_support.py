@@ -109,7 +109,7 @@ def small(name: str, **config):
     """A tiny model of another family."""
     base = {"vocab_size": models.VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     made = getattr(transformers, f"{name}Config")(**{**base, **config})
-    cls = "ForConditionalGeneration" if name == "T5" else "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+    cls = "ForConditionalGeneration" if name == "T5" else "ForCausalLM"
     return getattr(transformers, f"{name}{cls}")(made).eval()
 
 
@@ -161,8 +161,8 @@ BAD_INPUT = [
         ValueError,
         lambda: {"tokenizer": tokenizer(), "assistant_tokenizer": tokenizer(3)},
     ),
-    ("no rotary position", "model: GPT2LMHeadModel", ValueError, lambda: {"model": small("GPT2", n_positions=64)}),
-    ("a draft of no use", "assistant_model: GPT2", ValueError, lambda: {"assistant_model": small("GPT2")}),
+    ("ALiBi", "model: BloomForCausalLM", ValueError, lambda: {"model": small("Bloom")}),
+    ("a draft of no use", "assistant_model: Bloom", ValueError, lambda: {"assistant_model": small("Bloom")}),
     ("encoder and decoder", "model: T5", ValueError, lambda: {"model": small("T5", d_model=32, d_kv=8, d_ff=32)}),
     ("attention sinks dropped", "with sinks.*'eager'", ValueError, lambda: {"model": sinks()}),
     (

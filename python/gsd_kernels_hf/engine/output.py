@@ -88,7 +88,8 @@ class Output:
             Number of tokens that every sequence gained, [B].
 
         Raises:
-            ValueError: the target's logits held NaN, or a source proposed what has no meaning.
+            ValueError: the target's logits held NaN, its table of positions ends before the text, or a source proposed
+                what has no meaning.
         """
         session, state = self.session, self.session.state
         plain = verified.graph is None or session.config is None
@@ -112,6 +113,9 @@ class Output:
             self.stats.count_accepted(count)
             for token in tokens[:count]:
                 check_pick(token)
+        # The last token of a text that goes on is read next.
+        texts = zip(self.lengths, self.pads, packed, strict=True)
+        session.target.check_length("max_new_tokens", max(length - pad - row[0] for length, pad, row in texts))
         if self.streaming is not None:
             rule, prompt = session.rule, self.request.prompt_length
             lengths = [length - prompt for length in rule.lengths] if isinstance(rule, TokenByToken) else None

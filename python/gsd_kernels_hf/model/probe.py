@@ -28,6 +28,7 @@ from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import mixers_of, states_of, with_mixers
 from .recurrent.tree import RowTree
 from .same_attention import AttentionCall, check_attention
+from .tables import Lookups
 from .temperature import Temperature
 
 CACHED = 3  # positions that the cache holds already
@@ -48,6 +49,7 @@ class AttentionReport:
     kinds: tuple[Kind, ...] = ()  # of every attention call of a forward, in their order
     unwritten: frozenset[int] = frozenset()  # layers of the cache that get nothing, before others that do
     by_length: frozenset[int] = frozenset()  # layers that scale their queries by the cache's length
+    positions: int | None = None  # that it has entries for in a table; ``None``: there is no table
     problem: str | None = None
     passing: bool = False  # whether another look may find something else
     proofs: dict[Any, Any] = field(default_factory=dict)  # what was proved of this model since, see :mod:`.proof`
@@ -65,6 +67,7 @@ class Probe:
         self.asked: frozenset[int] = frozenset()  # layers that asked how long the cache is
         self.queries: list[Tensor] = []  # of every call, [2, Hq, ROWS, D]
         self.temperatures: dict[int | None, Temperature] = {}  # by layer
+        self.positions: int | None = None  # entries of a table that they are looked up in
         self.by_place: str | None = None  # what differs between equal rows at equal positions
         self.own: Callable[..., Any]
 
@@ -212,7 +215,7 @@ def _examine(model: PreTrainedModel) -> AttentionReport:
             kinds = tuple(_kinds(model, probe))
             check_own_attention(model, probe.calls, kinds)
         passing = any(call.foreign for call in probe.calls)
-        return AttentionReport(kinds, probe.unwritten, frozenset(probe.asked), passing=passing)
+        return AttentionReport(kinds, probe.unwritten, probe.asked, probe.positions, passing=passing)
     except Unserved as error:
         return AttentionReport(problem=str(error), cause=error.__cause__, passing=error.__cause__ is not None)
     except Exception as error:  # whatever it is: the model cannot be forwarded as graph rows are
@@ -265,12 +268,13 @@ def _forward(model: PreTrainedModel, *, poisoned: bool, length: int | Tensor | N
     tokens = torch.tensor([[5, 7, 9, 7, 8], [5, 7, 9, 7, 8]], device=device) % vocabulary(model)
     mask = torch.ones(2, CACHED + ROWS, dtype=torch.int64, device=device)
     mask[1, : CACHED + POISONED] = 0
-    configs = configs_of(model)
-    with switched_configs(configs), watching(probe), _poison(model, poisoned):
+    positions = torch.tensor(POSITIONS, device=device)
+    lookups = Lookups(model, positions)
+    with switched_configs(configs_of(model)), watching(probe), _poison(model, poisoned), lookups:
         output = model(
             input_ids=tokens,
             attention_mask=mask,
-            position_ids=torch.tensor(POSITIONS, device=device),
+            position_ids=positions,
             **{cache_argument(model): cache},
             use_cache=True,
             graph=probe,
@@ -290,6 +294,7 @@ def _forward(model: PreTrainedModel, *, poisoned: bool, length: int | Tensor | N
     if len(set(cache.updated)) < len(cache.updated):
         twice = next(layer for layer in cache.updated if cache.updated.count(layer) > 1)
         raise Unserved(f"stores keys of several attention calls in layer {twice} of the cache (layer_idx)")
+    probe.positions = lookups.end
     probe.unwritten = frozenset(range(max(cache.updated))) - set(cache.updated)
     scaling = {call.layer for call in probe.calls if Temperature.of(call.module) is not None}
     probe.asked = frozenset(cache.asked | (cache.early & scaling))

@@ -111,6 +111,7 @@ class RowModel(CachedText):
         self.configs = configs_of(model)  # switched for every forward by itself, and as they were in between
         self.cache_argument = cache_argument(model)
         self.kinds = kinds_of(model)
+        self.positions = examine(model).positions  # of a table that has an end
         cache.by_length |= examine(model).by_length
         self.backend, self.block = backend, block
         self.device = device_of(model)
@@ -168,6 +169,8 @@ class RowModel(CachedText):
     ) -> None:
         """Cache the prompt [B, P] from ``reused`` on; ``listener`` gets the hidden states of every chunk."""
         length, input_ids = input_ids.shape[1], input_ids.to(self.device)
+        if self.positions is not None:
+            self.check_length("input_ids", length - int(self.kv_start.min()))
         if attention_mask is None:
             positions = torch.arange(length, device=self.device).expand(input_ids.shape[0], -1)
         else:
@@ -222,7 +225,8 @@ class RowModel(CachedText):
             output = stepping(
                 input_ids=fed.ids,
                 attention_mask=self.no_mask,
-                position_ids=fed.positions,
+                # A row behind the table's end is never accepted, see check_length.
+                position_ids=fed.positions if self.positions is None else fed.positions.clamp(max=self.positions - 1),
                 **{self.cache_argument: self.cache},
                 use_cache=True,
                 logits_to_keep=keep,
@@ -237,6 +241,18 @@ class RowModel(CachedText):
         self.cache.begin_rows()
         # No path that can be accepted is longer; sequences that ended may have rows that are.
         return RowTree.of(ancestor_mask.to(self.device), count).shallow(self.block or count)
+
+    def check_length(self, name: str, tokens: int) -> None:
+        """Raise where the model has no position for one of ``tokens`` tokens of a text.
+
+        Raises:
+            ValueError: its table of positions ends before; ``name`` is the argument that made the text so long.
+        """
+        if self.positions is not None and tokens > self.positions:
+            raise ValueError(
+                f"{name}: {type(self.model).__name__} has a table of {self.positions} positions, and {tokens} tokens "
+                "of a text would have to be read; make it shorter"
+            )
 
     def launch(self, kv_len: Tensor, count: int, nodes: int) -> None:
         """Launch once what a forward of ``count`` rows that see ``nodes`` slots compiles at its first use.

@@ -47,8 +47,6 @@ def check_model(name: str, model: Any) -> None:
     if model.config.is_encoder_decoder:
         raise Unsupported(f"{name}: {kind} is an encoder-decoder; only decoder-only models are supported")
     recurrent = keeps_state(name, model)
-    if not recurrent and not hasattr(config, "rope_parameters") and not hasattr(config, "rope_theta"):
-        raise Unsupported(f"{name}: {kind} has no rotary position embedding; LLaMA-family models have")
     for rope in _rope_types(config):
         if rope in ("dynamic", "longrope"):
             raise Unsupported(f"{name}: rope type {rope!r} changes with the length; not supported")
