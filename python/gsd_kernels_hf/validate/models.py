@@ -55,7 +55,7 @@ def check_model(name: str, model: Any) -> None:
     if unserved:
         raise Unsupported(f"{name}: {kind} has layers of type {sorted(unserved)[0]!r}; not supported")
     if not model._supports_logits_to_keep():
-        raise Unsupported(f"{name}: {kind}.forward does not take logits_to_keep; not supported")
+        raise Unsupported(f"{name}: {kind} has a forward that does not take logits_to_keep; not supported")
     if model.training and getattr(model, "is_gradient_checkpointing", False):
         raise Unsupported(
             f"{name}: {kind} is in training mode with gradient checkpointing, which keeps no keys and values; "
