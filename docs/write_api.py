@@ -45,6 +45,7 @@ SECTIONS = {
         "Eagle3",
         "DFlash",
         "Mtp",
+        "Gemma4Assistant",
         "LayerSkip",
         "Corpus",
         "OnlineLearner",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .sources.corpus import Corpus
     from .sources.dflash import DFlash
     from .sources.eagle3 import Eagle3
+    from .sources.gemma_assistant import Gemma4Assistant
     from .sources.heads import DraftHeads
     from .sources.layer_skip import LayerSkip
     from .sources.mtp import Mtp
@@ -35,6 +36,7 @@ __all__ = [
     "DraftHeads",
     "DraftSource",
     "Eagle3",
+    "Gemma4Assistant",
     "GenerationStats",
     "GraphDecoder",
     "GraphGenerateOutput",
@@ -63,6 +65,7 @@ _HOMES = {
     "DFlash": "sources.dflash",
     "DraftHeads": "sources.heads",
     "Eagle3": "sources.eagle3",
+    "Gemma4Assistant": "sources.gemma_assistant",
     "GenerationStats": "engine.stats",
     "GraphDecoder": "engine.decoder",
     "GraphGenerateOutput": "engine.output",

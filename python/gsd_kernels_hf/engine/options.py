@@ -67,8 +67,9 @@ class Options:
         draft_heads: :class:`~gsd_kernels.DraftHeads` that were trained for the target, or their folder or hub id.
         drafter: a drafter that was trained for the target, from a checkpoint: its folder or hub id, whose config says
             which kind it is, or a loaded one (:class:`~gsd_kernels.Eagle3`, :class:`~gsd_kernels.DFlash`,
-            :class:`~gsd_kernels.DraftHeads`, :class:`~gsd_kernels.Mtp`). ``"mtp"``: the multi-token-prediction heads in
-            the target's own checkpoint. A place is loaded once for a target, as long as its files stay the same.
+            :class:`~gsd_kernels.DraftHeads`, :class:`~gsd_kernels.Mtp`, :class:`~gsd_kernels.Gemma4Assistant`).
+            ``"mtp"``: the multi-token-prediction heads in the target's own checkpoint. A place is loaded once for a
+            target, as long as its files stay the same.
         reference_ids: int64 [length] for all sequences or [batch, length], a text that the output may repeat: the file
             to edit, a retrieved document. The history starts with it; it changes the speed, never the output.
         criterion: which drafted tokens are accepted when sampling. ``"exact"``: those that the model itself draws.

@@ -93,3 +93,35 @@ class Expansion(DraftSource):
         if self.text.draws is not None:
             return self.text.draws(level.number, logits, positions)
         return self.sampler.candidates(logits, positions, level.config.branch)
+
+
+class NodeVectors:
+    """One vector a node, which its children read: storage for every shape of a session.
+
+    Attributes:
+        by_shape: of every expanded node, [B, N + 1, D]; the last for padding.
+    """
+
+    def __init__(self) -> None:
+        self.by_shape: dict[GraphConfig, Tensor] = {}
+
+    def prepare(self, config: GraphConfig, like: Tensor, size: int) -> None:
+        """Make the storage of a shape, for a batch as ``like`` has, [B, …], and vectors of this size."""
+        if config.depth > 0 and config not in self.by_shape:
+            self.by_shape[config] = like.new_zeros(len(like), config.node_capacity + 1, size)
+
+    def keep_root(self, config: GraphConfig, found: Tensor) -> None:
+        """Keep the root's, [B, 1, D]."""
+        self.by_shape[config][:, :1] = found
+
+    def of_parents(self, level: Level) -> Tensor:
+        """Those of the primary parents of a level's frontier, [B, W, D]."""
+        vectors, node = self.by_shape[level.config], level.frontier.node_ids.long()
+        parent = level.graph.parents.gather(1, node.clamp(min=0)).clamp(min=0).long()
+        return vectors.gather(1, parent[..., None].expand(-1, -1, vectors.shape[2]).to(vectors.device))
+
+    def keep(self, level: Level, found: Tensor) -> None:
+        """Keep those of a level's frontier, [B, W, D]."""
+        vectors, node = self.by_shape[level.config], level.frontier.node_ids.long()
+        at = torch.where(node >= 0, node, vectors.shape[1] - 1).to(vectors.device)
+        vectors.scatter_(1, at[..., None].expand_as(found), found)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..files import path_of
-from ..model.hidden import LAST
 from ..model.properties import device_of, vocabulary
-from ..packed.modules import dtype_of, matrix_of
+from ..packed.modules import matrix_of
 from ..records import Candidates, Verified
-from .base import DraftSource, Level, Proposal, Text
+from .base import Level, Proposal, Text
 from .checkpoints import BadCheckpoint, Checkpoint, check_vocabulary, fetch
+from .last_state import LastState
 
 __all__ = ["CONFIG_FILE", "DraftHeads"]
 
@@ -253,14 +253,13 @@ def _device(target: PreTrainedModel) -> torch.device:
     return device_of(target) if weight is None or weight.is_meta else weight.device
 
 
-class Heads(DraftSource):
+class Heads(LastState):
     """Prediction heads on the target's last hidden state: candidates by depth, the same below every path.
 
     Blockwise parallel decoding (arXiv 1811.03115), Medusa (arXiv 2401.10774).
     """
 
     name = "heads"
-    hidden_layers = (LAST,)
 
     def __init__(self, heads: DraftHeads) -> None:
         self.heads = heads
@@ -276,19 +275,7 @@ class Heads(DraftSource):
     def begin(self, text: Text) -> None:
         self.state, self.sampler = text.state, text.sampler
         self.lm_head, self.vocab_size = text.target.stepping.get_output_embeddings(), text.target.vocab_size
-        batch, like = self.state.tokens.shape[0], dtype_of(self.lm_head)
-        self.hidden = torch.zeros(batch, self.heads.hidden_size, dtype=like, device=matrix_of(self.lm_head).device)
-        self.known = torch.zeros(batch, dtype=torch.bool, device=self.state.tokens.device)
-
-    def restart(self) -> None:
-        self.known.zero_()
-
-    def read(self, hidden: Mapping[int, Tensor], begin: int) -> None:
-        """Keep the hidden state of the prompt's last position but one, which the root follows."""
-        if LAST in hidden:  # not of every piece
-            self.hidden.copy_(hidden[LAST][:, -1])
-            last = begin + hidden[LAST].shape[1] - 1
-            self.known.copy_(self.state.kv_start <= last)
+        self.start(text, self.heads.hidden_size)
 
     def propose(self, level: Level) -> Proposal | None:
         """Candidates of head d after nodes of depth d; the heads run once a step, at level 0.
@@ -322,11 +309,3 @@ class Heads(DraftSource):
         tokens = torch.where(known, tokens.to(device), -1)
         log_probs = torch.where(known, log_probs.to(device), -torch.inf)
         return F.pad(tokens, pad, value=-1), F.pad(log_probs, pad, value=-torch.inf)
-
-    def observe(self, verified: Verified) -> None:
-        """Keep the hidden state of the row whose pick is the next root."""
-        found = verified.hidden[LAST]
-        at = verified.last_rows().to(found.device)[:, None, None].expand(-1, 1, found.shape[2])
-        running = verified.accepted.num_accepted > 0
-        self.hidden.copy_(torch.where(running.to(found.device)[:, None], found.gather(1, at)[:, 0], self.hidden))
-        self.known.logical_or_(running)

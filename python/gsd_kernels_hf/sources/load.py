@@ -16,20 +16,21 @@ from .base import DraftSource
 from .checkpoints import BadCheckpoint, Checkpoint
 from .dflash import DFlash, DFlashDrafts
 from .eagle3 import Eagle3, Eagle3Drafts
+from .gemma_assistant import CLASS, AssistantDrafts, Gemma4Assistant
 from .heads import CONFIG_FILE, DraftHeads, Heads
 from .mtp import Mtp, MtpDrafts
 from .mtp_files import open_heads, place_of
 
-Drafter = Eagle3 | DFlash | DraftHeads | Mtp
+Drafter = Eagle3 | DFlash | DraftHeads | Mtp | Gemma4Assistant
 """What ``drafter=`` takes, beside the place of one."""
 
-KINDS = (Eagle3, DFlash, DraftHeads, Mtp)
+KINDS = (Eagle3, DFlash, DraftHeads, Mtp, Gemma4Assistant)
 SPECULATORS = {"eagle3": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dflash"}
 """Kinds by ``speculators_model_type``."""
 OWN = "mtp"
 """As a place: the heads in the target's own checkpoint; a folder of this name is ``./mtp``."""
 
-_Kind = TypeVar("_Kind", Eagle3 | DFlash | DraftHeads | Mtp, DraftHeads)
+_Kind = TypeVar("_Kind", Drafter, DraftHeads)
 
 
 def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Drafter:
@@ -47,6 +48,8 @@ def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
         return DraftHeads.from_pretrained(folder, target)
     config = checkpoints.read_json(folder / checkpoints.CONFIG)
     kind = kind_of(config, folder)
+    if kind == "gemma4":
+        return Gemma4Assistant.from_pretrained(folder, target)
     makers = {"eagle3": Eagle3.from_checkpoint, "dflash": DFlash.from_checkpoint, "medusa": DraftHeads.from_medusa}
     return makers[kind](Checkpoint.open(folder), target)
 
@@ -103,6 +106,8 @@ def source_of(drafter: Drafter) -> DraftSource:
         return Heads(drafter)
     if isinstance(drafter, Mtp):
         return MtpDrafts(drafter)
+    if isinstance(drafter, Gemma4Assistant):
+        return AssistantDrafts(drafter)
     return DFlashDrafts(drafter) if isinstance(drafter, DFlash) else Eagle3Drafts(drafter)
 
 
@@ -129,6 +134,8 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
         return "dflash"
     if "medusa_num_heads" in config:
         return "medusa"
+    if CLASS in architectures:
+        return "gemma4"
     if any("Eagle3" in name for name in architectures) or "draft_vocab_size" in config:
         return "eagle3"
     if any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures):

@@ -16,7 +16,7 @@ from gsd_kernels import GraphConfig
 from ..model.attention import GraphInputs
 from .base import Level, Text
 from .chain import Chain
-from .expansion import Expansion
+from .expansion import Expansion, NodeVectors
 from .features import FeatureSource
 
 
@@ -50,14 +50,12 @@ class Recursion(FeatureSource, Expansion):
     def start(self, text: Text, config: PretrainedConfig) -> None:
         super().start(text, config)
         self.slot_depths: dict[GraphConfig, Tensor] = {}
-        self.vectors: dict[GraphConfig, Tensor] = {}  # of every expanded node, [B, N + 1, D]; the last for padding
+        self.vectors = NodeVectors()
 
     def prepare(self, config: GraphConfig) -> None:
         """Make the storage of a shape, and let entries catch up."""
         Expansion.prepare(self, config)
-        if config.depth > 0 and config not in self.vectors:
-            features = self.rows.features
-            self.vectors[config] = features.new_zeros(len(features), config.node_capacity + 1, features.shape[2])
+        self.vectors.prepare(config, self.rows.features, self.rows.features.shape[2])
         FeatureSource.prepare(self, config)
 
     def enter(self, end: Tensor, width: int) -> None:
@@ -97,29 +95,26 @@ class Recursion(FeatureSource, Expansion):
 
     def root_logits(self, config: GraphConfig) -> Tensor:
         vectors, logits = self.outputs(self.feed(self.state.out_len - 1, config.chain_rows))
-        self.vectors[config][:, :1] = vectors
+        self.vectors.keep_root(config, vectors)
         seen = self.state.out_len - 1 > self.state.kv_start  # else there is no feature yet, and nothing to go by
         return torch.where(seen[:, None, None], logits, 0.0)
 
     def frontier_logits(self, level: Level) -> Tensor:
-        frontier, vectors = level.frontier, self.vectors[level.config]
-        node = frontier.node_ids.long()  # [B, W]
-        parent = level.graph.parents.gather(1, node.clamp(min=0)).clamp(min=0).long()
+        frontier = level.frontier
         first, width = (level.number - 1) * level.config.width, level.config.width
         slot_depths = self.slot_depths[level.config]
         slot_depths[:, first : first + width] = frontier.depths - 1
         hidden = self.forward(
             frontier.token_ids,
-            vectors.gather(1, parent[..., None].expand(-1, -1, vectors.shape[2])),
+            self.vectors.of_parents(level),
             self.state.out_len - 1,  # the root's entry lies in the prefix
-            first + torch.arange(width, device=node.device),
+            first + torch.arange(width, device=slot_depths.device),
             frontier.ancestor_mask,
             frontier.depths - 1,
             slot_depths,
         )
         found, logits = self.outputs(hidden)
-        at = torch.where(node >= 0, node, vectors.shape[1] - 1)
-        vectors.scatter_(1, at[..., None].expand_as(found), found)
+        self.vectors.keep(level, found)
         return logits
 
     def positions(self, level: Level, count: int) -> Tensor:

@@ -1,0 +1,249 @@
+"""Gemma 4's assistants: a small model that reads the target's own keys and values, drafting a graph without a cache.
+
+All its layers attend to what the target's last layers of their type have stored, from one place: where the root is. A
+row reads the embedding of a node's token and the vector of the node before it, so a level is a batch of such pairs.
+transformers drafts a chain for one sequence with it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from gsd_kernels import GraphConfig
+
+from ..model.attention import GraphInputs, Kind, configs_of, switched_configs
+from ..model.hidden import decoder_of
+from ..model.properties import device_of
+from . import checkpoints
+from .base import Level, Text
+from .checkpoints import CONFIG, BadCheckpoint
+from .expansion import Expansion, NodeVectors
+from .last_state import LastState
+
+__all__ = ["Gemma4Assistant"]
+
+KIND, CLASS = "Gemma 4", "Gemma4AssistantForCausalLM"
+Stored = dict[str, tuple[Tensor, Tensor]]
+"""Keys and values [B, Hkv, S, D] by type of layer."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What an assistant's config must say of a target.
+
+    Attributes:
+        hidden_size: of the target.
+        vocab_size: likewise.
+        types: of the assistant's layers.
+        windows: sliding window of each, as the target's layers of that type would see it.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    types: tuple[str, ...]
+    windows: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Sizes:
+        """Of a loaded config."""
+        text = config.get_text_config()
+        types = tuple(text.layer_types)
+        # transformers' mask has both ends in it, and the root's own place is not stored.
+        reach = text.sliding_window + 2 if "sliding_attention" in types else None
+        windows = tuple(reach if kind == "sliding_attention" else None for kind in types)
+        return cls(config.backbone_hidden_size, text.vocab_size, types, windows)
+
+
+class Gemma4Assistant(nn.Module):
+    """An assistant of a Gemma 4 model: ``patch(model, drafter=folder_or_id)``.
+
+    Args:
+        model: as transformers loads it, a ``Gemma4AssistantForCausalLM``.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model, self.sizes = model, Sizes.of(model.config)
+        self.configs = configs_of(model)
+
+    @classmethod
+    def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel) -> Gemma4Assistant:
+        """An assistant from a folder or hub id, on ``target``'s device and in its dtype.
+
+        Raises:
+            ValueError: none that can be served, or another model's; the message names what and the cure.
+        """
+        folder = checkpoints.fetch(where)
+        kind = getattr(transformers, CLASS, None)
+        if kind is None:
+            raise BadCheckpoint(f"drafter: {folder} is a Gemma 4 assistant; it needs transformers with {CLASS}")
+        try:
+            config = kind.config_class.from_dict(checkpoints.read_json(folder / CONFIG))
+            sizes = Sizes.of(config)
+        except (TypeError, ValueError, AttributeError, KeyError, StrictDataclassError) as error:
+            raise BadCheckpoint(f"drafter: {folder} has no readable config of a Gemma 4 assistant: {error}") from error
+        check_sizes(sizes, target)
+        model, report = kind.from_pretrained(folder, dtype=target.dtype, output_loading_info=True)
+        strange = [*report["missing_keys"], *report["mismatched_keys"]]
+        if strange:
+            raise BadCheckpoint(f"drafter: {folder} lacks {strange[0]}, or has it in another shape")
+        found = cls(model)
+        checkpoints.move_to(found, target)
+        return found
+
+    def __repr__(self) -> str:
+        text = self.model.config.get_text_config()
+        return f"<Gemma4Assistant: {len(self.sizes.types)} layer(s) of width {text.hidden_size}>"
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raise unless the assistant fits a target's vocabulary, width and types of layers.
+
+        Raises:
+            ValueError: the difference and the cure.
+        """
+        check_sizes(self.sizes, target)
+
+    def forward(self, embedded: Tensor, features: Tensor, positions: Tensor, stored: Stored, graph: Any) -> Any:
+        """One level: the vectors that nodes hand on [B, W, D], and logits [B, W, V].
+
+        Args:
+            embedded: [B, W, D], of the nodes' tokens, by the target's embedding.
+            features: [B, W, D], of the target for the root, else vectors of the nodes before.
+            positions: int64 [B, W], of the root.
+            stored: of the target's last layers.
+            graph: what the rows see of it.
+        """
+        model, text = self.model, self.model.model  # whose own forward takes one row a sequence
+        hidden = model.pre_projection(torch.cat([embedded, features], -1))
+        turns = {kind: text.rotary_emb(hidden, positions, kind) for kind in stored}
+        with switched_configs(self.configs):
+            for layer, kind in zip(text.layers, self.sizes.types, strict=True):
+                hidden = layer(
+                    hidden,
+                    shared_kv_states=stored,
+                    position_embeddings=turns[kind],
+                    position_ids=positions,
+                    graph=graph,
+                )
+        hidden = text.norm(hidden)
+        return model.post_projection(hidden), self.logits(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[B, W, d] → [B, W, V]; with ordered embeddings those of the tokens of the best clusters, −∞ elsewhere."""
+        model, ordered = self.model, self.model.masked_embedding
+        if ordered is None:
+            found: Tensor = model.lm_head(hidden)
+            return found
+        best = ordered.centroids(hidden).topk(ordered.centroid_intermediate_top_k, -1).indices  # [B, W, k]
+        tokens = ordered.token_ordering.long().view(ordered.num_centroids, -1)[best].flatten(2)  # [B, W, n]
+        scores = torch.einsum("bwd,bwnd->bwn", hidden, model.lm_head.weight[tokens])
+        whole = torch.full(
+            (*hidden.shape[:2], self.sizes.vocab_size), -torch.inf, dtype=hidden.dtype, device=hidden.device
+        )
+        return whole.scatter(-1, tokens, scores)
+
+
+def check_sizes(sizes: Sizes, target: PreTrainedModel) -> None:
+    """Raise unless an assistant of these sizes fits a target.
+
+    Raises:
+        BadCheckpoint: the difference and the cure.
+    """
+    checkpoints.check_vocabulary(KIND, sizes.vocab_size, target)
+    checkpoints.check_layers(KIND, (), sizes.hidden_size, target)
+    missing = sorted(set(sizes.types) - storing_layers(target).keys())
+    if missing:
+        raise BadCheckpoint(
+            f"drafter: this Gemma 4 assistant reads keys and values of {missing[0]} layers, which "
+            f"{type(target).__name__} does not have; an assistant belongs to the model that it was trained on"
+        )
+
+
+def storing_layers(target: PreTrainedModel) -> dict[str, int]:
+    """Of every type of layer the last one that stores keys and values of its own."""
+    config = target.config.get_text_config(decoder=True)
+    own = len(decoder_of(target)[0]) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    return {kind: index for index, kind in enumerate((getattr(config, "layer_types", None) or ())[:own])}
+
+
+class AssistantDrafts(LastState, Expansion):
+    """The draft source of a :class:`Gemma4Assistant`: one forward a level over the frontier."""
+
+    name = "gemma4_assistant"
+    shares = (0.1,)
+
+    def __init__(self, module: Gemma4Assistant) -> None:
+        self.module, self.forwards = module, (module,)
+
+    def check(self, target: PreTrainedModel) -> None:
+        """Refuse a target that the assistant was not made for."""
+        self.module.check_target(target)
+        checkpoints.check_device(KIND, self.module, target)
+
+    def begin(self, text: Text) -> None:
+        self.start(text, self.module.sizes.hidden_size)
+        self.text, self.sampler, self.vocab_size = text, text.sampler, text.target.vocab_size
+        self.embed = text.target.stepping.get_input_embeddings()
+        self.layers = storing_layers(text.target.model)
+        self.vectors, self.device = NodeVectors(), device_of(self.module.model)
+
+    def num_rows(self, config: GraphConfig) -> int:
+        return 1 + config.draft_slots if config.depth > 0 else 0
+
+    def prepare(self, config: GraphConfig) -> None:
+        """Make the storage of a shape."""
+        like = self.hidden.new_zeros(len(self.hidden), 0, device=self.device)
+        self.vectors.prepare(config, like, self.module.sizes.hidden_size)
+
+    def forward(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Vectors [B, W, D] and logits [B, W, V] of nodes with tokens int [B, W] after what handed on ``features``."""
+        kv_len, to = self.text.kv_len.to(self.device), self.device
+        zeros = torch.zeros(tokens.shape, dtype=torch.int32, device=to)  # [B, W]; all rows are where the root is
+        inputs = GraphInputs(
+            ancestor_mask=zeros[..., None],
+            kv_len=kv_len,
+            kv_start=self.state.kv_start.to(to),
+            row_depths=zeros,
+            node_depths=zeros[:, :1],
+            backend=self.text.target.backend,
+            kinds=tuple(Kind(window) for window in self.module.sizes.windows),
+        )
+        cached = self.text.target.cache.layers
+        stored = {kind: (cached[index].keys.to(to), cached[index].values.to(to)) for kind, index in self.layers.items()}
+        embedded = self.embed(tokens.long().to(to)).to(features.dtype)
+        positions = (kv_len - inputs.kv_start)[:, None].long().expand(tokens.shape)
+        vectors, logits = self.module(embedded, features, positions, stored, inputs)
+        inputs.check_complete()
+        return vectors, logits
+
+    def root_logits(self, config: GraphConfig) -> Tensor:
+        features = self.hidden[:, None].to(self.device, self.module.model.dtype)
+        if not all(self.text.target.cache.layers[index].is_initialized for index in self.layers.values()):
+            return self.no_logits(1)  # the target has read nothing yet
+        vectors, logits = self.forward(self.state.root_tokens()[:, None], features)
+        known = self.known.to(self.device)[:, None, None]
+        self.vectors.keep_root(config, torch.where(known, vectors, 0.0))
+        return torch.where(known, logits, 0.0)
+
+    def frontier_logits(self, level: Level) -> Tensor:
+        if not all(self.text.target.cache.layers[index].is_initialized for index in self.layers.values()):
+            return self.no_logits(level.frontier.node_ids.shape[1])
+        vectors, logits = self.forward(level.frontier.token_ids, self.vectors.of_parents(level))
+        known = self.known.to(self.device)[:, None, None]
+        self.vectors.keep(level, torch.where(known, vectors, 0.0))
+        return torch.where(known, logits, 0.0)
+
+    def no_logits(self, count: int) -> Tensor:
+        shape = (len(self.known), count, self.module.sizes.vocab_size)
+        return torch.zeros(shape, dtype=self.module.model.dtype, device=self.device)
+
+    def positions(self, level: Level, count: int) -> Tensor:
+        return level.positions
