@@ -293,7 +293,7 @@ def patch(
     output repeat. ``graph_config="plain"`` decodes plainly. Caches and captured steps are kept between calls, and a
     prompt that begins as the last text did, like the next turn of a chat, is read from there on only.
 
-    A mode that this package does not serve (beams, contrastive search, a cache of the caller's own, images) goes to
+    A mode that this package does not serve (beams, contrastive search, a cache of the caller's own) goes to
     transformers' own ``generate``, with one line in the log.
 
     Args:

@@ -26,6 +26,7 @@ class Kind:
     padding: bool  # whether the target reads on in sequences that ended
     backend: str
     alone: bool  # whether no other rank must do the same at the same time
+    axes: tuple[int, ...] | None  # of positions, behind prompts of more than text; None: of text
 
     @classmethod
     def of(cls, request: Request, policy: Policy, sources: Sequence[DraftSource], *, alone: bool) -> Kind:
@@ -51,4 +52,5 @@ class Kind:
             padding=request.reads_padding,
             backend=request.options.backend,
             alone=alone,
+            axes=None if request.inputs is None else request.inputs.axes,
         )

@@ -15,6 +15,7 @@ from .. import validate
 from ..acceptance.criteria import SPECULATIVE
 from ..acceptance.sampling import SamplingPlan, draw_seed
 from ..model import properties
+from ..model.beside import PromptInputs
 from ..parallel import honoured
 from .options import Options
 from .screen import drafts_of
@@ -33,6 +34,7 @@ class Request:
         device: where it takes its input.
         input_ids: int64 [B, P], left-padded.
         attention_mask: int64 [B, P], 0 for padding; ``None`` where there is none.
+        inputs: what the prompt has beside text; ``None``: nothing.
         generation_config: transformers' options.
         plan: processors and fused warpers.
         seed: of the sampling noise; 0 where nothing is random.
@@ -49,6 +51,7 @@ class Request:
     device: torch.device
     input_ids: Tensor
     attention_mask: Tensor | None
+    inputs: PromptInputs | None
     generation_config: GenerationConfig
     plan: SamplingPlan
     seed: int
@@ -77,7 +80,7 @@ class Request:
             TypeError, ValueError: something cannot be served; nothing was changed.
         """
         prompt, attention_mask = input_ids.shape[1], model_kwargs.get("attention_mask")
-        validate.check_call(model, model_kwargs)
+        unread = validate.check_call(model, model_kwargs)
         if options.reference_ids is not None:
             copies, vocabulary = generation_config.num_return_sequences or 1, properties.vocabulary(model)
             validate.check_reference(options.reference_ids, input_ids.shape[0], vocabulary, copies)
@@ -86,12 +89,17 @@ class Request:
         given = options.seed if seed is None else seed
         seed_value = draw_seed(given) if samples else 0
         eos_ids, room, timers, criteria = split_criteria(stopping_criteria, prompt)
+        inputs = None
+        if unread:
+            inputs = PromptInputs.of(input_ids, model_kwargs, unread)
+            validate.check_inputs(model, inputs, padding_of(input_ids, attention_mask))
         return cls(
             options,
             model,
             properties.device_of(model),
             input_ids,
             attention_mask,
+            inputs,
             generation_config,
             plan,
             seed_value,
@@ -116,9 +124,7 @@ class Request:
     @property
     def kv_start(self) -> Tensor:
         """Left padding of every sequence, int32 [B]."""
-        if self.attention_mask is None:
-            return torch.zeros(self.batch, dtype=torch.int32)
-        return (self.prompt_length - self.attention_mask.long().sum(1)).to(torch.int32)
+        return padding_of(self.input_ids, self.attention_mask)
 
     @property
     def reach(self) -> int:
@@ -175,6 +181,13 @@ class Request:
             **self.options.agreed(),
             **honoured(self.generation_config),
         }
+
+
+def padding_of(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Left padding of the sequences [B, P], int32 [B]."""
+    if attention_mask is None:
+        return torch.zeros(input_ids.shape[0], dtype=torch.int32)
+    return (input_ids.shape[1] - attention_mask.long().sum(1)).to(torch.int32)
 
 
 def split_criteria(

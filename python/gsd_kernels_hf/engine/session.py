@@ -20,6 +20,7 @@ from ..acceptance.criteria import ChainProposal, criterion_of
 from ..acceptance.lockstep import Lockstep, padded, padded_path
 from ..acceptance.rule import AcceptanceRule, OnDevice
 from ..acceptance.tokenwise import TokenByToken
+from ..model.beside import RowsBehindInputs
 from ..model.fused import rows_of
 from ..model.identity import ModelState
 from ..model.replay import hold
@@ -96,7 +97,10 @@ class Session:
         for source in sources:
             source.check(model)  # and note what it needs of this target
         layers = tuple(sorted({layer for source in sources for layer in source.hidden_layers}))
-        self.target = rows_of(model, capacity, self.state.kv_start, self.backend, layers)
+        arguments = model, capacity, self.state.kv_start, self.backend, layers
+        self.target: RowModel = (
+            rows_of(*arguments) if kind.axes is None else RowsBehindInputs(*arguments, axes=kind.axes)
+        )
         self.row_models: list[CachedText] = [self.target]
         self.eos_ids = torch.tensor(kind.eos_ids, dtype=torch.int32, device=device)
         self.kv_len = torch.zeros_like(self.state.out_len)
@@ -144,6 +148,8 @@ class Session:
         if self.proposal is not None:
             self.proposal.restart()
         self.counts.zero_()
+        if isinstance(self.target, RowsBehindInputs):
+            self.target.inputs = request.inputs
         if not reuse_prefix:
             for rows in self.row_models:
                 rows.forget()

@@ -37,6 +37,8 @@ from .once import modules_of, once, parameters_of
 
 ADAPTERS = ("_active_adapter", "active_adapters", "merged_adapters", "scaling")
 """Lists and dicts on PEFT's layers that say what they compute; its flags are plain attributes."""
+LEFT = ("rope_deltas",)
+"""What transformers' ``generate`` leaves on a module for its own steps; forwards of ours are given positions."""
 PLAIN = (bool, int, float, str, type(None))
 OWN = __name__.partition(".")[0]
 
@@ -80,7 +82,7 @@ def structure_of(model: nn.Module) -> tuple[Any, ...]:
                 type(module),
                 tuple(put.hooks),
                 tuple((name, pinned(function)) for name, function in put.functions.items()),
-                tuple((k, v) for k, v in list(variables.items()) if isinstance(v, PLAIN)),
+                tuple((k, v) for k, v in list(variables.items()) if isinstance(v, PLAIN) and k not in LEFT),
                 tuple(repr(variables[name]) for name in ADAPTERS if name in variables),
                 tuple(type(parameter) for parameter in module._parameters.values()),
             )
@@ -158,7 +160,7 @@ def held_by(function: Callable[..., Any]) -> Iterator[Tensor]:
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
     """The module's own parameters, buffers and other tensors, and what a library keeps beside its weights."""
     for values in (module._parameters, module._buffers, vars(module)):
-        yield from (value for value in list(values.values()) if isinstance(value, Tensor))
+        yield from (v for name, v in list(values.items()) if isinstance(v, Tensor) and name not in LEFT)
     stored = stored_in(module)
     yield from () if stored is None else stored.tensors
 

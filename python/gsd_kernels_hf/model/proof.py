@@ -132,6 +132,7 @@ def why_not_proved(
     closely: bool = False,
     singly: bool = False,
     steps: int = 1,
+    own: Forward | None = None,
 ) -> Difference | None:
     """What ``forward`` computes otherwise than the model, or ``None``.
 
@@ -145,11 +146,19 @@ def why_not_proved(
         singly: whether the model forwards token by token, as it does behind a prompt: code that is not transformers'
             own may go by how many there are.
         steps: of rows, see :func:`logits_of_rows`.
+        own: logits of another text, [B, n, V], by transformers' own steps.
     """
+
+    def of_text(of: PreTrainedModel) -> Tensor:
+        return own_logits(of, singly=singly, steps=steps)
+
+    def at_once(of: PreTrainedModel) -> Tensor:
+        return own_logits(of, steps=steps)
+
     proofs, key = examine(model).proofs, (way, model.dtype, device_of(model))
     if key not in proofs:
         closely = closely and model.dtype in (torch.float16, torch.bfloat16)
-        found = _difference(model, forward, closely=closely, singly=singly, steps=steps)
+        found = _difference(model, forward, own or of_text, own or at_once, closely=closely)
         if found is not None and found.passing:
             return found
         proofs[key] = found
@@ -158,21 +167,21 @@ def why_not_proved(
 
 
 def _difference(
-    model: PreTrainedModel, forward: Forward, *, closely: bool, singly: bool, steps: int
+    model: PreTrainedModel, forward: Forward, own_steps: Forward, own_prompt: Forward, *, closely: bool
 ) -> Difference | None:
     with random_numbers_kept(model), torch.inference_mode(False), torch.no_grad():
         try:
             for found in ([in_float(model)] if closely else []) + [model]:
-                own = own_logits(found, singly=singly, steps=steps).double()
+                own = own_steps(found).double()
                 ours = forward(found).double()
                 if not bool(own.isfinite().all()):
                     return Difference("the logits of a few tokens are not finite", passing=True)
                 difference = worst(own, ours)
                 if difference <= TOLERANCE[precision_of(found)]:
                     continue
-                rounding = worst(own, shaken(found, singly=singly, steps=steps))
+                rounding = worst(own, shaken(found, own_steps))
                 if mixers_of(found):  # which have other code for prompts than for single tokens
-                    rounding = max(rounding, worst(own, own_logits(found, steps=steps).double()))
+                    rounding = max(rounding, worst(own, own_prompt(found).double()))
                 if difference > max(min(NEVER, SHAKEN * rounding), FREELY * rounding):
                     what = "some layers in float32" if found is not model else "a few tokens"
                     return Difference(
@@ -191,14 +200,14 @@ def precision_of(model: PreTrainedModel) -> torch.dtype:
 
 
 def worst(own: Tensor, ours: Tensor) -> float:
-    """The largest difference of a row's logits [2, n, V], relative to their spread."""
+    """The largest difference of a row's logits [B, n, V], relative to their spread."""
     spread = (own - own.mean(-1, keepdim=True)).norm(dim=-1)
     found = ((ours - own).norm(dim=-1) / spread.clamp(min=1e-30)).max()
     return float(found.nan_to_num(float("inf")))
 
 
-def shaken(model: PreTrainedModel, *, singly: bool, steps: int) -> Tensor:
-    """The model's own logits, [2, n, V], of embeddings that are rounded otherwise."""
+def shaken(model: PreTrainedModel, own: Forward) -> Tensor:
+    """The model's ``own`` logits, [B, n, V], of embeddings that are rounded otherwise."""
     thread, eps = threading.get_ident(), torch.finfo(precision_of(model)).eps
 
     def shake(_: nn.Module, __: Any, output: Any) -> Any:
@@ -209,7 +218,7 @@ def shaken(model: PreTrainedModel, *, singly: bool, steps: int) -> Tensor:
 
     handle = model.get_input_embeddings().register_forward_hook(shake)  # type: ignore[operator]
     try:
-        return own_logits(model, singly=singly, steps=steps).double()
+        return own(model).double()
     finally:
         handle.remove()
 

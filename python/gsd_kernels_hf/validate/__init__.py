@@ -3,7 +3,7 @@
 May import :mod:`gsd_kernels` and :mod:`gsd_kernels_hf.model`.
 """
 
-from .calls import check_call, check_listeners
+from .calls import check_call, check_inputs, check_listeners
 from .inputs import check_prompt, check_reference
 from .models import check_backend, check_model, check_pair, check_paths, check_tokenizers
 from .modes import Unsupported
@@ -15,6 +15,7 @@ __all__ = [
     "check_backend",
     "check_call",
     "check_generation_config",
+    "check_inputs",
     "check_listeners",
     "check_model",
     "check_pair",

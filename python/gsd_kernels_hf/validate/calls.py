@@ -9,21 +9,28 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from ..model import beside
+from ..model.beside import PromptInputs
 from ..model.once import modules_of
 from .modes import OTHERWISE, Unsupported
 
 # How transformers feeds a model while it generates, which the decode loop does itself.
 FEEDING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
 CACHES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
+COUNTED = (*CACHES, "cache_position", "logits_to_keep", "use_cache")
+"""What the decode loop says in any case; anything else may be an input of a prompt."""
 LEAVE_OUT = "leave it out" + OTHERWISE
 
 
-def check_call(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
+def check_call(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     """Raise for what this call would have the model read, and graph-speculative generation does not.
 
     Args:
         model: the target.
         model_kwargs: the model inputs beside ``input_ids``, as transformers' ``generate`` prepared them.
+
+    Returns:
+        Names of inputs that the forward of a prompt reads, and text has none of.
 
     Raises:
         Unsupported: a model input that is not used, adapters that need more than their layers, a model that feeds
@@ -31,10 +38,42 @@ def check_call(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
     """
     check_feeding(model)
     check_adapters(model)
-    mask = model_kwargs.get("attention_mask")
-    for name, value in model_kwargs.items():
-        if not _is_read(name, value, mask):
+    unread = _unread(model_kwargs)
+    for name in unread:
+        if name in COUNTED or not reads_more(model):
             raise Unsupported(f"{name}: {_why_unread(name)}; {LEAVE_OUT}")
+    return tuple(sorted(unread))
+
+
+def check_inputs(model: PreTrainedModel, inputs: PromptInputs, kv_start: Tensor) -> None:
+    """Raise unless what a prompt has beside its tokens is served.
+
+    Args:
+        model: the target.
+        inputs: the prompt.
+        kv_start: int32 [B], left padding.
+
+    Raises:
+        Unsupported: rows of graphs behind such a prompt are not what the model computes.
+    """
+    if getattr(model, "_device_mesh", None) is not None:
+        raise Unsupported(f"{inputs.unread[0]}: not supported of a model that is sharded among ranks; {LEAVE_OUT}")
+    try:
+        beside.check_inputs(model, inputs, kv_start)
+    except ValueError as error:
+        raise Unsupported(f"{error}{OTHERWISE}") from error.__cause__ or error
+
+
+def reads_more(model: PreTrainedModel) -> bool:
+    """Whether the model's prompts may have more than text."""
+    modalities = getattr(model, "input_modalities", "text")
+    return bool({modalities} - {"text"} if isinstance(modalities, str) else set(modalities) - {"text"})
+
+
+def _unread(model_kwargs: Mapping[str, Any]) -> list[str]:
+    """Model inputs that the decode loop would ignore."""
+    mask = model_kwargs.get("attention_mask")
+    return [name for name, value in model_kwargs.items() if not _is_read(name, value, mask)]
 
 
 def _is_read(name: str, value: Any, mask: Tensor | None) -> bool:
@@ -45,6 +84,8 @@ def _is_read(name: str, value: Any, mask: Tensor | None) -> bool:
         return isinstance(value, Tensor) and _is_counted(value, mask if name == "position_ids" else None)
     if name in CACHES:  # transformers has made one
         return isinstance(value, Cache) and not value.get_seq_length() and not hasattr(value, "_is_user_defined")
+    if name == "mm_token_type_ids":  # 0 is a token of text
+        return isinstance(value, Tensor) and not bool(value.any())
     if name == "logits_to_keep":
         return isinstance(value, int) and value == 1
     return isinstance(value, (dict, list, tuple)) and not value
@@ -55,8 +96,6 @@ def _why_unread(name: str) -> str:
         return "a cache of its own is used, and continuing one is not supported; pass the whole prompt"
     if name == "position_ids":
         return "positions are counted from the first token that is not padding, and these differ"
-    if name == "mm_encoder_outputs":
-        return "images and videos (pixel_values) are not supported by graph-speculative generation"
     return "a model input that graph-speculative generation does not read"
 
 

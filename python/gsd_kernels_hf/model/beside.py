@@ -1,0 +1,205 @@
+"""Prompts of more than tokens: images, videos, sounds. The model's own forward reads them, rows of graphs follow.
+
+What a prompt has beside its tokens acts in the forward that reads it: as embeddings in the place of tokens, states that
+are added in some layers, rotary positions of several axes, attention in both directions inside an image. So that
+forward is the one that transformers' ``generate`` makes, all of the prompt at once. What follows is text, at the
+positions behind the prompt's last one. Nothing here knows a family by name: before rows serve a model behind such a
+prompt, its logits there have been compared with those of transformers' own steps, see :func:`check_inputs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from gsd_kernels.graph import pack_bits
+from gsd_kernels.ops.step import FedRows
+
+from . import proof
+from .cache import GraphCache
+from .hidden import LAST, listening
+from .properties import cache_argument, device_of
+from .runner import Listener, RowModel
+
+TAIL = 3  # tokens that a proof appends
+PARENTS = (-1, 0, 0, 2, 3)  # of its rows: the prompt's last token, one beside, and the tail
+PATH = (0, 2, 3, 4)  # of them
+
+
+@dataclass(frozen=True)
+class PromptInputs:
+    """A prompt that has more than tokens, as transformers' ``generate`` prepared it.
+
+    Attributes:
+        input_ids: int64 [B, P], left-padded, placeholders of images and the like included.
+        kwargs: model inputs beside them, without a cache.
+        unread: names of those that a text has none of.
+    """
+
+    input_ids: Tensor
+    kwargs: Mapping[str, Any]
+    unread: tuple[str, ...]
+
+    @classmethod
+    def of(cls, input_ids: Tensor, model_kwargs: Mapping[str, Any], unread: tuple[str, ...]) -> PromptInputs:
+        """Those of a call; its own cache, which is empty, is not used."""
+        kept = {name: value for name, value in model_kwargs.items() if name not in ("cache", "past_key_values")}
+        return cls(input_ids, {**kept, "use_cache": True}, unread)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """What the model's positions have before [B, P]: nothing, or a number of axes."""
+        positions = self.kwargs.get("position_ids")
+        return () if positions is None else tuple(positions.shape[:-2])
+
+    def ahead(self, kv_start: Tensor) -> Tensor:
+        """How far the positions behind the prompt are ahead of those of tokens, int64 [*axes, B, 1].
+
+        kv_start: int32 [B], left padding.
+        """
+        text = self.input_ids.shape[1] - 1 - kv_start.long()  # of the last token
+        positions = self.kwargs.get("position_ids")
+        last = text if positions is None else positions[..., -1].to(text.device)
+        return (last - text).expand(*self.axes, len(text))[..., None]
+
+    def read(self, model: PreTrainedModel, cache: Cache, **kwargs: Any) -> Any:
+        """The model's output of a prompt's forward, which fills ``cache``."""
+        given = {**self.again(), cache_argument(model): cache}
+        prepared = model.prepare_inputs_for_generation(self.input_ids, is_first_iteration=True, **given)
+        return model(**{**prepared, **kwargs}, return_dict=True)
+
+    def again(self) -> dict[str, Any]:
+        """The inputs of one forward: it may put its own into dicts."""
+        return {name: dict(v) if isinstance(v, dict) else v for name, v in self.kwargs.items()}
+
+
+class RowsBehindInputs(RowModel):
+    """Rows behind prompts of more than tokens.
+
+    Nothing of such a text is used for another one: images are no part of its tokens.
+
+    Attributes:
+        inputs: of the text being written.
+        ahead: int64 [*axes, B, 1], see :meth:`PromptInputs.ahead`.
+    """
+
+    inputs: PromptInputs | None = None
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        capacity: int,
+        kv_start: Tensor,
+        backend: str,
+        hidden_layers: tuple[int, ...] = (),
+        *,
+        axes: tuple[int, ...] = (),
+        cache: GraphCache | None = None,
+    ) -> None:
+        super().__init__(model, capacity, kv_start, backend, cache, hidden_layers)
+        self.ahead = torch.zeros(*axes, len(kv_start), 1, dtype=torch.int64, device=self.device)
+        self.why_modules = "the prompt has more than tokens, which the operator does not read"
+
+    def sharing_cache(self, view: PreTrainedModel) -> RowModel:
+        """As :meth:`RowModel.sharing_cache`, at the same positions."""
+        axes = tuple(self.ahead.shape[:-2])
+        rows = RowsBehindInputs(view, self.cache.capacity, self.kv_start, self.backend, axes=axes, cache=self.cache)
+        rows.ahead = self.ahead
+        return rows
+
+    def holds(self, tokens: Tensor, lengths: Tensor) -> None:
+        """After a text: nothing for another one."""
+        self.inputs = None
+
+    def read(
+        self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None, listener: Listener | None = None
+    ) -> None:
+        """Cache the prompt, all of it at once; its last token is read again, as the first row of a graph."""
+        assert self.inputs is not None
+        self.ahead.copy_(self.inputs.ahead(self.kv_start))
+        keep = 2 if LAST in self.hidden_layers else 1
+        with listening(self.model, self.hidden_layers) as hidden:
+            self.inputs.read(self.model, self.cache, logits_to_keep=keep)
+        self.cache.prompt_length = self.inputs.input_ids.shape[1]
+        if listener is not None:
+            listener({layer: states[:, :-1] for layer, states in hidden.items()}, 0)
+
+    def feed(self, *args: Any, **kwargs: Any) -> FedRows:
+        """As :meth:`RowModel.feed`, at the positions behind the prompt: int64 [*axes, B, R]."""
+        fed = super().feed(*args, **kwargs)
+        return fed._replace(positions=fed.positions + self.ahead)
+
+
+def check_inputs(model: PreTrainedModel, inputs: PromptInputs, kv_start: Tensor) -> None:
+    """Raise unless rows behind such a prompt are what the model computes there.
+
+    The first prompt with these inputs is read twice, once by transformers' own steps with a few tokens behind it, once
+    here with the same tokens as rows of a tree. What is found holds until the model's structure is another one.
+
+    Args:
+        model: the target.
+        inputs: of the call.
+        kv_start: int32 [B], left padding.
+
+    Raises:
+        ValueError: the logits differ, or there are none.
+    """
+    padded = inputs.kwargs.get("attention_mask") is not None
+    way = f"rows behind {', '.join(inputs.unread)}, {inputs.axes}, {padded}"
+    kv_start = kv_start.to(device_of(model))
+    found = proof.why_not_proved(model, way, lambda of: _ours(of, inputs, kv_start), own=lambda of: _own(of, inputs))
+    if found is not None:
+        raise ValueError(
+            f"{', '.join(inputs.unread)}: {type(model).__name__} cannot be forwarded with graph rows behind it, since "
+            f"{found.what}; not supported by graph-speculative generation"
+        ) from found.cause
+
+
+def _tail(model: PreTrainedModel, inputs: PromptInputs) -> Tensor:
+    """Tokens behind the prompt, int64 [B, TAIL]."""
+    ids = proof.text(model)[:1, :TAIL]
+    return ids.expand(len(inputs.input_ids), -1).to(inputs.input_ids.device)
+
+
+def _own(model: PreTrainedModel, inputs: PromptInputs) -> Tensor:
+    """Logits as transformers computes them of the prompt and of each token behind it, [B, 1 + TAIL, V]."""
+    ids, cache, kwargs = inputs.input_ids, DynamicCache(config=model.config), inputs.again()
+    output = inputs.read(model, cache)
+    logits = [output.logits[:, -1:]]
+    for token in _tail(model, inputs).T:
+        kwargs = model._update_model_kwargs_for_generation(output, {**kwargs, cache_argument(model): cache})
+        ids = torch.cat([ids, token[:, None]], 1)
+        prepared = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+        output = model(**prepared, return_dict=True)
+        logits.append(output.logits[:, -1:])
+    return torch.cat(logits, 1)
+
+
+def _ours(model: PreTrainedModel, inputs: PromptInputs, kv_start: Tensor) -> Tensor:
+    """The same through rows of a tree behind the prompt."""
+    batch, length = inputs.input_ids.shape
+    count, device = len(PARENTS), kv_start.device
+    rows = RowsBehindInputs(model, length + count, kv_start, "auto", axes=inputs.axes)
+    rows.inputs = inputs
+    rows.read(inputs.input_ids, None, None)
+    tail = torch.cat([inputs.input_ids[:, -1:], _tail(model, inputs)], 1).to(device)
+    sees, depths = torch.eye(count, dtype=torch.bool), torch.zeros(count, dtype=torch.int32)
+    for row, parent in enumerate(PARENTS[1:], 1):
+        sees[row] |= sees[parent]
+        depths[row] = depths[parent] + 1
+    depths = depths.expand(batch, -1).contiguous().to(device)
+    logits = rows.rows(
+        tail[:, [PATH.index(row) if row in PATH else -1 for row in range(count)]],
+        torch.full((batch,), length - 1, dtype=torch.int32, device=device),
+        torch.arange(count, device=device),
+        pack_bits(sees)[None].expand(batch, -1, -1).contiguous().to(device),
+        depths,
+        depths,
+        keep=count,
+    )
+    return logits[:, list(PATH)]

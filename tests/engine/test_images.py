@@ -1,0 +1,173 @@
+"""Prompts with images: the model's own forward reads them, rows of graphs follow, and the text is transformers' own."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import ClassVar
+
+import models
+import pytest
+import tiny_vision
+import torch
+import transformers
+from reciting import Reciting
+from tiny_vision import IMAGE, VOCAB, prompts
+
+import gsd_kernels as gsd
+from gsd_kernels_hf.model import beside
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.skipif(
+    not tiny_vision.PREPARED, reason="an older transformers prepares images at every step; its own generate serves them"
+)
+LLAVA, QWEN = "LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"
+NEW = 32
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+SHORT = {**GREEDY, "max_new_tokens": 16}
+SAMPLED = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.2, "top_k": 0, "seed": 3}
+
+
+@functools.cache
+def model_of(name: str) -> transformers.PreTrainedModel:
+    transformers.logging.set_verbosity_error()
+    return tiny_vision.build(name)
+
+
+def own(model, *args, **call) -> torch.Tensor:
+    """What transformers itself says."""
+    return type(model).generate(model, *args, **call)
+
+
+def drafted(model, text, call, **more):
+    """The output with a draft that knows the text, and is right often, first or among three."""
+    source = Reciting(text, VOCAB)
+    return gsd.generate(model, **call, **more, graph_config="tree", draft_sources=(source,))
+
+
+@pytest.mark.parametrize("seeds", [(1,), (1, 2, 3)])
+@pytest.mark.parametrize("name", [LLAVA, QWEN])
+def test_two_images_give_two_texts_of_transformers(name, seeds):
+    model = model_of(name)
+    texts = []
+    for first in (0, 10):
+        call = prompts(name, *(first + seed for seed in seeds))
+        text = own(model, **call, **GREEDY)
+        out = drafted(model, text, call, **GREEDY, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, text)
+        assert len(set(text[0, -NEW:].tolist())) >= 15
+        accepted = out.stats.accepted
+        assert accepted[1] and sum(accepted[3:]), "drafts are rejected, and accepted"
+        texts.append(text)
+    assert not torch.equal(*texts), "the image must matter"
+
+
+@pytest.mark.parametrize("name", [LLAVA, QWEN])
+def test_a_seed_gives_one_text_with_a_draft_and_without(name):
+    model, call = model_of(name), prompts(name, 1, 2)
+    plain = gsd.generate(model, **call, **SAMPLED, num_return_sequences=2, graph_config="plain")
+    out = drafted(model, plain, call, **SAMPLED, num_return_sequences=2, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain)
+    assert sum(out.stats.accepted[3:])
+    assert len({tuple(row) for row in plain.tolist()}) == 4
+
+
+@pytest.mark.parametrize("name", [LLAVA, QWEN])
+def test_nothing_of_an_image_is_left_for_another_call(name, caplog):
+    model = model_of(name)
+    image, other = prompts(name, 1), prompts(name, 2)
+    words = {"input_ids": image["input_ids"].clamp(max=IMAGE - 8)}
+    same = {"input_ids": image["input_ids"], "attention_mask": image["attention_mask"]}
+    turn = {**image, **{key: torch.cat([image[key], more[None]], 1) for key, more in said(image).items()}}
+    calls = (image, other, words, image, same, other, turn, prompts(name, 1, 2), image)
+    wanted = [own(model, **call, **SHORT) for call in calls]
+    with gsd.patch(model, graph_config="tree") as handle, caplog.at_level(logging.WARNING, "gsd_kernels"):
+        for number, (call, text) in enumerate(zip(calls, wanted, strict=True)):
+            assert torch.equal(model.generate(**call, **SHORT), text), number
+            assert handle.stats.why is None
+        assert handle.stats.steps < SHORT["max_new_tokens"], "the history has seen this image's text"
+        reused = [session for session in handle.engines.idle.sessions if session.kind.axes is not None]
+        assert reused and all(session.target.inputs is None for session in reused), "pixels are not kept"
+    assert not caplog.records
+
+
+def said(call: dict) -> dict:
+    """Words behind a prompt, as its processor would say them, by input."""
+    words = {"input_ids": torch.tensor([9, 8, 7]), "attention_mask": torch.ones(3, dtype=torch.int64)}
+    return words | {name: torch.zeros(3, dtype=torch.int64) for name in call if name == "mm_token_type_ids"}
+
+
+def test_processors_criteria_ends_and_streams_are_as_always():
+    model, call = model_of(LLAVA), prompts(LLAVA, 1, 2)
+    free = own(model, **call, **GREEDY)
+    stop = int(free[0, -NEW + 20])
+    options = {**GREEDY, "eos_token_id": stop, "repetition_penalty": 1.2, "output_scores": True}
+    text = own(model, **call, **options, return_dict_in_generate=True)
+    out = drafted(model, text.sequences, call, **options, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, text.sequences)
+    for number, (one, score) in enumerate(zip(out.scores, text.scores, strict=True)):
+        goes_on = text.sequences[:, call["input_ids"].shape[1] :][:, :number].ne(stop).all(1)
+        assert goes_on.any() and torch.allclose(one[goes_on], score[goes_on], atol=1e-4)
+
+    class Streamer:
+        seen: ClassVar[list[int]] = []
+
+        def put(self, tokens):
+            self.seen += tokens.flatten().tolist()
+
+        def end(self):
+            self.seen.append(-1)
+
+    alone = prompts(LLAVA, 1)
+    text = own(model, **alone, **GREEDY)
+    assert torch.equal(drafted(model, text, alone, **GREEDY, streamer=Streamer()), text)
+    assert Streamer.seen == [*text[0].tolist(), -1]
+
+
+@pytest.mark.parametrize("name", [LLAVA, QWEN])
+@pytest.mark.parametrize("vocabulary", [VOCAB, VOCAB - 4])
+def test_drafts_read_placeholders_or_states_behind_the_image(name, vocabulary):
+    """A draft model whose vocabulary may end before the placeholder; heads and EAGLE-3 on the states of this prompt."""
+    model, call = model_of(name), prompts(name, 1, 2)
+    text = own(model, **call, **GREEDY)
+    draft = models.tiny(vocab_size=vocabulary)
+    assert torch.equal(gsd.generate(model, **call, **GREEDY, assistant_model=draft, graph_config="tree"), text)
+    if vocabulary == VOCAB:
+        heads = gsd.DraftHeads.for_model(model, 3).requires_grad_(False)
+        assert torch.equal(gsd.generate(model, **call, **GREEDY, draft_heads=heads, graph_config="tree"), text)
+
+
+def test_what_a_drafter_reads_are_the_states_of_the_prompt_with_its_image():
+    model, call = model_of(LLAVA), prompts(LLAVA, 1)
+    count = model.config.text_config.num_hidden_layers
+    with torch.no_grad():
+        wanted = model(**call, output_hidden_states=True).hidden_states
+
+    class Reads(Reciting):
+        hidden_layers = (0, 1, count)
+        states: ClassVar[dict[int, torch.Tensor]] = {}
+
+        def read(self, hidden, begin):
+            assert begin == 0
+            self.states.update(hidden)
+
+    text = own(model, **call, **GREEDY)
+    source = Reads(text, VOCAB)
+    assert torch.equal(gsd.generate(model, **call, **GREEDY, draft_sources=(source,), graph_config="tree"), text)
+    assert set(Reads.states) == {0, 1, count}
+    for layer, states in Reads.states.items():
+        assert torch.allclose(states, wanted[layer][:, :-1]), layer
+
+
+def test_what_the_rows_do_not_compute_is_handed_over_by_name(monkeypatch, caplog):
+    name = QWEN
+    model, call = tiny_vision.build(name), prompts(name, 1)
+    text = own(model, **call, **GREEDY)
+    ahead = beside.PromptInputs.ahead
+    monkeypatch.setattr(beside.PromptInputs, "ahead", lambda *args: torch.zeros_like(ahead(*args)))
+    with pytest.raises(ValueError, match=r"mm_encoder_outputs, .*: Qwen2_5_VL\w+ cannot be forwarded with graph"):
+        gsd.generate(model, **call, **GREEDY)
+    with gsd.patch(model) as handle, caplog.at_level(logging.WARNING, "gsd_kernels"):
+        assert torch.equal(model.generate(**call, **GREEDY), text)
+        assert "cannot be forwarded with graph rows behind it" in handle.stats.why
+        assert "differ" in handle.stats.why
