@@ -222,15 +222,48 @@ void decode_vectors(const void* row, const float*, int64_t, int64_t inputs, void
   }
 }
 
-// The sixteen values of a group in the model's dtype, each half a byte's.
-template <class Codes>
-GSD_TILE __m512 values_of_group(const float* beside) {
-  float value[16];
-  for (int i = 0; i < 16; i++) value[i] = Codes::of(i, beside);
-  return _mm512_loadu_ps(value);
+// How values of a group are rounded: with the instruction for normal ones, or for any.
+template <class O, bool Normal>
+struct Rounding16 : O {
+  GSD_TILE auto rounded(__m512 x) {
+    if constexpr (Normal) return O::of(x);
+    else return O::of_any(x);
+  }
+};
+
+// Whether no value of a group can be a subnormal one: numbers beside codes are 0 or far from those.
+GSD_TILE bool all_normal(const float* beside, int count) {
+  bool normal = true;
+  for (int i = 0; i < count; i++) {
+    const float size = __builtin_fabsf(beside[i]);
+    normal = normal && (size >= 0x1p-50f || size == 0.0f);
+  }
+  return normal;
 }
 
-// 32 codes of half a byte in the order of memory, a word each; what a word has above its code, a look-up must not see.
+// The sixteen values of a group, each half a byte's.
+template <class Values>
+struct SixteenOf;
+template <>
+struct SixteenOf<ValuesInt4> {
+  GSD_TILE __m512 values(const float* beside) {
+    return _mm512_mul_ps(_mm512_sub_ps(counted(0), _mm512_set1_ps(beside[1])), _mm512_set1_ps(beside[0]));
+  }
+};
+template <>
+struct SixteenOf<ValuesInt4Offset> {
+  GSD_TILE __m512 values(const float* beside) {
+    return _mm512_add_ps(_mm512_mul_ps(counted(-8), _mm512_set1_ps(beside[0])), _mm512_set1_ps(beside[1]));
+  }
+};
+template <const float (&table)[16]>
+struct SixteenOf<ValuesOfTable<table>> {
+  GSD_TILE __m512 values(const float* beside) {
+    return _mm512_mul_ps(_mm512_loadu_ps(table), _mm512_set1_ps(beside[0]));
+  }
+};
+
+// 32 codes of half a byte in the order of memory, a word each.
 template <bool HighFirst>
 GSD_TILE __m512i half_words(const uint8_t* from) {
   const __m512i bytes = _mm512_cvtepu8_epi32(sixteen_at(from));
@@ -239,39 +272,46 @@ GSD_TILE __m512i half_words(const uint8_t* from) {
   return _mm512_and_si512(both, _mm512_set1_epi32(0x000F000F));
 }
 
-// A whole step of 32 weights of one group, whose scales are `beside`.
+// A group's weights, 32 at a time; what is left of it is returned.
 template <class Codes>
-struct GroupVectors {
-  template <class O, class T>
-  GSD_TILE void decode(const uint8_t* from, const float*, const decltype(O::of_any(__m512{}))& values, T* to) {
-    O::look_up(values, half_words<Codes::kHighFirst>(from), to);
+struct GroupVectors;
+template <class Values>
+struct GroupVectors<CodesLookup<Values>> {
+  template <class R, class T>
+  GSD_TILE int64_t decode(const uint8_t* from, const float* beside, int64_t size, T* to) {
+    const auto values = R::rounded(SixteenOf<Values>::values(beside));
+    int64_t i = 0;
+    for (; i + 32 <= size; i += 32) R::look_up(values, half_words<Values::kHighFirst>(from + i / 2), to + i);
+    return i;
   }
-  template <class O>
-  GSD_TILE auto values(const float* beside) { return O::of_any(values_of_group<Codes>(beside)); }
 };
 template <>
 struct GroupVectors<CodesInt8> {
-  template <class O, class T>
-  GSD_TILE void decode(const uint8_t* from, const float* beside, int, T* to) {
+  template <class R, class T>
+  GSD_TILE int64_t decode(const uint8_t* from, const float* beside, int64_t size, T* to) {
     const __m512 d = _mm512_set1_ps(beside[0]);
-    O::put(O::of_any(_mm512_mul_ps(wide_bytes(sixteen_at(from)), d)),
-           O::of_any(_mm512_mul_ps(wide_bytes(sixteen_at(from + 16)), d)), to);
+    int64_t i = 0;
+    for (; i + 32 <= size; i += 32) {
+      R::put(R::rounded(_mm512_mul_ps(wide_bytes(sixteen_at(from + i)), d)),
+             R::rounded(_mm512_mul_ps(wide_bytes(sixteen_at(from + i + 16)), d)), to + i);
+    }
+    return i;
   }
-  template <class O>
-  GSD_TILE int values(const float*) { return 0; }
 };
 template <>
 struct GroupVectors<CodesUint8> {
-  GSD_TILE __m512 scaled(const uint8_t* from, const float* beside) {
-    const __m512 code = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(sixteen_at(from)));
-    return _mm512_mul_ps(_mm512_sub_ps(code, _mm512_set1_ps(beside[1])), _mm512_set1_ps(beside[0]));
+  GSD_TILE __m512 scaled(const uint8_t* from, __m512 zero, __m512 d) {
+    return _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(sixteen_at(from))), zero), d);
   }
-  template <class O, class T>
-  GSD_TILE void decode(const uint8_t* from, const float* beside, int, T* to) {
-    O::put(O::of_any(scaled(from, beside)), O::of_any(scaled(from + 16, beside)), to);
+  template <class R, class T>
+  GSD_TILE int64_t decode(const uint8_t* from, const float* beside, int64_t size, T* to) {
+    const __m512 d = _mm512_set1_ps(beside[0]), zero = _mm512_set1_ps(beside[1]);
+    int64_t i = 0;
+    for (; i + 32 <= size; i += 32) {
+      R::put(R::rounded(scaled(from + i, zero, d)), R::rounded(scaled(from + i + 16, zero, d)), to + i);
+    }
+    return i;
   }
-  template <class O>
-  GSD_TILE int values(const float*) { return 0; }
 };
 
 template <class Codes, class To>
@@ -280,17 +320,14 @@ void decode_group_vectors(const void* row, const float* scales, int64_t groups, 
   const uint8_t* from = static_cast<const uint8_t*>(row);
   typename To::Stored* to = static_cast<typename To::Stored*>(out);
   const int64_t size = inputs / groups;
-  for (int64_t g = 0; g < groups; g++, scales += Codes::kBeside) {
-    const auto values = Of::template values<Out<To>>(scales);
-    int64_t i = g * size;
-    for (; i + 32 <= (g + 1) * size; i += 32) {
-      Of::template decode<Out<To>>(from + i / Codes::kWeightsOfByte, scales, values, to + i);
-    }
-    if (i == (g + 1) * size) continue;
+  for (int64_t g = 0; g < groups; g++, scales += Codes::kBeside, from += size / Codes::kWeightsOfByte, to += size) {
+    const int64_t done = all_normal(scales, Codes::kBeside)
+                             ? Of::template decode<Rounding16<Out<To>, true>>(from, scales, size, to)
+                             : Of::template decode<Rounding16<Out<To>, false>>(from, scales, size, to);
+    if (done == size) continue;
     float part[32];
-    const int n = static_cast<int>((g + 1) * size - i);
-    Codes::widen(from + i / Codes::kWeightsOfByte, n, scales, part);
-    To::store(part, n, to + i);
+    Codes::widen(from + done / Codes::kWeightsOfByte, static_cast<int>(size - done), scales, part);
+    To::store(part, static_cast<int>(size - done), to + done);
   }
 }
 

@@ -87,6 +87,21 @@ def test_a_decoder_of_mixed_kinds_has_the_dense_decoders_bits(level, dtype):
         assert all(torch.equal(a, b) for a, b in zip(case[name], cache, strict=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.beside], ids=lambda kind: kind.name)
+@levels
+def test_scales_of_any_size_are_rounded_as_the_reference_does(level, kind, dtype):
+    whole = packed_matrix(kind, 4, 192, seed=3)
+    factor = torch.tensor([1.0, 1e-36, 1e-30, 1e30]).view(4, *[1] * (whole.scales.dim() - 1))
+    if kind.name in ("uint8", "int4"):  # whose second number is an integer
+        factor = torch.cat([factor, torch.ones_like(factor)], -1)
+    matrix = replace(whole, scales=whole.scales * factor)
+    exact = unpack_rows(matrix, dtype=dtype, backend="reference")
+    assert ((exact != 0) & (exact.float().abs() < torch.finfo(torch.float32).tiny)).any() or dtype == torch.float16
+    with cpu_levels.forced(level):
+        assert torch.equal(unpack_rows(matrix, dtype=dtype), exact)
+
+
 @backends("reference")
 def test_the_reference_decoder_takes_them_too(on):
     weights, case = decoder_case()
