@@ -95,6 +95,7 @@ def texts(compiled, monkeypatch, prompts, drafts="model", reports=None, shapes=(
         "layer_skip": lambda: {"assistant_model": LayerSkip(target, mlp=[1])},
         "eagle3": lambda: {"drafter": random_eagle3(eagle3_config(target)).float()},
         "dflash": lambda: {"drafter": random_dflash(dflash_config(target)).float()},
+        "dspark": lambda: {"drafter": random_dflash(dflash_config(target, inner={"markov_rank": 4})).float()},
     }
     counts = []
     with patched(target, **given[drafts](), graph_config="auto") as handle:
@@ -127,7 +128,7 @@ def test_shapes_of_a_ladder_are_compiled_before_the_first_step(name, compiled, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("drafts", ["layer_skip", "eagle3", "dflash"])
+@pytest.mark.parametrize("drafts", ["layer_skip", "eagle3", "dflash", "dspark"])
 def test_drafts_of_every_kind_are_compiled_before_the_first_step(drafts, sampled, compiled, monkeypatch):
     options, kernels = SAMPLING["sampled" if sampled else "greedy"]
     [(first, later)] = texts(compiled, monkeypatch, [words(2, 9, seed=1)], drafts, **options)

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import gsd_kernels as gsd
 from gsd_kernels import Gemma4Assistant, GraphConfig
+from gsd_kernels_hf import validate
 from gsd_kernels_hf.sources.load import loaded_drafter
 
 pytestmark = pytest.mark.skipif(not hasattr(transformers, "Gemma4AssistantForCausalLM"), reason="an older transformers")
@@ -197,6 +198,12 @@ def test_another_models_assistant_is_refused(what, tmp_path):
     target = filled(transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**{**SIZES, **theirs})))
     with pytest.raises(ValueError, match=message):
         generate(target, **prompts(1, 4, vocab=VOCAB), drafter=tmp_path)
+
+
+def test_as_a_draft_model_it_is_refused_with_the_cure():
+    """Of a patched model such a call goes to transformers, which takes it so."""
+    with pytest.raises(validate.Unsupported, match=r"pass drafter= its folder, or gsd_kernels\.Gemma4Assistant"):
+        generate(target_of(), **prompts(1, 4, vocab=VOCAB), assistant_model=random_assistant())
 
 
 def test_a_config_that_is_none(tmp_path):

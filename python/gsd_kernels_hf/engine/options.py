@@ -25,6 +25,7 @@ from ..records import Verified
 from ..sources.base import DraftSource
 from ..sources.border import check_source
 from ..sources.drafts import check_probabilities, draft_source, translations_of
+from ..sources.gemma_assistant import CLASS as GEMMA_ASSISTANT
 from ..sources.heads import DraftHeads, Heads
 from ..sources.history import History
 from ..sources.layer_skip import LayerSkip, SkippedLayers
@@ -281,6 +282,11 @@ def drafts_in(given: object) -> list[PreTrainedModel | LayerSkip | None]:
             )
     found = [draft if isinstance(draft, LayerSkip) else properties.unwrap(draft) for draft in given]
     for draft in found:
+        if type(draft).__name__ == GEMMA_ASSISTANT:
+            raise validate.Unsupported(
+                f"assistant_model: a {GEMMA_ASSISTANT} has no keys and values of its own; pass drafter= its folder, or "
+                "gsd_kernels.Gemma4Assistant(model)"
+            )
         if draft is not None and not isinstance(draft, LayerSkip):
             validate.check_model("assistant_model", draft)
     if len({id(draft) for draft in found}) < len(found):

@@ -22,8 +22,9 @@ from gsd_kernels import GraphConfig
 from ..model.attention import GraphInputs, Kind, configs_of, switched_configs
 from ..model.hidden import decoder_of
 from ..model.properties import device_of
+from ..records import Verified
 from . import checkpoints
-from .base import Level, Text
+from .base import Level, Proposal, Text
 from .checkpoints import CONFIG, BadCheckpoint
 from .expansion import Expansion, NodeVectors
 from .last_state import LastState
@@ -203,6 +204,24 @@ class AssistantDrafts(LastState, Expansion):
         like = self.hidden.new_zeros(len(self.hidden), 0, device=self.device)
         self.vectors.prepare(config, like, self.module.sizes.hidden_size)
 
+    def warm(self, level: Level, verified: Verified) -> Proposal | None:
+        """A forward of a frontier, which writes nothing, and its candidates."""
+        if level.config.depth == 0:
+            return None
+        logits = self.no_logits(level.frontier.node_ids.shape[1])
+        if self.has_read():
+            size = (*level.frontier.node_ids.shape, self.module.sizes.hidden_size)
+            logits = self.forward(level.frontier.token_ids, logits.new_zeros(size))[1]
+        if self.text.draws is not None:
+            return None
+        tokens, log_probs = self.candidates(level, logits)
+        device = self.state.tokens.device
+        return Proposal(tokens.to(device), log_probs.to(device))
+
+    def has_read(self) -> bool:
+        """Whether the target's layers have storage, as they have from the first token on that it has read."""
+        return all(self.text.target.cache.layers[index].is_initialized for index in self.layers.values())
+
     def forward(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """Vectors [B, W, D] and logits [B, W, V] of nodes with tokens int [B, W] after what handed on ``features``."""
         kv_len, to = self.text.kv_len.to(self.device), self.device
@@ -226,15 +245,15 @@ class AssistantDrafts(LastState, Expansion):
 
     def root_logits(self, config: GraphConfig) -> Tensor:
         features = self.hidden[:, None].to(self.device, self.module.model.dtype)
-        if not all(self.text.target.cache.layers[index].is_initialized for index in self.layers.values()):
-            return self.no_logits(1)  # the target has read nothing yet
+        if not self.has_read():
+            return self.no_logits(1)
         vectors, logits = self.forward(self.state.root_tokens()[:, None], features)
         known = self.known.to(self.device)[:, None, None]
         self.vectors.keep_root(config, torch.where(known, vectors, 0.0))
         return torch.where(known, logits, 0.0)
 
     def frontier_logits(self, level: Level) -> Tensor:
-        if not all(self.text.target.cache.layers[index].is_initialized for index in self.layers.values()):
+        if not self.has_read():
             return self.no_logits(level.frontier.node_ids.shape[1])
         vectors, logits = self.forward(level.frontier.token_ids, self.vectors.of_parents(level))
         known = self.known.to(self.device)[:, None, None]
