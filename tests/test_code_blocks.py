@@ -70,6 +70,7 @@ def names(tmp_path, monkeypatch) -> dict[str, Any]:
     assert CliRunner().invoke(app, ["index", "a.py", "-o", "index"]).exit_code == 0
     return {
         **{"gsd_kernels": gsd_kernels, "model": model, "draft": draft, "tokenizer": tokenizer, "inputs": inputs},
+        "draft_tokenizer": tokenizer,
         **{"input_ids": inputs["input_ids"], "eagle3": demo.path() / "eagle3"},
     }
 
