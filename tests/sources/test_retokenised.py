@@ -48,9 +48,10 @@ PAIRS = {
 
 
 @functools.cache
-def models_of(pair: str):
+def models_of(pair: str, noise: float = 0.0):
     ours, theirs = (make() for make in PAIRS[pair])
-    return two.learned(ours), two.learned(theirs).float(), {"tokenizer": ours, "assistant_tokenizer": theirs}
+    draft = models.noised(two.learned(theirs), noise)
+    return two.learned(ours), draft, {"tokenizer": ours, "assistant_tokenizer": theirs}
 
 
 def encoded(tokenizer, texts=PROMPTS):
@@ -80,7 +81,7 @@ def expected(pair: str, number: int, sampled: bool):
 @pytest.mark.parametrize("pair", PAIRS)
 def test_text_is_the_targets_own(pair, sources, shape):
     """A batch with padding, greedy and by seed; processors in turn."""
-    target, draft, both = models_of(pair)
+    target, draft, both = models_of(pair, 0.04)
     length = encoded(both["tokenizer"])["input_ids"].shape[1]
     accepted = rejected = 0
     tokens: set[int] = set()
@@ -135,26 +136,38 @@ class Watched(Retokenised):
                 Watched.claims += 1
             self.check_claims(sequence, after, whole)
 
+    def check_edges(self, sequence, node, logits):
+        """What the draft's graph has behind a node is what ``logits`` [V] say; the children."""
+        graph = self.drafts.current.graph
+        edges = graph.edge_targets[sequence, node]
+        there = (edges >= 0) & (graph.edge_log_probs[sequence, node] > -torch.inf)
+        drafted = graph.token_ids[sequence][edges[there].long()].long()
+        found, expected = graph.edge_log_probs[sequence, node][there], logits.log_softmax(-1)[drafted]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        return edges[there].tolist()
+
     def look_ahead(self, config):
         found = super().look_ahead(config)
-        graph = self.drafts.current.graph
-        for sequence, trie in enumerate(found):
-            self.check_claims(sequence, trie, self.own.open[sequence])
-            begun = self.own.open[sequence]
-            Watched.begun += bool(begun) and bool(trie.after)
-            edges = graph.edge_targets[sequence, 0][graph.edge_log_probs[sequence, 0] > -torch.inf]
-            drafted = graph.token_ids[sequence][edges[edges >= 0].long()].tolist() if begun else []
-            assert all(self.translation.draft.spelled[token].startswith(begun) for token in drafted)
-        for sequence, ids in enumerate(self.own.ids):
-            if self.own.open[sequence] or bool(self.state.done[sequence]):
+        graph, draft = self.drafts.current.graph, self.translation.draft
+        assert torch.equal(self.draft.cached, self.own.state.out_len), "behind it drafts were written"
+        for sequence, (trie, ids) in enumerate(zip(found, self.own.ids, strict=True)):
+            if bool(self.state.done[sequence]):
                 continue
-            logits = self.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-            edges = graph.edge_targets[sequence, 0]
-            drafted = graph.token_ids[sequence][edges[edges >= 0].long()]
-            torch.testing.assert_close(
-                graph.edge_log_probs[sequence, 0][edges >= 0], logits[drafted.long()], atol=1e-4, rtol=1e-4
-            )
-            Watched.compared += 1
+            begun, half = self.own.begun[sequence], bool(self.own.open[sequence])
+            self.check_claims(sequence, trie, begun)
+            Watched.begun += half and bool(trie.after)
+            text = ids[: int(self.own.state.out_len[sequence] - self.own.state.kv_start[sequence])]
+            assert b"".join(map(draft.spelled.get, ids[len(text) :])) + self.own.open[sequence] == begun
+            logits = self.model(torch.tensor([text])).logits[0, -1]
+            if begun and len(draft.beginning(begun, longer=not half)):
+                only = torch.full_like(logits, -torch.inf)
+                only[draft.beginning(begun, longer=not half)] = logits[draft.beginning(begun, longer=not half)]
+                logits = only
+            for child in self.check_edges(sequence, 0, logits):
+                if graph.expanded[sequence, child]:
+                    path = [*text, int(graph.token_ids[sequence, child])]
+                    self.check_edges(sequence, child, self.model(torch.tensor([path])).logits[0, -1])
+                    Watched.compared += 1
         return found
 
 
@@ -178,6 +191,23 @@ def test_the_drafts_text_and_cache_are_those_of_the_targets_text(pair, monkeypat
     assert Watched.compared > 20 and Watched.claims > 200
 
 
+def test_the_next_text_reads_on_behind_what_the_cache_holds(monkeypatch):
+    """The cache keeps what both texts begin with, and no more."""
+    monkeypatch.setattr("gsd_kernels_hf.sources.drafts.Retokenised", Watched)
+    target, draft, both = models_of("byte-level to sentencepiece")
+    options = {"pad_token_id": 0, "do_sample": False, "attention_mask": None}
+    patched = {**both, "assistant_model": draft, "draft_sources": ("model",), "graph_config": SHAPES["tree"]}
+    Watched.compared = reused = 0
+    ids = encoded(both["tokenizer"], [two.TEXT])["input_ids"]
+    with gsd.patch(target, **patched) as handle:
+        for length in range(20, 60, 8):
+            target.generate(ids[:, :length], max_new_tokens=2, **options)
+            (session,) = handle.engines.idle.sessions
+            target.generate(ids[:, : length + 12], max_new_tokens=2, **options)
+            reused += session.mixer.every[0].own.target.reused
+    assert reused > 50 and Watched.compared > 10
+
+
 def test_a_character_that_is_not_whole_is_gone_on_from(monkeypatch):
     """The target's text ends within one: the draft's ends before it; what begins with its bytes is proposed."""
     monkeypatch.setattr("gsd_kernels_hf.sources.drafts.Retokenised", Watched)
@@ -191,6 +221,32 @@ def test_a_character_that_is_not_whole_is_gone_on_from(monkeypatch):
         out = gsd.generate(target, ids, **options, **both, assistant_model=draft, graph_config=SHAPES["tree"])
         assert torch.equal(out, target.generate(ids, **options))
     assert Watched.begun >= 3
+
+
+def test_a_text_that_ends_in_the_middle_of_the_drafts_token_is_gone_on_from_before_it(monkeypatch):
+    """The draft knows " evening" as one token, and nothing behind " eve": it goes on from " the"."""
+    monkeypatch.setattr("gsd_kernels_hf.sources.drafts.Retokenised", Watched)
+    target, draft, both = models_of("byte-level to sentencepiece")
+    seen = []
+    look_ahead = Watched.look_ahead
+
+    def watched(self, config):
+        found = look_ahead(self, config)
+        path, trie = [], found[0]
+        while trie.after:
+            path.append(trie.best()[0][1])
+            trie = trie.after[path[-1]]
+        seen.append((self.own.begun[0], both["tokenizer"].decode(path)))
+        return found
+
+    monkeypatch.setattr(Watched, "look_ahead", watched)
+    whole = two.TEXT[: two.TEXT.index(" closes")]
+    for text, begun, after in ((whole[: whole.index("ening")], b" ev", "ening the"), (whole, b"", " closes; a")):
+        options = {**encoded(both["tokenizer"], [text]), "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+        out = gsd.generate(target, **options, **both, assistant_model=draft, graph_config=SHAPES["chain"])
+        assert torch.equal(out, target.generate(**options))
+        assert seen[0][0] == begun and seen[0][1].startswith(after), seen
+        seen.clear()
 
 
 @pytest.mark.parametrize("shape", ["chain", "graph"])

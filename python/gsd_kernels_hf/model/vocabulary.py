@@ -8,7 +8,6 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -61,11 +60,17 @@ class Vocabulary:
         """The bytes of all tokens in order: those that begin alike side by side."""
         return sorted(self.ids)
 
-    def beginning(self, text: bytes) -> list[int]:
-        """The tokens that begin with ``text``."""
+    @cached_property
+    def ordered_ids(self) -> Tensor:
+        """Their ids, int64 [tokens]."""
+        return torch.tensor([self.ids[spelled] for spelled in self.ordered])
+
+    def beginning(self, text: bytes, *, longer: bool = False) -> Tensor:
+        """The tokens that begin with ``text``, or those that go on behind it, int64 [n]."""
         first = bisect_left(self.ordered, text)
-        found = takewhile(lambda spelled: spelled.startswith(text), islice(self.ordered, first, None))
-        return [self.ids[spelled] for spelled in found]
+        last = bisect_left(self.ordered, text + b"\xff" * 8, first)  # no text has so many of these bytes in a row
+        same = first < last and self.ordered[first] == text
+        return self.ordered_ids[first + (longer and same) : last]
 
     @cached_property
     def contents(self) -> dict[int, str]:

@@ -68,9 +68,9 @@ class DraftModel(Expansion):
     def root_logits(self, config: GraphConfig) -> Tensor:
         return self.feed(self.state.out_len, config.chain_rows)
 
-    def feed(self, end: Tensor, width: int) -> Tensor:
-        """Cache up to ``width`` tokens before ``end`` [B] as a chain; logits after the last, [B, 1, V]."""
+    def feed(self, end: Tensor, width: int, keep: int = 1) -> Tensor:
+        """Cache up to ``width`` tokens before ``end`` [B] as a chain; logits after the last ones, [B, keep, V]."""
         chain = feed_chain(self.state.tokens, end, self.cached, width, backend=self.rows.backend)
         return self.rows.rows(
-            chain.token_ids, chain.kv_len, chain.slots, chain.ancestor_mask, chain.depths, chain.node_depths, keep=1
+            chain.token_ids, chain.kv_len, chain.slots, chain.ancestor_mask, chain.depths, chain.node_depths, keep=keep
         )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from itertools import takewhile
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from gsd_kernels import GraphConfig
 
 from ..model.fused import rows_of
 from ..model.runner import RowModel
@@ -14,9 +17,11 @@ from ..model.spelling import Speller
 from ..model.vocabulary import Translation
 from ..records import Candidates, DecodeState
 from .base import Text
+from .draft_model import DraftModel
 
 TAKEN_BACK = 4  # tokens at the end of a text, which may merge with what follows
 BEFORE = 8  # tokens before them, which decide how they are cut
+ROWS = TAKEN_BACK + 1  # of the draft at the end of a text: after each of these tokens, and before them
 
 
 class KeptRows:
@@ -30,6 +35,22 @@ class KeptRows:
 
     def grow(self, capacity: int) -> None:
         """Nothing: positions are tokens of the draft."""
+
+
+class Reader(DraftModel):
+    """A draft model that goes on from a text of its own, or from before its last tokens."""
+
+    text: OwnText
+
+    def root_logits(self, config: GraphConfig) -> Tensor:
+        counts = (self.state.out_len - self.cached).tolist()
+        keep = min(ROWS, config.chain_rows)
+        logits = self.feed(self.state.out_len, config.chain_rows, keep)
+        after, taken = self.text.take_back(logits, [min(keep, count) for count in counts])
+        back = torch.tensor(taken, dtype=torch.int32, device=self.cached.device)
+        self.state.out_len.sub_(back)  # until the text is caught up with again
+        self.cached.sub_(back)
+        return after
 
 
 class OwnText:
@@ -47,6 +68,8 @@ class OwnText:
         state: the draft's tokens.
         ids: the same without padding, by sequence.
         open: bytes of every text that no token of the draft's has yet, by sequence.
+        begun: bytes that this step's drafts begin with, since the target has emitted them: those, and what was taken
+            back before them.
         branch: candidates after a node, of the current shape.
     """
 
@@ -76,18 +99,7 @@ class OwnText:
             rows.prefill(self.state.tokens[:, : self.longest - 1], mask, None)
 
     def draws(self, level: int, logits: Tensor, positions: Tensor) -> Candidates:
-        """The likeliest tokens: the noise that the target draws with is that of its own tokens.
-
-        The first goes on from an open character.
-        """
-        for sequence, begun in enumerate(self.open) if level == 0 else ():
-            fitting = self.translation.draft.beginning(begun) if begun else []
-            if fitting:
-                at = torch.tensor(fitting, device=logits.device)
-                only = torch.full_like(logits[sequence], -torch.inf)
-                only[:, at] = logits[sequence][:, at]
-                logits = logits.clone()
-                logits[sequence] = only
+        """The likeliest tokens: the noise that the target draws with is that of its own tokens."""
         return self.sampler.candidates(logits, positions, self.branch, noise=False)
 
     def keep(self, rows: object) -> None:
@@ -107,6 +119,42 @@ class OwnText:
         padded = torch.tensor([[0] * (self.longest - len(ids)) + ids for ids in self.ids])
         self.reserve(self.longest)
         self.state.restart(padded.to(self.device), starts.to(self.device), 0, 0)
+
+    def take_back(self, logits: Tensor, counts: list[int]) -> tuple[Tensor, list[int]]:
+        """Where drafts go on from: behind the text, or before its last tokens, where the draft has a longer one.
+
+        A text may end in the middle of what is one token to the draft, behind which it has never seen what follows.
+        Of its last m tokens, with the probability p that it gave them, it says by another token that begins with their
+        bytes and goes on with probability q: the m of the largest q / p is taken, 1 for none.
+
+        Args:
+            logits: float [B, n, V], the draft's behind the last n tokens of each text.
+            counts: how many of them are of tokens, by sequence.
+
+        Returns:
+            Logits of what may come next, [B, 1, V], and m.
+        """
+        log_probs, taken = logits.float().log_softmax(-1), [0] * self.batch
+        after = logits[:, -1:].clone()
+        draft, ordinary = self.translation.draft, self.translation.draft.spelled
+        for sequence, count in enumerate(counts):
+            ids, begun, gone = self.ids[sequence], self.open[sequence], 0.0
+            best = -math.inf if begun else 0.0  # of what follows behind the text, anything may
+            for m, row in enumerate(log_probs[sequence].flip(0)[:count]):
+                if m and ids[-m] not in ordinary:
+                    break
+                if m:
+                    begun = ordinary[ids[-m]] + begun
+                    gone += float(row[ids[-m]])
+                fitting = draft.beginning(begun, longer=not self.open[sequence]).to(row.device)
+                if not begun or not len(fitting):
+                    continue
+                odds = float(row[fitting].logsumexp(0)) - gone
+                if odds > best:
+                    best, taken[sequence], self.begun[sequence] = odds, m, begun
+                    after[sequence] = -torch.inf
+                    after[sequence, 0, fitting] = logits[sequence, -1 - m, fitting]
+        return after, taken
 
     def _begin(self, ids: list[int]) -> None:
         """Put the token first that texts begin with, where the draft's tokenizer does; a text has a token at least."""
@@ -132,12 +180,13 @@ class OwnText:
         self.reserve(max(start + len(ids) for start, ids in zip(starts, self.ids, strict=True)))
         for sequence, (start, ids, at) in enumerate(zip(starts, self.ids, changed, strict=True)):
             ends.append(start + len(ids))
-            stay.append(start + min(at, len(ids) - 1))  # the last token's logits are wanted in any case
+            stay.append(start + max(0, min(at, len(ids) - ROWS)))  # of the last tokens logits are wanted in any case
             tail = torch.tensor(ids[at:], device=self.device, dtype=torch.int64)
             self.state.tokens[sequence, start + at : ends[-1]] = tail
         out_len, least = (torch.tensor(one, dtype=torch.int32, device=self.device) for one in (ends, stay))
         self.state.out_len.copy_(out_len)
         cached.copy_(torch.minimum(cached, least))
+        self.begun = list(self.open)
 
     def reserve(self, length: int, slots: int = 0) -> None:
         """Make room for texts of ``length`` tokens, padding included, and ``slots`` cache positions behind them."""

@@ -10,15 +10,14 @@ import torch
 from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig, Rows, flatten
-from gsd_kernels.config import MAX_BRANCH
+from gsd_kernels.config import MAX_BRANCH, MAX_ROWS
 
 from ..model import properties
 from ..model.spelling import Speller
 from ..model.vocabulary import Translation
 from .base import DraftSource, Level, Proposal, Text
-from .draft_model import DraftModel
 from .mixer import Mixer
-from .own_text import OwnText
+from .own_text import ROWS, OwnText, Reader
 from .trie import Trie
 from .weights import SourceWeights
 
@@ -74,7 +73,7 @@ class Retokenised(DraftSource):
     def begin(self, text: Text) -> None:
         self.state, self.sampler = text.state, text.sampler
         self.vocab_size = text.target.vocab_size
-        self.own, self.draft, self.begun = OwnText(text, self.translation), DraftModel(self.model), False
+        self.own, self.draft, self.begun = OwnText(text, self.translation), Reader(self.model), False
         state, device = self.own.state, self.state.tokens.device
         weights = {self.draft.name: SourceWeights(self.draft.shares, None, MAX_BRANCH, device)}
         vocabulary = properties.vocabulary(self.model)
@@ -148,9 +147,9 @@ class Retokenised(DraftSource):
         self.own.branch = shape.branch
         rows = flatten(self.drafts.draft(shape), shape.max_rows, int(shape.max_path or 0), backend=self.sampler.backend)
         tries, paths, probs = [Trie() for _ in self.own.ids], self.paths(rows), rows.scores.exp().tolist()
-        jobs = [(self.own.before(p.sequence), p.text[len(self.own.open[p.sequence]) :]) for p in paths]
+        jobs = [(self.own.before(p.sequence), p.text[len(self.own.begun[p.sequence]) :]) for p in paths]
         for path, spelled in zip(paths, self.speller.spell(jobs), strict=True):
-            begun = len(self.own.open[path.sequence])  # bytes that the target has emitted already
+            begun = len(self.own.begun[path.sequence])  # bytes that the target has emitted already
             places = [path.rows[bisect_left(path.ends, begun + end)] for end in spelled.ends]
             found = list(zip(spelled.tokens, places, strict=True))
             if path.mark is not None and begun + spelled.covered == len(path.text):
@@ -183,11 +182,11 @@ class Retokenised(DraftSource):
                     ordinary.append(row)
                     text += spelled[tokens[row]]
                     ends.append(len(text))
-                if text.startswith(self.own.open[sequence]):
+                if text.startswith(self.own.begun[sequence]):
                     found.append(DraftedPath(sequence, ordinary, ends, text, mark))
         return found
 
 
 def own_shape(config: GraphConfig) -> GraphConfig:
-    """Shape of the draft's own graph in a step of another: its levels, and no other source's."""
-    return config.replace(history_depth=0)
+    """Shape of the draft's own graph in a step of another: its levels, no other source's, and rows to read the text."""
+    return config.replace(history_depth=0, max_rows=min(MAX_ROWS, config.max_rows + 2 * ROWS))
