@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import inspect
 import weakref
 
 import models
@@ -119,7 +120,12 @@ def test_a_temperature_by_place_in_the_cache():
         | {"floor_scale": 4}
     )
     torch.manual_seed(0)
-    exact(transformers.Llama4ForCausalLM(config).eval().double())
+    model = transformers.Llama4ForCausalLM(config).eval().double()
+    attention = type(model.model.layers[0].self_attn)
+    if "get_seq_length" in inspect.getsource(attention):
+        exact(model)
+    else:  # in transformers 5.0 by cache_position
+        refused(model, "length")
 
 
 def test_positions_by_place_in_the_cache():

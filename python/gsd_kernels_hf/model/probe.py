@@ -40,6 +40,7 @@ DIFFERENT = 0.05  # relative difference that no rounding makes
 PADDING = (0, CACHED + POISONED)  # of the sequences
 SAME = 0.01  # relative difference that rounding may make
 LOUD = 1e3  # times as large as the other rows
+BY_LENGTH = "computes with the cache's length in its layers, which differs from the positions of graph rows"
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,12 @@ class ProbeCache(GraphCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any, **kwargs: Any) -> Any:
-        """As its base; noted once a layer has stored something."""
-        (self.asked if any(layer.is_initialized for layer in self.layers) else self.early).add(layer_idx)
-        return super().get_seq_length(layer_idx, *args, **kwargs) if self.length is None else self.length
+        """As its base, noted; before anything is stored, as if the prompt were."""
+        begun = any(layer.is_initialized for layer in self.layers)
+        (self.asked if begun else self.early).add(layer_idx)
+        if self.length is not None:
+            return self.length
+        return super().get_seq_length(layer_idx, *args, **kwargs) if begun else self.prompt_length
 
 
 _known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, AttentionReport]] = weakref.WeakKeyDictionary()
@@ -239,7 +243,10 @@ def _at_place_zero(model: PreTrainedModel, asked: frozenset[int]) -> Probe:
         Unserved: what they make of other lengths is not what :class:`~.temperature.Temperature` says.
     """
     rows = torch.arange(ROWS, device=device_of(model))
-    probe, _ = _forward(model, poisoned=False, length=-rows)
+    try:
+        probe, _ = _forward(model, poisoned=False, length=-rows)
+    except TypeError:  # it takes numbers alone, as transformers' first Llama 4 does
+        raise Unserved(BY_LENGTH) from None
     known = {call.layer: Temperature.of(call.module) for call in probe.calls}
     probe.temperatures = {layer: found for layer in asked if (found := known.get(layer)) is not None}
     differs = len(probe.temperatures) < len(asked)
@@ -251,7 +258,7 @@ def _at_place_zero(model: PreTrainedModel, asked: frozenset[int]) -> Probe:
             expected = query if temperature is None else temperature.applied(query, places)
             differs |= not bool((scaled - expected).float().norm() <= SAME * expected.float().norm())
     if differs:
-        raise Unserved("computes with the cache's length in its layers, which differs from the positions of graph rows")
+        raise Unserved(BY_LENGTH)
     return probe
 
 
