@@ -109,8 +109,15 @@ def load(backend: str) -> str | None:
     return None
 
 
+def no_result(*_: object) -> None:
+    """Shape function of the ops that only write in place."""
+
+
 for schema in SCHEMAS:
-    torch.library.define(f"gsd_kernels::{schema.partition('(')[0]}", schema[schema.index("(") :])
+    op = f"gsd_kernels::{schema.partition('(')[0]}"
+    torch.library.define(op, schema[schema.index("(") :])
+    if schema.endswith("-> ()"):
+        torch.library.register_fake(op, no_result)
 
 
 def schema_of(name: str) -> str:
@@ -131,7 +138,7 @@ def empty_frontier(
 
 
 @torch.library.register_fake("gsd_kernels::flatten")
-def _flatten(
+def empty_rows(
     token_ids: Tensor, edge_targets: Tensor, edge_log_probs: Tensor, max_rows: int, max_path: int
 ) -> tuple[Tensor, ...]:
     batch = token_ids.shape[0]
@@ -141,15 +148,10 @@ def _flatten(
 
 
 @torch.library.register_fake("gsd_kernels::verify")
-def _verify(token_ids: Tensor, *args: object) -> tuple[Tensor, ...]:
+def empty_acceptance(token_ids: Tensor, *args: object) -> tuple[Tensor, ...]:
     batch, max_path = token_ids.shape[0], args[-1]
     assert isinstance(max_path, (int, torch.SymInt))
     return _int32(token_ids, batch, max_path + 1), _int32(token_ids, batch), _int32(token_ids, batch)
-
-
-@torch.library.register_fake("gsd_kernels::commit_kv")
-def _commit_kv(*args: object) -> None:
-    return None
 
 
 @torch.library.register_fake("gsd_kernels::sample_rows")
@@ -177,22 +179,12 @@ def _dag_attention(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: obj
     return out, q.new_empty(batch, heads, rows, dtype=torch.float32)
 
 
-@torch.library.register_fake("gsd_kernels::ngram_insert")
-def _ngram_insert(*args: object) -> None:
-    return None
-
-
 @torch.library.register_fake("gsd_kernels::ngram_lookup")
 def _ngram_lookup(
     keys: Tensor, table_tokens: Tensor, table_log_probs: Tensor, contexts: Tensor, max_context: int, ways: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = (*contexts.shape[:2], table_tokens.shape[2])
     return contexts.new_empty(shape), table_log_probs.new_empty(shape), contexts.new_empty(shape[:2])
-
-
-@torch.library.register_fake("gsd_kernels::ngram_remember")
-def _ngram_remember(*args: object) -> None:
-    return None
 
 
 @torch.library.register_fake("gsd_kernels::ngram_recall")
@@ -220,11 +212,6 @@ def _mix_candidates(tokens: Tensor, log_probs: Tensor, *args: object) -> tuple[T
     return torch.empty_like(tokens), torch.empty_like(log_probs)
 
 
-@torch.library.register_fake("gsd_kernels::write_kv")
-def _write_kv(*args: object) -> None:
-    return None
-
-
 @torch.library.register_fake("gsd_kernels::corpus_recall")
 def _corpus_recall(*args: object) -> tuple[Tensor, Tensor, Tensor]:
     frontier, branch = args[8], args[9]
@@ -247,11 +234,6 @@ def _recall_levels(
 @torch.library.register_fake("gsd_kernels::state_rows")
 def _state_rows(query: Tensor, key: Tensor, value: Tensor, *args: object) -> Tensor:
     return torch.empty_like(value)
-
-
-@torch.library.register_fake("gsd_kernels::state_commit")
-def _state_commit(*args: object) -> None:
-    return None
 
 
 @torch.library.register_fake("gsd_kernels::row_linear")
@@ -288,16 +270,6 @@ def _feed_chain(tokens: Tensor, end: Tensor, cached: Tensor, width: int) -> tupl
 @torch.library.register_fake("gsd_kernels::accepted_path")
 def _accepted_path(accepted_rows: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(accepted_rows), torch.empty_like(accepted_rows)
-
-
-@torch.library.register_fake("gsd_kernels::commit_text")
-def _commit_text(*args: object) -> None:
-    return None
-
-
-@torch.library.register_fake("gsd_kernels::learn_source")
-def _learn_source(*args: object) -> None:
-    return None
 
 
 @torch.library.register_fake("gsd_kernels::select_rows")

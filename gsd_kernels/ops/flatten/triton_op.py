@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
+from ...compiled import empty_rows, schema_of
 from ...config import MAX_NODES
-from ...graph import Rows, TokenGraph, num_words
+from ...graph import Rows, TokenGraph
 from ..launching import launching_op
 
 MAX_BRANCH = 32
 
 
-@launching_op(
-    "gsd_kernels::triton_flatten",
-    mutates_args=(),
-    schema=(
-        "(Tensor token_ids, Tensor edge_targets, Tensor edge_log_probs, int max_rows, int max_path)"
-        " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
-)
-def _flatten(
-    token_ids: Tensor, edge_targets: Tensor, edge_log_probs: Tensor, max_rows: int, max_path: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@launching_op("gsd_kernels::triton_flatten", mutates_args=(), schema=schema_of("flatten"))
+def _flatten(*arguments: Any) -> tuple[Tensor, ...]:
     from .triton import flatten as launch
 
-    return launch(token_ids, edge_targets, edge_log_probs, max_rows, max_path).tensors()  # type: ignore[return-value]
+    return launch(*arguments).tensors()
 
 
-@_flatten.register_fake
-def _(
-    token_ids: Tensor, edge_targets: Tensor, edge_log_probs: Tensor, max_rows: int, max_path: int
-) -> tuple[Tensor, ...]:
-    shape = (token_ids.shape[0], max_rows)
-    return (
-        token_ids.new_empty(shape),
-        token_ids.new_empty(shape),
-        token_ids.new_empty(shape),
-        token_ids.new_empty(*shape, num_words(max_rows)),
-        token_ids.new_empty(shape),
-        edge_log_probs.new_empty(shape),
-        token_ids.new_empty(shape[0]),
-    )
+_flatten.register_fake(empty_rows)
 
 
 def flatten(graph: TokenGraph, max_rows: int, max_path: int) -> Rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...compiled import no_result
 from ...graph import Rows, TokenGraph
 from ..launching import launching_op
 from . import reference
@@ -28,9 +29,7 @@ def _insert(
     launch(keys, table_tokens, table_log_probs, contexts, tokens, log_probs, valid, max_context, ways)
 
 
-@_insert.register_fake
-def _(*_: object) -> None:
-    return None
+_insert.register_fake(no_result)
 
 
 @launching_op("gsd_kernels::triton_ngram_lookup", mutates_args=())

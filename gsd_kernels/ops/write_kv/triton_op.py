@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...compiled import no_result
 from ..launching import launching_op
 
 
@@ -15,6 +16,4 @@ def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: 
     launch(k_cache, v_cache, k, v, positions)
 
 
-@write_kv.register_fake
-def _(*_: object) -> None:
-    return None
+write_kv.register_fake(no_result)
