@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from .generation import commands as generation
+from .generation import simulated
 from .gpu import commands as gpu
 from .kernels import commands as kernels
 from .scale import commands as scale
@@ -58,7 +59,8 @@ BENCHMARKS = {
         "online": generation.online,
         "drafters": generation.drafters,
         "typical-deviation": generation.typical_deviation,
-        "ladder": generation.ladder,
+        "ladder": simulated.ladder,
+        "policies": simulated.policies,
     },
     "Scale": {
         "scale-memory": scale.memory,

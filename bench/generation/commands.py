@@ -268,17 +268,6 @@ def tree_table(
     typer.echo(run(grid, pair=pair.value, prompts=count, new_tokens=new_tokens, folder=out))
 
 
-def ladder(
-    record: Annotated[bool, typer.Option("--record", help="Record the profiles of acceptance anew.")] = False,
-    choose: Annotated[bool, typer.Option("--choose", help="Look for ladders.")] = False,
-    out: Out = RESULTS,
-) -> None:
-    """What the automatic policy's few shapes lose against 576, simulated over recorded acceptance."""
-    from .ladder import run
-
-    run(out, record_anew=record, look_for_ladders=choose, show=typer.echo)
-
-
 def sources_table(
     pair: Pair = PairName.demo,
     target_shape: TargetShape = "250m",

@@ -86,15 +86,21 @@ class Curve:
     def seconds(self, shapes: Sequence[GraphConfig], rows: np.ndarray) -> np.ndarray:
         """Of every shape with ``rows`` [..., S] of a sequence, and of a plain step last: [..., S + 1]."""
         rows = self.batch * np.concatenate([rows, np.ones_like(rows[..., :1])], -1)
-        target = np.interp(rows, list(self.target), list(self.target.values()))
-        target *= np.maximum(rows / max(self.target), 1.0)
-        other = [
-            self.step
-            + s.depth * self.level * (1.0 + self.wide * s.width)
-            + (s.depth + s.history_depth) * self.other_level
-            for s in shapes
-        ]
-        return target + np.array([*other, 0.2 * self.step])
+        return self._target(rows) + np.array([self._other(shape) for shape in (*shapes, None)])
+
+    def parts(self, shape: GraphConfig | None, rows: int) -> tuple[float, float]:
+        """Of the target's forward, and of all else, in a step of this shape (``None``: plain) and as many rows."""
+        return float(self._target(np.array(float(self.batch * rows)))), self._other(shape)
+
+    def _target(self, rows: np.ndarray) -> np.ndarray:
+        seconds = np.interp(rows, list(self.target), list(self.target.values()))
+        return seconds * np.maximum(rows / max(self.target), 1.0)
+
+    def _other(self, shape: GraphConfig | None) -> float:
+        if shape is None:
+            return 0.2 * self.step
+        drafting = shape.depth * self.level * (1.0 + self.wide * shape.width)
+        return self.step + drafting + (shape.depth + shape.history_depth) * self.other_level
 
 
 def doubling(*seconds: float) -> dict[int, float]:

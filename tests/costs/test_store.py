@@ -75,6 +75,14 @@ def test_another_version_is_no_damage(caplog):
     assert document.read() == {} and not caplog.records
 
 
+def test_another_pair_of_the_same_digest_is_not_read():
+    document = store.Document("pair", {"model": 1})
+    document.write({"costs": {"a": 1}})
+    content = json.loads(document.path.read_text())
+    document.path.write_text(json.dumps({**content, "about": {"model": 2}}))
+    assert document.read() == {}
+
+
 def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "file"))

@@ -19,6 +19,7 @@ from gsd_kernels_hf.engine import decoder, engine
 from gsd_kernels_hf.policy import tuning
 from gsd_kernels_hf.policy.automatic import own_pair
 from gsd_kernels_hf.policy.row_policy import RowPolicy
+from gsd_kernels_hf.policy.row_selector import RowSelector
 from gsd_kernels_hf.policy.shape_policy import ShapePolicy, ShapeSettings
 from gsd_kernels_hf.policy.shapes import ladder
 
@@ -143,6 +144,27 @@ def test_a_second_process_takes_the_shapes_that_the_first_one_took_last(models, 
     generate(models, tokens=60, observer=lambda record: steps.append(record.graph is None))
     assert opened[-1]._first()[1] == ShapeSettings().known_choice_steps
     assert steps[:10] == [last is None] * len(steps[:10])
+
+
+def test_the_plans_choice_of_rows_is_what_the_target_forwards(models, monkeypatch):
+    """In every step that speculates."""
+    chosen, forwarded, honest = [], [], RowSelector.__call__
+
+    def choose(self, *args):
+        rows = honest(self, *args)
+        chosen.append(rows.token_ids.shape[1])
+        return rows
+
+    monkeypatch.setattr(RowSelector, "__call__", choose)
+    inputs = prompts(1, 12, vocab=models[0].config.vocab_size)
+    options = {"draft_sources": ("history",), "max_new_tokens": 40, **OPTIONS}
+    gsd.generate(
+        models[0],
+        **inputs,
+        **options,
+        observer=lambda record: forwarded.append(record.rows.token_ids.shape[1]) if record.graph is not None else None,
+    )
+    assert len(chosen) > 3 and forwarded == chosen
 
 
 def test_without_a_draft_model_rows_are_chosen_and_the_next_process_knows_of_them(models, opened):

@@ -213,10 +213,7 @@ class ShapePolicy:
         return self.configs[self.current]
 
     def plan(self) -> Plan:
-        """The next step, with all rows: a draft model proposes little that is not worth one.
-
-        Choosing rows beside a draft model cost 4% in races.
-        """
+        """The next step, with all rows: a shape is also how many levels are drafted, which rows do not choose."""
         return Plan(self.shape(), self.acceptance)
 
     def largest_shapes(self) -> list[GraphConfig]:
