@@ -9,8 +9,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.streamers import BaseStreamer
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.policy import shape_policy
-from gsd_kernels_hf.policy.shape_policy import ShapePolicy, ShapeSettings
+from gsd_kernels_hf.policy.shape_policy import ShapePolicy
 from gsd_kernels_hf.policy.shapes import ladder
 
 SAID = 5  # tokens of a user's turn
@@ -57,9 +56,9 @@ def test_switched_off_everything_is_read(options):
         assert reads.since() == SAID, "one call may ask for it"
 
 
-def test_the_first_token_of_a_long_prompt_does_not_wait_for_the_draft(monkeypatch):
+def test_the_first_token_of_a_long_prompt_does_not_wait_for_the_draft():
     """Under ``"auto"`` the draft reads the prompt after the first token was streamed; the text is the same."""
-    monkeypatch.setattr(shape_policy, "ShapeSettings", lambda: ShapeSettings(long_prompt_tokens=40))
+    settings = gsd.Automatic(shapes=gsd.ShapeSettings(long_prompt_tokens=40))
 
     class Streamer(BaseStreamer):
         def __init__(self) -> None:
@@ -74,7 +73,7 @@ def test_the_first_token_of_a_long_prompt_does_not_wait_for_the_draft(monkeypatc
         target, draft = pair()
         reads, streamer, text = Reads(draft), Streamer(), words(1, length, seed=length)
         out = gsd.generate(
-            target, text, assistant_model=draft, graph_config="auto", max_new_tokens=8, streamer=streamer
+            target, text, assistant_model=draft, graph_config=settings, max_new_tokens=8, streamer=streamer
         )
         assert torch.equal(out, expected(target, text, tokens=8))
         prompt, first, *rest = streamer.read

@@ -104,8 +104,14 @@ def _foreign_module(model: Any) -> str | None:
 
 
 def _foreign_parameter(model: Any) -> str | None:
-    kinds_of(model)  # a forward: in the first one a library may rewrite its weights
     dtype, device = dtype_of(model.lm_head), model.device  # which looks for a parameter every time
+    for name, module in modules_of(model):
+        if isinstance(module, Packed) and (module.packed.device != device or module.like.dtype != dtype):
+            return f"{name} is packed on {module.packed.device} for {module.like.dtype}, not on {device} for {dtype}"
+        dense = module._parameters.get("weight") if type(module) is nn.Linear else None
+        if type(dense) is nn.Parameter and dense.dtype in FLOATS and dense.dtype != dtype:  # no forward would succeed
+            return f"{name}.weight is {dense.dtype}, the output matrix {dtype}"
+    kinds_of(model)  # a forward: in the first one a library may rewrite its weights
     read: set[int] = set()
     for name, module in modules_of(model):
         stored = stored_in(module)
@@ -123,9 +129,6 @@ def _foreign_parameter(model: Any) -> str | None:
             return f"{name} is {parameter.dtype}, the output matrix {dtype}"
         if parameter.device != device:
             return f"{name} lies on another device"
-    for name, module in modules_of(model):
-        if isinstance(module, Packed) and (module.packed.device != device or module.like.dtype != dtype):
-            return f"{name} is packed on {module.packed.device} for {module.like.dtype}, not on {device} for {dtype}"
     return None
 
 

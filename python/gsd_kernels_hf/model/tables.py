@@ -43,6 +43,7 @@ class Lookups(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, table: Tensor, indices: Tensor) -> None:
+        indices = getattr(indices, "to_local", lambda: indices)()  # of a sharded model: the same on every rank
         if indices.shape != self.positions.shape or indices.is_floating_point() or table.data_ptr() not in self.owned:
             return
         offset = indices - self.positions.to(indices.device)  # some tables begin with entries for padding
