@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
@@ -214,8 +215,9 @@ class Options:
         values = {name: getattr(self, name) for name in names}
         if isinstance(self.assistant_model, LayerSkip):
             values["assistant_model"] = self.assistant_model.view
-        for i, between in enumerate(self.translations, 1):
-            values[f"assistant_tokenizer {i}"] = None if between is None else between.shared.reads
+        # One entry however many drafts a rank was given: ranks compare as many as each has.
+        read = [between.shared.reads.flatten() for between in self.translations if between is not None]
+        values["assistant_tokenizer"] = torch.cat(read) if read else None
         values |= {f"assistant_model {i}": model for i, model in enumerate(self.other_drafts, 2)}
         return values
 
