@@ -23,6 +23,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = re.compile(r"(?:(?<=-[IL])|(?<=\\[nt])|(?<![\w.:/]))/(?:[\w.+@-]+/)+(?=[\w.+-])")  # of absolute paths in JSON
 RESULTS = ROOT / "bench" / "results" / "gpu"
 LONGEST = 480  # seconds that a stage may take
 GRACE = 20  # seconds of them for ending: a stage begins nothing new after the rest
@@ -301,8 +303,13 @@ def shorten(log: Path) -> None:
 def write(file: Path, record: dict[str, Any]) -> None:
     """Replace a record whole: a call may be killed at any time."""
     partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(without_folders(json.dumps(record, indent=1)) + "\n", encoding="utf-8")
     partial.replace(file)
+
+
+def without_folders(text: str) -> str:
+    """Files by their names alone: a record is read elsewhere, where the folders of this machine say nothing."""
+    return FOLDERS.sub("", text)
 
 
 def say(text: str) -> None:

@@ -204,6 +204,16 @@ def test_only_this_machines_architecture_is_built(says, archs, monkeypatch):
     assert stages.build_command()[1]["GSD_KERNELS_CUDA_ARCHS"] == archs
 
 
+def test_a_record_names_no_folder_of_the_machine(tmp_path):
+    text = (
+        "[1/2] g++ -L/opt/x/torch/lib a/b.cu.o -o /srv/gsd/build/_cuda.so\n/usr/bin/ninja: https://a.org/b/c 3 tokens/s"
+    )
+    stages.write(tmp_path / "a.json", {"output": text, "programs": {"ninja": "/usr/bin/ninja", "nvcc": None}})
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["output"] == "[1/2] g++ -Llib a/b.cu.o -o _cuda.so\nninja: https://a.org/b/c 3 tokens/s"
+    assert found["programs"] == {"ninja": "ninja", "nvcc": None}
+
+
 def test_what_is_missing_is_named(tmp_path):
     stage = Stage("e2e", "races", "", needs=("json", "no_such_module"))
     found = stages.run(stage, Call(tmp_path, tmp_path), 9.0)
