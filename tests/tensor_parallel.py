@@ -152,6 +152,7 @@ class Ranks:
             "length": refused(generate, target, draft, inputs=prompts(1, PROMPT + mine), **fixed),
             "seed": refused(generate, target, draft, **{**SAMPLED, "seed": int(last)}, **fixed),
             "draft": refused(generate, target, noised(draft, 1e-6) if last else draft, **fixed),
+            "two drafts": refused(generate, target, [draft, noised(draft, 1e-6)] if last else draft, **fixed),
             "no draft": refused(generate, target, None if last else draft, **fixed),
             "graph_config": refused(generate, target, draft, graph_config=CONFIGS["chain" if last else "tree"]),
             "max_new_tokens": refused(generate, target, draft, max_new_tokens=NEW_TOKENS + last, **fixed),

@@ -234,7 +234,7 @@ def honoured(config: GenerationConfig) -> dict[str, object]:
 
 
 def digest(value: object) -> int:
-    """63 bits of what must be the same on all ranks: the elements of a tensor, the weights of a model, or the text."""
+    """63 bits of what must be the same on all ranks: a tensor's elements, a model's weights, a tuple's parts, or text."""
     content = hashlib.sha256()
     if isinstance(value, Tensor):
         content.update(repr(tuple(value.shape)).encode())
@@ -248,6 +248,8 @@ def digest(value: object) -> int:
         content.update(_weights(value, value.device))
     elif isinstance(value, nn.Module):  # heads, or another drafter
         content.update(_weights(value, next(value.parameters()).device))
+    elif isinstance(value, tuple):
+        content.update(repr([digest(part) for part in value]).encode())
     else:
         content.update(repr(value).encode())
     return int.from_bytes(content.digest()[:8], "little") >> 1

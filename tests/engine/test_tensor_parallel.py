@@ -202,7 +202,7 @@ def _differences_at_the_start(said: dict[str, str], size: int) -> None:
     alike = "ValueError: tensor parallel: ranks must be started alike, and differ in "
     for name in ("prompt", "seed", "graph_config"):
         assert said[name] == f"{alike}{name} {last}"
-    assert said["draft"] == said["no draft"] == f"{alike}assistant_model {last}"
+    assert said["draft"] == said["no draft"] == said["two drafts"] == f"{alike}assistant_model {last}"
     assert f"max_new_tokens {last}" in said["max_new_tokens"]
     assert f"prompt {others}" in said["length"]
 

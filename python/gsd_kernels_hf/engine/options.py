@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
@@ -215,11 +214,10 @@ class Options:
         values = {name: getattr(self, name) for name in names}
         if isinstance(self.assistant_model, LayerSkip):
             values["assistant_model"] = self.assistant_model.view
-        # One entry however many drafts a rank was given: ranks compare as many as each has.
-        read = [between.shared.reads.flatten() for between in self.translations if between is not None]
-        values["assistant_tokenizer"] = torch.cat(read) if read else None
-        values |= {f"assistant_model {i}": model for i, model in enumerate(self.other_drafts, 2)}
-        return values
+        # The same names on every rank, however many drafts each was given.
+        values["assistant_model"] = (values["assistant_model"], *self.other_drafts)
+        read = tuple(None if between is None else between.shared.reads for between in self.translations)
+        return {**values, "assistant_tokenizer": read if any(r is not None for r in read) else ()}
 
     def _names(self) -> tuple[str, ...]:
         """Names of the sources in use; by default all that are given, and the history."""
