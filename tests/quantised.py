@@ -83,11 +83,11 @@ def int4() -> object:
     return PrototypeInt4WeightOnlyConfig(group_size=32)
 
 
-def times_identity(module: nn.Module) -> Tensor:
-    """The identity through the library's own product, where that is all that there is."""
+def times_identity(module: nn.Module, dtype: torch.dtype | None = None) -> Tensor:
+    """The identity, in the weights' or another dtype, through the library's own product, where that is all there is."""
     bias, module.bias = module.bias, None
     try:
-        return module(torch.eye(module.in_features, dtype=module.weight.dtype)).T.contiguous()
+        return module(torch.eye(module.in_features, dtype=dtype or module.weight.dtype)).T.contiguous()
     finally:
         module.bias = bias
 
@@ -134,11 +134,7 @@ def gptq(layer: str, *kinds: str, **how: int) -> Scheme:
     def dense(module: nn.Module) -> Tensor:
         if not getattr(module, "_cpu_transformed", False):
             return module.dequantize_weight().T.contiguous()
-        bias, module.bias = module.bias, None
-        try:
-            return module(torch.eye(module.in_features, dtype=module.scales.dtype)).T.contiguous()
-        finally:
-            module.bias = bias
+        return times_identity(module, module.scales.dtype)
 
     return Scheme("torch", make, dense, set(kinds))
 

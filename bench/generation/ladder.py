@@ -156,20 +156,27 @@ class _Recorder(FixedPolicy):
         self.seen.append(seen.profiles)
 
 
-def record(file: Path = PROFILES) -> None:
-    """Decode with the demo pair and keep what :meth:`Session.observed` says of every step."""
+def texts(count: int) -> dict[str, list[str]]:
+    """Prompts by kind of text."""
     from gsd_kernels_hf import demo
 
     from .prose import PASSAGES
 
+    found = {kind: [p["text"] for p in demo.prompts(kind)[:count]] for kind in ("code", "copy")}
+    return {**found, "prose": list(PASSAGES.values())[:count]}
+
+
+def record(file: Path = PROFILES) -> None:
+    """Decode with the demo pair and keep what :meth:`Session.observed` says of every step."""
+    from gsd_kernels_hf import demo
+
     target, draft, tokenizer = demo.load()
-    texts = {kind: [p["text"] for p in demo.prompts(kind)[:PROMPTS]] for kind in ("code", "copy")}
-    texts["prose"] = list(PASSAGES.values())[:PROMPTS]
+    prompts = texts(PROMPTS)
     arrays: dict[str, np.ndarray] = {}
     for kind in KINDS:
         text, how = kind.split(", ")
         parts: dict[str, list[np.ndarray]] = {}
-        for number, prompt in enumerate(texts[text]):
+        for number, prompt in enumerate(prompts[text]):
             recorder = _Recorder()
             decoder = gsd_kernels.GraphDecoder(draft)
             decoder.policy = lambda *_, recorder=recorder, **__: recorder

@@ -37,7 +37,7 @@ from gsd_kernels_hf.progress import tracked
 
 from ..lib.environment import environment
 from ..lib.report import markdown
-from .ladder import CURVES, KINDS, PROMPTS, TEMPERATURES, Curve
+from .ladder import CURVES, KINDS, PROMPTS, TEMPERATURES, Curve, texts
 
 NAME = "policies"
 NEW_TOKENS = 96
@@ -160,16 +160,6 @@ def fixed() -> dict[str, Callable[[int], Policy]]:
     for name, shape in ladder("cpu", with_model=True).items():
         found[name] = lambda prefix, shape=shape: FixedPolicy(shape)
     return found
-
-
-def texts(count: int) -> dict[str, list[str]]:
-    """Prompts by kind of text."""
-    from gsd_kernels_hf import demo
-
-    from .prose import PASSAGES
-
-    found = {kind: [p["text"] for p in demo.prompts(kind)[:count]] for kind in ("code", "copy")}
-    return {**found, "prose": list(PASSAGES.values())[:count]}
 
 
 def race(

@@ -94,16 +94,21 @@ GSD_CLONES void head_rows(const Sizes& z, const Paths& paths, const Window& w, c
     const float* through = previous > 0 ? sums(paths.before[paths.begin[r] + previous - 1]) : nullptr;
     const float *k = keys(own), *q = query(r);
     float *to_k = decayed + 2 * r * K, *to_q = to_k + K;
+    Floats e = {};  // of all channels where they decay alike
+    if (D == 1) {
+      Floats t = {};
+      fill(since[0], e);
+      if (through != nullptr) fill(through[0], t);
+      exp_lanes(e + t, e);
+    }
     for (int64_t i = 0; i < K; i += kLanes) {
-      Floats x, y, e, t = {};
-      if (D == 1) {
-        fill(since[0], e);
-        if (through != nullptr) fill(through[0], t);
-      } else {
+      Floats x, y;
+      if (D > 1) {
+        Floats t = {};
         load_some(since + i, K - i, e);
         if (through != nullptr) load_some(through + i, K - i, t);
+        exp_lanes(e + t, e);
       }
-      exp_lanes(e + t, e);
       load_some(k + i, K - i, x);
       load_some(q + i, K - i, y);
       store_some(x * e, K - i, to_k + i);
@@ -182,19 +187,22 @@ GSD_CLONES void fold_block(const Sizes& z, const Window& w, int64_t b, int64_t h
   const int64_t g = h / (z.heads / z.groups), K = z.key, V = z.value, D = z.decays, ring = z.committed();
   const auto sums = [&](int64_t t) { return w.sums + ((b * z.places + t % ring) * z.heads + h) * D; };
   const float* last = sums(first + z.block - 1);
+  Floats e = {};
   for (int64_t i = 0; i < K; i++) {
-    Floats e;
-    fill(last[D == 1 ? 0 : i], e);
-    exp_lanes(e, e);
+    if (i < D) {  // one decay serves all channels
+      fill(last[i], e);
+      exp_lanes(e, e);
+    }
     for (int64_t j = 0; j < V; j++) to[i * V + j] = e[0] * from[i * V + j];
   }
   for (int64_t t = first; t < first + z.block; t++) {
     const float* key = w.keys + ((b * z.places + t % ring) * z.groups + g) * K;
     const float* update = w.updates + ((b * z.places + t % ring) * z.heads + h) * V;
     for (int64_t i = 0; i < K; i++) {
-      Floats e;
-      fill(last[D == 1 ? 0 : i] - sums(t)[D == 1 ? 0 : i], e);
-      exp_lanes(e, e);
+      if (i < D) {
+        fill(last[i] - sums(t)[i], e);
+        exp_lanes(e, e);
+      }
       const float x = e[0] * key[i];
       for (int64_t j = 0; j < V; j++) to[i * V + j] += x * update[j];
     }

@@ -23,12 +23,6 @@ struct CudaLaunches {
   }
 };
 
-void check_devices(const Tensor& first, std::initializer_list<const std::vector<Tensor>*> lists) {
-  for (const auto* list : lists) {
-    for (const Tensor& t : *list) check_device({&first, &t});
-  }
-}
-
 RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const Tensor& slots,
                          const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len,
                          const Tensor& kv_start, const Tensor& embedding, const std::vector<Tensor>& layers,
@@ -39,7 +33,7 @@ RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const
   STD_TORCH_CHECK(kinds.empty(), "kinds: packed weights are multiplied on a CPU only");
   check_device({&token_ids, &positions, &slots, &ancestor_mask, &node_depths, &kv_len, &kv_start, &embedding,
                 &final_norm, &head, &inv_freq});
-  check_devices(token_ids, {&layers, &k_caches, &v_caches});
+  for (const auto* list : {&layers, &k_caches, &v_caches}) check_device(token_ids, *list);
   const DeviceGuard guard(token_ids.get_device_index());
   const RowsCall call =
       prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers,

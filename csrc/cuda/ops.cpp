@@ -54,8 +54,7 @@ bool same_geometry(const CacheTensor& a, const CacheTensor& b) {
 void commit_kv(const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches, const Tensor& accepted_rows,
                const Tensor& num_accepted, const Tensor& kv_len) {
   check_device({&accepted_rows, &num_accepted, &kv_len});
-  for (const Tensor& t : k_caches) check_device({&kv_len, &t});
-  for (const Tensor& t : v_caches) check_device({&kv_len, &t});
+  for (const auto* list : {&k_caches, &v_caches}) check_device(kv_len, *list);
   const DeviceGuard guard(kv_len.get_device_index());
   std::vector<CacheTensor> waiting = cache_tensors(k_caches, v_caches, accepted_rows, num_accepted, kv_len);
   const int64_t batch = accepted_rows.size(0);
@@ -345,7 +344,7 @@ void learn_source(const Tensor& nodes, const Tensor& picked, const std::vector<T
   check_device({&nodes, &picked, &start, &shares, &counts, &weights});
   check_device(nodes, {&prior, &hits, &claimed, &log_ratio});
   for (const auto* level : {&node_ids, &tokens, &log_probs, &index, &first_tokens, &first_log_probs}) {
-    for (const Tensor& t : *level) check_device({&nodes, &t});
+    check_device(nodes, *level);
   }
   const DeviceGuard guard(nodes.get_device_index());
   const LearnCall call =
@@ -362,9 +361,7 @@ std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const
                                          std::optional<double> softcap, std::optional<int64_t> sliding_window,
                                          std::optional<int64_t> chunk, const std::optional<Tensor>& sinks) {
   check_device({&q, &k, &v, &ancestor_mask, &kv_len});
-  for (const auto* t : {&kv_start, &row_depths, &node_depths, &sinks}) {
-    if (*t) check_device({&q, &**t});
-  }
+  check_device(q, {&kv_start, &row_depths, &node_depths, &sinks});
   const DeviceGuard guard(q.get_device_index());
   AttentionCall call = prepare_attention(q, k, v, ancestor_mask, kv_len, kv_start, row_depths, node_depths,
                                          scale, softcap, sliding_window, chunk, sinks);

@@ -234,7 +234,7 @@ def honoured(config: GenerationConfig) -> dict[str, object]:
 
 
 def digest(value: object) -> int:
-    """63 bits of what must be the same on all ranks: a tensor's elements, a model's weights, a tuple's parts, or text."""
+    """63 bits of what ranks have alike: the elements of a tensor, weights of a model, parts of a tuple, or text."""
     content = hashlib.sha256()
     if isinstance(value, Tensor):
         content.update(repr(tuple(value.shape)).encode())

@@ -43,6 +43,11 @@ class Real:
     tokenizers: dict[str, Any] = field(default_factory=dict)
     drafts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    @property
+    def shared_draft(self) -> PreTrainedModel | None:
+        """The draft for other engines, which take one of the target's tokenizer."""
+        return None if self.tokenizers else self.draft
+
 
 def load_real(model: str | None, draft: str | None, drafter: str | None, dtype: torch.dtype) -> Real:
     """Load in ``dtype``: loaded, not cast, which would round the rotary frequencies as well.

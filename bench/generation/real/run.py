@@ -82,8 +82,7 @@ def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> 
     engines = engines_for(real, settings.llama_cpp)
     names = _named(settings.ways, names_of(real, engines))
     prompts, others = encoded(chats, real.tokenizer), encoded(tuning, real.tokenizer)
-    draft = None if real.tokenizers else real.draft  # other engines take a draft of the same tokenizer
-    pair = Pair(real.name, real.model, draft, prompts, source=real.model)  # type: ignore[arg-type]
+    pair = Pair(real.name, real.model, real.shared_draft, prompts, source=real.model)  # type: ignore[arg-type]
     report = RealReport(
         settings={
             "model": real.name,

@@ -79,7 +79,7 @@ def engines_for(real: Real, binaries: Path | None) -> list[Engine]:
 
 def names_of(real: Real, engines: Sequence[Engine]) -> list[str]:
     """All ways that there are for this model, ours last."""
-    kinds = ("plain", "lookup", *(("draft",) if real.draft is not None and not real.tokenizers else ()))
+    kinds = ("plain", "lookup", *(("draft",) if real.shared_draft is not None else ()))
     theirs = [name_of(engine, kind) for engine in engines for kind in kinds]
     assisted = [HF_ASSISTED] if real.draft is not None else []
     packed = [] if real.packed is None else [PACKED, PACKED_HISTORY]

@@ -65,18 +65,12 @@ def check_row(row: int, parent: int, depth: int, paths: list[list[int]], block: 
 
 
 def state_commit(accepted_rows: Tensor, num_accepted: Tensor, lengths: Tensor, window: StateWindow) -> None:
-    heads, groups, block = window.updates.shape[2], window.keys.shape[2], window.block
+    block = window.block
     for b in range(len(lengths)):
         length, count = int(lengths[b]), int(num_accepted[b])
         for place, row in enumerate(accepted_rows[b, :count].tolist()):
             for stored in (window.keys, window.updates, window.sums):
                 stored[b, (length + place) % window.places] = stored[b, window.places + row]
         for full in range(length // block + 1, (length + count) // block + 1):  # blocks that are full now
-            places = [t % window.places for t in range((full - 1) * block, full * block)]
-            last = window.sums[b, places[-1]]  # [H, D]
-            state = window.state[(full - 1) % 2, b] * last.exp()[..., None]
-            for place in places:
-                decayed = window.keys[b, place].repeat_interleave(heads // groups, 0)
-                decayed = decayed * (last - window.sums[b, place]).exp()
-                state = state + decayed[..., None] * window.updates[b, place][:, None]
-            window.state[full % 2, b] = state
+            tokens = range((full - 1) * block, full * block)
+            window.state[full % 2, b] = window.folded(b, window.state[(full - 1) % 2, b], tokens)

@@ -72,17 +72,22 @@ class StateWindow:
 
     def end(self, lengths: Tensor) -> Tensor:
         """The states after ``lengths`` tokens, int32 [B]: float32 [B, H, K, V]."""
-        heads, groups = self.updates.shape[2], self.keys.shape[2]
         out = []
         for b, length in enumerate(lengths.tolist()):
-            state = self.state[length // self.block % 2, b]
-            places = [t % self.places for t in range(length // self.block * self.block, length)]
-            if places:
-                last = self.sums[b, places[-1]]  # [H, D]
-                state = state * last.exp()[..., None]
-                for place in places:
-                    key = self.keys[b, place].repeat_interleave(heads // groups, 0)  # [H, K]
-                    decayed = key * (last - self.sums[b, place]).exp()
-                    state = state + decayed[..., None] * self.updates[b, place][:, None]
-            out.append(state)
+            begin = length // self.block * self.block
+            out.append(self.folded(b, self.state[begin // self.block % 2, b], range(begin, length)))
         return torch.stack(out)
+
+    def folded(self, b: int, state: Tensor, tokens: range) -> Tensor:
+        """The state of sequence ``b`` [H, K, V] behind these tokens of a block, of which ``state`` is the beginning."""
+        heads, groups = self.updates.shape[2], self.keys.shape[2]
+        places = [token % self.places for token in tokens]
+        if not places:
+            return state
+        last = self.sums[b, places[-1]]  # [H, D]
+        state = state * last.exp()[..., None]
+        for place in places:
+            key = self.keys[b, place].repeat_interleave(heads // groups, 0)  # [H, K]
+            decayed = key * (last - self.sums[b, place]).exp()
+            state = state + decayed[..., None] * self.updates[b, place][:, None]
+        return state

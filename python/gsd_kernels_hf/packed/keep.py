@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .adapters import compressed_tensors, stored_in
-from .modules import Packed, as_packed
+from .modules import Packed, linear_over
 from .pack import check_model, replace
 
 
@@ -42,9 +42,7 @@ def keep_packed(model: PreTrainedModel) -> PreTrainedModel:
             raise ValueError(f"model: {name} stands for {stored.dtype} on {place}; expected {model.dtype} on a CPU")
         if module._forward_hooks or module._forward_pre_hooks:
             raise ValueError(f"model: {name} has a hook, which a packed layer would lose; remove it first")
-        packed = as_packed(module)
-        assert packed is not None
-        found[name] = packed
+        found[name] = linear_over(module, stored.read(), stored.dtype)
     if not found:
         raise ValueError(
             f"model: {type(model).__name__} has no layers that a library quantised; this comes before its first "

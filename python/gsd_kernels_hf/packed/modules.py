@@ -137,6 +137,15 @@ def dtype_of(module: Any) -> torch.dtype:
     return dtype
 
 
+def device_of_weights(module: Any) -> torch.device:
+    """Where the weights of a linear layer or an embedding lie."""
+    if isinstance(module, Packed):
+        return module.packed.device
+    stored = _readable(module)
+    device: torch.device = (module.weight if stored is None else stored.tensors[0]).device
+    return device
+
+
 def shape_of(module: Any) -> torch.Size:
     """Of the weights of a linear layer or an embedding: outputs and inputs."""
     if isinstance(module, Packed):
@@ -152,8 +161,13 @@ def as_packed(module: nn.Module) -> Packed | None:
     stored = _readable(module)
     if stored is None:
         return None
+    return linear_over(module, copies.read(module, stored), stored.dtype)
+
+
+def linear_over(module: nn.Module, matrix: PackedMatrix, dtype: torch.dtype) -> PackedLinear:
+    """A linear layer over the matrix that stands for a library's ``module``, with that one's bias."""
     bias = getattr(module, "bias", None)
-    return PackedLinear(copies.read(module, stored), stored.dtype, None if bias is None else bias.detach())
+    return PackedLinear(matrix, dtype, None if bias is None else bias.detach())
 
 
 def _readable(module: nn.Module) -> Stored | None:

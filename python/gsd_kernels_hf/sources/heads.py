@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from ..files import path_of
 from ..model.properties import device_of, vocabulary
-from ..packed.modules import matrix_of
+from ..packed.modules import device_of_weights
 from ..records import Candidates, Verified
 from .base import Level, Proposal, Text
 from .checkpoints import BadCheckpoint, Checkpoint, check_vocabulary, fetch
@@ -268,7 +268,7 @@ class Heads(LastState):
     def check(self, target: PreTrainedModel) -> None:
         """Raise unless the heads were made for ``target`` and lie where its output matrix does."""
         self.heads.check_target(target)
-        mine, theirs = self.heads.weight.device, matrix_of(target.get_output_embeddings()).device
+        mine, theirs = self.heads.weight.device, device_of_weights(target.get_output_embeddings())
         if mine != theirs:
             raise ValueError(f"draft_heads: on {mine}, and the target's output matrix on {theirs}; move them there")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..model.hidden import LAST
-from ..packed.modules import dtype_of, matrix_of
+from ..packed.modules import device_of_weights, dtype_of
 from ..records import Verified
 from .base import DraftSource, Text
 
@@ -27,7 +27,7 @@ class LastState(DraftSource):
         """Make the storage of a session, for states of this size."""
         self.state, head = text.state, text.target.stepping.get_output_embeddings()
         batch = self.state.tokens.shape[0]
-        self.hidden = torch.zeros(batch, size, dtype=dtype_of(head), device=matrix_of(head).device)
+        self.hidden = torch.zeros(batch, size, dtype=dtype_of(head), device=device_of_weights(head))
         self.known = torch.zeros(batch, dtype=torch.bool, device=self.state.tokens.device)
 
     def restart(self) -> None:

@@ -21,7 +21,7 @@ from ..model.attention import Attends, GraphInputs, Kind, configs_of, switched_c
 from ..model.cache import GraphCache
 from ..model.hidden import decoder_of
 from ..model.properties import cache_argument, device_of
-from ..packed.modules import dtype_of, matrix_of
+from ..packed.modules import device_of_weights, dtype_of
 from . import checkpoints
 from .base import Text
 from .checkpoints import BadCheckpoint, Checkpoint
@@ -204,9 +204,8 @@ class MtpDrafts(Recursion):
         return hidden
 
     def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return hidden, self.lm_head(hidden.to(matrix_of(self.lm_head).device, dtype_of(self.lm_head)))
+        return hidden, self.lm_head(hidden.to(device_of_weights(self.lm_head), dtype_of(self.lm_head)))
 
     def no_logits(self, count: int) -> Tensor:
-        head = matrix_of(self.lm_head)
         shape = (len(self.cached), count, self.vocab_size)
-        return torch.zeros(shape, dtype=dtype_of(self.lm_head), device=head.device)
+        return torch.zeros(shape, dtype=dtype_of(self.lm_head), device=device_of_weights(self.lm_head))
