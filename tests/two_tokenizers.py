@@ -13,7 +13,20 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from gsd_kernels import GraphConfig
 from gsd_kernels_hf.model.vocabulary import Vocabulary
+
+
+def shapes(depth: int) -> dict[str, GraphConfig | str]:
+    """Graph configurations by name: ``depth`` levels of a tree and of a graph, beside a chain of four and ``"auto"``."""
+    levels = {"depth": depth, "width": 3, "branch": 3, "max_rows": 24}
+    return {
+        "chain": GraphConfig.preset("chain", depth=4),
+        "tree": GraphConfig(**levels, merge_context=-1),
+        "graph": GraphConfig(**levels, merge_context=1, history_depth=2, history_width=4),
+        "auto": "auto",
+    }
+
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 TEXT = (

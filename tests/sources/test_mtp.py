@@ -233,7 +233,7 @@ def test_only_files_with_heads_are_opened(tmp_path):
     assert isinstance(loaded_drafter("mtp", target), Mtp)
 
 
-def test_of_a_hub_id_only_files_with_heads_are_fetched(tmp_path, monkeypatch):
+def test_of_a_hub_id_only_files_with_heads_are_fetched(tmp_path, monkeypatch, caplog):
     """At the commit that the target was loaded from; to mention heads the hub is not asked."""
     saved("glm", tmp_path)
     target, asked = reloaded("glm", tmp_path), []
@@ -246,6 +246,8 @@ def test_of_a_hub_id_only_files_with_heads_are_fetched(tmp_path, monkeypatch):
     assert all(name == "someone/glm" and how["revision"] == "abc" for name, how in asked)
     assert loaded_drafter("mtp", target) is head and len(asked) == 2
     with gsd.patch(target):
+        assert len(asked) == 2, "nobody would read the line"
+    with caplog.at_level(logging.INFO, "gsd_kernels"), gsd.patch(target):
         assert len(asked) == 3 and asked[-1][1]["local_files_only"]
 
 

@@ -22,13 +22,7 @@ from gsd_kernels_hf.model.vocabulary import Translation, Vocabulary
 from gsd_kernels_hf.sources.own_text import OwnText
 from gsd_kernels_hf.sources.retokenised import Retokenised
 
-LEVELS = {"depth": 4, "width": 3, "branch": 3, "max_rows": 24}
-SHAPES = {
-    "chain": GraphConfig.preset("chain", depth=4),
-    "tree": GraphConfig(**LEVELS, merge_context=-1),
-    "graph": GraphConfig(**LEVELS, merge_context=1, history_depth=2, history_width=4),
-    "auto": "auto",
-}
+SHAPES = two.shapes(4)
 PROCESSORS = (
     {},
     {"repetition_penalty": 1.2},

@@ -11,7 +11,6 @@ import two_tokenizers as two
 from models import noised, prompts
 
 import gsd_kernels as gsd
-from gsd_kernels import GraphConfig
 from gsd_kernels_hf.engine.options import Options
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.model.vocabulary import Translation
@@ -19,13 +18,7 @@ from gsd_kernels_hf.sources.translated import Translated, TranslatedRows
 
 OURS, THEIRS = two.byte_level(), two.renumbered(two.byte_level(), without=0.3)
 VOCAB = len(OURS)
-LEVELS = {"depth": 3, "width": 3, "branch": 3, "max_rows": 24}
-SHAPES = {
-    "chain": GraphConfig.preset("chain", depth=4),
-    "tree": GraphConfig(**LEVELS, merge_context=-1),
-    "graph": GraphConfig(**LEVELS, merge_context=1, history_depth=2, history_width=4),
-    "auto": "auto",
-}
+SHAPES = two.shapes(3)
 PROCESSORS = (
     {},
     {"repetition_penalty": 1.3},

@@ -88,11 +88,12 @@ class GraphInputs:
         options: dict[str, Any],
     ) -> Tensor:
         """Attend over the whole cache; see :class:`Attends`."""
-        kind = Kind(options.get("sliding_window"))
-        if self.kinds is not None:
-            if self.calls >= len(self.kinds):
-                raise RuntimeError(changed_meanwhile(self.calls + 1, len(self.kinds)))
+        if self.kinds is None:
+            kind = Kind(options.get("sliding_window"))
+        elif self.calls < len(self.kinds):
             kind = self.kinds[self.calls]
+        else:
+            raise RuntimeError(changed_meanwhile(self.calls + 1, len(self.kinds)))
         self.calls += 1
         inputs = self.on(query.device).last(query.shape[2])
         if kind.temperature is not None:

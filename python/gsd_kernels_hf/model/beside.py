@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.step import FedRows
 
 from . import proof
 from .cache import GraphCache
 from .hidden import LAST, listening
-from .properties import cache_argument, device_of
+from .properties import CACHES, cache_argument, device_of
 from .runner import Listener, RowModel
 
 TAIL = 3  # tokens that a proof appends
@@ -48,7 +47,7 @@ class PromptInputs:
     @classmethod
     def of(cls, input_ids: Tensor, model_kwargs: Mapping[str, Any], unread: tuple[str, ...]) -> PromptInputs:
         """Those of a call; its own cache, which is empty, is not used."""
-        kept = {name: value for name, value in model_kwargs.items() if name not in ("cache", "past_key_values")}
+        kept = {name: value for name, value in model_kwargs.items() if name not in CACHES}
         return cls(input_ids, {**kept, "use_cache": True}, unread)
 
     @property
@@ -188,16 +187,12 @@ def _ours(model: PreTrainedModel, inputs: PromptInputs, kv_start: Tensor) -> Ten
     rows.inputs = inputs
     rows.read(inputs.input_ids, None, None)
     tail = torch.cat([inputs.input_ids[:, -1:], _tail(model, inputs)], 1).to(device)
-    sees, depths = torch.eye(count, dtype=torch.bool), torch.zeros(count, dtype=torch.int32)
-    for row, parent in enumerate(PARENTS[1:], 1):
-        sees[row] |= sees[parent]
-        depths[row] = depths[parent] + 1
-    depths = depths.expand(batch, -1).contiguous().to(device)
+    words, depths = proof.tree_of(PARENTS, batch, device)
     logits = rows.rows(
         tail[:, [PATH.index(row) if row in PATH else -1 for row in range(count)]],
         torch.full((batch,), length - 1, dtype=torch.int32, device=device),
         torch.arange(count, device=device),
-        pack_bits(sees)[None].expand(batch, -1, -1).contiguous().to(device),
+        words,
         depths,
         depths,
         keep=count,

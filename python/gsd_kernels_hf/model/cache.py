@@ -206,10 +206,10 @@ class GraphCache(RowsCache):
         if not self.begun:
             for form in self.forms:
                 form.begin()
-            staying = [form.layer for form in self.forms if not form.takes_states]
-            for layer in {id(form.layer): form.layer for form in self.forms}.values():
-                if not any(layer is other for other in staying):
-                    layer.restart()
+            staying = {id(form.layer) for form in self.forms if not form.takes_states}
+            for form in self.forms:
+                if id(form.layer) not in staying:
+                    form.layer.restart()
             self.begun = True
 
     def block_for(self, shape: tuple[int, ...], keys: Tensor, values: Tensor) -> Tensor | None:

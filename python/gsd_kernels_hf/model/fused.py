@@ -30,7 +30,7 @@ from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, cuda, dec
 from gsd_kernels.ops.state_rows import BLOCK
 
 from ..packed.adapters import stored_in
-from ..packed.modules import matrix_of
+from ..packed.modules import matrix_of, shape_of
 from . import proof, replay
 from .attention import Kind
 from .foreign import foreign, foreign_code, layers_of
@@ -141,7 +141,7 @@ def weights_of(model: PreTrainedModel, kinds: Sequence[Kind]) -> DecoderWeights:
         head=matrix_of(model.lm_head),
         inv_freq=inv_freq,
         rope_scale=float(decoder.rotary_emb.attention_scaling),
-        heads=matrix_of(layers[0].self_attn.q_proj).shape[0] // (2 * inv_freq.numel()),
+        heads=shape_of(layers[0].self_attn.q_proj)[0] // (2 * inv_freq.numel()),
         eps=decoder.norm.variance_epsilon,
     )
 

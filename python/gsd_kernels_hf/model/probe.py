@@ -268,7 +268,7 @@ def _forward(model: PreTrainedModel, *, poisoned: bool, length: int | Tensor | N
     ``length``: what layers are told of the cache's.
     """
     device, probe = device_of(model), Probe()
-    cache = ProbeCache(model.config, states_of(model) if mixers_of(model) else {}, length)
+    cache = ProbeCache(model.config, states_of(model), length)
     if mixers_of(model):  # whose rows see themselves alone as well; how they see others is proved apart
         cache.tree = RowTree.apart(2, ROWS, device)
         model, cache.forms = with_mixers(model, lambda module: ByDepth(module, cache.layers[module.layer_idx]))
@@ -313,9 +313,9 @@ def _forward(model: PreTrainedModel, *, poisoned: bool, length: int | Tensor | N
 
 def check_own_attention(model: PreTrainedModel, calls: list[AttentionCall], kinds: tuple[Kind, ...]) -> None:
     """Raise unless the model's own attention function computes what graph rows get."""
+    padding = torch.tensor(PADDING, device=device_of(model))[:, None, None]
+    position = torch.arange(CACHED + ROWS, device=device_of(model)) - padding  # [2, 1, S]
     for call, kind in zip(calls, kinds, strict=True):
-        padding = torch.tensor(PADDING, device=device_of(model))[:, None, None]
-        position = torch.arange(CACHED + ROWS, device=device_of(model)) - padding  # [2, 1, S]
         visible = Limits(kind.window, kind.chunk).seen(position[..., CACHED:].mT, position)  # [2, R, S]
         # A layer may lie elsewhere than the embedding.
         differs = check_attention(call, visible.to(call.mask.device) if isinstance(call.mask, Tensor) else visible)
@@ -355,8 +355,12 @@ def _kinds(model: PreTrainedModel, probe: Probe) -> Iterator[Kind]:
     """
     flash = str(implementation_of(model.config.get_text_config(decoder=True))).startswith("flash")
     cached = _windows_of_cache(model)
+    known: dict[tuple[int, int | None], Limits] = {}  # layers share a mask or two, which the calls keep alive
     for call in probe.calls:
-        limits = limits_of_mask(call.mask, call.window, probe.masks, PADDING)
+        asked = id(call.mask), call.window
+        if asked not in known:
+            known[asked] = limits_of_mask(call.mask, call.window, probe.masks, PADDING)
+        limits = known[asked]
         if flash and limits.chunk is not None:
             raise Unserved(f"has chunks of {limits.chunk} in its mask, which flash attention has none of")
         if flash and limits.window != call.window:

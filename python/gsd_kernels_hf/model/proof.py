@@ -8,7 +8,7 @@ a hundredth, so there a few of the layers, in float32, are proved first, as a mo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,17 +89,24 @@ def own_logits(model: PreTrainedModel, *, singly: bool = False, steps: int = 1) 
     return torch.cat(logits, 1)
 
 
-def logits_of_rows(rows: Any, model: PreTrainedModel, steps: int = 1) -> Tensor:
-    """The same through a row model: a prompt in pieces, then rows of a tree, and more behind its accepted path."""
-    ids, parents = text(model, steps), list(PARENTS)
-    device, count = ids.device, len(PARENTS)
+def tree_of(parents: Sequence[int], batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ancestor bits int32 [B, R, words] and depths int32 [B, R] of rows with these parents, in every sequence alike."""
+    count = len(parents)
     sees, depths = torch.eye(count, dtype=torch.bool), torch.zeros(count, dtype=torch.int32)
     for row, parent in enumerate(parents[1:], 1):
         sees[row] |= sees[parent]
         depths[row] = depths[parent] + 1
+    words = pack_bits(sees)[None].expand(batch, -1, -1)
+    return words.contiguous().to(device), depths.expand(batch, -1).contiguous().to(device)
+
+
+def logits_of_rows(rows: Any, model: PreTrainedModel, steps: int = 1) -> Tensor:
+    """The same through a row model: a prompt in pieces, then rows of a tree, and more behind its accepted path."""
+    ids, count = text(model, steps), len(PARENTS)
+    device = ids.device
     beside = next(row for row in range(count) if row not in TEXT)
     order = [*TEXT, beside]
-    words, depths = (t.contiguous().to(device) for t in (pack_bits(sees)[None].expand(2, -1, -1), depths.expand(2, -1)))
+    words, depths = tree_of(PARENTS, 2, device)
     rows.prefill(ids[:, :PROMPT], padding(ids)[:, :PROMPT], PIECE)
     stored = torch.full((2,), PROMPT, dtype=torch.int32, device=device)
     path = torch.tensor([TEXT, TEXT], dtype=torch.int32, device=device)

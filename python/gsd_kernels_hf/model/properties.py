@@ -11,6 +11,8 @@ from transformers import LlamaModel, PretrainedConfig, PreTrainedModel
 
 from ..packed.modules import Packed
 
+CACHES = ("cache", "past_key_values")  # arguments of a forward: from transformers 5.24 on, and before
+
 
 def unwrap(model: Any) -> Any:
     """The transformers model inside ``torch.compile`` and PEFT wrappers.
@@ -50,7 +52,7 @@ def cache_argument(model: PreTrainedModel) -> str:
     """
     for forward in (model.forward, LlamaModel.forward):
         names = inspect.signature(forward).parameters
-        for name in ("cache", "past_key_values"):
+        for name in CACHES:
             if name in names:
                 return name
     raise AssertionError("transformers: LlamaModel.forward takes no cache")

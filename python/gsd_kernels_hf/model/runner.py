@@ -240,7 +240,8 @@ class RowModel(CachedText):
         """The rows as a tree, for layers that keep a state."""
         self.cache.begin_rows()
         # No path that can be accepted is longer; sequences that ended may have rows that are.
-        return RowTree.of(ancestor_mask.to(self.device), count).shallow(self.block or count)
+        tree = RowTree.of(ancestor_mask.to(self.device), count)
+        return tree.shallow(self.block) if self.block else tree
 
     def check_length(self, name: str, tokens: int) -> None:
         """Raise where the model has no position for one of ``tokens`` tokens of a text.

@@ -36,7 +36,6 @@ class Speller:
 
     def __init__(self, tokenizer: Any, vocabulary: Vocabulary, *, skips: bool = False) -> None:
         self.tokenizer, self.vocabulary, self.skips = tokenizer, vocabulary, skips
-        self.longest = max(map(len, vocabulary.ids), default=0)
 
     def spell(self, jobs: Sequence[tuple[bytes, bytes]]) -> list[Spelled]:
         """Tokens of texts, each behind other text: as the tokenizer cuts both together.
@@ -80,7 +79,7 @@ class Speller:
         """The longest tokens one after the other."""
         tokens, ends, at, ids = [], [], 0, self.vocabulary.ids
         while at < len(text):
-            possible: Iterable[int] = range(min(len(text), at + self.longest), at, -1)
+            possible: Iterable[int] = range(min(len(text), at + self.vocabulary.longest), at, -1)
             end = next((end for end in possible if text[at:end] in ids), None)
             if end is None and not self.skips:
                 break

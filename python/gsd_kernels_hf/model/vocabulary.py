@@ -56,6 +56,11 @@ class Vocabulary:
         return {spelled: token for token, spelled in sorted(self.spelled.items())}
 
     @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token."""
+        return max(map(len, self.ids), default=0)
+
+    @cached_property
     def ordered(self) -> list[bytes]:
         """The bytes of all tokens in order: those that begin alike side by side."""
         return sorted(self.ids)

@@ -334,7 +334,7 @@ class DFlashDrafts(FeatureSource):
         self.start(text, self.module.config.layers)
         config, device, batch = self.module.config, self.cached.device, len(self.cached)
         self.lm_head = self.module.lm_head or text.target.stepping.get_output_embeddings()
-        self.vocab_size = text.target.vocab_size
+        self.vocab_size, self.target_ids = text.target.vocab_size, self.module.target_ids()
         row = torch.arange(config.block_size, device=device)
         every = torch.ones(len(row), len(row), dtype=torch.bool, device=device)
         self.row = row.to(torch.int32).expand(batch, -1)
@@ -383,8 +383,9 @@ class DFlashDrafts(FeatureSource):
 
     def keep(self, hidden: Tensor, logits: Tensor, level: Level) -> None:
         """Keep states [B, n, D] and logits [B, n, V] of the drafted positions, or the candidates where that is all."""
-        self.hidden, self.logits = hidden, logits
-        if self.module.edges is None:
+        if self.module.edges is not None:
+            self.hidden, self.logits = hidden, logits
+        else:
             positions = level.first_pick[:, None] + self.row[:, : logits.shape[1]]
             behind = (0, 0, 0, 1)  # beyond the block there is nothing
             tokens, log_probs = self.ranked(logits, positions, level.config.branch)
@@ -407,7 +408,7 @@ class DFlashDrafts(FeatureSource):
     def ranked(self, logits: Tensor, positions: Tensor, branch: int) -> Candidates:
         """The best tokens by logits [B, W, V] for positions int [B, W] of the text: [B, W, K]."""
         if self.module.d2t is not None:
-            logits = in_target_ids(logits, self.module.target_ids(), self.module.config.layers.vocab_size)
+            logits = in_target_ids(logits, self.target_ids, self.module.config.layers.vocab_size)
         tokens, log_probs = self.sampler.candidates(logits[..., : self.vocab_size], positions, branch)
         device = self.state.tokens.device
         return tokens.to(device), log_probs.to(device)

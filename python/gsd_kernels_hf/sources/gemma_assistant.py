@@ -195,6 +195,7 @@ class AssistantDrafts(LastState, Expansion):
         self.embed = text.target.stepping.get_input_embeddings()
         self.layers = storing_layers(text.target.model)
         self.vectors, self.device = NodeVectors(), device_of(self.module.model)
+        self.kinds = tuple(Kind(window) for window in self.module.sizes.windows)
 
     def num_rows(self, config: GraphConfig) -> int:
         return 1 + config.draft_slots if config.depth > 0 else 0
@@ -233,7 +234,7 @@ class AssistantDrafts(LastState, Expansion):
             row_depths=zeros,
             node_depths=zeros[:, :1],
             backend=self.text.target.backend,
-            kinds=tuple(Kind(window) for window in self.module.sizes.windows),
+            kinds=self.kinds,
         )
         cached = self.text.target.cache.layers
         stored = {kind: (cached[index].keys.to(to), cached[index].values.to(to)) for kind, index in self.layers.items()}

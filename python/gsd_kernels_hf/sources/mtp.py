@@ -196,9 +196,10 @@ class MtpDrafts(Recursion):
         self.start(text, self.module.config)
         self.lm_head = text.target.stepping.get_output_embeddings()
         self.vocab_size = text.target.vocab_size
+        self.kinds = tuple(Kind(window) for window in self.module.windows)
 
     def run(self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs) -> Tensor:
-        inputs = replace(inputs, kinds=tuple(Kind(window) for window in self.module.windows))
+        inputs = replace(inputs, kinds=self.kinds)
         hidden: Tensor = self.module(embedded, features, positions, inputs, self.rows.cache)
         inputs.check_complete()
         return hidden

@@ -116,6 +116,8 @@ def names_in(where: str, revision: str | None) -> Iterable[str]:
 
 def mention_heads(target: PreTrainedModel) -> None:
     """Say in a line of the log if the target's checkpoint, as far as it is on this machine, has heads to draft with."""
+    if not logger.isEnabledFor(logging.INFO):  # looking is reading the names of all tensors
+        return
     try:
         where, revision = place_of(target)
         layers = len(decoder_of(target)[0])

@@ -146,8 +146,10 @@ class OwnText:
                 if m:
                     begun = ordinary[ids[-m]] + begun
                     gone += float(row[ids[-m]])
+                if not begun:
+                    continue
                 fitting = draft.beginning(begun, longer=not self.open[sequence]).to(row.device)
-                if not begun or not len(fitting):
+                if not len(fitting):
                     continue
                 odds = float(row[fitting].logsumexp(0)) - gone
                 if odds > best:

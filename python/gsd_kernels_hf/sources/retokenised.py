@@ -146,7 +146,11 @@ class Retokenised(DraftSource):
             return [Trie() for _ in self.own.ids]
         self.own.branch = shape.branch
         rows = flatten(self.drafts.draft(shape), shape.max_rows, int(shape.max_path or 0), backend=self.sampler.backend)
-        tries, paths, probs = [Trie() for _ in self.own.ids], self.paths(rows), rows.scores.exp().tolist()
+        tries, paths, probs = (
+            [Trie() for _ in self.own.ids],
+            self.paths(rows),
+            [dict(enumerate(p)) for p in rows.scores.exp().tolist()],
+        )
         jobs = [(self.own.before(p.sequence), p.text[len(self.own.begun[p.sequence]) :]) for p in paths]
         for path, spelled in zip(paths, self.speller.spell(jobs), strict=True):
             begun = len(self.own.begun[path.sequence])  # bytes that the target has emitted already
@@ -156,7 +160,7 @@ class Retokenised(DraftSource):
                 row, token = path.mark
                 mark = self.translation.target.counterpart(token, self.translation.draft)
                 found += [] if mark is None else [(mark, row)]
-            tries[path.sequence].add(found, dict(enumerate(probs[path.sequence])))
+            tries[path.sequence].add(found, probs[path.sequence])
         return tries
 
     def paths(self, rows: Rows) -> list[DraftedPath]:

@@ -12,11 +12,11 @@ from transformers import Cache, PreTrainedModel
 from ..model import beside
 from ..model.beside import PromptInputs
 from ..model.once import modules_of
+from ..model.properties import CACHES
 from .modes import OTHERWISE, Unsupported
 
 # How transformers feeds a model while it generates, which the decode loop does itself.
 FEEDING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
-CACHES = ("cache", "past_key_values")  # from transformers 5.24 on, and before
 COUNTED = (*CACHES, "cache_position", "logits_to_keep", "use_cache")
 """What the decode loop says in any case; anything else may be an input of a prompt."""
 LEAVE_OUT = "leave it out" + OTHERWISE

@@ -130,8 +130,8 @@ def mixers_of(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
 
 def states_of(model: PreTrainedModel) -> dict[int, int]:
     """Layers of the cache that keep recurrent states, and how many each keeps."""
-    own = DynamicCache(config=model.config).layers
     found = {getattr(module, "layer_idx", None) for _, module in mixers_of(model)}
+    own = DynamicCache(config=model.config).layers if found else ()
     return {i: getattr(layer, "number_of_states", 1) for i, layer in enumerate(own) if i in found}
 
 
