@@ -18,7 +18,7 @@ from gsd_kernels_hf.model.vocabulary import Vocabulary
 
 
 def shapes(depth: int) -> dict[str, GraphConfig | str]:
-    """Graph configurations by name: ``depth`` levels of a tree and of a graph, beside a chain of four and ``"auto"``."""
+    """Graph configurations by name: a tree and a graph of ``depth`` levels, a chain of four, and ``"auto"``."""
     levels = {"depth": depth, "width": 3, "branch": 3, "max_rows": 24}
     return {
         "chain": GraphConfig.preset("chain", depth=4),

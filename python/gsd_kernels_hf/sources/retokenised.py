@@ -146,11 +146,8 @@ class Retokenised(DraftSource):
             return [Trie() for _ in self.own.ids]
         self.own.branch = shape.branch
         rows = flatten(self.drafts.draft(shape), shape.max_rows, int(shape.max_path or 0), backend=self.sampler.backend)
-        tries, paths, probs = (
-            [Trie() for _ in self.own.ids],
-            self.paths(rows),
-            [dict(enumerate(p)) for p in rows.scores.exp().tolist()],
-        )
+        tries, paths = [Trie() for _ in self.own.ids], self.paths(rows)
+        probs = [dict(enumerate(of_rows)) for of_rows in rows.scores.exp().tolist()]
         jobs = [(self.own.before(p.sequence), p.text[len(self.own.begun[p.sequence]) :]) for p in paths]
         for path, spelled in zip(paths, self.speller.spell(jobs), strict=True):
             begun = len(self.own.begun[path.sequence])  # bytes that the target has emitted already
