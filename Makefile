@@ -35,12 +35,20 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip "setuptools>=77" wheel
 
+# Of pip's lines: what is downloaded, if it is large, what is built and installed. $(TERSE) keeps pip's exit status.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+TERSE := | sed -u -E '/already satisfied|^(Collecting|Obtaining|Looking in|Successfully installed)|Using cached|[kK]B\)|metadata/d; \
+	/━|build dependencies|requirements to build|Created wheel|Stored in/d; /BuildBackendWarning/,/with strategy/d'
+
 # The package in place with extras: environment, pip's options, extras. pip only warns of an extra that pyproject.toml does
 # not have, and installs nothing for it: here that is an error, and nothing is marked as done.
 define EXTRAS
 @rm -f $(1)/pip.log
-$(1)/bin/python -m pip --disable-pip-version-check --log $(1)/pip.log install $(2) --no-build-isolation -e ".[$(3)]"
+@echo "make: installing .[$(3)] and its packages, and compiling the CPU operators, which takes a minute or some"
+@$(1)/bin/python -m pip --disable-pip-version-check --log $(1)/pip.log install $(2) --no-build-isolation -e ".[$(3)]" $(TERSE)
 @! grep "does not provide the extra" $(1)/pip.log
+@rm $(1)/pip.log
 endef
 
 # torch first and by itself: the build behind it finds it, and no range can replace it. pip says what it does.

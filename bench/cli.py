@@ -12,6 +12,7 @@ import typer
 
 from .generation import commands as generation
 from .generation import simulated
+from .generation.real.command import command as real
 from .gpu import commands as gpu
 from .kernels import commands as kernels
 from .scale import commands as scale
@@ -50,7 +51,7 @@ BENCHMARKS = {
         "rows": kernels.rows,
     },
     "Generation": {
-        "real": generation.real,
+        "real": real,
         "generate": generation.generate,
         "first-token": generation.first_token,
         "tree-table": generation.tree_table,

@@ -9,7 +9,7 @@ Every line of the input is an object with "prompt", every line of the output one
 that the output lacks. An actor that dies is started anew, and its rows are decoded again; a row's text does not depend
 on the actor, sampled text (--temperature) neither, as its seed is --seed plus its row.
 
-Needs pip install 'gsd-kernels[ray]'.
+Needs pip install -e '.[ray]'.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def decode(rows: list[Row], options: argparse.Namespace) -> Iterator[Row]:
     try:
         import ray.data
     except ModuleNotFoundError as error:
-        raise SystemExit(f"{error.name} is missing: pip install 'gsd-kernels[ray]', or 'ray[data]' alone") from None
+        raise SystemExit(f"{error.name} is missing: pip install -e '.[ray]', or 'ray[data]' alone") from None
 
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     ray.init(options.address, include_dashboard=False, log_to_driver=False, logging_level="warning")

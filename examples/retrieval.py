@@ -5,7 +5,7 @@ python examples/retrieval.py --model DIR_OR_ID --draft DIR_OR_ID --documents FIL
 
 Text is generated in intervals; before each, the last words are a query, and the best passage stands before the text. A
 cache of passages seen guesses it. After some intervals the retriever, BM25 over a store on disk, gets their queries at
-once; text after a wrong guess is rolled back. Needs pip install 'gsd-kernels[retrieval]'.
+once; text after a wrong guess is rolled back. Needs pip install -e '.[retrieval]'.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 try:
     import bm25s
 except ModuleNotFoundError:
-    raise SystemExit("bm25s is missing: pip install 'gsd-kernels[retrieval]', or bm25s alone") from None
+    raise SystemExit("bm25s is missing: pip install -e '.[retrieval]', or bm25s alone") from None
 
 WORD = r"(?u)[A-Za-z]\w+"
 K1, B = 1.5, 0.75  # of BM25

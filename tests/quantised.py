@@ -42,7 +42,7 @@ class Scheme(NamedTuple):
     kinds: set[str]
 
     def __call__(self, model: PreTrainedModel) -> PreTrainedModel:
-        pytest.importorskip(self.package, reason=f"needs {self.package}: pip install 'gsd-kernels[quantised]'")
+        pytest.importorskip(self.package, reason=f"needs {self.package}: pip install -e '.[quantised]'")
         return self.make(model).eval()
 
 

@@ -43,6 +43,7 @@ FILLED = {
     '"someone/EAGLE3-LLaMA3.1-Instruct-8B"': "eagle3",
     '"eagle3-folder"': "eagle3",
     '"folder-or-id"': "whole",
+    '"HuggingFaceTB/SmolLM2-135M-Instruct"': "folder",
     "max_new_tokens=256": "max_new_tokens=12",
     "depth=6, width=8, branch=4, max_rows=64": "depth=3, width=2, branch=2, max_rows=8",
 }
@@ -71,7 +72,7 @@ def names(tmp_path, monkeypatch) -> dict[str, Any]:
     return {
         **{"gsd_kernels": gsd_kernels, "model": model, "draft": draft, "tokenizer": tokenizer, "inputs": inputs},
         "draft_tokenizer": tokenizer,
-        **{"input_ids": inputs["input_ids"], "eagle3": demo.path() / "eagle3"},
+        **{"input_ids": inputs["input_ids"], "eagle3": demo.path() / "eagle3", "folder": demo.path() / "target"},
     }
 
 

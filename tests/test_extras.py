@@ -17,7 +17,10 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("gsd_kernels", "python", "bench", "docs", "examples", "tests", ".ci")
-NAMED = re.compile(r"""(?:gsd-kernels|["' ]\.)\[([a-z0-9,-]+)\]|\bextra (?:`+)?\[([a-z0-9,-]+)\]""")
+NAMED = re.compile(
+    r"""(?:gsd-kernels|["' ]\.)\[([a-z0-9,-]+)\]|\bextra (?:`+)?\[([a-z0-9,-]+)\]"""
+    r"""|\bcure\(["']([a-z]+)["']"""
+)
 
 needs_make = pytest.mark.skipif(
     shutil.which("make") is None or not (ROOT / "Makefile").exists(), reason="no make, or not a source checkout"
@@ -29,7 +32,7 @@ def extras() -> set[str]:
 
 
 def named(text: str) -> set[str]:
-    return {extra for match in NAMED.finditer(text) for extra in (match[1] or match[2]).split(",")}
+    return {extra for match in NAMED.finditer(text) for extra in next(filter(None, match.groups())).split(",")}
 
 
 def test_every_extra_that_a_page_or_a_message_names_exists():

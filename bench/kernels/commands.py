@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gsd_kernels_hf.console import values
+
 from ..lib.options import RESULTS, Compare, Device, Dtype, DtypeOption, Name, Out, Quick, device_of, dtype_of, show
 
 if TYPE_CHECKING:
@@ -97,7 +99,7 @@ def commit(
 
 
 def step_overhead(
-    device: Annotated[str, typer.Option("--device")] = "cpu",
+    device: Annotated[str, typer.Option("--device", callback=values.device)] = "cpu",
     dtype: Annotated[Dtype, typer.Option("--dtype")] = Dtype.float32,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.")] = 1,
     file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the row here.")] = None,
@@ -122,7 +124,12 @@ def rows(
         typer.Option("--dtype", help="Repeatable. Default: bfloat16, and on a CPU float32."),
     ] = None,
     device: Annotated[
-        str, typer.Option("--device", help="On a GPU its operator is timed, whatever GSD_KERNELS_FUSED_ROWS says.")
+        str,
+        typer.Option(
+            "--device",
+            callback=values.device,
+            help="On a GPU its operator is timed, whatever GSD_KERNELS_FUSED_ROWS says.",
+        ),
     ] = "cpu",
     counts: Annotated[
         list[int] | None, typer.Option("--rows", min=1, max=256, help="Repeatable. Default: 1, 4, 8, 16, 32 and 64.")

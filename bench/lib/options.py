@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gsd_kernels_hf.console import values
+
 if TYPE_CHECKING:
     import torch
 
@@ -35,7 +37,9 @@ Compare = Annotated[
     Path | None, typer.Option("--compare", metavar="FILE", help="An earlier result (.json): print the changes.")
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="A small grid, under a minute on a CPU.")]
-Device = Annotated[str | None, typer.Option("--device", help="Default: the first GPU if there is one.")]
+Device = Annotated[
+    str | None, typer.Option("--device", callback=values.device, help="Default: the first GPU if there is one.")
+]
 DtypeOption = Annotated[Dtype | None, typer.Option("--dtype", help="Default: bfloat16 on a GPU, float32 on a CPU.")]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the written files.")]
 Pair = Annotated[PairName, typer.Option("--pair", help="demo (embedded), or tiny (random weights).")]
@@ -57,6 +61,11 @@ def dtype_of(dtype: Dtype | None, device: str | None) -> torch.dtype:
     if dtype is not None:
         return getattr(torch, dtype.value)
     return torch.bfloat16 if device_of(device).type == "cuda" else torch.float32
+
+
+def listed(names: list[str] | None) -> tuple[str, ...]:
+    """Comma-separated values of an option that may be repeated."""
+    return tuple(part.strip() for given in names or () for part in given.split(","))
 
 
 def show(files: list[Path], table: str, missing: dict[str, str]) -> None:

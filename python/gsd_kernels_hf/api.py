@@ -335,7 +335,9 @@ def unpatch(model: PreTrainedModel) -> None:
     inner = properties.unwrap(model)
     with _lock:
         if not isinstance(inner, torch.nn.Module) or vars(inner).get(_PATCH) is None:
-            raise ValueError("model: not patched")
+            raise ValueError(
+                "model: not patched, so there is nothing to undo; patch(model) comes before unpatch(model)"
+            )
         _restore(inner)
 
 

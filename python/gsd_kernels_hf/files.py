@@ -18,6 +18,13 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 """What a name on the hub looks like, ``owner/name``; the few without an owner are of no family that is served."""
 
 
+GGUF = ".gguf"
+"""How the name of a file with a packed model ends."""
+
+CONFIGS = ("config.json", "adapter_config.json")
+"""One of them makes a folder a model's: a checkpoint's, or an adapter's that names its base."""
+
+
 def read_utf8(file: Path, what: str) -> str:
     """The text of a UTF-8 file.
 
@@ -67,12 +74,15 @@ def path_of(where: str | os.PathLike[str]) -> Path:
     return Path(os.fspath(where)).expanduser()
 
 
-def checkpoint_place(where: str | os.PathLike[str], what: str) -> str:
+def checkpoint_place(
+    where: str | os.PathLike[str], what: str, *, expected: str = "the folder of a checkpoint, or a hub id"
+) -> str:
     """A checkpoint's folder, ``~`` expanded, or a name on the hub; what can be neither is refused before any download.
 
     Args:
         where: as the user gave it.
         what: the option, the first word of every error.
+        expected: in its place, where a file was named.
 
     Raises:
         ValueError: no such folder, or a file.
@@ -84,12 +94,32 @@ def checkpoint_place(where: str | os.PathLike[str], what: str) -> str:
     if not name.strip():
         raise ValueError(f"{what}: empty; expected a checkpoint folder or a hub id")
     if path.exists():
-        raise ValueError(f"{what}: {name} is a file; expected the folder of a checkpoint, or a hub id")
+        raise ValueError(f"{what}: {name} is a file; expected {expected}")
     beside = "/" in name and path.parent.is_dir()  # models/mine where there is a folder models
     if isinstance(where, os.PathLike) or beside or name.startswith((".", "~")) or not HUB_ID.fullmatch(name):
         hub = "" if "/" in name else "; on the hub, models are named owner/name"
         raise ValueError(f"{what}: no such folder: {name}{hub}")
     return name
+
+
+def model_place(where: str, what: str, *, gguf: bool = True) -> str:
+    """As :func:`checkpoint_place`, for a model: a folder must hold one; with ``gguf`` a GGUF file's path will do too.
+
+    Raises:
+        ValueError: no such folder or file, or a folder without a checkpoint.
+    """
+    path = Path(where).expanduser()
+    if gguf and path.suffix == GGUF and not path.is_dir():
+        if not path.is_file():
+            raise ValueError(f"{what}: no such file: {where}")
+        return str(path)
+    expected = (
+        "the folder of a checkpoint, a hub id, or FILE.gguf" if gguf else "the folder of a checkpoint, or a hub id"
+    )
+    place = checkpoint_place(where, what, expected=expected)
+    if Path(place).is_dir() and not any((Path(place) / name).is_file() for name in CONFIGS):
+        raise ValueError(f"{what}: no {CONFIGS[0]} in {where}; expected {expected}")
+    return place
 
 
 def write_file(file: Path, write: Callable[[Path], object]) -> None:

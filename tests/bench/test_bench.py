@@ -247,7 +247,7 @@ def test_generate_races_ones_own_model_and_prompts(tmp_path):
     drafted = CliRunner().invoke(app, [*command, "--draft", str(tmp_path / "own"), "--competitors", "plain,graph"])
     assert drafted.exit_code == 0, drafted.output
     with pytest.raises(ValueError, match="--draft, --prompt-file: need --model"):
-        CliRunner().invoke(app, ["generate", "--draft", "x", "--device", "cpu"], catch_exceptions=False)
+        CliRunner().invoke(app, ["generate", "--draft", "owner/x", "--device", "cpu"], catch_exceptions=False)
     with pytest.raises(ValueError, match="--peers: not raced over --model"):
         CliRunner().invoke(app, [*command, "--peers"], catch_exceptions=False)
 

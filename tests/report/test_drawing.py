@@ -123,5 +123,5 @@ def test_missing_matplotlib_is_said(steps, tmp_path, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"gsd-kernels\[plot\]"):
+    with pytest.raises(ImportError, match=r"pip install 'matplotlib"):
         draw_step(steps[0][0], str, [tmp_path / "a.svg"])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from gsd_kernels_hf.extras import cure
 from gsd_kernels_hf.report.comparison import Decoded
 
 from ..competitors import Competitor, Decode
@@ -143,7 +144,7 @@ def missing(engine: Engine, pair: Pair, temperature: float) -> str | None:
     """Why ``engine`` cannot take part; ``None`` where it can."""
     absent = [package for package in engine.packages if importlib.util.find_spec(package) is None]
     if absent:
-        return f"{absent[0]} is not installed: pip install 'gsd-kernels[peers]'"
+        return f"{absent[0]} is not installed: {cure('peers')}"
     if pair.target.device.type != "cpu":
         return f"runs on a CPU here, and the pair is on {pair.target.device.type}"
     if pair.source is None:

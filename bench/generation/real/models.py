@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from gsd_kernels_hf.demo import smollm2
+from gsd_kernels_hf.files import GGUF, model_place
 from gsd_kernels_hf.model.vocabulary import Translation
 from gsd_kernels_hf.packed.dense import load_model, load_tokenizer
 from gsd_kernels_hf.packed.gguf import from_gguf
@@ -60,14 +61,14 @@ def load_real(model: str | None, draft: str | None, drafter: str | None, dtype: 
     if model is None:
         place, gguf = smollm2.folder(), smollm2.gguf_path()
         target, tokenizer = smollm2.load(dtype)
-    elif model.endswith(".gguf"):
-        gguf = Path(model).expanduser()
+    elif (found := model_place(model, "--model")).endswith(GGUF):
+        gguf = Path(found)
         name, target, tokenizer = gguf.stem, load_model(gguf, dtype), load_tokenizer(gguf)
     else:
         name = model.rstrip("/").rpartition("/")[2]
-        place = Path(model).expanduser() if Path(model).expanduser().is_dir() else None
-        target = AutoModelForCausalLM.from_pretrained(place or model, dtype=dtype).eval()
-        tokenizer = AutoTokenizer.from_pretrained(place or model)
+        place = Path(found) if Path(found).is_dir() else None
+        target = AutoModelForCausalLM.from_pretrained(found, dtype=dtype).eval()
+        tokenizer = AutoTokenizer.from_pretrained(found)
     drafts: dict[str, dict[str, Any]] = {}
     small, tokenizers = None, {}
     if draft is not None:

@@ -12,8 +12,9 @@ from gsd_kernels_hf.files import write_json
 
 from ...lib.intervals import Ratio, paired_ratio
 from ...lib.report import SCHEMA, markdown
-from .ways import HF, HISTORY, OURS, PACKED_HISTORY, label
+from .names import HF, HISTORY, OURS, PACKED_HISTORY, label
 
+FEWEST = 6  # prompts that give a ratio an interval
 NARROW = 8.0  # bits a weight; with fewer a model computes something else than it was trained to
 
 
@@ -28,6 +29,9 @@ class RealReport:
         ratios: our history's rate over every other's, over the prompts that both decoded.
         strongest: of others: by rate, with eight bits a weight or more, and with fewer.
         seconds: of all rounds.
+        others_share: of the machine's processor time meanwhile, what other programs took.
+        busy: what is therefore said of the times; ``None`` where they can be trusted.
+        stopped: whether it was interrupted; the prompts that everyone had decoded count.
     """
 
     settings: dict[str, Any]
@@ -42,6 +46,9 @@ class RealReport:
     ratios: dict[str, dict[str, float]] = field(default_factory=dict)
     strongest: dict[str, str | None] = field(default_factory=dict)
     seconds: float = 0.0
+    others_share: float | None = None
+    busy: str | None = None
+    stopped: bool = False
     case: str = "real"
     schema: int = SCHEMA
 
@@ -65,7 +72,7 @@ class RealReport:
         """Of rates, over the prompts that both decoded."""
         a, b = self.totals(ours), self.totals(theirs)
         both = [prompt for prompt in a if prompt in b]
-        return paired_ratio([a[prompt] for prompt in both], [b[prompt] for prompt in both])
+        return paired_ratio([a[prompt] for prompt in both], [b[prompt] for prompt in both], fewest=FEWEST)
 
     def bits(self, way: str) -> float:
         """A weight."""
@@ -188,6 +195,17 @@ def verdicts(data: dict[str, Any]) -> list[str]:
         found.append(f"over the packed weights of the file {Ratio(**data['ratios'][packed])} times the same")
     if HF in data["ratios"]:
         found.append(f"{Ratio(**data['ratios'][HF])} times transformers' plain decoding")
+    return found
+
+
+def remarks(data: dict[str, Any]) -> list[str]:
+    """What to know before the figures are read."""
+    found = [data["busy"]] if data["busy"] else []
+    decoded, asked = len({run["prompt"] for run in data["runs"]}), len(data["prompts"])
+    if data["stopped"]:
+        found.append(f"Stopped after {decoded} of {asked} prompts.")
+    if decoded < FEWEST:
+        found.append(f"No intervals: {decoded} prompts are too few; from {FEWEST} on there are.")
     return found
 
 

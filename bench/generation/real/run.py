@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from gsd_kernels_hf.console.busy import Others, distrust
 from gsd_kernels_hf.report.comparison import first_divergence
 
 from ...lib.environment import environment
@@ -23,9 +26,10 @@ from ..competitors import Competitor
 from ..pairs import Pair, Prompt
 from ..peers.race import Peers
 from .models import Real, bits_of, load_real
+from .names import HF, OURS, PACKED, PLAIN, check_ways, label
 from .prompts import encoded, first_of_each_kind, read_chats
 from .report import RealReport
-from .ways import HF, OURS, PACKED, PLAIN, engines_for, label, names_of, own_ways
+from .ways import engines_for, names_of, own_ways
 
 NAME = "real"
 WARM_UP_TOKENS = 8
@@ -71,9 +75,18 @@ def name_of(settings: Settings) -> str:
 def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> RealReport:
     """Race the ways; after every prompt the results so far are written to ``folder``.
 
+    Ctrl-C and SIGTERM end the race with the prompts that everyone has decoded.
+
     Raises:
+        KeyboardInterrupt: it was ended before the first prompt was decoded.
         ValueError: a way that there is not, or prompts or models that cannot be read.
     """
+    check_ways(settings.ways)
+    with _terminable():
+        return _run(settings, folder, name)
+
+
+def _run(settings: Settings, folder: Path | None, name: str) -> RealReport:
     chats, tuning = read_chats(settings.prompts)
     if settings.limit is not None:
         chats = first_of_each_kind(chats, settings.limit)
@@ -106,14 +119,36 @@ def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> 
         if real.packed is not None:
             report.peers |= {PACKED: {"bits": bits_of(real.packed)}}
         racing = _warm(real, names, [*own_ways(real, names), *peers.competitors], others, report)
-        _rounds(settings, real, prompts, racing, report, folder, name)
+        try:
+            _rounds(settings, real, prompts, racing, report, folder, name)
+        except KeyboardInterrupt:
+            if not report.runs:
+                raise
+            report.stopped = True
     return report
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM, as ``timeout`` sends it, ends the block as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _named(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
     for way in wanted:
         if way not in known:
-            raise ValueError(f"--ways: {way!r} is none of {', '.join(known)}")
+            raise ValueError(f"--ways: {way!r} cannot take part with this model and these engines: {', '.join(known)}")
     return [way for way in known if not wanted or way in wanted]
 
 
@@ -121,7 +156,8 @@ def _named(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
 def _cold_cache() -> Iterator[None]:
     """Nothing that was learned before helps: a folder of the run's own in place of the user's cache."""
     before = os.environ.get("GSD_KERNELS_CACHE")
-    with tempfile.TemporaryDirectory(prefix="gsd-kernels-cold-") as cold:
+    # What costs have been learned is written behind a race, also behind one that is stopped while the folder goes.
+    with tempfile.TemporaryDirectory(prefix="gsd-kernels-cold-", ignore_cleanup_errors=True) as cold:
         os.environ["GSD_KERNELS_CACHE"] = cold
         try:
             yield
@@ -165,23 +201,35 @@ def _rounds(
     name: str,
 ) -> None:
     """Every prompt's ways decode one after the other, beginning with another one each time."""
-    begin = time.perf_counter()
+    begin, others = time.perf_counter(), Others()
     for round_ in range(settings.rounds):
         if round_:
             racing = _still(racing, report)
         for number, prompt in enumerate(prompts):
             turn = (number + round_) % len(racing)
             texts: dict[str, list[int]] = {}
+            runs: list[dict[str, Any]] = []
             for way in racing[turn:] + racing[:turn]:
                 _say(f"round {round_ + 1}/{settings.rounds}, prompt {number + 1}/{len(prompts)}, {way.name}")
                 texts[way.name], measured = _decode(real, way, prompt, settings.new_tokens, round_)
-                report.runs.append({"prompt": prompt.name, "way": way.name, "round": round_, **measured})
-            for run_ in report.runs[-len(racing) :]:
+                runs.append({"prompt": prompt.name, "way": way.name, "round": round_, **measured})
+            for run_ in runs:
                 run_.update(_compared(real.model, prompt, texts, run_["way"]))
+            report.runs += runs  # at once: a prompt counts that everyone has decoded
             report.summarise([way.name for way in racing] if not round_ else None)
             report.seconds = time.perf_counter() - begin
+            report.others_share = others.share()
+            report.busy = distrust(report.others_share)
+            if number == round_ == 0:
+                _say(_estimate(report.seconds, len(prompts) * settings.rounds - 1))
             if folder is not None:
                 report.write(folder, name)
+
+
+def _estimate(seconds: float, left: int) -> str:
+    """How long the rest takes, by the first prompt."""
+    rest = f"about {seconds * left / 60:.0f} minutes" if seconds * left >= 90 else f"about {seconds * left:.0f} s"
+    return f"the first prompt took {seconds:.0f} s, so the other {left} take {rest}; Ctrl-C ends with the table so far"
 
 
 def _still(racing: list[Competitor], report: RealReport) -> list[Competitor]:

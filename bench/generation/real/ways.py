@@ -1,9 +1,8 @@
-"""The registry of ways: ours, transformers' own, and what OpenVINO GenAI and llama.cpp make of the same model."""
+"""How each way decodes: ours, transformers' own, and what OpenVINO GenAI and llama.cpp make of the same model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +18,19 @@ from ..peers.llama_server import LlamaServer, find_binaries
 from ..peers.openvino import OpenVino
 from ..peers.race import name_of
 from .models import Real
+from .names import (
+    HF,
+    HF_ASSISTED,
+    HF_LOOKUP,
+    HISTORY,
+    LLAMA_CPP_WEIGHTS,
+    OPENVINO_WEIGHTS,
+    PACKED,
+    PACKED_HISTORY,
+    PLAIN,
+)
 
-HF, HF_LOOKUP, HF_ASSISTED = "transformers", "transformers-lookup", "transformers-assisted"
-PLAIN, HISTORY, DRAFT, DRAFTER = "gsd-plain", "gsd-history", "gsd-draft", "gsd-drafter"
-PACKED, PACKED_HISTORY = "gsd-packed", "gsd-packed-history"
-OURS = (PLAIN, HISTORY, PACKED, PACKED_HISTORY, DRAFT, DRAFTER)
-OPENVINO_WEIGHTS = ("", "int8", "int4")
-LLAMA_CPP_WEIGHTS = ("q8_0", "q4_0")  # beside those of the race's dtype and of the file
 NAMED = {torch.bfloat16: "bf16", torch.float32: "f32"}
-
-
-@dataclass(frozen=True)
-class Label:
-    """How a way is shown."""
-
-    engine: str
-    way: str
-
-
-def label(name: str) -> Label:
-    """``llama-cpp-q8_0-lookup`` as llama.cpp, q8_0 with n-gram drafts."""
-    if name in OURS:
-        ways = {PLAIN: "plain", HISTORY: "history alone, no draft model", DRAFT: "draft model", DRAFTER: "drafter"}
-        ways |= {PACKED: "the file itself, plain", PACKED_HISTORY: "the file itself, history alone"}
-        return Label("gsd_kernels", ways[name])
-    if name.startswith("transformers"):
-        ways = {HF: "plain", HF_LOOKUP: "prompt lookup", HF_ASSISTED: "assisted"}
-        return Label("transformers", ways[name])
-    engine, key = ("OpenVINO GenAI", "openvino") if name.startswith("openvino") else ("llama.cpp", "llama-cpp")
-    rest = [part for part in name.removeprefix(key).split("-") if part]
-    kind = rest.pop() if rest and rest[-1] in ("lookup", "draft") else "plain"
-    said = {
-        "plain": "plain",
-        "lookup": "prompt lookup" if key == "openvino" else "n-gram drafts",
-        "draft": "draft model",
-    }
-    weights = ["the file itself" if part == "file" else part for part in rest]
-    return Label(engine, ", ".join([*weights, said[kind]]))
 
 
 def engines_for(real: Real, binaries: Path | None) -> list[Engine]:

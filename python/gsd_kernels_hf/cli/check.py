@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from ..console.busy import BUSY, Others
 from ..console.output import DIFFERS, OK, only_first_rank_prints, out, print_json, progress, table
+from ..console.values import check_draft
 from . import options
 from .options import describe_graph_config, read_graph_config, read_prompts
 
@@ -55,6 +56,7 @@ def command(
     """
     if tp:
         only_first_rank_prints()
+    check_draft(model, draft)
     config = read_graph_config(graph_config)
     given = prompts or prompt_files
     texts = read_prompts(prompts, prompt_files, lines, several_processes=tp) if given else []

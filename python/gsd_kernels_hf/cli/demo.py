@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..console.busy import BUSY, Others
+from ..console import values
+from ..console.busy import Others, distrust
 from ..console.output import DIFFERS, out, progress, table
 from . import options
-from .demo_parts import draw, warn_if_busy
+from .demo_parts import draw, warned
 from .options import read_graph_config
-from .tables import speed
 
 if TYPE_CHECKING:
     from gsd_kernels import GraphConfig
@@ -33,7 +33,7 @@ RACE_TOKENS = 16, 64
 """Fewest and most new tokens of a run on it: fewer where the machine is slow."""
 
 PROMPT = "code-collections"
-PLAIN, AUTO = "plain (transformers)", "graph, auto (default)"
+PLAIN, ASSISTED, AUTO = "plain (transformers)", "assisted, ", "graph, auto (default)"
 DRAFTERS = {"eagle3": "EAGLE-3, graph", "dflash": "DFlash, lattice"}
 """Rows of the embedded drafters, by kind."""
 
@@ -42,7 +42,11 @@ def command(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", metavar="DIR|ID|FILE.gguf", rich_help_panel="Models", help="Your own, in place of the demo's."
+            "--model",
+            metavar="DIR|ID|FILE.gguf",
+            callback=values.model("--model"),
+            rich_help_panel="Models",
+            help="Your own, in place of the demo's.",
         ),
     ] = None,
     draft: Annotated[
@@ -50,6 +54,7 @@ def command(
         typer.Option(
             "--draft",
             metavar="DIR|ID|history|none",
+            callback=values.draft,
             rich_help_panel="Models",
             help="Draft of the same tokenizer, beside --model. Default: history, the text itself.",
         ),
@@ -162,7 +167,7 @@ def _embedded(
     if seconds is not None:
         texts = [prompt["text"] for prompt in prompts if prompt["kind"] == "code"]
         report["inflated"] = _inflated(pair, texts, config, backend, seconds)
-        _print_inflated(report["inflated"], config)
+        _print_inflated(report["inflated"])
     report["drawing"] = draw(pair.tokenizer, pictures, directory)
     divergence = report["text"]["divergence"]
     return divergence is not None and not divergence["within_rounding"], report
@@ -235,9 +240,10 @@ def _print_text(text: dict[str, Any]) -> None:
     rows.add_row("tokens per step", f"{stats['tokens_per_step']:.2f}", f"up to {len(stats['accepted']) - 1}")
     rows.add_row("merge edges", f"{stats['merges']}", f"{stats['accepted_merges']} on accepted paths")
     note = "slower: so small a target costs no more than the draft" if text["speedup"] < 1 else ""
-    if text["others_share"] is not None and text["others_share"] > BUSY:
-        note = "unreliable: this machine was busy with other work"
-    rows.add_row("time against plain", f"{text['speedup']:.2f}×", note)
+    busy = distrust(text["others_share"]) is not None
+    if busy:
+        note = "this machine was busy with other work"
+    rows.add_row("time against plain", "–" if busy else f"{text['speedup']:.2f}×", note)
     out.print()
     out.print(rows)
 
@@ -264,8 +270,8 @@ def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, s
     learned = known_steps(target, draft, backend)
     contenders = {
         PLAIN: comparison.plain(target),
-        "assisted, its default": comparison.assisted(target, draft),
-        f"assisted, {config.depth} tokens": comparison.assisted(target, draft, config.depth),
+        f"{ASSISTED}its default": comparison.assisted(target, draft),
+        f"{ASSISTED}{config.depth} tokens": comparison.assisted(target, draft, config.depth),
         "chain": ours(GraphConfig.preset("chain", depth=config.depth)),
         "tree": ours(config.replace(merge_context=-1, history_depth=0)),
         "graph": ours(config),
@@ -323,13 +329,14 @@ def _result(target: Any, name: str, rounds: list[dict[str, Run]], prompts: list[
     }
 
 
-def _print_inflated(report: dict[str, Any], config: GraphConfig) -> None:
+def _print_inflated(report: dict[str, Any]) -> None:
     title = (
         f"\nThe target inflated to {report['parameters'] / 1e6:.0f}M parameters (same function, larger cost): "
         f"{report['prompts']} × {report['max_new_tokens']} tokens, interleaved"
     )
     out.print(title, style="bold", soft_wrap=True)
     out.print("(its greedy text repeats itself, which helps every kind of speculation)", style="dim")
+    busy = warned(report["others_share"])
     rows = table("", "tokens/s", "against plain", "tokens/forward", "<same tokens")
     for result in report["contenders"]:
         same = f"{result['equal']} of {report['prompts']}"
@@ -338,21 +345,30 @@ def _print_inflated(report: dict[str, Any], config: GraphConfig) -> None:
         if result["beyond_rounding"]:
             same += f", {result['beyond_rounding']} DIFFER"
         ratio = result["speedup"]
-        versus = "" if result["name"] == PLAIN else f"{ratio:.2f}×" + (" slower" if ratio < 1 else "")
+        versus = f"{ratio:.2f}×" + (" slower" if ratio < 1 else "")
+        versus = "" if result["name"] == PLAIN else "–" if busy else versus
         rows.add_row(
             result["name"], f"{result['tokens_per_second']:.1f}", versus, f"{result['tokens_per_forward']:.2f}", same
         )
     out.print(rows)
     out.print(_warmth(report["warm"]), style="dim", soft_wrap=True)
-    warn_if_busy(report["others_share"])
-    names = ("graph", AUTO, *DRAFTERS.values())
-    ours = {result["name"]: result for result in report["contenders"] if result["name"] in names}
-    rivals = [result for result in report["contenders"] if result["name"] not in (*ours, PLAIN)]
-    best = max(rivals, key=lambda result: result["tokens_per_second"])
-    for name, result in ours.items():
-        what = f"graph ({config.max_rows} rows, {config.depth} levels)" if name == "graph" else name
-        ratio = result["tokens_per_second"] / best["tokens_per_second"]
-        out.print(f"{what}: {speed(ratio)} as the best of the others ({best['name']})", soft_wrap=True)
+    for line in () if busy else _gains(report["contenders"]):
+        out.print(line, soft_wrap=True)
+
+
+def _gains(contenders: list[dict[str, Any]]) -> list[str]:
+    """What this package's ways gain: against transformers', then the default among this package's own."""
+    rates = {result["name"]: result["tokens_per_second"] for result in contenders}
+    ours = [name for name in rates if name != PLAIN and not name.startswith(ASSISTED)]
+    best = max((name for name in rates if name.startswith(ASSISTED)), key=rates.__getitem__)
+    lines = [
+        f"{name}: {rates[name] / rates[PLAIN]:.2f}× transformers' plain decoding, "
+        f"{rates[name] / rates[best]:.2f}× its assisted mode ({best.removeprefix(ASSISTED)})"
+        for name in sorted(ours, key=lambda name: name != AUTO)  # the default first
+    ]
+    first = max(ours, key=rates.__getitem__)
+    more = "" if first == AUTO else f", at {rates[first] / rates[AUTO]:.2f} times the rate of {AUTO}"
+    return [*lines, f"Of this package's own ways the fastest here is {first}{more}."]
 
 
 def _warmth(warm: dict[str, int]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..console.busy import Others
 from ..console.output import err, out, progress, table
 from ..progress import tracked
-from .demo_parts import draw, warn_if_busy
+from .demo_parts import draw, warned
 from .options import read_graph_config
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     Pairs = dict[str, Pair]
 
 QUESTIONS = (
-    "Write a Python function that converts Celsius to Fahrenheit.",
-    "Add a check that the argument is a number, and write the function again.",
+    "Write a short Python function that returns the square of a number.",
+    "Now write one that returns the cube of a number.",
 )
-"""A chat of two turns, answered on the screen."""
+"""A chat of two turns, answered on the screen: a model of 135M parameters gets them right."""
 
 RACED = (
     "Correct the mistakes and write the text again: Last summer me and my sister goes to the lake evry day, and the "
@@ -44,8 +44,8 @@ DRAWN = "depth=0,width=4,branch=3,max_rows=12,max_path=8,merge_context=2,history
 """Shape of the step that is drawn: one that `auto` chose may hold a single row."""
 
 LOOKUP = 10  # tokens that transformers' prompt lookup drafts at a time
-HF, HF_LOOKUP, PLAIN, OURS = "transformers", "its prompt lookup", "this, plain", "this, history"
-DRAFTED = "this, draft model"
+HF, HF_LOOKUP = "transformers", "transformers' prompt lookup"
+PLAIN, OURS, DRAFTED = "gsd_kernels, plain", "gsd_kernels, history", "gsd_kernels, draft model"
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,9 @@ def show(settings: Settings) -> tuple[bool, dict[str, Any]]:
     from ..console.versions import versions
 
     threads = _threads()
-    out.print(
-        f"{name}, {type(first.target).__name__} of {first.target.num_parameters() / 1e6:.0f}M parameters, on "
-        f"{first.device}, {threads} threads; {_drafting(first)}",
-        style="dim",
-        soft_wrap=True,
-    )
+    out.print(f"{name}, {first.described}; {threads} threads", style="dim", soft_wrap=True)
+    if settings.model is None:
+        out.print(f"This model as a folder, for --model and from_pretrained: {_place()}", style="dim", soft_wrap=True)
     report: dict[str, Any] = {
         **{"versions": versions(), "model": name, "device": str(first.device), "threads": threads},
         **{"backend": settings.backend, "dtypes": list(pairs), "graph_config": str(settings.graph_config or "auto")},
@@ -98,13 +95,6 @@ def show(settings: Settings) -> tuple[bool, dict[str, Any]]:
     report["drawing"] = draw(first.tokenizer, _pictures(first, settings), settings.directory)
     ways = report["race"]["ways"] if report["race"] else []
     return any(way["beyond_rounding"] for way in ways), report
-
-
-def _drafting(pair: Pair) -> str:
-    """Where drafts come from, in words."""
-    if pair.draft is not None:
-        return f"its draft model has {pair.draft.num_parameters() / 1e6:.0f}M"
-    return "nothing drafts" if pair.none else "drafts come from the text itself, there is no draft model"
 
 
 def _load(settings: Settings) -> tuple[str, Pairs]:
@@ -131,6 +121,12 @@ def _load(settings: Settings) -> tuple[str, Pairs]:
             model, tokenizer = smollm2.load(getattr(torch, name), device)
             pairs[name] = Pair(model, None, tokenizer, ("history",))
     return smollm2.NAME, pairs
+
+
+def _place() -> Path:
+    from gsd_kernels_hf.demo import smollm2
+
+    return smollm2.folder_path()
 
 
 def _threads() -> int:
@@ -168,7 +164,7 @@ def _answer(pair: Pair, turns: list[dict[str, str]], config: Any, settings: Sett
     """Stream one answer."""
     from gsd_kernels_hf.report import comparison
 
-    from .streaming import StdoutStreamer
+    from .streaming import StdoutStreamer, is_cut
 
     inputs, tokenizer = _chat(pair, turns), pair.tokenizer
     out.print(f"\n> {turns[-1]['content']}\n", style="bold", markup=False, soft_wrap=True)
@@ -182,10 +178,13 @@ def _answer(pair: Pair, turns: list[dict[str, str]], config: Any, settings: Sett
         **{"text": tokenizer.decode(run.tokens, skip_special_tokens=True)},
         **{"tokens": len(run.tokens), "seconds": run.seconds, "tokens_per_step": run.stats.tokens_per_step},
     }
+    most = settings.max_new_tokens
+    cut = f" (cut at {most} tokens)" if is_cut(pair.target, run.tokens, most) else ""
     out.print(
-        f"{len(run.tokens)} tokens, {run.tokens_per_second:.0f} a second with the question read, "
+        f"{len(run.tokens)} tokens{cut}, {run.tokens_per_second:.0f} a second with the question read, "
         f"{run.stats.tokens_per_step:.1f} a step",
         style="dim",
+        soft_wrap=True,
     )
     return found
 
@@ -205,7 +204,7 @@ def _race(pairs: Pairs, config: Any, settings: Settings) -> dict[str, Any]:
         contenders[dtype, ours] = comparison.graph(model, **_speculation(pair, config, settings))
     first = next(iter(pairs.values()))
     prompts = [_chat(first, question) for question in settings.prompts or RACED]
-    names = {f"{dtype} {way}": (dtype, way) for dtype, way in contenders}
+    names = {_named(dtype, way): (dtype, way) for dtype, way in contenders}
     length, total = min(RACE_TOKENS, settings.max_new_tokens), len(contenders) * (len(prompts) + 1)
     done = 0
     with tracked("race", total, "answers") as update:
@@ -232,6 +231,8 @@ def _race(pairs: Pairs, config: Any, settings: Settings) -> dict[str, Any]:
             ways.append(_way(pairs[dtype].target, dtype, way, rounds, prompts))
     return {
         "prompts": len(rounds),
+        "asked": len(prompts),
+        "seconds": settings.seconds,
         "max_new_tokens": length,
         "threads": _threads(),
         "others_share": share,
@@ -239,18 +240,22 @@ def _race(pairs: Pairs, config: Any, settings: Settings) -> dict[str, Any]:
     }
 
 
+def _named(dtype: str, way: str) -> str:
+    return f"{way}, in {dtype}"
+
+
 def _way(
     model: PreTrainedModel, dtype: str, way: str, rounds: list[dict[str, Run]], prompts: list[Any]
 ) -> dict[str, Any]:
     from gsd_kernels_hf.report.comparison import first_divergence
 
-    runs = [runs[f"{dtype} {way}"] for runs in rounds]
+    runs = [runs[_named(dtype, way)] for runs in rounds]
     ours = way in (OURS, DRAFTED)
     against = PLAIN if ours and dtype != "float32" else HF
     found = []
     if way != against:
         for inputs, runs_, run in zip(prompts, rounds, runs, strict=False):
-            found.append(first_divergence(model, inputs["input_ids"], runs_[f"{dtype} {against}"].tokens, run.tokens))
+            found.append(first_divergence(model, inputs["input_ids"], runs_[_named(dtype, against)].tokens, run.tokens))
     tokens, seconds = sum(len(run.tokens) for run in runs), sum(run.seconds for run in runs)
     return {
         "dtype": dtype,
@@ -266,11 +271,8 @@ def _way(
 
 
 def _print_race(report: dict[str, Any]) -> None:
-    out.print(
-        f"\nThe same {report['prompts']} prompts, {report['max_new_tokens']} tokens at most, every way in turn:",
-        style="bold",
-        soft_wrap=True,
-    )
+    out.print(f"\n{_title(report)}", style="bold", soft_wrap=True)
+    busy = warned(report["others_share"])
     rows = table("", "<", "tokens/s", "×", "tokens/step", "<same texts")
     base = {way["dtype"]: way["tokens_per_second"] for way in report["ways"] if way["way"] == HF}
     for way in report["ways"]:
@@ -279,7 +281,7 @@ def _print_race(report: dict[str, Any]) -> None:
             way["dtype"],
             way["way"],
             f"{way['tokens_per_second']:.1f}",
-            "" if way["way"] == HF else f"{ratio:.2f}",
+            "" if way["way"] == HF else "–" if busy else f"{ratio:.2f}",
             f"{way['tokens_per_forward']:.2f}",
             _same(way, report["prompts"]),
         )
@@ -293,7 +295,14 @@ def _print_race(report: dict[str, Any]) -> None:
         style="dim",
         soft_wrap=True,
     )
-    warn_if_busy(report["others_share"])
+
+
+def _title(report: dict[str, Any]) -> str:
+    """What was raced, and why not all that was asked."""
+    done, asked, most = report["prompts"], report["asked"], report["max_new_tokens"]
+    prompts = f"The same {done} prompts" if done > 1 else "The same prompt"
+    late = "" if done == asked else f" (time is up after {done} of {asked} prompts: --seconds {report['seconds']:.0f})"
+    return f"{prompts}, {most} tokens at most, every way in turn{late}:"
 
 
 def _same(way: dict[str, Any], prompts: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..console.busy import BUSY
+from ..console.busy import distrust
 from ..console.output import err, out, progress
 
 if TYPE_CHECKING:
@@ -17,14 +17,11 @@ if TYPE_CHECKING:
 MOST_NODES = 80  # of a picture that is still read with pleasure
 
 
-def warn_if_busy(share: float | None) -> None:
+def warned(share: float | None) -> bool:
     """Say that times measured while others took this share of the machine are not to be trusted, where they are not."""
-    if share is not None and share > BUSY:
-        out.print(
-            f"This machine was busy with other work ({share:.0%} of its processors): do not trust these times.",
-            style="bold yellow",
-            soft_wrap=True,
-        )
+    if (note := distrust(share)) is not None:
+        out.print(note, style="bold yellow", soft_wrap=True)
+    return note is not None
 
 
 def draw(tokenizer: PreTrainedTokenizerBase, pictures: Sequence[StepPicture], directory: Path) -> dict[str, Any] | None:

@@ -14,6 +14,8 @@ import typer
 from rich.markup import escape
 
 from ..console.output import FAILURE, err, out, print_json, progress, table
+from ..demo.smollm2 import NAME
+from ..extras import cure
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +52,7 @@ def examine() -> dict[str, Any]:
     from gsd_kernels.backends import BACKENDS, unavailable_reason
 
     from ..console.versions import versions
+    from ..demo import smollm2
     from ..model import fused
 
     devices = [torch.device("cpu")] + [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -69,7 +72,8 @@ def examine() -> dict[str, Any]:
         "cpu_levels": {} if unavailable_reason("cpu", torch.device("cpu")) else cpu_levels.levels(),
         "cpu_level": None if unavailable_reason("cpu", torch.device("cpu")) else _level(),
         "serving": serving(),
-        "plot": None if util.find_spec("matplotlib") else "matplotlib is missing: pip install 'gsd-kernels[plot]'",
+        "demo_model": smollm2.why_missing(),
+        "plot": None if util.find_spec("matplotlib") else f"matplotlib is missing: {cure('plot')}",
     }
 
 
@@ -78,7 +82,7 @@ def flash_attention(gpu: bool) -> dict[str, str | None]:
 
     Graph rows never do: they have an operator of their own.
     """
-    install = "pip install --no-build-isolation 'gsd-kernels[flash]'"
+    install = cure("flash", "--no-build-isolation")
     try:
         version = metadata.version("flash-attn")
     except metadata.PackageNotFoundError:
@@ -195,6 +199,7 @@ def _print(report: dict[str, Any]) -> None:
     for what, way in _ways(report).items():
         facts.add_row(what, escape(way))
     facts.add_row("server", escape(report["serving"] or "transformers' own"))
+    facts.add_row("demo's model", escape(report["demo_model"] or NAME))
     facts.add_row("drawing", escape(report["plot"] or "matplotlib"))
     for device in report["devices"]:
         size = f"{device['threads']} threads" if "threads" in device else f"{device['memory_bytes'] / 2**30:.0f} GiB"

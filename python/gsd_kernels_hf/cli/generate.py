@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..console.output import err, only_first_rank_prints, progress
+from ..console.values import check_draft
 from . import options
 from .options import read_graph_config, read_prompts, sampling
 
@@ -69,6 +70,7 @@ def command(
     """
     if tp:
         only_first_rank_prints()
+    check_draft(model, draft)
     config = read_graph_config(graph_config)
     texts = read_prompts(prompts, prompt_files, lines, several_processes=tp)
     if not texts:

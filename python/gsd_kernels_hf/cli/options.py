@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..console import values
 from ..files import decode_utf8, read_utf8
 
 if TYPE_CHECKING:
@@ -37,20 +38,24 @@ class Dtype(str, Enum):
     float16 = "float16"
 
 
-Model = Annotated[
-    str | None,
-    typer.Option(
+def model_option(without: str) -> Any:
+    """``--model``; ``without`` it, says its help, what."""
+    return typer.Option(
         "--model",
         metavar="DIR|ID|FILE.gguf",
+        callback=values.model("--model"),
         rich_help_panel=_MODELS,
-        help="Target: a local checkpoint folder, a hub id, or a GGUF file. Without it the embedded pair is used.",
-    ),
-]
+        help=f"Target: a local checkpoint folder, a hub id, or a GGUF file. Without it {without}.",
+    )
+
+
+Model = Annotated[str | None, model_option("the embedded pair is used")]
 Draft = Annotated[
     str | None,
     typer.Option(
         "--draft",
         metavar="DIR|ID|history|none",
+        callback=values.draft,
         rich_help_panel=_MODELS,
         help="Draft model; its tokenizer may be another. [bold]history[/bold], the default beside --model: no model, "
         "the text itself and the target's earlier tokens. [bold]none[/bold]: plain decoding.",
@@ -71,6 +76,7 @@ DrafterOption = Annotated[
     typer.Option(
         "--drafter",
         metavar="DIR|ID|mtp",
+        callback=values.drafter,
         rich_help_panel=_MODELS,
         help="Drafter that was trained for the target: an EAGLE-3, DFlash or Medusa checkpoint; its config says which. "
         "'mtp': the multi-token-prediction heads in the target's own. Beside --draft and the history, or without one.",
@@ -101,7 +107,10 @@ DtypeOption = Annotated[
 Device = Annotated[
     str | None,
     typer.Option(
-        "--device", rich_help_panel=_MODELS, help="cpu, cuda, cuda:1, …; default: the first GPU if there is one."
+        "--device",
+        callback=values.device,
+        rich_help_panel=_MODELS,
+        help="cpu, cuda, cuda:1, …; default: the first GPU if there is one.",
     ),
 ]
 TrustRemoteCode = Annotated[
@@ -168,7 +177,13 @@ CriterionOption = Annotated[
     ),
 ]
 Backend = Annotated[
-    str, typer.Option("--backend", rich_help_panel=_DECODING, help="Of the ops; see gsd-kernels doctor.")
+    str,
+    typer.Option(
+        "--backend",
+        callback=values.backend,
+        rich_help_panel=_DECODING,
+        help=f"Of the ops: {', '.join(values.BACKENDS)}; see gsd-kernels doctor.",
+    ),
 ]
 
 Temperature = Annotated[

@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from ..console.output import err, progress
+from ..console.values import check_draft
+from ..console.values import model as checked_model
 from . import options
 from .options import read_graph_config
 
@@ -18,8 +20,9 @@ def command(
         str | None,
         typer.Argument(
             metavar="[MODEL]",
+            callback=checked_model("MODEL"),
             show_default=False,
-            help="Target: a local checkpoint folder or a hub id. Without it the embedded pair is used.",
+            help="Target: a local checkpoint folder, a hub id, or a GGUF file. Without it the embedded pair is used.",
         ),
     ] = None,
     draft: options.Draft = None,
@@ -50,6 +53,7 @@ def command(
     POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /health. Every response has the
     statistics of its decoding in the field gsd_kernels, a stream in its last event. Ctrl-C ends it.
     """
+    check_draft(model, draft)
     from ..serving.listen import bind, is_loopback
 
     with bind(host, port) as where:

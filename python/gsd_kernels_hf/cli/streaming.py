@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 
 class StdoutStreamer(TextStreamer):
@@ -28,3 +29,10 @@ class StdoutStreamer(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.waiting.close()
         super().on_finalized_text(text, stream_end)
+
+
+def is_cut(model: PreTrainedModel, tokens: Sequence[int], most: int) -> bool:
+    """Whether a text of at most ``most`` new tokens ends because it may not go on."""
+    end = model.generation_config.eos_token_id
+    ends = end if isinstance(end, (list, tuple)) else [end]
+    return len(tokens) >= most and tokens[-1] not in ends

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 def stats_table(stats: GenerationStats) -> Table:
     """The statistics of one ``generate`` call."""
-    result = table("statistic", "<")
+    result = table("", "<")
+    result.show_header = False
     for name, text in stats.table():
         result.add_row(name, escape(text))
     return result

@@ -9,12 +9,22 @@ from typing import Annotated, Any
 
 import typer
 
+from ..console import values
 from ..console.output import FAILURE, err, out, print_json, progress, table
 from .options import Device, Dtype
 
 _MODELS, _TEXT, _RUN, _METHOD, _OPTIMIZER = "Models", "Text", "Run", "Distillation", "Optimisation"
 
-Target = Annotated[str, typer.Option("--target", metavar="DIR", rich_help_panel=_MODELS, help="It is not changed.")]
+Target = Annotated[
+    str,
+    typer.Option(
+        "--target",
+        metavar="DIR",
+        callback=values.folder("--target"),
+        rich_help_panel=_MODELS,
+        help="It is not changed.",
+    ),
+]
 Out = Annotated[
     Path,
     typer.Option(
@@ -149,6 +159,7 @@ def distill_command(
         typer.Option(
             "--draft",
             metavar="DIR",
+            callback=values.folder("--draft"),
             rich_help_panel=_MODELS,
             help="Of the same tokenizer. A folder of a config.json alone is initialised from the seed.",
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pkgutil
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -11,6 +12,23 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .output import FAILURE, INTERRUPTED, USAGE, err
+from .values import unknown
+
+OPTIONS = {
+    "assistant_model": "--draft",
+    "assistant_tokenizer": "--draft",
+    "drafter": "--drafter",
+    "draft_heads": "--draft-heads",
+    "heads": "--draft-heads",
+    "corpus": "--corpus",
+    "backend": "--backend",
+    "graph_config": "--graph-config",
+    "criterion": "--criterion",
+    "max_new_tokens": "--max-new-tokens",
+}
+"""Arguments that errors of the library begin with, and the options that they come from, where a command has them."""
+
+NO_CHOICE = re.compile(r"(?:Value error, )?'(?P<value>.*)' is not one of (?P<known>.*?)\.?")
 
 
 class LazyCommand(TyperCommand):
@@ -56,6 +74,12 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort):
             raise
+        except typer.BadParameter as error:
+            if (found := NO_CHOICE.fullmatch(error.message)) is None or error.param is None:
+                raise
+            known = re.findall(r"'([^']*)'", found["known"])
+            _print_error(unknown(error.param.opts[0], found["value"], known))
+            raise typer.Exit(USAGE) from None
         except KeyboardInterrupt:
             err.print("gsd-kernels: interrupted")
             raise typer.Exit(INTERRUPTED) from None
@@ -64,8 +88,22 @@ class Commands(TyperGroup):
         except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
             if ctx.params.get("debug"):
                 raise
-            message = " ".join(str(error).split()) or type(error).__name__
-            whose = f"rank {os.environ['RANK']}: " if err.quiet else ""
-            err.quiet = False
-            err.print(f"gsd-kernels: error: {whose}{message}", markup=False, soft_wrap=True)
+            _print_error(self._as_typed(ctx, " ".join(str(error).split()) or type(error).__name__))
             raise typer.Exit(USAGE if isinstance(error, (ValueError, TypeError)) else FAILURE) from None
+
+    def _as_typed(self, ctx: Any, message: str) -> str:
+        """An error's text with the option in place of the argument that it begins with."""
+        argument, colon, rest = message.partition(":")
+        option = OPTIONS.get(argument)
+        if option is None or ctx.invoked_subcommand is None:
+            return message
+        command = self.get_command(ctx, ctx.invoked_subcommand)
+        group = isinstance(command, LazyCommand)  # whose commands have them
+        return f"{option}{colon}{rest}" if group or any(option in param.opts for param in command.params) else message
+
+
+def _print_error(message: str) -> None:
+    """One line on stderr, of every rank."""
+    whose = f"rank {os.environ['RANK']}: " if err.quiet else ""
+    err.quiet = False
+    err.print(f"gsd-kernels: error: {whose}{message}", markup=False, soft_wrap=True)

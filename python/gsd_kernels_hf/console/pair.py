@@ -17,7 +17,7 @@ from gsd_kernels.config import PLAIN
 from gsd_kernels_hf import demo, validate
 from gsd_kernels_hf.engine.options import Options
 from gsd_kernels_hf.engine.screen import check_sources
-from gsd_kernels_hf.files import checkpoint_place
+from gsd_kernels_hf.files import GGUF, model_place
 from gsd_kernels_hf.model import properties
 from gsd_kernels_hf.packed.dense import load_tokenizer
 from gsd_kernels_hf.packed.gguf import from_gguf
@@ -27,9 +27,8 @@ from gsd_kernels_hf.sources.corpus import Corpus
 from gsd_kernels_hf.sources.heads import DraftHeads
 from gsd_kernels_hf.sources.load import Drafter, load_drafter
 
-from . import ranks
+from . import ranks, values
 
-GGUF = ".gguf"
 NONE = "none"
 WITHOUT_MODEL: dict[str | None, tuple[str, ...] | None] = {NONE: None, "history": ("history",)}
 """Values of ``--draft`` that name no model, and the draft sources that they mean."""
@@ -58,6 +57,17 @@ class Pair:
     @property
     def device(self) -> torch.device:
         return properties.device_of(self.target)
+
+    @property
+    def described(self) -> str:
+        """The target, its dtype and device, and where drafts come from, in words."""
+        kind = f"{type(self.target).__name__} of {self.target.num_parameters() / 1e6:.0f}M parameters"
+        where = f"{str(self.target.dtype).removeprefix('torch.')} on {self.device}"
+        if self.draft is not None:
+            drafting = f"its draft model has {self.draft.num_parameters() / 1e6:.0f}M"
+        else:
+            drafting = "nothing drafts" if self.none else "drafts come from the text itself, there is no draft model"
+        return f"{kind}, {where}; {drafting}"
 
     def encode(self, prompts: list[str], chat: bool = False) -> dict[str, Tensor]:
         """Left-padded ``input_ids`` and ``attention_mask`` on the target's device.
@@ -125,7 +135,7 @@ def pick_device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device: {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"--device: {name!r} cannot be used: {str(error).splitlines()[0]}; leave it out") from error
     return device
 
 
@@ -183,6 +193,7 @@ def _load_models(
     trust_remote_code: bool,
     tp_timeout: float | None,
 ) -> Pair:
+    values.check_draft(model, draft)
     quiet_transformers()
     sharded = {}
     if tp_timeout is None:
@@ -192,8 +203,6 @@ def _load_models(
     else:
         where, sharded = ranks.join(tp_timeout), ranks.sharding()
     if model is None:
-        if draft not in (None, *WITHOUT_MODEL):
-            raise ValueError("--draft: needs --model; without both the embedded pair is used")
         weights = torch.float32 if dtype == "auto" else getattr(torch, dtype)
         target, small, tokenizer = demo.load(weights, where)
         return Pair(target, small if draft is None else None, tokenizer, WITHOUT_MODEL.get(draft), none=draft == NONE)
@@ -230,19 +239,15 @@ def _revision(commit: str | None) -> dict[str, str]:
 
 
 def _place(where: str, what: str, device: torch.device) -> str:
-    """As :func:`checkpoint_place`; a GGUF file's path too, ``~`` expanded.
+    """As :func:`~gsd_kernels_hf.files.model_place`.
 
     Raises:
-        ValueError: it is no folder, file or name on the hub; a file whose packed weights ``device`` cannot multiply.
+        ValueError: it is none; a file whose packed weights ``device`` cannot multiply.
     """
-    path = Path(where).expanduser()
-    if path.suffix != GGUF or path.is_dir():
-        return checkpoint_place(where, what)
-    if not path.is_file():
-        raise ValueError(f"{what}: no such file: {where}")
-    if device.type != "cpu":
+    place = model_place(where, what)
+    if place.endswith(GGUF) and device.type != "cpu":
         raise ValueError(f"{what}: the packed weights of a GGUF file are multiplied on a CPU alone; --device cpu")
-    return str(path)
+    return place
 
 
 def _load_model(name: str, where: torch.device, **options: Any) -> PreTrainedModel:

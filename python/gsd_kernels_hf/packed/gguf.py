@@ -69,7 +69,7 @@ def from_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat
     """
     path = path_of(path)
     if dtype not in FLOATS.values():
-        raise TypeError(f"dtype: expected float32, bfloat16 or float16, got {dtype}")
+        raise TypeError(f"dtype: expected torch.float32, torch.bfloat16 or torch.float16, got {dtype!r}")
     header = Header.read(path)
     architecture = str(header.fields.get("general.architecture"))
     if architecture not in PACKED or not all(_place(name) for name in header.tensors if name != FREQUENCIES):

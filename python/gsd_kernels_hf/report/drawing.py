@@ -8,6 +8,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..extras import cure
 from ..records import Verified
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ def draw_step(
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("drawing needs matplotlib: pip install 'gsd-kernels[plot]'") from error
+        raise ImportError(f"drawing needs matplotlib: {cure('plot')}") from error
 
     end = picture.accepted[-1]
     picture = replace(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
+from ..extras import cure
 from . import checks
 from .checks import Refused, entries, wrong
 from .schemas import check_schema
@@ -82,7 +83,7 @@ class Grammars:
         try:
             import xgrammar
         except ImportError:
-            raise Refused(field, "needs xgrammar, which is missing: pip install 'gsd-kernels[grammar]'") from None
+            raise Refused(field, f"needs xgrammar, which is missing: {cure('grammar')}") from None
         if not ends:
             raise Refused(field, "this model has no end-of-text token, which would end the JSON")
         compiler = self.compilers.get(tuple(ends))

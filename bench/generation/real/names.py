@@ -1,0 +1,67 @@
+"""Names of the ways that a race knows, and how they are shown. Imports no torch: options are checked by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gsd_kernels_hf.console.values import unknown
+
+HF, HF_LOOKUP, HF_ASSISTED = "transformers", "transformers-lookup", "transformers-assisted"
+PLAIN, HISTORY, DRAFT, DRAFTER = "gsd-plain", "gsd-history", "gsd-draft", "gsd-drafter"
+PACKED, PACKED_HISTORY = "gsd-packed", "gsd-packed-history"
+OURS = (PLAIN, HISTORY, PACKED, PACKED_HISTORY, DRAFT, DRAFTER)
+KINDS = ("plain", "lookup", "draft")
+OPENVINO_WEIGHTS = ("", "int8", "int4")
+LLAMA_CPP_WEIGHTS = ("q8_0", "q4_0")  # beside those of the race's dtype and of the file
+ENGINES = (
+    *("-".join(["openvino", *filter(None, [weights])]) for weights in OPENVINO_WEIGHTS),
+    *("-".join(["llama-cpp", *filter(None, [weights])]) for weights in ("", "bf16", "f32", "file", *LLAMA_CPP_WEIGHTS)),
+)
+"""Of other engines those of plain decoding; ``-lookup`` and ``-draft`` behind them are the other kinds."""
+KNOWN = (
+    *(HF, HF_LOOKUP, HF_ASSISTED),
+    *(engine if kind == "plain" else f"{engine}-{kind}" for engine in ENGINES for kind in KINDS),
+    *OURS,
+)
+"""All ways there can be; which ones there are depends on the model, the drafts and the engines installed."""
+
+
+def check_ways(ways: Sequence[str]) -> None:
+    """Raise unless all are known.
+
+    Raises:
+        ValueError: one is none.
+    """
+    for way in ways:
+        if way not in KNOWN:
+            raise ValueError(unknown("--ways", way, KNOWN))
+
+
+@dataclass(frozen=True)
+class Label:
+    """How a way is shown."""
+
+    engine: str
+    way: str
+
+
+def label(name: str) -> Label:
+    """``llama-cpp-q8_0-lookup`` as llama.cpp, q8_0 with n-gram drafts."""
+    if name in OURS:
+        ways = {PLAIN: "plain", HISTORY: "history alone, no draft model", DRAFT: "draft model", DRAFTER: "drafter"}
+        ways |= {PACKED: "the file itself, plain", PACKED_HISTORY: "the file itself, history alone"}
+        return Label("gsd_kernels", ways[name])
+    if name.startswith("transformers"):
+        ways = {HF: "plain", HF_LOOKUP: "prompt lookup", HF_ASSISTED: "assisted"}
+        return Label("transformers", ways[name])
+    engine, key = ("OpenVINO GenAI", "openvino") if name.startswith("openvino") else ("llama.cpp", "llama-cpp")
+    rest = [part for part in name.removeprefix(key).split("-") if part]
+    kind = rest.pop() if rest and rest[-1] in ("lookup", "draft") else "plain"
+    said = {
+        "plain": "plain",
+        "lookup": "prompt lookup" if key == "openvino" else "n-gram drafts",
+        "draft": "draft model",
+    }
+    weights = ["the file itself" if part == "file" else part for part in rest]
+    return Label(engine, ", ".join([*weights, said[kind]]))
