@@ -290,7 +290,7 @@ def test_a_hub_id_is_fetched_without_code_and_pickles(target, tmp_path, monkeypa
         raise OSError("offline")
 
     monkeypatch.setattr(checkpoints, "snapshot_download", fails)
-    refuse(target, "someone/eagle3", "could not be fetched from the hub: offline", monkeypatch)
+    refuse(target, "someone/other", "could not be fetched from the hub: offline", monkeypatch)
 
 
 def test_places_that_are_none(target, tmp_path, monkeypatch):

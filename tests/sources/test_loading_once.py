@@ -1,13 +1,15 @@
-"""A drafter that is named by its folder is loaded once for a target, as long as the files stay."""
+"""A drafter that is named is loaded once for a target as long as its files stay; the hub is asked for an id once."""
 
 from __future__ import annotations
 
 import os
 
 import torch
-from models import tiny
+from models import prompts, tiny
 from sources.drafters import eagle3_config, random_eagle3, safeailab, save
 
+import gsd_kernels as gsd
+from gsd_kernels_hf.sources import checkpoints
 from gsd_kernels_hf.sources.load import loaded_drafter
 
 
@@ -23,3 +25,31 @@ def test_a_folder_is_loaded_once_until_its_files_change(tmp_path):
     assert second is not first and not torch.equal(second.fc.weight, first.fc.weight)
     assert loaded_drafter(tmp_path, target.float()).fc.weight.dtype == torch.float32
     assert loaded_drafter(tmp_path, tiny(num_hidden_layers=2)) is not loaded_drafter(tmp_path, target)
+
+
+def test_the_hub_is_asked_for_an_id_once(tmp_path, monkeypatch):
+    """Not at every call; again where the folder that it gave is gone."""
+    target, asked = tiny(num_hidden_layers=2), []
+    config = eagle3_config(target)
+    save(tmp_path / "a", config, safeailab(random_eagle3(config)))
+    hub = {"here": tmp_path / "a"}
+    monkeypatch.setattr(
+        checkpoints, "snapshot_download", lambda name, **how: asked.append((name, how)) or str(hub["here"])
+    )
+    options = {**prompts(1, 6), "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    plain = target.generate(**options)
+    for _ in range(3):
+        assert torch.equal(gsd.generate(target, **options, drafter="someone/once"), plain)
+    gsd.patch(target, drafter="someone/once")
+    try:
+        for _ in range(3):
+            assert torch.equal(target.generate(**options), plain)
+    finally:
+        gsd.unpatch(target)
+    assert [name for name, _ in asked] == ["someone/once"]
+    first = loaded_drafter("someone/once", target)
+    assert loaded_drafter("someone/once", tiny(num_hidden_layers=2)) is not first
+    assert len(asked) == 1
+    hub["here"] = (tmp_path / "a").rename(tmp_path / "b")
+    assert loaded_drafter("someone/once", target) is not first
+    assert len(asked) == 2

@@ -42,6 +42,10 @@ SETTINGS = (
 """Of a drafter's config, those that its layers depend on."""
 
 
+_snapshots: dict[tuple[str, tuple[str, ...], str | None], Path] = {}
+"""Folders of what the hub gave this process, by id, patterns and commit: it is asked for each of them once."""
+
+
 class BadCheckpoint(ValueError):
     """A drafter checkpoint that cannot be served; the message names what, and the cure."""
 
@@ -55,6 +59,8 @@ def fetch(
     download: bool = True,
 ) -> Path:
     """The folder of a checkpoint: a local one, or a hub id's snapshot, of which only JSON and safetensors are fetched.
+
+    The hub is asked once in a process; what it has later is seen by a new one.
 
     Args:
         where: as the user gave it.
@@ -72,15 +78,19 @@ def fetch(
         raise BadCheckpoint(str(error)) from None
     if Path(place).is_dir():
         return Path(place)
+    asked = (str(place), tuple(wanted), revision)
+    if asked in _snapshots and _snapshots[asked].is_dir():
+        return _snapshots[asked]
     try:
-        return Path(
-            snapshot_download(place, allow_patterns=list(wanted), revision=revision, local_files_only=not download)
-        )
+        found = snapshot_download(place, allow_patterns=list(wanted), revision=revision, local_files_only=not download)
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BadCheckpoint(
             f"{what}: {where} is no folder here and could not be fetched from the hub: {first}"
         ) from error
+    if download:  # else it may be a part of what is there
+        _snapshots[asked] = Path(found)
+    return Path(found)
 
 
 def read_json(path: Path) -> dict[str, Any]:
