@@ -1,6 +1,6 @@
 """Every causal language model that transformers has: served exactly, or refused by name; and the table that says so.
 
-``python tests/model_sweep.py`` writes ``docs/models.md`` anew.
+``python tests/model_sweep.py`` writes the first table of ``docs/models.md`` anew.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ TABLE = Path(__file__).parents[1] / "docs" / "models.md"
 NEW = 9  # tokens after prompts of 7, with windows of 5
 NOISE = 0.02
 LAYERS = (2, 4)  # some hybrids have no attention in their first two
+HEADING = "## Image-text models"  # of the second table, which tests/image_sweep.py writes
 SERVED, REFUSED, UNBUILDABLE = "served", "refused", "no tiny model"
 
 
@@ -131,7 +132,7 @@ class PlainTexts:
 
 def read_table() -> tuple[str, dict[str, str]]:
     """The transformers version of ``docs/models.md`` and its rows, class → cell."""
-    text = TABLE.read_text()
+    text = TABLE.read_text().partition(HEADING)[0]
     version = re.search(r"transformers (\S+?)[,:.]?\s", text)
     assert version is not None
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|$", text, re.MULTILINE)
@@ -174,7 +175,7 @@ Written by `python tests/model_sweep.py`; `tests/validate/test_model_sweep.py` c
 
 
 def write_table() -> None:
-    """Sweep all classes and write ``docs/models.md``."""
+    """Sweep all classes and write the first table of ``docs/models.md``; what follows it stays."""
     found = {name: sweep(name) for name in tiny_configs.classes()}
     counts = {verdict: sum(f.verdict == verdict for f in found.values()) for verdict in (SERVED, REFUSED, UNBUILDABLE)}
     head = HEAD.format(
@@ -183,7 +184,9 @@ def write_table() -> None:
         refused=counts[REFUSED],
         unbuildable=counts[UNBUILDABLE],
     )
-    TABLE.write_text(head + "".join(f"| `{name}` | {cell(finding)} |\n" for name, finding in found.items()))
+    rows = "".join(f"| `{name}` | {cell(finding)} |\n" for name, finding in found.items())
+    _, heading, second = TABLE.read_text().partition(HEADING)
+    TABLE.write_text(f"{head}{rows}\n{heading}{second}" if heading else head + rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ prompt, its logits there have been compared with those of transformers' own step
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from .hidden import LAST, listening
 from .properties import CACHES, cache_argument, device_of
 from .runner import Listener, RowModel
 
+BY_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+"""Inputs [..., B, P] that transformers cuts where it cuts tokens."""
 TAIL = 3  # tokens that a proof appends
 PARENTS = (-1, 0, 0, 2, 3)  # of its rows: the prompt's last token, one beside, and the tail
 PATH = (0, 2, 3, 4)  # of them
@@ -72,6 +74,11 @@ class PromptInputs:
         prepared = model.prepare_inputs_for_generation(self.input_ids, is_first_iteration=True, **given)
         return model(**{**prepared, **kwargs}, return_dict=True)
 
+    def shorter(self) -> PromptInputs:
+        """Without the last token, which is one of text."""
+        cut = {name: value[..., :-1] for name, value in self.kwargs.items() if name in BY_TOKEN and value is not None}
+        return replace(self, input_ids=self.input_ids[:, :-1], kwargs={**self.kwargs, **cut})
+
     def again(self) -> dict[str, Any]:
         """The inputs of one forward: it may put its own into dicts."""
         return {name: dict(v) if isinstance(v, dict) else v for name, v in self.kwargs.items()}
@@ -118,15 +125,24 @@ class RowsBehindInputs(RowModel):
     def read(
         self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None, listener: Listener | None = None
     ) -> None:
-        """Cache the prompt, all of it at once; its last token is read again, as the first row of a graph."""
+        """Cache the prompt, all of it at once.
+
+        Its last token is read again, as the first row of a graph, but where a recurrent state would hold it twice:
+        attention in both directions may reach it, as it does where transformers reads the prompt.
+        """
         assert self.inputs is not None
         self.ahead.copy_(self.inputs.ahead(self.kv_start))
-        keep = 2 if LAST in self.hidden_layers else 1
-        with listening(self.model, self.hidden_layers) as hidden:
-            self.inputs.read(self.model, self.cache, logits_to_keep=keep)
-        self.cache.prompt_length = self.inputs.input_ids.shape[1]
+        if self.recurrent:
+            inputs, model, end = self.inputs.shorter(), self.stepping, None
+        else:
+            inputs, model, end = self.inputs, self.model, -1
+        keep = 2 if LAST in self.hidden_layers and end else 1
+        self.cache.padding = inputs.kwargs.get("attention_mask")
+        with listening(model, self.hidden_layers) as hidden:
+            inputs.read(model, self.cache, logits_to_keep=keep)
+        self.cache.prompt_length = inputs.input_ids.shape[1]
         if listener is not None:
-            listener({layer: states[:, :-1] for layer, states in hidden.items()}, 0)
+            listener({layer: states[:, :end] for layer, states in hidden.items()}, 0)
 
     def feed(self, *args: Any, **kwargs: Any) -> FedRows:
         """As :meth:`RowModel.feed`, at the positions behind the prompt: int64 [*axes, B, R]."""
@@ -171,7 +187,8 @@ def _own(model: PreTrainedModel, inputs: PromptInputs) -> Tensor:
     output = inputs.read(model, cache)
     logits = [output.logits[:, -1:]]
     for token in _tail(model, inputs).T:
-        kwargs = model._update_model_kwargs_for_generation(output, {**kwargs, cache_argument(model): cache})
+        given = {**kwargs, cache_argument(model): cache}
+        kwargs = model._update_model_kwargs_for_generation(output, given, is_encoder_decoder=False)
         ids = torch.cat([ids, token[:, None]], 1)
         prepared = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
         output = model(**prepared, return_dict=True)

@@ -1,0 +1,105 @@
+"""Model classes that read images or sounds: served exactly, or refused by name; and the table that says so.
+
+``python tests/image_sweep.py`` writes the second table of ``docs/models.md`` anew.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import tiny_vision
+import torch
+import transformers
+from model_sweep import HEADING, REFUSED, SERVED, TABLE, Finding, cell, same, state_of
+from reciting import Reciting
+from tiny_vision import VOCAB, prompts
+from transformers import PreTrainedModel
+
+import gsd_kernels as gsd
+
+NEW = 16
+IMAGES = ((1,), (2, 3))  # of a call with one prompt, and of one with two
+
+HEAD = f"""{HEADING}
+
+Classes that read images or sounds as well, with a tiny random model of each and transformers {{version}}:
+
+- **served** ({{served}}): behind an image or a sound, greedy text in float64 is token for token transformers' own, for
+  one prompt and for two left-padded ones, and another image gives another text.
+- **refused** ({{refused}}): by name; a patched model leaves the call to transformers. Several prompts of unlike
+  lengths may be refused where one is served.
+
+No class is listed in the code here either: the first prompt with an image is compared with transformers' own steps, see
+[engine.md](engine.md#images-in-the-prompt). Of other classes nothing is known before they are used. In transformers
+5.24 the forward of `Llama4ForConditionalGeneration` fails on any image.
+
+Written by `python tests/image_sweep.py`; `tests/validate/test_image_sweep.py` checks it.
+
+| class | |
+|---|---|
+"""
+
+
+def sweep(name: str) -> Finding:
+    """What becomes of one class.
+
+    Raises:
+        AssertionError: a wrong token, an image that changes nothing, an error that is no refusal by name, or a model
+            that is not as it was.
+    """
+    model = tiny_vision.build(name)
+    calls = [prompts(name, *seeds) for seeds in IMAGES]
+    texts = [type(model).generate(model, **call, max_new_tokens=NEW, do_sample=False) for call in calls]
+    assert not torch.equal(texts[0][0, -NEW:], texts[1][0, -NEW:]), f"{name}: the image must matter"
+    before = state_of(model)
+    findings = [behind(model, call, text) for call, text in zip(calls, texts, strict=True)]
+    assert same(before, state_of(model)), f"{name}: not as it was"
+    alone, batch = findings
+    if alone.verdict == SERVED and batch.verdict == REFUSED:
+        return Finding(SERVED, f"one prompt; several: {batch.why}")
+    return alone
+
+
+def behind(model: PreTrainedModel, call: tiny_vision.Inputs, text: torch.Tensor) -> Finding:
+    """What becomes of one call, whose text is to be ``text``."""
+    name = type(model).__name__
+    options = {"graph_config": "tree", "draft_sources": (Reciting(text, VOCAB),), "return_dict_in_generate": True}
+    try:
+        out = gsd.generate(model, **call, **options, max_new_tokens=NEW, do_sample=False)
+    except (ValueError, TypeError) as error:
+        assert re.search(rf"\b{name}\b", str(error)), f"{name}: refused without a name: {error}"
+        why = re.sub(rf"^.*?\b{name}\b ", "", str(error)).partition("; not supported")[0]
+        return Finding(REFUSED, why)
+    assert torch.equal(out.sequences, text), f"{name}: {out.sequences.tolist()} != {text.tolist()}"
+    assert sum(out.stats.accepted[:3]) and sum(out.stats.accepted[3:]), f"{name}: drafts are rejected, and accepted"
+    return Finding(SERVED)
+
+
+def row(finding: Finding) -> str:
+    """One class's cell of the table."""
+    return f"{SERVED}: {finding.why}" if finding.verdict == SERVED and finding.why else cell(finding)
+
+
+def read_table() -> tuple[str, dict[str, str]]:
+    """The transformers version of the table and its rows, class → cell."""
+    text = TABLE.read_text().partition(HEADING)[2]
+    version = re.search(r"transformers (\S+?)[,:.]?\s", text)
+    assert version is not None
+    return version[1].rstrip("."), dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", text, re.MULTILINE))
+
+
+def write_table() -> None:
+    """Sweep all classes and write the second table of ``docs/models.md``."""
+    found = {name: sweep(name) for name in sorted(tiny_vision.FAMILIES)}
+    counts = {verdict: sum(f.verdict == verdict for f in found.values()) for verdict in (SERVED, REFUSED)}
+    head = HEAD.format(version=transformers.__version__, served=counts[SERVED], refused=counts[REFUSED])
+    rows = "".join(f"| `{name}` | {row(finding)} |\n" for name, finding in found.items())
+    TABLE.write_text(f"{TABLE.read_text().partition(HEADING)[0].rstrip()}\n\n{head}{rows}")
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    write_table()
