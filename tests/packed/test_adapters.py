@@ -17,6 +17,7 @@ from gsd_kernels.ops.packed import unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
 from gsd_kernels_hf.costs.pair import describe
 from gsd_kernels_hf.costs.prior import weight_bytes
+from gsd_kernels_hf.model import fused
 from gsd_kernels_hf.model.fused import why_not
 from gsd_kernels_hf.packed import copies
 from gsd_kernels_hf.packed.adapters import stored_in
@@ -124,6 +125,28 @@ def test_a_patched_model_notices_changed_weights(name, made):
     third = changed()
     gsd.unpatch(model)
     assert torch.equal(gsd.generate(model, **inputs, **GREEDY), third)
+
+
+@pytest.mark.parametrize("name", ["torchao int8", "bitsandbytes nf4"])  # in place, and a copy
+def test_matrices_are_asked_for_when_weights_changed_and_not_before(name, made, monkeypatch):
+    model, asked = copy.deepcopy(made(name)), []
+    monkeypatch.setattr(fused, "matrix_of", lambda module: asked.append(module) or matrix_of(module))
+    inputs, each = prompts(1, 9, vocab=96), 2 + 14  # embedding and output, layers
+    handle = gsd.patch(model, graph_config="chain")
+    first = model.generate(**inputs, **GREEDY)
+    asked.clear()
+    assert torch.equal(model.generate(**inputs, **GREEDY), first)
+    model.generate(**prompts(1, 9, vocab=96, seed=3), **GREEDY, reuse_prefix=False)
+    assert not asked
+    stored_in(model.model.layers[1].mlp.up_proj).tensors[1].mul_(-1.5)  # its scales
+    second = model.generate(**inputs, **GREEDY)
+    assert len(asked) == each and not torch.equal(second, first)
+    handle.clear()
+    assert torch.equal(model.generate(**inputs, **GREEDY), second)
+    gsd.unpatch(model)
+    asked.clear()
+    gsd.generate(model, **inputs, **GREEDY, graph_config="plain")
+    assert len(asked) == each
 
 
 def test_copies_go_with_the_patch_and_with_the_model(made):

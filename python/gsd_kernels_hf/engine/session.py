@@ -209,10 +209,10 @@ class Session:
         return left
 
     def forget(self, models: Sequence[nn.Module]) -> None:
-        """Use no key or value of these models for the next text."""
+        """Use nothing of these models for the next text as they were before they were changed in place."""
         for rows in self.row_models:
             if any(rows.model is model for model in models):
-                rows.forget()
+                rows.changed()
 
     def holds(self, request: Request) -> int:
         """Number of positions of a call's prompt that are in the target's cache."""

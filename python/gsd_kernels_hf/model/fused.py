@@ -29,13 +29,11 @@ from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, cuda, decoder_rows
 from gsd_kernels.ops.state_rows import BLOCK
 
-from ..packed.adapters import stored_in
 from ..packed.modules import matrix_of, shape_of
 from . import proof, replay
 from .attention import Kind
 from .foreign import foreign, foreign_code, layers_of
 from .hidden import LAST
-from .once import modules_of
 from .probe import examine, kinds_of
 from .recurrent.mixers import mixers_of
 from .recurrent.windowed import why_not_windowed
@@ -214,10 +212,13 @@ class FusedRows(RowModel):
         self.head_dim = 2 * self.weights.inv_freq.numel()
         self.kv_heads = self.weights.layers[0].k.shape[0] // self.head_dim
 
+    def changed(self) -> None:
+        """As :meth:`RowModel.changed`: matrices that a library keeps in an order of its own are read anew."""
+        super().changed()
+        self.weights = weights_of(self.model, self.kinds)
+
     def restart(self, input_ids: Tensor) -> None:
-        """As :meth:`RowModel.restart`. What is a copy of the model's is made anew if that was changed."""
-        if any(stored_in(module) is not None for _, module in modules_of(self.model)):
-            self.weights = weights_of(self.model, self.kinds)
+        """As :meth:`RowModel.restart`. Frequencies that are a copy of the model's follow them."""
         inv_freq = self.model.model.rotary_emb.inv_freq
         if inv_freq.data_ptr() != self.weights.inv_freq.data_ptr():
             self.weights.inv_freq.copy_(inv_freq)
