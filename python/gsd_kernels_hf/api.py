@@ -23,7 +23,8 @@ from .engine.decoder import GraphDecoder
 from .engine.engine import Engines
 from .engine.options import Options
 from .engine.output import GraphGenerateOutput
-from .engine.screen import check_names, check_sources, report_draft_lengths, screen
+from .engine.resolved import Sources
+from .engine.screen import check_names, report_draft_lengths, screen
 from .engine.stats import GenerationStats
 from .model import properties
 from .model.once import getting_ready
@@ -100,8 +101,7 @@ def generate(
     prompt = kwargs.get("input_ids") if inputs is None else inputs
     merged, _ = model._prepare_generation_config(generation_config, **_without_prompt(kwargs))
     # Before transformers looks at them: it drops a mask of ones, whatever its shape.
-    screen(decoder, model, prompt, kwargs.get("attention_mask"), merged)
-    decoder.screened = True
+    sources = decoder.sources = screen(decoder, model, prompt, kwargs.get("attention_mask"), merged)
     if merged.stop_strings is not None:
         # transformers hands no tokenizer to a custom decoding function, so its criterion is made here.
         if decoder.tokenizer is None:
@@ -113,7 +113,7 @@ def generate(
     if handle is not None:
         decoder.engines = handle.engines
     learner = None if handle is None else handle.engines.learner
-    with nullcontext() if learner is None else learner.call(decoder, prompt, kwargs.get("attention_mask")):
+    with nullcontext() if learner is None else learner.call(sources, prompt, kwargs.get("attention_mask")):
         output = type(model).generate(
             model,
             inputs,
@@ -308,10 +308,9 @@ def patch(
     """
     inner = properties.unwrap(model)
     validate.check_model("model", inner)
-    decoder = Options(**options)
-    check_sources(decoder, inner)
-    loaded = {"drafter": decoder.drafter, "draft_heads": decoder.draft_heads}
-    if decoder.named and not isinstance(decoder.drafter, Mtp):
+    sources = Sources.of(Options(**options), inner)
+    loaded = {"drafter": sources.drafter, "draft_heads": sources.heads}
+    if sources.every and not isinstance(sources.drafter, Mtp):
         mention_heads(inner)
     memory = HistoryMemory(properties.vocabulary(inner))
     handle = Patch(inner, Engines(keeps_sessions=True, memory=memory))

@@ -17,6 +17,7 @@ import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
 from gsd_kernels_hf.engine.capture import can_capture
 from gsd_kernels_hf.engine.options import Options
+from gsd_kernels_hf.engine.resolved import Sources
 from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.model.vocabulary import Translation, Vocabulary
 from gsd_kernels_hf.sources.own_text import OwnText
@@ -55,8 +56,8 @@ def encoded(tokenizer, texts=PROMPTS):
 
 def test_these_pairs_are_read_as_text():
     for pair in PAIRS:
-        _, draft, both = models_of(pair)
-        (source,) = Options(draft, **both, draft_sources=("model",)).sources(automatic=True)
+        target, draft, both = models_of(pair)
+        (source,) = Sources.of(Options(draft, **both, draft_sources=("model",)), target).every
         assert isinstance(source, Retokenised), pair
 
 
@@ -307,9 +308,9 @@ def test_a_draft_is_left_out_beyond_its_positions():
 
 def test_steps_of_a_source_on_the_host_are_not_captured(monkeypatch):
     monkeypatch.setattr(replay, "is_gpu", lambda device: True)
-    _, draft, both = models_of("of another text")
-    (host,) = Options(draft, **both, draft_sources=("model",)).sources(automatic=True)
-    (other,) = Options(draft, draft_sources=("model",)).sources(automatic=True)
+    target, draft, both = models_of("of another text")
+    (host,) = Sources.of(Options(draft, **both, draft_sources=("model",)), target).every
+    (other,) = Sources.of(Options(models.noised(target), draft_sources=("model",)), target).every
     for source, captures in ((host, False), (other, True)):
         target = SimpleNamespace(recurrent=False)
         session = SimpleNamespace(

@@ -19,7 +19,7 @@ from gsd_kernels_hf import progress
 from gsd_kernels_hf.costs.prior import CostPrior
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.engine.options import Options
-from gsd_kernels_hf.engine.screen import check_sources, drafts_of
+from gsd_kernels_hf.engine.resolved import Sources
 from gsd_kernels_hf.policy.shape_policy import ShapeSettings
 from gsd_kernels_hf.policy.shapes import ladder
 from gsd_kernels_hf.sources import layer_skip
@@ -402,8 +402,9 @@ def test_every_model_of_a_source_is_known():
     target = tiny()
     drafts = noised(target), noised(target)
     options = Options(draft_sources=(Two(*drafts), "history"))
-    assert list(drafts_of(options).items()) == [("draft_sources: two", drafts[0]), ("draft_sources: two 2", drafts[1])]
+    found = Sources.of(options, target).models
+    assert list(found.items()) == [("draft_sources: two", drafts[0]), ("draft_sources: two 2", drafts[1])]
     stranger = tiny(vocab_size=target.config.vocab_size + 5000)
     for pair in ((stranger, drafts[0]), (drafts[0], stranger)):
         with pytest.raises(ValueError, match=r"draft_sources: two.*mean different tokenizers"):
-            check_sources(Options(draft_sources=(Two(*pair), "history")), target)
+            Sources.of(Options(draft_sources=(Two(*pair), "history")), target)

@@ -12,6 +12,7 @@ from models import noised, prompts
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.engine.options import Options
+from gsd_kernels_hf.engine.resolved import Sources
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.model.vocabulary import Translation
 from gsd_kernels_hf.sources.translated import Translated, TranslatedRows
@@ -203,7 +204,7 @@ def test_a_tokenizer_larger_than_its_model_is_refused(name):
 
 def test_one_tokenizer_twice_is_the_plain_draft():
     same = copy.deepcopy(OURS)
-    options = Options(noised(target_of()), tokenizer=OURS, assistant_tokenizer=same)
-    assert options.translations == [None] and not any(
-        isinstance(s, Translated) for s in options.sources(automatic=True)
-    )
+    target = target_of()
+    options = Options(noised(target), tokenizer=OURS, assistant_tokenizer=same)
+    assert options.translations == [None]
+    assert not any(isinstance(source, Translated) for source in Sources.of(options, target).every)

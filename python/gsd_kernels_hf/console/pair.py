@@ -16,7 +16,7 @@ from gsd_kernels import GraphConfig
 from gsd_kernels.config import PLAIN
 from gsd_kernels_hf import demo, validate
 from gsd_kernels_hf.engine.options import Options
-from gsd_kernels_hf.engine.screen import check_sources
+from gsd_kernels_hf.engine.resolved import Sources
 from gsd_kernels_hf.files import GGUF, model_place
 from gsd_kernels_hf.model import properties
 from gsd_kernels_hf.packed.dense import load_tokenizer
@@ -230,7 +230,7 @@ def _load_models(
         validate.check_pair(target, small, "--draft", f"{draft} has no tokenizer that can be read; put its files there")
         return Pair(target, small, tokenizer)
     options = Options(small, tokenizer=tokenizer, assistant_tokenizer=draft_tokenizer)
-    check_sources(options, target)
+    Sources.of(options, target)
     return Pair(target, small, tokenizer, draft_tokenizer=None if options.translations == [None] else draft_tokenizer)
 
 

@@ -26,6 +26,7 @@ from .loop import decode
 from .options import Options
 from .output import GraphGenerateOutput, Output
 from .request import Request
+from .resolved import Sources
 from .screen import screen
 from .stats import GenerationStats
 
@@ -40,11 +41,11 @@ class GraphDecoder(Options):
     Attributes:
         stats: of the asking thread's last call; of any thread's where it made none.
         engines: what outlives a call; ``None``: see :func:`~gsd_kernels_hf.engine.engine.engines_of`.
-        screened: whether its one call was checked before transformers saw it.
+        sources: of its one call, where that was checked before transformers saw it.
     """
 
     engines: Engines | None = None
-    screened: bool = False
+    sources: Sources | None = None
     _last: GenerationStats | None = None
 
     def __post_init__(self) -> None:
@@ -75,12 +76,13 @@ class GraphDecoder(Options):
     ) -> Tensor | GraphGenerateOutput:
         """Called by transformers' ``generate`` with prepared inputs; returns what ``generate`` returns."""
         model = properties.unwrap(model)
-        with nullcontext() if self.screened else getting_ready():
-            if not self.screened:
+        sources = self.sources
+        with getting_ready() if sources is None else nullcontext():
+            if sources is None:
                 validate.check_model("model", model)
-                screen(self, model, input_ids, model_kwargs.get("attention_mask"), generation_config)
+                sources = screen(self, model, input_ids, model_kwargs.get("attention_mask"), generation_config)
             request = Request.of(
-                self, model, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs
+                sources, model, input_ids, logits_processor, stopping_criteria, generation_config, seed, model_kwargs
             )
             # Whatever outlives this call must not be an inference tensor, which no later call could update.
             with torch.inference_mode(False), torch.no_grad():
@@ -94,10 +96,10 @@ class GraphDecoder(Options):
         ranks = ranks_of(request.models, request.device)
         request.seed = ranks.start(request.seed, request.agreed())
         engines = self.engines if self.engines is not None else engines_of(request.model)
-        engine = engines.of(self)
+        engine = engines.of(request.sources)
         statistics = engine.statistics(sampled=request.plan.temperature > 0) if ranks.alone else Statistics()
         automatic = self.automatic and ranks.alone and not torch.are_deterministic_algorithms_enabled()
-        given = self.sources(automatic=automatic)
+        given = request.sources.used(automatic=automatic)
         sources = statistics.retention.staying(given) if automatic else given
         sources = [source for source in sources if source.reaches(request.reach)]
         policy = self.policy(request, sources, statistics, automatic=automatic)

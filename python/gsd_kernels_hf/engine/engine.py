@@ -21,8 +21,8 @@ from ..sources.retention import Retention
 from ..sources.weights import SourceWeights
 from . import room
 from .kind import Kind
-from .options import Options
 from .request import Request
+from .resolved import Sources
 from .session import Session
 
 MOST_ENGINES = 8  # of a target; the least recently used one goes
@@ -140,7 +140,7 @@ class Engine:
             return Session(kind, request.model, request.device, capacity, [copy.copy(s) for s in sources]), False
         capacity = room.rounded(capacity)
         # As they are now: what is changed while a text is written is a change to the next call.
-        modules = {**request.models, "drafter": request.options.drafter}
+        modules = {**request.models, "drafter": request.sources.drafter}
         states = {name: ModelState.of(module) for name, module in modules.items() if module is not None}
         session, current = self.idle.take(self, kind, request, states), False
         if session is None:
@@ -150,7 +150,7 @@ class Engine:
                 session.grow(room.larger(session.capacity, capacity, room.rounded(most)))
             changed = [modules[name] for name, state in states.items() if session.models[name] != state]
             # A draft model's cache is all that depends on it: of one that learns, nothing else is read anew.
-            drafts = [request.options.assistant_model, *request.options.other_drafts]
+            drafts = request.options.drafts
             current = all(any(module is draft for draft in drafts) for module in changed)
             session.forget(changed)
         session.models = states
@@ -180,8 +180,8 @@ class Engine:
 class Learner(Protocol):
     """What learns from the calls of a patched model, see :mod:`gsd_kernels_hf.training.online`."""
 
-    def call(self, options: Any, prompt: Any, attention_mask: Any) -> AbstractContextManager[None]:
-        """Hold a call of these options: watch it, and learn when it is over."""
+    def call(self, sources: Sources, prompt: Any, attention_mask: Any) -> AbstractContextManager[None]:
+        """Hold a call that drafts with these: watch it, and learn when it is over."""
         ...
 
 
@@ -204,9 +204,9 @@ class Engines:
         self._engines: list[Engine] = []
         self._lock = threading.Lock()
 
-    def of(self, options: Options) -> Engine:
+    def of(self, sources: Sources) -> Engine:
         """The engine of a call's sources and criterion; made at the first call."""
-        parts, criterion = parts_of(options), options.criterion
+        parts, criterion = sources.parts, sources.options.criterion
         with self._lock:
             found = next((e for e in self._engines if e.serves(parts, criterion)), None)
             if found is None:
@@ -252,12 +252,3 @@ def engines_of(model: Any) -> Engines:
     """The engines of calls outside a patch: they keep statistics and no sessions, which would keep drafts alive."""
     with _lock:
         return _unpatched.setdefault(model, Engines())
-
-
-def parts_of(options: Options) -> list[Any]:
-    """The objects whose identity tells sets of sources apart."""
-    own = [source for source in options.draft_sources or () if isinstance(source, DraftSource)]
-    given = [options.assistant_model, *options.other_drafts, options.draft_heads, options.drafter, *own]
-    for between in options.translations:
-        given += [] if between is None else [between.tokenizer, between.assistant_tokenizer]
-    return [part for part in given if part is not None]

@@ -24,12 +24,11 @@ from ..policy.settings import Automatic
 from ..records import Verified
 from ..sources.base import DraftSource
 from ..sources.border import check_source
-from ..sources.drafts import check_probabilities, draft_source, translations_of
+from ..sources.drafts import check_probabilities, translations_of
 from ..sources.gemma_assistant import CLASS as GEMMA_ASSISTANT
-from ..sources.heads import DraftHeads, Heads
-from ..sources.history import History
-from ..sources.layer_skip import LayerSkip, SkippedLayers
-from ..sources.load import KINDS, Drafter, loaded_drafter, loaded_heads, source_of
+from ..sources.heads import DraftHeads
+from ..sources.layer_skip import LayerSkip
+from ..sources.load import KINDS, Drafter
 
 SourceName = Literal["model", "layer_skip", "drafter", "heads", "history"]
 """What ``draft_sources`` may name."""
@@ -47,7 +46,9 @@ NEEDS = {
 @fields_named("unknown option")
 @dataclass(eq=False, repr=False)
 class Options:
-    """Options of graph-speculative decoding, checked and resolved when they are made.
+    """Options of graph-speculative decoding, checked when they are made.
+
+    What they name is loaded, and what drafts is made, once a call: :class:`~gsd_kernels_hf.engine.resolved.Sources`.
 
     Args:
         assistant_model: the draft, or a :class:`~gsd_kernels.LayerSkip` of the target; or a list of drafts, whose
@@ -87,7 +88,7 @@ class Options:
         observer: called with the :class:`~gsd_kernels_hf.records.Verified` of every step.
 
     Attributes:
-        other_drafts: draft models after the first.
+        drafts: draft models, unwrapped, or the :class:`~gsd_kernels.LayerSkip`.
         translations: what is between the target's tokens and those of each draft; ``None``: they are the same.
         named: names of the sources in use; empty for plain decoding.
         automatic: whether a policy may choose the shapes.
@@ -120,9 +121,8 @@ class Options:
         if isinstance(self.graph_config, Automatic):
             self.automatic_settings, self.graph_config = self.graph_config, AUTO
         shape = shape_for(self.criterion, self.graph_config)
-        self.assistant_model, *others = drafts_in(self.assistant_model)
-        self.other_drafts: tuple[PreTrainedModel, ...] = tuple(others)
-        models = [d for d in (self.assistant_model, *others) if d is not None and not isinstance(d, LayerSkip)]
+        self.drafts = drafts_in(self.assistant_model)
+        models = [draft for draft in self.drafts if not isinstance(draft, LayerSkip)]
         self.translations = translations_of(self.tokenizer, self.assistant_tokenizer, models)
         if self.draft_heads is not None and not isinstance(self.draft_heads, (DraftHeads, str, os.PathLike)):
             got = type(self.draft_heads).__name__
@@ -136,7 +136,7 @@ class Options:
         self.automatic = shape in (None, AUTO) and bool(self.named)
         self.graph_config = GraphConfig() if shape == AUTO else resolve_graph_config(shape)
         others = {"draft_heads": self.draft_heads, "drafter": self.drafter, "reference_ids": self.reference_ids}
-        others["assistant_model"] = self.other_drafts or None
+        others["assistant_model"] = self.drafts[1:] or None
         check_chain(self.criterion, self.graph_config, self.draft_sources, others)
         if self.criterion == SPECULATIVE:
             check_probabilities(self.translations)
@@ -152,78 +152,11 @@ class Options:
             f"<{type(self).__name__}: {shape}, sources {', '.join(self.named) or 'none'}, criterion {self.criterion}>"
         )
 
-    def load(self, target: PreTrainedModel) -> None:
-        """Load a drafter and heads that were named by their places, once.
-
-        Raises:
-            ValueError: none that can be served, another target's, or heads beside others.
-        """
-        if isinstance(self.drafter, (str, os.PathLike)):
-            self.drafter = loaded_drafter(self.drafter, target)
-        if isinstance(self.draft_heads, (str, os.PathLike)):
-            self.draft_heads = loaded_heads(self.draft_heads, target)
-        if isinstance(self.drafter, DraftHeads) and self.draft_heads is not None:
-            raise ValueError("drafter: these are heads, and draft_heads has others; give one of the two")
-
-    def sources(self, *, automatic: bool) -> list[DraftSource]:
-        """The sources of one call, in the order in which they are mixed.
-
-        Args:
-            automatic: whether a policy chooses the shapes. A fixed shape without levels of its own has a history only
-                where it was asked for.
-
-        Raises:
-            ValueError: ``reference_ids`` without a history that reads them.
-        """
-        if not self.named:
-            return []
-        without = self.draft_sources is None and self.assistant_model is not None and not automatic
-        without &= self.graph_config.history_depth == 0
-        makers: dict[str, Callable[[], DraftSource]] = {
-            "model": lambda: draft_source(self.assistant_model, "model", self.translations[0]),
-            "layer_skip": lambda: SkippedLayers(self.assistant_model),
-            "drafter": lambda: source_of(self.drafter),
-            "heads": lambda: Heads(self.draft_heads),
-        }
-        found = [make() for name, make in makers.items() if name in self.named]
-        if "model" in self.named:
-            others = zip(self.other_drafts, self.translations[1:], strict=True)
-            found[1:1] = [draft_source(model, f"model {i}", between) for i, (model, between) in enumerate(others, 2)]
-        found += [source for source in self.draft_sources or () if isinstance(source, DraftSource)]
-        if "history" in self.named and not without:
-            found.append(History())
-        elif self.reference_ids is not None:
-            raise ValueError(
-                "reference_ids: the history reads them, and is not among the draft sources; name it in "
-                "draft_sources, or pass a graph_config with history_depth above 0"
-            )
-        return found
-
-    def agreed(self) -> dict[str, object]:
-        """Options that the ranks of a tensor-parallel model must have been given alike, by name."""
-        names = (
-            "assistant_model",
-            "graph_config",
-            "draft_sources",
-            "draft_heads",
-            "drafter",
-            "reference_ids",
-            "criterion",
-            "backend",
-        )
-        values = {name: getattr(self, name) for name in names}
-        if isinstance(self.assistant_model, LayerSkip):
-            values["assistant_model"] = self.assistant_model.view
-        # The same names on every rank, however many drafts each was given.
-        values["assistant_model"] = (values["assistant_model"], *self.other_drafts)
-        read = tuple(None if between is None else between.shared.reads for between in self.translations)
-        return {**values, "assistant_tokenizer": read if any(r is not None for r in read) else ()}
-
     def _names(self) -> tuple[str, ...]:
         """Names of the sources in use; by default all that are given, and the history."""
-        skips = isinstance(self.assistant_model, LayerSkip)
+        skips = any(isinstance(draft, LayerSkip) for draft in self.drafts)
         there = {
-            "model": self.assistant_model is not None and not skips,
+            "model": bool(self.drafts) and not skips,
             "layer_skip": skips,
             "drafter": self.drafter is not None,
             "heads": self.draft_heads is not None,
@@ -262,12 +195,14 @@ class Options:
         return names
 
 
-def drafts_in(given: object) -> list[PreTrainedModel | LayerSkip | None]:
-    """The draft models of ``assistant_model``, unwrapped, one ``None`` for none.
+def drafts_in(given: object) -> tuple[PreTrainedModel | LayerSkip, ...]:
+    """The draft models of ``assistant_model``, unwrapped.
 
     Raises:
         TypeError, ValueError: not models, a model twice, or an empty list.
     """
+    if given is None:
+        return ()
     if not isinstance(given, (list, tuple)):
         given = [given]
     elif not given:
@@ -287,8 +222,8 @@ def drafts_in(given: object) -> list[PreTrainedModel | LayerSkip | None]:
                 f"assistant_model: a {GEMMA_ASSISTANT} has no keys and values of its own; pass drafter= its folder, or "
                 "gsd_kernels.Gemma4Assistant(model)"
             )
-        if draft is not None and not isinstance(draft, LayerSkip):
+        if not isinstance(draft, LayerSkip):
             validate.check_model("assistant_model", draft)
     if len({id(draft) for draft in found}) < len(found):
         raise ValueError("assistant_model: the same draft model twice; give each once")
-    return found
+    return tuple(found)

@@ -18,7 +18,7 @@ from ..model import properties
 from ..model.beside import PromptInputs
 from ..parallel import honoured
 from .options import Options
-from .screen import drafts_of
+from .resolved import Sources
 
 MOST_POSITIONS = 2**31 - 1
 """Of a text: lengths are int32."""
@@ -29,7 +29,7 @@ class Request:
     """A call of ``generate``, checked.
 
     Attributes:
-        options: of speculation.
+        sources: what it drafts with.
         model: the target, unwrapped.
         device: where it takes its input.
         input_ids: int64 [B, P], left-padded.
@@ -46,7 +46,7 @@ class Request:
         pads_finished: whether a sequence that ended is padded while others go on.
     """
 
-    options: Options
+    sources: Sources
     model: PreTrainedModel
     device: torch.device
     input_ids: Tensor
@@ -65,7 +65,7 @@ class Request:
     @classmethod
     def of(
         cls,
-        options: Options,
+        sources: Sources,
         model: PreTrainedModel,
         input_ids: Tensor,
         logits_processor: LogitsProcessorList,
@@ -80,7 +80,7 @@ class Request:
             TypeError, ValueError: something cannot be served; nothing was changed.
         """
         prompt, attention_mask = input_ids.shape[1], model_kwargs.get("attention_mask")
-        unread = validate.check_call(model, model_kwargs)
+        options, unread = sources.options, validate.check_call(model, model_kwargs)
         if options.reference_ids is not None:
             copies, vocabulary = generation_config.num_return_sequences or 1, properties.vocabulary(model)
             validate.check_reference(options.reference_ids, input_ids.shape[0], vocabulary, copies)
@@ -94,7 +94,7 @@ class Request:
             inputs = PromptInputs.of(input_ids, model_kwargs, unread)
             validate.check_inputs(model, inputs, padding_of(input_ids, attention_mask))
         return cls(
-            options,
+            sources,
             model,
             properties.device_of(model),
             input_ids,
@@ -110,6 +110,11 @@ class Request:
             criteria,
             pads_finished=any(hasattr(c, "eos_token_id") for c in stopping_criteria),
         )
+
+    @property
+    def options(self) -> Options:
+        """Of speculation, as given."""
+        return self.sources.options
 
     @property
     def batch(self) -> int:
@@ -169,7 +174,7 @@ class Request:
     @property
     def models(self) -> dict[str, PreTrainedModel]:
         """The target and the models of all sources, by the name that an error calls them."""
-        return {"model": self.model, **drafts_of(self.options)}
+        return {"model": self.model, **self.sources.models}
 
     def agreed(self) -> dict[str, object]:
         """Everything that the ranks of a tensor-parallel model must have been given alike, by name."""
@@ -178,7 +183,7 @@ class Request:
             "prompt": self.input_ids,
             "attention_mask": self.attention_mask,
             "seed": self.given_seed,
-            **self.options.agreed(),
+            **self.sources.agreed(),
             **honoured(self.generation_config),
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
@@ -16,11 +16,9 @@ from gsd_kernels.names import did_you_mean
 
 from .. import validate
 from ..model import properties
-from ..sources import border
-from ..sources.base import DraftSource
-from ..sources.layer_skip import LayerSkip
 from ..validate.options import CONFIG_FIELDS, GENERATE_PARAMETERS
-from .options import NAMES, Options
+from .options import Options
+from .resolved import Sources
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -81,7 +79,7 @@ def screen(
     input_ids: Tensor | None,
     attention_mask: Tensor | None,
     generation_config: GenerationConfig,
-) -> None:
+) -> Sources:
     """Raise for a call that cannot be served, once: before transformers looks at it where that is possible.
 
     Args:
@@ -91,42 +89,15 @@ def screen(
         attention_mask: [B, P], 0 for padding; ``None`` where there is none.
         generation_config: transformers' options, the model's own included.
 
+    Returns:
+        What the call drafts with.
+
     Raises:
         TypeError, ValueError: the reason and the cure.
     """
-    check_sources(options, model)
+    sources = Sources.of(options, model)
     validate.check_paths(options.graph_config, model)
     if input_ids is not None:
         validate.check_prompt(input_ids, attention_mask, properties.vocabulary(model))
     validate.check_generation_config(generation_config)
-
-
-def check_sources(options: Options, model: PreTrainedModel) -> None:
-    """Raise unless all sources can draft for the target ``model``; load a drafter that was named by its place."""
-    options.load(model)
-    sources = options.sources(automatic=True)
-    for source in sources:
-        source.check(model)
-        border.check_hidden_layers(source, model)
-    same = [source for source in sources if not source.other_tokens]
-    for name, draft in drafts_of(options, same).items():
-        validate.check_pair(model, draft, name)
-
-
-def drafts_of(options: Options, sources: Sequence[DraftSource] | None = None) -> dict[str, PreTrainedModel]:
-    """The models that sources forward, besides the target, by the name that an error calls them."""
-    found = {}
-    for source in options.sources(automatic=True) if sources is None else sources:
-        models = models_of(source)
-        name = "assistant_model" if source.name in NAMES else f"draft_sources: {source.name}"
-        if border.is_own(source) and any(model is draft for model in models for draft in options.other_drafts):
-            name = source.name.replace("model", "assistant_model", 1)
-        for number, model in enumerate(models, 1):
-            found[name if number == 1 else f"{name} {number}"] = model
-    return found
-
-
-def models_of(source: DraftSource) -> list[PreTrainedModel]:
-    """Of what a source forwards, the language models of transformers; an encoder has no output matrix."""
-    found = [module.view if isinstance(module, LayerSkip) else module for module in source.forwards]
-    return [m for m in found if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None]
+    return sources

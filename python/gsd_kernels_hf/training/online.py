@@ -24,8 +24,7 @@ from transformers import PreTrainedModel
 
 from .. import validate
 from ..api import Patch
-from ..engine.decoder import GraphDecoder
-from ..engine.engine import parts_of
+from ..engine.resolved import Sources
 from ..files import path_of
 from ..model import properties
 from ..parallel import digest
@@ -181,16 +180,16 @@ class OnlineLearner:
         self.close()
 
     @contextmanager
-    def call(self, options: GraphDecoder, prompt: Any, attention_mask: Any) -> Iterator[None]:
+    def call(self, sources: Sources, prompt: Any, attention_mask: Any) -> Iterator[None]:
         """Watch a call, and learn after it: for :func:`gsd_kernels.generate`."""
-        if not any(part is self.draft for part in parts_of(options)):
+        if not any(part is self.draft for part in sources.parts):
             yield
             return
         vocab = properties.vocabulary(self.target)
         if isinstance(self.draft, PreTrainedModel):
             vocab = min(vocab, properties.vocabulary(self.draft))
         notes = Notes(self._window, self._top, vocab, hidden=isinstance(self.draft, DraftHeads))
-        options.observer = notes.beside(options.observer)
+        sources.options.observer = notes.beside(sources.options.observer)
         with self._gate.call():
             yield
             if not self.closed:

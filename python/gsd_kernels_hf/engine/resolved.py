@@ -1,0 +1,153 @@
+"""What one call drafts with: its options, resolved for its target once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from .. import validate
+from ..sources import border
+from ..sources.base import DraftSource
+from ..sources.drafts import draft_source
+from ..sources.heads import DraftHeads, Heads
+from ..sources.history import History
+from ..sources.layer_skip import LayerSkip, SkippedLayers
+from ..sources.load import Drafter, loaded_drafter, loaded_heads, source_of
+from .options import NAMES, Options
+
+NO_HISTORY = (
+    "reference_ids: the history reads them, and is not among the draft sources; name it in draft_sources, or pass a "
+    "graph_config with history_depth above 0"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """The draft sources of a call, made and checked once, and what they are made of.
+
+    Attributes:
+        options: as given.
+        drafter: loaded, where ``options`` name a place.
+        heads: loaded likewise.
+        every: all that a policy may use, in the order in which they are mixed.
+    """
+
+    options: Options
+    drafter: Drafter | None
+    heads: DraftHeads | None
+    every: tuple[DraftSource, ...]
+
+    @classmethod
+    def of(cls, options: Options, target: PreTrainedModel) -> Sources:
+        """Load a drafter and heads that were named by their places, once, and make the sources of ``target``.
+
+        Raises:
+            TypeError, ValueError: no drafter that can be served, a source that cannot draft for the target,
+                ``reference_ids`` without a history that reads them.
+        """
+        drafter, heads = options.drafter, options.draft_heads
+        if isinstance(drafter, (str, os.PathLike)):
+            drafter = loaded_drafter(drafter, target)
+        if isinstance(heads, (str, os.PathLike)):
+            heads = loaded_heads(heads, target)
+        if isinstance(drafter, DraftHeads) and heads is not None:
+            raise ValueError("drafter: these are heads, and draft_heads has others; give one of the two")
+        found = cls(options, drafter, heads, tuple(_made(options, drafter, heads)))
+        for source in found.every:
+            source.check(target)
+            border.check_hidden_layers(source, target)
+        for name, (source, draft) in found._named_models.items():
+            if not source.other_tokens:
+                validate.check_pair(target, draft, name)
+        return found
+
+    def used(self, *, automatic: bool) -> list[DraftSource]:
+        """The sources of the call's steps.
+
+        Args:
+            automatic: whether a policy chooses the shapes. A fixed shape without levels of its own has a history only
+                where it was asked for.
+
+        Raises:
+            ValueError: ``reference_ids`` without a history that reads them.
+        """
+        options = self.options
+        if automatic or options.draft_sources is not None or not options.drafts or options.graph_config.history_depth:
+            return list(self.every)
+        if self.every and options.reference_ids is not None:
+            raise ValueError(NO_HISTORY)
+        return [source for source in self.every if not isinstance(source, History)]
+
+    @cached_property
+    def models(self) -> dict[str, PreTrainedModel]:
+        """The models that sources forward, besides the target, by the name that an error calls them."""
+        return {name: model for name, (_, model) in self._named_models.items()}
+
+    @cached_property
+    def _named_models(self) -> dict[str, tuple[DraftSource, PreTrainedModel]]:
+        found = {}
+        for source in self.every:
+            models = models_of(source)
+            name = "assistant_model" if source.name in NAMES else f"draft_sources: {source.name}"
+            if border.is_own(source) and any(model is draft for model in models for draft in self.options.drafts[1:]):
+                name = source.name.replace("model", "assistant_model", 1)
+            for number, model in enumerate(models, 1):
+                found[name if number == 1 else f"{name} {number}"] = source, model
+        return found
+
+    @cached_property
+    def parts(self) -> list[Any]:
+        """The objects whose identity tells sets of sources apart."""
+        options = self.options
+        own = [source for source in options.draft_sources or () if isinstance(source, DraftSource)]
+        given = [*options.drafts, self.heads, self.drafter, *own]
+        for between in options.translations:
+            given += [] if between is None else [between.tokenizer, between.assistant_tokenizer]
+        return [part for part in given if part is not None]
+
+    def agreed(self) -> dict[str, object]:
+        """What the ranks of a tensor-parallel model must have been given alike, by the option's name."""
+        names = ("graph_config", "draft_sources", "reference_ids", "criterion", "backend")
+        options = self.options
+        read = tuple(None if between is None else between.shared.reads for between in options.translations)
+        return {
+            # The same names on every rank, however many drafts each was given.
+            "assistant_model": tuple(d.view if isinstance(d, LayerSkip) else d for d in options.drafts) or (None,),
+            **{name: getattr(options, name) for name in names},
+            "draft_heads": self.heads,
+            "drafter": self.drafter,
+            "assistant_tokenizer": read if any(r is not None for r in read) else (),
+        }
+
+
+def _made(options: Options, drafter: Drafter | None, heads: DraftHeads | None) -> list[DraftSource]:
+    """The sources by name, then those of one's own, then the history."""
+    if not options.named:
+        return []
+    makers: dict[str, Callable[[], Sequence[DraftSource]]] = {
+        "model": lambda: [
+            draft_source(model, "model" if i == 1 else f"model {i}", between)
+            for i, (model, between) in enumerate(zip(options.drafts, options.translations, strict=True), 1)
+        ],
+        "layer_skip": lambda: [SkippedLayers(options.drafts[0])],
+        "drafter": lambda: [source_of(drafter)],
+        "heads": lambda: [Heads(heads)],
+    }
+    found = [source for name, make in makers.items() if name in options.named for source in make()]
+    found += [source for source in options.draft_sources or () if isinstance(source, DraftSource)]
+    if "history" in options.named:
+        found.append(History())
+    elif options.reference_ids is not None:
+        raise ValueError(NO_HISTORY)
+    return found
+
+
+def models_of(source: DraftSource) -> list[PreTrainedModel]:
+    """Of what a source forwards, the language models of transformers; an encoder has no output matrix."""
+    found = [module.view if isinstance(module, LayerSkip) else module for module in source.forwards]
+    return [m for m in found if isinstance(m, PreTrainedModel) and m.get_output_embeddings() is not None]
