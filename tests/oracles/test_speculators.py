@@ -14,13 +14,17 @@ from checkpoints import save_pair
 from models import tiny
 from safetensors.torch import load_file
 from sources.drafters import SIZES, FixedText, random_tensors
+from speculators.losses import resolve_loss_config
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
+from speculators.models.peagle.data import generate_cod_sample_indices
 from training.options import options_for
 from transformers import LlamaConfig, Qwen3Config
 
 from gsd_kernels_hf.sources.dflash import DFlash, DFlashDrafts
 from gsd_kernels_hf.sources.eagle3 import Eagle3, Eagle3Drafts
+from gsd_kernels_hf.sources.parallel_eagle import ParallelDrafts
 from gsd_kernels_hf.training.drafter import DrafterOptions
 from gsd_kernels_hf.training.eagle3 import Eagle3Training
 from gsd_kernels_hf.training.job import load_target
@@ -29,11 +33,11 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 VOCAB = 97
 
 
-def theirs_eagle3(kind, layers, draft, **flags):
+def theirs_eagle3(kind, layers, draft, made=Eagle3SpeculatorConfig, **flags):
     sizes = {"hidden_size": 32, "vocab_size": VOCAB, "rms_norm_eps": 1e-5, "rope_theta": 5000.0, **SIZES, **layers}
     config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](**sizes, attn_implementation="eager")
     config._attn_implementation = "eager"
-    return Eagle3SpeculatorConfig(
+    return made(
         transformer_layer_config=config,
         draft_vocab_size=draft,
         eagle_aux_hidden_state_layer_ids=[0, 1, 2],
@@ -111,6 +115,66 @@ def test_eagle3_equals_speculators(name, tmp_path):
     # Theirs reads token 0 after the last position.
     torch.testing.assert_close(ours.outputs(after)[1][:-1, 0], found[1][0, :-1], **TOLERANCE)
     assert (found[0] - found[1]).abs().max() > 0.1
+
+
+PARALLEL = {
+    "llama": ("llama", {"num_hidden_layers": 2}, VOCAB, {}),
+    "reduced": ("llama", {}, 61, {"norm_before_residual": True, "norm_before_fc": True}),
+    "every": ("qwen3", {"num_hidden_layers": 3}, 61, {"fc_norm": True, "norm_output": True}),
+}
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+@torch.no_grad()
+def test_parallel_eagle_equals_speculators(name, tmp_path):
+    """Behind every position of a text as many masks as the package samples for it."""
+    kind, layers, draft, flags = PARALLEL[name]
+    length, depths, size = 11, 4, 32
+    given = theirs_eagle3(kind, {"num_hidden_layers": 1, **layers}, draft, PEagleSpeculatorConfig, **flags)
+    given.mask_token_id = 5
+    theirs = PEagleDraftModel(given).eval()
+    random_tensors(theirs)
+    theirs.mask_hidden.normal_()
+    if theirs.d2t is not None:
+        ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:draft].sort().values
+        theirs.d2t.copy_(ids - torch.arange(draft))
+    theirs.save_pretrained(tmp_path)
+    ours = Eagle3.from_pretrained(tmp_path)
+    assert "P-EAGLE" in repr(ours)
+
+    gen = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1, length, 3 * size, generator=gen)
+    tokens = torch.randint(0, VOCAB, (1, length + 1), generator=gen)
+    found = []
+    theirs.lm_head.register_forward_hook(lambda _, __, out: found.append(out[0]))
+    ratios = {"num_depths": depths, "down_sample_ratio": 1.0, "down_sample_ratio_min": 1.0}
+    torch.manual_seed(3)
+    theirs(
+        hidden,
+        tokens[:, 1:],
+        torch.zeros(1, length, dtype=torch.long),
+        verifier_last_hidden_states=torch.zeros(1, length, size),
+        loss_config=resolve_loss_config("kl_div", "eager"),
+        **ratios,
+    )
+    torch.manual_seed(3)
+    anchors, depth = generate_cod_sample_indices(length, torch.ones(1, length), **ratios)
+    assert set(depth.tolist()) == set(range(depths))
+
+    target = tiny(hidden_size=size, num_hidden_layers=2, num_attention_heads=4, dtype=torch.float32, vocab_size=VOCAB)
+    if ours.embed_tokens is None:
+        theirs.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
+    text = FixedText(target, tokens.expand(length, -1), torch.zeros(length, dtype=torch.int32))
+    source = ParallelDrafts(ours)
+    source.check(target)
+    source.begin(text)
+    source.restart()
+    source.read(dict(enumerate(hidden.expand(length, -1, -1).chunk(3, -1))), 0)
+    text.state.out_len.copy_(torch.arange(length) + 2)  # entries 0 … i
+    _, logits = ours.outputs(source.feed(text.state.out_len - 1, length, unknown=depths - 1))
+    real = anchors >= 0  # it samples masks behind no position, too
+    torch.testing.assert_close(logits[anchors[real], depth[real]], found[0][real], **TOLERANCE)
+    assert (logits[:, 0] - logits[:, 1]).abs().max() > 0.1
 
 
 DFLASH = {

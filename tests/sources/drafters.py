@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import json
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from models import prompts
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from gsd_kernels import DFlash, Eagle3
+import gsd_kernels as gsd
+from gsd_kernels import DFlash, Eagle3, GraphConfig
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.records import DecodeState
 from gsd_kernels_hf.sources.dflash import DFlashConfig
@@ -33,6 +36,28 @@ class FixedText:
 
     def keep(self, rows):
         pass
+
+
+def check_own_text(target, drafter, ways: Iterable[tuple[tuple[str, ...], GraphConfig]], seed: int) -> None:
+    """Texts with a drafter are the target's own: a batch with padding, greedy and by seed, by sources and shape.
+
+    Drafts were taken and refused, so that something could have failed.
+    """
+    vocab, texts = target.config.vocab_size, []
+    accepted = rejected = 0
+    for sampled in (False, True):
+        options = {"do_sample": sampled, **prompts(3, 14, seed=seed, vocab=vocab)}
+        options |= {"seed": 4, "temperature": 0.6, "top_p": 0.95} if sampled else {}
+        options |= {"max_new_tokens": 14, "eos_token_id": [5], "pad_token_id": 0, "return_dict_in_generate": True}
+        plain = gsd.generate(target, **options).sequences
+        texts.append(plain[:, 14:].flatten())
+        for sources, graph in ways:
+            out = gsd.generate(target, **options, drafter=drafter, draft_sources=sources, graph_config=graph)
+            assert torch.equal(out.sequences, plain)
+            accepted += sum(out.stats.accepted[2:])
+            rejected += sum(n for emitted, n in enumerate(out.stats.accepted) if 0 < emitted <= graph.max_path)
+    assert accepted > 0 and rejected > 0, "nothing could have failed"
+    assert len(torch.cat(texts).unique()) >= 15
 
 
 class Causal:
@@ -68,10 +93,12 @@ def random_tensors(module: torch.nn.Module) -> None:
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
 
 
-def random_eagle3(config: dict[str, Any], *, own_embedding: bool = False, seed: int = 0) -> Eagle3:
+def random_eagle3(
+    config: dict[str, Any], *, own_embedding: bool = False, seed: int = 0, mask_shape: tuple[int, ...] | None = None
+) -> Eagle3:
     """A drafter of random weights, and of a random draft vocabulary where that is a reduced one."""
     torch.manual_seed(seed)
-    found = Eagle3Config.of(config, own_embedding=own_embedding)
+    found = Eagle3Config.of(config, own_embedding=own_embedding, mask_shape=mask_shape)
     module = Eagle3(found).double().requires_grad_(False)
     random_tensors(module)
     if module.d2t is not None:
@@ -110,6 +137,32 @@ def fit_eagle3(module: Eagle3, target, steps: int = 60) -> Eagle3:
             loss = loss + cross_entropy(logits.flatten(0, 1), draft_id[text[:, 2 + level :]].flatten())
         optimizer.zero_grad()
         loss.backward()
+        optimizer.step()
+    return module.requires_grad_(False).to(target.dtype)
+
+
+def fit_parallel(module: Eagle3, target, steps: int = 80) -> Eagle3:
+    """Fit P-EAGLE to the target's own text: the masks behind a place of every text a step."""
+    text, states = text_of(target)
+    chosen = [states[i].float() for i in module.config.layers_of(target)]
+    config, module = module.config, module.float()
+    count = config.num_parallel
+    embed = target.get_input_embeddings() if module.embed_tokens is None else module.embed_tokens
+    draft_id = torch.full((config.layers.vocab_size,), -100)
+    draft_id[module.target_ids()] = torch.arange(config.draft_vocab_size)
+    optimizer = torch.optim.Adam(module.requires_grad_(True).parameters(), 0.01)
+    gen = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        place = int(torch.randint(3, text.shape[1] - count, (), generator=gen))
+        masks = torch.full((len(text), count - 1), config.mask_token_id)
+        tokens = torch.cat([text[:, 1 : place + 1], masks], 1)
+        known = module.fuse([state[:, :place] for state in chosen])
+        features = torch.cat([known, module.mask_feature().expand(len(text), count - 1, -1)], 1)
+        positions = torch.arange(tokens.shape[1]).expand(len(text), -1)
+        _, logits = module.outputs(module(embed(tokens).detach().float(), features, positions, Causal()))
+        wanted = draft_id[text[:, place + 1 : place + 1 + count]]
+        optimizer.zero_grad()
+        cross_entropy(logits[:, -count:].flatten(0, 1), wanted.flatten()).backward()
         optimizer.step()
     return module.requires_grad_(False).to(target.dtype)
 

@@ -80,7 +80,27 @@ EAGLE3 = {
     "tensor unknown": ({"tensors": {"experts.weight": ones(2)}}, "a tensor experts.weight, which this kind"),
     "the same twice": ({"tensors": {"layers.0.hidden_norm.weight": ones(32)}}, "which are the same weight"),
     "NaN": ({"tensors": {"norm.weight": ones(32) * torch.nan}}, "norm.weight in .* holds NaN"),
-    "P-EAGLE": ({"tensors": {"mask_hidden": ones(32)}}, "a P-EAGLE checkpoint"),
+    "P-EAGLE without a mask token": (
+        {"tensors": {"mask_hidden": ones(96)}},
+        "no mask token: mask_token_id, pard_token, ptd_token_id",
+    ),
+    "P-EAGLE without its tensor": (
+        {"architectures": ["PEagleDraftModel"], "mask_token_id": 3},
+        "a P-EAGLE checkpoint without its tensor mask_hidden",
+    ),
+    "P-EAGLE's tensor": (
+        {"tensors": {"mask_hidden": ones(1, 32)}, "mask_token_id": 3},
+        "is [1, 32], and its config means 96 numbers",
+    ),
+    "P-EAGLE's mask": (
+        {"tensors": {"mask_hidden": ones(96)}, "pard_token": 97},
+        "mask token 97 has no row in an embedding of 97",
+    ),
+    "a scale": ({"logit_scale": 2.0}, "logit_scale=2.0 in its config; only 1 is served"),
+    "norms inside eagle_config": (
+        {"eagle_config": {"norm_before_fc": True}},
+        "has no tensor input_norm.weight, which its config calls for",
+    ),
     "EAGLE-1": ({"tensors": {"fc.weight": ones(32, 64)}}, "an EAGLE-1 or EAGLE-2 checkpoint"),
     "speculators' other kind": ({"speculators_model_type": "mtp"}, "speculators' kind 'mtp'"),
     "speculators without layers": ({"speculators_model_type": "eagle3"}, "no transformer_layer_config"),

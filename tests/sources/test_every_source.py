@@ -7,7 +7,15 @@ import functools
 import pytest
 import torch
 from models import noised, prompts, tiny
-from sources.drafters import dflash_config, eagle3_config, fit_dflash, fit_eagle3, random_dflash, random_eagle3
+from sources.drafters import (
+    dflash_config,
+    eagle3_config,
+    fit_dflash,
+    fit_eagle3,
+    fit_parallel,
+    random_dflash,
+    random_eagle3,
+)
 
 import gsd_kernels as gsd
 from gsd_kernels import DraftHeads, GraphConfig
@@ -31,7 +39,7 @@ PROCESSORS = (
 )
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "seed": 5}
 TEXT = {"max_new_tokens": 16, "eos_token_id": [2, 5], "pad_token_id": 0}
-SOURCES = ("models", "heads", "eagle3", "dflash", "every")
+SOURCES = ("models", "heads", "eagle3", "p-eagle", "dflash", "every")
 
 
 @functools.cache
@@ -52,9 +60,12 @@ def sources_of(name: str) -> dict:
         return {"draft_heads": heads, "draft_sources": ("heads", "history")}
     if name == "eagle3":
         return {"drafter": fit_eagle3(random_eagle3(eagle3_config(target)), target, steps=40)}
+    if name == "p-eagle":
+        module = random_eagle3(eagle3_config(target, mask_token_id=3), mask_shape=(96,))
+        return {"drafter": fit_parallel(module, target, steps=40)}
     if name == "dflash":
         return {"drafter": fit_dflash(random_dflash(dflash_config(target)), target, steps=40)}
-    drafters = tuple(source_of(sources_of(kind)["drafter"]) for kind in ("eagle3", "dflash"))
+    drafters = tuple(source_of(sources_of(kind)["drafter"]) for kind in ("eagle3", "p-eagle", "dflash"))
     given = sources_of("models") | sources_of("heads")
     return given | {"draft_sources": ("model", "heads", *drafters, "history")}
 
@@ -100,5 +111,5 @@ def test_all_of_them_proposed(shape):
     (engine,) = engines_of(target_of())
     learned = engine.statistics(sampled=False).weights
     assert {name: weights.learned()[0] > 0 for name, weights in learned.items() if name != "model"} == {
-        name: True for name in ("model 2", "heads", "eagle3", "dflash", "history")
+        name: True for name in ("model 2", "heads", "eagle3", "p-eagle", "dflash", "history")
     }

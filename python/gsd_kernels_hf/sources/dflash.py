@@ -16,28 +16,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from gsd_kernels import GraphConfig
 from gsd_kernels.graph import pack_bits
 
-from ..records import Candidates, Verified
+from ..records import Verified
 from . import checkpoints
 from .base import Level, Proposal, Text
 from .chain import Chain
 from .checkpoints import BadCheckpoint, Checkpoint
 from .edges import ConvolvedLayer, MarkovHead, Selector
-from .features import FeatureSource, in_target_ids
+from .lattice import Lattice, shares_of
 from .layers import Layer, Rotary, RowPass
 
 __all__ = ["DFlash"]
 
 UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors of training, which drafting does not read."""
-
-SHARE = 0.1  # beside another source, before anything was learned; what is too large costs rows at once
 
 
 @dataclass(frozen=True)
@@ -310,7 +307,7 @@ def weight_name(name: str) -> str | None:
     return None if unused else name
 
 
-class DFlashDrafts(FeatureSource):
+class DFlashDrafts(Lattice):
     """The draft source of a :class:`DFlash`: candidates by depth, from one forward a step.
 
     They are the same below every path, or with edges below every token of a depth: a lattice in a graph that merges
@@ -323,7 +320,7 @@ class DFlashDrafts(FeatureSource):
         self.module = module
         self.hidden_layers = module.config.hidden_layers
         self.extra_slots = module.config.block_size
-        self.shares = (*[SHARE] * module.config.num_drafted, 0.0)  # beyond the block there is nothing
+        self.shares = shares_of(module.config.num_drafted)
 
     def check(self, target: PreTrainedModel) -> None:
         """Refuse a target that the drafter was not made for."""
@@ -386,32 +383,20 @@ class DFlashDrafts(FeatureSource):
         if self.module.edges is not None:
             self.hidden, self.logits = hidden, logits
         else:
-            positions = level.first_pick[:, None] + self.row[:, : logits.shape[1]]
-            behind = (0, 0, 0, 1)  # beyond the block there is nothing
-            tokens, log_probs = self.ranked(logits, positions, level.config.branch)
-            self.block = pad(tokens, behind, value=-1), pad(log_probs, behind, value=-torch.inf)
+            self.keep_positions(logits, level)
 
     def at_depths(self, level: Level) -> Proposal:
-        """Candidates after the nodes of a frontier."""
+        """Candidates after the nodes of a frontier, by their depths and, with edges, their tokens."""
+        if self.module.edges is None:
+            return super().at_depths(level)
         drafted = self.module.config.num_drafted
         place = level.frontier.depths.long().clamp(max=drafted)  # [B, W]
-        if self.module.edges is None:
-            at = place[..., None].expand(-1, -1, self.block[0].shape[2])
-            return Proposal(self.block[0].gather(1, at), self.block[1].gather(1, at), place)
         at = place.clamp(max=drafted - 1)[..., None].to(self.logits.device)
         hidden, logits = (found.gather(1, at.expand(-1, -1, found.shape[2])) for found in (self.hidden, self.logits))
         before = level.frontier.token_ids.long().to(logits.device).clamp(max=self.module.config.layers.vocab_size - 1)
         tokens, log_probs = self.ranked(self.module.edges(logits, hidden, before), level.positions, level.config.branch)
         there = (place < drafted)[..., None]
         return Proposal(torch.where(there, tokens, -1), torch.where(there, log_probs, -torch.inf), place)
-
-    def ranked(self, logits: Tensor, positions: Tensor, branch: int) -> Candidates:
-        """The best tokens by logits [B, W, V] for positions int [B, W] of the text: [B, W, K]."""
-        if self.module.d2t is not None:
-            logits = in_target_ids(logits, self.target_ids, self.module.config.layers.vocab_size)
-        tokens, log_probs = self.sampler.candidates(logits[..., : self.vocab_size], positions, branch)
-        device = self.state.tokens.device
-        return tokens.to(device), log_probs.to(device)
 
     def block_states(self) -> Tensor:
         """Forward the block behind all features; [B, block_size, D]."""

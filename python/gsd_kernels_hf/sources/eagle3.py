@@ -7,6 +7,7 @@ drafted edges. Layouts: SafeAILab's, SpecForge's (which SGLang serves) and that 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,12 +25,21 @@ from .base import Level, Text
 from .checkpoints import BadCheckpoint, Checkpoint
 from .features import in_target_ids
 from .layers import Attention, Layer, Rotary, RowPass, Turns, mlp_of
-from .recursion import Recursion
+from .recursion import Reading, Recursion
 
 __all__ = ["Eagle3"]
 
 UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 """Tensors of training, which drafting does not read."""
+
+MASK = "mask_hidden"
+"""P-EAGLE's tensor."""
+
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Names of P-EAGLE's mask token, in the order in which vLLM looks for them."""
+
+PARALLEL = 8
+"""Tokens that P-EAGLE drafts at once where a checkpoint does not say it: what ``speculators`` trains by default."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,9 @@ class Eagle3Config:
         fc_norm: whether they are normed each by itself.
         norm_output: whether a node's vector is the normed output, which the output matrix reads.
         own_embedding: whether the checkpoint has an embedding; else the target's is used.
+        mask_shape: of P-EAGLE's hidden states of a token that is not known; ``None``: EAGLE-3.
+        mask_token_id: whose embedding stands for such a token.
+        num_parallel: tokens that P-EAGLE drafts in one forward.
     """
 
     layers: PretrainedConfig
@@ -58,9 +71,14 @@ class Eagle3Config:
     fc_norm: bool = False
     norm_output: bool = False
     own_embedding: bool = False
+    mask_shape: tuple[int, ...] | None = None
+    mask_token_id: int | None = None
+    num_parallel: int = 1
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], *, own_embedding: bool) -> Eagle3Config:
+    def of(
+        cls, config: Mapping[str, Any], *, own_embedding: bool, mask_shape: tuple[int, ...] | None = None
+    ) -> Eagle3Config:
         """Read a ``config.json``.
 
         SGLang's layout lists the layers whose outputs are fused, in ``eagle_config``; the others what layers read.
@@ -79,8 +97,12 @@ class Eagle3Config:
                 f"drafter: draft_vocab_size={draft_vocab_size} in its config is more than "
                 f"vocab_size={layers.vocab_size}"
             )
+        inner = config.get("eagle_config")
+        said = {**config, **(inner if isinstance(inner, dict) else {})}
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-        found = {name: checkpoints.flag(config, name) for name in flags}
+        found = {name: checkpoints.flag(said, name) for name in flags}
+        if said.get("logit_scale") not in (None, 1):
+            raise BadCheckpoint(f"drafter: logit_scale={said['logit_scale']!r} in its config; only 1 is served")
         if found["norm_before_fc"] and found["fc_norm"]:
             raise BadCheckpoint(
                 "drafter: its config sets norm_before_fc and fc_norm, of which a drafter has one at most"
@@ -94,6 +116,7 @@ class Eagle3Config:
             fused_layers(config),
             own_embedding=own_embedding,
             **found,
+            **(parallel_settings(config, mask_shape) if mask_shape is not None else {}),
         )
 
     @property
@@ -120,6 +143,33 @@ def fused_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
         if inner.get(name) is not None:
             return checkpoints.layer_numbers(f"eagle_config.{name}", inner[name], shift=1)
     return None
+
+
+def parallel_settings(config: Mapping[str, Any], mask_shape: tuple[int, ...]) -> dict[str, Any]:
+    """What a P-EAGLE checkpoint's config says beside EAGLE-3's settings.
+
+    Raises:
+        BadCheckpoint: no mask token, or settings that are impossible.
+    """
+    token = next((name for name in MASK_TOKENS if config.get(name) is not None), None)
+    if token is None:
+        raise BadCheckpoint(f"drafter: a P-EAGLE checkpoint whose config has no mask token: {', '.join(MASK_TOKENS)}")
+    spec = config.get("speculators_config")
+    methods = spec.get("proposal_methods") if isinstance(spec, dict) else None
+    trained = [method for method in methods or () if isinstance(method, dict) and "speculative_tokens" in method]
+    count = max((checkpoints.number(method, "speculative_tokens") for method in trained), default=PARALLEL)
+    return {
+        "mask_shape": mask_shape,
+        "mask_token_id": checkpoints.number(config, token, least=0),
+        "num_parallel": count,
+    }
+
+
+def says_parallel(config: Mapping[str, Any]) -> bool:
+    """Whether a config is of P-EAGLE."""
+    named = [str(name).lower() for name in config.get("architectures") or ()]
+    kind = config.get("speculators_model_type")
+    return kind == "peagle" or bool(config.get("parallel_drafting")) or any("peagle" in name for name in named)
 
 
 class FirstLayer(nn.Module):
@@ -166,6 +216,7 @@ class Eagle3(nn.Module):
         self.layers = nn.ModuleList([first, *(Layer(layers, i) for i in range(1, layers.num_hidden_layers))])
         self.norm = LlamaRMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.mask_hidden = None if config.mask_shape is None else nn.Parameter(torch.zeros(config.mask_shape))
         reduced = config.draft_vocab_size < layers.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if reduced else None)
 
@@ -182,9 +233,16 @@ class Eagle3(nn.Module):
     def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel | None = None) -> Eagle3:
         """As :meth:`from_pretrained`, of an open checkpoint."""
         checkpoint.rename(weight_name)
-        if any("mask_hidden" in name for name in checkpoint.files):
-            raise BadCheckpoint("drafter: a P-EAGLE checkpoint (mask_hidden), which drafts in parallel; not served")
-        config = Eagle3Config.of(checkpoint.config, own_embedding="embed_tokens.weight" in checkpoint.files)
+        _, mask_shape = checkpoint.files.get(MASK, (None, None))
+        if mask_shape is None and says_parallel(checkpoint.config):
+            raise BadCheckpoint(f"drafter: a P-EAGLE checkpoint without its tensor {MASK} in {checkpoint.folder}")
+        own = "embed_tokens.weight" in checkpoint.files
+        config = Eagle3Config.of(checkpoint.config, own_embedding=own, mask_shape=mask_shape)
+        width = config.num_fused * config.target_hidden_size
+        if mask_shape is not None and math.prod(mask_shape) != width:
+            raise BadCheckpoint(
+                f"drafter: {MASK} in {checkpoint.folder} is {list(mask_shape)}, and its config means {width} numbers"
+            )
         fc = checkpoint.files.get("fc.weight", (None, ()))[1]
         if config.num_fused != 2 and fc == (config.layers.hidden_size, 2 * config.layers.hidden_size):
             raise BadCheckpoint("drafter: an EAGLE-1 or EAGLE-2 checkpoint, which fuses no layers; not served")
@@ -193,7 +251,8 @@ class Eagle3(nn.Module):
     def __repr__(self) -> str:
         config = self.config
         sizes = f"{len(self.layers)} layer(s) of width {config.layers.hidden_size}"
-        return f"<Eagle3: {sizes}, vocabulary of {config.draft_vocab_size:,} tokens>"
+        parallel = f" P-EAGLE, {config.num_parallel} tokens at once," if config.mask_shape is not None else ""
+        return f"<Eagle3:{parallel} {sizes}, vocabulary of {config.draft_vocab_size:,} tokens>"
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raise unless the drafter fits a target's vocabulary, width and layers.
@@ -208,6 +267,12 @@ class Eagle3(nn.Module):
             raise BadCheckpoint(
                 f"drafter: this EAGLE-3 drafter has no embedding of its own, and is {config.layers.hidden_size} wide "
                 f"where the target's embedding is {config.target_hidden_size}"
+            )
+        embedding = target.get_input_embeddings() if self.embed_tokens is None else self.embed_tokens
+        if config.mask_token_id is not None and config.mask_token_id >= len(embedding.weight):
+            raise BadCheckpoint(
+                f"drafter: this P-EAGLE drafter's mask token {config.mask_token_id} has no row in an embedding of "
+                f"{len(embedding.weight)}"
             )
 
     @property
@@ -226,6 +291,11 @@ class Eagle3(nn.Module):
             hidden = [norm(state) for norm, state in zip(self.fc_norm, hidden, strict=True)]
         whole = torch.cat(hidden, -1)
         return self.fc(whole if self.input_norm is None else self.input_norm(whole))
+
+    def mask_feature(self) -> Tensor:
+        """The feature that stands for that of a token which is not known, [D]."""
+        parts: tuple[Tensor, ...] = self.mask_hidden.reshape(1, 1, -1).chunk(self.config.num_fused, -1)
+        return self.fuse([*parts])[0, 0]
 
     def forward(self, embedded: Tensor, features: Tensor, positions: Tensor, rows: RowPass) -> Tensor:
         """The layers' output before the last norm.
@@ -259,10 +329,8 @@ def weight_name(name: str) -> str | None:
     return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
 
 
-class Eagle3Drafts(Recursion):
-    """The draft source of an :class:`Eagle3`: one forward a level over the frontier, as a draft model's."""
-
-    name = "eagle3"
+class Eagle3Reading(Reading):
+    """What draft sources of an :class:`Eagle3` share."""
 
     def __init__(self, module: Eagle3) -> None:
         self.module = module
@@ -283,6 +351,12 @@ class Eagle3Drafts(Recursion):
 
     def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return self.module.outputs(hidden)
+
+
+class Eagle3Drafts(Eagle3Reading, Recursion):
+    """The draft source of an :class:`Eagle3`: one forward a level over the frontier, as a draft model's."""
+
+    name = "eagle3"
 
     def no_logits(self, count: int) -> Tensor:
         return self.rows.features.new_zeros(len(self.cached), count, self.module.config.layers.vocab_size)

@@ -20,12 +20,13 @@ from .gemma_assistant import CLASS, AssistantDrafts, Gemma4Assistant
 from .heads import CONFIG_FILE, DraftHeads, Heads
 from .mtp import Mtp, MtpDrafts
 from .mtp_files import open_heads, place_of
+from .parallel_eagle import ParallelDrafts
 
 Drafter = Eagle3 | DFlash | DraftHeads | Mtp | Gemma4Assistant
 """What ``drafter=`` takes, beside the place of one."""
 
 KINDS = (Eagle3, DFlash, DraftHeads, Mtp, Gemma4Assistant)
-SPECULATORS = {"eagle3": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dflash"}
+SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dflash"}
 """Kinds by ``speculators_model_type``."""
 OWN = "mtp"
 """As a place: the heads in the target's own checkpoint; a folder of this name is ``./mtp``."""
@@ -108,7 +109,9 @@ def source_of(drafter: Drafter) -> DraftSource:
         return MtpDrafts(drafter)
     if isinstance(drafter, Gemma4Assistant):
         return AssistantDrafts(drafter)
-    return DFlashDrafts(drafter) if isinstance(drafter, DFlash) else Eagle3Drafts(drafter)
+    if isinstance(drafter, DFlash):
+        return DFlashDrafts(drafter)
+    return Eagle3Drafts(drafter) if drafter.config.mask_shape is None else ParallelDrafts(drafter)
 
 
 def kind_of(config: Mapping[str, Any], folder: Path) -> str:
@@ -136,7 +139,9 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
         return "medusa"
     if CLASS in architectures:
         return "gemma4"
-    if any("Eagle3" in name for name in architectures) or "draft_vocab_size" in config:
+    if any("eagle3" in name.lower() or "peagle" in name.lower() for name in architectures) or (
+        "draft_vocab_size" in config
+    ):
         return "eagle3"
     if any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in architectures):
         raise BadCheckpoint(

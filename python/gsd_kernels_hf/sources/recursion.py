@@ -1,14 +1,15 @@
-"""Drafting recursively with layers that read the target's features: what EAGLE-3 and multi-token prediction share.
+"""Drafting with layers that read the target's features: what EAGLE-3, P-EAGLE and multi-token prediction share.
 
 At every position the layers read a feature of the target and the embedding of the token after. Drafted tokens have no
-feature of the target's, so the layers' own output stands in for it: one vector a node, which travels along the drafted
-edges.
+feature of the target's. Recursively, the layers' own output stands in for it: one vector a node, which travels along
+the drafted edges.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PretrainedConfig
 
 from gsd_kernels import GraphConfig
@@ -20,14 +21,17 @@ from .expansion import Expansion, NodeVectors
 from .features import FeatureSource
 
 
-class Recursion(FeatureSource, Expansion):
-    """A draft source with one forward a level over the frontier, in which every node reads its parent's output.
+class Reading(FeatureSource):
+    """A draft source whose layers read a feature and the token after it at every position.
 
-    A subclass begins with :meth:`start`, and says how its layers run.
+    A subclass says how its layers run.
+
+    Attributes:
+        unknown: id and feature [D] that stand for a token behind the text, where rows of such are asked for.
     """
 
     ahead = 1
-    shares = (0.1,)  # beside another source, before anything was learned; what is too large costs rows at once
+    unknown: tuple[int, Tensor]
 
     def run(self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs) -> Tensor:
         """The layers' output of rows [B, R, D], their keys and values written where the cache is told to.
@@ -44,38 +48,28 @@ class Recursion(FeatureSource, Expansion):
         """The vectors that nodes hand on [B, R, D], and logits [B, R, V], of what :meth:`run` returned."""
         raise NotImplementedError
 
-    def num_rows(self, config: GraphConfig) -> int:
-        return config.draft_rows if config.depth > 0 else 0
-
-    def start(self, text: Text, config: PretrainedConfig) -> None:
-        super().start(text, config)
-        self.slot_depths: dict[GraphConfig, Tensor] = {}
-        self.vectors = NodeVectors()
-
-    def prepare(self, config: GraphConfig) -> None:
-        """Make the storage of a shape, and let entries catch up."""
-        Expansion.prepare(self, config)
-        self.vectors.prepare(config, self.rows.features, self.rows.features.shape[2])
-        FeatureSource.prepare(self, config)
-
     def enter(self, end: Tensor, width: int) -> None:
         self.feed(end, width)
 
-    def feed(self, end: Tensor, width: int) -> Tensor:
-        """Make up to ``width`` entries before ``end`` [B]; the output of the last, [B, 1, D]."""
-        chain = Chain.of(self.cached, end, width, self.state.kv_start)
-        tokens = self.state.tokens.gather(1, chain.place + 1)
+    def feed(self, end: Tensor, width: int, unknown: int = 0) -> Tensor:
+        """Make up to ``width`` entries before ``end`` [B]; the output of the last, [B, 1, D].
+
+        With rows of ``unknown`` tokens behind it, which see all before them and are not kept: theirs too,
+        [B, 1 + unknown, D].
+        """
+        chain = Chain.of(self.cached, end + unknown, width + unknown, self.state.kv_start)
+        place = chain.place[:, :width]
+        tokens = torch.where(chain.real[:, :width], self.state.tokens.gather(1, place + 1), 0)
+        features = self.rows.at(place)
+        if unknown:
+            token, feature = self.unknown
+            tokens = pad(tokens, (0, unknown), value=token)
+            features = torch.cat([features, feature.expand(len(tokens), unknown, -1)], 1)
         hidden = self.forward(
-            torch.where(chain.real, tokens, 0),
-            self.rows.at(chain.place),
-            self.cached,
-            chain.slots,
-            chain.ancestor_mask,
-            chain.depths,
-            chain.node_depths,
+            tokens, features, self.cached, chain.slots, chain.ancestor_mask, chain.depths, chain.node_depths
         )
-        self.cached.add_(chain.count)
-        return hidden[:, -1:]
+        self.cached.add_(chain.count - unknown)
+        return hidden[:, -1 - unknown :]
 
     def forward(
         self,
@@ -93,11 +87,37 @@ class Recursion(FeatureSource, Expansion):
         with self.rows.cache.writing((kv_len[:, None] + slots).long()):
             return self.run(embedded, features, self.rows.positions(kv_len, depths), inputs)
 
+    def known(self, logits: Tensor) -> Tensor:
+        """Logits [B, n, V], all 0 where the text has no position with a feature yet, and nothing to go by."""
+        return torch.where((self.state.out_len - 1 > self.state.kv_start)[:, None, None], logits, 0.0)
+
+
+class Recursion(Reading, Expansion):
+    """A draft source with one forward a level over the frontier, in which every node reads its parent's output.
+
+    A subclass begins with :meth:`start`.
+    """
+
+    shares = (0.1,)  # beside another source, before anything was learned; what is too large costs rows at once
+
+    def num_rows(self, config: GraphConfig) -> int:
+        return config.draft_rows if config.depth > 0 else 0
+
+    def start(self, text: Text, config: PretrainedConfig) -> None:
+        super().start(text, config)
+        self.slot_depths: dict[GraphConfig, Tensor] = {}
+        self.vectors = NodeVectors()
+
+    def prepare(self, config: GraphConfig) -> None:
+        """Make the storage of a shape, and let entries catch up."""
+        Expansion.prepare(self, config)
+        self.vectors.prepare(config, self.rows.features, self.rows.features.shape[2])
+        FeatureSource.prepare(self, config)
+
     def root_logits(self, config: GraphConfig) -> Tensor:
         vectors, logits = self.outputs(self.feed(self.state.out_len - 1, config.chain_rows))
         self.vectors.keep_root(config, vectors)
-        seen = self.state.out_len - 1 > self.state.kv_start  # else there is no feature yet, and nothing to go by
-        return torch.where(seen[:, None, None], logits, 0.0)
+        return self.known(logits)
 
     def frontier_logits(self, level: Level) -> Tensor:
         frontier = level.frontier

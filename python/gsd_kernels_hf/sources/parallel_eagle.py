@@ -1,0 +1,61 @@
+"""P-EAGLE (arXiv 2602.01469): EAGLE-3 that drafts several tokens in one forward.
+
+Behind the text's last position come rows of mask tokens, with one learned feature for all of them. Each sees the text
+and the masks before it, and predicts the token of its own depth: candidates by depth, the same below every path.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gsd_kernels import GraphConfig
+
+from ..records import Verified
+from .base import Level, Proposal, Text
+from .eagle3 import Eagle3, Eagle3Reading
+from .lattice import Lattice, shares_of
+
+
+class ParallelDrafts(Eagle3Reading, Lattice):
+    """The draft source of an :class:`Eagle3` with masks: one forward a step."""
+
+    name = "p-eagle"
+
+    def __init__(self, module: Eagle3) -> None:
+        super().__init__(module)
+        self.extra_slots = module.config.num_parallel - 1  # of the masks
+        self.shares = shares_of(module.config.num_parallel)
+
+    def begin(self, text: Text) -> None:
+        super().begin(text)
+        config, batch = self.module.config, len(self.cached)
+        self.row = torch.arange(config.num_parallel, dtype=torch.int32, device=self.cached.device).expand(batch, -1)
+        self.unknown = config.mask_token_id, self.module.mask_feature()
+
+    def masks(self, config: GraphConfig) -> int:
+        """Rows of masks in a step of a shape; its depth is as many as are read."""
+        return min(config.depth, self.module.config.num_parallel) - 1
+
+    def num_rows(self, config: GraphConfig) -> int:
+        return config.chain_rows + self.masks(config) if config.depth > 0 else 0
+
+    def propose(self, level: Level) -> Proposal | None:
+        """Candidates after nodes of each depth; the forward is at level 0. ``None`` beyond ``depth``."""
+        config = level.config
+        if level.number >= config.depth:
+            return None
+        if level.number == 0:
+            _, logits = self.outputs(self.feed(self.state.out_len - 1, config.chain_rows, self.masks(config)))
+            self.keep_positions(self.known(logits), level)
+        return self.at_depths(level)
+
+    def warm(self, level: Level, verified: Verified) -> Proposal | None:
+        """The attention of a step's forward, behind what is stored; candidates of as many positions."""
+        config = level.config
+        if config.depth == 0:
+            return None
+        rows = self.num_rows(config)
+        self.rows.launch(self.state.out_len - 1, rows, rows)
+        shape = (len(self.cached), self.masks(config) + 1, self.module.config.draft_vocab_size)
+        self.keep_positions(self.rows.features.new_zeros(shape), level)
+        return self.at_depths(level)
