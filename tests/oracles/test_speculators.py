@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from sources.drafters import SIZES, FixedText, random_tensors
 from speculators.losses import resolve_loss_config
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+from speculators.models.dspark import core as dspark_core
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
 from speculators.models.peagle.data import generate_cod_sample_indices
@@ -255,6 +257,79 @@ def test_dflash_equals_speculators(name, tmp_path):
     torch.testing.assert_close(mine, found.view(anchors, block, size), **TOLERANCE)
     head = theirs.lm_head if ours.lm_head is None else ours.lm_head
     torch.testing.assert_close(head(mine), theirs.lm_head(found).view(anchors, block, -1), **TOLERANCE)
+
+
+DSPARK = {
+    "vanilla": {"sample_from_anchor": True},
+    "gated": {"markov_head_type": "gated", "sample_from_anchor": False},
+    "recurrent": {"markov_head_type": "rnn", "sample_from_anchor": True},
+    "recurrent-masks": {"markov_head_type": "rnn", "sample_from_anchor": False, "confidence_head_with_markov": False},
+}
+
+
+@pytest.mark.parametrize("name", DSPARK)
+@torch.no_grad()
+def test_dspark_equals_speculators(name, tmp_path, monkeypatch):
+    """Logits and confidence along the text, of a block at every place that the package chooses."""
+    length, block, size, settings = 19, 5, 32, DSPARK[name]
+    config = Qwen3Config(hidden_size=size, vocab_size=VOCAB, rms_norm_eps=1e-5, num_hidden_layers=2, **SIZES)
+    config._attn_implementation = "eager"
+    theirs = DSparkDraftModel(
+        DSparkSpeculatorConfig(
+            transformer_layer_config=config,
+            draft_vocab_size=VOCAB,
+            aux_hidden_state_layer_ids=[0, 1, 2],
+            mask_token_id=VOCAB - 1,
+            block_size=block,
+            markov_rank=6,
+            **settings,
+        )
+    ).eval()
+    random_tensors(theirs)
+    theirs.save_pretrained(tmp_path)
+    ours = DFlash.from_pretrained(tmp_path)
+    target = tiny(hidden_size=size, num_hidden_layers=2, num_attention_heads=4, dtype=torch.float32, vocab_size=VOCAB)
+    theirs.embed_tokens.weight.copy_(target.get_input_embeddings().weight)  # a checkpoint has neither
+    theirs.lm_head.weight.copy_(target.lm_head.weight)
+
+    gen = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1, length, 3 * size, generator=gen)
+    tokens = torch.randint(0, VOCAB, (1, length), generator=gen)
+    anchors = length - block - 1
+    mask = torch.zeros(1, length)
+    mask[:, 1 : 1 + anchors] = 1
+    found = []
+    monkeypatch.setattr(dspark_core, "compute_metrics", lambda *given, **_: found.extend(given[:3]) or (0, {}))
+    zeros = torch.zeros(1, length, size)
+    theirs(hidden, tokens, mask, zeros, torch.zeros(1, length, dtype=torch.long), max_anchors=anchors)
+    logits, _, confidence = found
+    logits, confidence = logits.view(anchors, block, VOCAB), confidence.view(anchors, block)
+
+    places = torch.arange(1, 1 + anchors)
+    text = FixedText(target, tokens.expand(anchors, -1), torch.zeros(anchors, dtype=torch.int32))
+    source = DFlashDrafts(ours)
+    source.check(target)
+    source.begin(text)
+    source.restart()
+    source.read(dict(enumerate(hidden.expand(anchors, -1, -1).chunk(3, -1))), 0)
+    text.state.out_len.copy_(places + 1)
+    source.enter(text.state.out_len - 1, length)
+    source.look_ahead(None)
+    drafted = ours.config.num_drafted
+    assert drafted == block - (not settings["sample_from_anchor"])
+    for depth in range(drafted):
+        before = tokens[0, places + depth, None]
+        at, theirs_at = slice(depth, depth + 1), slice(block - drafted + depth, block - drafted + depth + 1)
+        mine, state = source.logits[:, at], source.hidden[:, at]
+        if "rnn" in settings.values():
+            gain, source.first = ours.edges.after(state, before, source.first)
+            mine = mine + gain
+        else:
+            mine = ours.edges(mine, state, before)
+        torch.testing.assert_close(mine, logits[:, theirs_at], **TOLERANCE)
+        survival = ours.log_survival(state, before)[..., 0]
+        torch.testing.assert_close(survival, confidence[:, theirs_at].sigmoid().log(), **TOLERANCE)
+    assert confidence.std() > 0.1
 
 
 @torch.no_grad()

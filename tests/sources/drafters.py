@@ -18,8 +18,9 @@ import gsd_kernels as gsd
 from gsd_kernels import DFlash, Eagle3, GraphConfig
 from gsd_kernels_hf.model.runner import RowModel
 from gsd_kernels_hf.records import DecodeState
-from gsd_kernels_hf.sources.dflash import DFlashConfig
+from gsd_kernels_hf.sources.dflash_config import DFlashConfig
 from gsd_kernels_hf.sources.eagle3 import Eagle3Config
+from gsd_kernels_hf.sources.edges import along
 
 SIZES = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
@@ -205,10 +206,13 @@ def dflash_config(target, **changes: Any) -> dict[str, Any]:
     }
 
 
-def random_dflash(config: dict[str, Any], *, own: bool = False, seed: int = 0) -> DFlash:
-    """A drafter of random weights; ``own``: with embedding and output matrix."""
+def random_dflash(
+    config: dict[str, Any], *, own: bool = False, seed: int = 0, confidence: tuple[int, ...] | None = None
+) -> DFlash:
+    """A drafter of random weights; ``own``: with embedding and output matrix; ``confidence``: with such a head."""
     torch.manual_seed(seed)
-    module = DFlash(DFlashConfig.of(config, own_embedding=own, own_head=own)).double().requires_grad_(False)
+    found = DFlashConfig.of(config, own_embedding=own, own_head=own, confidence=confidence, confidence_bias=True)
+    module = DFlash(found).double().requires_grad_(False)
     random_tensors(module)
     if module.d2t is not None:
         ids = torch.randperm(config["vocab_size"])[: config["draft_vocab_size"]].sort().values
@@ -251,7 +255,7 @@ def fit_dflash(module: DFlash, target, steps: int = 80) -> DFlash:
         hidden = hidden[:, config.block_size - config.num_drafted :]
         logits = hidden @ head.T
         if module.edges is not None:
-            logits = module.edges(logits, hidden, text[:, place : place + config.num_drafted])
+            logits = along(module.edges, logits, hidden, text[:, place : place + config.num_drafted])
         wanted = draft_id[text[:, place + 1 : place + 1 + config.num_drafted]]
         optimizer.zero_grad()
         cross_entropy(logits.flatten(0, 1), wanted.flatten()).backward()

@@ -33,9 +33,9 @@ def eagle3(target, folder, tensors=None, drop=(), own_embedding=False, **changes
     return save(folder, {**good, **changes}, stored)
 
 
-def dflash(target, folder, inner=None, **changes):
+def dflash(target, folder, inner=None, tensors=None, **changes):
     good = dflash_config(target)
-    stored = random_dflash(good).float().state_dict()
+    stored = random_dflash(good).float().state_dict() | (tensors or {})
     config = {**good, **changes}
     config["dflash_config"] = {**good["dflash_config"], **(inner or {})}
     return save(folder, config, stored)
@@ -126,9 +126,17 @@ DFLASH = {
         {"inner": {"conv_kernel_size": 2, "conv_group_size": 5}},
         "conv_group_size=5 in its config does not divide hidden_size=32",
     ),
-    "DSpark's recurrent head": (
+    "DSpark's unknown head": (
+        {"inner": {"markov_rank": 4, "markov_head_type": "lstm"}},
+        "markov_head_type='lstm' in its config; served are vanilla, gated, rnn",
+    ),
+    "DSpark's recurrent head without weights": (
         {"inner": {"markov_rank": 4, "markov_head_type": "rnn"}},
-        "markov_head_type='rnn' in its config; served are 'vanilla' and 'gated'",
+        "has no tensor markov_head.markov_w1.weight, which its config calls for",
+    ),
+    "DSpark's confidence head": (
+        {"inner": {"markov_rank": 4}, "tensors": {"confidence_head.proj.weight": ones(1, 33)}},
+        "confidence_head.proj.weight is [1, 33], and its config means [1, 32] or [1, 36]",
     ),
     "DSpark of other layers": (
         {"architectures": ["Gemma4DSparkModel"]},

@@ -19,8 +19,9 @@ from sources.drafters import (
 
 import gsd_kernels as gsd
 from gsd_kernels import DFlash, GraphConfig
-from gsd_kernels_hf.sources.dflash import DFlashConfig, DFlashDrafts
-from gsd_kernels_hf.sources.edges import DynamicConvolution, MarkovHead, Selector
+from gsd_kernels_hf.sources.dflash import DFlashDrafts
+from gsd_kernels_hf.sources.dflash_config import DFlashConfig
+from gsd_kernels_hf.sources.edges import DynamicConvolution, MarkovHead, RecurrentHead, Selector, along
 from gsd_kernels_hf.sources.layers import RowPass
 from gsd_kernels_hf.sources.load import load_drafter
 
@@ -33,6 +34,8 @@ KINDS = {
     "JetSpec": {"inner": {"causal_head": True}},
     "DSpark": {"inner": {"markov_rank": 6, "sample_from_anchor": True}},
     "DSpark gated": {"inner": {"markov_rank": 6, "markov_head_type": "gated"}},
+    "DSpark recurrent": {"inner": {"markov_rank": 6, "markov_head_type": "rnn"}},
+    "DSpark confident": {"inner": {"markov_rank": 6, "sample_from_anchor": True}},
     "DSpark reduced": {"inner": {"markov_rank": 6}, "draft_vocab_size": 31},
     "DFlash 2": {"inner": SECOND, "architectures": ["DFlash2DraftModel"], "block_size": None},
 }
@@ -45,7 +48,9 @@ def target_of():
 
 @functools.cache
 def drafter_of(kind: str) -> DFlash:
-    module = random_dflash(dflash_config(target_of(), **KINDS[kind]), own=kind == "DSpark reduced")
+    confidence = (1, 38) if kind == "DSpark confident" else None
+    config = dflash_config(target_of(), **KINDS[kind])
+    module = random_dflash(config, own=kind == "DSpark reduced", confidence=confidence)
     return fit_dflash(module, target_of(), steps=50)
 
 
@@ -60,43 +65,83 @@ def test_text_is_the_targets_own(kind):
     check_own_text(target_of(), drafter_of(kind), ways, seed=len(kind))
 
 
-@pytest.mark.parametrize("kind", ["DSpark", "DFlash 2"])
-def test_every_merged_node_has_what_the_head_says_of_it(kind):
-    """An edge's probability is that of its depth and its two tokens, whatever path was first to reach its node."""
-    target, drafter, seen, merged = target_of(), drafter_of(kind), [], 0
-    shape = GraphConfig(depth=4, width=4, branch=3, max_rows=32, merge_context=0)
+def graphs_of(drafter: DFlash, shape: GraphConfig) -> list[tuple[dict, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Of every step the graph that a drafter alone gave, and its block: all states, those of what it drafts, logits."""
+    graphs, blocks = [], []
 
     def keep(verified):
-        graph = verified.graph
-        seen.append({name: getattr(graph, name).clone() for name in ("token_ids", "depths", "edge_targets")})
-        seen[-1]["edge_log_probs"] = graph.edge_log_probs.clone()
+        names = ("token_ids", "depths", "parents", "edge_targets", "edge_log_probs")
+        graphs.append({name: getattr(verified.graph, name)[0].clone() for name in names})
 
-    blocks = []
-    taken = DFlashDrafts.keep
+    honest, whole = DFlashDrafts.keep, DFlashDrafts.block_states
+
+    def states(self):
+        found = whole(self)
+        blocks.append([found[0].clone()])
+        return found
 
     def noted(self, hidden, logits, level):
-        blocks.append((hidden.clone(), logits.clone()))
-        taken(self, hidden, logits, level)
+        blocks[-1] += [hidden[0].clone(), logits[0].clone()]
+        honest(self, hidden, logits, level)
 
     options = {"do_sample": False, "drafter": drafter, "draft_sources": ("drafter",), "observer": keep}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DFlashDrafts, "keep", noted)
-        generate(target, **prompts(1, 14, vocab=VOCAB), **options, graph_config=shape)
-    for graph, (hidden, logits) in zip(seen, blocks, strict=True):
-        parents: dict[int, set[int]] = {}
-        for node in range(graph["token_ids"].shape[1]):
-            depth, before = graph["depths"][0, node], graph["token_ids"][0, node].long()
-            for target_node, found in zip(
-                graph["edge_targets"][0, node], graph["edge_log_probs"][0, node], strict=True
-            ):
-                if target_node < 0:
-                    continue
-                parents.setdefault(int(target_node), set()).add(node)
-                at = slice(int(depth), int(depth) + 1)
-                edges = drafter.edges(logits[:, at], hidden[:, at], before[None, None]).log_softmax(-1)
-                torch.testing.assert_close(found.double(), edges[0, 0, graph["token_ids"][0, target_node]], **CLOSE)
+        patch.setattr(DFlashDrafts, "block_states", states)
+        generate(target_of(), **prompts(1, 14, vocab=VOCAB), **options, graph_config=shape)
+    return [(graph, *block) for graph, block in zip(graphs, blocks, strict=True)]
+
+
+def edges_in(graph: dict):
+    """Node, what follows it, and the log-probability of that."""
+    for node, (targets, log_probs) in enumerate(zip(graph["edge_targets"], graph["edge_log_probs"], strict=True)):
+        for after, found in zip(targets.tolist(), log_probs, strict=True):
+            if after >= 0:
+                yield node, after, found.double()
+
+
+@pytest.mark.parametrize("kind", ["DSpark", "DSpark confident", "DFlash 2"])
+def test_every_merged_node_has_what_the_head_says_of_it(kind):
+    """An edge's probability is that of its depth and its two tokens, whatever path was first to reach its node."""
+    drafter, merged, steps = drafter_of(kind), 0, 0
+    shape = GraphConfig(depth=4, width=4, branch=3, max_rows=32, merge_context=0)
+    for graph, _, hidden, logits in graphs_of(drafter, shape):
+        steps, parents = steps + 1, {}
+        for node, after, found in edges_in(graph):
+            parents.setdefault(after, set()).add(node)
+            at, before = slice(int(graph["depths"][node]), int(graph["depths"][node]) + 1), graph["token_ids"][node]
+            given = logits[None, at], hidden[None, at], before.long()[None, None]
+            expected = drafter.edges(*given).log_softmax(-1)[0, 0, graph["token_ids"][after]]
+            if kind == "DSpark confident":
+                survival = drafter.confidence_head.proj(
+                    torch.cat([given[1], drafter.markov_head.markov_w1(given[2])], -1)
+                )
+                assert survival.abs() > 1e-3
+                expected = expected + survival[0, 0, 0].sigmoid().log()
+            torch.testing.assert_close(found, expected, **CLOSE)
         merged += sum(len(found) > 1 for found in parents.values())
-    assert merged > 10 and len(seen) > 4
+    assert merged > 10 and steps > 4
+
+
+def test_a_recurrent_heads_state_goes_along_the_path():
+    """In a tree every node has one; the root's row, which does not draft here, is its first step."""
+    drafter, steps, longest = drafter_of("DSpark recurrent"), 0, 0
+    assert not drafter.config.sample_from_anchor
+    for graph, whole, hidden, logits in graphs_of(drafter, TREE):
+        steps += 1
+        for node, after, found in edges_in(graph):
+            path = [node]
+            while path[0] != 0:
+                path.insert(0, int(graph["parents"][path[0]]))
+            tokens = graph["token_ids"][torch.tensor(path)].long()
+            longest = max(longest, len(path))
+            before, count = torch.cat([tokens[:1], tokens]), len(path)  # the root's row and the first mask's: one token
+            rows = torch.cat([torch.zeros_like(logits[:1]), logits[:count]])
+            along_it = along(drafter.edges, rows[None], whole[None, : count + 1], before[None])
+            assert torch.equal(whole[1 : count + 1], hidden[:count])
+            expected = along_it[0, -1].log_softmax(-1)[graph["token_ids"][after]]
+            torch.testing.assert_close(found, expected, **CLOSE)
+    assert steps > 4 and longest == 3
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -112,6 +157,21 @@ def test_markov_head_is_its_formula(gated):
             if gated:
                 e = e * torch.sigmoid(head.gate_proj.weight @ torch.cat([hidden[b, w], e]) + head.gate_proj.bias)
             torch.testing.assert_close(found[b, w], logits[b, w] + head.markov_w2.weight @ e)
+
+
+def test_recurrent_head_is_its_formula():
+    head, gen = RecurrentHead(11, 9, 3, 4), torch.Generator().manual_seed(1)
+    random_tensors(head)
+    logits, hidden = torch.randn(2, 5, 9, generator=gen), torch.randn(2, 5, 4, generator=gen)
+    before = torch.randint(0, 11, (2, 5), generator=gen)
+    found = along(head, logits, hidden, before)
+    for b in range(2):
+        state = torch.zeros(3)
+        for k in range(5):
+            read = torch.cat([state, head.markov_w1.weight[before[b, k]], hidden[b, k]])
+            gate, candidate, output = (head.joint_proj.weight @ read + head.joint_proj.bias).split(3)
+            torch.testing.assert_close(found[b, k], logits[b, k] + head.markov_w2.weight @ output.tanh())
+            state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
 
 
 def test_selector_is_its_formula():
@@ -212,8 +272,8 @@ def tensors_of(module):
 def test_dspark_layouts_are_the_same_drafter(layout, tmp_path):
     target = target_of()
     config = dflash_config(target, inner={"markov_rank": 6, "sample_from_anchor": True}, block_size=4)
-    module = random_dflash(config)
-    tensors = tensors_of(module) | {"confidence_head.proj.weight": torch.ones(1, 38)}
+    module = random_dflash(config, confidence=(1, 38))
+    tensors = tensors_of(module)
     inner = config.pop("dflash_config")
     layers = inner.pop("target_layer_ids")
     heads = {"markov_rank": 6, "markov_head_type": "vanilla", "mask_token_id": inner["mask_token_id"]}

@@ -10,13 +10,10 @@ the earlier ones only), DSpark, DFlash 2. Layouts: z-lab's (``dflash_config``), 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from gsd_kernels import GraphConfig
@@ -27,7 +24,9 @@ from . import checkpoints
 from .base import Level, Proposal, Text
 from .chain import Chain
 from .checkpoints import BadCheckpoint, Checkpoint
-from .edges import ConvolvedLayer, MarkovHead, Selector
+from .dflash_config import DFlashConfig
+from .edges import ConfidenceHead, ConvolvedLayer, MarkovHead, RecurrentHead, Selector
+from .expansion import NodeVectors
 from .lattice import Lattice, shares_of
 from .layers import Layer, Rotary, RowPass
 
@@ -35,148 +34,6 @@ __all__ = ["DFlash"]
 
 UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors of training, which drafting does not read."""
-
-
-@dataclass(frozen=True)
-class DFlashConfig:
-    """What a DFlash checkpoint's config says.
-
-    Attributes:
-        layers: sizes and rotary settings of the decoder layers; ``vocab_size`` is the target's.
-        block_size: rows of the forward, the root's included.
-        mask_token_id: whose embedding stands for a token to be drafted.
-        hidden_layers: the target's hidden states that are fused, as transformers' ``hidden_states[i]``.
-        draft_vocab_size: tokens that it can draft.
-        target_hidden_size: Dt, width of the target's hidden states.
-        sample_from_anchor: whether the root's row drafts, too; else candidates after it are those of the first mask.
-        bidirectional_window: whether rows of a layer with a sliding window see the later ones of the block.
-        own_embedding, own_head: whether the checkpoint has these matrices; else the target's are used.
-        causal: whether rows of all layers see the earlier ones of the block only (JetSpec).
-        markov_rank, markov_gated: of DSpark's head; 0: none.
-        selector_rank, selector_top_k: of DFlash 2's head; 0: none.
-        taps, group: of DFlash 2's convolutions; 0: none.
-    """
-
-    layers: PretrainedConfig
-    block_size: int
-    mask_token_id: int
-    hidden_layers: tuple[int, ...]
-    draft_vocab_size: int
-    target_hidden_size: int
-    sample_from_anchor: bool = False
-    bidirectional_window: bool = False
-    own_embedding: bool = False
-    own_head: bool = False
-    causal: bool = False
-    markov_rank: int = 0
-    markov_gated: bool = False
-    selector_rank: int = 0
-    selector_top_k: int = 0
-    taps: int = 0
-    group: int = 0
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any], *, own_embedding: bool, own_head: bool) -> DFlashConfig:
-        """Read a ``config.json``.
-
-        z-lab's layout and DeepSpec's list the layers whose outputs are fused, that of speculators what layers read. In
-        DeepSpec's the root's row always drafts; it has no word for it.
-
-        Raises:
-            BadCheckpoint: a setting is missing, impossible, or not served.
-        """
-        inner = config.get("dflash_config")
-        nested = config.get("transformer_layer_config")
-        if isinstance(inner, dict):
-            flat = dict(config)
-            settings = {"block_size": config.get("block_size"), **checkpoints.set_in(inner)}
-            layers = checkpoints.layer_numbers("target_layer_ids", inner.get("target_layer_ids"), shift=1)
-        elif isinstance(nested, dict):
-            flat, settings = dict(nested), checkpoints.set_in(config)
-            name = "aux_hidden_state_layer_ids"
-            layers = checkpoints.layer_numbers(name, config.get(name))
-        elif "target_layer_ids" in config:
-            flat, settings = dict(config), {**checkpoints.set_in(config), "sample_from_anchor": True}
-            layers = checkpoints.layer_numbers("target_layer_ids", config["target_layer_ids"], shift=1)
-        else:
-            raise BadCheckpoint(
-                "drafter: its config has neither dflash_config nor transformer_layer_config nor target_layer_ids"
-            )
-        sizes = checkpoints.layer_config({**flat, "model_type": "qwen3"}, "qwen3")
-        draft_vocab_size = checkpoints.number(checkpoints.set_in(config), "draft_vocab_size", default=sizes.vocab_size)
-        if draft_vocab_size < sizes.vocab_size and not own_head:
-            raise BadCheckpoint(
-                f"drafter: its draft vocabulary of {draft_vocab_size} needs an output matrix of its own, lm_head.weight"
-            )
-        edges = edges_of(settings, sizes)
-        second = config.get("speculators_model_type") == "dflash2" or any(
-            str(name).startswith("DFlash2") for name in config.get("architectures") or ()
-        )
-        for name in ("selector_rank", "conv_kernel_size") if second else ():
-            checkpoints.number(settings, name)  # a DFlash 2 drafter has both
-        if edges.get("taps"):  # DFlash 2's own code has it so; the others say it
-            settings = {"sliding_window_non_causal": True, **settings}
-        if edges.get("selector_rank") and draft_vocab_size < sizes.vocab_size:
-            raise BadCheckpoint("drafter: a DFlash 2 drafter with a draft vocabulary of its own; not served")
-        return cls(
-            sizes,
-            checkpoints.number(settings, "block_size", least=2),
-            checkpoints.number(settings, "mask_token_id", least=0),
-            layers,
-            draft_vocab_size,
-            checkpoints.number(
-                {"target_hidden_size": sizes.hidden_size, **checkpoints.set_in(config), **settings},
-                "target_hidden_size",
-            ),
-            checkpoints.flag(settings, "sample_from_anchor"),
-            checkpoints.flag(settings, "sliding_window_non_causal"),
-            own_embedding,
-            own_head,
-            checkpoints.flag(settings, "causal_head"),
-            **edges,
-        )
-
-    @property
-    def kind(self) -> str:
-        """What its authors call it."""
-        if self.selector_rank or self.taps:
-            return "DFlash 2"
-        return "DSpark" if self.markov_rank else "JetSpec" if self.causal else "DFlash"
-
-    @property
-    def num_drafted(self) -> int:
-        """Later positions that a block has candidates for."""
-        return self.block_size - (not self.sample_from_anchor)
-
-
-def edges_of(settings: Mapping[str, Any], sizes: PretrainedConfig) -> dict[str, Any]:
-    """What a config says of heads for edges, and of the convolutions that come with one of them.
-
-    Raises:
-        BadCheckpoint: a setting is missing, impossible, or not served.
-    """
-    found: dict[str, Any] = {}
-    projector = settings.get("projector_type", "dflash")
-    if projector != "dflash":
-        raise BadCheckpoint(f"drafter: projector_type={projector!r} in its config; only 'dflash' is served")
-    if settings.get("markov_rank"):
-        kind = settings.get("markov_head_type", "vanilla")
-        if kind not in ("vanilla", "gated"):
-            raise BadCheckpoint(
-                f"drafter: markov_head_type={kind!r} in its config; served are 'vanilla' and 'gated', whose scores "
-                "depend on the token before alone, not on the whole path"
-            )
-        found |= {"markov_rank": checkpoints.number(settings, "markov_rank"), "markov_gated": kind == "gated"}
-    if settings.get("selector_rank"):
-        found |= {name: checkpoints.number(settings, name) for name in ("selector_rank", "selector_top_k")}
-    if settings.get("conv_kernel_size"):
-        taps, group = (checkpoints.number(settings, name) for name in ("conv_kernel_size", "conv_group_size"))
-        if sizes.hidden_size % group:
-            raise BadCheckpoint(
-                f"drafter: conv_group_size={group} in its config does not divide hidden_size={sizes.hidden_size}"
-            )
-        found |= {"taps": taps, "group": group}
-    return found
 
 
 class DFlash(nn.Module):
@@ -207,13 +64,19 @@ class DFlash(nn.Module):
         reduced = config.draft_vocab_size < sizes.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if reduced else None)
         vocab, drafted, rank = sizes.vocab_size, config.draft_vocab_size, config.markov_rank
-        self.markov_head = MarkovHead(vocab, drafted, rank, size, gated=config.markov_gated) if rank else None
+        self.markov_head: MarkovHead | RecurrentHead | None = None
+        if config.markov_type == "rnn":
+            self.markov_head = RecurrentHead(vocab, drafted, rank, size)
+        elif rank:
+            self.markov_head = MarkovHead(vocab, drafted, rank, size, gated=config.markov_type == "gated")
+        confident = config.confidence
+        self.confidence_head = ConfidenceHead(confident, bias=config.confidence_bias) if confident else None
         rank = config.selector_rank
         self.candidate_selector = Selector(vocab, rank, size, config.selector_top_k) if rank else None
 
     @property
-    def edges(self) -> MarkovHead | Selector | None:
-        """The head that scores a token by the one before, if there is one."""
+    def edges(self) -> MarkovHead | RecurrentHead | Selector | None:
+        """The head that scores a token by the one before, or by all before it, if there is one."""
         return self.candidate_selector if self.markov_head is None else self.markov_head
 
     @classmethod
@@ -230,7 +93,14 @@ class DFlash(nn.Module):
         """As :meth:`from_pretrained`, of an open checkpoint."""
         checkpoint.rename(weight_name)
         has = {name: f"{name}.weight" in checkpoint.files for name in ("embed_tokens", "lm_head")}
-        config = DFlashConfig.of(checkpoint.config, own_embedding=has["embed_tokens"], own_head=has["lm_head"])
+        _, confidence = checkpoint.files.get("confidence_head.proj.weight", (None, None))
+        config = DFlashConfig.of(
+            checkpoint.config,
+            own_embedding=has["embed_tokens"],
+            own_head=has["lm_head"],
+            confidence=confidence,
+            confidence_bias="confidence_head.proj.bias" in checkpoint.files,
+        )
         return checkpoints.build(cls, config, checkpoint, target)
 
     def __repr__(self) -> str:
@@ -276,6 +146,13 @@ class DFlash(nn.Module):
         """The feature of the target's hidden states, [B, n, Dt] each: [B, n, D]."""
         return self.hidden_norm(self.fc(torch.cat(hidden, -1)))
 
+    def log_survival(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """What the confidence head says of rows' outputs [B, W, D] after tokens int64 [B, W]: [B, W, 1]."""
+        head, markov = self.confidence_head, self.markov_head
+        if markov is not None and self.config.confidence > hidden.shape[2]:
+            hidden = torch.cat([hidden, markov.markov_w1(before)], -1)
+        return head(hidden)
+
     def store(self, features: Tensor, positions: Tensor, rows: RowPass) -> None:
         """Store every layer's keys and values of features [B, n, D] at text positions int64 [B, n]."""
         turns = self.rotary(features, positions)
@@ -302,9 +179,7 @@ class DFlash(nn.Module):
 def weight_name(name: str) -> str | None:
     """The name here of a published tensor; ``None``: not needed."""
     name = name.removeprefix("model.")
-    # Which of the lattice's edges pay is learned from what is accepted, so DSpark's confidence head is not read.
-    unused = name in UNUSED or name.endswith("rotary_emb.inv_freq") or name.startswith("confidence_head.")
-    return None if unused else name
+    return None if name in UNUSED or name.endswith("rotary_emb.inv_freq") else name
 
 
 class DFlashDrafts(Lattice):
@@ -332,6 +207,7 @@ class DFlashDrafts(Lattice):
         config, device, batch = self.module.config, self.cached.device, len(self.cached)
         self.lm_head = self.module.lm_head or text.target.stepping.get_output_embeddings()
         self.vocab_size, self.target_ids = text.target.vocab_size, self.module.target_ids()
+        self.states = NodeVectors()
         row = torch.arange(config.block_size, device=device)
         every = torch.ones(len(row), len(row), dtype=torch.bool, device=device)
         self.row = row.to(torch.int32).expand(batch, -1)
@@ -341,6 +217,12 @@ class DFlashDrafts(Lattice):
 
     def num_rows(self, config: GraphConfig) -> int:
         return config.chain_rows + self.module.config.block_size if config.depth > 0 else 0
+
+    def prepare(self, config: GraphConfig) -> None:
+        """See :meth:`FeatureSource.prepare`; and room for a recurrent head's states, one a node."""
+        if isinstance(self.module.edges, RecurrentHead):
+            self.states.prepare(config, self.rows.features, self.module.config.markov_rank)
+        super().prepare(config)
 
     def enter(self, end: Tensor, width: int) -> None:
         """Store keys and values of up to ``width`` features before ``end`` [B]."""
@@ -370,33 +252,68 @@ class DFlashDrafts(Lattice):
         features, drafted = self.rows.features, self.module.config.num_drafted
         logits = self.lm_head.weight.new_zeros(len(features), drafted, self.module.config.draft_vocab_size)
         self.keep(features.new_zeros(len(features), drafted, features.shape[2]), logits, level)
+        self.first = features.new_zeros(len(features), 1, self.module.config.markov_rank)
         return self.at_depths(level)
 
     def look_ahead(self, level: Level) -> None:
         """Forward the block, and keep what candidates of its positions are made of until the next step."""
-        config = self.module.config
-        hidden = self.block_states()[:, config.block_size - config.num_drafted :]
+        whole, config = self.block_states(), self.module.config
+        hidden = whole[:, config.block_size - config.num_drafted :]
         self.keep(hidden, self.lm_head(hidden.to(self.lm_head.weight.dtype)), level)
+        edges, root = self.module.edges, whole[:, :1]
+        if isinstance(edges, RecurrentHead):
+            self.first = edges.begin(root)
+            if not config.sample_from_anchor:  # the root's row went before, with the same token
+                token = self.known_tokens(self.state.root_tokens())[:, None]
+                _, self.first = edges.after(root, token, self.first)
+
+    @property
+    def by_node(self) -> bool:
+        """Whether candidates depend on more than the depth of a node."""
+        return self.module.edges is not None or self.module.confidence_head is not None
 
     def keep(self, hidden: Tensor, logits: Tensor, level: Level) -> None:
         """Keep states [B, n, D] and logits [B, n, V] of the drafted positions, or the candidates where that is all."""
-        if self.module.edges is not None:
+        if self.by_node:
             self.hidden, self.logits = hidden, logits
         else:
             self.keep_positions(logits, level)
 
+    def known_tokens(self, tokens: Tensor) -> Tensor:
+        """Ids that heads have a row for, int64, where they lie."""
+        return tokens.long().to(self.logits.device).clamp(max=self.module.config.layers.vocab_size - 1)
+
     def at_depths(self, level: Level) -> Proposal:
         """Candidates after the nodes of a frontier, by their depths and, with edges, their tokens."""
-        if self.module.edges is None:
+        if not self.by_node:
             return super().at_depths(level)
-        drafted = self.module.config.num_drafted
-        place = level.frontier.depths.long().clamp(max=drafted)  # [B, W]
+        drafted, frontier = self.module.config.num_drafted, level.frontier
+        place = frontier.depths.long().clamp(max=drafted)  # [B, W]
         at = place.clamp(max=drafted - 1)[..., None].to(self.logits.device)
         hidden, logits = (found.gather(1, at.expand(-1, -1, found.shape[2])) for found in (self.hidden, self.logits))
-        before = level.frontier.token_ids.long().to(logits.device).clamp(max=self.module.config.layers.vocab_size - 1)
-        tokens, log_probs = self.ranked(self.module.edges(logits, hidden, before), level.positions, level.config.branch)
+        before = self.known_tokens(frontier.token_ids)
+        scored = self.scored(level, logits, hidden, before)
+        tokens, log_probs = self.ranked(scored, level.positions, level.config.branch)
+        if self.module.confidence_head is not None:
+            log_probs = log_probs + self.module.log_survival(hidden, before).to(log_probs)
         there = (place < drafted)[..., None]
         return Proposal(torch.where(there, tokens, -1), torch.where(there, log_probs, -torch.inf), place)
+
+    def scored(self, level: Level, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
+        """Logits [B, W, V] after nodes, of those of their positions; a recurrent head's states go along the edges."""
+        edges = self.module.edges
+        if edges is None:
+            return logits
+        if not isinstance(edges, RecurrentHead):
+            return edges(logits, hidden, before)
+        first = level.number == 0
+        state = self.first.expand(-1, before.shape[1], -1) if first else self.states.of_parents(level)
+        output, state = edges.after(hidden, before, state)
+        if first:
+            self.states.keep_root(level.config, state[:, :1])
+        else:
+            self.states.keep(level, state)
+        return logits + output.to(logits.dtype)
 
     def block_states(self) -> Tensor:
         """Forward the block behind all features; [B, block_size, D]."""

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from .layers import Layer, RowPass, Turns
 
-__all__ = ["ConvolvedLayer", "DynamicConvolution", "MarkovHead", "Selector"]
+__all__ = ["ConfidenceHead", "ConvolvedLayer", "DynamicConvolution", "MarkovHead", "RecurrentHead", "Selector"]
 
 
 class MarkovHead(nn.Module):
@@ -50,6 +50,81 @@ class MarkovHead(nn.Module):
         if self.gate_proj is not None:
             embedded = embedded * self.gate_proj(torch.cat([hidden, embedded], -1)).sigmoid()
         return logits + self.markov_w2(embedded).to(logits.dtype)
+
+
+class RecurrentHead(nn.Module):
+    """DSpark's recurrent head: a bias of low rank by all tokens of a path (as :class:`MarkovHead`, type ``rnn``).
+
+    [g, c, o] = J [s, W1[a], h] + j; s′ = σ(g) ⊙ s + (1 − σ(g)) ⊙ tanh(c); logits(b) + W2 · tanh(o). The state s, zero
+    before the block, goes along the path: a node that paths share has that of its primary parent.
+
+    Args:
+        vocab_size: of the tokens before.
+        draft_vocab_size: of the logits.
+        rank: r, of W1 [vocab_size, r], W2 [draft_vocab_size, r] and s; J [3r, 2r + D].
+        hidden_size: D, width of h.
+    """
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int, hidden_size: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
+
+    def begin(self, hidden: Tensor) -> Tensor:
+        """The state before a block [B, 1, r], of any of its rows [B, 1, D]."""
+        return hidden.new_zeros(len(hidden), 1, self.markov_w2.in_features)
+
+    def after(self, hidden: Tensor, before: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What a position's logits gain [B, W, V], and the state after it [B, W, r].
+
+        Args:
+            hidden: [B, W, D], what its logits were made of.
+            before: int64 [B, W], the token before.
+            state: [B, W, r], of the path so far.
+        """
+        read = torch.cat([state, self.markov_w1(before), hidden], -1)
+        gate, candidate, output = self.joint_proj(read).chunk(3, -1)
+        gate = gate.sigmoid()
+        return self.markov_w2(output.tanh()), gate * state + (1 - gate) * candidate.tanh()
+
+
+def along(edges: nn.Module, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
+    """What a head makes of logits [B, n, V] along one path, as in training.
+
+    Args:
+        edges: :class:`MarkovHead`, :class:`RecurrentHead` or :class:`Selector`.
+        logits, hidden: as of :meth:`MarkovHead.forward`, of the next n positions.
+        before: int64 [B, n], the token before each.
+    """
+    if not isinstance(edges, RecurrentHead):
+        return edges(logits, hidden, before)
+    state, gains = edges.begin(hidden), []
+    for place in range(logits.shape[1]):
+        at = slice(place, place + 1)
+        gain, state = edges.after(hidden[:, at], before[:, at], state)
+        gains.append(gain)
+    return logits + torch.cat(gains, 1).to(logits.dtype)
+
+
+class ConfidenceHead(nn.Module):
+    """DSpark's confidence head: how much of its draft's distribution the target shares, Σ min(p, q), after a token.
+
+    With so much probability a candidate stands for what the target may pick; the rest is not the drafter's to say. So a
+    path's probability is what its authors call survival, times that of its tokens.
+
+    Args:
+        inputs: D, or D + r with the token before.
+        bias: whether there is one.
+    """
+
+    def __init__(self, inputs: int, *, bias: bool) -> None:
+        super().__init__()
+        self.proj = nn.Linear(inputs, 1, bias=bias)
+
+    def forward(self, read: Tensor) -> Tensor:
+        """Its logarithm [B, W, 1], of rows [B, W, inputs]."""
+        return nn.functional.logsigmoid(self.proj(read))
 
 
 class Selector(nn.Module):

@@ -10,7 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.hidden import decoder_of
-from ..sources.dflash import DFlash, DFlashConfig
+from ..sources.dflash import DFlash
+from ..sources.dflash_config import DFlashConfig
 from ..sources.layers import Attention
 from .drafter import DrafterOptions, DrafterTraining, layer_sizes, spread, write_checkpoint
 from .job import TrainingOptions, check_output_matrix, output_logits

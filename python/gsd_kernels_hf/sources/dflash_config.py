@@ -1,0 +1,188 @@
+"""What the config of a DFlash checkpoint says: DFlash itself, JetSpec, DSpark, DFlash 2, in three layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from . import checkpoints
+from .checkpoints import BadCheckpoint
+
+__all__ = ["DFlashConfig"]
+
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+"""Kinds of DSpark's head."""
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """What a DFlash checkpoint's config says.
+
+    Attributes:
+        layers: sizes and rotary settings of the decoder layers; ``vocab_size`` is the target's.
+        block_size: rows of the forward, the root's included.
+        mask_token_id: whose embedding stands for a token to be drafted.
+        hidden_layers: the target's hidden states that are fused, as transformers' ``hidden_states[i]``.
+        draft_vocab_size: tokens that it can draft.
+        target_hidden_size: Dt, width of the target's hidden states.
+        sample_from_anchor: whether the root's row drafts, too; else candidates after it are those of the first mask.
+        bidirectional_window: whether rows of a layer with a sliding window see the later ones of the block.
+        own_embedding, own_head: whether the checkpoint has these matrices; else the target's are used.
+        causal: whether rows of all layers see the earlier ones of the block only (JetSpec).
+        markov_rank, markov_type: of DSpark's head, the latter one of :data:`MARKOV_HEADS`; 0: none.
+        confidence, confidence_bias: numbers that DSpark's confidence head reads, and whether it has a bias; 0: none.
+        selector_rank, selector_top_k: of DFlash 2's head; 0: none.
+        taps, group: of DFlash 2's convolutions; 0: none.
+    """
+
+    layers: PretrainedConfig
+    block_size: int
+    mask_token_id: int
+    hidden_layers: tuple[int, ...]
+    draft_vocab_size: int
+    target_hidden_size: int
+    sample_from_anchor: bool = False
+    bidirectional_window: bool = False
+    own_embedding: bool = False
+    own_head: bool = False
+    causal: bool = False
+    markov_rank: int = 0
+    markov_type: str = "vanilla"
+    confidence: int = 0
+    confidence_bias: bool = False
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    taps: int = 0
+    group: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        config: Mapping[str, Any],
+        *,
+        own_embedding: bool,
+        own_head: bool,
+        confidence: tuple[int, ...] | None = None,
+        confidence_bias: bool = False,
+    ) -> DFlashConfig:
+        """Read a ``config.json``, beside which there are tensors; ``confidence``: the shape of that head's weight.
+
+        z-lab's layout and DeepSpec's list the layers whose outputs are fused, that of speculators what layers read. In
+        DeepSpec's the root's row always drafts; it has no word for it.
+
+        Raises:
+            BadCheckpoint: a setting is missing, impossible, or not served.
+        """
+        inner = config.get("dflash_config")
+        nested = config.get("transformer_layer_config")
+        if isinstance(inner, dict):
+            flat = dict(config)
+            settings = {"block_size": config.get("block_size"), **checkpoints.set_in(inner)}
+            layers = checkpoints.layer_numbers("target_layer_ids", inner.get("target_layer_ids"), shift=1)
+        elif isinstance(nested, dict):
+            flat, settings = dict(nested), checkpoints.set_in(config)
+            name = "aux_hidden_state_layer_ids"
+            layers = checkpoints.layer_numbers(name, config.get(name))
+        elif "target_layer_ids" in config:
+            flat, settings = dict(config), {**checkpoints.set_in(config), "sample_from_anchor": True}
+            layers = checkpoints.layer_numbers("target_layer_ids", config["target_layer_ids"], shift=1)
+        else:
+            raise BadCheckpoint(
+                "drafter: its config has neither dflash_config nor transformer_layer_config nor target_layer_ids"
+            )
+        sizes = checkpoints.layer_config({**flat, "model_type": "qwen3"}, "qwen3")
+        draft_vocab_size = checkpoints.number(checkpoints.set_in(config), "draft_vocab_size", default=sizes.vocab_size)
+        if draft_vocab_size < sizes.vocab_size and not own_head:
+            raise BadCheckpoint(
+                f"drafter: its draft vocabulary of {draft_vocab_size} needs an output matrix of its own, lm_head.weight"
+            )
+        edges = edges_of(settings, sizes)
+        second = config.get("speculators_model_type") == "dflash2" or any(
+            str(name).startswith("DFlash2") for name in config.get("architectures") or ()
+        )
+        for name in ("selector_rank", "conv_kernel_size") if second else ():
+            checkpoints.number(settings, name)  # a DFlash 2 drafter has both
+        if edges.get("taps"):  # DFlash 2's own code has it so; the others say it
+            settings = {"sliding_window_non_causal": True, **settings}
+        if edges.get("selector_rank") and draft_vocab_size < sizes.vocab_size:
+            raise BadCheckpoint("drafter: a DFlash 2 drafter with a draft vocabulary of its own; not served")
+        return cls(
+            sizes,
+            checkpoints.number(settings, "block_size", least=2),
+            checkpoints.number(settings, "mask_token_id", least=0),
+            layers,
+            draft_vocab_size,
+            checkpoints.number(
+                {"target_hidden_size": sizes.hidden_size, **checkpoints.set_in(config), **settings},
+                "target_hidden_size",
+            ),
+            checkpoints.flag(settings, "sample_from_anchor"),
+            checkpoints.flag(settings, "sliding_window_non_causal"),
+            own_embedding,
+            own_head,
+            checkpoints.flag(settings, "causal_head"),
+            **edges,
+            **confidence_of(confidence, sizes.hidden_size, edges.get("markov_rank", 0)),
+            confidence_bias=confidence is not None and confidence_bias,
+        )
+
+    @property
+    def kind(self) -> str:
+        """What its authors call it."""
+        if self.selector_rank or self.taps:
+            return "DFlash 2"
+        return "DSpark" if self.markov_rank else "JetSpec" if self.causal else "DFlash"
+
+    @property
+    def num_drafted(self) -> int:
+        """Later positions that a block has candidates for."""
+        return self.block_size - (not self.sample_from_anchor)
+
+
+def edges_of(settings: Mapping[str, Any], sizes: PretrainedConfig) -> dict[str, Any]:
+    """What a config says of heads for edges, and of the convolutions that come with one of them.
+
+    Raises:
+        BadCheckpoint: a setting is missing, impossible, or not served.
+    """
+    found: dict[str, Any] = {}
+    projector = settings.get("projector_type", "dflash")
+    if projector != "dflash":
+        raise BadCheckpoint(f"drafter: projector_type={projector!r} in its config; only 'dflash' is served")
+    if settings.get("markov_rank"):
+        kind = settings.get("markov_head_type", "vanilla")
+        if kind not in MARKOV_HEADS:
+            raise BadCheckpoint(
+                f"drafter: markov_head_type={kind!r} in its config; served are {', '.join(MARKOV_HEADS)}"
+            )
+        found |= {"markov_rank": checkpoints.number(settings, "markov_rank"), "markov_type": kind}
+    if settings.get("selector_rank"):
+        found |= {name: checkpoints.number(settings, name) for name in ("selector_rank", "selector_top_k")}
+    if settings.get("conv_kernel_size"):
+        taps, group = (checkpoints.number(settings, name) for name in ("conv_kernel_size", "conv_group_size"))
+        if sizes.hidden_size % group:
+            raise BadCheckpoint(
+                f"drafter: conv_group_size={group} in its config does not divide hidden_size={sizes.hidden_size}"
+            )
+        found |= {"taps": taps, "group": group}
+    return found
+
+
+def confidence_of(shape: tuple[int, ...] | None, hidden_size: int, rank: int) -> dict[str, int]:
+    """What DSpark's confidence head reads, by its weight: a row's output, and the token before where that is told too.
+
+    Raises:
+        BadCheckpoint: another shape.
+    """
+    if shape is None:
+        return {}
+    if shape not in ((1, hidden_size), (1, hidden_size + rank)):
+        sizes = sorted({hidden_size, hidden_size + rank})
+        raise BadCheckpoint(
+            f"drafter: confidence_head.proj.weight is {list(shape)}, and its config means "
+            f"{' or '.join(f'[1, {size}]' for size in sizes)}"
+        )
+    return {"confidence": shape[1]}
