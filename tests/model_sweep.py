@@ -15,11 +15,9 @@ import models
 import tiny_configs
 import torch
 import transformers
-from reciting import Reciting
 from transformers import PreTrainedModel
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.model.recurrent.mixers import mixers_of
 
 TABLE = Path(__file__).parents[1] / "docs" / "models.md"
 NEW = 9  # tokens after prompts of 7, with windows of 5
@@ -81,7 +79,7 @@ def sweep(name: str) -> Finding:
     else:
         return finding
     before = state_of(target)
-    options = {"graph_config": "tree", "max_new_tokens": NEW, **drafting(target, plain.batch)}
+    options = {"graph_config": "tree", "max_new_tokens": NEW, "assistant_model": models.noised(target, NOISE)}
     try:
         out = gsd.generate(target, **prompts(), **options, do_sample=False)
     except (ValueError, TypeError) as error:
@@ -91,20 +89,13 @@ def sweep(name: str) -> Finding:
         return Finding(REFUSED, reason.removeprefix("model: ").removeprefix(name).strip())
     assert torch.equal(out, plain.batch), f"{name}: greedy, batch 3: {out.tolist()} != {plain.batch.tolist()}"
     one = {"input_ids": prompts()["input_ids"][:1]}
-    alone = gsd.generate(target, **one, **{**options, **drafting(target, plain.one)}, do_sample=False)
+    alone = gsd.generate(target, **one, **options, do_sample=False)
     assert torch.equal(alone, plain.one), f"{name}: greedy, batch 1"
     sampled = {"do_sample": True, "top_k": 0, "seed": 3, "max_new_tokens": NEW}
     drafted = gsd.generate(target, **prompts(), **{**options, **sampled})
     assert torch.equal(drafted, gsd.generate(target, **prompts(), **sampled)), f"{name}: sampled, batch 3"
     assert same(before, state_of(target)), f"{name}: served, and not as it was"
     return Finding(SERVED)
-
-
-def drafting(target: PreTrainedModel, text: torch.Tensor) -> dict[str, Any]:
-    """What drafts: the target with noise, or what knows the text where models with recurrent states cannot."""
-    if mixers_of(target):
-        return {"draft_sources": (Reciting(text, tiny_configs.VOCAB),)}
-    return {"assistant_model": models.noised(target, NOISE)}
 
 
 def broken_by_padding(model: PreTrainedModel) -> list[int]:
@@ -164,8 +155,7 @@ the cache's length (Llama 4) are looked at for several lengths. Linear layers wh
 other rows, as with activations that are quantised over all rows of a forward, are found as well; so an unknown class
 is judged by what it does. What one forward cannot show is a rule that begins to matter at a far position only.
 Modules that keep a recurrent state in transformers' cache (linear attention, state spaces, short convolutions) are
-served where rows of a tree come out as single tokens do, see [method.md](method.md#recurrent-layers); as targets, not
-as drafts.
+served where rows of a tree come out as single tokens do, see [method.md](method.md#recurrent-layers).
 
 Written by `python tests/model_sweep.py`; `tests/validate/test_model_sweep.py` checks it.
 

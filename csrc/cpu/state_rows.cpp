@@ -17,7 +17,9 @@ constexpr int64_t kBlocks = 3;
 
 struct Sizes {
   int64_t batch, rows, heads, groups, key, value, decays, block, places;  // places: of a window, those of rows included
+  int64_t first = 0;                                                      // rows of earlier calls
   int64_t committed() const { return kBlocks * block; }
+  int64_t place(int64_t row) const { return committed() + first + row; }
 };
 
 // One sequence's rows: what is the same for all heads.
@@ -85,7 +87,7 @@ GSD_CLONES void head_rows(const Sizes& z, const Paths& paths, const Window& w, c
   const auto query = [&](int64_t r) { return rows.query + ((b * z.rows + r) * z.groups + g) * K; };
   float *decayed = scratch, *read = scratch + 2 * z.rows * K;  // [row][key, query]
   for (int64_t r = 0; r < z.rows; r++) {
-    const int64_t end = paths.begin[r + 1], own = z.committed() + r, previous = paths.in_previous[r];
+    const int64_t end = paths.begin[r + 1], own = z.place(r), previous = paths.in_previous[r];
     const float* decay = rows.decay + ((b * z.rows + r) * z.heads + h) * D;
     const bool opens = end - paths.begin[r] == previous;  // its block
     const float* last = opens ? nullptr : sums(paths.before[end - 1]);
@@ -137,7 +139,7 @@ GSD_CLONES void head_rows(const Sizes& z, const Paths& paths, const Window& w, c
   }
   for (int64_t r = 0; r < z.rows; r++) {
     const int64_t first = paths.begin[r], end = paths.begin[r + 1], previous = paths.in_previous[r];
-    const int64_t own = z.committed() + r;
+    const int64_t own = z.place(r);
     const float *k = keys(own), *q = query(r), *since = sums(own);
     const float* through = previous > 0 ? sums(paths.before[first + previous - 1]) : nullptr;
     float *of_key = read + 2 * r * V, *of_query = of_key + V, *update = updates(own);
@@ -228,11 +230,12 @@ Paths paths_of(const Sizes& z, const int32_t* parents, const int32_t* depths, in
   Paths paths;
   paths.begin.push_back(0);
   std::vector<int64_t> path;
-  for (int64_t r = 0; r < z.rows; r++) {
+  for (int64_t r = 0; r < z.first + z.rows; r++) {
     const int64_t depth = depths[r], parent = parents[r];
     STD_TORCH_CHECK(parent >= -1 && parent < r, "parents: row ", r, " follows ", parent);
     STD_TORCH_CHECK(depth == (parent < 0 ? 0 : depths[parent] + 1) && depth <= z.block, "depths: row ", r, " has ", depth,
                     "; expected one more than its parent, and at most ", z.block);
+    if (r < z.first) continue;
     const int64_t position = length + depth, boundary = std::max<int64_t>(position / z.block - 1, 0) * z.block;
     for (int64_t t = boundary; t < length; t++) paths.before.push_back(t % z.committed());
     path.clear();
@@ -260,20 +263,22 @@ Tensor state_rows(const Tensor& query, const Tensor& key, const Tensor& value, c
   check("value", value, ScalarType::Float, {z.batch, z.rows, z.heads, z.value});
   check("decay", decay, ScalarType::Float, {z.batch, z.rows, z.heads, z.decays});
   if (beta) check("beta", *beta, ScalarType::Float, {z.batch, z.rows, z.heads});
-  check("parents", parents, ScalarType::Int, {z.batch, z.rows});
-  check("depths", depths, ScalarType::Int, {z.batch, z.rows});
+  check("parents", parents, ScalarType::Int, {z.batch, kAny});
+  const int64_t all = parents.size(1);
+  z.first = all - z.rows;
+  STD_TORCH_CHECK(z.first >= 0, "parents: of ", all, " rows, where ", z.rows, " are given");
+  check("depths", depths, ScalarType::Int, {z.batch, all});
   check("lengths", lengths, ScalarType::Int, {z.batch});
-  STD_TORCH_CHECK(z.places >= z.committed() + z.rows, "window: no room for ", z.rows, " rows");
+  STD_TORCH_CHECK(z.places >= z.committed() + all, "window: no room for ", all, " rows");
   Tensor out = torch::stable::new_empty(value, {z.batch, z.rows, z.heads, z.value});
   const Window w{written<float>(state), written<float>(keys), written<float>(updates), written<float>(sums)};
   const Rows rows{read<float>(query), read<float>(key), read<float>(value), read<float>(decay),
                   beta ? read<float>(*beta) : nullptr, written<float>(out)};
   std::vector<Paths> paths;
   for (int64_t b = 0; b < z.batch; b++) {
-    const int64_t at = b * z.rows;
-    paths.push_back(paths_of(z, read<int32_t>(parents) + at, read<int32_t>(depths) + at, read<int32_t>(lengths)[b]));
-    const int64_t size = z.groups * z.key;
-    std::copy_n(rows.key + at * size, z.rows * size, w.keys + (b * z.places + z.committed()) * size);
+    const int64_t of = b * all, size = z.groups * z.key;
+    paths.push_back(paths_of(z, read<int32_t>(parents) + of, read<int32_t>(depths) + of, read<int32_t>(lengths)[b]));
+    std::copy_n(rows.key + b * z.rows * size, z.rows * size, w.keys + (b * z.places + z.place(0)) * size);
   }
   torch::stable::parallel_for(0, z.batch * z.heads, heads_at_once(z, z.rows), [&](int64_t begin, int64_t end) {
     std::vector<float> scratch(static_cast<size_t>(2 * z.rows * (z.key + z.value)));

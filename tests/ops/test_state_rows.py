@@ -75,7 +75,7 @@ class Text:
         for b, of in enumerate(parents):
             for r, parent in enumerate(of):
                 depths[b][r] = depths[b][parent] + 1 if parent >= 0 else 0
-        self.window.reserve(at.shape[1])
+        self.window.reserve(len(parents[0]))
         tree = (torch.tensor(x, dtype=torch.int32) for x in (parents, depths))
         return state_rows(**take(self.given, at), **dict(zip(("parents", "depths"), tree, strict=True)),
                           lengths=self.lengths, window=self.window, backend=self.backend)  # fmt: skip
@@ -167,6 +167,37 @@ def test_many_rows_have_the_bits_of_few(case, on):
 
 
 @backends("reference", "cpu")
+@pytest.mark.parametrize("case", CASES)
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.lists(st.integers(0, 20), min_size=16, max_size=16))
+def test_rows_may_follow_those_of_earlier_calls(case, on, calls, after):
+    """Level by level as all at once: the bits of a row do not tell which call it came by."""
+    given, count = tokens(2, 30, case), sum(calls)
+    whole, parts = Text(case, 2, on.name, given), Text(case, 2, on.name, given)
+    for text in (whole, parts):
+        text.rows(torch.arange(3).expand(2, -1), [[-1, 0, 1]] * 2)
+        text.commit([[0, 1, 2]] * 2)
+    parents, depths = [], []
+    for row in range(count):
+        parent = after[row] % (row + 1) - 1
+        parent = -1 if parent >= 0 and depths[parent] == BLOCK else parent
+        parents, depths = [*parents, parent], [*depths, depths[parent] + 1 if parent >= 0 else 0]
+    at = torch.arange(3, 3 + count).expand(2, -1)
+    right, done = whole.rows(at, [parents] * 2), 0
+    for rows in calls:
+        found = parts.rows(at[:, done : done + rows], [parents[: done + rows]] * 2)
+        assert torch.equal(found, right[:, done : done + rows])
+        done += rows
+    leaf = depths.index(max(depths))
+    path = [leaf]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    for text in (whole, parts):
+        text.commit([path] * 2)
+    assert torch.equal(whole.window.end(whole.lengths), parts.window.end(parts.lengths))
+
+
+@backends("reference", "cpu")
 def test_sequences_go_their_own_ways(on):
     """Lengths that differ: one text in its first block, one at a boundary, one that accepts nothing."""
     given, text = tokens(3, 40, "gated-delta"), None
@@ -220,7 +251,8 @@ def test_no_access_past_the_end(case, on, capfd):
         for name in ("state", "keys", "updates", "sums"):
             setattr(text.window, name, guarded(getattr(text.window, name)))
         for first in (0, 3, 6):
-            text.rows(torch.arange(first, first + 5)[None], [[-1, 0, 1, 1, -1]])
+            text.rows(torch.arange(first, first + 2)[None], [[-1, 0]])
+            text.rows(torch.arange(first + 2, first + 5)[None], [[-1, 0, 1, 1, -1]])
             text.commit([[0, 1, 2]])
 
     assert in_a_fork(steps_of_a_text) == 0, capfd.readouterr().err[-2000:]
@@ -233,6 +265,8 @@ def test_arguments_are_checked():
     with pytest.raises(ValueError, match="window: no room for 3 rows"):
         state_rows(**given, **tree, lengths=lengths, window=window)
     window.reserve(3)
+    with pytest.raises(ValueError, match="parents: of 2 rows, where 3 are given"):
+        state_rows(**given, **{n: t[:, :2] for n, t in tree.items()}, lengths=lengths, window=window)
     for wrong in (
         {"value": given["value"].double()},
         {"decay": given["decay"][..., :2].contiguous()},

@@ -42,8 +42,9 @@ def state_rows(
         value: float32 [B, R, H, V].
         decay: float32 [B, R, H, D], logarithms, at most 0.
         beta: float32 [B, R, H], or ``None``.
-        parents: int32 [B, R], a smaller row, or −1 for the text.
-        depths: int32 [B, R], rows before it on its path, at most ``window.block``.
+        parents: int32 [B, T], T ≥ R, a smaller row, or −1 for the text; the last R are the rows of this call, those
+            before them were given to earlier ones.
+        depths: int32 [B, T], rows before it on its path, at most ``window.block``.
         lengths: int32 [B], tokens that are committed.
         window: with room for the rows; see :meth:`StateWindow.reserve`.
 
@@ -62,11 +63,14 @@ def state_rows(
     check_tensor("decay", decay, (batch, rows, heads, None), FLOAT, device)
     if beta is not None:
         check_tensor("beta", beta, (batch, rows, heads), FLOAT, device)
-    check_tensor("parents", parents, (batch, rows), INT, device)
-    check_tensor("depths", depths, (batch, rows), INT, device)
+    check_tensor("parents", parents, (batch, None), INT, device)
+    count = parents.shape[1]
+    if count < rows:
+        raise ValueError(f"parents: of {count} rows, where {rows} are given")
+    check_tensor("depths", depths, (batch, count), INT, device)
     check_window(window, lengths, (batch, heads, groups, size, width, decays))
-    if window.keys.shape[1] < window.places + rows:
-        raise ValueError(f"window: no room for {rows} rows; call window.reserve({rows}) first")
+    if window.keys.shape[1] < window.places + count:
+        raise ValueError(f"window: no room for {count} rows; call window.reserve({count}) first")
     return resolve(backend, device, ROWS)(query, key, value, decay, beta, parents, depths, lengths, window)
 
 

@@ -21,18 +21,21 @@ def state_rows(
 ) -> Tensor:
     batch, rows, groups, _ = key.shape
     heads, block, out = value.shape[2], window.block, torch.empty_like(value)
-    window.keys[:, window.places : window.places + rows] = key
+    first = parents.shape[1] - rows
+    window.keys[:, window.places + first : window.places + first + rows] = key
     for b in range(batch):
         length, paths = int(lengths[b]), []
-        for r in range(rows):
-            parent = int(parents[b, r])
-            check_row(r, parent, int(depths[b, r]), paths, block)
-            paths.append([*(paths[parent] if parent >= 0 else ()), r])
-            position = length + len(paths[r]) - 1
+        for row in range(first + rows):
+            parent = int(parents[b, row])
+            check_row(row, parent, int(depths[b, row]), paths, block)
+            paths.append([*(paths[parent] if parent >= 0 else ()), row])
+            if row < first:
+                continue
+            r, position = row - first, length + len(paths[row]) - 1
             boundary = max(position // block - 1, 0) * block
             before = [t % window.places for t in range(boundary, length)]
-            before += [window.places + a for a in paths[r][:-1]]
-            own = window.places + r
+            before += [window.places + a for a in paths[row][:-1]]
+            own = window.places + row
             window.sums[b, own] = decay[b, r] + (window.sums[b, before[-1]] if position % block else 0.0)
             # Of the block before the row's own, if there is one, and of the row's.
             total = window.sums[b, before[block - 1]] if position >= block else torch.zeros_like(decay[b, r])

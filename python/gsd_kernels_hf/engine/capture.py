@@ -49,7 +49,7 @@ def stepping(session: Session, ranks: Capturers) -> Callable[[], Verified]:
 def can_capture(session: Session) -> bool:
     """Whether all that this process forwards lies on one GPU, and nothing in a step waits for it."""
     sources = session.mixer.sources if session.mixer is not None else ()
-    waits = session.target.recurrent or any(source.on_host for source in sources)
+    waits = any(rows.recurrent for rows in session.row_models) or any(source.on_host for source in sources)
     if waits or not replay.is_gpu(session.kv_len.device):
         return False
     models = [rows.model for rows in session.row_models]

@@ -96,7 +96,7 @@ def screen(
         TypeError, ValueError: the reason and the cure.
     """
     sources = Sources.of(options, model)
-    validate.check_paths(options.graph_config, model)
+    validate.check_paths(options.graph_config, (model, *sources.models.values()))
     if input_ids is not None:
         validate.check_prompt(input_ids, attention_mask, properties.vocabulary(model))
     validate.check_generation_config(generation_config)

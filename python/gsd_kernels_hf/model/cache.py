@@ -260,8 +260,7 @@ class GraphCache(RowsCache):
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor, kv_len: Tensor, *, backend: str = "auto") -> None:
         """Move the accepted rows of all layers behind the prefix and advance ``kv_len``; one call a device."""
-        for form in self.forms:
-            form.commit(accepted_rows, num_accepted)
+        self.commit_states(accepted_rows, num_accepted)
         by_device: dict[torch.device, list[GraphLayer]] = {}
         for layer in self.layers:
             if layer.is_initialized:  # layers that share another's keys and values, or never run, store nothing
@@ -279,6 +278,11 @@ class GraphCache(RowsCache):
             )
         if kv_len.device not in by_device:
             kv_len.add_(num_accepted)
+
+    def commit_states(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
+        """Take the accepted rows into the states alone: their keys and values lie where they belong."""
+        for form in self.forms:
+            form.commit(accepted_rows, num_accepted)
 
     @property
     def nbytes(self) -> int:

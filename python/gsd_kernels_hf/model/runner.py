@@ -127,6 +127,7 @@ class RowModel(CachedText):
         self.hidden: Mapping[int, Tensor] = {}
         self.reused = 0  # positions of the current prompt that were there
         self.why_modules: str | None = None  # what keeps the rows from being one operator
+        self.tree: RowTree | None = None  # of the rows since the text, for layers that keep a state
         self.after: Tensor  # int32 [B, R]; of the last rows, index in the text of the token after each
 
     @cached_property
@@ -213,7 +214,7 @@ class RowModel(CachedText):
         Where ``slots`` is an int and ``node_depths`` not ``depths`` itself, those of the rows' slots are written.
         """
         fed = self.feed(token_ids, kv_len, slots, depths, node_depths, shift, torch.int64)
-        stepping, tree = self.stepping, self.tree_of(ancestor_mask, token_ids.shape[1]) if self.recurrent else None
+        stepping, tree = self.stepping, self.tree_of(ancestor_mask, slots, token_ids.shape) if self.recurrent else None
         inputs = GraphInputs(
             ancestor_mask=ancestor_mask.to(self.device),
             kv_len=kv_len.to(self.device),
@@ -240,12 +241,20 @@ class RowModel(CachedText):
         self.hidden = hidden
         return output.logits[:, -keep:]
 
-    def tree_of(self, ancestor_mask: Tensor, count: int) -> RowTree:
-        """The rows as a tree, for layers that keep a state."""
+    def tree_of(self, ancestor_mask: Tensor, slots: Tensor | int, shape: torch.Size) -> RowTree:
+        """The rows [B, R] as a tree, for layers that keep a state; arguments as of :meth:`rows`.
+
+        Behind those that were forwarded before, where an int says that these are not the first of their text.
+        """
         self.cache.begin_rows()
+        own, earlier = None, None
+        if isinstance(slots, Tensor):
+            own = slots.to(self.device, torch.int64).expand(shape)
+        elif slots and self.tree is not None:
+            earlier = self.tree.until(slots)
+        self.tree = RowTree.of(ancestor_mask.to(self.device), shape[1], slots=own, earlier=earlier)
         # No path that can be accepted is longer; sequences that ended may have rows that are.
-        tree = RowTree.of(ancestor_mask.to(self.device), count)
-        return tree.shallow(self.block) if self.block else tree
+        return self.tree.shallow(self.block) if self.block else self.tree
 
     def check_length(self, name: str, tokens: int) -> None:
         """Raise where the model has no position for one of ``tokens`` tokens of a text.

@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 from gsd_kernels import GraphConfig, Rows, flatten
 from gsd_kernels.config import MAX_BRANCH, MAX_ROWS
 
+from .. import validate
 from ..model import properties
+from ..model.recurrent.mixers import mixers_of
 from ..model.spelling import Speller
 from ..model.vocabulary import Translation
 from .base import DraftSource, Level, Proposal, Text
@@ -67,7 +69,17 @@ class Retokenised(DraftSource):
         return f"<{type(self).__name__} {self.name!r}: {type(self.model).__name__}, read as text>"
 
     def check(self, target: PreTrainedModel) -> None:
-        """Refuse models that lack tokens of their tokenizers."""
+        """Refuse models that lack tokens of their tokenizers, and a draft that cannot go back in its text.
+
+        Raises:
+            ValueError: it keeps a recurrent state, or tokens are lacking.
+        """
+        if recurrent := mixers_of(self.model):
+            raise validate.Unsupported(
+                f"assistant_model: {type(self.model).__name__} keeps a recurrent state ({recurrent[0][0]}), which does "
+                "not go back to where the draft's tokens change as the text grows; give a draft that has most of the "
+                "target's tokens"
+            )
         self.translation.check(target, self.model)
 
     def begin(self, text: Text) -> None:

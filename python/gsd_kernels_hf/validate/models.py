@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
@@ -72,27 +72,26 @@ def keeps_state(name: str, model: PreTrainedModel) -> bool:
     """Whether layers keep a recurrent state.
 
     Raises:
-        Unsupported: they do, in a draft or on several ranks.
+        Unsupported: they do, on several ranks.
     """
     recurrent = mixers_of(model)
     if not recurrent:
         return False
     what = f"{name}: {type(model).__name__} keeps a recurrent state ({recurrent[0][0]})"
-    if name != "model":
-        raise Unsupported(f"{what}, which drafts cannot; it can be the target")
     if getattr(model, "_device_mesh", None) is not None:
         raise Unsupported(f"{what} and is sharded among ranks; not supported")
     return True
 
 
-def check_paths(shape: object, model: PreTrainedModel) -> None:
+def check_paths(shape: object, models: Iterable[PreTrainedModel]) -> None:
     """Raise where the paths of a shape are longer than what recurrent layers keep between two states."""
     deepest = getattr(shape, "max_path", None) or 0
-    if deepest > BLOCK and mixers_of(model):
-        raise Unsupported(
-            f"graph_config: max_path={deepest}, and {type(model).__name__} keeps a recurrent state, behind which a "
-            f"path has at most {BLOCK} rows; give max_path={BLOCK}"
-        )
+    for model in models if deepest > BLOCK else ():
+        if mixers_of(model):
+            raise Unsupported(
+                f"graph_config: max_path={deepest}, and {type(model).__name__} keeps a recurrent state, behind which a "
+                f"path has at most {BLOCK} rows; give max_path={BLOCK}"
+            )
 
 
 def check_forwards(name: str, model: PreTrainedModel) -> None:

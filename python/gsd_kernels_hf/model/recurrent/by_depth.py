@@ -30,7 +30,7 @@ class ByDepth:
 
     def __init__(self, module: nn.Module, layer: LinearAttentionLayer) -> None:
         self.module, self.layer = module, layer
-        self.after: dict[tuple[str, int], Tensor] = {}  # [B, R, …]: states after the last rows
+        self.after: dict[tuple[str, int], Tensor] = {}  # [B, T, …]: states after the rows since the text
 
     def begin(self) -> None:
         """Nothing: the states stay where the prompt left them."""
@@ -48,7 +48,8 @@ class ByDepth:
         """See :class:`~.mixers.Form`."""
         hidden = next(v for v in (*args, *options.values()) if isinstance(v, Tensor))
         shape, tree = hidden.shape[:2], tree.on(hidden.device)
-        self.after = {}
+        kept = self.after if tree.first else {}
+        self.after = {kind: grown(states[:, : tree.first], shape[1]) for kind, states in kept.items()}
         # Rows are never padding.
         options = {n: None if n == "attention_mask" else value for n, value in options.items() if n != "graph"}
         outputs: list[Any] = []
@@ -64,22 +65,25 @@ class ByDepth:
 
             given, named = nested.tree_map(of_level, (args, options), is_leaf=lambda v: isinstance(v, RowsCache))
             outputs.append(self.module(*given, **named))
-            self.keep(layer, sequence, row, shape)
+            self.keep(layer, sequence, row, tree)
         return gathered(outputs, tree, shape)
 
     def layer_of(self, sequence: Tensor, parent: Tensor) -> LinearAttentionLayer:
         """A cache layer with the states that rows [n] follow: of the text, or after their parents."""
         own, layer = self.layer, LinearAttentionLayer(self.layer.number_of_states)
         layer.device, layer.dtype = own.device, own.dtype
-        first = not bool(self.after)
+        follows = parent >= 0
+        some, all_of_them = bool(follows.any()), bool(follows.all())
         for index in range(own.number_of_states):
             for kind in KINDS:
-                if first:
-                    states = getattr(own, kind)[index]
-                    states = states[sequence] if states is not None and own.has_previous_state[index] else None
-                else:
-                    after = self.after.get((kind, index))
-                    states = None if after is None else after[sequence, parent]
+                states = getattr(own, kind)[index] if own.has_previous_state[index] and not all_of_them else None
+                states = None if states is None else states[sequence]
+                if some and (after := self.after.get((kind, index))) is not None:
+                    found = after[sequence, parent.clamp(min=0)]
+                    if not all_of_them:
+                        states = torch.zeros_like(found) if states is None else states
+                        found = torch.where(follows.view(-1, *[1] * (found.dim() - 1)), found, states)
+                    states = found
                 getattr(layer, kind)[index] = states
                 getattr(layer, f"is_{kind}_initialized")[index] = states is not None
                 if states is not None:
@@ -87,15 +91,15 @@ class ByDepth:
             layer.conv_kernel_size[index] = own.conv_kernel_size[index] or _width(layer.conv_states[index])
         return layer
 
-    def keep(self, layer: LinearAttentionLayer, sequence: Tensor, row: Tensor, shape: torch.Size) -> None:
+    def keep(self, layer: LinearAttentionLayer, sequence: Tensor, row: Tensor, tree: RowTree) -> None:
         """Note the states after rows [n]."""
         for kind in KINDS:
             for index, states in getattr(layer, kind).items():
                 if states is None:
                     continue
                 if (kind, index) not in self.after:
-                    self.after[kind, index] = states.new_zeros(*shape, *states.shape[1:])
-                self.after[kind, index][sequence, row] = states
+                    self.after[kind, index] = states.new_zeros(*tree.parents.shape, *states.shape[1:])
+                self.after[kind, index][sequence, tree.first + row] = states
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
         """See :class:`~.mixers.Form`."""
@@ -113,6 +117,11 @@ class ByDepth:
                 self.layer.conv_kernel_size[index] = new.shape[-1]
             self.layer.device, self.layer.dtype = self.layer.device or new.device, self.layer.dtype or new.dtype
         self.after = {}
+
+
+def grown(states: Tensor, rows: int) -> Tensor:
+    """States after rows [B, T, …], with room for more."""
+    return torch.cat([states, states.new_zeros(len(states), rows, *states.shape[2:])], 1)
 
 
 def _width(states: Tensor | None) -> int | None:

@@ -54,7 +54,7 @@ class Recurrence:
         beta: Tensor | None,  # [B, R, H]
     ) -> Tensor:
         """See :func:`gsd_kernels.ops.state_rows.state_rows`; float32 [B, R, H, V]."""
-        batch, count, groups, size = key.shape
+        batch, _, groups, size = key.shape
         heads, width, decays = value.shape[2], value.shape[3], decay.shape[3]
         if self.fresh:
             if self.window is None or self.window.state.shape[1:] != (batch, heads, size, width):
@@ -64,8 +64,8 @@ class Recurrence:
             self.lengths = torch.zeros(batch, dtype=torch.int32, device=key.device)  # since the prompt
             self.state, self.fresh = None, False
         assert self.window is not None
-        self.window.reserve(count)
         parents, depths = tree.narrow
+        self.window.reserve(parents.shape[1])
         given = (t.to(torch.float32) for t in (query, key, value, decay))
         beta = None if beta is None else beta.to(torch.float32)
         return state_rows(*given, beta, parents, depths, self.lengths, self.window, backend=self.backend)

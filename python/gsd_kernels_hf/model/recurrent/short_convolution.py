@@ -18,7 +18,7 @@ class ShortConvolution:
 
     Attributes:
         last: [B, W − 1, C], inputs at the end of the text; ``None``: not known before the first row.
-        rows: [B, W − 1 + R, C], those and the last rows' behind them.
+        rows: [B, W − 1 + T, C], those and, behind them, the rows' since.
         used: whether the module has this convolution.
     """
 
@@ -51,11 +51,13 @@ class ShortConvolution:
         if self.last is None:
             self.last = inputs.new_zeros(inputs.shape[0], width - 1, inputs.shape[2])
         self.used, self.before = True, tree.before(width)
-        self.rows = torch.cat([self.last.to(inputs), inputs], 1)
+        before = self.rows if tree.first and self.rows is not None else self.last
+        earlier = before[:, : width - 1 + tree.first].to(inputs)
+        self.rows = torch.cat([earlier, inputs], 1)
         exact = torch.promote_types(inputs.dtype, torch.float32)
         weight, out = weight.to(exact), None
         for back in range(width - 1, -1, -1):
-            there = self.before[..., back, None].expand(-1, -1, inputs.shape[2])
+            there = self.before[:, tree.first :, back, None].expand(-1, -1, inputs.shape[2])
             term = self.rows.gather(1, there).to(exact) * weight[:, width - 1 - back]
             out = term if out is None else out + term
         assert out is not None
