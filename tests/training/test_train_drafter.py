@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import gsd_kernels as gsd
 from gsd_kernels_hf.sources.dflash import DFlashDrafts
 from gsd_kernels_hf.sources.eagle3 import Eagle3Drafts
+from gsd_kernels_hf.sources.edges import along
 from gsd_kernels_hf.sources.load import load_drafter
 from gsd_kernels_hf.training import loop
 from gsd_kernels_hf.training.dflash import DFlashTraining
@@ -25,7 +26,12 @@ from gsd_kernels_hf.training.eagle3 import Eagle3Training
 from gsd_kernels_hf.training.job import load_target
 
 QUICK = ["--batch", 4, "--length", 24, "--lr", 0.01, "--checkpoint-every", 5, "--device", "cpu", "--own-sequences", 64]
-KINDS = {"eagle3": ["--depth", 3, "--draft-vocabulary", 250], "dflash": ["--block-size", 4, "--layers", 2]}
+KINDS = {
+    "eagle3": ["--depth", 3, "--draft-vocabulary", 250],
+    "dflash": ["--block-size", 4, "--layers", 2],
+    "jetspec": ["--block-size", 4, "--layers", 1],
+    "dspark": ["--block-size", 3, "--layers", 1, "--markov-rank", 8, "--markov-head", "gated", "--lr", 0.03],
+}
 
 
 def arguments(kind, folder, out, *more, steps=30):
@@ -49,7 +55,9 @@ def test_a_drafter_learns_and_our_loader_reads_it(folder, trained):
     assert drafter.fc.weight.dtype == torch.float64
     ids = AutoTokenizer.from_pretrained(folder / "target")("3 times 3", return_tensors="pt").input_ids
     plain = target.generate(ids, max_new_tokens=24, do_sample=False)
-    assert torch.equal(gsd.generate(target, ids, max_new_tokens=24, drafter=out, draft_sources=("drafter",)), plain)
+    options = {"drafter": out, "draft_sources": ("drafter",), "return_dict_in_generate": True}
+    drafted = gsd.generate(target, ids, max_new_tokens=24, **options)
+    assert torch.equal(drafted.sequences, plain) and drafted.stats.draft_rows > 0
 
 
 def test_the_layouts_are_the_published_ones(folder, trained):
@@ -57,10 +65,17 @@ def test_the_layouts_are_the_published_ones(folder, trained):
     config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
     assert config["torch_dtype"] == "float32" and config["hidden_size"] == 32 and config["vocab_size"] == 259
     assert {tensors[name].dtype for name in tensors if name not in ("d2t", "t2d")} == {torch.float32}
-    if kind == "dflash":
+    parts, said = {name.split(".")[0] for name in tensors}, {"mask_token_id": 0, "target_layer_ids": [1]}
+    if kind in ("dflash", "jetspec"):
         assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 4
-        assert config["dflash_config"] == {"mask_token_id": 0, "target_layer_ids": [1]}
-        assert {name.split(".")[0] for name in tensors} == {"fc", "hidden_norm", "layers", "norm"}
+        assert config["dflash_config"] == said | ({"causal_head": True} if kind == "jetspec" else {})
+        assert parts == {"fc", "hidden_norm", "layers", "norm"}
+        return
+    if kind == "dspark":
+        said |= {"block_size": 3, "markov_rank": 8, "markov_head_type": "gated", "enable_confidence_head": True}
+        assert said.items() <= config.items() and config["architectures"] == ["Qwen3DSparkModel"]
+        assert parts == {"fc", "hidden_norm", "layers", "norm", "markov_head", "confidence_head"}
+        assert tensors["confidence_head.proj.weight"].shape == (1, 40) and "confidence_head.proj.bias" in tensors
         return
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] == 250
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1]
@@ -88,7 +103,7 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens():
 def random_training(kind, folder, token_level=1.0, **drafter):
     options = options_for(folder, token_level=token_level)
     target, tokenizer = load_target(options)
-    if kind == "dflash":
+    if kind != "eagle3":
         trained = DFlashTraining(options, target, DrafterOptions(kind, **drafter), torch.float32, tokenizer)
     else:
         ids = torch.arange(3, 259, 2)
@@ -132,23 +147,38 @@ def test_levels_are_what_drafting_computes(folder, windows, layers):  # noqa: F8
         torch.testing.assert_close(levels[level][0], logits[:places, 0])
 
 
-def test_blocks_are_what_drafting_computes(folder, windows):  # noqa: F811
-    trained, target = random_training("dflash", folder, layers=2, block_size=4)
+BLOCKS = {
+    "dflash": {"block_size": 4},
+    "jetspec": {"block_size": 4},
+    "dspark": {"block_size": 3, "markov_rank": 5, "markov_head": "rnn"},
+}
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_are_what_drafting_computes(folder, windows, kind):  # noqa: F811
+    trained, target = random_training(kind, folder, layers=2, **BLOCKS[kind])
     window = windows[:1]
     states, _ = trained.read(window)
     roots = torch.arange(1, 9)
-    logits = trained.logits(window, states, roots[None])[0]  # [8, 3, V]
+    logits, confidence = trained.outputs(window, states, roots[None])  # [1, 8, 3, V]
     text, source = source_on(DFlashDrafts, trained, target, window, states)
     text.state.out_len.copy_((torch.arange(13) + 2).clamp(max=13))  # roots 1 … 12
     source.enter(text.state.out_len - 1, 13)
-    torch.testing.assert_close(logits, target.lm_head(source.block_states()[:8, 1:]))
-    assert (trained.guessed(window, 0, 8)[0] == logits.argmax(-1)).all()
+    hidden = source.block_states()[:8, -3:]
+    expected = target.lm_head(hidden)
+    if kind == "dspark":
+        tokens = window[0, roots[:, None] + torch.arange(3)]
+        expected = along(trained.module.edges, expected, hidden, tokens)
+        torch.testing.assert_close(confidence[0], trained.module.confidence(hidden, tokens)[..., 0])
+    torch.testing.assert_close(logits[0], expected)
+    assert (trained.guessed(window, 0, 8)[0] == expected.argmax(-1)).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weight", [1.0, 0.3])
 def test_losses_are_divergence_and_likelihood(folder, windows, kind, weight):  # noqa: F811
-    trained, _ = random_training(kind, folder, weight, **({"depth": 2} if kind == "eagle3" else {"block_size": 3}))
+    size = {"eagle3": {"depth": 2}, "dspark": {"block_size": 2, "markov_rank": 5}}.get(kind, {"block_size": 3})
+    trained, _ = random_training(kind, folder, weight, **size)
     states, log_target = trained.read(windows)
     ids = trained.module.target_ids().tolist()
 
@@ -172,14 +202,27 @@ def test_losses_are_divergence_and_likelihood(folder, windows, kind, weight):  #
         return
     torch.manual_seed(4)
     roots = torch.rand(3, 10).topk(4).indices + 1
-    logits = trained.logits(windows, states, roots)
+    logits, confidence = trained.outputs(windows, states, roots)
+    assert (confidence is None) == (kind != "dspark")
+
+    def confident(row, block, guess):
+        """Cross-entropy of the confidence head against what the distributions share."""
+        if confidence is None:
+            return 0.0
+        p, q = log_target[row, int(roots[row, block]) + guess].exp(), logits[row, block, guess].softmax(-1)
+        share, said = torch.minimum(p, q).sum(), confidence[row, block, guess].sigmoid()
+        return -(share * said.log() + (1 - share) * (1 - said).log())
+
     ratio = torch.exp(torch.tensor(-2 / 3, dtype=torch.float64))
     losses = [
-        (at(r, logits[r, a, 0], int(roots[r, a])) + ratio * at(r, logits[r, a, 1], int(roots[r, a]) + 1)) / (1 + ratio)
+        sum(
+            ratio**k * (at(r, logits[r, a, k], int(roots[r, a]) + k) + confident(r, a, k)) / (1 + ratio)
+            for k in range(2)
+        )
         for r in range(3)
         for a in range(4)
     ]
-    torch.testing.assert_close(found, torch.stack(losses).mean())
+    torch.testing.assert_close(found, torch.stack(losses).sum() / 12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -216,7 +259,13 @@ def test_bad_options_are_refused_by_name(folder, tmp_path):
 
     other = [str(a) for a in arguments("eagle3", folder, tmp_path / "out")]
     other[other.index("--kind") + 1] = "medusa"
-    assert "kind: expected one of eagle3, dflash, got 'medusa'" in refused(*other)
+    assert "kind: expected one of eagle3, dflash, jetspec, dspark, got 'medusa'" in refused(*other)
+    assert line("dflash", "--markov-rank", 4).startswith("markov_rank: not a setting of dflash")
+    assert line("jetspec", "--markov-head", "rnn").startswith("markov_head: not a setting of jetspec")
+    assert line("dspark", "--markov-head", "lstm").startswith(
+        "markov_head: expected one of vanilla, gated, rnn, got 'lstm'"
+    )
+    assert line("dspark", "--markov-rank", 0).startswith("markov_rank: expected at least 1, got 0")
     assert line("eagle3", "--block-size", 4).startswith("block_size: not a setting of eagle3")
     assert line("dflash", "--draft-vocabulary", 4).startswith("draft_vocabulary: not a setting of dflash")
     assert line("dflash", "--block-size", 1).startswith("block_size: expected at least 2, got 1")
@@ -246,7 +295,9 @@ def test_a_target_with_a_scale_behind_its_output_matrix_gets_no_dflash(folder, t
         (tmp_path / "granite" / file.name).write_bytes(file.read_bytes())
     given = arguments("dflash", folder, tmp_path / "out")
     given[given.index("--target") + 1] = str(tmp_path / "granite")
-    assert "changes its logits after the output matrix (a scale or a soft cap), which DFlash" in refused(*given)
+    assert "changes its logits after the output matrix (a scale or a soft cap), which drafters of blocks" in refused(
+        *given
+    )
 
 
 def test_rotary_settings_follow_the_target(folder, tmp_path):

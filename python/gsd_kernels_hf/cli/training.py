@@ -108,7 +108,10 @@ WeightDecay = Annotated[float, typer.Option("--weight-decay", min=0.0, rich_help
 Json = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout, instead of a table.")]
 
 # Of train-drafter alone.
-Kind = Annotated[str, typer.Option("--kind", metavar="eagle3|dflash", rich_help_panel=_MODELS, help="What is trained.")]
+Kind = Annotated[
+    str,
+    typer.Option("--kind", metavar="eagle3|dflash|jetspec|dspark", rich_help_panel=_MODELS, help="What is trained."),
+]
 IntermediateSize = Annotated[
     int | None,
     typer.Option("--intermediate-size", rich_help_panel=_MODELS, help="Of its layers. Default: the target's."),
@@ -140,14 +143,33 @@ Depth = Annotated[
 ]
 BlockSize = Annotated[
     int | None,
-    typer.Option("--block-size", rich_help_panel=_MODELS, help="dflash: rows, the last token's too. Default: 8."),
+    typer.Option(
+        "--block-size",
+        rich_help_panel=_MODELS,
+        help="dflash, jetspec, dspark: rows, the last token's too. Default: those of 7 guesses.",
+    ),
 ]
 MaskTokenId = Annotated[
     int | None,
     typer.Option(
         "--mask-token-id",
         rich_help_panel=_MODELS,
-        help="dflash: stands for tokens to be drafted. Default: the tokenizer's mask, padding or end of text.",
+        help="With a block: stands for tokens to be drafted. Default: the tokenizer's mask, padding or end of text.",
+    ),
+]
+MarkovRank = Annotated[
+    int | None,
+    typer.Option(
+        "--markov-rank", rich_help_panel=_MODELS, help="dspark: of the head for the token before. Default: 256."
+    ),
+]
+MarkovHead = Annotated[
+    str | None,
+    typer.Option(
+        "--markov-head",
+        metavar="vanilla|gated|rnn",
+        rich_help_panel=_MODELS,
+        help="dspark: what it is. Default: vanilla.",
     ),
 ]
 
@@ -280,6 +302,8 @@ def drafter_command(
     depth: Depth = None,
     block_size: BlockSize = None,
     mask_token_id: MaskTokenId = None,
+    markov_rank: MarkovRank = None,
+    markov_head: MarkovHead = None,
     held_out_text: HeldOutText = None,
     steps: Steps = None,
     minutes: Minutes = None,
@@ -299,7 +323,7 @@ def drafter_command(
     weight_decay: WeightDecay = 0.05,
     as_json: Json = False,
 ) -> None:
-    """Train an EAGLE-3 or DFlash drafter for a target.
+    """Train an EAGLE-3, DFlash, JetSpec or DSpark drafter for a target.
 
     It reads the target's hidden states, and is written as published ones are: --drafter takes it, as other engines do.
     The target is not changed. Interrupted, even killed, the same command goes on from the last checkpoint.
@@ -317,6 +341,8 @@ def drafter_command(
         depth=depth,
         block_size=block_size,
         mask_token_id=mask_token_id,
+        markov_rank=markov_rank,
+        markov_head=markov_head,
     )
     _print(
         lambda options: train_drafter(drafter, options),

@@ -13,6 +13,7 @@ import os
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -146,12 +147,12 @@ class DFlash(nn.Module):
         """The feature of the target's hidden states, [B, n, Dt] each: [B, n, D]."""
         return self.hidden_norm(self.fc(torch.cat(hidden, -1)))
 
-    def log_survival(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """What the confidence head says of rows' outputs [B, W, D] after tokens int64 [B, W]: [B, W, 1]."""
-        head, markov = self.confidence_head, self.markov_head
+    def confidence(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """Logits of the confidence head [B, W, 1], of rows' outputs [B, W, D] after tokens int64 [B, W]."""
+        markov = self.markov_head
         if markov is not None and self.config.confidence > hidden.shape[2]:
             hidden = torch.cat([hidden, markov.markov_w1(before)], -1)
-        return head(hidden)
+        return self.confidence_head(hidden)
 
     def store(self, features: Tensor, positions: Tensor, rows: RowPass) -> None:
         """Store every layer's keys and values of features [B, n, D] at text positions int64 [B, n]."""
@@ -295,7 +296,7 @@ class DFlashDrafts(Lattice):
         scored = self.scored(level, logits, hidden, before)
         tokens, log_probs = self.ranked(scored, level.positions, level.config.branch)
         if self.module.confidence_head is not None:
-            log_probs = log_probs + self.module.log_survival(hidden, before).to(log_probs)
+            log_probs = log_probs + logsigmoid(self.module.confidence(hidden, before)).to(log_probs)
         there = (place < drafted)[..., None]
         return Proposal(torch.where(there, tokens, -1), torch.where(there, log_probs, -torch.inf), place)
 

@@ -123,8 +123,8 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(inputs, 1, bias=bias)
 
     def forward(self, read: Tensor) -> Tensor:
-        """Its logarithm [B, W, 1], of rows [B, W, inputs]."""
-        return nn.functional.logsigmoid(self.proj(read))
+        """Its logits [B, W, 1], of rows [B, W, inputs]."""
+        return self.proj(read)
 
 
 class Selector(nn.Module):

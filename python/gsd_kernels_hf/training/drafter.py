@@ -19,13 +19,22 @@ from transformers import PreTrainedModel
 from ..model.hidden import decoder_of, listening
 from ..model.properties import vocabulary
 from ..sources.checkpoints import CONFIG, WEIGHTS
+from ..sources.dflash_config import MARKOV_HEADS
 from .job import TrainingOptions
 from .measure import measure_guesses
 from .text import HeldOut
 
 __all__ = ["KINDS", "DrafterOptions", "DrafterTraining", "Labels", "layer_sizes", "spread", "write_checkpoint"]
 
-KINDS = ("eagle3", "dflash")
+SETTINGS = {
+    "eagle3": ("draft_vocabulary", "depth"),
+    "dflash": ("block_size", "mask_token_id"),
+    "jetspec": ("block_size", "mask_token_id"),
+    "dspark": ("block_size", "mask_token_id", "markov_rank", "markov_head"),
+}
+"""Options of each kind alone."""
+
+KINDS = tuple(SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -33,19 +42,21 @@ class DrafterOptions:
     """What is trained.
 
     Attributes:
-        kind: ``eagle3`` or ``dflash``.
+        kind: one of :data:`KINDS`.
         layers: decoder layers of the drafter.
         intermediate_size: of their feed-forward parts; ``None``: the target's.
         hidden_layers: the target's hidden states that are fused, as transformers' ``hidden_states[i]``; ``None``: as
             published ones choose them, where the target has enough layers.
         draft_vocabulary: tokens that EAGLE-3 can draft, those most frequent in the text; ``None``: 32,000 at most.
         depth: EAGLE-3's unrolled levels, of which each reads the last one's output (training-time test).
-        block_size: rows of DFlash's block, the root's included.
-        mask_token_id: whose embedding stands for a token to be drafted by DFlash; ``None``: the tokenizer's mask token,
-            else its padding, else its end of text.
+        block_size: rows of a block, the root's included, of all kinds but EAGLE-3; ``None``: for seven guesses.
+        mask_token_id: whose embedding stands for a token to be drafted by such a block; ``None``: the tokenizer's mask
+            token, else its padding, else its end of text.
+        markov_rank: of DSpark's head; ``None``: 256.
+        markov_head: its kind, ``vanilla``, ``gated`` or ``rnn``; ``None``: vanilla.
 
     Raises:
-        ValueError: an option out of range, or of the other kind, by name.
+        ValueError: an option out of range, or of another kind, by name.
     """
 
     kind: str
@@ -56,19 +67,22 @@ class DrafterOptions:
     depth: int | None = None
     block_size: int | None = None
     mask_token_id: int | None = None
+    markov_rank: int | None = None
+    markov_head: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {self.kind!r}")
         least = {"layers": 1, "intermediate_size": 1, "draft_vocabulary": 1, "depth": 1, "block_size": 2}
-        for name, lowest in (least | {"mask_token_id": 0}).items():
+        for name, lowest in (least | {"mask_token_id": 0, "markov_rank": 1}).items():
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ValueError(f"{name}: expected at least {lowest}, got {value}")
-        others = ("block_size", "mask_token_id") if self.kind == "eagle3" else ("draft_vocabulary", "depth")
-        for name in others:
+        for name in sorted({name for names in SETTINGS.values() for name in names} - set(SETTINGS[self.kind])):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}: not a setting of {self.kind}; leave it out")
+        if self.markov_head not in (None, *MARKOV_HEADS):
+            raise ValueError(f"markov_head: expected one of {', '.join(MARKOV_HEADS)}, got {self.markov_head!r}")
         chosen = self.hidden_layers
         if chosen is not None and (not chosen or len(set(chosen)) < len(chosen)):
             raise ValueError(f"hidden_layers: expected different numbers, got {list(chosen)}")
@@ -155,7 +169,7 @@ class Labels:
 
 
 class DrafterTraining:
-    """What the training of both kinds has in common.
+    """What the training of all kinds has in common.
 
     Attributes:
         config: of the checkpoint, as ``config.json`` holds it.

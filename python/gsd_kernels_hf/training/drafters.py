@@ -1,4 +1,4 @@
-"""Train EAGLE-3 and DFlash drafters for a target: what ``gsd-kernels train-drafter`` does.
+"""Train EAGLE-3 drafters, and those of blocks, for a target: what ``gsd-kernels train-drafter`` does.
 
 The result is written in the layout that others publish and serve, and read back by
 :func:`gsd_kernels_hf.sources.load.load_drafter`.
@@ -41,7 +41,7 @@ def trainee_of(
 ) -> DrafterTraining:
     """The training of a kind."""
     dtype = stored_dtype(options.target)
-    if drafter.kind == "dflash":
+    if drafter.kind != "eagle3":
         return DFlashTraining(options, target, drafter, dtype, tokenizer)
     size = vocabulary(target)
     count = min(size, LARGEST_DRAFT_VOCABULARY) if drafter.draft_vocabulary is None else drafter.draft_vocabulary
