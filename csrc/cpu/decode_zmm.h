@@ -11,11 +11,22 @@ GSD_TILE __m512 counted(int first) {  // first … first + 15
   return _mm512_cvtepi32_ps(_mm512_add_epi32(lanes, _mm512_set1_epi32(first)));
 }
 
+GSD_TILE __m128i sixteen_at(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+
+constexpr int64_t kFours = 0x0404040404040404, kEights = 2 * kFours, kTwelves = 3 * kFours;
+
+// Of sixteen bytes those at `places`, two a word, shifted: a code is a word's low half byte, above it stands anything.
+GSD_TILE __m512i shifted_bytes(const uint8_t* from, __m512i places, __m512i shifts) {
+  const __m512i all = _mm512_broadcast_i32x4(sixteen_at(from));
+  return _mm512_srlv_epi16(_mm512_shuffle_epi8(all, places), shifts);
+}
+
 // 32 codes, a word each: low nibbles of sixteen bytes, then high ones; or either of 32 bytes.
 GSD_TILE __m512i nibble_words(const uint8_t* from) {
-  const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  const __m256i low = _mm256_and_si256(bytes, _mm256_set1_epi16(15));
-  return _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_srli_epi16(bytes, 4), 1);
+  const __m512i places = _mm512_set4_epi64(0x0F0F0E0E0D0D0C0C, 0x0B0B0A0A09090808, 0x0707060605050404, 0x0303020201010000);
+  constexpr int64_t kShifts = 0x0004000400040004;
+  const __m512i shifts = _mm512_set_epi64(kShifts, kShifts, kShifts, kShifts, 0, 0, 0, 0);
+  return _mm512_and_si512(shifted_bytes(from, places, shifts), _mm512_set1_epi16(15));
 }
 GSD_TILE __m256i bytes_at(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
 GSD_TILE __m512i low_words(__m256i bytes) {
@@ -49,14 +60,26 @@ GSD_TILE __m256i normal_words(__m512 x) {
 #endif
 }
 
-// What 32 weights become in the model's dtype: looked up among 16 or 32 values, or put as they are.
+// What 32 weights become in the model's dtype, in memory or in a register: looked up among 16 or 32 values, or put as they
+// are. `doubled`: 16 values that are looked up by words of whose fifth bits nothing is known.
 struct WordsOut {
-  GSD_TILE void look_up(__m256i values, __m512i codes, uint16_t* to) {
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(codes, _mm512_castsi256_si512(values)));
+  GSD_TILE void keep(__m512i words, uint16_t* to) { _mm512_storeu_si512(to, words); }
+  GSD_TILE void keep(__m512i words, __m512i* to) { *to = words; }
+  GSD_TILE __m512i doubled(__m256i values) { return _mm512_broadcast_i64x4(values); }
+  template <class T>
+  GSD_TILE void look_up(__m512i values, __m512i codes, T* to) {
+    keep(_mm512_permutexvar_epi16(codes, values), to);
   }
-  GSD_TILE void look_up(__m256i first, __m256i second, __m512i codes, uint16_t* to) {
-    const __m512i values = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(codes, values));
+  template <class T>
+  GSD_TILE void look_up(__m256i values, __m512i codes, T* to) {
+    look_up(_mm512_castsi256_si512(values), codes, to);
+  }
+  template <class T>
+  GSD_TILE void look_up(__m256i first, __m256i second, __m512i codes, T* to) {
+    look_up(_mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1), codes, to);
+  }
+  GSD_TILE void put(__m256i first, __m256i second, __m512i* to) {
+    *to = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
   }
   GSD_TILE void put(__m256i first, __m256i second, uint16_t* to) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), first);
@@ -81,6 +104,7 @@ struct Out<ToFloat32> {
   GSD_TILE __m512 of_any(__m512 x) { return x; }
   GSD_TILE __m512i low_codes(__m512i codes) { return _mm512_cvtepu16_epi32(_mm512_castsi512_si256(codes)); }
   GSD_TILE __m512i high_codes(__m512i codes) { return _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(codes, 1)); }
+  GSD_TILE __m512 doubled(__m512 values) { return values; }  // no more than four bits are looked at
   GSD_TILE void look_up(__m512 values, __m512i codes, float* to) {
     put(_mm512_permutexvar_ps(low_codes(codes), values), _mm512_permutexvar_ps(high_codes(codes), values), to);
   }
@@ -130,7 +154,6 @@ struct Vectors<BlockQ5_1> {
   }
 };
 GSD_TILE __m512 wide_bytes(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
-GSD_TILE __m128i sixteen_at(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
 template <>
 struct Vectors<BlockQ8_0> {
   template <class O, class T>
@@ -231,14 +254,16 @@ struct Rounding16 : O {
   }
 };
 
-// Whether no value of a group can be a subnormal one: numbers beside codes are 0 or far from those.
-GSD_TILE bool all_normal(const float* beside, int count) {
-  bool normal = true;
-  for (int i = 0; i < count; i++) {
-    const float size = __builtin_fabsf(beside[i]);
-    normal = normal && (size >= 0x1p-50f || size == 0.0f);
+// Whether no value under these numbers, which stand beside codes, can be a subnormal one: all are 0 or far from those.
+GSD_TILE bool all_normal(const float* beside, int64_t count) {
+  const __m512i limit = _mm512_set1_epi32(0x4D000000 - 1);  // of 2^-50, without the sign
+  __mmask16 small = 0;
+  for (int64_t i = 0; i < count; i += 16) {
+    const __mmask16 there = static_cast<__mmask16>(0xFFFFu >> (16 - fewer(16, count - i)));
+    const __m512i sizes = _mm512_slli_epi32(_mm512_maskz_loadu_epi32(there, beside + i), 1);
+    small |= _mm512_cmplt_epu32_mask(_mm512_sub_epi32(sizes, _mm512_set1_epi32(1)), limit);
   }
-  return normal;
+  return small == 0;
 }
 
 // The sixteen values of a group, each half a byte's.
@@ -263,67 +288,78 @@ struct SixteenOf<ValuesOfTable<table>> {
   }
 };
 
-// 32 codes of half a byte in the order of memory, a word each.
+// 32 codes of half a byte in the order of memory, a word each, under bits of which nothing is known.
 template <bool HighFirst>
 GSD_TILE __m512i half_words(const uint8_t* from) {
-  const __m512i bytes = _mm512_cvtepu8_epi32(sixteen_at(from));
-  const __m512i both = HighFirst ? _mm512_or_si512(_mm512_srli_epi32(bytes, 4), _mm512_slli_epi32(bytes, 16))
-                                 : _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
-  return _mm512_and_si512(both, _mm512_set1_epi32(0x000F000F));
+  const __m512i lanes = _mm512_set4_epi32(0x03030303, 0x02020202, 0x01010101, 0);
+  const __m512i first = _mm512_set_epi64(kTwelves, kTwelves, kEights, kEights, kFours, kFours, 0, 0);
+  return shifted_bytes(from, _mm512_add_epi8(lanes, first), _mm512_set1_epi32(HighFirst ? 4 : 4 << 16));
 }
 
-// A group's weights, 32 at a time; what is left of it is returned.
+// A group's weights, 32 at a time: what is `held` of its numbers, and 32 weights from codes.
 template <class Codes>
 struct GroupVectors;
 template <class Values>
 struct GroupVectors<CodesLookup<Values>> {
-  template <class R, class T>
-  GSD_TILE int64_t decode(const uint8_t* from, const float* beside, int64_t size, T* to) {
-    const auto values = R::rounded(SixteenOf<Values>::values(beside));
-    int64_t i = 0;
-    for (; i + 32 <= size; i += 32) R::look_up(values, half_words<Values::kHighFirst>(from + i / 2), to + i);
-    return i;
+  template <class R>
+  GSD_TILE auto held(const float* beside) {
+    return R::doubled(R::rounded(SixteenOf<Values>::values(beside)));
+  }
+  template <class R, class Held, class T>
+  GSD_TILE void decode(const Held& values, const uint8_t* from, T* to) {
+    R::look_up(values, half_words<Values::kHighFirst>(from), to);
   }
 };
 template <>
 struct GroupVectors<CodesInt8> {
+  template <class R>
+  GSD_TILE __m512 held(const float* beside) {
+    return _mm512_set1_ps(beside[0]);
+  }
   template <class R, class T>
-  GSD_TILE int64_t decode(const uint8_t* from, const float* beside, int64_t size, T* to) {
-    const __m512 d = _mm512_set1_ps(beside[0]);
-    int64_t i = 0;
-    for (; i + 32 <= size; i += 32) {
-      R::put(R::rounded(_mm512_mul_ps(wide_bytes(sixteen_at(from + i)), d)),
-             R::rounded(_mm512_mul_ps(wide_bytes(sixteen_at(from + i + 16)), d)), to + i);
-    }
-    return i;
+  GSD_TILE void decode(const __m512& d, const uint8_t* from, T* to) {
+    R::put(R::rounded(_mm512_mul_ps(wide_bytes(sixteen_at(from)), d)),
+           R::rounded(_mm512_mul_ps(wide_bytes(sixteen_at(from + 16)), d)), to);
+  }
+};
+struct ScaleAndZero {
+  __m512 d, zero;
+  GSD_TILE __m512 of(const ScaleAndZero& by, const uint8_t* from) {
+    return _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(sixteen_at(from))), by.zero), by.d);
   }
 };
 template <>
 struct GroupVectors<CodesUint8> {
-  GSD_TILE __m512 scaled(const uint8_t* from, __m512 zero, __m512 d) {
-    return _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(sixteen_at(from))), zero), d);
+  template <class R>
+  GSD_TILE ScaleAndZero held(const float* beside) {
+    return {_mm512_set1_ps(beside[0]), _mm512_set1_ps(beside[1])};
   }
   template <class R, class T>
-  GSD_TILE int64_t decode(const uint8_t* from, const float* beside, int64_t size, T* to) {
-    const __m512 d = _mm512_set1_ps(beside[0]), zero = _mm512_set1_ps(beside[1]);
-    int64_t i = 0;
-    for (; i + 32 <= size; i += 32) {
-      R::put(R::rounded(scaled(from + i, zero, d)), R::rounded(scaled(from + i + 16, zero, d)), to + i);
-    }
-    return i;
+  GSD_TILE void decode(const ScaleAndZero& by, const uint8_t* from, T* to) {
+    R::put(R::rounded(ScaleAndZero::of(by, from)), R::rounded(ScaleAndZero::of(by, from + 16)), to);
   }
 };
 
+// As many of a group's weights as there are in whole 32s.
+template <class Codes, class R, class T>
+GSD_TILE int64_t decode_whole(const uint8_t* from, const float* beside, int64_t size, T* to) {
+  const auto held = GroupVectors<Codes>::template held<R>(beside);
+  int64_t i = 0;
+  for (; i + 32 <= size; i += 32) {
+    GroupVectors<Codes>::template decode<R>(held, from + i / Codes::kWeightsOfByte, to + i);
+  }
+  return i;
+}
+
 template <class Codes, class To>
 void decode_group_vectors(const void* row, const float* scales, int64_t groups, int64_t inputs, void* out) {
-  typedef GroupVectors<Codes> Of;
   const uint8_t* from = static_cast<const uint8_t*>(row);
   typename To::Stored* to = static_cast<typename To::Stored*>(out);
   const int64_t size = inputs / groups;
+  const bool normal = all_normal(scales, groups * Codes::kBeside);
   for (int64_t g = 0; g < groups; g++, scales += Codes::kBeside, from += size / Codes::kWeightsOfByte, to += size) {
-    const int64_t done = all_normal(scales, Codes::kBeside)
-                             ? Of::template decode<Rounding16<Out<To>, true>>(from, scales, size, to)
-                             : Of::template decode<Rounding16<Out<To>, false>>(from, scales, size, to);
+    const int64_t done = normal ? decode_whole<Codes, Rounding16<Out<To>, true>>(from, scales, size, to)
+                                : decode_whole<Codes, Rounding16<Out<To>, false>>(from, scales, size, to);
     if (done == size) continue;
     float part[32];
     Codes::widen(from + done / Codes::kWeightsOfByte, static_cast<int>(size - done), scales, part);
@@ -331,33 +367,47 @@ void decode_group_vectors(const void* row, const float* scales, int64_t groups, 
   }
 }
 
-// Bfloat16 words of a block of 32 that stay in a register.
-struct InRegister {
-  GSD_TILE __m256i of(__m512 x) { return normal_words(x); }
-  GSD_TILE __m256i of_any(__m512 x) { return bfloat16_words(x); }
-  GSD_TILE void look_up(__m256i values, __m512i codes, __m512i* to) {
-    *to = _mm512_permutexvar_epi16(codes, _mm512_castsi256_si512(values));
-  }
-  GSD_TILE void look_up(__m256i first, __m256i second, __m512i codes, __m512i* to) {
-    *to = _mm512_permutexvar_epi16(codes, _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1));
-  }
-  GSD_TILE void put(__m256i first, __m256i second, __m512i* to) {
-    *to = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-  }
-};
-
 // The dense type Of over packed weights, for few rows: decoded in registers, where a strip would be written and read.
-template <class Of, class Block>
+template <class Of>
 struct Unpacking : Of {
   typedef uint8_t Stored;
-  static constexpr int kRows = 5, kStep = 32, kStepBytes = Block::kBytes;
+  static constexpr int kRows = 5, kStep = 32;
   static constexpr bool kPacked = true;
-  GSD_TILE void unpack(const uint8_t* row, int64_t i, typename Of::Weights& to) {
+};
+template <class Of, class Block>
+struct OfBlocks : Unpacking<Of> {
+  struct Held {};
+  static constexpr int kStepBytes = Block::kBytes, kBeside = 0;
+  GSD_TILE void unpack(const uint8_t* row, int64_t i, const Held&, typename Of::Weights& to) {
     __m512i words;
-    Vectors<Block>::template decode<InRegister>(row + i / Block::kWeights * Block::kBytes, &words);
+    Vectors<Block>::template decode<Out<ToBfloat16>>(row + i / Block::kWeights * Block::kBytes, &words);
     Of::take(words, to);
   }
 };
+template <class Of, class Codes>
+struct OfGroups : Unpacking<Of> {
+  typedef Rounding16<Out<ToBfloat16>, true> Round;
+  typedef decltype(GroupVectors<Codes>::template held<Round>(nullptr)) Held;
+  static constexpr int kStepBytes = 32 / Codes::kWeightsOfByte, kBeside = Codes::kBeside;
+  GSD_TILE void hold(const float* beside, Held& held) { held = GroupVectors<Codes>::template held<Round>(beside); }
+  GSD_TILE void unpack(const uint8_t* row, int64_t i, const Held& held, typename Of::Weights& to) {
+    __m512i words;
+    GroupVectors<Codes>::template decode<Round>(held, row + i / Codes::kWeightsOfByte, &words);
+    Of::take(words, to);
+  }
+};
+
+// As UnpackingProducts has them.
+template <class T>
+bool unpacking_of(const void* packed, int64_t rows, const Weights& w, int64_t begin, int64_t end, float* out,
+                  int64_t out_stride) {
+  const int64_t numbers = w.groups * T::kBeside;
+  const float* beside = w.scales + begin * numbers;
+  if (numbers > 0 && (w.inputs / w.groups % T::kStep != 0 || !all_normal(beside, (end - begin) * numbers))) return false;
+  const uint8_t* from = reinterpret_cast<const uint8_t*>(w.data) + begin * w.row_bytes;
+  products_over<T>(packed, rows, w.inputs, from, w.row_bytes, beside, w.groups, 0, end - begin, out, out_stride, false);
+  return true;
+}
 
 #undef GSD_BLOCKS
 #define GSD_BLOCKS(Block) \
@@ -366,8 +416,12 @@ struct Unpacking : Of {
 #define GSD_GROUPS(Codes)                                                       \
   {decode_group_vectors<Codes, ToFloat32>, decode_group_vectors<Codes, ToBfloat16>, \
    decode_group_vectors<Codes, ToFloat16>}
-#define GSD_UNPACKING(Of)                                                                                               \
-  {{nullptr, nullptr, nullptr, products_of<Unpacking<Of, BlockQ4_0>>, products_of<Unpacking<Of, BlockQ4_1>>,            \
-    products_of<Unpacking<Of, BlockQ5_0>>, products_of<Unpacking<Of, BlockQ5_1>>, products_of<Unpacking<Of, BlockQ8_0>>, \
-    products_of<Unpacking<Of, BlockIQ4_NL>>, products_of<Unpacking<Of, BlockMXFP4>>},                                   \
-   Unpacking<Of, BlockQ4_0>::kRows}
+#define GSD_OF_BLOCKS(Of, Block) unpacking_of<OfBlocks<Of, Block>>
+#define GSD_OF_GROUPS(Of, Codes) unpacking_of<OfGroups<Of, Codes>>
+#define GSD_UNPACKING(Of)                                                                                  \
+  {{nullptr, nullptr, nullptr, GSD_OF_BLOCKS(Of, BlockQ4_0), GSD_OF_BLOCKS(Of, BlockQ4_1),                  \
+    GSD_OF_BLOCKS(Of, BlockQ5_0), GSD_OF_BLOCKS(Of, BlockQ5_1), GSD_OF_BLOCKS(Of, BlockQ8_0),               \
+    GSD_OF_BLOCKS(Of, BlockIQ4_NL), GSD_OF_BLOCKS(Of, BlockMXFP4), nullptr, nullptr, nullptr,               \
+    GSD_OF_GROUPS(Of, CodesInt8), GSD_OF_GROUPS(Of, CodesUint8), GSD_OF_GROUPS(Of, CodesInt4),              \
+    GSD_OF_GROUPS(Of, CodesInt4Offset), GSD_OF_GROUPS(Of, CodesNF4), GSD_OF_GROUPS(Of, CodesFP4)},          \
+   Unpacking<Of>::kRows}

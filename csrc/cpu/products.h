@@ -40,9 +40,10 @@ struct RowKernel {
 };
 
 // Products of few rows with packed weights of the model's bfloat16, decoded in registers, by Kind; null: by strips. As
-// RowKernel::products, but for the stride of w, which is in bytes. Rows are packed as for dense weights.
+// `multiply` in weights.h; false, and nothing is done, where groups or numbers beside them are of unusual sizes.
 struct UnpackingProducts {
-  decltype(RowKernel::products) of[kKinds];
+  bool (*of[kKinds])(const void* packed, int64_t rows, const Weights& w, int64_t begin, int64_t end, float* out,
+                     int64_t out_stride);
   int64_t most_rows;  // with more a strip is decoded once for all
 };
 

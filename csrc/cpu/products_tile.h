@@ -1,9 +1,10 @@
 // The loops of every level, included by its translation unit with that level's instructions switched on. No include
 // may stand here: what a header defines inline must not be compiled for more than the baseline.
 //
-// A level gives types T with: Stored (a weight in memory; bytes where kPacked, whose steps are kStepBytes), Seen (an element of a packed row), kStep (elements of a
-// step), kParts (of a step, if rows stay in registers; 0 if weights do), Weights, Row, Sum and Lanes (registers), and the
-// functions below.
+// A level gives types T with: Stored (a weight in memory; bytes where kPacked, whose steps are kStepBytes; kBeside numbers
+// of a group lie beside them, and what is Held of those), Seen (an element of a packed row), kStep (elements of a step),
+// kParts (of a step, if rows stay in registers; 0 if weights do), Weights, Row, Sum and Lanes (registers), and the functions
+// below.
 
 #define GSD_TILE static inline __attribute__((always_inline))
 
@@ -38,10 +39,23 @@ void pack_of(const float* x, int64_t x_stride, int64_t first, int64_t last, int6
   }
 }
 
+// What a tile keeps of the numbers beside an output's packed weights.
+template <class T, bool Packed = T::kPacked>
+struct Kept {
+  static constexpr int kBeside = 0;
+  struct Held {};
+};
+template <class T>
+struct Kept<T, true> {
+  static constexpr int kBeside = T::kBeside;
+  typedef typename T::Held Held;
+};
+
 // total[R, 4] += x[R, n] · column[4, n]ᵀ over a step's n inputs. Four weights stay in registers while rows pass by; where
 // registers are few, three rows stay while the weights of a part pass by. A sum has one order, whatever R is.
 template <class T, int R>
-GSD_TILE void multiply_step(const char* x, int64_t row_bytes, const typename T::Stored* const* column, int64_t i, int n,
+GSD_TILE void multiply_step(const char* x, int64_t row_bytes, const typename T::Stored* const* column,
+                            const typename Kept<T>::Held (&held)[kOutputs], int64_t i, int n,
                             typename T::Sum (&total)[R][kOutputs]) {
   typedef typename T::Seen Seen;
   if constexpr (T::kParts > 0) {
@@ -64,7 +78,7 @@ GSD_TILE void multiply_step(const char* x, int64_t row_bytes, const typename T::
     typename T::Row row;
     GSD_UNROLL
     for (int j = 0; j < kOutputs; j++) {
-      if constexpr (T::kPacked) T::unpack(column[j], i, weights[j]);
+      if constexpr (T::kPacked) T::unpack(column[j], i, held[j], weights[j]);
       else if (n == T::kStep) T::widen(column[j] + i, weights[j]);
       else T::widen_part(column[j] + i, n, weights[j]);
     }
@@ -77,10 +91,18 @@ GSD_TILE void multiply_step(const char* x, int64_t row_bytes, const typename T::
   }
 }
 
+// Four outputs: their weights, and the numbers beside them where packed weights have some, for every `size` inputs.
+template <class T>
+struct Columns {
+  const typename T::Stored* weights[kOutputs];
+  const float* beside[kOutputs];
+  int64_t size;
+};
+
 // out[R, 4] = x[R, k] · column[4, k]ᵀ. Meanwhile memory is asked for `asked` columns from `ahead` on, in its order.
 template <class T, int R>
-GSD_TILE void product_tile(const char* x, int64_t row_bytes, int64_t k, const typename T::Stored* const* column,
-                           const char* ahead, int64_t asked, int64_t outputs, float* out, int64_t out_stride) {
+GSD_TILE void product_tile(const char* x, int64_t row_bytes, int64_t k, const Columns<T>& columns, const char* ahead,
+                           int64_t asked, int64_t outputs, float* out, int64_t out_stride) {
   constexpr int64_t kStepBytes = T::kPacked ? T::kStepBytes : T::kStep * static_cast<int64_t>(sizeof(typename T::Stored));
   constexpr int64_t kStepsALine = kLine / kStepBytes;
   typename T::Sum total[R][kOutputs];
@@ -89,14 +111,22 @@ GSD_TILE void product_tile(const char* x, int64_t row_bytes, int64_t k, const ty
     GSD_UNROLL
     for (int j = 0; j < kOutputs; j++) T::clear(total[r][j]);
   }
-  int64_t i = 0;
+  typename Kept<T>::Held held[kOutputs];
+  int64_t i = 0, next = 0, at = 0;  // next: the input that a group begins with, whose numbers are `at`
   for (; i + T::kStep <= k; i += T::kStep) {
-    multiply_step<T, R>(x, row_bytes, column, i, T::kStep, total);
+    if constexpr (Kept<T>::kBeside > 0) {
+      if (i == next) {
+        GSD_UNROLL
+        for (int j = 0; j < kOutputs; j++) T::hold(columns.beside[j] + at, held[j]);
+        next += columns.size, at += T::kBeside;
+      }
+    }
+    multiply_step<T, R>(x, row_bytes, columns.weights, held, i, T::kStep, total);
     if (kStepsALine <= 1 || i % (kStepsALine * T::kStep) == 0) {  // behind the loads that are waited for
       for (int64_t j = 0; j < asked; j++, ahead += kLine) __builtin_prefetch(ahead, 0, 2);
     }
   }
-  if (i < k) multiply_step<T, R>(x, row_bytes, column, i, static_cast<int>(k - i), total);
+  if (i < k) multiply_step<T, R>(x, row_bytes, columns.weights, held, i, static_cast<int>(k - i), total);
   GSD_UNROLL
   for (int r = 0; r < R; r++) {
     if (outputs == kOutputs) {
@@ -111,13 +141,12 @@ GSD_TILE void product_tile(const char* x, int64_t row_bytes, int64_t k, const ty
 
 // The same for up to R rows, as many as there are.
 template <class T, int R>
-GSD_TILE void product_rows(int64_t rows, const char* x, int64_t row_bytes, int64_t k,
-                           const typename T::Stored* const* column, const char* ahead, int64_t asked,
-                           int64_t outputs, float* out, int64_t out_stride) {
+GSD_TILE void product_rows(int64_t rows, const char* x, int64_t row_bytes, int64_t k, const Columns<T>& columns,
+                           const char* ahead, int64_t asked, int64_t outputs, float* out, int64_t out_stride) {
   if constexpr (R > 1) {
-    if (rows < R) return product_rows<T, R - 1>(rows, x, row_bytes, k, column, ahead, asked, outputs, out, out_stride);
+    if (rows < R) return product_rows<T, R - 1>(rows, x, row_bytes, k, columns, ahead, asked, outputs, out, out_stride);
   }
-  product_tile<T, R>(x, row_bytes, k, column, ahead, asked, outputs, out, out_stride);
+  product_tile<T, R>(x, row_bytes, k, columns, ahead, asked, outputs, out, out_stride);
 }
 
 // Has the addresses of `touched` … `until` − 1 looked up, many pages at once: one by one, each would hold up the products
@@ -126,30 +155,37 @@ GSD_TILE void touch_pages(const char*& touched, const char* until) {
   for (; touched < until; touched += kPage) __builtin_prefetch(touched, 0, 2);
 }
 
-// Outputs that hang over the edge repeat the last one and are not stored.
+// Of weights `from`, with numbers `beside` them for `groups` of inputs. Outputs that hang over the edge repeat the last one
+// and are not stored.
 template <class T>
-void products_of(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin,
-                 int64_t end, float* out, int64_t out_stride, bool resident) {
+GSD_TILE void products_over(const void* packed, int64_t rows, int64_t k, const typename T::Stored* from,
+                            int64_t w_stride, const float* beside, int64_t groups, int64_t begin, int64_t end,
+                            float* out, int64_t out_stride, bool resident) {
   typedef typename T::Stored Stored;
-  const Stored* from = static_cast<const Stored*>(w);
   const char* at_end = reinterpret_cast<const char*>(from + end * w_stride);
   const int64_t bytes = row_bytes_of<T>(k), near = kNearBytes / bytes > 32 ? kNearBytes / bytes : 32;
+  const int64_t size = groups > 0 ? k / groups : k;
   for (int64_t first = 0; first < rows; first += near) {
     const int64_t count = fewer(near, rows - first), tiles = (count + T::kRows - 1) / T::kRows;
     const int64_t asking = fewer(tiles, kOutputs);  // each tile asks for a part of the next columns
     const char* x = static_cast<const char*>(packed) + first * bytes;
     const char* touched = reinterpret_cast<const char*>(from + begin * w_stride);
     for (int64_t n = begin; n < end; n += kOutputs) {
-      const Stored* column[kOutputs];
+      Columns<T> columns;
       GSD_UNROLL
-      for (int j = 0; j < kOutputs; j++) column[j] = from + fewer(n + j, end - 1) * w_stride;
+      for (int j = 0; j < kOutputs; j++) {
+        const int64_t output = fewer(n + j, end - 1);
+        columns.weights[j] = from + output * w_stride;
+        columns.beside[j] = beside + output * groups * Kept<T>::kBeside;
+      }
+      columns.size = size;
       const char* ahead = reinterpret_cast<const char*>(from + (n + kAhead) * w_stride);
       if (!resident && ahead + kPagesAhead > touched) touch_pages(touched, sooner(ahead + 2 * kPagesAhead, at_end));
       for (int64_t m = 0, tile = 0; tile < tiles; tile++) {
         const int64_t tall = (count - m + tiles - tile - 1) / (tiles - tile);  // as even as possible
         const int64_t begin_ask = fewer(kOutputs * tile / asking, kOutputs);
         const int64_t end_ask = fewer(kOutputs * (tile + 1) / asking, kOutputs);
-        product_rows<T, T::kRows>(tall, x + m * bytes, bytes, k, column,
+        product_rows<T, T::kRows>(tall, x + m * bytes, bytes, k, columns,
                                   ahead + begin_ask * w_stride * static_cast<int64_t>(sizeof(Stored)),
                                   resident ? 0 : end_ask - begin_ask, fewer(kOutputs, end - n), out + (first + m) * out_stride + n,
                                   out_stride);
@@ -157,6 +193,13 @@ void products_of(const void* packed, int64_t rows, int64_t k, const void* w, int
       }
     }
   }
+}
+
+template <class T>
+void products_of(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin,
+                 int64_t end, float* out, int64_t out_stride, bool resident) {
+  products_over<T>(packed, rows, k, static_cast<const typename T::Stored*>(w), w_stride, nullptr, 0, begin, end, out,
+                   out_stride, resident);
 }
 
 // out[R, V vectors] += weights · v, in registers over all positions.

@@ -44,9 +44,9 @@ void multiply(const IsaKernels& level, Element element, const Weights& w, const 
     return kernel.products(packed, rows, k, w.data + begin * w.row_bytes, k, 0, end - begin, out, out_stride, false);
   }
   const auto unpacking = element == Element::kBfloat16 ? level.unpacking.of[static_cast<int>(w.kind)] : nullptr;
-  if (unpacking != nullptr && rows <= level.unpacking.most_rows) {
-    const char* from = w.data + begin * w.row_bytes;
-    return unpacking(packed, rows, k, from, w.row_bytes, 0, end - begin, out, out_stride, false);
+  if (unpacking != nullptr && rows <= level.unpacking.most_rows &&
+      unpacking(packed, rows, w, begin, end, out, out_stride)) {
+    return;
   }
   // Columns at powers of two would meet in one set of the first cache.
   const int64_t stride = (k * size + kLine - 1) / kLine * kLine / size + kLine / size;

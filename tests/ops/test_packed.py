@@ -61,6 +61,22 @@ def test_products_have_the_bits_of_the_dense_matrix(level, kind, dtype):
                 assert torch.equal(row_linear(x[:rows], matrix), row_linear(x[:rows], dense))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.beside], ids=lambda kind: kind.name)
+@levels
+def test_groups_of_any_size_have_the_bits_of_the_dense_matrix(level, kind):
+    gen = torch.Generator().manual_seed(4)
+    for inputs, groups in ((192, 6), (256, 4), (320, 1), (1536, 3), (160, 2), (36, 3)):
+        matrix = packed_matrix(kind, 23, inputs, seed=groups, groups=groups)
+        small = replace(matrix, scales=matrix.scales.clone())
+        small.scales[11] = 2.0**-126 - 2.0**-146  # a subnormal number, but not in bfloat16
+        x = torch.randn(12, inputs, generator=gen).bfloat16() * 2.0**100
+        with cpu_levels.forced(level):
+            for one in (matrix, small):
+                dense = unpack_rows(one, dtype=torch.bfloat16)
+                for rows in (1, 3, 5, 6, 12):
+                    assert torch.equal(row_linear(x[:rows], one), row_linear(x[:rows], dense))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @levels
 def test_a_decoder_of_mixed_kinds_has_the_dense_decoders_bits(level, dtype):

@@ -10,12 +10,12 @@ HALVES = {"q6_k": (208,), "mxfp4": (), "q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (
 """Bytes of a block at which a float16 scale or minimum lies; 0 where a kind is not listed."""
 
 
-def packed_matrix(kind: Kind, outputs: int, inputs: int, seed: int = 0) -> PackedMatrix:
-    """A random one whose weights are about ``inputs`` ** −½."""
+def packed_matrix(kind: Kind, outputs: int, inputs: int, seed: int = 0, *, groups: int | None = None) -> PackedMatrix:
+    """A random one whose weights are about ``inputs`` ** −½; ``groups``: of its scales, ``None`` for some of 64."""
     gen = torch.Generator().manual_seed(seed)
     if kind.beside:
         data = torch.randint(0, 256, (outputs, kind.row_bytes(inputs)), generator=gen, dtype=torch.uint8)
-        groups = next(n for n in (inputs // 64, 2, 1) if n and inputs % (n * kind.weights) == 0)
+        groups = groups or next(n for n in (inputs // 64, 2, 1) if n and inputs % (n * kind.weights) == 0)
         scales = ((torch.rand(outputs, groups, generator=gen) + 0.1) / 100).bfloat16().float()
         if kind.beside == 2:
             second = torch.randint(0, 16, scales.shape, generator=gen) * (scales if kind.name == "int4_offset" else 1.0)
