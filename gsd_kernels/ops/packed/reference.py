@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from . import halves
 from .matrix import PackedMatrix
 
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -26,7 +27,7 @@ def unpack_rows(matrix: PackedMatrix, rows: Tensor | None, dtype: torch.dtype) -
     if rows is not None:
         data, scales = data[rows], None if scales is None else scales[rows]
     if scales is not None:
-        codes = data if kind.weights == 1 else _halves(data, high_first=kind.name in HIGH_FIRST)
+        codes = data if kind.weights == 1 else halves.split(data, high_first=kind.name in HIGH_FIRST)
         groups = scales.shape[1]
         wide = GROUPS[kind.name](codes.unflatten(1, (groups, -1)), scales.view(len(data), groups, 1, -1))
     else:
@@ -122,12 +123,6 @@ def q6_k(blocks: Tensor) -> Tensor:
     high = blocks[..., 128:192].int().unflatten(-1, (2, 1, 32)) >> torch.arange(0, 8, 2, dtype=torch.int32)[:, None] & 3
     d = blocks[..., 192:208].view(torch.int8) * _half(blocks, 208)  # [n, blocks, 16]
     return (((low | high << 4) - 32).flatten(-3).unflatten(-1, (16, 16)) * d[..., None]).flatten(-2)
-
-
-def _halves(rows: Tensor, *, high_first: bool) -> Tensor:
-    """Codes of half a byte, [n, inputs]."""
-    low, high = rows & 15, rows >> 4
-    return torch.stack([high, low] if high_first else [low, high], -1).flatten(1)
 
 
 def int8(q: Tensor, beside: Tensor) -> Tensor:

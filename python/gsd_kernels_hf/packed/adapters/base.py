@@ -10,6 +10,9 @@ from torch import Tensor
 
 from gsd_kernels.ops.packed import PackedMatrix
 
+BY_BITS = {4: "int4", 8: "uint8"}
+"""Kinds of codes with zero points, by the bits of a code."""
+
 
 @dataclass(frozen=True)
 class Stored:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
+from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, halves
 
 from .base import Stored, unread
 
@@ -70,7 +70,5 @@ def in_rows(rewritten: Tensor, inputs: int) -> Tensor:
     That has 32 outputs together. Of two inputs they are 32 bytes: output o's are bytes 2 o and 2 o + 1, in whose low
     half the codes are, and in whose high half those of output o + 16.
     """
-    pairs = rewritten.view(-1, inputs // 2, ROWS // 2, 2)  # [outputs / 32, inputs / 2, 16, 2]
-    halves = torch.stack([pairs & 15, pairs >> 4], 1)  # [outputs / 32, 2, inputs / 2, 16, 2]
-    joined = halves[..., 0] << 4 | halves[..., 1]  # [outputs / 32, 2, inputs / 2, 16]
-    return joined.transpose(2, 3).reshape(-1, inputs // 2).contiguous()
+    codes = halves.split(rewritten.view(-1, inputs // 2, ROWS // 2, 2, 1))  # [outputs / 32, inputs / 2, 16, 2, 2]
+    return halves.join(codes.permute(0, 4, 2, 1, 3).reshape(-1, inputs), high_first=True)

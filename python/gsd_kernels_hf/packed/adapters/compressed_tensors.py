@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
+from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, halves
 
-from .base import Stored, unread
+from .base import BY_BITS, Stored, unread
 
 FORMAT = "pack-quantized"
-BITS = {4: "int4", 8: "uint8"}
 
 
 def stored(module: nn.Module) -> Stored | None:
@@ -35,7 +34,7 @@ def stored(module: nn.Module) -> Stored | None:
     outputs, inputs = module.out_features, module.in_features
 
     def read() -> PackedMatrix:
-        kind, middle = BY_NAME[BITS[weights.num_bits]], 1 << (weights.num_bits - 1)
+        kind, middle = BY_NAME[BY_BITS[weights.num_bits]], 1 << (weights.num_bits - 1)
         data = packed.detach().contiguous().view(torch.uint8)[:, : kind.row_bytes(inputs)].contiguous()
         scales = scale.detach().float().reshape(-1, scale.shape[-1] if scale.dim() == 2 else 1).expand(outputs, -1)
         zeros = torch.zeros_like(scales) if zero is None else _unpacked(zero, outputs, weights.num_bits).float()
@@ -62,7 +61,7 @@ def _problem(module: Any, scheme: Any, found: str) -> str | None:
     if scheme.input_activations is not None or scheme.output_activations is not None:
         return "quantises its activations"
     bits, strategy = scheme.weights.num_bits, str(getattr(scheme.weights.strategy, "value", scheme.weights.strategy))
-    if bits not in BITS:
+    if bits not in BY_BITS:
         return f"has codes of {bits} bits"
     if strategy not in ("tensor", "channel", "group"):
         return f"has scales by {strategy}"
@@ -80,5 +79,5 @@ def _problem(module: Any, scheme: Any, found: str) -> str | None:
 def _unpacked(words: Tensor, outputs: int, bits: int) -> Tensor:
     """Codes uint8 [outputs, groups] of words [outputs · bits / 32, groups], which are packed along the outputs."""
     rows = words.detach().T.contiguous().view(torch.uint8)  # [groups, bytes]
-    codes = torch.stack([rows & 15, rows >> 4], -1).flatten(1) if bits == 4 else rows
+    codes = halves.split(rows) if bits == 4 else rows
     return codes[:, :outputs].T

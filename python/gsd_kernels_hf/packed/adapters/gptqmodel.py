@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
+from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, halves
 
 from . import int4pack
-from .base import Stored, unread
+from .base import BY_BITS, Stored, unread
 
-BITS = {4: "int4", 8: "uint8"}
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 """The outputs of a word's half bytes, the lowest first."""
 
@@ -54,7 +53,7 @@ def problem_of(module: Any) -> str | None:
         return "has an adapter"
     if getattr(module, "online_full_had", False) or getattr(module, "online_partial_had", False):
         return "turns its activations"
-    if module.bits not in BITS:
+    if module.bits not in BY_BITS:
         return f"has codes of {module.bits} bits"
     order = getattr(module, "g_idx", None)
     in_order = torch.arange(module.in_features, dtype=torch.int32) // (module.in_features // groups)
@@ -78,20 +77,18 @@ def problem_of(module: Any) -> str | None:
 def gptq(module: Any) -> PackedMatrix:
     """Words [inputs · bits / 32, outputs]; value = scale (code − zero)."""
     data = module.qweight.T.contiguous().view(torch.uint8)  # bytes of a word follow each other, the lowest first
-    return _matrix(module, data, halves(module.qzeros) if module.bits == 4 else module.qzeros.view(torch.uint8))
+    return _matrix(module, data, _codes(module.qzeros) if module.bits == 4 else module.qzeros.view(torch.uint8))
 
 
 def awq(module: Any) -> PackedMatrix:
     """Words [inputs, outputs / 8]; value = scale (code − zero)."""
-    codes, zeros = (_in_order(halves(words)) for words in (module.qweight, module.qzeros))
-    rows = codes.T  # [outputs, inputs]
-    return _matrix(module, (rows[:, ::2] | rows[:, 1::2] << 4).contiguous(), zeros)
+    codes, zeros = (_in_order(_codes(words)) for words in (module.qweight, module.qzeros))
+    return _matrix(module, halves.join(codes.T), zeros)
 
 
-def halves(words: Tensor) -> Tensor:
+def _codes(words: Tensor) -> Tensor:
     """Half bytes of words [rows, n], the lowest first: uint8 [rows, 8 n]."""
-    bytes_of = words.contiguous().view(torch.uint8)
-    return torch.stack([bytes_of & 15, bytes_of >> 4], -1).flatten(1)
+    return halves.split(words.contiguous().view(torch.uint8))
 
 
 def _in_order(codes: Tensor) -> Tensor:
@@ -101,7 +98,7 @@ def _in_order(codes: Tensor) -> Tensor:
 
 def _matrix(module: Any, data: Tensor, zeros: Tensor) -> PackedMatrix:
     numbers = torch.stack([module.scales.float(), zeros.float()], -1)  # [groups, outputs, 2]
-    kind = BY_NAME[BITS[module.bits]]
+    kind = BY_NAME[BY_BITS[module.bits]]
     return PackedMatrix(kind, data, module.in_features, numbers.transpose(0, 1).contiguous())
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
+from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, halves
 
 TOGETHER = (64, 32)
 
@@ -46,18 +46,16 @@ def rows_of(packed: Tensor, inputs: int, together: int) -> Tensor:
     whole = outputs // together * together
     flat = packed.reshape(-1)
     first = flat[: whole * inputs // 2].view(-1, inputs, half)  # [blocks, inputs, half]
-    codes = torch.cat([first & 15, first >> 4], -1).transpose(1, 2).reshape(whole, inputs)
+    codes = halves.split(first[..., None]).permute(0, 3, 2, 1).reshape(whole, inputs)  # from [blocks, inputs, half, 2]
     rest = flat[whole * inputs // 2 :].view(inputs, -1)  # [inputs, outputs left / 2]
-    last = torch.stack([rest & 15, rest >> 4], -1).flatten(1).T  # [outputs left, inputs]
-    codes = torch.cat([codes, last])
-    return (codes[:, ::2] | codes[:, 1::2] << 4).contiguous()
+    return halves.join(torch.cat([codes, halves.split(rest).T]))
 
 
 @lru_cache(maxsize=1)
 def order_of_outputs() -> int | None:
     """How many outputs this PyTorch puts together, or ``None`` where it is none of :data:`TOGETHER`."""
     codes = torch.randint(0, 16, (2 * TOGETHER[0] + 16, 32), generator=torch.Generator().manual_seed(0))
-    rows = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    rows = halves.join(codes.to(torch.uint8))
     try:
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
     except (AttributeError, RuntimeError):
