@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -50,15 +51,8 @@ class World:
 
     def _texts(self) -> list[tuple[float, int]]:
         """Of every sequence, the probability that is claimed of the next tokens, and how many of them are right."""
-        found, rng = [], np.random.default_rng((self.seed, self.steps))  # whatever was chosen before
         self.steps += 1
-        for _ in range(self.batch):
-            _, claimed, right = self.text[rng.choice(len(self.text), p=[kind[0] for kind in self.text])]
-            depth = 0
-            while claimed and depth < DEPTH and rng.random() < right:
-                depth += 1
-            found.append((claimed, depth))
-        return found
+        return texts_of(self.text, self.batch, self.seed, self.steps - 1)
 
     def fixed(self, rows: int, begin: int, steps: int) -> float:
         """Tokens a second of a fixed number of rows, likeliest first as is claimed, in the same steps."""
@@ -68,11 +62,8 @@ class World:
             size = max(1 + 2 * DEPTH if claimed else 1 for claimed, _ in texts)
             seconds += self.takes(min(rows, size)) + self.drafting
             for claimed, right in texts:
-                scores = [0.0]
-                for depth in range(DEPTH if claimed else 0):
-                    scores += [depth * math.log(claimed) + math.log(p) for p in (claimed, 1.0 - claimed)]
-                order = sorted(range(len(scores)), key=lambda row: (-scores[row], row))[:rows]
-                tokens += 1 + sum(1 + 2 * depth in order for depth in range(right))
+                taken = likeliest(claimed)[:rows]
+                tokens += 1 + sum(1 + 2 * depth in taken for depth in range(right))
         return tokens / seconds
 
     def share(self, policy: RowPolicy, steps: int) -> float:
@@ -101,13 +92,12 @@ class World:
         """Record, tokens and rows of a step: of each depth, token 1 is right or none is, token 2 is wrong."""
         texts, graph = self._texts(), gsd.TokenGraph.empty(self.batch, CONFIG, "cpu")
         graph.reset(torch.zeros(self.batch, dtype=torch.int32), torch.full((self.batch, 8), -1, dtype=torch.int32))
+        size = 2 * DEPTH + 1
         for b, (claimed, _) in enumerate(texts):
-            for node in range(0, 2 * DEPTH if claimed else 0, 2):
-                above = max(0, node - 1)
-                graph.edge_targets[b, above, :2] = torch.tensor([node + 1, node + 2])
-                graph.edge_log_probs[b, above, :2] = torch.tensor([claimed, 1.0 - claimed]).log()
-                graph.token_ids[b, node + 1 : node + 3] = torch.tensor([1, 2])
-                graph.depths[b, node + 1 : node + 3] = 1 + node // 2
+            if claimed:
+                targets, log_probs, tokens, depths = chain_of(claimed)
+                graph.edge_targets[b, :size, :2], graph.edge_log_probs[b, :size, :2] = targets, log_probs
+                graph.token_ids[b, 1:size], graph.depths[b, 1:size] = tokens, depths
         rows = selector(graph, CONFIG, 1000)
         paths = [[0] for _ in texts]
         for path, nodes, (_, right) in zip(paths, rows.node_ids.tolist(), texts, strict=True):
@@ -123,6 +113,41 @@ class World:
         empty = torch.empty(0)
         verified = Verified(graph, rows, empty, {}, accepted, empty, tokens, nodes)
         return verified, counts, rows.token_ids.shape[1]
+
+
+@functools.cache
+def texts_of(text: tuple[tuple[float, float, float], ...], batch: int, seed: int, step: int) -> list[tuple[float, int]]:
+    """Of every sequence in a step, the probability that is claimed of the next tokens, and how many are right."""
+    found, rng = [], np.random.default_rng((seed, step))
+    for _ in range(batch):
+        _, claimed, right = text[rng.choice(len(text), p=[kind[0] for kind in text])]
+        depth = 0
+        while claimed and depth < DEPTH and rng.random() < right:
+            depth += 1
+        found.append((claimed, depth))
+    return found
+
+
+@functools.cache
+def likeliest(claimed: float) -> list[int]:
+    """Nodes of a chain with a second choice beside each token, likeliest first; where none is claimed the root."""
+    scores = [0.0]
+    for depth in range(DEPTH if claimed else 0):
+        scores += [depth * math.log(claimed) + math.log(p) for p in (claimed, 1.0 - claimed)]
+    return sorted(range(len(scores)), key=lambda row: (-scores[row], row))
+
+
+@functools.cache
+def chain_of(claimed: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same chain's edges [nodes, 2], their targets and log-probabilities, and nodes' tokens and depths."""
+    targets, log_probs = torch.full((2 * DEPTH + 1, 2), -1), torch.full((2 * DEPTH + 1, 2), -math.inf)
+    for node in range(0, 2 * DEPTH, 2):
+        above = max(0, node - 1)
+        targets[above], log_probs[above] = (
+            torch.tensor([node + 1, node + 2]),
+            torch.tensor([claimed, 1.0 - claimed]).log(),
+        )
+    return targets, log_probs, torch.tensor([1, 2] * DEPTH), torch.arange(2 * DEPTH) // 2 + 1
 
 
 def experience(bandwidth: float = 1.0, free_rows: float = 24.0) -> RowExperience:
