@@ -17,10 +17,11 @@ from gsd_kernels_hf.validate import Unsupported
 MISSING = unavailable_reason("cpu", torch.device("cpu"))
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")
 PADS = 3
+SHAPE = gsd.GraphConfig.preset("graph", depth=2)  # each level is a forward of the draft, often through its modules
 PROMPT = torch.randint(3, 97, (1, 30), generator=torch.Generator().manual_seed(4))
 OPTIONS = {
     "attention_mask": (torch.arange(30) >= PADS)[None].long(),
-    "max_new_tokens": 12,
+    "max_new_tokens": 8,
     "do_sample": False,
     "eos_token_id": None,
     "pad_token_id": 0,
@@ -56,7 +57,7 @@ def begun(model, draft) -> tuple[torch.Tensor | Exception, str | None]:
     """The same of a call that nothing was kept from; a refusal names what it refuses."""
     try:
         out = gsd.generate(
-            model, PROMPT, assistant_model=draft, graph_config="graph", return_dict_in_generate=True, **OPTIONS
+            model, PROMPT, assistant_model=draft, graph_config=SHAPE, return_dict_in_generate=True, **OPTIONS
         )
     except Exception as error:
         return error, str(error)
@@ -71,7 +72,7 @@ class Case:
         self.model = target(dtype)
         self.draft = noised(self.model)
         self.before = plain(self.model)
-        self.handle = gsd.patch(self.model, assistant_model=self.draft, graph_config="graph")
+        self.handle = gsd.patch(self.model, assistant_model=self.draft, graph_config=SHAPE)
         self.check_unchanged()
 
     def check_unchanged(self) -> None:
