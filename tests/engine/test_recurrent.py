@@ -213,12 +213,6 @@ def wrong(tree: RowTree) -> RowTree:
     return RowTree((tree.parents - (tree.parents > 2).long()), tree.depths)
 
 
-def test_skipped_layers_are_refused_by_name():
-    hybrid = target_of("qwen3.5")
-    with pytest.raises(ValueError, match="Qwen3_5ForCausalLM"):
-        gsd.LayerSkip(hybrid, mlp=[1])
-
-
 def test_a_draft_model_without_a_state_drafts_for_a_hybrid():
     target = target_of("lfm2")
     draft = noised(tiny(vocab_size=tiny_configs.VOCAB))

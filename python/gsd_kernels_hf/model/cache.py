@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -159,7 +159,7 @@ class GraphCache(RowsCache):
     Attributes:
         block: [layers, 2, B, Hkv, capacity, D], what stacked layers are views of.
         by_length: layers to which rows are all at the cache's begin, see :mod:`.temperature`.
-        forms: of the modules that keep recurrent states.
+        forms: of the modules that keep recurrent states, by layer and class.
         begun: whether the forms go on from the states of a prompt.
     """
 
@@ -176,7 +176,7 @@ class GraphCache(RowsCache):
     ) -> None:
         self.capacity, self.stacked = capacity, stacked
         self.by_length: frozenset[int] = frozenset()
-        self.forms: Sequence[Form] = ()
+        self.forms: dict[tuple[int, type], Form] = {}
         self.begun = False
         # A backend that does not implement write_kv ("cpu", "cuda") leaves the choice to "auto".
         self.write_backend = backend if backend in IMPLEMENTATIONS else "auto"
@@ -190,11 +190,21 @@ class GraphCache(RowsCache):
             ]
         )
 
+    def form_of(self, module: Any, make: Callable[[Any, StateLayer], Form]) -> Form:
+        """How the rows of a module that keeps a state are computed: one form, by whatever view of the model it comes.
+
+        make: called with the module and its layer where there is none yet.
+        """
+        key = module.layer_idx, type(module)
+        if key not in self.forms:
+            self.forms[key] = make(module, self.layers[module.layer_idx])
+        return self.forms[key]
+
     def restart(self, length: int) -> None:
         """Begin a prompt of which ``length`` positions are stored: where there are recurrent states, all or none."""
         self.prompt_length = length
         if length and self.begun:
-            for form in self.forms:
+            for form in self.forms.values():
                 form.end()
         self.begun = False
         for layer in self.layers:
@@ -204,10 +214,10 @@ class GraphCache(RowsCache):
     def begin_rows(self) -> None:
         """After a prompt, before the rows behind it."""
         if not self.begun:
-            for form in self.forms:
+            for form in self.forms.values():
                 form.begin()
-            staying = {id(form.layer) for form in self.forms if not form.takes_states}
-            for form in self.forms:
+            staying = {id(form.layer) for form in self.forms.values() if not form.takes_states}
+            for form in self.forms.values():
                 if id(form.layer) not in staying:
                     form.layer.restart()
             self.begun = True
@@ -281,7 +291,7 @@ class GraphCache(RowsCache):
 
     def commit_states(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
         """Take the accepted rows into the states alone: their keys and values lie where they belong."""
-        for form in self.forms:
+        for form in self.forms.values():
             form.commit(accepted_rows, num_accepted)
 
     @property
@@ -289,4 +299,4 @@ class GraphCache(RowsCache):
         """Bytes allocated so far."""
         stored = sum(t.nbytes for layer in self.layers if layer.is_initialized for t in (layer.keys, layer.values))
         states = sum(layer.nbytes for layer in self.layers if isinstance(layer, StateLayer))
-        return stored + states + sum(form.nbytes for form in self.forms)
+        return stored + states + sum(form.nbytes for form in self.forms.values())

@@ -271,6 +271,7 @@ class FusedRows(RowModel):
         node_depths: Tensor,  # int32 [B, N]
         keep: int,
         shift: int = 0,
+        stem: int = 0,
     ) -> Tensor:
         """As :meth:`RowModel.rows`."""
         fed = self.feed(token_ids, kv_len, slots, depths, node_depths, shift, torch.int32)

@@ -22,10 +22,13 @@ def decoder_of(model: PreTrainedModel) -> tuple[list[nn.Module], nn.Module]:
     """The decoder layers that a forward runs, and the norm behind them.
 
     Raises:
-        ValueError: they are not where those of a LLaMA-family model are.
+        ValueError: there is no list of layers, or not one norm beside it.
     """
     decoder = model.get_decoder()  # of a model of images and text, its language model
     layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
+    if norm is None:
+        norms = [child for child in decoder.children() if type(child).__name__.endswith("Norm")]
+        norm = norms[0] if len(norms) == 1 else None
     if not isinstance(layers, nn.ModuleList) or not isinstance(norm, nn.Module):
         raise ValueError(
             f"model: hidden states of {type(model).__name__} cannot be read, since its decoder has no layers "

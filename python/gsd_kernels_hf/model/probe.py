@@ -271,7 +271,7 @@ def _forward(model: PreTrainedModel, *, poisoned: bool, length: int | Tensor | N
     cache = ProbeCache(model.config, states_of(model), length)
     if mixers_of(model):  # whose rows see themselves alone as well; how they see others is proved apart
         cache.tree = RowTree.apart(2, ROWS, device)
-        model, cache.forms = with_mixers(model, lambda module: ByDepth(module, cache.layers[module.layer_idx]))
+        model = with_mixers(model, lambda module: cache.form_of(module, ByDepth))
     tokens = torch.tensor([[5, 7, 9, 7, 8], [5, 7, 9, 7, 8]], device=device) % vocabulary(model)
     mask = torch.ones(2, CACHED + ROWS, dtype=torch.int64, device=device)
     mask[1, : CACHED + POISONED] = 0

@@ -135,19 +135,19 @@ class RowModel(CachedText):
         """The same model and weights, with linear layers for few rows and recurrent layers for rows of graphs."""
         model = with_cpu_linears(self.model, self.backend, RowLinear if self.block else CpuLinear)
         if self.recurrent:
-            model, self.cache.forms = with_mixers(model, self.form_of)
+            model = with_mixers(model, lambda module: self.cache.form_of(module, self.new_form))
         return model
 
-    def form_of(self, module: nn.Module) -> Form:
+    def new_form(self, module: nn.Module, layer: StateLayer) -> Form:
         """How the rows of a module with a recurrent state are computed."""
-        layer: StateLayer = self.cache.layers[module.layer_idx]  # type: ignore[index, assignment]
         if self.block and why_not_windowed(module) is None:
             return Windowed(module, layer, self.block, self.backend)
         return ByDepth(module, layer)
 
     def sharing_cache(self, view: PreTrainedModel) -> RowModel:
         """``view``, this model without some blocks, in this model's own cache."""
-        return RowModel(view, self.cache.capacity, self.kv_start, self.backend, self.cache)
+        _ = self.stepping  # all of the cache's forms, before a prompt is read
+        return RowModel(view, self.cache.capacity, self.kv_start, self.backend, self.cache, block=self.block)
 
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None) -> None:
         """Cache the prompt [B, P] in chunks of ``chunk`` tokens, with the attention that the model had before.
@@ -208,13 +208,18 @@ class RowModel(CachedText):
         node_depths: Tensor,  # int32 [B, N]
         keep: int,
         shift: int = 0,
+        stem: int = 0,
     ) -> Tensor:
         """Forward graph rows; logits of the last ``keep`` rows, [B, keep, V].
 
         Where ``slots`` is an int and ``node_depths`` not ``depths`` itself, those of the rows' slots are written.
+        ``stem``: of the ``kv_len`` positions that all rows see, how many are rows since the last commit.
         """
         fed = self.feed(token_ids, kv_len, slots, depths, node_depths, shift, torch.int64)
-        stepping, tree = self.stepping, self.tree_of(ancestor_mask, slots, token_ids.shape) if self.recurrent else None
+        stepping, tree = (
+            self.stepping,
+            self.tree_of(ancestor_mask, slots, token_ids.shape, stem) if self.recurrent else None,
+        )
         inputs = GraphInputs(
             ancestor_mask=ancestor_mask.to(self.device),
             kv_len=kv_len.to(self.device),
@@ -241,7 +246,7 @@ class RowModel(CachedText):
         self.hidden = hidden
         return output.logits[:, -keep:]
 
-    def tree_of(self, ancestor_mask: Tensor, slots: Tensor | int, shape: torch.Size) -> RowTree:
+    def tree_of(self, ancestor_mask: Tensor, slots: Tensor | int, shape: torch.Size, stem: int) -> RowTree:
         """The rows [B, R] as a tree, for layers that keep a state; arguments as of :meth:`rows`.
 
         Behind those that were forwarded before, where an int says that these are not the first of their text.
@@ -250,9 +255,9 @@ class RowModel(CachedText):
         own, earlier = None, None
         if isinstance(slots, Tensor):
             own = slots.to(self.device, torch.int64).expand(shape)
-        elif slots and self.tree is not None:
-            earlier = self.tree.until(slots)
-        self.tree = RowTree.of(ancestor_mask.to(self.device), shape[1], slots=own, earlier=earlier)
+        elif self.tree is not None:
+            earlier = self.tree.until(stem + slots)
+        self.tree = RowTree.of(ancestor_mask.to(self.device), shape[1], slots=own, earlier=earlier, stem=stem)
         # No path that can be accepted is longer; sequences that ended may have rows that are.
         return self.tree.shallow(self.block) if self.block else self.tree
 

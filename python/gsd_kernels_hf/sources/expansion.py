@@ -13,7 +13,13 @@ from .base import DraftSource, Level, Proposal, Text
 
 
 class Expansion(DraftSource):
-    """A draft source with one forward a level over the frontier nodes; their keys and values lie behind the prefix."""
+    """A draft source with one forward a level over the frontier nodes; their keys and values lie behind the prefix.
+
+    Attributes:
+        stem: of the prefix's positions, how many are rows of this step.
+    """
+
+    stem = 0
 
     def begin(self, text: Text) -> None:
         self.text, self.state, self.rows = text, text.state, self.row_model(text)
@@ -51,6 +57,7 @@ class Expansion(DraftSource):
             self.slot_depths[config],
             keep=config.width,
             shift=1,
+            stem=self.stem,
         )
 
     def warm(self, level: Level, verified: Verified) -> Proposal | None:

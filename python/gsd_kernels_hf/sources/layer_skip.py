@@ -22,6 +22,7 @@ from gsd_kernels import GraphConfig
 from .. import validate
 from ..model import properties
 from ..model.linear import with_cpu_linears
+from ..model.recurrent.mixers import keeps_state
 from ..model.runner import RowModel
 from ..model.view import with_children
 from ..progress import tracked
@@ -31,6 +32,7 @@ from .expansion import Expansion
 logger = logging.getLogger("gsd_kernels")
 
 PARTS = {"attention": "self_attn", "mlp": "mlp"}
+"""Names of a layer's blocks; a block that keeps a recurrent state may have any name, where there is no attention."""
 LONGEST_DRAFT = 10  # tokens of the longest chain that the search considers
 
 
@@ -41,7 +43,8 @@ class LayerSkip:
 
     Args:
         model: a LLaMA-family transformers model, which is not changed.
-        attention, mlp: indices of the layers whose block is skipped. A layer that lacks both is not visited at all.
+        attention, mlp: indices of the layers whose block is skipped; what keeps a recurrent state in place of attention
+            counts as one. A layer that lacks both is not visited at all, where all layers are of one type.
 
     Attributes:
         model: the target.
@@ -69,9 +72,14 @@ class LayerSkip:
             )
         if all(len(indices) == len(layers) for indices in skipped.values()):
             raise ValueError("attention, mlp: every layer is skipped; leave some")
+        if _attending(layers) <= set(skipped["attention"]):
+            raise ValueError(
+                "attention: all that attends is skipped; leave a layer, of whose keys the cache has a length"
+            )
         self.attention, self.mlp = skipped["attention"], skipped["mlp"]
         self.view = _without(self.model, self.attention, self.mlp)
-        whole, kept = _read(layers, self.model), _read(_layers(self.view), self.model)
+        left = getattr(self.view, self.view.base_model_prefix).layers
+        whole, kept = _read(layers, self.model), _read(left, self.model)
         self.cost = kept / whole
 
     def __repr__(self) -> str:
@@ -138,10 +146,13 @@ class _Search:
         self.model = with_cpu_linears(model, "auto")
         layers = _layers(self.model)
         self.count = len(layers)
+        self.attending = {("attention", i) for i in _attending(layers)}
         self.total = 4 * self.count - 1
         self.input_ids = input_ids.to(properties.device_of(model))
         self.parts = {
-            (name, i): _elements(getattr(layer, PARTS[name])) for name in PARTS for i, layer in enumerate(layers)
+            (name, i): _elements(getattr(layer, _block(layer, name)))
+            for name in PARTS
+            for i, layer in enumerate(layers)
         }
         self.layers, self.head = [_elements(layer) for layer in layers], _elements(model.get_output_embeddings())
         self.wanted = self.best_tokens(self.model)
@@ -161,9 +172,8 @@ class _Search:
         while len(skipped) < 2 * self.count - 1 and expected_speed(agreement, floor) > self.best[0]:
             taken: tuple[float, float, frozenset[tuple[str, int]]] | None = None
             # First what may become the fastest: a block that agreed less often earlier does not agree more often now.
-            for block in sorted(
-                self.parts.keys() - skipped, key=lambda block: (-self.promise(skipped, block, agreement), block)
-            ):
+            left = [block for block in self.parts.keys() - skipped if not self.attending <= skipped | {block}]
+            for block in sorted(left, key=lambda block: (-self.promise(skipped, block, agreement), block)):
                 if taken is not None and taken[0] >= self.promise(skipped, block, agreement):
                     break
                 if self.forwards and time.monotonic() - self.begin > self.seconds:
@@ -227,6 +237,7 @@ class SkippedLayers(Expansion):
     """The draft source of a :class:`LayerSkip`: the committed prefix is there already, in the target's own cache."""
 
     name = "layer_skip"
+    stem = 1  # the root
 
     def __init__(self, skip: LayerSkip) -> None:
         self.skip = skip
@@ -270,9 +281,23 @@ class _NoAttention(nn.Module):
         return torch.zeros_like(hidden_states), None
 
 
-class _NoMLP(nn.Module):
-    def forward(self, hidden_states: Tensor) -> Tensor:
+class _NoBlock(nn.Module):
+    """In place of what returns hidden states alone: an MLP, or a block that keeps a recurrent state."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return torch.zeros_like(hidden_states)
+
+
+def _block(layer: nn.Module, part: str) -> str:
+    """The name of a layer's block; empty where it has none such."""
+    names = [PARTS[part]] + [name for name, child in layer.named_children() if keeps_state(type(child))]
+    found = (name for name in names[: None if part == "attention" else 1] if hasattr(layer, name))
+    return next(found, "")
+
+
+def _attending(layers: Iterable[nn.Module]) -> set[int]:
+    """Numbers of the layers whose first block has keys and values, in place of a state or beside one."""
+    return {i for i, layer in enumerate(layers) if not keeps_state(type(getattr(layer, _block(layer, "attention"))))}
 
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -284,7 +309,7 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
     decoder = getattr(model, model.base_model_prefix, None)
     layers = getattr(decoder, "layers", None)
     kind = type(model).__name__
-    if not isinstance(layers, nn.ModuleList) or not all(hasattr(la, part) for la in layers for part in PARTS.values()):
+    if not isinstance(layers, nn.ModuleList) or not all(_block(layer, part) for layer in layers for part in PARTS):
         raise ValueError(
             f"model: the blocks of {kind} are not self_attn and mlp of model.layers, so none can be skipped"
         )
@@ -298,14 +323,16 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def _without(model: PreTrainedModel, attention: tuple[int, ...], mlp: tuple[int, ...]) -> PreTrainedModel:
     """A view of ``model``: the same weights, fewer blocks."""
-    kept = []
+    kept, kinds = [], set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     for index, layer in enumerate(_layers(model)):
         stubs: dict[str, nn.Module] = {}
-        if index in attention:
-            stubs["self_attn"] = _NoAttention()
-        if index in mlp:
-            stubs["mlp"] = _NoMLP()
-        if len(stubs) < len(PARTS):
+        for part, skipped in (("attention", attention), ("mlp", mlp)):
+            if index in skipped:
+                name = _block(layer, part)
+                returns_states = part == "mlp" or keeps_state(type(getattr(layer, name)))
+                stubs[name] = _NoBlock() if returns_states else _NoAttention()
+        # Where layers are of several types, their numbers say which mask is theirs.
+        if len(stubs) < len(PARTS) or len(kinds) > 1:
             kept.append(with_children(layer, stubs) if stubs else layer)
     decoder = with_children(
         getattr(model, model.base_model_prefix), {"layers": nn.ModuleList(kept).train(model.training)}

@@ -135,8 +135,8 @@ def states_of(model: PreTrainedModel) -> dict[int, int]:
     return {i: getattr(layer, "number_of_states", 1) for i, layer in enumerate(own) if i in found}
 
 
-def with_mixers(model: PreTrainedModel, form_of: Callable[[nn.Module], Form]) -> tuple[PreTrainedModel, list[Form]]:
-    """``model`` seen with a :class:`Mixer` for each such module, and their forms."""
+def with_mixers(model: PreTrainedModel, form_of: Callable[[nn.Module], Form]) -> PreTrainedModel:
+    """``model`` seen with a :class:`Mixer` for each such module; the same one wherever a module is found again."""
     made: dict[int, Mixer] = {}
 
     def view(module: Any) -> Any:
@@ -149,4 +149,5 @@ def with_mixers(model: PreTrainedModel, form_of: Callable[[nn.Module], Form]) ->
             made[id(module)] = Mixer(module, form_of(module))
         return made[id(module)]
 
-    return view(model), [mixer.form for mixer in made.values()]
+    seen: PreTrainedModel = view(model)
+    return seen
