@@ -20,6 +20,7 @@ from transformers.models.llama import modeling_llama
 import gsd_kernels as gsd
 from gsd_kernels_hf.model import probe
 from gsd_kernels_hf.model.masks import Limits, Unserved, limits_of
+from gsd_kernels_hf.model.recurrent import mixers
 
 torch.set_num_threads(1)
 
@@ -286,3 +287,8 @@ def test_an_unknown_attention_implementation_is_refused():
     with pytest.raises(ValueError, match="flash_of_genius"):
         gsd.generate(model, unpadded(), **TOKENS)
     assert model.config._attn_implementation == "flash_of_genius"
+
+
+def test_a_release_whose_caches_keep_states_otherwise_is_named(monkeypatch):
+    monkeypatch.setattr(mixers, "READABLE", False)
+    refused(tiny_configs.build("Lfm2ForCausalLM", 4), r"recurrent state, .* transformers 5.14 or newer; 5")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from gsd_kernels import BACKENDS
@@ -14,7 +15,7 @@ from gsd_kernels.ops.state_rows import BLOCK
 from ..model.fused import check_rows
 from ..model.probe import kinds_of
 from ..model.properties import vocabulary
-from ..model.recurrent.mixers import mixers_of
+from ..model.recurrent import mixers
 from ..packed.modules import Packed
 from .modes import Unsupported
 
@@ -50,8 +51,13 @@ def check_model(name: str, model: Any) -> None:
     for rope in _rope_types(config):
         if rope in ("dynamic", "longrope"):
             raise Unsupported(f"{name}: rope type {rope!r} changes with the length; not supported")
-    served = SERVED_LAYERS | (RECURRENT_LAYERS if recurrent else set())
-    unserved = set(getattr(config, "layer_types", None) or ()) - served
+    types = set(getattr(config, "layer_types", None) or ())
+    if not mixers.READABLE and (recurrent or types & RECURRENT_LAYERS):
+        raise Unsupported(
+            f"{name}: {kind} keeps a recurrent state, which is served with transformers {mixers.FIRST} or newer; "
+            f"{transformers.__version__} is installed"
+        )
+    unserved = types - SERVED_LAYERS - (RECURRENT_LAYERS if recurrent else set())
     if unserved:
         raise Unsupported(f"{name}: {kind} has layers of type {sorted(unserved)[0]!r}; not supported")
     if not model._supports_logits_to_keep():
@@ -74,7 +80,7 @@ def keeps_state(name: str, model: PreTrainedModel) -> bool:
     Raises:
         Unsupported: they do, on several ranks.
     """
-    recurrent = mixers_of(model)
+    recurrent = mixers.mixers_of(model)
     if not recurrent:
         return False
     what = f"{name}: {type(model).__name__} keeps a recurrent state ({recurrent[0][0]})"
@@ -87,7 +93,7 @@ def check_paths(shape: object, models: Iterable[PreTrainedModel]) -> None:
     """Raise where the paths of a shape are longer than what recurrent layers keep between two states."""
     deepest = getattr(shape, "max_path", None) or 0
     for model in models if deepest > BLOCK else ():
-        if mixers_of(model):
+        if mixers.mixers_of(model):
             raise Unsupported(
                 f"graph_config: max_path={deepest}, and {type(model).__name__} keeps a recurrent state, behind which a "
                 f"path has at most {BLOCK} rows; give max_path={BLOCK}"

@@ -7,6 +7,7 @@ rows of a graph through a form of it. The model itself is left as it is.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -27,6 +28,12 @@ from ..code import code_names
 from ..once import modules_of, once
 from ..view import with_children
 from .tree import RowTree
+
+FIRST = "5.14"
+"""transformers' first release whose caches hold the states of recurrent layers as they are read here."""
+
+READABLE = "number_of_states" in inspect.signature(LinearAttentionLayer.__init__).parameters
+"""Whether the installed one's do."""
 
 UPDATES = {"update_conv_state", "update_recurrent_state"}
 """What code calls that moves a state of transformers' cache on."""
