@@ -118,7 +118,7 @@ MORE: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 8,
     },
     "ReformerModelWithLMHead": {"is_decoder": True},
-    "Zamba2ForCausalLM": {"layer_types": ["mamba", "hybrid"]},
+    "Zamba2ForCausalLM": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
     "ZambaForCausalLM": {"layer_types": ["mamba", "hybrid"]},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
 }

@@ -29,8 +29,9 @@ FAMILIES = {  # with the layer patterns of what is published
     "falcon-h1": ("FalconH1ForCausalLM", 2),
     "kimi": ("KimiLinearForCausalLM", 3),
     "zaya": ("ZayaForCausalLM", 2),
+    "jamba": ("JambaForCausalLM", 2),
 }
-BY_DEPTH = {"zaya"}  # its kernels are not known
+BY_DEPTH = {"zaya", "jamba"}  # their kernels are not known
 SHAPES = {  # by batch
     3: gsd.GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=-1),
     1: gsd.GraphConfig(depth=6, width=1, branch=3, max_rows=14, merge_context=-1),
@@ -116,6 +117,20 @@ def test_turns_go_on_from_the_state_where_the_text_ends():
     assert reused == [0], "the last prompt left the text in the middle"
     for name, ids in {"longer": longer, "same": text, "other": other}.items():
         assert torch.equal(found[name], target.generate(ids, max_new_tokens=20, do_sample=False)), name
+
+
+def test_prompts_are_read_whole_where_layers_forget_their_state():
+    """Jamba's layers begin anew with every piece of a prompt, and so would the next turn's."""
+    target, ids = target_of("jamba"), inputs_of(1)["input_ids"]
+    text = text_of("jamba", 1)
+    gsd.patch(target, graph_config="plain")
+    try:
+        found = target.generate(ids, **GREEDY, prefill_chunk_size=3)
+        turn = target.generate(torch.cat([text, ids], 1), **GREEDY)
+    finally:
+        gsd.unpatch(target)
+    assert torch.equal(found, text)
+    assert torch.equal(turn, target.generate(torch.cat([text, ids], 1), **GREEDY))
 
 
 @pytest.mark.parametrize("block", [0, 4])

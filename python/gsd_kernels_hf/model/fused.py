@@ -165,15 +165,25 @@ def check_rows(model: PreTrainedModel, name: str) -> None:
     else:
         return
 
-    def forward(of: PreTrainedModel) -> Tensor:
-        return proof.logits_of_rows(RowModel(of, proof.capacity(steps), proof.kv_start(of), "auto"), of, steps)
-
-    found = proof.why_not_proved(model, "modules", forward, singly=True, steps=steps)
+    found = why_not_by_modules(model, steps)
+    if found is not None and mixers_of(model):
+        found = why_not_by_modules(model, steps, whole=True)
     if found is not None:
         raise ValueError(
             f"{name}: {type(model).__name__} cannot be forwarded with graph rows, since {found.what}; {suspect}; "
             "not supported"
         ) from found.cause
+
+
+def why_not_by_modules(model: PreTrainedModel, steps: int, *, whole: bool = False) -> proof.Difference | None:
+    """What rows through the modules compute otherwise than the model, or ``None``; ``whole``: see :class:`RowModel`."""
+
+    def forward(of: PreTrainedModel) -> Tensor:
+        rows = RowModel(of, proof.capacity(steps), proof.kv_start(of), "auto", whole=whole)
+        return proof.logits_of_rows(rows, of, steps)
+
+    way = "modules, whole prompts" if whole else "modules"
+    return proof.why_not_proved(model, way, forward, singly=True, steps=steps)
 
 
 def block_of(model: PreTrainedModel, backend: str) -> int:
@@ -327,6 +337,7 @@ def rows_of(
         return FusedRows(model, capacity, kv_start, backend, hidden_layers)
     _log_once(type(model).__name__, reason)
     block = block_of(model, backend)
-    rows = RowModel(model, capacity, kv_start, backend, hidden_layers=hidden_layers, block=block)
+    whole = bool(mixers_of(model)) and not block and why_not_by_modules(model, STATE_STEPS) is not None
+    rows = RowModel(model, capacity, kv_start, backend, hidden_layers=hidden_layers, block=block, whole=whole)
     rows.why_modules = reason
     return rows
