@@ -233,5 +233,10 @@ class Verified:
 
     def last_rows(self) -> Tensor:
         """The last accepted row, whose pick is the next root: int64 [B]; 0 for a finished sequence."""
-        last = (self.accepted.num_accepted[:, None].long() - 1).clamp(min=0)
-        return self.accepted.accepted_rows.gather(1, last).clamp(min=0).squeeze(1).long()
+        return last_rows(self.accepted.accepted_rows, self.accepted.num_accepted)
+
+
+def last_rows(accepted_rows: Tensor, num_accepted: Tensor) -> Tensor:
+    """Of accepted rows int32 [B, P] and their number int32 [B], the last of each sequence: int64 [B]; 0 for none."""
+    last = (num_accepted.long() - 1).clamp(min=0)[:, None]
+    return accepted_rows.gather(1, last).clamp(min=0)[:, 0].long()

@@ -19,6 +19,7 @@ from gsd_kernels_hf.costs.pair import describe
 from gsd_kernels_hf.costs.prior import weight_bytes
 from gsd_kernels_hf.model import fused
 from gsd_kernels_hf.model.fused import why_not
+from gsd_kernels_hf.model.identity import tensors_of
 from gsd_kernels_hf.packed import copies
 from gsd_kernels_hf.packed.adapters import stored_in
 from gsd_kernels_hf.packed.modules import matrix_of
@@ -93,6 +94,13 @@ def test_costs_know_the_bytes_and_the_format(name, made):
     for place, module in layers(model).items():
         expected += stored_in(module).nbytes - dense.get_submodule(place).weight.nbytes
     assert weight_bytes(model) == expected < weight_bytes(dense)
+
+
+@names
+def test_what_holds_a_module_is_found_once(name, made):
+    for module in layers(made(name)).values():
+        held = [id(tensor) for tensor in tensors_of(module)]
+        assert len(held) == len(set(held)) and set(held) >= {id(tensor) for tensor in stored_in(module).tensors}
 
 
 @names

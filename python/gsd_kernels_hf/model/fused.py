@@ -36,7 +36,7 @@ from .foreign import foreign, foreign_code, layers_of
 from .hidden import LAST
 from .probe import examine, kinds_of
 from .recurrent.mixers import mixers_of
-from .recurrent.windowed import why_not_windowed
+from .recurrent.windowed import is_windowed
 from .runner import Listener, RowModel
 
 logger = logging.getLogger("gsd_kernels")
@@ -189,7 +189,7 @@ def why_not_by_modules(model: PreTrainedModel, steps: int, *, whole: bool = Fals
 def block_of(model: PreTrainedModel, backend: str) -> int:
     """Tokens of a block where recurrent layers keep a window of the text; 0 where their rows are computed by depth."""
     mixers = mixers_of(model)
-    if not mixers or all(why_not_windowed(module) is not None for _, module in mixers):
+    if not mixers or not any(is_windowed(module) for _, module in mixers):
         return 0
     devices = {parameter.device for _, module in mixers for parameter in module.parameters()}
     if backend not in ("auto", "cpu") or any(unavailable_reason("cpu", device) is not None for device in devices):

@@ -60,7 +60,7 @@ class ModelState:
         """The state now. Reads a few elements of every tensor, so it waits for every device once."""
         modules = [module for _, module in modules_of(model)]
         hooks = [put.hooks for put in put_on(model)]
-        tensors = [part for module in modules for tensor in tensors_of(module) for part in parts_of(tensor)]
+        tensors = [tensor for module in modules for tensor in tensors_of(module)]
         held = [part for found in hooks for hook in found.values() for t in held_by(hook) for part in parts_of(t)]
         places = tuple((t.data_ptr(), t.dtype, t.device, tuple(t.shape)) for t in tensors if not t.is_meta)
         structure = (structure_of(model), places)
@@ -157,12 +157,15 @@ def held_by(function: Callable[..., Any]) -> Iterator[Tensor]:
     return (value for value in values if isinstance(value, Tensor))
 
 
-def tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """The module's own parameters, buffers and other tensors, and what a library keeps beside its weights."""
-    for values in (module._parameters, module._buffers, vars(module)):
-        yield from (v for name, v in list(values.items()) if isinstance(v, Tensor) and name not in LEFT)
+def tensors_of(module: nn.Module) -> Iterable[Tensor]:
+    """What holds the module's own parameters, buffers and other tensors, and what a library keeps beside, each once."""
+    values = [named for holder in (module._parameters, module._buffers, vars(module)) for named in list(holder.items())]
+    own = [value for name, value in values if isinstance(value, Tensor) and name not in LEFT]
+    found = {id(part): part for tensor in own for part in parts_of(tensor)}
     stored = stored_in(module)
-    yield from () if stored is None else stored.tensors
+    if stored is not None:
+        found |= {id(tensor): tensor for tensor in stored.tensors}
+    return found.values()
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:

@@ -23,7 +23,7 @@ from .properties import cache_argument, device_of, vocabulary
 from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import Form, mixers_of, states_of, with_mixers
 from .recurrent.tree import RowTree
-from .recurrent.windowed import Windowed, why_not_windowed
+from .recurrent.windowed import Windowed, is_windowed
 
 Listener = Callable[[Mapping[int, Tensor], int], None]
 """Takes the hidden states of a piece of the prompt, [B, n, D] by layer, and the position of its first token."""
@@ -142,7 +142,7 @@ class RowModel(CachedText):
 
     def new_form(self, module: nn.Module, layer: StateLayer) -> Form:
         """How the rows of a module with a recurrent state are computed."""
-        if self.block and why_not_windowed(module) is None:
+        if self.block and is_windowed(module):
             return Windowed(module, layer, self.block, self.backend)
         return ByDepth(module, layer)
 

@@ -25,7 +25,15 @@ from .parallel_eagle import ParallelDrafts
 Drafter = Eagle3 | DFlash | DraftHeads | Mtp | Gemma4Assistant
 """What ``drafter=`` takes, beside the place of one."""
 
-KINDS = (Eagle3, DFlash, DraftHeads, Mtp, Gemma4Assistant)
+SOURCES: dict[type[Any], Callable[[Any], DraftSource]] = {
+    Eagle3: lambda drafter: (Eagle3Drafts if drafter.config.mask_shape is None else ParallelDrafts)(drafter),
+    DFlash: DFlashDrafts,
+    DraftHeads: Heads,
+    Mtp: MtpDrafts,
+    Gemma4Assistant: AssistantDrafts,
+}
+"""The draft source of a loaded drafter, by its class."""
+KINDS = tuple(SOURCES)
 SPECULATORS = {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dflash"}
 """Kinds by ``speculators_model_type``."""
 OWN = "mtp"
@@ -103,15 +111,7 @@ def _loaded_once(files: tuple[object, ...], target: PreTrainedModel, option: str
 
 def source_of(drafter: Drafter) -> DraftSource:
     """The draft source of a loaded drafter."""
-    if isinstance(drafter, DraftHeads):
-        return Heads(drafter)
-    if isinstance(drafter, Mtp):
-        return MtpDrafts(drafter)
-    if isinstance(drafter, Gemma4Assistant):
-        return AssistantDrafts(drafter)
-    if isinstance(drafter, DFlash):
-        return DFlashDrafts(drafter)
-    return Eagle3Drafts(drafter) if drafter.config.mask_shape is None else ParallelDrafts(drafter)
+    return next(make for kind, make in SOURCES.items() if isinstance(drafter, kind))(drafter)
 
 
 def kind_of(config: Mapping[str, Any], folder: Path) -> str:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as nested
 from transformers.cache_utils import Cache
 
-from .mixers import LinearAttentionLayer, RowsCache
+from ...records import last_rows
+from .mixers import LinearAttentionLayer, RowsCache, hidden_in
 from .tree import RowTree
 
 KINDS = ("conv_states", "recurrent_states")
@@ -46,7 +47,7 @@ class ByDepth:
 
     def rows(self, tree: RowTree, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """See :class:`~.mixers.Form`."""
-        hidden = next(v for v in (*args, *options.values()) if isinstance(v, Tensor))
+        hidden = hidden_in(args, options)
         shape, tree = hidden.shape[:2], tree.on(hidden.device)
         kept = self.after if tree.first else {}
         self.after = {kind: grown(states[:, : tree.first], shape[1]) for kind, states in kept.items()}
@@ -104,9 +105,9 @@ class ByDepth:
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:
         """See :class:`~.mixers.Form`."""
         for (kind, index), after in self.after.items():
-            count = num_accepted.to(after.device).long()
-            last = accepted_rows.to(after.device).long().gather(1, (count - 1).clamp(min=0)[:, None]).clamp(min=0)
-            new = after[torch.arange(len(count), device=after.device), last[:, 0]]
+            count = num_accepted.to(after.device)
+            last = last_rows(accepted_rows.to(after.device), count)
+            new = after[torch.arange(len(count), device=after.device), last]
             states = getattr(self.layer, kind)
             old = states[index] if states[index] is not None else torch.zeros_like(new)
             stays = (count == 0).view(-1, *[1] * (new.dim() - 1))

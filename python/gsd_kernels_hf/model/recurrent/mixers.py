@@ -10,7 +10,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
@@ -49,6 +49,21 @@ class RowsCache(Cache):
 
     tree: RowTree | None = None
     padding: Tensor | None = None
+
+
+_Kind = TypeVar("_Kind")
+
+
+def argument(kind: type[_Kind], args: tuple[Any, ...], options: dict[str, Any]) -> _Kind | None:
+    """The first argument of a type among a mixer's, however it is named; ``None``: there is none."""
+    return next((value for value in (*args, *options.values()) if isinstance(value, kind)), None)
+
+
+def hidden_in(args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    """The hidden states [B, n, D] that a mixer is called with: its first tensor."""
+    hidden = argument(Tensor, args, options)
+    assert hidden is not None
+    return hidden
 
 
 class Form(Protocol):
@@ -94,15 +109,14 @@ class Mixer(nn.Module):
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """As the module; a cache of graph rows says which it is."""
-        cache = next((v for v in (*args, *options.values()) if isinstance(v, RowsCache)), None)
+        cache = argument(RowsCache, args, options)
         if cache is None:
             return self.module(*args, **options)
         if cache.tree is not None:
             return self.form.rows(cache.tree, args, options)
         if cache.padding is not None and cache.padding.shape[1] == 1 and "attention_mask" in options:
             # transformers takes a piece of one token for a generated one, which is never padding.
-            hidden = next(v for v in (*args, *options.values()) if isinstance(v, Tensor))
-            options["attention_mask"] = cache.padding.to(hidden.device)
+            options["attention_mask"] = cache.padding.to(hidden_in(args, options).device)
         return self.module(*args, **options)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
+from ...records import last_rows
 from .tree import RowTree
 
 
@@ -73,8 +74,8 @@ class ShortConvolution:
         if self.rows is None or self.last is None:
             return
         device = self.rows.device
-        count = num_accepted.to(device).long()
-        row = accepted_rows.to(device).long().gather(1, (count - 1).clamp(min=0)[:, None]).clamp(min=0)  # [B, 1]
+        count = num_accepted.to(device)
+        row = last_rows(accepted_rows.to(device), count)[:, None]  # [B, 1]
         width = self.before.shape[2]
         path = self.before.gather(1, row[..., None].expand(-1, -1, width))[:, 0, : width - 1].flip(1)  # [B, W − 1]
         new = self.rows.gather(1, path[..., None].expand(-1, -1, self.rows.shape[2]))

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from ..code import code_names
 from .gated_delta import GatedDelta
 from .mamba2 import Mamba2
-from .mixers import LinearAttentionLayer, RowsCache, written
+from .mixers import LinearAttentionLayer, RowsCache, hidden_in, written
 from .recurrence import Recurrence
 from .short_convolution import ShortConvolution
 from .tree import RowTree
@@ -63,8 +63,7 @@ class Windowed:
 
     def rows(self, tree: RowTree, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """See :class:`~.mixers.Form`."""
-        hidden = next(v for v in (*args, *options.values()) if isinstance(v, Tensor))
-        self.tree, self.beside = tree.on(hidden.device), Beside()
+        self.tree, self.beside = tree.on(hidden_in(args, options).device), Beside()
         given = [self.beside if isinstance(value, RowsCache) else value for value in args]
         named = {n: self.beside if isinstance(value, RowsCache) else value for n, value in options.items()}
         # Rows are never padding.
@@ -142,15 +141,10 @@ class Beside(Cache):
         return recurrent_states
 
 
-def why_not_windowed(module: nn.Module) -> str | None:
-    """What keeps a module from being tried in this form, or ``None``; a proof says whether it is right."""
+def is_windowed(module: nn.Module) -> bool:
+    """Whether a module is tried in this form: it calls kernels that are known; a proof says whether it is right."""
     forward = written(type(module).forward)
     names = set() if forward is None else set(code_names(forward.__code__))
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-        return "it has a hook or a forward of its own"
-    if CONVOLUTION not in names:
-        return f"its forward does not call {CONVOLUTION}"
-    known = names & RECURRENCES.keys()
-    if "update_recurrent_state" in names and len(known) != 1:
-        return f"its forward calls none of {', '.join(RECURRENCES)}"
-    return None
+        return False
+    return CONVOLUTION in names and ("update_recurrent_state" not in names or len(names & RECURRENCES.keys()) == 1)
