@@ -21,11 +21,17 @@ constexpr int kMostSplits = 16;
 constexpr int kFillingBlocks = 256;   // about two a multiprocessor of 132; not asked of the device, see above
 constexpr int kMostTileRows = 64;     // of a block
 
+// How a matrix lies. The numbers of packed kinds are those of gsd_kernels/ops/packed/kinds.py.
+enum class RowsKind : int { kDense = -1, kQ8_0 = 7, kInt8 = 13, kUint8 = 14, kInt4 = 15, kInt4Offset = 16 };
+
 struct RowsMatrix {
-  const uint16_t* weight;  // [outputs, inputs], where it lies, at a multiple of 16 bytes
+  const uint16_t* weight;  // [outputs, inputs], or packed rows; where it lies, at a multiple of 16 bytes
   const uint16_t* bias;    // [outputs] or null
   float* out;              // [rows, out_stride] from the matrix's first column on; kStore and kAdd
   int outputs;
+  RowsKind kind = RowsKind::kDense;
+  int groups = 0;                 // of a row, each of a multiple of 8 inputs
+  const float* scales = nullptr;  // [outputs, groups], or [outputs, groups, 2] with zero points or offsets
 };
 
 enum class RowsEnd {
@@ -53,6 +59,12 @@ struct RowsProduct {
     for (int i = 0; i < count; i++) blocks += (matrices[i].outputs + tile - 1) / tile;
     return blocks;
   }
+  // Whether a matrix is packed: such a launch has blocks of their own, which dense ones may share.
+  GSD_HD bool packed() const {
+    bool found = false;
+    for (int i = 0; i < count; i++) found |= matrices[i].kind != RowsKind::kDense;
+    return found;
+  }
   GSD_HD int stages() const { return (inputs + kTileInputs - 1) / kTileInputs; }
   // Stages of a split, but for the last one.
   GSD_HD int split_stages() const {
@@ -67,7 +79,7 @@ struct RowsProduct {
   // Outputs of a block, likewise: a cut goes through the inputs. Wide ones read the rows half as often.
   GSD_HD int tile_outputs() const {
     const bool filled = 2 * output_blocks(kWideOutputs) * splits() >= kFillingBlocks;
-    return tile_rows() == kMostTileRows && filled ? kWideOutputs : kTileOutputs;
+    return tile_rows() == kMostTileRows && filled && !packed() ? kWideOutputs : kTileOutputs;
   }
 };
 
@@ -121,10 +133,10 @@ struct RowsTurn {
 
 // Rows of the embedding as the first residual. Tokens outside the vocabulary read its nearest end.
 struct RowsEmbed {
-  const int32_t* tokens;      // [rows]
-  const uint16_t* embedding;  // [vocab, hidden]
-  float* x;                   // [rows, hidden]
-  int rows, hidden, vocab;    // hidden: a multiple of 8
+  const int32_t* tokens;  // [rows]
+  RowsMatrix embedding;   // [vocab, hidden]
+  float* x;               // [rows, hidden]
+  int rows, hidden;       // hidden: a multiple of 8
 };
 
 }  // namespace gsd

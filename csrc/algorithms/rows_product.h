@@ -7,6 +7,8 @@
 // The weights are the first operand of mma.m16n8k16, so that eight rows fill a tile. A thread's element e of it is
 // output lane / 4 + 8 (e / 2), row 2 (lane % 4) + e % 2.
 //
+// Of packed matrices, with kPacked, the stage's weights are decoded on the way into the same tile (rows_packed.h).
+//
 // Written over the warp machine of attention.h, of which it uses more: await_previous (from here on, what the launches
 // before wrote may be read) and release_next (the launch after may begin, up to its own await_previous); publish and
 // collect (numbers for another block), and arrive (the last of so many blocks to do so is told, and sees what the
@@ -14,11 +16,11 @@
 #pragma once
 
 #include "attention.h"
-#include "rows.h"
+#include "rows_packed.h"
 
 namespace gsd {
 
-template <class Element, int kRows, int kOutputs = kTileOutputs>
+template <class Element, int kRows, int kOutputs = kTileOutputs, bool kPacked = false>
 struct ProductBlock {
   static constexpr int kWarps = kOutputs / 16, kThreads = kLanes * kWarps;
   static constexpr int kStages = kRows == kMostTileRows ? 3 : 4;  // with 64 outputs 48 KiB, which need no opt-in
@@ -44,7 +46,7 @@ struct ProductBlock {
     // Weights do not depend on the launch before. They belong to the first group.
     GSD_ROLLED
     for (int i = 0; i < kStages - 1; i++) {
-      if (i < stages) copy_weights(machine, a, weights, first + i, i);
+      if (i < stages) fetch_weights(machine, a, weights, first + i, i);
     }
     machine.await_previous("product");
     machine.release_next();  // not earlier: a launch would have to wait for more than the one before it
@@ -62,7 +64,7 @@ struct ProductBlock {
       machine.sync("stage arrived");
       const int next = i + kStages - 1;
       if (next < stages) {
-        copy_weights(machine, a, weights, first + next, next % kStages);
+        fetch_weights(machine, a, weights, first + next, next % kStages);
         copy_rows(machine, a, first_row, first + next, next % kStages);
       }
       machine.commit();
@@ -79,7 +81,8 @@ struct ProductBlock {
  private:
   // The outputs of a tile are two halves. Of gate and up each is one: a warp has the same outputs of both.
   struct Weights {
-    const uint16_t* from[2];  // of this thread, in both halves
+    const uint16_t* from[2];  // of this thread, in both halves, where they are copied
+    RowsMatrix of[2];         // what both halves are of
     int matrix, first;        // the tile's first output in it
     int second;               // outputs from the first half to the second
     int outputs;
@@ -94,23 +97,29 @@ struct ProductBlock {
     const bool gate = a.end == RowsEnd::kGate;
     Weights w;
     w.matrix = 0, w.second = gate ? 0 : kHalf;
-    const uint16_t* weight = a.matrices[0].weight;
-    w.outputs = a.matrices[0].outputs;
+    w.of[0] = a.matrices[0];
+    w.outputs = w.of[0].outputs;
     if (!gate) {
       GSD_UNROLL
       for (int i = 1; i < kMaxMatrices; i++) {  // no index into the arguments: that would be a copy on the stack
         const int before = (w.outputs + kOutputs - 1) / kOutputs;
         if (w.matrix != i - 1 || block < before || i >= a.count) continue;
         block -= before;
-        w.matrix = i, weight = a.matrices[i].weight, w.outputs = a.matrices[i].outputs;
+        w.matrix = i, w.of[0] = a.matrices[i], w.outputs = w.of[0].outputs;
       }
     }
     w.first = block * (gate ? kHalf : kOutputs);
     const int row = machine.thread() / kChunks;
     const int64_t start = static_cast<int64_t>(w.first + row) * a.inputs + machine.thread() % kChunks * 8;
-    w.from[0] = weight + start;
-    w.from[1] = gate ? a.matrices[1].weight + start : w.from[0] + static_cast<int64_t>(kHalf) * a.inputs;
+    w.of[1] = gate ? a.matrices[1] : w.of[0];
+    w.from[0] = w.of[0].weight + start;
+    w.from[1] = gate ? w.of[1].weight + start : w.from[0] + static_cast<int64_t>(kHalf) * a.inputs;
     return w;
+  }
+
+  template <class Machine>
+  static GSD_HD void fetch_weights(Machine& machine, const RowsProduct& a, const Weights& w, int stage, int to) {
+    kPacked ? decode_weights(machine, a, w, stage, to) : copy_weights(machine, a, w, stage, to);
   }
 
   // Outputs and inputs beyond the matrix become zeros, and are not read.
@@ -126,6 +135,38 @@ struct ProductBlock {
       if (there) from = w.from[half] + static_cast<int64_t>(later) * a.inputs + stage * kTileInputs;
       machine.copy("weights", weights_at(to) + at(pass * kRowsPerPass + row, chunk), from, there);
     }
+  }
+
+  // The same where a matrix is packed: decoded weights are there from the next barrier on.
+  template <class Machine>
+  static GSD_HD void decode_weights(Machine& machine, const RowsProduct& a, const Weights& w, int stage, int to) {
+    GSD_ROLLED
+    for (int half = 0; half < 2; half++) decode_half(machine, a, w, half, stage, to);
+  }
+
+  // Loads come before the first use of any.
+  template <class Machine>
+  static GSD_HD void decode_half(Machine& machine, const RowsProduct& a, const Weights& w, int half, int stage, int to) {
+    RowsMatrix m{};  // one by one: an index would be a copy on the stack
+    m.weight = half == 0 ? w.of[0].weight : w.of[1].weight, m.kind = half == 0 ? w.of[0].kind : w.of[1].kind;
+    m.scales = half == 0 ? w.of[0].scales : w.of[1].scales, m.groups = half == 0 ? w.of[0].groups : w.of[1].groups;
+    const int chunk = machine.thread() % kChunks, row = half * kHalf + machine.thread() / kChunks;
+    const int input = stage * kTileInputs + chunk * 8, output = w.first + half * w.second + machine.thread() / kChunks;
+    with_format(m.kind, [&](auto format) {
+      using Format = decltype(format);
+      PackedEight eights[kPasses / 2] = {};
+      GSD_UNROLL
+      for (int pass = 0; pass < kPasses / 2; pass++) {
+        const int n = output + pass * kRowsPerPass;
+        if (input < a.inputs && n < w.outputs) eights[pass] = Format::load(m, a.inputs, n, input);
+      }
+      GSD_UNROLL
+      for (int pass = 0; pass < kPasses / 2; pass++) {
+        const bool there = input < a.inputs && output + pass * kRowsPerPass < w.outputs;
+        const Chunk decoded = there ? chunk_of<Element, Format>(machine, eights[pass]) : Chunk{};
+        machine.write(weights_at(to) + at(row + pass * kRowsPerPass, chunk), decoded);
+      }
+    });
   }
 
   template <class Machine>

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "attention.h"
-#include "rows.h"
+#include "rows_packed.h"
 
 namespace gsd {
 
@@ -14,8 +14,7 @@ constexpr int kNormArenaBytes = kRowWarps * 16;
 
 // Eight numbers at multiples of 16 bytes.
 template <class Element>
-GSD_HD void widen_chunk(const uint16_t* from, float (&to)[8]) {
-  const Chunk chunk = *reinterpret_cast<const Chunk*>(from);
+GSD_HD void widen_chunk(const Chunk& chunk, float (&to)[8]) {
   GSD_UNROLL
   for (int i = 0; i < 8; i++) to[i] = Element::widen(static_cast<uint16_t>(chunk.words[i / 2] >> i % 2 * 16));
 }
@@ -66,7 +65,7 @@ GSD_HD void norm_row(Machine& machine, const RowsNorm& a, int kept) {
   for (int i = 8 * machine.thread(); i < a.hidden; i += 8 * kRowThreads) {
     load_eight(machine, x + i, value);
     if (a.copy != nullptr) store_eight(machine, a.copy + start + i, value);
-    widen_chunk<Element>(a.weight + i, weight);
+    widen_chunk<Element>(*reinterpret_cast<const Chunk*>(a.weight + i), weight);
     GSD_UNROLL
     for (int j = 0; j < 8; j++) value[j] = value[j] * by * weight[j];
     if (a.exact != nullptr) store_eight(machine, a.exact + start + i, value);
@@ -176,12 +175,16 @@ template <class Element, class Machine>
 GSD_HD void embed_row(Machine& machine, const RowsEmbed& a, int row) {
   machine.await_previous("embedding");
   machine.release_next();
-  const int64_t token = max_int(min_int(a.tokens[row], a.vocab - 1), 0);
+  const RowsMatrix& m = a.embedding;
+  const int token = max_int(min_int(a.tokens[row], m.outputs - 1), 0);
   float value[8];
-  for (int i = 8 * machine.thread(); i < a.hidden; i += 8 * kRowThreads) {
-    widen_chunk<Element>(a.embedding + token * a.hidden + i, value);
-    store_eight(machine, a.x + static_cast<int64_t>(row) * a.hidden + i, value);
-  }
+  with_format(m.kind, [&](auto format) {
+    using Format = decltype(format);
+    for (int i = 8 * machine.thread(); i < a.hidden; i += 8 * kRowThreads) {
+      widen_chunk<Element>(chunk_of<Element, Format>(machine, Format::load(m, a.hidden, token, i)), value);
+      store_eight(machine, a.x + static_cast<int64_t>(row) * a.hidden + i, value);
+    }
+  });
 }
 
 }  // namespace gsd

@@ -26,23 +26,23 @@ struct CudaLaunches {
 RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const Tensor& slots,
                          const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len,
                          const Tensor& kv_start, const Tensor& embedding, const std::vector<Tensor>& layers,
-                         const std::vector<int64_t>& kinds, const std::vector<Tensor>&, const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq,
+                         const std::vector<int64_t>& kinds, const std::vector<Tensor>& scales,
+                         const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq,
                          const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
                          const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
                          const std::vector<int64_t>& states, int64_t keep) {
-  STD_TORCH_CHECK(kinds.empty(), "kinds: packed weights are multiplied on a CPU only");
   check_device({&token_ids, &positions, &slots, &ancestor_mask, &node_depths, &kv_len, &kv_start, &embedding,
                 &final_norm, &head, &inv_freq});
-  for (const auto* list : {&layers, &k_caches, &v_caches}) check_device(token_ids, *list);
+  for (const auto* list : {&layers, &scales, &k_caches, &v_caches}) check_device(token_ids, *list);
   const DeviceGuard guard(token_ids.get_device_index());
   const RowsCall call =
-      prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers,
-                   final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep);
+      prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
+                   scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep);
   const RowsForward forward(call.decoder);
   Tensor memory = torch::stable::new_empty(embedding, {forward.bytes()}, ScalarType::Byte);
   Tensor cleared = torch::stable::narrow(memory, 0, 0, forward.cleared_bytes());
   torch::stable::zero_(cleared);
-  const bool bfloat16 = embedding.scalar_type() == ScalarType::BFloat16;
+  const bool bfloat16 = final_norm.scalar_type() == ScalarType::BFloat16;
   CudaLaunches launches{{current_stream(token_ids), bfloat16, call.decoder.overlap}};
   check_launch(forward.run(written<char>(memory), launches));
   return call.outputs;

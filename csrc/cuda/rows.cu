@@ -46,6 +46,21 @@ __global__ void __launch_bounds__(WideBlock<Element>::kThreads, 2)
 #endif
 }
 
+// Matrices that are packed, and dense ones beside them.
+template <class Element, int kRows>
+using PackedBlock = ProductBlock<Element, kRows, kTileOutputs, true>;
+
+template <class Element, int kRows>
+__global__ void __launch_bounds__(PackedBlock<Element, kRows>::kThreads, kRows == kMostTileRows ? 4 : 5)
+    rows_packed_product_kernel(const __grid_constant__ RowsProduct args, const __grid_constant__ RowsCut cut) {
+#if defined(GSD_HAS_MMA)
+  __shared__ __align__(128) char arena[PackedBlock<Element, kRows>::kArenaBytes];
+  CudaMachine machine(arena);
+  PackedBlock<Element, kRows>::run(machine, args, cut, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
+                                   static_cast<int>(blockIdx.z));
+#endif
+}
+
 template <class Element>
 __global__ void __launch_bounds__(kRowThreads) rows_norm_kernel(const __grid_constant__ RowsNorm args) {
 #if defined(GSD_HAS_MMA)
@@ -114,13 +129,16 @@ int launch_product(const RowsProduct& args, const RowsLaunch& how) {
                        WideBlock<Element>::kThreads, how, args, cut);
   }
   constexpr int kThreads = ProductBlock<Element, 16>::kThreads;
+  const auto product = [&](auto dense, auto packed) {
+    return launch(args.packed() ? packed : dense, blocks, kThreads, how, args, cut);
+  };
   switch (args.tile_rows()) {
     case 16:
-      return launch(rows_product_kernel<Element, 16>, blocks, kThreads, how, args, cut);
+      return product(rows_product_kernel<Element, 16>, rows_packed_product_kernel<Element, 16>);
     case 32:
-      return launch(rows_product_kernel<Element, 32>, blocks, kThreads, how, args, cut);
+      return product(rows_product_kernel<Element, 32>, rows_packed_product_kernel<Element, 32>);
     default:
-      return launch(rows_product_kernel<Element, kMostTileRows>, blocks, kThreads, how, args, cut);
+      return product(rows_product_kernel<Element, kMostTileRows>, rows_packed_product_kernel<Element, kMostTileRows>);
   }
 }
 

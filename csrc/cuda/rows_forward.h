@@ -22,7 +22,7 @@ struct RowsLayer {
 };
 
 struct RowsDecoder {
-  int batch, rows, keep, hidden, inner, heads, kv_heads, head_dim, capacity, vocab, words, nodes;
+  int batch, rows, keep, hidden, inner, heads, kv_heads, head_dim, capacity, words, nodes;
   bool overlap;  // of RowsLaunch
   float eps, rope_scale;
   const int32_t *tokens, *positions, *slots;  // [B, R]
@@ -30,7 +30,7 @@ struct RowsDecoder {
   const int32_t* depths;                      // [B, nodes]
   const int32_t *kv_len, *kv_start;           // [B]
   const float* inv_freq;                      // [head_dim / 2]
-  const uint16_t* embedding;                  // [vocab, hidden]
+  RowsMatrix embedding;                       // [vocab, hidden]
   std::vector<RowsLayer> layers;
   const uint16_t* final_norm;  // [hidden]
   RowsMatrix head;
@@ -72,7 +72,7 @@ class RowsForward {
   template <class Launch>
   int run(char* memory, Launch& launch) const {
     if (count == 0) return 0;
-    int error = launch.embed(RowsEmbed{d.tokens, d.embedding, at<float>(memory, x), count, d.hidden, d.vocab});
+    int error = launch.embed(RowsEmbed{d.tokens, d.embedding, at<float>(memory, x), count, d.hidden});
     if (error == 0) error = launch.ancestors(ancestor_lists(memory));
     for (size_t l = 0; l < d.layers.size() && error == 0; l++) {
       const RowsLayer& layer = d.layers[l];

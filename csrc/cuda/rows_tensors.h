@@ -13,23 +13,38 @@ namespace gsd {
 
 using RowsOutputs = std::tuple<Tensor, Tensor, Tensor>;
 
+// As listed by LayerWeights.tensors and DecoderWeights.matrices.
+constexpr size_t kTensorsPerLayer = 18, kFirstBias = 9, kMatricesPerLayer = 7, kMatricesBefore = 2;
+
 struct RowsCall {
   RowsDecoder decoder;
   RowsOutputs outputs;
 };
 
-// Takes pointers for 16-byte copies, of one dtype.
+// Takes pointers for 16-byte copies, of one dtype, and packed matrices that stand for such of it. kinds, scales: of
+// DecoderWeights.packing, both empty or one for every matrix.
 class RowsTensors {
  public:
-  explicit RowsTensors(ScalarType dtype) : dtype(dtype) {
+  RowsTensors(ScalarType dtype, const std::vector<int64_t>& kinds, const std::vector<Tensor>& scales)
+      : dtype(dtype), kinds(kinds), scales(scales) {
     STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
-                    "embedding: expected float16 or bfloat16");
+                    "final norm: expected float16 or bfloat16");
   }
 
-  const uint16_t* matrix(const char* name, const Tensor& t, int64_t rows, int64_t columns) const {
-    STD_TORCH_CHECK(t.dim() == 2 && t.size(0) == rows && t.size(1) == columns && t.is_contiguous(), name,
-                    ": expected [", rows, ", ", columns, "], contiguous");
-    return aligned(name, t);
+  // Without bias and output. `number`: in DecoderWeights.matrices.
+  RowsMatrix matrix(const char* name, size_t number, const Tensor& t, int64_t outputs, int64_t inputs) const {
+    RowsMatrix m{};
+    m.outputs = static_cast<int>(outputs);
+    if (!kinds.empty()) m.kind = kind_of(name, kinds[number]);
+    const ScalarType bytes = m.kind == RowsKind::kInt8 ? ScalarType::Char : ScalarType::Byte;
+    const ScalarType own = m.kind == RowsKind::kDense ? dtype : bytes;
+    const int64_t columns = row_elements(name, m.kind, inputs);
+    STD_TORCH_CHECK(t.scalar_type() == own, name, ": expected the dtype of the norms, or bytes of a packed matrix");
+    STD_TORCH_CHECK(t.dim() == 2 && t.size(0) == outputs && t.size(1) == columns && t.is_contiguous(), name,
+                    ": expected [", outputs, ", ", columns, "], contiguous");
+    m.weight = static_cast<const uint16_t*>(aligned(name, t));
+    if (m.kind != RowsKind::kDense && m.kind != RowsKind::kQ8_0) take_scales(name, scales[number], inputs, m);
+    return m;
   }
 
   // Null where an optional tensor is empty.
@@ -37,7 +52,7 @@ class RowsTensors {
     if (optional && t.numel() == 0) return nullptr;
     STD_TORCH_CHECK(t.dim() == 1 && t.size(0) == size && t.is_contiguous(), name, ": expected [", size,
                     "], contiguous");
-    return aligned(name, t);
+    return halves(name, t);
   }
 
   uint16_t* cache(const char* name, const Tensor& t, const RowsDecoder& d, int64_t& batch, int64_t& head,
@@ -49,18 +64,55 @@ class RowsTensors {
     batch = t.stride(0), head = t.stride(1), slot = t.stride(2);
     STD_TORCH_CHECK((batch | head | slot) % 8 == 0 && slot < (int64_t{1} << 30), name,
                     ": expected rows that begin at multiples of 16 bytes");
-    return const_cast<uint16_t*>(aligned(name, t));
+    return const_cast<uint16_t*>(halves(name, t));
   }
 
  private:
-  const uint16_t* aligned(const char* name, const Tensor& t) const {
-    STD_TORCH_CHECK(t.scalar_type() == dtype, name, ": expected the dtype of the embedding");
+  static RowsKind kind_of(const char* name, int64_t number) {
+    const RowsKind kind = static_cast<RowsKind>(number);
+    switch (kind) {
+      case RowsKind::kDense:
+      case RowsKind::kQ8_0:
+      case RowsKind::kInt8:
+      case RowsKind::kUint8:
+      case RowsKind::kInt4:
+      case RowsKind::kInt4Offset:
+        return kind;
+    }
+    STD_TORCH_CHECK(false, name, ": packed weights of kind ", number, " are not multiplied on a GPU");
+  }
+
+  static int64_t row_elements(const char* name, RowsKind kind, int64_t inputs) {
+    STD_TORCH_CHECK(kind != RowsKind::kQ8_0 || inputs % 32 == 0, name, ": expected inputs in blocks of 32, got ", inputs);
+    if (kind == RowsKind::kQ8_0) return inputs / 32 * 34;
+    return kind == RowsKind::kInt4 || kind == RowsKind::kInt4Offset ? inputs / 2 : inputs;
+  }
+
+  static void take_scales(const char* name, const Tensor& t, int64_t inputs, RowsMatrix& m) {
+    const bool pairs = m.kind != RowsKind::kInt8;
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.dim() == (pairs ? 3 : 2) && t.size(0) == m.outputs &&
+                        t.size(1) > 0 && inputs % (8 * t.size(1)) == 0 && (!pairs || t.size(2) == 2) &&
+                        t.is_contiguous(),
+                    name, ": expected scales, float32 [", m.outputs, ", groups of a multiple of 8 inputs",
+                    pairs ? ", 2]" : "]");
+    m.groups = static_cast<int>(t.size(1));
+    m.scales = static_cast<const float*>(aligned(name, t));
+  }
+
+  const uint16_t* halves(const char* name, const Tensor& t) const {
+    STD_TORCH_CHECK(t.scalar_type() == dtype, name, ": expected the dtype of the norms");
+    return static_cast<const uint16_t*>(aligned(name, t));
+  }
+
+  static const void* aligned(const char* name, const Tensor& t) {
     STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0, name,
                     ": expected an address that is a multiple of 16 bytes");
-    return read<uint16_t>(t);
+    return t.const_data_ptr();
   }
 
   ScalarType dtype;
+  const std::vector<int64_t>& kinds;
+  const std::vector<Tensor>& scales;
 };
 
 // Whether launches may begin early, by GSD_KERNELS_ROWS_OVERLAP; asked at every call, and by a graph when it is captured.
@@ -71,14 +123,14 @@ inline bool rows_overlap() {
   return given == "1";
 }
 
-// `t`: a layer's tensors in the order of LayerWeights.tensors.
-inline RowsLayer rows_layer(const RowsTensors& of, const Tensor* t, const RowsDecoder& d) {
+// `t`: tensors of layer l in the order of LayerWeights.tensors.
+inline RowsLayer rows_layer(const RowsTensors& of, const Tensor* t, size_t l, const RowsDecoder& d) {
   const int64_t q_size = int64_t{d.heads} * d.head_dim, kv_size = int64_t{d.kv_heads} * d.head_dim;
-  const auto projection = [&](const char* name, int at, int64_t outputs, int64_t inputs) -> RowsMatrix {
-    const int bias = at < 5 ? at + 8 : at + 7;  // q, k, v, o: 1 … 4; gate, up, down: 6 … 8
-    const std::string bias_name = std::string(name) + " bias";
-    return {of.matrix(name, t[at], outputs, inputs), of.vector(bias_name.c_str(), t[bias], outputs, true), nullptr,
-            static_cast<int>(outputs)};
+  const auto projection = [&](const char* name, size_t at, int64_t outputs, int64_t inputs) {
+    const size_t among = at < 5 ? at - 1 : at - 2;  // the layer's matrices; q, k, v, o: 1 … 4; gate, up, down: 6 … 8
+    RowsMatrix m = of.matrix(name, kMatricesBefore + kMatricesPerLayer * l + among, t[at], outputs, inputs);
+    m.bias = of.vector((std::string(name) + " bias").c_str(), t[kFirstBias + among], outputs, true);
+    return m;
   };
   RowsLayer layer{};
   layer.input_norm = of.vector("input norm", t[0], d.hidden);
@@ -104,11 +156,11 @@ inline int rows_size(const char* name, int64_t size, int64_t most = int64_t{1} <
 inline RowsCall prepare_rows(const Tensor& token_ids, const Tensor& positions, const Tensor& slots,
                              const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len,
                              const Tensor& kv_start, const Tensor& embedding, const std::vector<Tensor>& layers,
+                             const std::vector<int64_t>& kinds, const std::vector<Tensor>& scales,
                              const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq,
                              const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
                              const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
                              const std::vector<int64_t>& states, int64_t keep) {
-  constexpr size_t kTensorsPerLayer = 18;  // as listed by LayerWeights.tensors
   check("token_ids", token_ids, ScalarType::Int, {kAny, kAny});
   const int64_t batch = token_ids.size(0), rows = token_ids.size(1);
   check("positions", positions, ScalarType::Int, {batch, rows});
@@ -122,8 +174,12 @@ inline RowsCall prepare_rows(const Tensor& token_ids, const Tensor& positions, c
   STD_TORCH_CHECK(depth > 0 && layers.size() == kTensorsPerLayer * depth && v_caches.size() == depth &&
                       windows.size() == depth,
                   "layers: expected ", kTensorsPerLayer, " tensors a layer, two caches and a window for each");
-  STD_TORCH_CHECK(embedding.dim() == 2 && head.dim() == 2 && layers[6].dim() == 2 && k_caches[0].dim() == 4,
-                  "embedding, head, layers, k_caches: wrong number of dimensions");
+  STD_TORCH_CHECK(embedding.dim() == 2 && head.dim() == 2 && layers[6].dim() == 2 && k_caches[0].dim() == 4 &&
+                      final_norm.dim() == 1,
+                  "embedding, head, layers, k_caches, final_norm: wrong number of dimensions");
+  STD_TORCH_CHECK(kinds.size() == scales.size() &&
+                      (kinds.empty() || kinds.size() == kMatricesBefore + kMatricesPerLayer * depth),
+                  "kinds: expected one for every matrix, or none");
   STD_TORCH_CHECK(keep >= 0 && keep <= rows, "keep: expected 0 ... ", rows, ", got ", keep);
 
   RowsCall call{};
@@ -131,13 +187,12 @@ inline RowsCall prepare_rows(const Tensor& token_ids, const Tensor& positions, c
   d.batch = rows_size("token_ids", batch), d.rows = rows_size("token_ids", rows);
   rows_size("token_ids", batch * rows, int64_t{1} << 20);
   d.keep = static_cast<int>(keep);
-  d.hidden = rows_size("embedding", embedding.size(1), int64_t{1} << 20);
+  d.hidden = rows_size("embedding", final_norm.size(0), int64_t{1} << 20);
   d.inner = rows_size("gate", layers[6].size(0), int64_t{1} << 20);
   d.heads = rows_size("heads", heads, int64_t{1} << 16);
   d.kv_heads = rows_size("k_caches", k_caches[0].size(1), int64_t{1} << 16);
   d.head_dim = rows_size("inv_freq", 2 * inv_freq.size(0));
   d.capacity = rows_size("k_caches", k_caches[0].size(2));
-  d.vocab = rows_size("embedding", embedding.size(0));
   d.words = rows_size("ancestor_mask", ancestor_mask.size(2), int64_t{1} << 20);
   d.nodes = rows_size("node_depths", node_depths.size(1), int64_t{1} << 25);
   STD_TORCH_CHECK(d.head_dim == 64 || d.head_dim == 128, "q: expected heads of 64 or 128, got ", d.head_dim);
@@ -154,10 +209,10 @@ inline RowsCall prepare_rows(const Tensor& token_ids, const Tensor& positions, c
   d.kv_len = read<int32_t>(kv_len), d.kv_start = read<int32_t>(kv_start);
   d.inv_freq = read<float>(inv_freq);
 
-  const RowsTensors of(embedding.scalar_type());
-  d.embedding = of.matrix("embedding", embedding, d.vocab, d.hidden);
+  const RowsTensors of(final_norm.scalar_type(), kinds, scales);
+  d.embedding = of.matrix("embedding", 0, embedding, rows_size("embedding", embedding.size(0)), d.hidden);
   for (size_t l = 0; l < depth; l++) {
-    d.layers.push_back(rows_layer(of, layers.data() + l * kTensorsPerLayer, d));
+    d.layers.push_back(rows_layer(of, layers.data() + l * kTensorsPerLayer, l, d));
     RowsLayer& layer = d.layers.back();
     layer.keys = of.cache("k_caches", k_caches[l], d, layer.k_batch, layer.k_head, layer.k_slot);
     layer.values = of.cache("v_caches", v_caches[l], d, layer.v_batch, layer.v_head, layer.v_slot);
@@ -166,7 +221,7 @@ inline RowsCall prepare_rows(const Tensor& token_ids, const Tensor& positions, c
   }
   d.final_norm = of.vector("final norm", final_norm, d.hidden);
   const int outputs = rows_size("head", head.size(0));
-  d.head = {of.matrix("head", head, outputs, d.hidden), nullptr, nullptr, outputs};
+  d.head = of.matrix("head", 1, head, outputs, d.hidden);
 
   const Tensor logits = torch::stable::new_empty(embedding, {batch, keep, outputs}, ScalarType::Float);
   const Tensor last = torch::stable::new_empty(embedding, {batch, keep, d.hidden}, ScalarType::Float);

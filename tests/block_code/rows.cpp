@@ -1,9 +1,9 @@
 // The forward of rows but for its attention, of random problems on the machine of fibers, against double precision.
 //
-//     rows product|between|alone ROUNDS SEED [--drop BARRIER | --hurry WAIT | --misplace-copy NAME |
+//     rows product|packed|between|alone ROUNDS SEED [--drop BARRIER | --hurry WAIT | --misplace-copy NAME |
 //                                             --misplace-load NAME | --no-await NAME]
 //
-// product: products with all their ends. between: norms, turned heads, the embedding. alone: rows alone and among up to
+// product: products with all their ends. packed: packed matrices, against their dense ones. between: norms, turned heads, the embedding. alone: rows alone and among up to
 // 128 others. Exit status: 0 right, 3 wrong, 4 divergent, 5 bank conflict, 6 a source that changes while it is copied.
 #include <algorithm>
 #include <random>
@@ -59,6 +59,58 @@ struct Awaited {
   void arrive() { there = values; }
 };
 
+// A random packed matrix, or a dense one where it has no rows.
+struct PackedRows {
+  RowsKind kind = RowsKind::kDense;
+  int inputs = 0, groups = 0;
+  size_t row_bytes = 0;
+  std::vector<uint8_t> rows;
+  std::vector<float> scales;
+
+  PackedRows(int outputs, int inputs, std::mt19937& random) : inputs(inputs) {
+    constexpr RowsKind kKinds[] = {RowsKind::kDense, RowsKind::kQ8_0, RowsKind::kInt8,
+                                   RowsKind::kUint8, RowsKind::kInt4, RowsKind::kInt4Offset};
+    do kind = kKinds[random() % 6];
+    while (kind == RowsKind::kQ8_0 && inputs % 32 != 0);
+    if (kind == RowsKind::kDense) return;
+    const size_t codes = static_cast<size_t>(halves() ? inputs / 2 : inputs);
+    row_bytes = kind == RowsKind::kQ8_0 ? codes / 32 * 34 : codes;
+    for (size_t i = 0; i < static_cast<size_t>(outputs) * row_bytes; i++) rows.push_back(static_cast<uint8_t>(random()));
+    if (kind != RowsKind::kQ8_0) {
+      do groups = between(random, 1, inputs / 8);
+      while (inputs % (8 * groups) != 0);
+      scales = drawn_floats(static_cast<size_t>(outputs * groups * beside()), random);
+      if (kind == RowsKind::kUint8 || kind == RowsKind::kInt4) {
+        for (size_t i = 1; i < scales.size(); i += 2) scales[i] = static_cast<float>(random() % 16);
+      }
+    }
+    for (size_t at = 0; kind == RowsKind::kQ8_0 && at < rows.size(); at += 34) {
+      const uint16_t scale = Half::round(static_cast<float>(random() % 100) * 0x1p-12f);
+      memcpy(&rows[at], &scale, sizeof scale);
+    }
+  }
+  bool halves() const { return kind == RowsKind::kInt4 || kind == RowsKind::kInt4Offset; }
+  int beside() const { return kind == RowsKind::kInt8 ? 1 : 2; }
+
+  float at(int n, int k) const {
+    const uint8_t* row = &rows[static_cast<size_t>(n) * row_bytes];
+    if (kind == RowsKind::kQ8_0) {
+      const uint8_t* block = row + k / 32 * 34;
+      return static_cast<float>(static_cast<int8_t>(block[2 + k % 32])) *
+             float_from_half(static_cast<uint16_t>(block[0] | block[1] << 8));
+    }
+    const float* of = &scales[static_cast<size_t>((n * groups + k / (inputs / groups)) * beside())];
+    if (kind == RowsKind::kInt8) return static_cast<float>(static_cast<int8_t>(row[k])) * of[0];
+    const float code = halves() ? static_cast<float>(row[k / 2] >> k % 2 * 4 & 15) : row[k];
+    return kind == RowsKind::kInt4Offset ? (code - 8.0f) * of[0] + of[1] : (code - of[1]) * of[0];
+  }
+  void put(RowsMatrix& m) const {
+    if (kind == RowsKind::kDense) return;
+    m.weight = reinterpret_cast<const uint16_t*>(rows.data()), m.kind = kind;
+    m.groups = groups, m.scales = scales.data();
+  }
+};
+
 struct Shape {
   int rows, inputs;
   std::vector<int> outputs;
@@ -70,7 +122,8 @@ struct Problem {
   Shape shape;
   std::vector<uint16_t> x;
   std::vector<std::vector<uint16_t>> weights, biases;
-  std::vector<float> before;  // [rows, width]
+  std::vector<float> before;       // [rows, width]
+  std::vector<PackedRows> packed;  // of every matrix, or none
 
   Problem(const Shape& shape, std::mt19937& random)
       : shape(shape), x(drawn<Element>(static_cast<size_t>(shape.rows) * shape.inputs, random)) {
@@ -84,6 +137,16 @@ struct Problem {
     before = drawn_floats(static_cast<size_t>(shape.rows) * width(), random);
   }
 
+  // The same with packed matrices, whose dense ones `weights` are.
+  void pack(std::mt19937& random) {
+    for (size_t i = 0; i < weights.size(); i++) {
+      packed.emplace_back(shape.outputs[i], shape.inputs, random);
+      for (size_t j = 0; packed[i].kind != RowsKind::kDense && j < weights[i].size(); j++) {
+        const int n = static_cast<int>(j) / shape.inputs, k = static_cast<int>(j) % shape.inputs;
+        weights[i][j] = Element::round(packed[i].at(n, k));
+      }
+    }
+  }
   int width() const {
     int sum = 0;
     for (const int outputs : shape.outputs) sum += outputs;
@@ -102,9 +165,8 @@ struct Problem {
 // Of one row: a number for every output. Half precision is widened.
 using Result = std::vector<float>;
 
-template <class Element, int kRows, int kOutputs = kTileOutputs>
-Result multiplied(const Problem<Element>& p, RowsProduct a, bool backwards) {
-  using Block = ProductBlock<Element, kRows, kOutputs>;
+template <class Block, class Element>
+Result multiplied(const Problem<Element>& p, RowsProduct a, int outputs, bool backwards) {
   const size_t size = p.before.size();
   const RowsScratch scratch = rows_product_scratch(a);
   std::vector<float> partials(static_cast<size_t>(scratch.partials), NAN);
@@ -120,9 +182,10 @@ Result multiplied(const Problem<Element>& p, RowsProduct a, bool backwards) {
   for (int i = 0; i < a.count; i++) {
     a.matrices[i] = {p.weights[i].data(), p.biases[i].empty() ? nullptr : p.biases[i].data(),
                      out.there.data() + column, p.shape.outputs[i]};
+    if (!p.packed.empty()) p.packed[i].put(a.matrices[i]);
     column += p.shape.outputs[i];
   }
-  const RowsCut cut(a, kOutputs);
+  const RowsCut cut(a, outputs);
   const int splits = cut.splits, tiles = a.row_blocks() * cut.output_blocks;
   run_grid(
       Block::kWarps, tiles * splits, Block::kArenaBytes, faults, machine_faults,
@@ -140,6 +203,15 @@ Result multiplied(const Problem<Element>& p, RowsProduct a, bool backwards) {
   return result;
 }
 
+template <class Element, int kRows>
+Result multiplied(const Problem<Element>& p, const RowsProduct& a, bool backwards) {
+  if constexpr (std::is_same_v<Element, Half>) {
+    using Packed = ProductBlock<Element, kRows, kTileOutputs, true>;
+    if (!p.packed.empty()) return multiplied<Packed>(p, a, kTileOutputs, backwards);
+  }
+  return multiplied<ProductBlock<Element, kRows>>(p, a, kTileOutputs, backwards);
+}
+
 template <class Element>
 Result multiplied(const Problem<Element>& p, bool backwards = false, bool wide = false) {
   RowsProduct a{};
@@ -152,7 +224,7 @@ Result multiplied(const Problem<Element>& p, bool backwards = false, bool wide =
     case 32:
       return multiplied<Element, 32>(p, a, backwards);
     default:
-      return wide ? multiplied<Element, 64, kWideOutputs>(p, a, backwards)
+      return wide ? multiplied<ProductBlock<Element, 64, kWideOutputs>>(p, a, kWideOutputs, backwards)
                   : multiplied<Element, 64>(p, a, backwards);
   }
 }
@@ -200,8 +272,7 @@ bool same_alone(const Problem<Element>& p, const Result& got, int row) {
   return false;
 }
 
-template <class Element>
-bool product_round(int round, std::mt19937& random) {
+Shape shape_of(int round, std::mt19937& random) {
   constexpr int kRows[] = {3, 20, 40, 66};
   Shape s{};
   s.rows = kRows[round / 2 % 4] + between(random, -2, 2);
@@ -211,9 +282,27 @@ bool product_round(int round, std::mt19937& random) {
   for (int i = 0; i < count; i++) {
     s.outputs.push_back(s.end == RowsEnd::kGate && i > 0 ? s.outputs[0] : between(random, 1, count == 1 ? 150 : 70));
   }
-  const Problem<Element> p(s, random);
+  return s;
+}
+
+template <class Element>
+bool product_round(int round, std::mt19937& random) {
+  const Problem<Element> p(shape_of(round, random), random);
   const Result got = multiplied(p, false, round / 2 % 2 != 0);  // the most rows by wide tiles, forty not
-  return right(p, got) && same_alone(p, got, between(random, 0, s.rows - 1));
+  return right(p, got) && same_alone(p, got, between(random, 0, p.shape.rows - 1));
+}
+
+// In float16 alone, whose accesses are bfloat16's.
+bool packed_round(int round, std::mt19937& random) {
+  Shape shape = shape_of(round, random);
+  if (round % 2 == 0) shape.inputs = (shape.inputs + 31) / 32 * 32;  // a whole number of Q8_0's blocks
+  Problem<Half> p(shape, random);
+  p.pack(random);
+  const Result got = multiplied(p);
+  p.packed.clear();
+  const Result dense = multiplied(p);
+  if (memcmp(got.data(), dense.data(), sizeof(float) * got.size()) == 0) return true;
+  return fprintf(stderr, "packed matrices differ from their dense ones\n"), false;
 }
 
 // The first rows of 128 among more and more others.
@@ -272,22 +361,26 @@ bool norm_is_right(std::mt19937& random) {
 template <class Element>
 bool embedding_is_right(std::mt19937& random) {
   RowsEmbed a{};
-  a.rows = between(random, 2, 4), a.hidden = 8 * between(random, 1, 300), a.vocab = 5;
-  const std::vector<uint16_t> embedding = drawn<Element>(static_cast<size_t>(a.vocab) * a.hidden, random);
+  a.rows = between(random, 2, 4), a.hidden = 8 * between(random, 1, 300), a.embedding.outputs = 5;
+  const std::vector<uint16_t> embedding = drawn<Element>(5 * static_cast<size_t>(a.hidden), random);
+  const PackedRows packed(5, a.hidden, random);
   std::vector<int32_t> drawn_tokens;
-  for (int i = 0; i < a.rows; i++) drawn_tokens.push_back(between(random, -1, a.vocab));
+  for (int i = 0; i < a.rows; i++) drawn_tokens.push_back(between(random, -1, 5));
   Awaited<int32_t> tokens(drawn_tokens);
   std::vector<float> x(static_cast<size_t>(a.rows) * a.hidden, NAN);
-  a.tokens = tokens.there.data(), a.embedding = embedding.data(), a.x = x.data();
+  a.tokens = tokens.there.data(), a.embedding.weight = embedding.data(), a.x = x.data();
+  packed.put(a.embedding);
   Previous previous;
   previous.write = [&] { tokens.arrive(); };
   run_grid(
       kRowWarps, a.rows, 0, faults, machine_faults,
       [&](FiberMachine& machine, int b) { embed_row<Element>(machine, a, b); }, 1, &previous);
   for (int i = 0; i < a.rows; i++) {
-    const int token = std::clamp(tokens.values[i], 0, a.vocab - 1);
+    const int token = std::clamp(tokens.values[i], 0, 4);
     for (int n = 0; n < a.hidden; n++) {
-      const float expected = Element::widen(embedding[static_cast<size_t>(token) * a.hidden + n]);
+      const bool dense = packed.kind == RowsKind::kDense;
+      const float expected = Element::widen(dense ? embedding[static_cast<size_t>(token) * a.hidden + n]
+                                                  : Element::round(packed.at(token, n)));
       if (!close(x[static_cast<size_t>(i) * a.hidden + n], expected, 0, "embedding", i, n)) return false;
     }
   }
@@ -386,6 +479,7 @@ bool turn_is_right(std::mt19937& random) {
 template <class Element>
 bool round_is_right(const char* what, int round, std::mt19937& random) {
   if (strcmp(what, "product") == 0) return product_round<Element>(round, random);
+  if (strcmp(what, "packed") == 0) return packed_round(round, random);
   if (strcmp(what, "alone") == 0) return alone<Element>(random);
   return norm_is_right<Element>(random) && embedding_is_right<Element>(random) &&
          turn_is_right<Element, 64>(random) && turn_is_right<Element, 128>(random);

@@ -58,10 +58,11 @@ struct BlockLaunches {
   // Blocks of 64 rows as wide as the launch would make them or not, in turn: the bits may not tell.
   int product(const RowsProduct& a) const {
     static bool wide = false;
-    if (a.tile_rows() == 16) return product<16, kTileOutputs>(a);
-    if (a.tile_rows() == 32) return product<32, kTileOutputs>(a);
-    wide = !wide;
-    return wide ? product<kMostTileRows, kWideOutputs>(a) : product<kMostTileRows, kTileOutputs>(a);
+    if (a.tile_rows() == 16) return product<16>(a);
+    if (a.tile_rows() == 32) return product<32>(a);
+    if (!a.packed()) wide = !wide;
+    return wide && !a.packed() ? product<ProductBlock<Element, kMostTileRows, kWideOutputs>>(a, kWideOutputs)
+                               : product<kMostTileRows>(a);
   }
   int turn(const RowsTurn& a) const {
     const int heads = a.heads + 2 * a.kv_heads;
@@ -99,10 +100,14 @@ struct BlockLaunches {
       PathPrefix<Element, kHeadDim, kWarps>::run(m, a, s, block % parts, block / parts % heads, block / parts / heads);
     });
   }
-  template <int kRows, int kOutputs>
+  template <int kRows>
   int product(const RowsProduct& a) const {
-    using Block = ProductBlock<Element, kRows, kOutputs>;
-    const RowsCut cut(a, kOutputs);
+    return a.packed() ? product<ProductBlock<Element, kRows, kTileOutputs, true>>(a, kTileOutputs)
+                      : product<ProductBlock<Element, kRows>>(a, kTileOutputs);
+  }
+  template <class Block>
+  int product(const RowsProduct& a, int outputs) const {
+    const RowsCut cut(a, outputs);
     const int rows = a.row_blocks(), tiles = rows * cut.output_blocks;
     return run_blocks(Block::kWarps, tiles * cut.splits, Block::kArenaBytes, [&](FiberMachine& m, int block) {
       Block::run(m, a, cut, block % rows, block % tiles / rows, block / tiles);
@@ -113,20 +118,21 @@ struct BlockLaunches {
 RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const Tensor& slots,
                          const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len,
                          const Tensor& kv_start, const Tensor& embedding, const std::vector<Tensor>& layers,
-                         const std::vector<int64_t>&, const std::vector<Tensor>&, const Tensor& final_norm,
-                         const Tensor& head, const Tensor& inv_freq, const std::vector<Tensor>& k_caches,
-                         const std::vector<Tensor>& v_caches, const std::vector<int64_t>& windows, int64_t heads,
-                         double eps, double rope_scale, const std::vector<int64_t>& states, int64_t keep) {
+                         const std::vector<int64_t>& kinds, const std::vector<Tensor>& scales,
+                         const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq,
+                         const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
+                         const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
+                         const std::vector<int64_t>& states, int64_t keep) {
   const RowsCall call =
-      prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers,
-                   final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep);
+      prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
+                   scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep);
   const RowsForward forward(call.decoder);
   std::vector<char> memory(static_cast<size_t>(forward.bytes()) + 256, static_cast<char>(0xA5));
   char* const begin = memory.data() + (256 - reinterpret_cast<uintptr_t>(memory.data()) % 256);
   memset(begin, 0, static_cast<size_t>(forward.cleared_bytes()));
   BlockLaunches<Half> half;
   BlockLaunches<Bfloat16> bfloat16;
-  const int error = embedding.scalar_type() == ScalarType::Half ? forward.run(begin, half) : forward.run(begin, bfloat16);
+  const int error = final_norm.scalar_type() == ScalarType::Half ? forward.run(begin, half) : forward.run(begin, bfloat16);
   STD_TORCH_CHECK(error == 0, "launch failed");
   const auto left = std::count_if(begin, begin + forward.cleared_bytes(), [](char c) { return c != 0; });
   STD_TORCH_CHECK(left == 0, "counters are not left at 0");
@@ -135,13 +141,14 @@ RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const
 
 Tensor launches(const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& ancestor_mask,
                 const Tensor& node_depths, const Tensor& kv_len, const Tensor& kv_start, const Tensor& embedding,
-                const std::vector<Tensor>& layers, const std::vector<int64_t>&, const std::vector<Tensor>&,
-                const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq, const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
+                const std::vector<Tensor>& layers, const std::vector<int64_t>& kinds,
+                const std::vector<Tensor>& scales, const Tensor& final_norm, const Tensor& head,
+                const Tensor& inv_freq, const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
                 const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
                 const std::vector<int64_t>& states, int64_t keep) {
   const RowsCall call =
-      prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers,
-                   final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep);
+      prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
+                   scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep);
   Recorder recorder;
   RowsForward(call.decoder).run(nullptr, recorder);
   const Tensor found = new_int32(token_ids, {static_cast<int64_t>(recorder.launched.size())});

@@ -114,6 +114,19 @@ def test_models_that_the_kernels_do_not_take_keep_their_modules(monkeypatch, cap
         assert caplog.records[-1].getMessage().endswith(reason)
 
 
+def test_packed_weights_keep_their_modules_until_the_switch_is_set(monkeypatch):
+    monkeypatch.setattr(replay, "is_gpu", lambda device: True)
+    monkeypatch.setattr(fused, "unavailable_reason", lambda *_: None)
+    monkeypatch.setattr(proof, "why_not_proved", lambda *_, **__: None)
+    sizes = {"dtype": torch.float16, "head_dim": 64, "hidden_size": 64, "intermediate_size": 96}
+    served, other = (gsd.pack(tiny(**sizes), kind) for kind in ("q8_0", "q4_0"))
+    asked = "packed weights have not been measured on a GPU: on request, GSD_KERNELS_FUSED_ROWS=cuda"
+    assert why_not(served, "auto") == asked
+    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "cuda")
+    assert why_not(served, "auto") is None
+    assert "or packed ones of q8_0, int8, uint8, int4, int4_offset, got q4_0" in why_not(other, "auto")
+
+
 # The operator in a model.
 
 
@@ -153,6 +166,12 @@ def test_the_error_is_at_most_twice_the_module_paths(device, name, dtype):
     exact, theirs, ours = found
     for i in range(2):  # logits, and what the output matrix reads
         assert (ours[i] - exact[i]).norm() <= 2 * (theirs[i] - exact[i]).norm() + 1e-6 * exact[i].norm()
+
+
+def test_a_packed_model_is_proved_against_its_own_modules(device):
+    model = gsd.pack(tiny(dtype=torch.bfloat16, head_dim=64, hidden_size=64, intermediate_size=96), "q8_0").to(device)
+    assert why_not(model, "auto") is None
+    assert type(rows_of(model, 8, NO_PADS.to(device), "auto")) is FusedRows
 
 
 @pytest.mark.parametrize(("sampled", "dtype"), [(False, torch.bfloat16), (True, torch.float16)], ids=str)

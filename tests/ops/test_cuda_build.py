@@ -25,7 +25,7 @@ KERNELS = (
 )
 ATTENTION = ("attention_split_kernel", "attention_combine_kernel", "path_split_kernel", "path_end_kernel")
 ROWS = (
-    *("rows_product_kernel", "rows_wide_product_kernel"),
+    *("rows_product_kernel", "rows_wide_product_kernel", "rows_packed_product_kernel"),
     *("rows_turn_kernel", "rows_norm_kernel", "rows_embed_kernel"),
 )
 CUDA_OPS = (
@@ -154,7 +154,7 @@ def attention_kernels() -> list[str]:
 
 
 def rows_kernels() -> list[str]:
-    sizes = {"rows_product": TILE_ROWS, "rows_turn": HEAD_DIMS}
+    sizes = {"rows_product": TILE_ROWS, "rows_packed_product": TILE_ROWS, "rows_turn": HEAD_DIMS}
     templates = [f"{name} {e} {size}" for name in sizes for e in ELEMENTS for size in sizes[name]]
     return templates + [f"{name} {e}" for name in ("rows_wide_product", "rows_norm", "rows_embed") for e in ELEMENTS]
 
@@ -197,7 +197,7 @@ def test_the_products_use_tensor_cores_asynchronous_copies_and_dependent_launche
     """128-bit copies past the first-level cache, ldmatrix; from 9.0 on both halves of a dependent launch."""
     for arch in ("sm_80", "sm_90"):
         products = machine_code("product_kernel", arch)
-        assert len(products) == len(ELEMENTS) * (len(TILE_ROWS) + 1)
+        assert len(products) == len(ELEMENTS) * (2 * len(TILE_ROWS) + 1)
         for code in products:
             for instruction in ("LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "HMMA.16816.F32"):
                 assert instruction in code, (instruction, code.split("\n")[0])

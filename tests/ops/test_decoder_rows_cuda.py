@@ -7,6 +7,7 @@ Cases of ``blocks`` run the kernels' source on a CPU, blocks in any order, their
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -15,13 +16,16 @@ import pytest
 import torch
 from block_code import rows as block_code
 from decoders import Sizes, Text, decoder, random_parents, random_tokens, tree
+from ops.contracts.packed import packed_matrix
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gsd_kernels import backends
 from gsd_kernels.graph import pack_bits
-from gsd_kernels.ops.decoder_rows import compiled, cuda, decoder_rows
+from gsd_kernels.ops.decoder_rows import DecoderWeights, compiled, cuda, decoder_rows
 from gsd_kernels.ops.decoder_rows.api import IMPLEMENTATIONS
+from gsd_kernels.ops.decoder_rows.weights import MATRICES
+from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
 
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
 DTYPES = (HALF, BFLOAT16)
@@ -58,6 +62,35 @@ SMALL = SIZES["llama-64"]
 def test_weights_that_the_kernels_do_not_take_are_named(sizes, dtype, change, error, match):
     with pytest.raises(error, match=match):
         cuda.check(dataclasses.replace(decoder(sizes, dtype), **change))
+
+
+@pytest.mark.parametrize(
+    ("matrix", "error", "match"),
+    [
+        (
+            packed_matrix(BY_NAME["q4_0"], 63, 64),
+            TypeError,
+            "head: .*dense matrices or packed ones of q8_0, int8, uint8, int4, int4_offset, got q4_0; use backend=",
+        ),
+        (
+            PackedMatrix(BY_NAME["int8"], torch.zeros(63, 64, dtype=torch.int8), 64, torch.ones(63, 16)),
+            ValueError,
+            "head: .*groups of a multiple of 8 weights, got 4; use backend=",
+        ),
+        (
+            PackedMatrix(
+                BY_NAME["int8"], torch.zeros(63 * 64 + 8, dtype=torch.int8)[8:].view(63, 64), 64, torch.ones(63, 1)
+            ),
+            ValueError,
+            r"head: .*a multiple of 16 bytes; pass its .clone\(\)",
+        ),
+    ],
+)
+def test_packed_matrices_that_the_kernels_do_not_take_are_named(matrix, error, match):
+    weights = decoder(SMALL, HALF)
+    cuda.check(dataclasses.replace(weights, head=packed_matrix(BY_NAME["q8_0"], 63, 64)))
+    with pytest.raises(error, match=match):
+        cuda.check(dataclasses.replace(weights, head=matrix))
 
 
 @pytest.mark.parametrize(
@@ -232,6 +265,41 @@ def test_a_row_has_its_bits_in_every_tile_and_split(device):
         whole = case.rows(tokens, sees, depths, 0, 128)
         for first, last in ((0, 1), (0, 16), (16, 33), (40, 104), (127, 128)):
             assert torch.equal(case.rows(tokens, sees, depths, first, last), whole[:, first:last])
+
+
+def packed(weights: DecoderWeights, device: str) -> DecoderWeights:
+    """Other weights of the same sizes: packed of every kind in turn, now and then dense."""
+    kinds = itertools.cycle([*cuda.PACKED, None])
+
+    def of(matrix: Tensor) -> Tensor | PackedMatrix:
+        if (kind := next(kinds)) is None:
+            return matrix
+        made = packed_matrix(BY_NAME[kind], *matrix.shape, seed=matrix.shape[0])
+        scales = None if made.scales is None else made.scales.to(device)
+        return dataclasses.replace(made, data=made.data.to(device), scales=scales)
+
+    layers = [
+        dataclasses.replace(layer, **{name: of(getattr(layer, name)) for name in MATRICES}) for layer in weights.layers
+    ]
+    return dataclasses.replace(weights, embedding=of(weights.embedding), head=of(weights.head), layers=layers)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_matrices_have_the_bits_of_their_dense_ones(device, dtype):
+    """Mixed within a model and a launch, in tiles of 16, 32 and 64 rows: all outputs, and the caches."""
+    sizes = Sizes(hidden=192, inner=160, heads=2, kv_heads=1, head_dim=64, bias=True)
+    mixed = packed(decoder(sizes, dtype, lambda t: t.to(device)), device)
+    assert {matrix.kind.name for matrix in mixed.matrices if isinstance(matrix, PackedMatrix)} == set(cuda.PACKED)
+    results = []
+    for weights in (mixed, mixed.dense()):
+        case = Text(weights, sizes, dtype, [0, 3], 80, "cuda")
+        found = [case.read(random_tokens(2, 40), 40)]
+        for count in (5, 12):
+            found += decoder_rows(weights, *graph_rows(case, count), keep=4, states=(0, 1), backend="cuda")
+        results.append([*found, *(cache.nan_to_num(7.0) for caches in case.caches for cache in caches)])
+    assert results[0][0].isfinite().all() and len(results[0][0].unique()) > 1000
+    for ours, dense in zip(*results, strict=True):
+        assert torch.equal(ours, dense)
 
 
 def test_whether_launches_begin_early_is_a_setting(device, monkeypatch):

@@ -56,6 +56,13 @@ def test_random_problems_are_right_and_clean(programs, part, sanitizer, rounds):
     assert status == 0, output[-3000:]
 
 
+@pytest.mark.parametrize(("sanitizer", "rounds"), [("thread", 4), ("address", 8)])
+def test_packed_matrices_have_the_bits_of_their_dense_ones(programs, sanitizer, rounds):
+    """Every kind, and dense matrices beside them, in the same odd sizes; nothing outside their rows is read."""
+    status, output = run(programs[sanitizer], "packed", rounds, 1, timeout=300)
+    assert status == 0, output[-3000:]
+
+
 def test_a_row_has_the_same_bits_among_128(programs):
     status, output = run(programs["address"], "alone", 2, 3, timeout=300)
     assert status == 0, output[-3000:]

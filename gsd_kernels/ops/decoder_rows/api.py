@@ -43,8 +43,8 @@ def decoder_rows(
     :mod:`gsd_kernels.cpu_levels`.)
 
     The CUDA operator (``backend="cuda"``; ``"auto"`` never takes it) is for float16 and bfloat16, heads of 64 and 128,
-    on compute capability 8.0 and newer. It reads nothing back, so that a CUDA graph can hold it: token ids are not
-    checked against the vocabulary, nor slots against the cache.
+    on compute capability 8.0 and newer, and for packed matrices of some kinds (``cuda.PACKED``). It reads nothing back,
+    so that a CUDA graph can hold it: token ids are not checked against the vocabulary, nor slots against the cache.
 
     Args:
         weights: matrices of one dtype, float32, bfloat16 or float16, or packed, with the bits of those they stand for.

@@ -7,15 +7,19 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..packed import PackedMatrix
 from . import compiled
 from .weights import DecoderWeights
 
 DTYPES = (torch.float16, torch.bfloat16)
+PACKED = ("q8_0", "int8", "uint8", "int4", "int4_offset")
+"""Kinds of packed matrices that are decoded on the way into a product's tile; they never ran on a GPU."""
 HEAD_DIMS = (64, 128)
 MIN_CAPABILITY = (8, 0)
 MEASURED = ((9, 0),)
 """Compute capabilities on which it was found right, and faster than modules up to 64 rows (bench/results/gpu)."""
 ALIGNMENT = 16  # bytes of one asynchronous copy
+WEIGHTS = 8  # that are decoded at a time
 OVERLAP = "GSD_KERNELS_ROWS_OVERLAP"
 """Environment variable: ``0`` keeps launches from beginning while the one before ends (docs/kernels.md)."""
 OTHERWISE = "; use backend='reference'"
@@ -75,14 +79,15 @@ def check(weights: DecoderWeights) -> None:
     Raises:
         TypeError, ValueError: a dtype, a head size, a row's length or an address, with the tensor's name.
     """
-    if weights.packing[0]:
-        raise TypeError(f"weights: backend 'cuda' expects dense matrices, got packed ones{OTHERWISE}")
     dtype, head_dim = weights.dtype, 2 * weights.inv_freq.shape[0]
     if dtype not in DTYPES:
         raise TypeError(f"embedding: backend 'cuda' expects float16 or bfloat16, got {_name(dtype)}{OTHERWISE}")
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"q: backend 'cuda' expects heads of 64 or 128, got {head_dim}{OTHERWISE}")
     for name, tensor in _named(weights):
+        if isinstance(tensor, PackedMatrix):
+            _check_packed(name, tensor)
+            continue
         if tensor.dtype != dtype:
             expected = f"the embedding's {_name(dtype)}, got {_name(tensor.dtype)}"
             raise TypeError(f"{name}: backend 'cuda' expects {expected}{OTHERWISE}")
@@ -90,9 +95,28 @@ def check(weights: DecoderWeights) -> None:
         if tensor.dim() == 2 and tensor.shape[1] % chunk:
             expected = f"rows of a multiple of {chunk}, got {tensor.shape[1]}"
             raise ValueError(f"{name}: backend 'cuda' expects {expected}{OTHERWISE}")
-        if not tensor.is_contiguous() or _address(tensor) % ALIGNMENT:
-            expected = f"a contiguous tensor at a multiple of {ALIGNMENT} bytes"
-            raise ValueError(f"{name}: backend 'cuda' expects {expected}; pass its .clone()")
+        _check_place(name, tensor)
+
+
+def _check_packed(name: str, matrix: PackedMatrix) -> None:
+    """Eight weights are decoded at a time, of one group."""
+    kind, scales = matrix.kind, matrix.scales
+    if kind.name not in PACKED:
+        expected = f"dense matrices or packed ones of {', '.join(PACKED)}, got {kind.name}"
+        raise TypeError(f"{name}: backend 'cuda' expects {expected}{OTHERWISE}")
+    group = matrix.inputs if scales is None else matrix.inputs // scales.shape[1]
+    if group % WEIGHTS:
+        expected = f"groups of a multiple of {WEIGHTS} weights, got {group}"
+        raise ValueError(f"{name}: backend 'cuda' expects {expected}{OTHERWISE}")
+    for tensor in (matrix.data, scales):
+        if tensor is not None:
+            _check_place(name, tensor)
+
+
+def _check_place(name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous() or _address(tensor) % ALIGNMENT:
+        expected = f"a contiguous tensor at a multiple of {ALIGNMENT} bytes"
+        raise ValueError(f"{name}: backend 'cuda' expects {expected}; pass its .clone()")
 
 
 def check_caches(weights: DecoderWeights, k_caches: list[Tensor], v_caches: list[Tensor]) -> None:
@@ -113,7 +137,7 @@ def check_caches(weights: DecoderWeights, k_caches: list[Tensor], v_caches: list
                 raise ValueError(f"{name}[{layer}]: backend 'cuda' expects {expected}{OTHERWISE}")
 
 
-def _named(weights: DecoderWeights) -> Iterator[tuple[str, Tensor]]:
+def _named(weights: DecoderWeights) -> Iterator[tuple[str, Tensor | PackedMatrix]]:
     yield "embedding", weights.embedding
     for number, layer in enumerate(weights.layers):
         for name, tensor in layer.named.items():

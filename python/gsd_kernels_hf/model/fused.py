@@ -54,15 +54,25 @@ PROMPT_ROWS = 128
 """Of a prompt at a time, all sequences together: what they need stays in a CPU's second cache."""
 
 
+def switch() -> str:
+    """What ``GSD_KERNELS_FUSED_ROWS`` says, one of :data:`SETTINGS`.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    setting = os.environ.get(SWITCH, "1")
+    if setting not in SETTINGS:
+        raise ValueError(f"{SWITCH}: expected one of {', '.join(SETTINGS)}, got {setting!r}; or unset it")
+    return setting
+
+
 def missing(device: torch.device, backend: str = "auto") -> str | None:
     """What keeps every model on ``device`` from being forwarded by one operator, or ``None``.
 
     Raises:
         ValueError: ``GSD_KERNELS_FUSED_ROWS`` is none of :data:`SETTINGS`.
     """
-    setting = os.environ.get(SWITCH, "1")
-    if setting not in SETTINGS:
-        raise ValueError(f"{SWITCH}: expected one of {', '.join(SETTINGS)}, got {setting!r}; or unset it")
+    setting = switch()
     if setting == "0":
         return f"{SWITCH}=0"
     own = "cuda" if replay.is_gpu(device) else "cpu"
@@ -93,7 +103,7 @@ def why_not(model: PreTrainedModel, backend: str, hidden_layers: tuple[int, ...]
     gpu = replay.is_gpu(model.device)
     if gpu and model.config.num_hidden_layers in hidden_layers:
         return "the hidden state behind the last norm is read at every row of a prompt, which the operator leaves out"
-    reason = foreign(model) or (error_of(cuda.check, weights_of(model, kinds_of(model))) if gpu else None)
+    reason = foreign(model) or (_unserved_by_cuda(weights_of(model, kinds_of(model))) if gpu else None)
     if reason is not None:
         return reason
 
@@ -102,6 +112,14 @@ def why_not(model: PreTrainedModel, backend: str, hidden_layers: tuple[int, ...]
 
     found = proof.why_not_proved(model, f"operator, backend {backend}", forward, closely=not gpu)
     return None if found is None else found.what
+
+
+def _unserved_by_cuda(weights: DecoderWeights) -> str | None:
+    """Why a GPU's operator does not multiply these weights, or ``None``."""
+    reason = error_of(cuda.check, weights)
+    if reason is None and weights.packing[0] and switch() != "cuda":
+        return f"packed weights have not been measured on a GPU: on request, {SWITCH}=cuda"
+    return reason
 
 
 def _layer(layer: Any, kind: Kind) -> LayerWeights:
