@@ -14,6 +14,8 @@ namespace {
 constexpr int kLanes = 16;
 #include "products_tile.h"
 #include "decode.h"
+#include "decode_ymm.h"
+#include "decode_vectors.h"
 
 struct Avx2 {
   typedef float Seen;

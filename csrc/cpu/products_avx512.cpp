@@ -13,7 +13,9 @@ constexpr int kLanes = 16;
 #include "products_tile.h"
 #include "decode.h"
 #include "decode_zmm.h"
+#include "decode_vectors.h"
 #include "products_zmm.h"
+#include "unpacking.h"
 
 constexpr RowKernel kFloat32 = kernel_of<Float32>(), kBfloat16 = kernel_of<PairedBfloat16>(),
                     kFloat16 = kernel_of<Float16>();

@@ -16,7 +16,9 @@ constexpr int kLanes = 16;
 #include "decode.h"
 #define GSD_ROUNDS_BFLOAT16
 #include "decode_zmm.h"
+#include "decode_vectors.h"
 #include "products_zmm.h"
+#include "unpacking.h"
 
 struct Dots : Avx512 {
   typedef uint16_t Stored;
