@@ -173,14 +173,14 @@ def _warped_log_probs(logits: Tensor, *args: object, **kwargs: object) -> Tensor
 
 
 @torch.library.register_fake("gsd_kernels::dag_attention")
-def _dag_attention(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+def empty_attention(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
     batch, heads, rows, _ = q.shape
     out = q.new_empty(batch, rows, heads, v.shape[3]).transpose(1, 2)
     return out, q.new_empty(batch, heads, rows, dtype=torch.float32)
 
 
 @torch.library.register_fake("gsd_kernels::ngram_lookup")
-def _ngram_lookup(
+def empty_lookup(
     keys: Tensor, table_tokens: Tensor, table_log_probs: Tensor, contexts: Tensor, max_context: int, ways: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = (*contexts.shape[:2], table_tokens.shape[2])
@@ -203,12 +203,12 @@ def _calibrate_candidates(log_probs: Tensor, *args: object) -> Tensor:
 
 
 @torch.library.register_fake("gsd_kernels::perturb_candidates")
-def _perturb_candidates(tokens: Tensor, log_probs: Tensor, *args: object) -> Tensor:
+def empty_log_probs(tokens: Tensor, log_probs: Tensor, *args: object) -> Tensor:
     return torch.empty_like(log_probs)
 
 
 @torch.library.register_fake("gsd_kernels::mix_candidates")
-def _mix_candidates(tokens: Tensor, log_probs: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+def empty_candidates(tokens: Tensor, log_probs: Tensor, *args: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(tokens), torch.empty_like(log_probs)
 
 

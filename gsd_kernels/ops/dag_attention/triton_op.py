@@ -2,50 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ...compiled import empty_attention, schema_of
 from ..launching import launching_op
 
 HALF_OR_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 
 
-@launching_op(
-    "gsd_kernels::triton_dag_attention",
-    mutates_args=(),
-    schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor ancestor_mask, Tensor kv_len, Tensor? kv_start, "
-        "Tensor? row_depths, Tensor? node_depths, float scale, float? softcap, int? sliding_window, int? chunk, "
-        "Tensor? sinks) -> (Tensor, Tensor)"
-    ),
-)
-def _dag_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ancestor_mask: Tensor,
-    kv_len: Tensor,
-    kv_start: Tensor | None,
-    row_depths: Tensor | None,
-    node_depths: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sliding_window: int | None,
-    chunk: int | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+@launching_op("gsd_kernels::triton_dag_attention", mutates_args=(), schema=schema_of("dag_attention"))
+def _dag_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     from .triton import dag_attention as launch
 
-    lengths = (kv_len, kv_start, row_depths, node_depths)
-    return launch(q, k, v, ancestor_mask, *lengths, scale, softcap, sliding_window, chunk, sinks)
+    return launch(*arguments)
 
 
-@_dag_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    batch, heads, rows, _ = q.shape
-    out = q.new_empty(batch, rows, heads, v.shape[3]).transpose(1, 2)
-    return out, q.new_empty(batch, heads, rows, dtype=torch.float32)
+_dag_attention.register_fake(empty_attention)
 
 
 def dag_attention(

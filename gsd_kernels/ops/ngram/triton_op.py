@@ -2,51 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ...compiled import no_result
+from ...compiled import empty_candidates, empty_log_probs, empty_lookup, no_result, schema_of
 from ...graph import Rows, TokenGraph
 from ..launching import launching_op
 from . import reference
 from .table import NgramTable
 
 
-@launching_op("gsd_kernels::triton_ngram_insert", mutates_args=("keys", "table_tokens", "table_log_probs"))
-def _insert(
-    keys: Tensor,
-    table_tokens: Tensor,
-    table_log_probs: Tensor,
-    contexts: Tensor,
-    tokens: Tensor,
-    log_probs: Tensor,
-    valid: Tensor,
-    max_context: int,
-    ways: int,
-) -> None:
+@launching_op(
+    "gsd_kernels::triton_ngram_insert",
+    mutates_args=("keys", "table_tokens", "table_log_probs"),
+    schema=schema_of("ngram_insert"),
+)
+def _insert(*arguments: Any) -> None:
     from .triton_insert import ngram_insert as launch
 
-    launch(keys, table_tokens, table_log_probs, contexts, tokens, log_probs, valid, max_context, ways)
+    launch(*arguments)
 
 
 _insert.register_fake(no_result)
 
 
-@launching_op("gsd_kernels::triton_ngram_lookup", mutates_args=())
-def _lookup(
-    keys: Tensor, table_tokens: Tensor, table_log_probs: Tensor, contexts: Tensor, max_context: int, ways: int
-) -> tuple[Tensor, Tensor, Tensor]:
+@launching_op("gsd_kernels::triton_ngram_lookup", mutates_args=(), schema=schema_of("ngram_lookup"))
+def _lookup(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     from .triton import ngram_lookup as launch
 
-    return launch(keys, table_tokens, table_log_probs, contexts, max_context, ways)
+    return launch(*arguments)
 
 
-@_lookup.register_fake
-def _(
-    keys: Tensor, table_tokens: Tensor, table_log_probs: Tensor, contexts: Tensor, max_context: int, ways: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (*contexts.shape[:2], table_tokens.shape[2])
-    return contexts.new_empty(shape), table_log_probs.new_empty(shape), contexts.new_empty(shape[:2])
+_lookup.register_fake(empty_lookup)
 
 
 def ngram_insert(table: NgramTable, contexts: Tensor, tokens: Tensor, log_probs: Tensor, valid: Tensor) -> None:
@@ -60,19 +49,15 @@ def ngram_lookup(table: NgramTable, contexts: Tensor) -> tuple[Tensor, Tensor, T
     return _lookup(table.keys, table.tokens, table.log_probs, contexts, table.max_context, table.ways)
 
 
-@launching_op("gsd_kernels::triton_perturb_candidates", mutates_args=())
-def perturb_candidates(
-    tokens: Tensor, log_probs: Tensor, positions: Tensor, seed: Tensor, sequence_ids: Tensor
-) -> Tensor:
+@launching_op("gsd_kernels::triton_perturb_candidates", mutates_args=(), schema=schema_of("perturb_candidates"))
+def perturb_candidates(*arguments: Any) -> Tensor:
     """One launch."""
     from .triton import perturb_candidates as launch
 
-    return launch(tokens, log_probs, positions, seed, sequence_ids)
+    return launch(*arguments)
 
 
-@perturb_candidates.register_fake
-def _(tokens: Tensor, log_probs: Tensor, *_: object) -> Tensor:
-    return log_probs.new_empty(log_probs.shape)
+perturb_candidates.register_fake(empty_log_probs)
 
 
 @launching_op("gsd_kernels::triton_mix_candidates", mutates_args=())
@@ -84,9 +69,7 @@ def _mix(
     return launch(tokens, log_probs, other_tokens, other_log_probs, weight)
 
 
-@_mix.register_fake
-def _(tokens: Tensor, log_probs: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(tokens), torch.empty_like(log_probs)
+_mix.register_fake(empty_candidates)
 
 
 def mix_candidates(

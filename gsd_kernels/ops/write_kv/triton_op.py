@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
 
-from ...compiled import no_result
+from ...compiled import no_result, schema_of
 from ..launching import launching_op
 
 
-@launching_op("gsd_kernels::triton_write_kv", mutates_args=("k_cache", "v_cache"))
-def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
+@launching_op("gsd_kernels::triton_write_kv", mutates_args=("k_cache", "v_cache"), schema=schema_of("write_kv"))
+def write_kv(*arguments: Any) -> None:
     """Keys and values in one launch."""
     from .triton import write_kv as launch
 
-    launch(k_cache, v_cache, k, v, positions)
+    launch(*arguments)
 
 
 write_kv.register_fake(no_result)
