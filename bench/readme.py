@@ -237,6 +237,15 @@ def drafters(results: Path) -> str:
     return "\n\n".join(tables)
 
 
+def drafters_counts(results: Path) -> str:
+    """Kinds of drafters at an equal budget, without times."""
+    path = results / f"{drafters_table.COUNTS.case}.json"
+    if not path.exists():
+        raise MissingResultError("`gsd-kernels bench drafters --counts`")
+    data = _read(path)
+    return f"{_place(data['environment'])}. {sources_table.table(data, drafters_table.COUNTS)}"
+
+
 def drafters_long(results: Path) -> str:
     """Drafters behind long contexts."""
     path = results / f"{long_table.NAME}.json"
@@ -383,6 +392,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "tree": tree,
     "sources": sources,
     "drafters": drafters,
+    "drafters-counts": drafters_counts,
     "drafters-long": drafters_long,
     "rows": rows,
     "gpu": gpu,

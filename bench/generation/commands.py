@@ -322,6 +322,10 @@ def drafters(
             "rotary settings are stretched, models not inflated.",
         ),
     ] = None,
+    counts: Annotated[
+        bool,
+        typer.Option("--counts", help="Instead: tokens a forward alone, which no load changes; models not inflated."),
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="One prompt of one text, 8 tokens, not inflated.")] = False,
     out: Out = RESULTS,
     name: Name = None,
@@ -334,7 +338,7 @@ def drafters(
     from gsd_kernels_hf.console.pair import quiet_transformers
 
     from . import long_table
-    from .drafters_table import TABLE, settings_of
+    from .drafters_table import COUNTS, TABLE, settings_of
     from .generate import Settings
     from .sources_table import run
 
@@ -342,7 +346,7 @@ def drafters(
     given = Settings(
         device=torch.device("cpu"),
         dtype=getattr(torch, dtype.value),
-        target_shape="none" if quick else target_shape,
+        target_shape="none" if quick or counts else target_shape,
         prompts=1 if quick else prompts,
         new_tokens=8 if quick else new_tokens,
         quick=quick,
@@ -353,9 +357,10 @@ def drafters(
         settings = settings_of(given, chosen, long_table.NAMES)
         typer.echo(long_table.run(settings, lengths, folder=out, name=name or long_table.NAME))
         return
-    settings = settings_of(given, chosen)
-    called = name or "-".join([TABLE.case, dtype.value, *(["quick"] * quick)])
-    spec = replace(TABLE, temperatures=tuple(float(t) for t in temperatures.split(",")))
+    asked = COUNTS if counts else TABLE
+    settings = settings_of(given, chosen, asked.names)
+    called = name or "-".join([asked.case, *([] if counts else [dtype.value]), *(["quick"] * quick)])
+    spec = replace(asked, temperatures=tuple(float(t) for t in temperatures.split(",")))
     kinds = ("code",) if quick else tuple(texts.split(","))
     typer.echo(run(settings, texts=kinds, folder=out, name=called, spec=spec))
 

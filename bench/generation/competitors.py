@@ -31,6 +31,7 @@ BASIC = (
 DRAFTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "heads-history": (("heads", "history"), "graph"),
     "heads-auto": (("model", "heads", "history"), AUTO),
+    "eagle3-chain": (("eagle3",), "chain"),
     "eagle3": (("eagle3",), "merged"),
     "eagle3-history": (("eagle3", "history"), "graph"),
     "dflash-chain": (("dflash",), "block-chain"),

@@ -1,7 +1,8 @@
 """Drafters at an equal budget: each alone and with the history, and all, by tokens a forward and tokens a second.
 
 All verify at most as many rows. The prompts are those on which no setting was chosen. Cells (a text at a temperature)
-are those of :mod:`gsd_kernels_bench.generation.sources_table`: interleaved runs, kept when finished.
+are those of :mod:`gsd_kernels_bench.generation.sources_table`: interleaved runs, kept when finished. :data:`COUNTS` is
+the table without times, of fixed shapes: it is the same on every run, however busy the machine.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ NAMES = (
     "chain",
     "merged",
     "graph",
+    "history-16",
     "heads",
     "heads-history",
+    "eagle3-chain",
     "eagle3",
     "eagle3-history",
     "dflash-chain",
@@ -37,8 +40,10 @@ TABLE = Table(
         "chain": "draft model, chain",
         "merged": "draft model",
         "graph": "draft model and history",
+        "history-16": "history alone",
         "heads": "heads",
         "heads-history": "heads and history",
+        "eagle3-chain": "EAGLE-3, chain",
         "eagle3": "EAGLE-3",
         "eagle3-history": "EAGLE-3 and history",
         "dflash-chain": "DFlash, chain",
@@ -58,6 +63,19 @@ TABLE = Table(
         ("every-auto", ("heads-auto",), "seconds"),
     ),
     TEMPERATURES,
+)
+COUNTS = replace(
+    TABLE,
+    case="drafters-counts",
+    names=tuple(name for name in NAMES if not name.endswith("-auto")),
+    questions=(
+        ("eagle3", ("eagle3-chain",), "target_forwards"),
+        ("dflash-lattice", ("dflash-chain",), "target_forwards"),
+        ("eagle3-history", ("history-16", "eagle3"), "target_forwards"),
+        ("dflash-history", ("history-16", "dflash-lattice"), "target_forwards"),
+        ("every", ("graph",), "target_forwards"),
+    ),
+    counts=True,
 )
 
 

@@ -73,6 +73,7 @@ class Table:
         labels: of rows that are not called by their names.
         questions: see :data:`QUESTIONS`.
         temperatures: of every text.
+        counts: whether it has no times.
     """
 
     case: str
@@ -80,9 +81,11 @@ class Table:
     labels: dict[str, str]
     questions: tuple[tuple[str, tuple[str, ...], str], ...]
     temperatures: tuple[float, ...]
+    counts: bool = False
 
 
 SOURCES = Table(NAME, (*THEIRS, *OURS), LABELS, QUESTIONS, TEMPERATURES)
+TIMES = ("seconds", "place", "tokens_per_second", "median_seconds", "speedup")
 KEPT = ("prompt", "competitor", "place", "tokens", "seconds", "target_forwards", "mean_rows", "same", "divergence")
 
 
@@ -110,9 +113,9 @@ def run(settings: Settings, *, texts: Sequence[str], folder: Path, name: str = N
                     "environment": report.environment,
                     "prompts": report.prompts,
                     "missing": report.missing,
-                    "summary": report.summary,
+                    "summary": [_kept(row, list(row), spec) for row in report.summary],
                     "questions": _answers(report.runs, spec),
-                    "runs": [{key: run_[key] for key in KEPT} for run_ in report.runs],
+                    "runs": [_kept(run_, KEPT, spec) for run_ in report.runs],
                 }
             )
             write_json(journal, result, indent=None)
@@ -122,6 +125,10 @@ def run(settings: Settings, *, texts: Sequence[str], folder: Path, name: str = N
     (folder / f"{name}.md").write_text(written + "\n", encoding="utf-8")
     journal.unlink(missing_ok=True)
     return written
+
+
+def _kept(row: dict[str, Any], keys: Sequence[str], spec: Table) -> dict[str, Any]:
+    return {key: row[key] for key in keys if not (spec.counts and key in TIMES)}
 
 
 def _answers(runs: list[dict[str, Any]], spec: Table) -> list[dict[str, Any]]:
@@ -142,7 +149,7 @@ def _answers(runs: list[dict[str, Any]], spec: Table) -> list[dict[str, Any]]:
 
 
 def table(result: dict[str, Any], spec: Table = SOURCES) -> str:
-    """Tokens per second and per forward of every cell, and the answers, in Markdown."""
+    """Tokens per second and per forward of every cell, or the latter alone, and the answers, in Markdown."""
     cells = result["cells"]
     heads = [f"{c['text']}, {'greedy' if c['temperature'] == 0 else 'T = ' + str(c['temperature'])}" for c in cells]
     found = [{row["competitor"]: row for row in cell["summary"]} for cell in cells]
@@ -153,25 +160,33 @@ def table(result: dict[str, Any], spec: Table = SOURCES) -> str:
         entries = []
         for cell in found:
             row = cell.get(name)
+            if spec.counts:
+                entries.append("–" if row is None else f"{row['tokens_per_forward']:.2f}")
+                continue
             forward = "" if row is None or row["tokens_per_forward"] is None else f" ({row['tokens_per_forward']:.2f})"
             entries.append("–" if row is None else f"{row['tokens_per_second']:.1f}{forward}")
         rows.append([spec.labels.get(name, name), *entries])
     what = title({**result["settings"], "temperature": 0.0}, result["parameters"]).replace(", greedy", "")
     prompts = max(len(cell["prompts"]) for cell in cells)
+    counted = "Tokens per target forward" if spec.counts else "Tokens per second (and per target forward)"
     answers = []
     for ours, theirs, cost in spec.questions:
         entries = []
         for cell in cells:
             answer = next((a for a in cell["questions"] if (a["ours"], a["by"]) == (ours, cost)), None)
-            best = "" if answer is None or len(theirs) == 1 else f" {answer['against'].removeprefix('hf-')}"
+            best = ""
+            if answer is not None and len(theirs) > 1:
+                best = f" {spec.labels.get(answer['against'], answer['against'].removeprefix('hf-'))}"
             entries.append("–" if answer is None else f"{Ratio(**answer['ratio'])}{best}")
         best_of = "the fastest of transformers' assisted and prompt lookup"
+        if not theirs[0].startswith("hf-"):
+            best_of = " or ".join(spec.labels.get(name, name) for name in theirs)
         against = spec.labels.get(theirs[0], theirs[0]) if len(theirs) == 1 else best_of
         by = "tokens/s" if cost == "seconds" else "tokens/forward"
         answers.append([f"{spec.labels.get(ours, ours)} against {against}, {by}", *entries])
     return "\n".join(
         [
-            f"Tokens per second (and per target forward); {what}, {prompts} prompts of each text:",
+            f"{counted}; {what}, {prompts} prompts of each text:",
             "",
             markdown(["", *heads], rows),
             "",

@@ -375,6 +375,25 @@ def test_drafters_table(tmp_path):
         drafters_table.settings_of(given, ("hf-greedy",))
 
 
+def test_drafters_counted(tmp_path):
+    """No time is in the file, and a second run writes the same."""
+    found = []
+    for folder in ("a", "b"):
+        out = tmp_path / folder
+        out.mkdir()
+        given = ["--counts", "--quick", "--dtype", "float32", "--temperatures", "0.7", "--name", "drafters-counts"]
+        bench("drafters", *given, "--competitors", "eagle3-chain,history-16,dflash-history", "--out", str(out))
+        data = json.loads((out / "drafters-counts.json").read_text())
+        (cell,) = data["cells"]
+        assert all(row["tokens_per_forward"] >= 1 for row in cell["summary"]) and len(cell["runs"]) == 3
+        assert not any("second" in key for row in [*cell["runs"], *cell["summary"]] for key in row)
+        found.append((cell["runs"], (out / "drafters-counts.md").read_text()))
+    assert found[0] == found[1]
+    (tmp_path / "README.md").write_text("<!-- bench:drafters-counts -->\n<!-- /bench:drafters-counts -->\n")
+    bench("readme", "--readme", str(tmp_path / "README.md"), "--results", str(tmp_path / "a"))
+    assert "| EAGLE-3, chain |" in (tmp_path / "README.md").read_text()
+
+
 def test_drafters_behind_long_contexts(tmp_path):
     """Contexts end at the same places; past the positions of training all models turn as YaRN has it."""
     arguments = ["--positions", "600,1200", "--prompts", "1", "--new-tokens", "6", "--dtype", "float32"]
