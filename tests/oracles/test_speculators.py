@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from sources.drafters import SIZES, FixedText, random_tensors
 from speculators.losses import resolve_loss_config
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
 from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 from speculators.models.dspark import core as dspark_core
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -179,6 +180,20 @@ def test_parallel_eagle_equals_speculators(name, tmp_path):
     assert (logits[:, 0] - logits[:, 1]).abs().max() > 0.1
 
 
+def blocks_at(places, ours, target, hidden, tokens) -> DFlashDrafts:
+    """A source with a sequence for every place [A] of a text, where its root is; hidden states [1, N, 3 D]."""
+    count = len(places)
+    text = FixedText(target, tokens.expand(count, -1), torch.zeros(count, dtype=torch.int32))
+    source = DFlashDrafts(ours)
+    source.check(target)
+    source.begin(text)
+    source.restart()
+    source.read(dict(enumerate(hidden.expand(count, -1, -1).chunk(3, -1))), 0)
+    text.state.out_len.copy_(places + 1)
+    source.enter(text.state.out_len - 1, tokens.shape[1])
+    return source
+
+
 DFLASH = {
     "one-layer": ({}, VOCAB, {}),
     "three-layers": ({"num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 16}, VOCAB, {}),
@@ -244,14 +259,7 @@ def test_dflash_equals_speculators(name, tmp_path):
     places = places.view(anchors, block)[:, 0]
     assert places.tolist() == list(range(1, 1 + anchors))
 
-    text = FixedText(target, tokens.expand(anchors, -1), torch.zeros(anchors, dtype=torch.int32))
-    source = DFlashDrafts(ours)
-    source.check(target)
-    source.begin(text)
-    source.restart()
-    source.read(dict(enumerate(hidden.expand(anchors, -1, -1).chunk(3, -1))), 0)
-    text.state.out_len.copy_(places + 1)  # the root is at the place
-    source.enter(text.state.out_len - 1, length)
+    source = blocks_at(places, ours, target, hidden, tokens)
     mine = source.block_states()
     # Their output for the root's own row is not trained and not read, but it is the same.
     torch.testing.assert_close(mine, found.view(anchors, block, size), **TOLERANCE)
@@ -306,14 +314,7 @@ def test_dspark_equals_speculators(name, tmp_path, monkeypatch):
     logits, confidence = logits.view(anchors, block, VOCAB), confidence.view(anchors, block)
 
     places = torch.arange(1, 1 + anchors)
-    text = FixedText(target, tokens.expand(anchors, -1), torch.zeros(anchors, dtype=torch.int32))
-    source = DFlashDrafts(ours)
-    source.check(target)
-    source.begin(text)
-    source.restart()
-    source.read(dict(enumerate(hidden.expand(anchors, -1, -1).chunk(3, -1))), 0)
-    text.state.out_len.copy_(places + 1)
-    source.enter(text.state.out_len - 1, length)
+    source = blocks_at(places, ours, target, hidden, tokens)
     source.look_ahead(None)
     drafted = ours.config.num_drafted
     assert drafted == block - (not settings["sample_from_anchor"])
@@ -329,6 +330,54 @@ def test_dspark_equals_speculators(name, tmp_path, monkeypatch):
         torch.testing.assert_close(mine, logits[:, theirs_at], **TOLERANCE)
         torch.testing.assert_close(ours.confidence(state, before)[..., 0], confidence[:, theirs_at], **TOLERANCE)
     assert confidence.std() > 0.1
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+@torch.no_grad()
+def test_dflash_2_equals_speculators(anchored, tmp_path):
+    """What the selector makes of the best candidates, along the text."""
+    length, block, size, top = 19, 5, 32, 8
+    config = Qwen3Config(hidden_size=size, vocab_size=VOCAB, rms_norm_eps=1e-5, num_hidden_layers=2, **SIZES)
+    config._attn_implementation = "eager"
+    heads = {"selector_rank": 6, "selector_top_k": top, "conv_kernel_size": 3, "conv_group_size": 8}
+    theirs = DFlash2DraftModel(
+        DFlash2SpeculatorConfig(
+            transformer_layer_config=config,
+            draft_vocab_size=VOCAB,
+            aux_hidden_state_layer_ids=[0, 1, 2],
+            mask_token_id=VOCAB - 1,
+            block_size=block,
+            sample_from_anchor=anchored,
+            **heads,
+        )
+    ).eval()
+    random_tensors(theirs)
+    theirs.save_pretrained(tmp_path)
+    ours = DFlash.from_pretrained(tmp_path)
+    target = tiny(hidden_size=size, num_hidden_layers=2, num_attention_heads=4, dtype=torch.float32, vocab_size=VOCAB)
+    theirs.embed_tokens.weight.copy_(target.get_input_embeddings().weight)  # a checkpoint has neither
+    theirs.lm_head.weight.copy_(target.lm_head.weight)
+    gen = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1, length, 3 * size, generator=gen)
+    tokens = torch.randint(0, VOCAB, (1, length), generator=gen)
+    anchors = length - block - 1
+    mask = torch.zeros(1, length)
+    mask[:, 1 : 1 + anchors] = 1
+    zeros = torch.zeros(1, length, size), torch.zeros(1, length, dtype=torch.long)
+    states, logits, _, _, at = theirs._backbone_forward(hidden, tokens, mask, *zeros, max_anchors=anchors)
+    before = theirs._predecessor_ids(tokens, at).reshape(1, -1)
+    ids, scores = (
+        found.view(anchors, block, top) for found in theirs.candidate_selector.select(logits, states, before)
+    )
+
+    places = torch.arange(1, 1 + anchors)
+    source = blocks_at(places, ours, target, hidden, tokens)
+    source.look_ahead(None)
+    drafted = ours.config.num_drafted
+    assert drafted == block - (not anchored) and repr(ours).startswith("<DFlash: DFlash 2")
+    mine = ours.edges(source.logits, source.hidden, tokens[0, places[:, None] + torch.arange(drafted)])
+    torch.testing.assert_close(mine.gather(-1, ids[:, -drafted:]), scores[:, -drafted:], **TOLERANCE)
+    assert (mine - source.logits).abs().max() > 0.1
 
 
 @torch.no_grad()
