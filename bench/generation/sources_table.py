@@ -168,7 +168,11 @@ def table(result: dict[str, Any], spec: Table = SOURCES) -> str:
         rows.append([spec.labels.get(name, name), *entries])
     what = title({**result["settings"], "temperature": 0.0}, result["parameters"]).replace(", greedy", "")
     prompts = max(len(cell["prompts"]) for cell in cells)
-    counted = "Tokens per target forward" if spec.counts else "Tokens per second (and per target forward)"
+    counted = (
+        "Tokens per target forward, which no load changes"
+        if spec.counts
+        else "Tokens per second (and per target forward)"
+    )
     answers = []
     for ours, theirs, cost in spec.questions:
         entries = []
