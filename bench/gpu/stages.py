@@ -89,6 +89,7 @@ STAGES = (
     ),
     Stage("tests", "gpu_tests", "each kernel once, captured steps, then more", 480, 60, (*MODELS, *TESTING)),
     Stage("sanitize", "sanitize", "the operator's tests under compute-sanitizer", 480, 120, (*MODELS, *TESTING)),
+    Stage("packed", "packed", "packed matrices in the operator of rows: bits, then time", 150, 60),
     Stage("compile", "compile", "every Triton kernel compiled: registers, spills", 300, 120, with_ops=False),
     Stage("attention", "attention_cold", "tree attention beside its peers, cold L2", 480, 60),
     Stage("auto", "automatic", "auto for 128 tokens, compilations by step", 420, 240),

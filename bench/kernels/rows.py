@@ -21,8 +21,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows.api import FLOATS
 from gsd_kernels.ops.decoder_rows.cuda import DTYPES
+from gsd_kernels.ops.decoder_rows.weights import stored
 from gsd_kernels_hf.model.fused import FusedRows
 from gsd_kernels_hf.model.runner import RowModel
+from gsd_kernels_hf.packed.modules import matrix_of, packed_in
 
 from ..lib.environment import environment
 from ..lib.report import markdown
@@ -93,9 +95,12 @@ def bytes_read(rows: RowModel, count: int, prefix: int) -> int:
     Of an embedding that is not the output matrix too, a row a token.
     """
     model = rows.model
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    unread = table.nbytes - count * table[0].nbytes if table is not head else 0
-    return sum(p.nbytes for p in model.parameters()) - unread + rows.cache.nbytes * prefix // rows.cache.capacity
+    table, head = (matrix_of(of()) for of in (model.get_input_embeddings, model.get_output_embeddings))
+    shared = stored(table).data_ptr() == stored(head).data_ptr()
+    unread = 0 if shared else table.nbytes - count * (table.nbytes // table.shape[0])
+    packed = {module.packed.data_ptr(): module.matrix.nbytes for module in packed_in(model)}
+    weights = sum(p.nbytes for p in model.parameters()) + sum(packed.values())
+    return weights - unread + rows.cache.nbytes * prefix // rows.cache.capacity
 
 
 def row_inputs(rows: int, prefix: int, device: torch.device | str = "cpu", batch: int = 1) -> tuple[torch.Tensor, ...]:

@@ -10,6 +10,7 @@ from block_code import rows as block_code
 from models import tiny
 
 from gsd_kernels_bench.gpu import inside, pair, right, sanitize
+from gsd_kernels_bench.gpu import packed as gpu_packed
 from gsd_kernels_bench.gpu.stages import Call, stage_named
 from gsd_kernels_bench.gpu.work import Work, perform
 from gsd_kernels_bench.kernels.rows import bytes_read, random_model, row_inputs
@@ -248,3 +249,14 @@ def test_the_kernels_own_source_is_found_right(work, monkeypatch, tmp_path_facto
     assert not verdict.failed and right.passed(work("rows"), "tiny"), verdict.points
     error = verdict.points["tiny prefix=33"]["errors"]
     assert 1e-4 < error["operator"]["row"] < 2 * error["modules"]["row"]
+
+
+def test_packed_matrices_with_other_bits_are_not_timed(work, monkeypatch):
+    own = gpu_packed.unpack_rows
+    monkeypatch.setattr(
+        gpu_packed, "unpack_rows", lambda matrix, **how: own(matrix, **how) * (matrix.kind.name != "int8")
+    )
+    done = work("packed")
+    perform(done)
+    assert done.failed == ["tiny int8 bits"] and "int8, 5 rows: 5 rows have other bits" in str(done.points)
+    assert done.waiting == ["tiny rows=1 int8", "tiny rows=5 int8"] and done.is_done("tiny rows=5 int4")

@@ -247,6 +247,7 @@ REHEARSED = [
     "attention",
     "rows",
     "inside",
+    "packed",
     "pair",
     "auto",
     pytest.param("kernels", marks=pytest.mark.slow),
@@ -312,6 +313,14 @@ def check_rows(points):
     assert set(points) == {"bandwidth", *(f"tiny rows={r} {w}" for r in (1, 5) for w in ways)}
     point = points["tiny rows=5 operator"]
     assert point["median"] > 0 and point["floor_seconds"] == pytest.approx(point["bytes"] / points["bandwidth"]["read"])
+
+
+def check_packed(points):
+    kinds = ("q8_0", "int8", "int4")
+    times = {f"tiny rows={r} {kind}" for r in (1, 5) for kind in ("dense", *kinds)}
+    assert set(points) == {"bandwidth", *(f"tiny {kind} bits" for kind in kinds), *times}
+    size = {kind: points[f"tiny rows=5 {kind}"]["bytes"] for kind in ("dense", *kinds)}
+    assert size["int4"] < size["int8"] < size["q8_0"] < size["dense"] / 2
 
 
 def check_inside(points):
@@ -425,6 +434,7 @@ CHECKS = {
     "gemm": check_gemm,
     "attention": check_attention,
     "rows": check_rows,
+    "packed": check_packed,
     "pair": check_pair,
     "auto": check_auto,
 }
