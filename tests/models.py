@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import string
+from collections.abc import Iterable
 
 import torch
 import transformers
@@ -52,11 +53,15 @@ def noised(target: PreTrainedModel, noise: float = 0.05, *, seed: int = 1) -> Pr
     Of a float64 target it is float32, which one operator forwards; ``.double()`` for one that goes through its modules.
     """
     draft = copy.deepcopy(target)
-    gen = torch.Generator().manual_seed(seed)
-    for parameter in draft.parameters():
-        if parameter.dim() > 1:
-            parameter.data += noise * torch.randn(parameter.shape, generator=gen).to(parameter)
+    add_noise((parameter for parameter in draft.parameters() if parameter.dim() > 1), noise, seed)
     return draft.float() if target.dtype == torch.float64 else draft
+
+
+def add_noise(parameters: Iterable[torch.nn.Parameter], std: float, seed: int) -> None:
+    """Move weights in place."""
+    gen = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        parameter.data += std * torch.randn(parameter.shape, generator=gen).to(parameter)
 
 
 def prompts(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from decoders import SIZES, Sizes, Text, decoder, random_parents, random_tokens, tree
-from models import noised, prompts, tiny
+from models import add_noise, noised, prompts, tiny
 from torch import nn
 
 import gsd_kernels as gsd
@@ -72,10 +72,7 @@ def family(name: str):
     """A model in float32 with biases and norms that matter."""
     base, changes = FAMILIES[name]
     model = tiny(base, dtype=torch.float32, **changes)
-    gen = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=gen)
+    add_noise((parameter for parameter in model.parameters() if parameter.dim() == 1), 0.3, seed=3)
     return model
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from block_code import rows as block_code
 from decoders import random_tokens, tree
-from models import noised, prompts, tiny
+from models import add_noise, noised, prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels.graph import pack_bits
@@ -43,10 +43,7 @@ def family(name: str, **heads: int):
     base, changes = FAMILIES[name]
     sizes = {"num_attention_heads": 4, "head_dim": 64, **({} if base != "qwen2" else {"hidden_size": 256})}
     model = tiny(base, dtype=torch.float32, **{**sizes, **changes, **heads})
-    gen = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=gen)
+    add_noise((parameter for parameter in model.parameters() if parameter.dim() == 1), 0.3, seed=3)
     return model
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import noised, prompts, tiny
+from models import add_noise, noised, prompts, tiny
 
 import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
@@ -20,9 +20,7 @@ def settings(target) -> dict[str, dict]:
     """Every preset and source, alone and together."""
     draft, skip = noised(target, 0.05), gsd.LayerSkip(target, attention=[2], mlp=[1])
     heads = gsd.DraftHeads.for_model(target, 2)
-    gen = torch.Generator().manual_seed(5)
-    for parameter in heads.parameters():
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=gen).to(parameter.dtype)
+    add_noise(heads.parameters(), 0.05, seed=5)
     model = {"assistant_model": draft}
     everything = {**model, "draft_heads": heads, "draft_sources": ("model", "heads", "history")}
     return {

@@ -25,6 +25,12 @@ from gsd_kernels_hf.sources.edges import along
 SIZES = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
 
+def generate(target, new=14, **options):
+    """A text that may end early, and its statistics."""
+    options = {"max_new_tokens": new, "eos_token_id": [5], "pad_token_id": 0, **options}
+    return gsd.generate(target, return_dict_in_generate=True, **options)
+
+
 class FixedText:
     """What a source is told of a session, without one."""
 

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from models import noised, prompts, tiny
-from sources.drafters import dflash_config, fit_dflash, random_dflash, save
+from sources.drafters import dflash_config, fit_dflash, generate, random_dflash, save
 
 import gsd_kernels as gsd
 from gsd_kernels import DFlash, GraphConfig
@@ -43,11 +43,6 @@ def target_of():
 def drafter_of(variant: str) -> DFlash:
     module = random_dflash(dflash_config(target_of(), **VARIANTS[variant]), own=variant == "reduced")
     return fit_dflash(module, target_of())
-
-
-def generate(target, new=14, **options):
-    options = {"max_new_tokens": new, "eos_token_id": [2, 5], "pad_token_id": 0, **options}
-    return gsd.generate(target, return_dict_in_generate=True, **options)
 
 
 @pytest.mark.parametrize(("variant", "mixed"), CASES)

@@ -12,12 +12,12 @@ from sources.drafters import (
     check_own_text,
     dflash_config,
     fit_dflash,
+    generate,
     random_dflash,
     random_tensors,
     save,
 )
 
-import gsd_kernels as gsd
 from gsd_kernels import DFlash, GraphConfig
 from gsd_kernels_hf.sources.dflash import DFlashDrafts
 from gsd_kernels_hf.sources.dflash_config import DFlashConfig
@@ -52,11 +52,6 @@ def drafter_of(kind: str) -> DFlash:
     config = dflash_config(target_of(), **KINDS[kind])
     module = random_dflash(config, own=kind == "DSpark reduced", confidence=confidence)
     return fit_dflash(module, target_of(), steps=50)
-
-
-def generate(target, new=14, **options):
-    options = {"max_new_tokens": new, "eos_token_id": [5], "pad_token_id": 0, **options}
-    return gsd.generate(target, return_dict_in_generate=True, **options)
 
 
 @pytest.mark.parametrize("kind", [*KINDS])

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from models import noised, prompts, tiny
-from sources.drafters import eagle3_config, fit_eagle3, random_eagle3, safeailab, save
+from sources.drafters import eagle3_config, fit_eagle3, generate, random_eagle3, safeailab, save
 
 import gsd_kernels as gsd
 from gsd_kernels import Eagle3, GraphConfig
@@ -38,11 +38,6 @@ def target_of(**config):
 def drafter_of(variant: str) -> Eagle3:
     config = eagle3_config(target_of(), **VARIANTS[variant])
     return fit_eagle3(random_eagle3(config, own_embedding=variant == "before"), target_of())
-
-
-def generate(target, new=14, **options):
-    options = {"max_new_tokens": new, "eos_token_id": [2, 5], "pad_token_id": 0, **options}
-    return gsd.generate(target, return_dict_in_generate=True, **options)
 
 
 @functools.cache

@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 from models import prompts
+from sources.drafters import generate
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-import gsd_kernels as gsd
 from gsd_kernels import Gemma4Assistant, GraphConfig
 from gsd_kernels_hf import validate
 from gsd_kernels_hf.sources.load import loaded_drafter
@@ -95,11 +95,6 @@ def assistant_of(ordered: bool = False) -> Gemma4Assistant:
         loss.backward()
         optimizer.step()
     return module.requires_grad_(False).double()
-
-
-def generate(target, new=14, **options):
-    options = {"max_new_tokens": new, "eos_token_id": [5], "pad_token_id": 0, **options}
-    return gsd.generate(target, return_dict_in_generate=True, **options)
 
 
 @pytest.mark.parametrize("ordered", [False, True])

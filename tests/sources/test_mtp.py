@@ -15,6 +15,7 @@ import torch
 import transformers
 from models import noised, prompts, tiny
 from safetensors.torch import load_file, save_file
+from sources.drafters import generate
 from sources.mtp_checkpoints import FAMILIES, add, fit, give_head, saved, target_of
 
 import gsd_kernels as gsd
@@ -48,11 +49,6 @@ def head_of(name: str) -> Mtp:
 @functools.cache
 def draft_of(name: str):
     return noised(target_of(name), 0.03).double()
-
-
-def generate(target, new=12, **options):
-    options = {"max_new_tokens": new, "eos_token_id": [5], "pad_token_id": 0, **options}
-    return gsd.generate(target, return_dict_in_generate=True, **options)
 
 
 def vocab_of(target) -> int:
@@ -94,7 +90,7 @@ def test_processors_see_what_they_always_see(processor):
     target = target_of("glm")
     options = {"do_sample": False, **prompts(2, 9, vocab=vocab_of(target)), **processor}
     expected = target.generate(**options, max_new_tokens=12, eos_token_id=[5], pad_token_id=0)
-    out = generate(target, **options, drafter=head_of("glm"), graph_config=GRAPHS["graph"])
+    out = generate(target, 12, **options, drafter=head_of("glm"), graph_config=GRAPHS["graph"])
     assert torch.equal(out.sequences, expected if isinstance(expected, torch.Tensor) else expected.sequences)
     assert sum(out.stats.accepted[2:]) > 0
 
