@@ -210,7 +210,7 @@ def test_llama_cpps_server_answers_and_is_another_one_for_another_setting(binari
         servers.decode(Setting("plain"), [4], 3)
     for _, server in servers.opened.values():
         server.close()
-    with pytest.raises(RuntimeError, match="llama-server ended: error: no model"):
+    with pytest.raises(RuntimeError, match="llama-server ended with exit status 1: error: no model"):
         engine.start(Place(tmp_path / "broken", "bfloat16", 1, 64)).open(Setting("plain"))
 
 

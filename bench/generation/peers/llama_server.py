@@ -191,7 +191,8 @@ class _Server:
         while time.monotonic() < until:
             if self.process.poll() is not None:
                 said = self.log.read_text(encoding="utf-8", errors="replace")
-                raise RuntimeError(f"llama-server ended: {' '.join(said.split())[-200:]}")
+                said = " ".join(said.split())[-200:] or "said nothing"
+                raise RuntimeError(f"llama-server ended with exit status {self.process.returncode}: {said}")
             try:
                 if self._ask("GET", "/health")[0] == 200:
                     return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ class EngineProcess:
     def __init__(self, engine: Engine, place: Place) -> None:
         self.engine, self.place = engine, place
         context = multiprocessing.get_context("spawn")
-        self.executor = ProcessPoolExecutor(1, mp_context=context, initializer=_end_with_parent)
+        self.executor = ProcessPoolExecutor(1, mp_context=context, initializer=_follow_parent)
 
     def decode(self, setting: Setting, ids: Sequence[int], new_tokens: int) -> tuple[list[int], float]:
         """The new tokens, and the seconds of decoding alone.
@@ -43,8 +44,9 @@ class EngineProcess:
         self.executor.shutdown(cancel_futures=True)
 
 
-def _end_with_parent() -> None:
-    """Watch the race's process: one that is killed closes nothing, and the models of this one are large."""
+def _follow_parent() -> None:
+    """Leave Ctrl-C to the race's process, and end with it: one that is killed closes nothing, and models are large."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
         parent = multiprocessing.parent_process()
