@@ -281,13 +281,10 @@ def test_errors_of_the_library_name_the_options():
 @pytest.mark.slow
 def test_an_unknown_level_leads_with_its_variable(folder):
     command = [sys.executable, "-m", "gsd_kernels_hf", "generate", "--model", str(folder / "target"), "x"]
-    for name in ("sse", "amx2"):
-        done = subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, "GSD_KERNELS_CPU_LEVEL": name}
-        )
-        assert done.returncode == 2
-        (line,) = [line for line in done.stderr.splitlines() if "error" in line]
-        assert line.startswith("gsd-kernels: error: GSD_KERNELS_CPU_LEVEL: expected one of portable, avx2")
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "GSD_KERNELS_CPU_LEVEL": "amx2"})
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert line.startswith("gsd-kernels: error: GSD_KERNELS_CPU_LEVEL: expected one of portable, avx2")
     code = "from gsd_kernels import cpu_levels; cpu_levels.active()"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "GSD_KERNELS_CPU_LEVEL": "sse"}
