@@ -49,6 +49,7 @@ BENCHMARKS = {
         "commit": kernels.commit,
         "step-overhead": kernels.step_overhead,
         "rows": kernels.rows,
+        "hybrid": kernels.hybrid,
     },
     "Generation": {
         "real": real,

@@ -103,14 +103,16 @@ def bytes_read(rows: RowModel, count: int, prefix: int) -> int:
     return weights - unread + rows.cache.nbytes * prefix // rows.cache.capacity
 
 
-def row_inputs(rows: int, prefix: int, device: torch.device | str = "cpu", batch: int = 1) -> tuple[torch.Tensor, ...]:
-    """A tree of ``rows`` nodes, each with up to BRANCH children; arguments of :meth:`RowModel.rows`.
+def row_inputs(
+    rows: int, prefix: int, device: torch.device | str = "cpu", batch: int = 1, branch: int = BRANCH
+) -> tuple[torch.Tensor, ...]:
+    """A tree of ``rows`` nodes, each with up to ``branch`` children; arguments of :meth:`RowModel.rows`.
 
     Of a batch every sequence has other tokens.
     """
     sees, depths = torch.eye(rows, dtype=torch.bool), torch.zeros(rows, dtype=torch.int32)
     for row in range(1, rows):
-        parent = (row - 1) // BRANCH
+        parent = (row - 1) // branch
         sees[row] |= sees[parent]
         depths[row] = depths[parent] + 1
     kv_len = torch.full((batch,), prefix, dtype=torch.int32)
