@@ -269,9 +269,14 @@ class DFlashDrafts(Lattice):
                 _, self.first = edges.after(root, token, self.first)
 
     @property
+    def confident(self) -> bool:
+        """Whether the confidence head has a say: its overlap of distributions is about tokens that are drawn."""
+        return self.module.confidence_head is not None and not self.sampler.greedy
+
+    @property
     def by_node(self) -> bool:
         """Whether candidates depend on more than the depth of a node."""
-        return self.module.edges is not None or self.module.confidence_head is not None
+        return self.module.edges is not None or self.confident
 
     def keep(self, hidden: Tensor, logits: Tensor, level: Level) -> None:
         """Keep states [B, n, D] and logits [B, n, V] of the drafted positions, or the candidates where that is all."""
@@ -295,7 +300,7 @@ class DFlashDrafts(Lattice):
         before = self.known_tokens(frontier.token_ids)
         scored = self.scored(level, logits, hidden, before)
         tokens, log_probs = self.ranked(scored, level.positions, level.config.branch)
-        if self.module.confidence_head is not None:
+        if self.confident:
             log_probs = log_probs + logsigmoid(self.module.confidence(hidden, before)).to(log_probs)
         there = (place < drafted)[..., None]
         return Proposal(torch.where(there, tokens, -1), torch.where(there, log_probs, -torch.inf), place)

@@ -110,8 +110,9 @@ def along(edges: nn.Module, logits: Tensor, hidden: Tensor, before: Tensor) -> T
 class ConfidenceHead(nn.Module):
     """DSpark's confidence head: how much of its draft's distribution the target shares, Σ min(p, q), after a token.
 
-    With so much probability a candidate stands for what the target may pick; the rest is not the drafter's to say. So a
-    path's probability is what its authors call survival, times that of its tokens.
+    Where tokens are drawn, a candidate stands with so much probability for what the target may pick; the rest is not
+    the drafter's to say. So a path's probability is what its authors call survival, times that of its tokens. Of the
+    likeliest token, which greedy decoding picks, it says nothing.
 
     Args:
         inputs: D, or D + r with the token before.
