@@ -92,6 +92,12 @@ def test_layers_of_other_blocks_are_refused_by_name(family):
         gsd.LayerSkip(target_of(family), mlp=[1])
 
 
+def test_all_blocks_with_a_state_may_be_skipped():
+    target = target_of("qwen3.5")
+    out = generate(target, assistant_model=gsd.LayerSkip(target, attention=[0, 1, 2]), graph_config="tree")
+    assert torch.equal(out.sequences, text_of("qwen3.5"))
+
+
 def test_a_draft_without_any_attention_is_refused_by_name():
     with pytest.raises(ValueError, match="attention: all that attends is skipped"):
         gsd.LayerSkip(target_of("qwen3.5"), attention=[3])

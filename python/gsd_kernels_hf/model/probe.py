@@ -286,8 +286,11 @@ def _forward(model: PreTrainedModel, *, poisoned: bool, length: int | Tensor | N
             use_cache=True,
             graph=probe,
         )
-    if cache.forms and not probe.calls and not probe.without_graph:
+    attends = bool(probe.calls or probe.without_graph)
+    if cache.forms and not attends:
         raise Unserved("has recurrent layers alone, of which transformers' cache knows no length")
+    if model._is_stateful and not attends:
+        raise Unserved("keeps a state that is not in transformers' cache, and that no row could be taken out of again")
     if probe.without_graph or not probe.calls:
         total = probe.without_graph + len(probe.calls)
         seen = f"{len(probe.calls)} of {total} attention calls" if total else "none of its layers"

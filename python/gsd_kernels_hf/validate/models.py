@@ -59,7 +59,9 @@ def check_model(name: str, model: Any) -> None:
         )
     unserved = types - SERVED_LAYERS - (RECURRENT_LAYERS if recurrent else set())
     if unserved:
-        raise Unsupported(f"{name}: {kind} has layers of type {sorted(unserved)[0]!r}; not supported")
+        first = sorted(unserved)[0]
+        elsewhere = ", whose states are not in transformers' cache" if first in RECURRENT_LAYERS else ""
+        raise Unsupported(f"{name}: {kind} has layers of type {first!r}{elsewhere}; not supported")
     if not model._supports_logits_to_keep():
         raise Unsupported(f"{name}: {kind} has a forward that does not take logits_to_keep; not supported")
     if model.training and getattr(model, "is_gradient_checkpointing", False):
