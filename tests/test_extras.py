@@ -75,3 +75,14 @@ def test_make_fails_where_pip_only_warns_of_an_extra(tmp_path, warns):
 def test_a_make_file_that_changed_is_installed_again():
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert "Makefile" in re.search(r"^SOURCES := (.*)$", text, re.MULTILINE)[1].split()
+
+
+@pytest.mark.slow
+def test_import_is_light():
+    """``import gsd_kernels`` loads neither transformers nor triton; the bindings come on first use."""
+    code = (
+        "import sys, gsd_kernels; heavy = {'transformers', 'triton'} & set(sys.modules); assert not heavy, heavy; "
+        "assert 'generate' in dir(gsd_kernels); gsd_kernels.generate; assert 'transformers' in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
