@@ -11,7 +11,7 @@ import torch
 from engine.host_data import NoHostData, Placed
 from engine.test_step_trace import Enough, HostReads
 from models import prompts
-from sources import test_dflash_kinds, test_gemma_assistant, test_mtp
+from sources import test_dflash_kinds, test_gemma_assistant, test_mtp, test_parallel_eagle
 
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
@@ -29,7 +29,9 @@ DRAFTERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "mtp": lambda: (test_mtp.target_of("mimo"), test_mtp.head_of("mimo")),
     "JetSpec": of_dflash("JetSpec"),
     "DSpark": of_dflash("DSpark reduced"),
+    "DSpark recurrent": of_dflash("DSpark recurrent"),
     "DFlash 2": of_dflash("DFlash 2"),
+    "P-EAGLE": lambda: (test_parallel_eagle.target_of(), test_parallel_eagle.drafter_of("reduced")),
     "assistant": lambda: (test_gemma_assistant.target_of(), test_gemma_assistant.assistant_of(True)),
 }
 
