@@ -51,7 +51,11 @@ def generate(target, draft, batch: int = 3, **options):
 
 @pytest.mark.parametrize(
     ("family", "backend", "new"),
-    [*((family, "auto", 20) for family in FAMILIES), ("qwen3.5", "auto", 90), ("qwen3.5", "reference", 20)],
+    [
+        *((family, "auto", 20) for family in FAMILIES if family != "bamba"),
+        ("qwen3.5", "auto", 90),
+        ("qwen3.5", "reference", 20),
+    ],
 )
 def test_a_draft_that_is_the_target_is_always_right(family, backend, new):
     """Behind padding, behind tokens that were drafted and taken, where states move; by window and by depth."""
@@ -62,7 +66,7 @@ def test_a_draft_that_is_the_target_is_always_right(family, backend, new):
 
 
 @pytest.mark.parametrize(("family", "block"), [("qwen3.5", 4), ("qwen3.5", 0), ("bamba", 4), ("zaya", 0)])
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.lists(st.lists(st.integers(-1, 11), min_size=3, max_size=3), min_size=1, max_size=4), st.integers(1, 5))
 @torch.no_grad()
 def test_rows_of_a_level_follow_those_of_earlier_ones(family, block, levels, count):
