@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -13,6 +14,7 @@ from reciting import Reciting
 import gsd_kernels as gsd
 from gsd_kernels.ops.state_rows import BLOCK
 from gsd_kernels_hf import validate
+from gsd_kernels_hf.model import fused
 from gsd_kernels_hf.model.fused import block_of
 from gsd_kernels_hf.model.recurrent import mixers
 from gsd_kernels_hf.model.recurrent.tree import RowTree
@@ -117,6 +119,14 @@ def test_turns_go_on_from_the_state_where_the_text_ends():
     assert reused == [0], "the last prompt left the text in the middle"
     for name, ids in {"longer": longer, "same": text, "other": other}.items():
         assert torch.equal(found[name], target.generate(ids, max_new_tokens=20, do_sample=False)), name
+
+
+def test_layers_that_forget_their_state_are_found_in_any_dtype():
+    """In half precision the logits of a few tokens are as close as rounding."""
+    for family in FAMILIES:
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            target = copy.deepcopy(target_of(family)).to(dtype)
+            assert fused.reads_whole(target) == (family == "jamba"), (family, dtype)
 
 
 def test_prompts_are_read_whole_where_layers_forget_their_state():

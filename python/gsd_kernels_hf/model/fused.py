@@ -184,8 +184,6 @@ def check_rows(model: PreTrainedModel, name: str) -> None:
         return
 
     found = why_not_by_modules(model, steps)
-    if found is not None and mixers_of(model):
-        found = why_not_by_modules(model, steps, whole=True)
     if found is not None:
         raise ValueError(
             f"{name}: {type(model).__name__} cannot be forwarded with graph rows, since {found.what}; {suspect}; "
@@ -193,21 +191,26 @@ def check_rows(model: PreTrainedModel, name: str) -> None:
         ) from found.cause
 
 
-def why_not_by_modules(model: PreTrainedModel, steps: int, *, whole: bool = False) -> proof.Difference | None:
-    """What rows through the modules compute otherwise than the model, or ``None``; ``whole``: see :class:`RowModel`."""
+def why_not_by_modules(model: PreTrainedModel, steps: int) -> proof.Difference | None:
+    """What rows through the modules compute otherwise than the model, or ``None``."""
+    whole = reads_whole(model)
 
     def forward(of: PreTrainedModel) -> Tensor:
         rows = RowModel(of, proof.capacity(steps), proof.kv_start(of), "auto", whole=whole)
         return proof.logits_of_rows(rows, of, steps)
 
-    way = "modules, whole prompts" if whole else "modules"
-    return proof.why_not_proved(model, way, forward, singly=True, steps=steps)
+    return proof.why_not_proved(model, "modules", forward, singly=True, steps=steps)
+
+
+def reads_whole(model: PreTrainedModel) -> bool:
+    """Whether its prompts are read in one piece, see :class:`RowModel`."""
+    return bool(mixers_of(model)) and proof.why_not_in_pieces(model) is not None
 
 
 def block_of(model: PreTrainedModel, backend: str) -> int:
     """Tokens of a block where recurrent layers keep a window of the text; 0 where their rows are computed by depth."""
     mixers = mixers_of(model)
-    if not mixers or not any(is_windowed(module) for _, module in mixers):
+    if not mixers or not any(is_windowed(module) for _, module in mixers) or reads_whole(model):
         return 0
     devices = {parameter.device for _, module in mixers for parameter in module.parameters()}
     if backend not in ("auto", "cpu") or any(unavailable_reason("cpu", device) is not None for device in devices):
@@ -355,7 +358,7 @@ def rows_of(
         return FusedRows(model, capacity, kv_start, backend, hidden_layers)
     _log_once(type(model).__name__, reason)
     block = block_of(model, backend)
-    whole = bool(mixers_of(model)) and not block and why_not_by_modules(model, STATE_STEPS) is not None
+    whole = reads_whole(model)
     rows = RowModel(model, capacity, kv_start, backend, hidden_layers=hidden_layers, block=block, whole=whole)
     rows.why_modules = reason
     return rows

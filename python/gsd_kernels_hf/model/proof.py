@@ -21,7 +21,8 @@ from gsd_kernels.graph import pack_bits
 from ..packed.modules import as_packed, shape_of
 from .probe import examine, random_numbers_kept
 from .properties import cache_argument, device_of, vocabulary
-from .recurrent.mixers import mixers_of
+from .recurrent.by_depth import KINDS
+from .recurrent.mixers import mixers_of, states_of
 from .view import with_children
 
 PROMPT, PADS, PIECE = 7, 3, 4  # tokens; of the second sequence; of a piece
@@ -72,21 +73,63 @@ def own_logits(model: PreTrainedModel, *, singly: bool = False, steps: int = 1) 
     ids, cache = text(model, steps), DynamicCache(config=model.config)
     length = ids.shape[1]
     mask = padding(ids)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
     ends = [*range(PROMPT + 1, length + 1)] if singly else [length]
     logits, begin = [], 0
     for end in ends:
-        output = model(
-            input_ids=ids[:, begin:end],
-            attention_mask=mask[:, :end],
-            position_ids=positions[:, begin:end],
-            **{cache_argument(model): cache},
-            use_cache=True,
-            return_dict=True,
-        )
-        logits.append(output.logits[:, -1:] if singly else output.logits[:, PROMPT - length :])
+        found = _piece(model, cache, ids, mask, begin, end)
+        logits.append(found[:, -1:] if singly else found[:, PROMPT - length :])
         begin = end
     return torch.cat(logits, 1)
+
+
+def _piece(model: PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Tensor, begin: int, end: int) -> Tensor:
+    """Logits [B, end − begin, V] of a piece of a text [B, n], behind what the cache holds."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    output = model(
+        input_ids=ids[:, begin:end],
+        attention_mask=mask[:, :end],
+        position_ids=positions[:, begin:end],
+        **{cache_argument(model): cache},
+        use_cache=True,
+        return_dict=True,
+    )
+    logits: Tensor = output.logits
+    return logits
+
+
+def why_not_in_pieces(model: PreTrainedModel) -> Difference | None:
+    """Why a prompt must be read in one piece, or ``None``: layers begin with no state at every piece, as Jamba's do.
+
+    It is no question of closeness, which rounding in half precision would hide: a state that a piece left is made NaN,
+    and the logits of the next piece show whether it was read. One layer of each class, one of its states at a time.
+    """
+    proofs, key = examine(model).proofs, ("pieces", model.dtype, device_of(model))
+    if key not in proofs:
+        with random_numbers_kept(model), torch.inference_mode(False), torch.no_grad():
+            try:
+                proofs[key] = _unread_state(model)
+            except Exception:  # what cannot be forwarded, the proof of its rows names
+                return None
+    answer: Difference | None = proofs[key]
+    return answer
+
+
+def _unread_state(model: PreTrainedModel) -> Difference | None:
+    ids = text(model)
+    mask = torch.ones_like(ids)
+    layers = {type(module): (name, module.layer_idx) for name, module in reversed(mixers_of(model))}
+    for name, layer in layers.values():
+        for kind in KINDS:
+            for index in range(states_of(model)[layer]):
+                cache = DynamicCache(config=model.config)
+                _piece(model, cache, ids, mask, 0, PIECE)
+                states = getattr(cache.layers[layer], kind)[index]
+                if states is None:
+                    continue
+                states.fill_(torch.nan)
+                if bool(_piece(model, cache, ids, mask, PIECE, ids.shape[1]).isfinite().all()):
+                    return Difference(f"{name} begins with no state ({kind}) at every piece of a prompt")
+    return None
 
 
 def tree_of(parents: Sequence[int], batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
