@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import gsd_kernels as gsd
 from gsd_kernels.ops.state_rows import BLOCK
+from gsd_kernels_hf.model.properties import cache_argument
 from gsd_kernels_hf.model.runner import RowModel
 
 from ..lib.environment import environment
@@ -87,10 +88,10 @@ def behind_a_window(model: PreTrainedModel, block: int, capacity: int) -> RowMod
 
 def own_step(model: PreTrainedModel, prefix: int) -> Callable[[], object]:
     """transformers' own forward of one token behind a short text, which gets longer."""
-    cache = DynamicCache(config=model.config)
-    model(input_ids=torch.zeros(1, max(1, min(prefix, 32)), dtype=torch.int64), cache=cache, logits_to_keep=1)
+    given = {cache_argument(model): DynamicCache(config=model.config)}
+    model(input_ids=torch.zeros(1, max(1, min(prefix, 32)), dtype=torch.int64), **given, logits_to_keep=1)
     one = torch.zeros(1, 1, dtype=torch.int64)
-    return lambda: model(input_ids=one, cache=cache, use_cache=True)
+    return lambda: model(input_ids=one, **given, use_cache=True)
 
 
 def by_rows(model: PreTrainedModel, counts: Sequence[int], prefix: int, branch: int, seconds: float) -> list[Any]:

@@ -177,6 +177,7 @@ def test_heads_of_damaged_files_are_refused_by_name(content, tmp_path):
 
 SLIPS = [
     (("generate", "--device", "gpu", "x"), r"--device: 'gpu' is no device; did you mean 'cuda'\?"),
+    (("generate", "--device", "CUDA", "x"), r"--device: 'CUDA' is no device; did you mean 'cuda'\?"),
     (("check", "--device", "mars", "x"), r"--device: 'mars' is no device; expected cpu, cuda or cuda:1"),
     (("bench", "real", "--ways", "gsd-histry"), r"--ways: there is no 'gsd-histry'; did you mean 'gsd-history'\?"),
     (("generate", "--backend", "cudaa", "x"), r"--backend: there is no 'cudaa'; did you mean 'cuda'\?"),

@@ -14,7 +14,7 @@ from models import noised, tiny
 from torch import nn
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.model.fused import why_not
+from gsd_kernels_hf.model.fused import FusedRows, why_not
 from gsd_kernels_hf.validate import check_model
 
 
@@ -400,3 +400,14 @@ def test_unpatched_calls_use_nothing_of_a_changed_model():
         text = words(1, 12, seed=1)
         out = gsd.generate(target, text, assistant_model=draft, graph_config=GRAPH, max_new_tokens=10, pad_token_id=0)
         assert torch.equal(out, expected(target, text))
+
+
+def test_captured_steps_read_on_where_weights_stay():
+    """In half precision the frequencies are a copy, which a change in place does not move; another tensor is told."""
+    model = tiny(num_hidden_layers=2).to(torch.bfloat16)
+    rows = FusedRows(model, 32, torch.zeros(1, dtype=torch.int32), "auto")
+    before = rows.weights.places
+    add_in_place(model)
+    assert not rows.changed() and rows.weights.places == before
+    weight_replaced(model)
+    assert rows.changed()

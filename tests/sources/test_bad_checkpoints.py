@@ -254,7 +254,7 @@ UNREADABLE = {
     "shard outside": "which is outside the folder",
     "no map": "has no weight_map of file names",
     "language model": "is a language model (LlamaForCausalLM), not a drafter",
-    "nothing known": "is no EAGLE-3, DFlash or Medusa drafter",
+    "nothing known": "is no drafter of a kind that is served",
 }
 
 

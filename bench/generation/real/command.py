@@ -35,7 +35,7 @@ def command(
             "--drafter",
             metavar="DIR|ID|mtp",
             callback=values.drafter,
-            help="An EAGLE-3, DFlash or Medusa checkpoint, too; mtp: the target's own heads.",
+            help="A drafter's checkpoint, raced too; mtp: the target's own heads.",
         ),
     ] = None,
     prompts: Annotated[

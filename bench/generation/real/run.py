@@ -220,8 +220,9 @@ def _rounds(
             report.seconds = time.perf_counter() - begin
             report.others_share = others.share()
             report.busy = distrust(report.others_share)
-            if number == round_ == 0:
-                _say(_estimate(report.seconds, len(prompts) * settings.rounds - 1))
+            left = len(prompts) * settings.rounds - 1
+            if number == round_ == 0 and left:
+                _say(_estimate(report.seconds, left))
             if folder is not None:
                 report.write(folder, name)
 

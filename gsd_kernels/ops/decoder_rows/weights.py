@@ -92,6 +92,13 @@ class DecoderWeights:
         scales = [nothing if matrix is None or matrix.scales is None else matrix.scales for matrix in packed]
         return kinds, scales
 
+    @property
+    def places(self) -> list[int]:
+        """Addresses of everything that a product reads."""
+        ends = stored(self.embedding), stored(self.head)
+        tensors = (*ends, self.final_norm, self.inv_freq, *self.flat_layers, *self.packing[1])
+        return [tensor.data_ptr() for tensor in tensors]
+
     def dense(self) -> DecoderWeights:
         """The same with all matrices unpacked."""
 

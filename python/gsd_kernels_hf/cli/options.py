@@ -78,7 +78,7 @@ DrafterOption = Annotated[
         metavar="DIR|ID|mtp",
         callback=values.drafter,
         rich_help_panel=_MODELS,
-        help="Drafter that was trained for the target: an EAGLE-3, DFlash or Medusa checkpoint; its config says which. "
+        help="Drafter that was trained for the target: EAGLE-3, P-EAGLE, DFlash, DSpark, JetSpec, Medusa or Gemma 4's. "
         "'mtp': the multi-token-prediction heads in the target's own. Beside --draft and the history, or without one.",
     ),
 ]

@@ -52,7 +52,8 @@ def device(value: str | None) -> str | None:
     if value is None:
         return None
     if not DEVICE.fullmatch(value):
-        meant = f"did you mean {NICKNAMES[value.lower()]!r}? " if value.lower() in NICKNAMES else ""
+        near = NICKNAMES.get(value.lower(), value.lower())
+        meant = f"did you mean {near!r}? " if DEVICE.fullmatch(near) else ""
         missing = no_gpu()
         raise ValueError(
             f"--device: {value!r} is no device; {meant}expected cpu, cuda or cuda:1"

@@ -210,9 +210,9 @@ class Session:
 
     def forget(self, models: Sequence[nn.Module]) -> None:
         """Use nothing of these models for the next text as they were before they were changed in place."""
-        for rows in self.row_models:
-            if any(rows.model is model for model in models):
-                rows.changed()
+        moved = [rows.changed() for rows in self.row_models if any(rows.model is model for model in models)]
+        if any(moved) and self.captured is not None:
+            self.captured.forget()
 
     def holds(self, request: Request) -> int:
         """Number of positions of a call's prompt that are in the target's cache."""

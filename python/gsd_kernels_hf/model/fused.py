@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -243,10 +244,13 @@ class FusedRows(RowModel):
         self.head_dim = 2 * self.weights.inv_freq.numel()
         self.kv_heads = self.weights.layers[0].k.shape[0] // self.head_dim
 
-    def changed(self) -> None:
+    def changed(self) -> bool:
         """As :meth:`RowModel.changed`: matrices that a library keeps in an order of its own are read anew."""
         super().changed()
-        self.weights = weights_of(self.model, self.kinds)
+        before, self.weights = self.weights, weights_of(self.model, self.kinds)
+        if before.inv_freq.shape == self.weights.inv_freq.shape:  # which may be a copy, that restart fills
+            self.weights = replace(self.weights, inv_freq=before.inv_freq)
+        return before.places != self.weights.places
 
     def restart(self, input_ids: Tensor) -> None:
         """As :meth:`RowModel.restart`. Frequencies that are a copy of the model's follow them."""

@@ -65,9 +65,14 @@ class CachedText:
         """Take nothing in the cache for the beginning of the next prompt."""
         self.stored = None
 
-    def changed(self) -> None:
-        """The model was changed in place: use nothing that was computed with it, or made of its weights."""
+    def changed(self) -> bool:
+        """The model was changed in place: use nothing that was computed with it, or made of its weights.
+
+        Returns:
+            Whether tensors that captured steps read lie elsewhere now.
+        """
         self.forget()
+        return False
 
     def common(self, input_ids: Tensor, kv_start: Tensor) -> int:
         """Positions of a prompt [B, P] that are in the cache: of the same tokens behind the same padding [B]."""

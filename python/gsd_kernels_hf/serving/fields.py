@@ -74,7 +74,7 @@ FIELDS: tuple[Field, ...] = (
         "tool_choice",
         TEMPLATED,
         checks.anything,
-        "`none`, `auto`; `required` or a named function by a grammar, which needs `gsd-kernels[grammar]`",
+        "`none`, `auto`; `required` or a named function by a grammar, which needs the package `xgrammar`",
     ),
     _honoured(
         "parallel_tool_calls", TEMPLATED, flag, "`false` where there is one call at most: no tools, or a forced one"
@@ -104,12 +104,12 @@ FIELDS: tuple[Field, ...] = (
         own=True,
     ),
     _honoured("logit_bias", BOTH, checks.bias, "added to the logits of tokens"),
-    _honoured("response_format", (CHAT,), checks.anything, "JSON by a grammar, which needs `gsd-kernels[grammar]`"),
+    _honoured("response_format", (CHAT,), checks.anything, "JSON by a grammar, which needs the package `xgrammar`"),
     _honoured(
         "text",
         (RESPONSES,),
         mapping(format=checks.anything, verbosity=one_of("medium")),
-        "`format`: JSON by a grammar, which needs `gsd-kernels[grammar]`; `verbosity`: `medium` only",
+        "`format`: JSON by a grammar, which needs the package `xgrammar`; `verbosity`: `medium` only",
     ),
     _honoured(
         "generation_config", ENDPOINTS, text, "a JSON string of other arguments of transformers' `generate`", own=True
