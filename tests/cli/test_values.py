@@ -281,7 +281,7 @@ def test_errors_of_the_library_name_the_options():
 
 @pytest.mark.slow
 def test_an_unknown_level_leads_with_its_variable(folder):
-    command = [sys.executable, "-m", "gsd_kernels_hf", "generate", "--model", str(folder / "target"), "x"]
+    command = [sys.executable, "-m", "gsd_kernels_hf", "generate", f"--model={folder / 'target'}", "--draft=none", "x"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "GSD_KERNELS_CPU_LEVEL": "amx2"})
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]

@@ -25,6 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from gsd_kernels import cpu_levels
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights, cuda, decoder_rows
@@ -95,10 +96,16 @@ def error_of(check: Callable[..., None], *arguments: object) -> str | None:
 
 
 def why_not(model: PreTrainedModel, backend: str, hidden_layers: tuple[int, ...] = ()) -> str | None:
-    """What keeps ``model`` from being forwarded by one operator that keeps these hidden states, or ``None``."""
+    """What keeps ``model`` from being forwarded by one operator that keeps these hidden states, or ``None``.
+
+    Raises:
+        ValueError: a variable of the environment says what there is not.
+    """
     reason = missing(model.device, backend)
     if reason is not None:
         return reason
+    if model.device.type == "cpu":
+        cpu_levels.active()  # else the proof's error would be a reason
     if type(model) not in CLASSES:
         return f"{type(model).__name__} is not one of {', '.join(c.__name__ for c in CLASSES)}"
     gpu = replay.is_gpu(model.device)

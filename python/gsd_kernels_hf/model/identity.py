@@ -172,6 +172,8 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors that hold the data of a wrapper, such as a shard or a quantised weight; else the tensor itself."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from parts_of(getattr(tensor, name))
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):  # a shard has its mesh of devices there too
+                yield from parts_of(part)
     else:
         yield tensor
