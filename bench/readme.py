@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,39 +221,40 @@ def tree(results: Path) -> str:
 
 def sources(results: Path) -> str:
     """Every draft source, alone and together, on three kinds of text."""
-    path = results / f"{sources_table.NAME}.json"
-    if not path.exists():
-        raise MissingResultError("`gsd-kernels bench sources-table`")
-    data = _read(path)
-    return f"{_place(data['environment'])}. {sources_table.table(data)}"
+    return _tables(results, [sources_table.NAME], "gsd-kernels bench sources-table", sources_table.table)
 
 
 def drafters(results: Path) -> str:
     """Kinds of drafters at an equal budget."""
-    paths = [results / f"{drafters_table.TABLE.case}-{dtype}.json" for dtype in ("bfloat16", "float32")]
-    found = [_read(path) for path in paths if path.exists()]
-    if not found:
-        raise MissingResultError("`gsd-kernels bench drafters`")
-    tables = [f"{_place(data['environment'])}. {sources_table.table(data, drafters_table.TABLE)}" for data in found]
-    return "\n\n".join(tables)
+    names = [f"{drafters_table.TABLE.case}-{dtype}" for dtype in ("bfloat16", "float32")]
+    return _tables(
+        results, names, "gsd-kernels bench drafters", partial(sources_table.table, spec=drafters_table.TABLE)
+    )
 
 
 def drafters_counts(results: Path) -> str:
     """Kinds of drafters at an equal budget, without times."""
-    path = results / f"{drafters_table.COUNTS.case}.json"
-    if not path.exists():
-        raise MissingResultError("`gsd-kernels bench drafters --counts`")
-    data = _read(path)
-    return f"{_place(data['environment'])}. {sources_table.table(data, drafters_table.COUNTS)}"
+    names, table = [drafters_table.COUNTS.case], partial(sources_table.table, spec=drafters_table.COUNTS)
+    return _tables(results, names, "gsd-kernels bench drafters --counts", table)
 
 
 def drafters_long(results: Path) -> str:
     """Drafters behind long contexts."""
-    path = results / f"{long_table.NAME}.json"
-    if not path.exists():
-        raise MissingResultError("`gsd-kernels bench drafters --positions 512,1024,2048,4096,8192`")
-    data = _read(path)
-    return f"{_place(data['environment'])}. {long_table.table(data)}"
+    command = "gsd-kernels bench drafters --positions 512,1024,2048,4096,8192"
+    return _tables(results, [long_table.NAME], command, long_table.table)
+
+
+def _tables(results: Path, names: Sequence[str], command: str, table: Callable[[dict[str, Any]], str]) -> str:
+    """The tables of those results that there are, each behind the place where it was measured.
+
+    Raises:
+        MissingResultError: there is none; ``command`` makes them.
+    """
+    paths = [results / f"{name}.json" for name in names]
+    found = [_read(path) for path in paths if path.exists()]
+    if not found:
+        raise MissingResultError(f"`{command}`")
+    return "\n\n".join(f"{_place(data['environment'])}. {table(data)}" for data in found)
 
 
 def rows(results: Path) -> str:

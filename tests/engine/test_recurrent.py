@@ -8,6 +8,7 @@ import functools
 import pytest
 import tiny_configs
 import torch
+from hybrids import BY_DEPTH, FAMILIES, TREE, build, inputs_of
 from models import noised, prompts, tiny
 from reciting import Reciting
 
@@ -22,35 +23,13 @@ from gsd_kernels_hf.model.runner import RowModel
 
 pytestmark = pytest.mark.skipif(not mixers.READABLE, reason=f"states are read from transformers {mixers.FIRST} on")
 
-FAMILIES = {  # with the layer patterns of what is published
-    "qwen3.5": ("Qwen3_5ForCausalLM", 4),
-    "qwen3-next": ("Qwen3NextForCausalLM", 4),
-    "lfm2": ("Lfm2ForCausalLM", 4),
-    "bamba": ("BambaForCausalLM", 4),
-    "nemotron-h": ("NemotronHForCausalLM", 4),
-    "falcon-h1": ("FalconH1ForCausalLM", 2),
-    "kimi": ("KimiLinearForCausalLM", 3),
-    "zaya": ("ZayaForCausalLM", 2),
-    "jamba": ("JambaForCausalLM", 2),
-}
-BY_DEPTH = {"zaya", "jamba"}  # their kernels are not known
 SHAPES = {  # by batch
-    3: gsd.GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=-1),
+    3: TREE,
     1: gsd.GraphConfig(depth=6, width=1, branch=3, max_rows=14, merge_context=-1),
 }
 NEW = 44
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
-
-
-@functools.lru_cache
-def target_of(family: str):
-    return tiny_configs.build(*FAMILIES[family])
-
-
-@functools.lru_cache
-def inputs_of(batch: int):
-    found = prompts(3, 9, vocab=tiny_configs.VOCAB)
-    return found if batch == 3 else {name: value[:1] for name, value in found.items()}
+target_of = functools.lru_cache(build)
 
 
 @functools.lru_cache
@@ -214,7 +193,7 @@ class RowsOf:
 
 
 def test_weights_that_were_changed_are_noticed():
-    target = tiny_configs.build("Qwen3_5ForCausalLM", 4)
+    target = build("qwen3.5")
     ids = inputs_of(1)["input_ids"]
     gsd.patch(target, draft_sources=("history",))
     try:
@@ -229,7 +208,7 @@ def test_weights_that_were_changed_are_noticed():
 
 
 def test_rows_that_are_not_what_the_model_computes_are_refused(monkeypatch):
-    target = tiny_configs.build("Qwen3_5ForCausalLM", 4)
+    target = build("qwen3.5")
     right = RowTree.of
     monkeypatch.setattr(RowTree, "of", lambda *args, **options: wrong(right(*args, **options)))
     with pytest.raises(validate.Unsupported, match=r"Qwen3_5ForCausalLM.*linear_attn"):

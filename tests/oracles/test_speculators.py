@@ -267,6 +267,43 @@ def test_dflash_equals_speculators(name, tmp_path):
     torch.testing.assert_close(head(mine), theirs.lm_head(found).view(anchors, block, -1), **TOLERANCE)
 
 
+BLOCK, SIZE = 5, 32
+
+
+def with_edges(model_class, config_class, folder, **settings):
+    """A drafter of theirs with heads that score neighbours, random, and what is read of it here; the target of both."""
+    config = Qwen3Config(hidden_size=SIZE, vocab_size=VOCAB, rms_norm_eps=1e-5, num_hidden_layers=2, **SIZES)
+    config._attn_implementation = "eager"
+    theirs = model_class(
+        config_class(
+            transformer_layer_config=config,
+            draft_vocab_size=VOCAB,
+            aux_hidden_state_layer_ids=[0, 1, 2],
+            mask_token_id=VOCAB - 1,
+            block_size=BLOCK,
+            **settings,
+        )
+    ).eval()
+    random_tensors(theirs)
+    theirs.save_pretrained(folder)
+    ours = DFlash.from_pretrained(folder)
+    target = tiny(hidden_size=SIZE, num_hidden_layers=2, num_attention_heads=4, dtype=torch.float32, vocab_size=VOCAB)
+    theirs.embed_tokens.weight.copy_(target.get_input_embeddings().weight)  # a checkpoint has neither
+    theirs.lm_head.weight.copy_(target.lm_head.weight)
+    return theirs, ours, target
+
+
+def text_of_blocks(length):
+    """Features [1, n, 3 · SIZE] and tokens [1, n] of a text; the places 1 … anchors from which blocks are drafted."""
+    gen = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1, length, 3 * SIZE, generator=gen)
+    tokens = torch.randint(0, VOCAB, (1, length), generator=gen)
+    anchors = length - BLOCK - 1
+    mask = torch.zeros(1, length)
+    mask[:, 1 : 1 + anchors] = 1
+    return hidden, tokens, mask, anchors
+
+
 DSPARK = {
     "vanilla": {"sample_from_anchor": True},
     "gated": {"markov_head_type": "gated", "sample_from_anchor": False},
@@ -279,33 +316,9 @@ DSPARK = {
 @torch.no_grad()
 def test_dspark_equals_speculators(name, tmp_path, monkeypatch):
     """Logits and confidence along the text, of a block at every place that the package chooses."""
-    length, block, size, settings = 19, 5, 32, DSPARK[name]
-    config = Qwen3Config(hidden_size=size, vocab_size=VOCAB, rms_norm_eps=1e-5, num_hidden_layers=2, **SIZES)
-    config._attn_implementation = "eager"
-    theirs = DSparkDraftModel(
-        DSparkSpeculatorConfig(
-            transformer_layer_config=config,
-            draft_vocab_size=VOCAB,
-            aux_hidden_state_layer_ids=[0, 1, 2],
-            mask_token_id=VOCAB - 1,
-            block_size=block,
-            markov_rank=6,
-            **settings,
-        )
-    ).eval()
-    random_tensors(theirs)
-    theirs.save_pretrained(tmp_path)
-    ours = DFlash.from_pretrained(tmp_path)
-    target = tiny(hidden_size=size, num_hidden_layers=2, num_attention_heads=4, dtype=torch.float32, vocab_size=VOCAB)
-    theirs.embed_tokens.weight.copy_(target.get_input_embeddings().weight)  # a checkpoint has neither
-    theirs.lm_head.weight.copy_(target.lm_head.weight)
-
-    gen = torch.Generator().manual_seed(1)
-    hidden = torch.randn(1, length, 3 * size, generator=gen)
-    tokens = torch.randint(0, VOCAB, (1, length), generator=gen)
-    anchors = length - block - 1
-    mask = torch.zeros(1, length)
-    mask[:, 1 : 1 + anchors] = 1
+    length, block, size, settings = 19, BLOCK, SIZE, DSPARK[name]
+    theirs, ours, target = with_edges(DSparkDraftModel, DSparkSpeculatorConfig, tmp_path, markov_rank=6, **settings)
+    hidden, tokens, mask, anchors = text_of_blocks(length)
     found = []
     monkeypatch.setattr(dspark_core, "compute_metrics", lambda *given, **_: found.extend(given[:3]) or (0, {}))
     zeros = torch.zeros(1, length, size)
@@ -336,33 +349,11 @@ def test_dspark_equals_speculators(name, tmp_path, monkeypatch):
 @torch.no_grad()
 def test_dflash_2_equals_speculators(anchored, tmp_path):
     """What the selector makes of the best candidates, along the text."""
-    length, block, size, top = 19, 5, 32, 8
-    config = Qwen3Config(hidden_size=size, vocab_size=VOCAB, rms_norm_eps=1e-5, num_hidden_layers=2, **SIZES)
-    config._attn_implementation = "eager"
+    length, block, size, top = 19, BLOCK, SIZE, 8
     heads = {"selector_rank": 6, "selector_top_k": top, "conv_kernel_size": 3, "conv_group_size": 8}
-    theirs = DFlash2DraftModel(
-        DFlash2SpeculatorConfig(
-            transformer_layer_config=config,
-            draft_vocab_size=VOCAB,
-            aux_hidden_state_layer_ids=[0, 1, 2],
-            mask_token_id=VOCAB - 1,
-            block_size=block,
-            sample_from_anchor=anchored,
-            **heads,
-        )
-    ).eval()
-    random_tensors(theirs)
-    theirs.save_pretrained(tmp_path)
-    ours = DFlash.from_pretrained(tmp_path)
-    target = tiny(hidden_size=size, num_hidden_layers=2, num_attention_heads=4, dtype=torch.float32, vocab_size=VOCAB)
-    theirs.embed_tokens.weight.copy_(target.get_input_embeddings().weight)  # a checkpoint has neither
-    theirs.lm_head.weight.copy_(target.lm_head.weight)
-    gen = torch.Generator().manual_seed(1)
-    hidden = torch.randn(1, length, 3 * size, generator=gen)
-    tokens = torch.randint(0, VOCAB, (1, length), generator=gen)
-    anchors = length - block - 1
-    mask = torch.zeros(1, length)
-    mask[:, 1 : 1 + anchors] = 1
+    heads["sample_from_anchor"] = anchored
+    theirs, ours, target = with_edges(DFlash2DraftModel, DFlash2SpeculatorConfig, tmp_path, **heads)
+    hidden, tokens, mask, anchors = text_of_blocks(length)
     zeros = torch.zeros(1, length, size), torch.zeros(1, length, dtype=torch.long)
     states, logits, _, _, at = theirs._backbone_forward(hidden, tokens, mask, *zeros, max_anchors=anchors)
     before = theirs._predecessor_ids(tokens, at).reshape(1, -1)

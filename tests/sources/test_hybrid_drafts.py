@@ -8,9 +8,10 @@ import functools
 import pytest
 import tiny_configs
 import torch
+from hybrids import CHAIN, GRAPH, TREE, build, inputs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import noised, prompts, tiny, tokenizer
+from models import noised, tiny, tokenizer
 from reciting import Reciting
 
 import gsd_kernels as gsd
@@ -18,30 +19,10 @@ from gsd_kernels.graph import pack_bits
 from gsd_kernels_hf import validate
 from gsd_kernels_hf.model.runner import RowModel
 
-FAMILIES = {
-    "qwen3.5": ("Qwen3_5ForCausalLM", 4),
-    "lfm2": ("Lfm2ForCausalLM", 4),
-    "bamba": ("BambaForCausalLM", 4),
-    "falcon-h1": ("FalconH1ForCausalLM", 2),
-    "kimi": ("KimiLinearForCausalLM", 3),
-    "zaya": ("ZayaForCausalLM", 2),  # by depth: its kernels are not known
-}
-TREE = gsd.GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=-1)
-GRAPH = TREE.replace(merge_context=0, history_depth=2, history_width=3)
-CHAIN = gsd.GraphConfig.preset("chain", depth=4)
+FAMILIES = ("qwen3.5", "lfm2", "bamba", "falcon-h1", "kimi", "zaya")
 GREEDY = {"max_new_tokens": 44, "do_sample": False, "eos_token_id": None}
 SAMPLED = {"max_new_tokens": 30, "do_sample": True, "top_k": 0, "seed": 3, "eos_token_id": None}
-
-
-@functools.lru_cache
-def model_of(family: str):
-    return tiny_configs.build(*FAMILIES[family])
-
-
-@functools.lru_cache
-def inputs_of(batch: int):
-    found = prompts(3, 9, vocab=tiny_configs.VOCAB)
-    return found if batch == 3 else {name: value[:1] for name, value in found.items()}
+model_of = functools.lru_cache(build)
 
 
 def generate(target, draft, batch: int = 3, **options):

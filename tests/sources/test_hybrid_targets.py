@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 
 import pytest
-import tiny_configs
 import torch
-from models import prompts
+from hybrids import CHAIN, FAMILIES, GRAPH, TREE, build, inputs_of
 from sources.drafters import dflash_config, eagle3_config, fit_dflash, fit_eagle3, random_dflash, random_eagle3
 
 import gsd_kernels as gsd
@@ -15,32 +14,13 @@ from gsd_kernels.graph import pack_bits
 from gsd_kernels_hf.model.hidden import LAST
 from gsd_kernels_hf.model.runner import RowModel
 
-FAMILIES = {
-    "qwen3.5": ("Qwen3_5ForCausalLM", 4),
-    "kimi": ("KimiLinearForCausalLM", 3),
-    "zaya": ("ZayaForCausalLM", 2),
-    "lfm2": ("Lfm2ForCausalLM", 4),
-    "nemotron-h": ("NemotronHForCausalLM", 4),
-}
-CHAIN = gsd.GraphConfig.preset("chain", depth=4)
-TREE = gsd.GraphConfig(depth=3, width=3, branch=3, max_rows=24, merge_context=-1)
-GRAPH = TREE.replace(merge_context=0, history_depth=2, history_width=3)
 GREEDY = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
 SAMPLED = {"max_new_tokens": 24, "do_sample": True, "top_k": 0, "seed": 3, "eos_token_id": None}
-
-
-@functools.lru_cache
-def target_of(family: str):
-    return tiny_configs.build(*FAMILIES[family])
-
-
-@functools.lru_cache
-def inputs():
-    return prompts(3, 9, vocab=tiny_configs.VOCAB)
+target_of = functools.lru_cache(build)
 
 
 def generate(target, **options):
-    return gsd.generate(target, **inputs(), return_dict_in_generate=True, **{**GREEDY, **options})
+    return gsd.generate(target, **inputs_of(3), return_dict_in_generate=True, **{**GREEDY, **options})
 
 
 @pytest.mark.parametrize(
@@ -54,7 +34,7 @@ def generate(target, **options):
 )
 def test_skipped_blocks_that_do_nothing_are_not_missed(family, outputs, backend):
     """Rows of the levels follow the root and each other in the target's states, which stay as they were."""
-    target = tiny_configs.build(*FAMILIES[family])
+    target = build(family)
     layer = target.model.layers[0]
     mixer = layer.linear_attn if family == "qwen3.5" else layer.self_attn
     with torch.no_grad():
@@ -62,7 +42,7 @@ def test_skipped_blocks_that_do_nothing_are_not_missed(family, outputs, backend)
     skip = gsd.LayerSkip(target, attention=[0])
     assert 0 < skip.cost < 1
     out = generate(target, assistant_model=skip, graph_config=CHAIN, backend=backend)
-    assert torch.equal(out.sequences, type(target).generate(target, **inputs(), **GREEDY))
+    assert torch.equal(out.sequences, type(target).generate(target, **inputs_of(3), **GREEDY))
     assert sum(out.stats.accepted[: CHAIN.depth]) == 0, out.stats.accepted
 
 
@@ -71,24 +51,24 @@ def test_skipped_blocks_that_do_nothing_are_not_missed(family, outputs, backend)
     [("qwen3.5", {"mlp": [1, 3], "attention": [1]}), ("kimi", {"mlp": [0]})],
 )
 def test_text_with_skipped_layers_is_the_targets_own(family, skipped):
-    target = tiny_configs.build(*FAMILIES[family])
+    target = build(family)
     with torch.no_grad():
         for layer in (target.model.layers[i] for i in skipped["mlp"]):
             layer.mlp.down_proj.weight.mul_(0.3)
         if family == "qwen3.5":
             target.model.layers[1].linear_attn.out_proj.weight.mul_(0.3)
     skip = gsd.LayerSkip(target, **skipped)
-    plain = type(target).generate(target, **inputs(), **GREEDY)
+    plain = type(target).generate(target, **inputs_of(3), **GREEDY)
     out = generate(target, assistant_model=skip, draft_sources=("layer_skip", "history"), graph_config=GRAPH)
     assert torch.equal(out.sequences, plain) and len(plain[0].unique()) >= 15
     assert sum(out.stats.accepted[:2]) > 0 and sum(out.stats.accepted[2:]) > 5
     sampled = generate(target, assistant_model=skip, graph_config=TREE, **SAMPLED)
-    assert torch.equal(sampled.sequences, gsd.generate(target, **inputs(), **SAMPLED))
+    assert torch.equal(sampled.sequences, gsd.generate(target, **inputs_of(3), **SAMPLED))
 
 
 def test_the_search_tries_blocks_with_a_state():
     target = target_of("qwen3.5")
-    skip = gsd.LayerSkip.search(target, inputs()["input_ids"][:1], seconds=None)
+    skip = gsd.LayerSkip.search(target, inputs_of(3)["input_ids"][:1], seconds=None)
     assert 0 < skip.cost < 1 and 3 not in skip.attention
     assert torch.equal(generate(target, assistant_model=skip, graph_config="chain").sequences, text_of("qwen3.5"))
 
@@ -112,7 +92,7 @@ def test_a_draft_without_any_attention_is_refused_by_name():
 
 @functools.lru_cache
 def text_of(family: str):
-    return target_of(family).generate(**inputs(), **GREEDY)
+    return target_of(family).generate(**inputs_of(3), **GREEDY)
 
 
 @functools.lru_cache
@@ -137,14 +117,14 @@ def test_text_with_a_drafter_of_a_hybrid_is_its_own(family, kind):
     assert torch.equal(out.sequences, text_of(family))
     assert sum(out.stats.accepted[:2]) > 0 and sum(out.stats.accepted[2:]) > 0
     sampled = generate(target, **options, graph_config=TREE if kind != "heads" else GRAPH, **SAMPLED)
-    assert torch.equal(sampled.sequences, gsd.generate(target, **inputs(), **SAMPLED))
+    assert torch.equal(sampled.sequences, gsd.generate(target, **inputs_of(3), **SAMPLED))
 
 
 @pytest.mark.parametrize(("family", "block"), [("qwen3.5", 4), ("qwen3.5", 0), ("lfm2", 4), ("nemotron-h", 4)])
 @torch.no_grad()
 def test_hidden_states_of_rows_are_the_models_own(family, block):
     """Of a prompt in pieces and of two paths of rows, between any two layers."""
-    target, ids = target_of(family), inputs()["input_ids"][:1]
+    target, ids = target_of(family), inputs_of(3)["input_ids"][:1]
     layers = (0, 1, 2, target.config.num_hidden_layers, LAST)
     rows = RowModel(target, 32, torch.zeros(1, dtype=torch.int32), "auto", hidden_layers=layers, block=block)
     read: dict[int, list[torch.Tensor]] = {}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from ..console.busy import BUSY, Others
+from ..console.busy import Others, distrust
 from ..console.output import DIFFERS, OK, only_first_rank_prints, out, print_json, progress, table
 from ..console.values import check_draft
 from . import options
@@ -204,7 +204,7 @@ def _summary(rounds: list[dict[str, Run]], divergences: list[Divergence | None],
 
 def _doubt(by_drafts: float, tokens_per_step: float, share: float | None) -> str | None:
     """Why the times of a run say nothing, or ``None``."""
-    if share is not None and share > BUSY:
+    if distrust(share) is not None:
         return f"the machine was busy with other work, {share:.0%} of its processors"
     if by_drafts > NOISE * tokens_per_step:
         return (

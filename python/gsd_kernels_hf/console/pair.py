@@ -28,10 +28,7 @@ from gsd_kernels_hf.sources.heads import DraftHeads
 from gsd_kernels_hf.sources.load import Drafter, load_drafter
 
 from . import ranks, values
-
-NONE = "none"
-WITHOUT_MODEL: dict[str | None, tuple[str, ...] | None] = {NONE: None, "history": ("history",)}
-"""Values of ``--draft`` that name no model, and the draft sources that they mean."""
+from .values import NONE, WITHOUT_MODEL
 
 
 @dataclass
@@ -194,6 +191,7 @@ def _load_models(
     tp_timeout: float | None,
 ) -> Pair:
     values.check_draft(model, draft)
+    sources = None if draft is None else WITHOUT_MODEL.get(draft)
     quiet_transformers()
     sharded = {}
     if tp_timeout is None:
@@ -205,7 +203,7 @@ def _load_models(
     if model is None:
         weights = torch.float32 if dtype == "auto" else getattr(torch, dtype)
         target, small, tokenizer = demo.load(weights, where)
-        return Pair(target, small if draft is None else None, tokenizer, WITHOUT_MODEL.get(draft), none=draft == NONE)
+        return Pair(target, small if draft is None else None, tokenizer, sources, none=draft == NONE)
 
     model = _place(model, "--model", where)
     if draft is not None and draft not in WITHOUT_MODEL:
@@ -221,7 +219,7 @@ def _load_models(
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     target = _load_model(model, where, **options, **sharded, **_revision(revision))
     if draft is None or draft in WITHOUT_MODEL:
-        return Pair(target, None, tokenizer, WITHOUT_MODEL.get(draft), none=draft == NONE)
+        return Pair(target, None, tokenizer, sources, none=draft == NONE)
     small = _load_model(draft, where, **options, **_revision(draft_revision))
     try:
         draft_tokenizer = _load_tokenizer(draft, draft_revision, trust_remote_code)

