@@ -379,6 +379,8 @@ def test_what_cannot_be_served_is_refused_by_name(what, tmp_path):
 def test_a_layer_of_an_unknown_type_is_refused(tmp_path):
     """Layers of both types have these tensors, and nothing says which one it is."""
     saved("exaone", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"mtp_layer_types": None}))
     target = target_of("exaone")
     config, kept = target.config, target.config.mtp_layer_types
     try:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import tiny_configs
 import torch
 from models import tiny
 from safetensors.torch import load_file
 from sources.drafters import FixedText, random_tensors
+from sources.mtp_checkpoints import target_of
 from training.options import options_for
 from training.test_commands import done, refused
 from training.test_losses import windows  # noqa: F401
@@ -19,11 +21,13 @@ from gsd_kernels_hf.sources.dflash import DFlashDrafts
 from gsd_kernels_hf.sources.eagle3 import Eagle3Drafts
 from gsd_kernels_hf.sources.edges import along
 from gsd_kernels_hf.sources.load import load_drafter
+from gsd_kernels_hf.sources.mtp import MtpDrafts
 from gsd_kernels_hf.training import loop
 from gsd_kernels_hf.training.dflash import DFlashTraining
 from gsd_kernels_hf.training.drafters import DrafterOptions, frequent_tokens
 from gsd_kernels_hf.training.eagle3 import Eagle3Training
 from gsd_kernels_hf.training.job import load_target
+from gsd_kernels_hf.training.mtp import MtpTraining
 
 QUICK = ["--batch", 4, "--length", 24, "--lr", 0.01, "--checkpoint-every", 5, "--device", "cpu", "--own-sequences", 64]
 KINDS = {
@@ -31,6 +35,7 @@ KINDS = {
     "dflash": ["--block-size", 4, "--layers", 2],
     "jetspec": ["--block-size", 4, "--layers", 1],
     "dspark": ["--block-size", 3, "--layers", 1, "--markov-rank", 8, "--markov-head", "gated", "--lr", 0.03],
+    "mtp": ["--depth", 3],
 }
 
 
@@ -52,7 +57,7 @@ def test_a_drafter_learns_and_our_loader_reads_it(folder, trained):
     assert 0 < report["after"]["accepted"] <= 3 and not (out / "checkpoints").exists()
     target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float64)
     drafter = load_drafter(out, target)
-    assert drafter.fc.weight.dtype == torch.float64
+    assert {parameter.dtype for parameter in drafter.parameters()} == {torch.float64}
     ids = AutoTokenizer.from_pretrained(folder / "target")("3 times 3", return_tensors="pt").input_ids
     plain = target.generate(ids, max_new_tokens=24, do_sample=False)
     options = {"drafter": out, "draft_sources": ("drafter",), "return_dict_in_generate": True}
@@ -76,6 +81,11 @@ def test_the_layouts_are_the_published_ones(folder, trained):
         assert said.items() <= config.items() and config["architectures"] == ["Qwen3DSparkModel"]
         assert parts == {"fc", "hidden_norm", "layers", "norm", "markov_head", "confidence_head"}
         assert tensors["confidence_head.proj.weight"].shape == (1, 40) and "confidence_head.proj.bias" in tensors
+        return
+    if kind == "mtp":
+        assert config["architectures"] == ["LlamaMTP"] and config["num_nextn_predict_layers"] == 1
+        heads = {name.split(".")[1] for name in tensors}
+        assert parts == {"mtp"} and heads == {"fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers"}
         return
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] == 250
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1]
@@ -103,7 +113,9 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens():
 def random_training(kind, folder, token_level=1.0, **drafter):
     options = options_for(folder, token_level=token_level)
     target, tokenizer = load_target(options)
-    if kind != "eagle3":
+    if kind == "mtp":
+        trained = MtpTraining(options, target, DrafterOptions(kind, **drafter), torch.float32)
+    elif kind != "eagle3":
         trained = DFlashTraining(options, target, DrafterOptions(kind, **drafter), torch.float32, tokenizer)
     else:
         ids = torch.arange(3, 259, 2)
@@ -125,16 +137,16 @@ def source_on(kind, trained, target, tokens, states):
     return text, source
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_levels_are_what_drafting_computes(folder, windows, layers):  # noqa: F811
-    trained, target = random_training("eagle3", folder, layers=layers, depth=3)
+@pytest.mark.parametrize(("kind", "layers"), [("eagle3", 1), ("eagle3", 2), ("mtp", 1)])
+def test_levels_are_what_drafting_computes(folder, windows, kind, layers):  # noqa: F811
+    trained, target = random_training(kind, folder, layers=layers, depth=3)
     window = windows[:1]  # [1, 13]
     states, _ = trained.read(window)
     levels = trained.levels(window, states)
     places = levels[0].shape[1]
-    text, source = source_on(Eagle3Drafts, trained, target, window, states)
+    text, source = source_on({"eagle3": Eagle3Drafts, "mtp": MtpDrafts}[kind], trained, target, window, states)
     text.state.out_len.copy_((torch.arange(13) + 2).clamp(max=13))  # entries 0 … i
-    vectors, logits = trained.module.outputs(source.feed(text.state.out_len - 1, 13))
+    vectors, logits = source.outputs(source.feed(text.state.out_len - 1, 13))
     torch.testing.assert_close(levels[0][0], logits[:places, 0])
     zeros = torch.zeros(13, 1, dtype=torch.int32)
     for level in (1, 2):
@@ -143,7 +155,7 @@ def test_levels_are_what_drafting_computes(folder, windows, layers):  # noqa: F8
         path = torch.full((13, 1, 1), 2**level - 1, dtype=torch.int32)
         depths = torch.arange(level, dtype=torch.int32).expand(13, -1)
         after = source.forward(tokens, vectors, source.cached, slots, path, zeros + level - 1, depths)
-        vectors, logits = trained.module.outputs(after)
+        vectors, logits = source.outputs(after)
         torch.testing.assert_close(levels[level][0], logits[:places, 0])
 
 
@@ -177,7 +189,9 @@ def test_blocks_are_what_drafting_computes(folder, windows, kind):  # noqa: F811
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weight", [1.0, 0.3])
 def test_losses_are_divergence_and_likelihood(folder, windows, kind, weight):  # noqa: F811
-    size = {"eagle3": {"depth": 2}, "dspark": {"block_size": 2, "markov_rank": 5}}.get(kind, {"block_size": 3})
+    size = {"eagle3": {"depth": 2}, "mtp": {"depth": 2}, "dspark": {"block_size": 2, "markov_rank": 5}}.get(
+        kind, {"block_size": 3}
+    )
     trained, _ = random_training(kind, folder, weight, **size)
     states, log_target = trained.read(windows)
     ids = trained.module.target_ids().tolist()
@@ -191,8 +205,8 @@ def test_losses_are_divergence_and_likelihood(folder, windows, kind, weight):  #
 
     torch.manual_seed(4)
     found = trained.loss(windows)
-    if kind == "eagle3":
-        assert len(ids) == 128  # of 259
+    if kind in ("eagle3", "mtp"):
+        assert len(ids) == (128 if kind == "eagle3" else 259)
         levels = trained.levels(windows, states)
         means = [
             torch.stack([at(r, logits[r, t], t + 1 + k) for r in range(3) for t in range(logits.shape[1])]).mean()
@@ -225,7 +239,7 @@ def test_losses_are_divergence_and_likelihood(folder, windows, kind, weight):  #
     torch.testing.assert_close(found, torch.stack(losses).sum() / 12)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "mtp"])
 def test_an_interrupted_run_goes_on_to_equal_weights(folder, tmp_path, monkeypatch, kind):
     given, step = arguments(kind, folder, tmp_path / "cut", steps=9), loop._Run.step
 
@@ -259,7 +273,7 @@ def test_bad_options_are_refused_by_name(folder, tmp_path):
 
     other = [str(a) for a in arguments("eagle3", folder, tmp_path / "out")]
     other[other.index("--kind") + 1] = "medusa"
-    assert "kind: expected one of eagle3, dflash, jetspec, dspark, got 'medusa'" in refused(*other)
+    assert "kind: expected one of eagle3, dflash, jetspec, dspark, mtp, got 'medusa'" in refused(*other)
     assert line("dflash", "--markov-rank", 4).startswith("markov_rank: not a setting of dflash")
     assert line("jetspec", "--markov-head", "rnn").startswith("markov_head: not a setting of jetspec")
     assert line("dspark", "--markov-head", "lstm").startswith(
@@ -268,6 +282,9 @@ def test_bad_options_are_refused_by_name(folder, tmp_path):
     assert line("dspark", "--markov-rank", 0).startswith("markov_rank: expected at least 1, got 0")
     assert line("eagle3", "--block-size", 4).startswith("block_size: not a setting of eagle3")
     assert line("dflash", "--draft-vocabulary", 4).startswith("draft_vocabulary: not a setting of dflash")
+    assert line("mtp", "--layers", 2).startswith("layers: not a setting of mtp, which is a layer as the target's own")
+    assert line("mtp", "--hidden-layers", "1").startswith("hidden_layers: not a setting of mtp")
+    assert line("dflash", "--depth", 3).startswith("depth: not a setting of dflash")
     assert line("dflash", "--block-size", 1).startswith("block_size: expected at least 2, got 1")
     assert line("eagle3", "--draft-vocabulary", 260).startswith("draft_vocabulary: expected at most the target's 259")
     assert line("eagle3", "--hidden-layers", "1,x").startswith("hidden_layers: expected numbers between commas")
@@ -308,3 +325,36 @@ def test_rotary_settings_follow_the_target(folder, tmp_path):
     sizes = layer_sizes(target, DrafterOptions("eagle3"))
     assert sizes["rope_theta"] == 5000.0 and sizes["rope_scaling"]["factor"] == 4.0
     assert "rope_scaling" not in layer_sizes(tiny(), DrafterOptions("eagle3"))
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "mellum", "glm", "exaone"])
+def test_heads_of_layers_of_other_classes(folder, tmp_path, windows, name):  # noqa: F811
+    """A hybrid's attention layer, one of two types of attention, the dense one beside experts: trained, read, equal."""
+    target, options = target_of(name), options_for(folder)
+    trained = MtpTraining(options, target, DrafterOptions("mtp", depth=2), torch.float64)
+    tokens = windows % target.config.vocab_size
+    states, log_target = trained.read(tokens)
+    begun = trained.levels(tokens, states)[0].log_softmax(-1)
+    torch.testing.assert_close(begun, log_target[:, : begun.shape[1]], atol=1e-4, rtol=0)  # as the target's own guess
+    assert hasattr(trained.module.block, "self_attn")
+    assert hasattr(trained.module.block.mlp, "experts") == (name == "mellum")  # whose layers all have some
+    optimizer = torch.optim.SGD(trained.module.parameters(), 0.1)
+    trained.loss(tokens).backward()
+    assert all(parameter.grad is not None for parameter in trained.module.parameters())
+    optimizer.step()
+    trained.save(tmp_path)
+    read = load_drafter(tmp_path, target)
+    trained.module = read
+    after = trained.levels(tokens, states)[0].log_softmax(-1)
+    assert not torch.allclose(after, begun)
+    drafted = gsd.generate(target, tokens[:1], max_new_tokens=16, drafter=read, draft_sources=("drafter",))
+    assert torch.equal(drafted, target.generate(tokens[:1], max_new_tokens=16, do_sample=False))
+
+
+def test_a_head_of_attention_that_training_does_not_know_is_refused(folder):
+    target = tiny_configs.build(
+        "Gemma2ForCausalLM", layer_types=["full_attention", "full_attention"], final_logit_softcapping=None
+    )
+    trained = MtpTraining(options_for(folder), target, DrafterOptions("mtp", depth=2), torch.float64)
+    with pytest.raises(ValueError, match=r"kind: mtp trains a decoder layer .* has a soft cap"):
+        trained.levels(torch.zeros(1, 12, dtype=torch.long), [torch.zeros(1, 12, target.config.hidden_size)])

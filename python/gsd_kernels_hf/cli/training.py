@@ -110,7 +110,9 @@ Json = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout
 # Of train-drafter alone.
 Kind = Annotated[
     str,
-    typer.Option("--kind", metavar="eagle3|dflash|jetspec|dspark", rich_help_panel=_MODELS, help="What is trained."),
+    typer.Option(
+        "--kind", metavar="eagle3|dflash|jetspec|dspark|mtp", rich_help_panel=_MODELS, help="What is trained."
+    ),
 ]
 IntermediateSize = Annotated[
     int | None,
@@ -138,7 +140,7 @@ Depth = Annotated[
     typer.Option(
         "--depth",
         rich_help_panel=_METHOD,
-        help="eagle3: levels that it is unrolled in training, each reading the last one's output. Default: 5.",
+        help="eagle3, mtp: levels that it is unrolled in training, each reading the last one's output. Default: 5.",
     ),
 ]
 BlockSize = Annotated[
@@ -323,7 +325,7 @@ def drafter_command(
     weight_decay: WeightDecay = 0.05,
     as_json: Json = False,
 ) -> None:
-    """Train an EAGLE-3, DFlash, JetSpec or DSpark drafter for a target.
+    """Train an EAGLE-3, DFlash, JetSpec or DSpark drafter, or a multi-token-prediction head (mtp), for a target.
 
     It reads the target's hidden states, and is written as published ones are: --drafter takes it, as other engines do.
     The target is not changed. Interrupted, even killed, the same command goes on from the last checkpoint.

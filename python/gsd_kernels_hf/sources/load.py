@@ -59,6 +59,8 @@ def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
     kind = kind_of(config, folder)
     if kind == "gemma4":
         return Gemma4Assistant.from_pretrained(folder, target)
+    if kind == "mtp":
+        return Mtp.from_pretrained(folder, target)
     makers = {"eagle3": Eagle3.from_checkpoint, "dflash": DFlash.from_checkpoint, "medusa": DraftHeads.from_medusa}
     return makers[kind](Checkpoint.open(folder), target)
 
@@ -139,6 +141,8 @@ def kind_of(config: Mapping[str, Any], folder: Path) -> str:
         return "medusa"
     if CLASS in architectures:
         return "gemma4"
+    if any(name.endswith("MTP") for name in architectures):  # as train-drafter writes them
+        return "mtp"
     if any("eagle3" in name.lower() or "peagle" in name.lower() for name in architectures) or (
         "draft_vocab_size" in config
     ):

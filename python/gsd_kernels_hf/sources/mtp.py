@@ -27,7 +27,7 @@ from .base import Text
 from .checkpoints import BadCheckpoint, Checkpoint
 from .mtp_block import Block, TargetRotary, assembled, block_for, stored_as
 from .mtp_files import open_heads, scale_block
-from .mtp_layouts import SCALE, Layout
+from .mtp_layouts import SCALE, WRITTEN, Layout
 from .recursion import Recursion
 
 __all__ = ["Mtp"]
@@ -47,6 +47,7 @@ class Mtp(nn.Module):
     """
 
     embed_tokens = None  # the target's
+    d2t = None  # it drafts all tokens
 
     def __init__(self, layout: Layout, block: Block, *, bias: bool) -> None:
         super().__init__()
@@ -61,6 +62,18 @@ class Mtp(nn.Module):
         self.rotary = TargetRotary(block)
         self.cache_argument = cache_argument(block.target)
         self.configs = configs_of(self.block)
+
+    @classmethod
+    def new(cls, block: Block) -> Mtp:
+        """A head to be trained: new norms and projection, and a copy of the target's last such layer."""
+        module = cls(WRITTEN, block, bias=False)
+        module.block = module.block.to_empty(device="cpu").requires_grad_(True)
+        shapes = block.shapes()
+        alike = (layer.state_dict() for layer in reversed(decoder_of(block.target)[0]))
+        module.block.load_state_dict(
+            next(tensors for tensors in alike if {name: tuple(t.shape) for name, t in tensors.items()} == shapes)
+        )
+        return module
 
     @classmethod
     def from_pretrained(cls, where: str | os.PathLike[str], target: PreTrainedModel) -> Mtp:
@@ -83,7 +96,7 @@ class Mtp(nn.Module):
         scales = {name for name in files if name.endswith(SCALE)}
         shapes = {name: shape for name, shape in files.items() if name not in scales}
         inner = {name.removeprefix("block."): shape for name, shape in shapes.items() if name.startswith("block.")}
-        block = block_for(inner, target, layout.attention)
+        block = block_for(inner, target, layout.attention, checkpoint.config.get("mtp_layer_types"))
         with torch.device("meta"):
             module = cls(layout, block, bias="projection.bias" in shapes)
         module.check_target(target)
@@ -126,6 +139,10 @@ class Mtp(nn.Module):
                 f"drafter: this {KIND} head is a {mine.__name__}, and the target's layers are {theirs.__name__}; a "
                 "drafter belongs to the model that it was trained on"
             )
+
+    def target_ids(self) -> Tensor:
+        """The target's id of every draft token, int64 [vocabulary]: all of them."""
+        return torch.arange(self.config.vocab_size, device=self.projection.weight.device)
 
     def fuse(self, hidden: list[Tensor]) -> Tensor:
         """The feature of the target's hidden states: what leaves its final norm, [B, n, D]."""

@@ -129,13 +129,29 @@ def assembled(name: str, shape: tuple[int, ...], found: Mapping[str, Tensor]) ->
     return torch.cat(parts).view(shape)  # experts one after the other, each with its gate before
 
 
-def block_for(files: Shapes, target: PreTrainedModel, attention: str | None) -> Block:
+def block_to_train(target: PreTrainedModel) -> Block:
+    """The target's decoder layer that a new head has: with attention, over all positions if it can be, the smallest.
+
+    Raises:
+        BadCheckpoint: layers cannot be made by themselves, or none is of attention.
+    """
+    wanted = ("full_attention", None, "sliding_attention")
+    blocks = [block for block in blocks_of(target) if hasattr(block.module, "self_attn") and block.attention in wanted]
+    if not blocks:
+        raise BadCheckpoint(f"target: {type(target).__name__} has no decoder layer of attention that a head could have")
+    return min(
+        blocks, key=lambda block: (wanted.index(block.attention), sum(p.numel() for p in block.module.parameters()))
+    )
+
+
+def block_for(files: Shapes, target: PreTrainedModel, attention: str | None, named: object = None) -> Block:
     """The target's decoder layer that has exactly these tensors.
 
     Args:
         files: names, shapes of the head's decoder layer.
         target: whose layers are looked at.
         attention: type of the layer where neither tensors nor the config tell; ``None``: no such layer is served.
+        named: the checkpoint's ``mtp_layer_types``, for a target whose config has none.
 
     Raises:
         BadCheckpoint: none has, or layers of several types have.
@@ -159,7 +175,7 @@ def block_for(files: Shapes, target: PreTrainedModel, attention: str | None) -> 
         raise BadCheckpoint(
             f"drafter: the decoder layer of the multi-token-prediction head is none of {kind}'s layers: {what}"
         )
-    named = getattr(found[0].config, "mtp_layer_types", None)
+    named = getattr(found[0].config, "mtp_layer_types", None) or named
     wanted = named[0] if isinstance(named, (list, tuple)) and named else attention
     kinds = [block.attention for block in found]
     if len(set(kinds)) == 1 and not named:

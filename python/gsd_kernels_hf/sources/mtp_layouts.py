@@ -53,6 +53,19 @@ class Layout:
         """The name of the projection's weight in a checkpoint of a target with so many layers."""
         return f"{self.prefix}{self.projection}.weight".replace("{layers}", str(layers))
 
+    def published_name(self, name: str) -> str:
+        """What a tensor that is called ``name`` here is called in a file; the inverse of :meth:`own_name`."""
+        parts = {
+            "projection": self.projection,
+            "embedding_norm": self.embedding_norm,
+            "hidden_norm": self.hidden_norm,
+            "output_norm": self.output_norm,
+        }
+        module, _, kind = name.rpartition(".")
+        if module in parts:
+            return f"{self.prefix}{parts[module]}.{kind}"
+        return f"{self.prefix}{self.block}{name.removeprefix('block.')}"
+
     def own_name(self, name: str) -> str | None:
         """What a tensor, named behind the prefix, is called here; ``None``: it is not read."""
         parts = {
@@ -130,6 +143,9 @@ LAYOUTS = (
         unused=r"(?!mtp_).*|mtp_\w+\.[1-9]\d*\..*",
     ),
 )
+
+WRITTEN = next(layout for layout in LAYOUTS if layout.prefix == "mtp.")
+"""The names of heads that are trained here."""
 
 
 def find(names: Iterable[str], layers: int) -> tuple[Layout, str] | None:

@@ -31,6 +31,7 @@ SETTINGS = {
     "dflash": ("block_size", "mask_token_id"),
     "jetspec": ("block_size", "mask_token_id"),
     "dspark": ("block_size", "mask_token_id", "markov_rank", "markov_head"),
+    "mtp": ("depth",),
 }
 """Options of each kind alone."""
 
@@ -43,13 +44,13 @@ class DrafterOptions:
 
     Attributes:
         kind: one of :data:`KINDS`.
-        layers: decoder layers of the drafter.
+        layers: decoder layers of the drafter; of mtp, which is one of the target's, 1.
         intermediate_size: of their feed-forward parts; ``None``: the target's.
         hidden_layers: the target's hidden states that are fused, as transformers' ``hidden_states[i]``; ``None``: as
             published ones choose them, where the target has enough layers.
         draft_vocabulary: tokens that EAGLE-3 can draft, those most frequent in the text; ``None``: 32,000 at most.
-        depth: EAGLE-3's unrolled levels, of which each reads the last one's output (training-time test).
-        block_size: rows of a block, the root's included, of all kinds but EAGLE-3; ``None``: for seven guesses.
+        depth: unrolled levels of EAGLE-3 and of mtp, of which each reads the last one's output (training-time test).
+        block_size: rows of a block, the root's included, of the kinds that have one; ``None``: for seven guesses.
         mask_token_id: whose embedding stands for a token to be drafted by such a block; ``None``: the tokenizer's mask
             token, else its padding, else its end of text.
         markov_rank: of DSpark's head; ``None``: 256.
@@ -78,6 +79,9 @@ class DrafterOptions:
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise ValueError(f"{name}: expected at least {lowest}, got {value}")
+        if self.kind == "mtp" and (self.layers > 1 or self.intermediate_size or self.hidden_layers):
+            name = "layers" if self.layers > 1 else "intermediate_size" if self.intermediate_size else "hidden_layers"
+            raise ValueError(f"{name}: not a setting of mtp, which is a layer as the target's own; leave it out")
         for name in sorted({name for names in SETTINGS.values() for name in names} - set(SETTINGS[self.kind])):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}: not a setting of {self.kind}; leave it out")
@@ -136,19 +140,6 @@ def layer_sizes(target: PreTrainedModel, options: DrafterOptions) -> dict[str, A
     return sizes if rope.get("rope_type", "default") == "default" else sizes | {"rope_scaling": rope}
 
 
-@torch.no_grad()
-def initialise(module: nn.Module, seed: int) -> None:
-    """Fill a new drafter as transformers fills new models, but for residual branches, which begin at zero."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in module.named_parameters():
-        if parameter.ndim == 1:
-            parameter.fill_(float(name.endswith("weight")))
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            parameter.zero_()
-        else:
-            parameter.normal_(0.0, 0.02, generator=generator)
-
-
 @dataclass(frozen=True)
 class Labels:
     """The target's distribution over the draft vocabulary.
@@ -199,9 +190,21 @@ class DrafterTraining:
                 f"length: expected more than {guesses + 1} for {guesses} guesses, got {self.options.length}"
             )
         module.check_target(self.target)
-        initialise(module, self.options.seed)
+        with torch.no_grad():
+            self.initialise(module)
         self.module = module.to(self.options.device, self.options.weights)
         self.hidden_layers, self.guesses = hidden_layers, guesses
+
+    def initialise(self, module: nn.Module) -> None:
+        """Fill a new drafter as transformers fills new models, but for residual branches, which begin at zero."""
+        generator = torch.Generator().manual_seed(self.options.seed)
+        for name, parameter in module.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(float(name.endswith("weight")))
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+            else:
+                parameter.normal_(0.0, 0.02, generator=generator)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Embeddings of tokens by the target's matrix, which the drafter shares."""

@@ -1,4 +1,4 @@
-"""Train EAGLE-3 drafters, and those of blocks, for a target: what ``gsd-kernels train-drafter`` does.
+"""Train drafters that read a target's hidden states: what ``gsd-kernels train-drafter`` does.
 
 The result is written in the layout that others publish and serve, and read back by
 :func:`gsd_kernels_hf.sources.load.load_drafter`.
@@ -18,6 +18,7 @@ from .dflash import DFlashTraining
 from .drafter import DrafterOptions, DrafterTraining
 from .eagle3 import Eagle3Training
 from .job import TrainingOptions, load_target, run, stored_dtype
+from .mtp import MtpTraining
 from .text import Text, read_text
 
 __all__ = ["DrafterOptions", "frequent_tokens", "train_drafter"]
@@ -41,6 +42,8 @@ def trainee_of(
 ) -> DrafterTraining:
     """The training of a kind."""
     dtype = stored_dtype(options.target)
+    if drafter.kind == "mtp":
+        return MtpTraining(options, target, drafter, dtype)
     if drafter.kind != "eagle3":
         return DFlashTraining(options, target, drafter, dtype, tokenizer)
     size = vocabulary(target)
