@@ -13,6 +13,7 @@ import pytest
 import torch
 from decoders import SIZES, Sizes, Text, decoder, random_parents, random_tokens, tree
 from models import add_noise, noised, prompts, tiny
+from ops.contracts.backends import LEVELS
 from torch import nn
 
 import gsd_kernels as gsd
@@ -28,11 +29,6 @@ MISSING = unavailable_reason("cpu", torch.device("cpu"))
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SOFT = "amx_in_software"
-LEVELS = [SOFT] + [
-    name if why is None else pytest.param(name, marks=pytest.mark.skip(reason=why))
-    for name, why in (cpu_levels.levels() if MISSING is None else {}).items()
-]
 
 
 @pytest.fixture(params=LEVELS)

@@ -201,14 +201,16 @@ void Decoder::keep_last(int64_t keep) {
 
 void Decoder::attend(const DecoderLayer& layer) {
   PathAttention a{};
-  a.batch = s_.batch, a.heads = s_.heads, a.kv_heads = s_.kv_heads, a.head_dim = s_.head_dim;
+  a.batch = s_.batch, a.heads = s_.heads, a.kv_heads = s_.kv_heads, a.head_dim = a.value_dim = s_.head_dim;
   a.graph_rows = s_.rows, a.rows = kept_;
-  a.q = q_.get(), a.q_stride = s_.q_size();
-  a.keys = layer.keys, a.values = layer.values, a.element = layer.cache_element;
+  a.q = reinterpret_cast<const char*>(q_.get());
+  a.q_batch = kept_ * s_.q_size(), a.q_head = s_.head_dim, a.q_row = s_.q_size();
+  a.element = Element::kFloat32;
+  a.keys = layer.keys, a.values = layer.values, a.cache_element = layer.cache_element;
   a.paths = &paths_, a.kv_len = r_.kv_len, a.kv_start = r_.kv_start, a.positions = r_.positions;
   a.window = layer.window;
   a.scale = 1.0f / std::sqrt(static_cast<float>(s_.head_dim));
-  a.out = attended_.get(), a.out_stride = s_.q_size();
+  a.out = reinterpret_cast<char*>(attended_.get());
   attend_paths(team_, a, kernels_.small[static_cast<int>(layer.cache_element)]);
 }
 

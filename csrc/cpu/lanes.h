@@ -10,12 +10,8 @@
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_THREAD__)
 #define GSD_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
-#define GSD_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
-inline bool has_avx512() { return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"); }
 #else
 #define GSD_CLONES
-#define GSD_AVX512
-inline bool has_avx512() { return false; }
 #endif
 #define GSD_INLINE static inline __attribute__((always_inline))
 

@@ -19,15 +19,6 @@ struct Matrix {
   Element element;
 };
 
-// out[m, n] = Σ_k x[m, k] · w[n, k] for the columns begin … end − 1. Strides of x and out are in elements; rows of x that
-// lie 4096 bytes apart would compete for the same places of the nearest cache.
-void products(const float* x, int64_t x_stride, int64_t rows, int64_t k, const Matrix& w, int64_t begin, int64_t end,
-              float* out, int64_t out_stride);
-
-// out[m, :] += Σ_p weights[m, p] · v[p, :] over `positions` rows of v.
-void weighted_rows(const float* weights, int64_t weights_stride, int64_t rows, const Matrix& v, int64_t positions,
-                   int64_t width, float* out, int64_t out_stride);
-
 // One row of a matrix as floats, and back, rounded to the nearest.
 void read_row(const Matrix& from, int64_t row, float* to, int64_t width);
 void write_row(const float* from, void* to, Element element, int64_t width);

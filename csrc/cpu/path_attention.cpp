@@ -18,17 +18,19 @@ class Item {
  public:
   Item(const PathAttention& a, const RowKernel& kernel, int64_t b, int64_t kv_head, int64_t begin, int64_t count)
       : a_(a), kernel_(kernel), b_(b), kv_head_(kv_head), begin_(begin), count_(count) {
-    size_ = bytes_of(a.element);
+    size_ = bytes_of(a.cache_element);
     start_ = a.kv_start[b];
     prefix_ = std::max<int64_t>(0, a.kv_len[b] - start_);
     keys_ = a.keys.data + b * a.keys.batch_stride + kv_head * a.keys.head_stride;
     values_ = a.values.data + b * a.values.batch_stride + kv_head * a.values.head_stride;
-    width_ = padded_to_lanes(a.head_dim);
+    width_ = padded_to_lanes(a.value_dim);
     acc_.assign(static_cast<size_t>(count * width_), 0.0f);
     scores_.resize(static_cast<size_t>(count * kBlockPositions));
     running_.resize(static_cast<size_t>(count));
     offsets_.resize(kBlockPositions), tail_offsets_.resize(kBlockPositions);
-    tails_.resize(kSliceRows * kBlockPositions);
+    const int64_t tall = std::min(kSliceRows, count);
+    tails_.resize(static_cast<size_t>(tall * kBlockPositions));
+    if (!finite()) fresh_.resize(static_cast<size_t>(tall * width_));
   }
 
   void run() {
@@ -37,7 +39,7 @@ class Item {
     int64_t most = 0, oldest = INT64_MAX;
     for (int64_t m = 0; m < count_; m++) {
       most = std::max(most, seen(m));
-      oldest = std::min(oldest, low(m));
+      oldest = std::min({oldest, low(m), dense(m)});  // lists may lack what lies before a window
     }
     for (int64_t first = oldest / kBlockPositions * kBlockPositions; first < most; first += kBlockPositions) {
       block(first, std::max(first, oldest));
@@ -58,18 +60,27 @@ class Item {
   int64_t dense_in(int64_t m, int64_t first) const {
     return std::min(kBlockPositions, std::max<int64_t>(0, dense(m) - first));
   }
+  // Where pairs of them end, counted from the text's beginning; a row that keeps away from others pairs its own.
+  int64_t paired(int64_t m, int64_t first) const {
+    const int64_t dense = dense_in(m, first);
+    return finite() ? dense / 2 * 2 : dense;
+  }
   int64_t seen(int64_t m) const { return dense(m) + path_length(m); }
-  // First position of the text that the window leaves to a row.
+  // Whether a row has to keep away from what only its neighbours see of the prefix.
+  bool alone() const { return limited() && !finite(); }
+  bool finite() const { return a_.paths->finite; }
+  bool limited() const { return a_.window > 0 || a_.chunk > 0; }
+  // First position of the text that the window or the chunk leaves to a row.
   int64_t low(int64_t m) const {
-    return a_.window == 0 ? 0 : std::max<int64_t>(0, a_.positions[graph_row(m)] - (a_.window - 1));
+    return limited() ? oldest_seen(a_.positions[graph_row(m)], a_.window, a_.chunk) : 0;
   }
 
   void pack_queries() {
     packed_.resize(static_cast<size_t>((count_ + kRowBlock) * kernel_.row_bytes(a_.head_dim)));
     std::vector<float> queries(static_cast<size_t>(count_ * a_.head_dim));
     for (int64_t m = 0; m < count_; m++) {
-      const float* q = a_.q + flat_row(m) * a_.q_stride + head(m) * a_.head_dim;
-      std::copy(q, q + a_.head_dim, queries.data() + m * a_.head_dim);
+      const int64_t at = b_ * a_.q_batch + head(m) * a_.q_head + (begin_ + m) % a_.rows * a_.q_row;
+      read_row({a_.q + at * bytes_of(a_.element), 0, a_.element}, 0, queries.data() + m * a_.head_dim, a_.head_dim);
     }
     kernel_.pack(queries.data(), a_.head_dim, 0, count_, a_.head_dim, packed_.data());
   }
@@ -94,7 +105,8 @@ class Item {
     const char* keys = keys_ + (start_ + first + skipped) * a_.keys.slot_stride;
     if (skipped < most) score(keys, most - skipped, scores_.data() + skipped, kBlockPositions);
     for (int64_t p = 0; p < most; p++) offsets_[static_cast<size_t>(p)] = value_offset(start_ + first + p);
-    for (int64_t m = 0; m < count_; m += kSliceRows) slice(m, std::min(count_, m + kSliceRows), first, skipped);
+    const int64_t tall = alone() ? 1 : kSliceRows;
+    for (int64_t m = 0; m < count_; m += tall) slice(m, std::min(count_, m + tall), first, skipped);
   }
 
   int64_t value_offset(int64_t slot) const { return slot * a_.values.slot_stride / size_; }
@@ -109,17 +121,23 @@ class Item {
   void slice(int64_t m, int64_t last, int64_t first, int64_t skipped) {
     int64_t most = 0;
     for (int64_t row = m; row < last; row++) most = std::max(most, dense_in(row, first));
+    const int64_t from = alone() ? std::max(skipped, low(m) - first) : skipped;
     for (int64_t row = m; row < last; row++) {
       const int64_t filled = weigh(row, first, skipped), cut = tail_begin(row, first, filled);
       float* scores = scores_.data() + row * kBlockPositions;
       std::copy(scores + cut, scores + filled, tails_.data() + (row - m) * kBlockPositions);
       if (cut < most) std::fill(scores + cut, scores + most, 0.0f);
     }
-    if (skipped < most) {
-      kernel_.weighted(scores_.data() + m * kBlockPositions + skipped, kBlockPositions, last - m, values_,
-                       offsets_.data() + skipped, most - skipped, a_.head_dim, acc_.data() + m * width_, width_);
+    // One chain of additions over a long text rounds thrice as much; a decoder's rows keep theirs, and so their bits.
+    float *total = acc_.data() + m * width_, *sum = finite() ? total : fresh_.data();
+    const int64_t numbers = (last - m) * width_;
+    if (!finite()) std::fill(sum, sum + numbers, 0.0f);
+    if (from < most) {
+      kernel_.weighted(scores_.data() + m * kBlockPositions + from, kBlockPositions, last - m, values_,
+                       offsets_.data() + from, most - from, a_.value_dim, sum, width_);
     }
-    for (int64_t row = m; row < last; row++) add_tail(row, first, tails_.data() + (row - m) * kBlockPositions);
+    for (int64_t i = 0; i < last - m; i++) add_tail(m + i, first, tails_.data() + i * kBlockPositions, sum + i * width_);
+    for (int64_t i = 0; !finite() && i < numbers; i++) total[i] += sum[i];
   }
 
   // Scores of a row become weights; how many.
@@ -133,8 +151,9 @@ class Item {
       scores[dense + i - begin] = node_scores_[static_cast<size_t>(m * nodes_ + a_.paths->nodes[at])];
     }
     scale_row(scores, a_.scale, padded);
+    for (int64_t i = 0; a_.softcap > 0.0f && i < filled; i++) scores[i] = a_.softcap * std::tanh(scores[i] / a_.softcap);
     std::fill(scores, scores + std::min(std::max(skipped, low(m) - first), dense), negative_infinity());
-    for (int64_t i = begin; a_.window > 0 && i < end; i++) {
+    for (int64_t i = begin; limited() && finite() && i < end; i++) {
       const int64_t text = a_.kv_len[b_] - start_ + a_.paths->node_depths[path_begin(m) + static_cast<size_t>(i)];
       if (text < low(m)) scores[dense + i - begin] = negative_infinity();
     }
@@ -147,28 +166,31 @@ class Item {
   // Where a row's own part of a block begins: at the nodes that its path lists, together with the position that the
   // first of them is paired with; where its weights end if there are none.
   int64_t tail_begin(int64_t m, int64_t first, int64_t filled) const {
-    const int64_t dense = dense_in(m, first);
-    return dense == filled ? filled : dense / 2 * 2;
+    return dense_in(m, first) == filled ? filled : paired(m, first);
   }
 
-  void add_tail(int64_t m, int64_t first, const float* weights) {
+  void add_tail(int64_t m, int64_t first, const float* weights, float* sum) {
     int64_t begin, end;
     path_part(m, first, begin, end);
     if (begin == end) return;
-    const int64_t dense = dense_in(m, first), cut = dense / 2 * 2;
+    const int64_t dense = dense_in(m, first), cut = paired(m, first);
     int64_t* offset = tail_offsets_.data();
     if (cut < dense) *offset++ = offsets_[static_cast<size_t>(cut)];
     for (int64_t i = begin; i < end; i++) {
       *offset++ = value_offset(a_.kv_len[b_] + a_.paths->nodes[path_begin(m) + static_cast<size_t>(i)]);
     }
     kernel_.weighted(weights, kBlockPositions, 1, values_, tail_offsets_.data(), offset - tail_offsets_.data(),
-                     a_.head_dim, acc_.data() + m * width_, width_);
+                     a_.value_dim, sum, width_);
   }
 
   void finish(int64_t m) {
-    scale_row(acc_.data() + m * width_, running_[static_cast<size_t>(m)].inverse(), width_);
-    std::copy(acc_.data() + m * width_, acc_.data() + m * width_ + a_.head_dim,
-              a_.out + flat_row(m) * a_.out_stride + head(m) * a_.head_dim);
+    const OnlineSoftmax& r = running_[static_cast<size_t>(m)];
+    float inverse = r.inverse();
+    if (a_.sinks != nullptr && inverse != 0.0f) inverse /= 1.0f + std::exp(a_.sinks[head(m)] - r.log_sum());
+    scale_row(acc_.data() + m * width_, inverse, width_);
+    const int64_t at = flat_row(m) * a_.heads + head(m);
+    write_row(acc_.data() + m * width_, a_.out + at * a_.value_dim * bytes_of(a_.element), a_.element, a_.value_dim);
+    if (a_.lse) a_.lse[(b_ * a_.heads + head(m)) * a_.rows + (begin_ + m) % a_.rows] = r.log_sum();
   }
 
   const PathAttention& a_;
@@ -176,7 +198,7 @@ class Item {
   int64_t b_, kv_head_, begin_, count_, size_, start_, prefix_, width_, nodes_ = 0;
   const char *keys_, *values_;
   std::vector<char> packed_;
-  std::vector<float> acc_, scores_, node_scores_, tails_;
+  std::vector<float> acc_, fresh_, scores_, node_scores_, tails_;
   std::vector<OnlineSoftmax> running_;
   std::vector<int64_t> offsets_, tail_offsets_;
 };
@@ -184,30 +206,31 @@ class Item {
 }  // namespace
 
 Paths::Paths(const int32_t* mask, const int32_t* depths, int64_t batch, int64_t rows, int64_t words,
-             int64_t most_depths, const int32_t* kv_len, const int32_t* kv_start, int64_t capacity) {
+             int64_t most_depths, const int32_t* kv_len, const int32_t* kv_start, int64_t capacity)
+    : finite(depths != nullptr) {
   std::vector<int32_t> order;
   begin.push_back(0);
   for (int64_t row = 0; row < batch * rows; row++) {
     const int64_t b = row / rows, most = std::min({words * 32, most_depths, capacity - kv_len[b]});
     const int32_t* bits = mask + row * words;
-    const int32_t* depth = depths + b * most_depths;
+    const int32_t* depth = finite ? depths + b * most_depths : nullptr;
     order.clear();
     for (int64_t node = 0; node < most; node++) {
       const uint32_t word = static_cast<uint32_t>(bits[node / 32]);
       if (word == 0) node |= 31;  // on to the next word
       else if (word >> (node % 32) & 1u) order.push_back(static_cast<int32_t>(node));
     }
-    std::stable_sort(order.begin(), order.end(), [&](int32_t i, int32_t j) { return depth[i] < depth[j]; });
+    if (finite) std::stable_sort(order.begin(), order.end(), [&](int32_t i, int32_t j) { return depth[i] < depth[j]; });
     const int64_t padding = std::max(0, kv_start[b] - kv_len[b]);  // of the rows: nodes that nobody else sees
     size_t next = 0;
-    while (next < order.size() && order[next] == padding + static_cast<int64_t>(next) &&
+    while (finite && next < order.size() && order[next] == padding + static_cast<int64_t>(next) &&
            depth[order[next]] == order[next]) {
       next++;
     }
     chain.push_back(static_cast<int32_t>(next));
     for (; next < order.size(); next++) {
       nodes.push_back(order[next]);
-      node_depths.push_back(depth[order[next]]);
+      if (finite) node_depths.push_back(depth[order[next]]);
       slots = std::max<int64_t>(slots, order[next] + 1);
     }
     begin.push_back(nodes.size());
@@ -219,7 +242,7 @@ void attend_paths(Team& team, const PathAttention& a, const RowKernel& kernel) {
   constexpr int64_t kPieceWork = 1 << 17;  // multiplications
   const int64_t vectors = a.heads / a.kv_heads * a.rows, tall = std::min(kItemRows, vectors);
   const int64_t cuts = (vectors + tall - 1) / tall;
-  const int64_t work = tall * (a.kv_len[0] + a.graph_rows) * 2 * a.head_dim;
+  const int64_t work = tall * (a.kv_len[0] + a.graph_rows) * (a.head_dim + a.value_dim);
   team.share(a.batch * a.kv_heads * cuts, std::max<int64_t>(1, kPieceWork / work),
              [&](int64_t, int64_t begin, int64_t end) {
                for (int64_t item = begin; item < end; item++) {

@@ -243,18 +243,24 @@ GSD_TILE void weighted_strip(const float* weights, int64_t weights_stride, const
   }
 }
 
+// The same for up to R rows, as many as there are.
+template <class T, int R>
+GSD_TILE void weighted_rows(int64_t rows, const float* weights, int64_t weights_stride, const void* v,
+                            const int64_t* offsets, int64_t positions, int64_t width, float* out, int64_t out_stride) {
+  if constexpr (R > 1) {
+    if (rows < R) {
+      return weighted_rows<T, R - 1>(rows, weights, weights_stride, v, offsets, positions, width, out, out_stride);
+    }
+  }
+  weighted_strip<T, R>(weights, weights_stride, v, offsets, positions, width, out, out_stride);
+}
+
 template <class T>
 void weighted_of(const float* weights, int64_t weights_stride, int64_t rows, const void* v, const int64_t* offsets,
                  int64_t positions, int64_t width, float* out, int64_t out_stride) {
-  constexpr int R = T::kTall;
-  int64_t r = 0;
-  for (; r + R <= rows; r += R) {
-    weighted_strip<T, R>(weights + r * weights_stride, weights_stride, v, offsets, positions, width,
-                         out + r * out_stride, out_stride);
-  }
-  for (; r < rows; r++) {
-    weighted_strip<T, 1>(weights + r * weights_stride, weights_stride, v, offsets, positions, width,
-                         out + r * out_stride, out_stride);
+  for (int64_t r = 0; r < rows; r += T::kTall) {
+    weighted_rows<T, T::kTall>(rows - r, weights + r * weights_stride, weights_stride, v, offsets, positions, width,
+                               out + r * out_stride, out_stride);
   }
 }
 

@@ -18,15 +18,12 @@ from ops.contracts.attention import (
     check_attention,
     check_row_invariance,
 )
-from ops.contracts.backends import backends, cases
+from ops.contracts.backends import backends, cases, levels
 
 import gsd_kernels as gsd
-from gsd_kernels.backends import unavailable_reason
+from gsd_kernels import cpu_levels
 from gsd_kernels.ops.dag_attention import visibility
 from gsd_kernels.ops.dag_attention.compiled import DTYPES, HEAD_DIMS
-
-MISSING = unavailable_reason("cpu", torch.device("cpu"))
-COMPILED = pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}")
 
 EVERY_SHAPE = {
     f"{dtype}-D{head_dim}-{group}x{rows}": Attention(
@@ -114,7 +111,7 @@ def attentions(draw):
     """Arguments of dag_attention in float32, unseen positions NaN, and a dtype to round q, k and v to."""
     gen = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     batch, kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 5))
-    dim, value_dim, rows = draw(st.sampled_from((16, 48, 64))), draw(st.sampled_from((16, 80))), draw(st.integers(1, 9))
+    dim, value_dim, rows = draw(st.sampled_from((10, 16, 64))), draw(st.sampled_from((16, 37))), draw(st.integers(1, 9))
     words = draw(st.integers(1, 2))
     prefix = draw(st.sampled_from((0, 1, 7, 300, 511, 513, 1100)))
     kv_len = torch.tensor([prefix, max(0, prefix - 3)], dtype=torch.int32)[:batch]
@@ -150,48 +147,62 @@ def attentions(draw):
     }
 
 
-@COMPILED
-@settings(max_examples=80, deadline=None)
+@levels
+@settings(max_examples=50, deadline=None)
 @given(attentions())
-def test_the_compiled_kernel_equals_the_reference(case):
+def test_the_compiled_kernel_equals_the_reference(level, case):
     exact = {name: x.double() if name in "qkv" else x for name, x in case.items()}
     expected, expected_lse = gsd.dag_attention(**exact, return_lse=True, backend="reference")
     order = "q k v ancestor_mask kv_len kv_start row_depths node_depths".split()
-    got, lse = torch.ops.gsd_kernels.dag_attention(
-        *(case[name] for name in order), case["q"].shape[3] ** -0.5, case["softcap"], case["sliding_window"],
-        case["chunk"], case["sinks"],
-    )  # fmt: skip
+    with cpu_levels.forced(level):
+        got, lse = torch.ops.gsd_kernels.dag_attention(
+            *(case[name] for name in order), case["q"].shape[3] ** -0.5, case["softcap"], case["sliding_window"],
+            case["chunk"], case["sinks"],
+        )  # fmt: skip
+        by_name = gsd.dag_attention(**case, backend="cpu")
     empty = expected_lse == float("-inf")
     assert torch.equal(lse == float("-inf"), empty) and (got[empty] == 0).all()
     torch.testing.assert_close(lse[~empty], expected_lse[~empty], atol=1e-4, rtol=1e-4)
     unit = {torch.float32: 2e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[got.dtype]
     torch.testing.assert_close(got.double(), expected, atol=unit, rtol=unit)
-    by_name = gsd.dag_attention(**case, backend="cpu")
     torch.testing.assert_close(by_name.double(), expected, atol=4 * unit, rtol=4 * unit)
 
 
-@COMPILED
-def test_a_row_of_the_compiled_kernel_ignores_how_many_rows_there_are():
+@levels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 700])
+def test_a_row_of_the_compiled_kernel_ignores_how_many_rows_there_are(level, dtype, window):
     gen = torch.Generator().manual_seed(0)
-    q = torch.randn(1, 6, 7, 64, generator=gen)
-    k, v = torch.randn(2, 1, 2, 1300, 64, generator=gen)
+    q = torch.randn(1, 6, 7, 64, generator=gen).to(dtype)
+    k, v = torch.randn(2, 1, 2, 1300, 64, generator=gen).to(dtype)
     mask = torch.randint(0, 2**7, (1, 7, 1), generator=gen).int()
-    kv_len = torch.tensor([1200], dtype=torch.int32)
+    depths, kv_len = torch.arange(7, dtype=torch.int32)[None], torch.tensor([1200], dtype=torch.int32)
 
-    def attend(q, mask):
-        rest = (None, None, None, 0.125, None, None)
-        return torch.ops.gsd_kernels.dag_attention(q, k, v, mask, kv_len, *rest)[0]
+    def attend(rows):
+        sight = (mask[:, rows], kv_len, None, depths[:, rows].contiguous(), depths)
+        return torch.ops.gsd_kernels.dag_attention(q[:, :, rows], k, v, *sight, 0.125, None, window)[0]
 
-    together = attend(q, mask)
-    for row in range(7):
-        assert torch.equal(attend(q[:, :, row : row + 1], mask[:, row : row + 1])[:, :, 0], together[:, :, row])
+    with cpu_levels.forced(level):
+        together = attend(slice(None))
+        for row in range(7):
+            assert torch.equal(attend(slice(row, row + 1))[:, :, 0], together[:, :, row])
 
 
-@COMPILED
-def test_nan_reaches_exactly_the_rows_that_see_it_in_the_compiled_kernel():
-    q, (k, v) = torch.randn(1, 2, 3, 16), torch.randn(2, 1, 2, 40, 16)
+@levels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nan_reaches_exactly_the_rows_that_see_it_in_the_compiled_kernel(level, dtype):
+    q, (k, v) = torch.randn(1, 2, 4, 16).to(dtype), torch.randn(2, 1, 2, 40, 16).to(dtype)
     v[0, 0, 31] = float("nan")  # node 1, for head 0
-    mask = torch.tensor([[[1], [2], [3]]], dtype=torch.int32)
-    rest = (None, None, None, 0.25, None, None)
-    out, _ = torch.ops.gsd_kernels.dag_attention(q, k, v, mask, torch.tensor([30], dtype=torch.int32), *rest)
-    assert out.isnan().all(-1).tolist() == [[[False, True, True], [False, False, False]]]
+    v[0, 1, 26] = k[0, 1, 26] = float("nan")  # of the prefix, for head 1
+    mask = torch.tensor([[[1], [2], [3], [1]]], dtype=torch.int32)
+    depths = torch.tensor([[0, 1, 2, 4]], dtype=torch.int32)  # the first row sees position 26, not the second
+    sight = (torch.tensor([30], dtype=torch.int32), None, depths, depths, 0.25, None)
+    for window, head, expected in (
+        (None, 0, [False, True, True, False]),
+        (5, 0, [False, True, True, False]),
+        (None, 1, [True] * 4),
+        (5, 1, [True, False, False, False]),
+    ):
+        with cpu_levels.forced(level):
+            out, _ = torch.ops.gsd_kernels.dag_attention(q, k, v, mask, *sight, window)
+        assert out.isnan().all(-1)[0, head].tolist() == expected == out.isnan().any(-1)[0, head].tolist()

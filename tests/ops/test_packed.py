@@ -7,22 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 from guards import guarded
-from ops.contracts.backends import backend_param, backends
+from ops.contracts.backends import NO_CPU, backend_param, backends, levels
 from ops.contracts.decoder import decoder_case
 from ops.contracts.packed import KINDS, packed_matrix, width_of
 
 from gsd_kernels import cpu_levels
-from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.decoder_rows import decoder_rows
 from gsd_kernels.ops.decoder_rows.weights import MATRICES
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NO_CPU = unavailable_reason("cpu", torch.device("cpu"))
-LEVELS = [] if NO_CPU else [n for n, why in cpu_levels.levels().items() if why is None] + ["amx_in_software"]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-levels = pytest.mark.parametrize("level", LEVELS)
 
 
 @kinds

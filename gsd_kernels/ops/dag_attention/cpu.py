@@ -9,8 +9,6 @@ from . import sdpa
 from .dense import DenseMask
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LANES = 16
-"""Head sizes of the compiled op are multiples of this."""
 FEW_ROWS = 8
 """Query vectors of one cache head up to which the compiled op is faster: beyond, PyTorch's blocked products win."""
 
@@ -36,7 +34,7 @@ def dag_attention(
     """The output's memory is [B, R, Hq, Dv]."""
     arguments = (q, k, v, ancestor_mask, kv_len, kv_start, row_depths, node_depths)
     packed = q.shape[1] // k.shape[1] * q.shape[2]
-    if packed > FEW_ROWS or q.dtype not in DTYPES or q.shape[3] % LANES or v.shape[3] % LANES:
+    if packed > FEW_ROWS or q.dtype not in DTYPES:
         rest = (scale, softcap, sliding_window, chunk, sinks)
         return sdpa.dag_attention(*arguments, *rest, dense=dense, return_lse=return_lse)
     tensors = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))

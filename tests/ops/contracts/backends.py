@@ -15,7 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from gsd_kernels import cpu_levels
 from gsd_kernels.backends import unavailable_reason
+
+SOFT = "amx_in_software"
+NO_CPU = unavailable_reason("cpu", torch.device("cpu"))
+LEVELS = [SOFT] + [
+    name if why is None else pytest.param(name, marks=pytest.mark.skip(reason=why))
+    for name, why in (cpu_levels.levels() if NO_CPU is None else {}).items()
+]
+"""Instruction sets of the CPU's products; one that cannot run here says why."""
+levels = pytest.mark.parametrize("level", LEVELS if NO_CPU is None else [])
 
 
 @dataclass(frozen=True)
