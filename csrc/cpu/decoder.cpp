@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 namespace gsd {
 namespace {
@@ -75,17 +76,17 @@ Decoder::Decoder(Team& team, const DecoderSizes& sizes, const DecoderRows& rows,
 void Decoder::forward(const DecoderLayer& layer) { forward_last(layer, s_.rows); }
 
 void Decoder::forward_last(const DecoderLayer& layer, int64_t keep) {
-  norm_and_pack(layer.input_norm);
+  norm_and_pack(layer.input_norm, {&layer.q, &layer.k, &layer.v});
   project_heads(layer, keep > 0);
   turn_and_store(layer, keep > 0);
   keep_last(keep);
   if (keep == 0) return;
   attend(layer);
-  pack(attended_.get(), count(), s_.q_size());
+  pack(attended_.get(), count(), s_.q_size(), {&layer.o});
   project_and_add(layer.o);
-  norm_and_pack(layer.second_norm);
+  norm_and_pack(layer.second_norm, {&layer.gate, &layer.up});
   feed_forward(layer);
-  pack(inner_.get(), count(), s_.inner);
+  pack(inner_.get(), count(), s_.inner, {&layer.down});
   project_and_add(layer.down);
 }
 
@@ -103,32 +104,51 @@ void Decoder::finish(const std::vector<float>& norm, const Projection& head, flo
   const int64_t kept = count();
   if (kept == 0) return;
   norm_state(norm, normed);
-  pack(normed, kept, s_.hidden);
+  pack(normed, kept, s_.hidden, {&head});
   share_outputs(team_, head.outputs(), kept, s_.hidden, [&](int64_t, int64_t begin, int64_t end) {
     multiply(head, kept, begin, end, logits + begin, head.outputs());
   });
 }
 
-void Decoder::norm_and_pack(const std::vector<float>& norm) {
-  packed_.resize(static_cast<size_t>((count() + kRowBlock) * kernel_.row_bytes(s_.hidden)));
+void Decoder::make_room(int64_t rows, int64_t k, Readers readers) {
+  for (const Projection* p : readers) {
+    const RowForm form = form_of(p->weights.kind);
+    packed_[static_cast<int>(form)].resize(
+        static_cast<size_t>((rows + kRowBlock) * packed_row_bytes(kernels_, element_, form, k)));
+  }
+}
+
+// In every form that one of the readers has, once.
+void Decoder::pack_rows(const float* x, int64_t first, int64_t last, int64_t k, Readers readers) {
+  bool packed[kRowForms] = {};
+  for (const Projection* p : readers) {
+    const RowForm form = form_of(p->weights.kind);
+    if (std::exchange(packed[static_cast<int>(form)], true)) continue;
+    gsd::pack_rows(kernels_, element_, form, x, k, first, last, k, packed_[static_cast<int>(form)].data());
+  }
+}
+
+void Decoder::norm_and_pack(const std::vector<float>& norm, Readers readers) {
+  make_room(count(), s_.hidden, readers);
   share_rows(team_, count(), s_.hidden, kernel_.group, [&](int64_t first, int64_t last) {
     for (int64_t m = first; m < last; m++) {
       rms_norm(x_.get() + m * s_.hidden, norm.data(), s_.eps, added_.get() + m * s_.hidden, s_.hidden);
     }
-    kernel_.pack(added_.get(), s_.hidden, first, last, s_.hidden, packed_.data());
+    pack_rows(added_.get(), first, last, s_.hidden, readers);
   });
 }
 
-void Decoder::pack(const float* x, int64_t rows, int64_t k) {
-  packed_.resize(static_cast<size_t>((rows + kRowBlock) * kernel_.row_bytes(k)));
+void Decoder::pack(const float* x, int64_t rows, int64_t k, Readers readers) {
+  make_room(rows, k, readers);
   share_rows(team_, rows, k, kernel_.group,
-             [&](int64_t first, int64_t last) { kernel_.pack(x, k, first, last, k, packed_.data()); });
+             [&](int64_t first, int64_t last) { pack_rows(x, first, last, k, readers); });
 }
 
 // Outputs begin … end − 1 of the packed rows, with their bias: out[r · out_stride + n − begin].
 void Decoder::multiply(const Projection& p, int64_t rows, int64_t begin, int64_t end, float* out,
                        int64_t out_stride) const {
-  gsd::multiply(kernels_, element_, p.weights, packed_.data(), rows, begin, end, out, out_stride);
+  const char* packed = packed_[static_cast<int>(form_of(p.weights.kind))].data();
+  gsd::multiply(kernels_, element_, p.weights, packed, rows, begin, end, out, out_stride);
   if (p.bias.empty()) return;
   for (int64_t r = 0; r < rows; r++) {
     for (int64_t n = begin; n < end; n++) out[r * out_stride + n - begin] += p.bias[static_cast<size_t>(n)];

@@ -1,11 +1,12 @@
 // The layers of a LLaMA-like decoder over rows of a token graph.
 #pragma once
 
+#include <initializer_list>
 #include <memory>
 #include <vector>
 
 #include "path_attention.h"
-#include "products.h"
+#include "row_forms.h"
 #include "team.h"
 
 namespace gsd {
@@ -66,10 +67,14 @@ class Decoder {
   void finish(const std::vector<float>& norm, const Projection& head, float* normed, float* logits);
 
  private:
+  typedef std::initializer_list<const Projection*> Readers;  // that the packed rows are multiplied with
+
   int64_t count() const { return s_.batch * kept_; }
   int64_t strip() const;
-  void norm_and_pack(const std::vector<float>& norm);
-  void pack(const float* x, int64_t rows, int64_t k);
+  void norm_and_pack(const std::vector<float>& norm, Readers readers);
+  void pack(const float* x, int64_t rows, int64_t k, Readers readers);
+  void make_room(int64_t rows, int64_t k, Readers readers);
+  void pack_rows(const float* x, int64_t first, int64_t last, int64_t k, Readers readers);
   void multiply(const Projection& p, int64_t rows, int64_t begin, int64_t end, float* out, int64_t out_stride) const;
   void project_and_add(const Projection& p);
   void project_heads(const DecoderLayer& layer, bool queries);
@@ -87,7 +92,7 @@ class Decoder {
   const RowKernel& kernel_;
   int64_t kept_;  // rows of a sequence that have a state and queries: its last ones, one behind the other
   std::unique_ptr<float[]> x_, added_, q_, k_, v_, attended_, inner_, cos_, sin_, strips_;
-  std::vector<char> packed_;
+  std::vector<char> packed_[kRowForms];
 };
 
 }  // namespace gsd

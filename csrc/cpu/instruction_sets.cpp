@@ -35,7 +35,7 @@ unsigned leaf_7(int subleaf, int which) {
   __get_cpuid_count(7, static_cast<unsigned>(subleaf), &registers[0], &registers[1], &registers[2], &registers[3]);
   return registers[which];
 }
-bool has_bfloat16() { return has_avx512() && (leaf_7(1, 0) >> 5 & 1u); }
+bool has_bfloat16() { return has_avx512() && (leaf_7(1, 0) >> 5 & 1u) && (leaf_7(0, 2) >> 11 & 1u); }
 bool has_tiles() { return has_bfloat16() && (leaf_7(0, 3) >> 22 & 1u) && (leaf_7(0, 3) >> 24 & 1u); }
 #else
 bool has_avx2() { return false; }
@@ -99,17 +99,52 @@ bool same_decoders(const IsaKernels& level, const IsaKernels& portable, int kind
   return found[0] == found[1];
 }
 
+// Word for word, as far as an offset may differ.
+bool same_integers(const IntegerProducts& integers, const IntegerProducts& portable, const Small& small) {
+  std::vector<int8_t> weights(static_cast<size_t>(small.outputs * small.k));
+  for (size_t i = 0; i < weights.size(); i++) weights[i] = static_cast<int8_t>(i * 37 + i / 7 * 11);
+  std::vector<float> found[2];
+  for (int i = 0; i < 2; i++) {
+    const IntegerProducts& use = i == 0 ? integers : portable;
+    const int64_t bytes = use.row_bytes(small.k);
+    std::vector<int8_t> rows(static_cast<size_t>(small.rows * bytes));
+    found[i].assign(static_cast<size_t>(small.rows * small.outputs), 7.0f);
+    std::vector<int32_t> taken(static_cast<size_t>(small.rows));
+    for (int64_t r = 0; r < small.rows; r++) {
+      for (int64_t k = 0; k < small.k; k++) {
+        const int8_t code = static_cast<int8_t>(r * 29 + k * 31 - 128);
+        rows[static_cast<size_t>(r * bytes + k)] = code;
+        taken[static_cast<size_t>(r)] += use.offset * code;
+      }
+    }
+    use.products(rows.data(), small.rows, small.k, weights.data(), small.k, 0, small.outputs, found[i].data(),
+                 small.outputs, false);
+    for (int64_t j = 0; j < small.rows * small.outputs; j++) {
+      int32_t word;
+      memcpy(&word, &found[i][static_cast<size_t>(j)], sizeof word);
+      word -= taken[static_cast<size_t>(j / small.outputs)];
+      memcpy(&found[i][static_cast<size_t>(j)], &word, sizeof word);
+    }
+  }
+  return memcmp(found[0].data(), found[1].data(), found[0].size() * sizeof(float)) == 0;
+}
+
+constexpr Small kSmall[] = {{1, 33, 5}, {17, 160, 37}, {3, 16, 4}, {50, 70, 33}};
+
 std::string proof(const IsaKernels& level) {
   const IsaKernels& portable = *portable_kernels();
   const char* names[] = {"float32", "bfloat16", "float16"};
   for (int e = 0; e < 3; e++) {
-    for (const Small& small : {Small{1, 33, 5}, Small{17, 160, 37}, Small{3, 16, 4}, Small{50, 70, 33}}) {
+    for (const Small& small : kSmall) {
       const Element element = static_cast<Element>(e);
       if (!same_products(level.large[e], portable.large[e], element, small) ||
           !same_products(level.small[e], portable.small[e], element, small)) {
         return std::string("its products of ") + names[e] + " differ from the portable ones";
       }
     }
+  }
+  for (const Small& small : kSmall) {
+    if (!same_integers(*level.integers, *portable.integers, small)) return "its products of integers are not the portable ones";
   }
   for (int kind = 0; kind < kKinds; kind++) {
     for (int e = 0; e < 3; e++) {
@@ -140,7 +175,7 @@ const Known& known() {
     add("portable", portable_kernels(), "");
     add("avx2", avx2_kernels(), has_avx2() ? "" : missing("AVX2 with FMA and F16C"));
     add("avx512", avx512_kernels(), has_avx512() ? "" : missing("AVX-512 F, BW and VL"));
-    add("avx512_bf16", avx512_bf16_kernels(), has_bfloat16() ? "" : missing("AVX512_BF16"));
+    add("avx512_bf16", avx512_bf16_kernels(), has_bfloat16() ? "" : missing("AVX512_BF16 with AVX512_VNNI"));
     add("amx", amx_kernels(), has_tiles() ? amx_permission() : missing("AMX tiles for bfloat16"));
     return all;
   }();

@@ -47,12 +47,23 @@ struct UnpackingProducts {
   int64_t most_rows;  // with more a strip is decoded once for all
 };
 
+// Products of int8 codes, as `products` above but for `out`, whose words are int32: Σ_k x[r, k] · (w[n, k] + offset). Rows of
+// codes are row_bytes apart, with zeros behind the codes; a line of theirs is free.
+struct IntegerProducts {
+  int offset;
+  int64_t (*row_bytes)(int64_t k);
+  void (*products)(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin,
+                   int64_t end, float* out, int64_t out_stride, bool resident);
+};
+extern const IntegerProducts kPortableIntegers, kAvx2Integers, kAvx512Integers, kVnniIntegers;
+
 struct IsaKernels {
   const char* name;
   RowKernel large[3];  // of the model's weights, by Element
   RowKernel small[3];  // of the cache, whose products are short
   Decoders decoders;   // of packed weights
   UnpackingProducts unpacking;
+  const IntegerProducts* integers;
 };
 
 // What each translation unit was compiled to; null where the compiler or the architecture has no such instructions.

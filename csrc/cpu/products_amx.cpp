@@ -143,7 +143,7 @@ const IsaKernels* soft_amx_kernels() {
       "amx_in_software",
       {portable->large[0], {kRowBlock, kWide, row_bytes, pack, products<SoftTiles>, portable->large[1].weighted}, portable->large[2]},
       {portable->small[0], portable->small[1], portable->small[2]},
-      portable->decoders, {}};
+      portable->decoders, {}, portable->integers};
   return &kernels;
 }
 
@@ -215,7 +215,7 @@ const IsaKernels* amx_kernels() {
       "amx",
       {pairs->large[0], {kRowBlock, kWide, row_bytes, pack, hard_products, pairs->large[1].weighted}, pairs->large[2]},
       {pairs->small[0], pairs->small[1], pairs->small[2]},
-      pairs->decoders, {}};
+      pairs->decoders, {}, pairs->integers};
   return &kernels;
 }
 

@@ -141,7 +141,7 @@ struct PairedBfloat16 : Ordered<EightBfloat16> {
 constexpr RowKernel kFloat32 = kernel_of<Ordered<Eight32>>(), kBfloat16 = kernel_of<PairedBfloat16>(),
                     kFloat16 = kernel_of<Ordered<EightHalf>>();
 constexpr IsaKernels kKernels{
-    "avx2", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}, GSD_DECODERS, {}};
+    "avx2", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}, GSD_DECODERS, {}, &kAvx2Integers};
 
 }  // namespace
 GSD_END_TARGET

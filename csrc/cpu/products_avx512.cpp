@@ -21,7 +21,7 @@ constexpr RowKernel kFloat32 = kernel_of<Float32>(), kBfloat16 = kernel_of<Paire
                     kFloat16 = kernel_of<Float16>();
 constexpr IsaKernels kKernels{
     "avx512", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}, GSD_DECODERS,
-    GSD_UNPACKING(PairedBfloat16)};
+    GSD_UNPACKING(PairedBfloat16), &kAvx512Integers};
 
 }  // namespace
 GSD_END_TARGET

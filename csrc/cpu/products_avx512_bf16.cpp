@@ -147,7 +147,8 @@ void weighted_pairs(const float* weights, int64_t weights_stride, int64_t rows, 
 constexpr RowKernel kFloat32 = kernel_of<Float32>(), kFloat16 = kernel_of<Float16>();
 constexpr RowKernel kBfloat16{1, kOutputs, row_bytes_of<Dots>, pack_of<Dots>, products_of<Dots>, weighted_pairs};
 constexpr IsaKernels kKernels{
-    "avx512_bf16", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}, GSD_DECODERS, GSD_UNPACKING(Dots)};
+    "avx512_bf16", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}, GSD_DECODERS,
+    GSD_UNPACKING(Dots), &kVnniIntegers};
 
 }  // namespace
 GSD_END_TARGET

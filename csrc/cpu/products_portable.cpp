@@ -83,7 +83,7 @@ const IsaKernels* portable_kernels() {
   static const RowKernel float32 = kernel_of<Scalars<One32>>(), bfloat16 = kernel_of<Rounding>(),
                          float16 = kernel_of<Scalars<OneHalf>>();
   static const IsaKernels kernels{
-      "portable", {float32, bfloat16, float16}, {float32, bfloat16, float16}, GSD_DECODERS, {}};
+      "portable", {float32, bfloat16, float16}, {float32, bfloat16, float16}, GSD_DECODERS, {}, &kPortableIntegers};
   return &kernels;
 }
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "../torch_ops/weights.h"
-#include "products.h"
+#include "row_forms.h"
 
 namespace gsd {
 namespace {
@@ -24,13 +24,13 @@ Tensor row_linear(const Tensor& x, const Tensor& weight, int64_t kind, const std
   const int64_t rows = x.size(0), k = x.size(1), n = weight.size(0);
   const Element element = element_of("x", x.scalar_type());
   const IsaKernels& level = kernels();
-  const RowKernel& kernel = level.large[static_cast<int>(element)];
   const Weights w = weights_of("weight", weight, kind, scales ? &*scales : nullptr, n, k, element);
   Tensor out = torch::stable::new_empty(x, {rows, n});
   std::vector<float> widened(static_cast<size_t>(rows * k));
   for (int64_t r = 0; r < rows; r++) read_row({x.const_data_ptr(), k, element}, r, widened.data() + r * k, k);
-  std::vector<char> packed(static_cast<size_t>((rows + kRowBlock) * kernel.row_bytes(k)));
-  kernel.pack(widened.data(), k, 0, rows, k, packed.data());
+  const RowForm form = form_of(w.kind);
+  std::vector<char> packed(static_cast<size_t>((rows + kRowBlock) * packed_row_bytes(level, element, form, k)));
+  pack_rows(level, element, form, widened.data(), k, 0, rows, k, packed.data());
   char* to = static_cast<char*>(out.mutable_data_ptr());
   const int64_t size = bytes_of(element), of_unit = std::max<int64_t>(1, rows * k * kUnit);
   const auto columns = [&](int64_t begin, int64_t end) {

@@ -20,6 +20,7 @@ enum class Kind : int {
   kQ4_K, kQ5_K, kQ6_K,                                  // of 256
   kInt8, kUint8,                                        // a byte a weight; what scales it lies beside the rows
   kInt4, kInt4Offset, kNF4, kFP4,                       // half a byte
+  kInt8Dynamic,                                         // as kInt8, multiplied with rows of codes: see row_forms.h
   kCount
 };
 constexpr int kKinds = static_cast<int>(Kind::kCount);
@@ -51,7 +52,7 @@ struct Weights {
 int64_t block_weights(Kind kind);
 int64_t block_bytes(Kind kind);
 
-// out[r, n − begin] = Σ_k x[r, k] · w[n, k] for the outputs begin … end − 1 of packed rows.
+// out[r, n − begin] = Σ_k x[r, k] · w[n, k] for the outputs begin … end − 1 of packed rows, in the form of w's kind.
 void multiply(const IsaKernels& level, Element element, const Weights& w, const void* packed, int64_t rows,
               int64_t begin, int64_t end, float* out, int64_t out_stride);
 

@@ -1,7 +1,7 @@
 // A matrix of weights from its tensors; kinds of packed ones are numbered as in csrc/cpu/weights.h.
 #pragma once
 
-#include "../cpu/products.h"
+#include "../cpu/row_forms.h"
 #include "common.h"
 #include "elements.h"
 
@@ -22,13 +22,14 @@ inline Weights weights_of(const char* name, const Tensor& data, int64_t kind, co
   const Kind of = kind != kDense ? static_cast<Kind>(kind)
                                  : static_cast<Kind>(static_cast<int>(Kind::kFloat32) + static_cast<int>(own));
   w.kind = of;
-  const ScalarType bytes = of == Kind::kInt8 ? ScalarType::Char : ScalarType::Byte;
+  const bool is_signed = of == Kind::kInt8 || of == Kind::kInt8Dynamic;
+  const ScalarType bytes = is_signed ? ScalarType::Char : ScalarType::Byte;
   STD_TORCH_CHECK(kind == kDense || data.scalar_type() == bytes, name, ": expected ",
-                  of == Kind::kInt8 ? "int8" : "uint8", " for this kind of packed weights");
+                  is_signed ? "int8" : "uint8", " for this kind of packed weights");
   STD_TORCH_CHECK(inputs % block_weights(of) == 0, name, ": expected inputs in blocks of ", block_weights(of), ", got ",
                   inputs);
   w.row_bytes = inputs / block_weights(of) * block_bytes(of);
-  const int64_t width = kind == kDense || of == Kind::kInt8 ? inputs : w.row_bytes;
+  const int64_t width = kind == kDense || is_signed ? inputs : w.row_bytes;
   STD_TORCH_CHECK(data.size(1) == width, name, ": expected rows of ", width, ", got ", data.size(1));
   if (kind != kDense || own != element) w.decode = kernels().decoders.of[static_cast<int>(of)][static_cast<int>(element)];
   if (beside(of) > 0) {
@@ -39,6 +40,8 @@ inline Weights weights_of(const char* name, const Tensor& data, int64_t kind, co
                     name, ": expected scales, float32 [", outputs, ", groups that divide ", inputs, pairs ? ", 2]" : "]");
     w.scales = read<float>(*scales), w.groups = scales->size(1);
   }
+  STD_TORCH_CHECK(form_of(of) == RowForm::kFloats || (w.groups == 1 && inputs <= kMostCodes), name,
+                  ": expected one scale a row and at most ", kMostCodes, " inputs, got ", w.groups, " and ", inputs);
   return w;
 }
 

@@ -13,7 +13,17 @@ SOURCE = ROOT / "tests/block_code/decoder.cpp"
 #: Compiled together: most of the time goes into PyTorch's headers.
 UNITS = (
     ("csrc/cpu/decoder", "csrc/cpu/team", "csrc/cpu/weights", "tests/block_code/decoder"),
-    tuple(f"csrc/cpu/{name}" for name in ("path_attention", "model_math", "instruction_sets", "products_portable")),
+    tuple(
+        f"csrc/cpu/{name}"
+        for name in (
+            "path_attention",
+            "model_math",
+            "instruction_sets",
+            "products_portable",
+            "products_integers",
+            "row_forms",
+        )
+    ),
 )
 TORCH = ["-DTORCH_TARGET_VERSION=0x020A000000000000", "-isystem", Path(torch.__file__).parent / "include"]
 

@@ -200,7 +200,7 @@ def test_adapters_on_top_keep_the_modules(name, made):
 
 def test_what_is_not_read_keeps_the_modules_and_says_why(made):
     pytest.importorskip("torchao")
-    from torchao.quantization import Float8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig, quantize_
+    from torchao.quantization import Float8WeightOnlyConfig, quantize_
 
     def reason(*configs):
         model = original()
@@ -208,7 +208,6 @@ def test_what_is_not_read_keeps_the_modules_and_says_why(made):
             quantize_(model, config, filter_fn=lambda module, name, part=part: part in name)
         return why_not(model, "auto")
 
-    assert "q_proj quantises its activations" in reason(Int8DynamicActivationInt8WeightConfig())
     assert "q_proj is a Float8Tensor of torchao" in reason(Float8WeightOnlyConfig())
     model = original(torch.float32)
     up = SCHEMES["torchao int8"](original()).model.layers[0].mlp.up_proj

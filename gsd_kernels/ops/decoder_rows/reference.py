@@ -8,6 +8,7 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from ..dag_attention import reference as attention
 from ..dag_attention.dense import visibility
+from ..packed import PackedMatrix, codes
 from ..write_kv.reference import write_kv
 from .weights import DecoderWeights
 
@@ -35,7 +36,10 @@ def decoder_rows(
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight.shape, weight.float(), w.eps)
 
-    def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def project(x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, PackedMatrix):
+            out = codes.linear(x, weight, w.dtype)
+            return out if bias is None else out + bias.float()
         return linear(rounded(x, weight), weight.float(), None if bias is None else bias.float())
 
     def split(x: Tensor) -> Tensor:

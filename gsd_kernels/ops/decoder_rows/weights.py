@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..packed import PackedMatrix, unpack_rows
+from ..packed import CODE_KINDS, PackedMatrix, unpack_rows
 
 DENSE = -1  # the number of a matrix that is no packed one
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -54,7 +54,8 @@ class LayerWeights:
 class DecoderWeights:
     """The parameters of a LLaMA-like decoder, as they lie in the model; nothing is copied.
 
-    Packed matrices stand for dense ones of the final norm's dtype.
+    Packed matrices stand for dense ones of the final norm's dtype. Those of a kind of codes are multiplied as their
+    library does it, in that dtype; the embedding is none of those.
     """
 
     embedding: Tensor | PackedMatrix  # [V, hidden]
@@ -100,10 +101,12 @@ class DecoderWeights:
         return [tensor.data_ptr() for tensor in tensors]
 
     def dense(self) -> DecoderWeights:
-        """The same with all matrices unpacked."""
+        """The same with all matrices unpacked, but those that are multiplied with rows of codes."""
 
-        def of(matrix: Tensor | PackedMatrix) -> Tensor:
-            return matrix if isinstance(matrix, Tensor) else unpack_rows(matrix, dtype=self.dtype, backend="reference")
+        def of(matrix: Tensor | PackedMatrix) -> Tensor | PackedMatrix:
+            if isinstance(matrix, Tensor) or matrix.kind in CODE_KINDS:
+                return matrix
+            return unpack_rows(matrix, dtype=self.dtype, backend="reference")
 
         layers = [replace(layer, **{name: of(getattr(layer, name)) for name in MATRICES}) for layer in self.layers]
         return replace(self, embedding=of(self.embedding), head=of(self.head), layers=layers)

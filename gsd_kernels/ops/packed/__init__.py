@@ -1,9 +1,20 @@
 """Matrices of weights that stay packed: their formats, and the dense rows that they stand for."""
 
-from . import halves
+from . import codes, halves
 from .api import unpack_rows
-from .kinds import BY_NAME, KINDS, Kind
+from .kinds import BY_NAME, CODE_KINDS, KINDS, Kind
 from .matrix import PackedMatrix
 from .pack import PACKERS, pack_matrix
 
-__all__ = ["BY_NAME", "KINDS", "PACKERS", "Kind", "PackedMatrix", "halves", "pack_matrix", "unpack_rows"]
+__all__ = [
+    "BY_NAME",
+    "CODE_KINDS",
+    "KINDS",
+    "PACKERS",
+    "Kind",
+    "PackedMatrix",
+    "codes",
+    "halves",
+    "pack_matrix",
+    "unpack_rows",
+]

@@ -59,4 +59,8 @@ KINDS = (
     Kind("nf4", 17, 2, 1, beside=1),
     Kind("fp4", 18, 2, 1, beside=1),
 )
-BY_NAME = {kind.name: kind for kind in KINDS}
+"""Those that stand for a dense matrix: it is what rows are multiplied with, whatever the kind."""
+CODE_KINDS = (Kind("int8_dynamic", 19, 1, 1, beside=1),)
+"""Those that are multiplied with rows of codes, see :mod:`.codes`: as ``int8``, but a product is not that of the dense
+matrix."""
+BY_NAME = {kind.name: kind for kind in (*KINDS, *CODE_KINDS)}

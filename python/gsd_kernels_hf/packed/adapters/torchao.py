@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
+from gsd_kernels.ops.packed.matrix import MOST_CODES
 
 from . import int4pack
 from .base import Stored, unread
@@ -30,11 +31,29 @@ def name_of(weight: Any) -> str:
 
 def int8(weight: Any) -> Stored | str:
     """``Int8Tensor``: bytes [N, K], a scale for a tensor, a row or a group."""
-    if weight.act_quant_kwargs is not None or weight.act_quant_scale is not None:
-        return "quantises its activations"
+    if weight.act_quant_scale is not None:
+        return "quantises its activations with a scale of its own"
     if weight.act_pre_scale is not None:
         return "scales its activations"
-    return bytes_of(weight)
+    return bytes_of(weight) if weight.act_quant_kwargs is None else dynamic(weight)
+
+
+def dynamic(weight: Any) -> Stored | str:
+    """``Int8Tensor`` that is multiplied with activations of eight bits, which have a scale for each row."""
+    how, (outputs, inputs), (rows, width) = weight.act_quant_kwargs, weight.qdata.shape, weight.block_size
+    if type(how).__name__ != "QuantizeTensorToInt8Kwargs" or type(how.granularity).__name__ != "PerRow":
+        return "quantises its activations with one scale for all rows"
+    if how.mapping_type.name != "SYMMETRIC" or how.reduce_range:
+        return f"quantises its activations to {'seven bits' if how.reduce_range else 'codes with a zero point'}"
+    if rows not in (1, outputs) or width != inputs or inputs > MOST_CODES:
+        return f"quantises its activations and has scales for blocks of {rows} × {width} weights"
+
+    def read() -> PackedMatrix:
+        scales = weight.scale.detach().float().reshape(-1, 1).expand(outputs, 1).contiguous()
+        return PackedMatrix(BY_NAME["int8_dynamic"], weight.qdata.contiguous(), inputs, scales)
+
+    name = f"{type(weight).__name__}, activations of eight bits, of torchao"
+    return Stored(name, (weight.qdata, weight.scale), weight.qdata.shape, weight.dtype, read)
 
 
 def intx(weight: Any) -> Stored | str:

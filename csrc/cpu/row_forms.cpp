@@ -1,0 +1,133 @@
+#include "row_forms.h"
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "../algorithms/elements.h"
+#include "lanes.h"
+
+namespace gsd {
+namespace {
+
+// Behind a row's codes, in the line that keeps rows from powers of two.
+struct Beside {
+  float scale;
+  int32_t sum;  // of the codes
+};
+constexpr int64_t kFree = 64;  // bytes of that line
+static_assert(sizeof(Beside) <= kFree);
+
+float rounded(float x, Element element) {
+  if (element == Element::kBfloat16) return Bfloat16::widen(Bfloat16::round(x));
+  return element == Element::kFloat16 ? Half::widen(Half::round(x)) : x;
+}
+
+// The same for bfloat16, without a branch, so that loops over it become vectors.
+GSD_INLINE float rounded_bfloat16(float x) {
+  const uint32_t bits = float_bits(x), up = bits + 0x7FFFu + (bits >> 16 & 1u);
+  return float_from_bits(((bits & 0x7FFFFFFFu) > 0x7F800000u ? bits | 0x400000u : up) & 0xFFFF0000u);
+}
+
+GSD_CLONES void round_row(const float* x, float* to, int64_t k, Element element) {
+  if (element == Element::kBfloat16) {
+    for (int64_t i = 0; i < k; i++) to[i] = rounded_bfloat16(x[i]);
+  } else {
+    for (int64_t i = 0; i < k; i++) to[i] = rounded(x[i], element);
+  }
+}
+
+// NaN if there is one.
+GSD_CLONES float largest_magnitude(const float* x, int64_t k) {
+  uint32_t most = 0;  // magnitudes are ordered as their bits, NaN above all
+  for (int64_t i = 0; i < k; i++) {
+    const uint32_t magnitude = float_bits(x[i]) & 0x7FFFFFFFu;
+    most = magnitude > most ? magnitude : most;
+  }
+  return float_from_bits(most);
+}
+
+// Codes −128 … 127 to the nearest, ties to even; their sum.
+GSD_CLONES int32_t to_codes(const float* x, float by, int64_t k, int8_t* codes) {
+  constexpr float kShift = 12582912.0f;  // 1.5 · 2²³: the last bit of a sum with it is one
+  int32_t sum = 0;
+  for (int64_t i = 0; i < k; i++) {
+    float scaled = x[i] * by;
+    scaled = scaled >= -128.0f ? scaled : -128.0f;  // NaN too
+    scaled = scaled <= 127.0f ? scaled : 127.0f;
+    const int32_t code = static_cast<int32_t>((scaled + kShift) - kShift);
+    codes[i] = static_cast<int8_t>(code);
+    sum += code;
+  }
+  return sum;
+}
+
+// torchao's choose_qparams_affine and quantize_affine: the scale is rounded to the model's dtype, and has a least value.
+float dynamic_scale(float most, Element element) {
+  constexpr float kLeast = 1.1920928955078125e-07f;  // float32's epsilon
+  const float scale = rounded(most / 127.5f, element);
+  return scale < kLeast ? kLeast : scale;
+}
+
+void pack_codes(const IsaKernels& level, Element element, const float* x, int64_t x_stride, int64_t first, int64_t last,
+                int64_t k, void* packed) {
+  const int64_t bytes = level.integers->row_bytes(k);
+  std::vector<float> row(static_cast<size_t>(k));
+  for (int64_t r = first; r < last; r++) {
+    int8_t* to = static_cast<int8_t*>(packed) + r * bytes;
+    round_row(x + r * x_stride, row.data(), k, element);
+    Beside beside{dynamic_scale(largest_magnitude(row.data(), k), element), 0};
+    memset(to, 0, static_cast<size_t>(bytes));
+    beside.sum = to_codes(row.data(), 1.0f / beside.scale, k, to);
+    memcpy(to + bytes - kFree, &beside, sizeof beside);
+  }
+}
+
+// Words of integer sums → T(sum · the row's scale) · the output's, T: the model's dtype.
+template <class Round>
+GSD_INLINE void finish(float* out, int64_t n, int32_t taken, float by, const float* scales, const Round& round) {
+  for (int64_t i = 0; i < n; i++) {
+    const int32_t sum = static_cast<int32_t>(float_bits(out[i]) - static_cast<uint32_t>(taken));
+    out[i] = round(static_cast<float>(sum) * by) * scales[i];
+  }
+}
+GSD_CLONES void finish_float32(float* out, int64_t n, int32_t taken, float by, const float* scales) {
+  finish(out, n, taken, by, scales, [](float x) { return x; });
+}
+GSD_CLONES void finish_bfloat16(float* out, int64_t n, int32_t taken, float by, const float* scales) {
+  finish(out, n, taken, by, scales, [](float x) { return rounded_bfloat16(x); });
+}
+GSD_CLONES void finish_float16(float* out, int64_t n, int32_t taken, float by, const float* scales) {
+  finish(out, n, taken, by, scales, [](float x) { return rounded(x, Element::kFloat16); });
+}
+
+}  // namespace
+
+int64_t packed_row_bytes(const IsaKernels& level, Element element, RowForm form, int64_t k) {
+  return form == RowForm::kFloats ? level.large[static_cast<int>(element)].row_bytes(k) : level.integers->row_bytes(k);
+}
+
+void pack_rows(const IsaKernels& level, Element element, RowForm form, const float* x, int64_t x_stride, int64_t first,
+               int64_t last, int64_t k, void* packed) {
+  if (form == RowForm::kFloats) {
+    return level.large[static_cast<int>(element)].pack(x, x_stride, first, last, k, packed);
+  }
+  pack_codes(level, element, x, x_stride, first, last, k, packed);
+}
+
+void multiply_codes(const IsaKernels& level, Element element, const Weights& w, const void* packed, int64_t rows,
+                    int64_t begin, int64_t end, float* out, int64_t out_stride) {
+  constexpr decltype(&finish_float32) kFinish[] = {finish_float32, finish_bfloat16, finish_float16};
+  const IntegerProducts& integers = *level.integers;
+  const int64_t bytes = integers.row_bytes(w.inputs);
+  integers.products(packed, rows, w.inputs, w.data + begin * w.row_bytes, w.row_bytes, 0, end - begin, out, out_stride,
+                    false);
+  for (int64_t r = 0; r < rows; r++) {
+    Beside beside;
+    memcpy(&beside, static_cast<const char*>(packed) + (r + 1) * bytes - kFree, sizeof beside);
+    kFinish[static_cast<int>(element)](out + r * out_stride, end - begin, beside.sum * integers.offset, beside.scale,
+                                       w.scales + begin);
+  }
+}
+
+}  // namespace gsd

@@ -1,0 +1,40 @@
+"""Products with rows that are rounded to codes, as libraries define them that quantise activations.
+
+Sums of codes are exact, so a product has the bits of the library's own, at every level of instructions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .matrix import PackedMatrix
+
+EPSILON = 2.0**-23  # of float32: the least scale
+
+
+def linear(x: Tensor, matrix: PackedMatrix, dtype: torch.dtype) -> Tensor:
+    """x · weightᵀ for a matrix of :data:`~.kinds.CODE_KINDS` in a model of ``dtype``.
+
+    […, inputs] → float32 […, outputs]. The result is not rounded to ``dtype`` yet; a bias comes before.
+    """
+    rows = x.reshape(-1, matrix.inputs).to(dtype)
+    return LINEARS[matrix.kind.name](rows, matrix).view(*x.shape[:-1], matrix.outputs)
+
+
+def dynamic(x: Tensor, matrix: PackedMatrix) -> Tensor:
+    """torchao's Int8DynamicActivationInt8WeightConfig, symmetric, with a scale for each row.
+
+    Of torchao 0.18: choose_qparams_affine, quantize_affine, and the linear function of Int8Tensor.
+    """
+    assert matrix.scales is not None  # as of every matrix of codes
+    scale = (x.abs().amax(-1, keepdim=True) / 127.5).clamp(min=EPSILON).float()  # [rows, 1], rounded to the dtype of x
+    codes = (x.float() * (1.0 / scale)).round().clamp(-128, 127)
+    sums = (codes.double() @ matrix.data.double().T).float()  # exact in float64, rounded once
+    return (sums * scale).to(x.dtype).float() * matrix.scales.view(-1)
+
+
+LINEARS: dict[str, Callable[[Tensor, PackedMatrix], Tensor]] = {"int8_dynamic": dynamic}
+"""By names of kinds: rows [n, inputs] in the model's dtype → float32 [n, outputs]."""
