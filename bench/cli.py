@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from .generation import commands as generation
-from .generation import simulated
 from .generation.real.command import command as real
 from .gpu import commands as gpu
 from .kernels import commands as kernels
@@ -61,8 +60,7 @@ BENCHMARKS = {
         "online": generation.online,
         "drafters": generation.drafters,
         "typical-deviation": generation.typical_deviation,
-        "ladder": simulated.ladder,
-        "policies": simulated.policies,
+        "ladder": generation.ladder,
     },
     "Scale": {
         "scale-memory": scale.memory,

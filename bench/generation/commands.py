@@ -379,3 +379,14 @@ def typical_deviation(
 
     quiet_transformers()
     typer.echo(run(pair=pair.value, prompts=prompts, samples=samples, new_tokens=new_tokens, folder=out))
+
+
+def ladder(
+    record: Annotated[bool, typer.Option("--record", help="Record the profiles of acceptance anew.")] = False,
+    choose: Annotated[bool, typer.Option("--choose", help="Look for ladders.")] = False,
+    out: Out = RESULTS,
+) -> None:
+    """What the automatic policy's few shapes lose against 576, simulated over recorded acceptance."""
+    from .ladder import run
+
+    run(out, record_anew=record, look_for_ladders=choose, show=typer.echo)

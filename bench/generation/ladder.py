@@ -88,10 +88,6 @@ class Curve:
         rows = self.batch * np.concatenate([rows, np.ones_like(rows[..., :1])], -1)
         return self._target(rows) + np.array([self._other(shape) for shape in (*shapes, None)])
 
-    def parts(self, shape: GraphConfig | None, rows: int) -> tuple[float, float]:
-        """Of the target's forward, and of all else, in a step of this shape (``None``: plain) and as many rows."""
-        return float(self._target(np.array(float(self.batch * rows)))), self._other(shape)
-
     def _target(self, rows: np.ndarray) -> np.ndarray:
         seconds = np.interp(rows, list(self.target), list(self.target.values()))
         return seconds * np.maximum(rows / max(self.target), 1.0)
