@@ -7,7 +7,7 @@ import torch
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
-from gsd_kernels_hf.training.loop import Streams
+from gsd_kernels_hf.training.streams import Streams
 
 #: The draft learns from so many windows (library, tests, the target's own text) of each length, on which the target is
 #: asked once: its most likely tokens and their probabilities are kept, so that a step costs no pass of the target.

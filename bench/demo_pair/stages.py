@@ -17,7 +17,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 
 from gsd_kernels_hf.training.heads import train_heads
 from gsd_kernels_hf.training.job import TrainingOptions
-from gsd_kernels_hf.training.loop import Budget, Checkpoints, Interval, Record, Streams, build_optimizers, train
+from gsd_kernels_hf.training.loop import Budget, Checkpoints, Interval, Record, build_optimizers, train
+from gsd_kernels_hf.training.streams import Stream, Streams
 
 from ..lib.stdlib import SourceFile, split_sources, stdlib_sources
 from .distillation import LABEL_WINDOWS, LabelledWindows, generate_text, label_windows
@@ -55,7 +56,8 @@ def prepare(work: Path) -> tuple[PreTrainedTokenizerFast, list[SourceFile], list
 def train_pair(work: Path, target_budget: Budget, draft_budget: Budget, batches: int, compiled: bool) -> None:
     """Run the training stages that ``work`` does not hold yet: target, the target's own text, draft."""
     tokenizer, _, _, tokens = prepare(work)
-    corpus = [(LIBRARY_SHARE, tokens["library"]), (1 - LIBRARY_SHARE, tokens["tests"])]
+    shares = {"library": LIBRARY_SHARE, "tests": 1 - LIBRARY_SHARE}
+    text = [(share, Stream(tokens[name])) for name, share in shares.items()]
     records_file = work / "records.json"
     records = json.loads(records_file.read_text()) if records_file.exists() else {}
 
@@ -68,7 +70,7 @@ def train_pair(work: Path, target_budget: Budget, draft_budget: Budget, batches:
         if compiled:
             model.set_attn_implementation("eager")
         loss = cross_entropy_loss(model, compiled)
-        streams = Streams(corpus, SEED, TARGET_BATCH)
+        streams = Streams(text, SEED, TARGET_BATCH)
         record = optimise("target", model, loss, streams, TARGET_CURRICULUM, target_budget, work / "target-checkpoints")
         note("target", asdict(record) | {"threads": torch.get_num_threads()})
         save_pair_member(model, tokenizer, work / "target")
@@ -77,7 +79,7 @@ def train_pair(work: Path, target_budget: Budget, draft_budget: Budget, batches:
     if not generated_file.exists():
         model = load_member(work / "target")
         began = time.monotonic()
-        generated = generate_text(model, Streams(corpus, SEED + 1, TARGET_BATCH), batches, SEED)
+        generated = generate_text(model, Streams(text, SEED + 1, TARGET_BATCH), batches, SEED)
         np.save(generated_file, generated)
         note("generated", {"tokens": len(generated), "seconds": time.monotonic() - began})
 

@@ -21,6 +21,7 @@ from gsd_kernels_hf.cli import app
 from gsd_kernels_hf.sources.heads import DraftHeads
 from gsd_kernels_hf.training import job, loop
 from gsd_kernels_hf.training.loop import Checkpoints
+from gsd_kernels_hf.training.streams import Stream
 from gsd_kernels_hf.training.text import own_text
 
 QUICK = ["--steps", 12, "--batch", 4, "--length", 24, "--lr", 0.01, "--checkpoint-every", 5, "--device", "cpu"]
@@ -147,7 +148,7 @@ def test_a_killed_run_goes_on_to_equal_weights(folder, tmp_path):
 
 def test_own_text_goes_on_with_the_next_batch(folder, tmp_path, monkeypatch):
     target = AutoModelForCausalLM.from_pretrained(folder / "target")
-    stream = torch.arange(3, 250).repeat(8).numpy()
+    stream = Stream(torch.arange(3, 250).repeat(8).numpy())
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
 
@@ -162,7 +163,7 @@ def test_own_text_goes_on_with_the_next_batch(folder, tmp_path, monkeypatch):
             sequences=sequences,
             seconds=seconds,
             may_write=may_write,
-        )[0]
+        )[0].tokens
 
     whole = write("whole")
     first = write("cut", sequences=64)

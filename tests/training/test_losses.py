@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from gsd_kernels_hf.training.distill import Distillation
 from gsd_kernels_hf.training.heads import HeadTraining
 from gsd_kernels_hf.training.job import load_target
-from gsd_kernels_hf.training.loop import Streams
 from gsd_kernels_hf.training.measure import accepted_per_step
+from gsd_kernels_hf.training.streams import Streams
 from gsd_kernels_hf.training.text import HeldOut, read_text
 
 

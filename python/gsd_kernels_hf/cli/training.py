@@ -12,168 +12,42 @@ import typer
 from ..console import values
 from ..console.output import FAILURE, err, out, print_json, progress, table
 from .options import Device, Dtype
-
-_MODELS, _TEXT, _RUN, _METHOD, _OPTIMIZER = "Models", "Text", "Run", "Distillation", "Optimisation"
-
-Target = Annotated[
-    str,
-    typer.Option(
-        "--target",
-        metavar="DIR",
-        callback=values.folder("--target"),
-        rich_help_panel=_MODELS,
-        help="It is not changed.",
-    ),
-]
-Out = Annotated[
-    Path,
-    typer.Option(
-        "--out",
-        metavar="DIR",
-        rich_help_panel=_RUN,
-        help="Of the result, and until then of the checkpoints, from which the same command goes on.",
-    ),
-]
-TextOption = Annotated[
-    list[Path] | None,
-    typer.Option("--text", metavar="FILE", rich_help_panel=_TEXT, help="UTF-8 text to train on. Repeatable."),
-]
-MoreText = Annotated[list[Path] | None, typer.Argument(metavar="FILES", show_default=False, help="More of --text.")]
-HeldOutText = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--held-out-text",
-        metavar="FILE",
-        rich_help_panel=_TEXT,
-        help="Text to measure on. Repeatable; default: the last twentieth of --text.",
-    ),
-]
-Steps = Annotated[int | None, typer.Option("--steps", rich_help_panel=_RUN, help="How long: steps, or …")]
-Minutes = Annotated[
-    float | None, typer.Option("--minutes", rich_help_panel=_RUN, help="… minutes of wall time, all told. Default: 10.")
-]
-CheckpointEvery = Annotated[
-    str, typer.Option("--checkpoint-every", metavar="STEPS|SECONDSs", rich_help_panel=_RUN, help="500, or 60s.")
-]
-Seed = Annotated[int, typer.Option("--seed", min=0, rich_help_panel=_RUN)]
-DtypeOption = Annotated[
-    Dtype,
-    typer.Option(
-        "--dtype",
-        rich_help_panel=_MODELS,
-        case_sensitive=False,
-        help="Of the computation: float32, bfloat16 or float64. auto: bfloat16 on a GPU that has it, else float32.",
-    ),
-]
-SequenceLevel = Annotated[
-    float,
-    typer.Option(
-        "--sequence-level",
-        metavar="SHARE",
-        rich_help_panel=_METHOD,
-        help="Of the training windows, so many are the target's own continuations of the text.",
-    ),
-]
-TokenLevel = Annotated[
-    float,
-    typer.Option(
-        "--token-level",
-        metavar="WEIGHT",
-        rich_help_panel=_METHOD,
-        help="Of the target's distribution at every position; the rest goes to the text's next token.",
-    ),
-]
-OwnSequences = Annotated[
-    int | None,
-    typer.Option(
-        "--own-sequences",
-        rich_help_panel=_METHOD,
-        help="Continuations that the target writes. Default: each is used about four times; with --minutes, what it "
-        "can write in a fifth of them.",
-    ),
-]
-Batch = Annotated[int, typer.Option("--batch", rich_help_panel=_OPTIMIZER, help="Windows of a step.")]
-Length = Annotated[int, typer.Option("--length", rich_help_panel=_OPTIMIZER, help="Tokens of a window.")]
-MicroBatch = Annotated[
-    int | None,
-    typer.Option("--micro-batch", rich_help_panel=_OPTIMIZER, help="Windows at once, to save memory. Default: all."),
-]
-Warmup = Annotated[
-    float, typer.Option("--warmup", rich_help_panel=_OPTIMIZER, help="Share of the run in which the rate rises.")
-]
-Decay = Annotated[
-    float, typer.Option("--decay", rich_help_panel=_OPTIMIZER, help="Share of the run, its last, in which it falls.")
-]
-WeightDecay = Annotated[float, typer.Option("--weight-decay", min=0.0, rich_help_panel=_OPTIMIZER)]
-Json = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout, instead of a table.")]
-
-# Of train-drafter alone.
-Kind = Annotated[
-    str,
-    typer.Option(
-        "--kind", metavar="eagle3|dflash|jetspec|dspark|mtp", rich_help_panel=_MODELS, help="What is trained."
-    ),
-]
-IntermediateSize = Annotated[
-    int | None,
-    typer.Option("--intermediate-size", rich_help_panel=_MODELS, help="Of its layers. Default: the target's."),
-]
-HiddenLayers = Annotated[
-    str | None,
-    typer.Option(
-        "--hidden-layers",
-        metavar="I,J,…",
-        rich_help_panel=_MODELS,
-        help="The target's hidden states that it reads; 0 is the embedding. Default: as in published ones.",
-    ),
-]
-DraftVocabulary = Annotated[
-    int | None,
-    typer.Option(
-        "--draft-vocabulary",
-        rich_help_panel=_MODELS,
-        help="eagle3: it drafts the text's so many most frequent tokens. Default: 32,000 at most.",
-    ),
-]
-Depth = Annotated[
-    int | None,
-    typer.Option(
-        "--depth",
-        rich_help_panel=_METHOD,
-        help="eagle3, mtp: levels that it is unrolled in training, each reading the last one's output. Default: 5.",
-    ),
-]
-BlockSize = Annotated[
-    int | None,
-    typer.Option(
-        "--block-size",
-        rich_help_panel=_MODELS,
-        help="dflash, jetspec, dspark: rows, the last token's too. Default: those of 7 guesses.",
-    ),
-]
-MaskTokenId = Annotated[
-    int | None,
-    typer.Option(
-        "--mask-token-id",
-        rich_help_panel=_MODELS,
-        help="With a block: stands for tokens to be drafted. Default: the tokenizer's mask, padding or end of text.",
-    ),
-]
-MarkovRank = Annotated[
-    int | None,
-    typer.Option(
-        "--markov-rank", rich_help_panel=_MODELS, help="dspark: of the head for the token before. Default: 256."
-    ),
-]
-MarkovHead = Annotated[
-    str | None,
-    typer.Option(
-        "--markov-head",
-        metavar="vanilla|gated|rnn",
-        rich_help_panel=_MODELS,
-        help="dspark: what it is. Default: vanilla.",
-    ),
-]
+from .training_options import (
+    MODELS,
+    OPTIMIZER,
+    Batch,
+    BlockSize,
+    Chats,
+    CheckpointEvery,
+    Decay,
+    Depth,
+    DraftVocabulary,
+    DtypeOption,
+    HeldOutChats,
+    HeldOutText,
+    HiddenLayers,
+    IntermediateSize,
+    Json,
+    Kind,
+    Length,
+    MarkovHead,
+    MarkovRank,
+    MaskTokenId,
+    MicroBatch,
+    Minutes,
+    MoreText,
+    Out,
+    OwnSequences,
+    Seed,
+    SequenceLevel,
+    Steps,
+    Target,
+    TargetHead,
+    TextOption,
+    TokenLevel,
+    Warmup,
+    WeightDecay,
+)
 
 
 def distill_command(
@@ -184,7 +58,7 @@ def distill_command(
             "--draft",
             metavar="DIR",
             callback=values.folder("--draft"),
-            rich_help_panel=_MODELS,
+            rich_help_panel=MODELS,
             help="Of the same tokenizer. A folder of a config.json alone is initialised from the seed.",
         ),
     ],
@@ -192,6 +66,8 @@ def distill_command(
     more_text: MoreText = None,
     text: TextOption = None,
     held_out_text: HeldOutText = None,
+    chats: Chats = None,
+    held_out_chats: HeldOutChats = None,
     steps: Steps = None,
     minutes: Minutes = None,
     checkpoint_every: CheckpointEvery = "60s",
@@ -207,7 +83,7 @@ def distill_command(
     lr: Annotated[
         float | None,
         typer.Option(
-            "--lr", rich_help_panel=_OPTIMIZER, help="Highest. Default: 3e-4; 4e-3 for a draft without weights."
+            "--lr", rich_help_panel=OPTIMIZER, help="Highest. Default: 3e-4; 4e-3 for a draft without weights."
         ),
     ] = None,
     warmup: Warmup = 0.02,
@@ -246,12 +122,14 @@ def heads_command(
     more_text: MoreText = None,
     text: TextOption = None,
     heads: Annotated[
-        int, typer.Option("--heads", min=1, rich_help_panel=_MODELS, help="Tokens to guess after the next one.")
+        int, typer.Option("--heads", min=1, rich_help_panel=MODELS, help="Tokens to guess after the next one.")
     ] = 4,
     layers: Annotated[
-        int, typer.Option("--layers", min=1, rich_help_panel=_MODELS, help="Residual blocks of each head.")
+        int, typer.Option("--layers", min=1, rich_help_panel=MODELS, help="Residual blocks of each head.")
     ] = 1,
     held_out_text: HeldOutText = None,
+    chats: Chats = None,
+    held_out_chats: HeldOutChats = None,
     steps: Steps = None,
     minutes: Minutes = None,
     checkpoint_every: CheckpointEvery = "60s",
@@ -264,7 +142,7 @@ def heads_command(
     batch: Batch = 16,
     length: Length = 256,
     micro_batch: MicroBatch = None,
-    lr: Annotated[float, typer.Option("--lr", rich_help_panel=_OPTIMIZER, help="Highest.")] = 1e-3,
+    lr: Annotated[float, typer.Option("--lr", rich_help_panel=OPTIMIZER, help="Highest.")] = 1e-3,
     warmup: Warmup = 0.02,
     decay: Decay = 0.6,
     weight_decay: WeightDecay = 0.05,
@@ -297,16 +175,19 @@ def drafter_command(
     out_folder: Out,
     more_text: MoreText = None,
     text: TextOption = None,
-    layers: Annotated[int, typer.Option("--layers", rich_help_panel=_MODELS, help="Its decoder layers.")] = 1,
+    layers: Annotated[int, typer.Option("--layers", rich_help_panel=MODELS, help="Its decoder layers.")] = 1,
     intermediate_size: IntermediateSize = None,
     hidden_layers: HiddenLayers = None,
     draft_vocabulary: DraftVocabulary = None,
+    target_head: TargetHead = False,
     depth: Depth = None,
     block_size: BlockSize = None,
     mask_token_id: MaskTokenId = None,
     markov_rank: MarkovRank = None,
     markov_head: MarkovHead = None,
     held_out_text: HeldOutText = None,
+    chats: Chats = None,
+    held_out_chats: HeldOutChats = None,
     steps: Steps = None,
     minutes: Minutes = None,
     checkpoint_every: CheckpointEvery = "60s",
@@ -319,7 +200,7 @@ def drafter_command(
     batch: Batch = 16,
     length: Length = 256,
     micro_batch: MicroBatch = None,
-    lr: Annotated[float, typer.Option("--lr", rich_help_panel=_OPTIMIZER, help="Highest.")] = 3e-3,
+    lr: Annotated[float, typer.Option("--lr", rich_help_panel=OPTIMIZER, help="Highest.")] = 3e-3,
     warmup: Warmup = 0.02,
     decay: Decay = 0.6,
     weight_decay: WeightDecay = 0.05,
@@ -340,6 +221,7 @@ def drafter_command(
         intermediate_size=intermediate_size,
         hidden_layers=_numbers("hidden_layers", hidden_layers),
         draft_vocabulary=draft_vocabulary,
+        target_head=target_head or None,
         depth=depth,
         block_size=block_size,
         mask_token_id=mask_token_id,
@@ -396,6 +278,8 @@ def _options(given: dict[str, Any], begun: float) -> Any:
         **{option: given[option] for option in names.split()},
         text=[*(given["text"] or []), *(given["more_text"] or [])],
         held_out_text=list(given["held_out_text"] or []),
+        chats=list(given["chats"] or []),
+        held_out_chats=list(given["held_out_chats"] or []),
         out=given["out_folder"],
         steps=given["steps"],
         minutes=minutes,

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..model.attention import GraphInputs
+from ..packed.modules import device_of_weights, dtype_of
 from ..records import Candidates
 from . import checkpoints
 from .base import Level, Text
@@ -32,11 +33,17 @@ __all__ = ["Eagle3"]
 UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 """Tensors of training, which drafting does not read."""
 
+UNITS_AT_ONCE = 64
+"""Columns of the target's output matrix that are read at once."""
+
 MASK = "mask_hidden"
 """P-EAGLE's tensor."""
 
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Names of P-EAGLE's mask token, in the order in which vLLM looks for them."""
+
+TARGET_HEAD = "target_lm_head"
+"""Setting of a config of ours: the output matrix is not stored, see :attr:`Eagle3Config.own_head`."""
 
 PARALLEL = 8
 """Tokens that P-EAGLE drafts at once where a checkpoint does not say it: what ``speculators`` trains by default."""
@@ -57,6 +64,7 @@ class Eagle3Config:
         fc_norm: whether they are normed each by itself.
         norm_output: whether a node's vector is the normed output, which the output matrix reads.
         own_embedding: whether the checkpoint has an embedding; else the target's is used.
+        own_head: whether it has an output matrix; else the target's is used, its rows of the draft vocabulary.
         mask_shape: of P-EAGLE's hidden states of a token that is not known; ``None``: EAGLE-3.
         mask_token_id: whose embedding stands for such a token.
         num_parallel: tokens that P-EAGLE drafts in one forward.
@@ -71,6 +79,7 @@ class Eagle3Config:
     fc_norm: bool = False
     norm_output: bool = False
     own_embedding: bool = False
+    own_head: bool = True
     mask_shape: tuple[int, ...] | None = None
     mask_token_id: int | None = None
     num_parallel: int = 1
@@ -115,6 +124,7 @@ class Eagle3Config:
             ),
             fused_layers(config),
             own_embedding=own_embedding,
+            own_head=not checkpoints.flag(said, TARGET_HEAD),
             **found,
             **(parallel_settings(config, mask_shape) if mask_shape is not None else {}),
         )
@@ -215,7 +225,7 @@ class Eagle3(nn.Module):
         first = FirstLayer(layers, norm_before_residual=config.norm_before_residual)
         self.layers = nn.ModuleList([first, *(Layer(layers, i) for i in range(1, layers.num_hidden_layers))])
         self.norm = LlamaRMSNorm(size, eps)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
         self.mask_hidden = None if config.mask_shape is None else nn.Parameter(torch.zeros(config.mask_shape))
         reduced = config.draft_vocab_size < layers.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if reduced else None)
@@ -246,7 +256,15 @@ class Eagle3(nn.Module):
         fc = checkpoint.files.get("fc.weight", (None, ()))[1]
         if config.num_fused != 2 and fc == (config.layers.hidden_size, 2 * config.layers.hidden_size):
             raise BadCheckpoint("drafter: an EAGLE-1 or EAGLE-2 checkpoint, which fuses no layers; not served")
-        return checkpoints.build(cls, config, checkpoint, target)
+        if target is None and not config.own_head:
+            raise BadCheckpoint(
+                f"drafter: this EAGLE-3 drafter in {checkpoint.folder} drafts by its target's output matrix; pass the "
+                "target too"
+            )
+        drafter: Eagle3 = checkpoints.build(cls, config, checkpoint, target)
+        if target is not None and not config.own_head:
+            drafter.share_head(target)
+        return drafter
 
     def __repr__(self) -> str:
         config = self.config
@@ -263,10 +281,12 @@ class Eagle3(nn.Module):
         config = self.config
         checkpoints.check_vocabulary("EAGLE-3", config.layers.vocab_size, target)
         checkpoints.check_layers("EAGLE-3", config.layers_of(target), config.target_hidden_size, target)
-        if self.embed_tokens is None and config.layers.hidden_size != config.target_hidden_size:
+        shared = self.embed_tokens is None or not config.own_head
+        if shared and config.layers.hidden_size != config.target_hidden_size:
+            what = "embedding" if self.embed_tokens is None else "output matrix"
             raise BadCheckpoint(
-                f"drafter: this EAGLE-3 drafter has no embedding of its own, and is {config.layers.hidden_size} wide "
-                f"where the target's embedding is {config.target_hidden_size}"
+                f"drafter: this EAGLE-3 drafter has no {what} of its own, and is {config.layers.hidden_size} wide "
+                f"where the target's {what} is {config.target_hidden_size}"
             )
         embedding = target.get_input_embeddings() if self.embed_tokens is None else self.embed_tokens
         if config.mask_token_id is not None and config.mask_token_id >= len(embedding.weight):
@@ -284,6 +304,19 @@ class Eagle3(nn.Module):
         """The target's id of every draft token, int64 [draft_vocab_size]."""
         at = torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device)
         return at if self.d2t is None else at + self.d2t
+
+    @torch.no_grad()
+    def share_head(self, target: PreTrainedModel) -> None:
+        """Take the target's rows of the draft vocabulary as output matrix, as they are now; they are not trained.
+
+        However the target holds them: a row is what its output matrix makes of unit vectors.
+        """
+        head, weight = target.get_output_embeddings(), self.fc.weight
+        ids = self.target_ids().to(device_of_weights(head))
+        units = torch.eye(self.config.layers.hidden_size, dtype=dtype_of(head), device=ids.device)
+        rows = torch.cat([head(part)[:, ids] for part in units.split(UNITS_AT_ONCE)]).T
+        self.lm_head = nn.Linear(*reversed(rows.shape), bias=False, dtype=weight.dtype, device="meta")
+        self.lm_head.weight = nn.Parameter(rows.to(weight).contiguous(), requires_grad=False)
 
     def fuse(self, hidden: list[Tensor]) -> Tensor:
         """The feature of the target's hidden states, [B, n, Dt] each: [B, n, D]."""

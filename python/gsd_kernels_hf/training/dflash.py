@@ -177,16 +177,20 @@ class DFlashTraining(DrafterTraining):
         """Places of the tokens before each guess, int64 [B, A, guesses]."""
         return roots[..., None] + torch.arange(self.guesses, device=roots.device)
 
-    def loss(self, windows: Tensor) -> Tensor:
+    def loss(self, windows: Tensor, counted: Tensor | None = None) -> Tensor:
         """Mean over blocks and their tokens, nearer ones weighing more, of :meth:`DrafterTraining.divergence`.
 
         To it comes the cross-entropy of the confidence head, if there is one, against the overlap Σ min(p, q). Roots
-        are random places of each window; there are so many blocks that their rows are about the window's.
+        are random places of each window, those whose next token counts first; there are so many blocks that their rows
+        are about the window's.
         """
         states, log_target = self.read(windows)
         last = windows.shape[1] - 1 - self.guesses
         count = max(1, min(last, self.options.length // (self.guesses + 1)))
-        roots = torch.rand(len(windows), last).topk(count).indices.to(windows.device) + 1  # [B, A]
+        order = torch.rand(len(windows), last)
+        if counted is not None:
+            order += counted[:, 2 : 2 + last].cpu()
+        roots = order.topk(count).indices.to(windows.device) + 1  # [B, A]
         place = self.places(roots)
         window = windows.shape[1] * torch.arange(len(windows), device=windows.device)
         tokens = windows[:, None].expand(-1, count, -1).gather(2, place + 1)
@@ -196,7 +200,10 @@ class DFlashTraining(DrafterTraining):
         if confidence is not None:
             overlap = torch.minimum(logits.detach().softmax(-1), labels.expected).sum(-1)
             loss = loss + binary_cross_entropy_with_logits(confidence, overlap, reduction="none")
-        return (loss * self.weights).sum(-1).mean() / self.weights.sum()
+        weights = self.weights.expand_as(loss)
+        if counted is not None:
+            weights = weights * counted[:, None].expand(-1, count, -1).gather(2, place + 1)
+        return (loss * weights).sum() / weights.sum().clamp(min=1e-9)
 
     def guessed(self, windows: Tensor, first: int, places: int) -> Tensor:
         """See :meth:`DrafterTraining.guessed`; edges read the window's tokens, which are right where it counts."""

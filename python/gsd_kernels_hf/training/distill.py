@@ -20,6 +20,7 @@ from ..parallel import digest
 from ..progress import Update, tracked
 from .job import TrainingOptions, load_target, run, stored_dtype
 from .measure import MEASURED_AT_ONCE, accepted_per_step
+from .streams import mean_of
 from .text import HeldOut
 
 __all__ = ["CHAIN", "Distillation", "distill", "has_weights"]
@@ -98,20 +99,25 @@ class Distillation:
             logits = model(known, use_cache=False).logits
         return logits[..., : self.vocabulary].to(self.options.weights)
 
-    def loss(self, windows: Tensor) -> Tensor:
-        """Mean over positions of ``token_level`` · KL(target ‖ draft) + (1 − ``token_level``) · −log draft(next)."""
+    def loss(self, windows: Tensor, counted: Tensor | None = None) -> Tensor:
+        """Mean of ``token_level`` · KL(target ‖ draft) + (1 − ``token_level``) · −log draft(next).
+
+        Over the positions whose next token counts.
+        """
         weight = self.options.token_level
         inputs, following = windows[:, :-1], windows[:, 1:]
         log_draft = self.logits(self.module, inputs).log_softmax(-1).flatten(0, 1)  # [rows, V]
-        loss = log_draft.new_zeros(())
+        loss = log_draft.new_zeros(len(log_draft))
         if weight > 0:
             with torch.no_grad():
                 log_target = self.logits(self.target, inputs).log_softmax(-1).flatten(0, 1)
-            loss = loss + weight * F.kl_div(log_draft, log_target, reduction="batchmean", log_target=True)
+            loss = loss + weight * F.kl_div(log_draft, log_target, reduction="none", log_target=True).sum(-1)
         if weight < 1:
-            following = torch.where(following < self.vocabulary, following, -100).flatten()
-            loss = loss + (1 - weight) * F.nll_loss(log_draft, following)
-        return loss
+            known = following < self.vocabulary
+            likelihood = F.nll_loss(log_draft, torch.where(known, following, -100).flatten(), reduction="none")
+            # Tokens that the draft does not have are no part of the mean.
+            loss = loss + (1 - weight) * likelihood * (known.numel() / known.sum().clamp(min=1))
+        return mean_of(loss, None if counted is None else counted[:, 1:].flatten())
 
     @torch.no_grad()
     def measure(self, held_out: HeldOut) -> dict[str, Any]:
@@ -139,11 +145,12 @@ class Distillation:
             right.append(self.logits(self.module, picks[:, :-1])[:, prefix - 1 :].argmax(-1) == picks[:, prefix:])
             update(len(held_out.windows) + len(right) * MEASURED_AT_ONCE)
         hits, real = torch.cat(right).cpu(), held_out.picked
+        said = slice(None) if held_out.counted is None else held_out.counted[:, 1:].flatten().to(self.options.device)
         depth = min(CHAIN, hits.shape[1] - 1)
         chains = hits[:, 1:].unfold(1, depth, 1)  # [texts, places, depth]
         return {
-            "agreement": torch.cat(same).double().mean().item(),
-            "divergence": torch.cat(divergence).double().mean().item(),
+            "agreement": torch.cat(same)[said].double().mean().item(),
+            "divergence": torch.cat(divergence)[said].double().mean().item(),
             "continuation_agreement": hits[real].double().mean().item(),
             "accepted": accepted_per_step(chains, (real.sum(1) - depth).clamp(min=0)) if depth else None,
         }

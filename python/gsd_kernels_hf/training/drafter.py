@@ -27,7 +27,7 @@ from .text import HeldOut
 __all__ = ["KINDS", "DrafterOptions", "DrafterTraining", "Labels", "layer_sizes", "spread", "write_checkpoint"]
 
 SETTINGS = {
-    "eagle3": ("draft_vocabulary", "depth"),
+    "eagle3": ("draft_vocabulary", "target_head", "depth"),
     "dflash": ("block_size", "mask_token_id"),
     "jetspec": ("block_size", "mask_token_id"),
     "dspark": ("block_size", "mask_token_id", "markov_rank", "markov_head"),
@@ -49,6 +49,8 @@ class DrafterOptions:
         hidden_layers: the target's hidden states that are fused, as transformers' ``hidden_states[i]``; ``None``: as
             published ones choose them, where the target has enough layers.
         draft_vocabulary: tokens that EAGLE-3 can draft, those most frequent in the text; ``None``: 32,000 at most.
+        target_head: whether EAGLE-3 drafts by the target's output matrix, its rows of the draft vocabulary, which are
+            then neither trained nor stored; ``None``: it has its own.
         depth: unrolled levels of EAGLE-3 and of mtp, of which each reads the last one's output (training-time test).
         block_size: rows of a block, the root's included, of the kinds that have one; ``None``: for seven guesses.
         mask_token_id: whose embedding stands for a token to be drafted by such a block; ``None``: the tokenizer's mask
@@ -65,6 +67,7 @@ class DrafterOptions:
     intermediate_size: int | None = None
     hidden_layers: tuple[int, ...] | None = None
     draft_vocabulary: int | None = None
+    target_head: bool | None = None
     depth: int | None = None
     block_size: int | None = None
     mask_token_id: int | None = None

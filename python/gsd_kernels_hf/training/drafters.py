@@ -17,9 +17,9 @@ from ..model.properties import vocabulary
 from .dflash import DFlashTraining
 from .drafter import DrafterOptions, DrafterTraining
 from .eagle3 import Eagle3Training
-from .job import TrainingOptions, load_target, run, stored_dtype
+from .job import TrainingOptions, load_target, read, run, stored_dtype
 from .mtp import MtpTraining
-from .text import Text, read_text
+from .text import Text
 
 __all__ = ["DrafterOptions", "frequent_tokens", "train_drafter"]
 
@@ -50,7 +50,8 @@ def trainee_of(
     count = min(size, LARGEST_DRAFT_VOCABULARY) if drafter.draft_vocabulary is None else drafter.draft_vocabulary
     if count > size:
         raise ValueError(f"draft_vocabulary: expected at most the target's {size} tokens, got {count}")
-    return Eagle3Training(options, target, drafter, dtype, frequent_tokens(text.training, size, count))
+    learned = text.training.tokens if text.training.counted is None else text.training.tokens[text.training.counted]
+    return Eagle3Training(options, target, drafter, dtype, frequent_tokens(learned, size, count))
 
 
 def train_drafter(drafter: DrafterOptions, options: TrainingOptions) -> dict[str, Any]:
@@ -63,5 +64,5 @@ def train_drafter(drafter: DrafterOptions, options: TrainingOptions) -> dict[str
     """
     clock = options.clock()
     target, tokenizer = load_target(options)
-    text = read_text(options.text, options.held_out_text, tokenizer, options.length, clock)
+    text = read(options, tokenizer, clock)
     return run(options, target, tokenizer, trainee_of(options, target, tokenizer, drafter, text), clock, text)

@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..model.hidden import decoder_of
-from ..sources.eagle3 import Eagle3, Eagle3Config
+from ..sources.eagle3 import TARGET_HEAD, Eagle3, Eagle3Config
 from .drafter import DrafterOptions, layer_sizes, spread, write_checkpoint
-from .job import TrainingOptions
+from .job import TrainingOptions, check_output_matrix
 from .unrolled import DEPTH, Unrolled, UnrolledTraining
 
 __all__ = ["Eagle3Training"]
@@ -52,6 +52,9 @@ class Eagle3Training(UnrolledTraining):
         if min(fused) > 0:  # outputs of layers: SGLang
             inner = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in fused], "use_aux_hidden_state": True}
             self.config["eagle_config"] = inner
+        if drafter.target_head:
+            self.config[TARGET_HEAD] = True
+            check_output_matrix("drafters without an output matrix of their own", options, target)
         module = Eagle3(Eagle3Config.of(self.config, own_embedding=False))
         if module.d2t is not None:
             module.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
@@ -60,9 +63,10 @@ class Eagle3Training(UnrolledTraining):
         with torch.no_grad():
             size = sizes["hidden_size"]
             module.fc.weight.zero_()[:, -size:].copy_(torch.eye(size))
-            head, (_, norm) = target.get_output_embeddings().weight, decoder_of(target)
-            module.lm_head.weight.copy_(head[draft_ids.to(head.device)])
-            module.norm.weight.copy_(norm.weight)
+            module.norm.weight.copy_(decoder_of(target)[1].weight)
+        trained = module.config.own_head
+        module.share_head(target)
+        module.lm_head.weight.requires_grad_(trained)
 
     def levels(self, windows: Tensor, states: list[Tensor]) -> list[Tensor]:
         """See :meth:`UnrolledTraining.levels`."""
@@ -81,6 +85,8 @@ class Eagle3Training(UnrolledTraining):
     def save(self, folder: Path) -> None:
         """Write the layout of SafeAILab and SpecForge, which vLLM and SGLang read."""
         tensors = {name.replace("layers.0.", "midlayer.", 1): value for name, value in self.module.state_dict().items()}
+        if not self.module.config.own_head:
+            del tensors["lm_head.weight"]
         if self.module.d2t is not None:
             known = torch.zeros(self.config["vocab_size"], dtype=torch.bool)
             known[self.module.target_ids().cpu()] = True

@@ -24,6 +24,7 @@ from .job import (
     stored_dtype,
 )
 from .measure import measure_guesses
+from .streams import mean_of
 from .text import HeldOut
 
 __all__ = ["HeadTraining", "train_heads"]
@@ -60,8 +61,8 @@ class HeadTraining:
         """[..., D] → [..., V] by the target's own output matrix."""
         return output_logits(self.options, self.target, states)
 
-    def loss(self, windows: Tensor) -> Tensor:
-        """Sum over heads k of 0.8^k times the mean over positions t of
+    def loss(self, windows: Tensor, counted: Tensor | None = None) -> Tensor:
+        """Sum over heads k of 0.8^k times the mean over positions t whose token t + k + 2 counts of
 
         ``token_level`` · KL(target ‖ head) + (1 − ``token_level``) · −log head(token t + k + 2),
 
@@ -78,13 +79,14 @@ class HeadTraining:
         total = states.new_zeros(())
         for k in range(heads):
             log_head = self.logits(states[:, k]).log_softmax(-1)  # [rows, V]
-            loss = log_head.new_zeros(())
+            loss = log_head.new_zeros(len(log_head))
+            there = slice(k + 2, k + 2 + places)
             if log_target is not None:
                 same = log_target[:, k + 1 : k + 1 + places].flatten(0, 1)
-                loss = loss + weight * F.kl_div(log_head, same, reduction="batchmean", log_target=True)
+                loss = loss + weight * F.kl_div(log_head, same, reduction="none", log_target=True).sum(-1)
             if weight < 1:
-                loss = loss + (1 - weight) * F.nll_loss(log_head, windows[:, k + 2 : k + 2 + places].flatten())
-            total = total + HEAD_WEIGHT**k * loss
+                loss = loss + (1 - weight) * F.nll_loss(log_head, windows[:, there].flatten(), reduction="none")
+            total = total + HEAD_WEIGHT**k * mean_of(loss, None if counted is None else counted[:, there].flatten())
         return total
 
     @torch.no_grad()

@@ -8,11 +8,10 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -25,12 +24,12 @@ from .loop import (
     Interval,
     Record,
     RunFolder,
-    Streams,
     build_optimizers,
     learning_rate_factor,
     train,
 )
 from .measure import is_better
+from .streams import Stream, Streams
 from .text import HeldOut, Text, own_text, read_text, target_picks
 
 logger = logging.getLogger("gsd_kernels")
@@ -41,6 +40,7 @@ __all__ = [
     "check_output_matrix",
     "load_target",
     "output_logits",
+    "read",
     "run",
 ]
 
@@ -59,9 +59,10 @@ class TrainingOptions:
 
     Attributes:
         target: folder of the target.
-        text: UTF-8 files to train on.
+        text: UTF-8 files to train on; or
+        chats: files of chats, see :func:`~gsd_kernels_hf.training.chats.encode_chats`: only answers count.
         out: folder of the result; while training, of its checkpoints.
-        held_out_text: files to measure on; without, the last twentieth of ``text``.
+        held_out_text, held_out_chats: files to measure on; without, the last twentieth of ``text`` or ``chats``.
         steps, minutes: how long; one of them. In minutes everything counts, reading, measuring and writing too; the
             learning rate follows the clock.
         batch, length: windows of a step and their tokens.
@@ -103,10 +104,15 @@ class TrainingOptions:
     device: torch.device
     checkpoint_every: Interval
     begun: float | None = None
+    chats: list[Path] = field(default_factory=list)
+    held_out_chats: list[Path] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not self.text:
-            raise ValueError("text: expected at least one file")
+        if bool(self.text) == bool(self.chats):
+            raise ValueError("text, chats: expected files of one of them")
+        for name in ("text", "chats"):
+            if getattr(self, f"held_out_{name}") and not getattr(self, name):
+                raise ValueError(f"held_out_{name}: is for {name}, of which no file is named")
         if (self.steps is None) == (self.minutes is None):
             raise ValueError("steps, minutes: expected one of them")
         for name in ("steps", "minutes", "batch", "length", "micro_batch", "lr", "own_sequences"):
@@ -135,7 +141,8 @@ class TrainingOptions:
     def identity(self) -> dict[str, Any]:
         """Whatever decides the result but for models and text, as JSON values."""
         values = asdict(self)
-        for name in ("target", "text", "held_out_text", "out", "checkpoint_every", "begun"):
+        files = ("text", "held_out_text", "chats", "held_out_chats")
+        for name in ("target", *files, "out", "checkpoint_every", "begun"):
             del values[name]
         return values | {"dtype": str(self.dtype).split(".")[-1], "device": self.device.type}
 
@@ -157,8 +164,8 @@ class Trainee(Protocol):
     module: nn.Module
     identity: dict[str, Any]
 
-    def loss(self, windows: Tensor) -> Tensor:
-        """Mean loss of int64 [windows, length + 1] on the device."""
+    def loss(self, windows: Tensor, counted: Tensor | None = None) -> Tensor:
+        """Mean loss of int64 [windows, length + 1] on the device, of the guesses for tokens that count (bool alike)."""
 
     def measure(self, held_out: HeldOut) -> dict[str, Any]:
         """Quality of the guesses, as JSON values."""
@@ -186,6 +193,12 @@ def load_target(options: TrainingOptions) -> tuple[PreTrainedModel, PreTrainedTo
     return target.requires_grad_(False), tokenizer
 
 
+def read(options: TrainingOptions, tokenizer: PreTrainedTokenizerBase, clock: Clock) -> Text:
+    """The text, or the chats, that the options name; see :func:`read_text`."""
+    files, held_out = (options.chats or options.text, options.held_out_chats or options.held_out_text)
+    return read_text(files, held_out, tokenizer, options.length, clock, chats=bool(options.chats))
+
+
 def run(
     options: TrainingOptions,
     target: PreTrainedModel,
@@ -204,7 +217,7 @@ def run(
         RuntimeError: the loss is not finite, or the minutes were over before one step was done; nothing is left then.
     """
     if text is None:
-        text = read_text(options.text, options.held_out_text, tokenizer, options.length, clock)
+        text = read(options, tokenizer, clock)
     folder = RunFolder(
         options.out,
         {"target": f"{digest(target):016x}", **trainee.identity, **text.digests, **options.identity()},
@@ -236,11 +249,12 @@ def _run(
     batches = Streams(streams, options.seed, options.batch * options.length)
 
     def losses(step: int, _: float) -> Iterator[Tensor]:
-        (windows,) = batches.batch(step, options.length)
+        batch = batches.batch(step, options.length)
         # Nobody knows how long the first step takes: window by window it can be dropped on the way.
         at_once = 1 if step == 0 and clock.limited else options.micro_batch or options.batch
-        for part in windows.split(at_once):
-            yield trainee.loss(part.to(options.device)) * (len(part) / len(windows))
+        for part in zip(*(tensor.split(at_once) for tensor in batch), strict=True):
+            share = len(part[0]) / len(batch[0])
+            yield trainee.loss(*(tensor.to(options.device) for tensor in part)) * share
 
     torch.manual_seed(options.seed)
     record = train(
@@ -301,7 +315,7 @@ def _measurable(trainee: Trainee, held_out: HeldOut, folder: RunFolder, clock: C
 
 def _streams(
     options: TrainingOptions, target: PreTrainedModel, text: Text, pace: float, folder: RunFolder, clock: Clock
-) -> tuple[list[tuple[float, np.ndarray]], dict[str, Any]]:
+) -> tuple[list[tuple[float, Stream]], dict[str, Any]]:
     """What is trained on, with its shares, and a report of what the target wrote of it.
 
     Args:

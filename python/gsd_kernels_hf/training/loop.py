@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +29,6 @@ __all__ = [
     "Interval",
     "Record",
     "RunFolder",
-    "Streams",
     "build_optimizers",
     "learning_rate_factor",
     "train",
@@ -121,30 +119,6 @@ def build_optimizers(
     if rest:
         optimizers.append(torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
     return optimizers
-
-
-# ---------------------------------------------------------------- batches
-
-
-class Streams:
-    """Token streams with a share each; a batch is a pure function of its step number, so a run can resume."""
-
-    def __init__(self, streams: list[tuple[float, np.ndarray]], seed: int, tokens: int) -> None:
-        self.streams = streams
-        self.tokens = tokens
-        self.seed = seed
-
-    def batch(self, step: int, length: int) -> tuple[Tensor, ...]:
-        """Return random windows, ``tokens`` in all and one more per window: ([windows, length + 1],)."""
-        rng = np.random.default_rng([self.seed, step])
-        windows = self.tokens // length
-        choice = rng.choice(len(self.streams), size=windows, p=[share for share, _ in self.streams])
-        rows = []
-        for index in choice:
-            stream = self.streams[index][1]
-            start = rng.integers(0, len(stream) - length)
-            rows.append(stream[start : start + length + 1].astype(np.int64))
-        return (torch.from_numpy(np.stack(rows)),)
 
 
 # ---------------------------------------------------------------- what survives a kill

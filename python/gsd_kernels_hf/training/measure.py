@@ -23,13 +23,14 @@ def measure_guesses(right: Callable[[Tensor, int], Tensor], depth: int, held_out
         depth: guesses a place.
 
     Returns:
-        accuracy: by guess, how often it is the token of the text. continuation_accuracy: the same where the target
-        wrote the text (``None`` where it ended at once). accepted: guesses that a step of decoding those would accept.
+        accuracy: by guess, how often it is the token of the text, where that counts. continuation_accuracy: the same
+        where the target wrote the text (``None`` where it ended at once). accepted: guesses that a step of decoding
+        those would accept.
     """
     text, own = [], []
     with tracked("measuring", len(held_out.windows) + len(held_out.picks), "windows") as update:
         for part in held_out.windows.split(MEASURED_AT_ONCE):
-            text.append(right(part, 0).flatten(0, 1))
+            text.append(right(part, 0))
             update(len(text) * MEASURED_AT_ONCE)
         for part in held_out.picks.split(MEASURED_AT_ONCE):
             own.append(right(part, held_out.prefix - 1))
@@ -37,8 +38,12 @@ def measure_guesses(right: Callable[[Tensor, int], Tensor], depth: int, held_out
     own = torch.cat(own)
     lengths = (held_out.picked.sum(1) - depth).clamp(min=0)  # own: [texts, places, depth]
     counted = torch.arange(own.shape[1]) < lengths[:, None]
+    read = torch.cat(text)  # [windows, places, depth]
+    said = torch.ones_like(read)
+    if held_out.counted is not None:
+        said = held_out.counted[:, 2:].unfold(1, depth, 1)[:, : read.shape[1]]
     return {
-        "accuracy": torch.cat(text).double().mean(0).tolist(),
+        "accuracy": [read[..., k][said[..., k]].double().mean().item() for k in range(depth)],
         "continuation_accuracy": own[counted].double().mean(0).tolist() if counted.any() else [None] * depth,
         "accepted": accepted_per_step(own, lengths),
     }

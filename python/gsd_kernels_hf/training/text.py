@@ -16,10 +16,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 from ..files import decode_utf8, read_file, write_file
 from ..progress import Update, tracked
+from .chats import encode_chats
 from .clock import PICKING_SHARE, Clock, NothingLearned, spoken
-from .loop import RunFolder, Streams
+from .loop import RunFolder
+from .streams import Stream, Streams, blocks
 
-__all__ = ["HeldOut", "Text", "blocks", "own_text", "read_text", "target_picks"]
+__all__ = ["HeldOut", "Text", "own_text", "read_text", "target_picks"]
 
 HELD_OUT_SHARE = 0.05
 HELD_OUT_BLOCKS = 64  # at most, evenly spaced over the held-out text
@@ -31,10 +33,10 @@ PREFIX_SHARE = 4  # a quarter of a sequence is text, the rest is what the target
 
 @dataclass(frozen=True)
 class Text:
-    """Token streams to train on and to measure on, int32 [tokens], and SHA-256 sums of the files they come from."""
+    """Token streams to train on and to measure on, and SHA-256 sums of the files they come from."""
 
-    training: np.ndarray
-    held_out: np.ndarray
+    training: Stream
+    held_out: Stream
     digests: dict[str, str]
 
 
@@ -46,11 +48,13 @@ class HeldOut:
         windows: int64 [n, length + 1], of the held-out text.
         picks: int64 [m, prefix + new tokens], text and the target's own greedy continuation.
         picked: bool [m, new tokens], not behind an end-of-text token.
+        counted: bool [n, length + 1], tokens of the windows that count; ``None``: all.
     """
 
     windows: Tensor
     picks: Tensor
     picked: Tensor
+    counted: Tensor | None = None
 
     @property
     def prefix(self) -> int:
@@ -59,7 +63,8 @@ class HeldOut:
 
     def first(self, windows: int, picks: int) -> HeldOut:
         """So many of both, evenly spaced."""
-        return HeldOut(_spaced(self.windows, windows), _spaced(self.picks, picks), _spaced(self.picked, picks))
+        counted = None if self.counted is None else _spaced(self.counted, windows)
+        return HeldOut(_spaced(self.windows, windows), _spaced(self.picks, picks), _spaced(self.picked, picks), counted)
 
 
 def _spaced(rows: Tensor, count: int) -> Tensor:
@@ -111,37 +116,54 @@ def read_text(
     tokenizer: PreTrainedTokenizerBase,
     length: int,
     clock: Clock = Clock(None),  # noqa: B008, without a limit there is nothing that changes
+    *,
+    chats: bool = False,
 ) -> Text:
     """Encode files; without ``held_out_files`` the last twentieth of the text is held out, one block at least.
+
+    Args:
+        chats: whether the files are chats, see :func:`~gsd_kernels_hf.training.chats.encode_chats`; a twentieth is
+            one of the chats then.
 
     Raises:
         ValueError: no text, text that is not UTF-8, or too little for one block of ``length`` + 1 tokens on each side.
         OSError: a file that cannot be read.
         RuntimeError: the clock's minutes are over.
     """
-    training, digest = _encode("text", files, tokenizer, clock)
-    digests = {"text": digest}
+    name = "chats" if chats else "text"
     block = length + 1
-    if held_out_files:
-        held_out, digests["held_out_text"] = _encode("held_out_text", held_out_files, tokenizer, clock)
+    if chats:
+        last = 0.0 if held_out_files else HELD_OUT_SHARE
+        training, held_out, digest = encode_chats(name, files, tokenizer, length, clock, last)
     else:
-        cut = max(0, len(training) - max(block, round(HELD_OUT_SHARE * len(training))))
-        training, held_out = training[:cut], training[cut:]
-    for name, stream in (("text", training), ("held_out_text", held_out)):
-        if len(stream) < block:
+        tokens, digest = _encode(name, files, tokenizer, clock)
+        cut = len(tokens)
+        if not held_out_files:
+            cut = max(0, cut - max(block, round(HELD_OUT_SHARE * cut)))
+        training, held_out = Stream(tokens[:cut]), Stream(tokens[cut:])
+    digests = {name: digest}
+    if held_out_files:
+        other = f"held_out_{name}"
+        if chats:
+            held_out, _, digests[other] = encode_chats(other, held_out_files, tokenizer, length, clock)
+        else:
+            tokens, digests[other] = _encode(other, held_out_files, tokenizer, clock)
+            held_out = Stream(tokens)
+    for which, stream in ((name, training), (f"held_out_{name}", held_out)):
+        if not len(stream.places(block)):
             share = "" if held_out_files else " after the held-out part"
             raise ValueError(
-                f"{name}: {len(stream)} tokens{share} are less than a block of {block}; give more text or a smaller "
+                f"{which}: {len(stream)} tokens{share} are less than a block of {block}; give more text or a smaller "
                 "length"
             )
+    if chats and not len(held_out.before_answers(own := beginning(length)).places(own)):
+        raise ValueError(f"held_out_{name}: no answer has {own} tokens before it; give more chats or a smaller length")
     return Text(training, held_out, digests)
 
 
-def blocks(stream: np.ndarray, length: int, most: int) -> Tensor:
-    """At most ``most`` windows that do not overlap, evenly spaced: int64 [windows, length]."""
-    count = len(stream) // length
-    chosen = np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))
-    return torch.from_numpy(np.stack([stream[i * length : (i + 1) * length] for i in chosen]).astype(np.int64))
+def beginning(length: int) -> int:
+    """Tokens of a window that the target continues."""
+    return max(1, length // PREFIX_SHARE)
 
 
 class _Told(StoppingCriteria):
@@ -202,8 +224,10 @@ def target_picks(
         Both, fewer and shorter continuations where a share of the clock's minutes is not enough for all; and the
         seconds that a token of them took.
     """
-    windows = blocks(text.held_out, length + 1, HELD_OUT_BLOCKS)
-    prefix = blocks(text.held_out, length + 1, PICKED_TEXTS)[:, : max(1, length // PREFIX_SHARE)]
+    windows, counted = blocks(text.held_out, length + 1, HELD_OUT_BLOCKS)
+    own = beginning(length)
+    answered = text.held_out.before_answers(own)
+    prefix = blocks(answered, length + 1 if answered is text.held_out else own, PICKED_TEXTS)[0][:, :own]
 
     def pick() -> list[list[int]]:
         return _picked(target, prefix, min(PICKED_TOKENS, length), clock).tolist()
@@ -211,7 +235,7 @@ def target_picks(
     found, seconds = remember.timed("picks", pick, clock)
     picks = torch.tensor(found)
     picked = _real(target, picks[:, prefix.shape[1] :])
-    return HeldOut(windows, picks, picked), seconds / picked.numel()
+    return HeldOut(windows, picks, picked, counted), seconds / picked.numel()
 
 
 def _picked(target: PreTrainedModel, prefix: Tensor, new_tokens: int, clock: Clock) -> Tensor:
@@ -239,7 +263,7 @@ def _picked(target: PreTrainedModel, prefix: Tensor, new_tokens: int, clock: Clo
 
 def own_text(
     target: PreTrainedModel,
-    training: np.ndarray,
+    training: Stream,
     length: int,
     seed: int,
     folder: Path,
@@ -248,14 +272,14 @@ def own_text(
     sequences: int | None,
     seconds: float | None,
     may_write: Callable[[], bool],
-) -> tuple[np.ndarray, float]:
+) -> tuple[Stream, float]:
     """Let the target continue beginnings from the text: sequence-level distillation (arXiv 1606.07947, section 3.2).
 
     Every other batch is greedy, the others are sampled at temperature 0.8. A batch is a file in ``folder`` and a
     function of the seed and its number, so that a run that was killed goes on with the next.
 
     Args:
-        training: int [tokens], where the beginnings are drawn from.
+        training: where the beginnings are drawn from; of chats, they end where an answer begins.
         length: of a sequence, the beginning (a quarter) included.
         at_once: sequences of a batch.
         sequences: how many; with ``seconds`` too, whichever comes first.
@@ -263,10 +287,10 @@ def own_text(
         may_write: false once training has begun: what was written is then all.
 
     Returns:
-        int32 [tokens], the sequences one after another, and the seconds that writing took.
+        The sequences one after another, of chats what is new counts; and the seconds that writing took.
     """
-    prefix = max(1, length // PREFIX_SHARE)
-    streams = Streams([(1.0, training)], seed + 1, at_once * prefix)
+    prefix = beginning(length)
+    streams = Streams([(1.0, training.before_answers(prefix))], seed + 1, at_once * prefix)
     files: list[Path] = []
     used = 0.0
     with tracked("the target writes", sequences, "sequences") as update:
@@ -277,7 +301,7 @@ def own_text(
                 if not may_write() or (seconds is not None and number and used * (number + 1) / number > seconds):
                     break
                 begin = time.monotonic()
-                (windows,) = streams.batch(number, prefix)
+                windows = streams.batch(number, prefix)[0]
                 sampling = {"do_sample": True, "temperature": SAMPLED_TEMPERATURE, "top_k": 0, "top_p": 1.0}
                 with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
                     torch.manual_seed(seed + number)
@@ -290,14 +314,20 @@ def own_text(
                         **(sampling if number % 2 else {"do_sample": False}),
                     )
                 real = torch.nn.functional.pad(_real(target, tokens[:, prefix:]), (prefix, 0), value=True)
-                content = {"tokens": tokens[real].numpy().astype(np.int32), "seconds": time.monotonic() - begin}
+                new = (torch.arange(tokens.shape[1]) >= prefix).expand_as(tokens)[real]
+                content = {
+                    "tokens": tokens[real].numpy().astype(np.int32),
+                    "new": new.numpy(),
+                    "seconds": time.monotonic() - begin,
+                }
                 write_file(file, lambda partial, content=content: np.savez(partial, **content))
             with np.load(file) as stored:
                 used += float(stored["seconds"])
             files.append(file)
             update(len(files) * at_once)
-    parts = []
+    parts, new = [], []
     for file in files:
         with np.load(file) as stored:
             parts.append(stored["tokens"])
-    return np.concatenate(parts), used
+            new.append(stored["new"])
+    return Stream(np.concatenate(parts), None if training.counted is None else np.concatenate(new)), used

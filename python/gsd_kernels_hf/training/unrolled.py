@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..sources.layers import Attention
 from .drafter import DrafterTraining
+from .streams import mean_of
 
 __all__ = ["DEPTH", "Unrolled", "UnrolledTraining"]
 
@@ -73,14 +74,14 @@ class UnrolledTraining(DrafterTraining):
         """
         raise NotImplementedError
 
-    def loss(self, windows: Tensor) -> Tensor:
-        """Sum over levels k of 0.8^k times the mean of :meth:`DrafterTraining.divergence` over places."""
+    def loss(self, windows: Tensor, counted: Tensor | None = None) -> Tensor:
+        """Sum over levels k of 0.8^k times the mean of :meth:`DrafterTraining.divergence` over places that count."""
         states, log_target = self.read(windows)
         total, labels = log_target.new_zeros(()), self.labels(log_target)
         for level, logits in enumerate(self.levels(windows, states)):
             there = (slice(None), slice(level + 1, level + 1 + logits.shape[1]))
             loss = self.divergence(logits, labels.at(there), windows[:, 1:][there])
-            total = total + LEVEL_WEIGHT**level * loss.mean()
+            total = total + LEVEL_WEIGHT**level * mean_of(loss, None if counted is None else counted[:, 1:][there])
         return total
 
     def guessed(self, windows: Tensor, first: int, places: int) -> Tensor:
