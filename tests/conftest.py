@@ -34,7 +34,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     interpreted.prepare_once_a_launch()
 
-WHOLE = ("ops", "report")  # folders of cheap cases
+WHOLE = ("ops", "backends", "report")  # folders of cheap cases
 # Files that say it of each case.
 CHOSEN = (
     "test_greedy_exactness.py",

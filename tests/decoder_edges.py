@@ -1,4 +1,4 @@
-"""All products of every level that can run here, with tensors between protected pages; run by test_decoder_rows.py."""
+"""All products of every level that can run here, with tensors between protected pages; for test_decoder_levels.py."""
 
 from __future__ import annotations
 

@@ -225,9 +225,9 @@ def test_what_a_sanitizer_finds_fails(work, monkeypatch, tmp_path):
     assert set(stage.points) == set(sanitize.TOOLS) and not stage.failed
     assert [command[2] for command, _ in commands] == list(sanitize.TOOLS)
     assert all(environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1" for _, environment in commands)
-    text = (sanitize.ROOT / "tests/ops/test_decoder_rows_cuda.py").read_text()
+    text = (sanitize.ROOT / "tests/backends/test_decoder_rows_cuda.py").read_text()
     assert all(any(word in line for line in text.splitlines() if line.startswith("def test_"))
-               for word in sanitize.TESTS["tests/ops/test_decoder_rows_cuda.py"].split(" or "))  # fmt: skip
+               for word in sanitize.TESTS["tests/backends/test_decoder_rows_cuda.py"].split(" or "))  # fmt: skip
     absent = work("sanitize", again=True)
     monkeypatch.setattr(absent, "rehearse", False)
     monkeypatch.setattr(sanitize, "sanitizer", lambda: None)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from backends.test_guard_pages import in_a_fork
 from guards import guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops.contracts.backends import backends
-from ops.test_guard_pages import in_a_fork
 
 from gsd_kernels.ops.state_rows import StateWindow, state_commit, state_rows
 

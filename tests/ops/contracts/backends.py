@@ -1,8 +1,8 @@
 """Which backends a contract's test runs on, and where each of them and the reference run.
 
 A test takes ``on``, a :class:`Backend`, and is marked ``@backends("cpu", "interpreter", …)``. The interpreter's cases
-run in processes of their own, which tests/ops/test_triton_interpreter.py starts: triton reads TRITON_INTERPRET once,
-when it is imported. Cases of the GPU carry the marker ``gpu``.
+run in processes of their own, which tests/backends/test_triton_interpreter.py starts: triton reads TRITON_INTERPRET
+once, when it is imported. Cases of the GPU carry the marker ``gpu``.
 """
 
 from __future__ import annotations

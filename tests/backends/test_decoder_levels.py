@@ -387,7 +387,7 @@ def test_unknown_levels_are_refused():
 
 @pytest.mark.slow
 def test_nothing_outside_a_tensor_is_touched():
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parents[1]
     run = subprocess.run(
         [sys.executable, str(here / "decoder_edges.py")],
         capture_output=True,

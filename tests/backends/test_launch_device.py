@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels are launched nowhere", allow_module_level=True)
 
-from ops.test_triton_dispatch import operator_calls
+from backends.test_triton_dispatch import operator_calls
 from triton.runtime.jit import JITFunction
 
 from gsd_kernels.ops.sampling.triton import TICKETS, Tickets

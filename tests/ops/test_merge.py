@@ -1,8 +1,8 @@
-"""Merge and flatten: equal to sequential oracles, and the invariants of the graph and its rows."""
+"""merge, and the rows that flatten makes of its graphs: sequential oracles, invariants, and bits of every backend."""
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 
 import oracle
 import pytest
@@ -10,10 +10,19 @@ import torch
 from graphs import STYLES, drafted
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ops.contracts.graph import configs
+from ops.contracts.backends import ALL, backend_param, backends, cases
+from ops.contracts.graph import (
+    CUDA_GRAPHS,
+    GRAPHS,
+    agreeing_target,
+    check_graph,
+    check_merge_into_arbitrary_graph,
+    check_verification,
+    configs,
+)
 
 import gsd_kernels as gsd
-from gsd_kernels.graph import pack_bits, unpack_bits
+from gsd_kernels.graph import unpack_bits
 
 
 def oracle_graphs(graph, config, frontiers):
@@ -125,12 +134,6 @@ def test_frontier_masks_name_the_slots_of_the_primary_path():
     drafted(config, vocab=40, on_level=check)
 
 
-def test_bits_round_trip():
-    for n in (1, 31, 32, 33, 100):
-        mask = torch.rand(3, 5, n) < 0.5
-        assert torch.equal(unpack_bits(pack_bits(mask), n), mask)
-
-
 def test_merging_happens_where_the_context_agrees():
     """Hand-drawn: after a and b the draft proposes the same x; context 0 joins them, context 1 does not."""
     for merge_context, nodes in ((0, 4), (1, 5)):
@@ -145,36 +148,100 @@ def test_merging_happens_where_the_context_agrees():
         assert graph.num_nodes.item() == nodes and graph.num_merges.item() == 5 - nodes
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"depth": 0}, "depth"),
-        ({"width": 65}, "width"),
-        ({"branch": 0}, "branch"),
-        ({"max_rows": 1}, "max_rows"),
-        ({"max_rows": 129}, "max_rows"),
-        ({"max_path": 32}, "max_path"),
-        ({"merge_context": 9}, "merge_context"),
-        ({"sibling_ratio": 1.5}, "sibling_ratio"),
-        ({"min_prob": -0.1}, "min_prob"),
-        ({"depth": 60, "width": 32}, "nodes"),
-    ],
-)
-def test_config_out_of_range_names_the_field(change, match):
-    with pytest.raises(ValueError, match=match):
-        gsd.GraphConfig(**change)
+EVERY = [(f"{name}-{style}", (name, style)) for name, style in itertools.product(GRAPHS, STYLES)]
+FEW = [  # by name, one or two styles, and all of them once
+    (f"{name}-{style}", (name, style))
+    for name in GRAPHS
+    for style in (STYLES if name == "graph" else STYLES[len(name) % 3 :: 3])
+]
+COMPILED = backend_param("cpu").marks[0]
 
 
-def test_config_types_presets_and_freezing():
-    with pytest.raises(TypeError, match="depth"):
-        gsd.GraphConfig(depth=2.0)
-    with pytest.raises(TypeError, match="nonsense"):
-        gsd.GraphConfig.preset("tree", nonsense=1)
-    with pytest.raises(ValueError, match="chain, tree, graph"):
-        gsd.GraphConfig.preset("forest")
-    chain = gsd.GraphConfig.preset("chain", depth=7)
-    assert (chain.width, chain.branch, chain.max_rows, chain.merge_context) == (1, 1, 8, -1)
-    assert gsd.GraphConfig.preset("tree").merge_context == -1
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        chain.depth = 3
-    assert chain.replace(max_rows=4).max_path == 3
+@cases("case", {"cpu": EVERY, "interpreter": FEW, "triton": EVERY, "cuda": EVERY})
+def test_levels_and_rows(on, case):
+    (config, vocab), style = GRAPHS[case[0]], case[1]
+    batch = 5 if not on.interpreted else 2 if case[0] == "graph" else 1  # interpreted programs run one after another
+    graph, _ = check_graph(config, style, vocab, STYLES.index(style), on, batch=batch)
+    assert int(graph.num_merges.sum()) == 0 or case[0] not in ("tree", "chain")
+
+
+@pytest.mark.parametrize("name", ["graph", "context-0", "context-3"])
+def test_the_cases_merge(name):
+    config, vocab = GRAPHS[name]
+    styles = [style for _, (at, style) in FEW if at == name]
+    graphs = [drafted(config, vocab=vocab, style=s, seed=STYLES.index(s)) for s in styles]
+    assert sum(int(graph.num_merges.sum()) for graph in graphs) > 0
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("config", CUDA_GRAPHS, ids=str)
+@backends("cpu", "triton", "cuda")
+def test_a_step(on, config, style, batch):
+    _, rows = check_graph(config, style, 7, batch, on, batch)
+    rows = gsd.Rows(*(t.cpu() for t in rows.tensors()))
+    sampled, arguments = agreeing_target(rows, 7, batch)
+    arguments["done"] = torch.arange(batch) == 1
+    check_verification(rows, sampled, arguments, config.max_path, on)
+
+
+@COMPILED
+@settings(max_examples=100, deadline=None)
+@given(configs(), st.sampled_from(STYLES), st.integers(2, 12), st.integers(0, 10**6))
+def test_any_compiled_step(config, style, vocab, seed):
+    _, rows = check_graph(config, style, vocab, seed, ALL["cpu"])
+    sampled, arguments = agreeing_target(rows, vocab, seed)
+    for done in (torch.tensor([False, False]), torch.tensor([True, False])):
+        check_verification(rows, sampled, {**arguments, "done": done}, config.max_path, ALL["cpu"])
+
+
+SEEDS = {"cpu": range(20), "interpreter": range(3), "triton": range(20), "cuda": range(20)}
+
+
+@pytest.mark.parametrize("merge_context", [-1, 0, 1, 3])
+@cases("seed", {name: [(str(seed), seed) for seed in seeds] for name, seeds in SEEDS.items()})
+def test_merge_into_arbitrary_graphs(on, seed, merge_context):
+    check_merge_into_arbitrary_graph(seed, merge_context, on)
+
+
+@backends("cpu", "interpreter", "triton", "cuda")
+def test_merge_of_many_candidates(on):
+    """Several row blocks and column blocks: 130 candidates, 300 nodes."""
+    config = gsd.GraphConfig(depth=4, width=26, branch=5, max_rows=128, merge_context=1)
+    graph, _ = check_graph(config, "random", 6, 0, on, batch=1)
+    assert int(graph.num_merges.sum()) > 50
+
+
+@backends("cpu", "cuda")
+def test_large_batches_run_on_several_threads(on):
+    check_graph(gsd.GraphConfig(depth=5, width=8, branch=4, max_rows=64), "ties", 9, 0, on, batch=67)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@backends("cpu", "triton", "cuda")
+def test_the_largest_graph(on, style):
+    check_graph(gsd.GraphConfig(depth=3, width=63, branch=8, max_rows=128, merge_context=1), style, 6, 0, on)
+
+
+@backends("cpu", "cuda")
+def test_the_widest_branch(on):
+    config = gsd.GraphConfig(depth=2, width=30, branch=32, max_rows=128, merge_context=0)
+    check_graph(config, "ties", 64, 0, on)
+
+
+@backends("reference", "cpu", "interpreter", "triton", "cuda")
+def test_a_candidate_joins_the_best_node_and_at_ties_the_oldest(on):
+    """Hand-drawn: three nodes hold the candidate's token after the same context; two of them share the best score."""
+    config = gsd.GraphConfig(depth=2, width=2, branch=2, max_rows=8, merge_context=1)
+    graph = gsd.TokenGraph.empty(1, config, on.device)
+    graph.reset(*on.to((torch.tensor([9], dtype=torch.int32), torch.full((1, 8), -1, dtype=torch.int32))))
+    graph.token_ids[0, 1:4] = 5
+    graph.contexts[0, 1:4, 0] = 9
+    graph.scores[0, 1:4] = torch.tensor([-2.0, -1.0, -1.0])
+    graph.parents[0, 1:4] = 0
+    graph.num_nodes[0] = 4
+    candidates = torch.tensor([[[5, 6]]], dtype=torch.int32), torch.tensor([[[-0.5, -0.7]]])
+    step = {"level": 0, "width": 2, "merge_context": 1, "backend": on.name}
+    nxt = gsd.merge(graph, graph.root_frontier(), *on.to(candidates), **step)
+    assert graph.edge_targets[0, 0].tolist() == [2, 4] and graph.num_merges.item() == 1
+    assert nxt.node_ids[0].tolist() == [4, 2]

@@ -1,6 +1,6 @@
 """The Triton ops on a GPU beyond their contracts: CUDA graphs, and compute time against the bytes moved.
 
-Run with ``python -m pytest -m gpu tests/ops/test_triton_on_gpu.py -s``; the last test prints the table of times.
+Run with ``python -m pytest -m gpu tests/backends/test_triton_on_gpu.py -s``; the last test prints the table of times.
 """
 
 from __future__ import annotations

@@ -407,7 +407,7 @@ def captured_at_first() -> None:
 
 @on_gpu
 def test_kernels_are_captured_that_were_never_called():
-    code = "from ops.test_decoder_rows_cuda import captured_at_first; captured_at_first()"
+    code = "from backends.test_decoder_rows_cuda import captured_at_first; captured_at_first()"
     environment = {**os.environ, "CUDA_MODULE_LOADING": "LAZY", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
