@@ -5,42 +5,85 @@
 GSD_TILE __m128i sixteen_at(const uint8_t* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
 GSD_TILE __m256i bytes_at(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
 
+// Values of the codes `first` … `first` + 15 under the numbers of a block or of a group: a scale, and a minimum, zero point or
+// offset where there is one.
+template <int Zero>
+struct Scaled {
+  GSD_TILE Sixteen of(int first, Sixteen d, Sixteen) { return times(counted(first - Zero), d); }
+};
+template <const float (&table)[16]>
+struct ScaledTable {
+  GSD_TILE Sixteen of(int, Sixteen d, Sixteen) { return times(sixteen(table), d); }
+};
+struct AboveMinimum {
+  GSD_TILE Sixteen of(int first, Sixteen d, Sixteen m) { return times_plus(counted(first), d, m); }
+};
+struct BelowMinimum {
+  GSD_TILE Sixteen of(int first, Sixteen d, Sixteen m) { return times_minus(counted(first), d, m); }
+};
+template <class Kind>
+struct ValuesOf;
+template <>
+struct ValuesOf<BlockQ4_0> : Scaled<8> {};
+template <>
+struct ValuesOf<BlockQ4_1> : AboveMinimum {};
+template <>
+struct ValuesOf<BlockQ5_0> : Scaled<16> {};
+template <>
+struct ValuesOf<BlockQ5_1> : AboveMinimum {};
+template <>
+struct ValuesOf<BlockIQ4_NL> : ScaledTable<kIQ4_NLValues> {};
+template <>
+struct ValuesOf<BlockMXFP4> : ScaledTable<kMXFP4Values> {};
+template <>
+struct ValuesOf<ValuesInt4> {
+  GSD_TILE Sixteen of(int first, Sixteen d, Sixteen zero) { return times(minus(counted(first), zero), d); }
+};
+template <>
+struct ValuesOf<ValuesInt4Offset> {
+  GSD_TILE Sixteen of(int first, Sixteen d, Sixteen offset) { return plus(times(counted(first - 8), d), offset); }
+};
+template <const float (&table)[16]>
+struct ValuesOf<ValuesOfTable<table>> : ScaledTable<table> {};
+template <>
+struct ValuesOf<CodesInt8> {  // of sixteen bytes
+  GSD_TILE Sixteen of(__m128i codes, Sixteen d, Sixteen) { return times(wide_bytes(codes), d); }
+};
+template <>
+struct ValuesOf<CodesUint8> {
+  GSD_TILE Sixteen of(__m128i codes, Sixteen d, Sixteen zero) { return times(minus(wide_codes(codes), zero), d); }
+};
+
 // A block's kWeights weights into `to`.
 template <class Block>
 struct Vectors;
-template <>
-struct Vectors<BlockQ4_0> {
+template <class Block, int Codes, bool Minimum>
+struct NibbleVectors {
   template <class O, class T>
   GSD_TILE void decode(const uint8_t* block, T* to) {
-    O::look_up(O::of(times(counted(-8), half_lanes(block))), nibble_codes(block + 2), to);
+    const Sixteen d = half_lanes(block), m = Minimum ? half_lanes(block + 2) : d;
+    O::look_up(O::of(ValuesOf<Block>::of(0, d, m)), nibble_codes(block + Codes), to);
+  }
+};
+template <class Block, int Fifth, bool Minimum>
+struct FiveBitVectors {
+  template <class O, class T>
+  GSD_TILE void decode(const uint8_t* block, T* to) {
+    const Sixteen d = half_lanes(block), m = Minimum ? half_lanes(block + 2) : d;
+    O::look_up(O::of(ValuesOf<Block>::of(0, d, m)), O::of(ValuesOf<Block>::of(16, d, m)),
+               with_fifth(nibble_codes(block + Fifth + 4), bits_at(block + Fifth)), to);
   }
 };
 template <>
-struct Vectors<BlockQ4_1> {
-  template <class O, class T>
-  GSD_TILE void decode(const uint8_t* block, T* to) {
-    const Sixteen values = times_plus(counted(0), half_lanes(block), half_lanes(block + 2));
-    O::look_up(O::of(values), nibble_codes(block + 4), to);
-  }
-};
+struct Vectors<BlockQ4_0> : NibbleVectors<BlockQ4_0, 2, false> {};
 template <>
-struct Vectors<BlockQ5_0> {
-  template <class O, class T>
-  GSD_TILE void decode(const uint8_t* block, T* to) {
-    const Sixteen d = half_lanes(block);
-    O::look_up(O::of(times(counted(-16), d)), O::of(times(counted(0), d)),
-               with_fifth(nibble_codes(block + 6), bits_at(block + 2)), to);
-  }
-};
+struct Vectors<BlockQ4_1> : NibbleVectors<BlockQ4_1, 4, true> {};
 template <>
-struct Vectors<BlockQ5_1> {
-  template <class O, class T>
-  GSD_TILE void decode(const uint8_t* block, T* to) {
-    const Sixteen d = half_lanes(block), m = half_lanes(block + 2);
-    O::look_up(O::of(times_plus(counted(0), d, m)), O::of(times_plus(counted(16), d, m)),
-               with_fifth(nibble_codes(block + 8), bits_at(block + 4)), to);
-  }
-};
+struct Vectors<BlockIQ4_NL> : NibbleVectors<BlockIQ4_NL, 2, false> {};
+template <>
+struct Vectors<BlockQ5_0> : FiveBitVectors<BlockQ5_0, 2, false> {};
+template <>
+struct Vectors<BlockQ5_1> : FiveBitVectors<BlockQ5_1, 4, true> {};
 template <>
 struct Vectors<BlockQ8_0> {
   template <class O, class T>
@@ -51,18 +94,11 @@ struct Vectors<BlockQ8_0> {
   }
 };
 template <>
-struct Vectors<BlockIQ4_NL> {
-  template <class O, class T>
-  GSD_TILE void decode(const uint8_t* block, T* to) {
-    O::look_up(O::of(times(sixteen(kIQ4_NLValues), half_lanes(block))), nibble_codes(block + 2), to);
-  }
-};
-template <>
 struct Vectors<BlockMXFP4> {
   template <class O, class T>
   GSD_TILE void decode(const uint8_t* block, T* to) {
     const Sixteen d = same(BlockMXFP4::scale(block[0]));
-    O::look_up(O::of_any(times(sixteen(kMXFP4Values), d)), nibble_codes(block + 1), to);
+    O::look_up(O::of_any(ValuesOf<BlockMXFP4>::of(0, d, d)), nibble_codes(block + 1), to);
   }
 };
 GSD_TILE Sixteen scaled(Sixteen d, uint8_t by) { return times(d, same(static_cast<float>(by))); }
@@ -70,13 +106,13 @@ template <>
 struct Vectors<BlockQ4_K> {
   template <class O, class T>
   GSD_TILE void decode(const uint8_t* block, T* to) {
-    const Sixteen d = half_lanes(block), low = half_lanes(block + 2), count = counted(0);
+    const Sixteen d = half_lanes(block), low = half_lanes(block + 2);
     uint8_t scale[8], minimum[8];
     six_bits(block + 4, scale, minimum);
     for (int j = 0; j < 8; j += 2) {
       const __m256i codes = bytes_at(block + 16 + 16 * j);
-      const Sixteen first = times_minus(count, scaled(d, scale[j]), scaled(low, minimum[j]));
-      const Sixteen second = times_minus(count, scaled(d, scale[j + 1]), scaled(low, minimum[j + 1]));
+      const Sixteen first = BelowMinimum::of(0, scaled(d, scale[j]), scaled(low, minimum[j]));
+      const Sixteen second = BelowMinimum::of(0, scaled(d, scale[j + 1]), scaled(low, minimum[j + 1]));
       O::look_up(O::of(first), low_codes(codes), to + 32 * j);
       O::look_up(O::of(second), high_codes(codes), to + 32 * j + 32);
     }
@@ -94,11 +130,19 @@ struct Vectors<BlockQ5_K> {
       const __m256i bytes = bytes_at(block + 48 + 16 * (j & ~1));
       const Codes32 codes = j & 1 ? high_codes(bytes) : low_codes(bytes);
       const Sixteen by = scaled(d, scale[j]), from = scaled(low, minimum[j]);
-      O::look_up(O::of(times_minus(counted(0), by, from)),
-                 O::of(times_minus(counted(16), by, from)), with_fifth(codes, bits_of(fifth, j)), to + 32 * j);
+      O::look_up(O::of(BelowMinimum::of(0, by, from)), O::of(BelowMinimum::of(16, by, from)),
+                 with_fifth(codes, bits_of(fifth, j)), to + 32 * j);
     }
   }
 };
+// 32 codes of part 0 … 3 of a half of the block, as BlockQ6_K::widen has them.
+GSD_TILE __m256i six_bit_codes(const uint8_t* block, int half, int part) {
+  const __m128i up = _mm_cvtsi32_si128(part / 2 * 4), of_part = _mm_cvtsi32_si128(2 * part);
+  const __m256i low = _mm256_srl_epi16(bytes_at(block + 64 * half + 32 * (part % 2)), up);
+  const __m256i two = _mm256_srl_epi16(bytes_at(block + 128 + 32 * half), of_part);
+  const __m256i high = _mm256_slli_epi16(_mm256_and_si256(two, _mm256_set1_epi8(3)), 4);
+  return _mm256_sub_epi8(_mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi8(15)), high), _mm256_set1_epi8(32));
+}
 template <>
 struct Vectors<BlockQ6_K> {
   template <class O, class T>
@@ -107,12 +151,8 @@ struct Vectors<BlockQ6_K> {
     float scale[16];
     store_sixteen(scale, times(d, wide_bytes(sixteen_at(block + 192))));
     for (int half = 0; half < 2; half++) {
-      const __m256i high = bytes_at(block + 128 + 32 * half);
       for (int part = 0; part < 4; part++) {
-        const __m256i from = bytes_at(block + 64 * half + 32 * (part & 1)), fifteen = _mm256_set1_epi8(15);
-        const __m256i low = _mm256_and_si256(part < 2 ? from : _mm256_srli_epi16(from, 4), fifteen);
-        const __m256i two = _mm256_and_si256(_mm256_srli_epi16(high, 2 * part), _mm256_set1_epi8(3));
-        const __m256i code = _mm256_sub_epi8(_mm256_or_si256(low, _mm256_slli_epi16(two, 4)), _mm256_set1_epi8(32));
+        const __m256i code = six_bit_codes(block, half, part);
         const float* by = scale + 8 * half + 2 * part;
         O::put(O::of(times(wide_bytes(_mm256_castsi256_si128(code)), same(by[0]))),
                O::of(times(wide_bytes(_mm256_extracti128_si256(code, 1)), same(by[1]))),
@@ -140,28 +180,6 @@ struct Rounding16 : O {
   }
 };
 
-// The sixteen values of a group, each half a byte's.
-template <class Values>
-struct SixteenOf;
-template <>
-struct SixteenOf<ValuesInt4> {
-  GSD_TILE Sixteen values(const float* beside) {
-    return times(minus(counted(0), same(beside[1])), same(beside[0]));
-  }
-};
-template <>
-struct SixteenOf<ValuesInt4Offset> {
-  GSD_TILE Sixteen values(const float* beside) {
-    return plus(times(counted(-8), same(beside[0])), same(beside[1]));
-  }
-};
-template <const float (&table)[16]>
-struct SixteenOf<ValuesOfTable<table>> {
-  GSD_TILE Sixteen values(const float* beside) {
-    return times(sixteen(table), same(beside[0]));
-  }
-};
-
 // A group's weights, 32 at a time: what is `held` of its numbers, and 32 weights from codes.
 template <class Codes>
 struct GroupVectors;
@@ -169,7 +187,7 @@ template <class Values>
 struct GroupVectors<CodesLookup<Values>> {
   template <class R>
   GSD_TILE auto held(const float* beside) {
-    return R::doubled(R::rounded(SixteenOf<Values>::values(beside)));
+    return R::doubled(R::rounded(ValuesOf<Values>::of(0, same(beside[0]), same(beside[Values::kBeside - 1]))));
   }
   template <class R, class Held, class T>
   GSD_TILE void decode(const Held& values, const uint8_t* from, T* to) {
@@ -184,15 +202,12 @@ struct GroupVectors<CodesInt8> {
   }
   template <class R, class T>
   GSD_TILE void decode(const Sixteen& d, const uint8_t* from, T* to) {
-    R::put(R::rounded(times(wide_bytes(sixteen_at(from)), d)),
-           R::rounded(times(wide_bytes(sixteen_at(from + 16)), d)), to);
+    R::put(R::rounded(ValuesOf<CodesInt8>::of(sixteen_at(from), d, d)),
+           R::rounded(ValuesOf<CodesInt8>::of(sixteen_at(from + 16), d, d)), to);
   }
 };
 struct ScaleAndZero {
   Sixteen d, zero;
-  GSD_TILE Sixteen of(const ScaleAndZero& by, const uint8_t* from) {
-    return times(minus(wide_codes(sixteen_at(from)), by.zero), by.d);
-  }
 };
 template <>
 struct GroupVectors<CodesUint8> {
@@ -202,7 +217,8 @@ struct GroupVectors<CodesUint8> {
   }
   template <class R, class T>
   GSD_TILE void decode(const ScaleAndZero& by, const uint8_t* from, T* to) {
-    R::put(R::rounded(ScaleAndZero::of(by, from)), R::rounded(ScaleAndZero::of(by, from + 16)), to);
+    R::put(R::rounded(ValuesOf<CodesUint8>::of(sixteen_at(from), by.d, by.zero)),
+           R::rounded(ValuesOf<CodesUint8>::of(sixteen_at(from + 16), by.d, by.zero)), to);
   }
 };
 

@@ -29,11 +29,13 @@ GSD_TILE __m512i shifted_bytes(const uint8_t* from, __m512i places, __m512i shif
 }
 
 // 32 codes, a word each: low nibbles of sixteen bytes, then high ones; or either of 32 bytes.
-GSD_TILE Codes32 nibble_codes(const uint8_t* from) {
+GSD_TILE Codes32 shifted_nibbles(const uint8_t* from) {  // under bits of which nothing is known
   const __m512i places = _mm512_set4_epi64(0x0F0F0E0E0D0D0C0C, 0x0B0B0A0A09090808, 0x0707060605050404, 0x0303020201010000);
   constexpr int64_t kShifts = 0x0004000400040004;
-  const __m512i shifts = _mm512_set_epi64(kShifts, kShifts, kShifts, kShifts, 0, 0, 0, 0);
-  return _mm512_and_si512(shifted_bytes(from, places, shifts), _mm512_set1_epi16(15));
+  return shifted_bytes(from, places, _mm512_set_epi64(kShifts, kShifts, kShifts, kShifts, 0, 0, 0, 0));
+}
+GSD_TILE Codes32 nibble_codes(const uint8_t* from) {
+  return _mm512_and_si512(shifted_nibbles(from), _mm512_set1_epi16(15));
 }
 GSD_TILE Sixteen wide_bytes(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
 GSD_TILE Sixteen wide_codes(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)); }
@@ -79,11 +81,25 @@ GSD_TILE __m256i normal_words(__m512 x) {
 #endif
 }
 
-// What 32 weights become in the model's dtype, in memory or in a register: looked up among 16 or 32 values, or put as they
-// are. `doubled`: 16 values that are looked up by words of whose fifth bits nothing is known.
+// Two registers at a time.
+GSD_TILE __m512i joined(__m256i first, __m256i second) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+}
+GSD_TILE __m512i bfloat16_words(__m512 first, __m512 second) {
+  return joined(bfloat16_words(first), bfloat16_words(second));
+}
+GSD_TILE __m512i normal_words(__m512 first, __m512 second) {
+#ifdef GSD_ROUNDS_BFLOAT16
+  return (__m512i)_mm512_cvtne2ps_pbh(second, first);
+#else
+  return bfloat16_words(first, second);
+#endif
+}
+
+// What 32 weights become in the model's dtype: looked up among 16 or 32 values, or put as they are. `doubled`: 16 values
+// that are looked up by words of whose fifth bits nothing is known.
 struct WordsOut {
   GSD_TILE void keep(__m512i words, uint16_t* to) { _mm512_storeu_si512(to, words); }
-  GSD_TILE void keep(__m512i words, __m512i* to) { *to = words; }
   GSD_TILE __m512i doubled(__m256i values) { return _mm512_broadcast_i64x4(values); }
   template <class T>
   GSD_TILE void look_up(__m512i values, __m512i codes, T* to) {
@@ -95,10 +111,7 @@ struct WordsOut {
   }
   template <class T>
   GSD_TILE void look_up(__m256i first, __m256i second, __m512i codes, T* to) {
-    look_up(_mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1), codes, to);
-  }
-  GSD_TILE void put(__m256i first, __m256i second, __m512i* to) {
-    *to = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+    look_up(joined(first, second), codes, to);
   }
   GSD_TILE void put(__m256i first, __m256i second, uint16_t* to) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), first);

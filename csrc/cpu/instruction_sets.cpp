@@ -131,6 +131,34 @@ bool same_integers(const IntegerProducts& integers, const IntegerProducts& porta
 
 constexpr Small kSmall[] = {{1, 33, 5}, {17, 160, 37}, {3, 16, 4}, {50, 70, 33}};
 
+// Whether rows have the same bits over packed weights as over the dense ones that those stand for.
+bool same_unpacking(const IsaKernels& level, int kind) {
+  constexpr int64_t kInputs = 512, kGroups = 8, kOutputs = 21, kMost = 17;
+  const RowKernel& dense = level.large[static_cast<int>(Element::kBfloat16)];
+  const Kind of = static_cast<Kind>(kind);
+  const int64_t bytes = kInputs / block_weights(of) * block_bytes(of), groups = beside(of) > 0 ? kGroups : 0;
+  std::vector<uint8_t> packed(static_cast<size_t>(kOutputs * bytes));
+  for (size_t i = 0; i < packed.size(); i++) packed[i] = static_cast<uint8_t>((i * 37 + i / 7 * 11) % 61);
+  std::vector<float> scales(static_cast<size_t>(kOutputs * groups * beside(of)));
+  for (size_t i = 0; i < scales.size(); i++) scales[i] = number(static_cast<int64_t>(i)) + 0.3f;
+  const Weights w{reinterpret_cast<const char*>(packed.data()), kOutputs, kInputs, bytes, of,
+                  level.decoders.of[kind][static_cast<int>(Element::kBfloat16)], scales.data(), groups};
+  std::vector<uint16_t> weights(static_cast<size_t>(kOutputs * kInputs));
+  for (int64_t n = 0; n < kOutputs; n++) decode_weights(Element::kBfloat16, w, n, weights.data() + n * kInputs);
+  std::vector<float> x(static_cast<size_t>(kMost * kInputs));
+  for (size_t i = 0; i < x.size(); i++) x[i] = number(static_cast<int64_t>(i) + 3);
+  for (const int64_t rows : {int64_t{1}, kMost}) {
+    std::unique_ptr<char[]> arranged(new char[static_cast<size_t>(2 * kRowBlock * dense.row_bytes(kInputs))]());
+    dense.pack(x.data(), kInputs, 0, rows, kInputs, arranged.get());
+    std::vector<float> found[2];
+    for (std::vector<float>& one : found) one.assign(static_cast<size_t>(rows * kOutputs), 7.0f);
+    multiply(level, Element::kBfloat16, w, arranged.get(), rows, 0, kOutputs, found[0].data(), kOutputs);
+    dense.products(arranged.get(), rows, kInputs, weights.data(), kInputs, 0, kOutputs, found[1].data(), kOutputs, false);
+    if (memcmp(found[0].data(), found[1].data(), found[0].size() * sizeof(float)) != 0) return false;
+  }
+  return true;
+}
+
 std::string proof(const IsaKernels& level) {
   const IsaKernels& portable = *portable_kernels();
   const char* names[] = {"float32", "bfloat16", "float16"};
@@ -151,6 +179,9 @@ std::string proof(const IsaKernels& level) {
       if (!same_decoders(level, portable, kind, e)) {
         return "its packed weights of kind " + std::to_string(kind) + " differ from the portable ones";
       }
+    }
+    if (level.unpacking.of[kind] != nullptr && !same_unpacking(level, kind)) {
+      return "its products with packed weights of kind " + std::to_string(kind) + " differ from the dense ones";
     }
   }
   return "";

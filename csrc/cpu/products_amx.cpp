@@ -150,51 +150,7 @@ const IsaKernels* soft_amx_kernels() {
 #if GSD_X86 && defined(__linux__)
 namespace {
 
-// The numbers of tiles are part of the instructions. GCC 12 does not know that they read and write memory.
-#define GSD_MEMORY __asm__ volatile("" ::: "memory")
-#define GSD_TILES_0_TO_7(run) run(0) run(1) run(2) run(3) run(4) run(5) run(6) run(7)
-
-struct HardTiles {
-  HardTiles() {
-    alignas(64) struct {
-      uint8_t palette, start_row, reserved[14];
-      uint16_t bytes_of_row[16];
-      uint8_t rows[16];
-    } config{};
-    config.palette = 1;
-    for (int tile = 0; tile < 8; tile++) config.bytes_of_row[tile] = 64, config.rows[tile] = 16;
-    _tile_loadconfig(&config);
-  }
-  ~HardTiles() { _tile_release(); }
-
-  void clear() {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  template <int T>
-  void load(const void* from, int64_t stride) {
-    GSD_MEMORY;
-#define GSD_LOAD(tile) \
-  if constexpr (T == tile) _tile_loadd(tile, from, stride);
-    GSD_TILES_0_TO_7(GSD_LOAD)
-  }
-  template <int T>
-  void store(void* to) const {
-#define GSD_STORE(tile) \
-  if constexpr (T == tile) _tile_stored(tile, to, 64);
-    GSD_TILES_0_TO_7(GSD_STORE)
-    GSD_MEMORY;
-  }
-  template <int C, int A, int B>
-  void add() {
-    if constexpr (C == 0) _tile_dpbf16ps(0, 4, 6);
-    if constexpr (C == 1) _tile_dpbf16ps(1, 5, 6);
-    if constexpr (C == 2) _tile_dpbf16ps(2, 4, 7);
-    if constexpr (C == 3) _tile_dpbf16ps(3, 5, 7);
-  }
-};
+#include "tiles.h"
 
 void hard_products(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin,
                    int64_t end, float* out, int64_t out_stride, bool resident) {
@@ -215,7 +171,7 @@ const IsaKernels* amx_kernels() {
       "amx",
       {pairs->large[0], {kRowBlock, kWide, row_bytes, pack, hard_products, pairs->large[1].weighted}, pairs->large[2]},
       {pairs->small[0], pairs->small[1], pairs->small[2]},
-      pairs->decoders, {}, pairs->integers};
+      pairs->decoders, amx_unpacking(), pairs->integers};
   return &kernels;
 }
 

@@ -15,13 +15,15 @@ constexpr int kLanes = 16;
 #include "decode_zmm.h"
 #include "decode_vectors.h"
 #include "products_zmm.h"
+#include "units.h"
 #include "unpacking.h"
 
 constexpr RowKernel kFloat32 = kernel_of<Float32>(), kBfloat16 = kernel_of<PairedBfloat16>(),
                     kFloat16 = kernel_of<Float16>();
+#define GSD_OF(Kind) unpacking_of<Unpacking<PairedBfloat16, UnitOf<Kind>>>
 constexpr IsaKernels kKernels{
     "avx512", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}, GSD_DECODERS,
-    GSD_UNPACKING(PairedBfloat16), &kAvx512Integers};
+    {GSD_BY_KIND(GSD_OF), 5}, &kAvx512Integers};
 
 }  // namespace
 GSD_END_TARGET

@@ -18,6 +18,7 @@ constexpr int kLanes = 16;
 #include "decode_zmm.h"
 #include "decode_vectors.h"
 #include "products_zmm.h"
+#include "units.h"
 #include "unpacking.h"
 
 struct Dots : Avx512 {
@@ -146,9 +147,10 @@ void weighted_pairs(const float* weights, int64_t weights_stride, int64_t rows, 
 
 constexpr RowKernel kFloat32 = kernel_of<Float32>(), kFloat16 = kernel_of<Float16>();
 constexpr RowKernel kBfloat16{1, kOutputs, row_bytes_of<Dots>, pack_of<Dots>, products_of<Dots>, weighted_pairs};
+#define GSD_OF(Kind) unpacking_of<Unpacking<Dots, UnitOf<Kind>>>
 constexpr IsaKernels kKernels{
     "avx512_bf16", {kFloat32, kBfloat16, kFloat16}, {kFloat32, kBfloat16, kFloat16}, GSD_DECODERS,
-    GSD_UNPACKING(Dots), &kVnniIntegers};
+    {GSD_BY_KIND(GSD_OF), 5}, &kVnniIntegers};
 
 }  // namespace
 GSD_END_TARGET

@@ -1,8 +1,8 @@
 // The loops of every level, included by its translation unit with that level's instructions switched on. No include
 // may stand here: what a header defines inline must not be compiled for more than the baseline.
 //
-// A level gives types T with: Stored (a weight in memory; bytes where kPacked, whose steps are kStepBytes; kBeside numbers
-// of a group lie beside them, and what is Held of those), Seen (an element of a packed row), kStep (elements of a step),
+// A level gives types T with: Stored (a weight in memory; bytes where kPacked, whose steps are kStepBytes, and what is Held for
+// kHeld inputs of those), Seen (an element of a packed row), kStep (elements of a step),
 // kParts (of a step, if rows stay in registers; 0 if weights do), Weights, Row, Sum and Lanes (registers), and the functions
 // below.
 
@@ -39,25 +39,34 @@ void pack_of(const float* x, int64_t x_stride, int64_t first, int64_t last, int6
   }
 }
 
-// What a tile keeps of the numbers beside an output's packed weights.
+// Four outputs: their weights, and the numbers beside them where packed weights have some, for every `size` inputs.
+template <class Stored>
+struct Columns {
+  const Stored* weights[kOutputs];
+  const float* beside[kOutputs];
+  int64_t size;
+};
+
+// What a tile holds of the values that its packed weights stand for.
 template <class T, bool Packed = T::kPacked>
 struct Kept {
-  static constexpr int kBeside = 0;
+  struct Read {};
   struct Held {};
 };
 template <class T>
 struct Kept<T, true> {
-  static constexpr int kBeside = T::kBeside;
+  typedef typename T::Read Read;
   typedef typename T::Held Held;
 };
 
 // total[R, 4] += x[R, n] · column[4, n]ᵀ over a step's n inputs. Four weights stay in registers while rows pass by; where
 // registers are few, three rows stay while the weights of a part pass by. A sum has one order, whatever R is.
 template <class T, int R>
-GSD_TILE void multiply_step(const char* x, int64_t row_bytes, const typename T::Stored* const* column,
-                            const typename Kept<T>::Held (&held)[kOutputs], int64_t i, int n,
+GSD_TILE void multiply_step(const char* x, int64_t row_bytes, const Columns<typename T::Stored>& columns,
+                            const typename Kept<T>::Held& held, int64_t i, int n,
                             typename T::Sum (&total)[R][kOutputs]) {
   typedef typename T::Seen Seen;
+  const auto& column = columns.weights;
   if constexpr (T::kParts > 0) {
     GSD_UNROLL
     for (int part = 0; part < T::kParts; part++) {
@@ -78,7 +87,7 @@ GSD_TILE void multiply_step(const char* x, int64_t row_bytes, const typename T::
     typename T::Row row;
     GSD_UNROLL
     for (int j = 0; j < kOutputs; j++) {
-      if constexpr (T::kPacked) T::unpack(column[j], i, held[j], weights[j]);
+      if constexpr (T::kPacked) T::unpack(column[j], i, held, j, weights[j]);
       else if (n == T::kStep) T::widen(column[j] + i, weights[j]);
       else T::widen_part(column[j] + i, n, weights[j]);
     }
@@ -91,17 +100,9 @@ GSD_TILE void multiply_step(const char* x, int64_t row_bytes, const typename T::
   }
 }
 
-// Four outputs: their weights, and the numbers beside them where packed weights have some, for every `size` inputs.
-template <class T>
-struct Columns {
-  const typename T::Stored* weights[kOutputs];
-  const float* beside[kOutputs];
-  int64_t size;
-};
-
 // out[R, 4] = x[R, k] · column[4, k]ᵀ. Meanwhile memory is asked for `asked` columns from `ahead` on, in its order.
 template <class T, int R>
-GSD_TILE void product_tile(const char* x, int64_t row_bytes, int64_t k, const Columns<T>& columns, const char* ahead,
+GSD_TILE void product_tile(const char* x, int64_t row_bytes, int64_t k, const Columns<typename T::Stored>& columns, const char* ahead,
                            int64_t asked, int64_t outputs, float* out, int64_t out_stride) {
   constexpr int64_t kStepBytes = T::kPacked ? T::kStepBytes : T::kStep * static_cast<int64_t>(sizeof(typename T::Stored));
   constexpr int64_t kStepsALine = kLine / kStepBytes;
@@ -111,22 +112,29 @@ GSD_TILE void product_tile(const char* x, int64_t row_bytes, int64_t k, const Co
     GSD_UNROLL
     for (int j = 0; j < kOutputs; j++) T::clear(total[r][j]);
   }
-  typename Kept<T>::Held held[kOutputs];
-  int64_t i = 0, next = 0, at = 0;  // next: the input that a group begins with, whose numbers are `at`
+  typename Kept<T>::Read read;
+  typename Kept<T>::Held held[2];  // of the packed weights at hand and of those that follow
+  int now = 1;
+  if constexpr (T::kPacked) {
+    T::read(columns, 0, k, read);
+    T::hold(columns, 0, k, read, held[0]);
+    if (T::kHeld < k) T::read(columns, T::kHeld, k, read);
+  }
+  int64_t i = 0;
   for (; i + T::kStep <= k; i += T::kStep) {
-    if constexpr (Kept<T>::kBeside > 0) {
-      if (i == next) {
-        GSD_UNROLL
-        for (int j = 0; j < kOutputs; j++) T::hold(columns.beside[j] + at, held[j]);
-        next += columns.size, at += T::kBeside;
+    if constexpr (T::kPacked) {
+      if (i % T::kHeld == 0) {
+        if (i + T::kHeld < k) T::hold(columns, i + T::kHeld, k, read, held[now]);
+        if (i + 2 * T::kHeld < k) T::read(columns, i + 2 * T::kHeld, k, read);
+        now = 1 - now;
       }
     }
-    multiply_step<T, R>(x, row_bytes, columns.weights, held, i, T::kStep, total);
+    multiply_step<T, R>(x, row_bytes, columns, held[now], i, T::kStep, total);
     if (kStepsALine <= 1 || i % (kStepsALine * T::kStep) == 0) {  // behind the loads that are waited for
       for (int64_t j = 0; j < asked; j++, ahead += kLine) __builtin_prefetch(ahead, 0, 2);
     }
   }
-  if (i < k) multiply_step<T, R>(x, row_bytes, columns.weights, held, i, static_cast<int>(k - i), total);
+  if (i < k) multiply_step<T, R>(x, row_bytes, columns, held[now], i, static_cast<int>(k - i), total);
   GSD_UNROLL
   for (int r = 0; r < R; r++) {
     if (outputs == kOutputs) {
@@ -141,7 +149,7 @@ GSD_TILE void product_tile(const char* x, int64_t row_bytes, int64_t k, const Co
 
 // The same for up to R rows, as many as there are.
 template <class T, int R>
-GSD_TILE void product_rows(int64_t rows, const char* x, int64_t row_bytes, int64_t k, const Columns<T>& columns,
+GSD_TILE void product_rows(int64_t rows, const char* x, int64_t row_bytes, int64_t k, const Columns<typename T::Stored>& columns,
                            const char* ahead, int64_t asked, int64_t outputs, float* out, int64_t out_stride) {
   if constexpr (R > 1) {
     if (rows < R) return product_rows<T, R - 1>(rows, x, row_bytes, k, columns, ahead, asked, outputs, out, out_stride);
@@ -155,28 +163,28 @@ GSD_TILE void touch_pages(const char*& touched, const char* until) {
   for (; touched < until; touched += kPage) __builtin_prefetch(touched, 0, 2);
 }
 
-// Of weights `from`, with numbers `beside` them for `groups` of inputs. Outputs that hang over the edge repeat the last one
+// Of weights `from`, with numbers `beside` them for groups of `size` inputs. Outputs that hang over the edge repeat the last one
 // and are not stored.
 template <class T>
 GSD_TILE void products_over(const void* packed, int64_t rows, int64_t k, const typename T::Stored* from,
-                            int64_t w_stride, const float* beside, int64_t groups, int64_t begin, int64_t end,
+                            int64_t w_stride, const float* beside, int64_t beside_stride, int64_t size, int64_t begin,
+                            int64_t end,
                             float* out, int64_t out_stride, bool resident) {
   typedef typename T::Stored Stored;
   const char* at_end = reinterpret_cast<const char*>(from + end * w_stride);
   const int64_t bytes = row_bytes_of<T>(k), near = kNearBytes / bytes > 32 ? kNearBytes / bytes : 32;
-  const int64_t size = groups > 0 ? k / groups : k;
   for (int64_t first = 0; first < rows; first += near) {
     const int64_t count = fewer(near, rows - first), tiles = (count + T::kRows - 1) / T::kRows;
     const int64_t asking = fewer(tiles, kOutputs);  // each tile asks for a part of the next columns
     const char* x = static_cast<const char*>(packed) + first * bytes;
     const char* touched = reinterpret_cast<const char*>(from + begin * w_stride);
     for (int64_t n = begin; n < end; n += kOutputs) {
-      Columns<T> columns;
+      Columns<Stored> columns;
       GSD_UNROLL
       for (int j = 0; j < kOutputs; j++) {
         const int64_t output = fewer(n + j, end - 1);
         columns.weights[j] = from + output * w_stride;
-        columns.beside[j] = beside + output * groups * Kept<T>::kBeside;
+        columns.beside[j] = beside + output * beside_stride;
       }
       columns.size = size;
       const char* ahead = reinterpret_cast<const char*>(from + (n + kAhead) * w_stride);
@@ -198,7 +206,7 @@ GSD_TILE void products_over(const void* packed, int64_t rows, int64_t k, const t
 template <class T>
 void products_of(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin,
                  int64_t end, float* out, int64_t out_stride, bool resident) {
-  products_over<T>(packed, rows, k, static_cast<const typename T::Stored*>(w), w_stride, nullptr, 0, begin, end, out,
+  products_over<T>(packed, rows, k, static_cast<const typename T::Stored*>(w), w_stride, nullptr, 0, k, begin, end, out,
                    out_stride, resident);
 }
 
