@@ -16,6 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import tiny_configs
 import torch
 import torch.distributed as dist
 import transformers
@@ -28,6 +29,7 @@ from gsd_kernels_hf.engine.engine import engines_of
 
 PROMPT, NEW_TOKENS = 9, 16
 CASE_TOKENS = 11  # of a case; calls in which something goes wrong take more steps than that has
+HYBRID = "hybrid"
 START_TIMEOUT = 100.0  # seconds; machines are busy
 TIMEOUT = 5.0  # seconds of a process group in which a rank will fail
 STEP = 5  # at which something goes wrong
@@ -77,6 +79,7 @@ def save(folder: Path) -> None:
         target = tiny(**config)
         target.save_pretrained(folder / name)
         noised(target, 0.03).save_pretrained(folder / f"{name}-draft")
+    tiny_configs.build("Qwen3_5ForCausalLM", 4).save_pretrained(folder / HYBRID)
 
 
 def load(folder: Path, name: str, *, sharded: bool = False, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
@@ -148,6 +151,7 @@ class Ranks:
             "heads": refused(generate, *odd, **fixed),
             "draft heads": refused(generate, target, load(self.folder, "odd-draft", sharded=True), **fixed),
             "tune": refused(gsd_kernels.tune, target, draft),
+            "hybrid": refused(generate, load(self.folder, HYBRID, sharded=True), draft, **fixed),
             "prompt": refused(generate, target, draft, inputs=prompts(1, PROMPT, seed=int(last)), **fixed),
             "length": refused(generate, target, draft, inputs=prompts(1, PROMPT + mine), **fixed),
             "seed": refused(generate, target, draft, **{**SAMPLED, "seed": int(last)}, **fixed),

@@ -28,6 +28,7 @@ SHAPES = {  # by batch
     1: gsd.GraphConfig(depth=6, width=1, branch=3, max_rows=14, merge_context=-1),
 }
 NEW = 44
+VOCABULARY = 640
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 target_of = functools.lru_cache(build)
 
@@ -145,14 +146,14 @@ def test_a_text_that_goes_on_is_not_read_again(block):
     assert rows.reused == 0 and rows.cache.layers[0].recurrent_states[0] is None
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("qwen3.5", torch.float32), ("qwen3.5", torch.bfloat16), ("bamba", torch.float32)]
-)
+WIDE = {"num_attention_heads": 8, "head_dim": 16}  # of which PyTorch's own attention is faster from three rows on
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3.5", WIDE), ("bamba", {}), ("falcon-h1", {}), ("lfm2", {})])
 @torch.no_grad()
-def test_bits_of_a_row_are_its_own(family, dtype):
-    """Alone or among others, wherever commits fall; sizes of which PyTorch's functions compute all values alike."""
-    more = {"qwen3.5": {"linear_num_value_heads": 32, "linear_num_key_heads": 16}, "bamba": {"mamba_n_heads": 32}}
-    sizes = {**more[family], "intermediate_size": 64, **({"mamba_expand": 8} if family == "bamba" else {})}
+def test_bits_of_a_row_are_its_own(family, sizes, dtype):
+    """Alone or among others, wherever commits fall: of sizes that are no multiples of vectors, too."""
     target = tiny_configs.build(*FAMILIES[family], **sizes).to(dtype)
     ids = torch.randint(3, tiny_configs.VOCAB, (1, 60), generator=torch.Generator().manual_seed(0))
     alone, generator = RowsOf(target, ids), torch.Generator().manual_seed(1)
@@ -161,11 +162,36 @@ def test_bits_of_a_row_are_its_own(family, dtype):
     while place < 27:
         path, more_rows = torch.randint(1, 6, (2,), generator=generator).tolist()
         parents = list(range(-1, path - 1))
-        parents += [int(torch.randint(0, path + j, (), generator=generator)) for j in range(4 * more_rows)]
+        parents += [int(torch.randint(0, path + j, (), generator=generator)) for j in range(11 * more_rows)]
         found = beside.step(place, parents, list(range(path))[: 1 + place % path])
         for j in range(path):
             assert torch.equal(found[0, j], plain[place - 9 + j][0, 0]), (place, j)
         place += 1 + place % path
+
+
+@pytest.mark.parametrize(
+    ("batch", "drafts"),
+    [(1, ("noised", "itself")), (3, ("noised, history",))],
+)
+def test_one_text_in_bfloat16_with_any_draft(batch, drafts):
+    """Layers of all types in half precision, where another order of sums or another formula shows in the text."""
+    sizes = {**WIDE, "vocab_size": VOCABULARY, "hidden_size": 48}
+    target = tiny_configs.build(*FAMILIES["qwen3.5"], **sizes).to(torch.bfloat16)
+    inputs = prompts(batch, 9, vocab=VOCABULARY)
+    given: dict = {**inputs, "max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+    plain = gsd.generate(target, **given, graph_config="plain")
+    assert len(plain[0].unique()) >= 20
+    shape = gsd.GraphConfig(depth=4, width=3, branch=3, max_rows=48, merge_context=0, history_depth=4, history_width=3)
+    ways = {
+        "noised": {"assistant_model": noised(target, 0.05)},
+        "noised, history": {"assistant_model": noised(target, 0.05), "draft_sources": ("model", "history")},
+        "itself": {"assistant_model": gsd.LayerSkip(target, attention=[1], mlp=[2])},
+    }
+    for name in drafts:
+        out = gsd.generate(target, **given, **ways[name], graph_config=shape, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, plain), name
+        accepted = out.stats.accepted
+        assert accepted[1] > 0 and sum(accepted[2:]) > 3, (name, accepted)
 
 
 class RowsOf:

@@ -89,7 +89,7 @@ class Launched:
         self.job, self.size, self.folder = job, size, folder / f"{job}-{size}"
         self.folder.mkdir()
         for checkpoint in folder.iterdir():
-            if checkpoint.name in {name + suffix for name in ranks.TARGETS for suffix in ("", "-draft")}:
+            if checkpoint.name in {ranks.HYBRID, *(name + end for name in ranks.TARGETS for end in ("", "-draft"))}:
                 (self.folder / checkpoint.name).symlink_to(checkpoint)
         self.begin = time.monotonic()
         self.processes = [self._start(rank) for rank in range(size)]
@@ -212,6 +212,8 @@ def _heads(said: dict[str, str], size: int) -> None:
     for name, model in (("heads", "model"), ("draft heads", "assistant_model")):
         assert said[name] == f"ValueError: {model}: {field} does not divide among {size} tensor-parallel ranks"
     assert "fixed graph_config" in said["tune"]
+    assert "model: Qwen3_5ForCausalLM keeps a recurrent state" in said["hybrid"]
+    assert "is sharded among ranks; not supported" in said["hybrid"]
 
 
 @pytest.mark.slow

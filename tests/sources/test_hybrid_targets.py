@@ -79,6 +79,17 @@ def test_layers_of_other_blocks_are_refused_by_name(family):
         gsd.LayerSkip(target_of(family), mlp=[1])
 
 
+@pytest.mark.parametrize("how", ["given", "searched"])
+def test_an_mlp_that_returns_more_than_hidden_states_is_refused_by_name(how):
+    """Zaya's hands its router's states to the next layer's."""
+    target = target_of("zaya")
+    with pytest.raises(ValueError, match=r"mlp: the blocks of ZayaForCausalLM \(ZayaSparseMoeBlock\).*skipped"):
+        if how == "given":
+            gsd.LayerSkip(target, mlp=[0])
+        else:
+            gsd.LayerSkip.search(target, inputs_of(3)["input_ids"][:1], seconds=None)
+
+
 def test_all_blocks_with_a_state_may_be_skipped():
     target = target_of("qwen3.5")
     out = generate(target, assistant_model=gsd.LayerSkip(target, attention=[0, 1, 2]), graph_config="tree")

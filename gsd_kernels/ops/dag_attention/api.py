@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,7 @@ def dag_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     dense: DenseMask | None = None,
+    row_invariant: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention in which a row sees the committed prefix and the graph nodes that its mask names.
@@ -62,6 +65,8 @@ def dag_attention(
         dense: what :func:`dense_mask` returns for the other arguments, for callers that attend many layers with one
             mask. They also see to it that caches hold finite values only and that no row is empty, which is then not
             checked. Only the PyTorch paths on a CPU and the reference use it.
+        row_invariant: on a CPU a row has the same bits alone and among others, and wherever the prefix ends, however
+            many rows there are; not of float64.
         backend: see :mod:`gsd_kernels.backends`. "cuda" takes float16 and bfloat16 with head sizes 64 and 128, and has
             to be named: "auto" does not choose it.
 
@@ -80,7 +85,9 @@ def dag_attention(
         backend = "reference"  # the GPU's kernels compute in float32
     function = resolve(backend, q.device, IMPLEMENTATIONS)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    written_out = {"dense": dense, "return_lse": return_lse} if function in DENSE else {}
+    written_out: dict[str, Any] = {"dense": dense, "return_lse": return_lse} if function in DENSE else {}
+    if function is cpu.dag_attention:
+        written_out["row_invariant"] = row_invariant
     out, lse = function(
         q,
         k,

@@ -1,4 +1,7 @@
-"""The CPU path: csrc/cpu/attention.cpp for few rows, PyTorch's fused attention for more."""
+"""The CPU path: csrc/cpu/attention.cpp for few rows, PyTorch's fused attention for more.
+
+The former computes a row in the order of the text: its bits depend neither on other rows nor on where the prefix ends.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,12 @@ def dag_attention(
     *,
     dense: DenseMask | None = None,
     return_lse: bool = False,
+    row_invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The output's memory is [B, R, Hq, Dv]."""
     arguments = (q, k, v, ancestor_mask, kv_len, kv_start, row_depths, node_depths)
     packed = q.shape[1] // k.shape[1] * q.shape[2]
-    if packed > FEW_ROWS or q.dtype not in DTYPES:
+    if (packed > FEW_ROWS and not row_invariant) or q.dtype not in DTYPES:
         rest = (scale, softcap, sliding_window, chunk, sinks)
         return sdpa.dag_attention(*arguments, *rest, dense=dense, return_lse=return_lse)
     tensors = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))

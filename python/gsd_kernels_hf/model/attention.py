@@ -72,6 +72,7 @@ class GraphInputs:
     node_depths: Tensor  # int32 [B, N]
     backend: str = "auto"
     kinds: tuple[Kind, ...] | None = None  # of every attention call; None: as each call says
+    row_invariant: bool = False  # whether a row is to have the same bits alone and among others
     calls: int = 0  # so far
     _masks: dict[tuple[int, int | None, int | None], DenseMask] = field(default_factory=dict, repr=False)
     _by_device: dict[torch.device, GraphInputs] = field(default_factory=dict, repr=False)
@@ -113,6 +114,7 @@ class GraphInputs:
             chunk=kind.chunk,
             sinks=options.get("s_aux"),
             dense=inputs.dense(key.shape[2], kind.window, kind.chunk),
+            row_invariant=inputs.row_invariant,
             backend=inputs.backend,
         )
 
@@ -169,7 +171,7 @@ class GraphInputs:
                     self.node_depths,
                 )
             ]
-            self._by_device[device] = GraphInputs(*moved, backend=self.backend)
+            self._by_device[device] = GraphInputs(*moved, backend=self.backend, row_invariant=self.row_invariant)
         return self._by_device[device]
 
 

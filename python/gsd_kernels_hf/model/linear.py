@@ -21,6 +21,7 @@ from gsd_kernels.ops.row_linear import row_linear
 from gsd_kernels.ops.row_linear.api import FLOATS
 
 from . import proof
+from .elementwise import as_rows, plain
 from .foreign import foreign_code
 from .view import with_children
 
@@ -56,6 +57,9 @@ class RowLinear(CpuLinear):
     """A :class:`CpuLinear` for one row too, and for all of a step: a row has the same bits alone and among them."""
 
     fewest, most = 1, MAX_ROWS
+
+    def forward(self, input: Tensor) -> Tensor:
+        return as_rows(super().forward(plain(input)))
 
 
 def widened_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from gsd_kernels.ops.step import FedRows, feed_rows
 from ..packed.modules import dtype_of
 from .attention import GraphInputs, configs_of, switched_configs
 from .cache import GraphCache, StateLayer, lies_in_a_block
+from .elementwise import own_bits, plain
 from .hidden import LAST, listening
 from .launching import launch_attention
 from .linear import CpuLinear, RowLinear, with_cpu_linears
@@ -237,10 +238,12 @@ class RowModel(CachedText):
             node_depths=node_depths.to(self.device),
             backend=self.backend,
             kinds=self.kinds,
+            row_invariant=self.block > 0,
         )
         assert inputs.ancestor_mask.shape[-1] == num_words(node_depths.shape[-1])
         listens = listening(stepping, self.hidden_layers)
-        with switched_configs(self.configs), self.cache.writing(fed.places, tree), listens as hidden:
+        exactly, writing = own_bits(self.block > 0), self.cache.writing(fed.places, tree)
+        with switched_configs(self.configs), writing, exactly, listens as hidden:
             output = stepping(
                 input_ids=fed.ids,
                 attention_mask=self.no_mask,
@@ -252,8 +255,8 @@ class RowModel(CachedText):
                 graph=inputs,
             )
         inputs.check_complete()
-        self.hidden = hidden
-        return output.logits[:, -keep:]
+        self.hidden = {layer: plain(states) for layer, states in hidden.items()}
+        return plain(output.logits)[:, -keep:]
 
     def tree_of(self, ancestor_mask: Tensor, slots: Tensor | int, shape: torch.Size, stem: int) -> RowTree:
         """The rows [B, R] as a tree, for layers that keep a state; arguments as of :meth:`rows`.

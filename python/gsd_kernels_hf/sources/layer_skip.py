@@ -7,6 +7,7 @@ overwrites.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import time
@@ -76,6 +77,7 @@ class LayerSkip:
             raise ValueError(
                 "attention: all that attends is skipped; leave a layer, of whose keys the cache has a length"
             )
+        _check_mlps(self.model, skipped["mlp"])
         self.attention, self.mlp = skipped["attention"], skipped["mlp"]
         self.view = _without(self.model, self.attention, self.mlp)
         left = getattr(self.view, self.view.base_model_prefix).layers
@@ -146,6 +148,7 @@ class _Search:
         self.model = with_cpu_linears(model, "auto")
         layers = _layers(self.model)
         self.count = len(layers)
+        _check_mlps(model, range(self.count))
         self.attending = {("attention", i) for i in _attending(layers)}
         self.total = 4 * self.count - 1
         self.input_ids = input_ids.to(properties.device_of(model))
@@ -293,6 +296,22 @@ def _block(layer: nn.Module, part: str) -> str:
     names = [PARTS[part]] + [name for name, child in layer.named_children() if keeps_state(type(child))]
     found = (name for name in names[: None if part == "attention" else 1] if hasattr(layer, name))
     return next(found, "")
+
+
+def _check_mlps(model: PreTrainedModel, indices: Iterable[int]) -> None:
+    """Raise where an MLP says that it returns more than hidden states, as Zaya's do their router's for the next layer.
+
+    Raises:
+        ValueError: one of them does.
+    """
+    layers = _layers(model)
+    for index in indices:
+        kind = type(getattr(layers[index], _block(layers[index], "mlp")))
+        if str(inspect.signature(kind.forward).return_annotation).startswith("tuple"):
+            raise ValueError(
+                f"mlp: the blocks of {type(model).__name__} ({kind.__name__}) return more than hidden states, so they "
+                "cannot be skipped; name layers of attention alone"
+            )
 
 
 def _attending(layers: Iterable[nn.Module]) -> set[int]:

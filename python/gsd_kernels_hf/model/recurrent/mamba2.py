@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import silu, softplus
 
+from ..elementwise import as_rows, plain
 from .recurrence import Recurrence
 from .tree import RowTree
 
@@ -39,12 +39,12 @@ class Mamba2(Recurrence):
         if dt_bias is not None:
             dt = dt + dt_bias.to(dt.dtype)
         if dt_softplus:
-            dt = softplus(dt)
+            dt = plain(softplus(as_rows(dt)))
         x, step = hidden_states.float(), dt.float()[..., None]
         out = self.rows(tree, C, B, x * step, A.float()[:, None] * step, None)
         if D is not None:
             out = out + x * (D[:, None] if D.dim() == 1 else D).float()
         if z is not None:
-            out = out * torch.nn.functional.silu(z.float())
+            out = out * plain(silu(as_rows(z.float())))
         out = out.to(hidden_states.dtype)
         return (out, out.new_empty(0)) if return_final_states else out

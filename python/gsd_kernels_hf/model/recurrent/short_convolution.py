@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from ...records import last_rows
+from ..elementwise import as_rows, plain
 from .tree import RowTree
 
 
@@ -66,7 +67,7 @@ class ShortConvolution:
             out = out + bias.to(exact)
         out = out.to(inputs.dtype)
         if activation is not None:
-            out = ACT2FN[activation](out)
+            out = plain(ACT2FN[activation](as_rows(out)))
         return out.to(hidden_states.dtype).transpose(1, 2)
 
     def commit(self, accepted_rows: Tensor, num_accepted: Tensor) -> None:

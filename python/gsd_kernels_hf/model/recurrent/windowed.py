@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..code import code_names
+from ..elementwise import own_bits, plain
 from .gated_delta import GatedDelta
 from .mamba2 import Mamba2
 from .mixers import LinearAttentionLayer, RowsCache, hidden_in, written
@@ -68,16 +69,20 @@ class Windowed:
         named = {n: self.beside if isinstance(value, RowsCache) else value for n, value in options.items()}
         # Rows are never padding.
         named = {n: None if n == "attention_mask" else value for n, value in named.items() if n != "graph"}
-        return self.forward(self.module, *given, **named)
+        with own_bits(True, in_parts=True):
+            out = self.forward(self.module, *given, **named)
+        return tuple(map(plain, out)) if isinstance(out, tuple) else plain(out)
 
     def convolve(self, *args: Any, **options: Any) -> Tensor:
         """In place of the convolution."""
-        return self.convolutions[self.beside.state_idx](self.tree, *args, **options)
+        options = {name: plain(value) for name, value in options.items()}
+        return self.convolutions[self.beside.state_idx](self.tree, *map(plain, args), **options)
 
     def recur(self, *args: Any, **options: Any) -> Any:
         """In place of the recurrence."""
         assert self.recurrence is not None
-        return self.recurrence(self.tree, *args, **options)
+        options = {name: plain(value) for name, value in options.items()}
+        return self.recurrence(self.tree, *map(plain, args), **options)
 
     def begin(self) -> None:
         """See :class:`~.mixers.Form`."""
