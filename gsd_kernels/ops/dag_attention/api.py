@@ -65,8 +65,7 @@ def dag_attention(
         dense: what :func:`dense_mask` returns for the other arguments, for callers that attend many layers with one
             mask. They also see to it that caches hold finite values only and that no row is empty, which is then not
             checked. Only the PyTorch paths on a CPU and the reference use it.
-        row_invariant: on a CPU a row has the same bits alone and among others, and wherever the prefix ends, however
-            many rows there are; not of float64.
+        row_invariant: on a CPU a row has the same bits alone and among any number of others; not of float64.
         backend: see :mod:`gsd_kernels.backends`. "cuda" takes float16 and bfloat16 with head sizes 64 and 128, and has
             to be named: "auto" does not choose it.
 
@@ -85,9 +84,8 @@ def dag_attention(
         backend = "reference"  # the GPU's kernels compute in float32
     function = resolve(backend, q.device, IMPLEMENTATIONS)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    written_out: dict[str, Any] = {"dense": dense, "return_lse": return_lse} if function in DENSE else {}
-    if function is cpu.dag_attention:
-        written_out["row_invariant"] = row_invariant
+    more: dict[str, Any] = {"dense": dense, "return_lse": return_lse} if function in DENSE else {}
+    more |= {"row_invariant": row_invariant} if function is cpu.dag_attention else {}
     out, lse = function(
         q,
         k,
@@ -102,7 +100,7 @@ def dag_attention(
         sliding_window,
         chunk,
         sinks,
-        **written_out,
+        **more,
     )
     return (out, lse) if return_lse else out
 
