@@ -197,7 +197,7 @@ def hybrid(
         prefix=prefix,
         prefixes=tuple(prefixes or (0, 512, 2048, 8192)),
         seconds=min(seconds, 0.05) if quick else seconds,
-        new_tokens=min(new_tokens, 24) if quick else new_tokens,
+        new_tokens=min(new_tokens, 40) if quick else new_tokens,
         repeats=1 if quick else repeats,
         quick=quick,
     )

@@ -86,22 +86,8 @@ def dag_attention(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     more: dict[str, Any] = {"dense": dense, "return_lse": return_lse} if function in DENSE else {}
     more |= {"row_invariant": row_invariant} if function is cpu.dag_attention else {}
-    out, lse = function(
-        q,
-        k,
-        v,
-        ancestor_mask,
-        kv_len,
-        kv_start,
-        row_depths,
-        node_depths,
-        scale,
-        softcap,
-        sliding_window,
-        chunk,
-        sinks,
-        **more,
-    )
+    rest = (row_depths, node_depths, scale, softcap, sliding_window, chunk, sinks)
+    out, lse = function(q, k, v, ancestor_mask, kv_len, kv_start, *rest, **more)
     return (out, lse) if return_lse else out
 
 
