@@ -71,7 +71,7 @@ GSD_INLINE void load_up_to(const float* from, int64_t left, Floats& to) {
 
 }  // namespace
 
-void read_row(const Matrix& from, int64_t row, float* to, int64_t width) {
+GSD_CLONES void read_row(const Matrix& from, int64_t row, float* to, int64_t width) {
   switch (from.element) {
     case Element::kFloat32:
       return read_row_of<WideFloat32>(from, row, to, width);

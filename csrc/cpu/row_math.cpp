@@ -45,10 +45,6 @@ void widen_bfloat16(const uint16_t* from, float* to, int n) {
   for (int i = 0; i < n; i++) to[i] = float_from_bits(static_cast<uint32_t>(from[i]) << 16);
 }
 
-GSD_CLONES void widen_float16(const uint16_t* from, float* to, int n) {
-  for (int i = 0; i < n; i++) to[i] = float_from_half(from[i]);
-}
-
 void narrow_float64(const double* from, float* to, int n) {
   for (int i = 0; i < n; i++) to[i] = static_cast<float>(from[i]);
 }

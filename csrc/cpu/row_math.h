@@ -19,7 +19,6 @@ struct Extremes {
 };
 
 void widen_bfloat16(const uint16_t* from, float* to, int n);
-void widen_float16(const uint16_t* from, float* to, int n);
 void narrow_float64(const double* from, float* to, int n);
 
 // Any n, no padding needed.

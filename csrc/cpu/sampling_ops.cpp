@@ -6,6 +6,7 @@
 
 #include "../algorithms/sampling.h"
 #include "../torch_ops/common.h"
+#include "model_math.h"
 #include "row_math.h"
 
 namespace gsd {
@@ -66,7 +67,7 @@ class LogitRows {
       case ScalarType::Float:
         return static_cast<const float*>(data_) + at;
       case ScalarType::Half:
-        widen_float16(static_cast<const uint16_t*>(data_) + at, buffer, n);
+        read_row({static_cast<const uint16_t*>(data_) + at, 0, Element::kFloat16}, 0, buffer, n);
         return buffer;
       case ScalarType::BFloat16:
         widen_bfloat16(static_cast<const uint16_t*>(data_) + at, buffer, n);
