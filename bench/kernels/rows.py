@@ -34,6 +34,8 @@ from ..lib.timing import read_bandwidth, time_call
 WAYS = {"operator": FusedRows, "modules": RowModel}
 BRANCH = 4  # children of a node of the tree
 MOST_ROWS = 256
+#: The norm of what two ways' logits differ by, over that of the logits.
+MOST_ERROR = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 def random_model(
@@ -146,10 +148,11 @@ def measure(
         known = {"read": size / read_bandwidth(device)} if on_gpu else {}
         for count in rows:
             inputs = row_inputs(count, prefix, device)
-            calls: dict[str, Callable[[], object]] = {
+            calls: dict[str, Callable[[], torch.Tensor]] = {
                 name: lambda of=of, inputs=inputs, count=count: of.rows(*inputs, keep=count)
                 for name, of in models.items()
             }
+            check(calls, count, dtype)
             if on_gpu:
                 best = {name: time_call(call, device, seconds=seconds).median for name, call in calls.items()}
             else:
@@ -163,6 +166,18 @@ def measure(
         result["prompt"] = {"tokens": prompt, **{f"{name}_ms": 1e3 * value for name, value in best.items()}}
     floor = min(line["read_ms"] for line in result["rows"])
     return {**result, "bytes": size, "bandwidth_gb_s": size / floor / 1e6}
+
+
+def check(calls: dict[str, Callable[[], Any]], count: int, dtype: torch.dtype) -> None:
+    """Nothing that is wrong is timed: both ways' logits agree as far as a dtype lets so many layers.
+
+    Raises:
+        RuntimeError: they do not.
+    """
+    ours, theirs = (calls[name]().float() for name in WAYS)
+    error, most = float((ours - theirs).norm() / theirs.norm()), MOST_ERROR[dtype]
+    if not error <= most:
+        raise RuntimeError(f"rows: {count} rows differ from the modules' by {error:.2g}, more than {most}")
 
 
 def again(rows: RowModel, ids: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from gsd_kernels_bench.cli import BENCHMARKS, DOCUMENTS, app
 from gsd_kernels_bench.generation import generate
 from gsd_kernels_bench.generation.competitors import DEFAULT, competitors
 from gsd_kernels_bench.generation.pairs import load_pair
-from gsd_kernels_bench.kernels import attention, commit, merge, sample
+from gsd_kernels_bench.kernels import attention, commit, merge, rows, sample
 from gsd_kernels_bench.lib.intervals import paired_ratio
 from gsd_kernels_bench.lib.report import Report, Row
 from gsd_kernels_bench.lib.runner import Contestant, Entry, Settings, run
@@ -158,12 +158,21 @@ def test_a_wrong_result_is_never_reported(monkeypatch):
         yield Entry("s", {"rows": 1}, "op", 8, [Contestant("ours", lambda: 2.0)], error=lambda out: out)
 
     monkeypatch.setattr(merge, "entries", entries)
-    rows = []
-    monkeypatch.setattr("gsd_kernels_bench.lib.runner.Report", lambda **_: type("Kept", (), {"rows": rows}))
+    kept = []
+    monkeypatch.setattr("gsd_kernels_bench.lib.runner.Report", lambda **_: type("Kept", (), {"rows": kept}))
     with pytest.raises(RuntimeError, match="wrong result: error 2"):
         run(merge, Settings(CPU, torch.float32, quick=True))
-    assert rows[0].median is None
-    assert "wrong result" in rows[0].missing
+    assert kept[0].median is None
+    assert "wrong result" in kept[0].missing
+
+
+@pytest.mark.parametrize(("off", "dtype"), [(1e-3, torch.float32), (0.2, torch.bfloat16)], ids=str)
+def test_rows_that_differ_from_the_modules_are_not_timed(off, dtype):
+    logits = torch.randn(1, 4, 9)
+    calls = {"operator": lambda: (1 + off) * logits, "modules": lambda: logits}
+    with pytest.raises(RuntimeError, match=r"rows: 4 rows differ from the modules' by"):
+        rows.check(calls, 4, dtype)
+    rows.check({**calls, "operator": lambda: logits + 1e-6}, 4, dtype)
 
 
 def test_timing():
