@@ -4,7 +4,7 @@ The target has the shape of Qwen3.5-0.8B's language model and random weights: th
 them. A prefix is not read: states are of no length, and what attention reads are zeros.
 
 The text of the race repeats itself by construction: behind a token comes the next one of its :data:`PERIOD`, since that
-is what the output matrix says of the token's own embedding, and the layers, all of which are computed, add little to it.
+is what the output matrix says of the token's own embedding, and the layers, all of which are computed, add little.
 So the first period is new to the history and the rest is not; what the history gains on a text that somebody wanted is
 another question, which the race does not answer.
 """
