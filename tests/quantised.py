@@ -150,8 +150,10 @@ def stand_ins() -> ModuleType:
     return module
 
 
-def compressed(model: PreTrainedModel, bits: int, strategy: str, *, symmetric: bool, **how) -> PreTrainedModel:
-    """``model`` as compressed-tensors keeps it, pack-quantized, before its first forward."""
+def compressed(
+    model: PreTrainedModel, bits: int, strategy: str, *, symmetric: bool, form: str = "pack-quantized", **how
+) -> PreTrainedModel:
+    """``model`` as compressed-tensors keeps it in a format, before its first forward."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationArgs,
@@ -167,7 +169,7 @@ def compressed(model: PreTrainedModel, bits: int, strategy: str, *, symmetric: b
     for module in model.modules():
         if hasattr(module, "quantization_scheme"):
             _calibrate(module, bits, symmetric=symmetric)
-    ModelCompressor.from_pretrained_model(model, "pack-quantized").compress_model(model)
+    ModelCompressor.from_pretrained_model(model, form).compress_model(model)
     return model
 
 
@@ -184,11 +186,11 @@ def _calibrate(module: nn.Module, bits: int, *, symmetric: bool) -> None:
         module.weight_zero_point.data = zero.view(module.weight_scale.shape).to(torch.int8)
 
 
-def decompressed(module: nn.Module) -> Tensor:
+def decompressed(module: nn.Module, form: str = "pack-quantized") -> Tensor:
     """By compressed-tensors."""
     from compressed_tensors.compressors import BaseCompressor
 
-    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    compressor = BaseCompressor.get_value_from_registry(form)
     return compressor.decompress(dict(module.named_parameters()), module.quantization_scheme)["weight"]
 
 

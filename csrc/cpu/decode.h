@@ -326,4 +326,5 @@ struct PlainHalf {
     GSD_BLOCKS(BlockQ4_1), GSD_BLOCKS(BlockQ5_0), GSD_BLOCKS(BlockQ5_1), GSD_BLOCKS(BlockQ8_0),                     \
     GSD_BLOCKS(BlockIQ4_NL), GSD_BLOCKS(BlockMXFP4), GSD_BLOCKS(BlockQ4_K), GSD_BLOCKS(BlockQ5_K),                  \
     GSD_BLOCKS(BlockQ6_K), GSD_GROUPS(CodesInt8), GSD_GROUPS(CodesUint8), GSD_GROUPS(CodesInt4),                    \
-    GSD_GROUPS(CodesInt4Offset), GSD_GROUPS(CodesNF4), GSD_GROUPS(CodesFP4), GSD_GROUPS(CodesInt8)}}
+    GSD_GROUPS(CodesInt4Offset), GSD_GROUPS(CodesNF4), GSD_GROUPS(CodesFP4), GSD_GROUPS(CodesInt8), \
+    GSD_GROUPS(CodesInt8)}}

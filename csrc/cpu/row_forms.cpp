@@ -18,6 +18,8 @@ struct Beside {
 constexpr int64_t kFree = 64;  // bytes of that line
 static_assert(sizeof(Beside) <= kFree);
 
+constexpr float kShift = 12582912.0f;  // 1.5 · 2²³: the last bit of a sum with it is one
+
 float rounded(float x, Element element) {
   if (element == Element::kBfloat16) return Bfloat16::widen(Bfloat16::round(x));
   return element == Element::kFloat16 ? Half::widen(Half::round(x)) : x;
@@ -49,7 +51,6 @@ GSD_CLONES float largest_magnitude(const float* x, int64_t k) {
 
 // Codes −128 … 127 to the nearest, ties to even; their sum.
 GSD_CLONES int32_t to_codes(const float* x, float by, int64_t k, int8_t* codes) {
-  constexpr float kShift = 12582912.0f;  // 1.5 · 2²³: the last bit of a sum with it is one
   int32_t sum = 0;
   for (int64_t i = 0; i < k; i++) {
     float scaled = x[i] * by;
@@ -83,6 +84,40 @@ void pack_codes(const IsaKernels& level, Element element, const float* x, int64_
   }
 }
 
+// compressed-tensors' calculate_qparams and _quantize_dequantize: every step is rounded to the model's dtype.
+float rounded_scale(float most, Element element) {
+  constexpr float kEpsilon[] = {1.1920928955078125e-07f, 7.8125e-03f, 9.765625e-04f};  // by Element
+  const float scale = rounded(most / 127.5f, element);
+  return scale == 0.0f ? kEpsilon[static_cast<int>(element)] : scale;
+}
+template <class Round>
+GSD_INLINE void round_codes(float* x, float scale, int64_t k, const Round& round) {
+  for (int64_t i = 0; i < k; i++) {
+    float code = round(x[i] / scale);
+    code = code < -128.0f ? -128.0f : code;
+    code = code > 127.0f ? 127.0f : code;
+    x[i] = round(((code + kShift) - kShift) * scale);
+  }
+}
+GSD_CLONES void round_to_codes(float* x, float scale, int64_t k, Element element) {
+  if (element == Element::kBfloat16) {
+    round_codes(x, scale, k, [](float value) { return rounded_bfloat16(value); });
+  } else {
+    round_codes(x, scale, k, [element](float value) { return rounded(value, element); });
+  }
+}
+
+void pack_rounded(const RowKernel& kernel, Element element, const float* x, int64_t x_stride, int64_t first,
+                  int64_t last, int64_t k, void* packed) {
+  std::vector<float> rows(static_cast<size_t>((last - first) * k));
+  for (int64_t r = first; r < last; r++) {
+    float* row = rows.data() + (r - first) * k;
+    round_row(x + r * x_stride, row, k, element);
+    round_to_codes(row, rounded_scale(largest_magnitude(row, k), element), k, element);
+  }
+  kernel.pack(rows.data(), k, 0, last - first, k, static_cast<char*>(packed) + first * kernel.row_bytes(k));
+}
+
 // Words of integer sums → T(sum · the row's scale) · the output's, T: the model's dtype.
 template <class Round>
 GSD_INLINE void finish(float* out, int64_t n, int32_t taken, float by, const float* scales, const Round& round) {
@@ -104,15 +139,20 @@ GSD_CLONES void finish_float16(float* out, int64_t n, int32_t taken, float by, c
 }  // namespace
 
 int64_t packed_row_bytes(const IsaKernels& level, Element element, RowForm form, int64_t k) {
-  return form == RowForm::kFloats ? level.large[static_cast<int>(element)].row_bytes(k) : level.integers->row_bytes(k);
+  return form == RowForm::kDynamic ? level.integers->row_bytes(k) : level.large[static_cast<int>(element)].row_bytes(k);
 }
 
 void pack_rows(const IsaKernels& level, Element element, RowForm form, const float* x, int64_t x_stride, int64_t first,
                int64_t last, int64_t k, void* packed) {
-  if (form == RowForm::kFloats) {
-    return level.large[static_cast<int>(element)].pack(x, x_stride, first, last, k, packed);
+  const RowKernel& kernel = level.large[static_cast<int>(element)];
+  switch (form) {
+    case RowForm::kDynamic:
+      return pack_codes(level, element, x, x_stride, first, last, k, packed);
+    case RowForm::kRounded:
+      return pack_rounded(kernel, element, x, x_stride, first, last, k, packed);
+    default:
+      return kernel.pack(x, x_stride, first, last, k, packed);
   }
-  pack_codes(level, element, x, x_stride, first, last, k, packed);
 }
 
 void multiply_codes(const IsaKernels& level, Element element, const Weights& w, const void* packed, int64_t rows,

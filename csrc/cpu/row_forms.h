@@ -2,7 +2,7 @@
 //
 // A library that rounds activations to eight bits multiplies integers. Their sums are exact, so what is left are the
 // roundings around them, which are done here one by one as the library does them: a row's product has the library's bits,
-// at every level of instructions.
+// at every level of instructions. Where a library puts floats in the place of the codes again, the products are float ones.
 #pragma once
 
 #include "products.h"
@@ -11,12 +11,18 @@ namespace gsd {
 
 enum class RowForm : int {
   kFloats,
-  kDynamic,  // int8 under a scale of the row, rounded as torchao's Int8DynamicActivationInt8WeightConfig does
+  kDynamic,  // codes of int8 under a scale of the row, as torchao's Int8DynamicActivationInt8WeightConfig has them
+  kRounded,  // floats that such codes stand for, as compressed-tensors makes them for its dynamic int8 of tokens
   kCount
 };
 constexpr int kRowForms = static_cast<int>(RowForm::kCount);
 
-constexpr RowForm form_of(Kind kind) { return kind == Kind::kInt8Dynamic ? RowForm::kDynamic : RowForm::kFloats; }
+constexpr RowForm form_of(Kind kind) {
+  return kind == Kind::kInt8Dynamic   ? RowForm::kDynamic
+         : kind == Kind::kInt8Rounded ? RowForm::kRounded
+                                      : RowForm::kFloats;
+}
+
 
 // Inputs of a matrix whose products with codes fit into 32 bits.
 constexpr int64_t kMostCodes = (int64_t{1} << 31) / (128 * 128) - 1;

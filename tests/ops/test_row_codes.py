@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from ops.contracts.packed import packed_matrix
 from gsd_kernels import cpu_levels
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.decoder_rows import decoder_rows
-from gsd_kernels.ops.packed import BY_NAME, CODE_KINDS, PackedMatrix, unpack_rows
+from gsd_kernels.ops.packed import BY_NAME, CODE_KINDS, ROUNDED_KINDS, PackedMatrix, codes, unpack_rows
 from gsd_kernels.ops.packed.matrix import MOST_CODES
 from gsd_kernels.ops.row_linear import row_linear
 
@@ -79,12 +80,16 @@ def test_a_decoder_takes_them_beside_dense_and_packed_ones(level, dtype):
     """Against the same decoder with codes in the place of one matrix at a time, dense elsewhere: float sums differ."""
     weights, case = decoder_case(dtype)
 
-    def codes(matrix):
-        return matrix_of(CODE_KINDS[0], *matrix.shape, seed=matrix.shape[0])
+    names_of = cycle((*CODE_KINDS, *ROUNDED_KINDS))
+
+    def rounding(matrix):
+        return matrix_of(next(names_of), *matrix.shape, seed=matrix.shape[0])
 
     for names in (("q", "o", "down"), ("k", "v", "gate", "up"), ("q", "k", "v", "o", "gate", "up", "down")):
-        layers = [replace(layer, **{name: codes(getattr(layer, name)) for name in names}) for layer in weights.layers]
-        mixed = replace(weights, head=codes(weights.head), layers=layers)
+        layers = [
+            replace(layer, **{name: rounding(getattr(layer, name)) for name in names}) for layer in weights.layers
+        ]
+        mixed = replace(weights, head=rounding(weights.head), layers=layers)
         fresh = {name: [cache.clone() for cache in case[name]] for name in ("k_caches", "v_caches")}
         exact, _, _ = decoder_rows(mixed, **(case | fresh), keep=5, backend="reference")
         with cpu_levels.forced(level):
@@ -92,6 +97,21 @@ def test_a_decoder_takes_them_beside_dense_and_packed_ones(level, dtype):
         assert ((found - exact).norm() / exact.norm()) < 0.02
         dense, _, _ = decoder_rows(replace(weights, head=mixed.head), **case, keep=5, backend="cpu")
         assert ((found - dense).norm() / dense.norm()) > 0.1
+
+
+@dtypes
+@levels
+def test_rounded_rows_are_multiplied_as_the_dense_matrix_is(level, dtype):
+    """For kinds that put floats in the place of the codes again."""
+    for outputs, inputs in ((1, 1), (37, 200), (70, 1100)):
+        matrix, x = matrix_of(ROUNDED_KINDS[0], outputs, inputs), rows_of(50, inputs, dtype)
+        dense, rounded = unpack_rows(matrix, dtype=dtype), codes.rounded_rows(x)
+        assert not torch.equal(rounded, x)
+        with cpu_levels.forced(level):
+            for rows in (1, 2, 5, 17, 50):
+                assert torch.equal(row_linear(x[:rows], matrix), row_linear(rounded[:rows], dense))
+        found, exact = row_linear(x, matrix).double(), row_linear(x, matrix, backend="reference").double()
+        assert ((found - exact).norm() / exact.norm()) < 0.01
 
 
 @kinds
@@ -102,7 +122,7 @@ def test_nothing_outside_is_read(kind):
     assert torch.equal(row_linear(x, inside), row_linear(x, matrix))
 
 
-@kinds
+@pytest.mark.parametrize("kind", (*CODE_KINDS, *ROUNDED_KINDS), ids=lambda kind: kind.name)
 def test_what_is_not_finite_stays_so(kind):
     matrix, x = matrix_of(kind, 5, 64), torch.randn(4, 64)
     x[1, 3], x[2, 7] = torch.nan, torch.inf
@@ -110,7 +130,7 @@ def test_what_is_not_finite_stays_so(kind):
     assert not out[1:3].isfinite().any() and out[[0, 3]].isfinite().all()
 
 
-@kinds
+@pytest.mark.parametrize("kind", (*CODE_KINDS, *ROUNDED_KINDS), ids=lambda kind: kind.name)
 def test_they_stand_for_bytes_under_a_scale(kind):
     matrix = matrix_of(kind, 5, 64)
     plain = replace(matrix, kind=BY_NAME["int8"])
@@ -122,12 +142,12 @@ def test_they_stand_for_bytes_under_a_scale(kind):
 
 @kinds
 def test_what_is_wrong_is_named(kind):
-    codes = torch.zeros(2, 64, dtype=torch.int8)
+    data = torch.zeros(2, 64, dtype=torch.int8)
     with pytest.raises(ValueError, match=rf"scales: {kind.name} has one for a row of at most {MOST_CODES} inputs"):
-        PackedMatrix(kind, codes, 64, torch.ones(2, 2))
+        PackedMatrix(kind, data, 64, torch.ones(2, 2))
     with pytest.raises(ValueError, match=rf"got \[1, 1\] for {MOST_CODES + 1}"):
         PackedMatrix(kind, torch.zeros(1, MOST_CODES + 1, dtype=torch.int8), MOST_CODES + 1, torch.ones(1, 1))
     with pytest.raises(TypeError, match=r"lies in torch\.int8"):
-        PackedMatrix(kind, codes.view(torch.uint8), 64, torch.ones(2, 1))
+        PackedMatrix(kind, data.view(torch.uint8), 64, torch.ones(2, 1))
     with pytest.raises(RuntimeError, match="one scale a row"):  # the operator by itself
-        torch.ops.gsd_kernels.row_linear(torch.ones(1, 64), codes, kind.number, torch.ones(2, 2))
+        torch.ops.gsd_kernels.row_linear(torch.ones(1, 64), data, kind.number, torch.ones(2, 2))

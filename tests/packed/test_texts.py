@@ -14,11 +14,13 @@ from gguf_files import tiny, write_gguf
 from models import noised, prompts
 
 import gsd_kernels as gsd
+from gsd_kernels.ops.packed import unpack_rows
 from gsd_kernels_hf.console import pair as console
 from gsd_kernels_hf.console.pair import load_pair
 from gsd_kernels_hf.costs.pair import describe
 from gsd_kernels_hf.costs.prior import weight_bytes
 from gsd_kernels_hf.model.fused import why_not
+from gsd_kernels_hf.packed import modules
 from gsd_kernels_hf.packed.modules import packed_in
 
 FILES = {
@@ -73,6 +75,21 @@ def test_the_text_is_the_dense_models_with_any_draft(pair, sampled):
         assert torch.equal(out.sequences, expected.sequences), name
         assert all(map(torch.equal, out.logits, expected.logits)), name
     assert gsd.generate(target, **call, **ways["dense draft"]).stats.tokens_per_step > 2
+
+
+def test_no_whole_matrix_is_unpacked(pair, monkeypatch):
+    """Which would need the memory of the dense model."""
+    target, inputs = copy.deepcopy(pair[0]), prompts(2, 7, vocab=90)
+
+    def some_rows(matrix, rows=None, **how):
+        assert rows is not None, f"all {matrix.outputs} rows were unpacked"
+        return unpack_rows(matrix, rows, **how)
+
+    monkeypatch.setattr(modules, "unpack_rows", some_rows)
+    out = gsd.generate(target, **inputs, max_new_tokens=12, do_sample=False, draft_sources=("history",))
+    assert out.shape[0] == 2
+    with pytest.raises(AssertionError, match="rows were unpacked"):
+        assert packed_in(target)[0].weight is not None
 
 
 def test_a_patched_model_and_its_own_generate(pair):

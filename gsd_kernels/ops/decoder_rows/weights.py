@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..packed import CODE_KINDS, PackedMatrix, unpack_rows
+from ..packed import PackedMatrix, codes, unpack_rows
 
 DENSE = -1  # the number of a matrix that is no packed one
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -54,8 +54,8 @@ class LayerWeights:
 class DecoderWeights:
     """The parameters of a LLaMA-like decoder, as they lie in the model; nothing is copied.
 
-    Packed matrices stand for dense ones of the final norm's dtype. Those of a kind of codes are multiplied as their
-    library does it, in that dtype; the embedding is none of those.
+    Packed matrices stand for dense ones of the final norm's dtype. Those whose rows are rounded first are
+    multiplied as their library does it, in that dtype; the embedding is none of those.
     """
 
     embedding: Tensor | PackedMatrix  # [V, hidden]
@@ -101,10 +101,10 @@ class DecoderWeights:
         return [tensor.data_ptr() for tensor in tensors]
 
     def dense(self) -> DecoderWeights:
-        """The same with all matrices unpacked, but those that are multiplied with rows of codes."""
+        """The same with all matrices unpacked, but those whose rows are rounded first."""
 
         def of(matrix: Tensor | PackedMatrix) -> Tensor | PackedMatrix:
-            if isinstance(matrix, Tensor) or matrix.kind in CODE_KINDS:
+            if isinstance(matrix, Tensor) or matrix.kind.name in codes.LINEARS:
                 return matrix
             return unpack_rows(matrix, dtype=self.dtype, backend="reference")
 

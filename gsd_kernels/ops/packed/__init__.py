@@ -2,7 +2,7 @@
 
 from . import codes, halves
 from .api import unpack_rows
-from .kinds import BY_NAME, CODE_KINDS, KINDS, Kind
+from .kinds import BY_NAME, CODE_KINDS, KINDS, ROUNDED_KINDS, Kind
 from .matrix import PackedMatrix
 from .pack import PACKERS, pack_matrix
 
@@ -11,6 +11,7 @@ __all__ = [
     "CODE_KINDS",
     "KINDS",
     "PACKERS",
+    "ROUNDED_KINDS",
     "Kind",
     "PackedMatrix",
     "codes",

@@ -1,6 +1,8 @@
-"""Products with rows that are rounded to codes, as libraries define them that quantise activations.
+"""Products with rows that are rounded to eight bits, as libraries define them that quantise activations.
 
-Sums of codes are exact, so a product has the bits of the library's own, at every level of instructions.
+Sums of codes (:data:`~.kinds.CODE_KINDS`) are exact, so a product has the bits of the library's own, at every level of
+instructions. Where a library puts floats in the place of the codes again (:data:`~.kinds.ROUNDED_KINDS`), a product is
+that of those floats and the dense matrix.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .api import unpack_rows
 from .matrix import PackedMatrix
 
 EPSILON = 2.0**-23  # of float32: the least scale
 
 
 def linear(x: Tensor, matrix: PackedMatrix, dtype: torch.dtype) -> Tensor:
-    """x · weightᵀ for a matrix of :data:`~.kinds.CODE_KINDS` in a model of ``dtype``.
+    """x · weightᵀ for a matrix of a kind in :data:`LINEARS`, in a model of ``dtype``.
 
     […, inputs] → float32 […, outputs]. The result is not rounded to ``dtype`` yet; a bias comes before.
     """
@@ -36,5 +39,21 @@ def dynamic(x: Tensor, matrix: PackedMatrix) -> Tensor:
     return (sums * scale).to(x.dtype).float() * matrix.scales.view(-1)
 
 
-LINEARS: dict[str, Callable[[Tensor, PackedMatrix], Tensor]] = {"int8_dynamic": dynamic}
+def rounded_rows(x: Tensor) -> Tensor:
+    """compressed-tensors' fake quantisation of a token, symmetric, eight bits: […, inputs] → the same, in its dtype.
+
+    Of compressed-tensors 0.20: calculate_qparams, _quantize_dequantize.
+    """
+    scale = x.abs().amax(-1, keepdim=True) / 127.5  # […, 1], rounded to the dtype of x as every step is
+    scale = torch.where(scale == 0, torch.finfo(x.dtype).eps, scale)
+    return (x / scale).clamp(-128, 127).round() * scale
+
+
+def rounded(x: Tensor, matrix: PackedMatrix) -> Tensor:
+    """The product of :func:`rounded_rows` and the dense matrix."""
+    dense = unpack_rows(matrix, dtype=x.dtype, backend="reference")
+    return rounded_rows(x).float() @ dense.float().T
+
+
+LINEARS: dict[str, Callable[[Tensor, PackedMatrix], Tensor]] = {"int8_dynamic": dynamic, "int8_rounded": rounded}
 """By names of kinds: rows [n, inputs] in the model's dtype → float32 [n, outputs]."""

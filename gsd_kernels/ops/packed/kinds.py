@@ -63,4 +63,6 @@ KINDS = (
 CODE_KINDS = (Kind("int8_dynamic", 19, 1, 1, beside=1),)
 """Those that are multiplied with rows of codes, see :mod:`.codes`: as ``int8``, but a product is not that of the dense
 matrix."""
-BY_NAME = {kind.name: kind for kind in (*KINDS, *CODE_KINDS)}
+ROUNDED_KINDS = (Kind("int8_rounded", 20, 1, 1, beside=1),)
+"""Those that stand for a dense matrix, and are multiplied with rows that are rounded first, see :mod:`.codes`."""
+BY_NAME = {kind.name: kind for kind in (*KINDS, *CODE_KINDS, *ROUNDED_KINDS)}

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kinds import CODE_KINDS, Kind
+from .kinds import BY_NAME, CODE_KINDS, ROUNDED_KINDS, Kind
 
+SIGNED = (BY_NAME["int8"], *CODE_KINDS, *ROUNDED_KINDS)
 MOST_CODES = (1 << 31) // (128 * 128) - 1
 """Inputs whose products of codes fit into 32 bits."""
 
@@ -16,12 +17,13 @@ class PackedMatrix:
     """A matrix [outputs, inputs] of weights as it lies in a file or a module.
 
     It stands for the dense matrix that its format defines: every weight in float32, rounded once to the model's dtype.
-    Kinds of :data:`~.kinds.CODE_KINDS` are multiplied with rows that are rounded to codes too, see :mod:`.codes`.
+    Kinds of :data:`~.kinds.CODE_KINDS` and :data:`~.kinds.ROUNDED_KINDS` are multiplied with rows that are rounded to
+    eight bits too, see :mod:`.codes`.
 
     Attributes:
         kind: the format.
-        data: uint8 [outputs, bytes of a row], or int8 [outputs, inputs] for ``int8`` and kinds of
-            codes; contiguous.
+        data: uint8 [outputs, bytes of a row], or int8 [outputs, inputs] for ``int8`` and those two;
+            contiguous.
         inputs: weights of a row.
         scales: float32 [outputs, groups] where the kind has one number beside its rows for a group of inputs,
             [outputs, groups, 2] where it has two. Groups are of one size, an even one for codes of half a byte.
@@ -36,8 +38,8 @@ class PackedMatrix:
     scales: Tensor | None = None
 
     def __post_init__(self) -> None:
-        codes, width = self.kind in CODE_KINDS, self.kind.row_bytes(self.inputs)
-        dtype = torch.int8 if codes or self.kind.name == "int8" else torch.uint8
+        width = self.kind.row_bytes(self.inputs)
+        dtype = torch.int8 if self.kind in SIGNED else torch.uint8
         if self.data.dtype != dtype:
             raise TypeError(f"data: {self.kind.name} lies in {dtype}, got {self.data.dtype}")
         if self.data.dim() != 2 or self.data.shape[1] != width or not self.data.is_contiguous():

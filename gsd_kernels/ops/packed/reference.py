@@ -153,6 +153,7 @@ def fp4(q: Tensor, beside: Tensor) -> Tensor:
 GROUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "int8": int8,
     "int8_dynamic": int8,
+    "int8_rounded": int8,
     "uint8": int4,
     "int4": int4,
     "int4_offset": int4_offset,

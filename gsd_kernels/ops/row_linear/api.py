@@ -20,7 +20,7 @@ def row_linear(x: Tensor, weight: Tensor | PackedMatrix, *, backend: str = "auto
     Args:
         x: float32, bfloat16 or float16 [rows, in], contiguous.
         weight: [out, in], contiguous, of the dtype of ``x``; or packed, with the bits of the dense matrix it
-            stands for; of a kind of codes, those of its library.
+            stands for; with rows rounded first where the kind says so.
 
     Returns:
         [rows, out]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
-from ..packed.modules import dtype_of
+from ..packed.modules import PackedLinear, dtype_of
 from .attention import Kind, configs_of, implementation_of, switched_configs, watching
 from .cache import GraphCache
 from .identity import structure_of
@@ -413,6 +413,8 @@ def check_linears(model: PreTrainedModel) -> None:
 
 def _is_special_linear(module: nn.Module) -> bool:
     if not isinstance(getattr(module, "in_features", None), int) or getattr(module, "out_features", None) is None:
+        return False
+    if type(module) is PackedLinear:  # which takes row by row, and unpacks its weights for whom asks
         return False
     weight = getattr(module, "weight", None)
     if type(weight).__name__ == "DTensor" or type(getattr(weight, "data", None)).__name__ == "DTensor":

@@ -2,7 +2,8 @@
 
 A way to forward rows serves a model after it has shown that it computes what the model's own ``forward`` does: a prompt
 in pieces, behind padding in one of two sequences, then rows of a tree. In half precision rounding hides what is off by
-a hundredth, so there a few of the layers, in float32, are proved first, as a model of their own.
+a hundredth, so there a few of the layers, in float32, are proved first, as a model of their own. Layers that round their
+rows to eight bits take them as they are there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from gsd_kernels.graph import pack_bits
 
-from ..packed.modules import as_packed, shape_of
+from ..packed.modules import as_packed, rounds_rows, shape_of
 from .probe import examine, random_numbers_kept
 from .properties import cache_argument, device_of, vocabulary
 from .recurrent.by_depth import KINDS
@@ -207,7 +208,7 @@ def why_not_proved(
 
     proofs, key = examine(model).proofs, (way, model.dtype, device_of(model))
     if key not in proofs:
-        closely = closely and model.dtype in (torch.float16, torch.bfloat16)
+        closely = closely and precision_of(model) in (torch.float16, torch.bfloat16)
         found = _difference(model, forward, own or of_text, own or at_once, closely=closely)
         if found is not None and found.passing:
             return found
@@ -245,7 +246,9 @@ def _difference(
 
 
 def precision_of(model: PreTrainedModel) -> torch.dtype:
-    """What a model rounds to: recurrent states are float32 at best, whatever the weights are."""
+    """What a model rounds to: recurrent states are float32 at best, whatever the weights are; codes have eight bits."""
+    if rounds_rows(model):
+        return torch.bfloat16
     return torch.float32 if mixers_of(model) and model.dtype == torch.float64 else model.dtype
 
 

@@ -183,9 +183,10 @@ class _Filling:
         """[outputs, inputs] as it lies, or in the model's dtype where the file has plain floats."""
         tensor = self._found(name, shape)
         kind = tensor.kind
-        raw = self._bytes(tensor).view(shape[0], -1)
         if self.permuted and name.endswith(("self_attn.q_proj.weight", "self_attn.k_proj.weight")):
-            raw = self._unpermuted(raw)
+            raw = self._unpermuted(self._copied(tensor).view(shape[0], -1))
+        else:
+            raw = self._bytes(tensor).view(shape[0], -1)
         if kind in FLOATS:
             return raw.view(FLOATS[kind]).to(self.dtype)
         return PackedMatrix(BY_NAME[kind], raw, shape[1])
@@ -218,6 +219,12 @@ class _Filling:
                 "convert it with llama-quantize"
             )
         return tensor
+
+    def _copied(self, tensor: Stored) -> Tensor:
+        """Read, not mapped: pages that are looked at once would count as this process' memory for good."""
+        with self.path.open("rb") as file:
+            file.seek(tensor.offset)
+            return torch.frombuffer(bytearray(file.read(tensor.nbytes)), dtype=torch.uint8)
 
     def _bytes(self, tensor: Stored) -> Tensor:
         return self.file[tensor.offset : tensor.offset + tensor.nbytes]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gsd_kernels.ops.packed import Kind, PackedMatrix, unpack_rows
+from gsd_kernels.ops.packed import BY_NAME, CODE_KINDS, ROUNDED_KINDS, Kind, PackedMatrix, unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
 
 from . import copies
@@ -50,10 +50,14 @@ class Packed(nn.Module):
         return unpack_rows(self.matrix, dtype=self.like.dtype)
 
     def part(self, rows: int | None, dtype: torch.dtype) -> Packed:
-        """A module of the first ``rows`` (``None``: all) in another dtype; the packed rows stay where they are."""
+        """A module of the first ``rows`` (``None``: all) in another dtype; the packed rows stay where they are.
+
+        It takes its input as it is, whatever this one rounds first.
+        """
         matrix = self.matrix
         scales = None if matrix.scales is None else matrix.scales[:rows]
-        return self._over(PackedMatrix(matrix.kind, matrix.data[:rows], matrix.inputs, scales), dtype)
+        kind = BY_NAME["int8"] if matrix.kind in (*CODE_KINDS, *ROUNDED_KINDS) else matrix.kind
+        return self._over(PackedMatrix(kind, matrix.data[:rows], matrix.inputs, scales), dtype)
 
     def _over(self, matrix: PackedMatrix, dtype: torch.dtype) -> Packed:
         raise NotImplementedError
@@ -173,6 +177,18 @@ def linear_over(module: nn.Module, matrix: PackedMatrix, dtype: torch.dtype) -> 
 def _readable(module: nn.Module) -> Stored | None:
     stored = stored_in(module)
     return None if stored is None or stored.problem is not None else stored
+
+
+def rounds_rows(model: nn.Module) -> bool:
+    """Whether a layer rounds its rows to eight bits: a last bit of an activation may become a whole code there."""
+    kinds = (*CODE_KINDS, *ROUNDED_KINDS)
+    for module in model.modules():
+        if isinstance(module, Packed):
+            if module.kind in kinds:
+                return True
+        elif (stored := _readable(module)) is not None and stored.rounds_rows:
+            return True
+    return False
 
 
 def packed_in(model: nn.Module) -> list[Packed]:

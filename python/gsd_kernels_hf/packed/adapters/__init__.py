@@ -22,6 +22,7 @@ ADAPTERS: tuple[Callable[[nn.Module], Stored | None], ...] = (
 
 def stored_in(module: nn.Module) -> Stored | None:
     """How a library keeps the weights of a linear layer, or ``None`` where none quantised them."""
-    if type(module._parameters.get("weight")) is nn.Parameter:  # dense, as most are; asked often
+    weight = module._parameters.get("weight")
+    if type(weight) is nn.Parameter and weight.is_floating_point():  # dense, as most are; asked often
         return None
     return next((stored for adapter in ADAPTERS if (stored := adapter(module)) is not None), None)

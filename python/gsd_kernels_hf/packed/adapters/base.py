@@ -28,6 +28,7 @@ class Stored:
         read: makes the packed matrix, of the library's own storage where rows lie there one after the other.
         problem: why the weights are not read; completes a sentence that begins with the module's name. ``None``: they
             can be.
+        rounds_rows: whether rows are rounded to eight bits before they are multiplied.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Stored:
     dtype: torch.dtype
     read: Callable[[], PackedMatrix]
     problem: str | None = None
+    rounds_rows: bool = False
 
     @property
     def nbytes(self) -> int:

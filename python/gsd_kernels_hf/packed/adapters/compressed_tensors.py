@@ -1,7 +1,9 @@
-"""compressed-tensors: ``nn.Linear`` modules in its format pack-quantized. Read from compressed-tensors 0.20.
+"""compressed-tensors: ``nn.Linear`` modules whose weights are integers. Read from compressed-tensors 0.20.
 
 The library has no products for them: the model's first forward makes all of them dense. Before it they can be kept, see
-:func:`gsd_kernels_hf.packed.keep.keep_packed`. A row's codes lie in words of 32 bits, the first in the lowest ones.
+:func:`gsd_kernels_hf.packed.keep.keep_packed`. In its format pack-quantized a row's codes lie in words of 32 bits, the
+first in the lowest ones. Its int-quantized has bytes; activations of eight bits, where a model has them, are floats
+again when they are multiplied.
 """
 
 from __future__ import annotations
@@ -16,16 +18,20 @@ from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, halves
 from .base import BY_BITS, Stored, unread
 
 FORMAT = "pack-quantized"
+BYTES = ("int-quantized", "naive-quantized")
+"""Formats whose weights of eight bits are bytes."""
 
 
 def stored(module: nn.Module) -> Stored | None:
     """Weights of a compressed linear layer, or ``None``."""
     packed: Any = module._parameters.get("weight_packed")
+    scheme: Any = getattr(module, "quantization_scheme", None)
+    if isinstance(module, nn.Linear) and scheme is not None and packed is None:
+        return _bytes(module, scheme)
     if not isinstance(module, nn.Linear) or packed is None or "weight" in module._parameters:
         return None
-    scheme: Any = getattr(module, "quantization_scheme", None)
     weights = getattr(scheme, "weights", None)
-    found = str(getattr(getattr(scheme, "format", None), "value", getattr(scheme, "format", None)))
+    found = _format(scheme)
     name, scale, zero = f"{found} of compressed-tensors", module._parameters["weight_scale"], _zero(module)
     tensors = tuple(t for t in (packed, scale, zero) if t is not None)
     problem = _problem(module, scheme, found)
@@ -41,6 +47,57 @@ def stored(module: nn.Module) -> Stored | None:
         return PackedMatrix(kind, data, inputs, torch.stack([scales, zeros + (0 if zero is not None else middle)], -1))
 
     return Stored(name, tensors, torch.Size((outputs, inputs)), scale.dtype, read)
+
+
+def _bytes(module: Any, scheme: Any) -> Stored | None:
+    """Weights that are bytes, or ``None``; activations of eight bits may go with them."""
+    codes: Any = module._parameters.get("weight")
+    if codes is None or codes.dtype != torch.int8:
+        return None
+    found, scale = _format(scheme), module._parameters.get("weight_scale")
+    name, tensors = f"{found} of compressed-tensors", tuple(t for t in (codes, scale, _zero(module)) if t is not None)
+    problem = _problem_of_bytes(module, scheme, found)
+    if problem is not None or scale is None:
+        return unread(name, problem or "has no scales", *tensors)
+    outputs, inputs = codes.shape
+
+    def read() -> PackedMatrix:
+        scales = scale.detach().float().reshape(-1, 1).expand(outputs, 1).contiguous()
+        kind = "int8_rounded" if rounds_rows else "int8"
+        return PackedMatrix(BY_NAME[kind], codes.detach().contiguous(), inputs, scales)
+
+    rounds_rows = scheme.input_activations is not None
+    return Stored(name, tensors, codes.shape, scale.dtype, read, rounds_rows=rounds_rows)
+
+
+def _problem_of_bytes(module: Any, scheme: Any, found: str) -> str | None:
+    if found not in BYTES:
+        return f"is compressed as {found}"
+    if _word(scheme.weights.strategy) not in ("tensor", "channel"):
+        return f"has scales by {_word(scheme.weights.strategy)}"
+    if not scheme.weights.symmetric or _zero(module) is not None:
+        return "has zero points"
+    if scheme.output_activations is not None:
+        return "quantises what it computes"
+    if not getattr(module, "quantization_enabled", True):
+        return "has its quantisation switched off"
+    rows = scheme.input_activations
+    if rows is None:
+        return None
+    if _word(rows.type) != "int" or rows.num_bits != 8 or not rows.symmetric or rows.scale_dtype is not None:
+        return "quantises its activations to something else than eight bits around 0"
+    if rows.dynamic is not True or _word(rows.strategy) != "token":
+        return f"quantises its activations by {_word(rows.strategy)}" + ("" if rows.dynamic else ", not dynamically")
+    return None
+
+
+def _word(value: Any) -> str:
+    """Of an enumeration's member, or of text."""
+    return str(getattr(value, "value", value))
+
+
+def _format(scheme: Any) -> str:
+    return _word(getattr(scheme, "format", None))
 
 
 def release(model: nn.Module) -> None:
@@ -60,7 +117,7 @@ def _problem(module: Any, scheme: Any, found: str) -> str | None:
         return f"is compressed as {found}"
     if scheme.input_activations is not None or scheme.output_activations is not None:
         return "quantises its activations"
-    bits, strategy = scheme.weights.num_bits, str(getattr(scheme.weights.strategy, "value", scheme.weights.strategy))
+    bits, strategy = scheme.weights.num_bits, _word(scheme.weights.strategy)
     if bits not in BY_BITS:
         return f"has codes of {bits} bits"
     if strategy not in ("tensor", "channel", "group"):

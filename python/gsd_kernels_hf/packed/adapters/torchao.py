@@ -53,7 +53,8 @@ def dynamic(weight: Any) -> Stored | str:
         return PackedMatrix(BY_NAME["int8_dynamic"], weight.qdata.contiguous(), inputs, scales)
 
     name = f"{type(weight).__name__}, activations of eight bits, of torchao"
-    return Stored(name, (weight.qdata, weight.scale), weight.qdata.shape, weight.dtype, read)
+    tensors = (weight.qdata, weight.scale)
+    return Stored(name, tensors, weight.qdata.shape, weight.dtype, read, rounds_rows=True)
 
 
 def intx(weight: Any) -> Stored | str:
