@@ -2,8 +2,8 @@
 
 A way to forward rows serves a model after it has shown that it computes what the model's own ``forward`` does: a prompt
 in pieces, behind padding in one of two sequences, then rows of a tree. In half precision rounding hides what is off by
-a hundredth, so there a few of the layers, in float32, are proved first, as a model of their own. Layers that round their
-rows to eight bits take them as they are there.
+a hundredth, so there a few of the layers, in float32, are proved first, as a model of their own. Layers that round
+their rows to eight bits take them as they are there.
 """
 
 from __future__ import annotations

@@ -19,12 +19,12 @@ def keep_packed(model: PreTrainedModel) -> PreTrainedModel:
     all others in place; they need no call of this.
 
     Args:
-        model: on a CPU, with layers of torchao, bitsandbytes, compressed-tensors (pack-quantized) or gptqmodel, before
-            its first forward. Those layers are replaced; what else it has stays.
+        model: on a CPU, with layers of torchao, bitsandbytes, compressed-tensors (pack-quantized,
+            int-quantized) or gptqmodel, before its first forward. Those layers are replaced; what else it has stays.
 
     Returns:
         ``model``, in evaluation mode: that of the dense matrices that the library would dequantise its weights to, in
-        the model's dtype. It cannot be trained or saved.
+        the model's dtype. Where those round activations to eight bits, so do these. It cannot be trained or saved.
 
     Raises:
         TypeError, ValueError: no quantised layers, or some that are not read; the model is left as it was.
