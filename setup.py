@@ -39,8 +39,9 @@ runpy.run_path("gsd_kernels/environment.py")["adopt_old_names"]()
 def packages() -> list[str]:
     names = find_packages(include=["gsd_kernels", "gsd_kernels.*"])
     for name, folder in MAPPED.items():
-        # The recipe of the demo's pair is run once, by hand, from a clone.
-        names += [name, *(f"{name}.{sub}" for sub in find_packages(folder, exclude=["demo_pair*"]))]
+        # Recipes of what is shipped are run once, by hand, from a clone.
+        recipes = ["demo_pair*", "chat_drafter*"]
+        names += [name, *(f"{name}.{sub}" for sub in find_packages(folder, exclude=recipes))]
     return names
 
 

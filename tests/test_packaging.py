@@ -181,6 +181,8 @@ def test_both_off_is_pure_python(pure):
     pair = target / "gsd_kernels_hf/demo"
     parts = {folder.name for folder in pair.iterdir() if folder.is_dir()}
     assert parts == {"target", "draft", "heads", "eagle3", "dflash"}
+    (drafter,) = (target / "gsd_kernels_hf/shipped").iterdir()
+    assert {file.name for file in drafter.iterdir()} == {"README.md", "config.json", "model.safetensors"}
 
 
 def test_cuda_is_left_out_by_default_beside_a_cpu_torch(source):

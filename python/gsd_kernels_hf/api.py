@@ -33,6 +33,7 @@ from .sources.layer_skip import LayerSkip
 from .sources.memory import HistoryMemory
 from .sources.mtp import Mtp
 from .sources.mtp_files import mention_heads
+from .sources.shipped import mention_drafter
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -312,6 +313,8 @@ def patch(
     loaded = {"drafter": sources.drafter, "draft_heads": sources.heads}
     if sources.every and not isinstance(sources.drafter, Mtp):
         mention_heads(inner)
+    if sources.every and sources.drafter is None:
+        mention_drafter(inner)
     memory = HistoryMemory(properties.vocabulary(inner))
     handle = Patch(inner, Engines(keeps_sessions=True, memory=memory))
     accelerated = _Accelerated(inner, handle, {**options, **loaded})

@@ -18,6 +18,9 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 """What a name on the hub looks like, ``owner/name``; the few without an owner are of no family that is served."""
 
 
+SHIPPED = Path(__file__).resolve().parent / "shipped"
+"""Folders of the drafters that come with this package for published models, by their names."""
+
 GGUF = ".gguf"
 """How the name of a file with a packed model ends."""
 

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
-from ..files import checkpoint_place, model_place
+from ..files import SHIPPED, checkpoint_place, model_place
 
 BACKENDS = ("auto", "cpu", "cuda", "triton", "reference")
 """As :data:`gsd_kernels.BACKENDS`, whose package imports torch; a test holds them together."""
@@ -101,8 +101,9 @@ def draft(value: str | None) -> str | None:
 
 
 def drafter(value: str | None) -> str | None:
-    """``--drafter``: a folder, a hub id, or ``mtp``."""
-    return value if value == "mtp" else _place("--drafter", checkpoint_place)(value)
+    """``--drafter``: a folder, a hub id, ``mtp``, or the name of one that comes with this package."""
+    known = ("mtp", *(folder.name for folder in SHIPPED.iterdir()))
+    return value if value in known else _place("--drafter", checkpoint_place)(value)
 
 
 def check_draft(model: str | None, draft: str | None) -> None:

@@ -21,6 +21,7 @@ from .heads import CONFIG_FILE, DraftHeads, Heads
 from .mtp import Mtp, MtpDrafts
 from .mtp_files import open_heads, place_of
 from .parallel_eagle import ParallelDrafts
+from .shipped import folder_of
 
 Drafter = Eagle3 | DFlash | DraftHeads | Mtp | Gemma4Assistant
 """What ``drafter=`` takes, beside the place of one."""
@@ -43,7 +44,9 @@ _Kind = TypeVar("_Kind", Drafter, DraftHeads)
 
 
 def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Drafter:
-    """Load the drafter of ``target`` from a folder or hub id, or from its own (``"mtp"``), on its device, in its dtype.
+    """Load the drafter of ``target`` from a folder or hub id, from its own (``"mtp"``), or one of ours by its name.
+
+    It is on the target's device, in its dtype.
 
     Raises:
         ValueError: no drafter that can be served, or another model's; the message names what and the cure, and no
@@ -52,7 +55,7 @@ def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
     if where == OWN:
         place, revision = place_of(target)
         return Mtp.from_checkpoint(*open_heads(place, target, revision), target)
-    folder = checkpoints.fetch(where)
+    folder = checkpoints.fetch(folder_of(where, target))
     if (folder / CONFIG_FILE).is_file():
         return DraftHeads.from_pretrained(folder, target)
     config = checkpoints.read_json(folder / checkpoints.CONFIG)
@@ -80,7 +83,7 @@ def loaded_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Dr
         folder = Path(place)
         key = stamp(folder) if folder.is_dir() else (place, revision)  # what was fetched from the hub stays the same
         return _loaded_once(key, target, "drafter", lambda: load_drafter(OWN, target))
-    folder = checkpoints.fetch(where)
+    folder = checkpoints.fetch(folder_of(where, target))
     return _loaded_once(stamp(folder), target, "drafter", lambda: load_drafter(folder, target))
 
 
