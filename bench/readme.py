@@ -14,11 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .generation import corpus_table, drafters_table, long_table, sources_table
+from .generation import corpus_table, drafters_table, hybrid_table, long_table, sources_table
 from .generation.competitors import ASSISTED, AUTO, GREEDY, PLAIN
 from .generation.generate import title
 from .generation.real import report as real_report
 from .gpu import table as gpu_table
+from .kernels import hybrid as hybrid_rows
 from .lib.intervals import Ratio
 from .lib.report import Report, caption, markdown, micros, speedups
 from .scale import memory as scale_memory
@@ -26,6 +27,7 @@ from .scale import messages as scale_messages
 
 BLOCK = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- /bench:(?P=name) -->)", re.DOTALL)
 ENGINES = ("openvino", "llama-cpp")
+RECIPE = "python -m gsd_kernels_bench.demo_pair.hybrid"
 KERNEL_CASES = ("attention", "merge", "sample", "commit")
 
 
@@ -397,6 +399,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "drafters-counts": drafters_counts,
     "drafters-long": drafters_long,
     "rows": rows,
+    "hybrid": partial(_tables, names=["hybrid"], command="gsd-kernels bench hybrid", table=hybrid_rows.table),
+    "hybrid-trained": partial(_tables, names=[hybrid_table.NAME], command=RECIPE, table=hybrid_table.table),
     "gpu": gpu,
     "corpus": corpus,
     "kernels": kernels,

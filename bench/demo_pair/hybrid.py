@@ -22,7 +22,8 @@ from transformers.utils import logging as transformers_logging
 from gsd_kernels_hf import DraftHeads
 from gsd_kernels_hf.demo import path as demo_folder
 from gsd_kernels_hf.files import write_json
-from gsd_kernels_hf.training.loop import Budget, Streams
+from gsd_kernels_hf.training.loop import Budget
+from gsd_kernels_hf.training.streams import Stream, Streams
 
 from ..generation import hybrid_table
 from .stages import LIBRARY_SHARE, SEED, cross_entropy_loss, optimise, prepare, train_pair_heads
@@ -66,10 +67,10 @@ def train_hybrid(out: Path, budget: Budget, head_budget: Budget) -> None:
         AutoTokenizer.from_pretrained(demo_folder() / "target").save_pretrained(work / "tokenizer")
     tokenizer, _, _, tokens = prepare(work)
     if not (out / "target").exists():
-        corpus = [(LIBRARY_SHARE, tokens["library"]), (1 - LIBRARY_SHARE, tokens["tests"])]
+        text = [(LIBRARY_SHARE, Stream(tokens["library"])), (1 - LIBRARY_SHARE, Stream(tokens["tests"]))]
         model = build_hybrid(tokenizer, SEED)
         loss = cross_entropy_loss(model, compiled=False)
-        streams = Streams(corpus, SEED, BATCH)
+        streams = Streams(text, SEED, BATCH)
         record = optimise("hybrid", model, loss, streams, CURRICULUM, budget, work / "checkpoints")
         write_json(work / "record.json", asdict(record) | {"threads": torch.get_num_threads()})
         model.config.name_or_path = ""
