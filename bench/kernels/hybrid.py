@@ -230,7 +230,8 @@ def table(report: dict[str, Any]) -> str:
         ]
         for line in report["rows"]
     ]
-    parts = [markdown([f"{what}: rows", *(f"by {way}, ms" for way in WAYS), "transformers, ms"], lines)]
+    caption = f"{what}, behind {report['prefix']} cached tokens, milliseconds by rows (and times those of one):"
+    parts = [caption, markdown(["rows", *(f"by {way}, ms" for way in WAYS), "transformers, ms"], lines)]
     if report["prefixes"]:
         counts = [name for name in report["prefixes"][0] if name != "prefix"]
         lines = [[str(line["prefix"]), *(f"{line[n]:.1f}" for n in counts)] for line in report["prefixes"]]
