@@ -125,7 +125,7 @@ class GraphDecoder(Options):
         self, request: Request, sources: Sequence[DraftSource], statistics: Statistics, *, automatic: bool
     ) -> Policy:
         """The policy that chooses the shapes of this call's steps."""
-        if not automatic:
+        if not automatic or not sources:
             return FixedPolicy(self.graph_config if sources else None)
         draft, *others = forwarded(sources) or [None]
         together = " together" if request.lockstep and request.batch > 1 else ""  # a step brings all the same

@@ -37,7 +37,8 @@ class Observation:
     """What came of a step.
 
     Attributes:
-        verified: its record, valid until the next step; ``None``: only the figures below are known.
+        verified: its record, valid until the next step; the loop gives it to every policy. ``None`` in replays and
+            tests: only the figures below are known.
         tokens: emitted by every sequence; 0 for one that was finished before.
         rows: that the target computed, of each sequence.
         profiles: of a step that drafted, for a policy that has an ``acceptance``; else empty.

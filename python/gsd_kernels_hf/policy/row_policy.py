@@ -103,7 +103,7 @@ class RowExperience(Backoff):
         self.edges = EdgeModel()
         self.tokens, self.rows = self.settings.initial_tokens, self.settings.initial_rows  # running means of a step
         self.off = False
-        self.warm: set[str] = set()  # shapes that ran in this process
+        self.warm: set[str] = set()  # shapes that ran since this was made
 
     @property
     def known(self) -> bool:

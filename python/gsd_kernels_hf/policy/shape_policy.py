@@ -111,7 +111,7 @@ class ShapeExperience(Backoff):
         self.forecast = TreeForecast(list(self.shapes.values()), BRANCH)
         self.predicted: tuple[np.ndarray, np.ndarray] | None = None  # tokens and rows of the last choice's prediction
         self.last: dict[str, str] = {}  # batch size → shape that the last generation ended with
-        self.warm: set[str] = set()  # shapes that ran in this process
+        self.warm: set[str] = set()  # shapes that ran since this was made
 
     def as_dict(self) -> dict[str, Any]:
         """All but the costs, for the disk."""

@@ -12,7 +12,10 @@ from functools import cache
 
 from gsd_kernels import GraphConfig
 
-REUSE_DEPTH, REUSE_WIDTH = 4, 8  # levels that the history expands behind those of a model, and their nodes
+REUSE_DEPTH, REUSE_WIDTH = (
+    4,
+    8,
+)  # levels of sources without a forward behind a model's, and their nodes; else not drafted
 LOOKUP_CONTEXT = 2  # tokens that nodes must share to be merged: the history tells longer contexts apart
 
 _Shapes = tuple[tuple[int, int, int, int], ...]  # width, branch, depth, rows
