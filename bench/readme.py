@@ -43,10 +43,10 @@ def real(results: Path) -> str:
     return "\n\n".join([head, real_report.table(real_report.short(runs[0])), *gains])
 
 
-def real_all(results: Path) -> str:
-    """The same runs with every way, and by kind of work."""
+def real_all(results: Path, *kinds: str) -> str:
+    """The same runs, or those of such names, with every way, and by kind of work."""
     sections = []
-    for data in _real_runs(results):
+    for data in _real_runs(results, *kinds):
         sections += [
             f"{real_report.what(data)}; {_place(data['environment'])}:",
             real_report.table(data),
@@ -57,9 +57,9 @@ def real_all(results: Path) -> str:
     return "\n\n".join(section for section in sections if section)
 
 
-def _real_runs(results: Path) -> list[dict[str, Any]]:
+def _real_runs(results: Path, *kinds: str) -> list[dict[str, Any]]:
     """The runs of ``bench real`` on its own model and prompts, bfloat16 first."""
-    paths = (results / f"real-{dtype}.json" for dtype in ("bfloat16", "float32"))
+    paths = (results / f"real-{kind}.json" for kind in kinds or ("bfloat16", "float32"))
     if not (found := [_read(path) for path in paths if path.exists()]):
         raise MissingResultError("`gsd-kernels bench real`")
     return found
@@ -391,6 +391,7 @@ def _read(path: Path) -> dict[str, Any]:
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "real": real,
     "real-all": real_all,
+    "real-file": lambda results: real_all(results, "bfloat16-file"),
     "headline": headline,
     "speed": speed,
     "tree": tree,
