@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
-import weakref
 
 import numpy as np
 import pytest
@@ -167,31 +165,6 @@ def test_the_plans_choice_of_rows_is_what_the_target_forwards(models, monkeypatc
         observer=lambda record: forwarded.append(record.rows.token_ids.shape[1]) if record.graph is not None else None,
     )
     assert len(chosen) > 3 and forwarded == chosen
-
-
-def test_what_was_learned_serves_the_next_engine_of_the_process(models, monkeypatch):
-    """Of a pair that stays in memory, with what an engine that is gone has not yet written."""
-    begun, honest = [], decoder.automatic_policy
-
-    def kept(policy):
-        return {name: policy.experience.as_dict()[name] for name in ("acceptance", "last")}
-
-    def remember(*args):
-        policy = honest(*args)
-        begun.append((policy, kept(policy)))
-        return policy
-
-    monkeypatch.setattr(decoder, "automatic_policy", remember)
-    for _ in range(2):  # the second one ends too soon after the first one to be written at once
-        generate(models, tokens=60)
-    first, learned = begun[-1][0].experience, kept(begun[-1][0])
-    assert learned != begun[0][1]
-    first = weakref.ref(first)
-    begun.clear()
-    engine._unpatched.clear()
-    gc.collect()
-    generate(models, tokens=1)
-    assert begun[0][1] == learned and begun[0][0].experience is not first()
 
 
 def test_without_a_draft_model_rows_are_chosen_and_the_next_process_knows_of_them(models, opened):

@@ -25,7 +25,7 @@ from ..sources.layer_skip import LayerSkip
 from .machine import bandwidth, gemm_speed, machine
 from .model import CostModel
 from .prior import CostPrior
-from .store import Document, flush
+from .store import Document
 
 SIZES = (
     "hidden_size",
@@ -70,7 +70,7 @@ class Pair:
         shapes: Mapping[str, GraphConfig],
     ) -> None:
         self.document = document
-        self.sections: dict[str, Any] = {}  # as they were when the last one was loaded
+        self.sections = document.read()
         self.device = properties.device_of(model)
         view = draft.view if isinstance(draft, LayerSkip) else draft
         about = document.about
@@ -87,9 +87,7 @@ class Pair:
         self.load(COSTS, self.costs)
 
     def load(self, section: str, part: Kept) -> None:
-        """Load a section as it is now, if there is one; one that cannot be used is ignored, with a warning."""
-        flush(self.document.path)
-        self.sections |= self.document.read()
+        """Load a section, if there is one; one that cannot be used is ignored, with a warning."""
         if section in self.sections:
             try:
                 part.load(self.sections[section])

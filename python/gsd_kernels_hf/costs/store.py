@@ -109,7 +109,7 @@ class Saver:
 
         No call waits for a disk, which may take tens of milliseconds to put a file in another's place.
         """
-        self._wait()
+        self.waiting = True
         writes = self.writing is not None and self.writing.is_alive()
         if writes or time.monotonic() - self.written < WRITE_INTERVAL_SECONDS:
             return
@@ -117,7 +117,7 @@ class Saver:
         try:
             writing.start()
         except RuntimeError:  # the interpreter is ending, or has no more threads
-            self._wait()
+            self.waiting = True
         else:
             self.writing = writing
 
@@ -128,26 +128,12 @@ class Saver:
         if self.waiting:
             self.document.write(self._take())
 
-    def _wait(self) -> None:
-        self.waiting = True
-        _waiting.add(self)
-
     def _take(self) -> Mapping[str, Any]:
         self.waiting, self.written = False, time.monotonic()
-        _waiting.discard(self)
         return self.content()
 
 
 _savers: weakref.WeakSet[Saver] = weakref.WeakSet()
-_waiting: set[Saver] = set()
-"""Those with something to write, which stay until it is written, whoever forgets them."""
-
-
-def flush(path: Path) -> None:
-    """Write what waits to be written into a file."""
-    for saver in list(_savers):
-        if saver.document.path == path:
-            saver.flush()
 
 
 def _renew_locks() -> None:
