@@ -83,11 +83,19 @@ def test_other_sizes_cost_no_look_at_the_weights(target, monkeypatch):
     assert shipped.drafter_of(tiny(num_hidden_layers=2)) is None
 
 
+def test_weights_are_looked_at_when_it_is_loaded_and_not_at_every_call(target, monkeypatch):
+    looks = []
+    monkeypatch.setattr(shipped, "fingerprint", lambda model: looks.append(model) or fingerprint(model))
+    for _ in range(3):
+        gsd.generate(target, **CALL, drafter=NAME)
+    assert len(looks) == 1
+
+
 def test_a_folder_of_that_name_comes_first(target, tmp_path, monkeypatch):
-    assert shipped.folder_of(NAME, target) == tmp_path / NAME
-    assert shipped.folder_of("else/where", target) == "else/where"
+    assert shipped.folder_of(NAME) == tmp_path / NAME
+    assert shipped.folder_of("else/where") == "else/where"
     monkeypatch.chdir(tmp_path)
-    assert shipped.folder_of(NAME, target) == NAME
+    assert shipped.folder_of(NAME) == NAME
 
 
 @pytest.mark.parametrize("name", SHIPPED)

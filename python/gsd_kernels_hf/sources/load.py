@@ -21,7 +21,7 @@ from .heads import CONFIG_FILE, DraftHeads, Heads
 from .mtp import Mtp, MtpDrafts
 from .mtp_files import open_heads, place_of
 from .parallel_eagle import ParallelDrafts
-from .shipped import folder_of
+from .shipped import folder_of, warn_of_other_weights
 
 Drafter = Eagle3 | DFlash | DraftHeads | Mtp | Gemma4Assistant
 """What ``drafter=`` takes, beside the place of one."""
@@ -55,7 +55,8 @@ def load_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Draf
     if where == OWN:
         place, revision = place_of(target)
         return Mtp.from_checkpoint(*open_heads(place, target, revision), target)
-    folder = checkpoints.fetch(folder_of(where, target))
+    warn_of_other_weights(where, target)
+    folder = checkpoints.fetch(folder_of(where))
     if (folder / CONFIG_FILE).is_file():
         return DraftHeads.from_pretrained(folder, target)
     config = checkpoints.read_json(folder / checkpoints.CONFIG)
@@ -83,8 +84,8 @@ def loaded_drafter(where: str | os.PathLike[str], target: PreTrainedModel) -> Dr
         folder = Path(place)
         key = stamp(folder) if folder.is_dir() else (place, revision)  # what was fetched from the hub stays the same
         return _loaded_once(key, target, "drafter", lambda: load_drafter(OWN, target))
-    folder = checkpoints.fetch(folder_of(where, target))
-    return _loaded_once(stamp(folder), target, "drafter", lambda: load_drafter(folder, target))
+    folder = checkpoints.fetch(folder_of(where))
+    return _loaded_once(stamp(folder), target, "drafter", lambda: load_drafter(where, target))
 
 
 def loaded_heads(where: str | os.PathLike[str], target: PreTrainedModel) -> DraftHeads:

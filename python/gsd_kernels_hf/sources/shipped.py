@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..files import SHIPPED as FOLDER
 
-__all__ = ["SHIPPED", "Shipped", "drafter_of", "fingerprint", "folder_of", "mention_drafter"]
+__all__ = ["SHIPPED", "Shipped", "drafter_of", "fingerprint", "folder_of", "mention_drafter", "warn_of_other_weights"]
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -49,21 +49,21 @@ SHIPPED = {
 """By name, which is that of the drafter's folder, too."""
 
 
-def folder_of(where: str | os.PathLike[str], target: PreTrainedModel) -> str | os.PathLike[str]:
-    """The folder of a drafter of ours by its name, unless a folder is called so; anything else as it is.
+def folder_of(where: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The folder of a drafter of ours by its name, unless a folder is called so; anything else as it is."""
+    return where if where not in SHIPPED or Path(where).exists() else FOLDER / where
 
-    A line of the log warns where it was trained for other weights than ``target``'s.
-    """
-    if where not in SHIPPED or Path(where).exists():
-        return where
-    found = fingerprint(target)
-    if found not in (None, SHIPPED[str(where)].fingerprint):
+
+def warn_of_other_weights(where: str | os.PathLike[str], target: PreTrainedModel) -> None:
+    """Say in a line of the log if ``where`` names a drafter of ours that was trained for other weights."""
+    if folder_of(where) == where:
+        return
+    if fingerprint(target) not in (None, SHIPPED[str(where)].fingerprint):
         logger.warning(
             "drafter: %s was trained for other weights than this model's; the output is this model's all the same, and "
             "the guesses may be worse",
             where,
         )
-    return FOLDER / where
 
 
 def fingerprint(target: PreTrainedModel) -> str | None:
