@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from block_code.programs import BUILDS, CXX, ROOT, build_all, run
+from block_code.programs import BUILDS, CXX, ROOT, TORCH, build_all, run
 from shared import once
 
 SOURCE = ROOT / "tests/block_code/decoder.cpp"
@@ -25,7 +24,6 @@ UNITS = (
         )
     ),
 )
-TORCH = ["-DTORCH_TARGET_VERSION=0x020A000000000000", "-isystem", Path(torch.__file__).parent / "include"]
 
 pytestmark = [
     pytest.mark.slow,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from block_code.programs import CXX, ROOT, build
+from block_code.programs import CXX, ROOT, TORCH, build
 
 SOURCE = ROOT / "csrc/cpu/state_rows.cpp"
 TESTS = ROOT / "tests/ops/test_state_rows.py"
@@ -40,16 +40,9 @@ def runtime(name: str) -> str:
 def watched(source: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """The op's tests over a build of ``source``."""
     preload = " ".join(map(runtime, SANITIZERS))
-    lib = Path(torch.__file__).parent
-    flags = [
-        "-O1",
-        "-fPIC",
-        "-shared",
-        "-w",
-        "-fsanitize=address,undefined",
-        "-DTORCH_TARGET_VERSION=0x020A000000000000",
-    ]
-    flags += ["-isystem", lib / "include", f"-I{SOURCE.parent}", f"-L{lib / 'lib'}", "-ltorch_cpu", "-ltorch"]
+    libraries = Path(torch.__file__).parent / "lib"
+    flags = ["-O1", "-fPIC", "-shared", "-w", "-fsanitize=address,undefined", *TORCH]
+    flags += [f"-I{SOURCE.parent}", f"-L{libraries}", "-ltorch_cpu", "-ltorch"]
     library = build(source, folder / "states.so", flags)
     options = {"ASAN_OPTIONS": "detect_leaks=0:exitcode=67", "UBSAN_OPTIONS": "halt_on_error=1", "LD_PRELOAD": preload}
     command = [sys.executable, "-c", PROGRAM, library, TESTS]

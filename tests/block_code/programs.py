@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "tests/block_code/main.cpp"
 CXX = shutil.which(os.environ.get("CXX", "g++"))
@@ -17,6 +19,8 @@ BUILDS = {
     # Optimising takes longer than all that runs, and hides accesses.
     "address": ["-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DGSD_CHECK_DIVERGENCE"],
 }
+#: Of what is compiled against PyTorch's headers.
+TORCH = ["-DTORCH_TARGET_VERSION=0x020A000000000000", "-isystem", Path(torch.__file__).parent / "include"]
 ONE_TYPE = "-DGSD_ONE_TYPE"  # float16 and not bfloat16: half of a program's code, and the same accesses
 DIFFERENT, DIVERGENT, RACE = 3, 4, 66
 HUNG = "hung"

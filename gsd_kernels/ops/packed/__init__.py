@@ -2,7 +2,7 @@
 
 from . import codes, halves
 from .api import unpack_rows
-from .kinds import BY_NAME, CODE_KINDS, KINDS, ROUNDED_KINDS, Kind
+from .kinds import BY_NAME, CODE_KINDS, KINDS, ROUNDED_KINDS, ROUNDING_KINDS, Kind
 from .matrix import PackedMatrix
 from .pack import PACKERS, pack_matrix
 
@@ -12,6 +12,7 @@ __all__ = [
     "KINDS",
     "PACKERS",
     "ROUNDED_KINDS",
+    "ROUNDING_KINDS",
     "Kind",
     "PackedMatrix",
     "codes",

@@ -65,4 +65,6 @@ CODE_KINDS = (Kind("int8_dynamic", 19, 1, 1, beside=1),)
 matrix."""
 ROUNDED_KINDS = (Kind("int8_rounded", 20, 1, 1, beside=1),)
 """Those that stand for a dense matrix, and are multiplied with rows that are rounded first, see :mod:`.codes`."""
-BY_NAME = {kind.name: kind for kind in (*KINDS, *CODE_KINDS, *ROUNDED_KINDS)}
+ROUNDING_KINDS = (*CODE_KINDS, *ROUNDED_KINDS)
+"""Those of both: rows are rounded to eight bits before they are multiplied."""
+BY_NAME = {kind.name: kind for kind in (*KINDS, *ROUNDING_KINDS)}

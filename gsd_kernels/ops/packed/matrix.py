@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .kinds import BY_NAME, CODE_KINDS, ROUNDED_KINDS, Kind
+from .kinds import BY_NAME, CODE_KINDS, ROUNDING_KINDS, Kind
 
-SIGNED = (BY_NAME["int8"], *CODE_KINDS, *ROUNDED_KINDS)
+SIGNED = (BY_NAME["int8"], *ROUNDING_KINDS)
 MOST_CODES = (1 << 31) // (128 * 128) - 1
 """Inputs whose products of codes fit into 32 bits."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gsd_kernels.ops.packed import BY_NAME, CODE_KINDS, ROUNDED_KINDS, Kind, PackedMatrix, unpack_rows
+from gsd_kernels.ops.packed import BY_NAME, ROUNDING_KINDS, Kind, PackedMatrix, unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
 
 from . import copies
@@ -56,7 +56,7 @@ class Packed(nn.Module):
         """
         matrix = self.matrix
         scales = None if matrix.scales is None else matrix.scales[:rows]
-        kind = BY_NAME["int8"] if matrix.kind in (*CODE_KINDS, *ROUNDED_KINDS) else matrix.kind
+        kind = BY_NAME["int8"] if matrix.kind in ROUNDING_KINDS else matrix.kind
         return self._over(PackedMatrix(kind, matrix.data[:rows], matrix.inputs, scales), dtype)
 
     def _over(self, matrix: PackedMatrix, dtype: torch.dtype) -> Packed:
@@ -181,10 +181,9 @@ def _readable(module: nn.Module) -> Stored | None:
 
 def rounds_rows(model: nn.Module) -> bool:
     """Whether a layer rounds its rows to eight bits: a last bit of an activation may become a whole code there."""
-    kinds = (*CODE_KINDS, *ROUNDED_KINDS)
     for module in model.modules():
         if isinstance(module, Packed):
-            if module.kind in kinds:
+            if module.kind in ROUNDING_KINDS:
                 return True
         elif (stored := _readable(module)) is not None and stored.rounds_rows:
             return True

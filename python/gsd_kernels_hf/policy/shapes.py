@@ -12,10 +12,8 @@ from functools import cache
 
 from gsd_kernels import GraphConfig
 
-REUSE_DEPTH, REUSE_WIDTH = (
-    4,
-    8,
-)  # levels of sources without a forward behind a model's, and their nodes; else not drafted
+# Levels of sources without a forward behind those of a model, and their nodes; without such a source none is drafted.
+REUSE_DEPTH, REUSE_WIDTH = 4, 8
 LOOKUP_CONTEXT = 2  # tokens that nodes must share to be merged: the history tells longer contexts apart
 
 _Shapes = tuple[tuple[int, int, int, int], ...]  # width, branch, depth, rows

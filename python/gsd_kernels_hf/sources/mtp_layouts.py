@@ -15,6 +15,9 @@ SCALE = "_scale_inv"
 QUANTISED = ("weight_scale", "weight_packed", "qweight", "weight.absmax", "SCB", "proj_scale_inv")
 """Ends of the names of tensors that only other quantised weights have beside them."""
 
+PARTS = ("projection", "embedding_norm", "hidden_norm", "output_norm")
+"""Modules of a head beside its decoder layer, as they are called here; a layout has an attribute for each."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -55,25 +58,14 @@ class Layout:
 
     def published_name(self, name: str) -> str:
         """What a tensor that is called ``name`` here is called in a file; the inverse of :meth:`own_name`."""
-        parts = {
-            "projection": self.projection,
-            "embedding_norm": self.embedding_norm,
-            "hidden_norm": self.hidden_norm,
-            "output_norm": self.output_norm,
-        }
         module, _, kind = name.rpartition(".")
-        if module in parts:
-            return f"{self.prefix}{parts[module]}.{kind}"
+        if module in PARTS:
+            return f"{self.prefix}{getattr(self, module)}.{kind}"
         return f"{self.prefix}{self.block}{name.removeprefix('block.')}"
 
     def own_name(self, name: str) -> str | None:
         """What a tensor, named behind the prefix, is called here; ``None``: it is not read."""
-        parts = {
-            self.projection: "projection",
-            self.embedding_norm: "embedding_norm",
-            self.hidden_norm: "hidden_norm",
-            self.output_norm: "output_norm",
-        }
+        parts = {getattr(self, part): part for part in PARTS}
         module, _, kind = name.rpartition(".")
         if module in parts:
             return f"{parts[module]}.{kind}"

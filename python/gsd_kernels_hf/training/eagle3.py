@@ -12,7 +12,7 @@ from ..model.hidden import decoder_of
 from ..sources.eagle3 import TARGET_HEAD, Eagle3, Eagle3Config
 from .drafter import DrafterOptions, layer_sizes, spread, write_checkpoint
 from .job import TrainingOptions, check_output_matrix
-from .unrolled import DEPTH, Unrolled, UnrolledTraining
+from .unrolled import DEPTH, UnrolledTraining
 
 __all__ = ["Eagle3Training"]
 
@@ -68,19 +68,10 @@ class Eagle3Training(UnrolledTraining):
         module.share_head(target)
         module.lm_head.weight.requires_grad_(trained)
 
-    def levels(self, windows: Tensor, states: list[Tensor]) -> list[Tensor]:
-        """See :meth:`UnrolledTraining.levels`."""
-        places = windows.shape[1] - 1 - self.guesses
-        rows, found = Unrolled(), []
-        at = torch.arange(places, device=windows.device).expand(len(windows), -1)
-        with self.options.autocast():
-            vectors = self.module.fuse([state[:, :places] for state in states])
-            for level in range(self.guesses):
-                tokens = windows[:, level + 1 : level + 1 + places]
-                hidden = self.module(self.embedded(tokens), vectors, at + level, rows)
-                vectors, logits = self.module.outputs(hidden)
-                found.append(logits.to(self.options.weights))
-        return found
+    def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`UnrolledTraining.outputs`."""
+        vectors, logits = self.module.outputs(hidden)
+        return vectors, logits
 
     def save(self, folder: Path) -> None:
         """Write the layout of SafeAILab and SpecForge, which vLLM and SGLang read."""

@@ -60,6 +60,7 @@ class MtpTraining(UnrolledTraining):
     """
 
     kind = "mtp"
+    attention = Levels
 
     def __init__(
         self, options: TrainingOptions, target: PreTrainedModel, drafter: DrafterOptions, dtype: torch.dtype
@@ -88,18 +89,9 @@ class MtpTraining(UnrolledTraining):
         module.projection.weight.zero_()[:, -size:].copy_(torch.eye(size))
         module.output_norm.load_state_dict(decoder_of(self.target)[1].state_dict())
 
-    def levels(self, windows: Tensor, states: list[Tensor]) -> list[Tensor]:
-        """See :meth:`UnrolledTraining.levels`."""
-        places = windows.shape[1] - 1 - self.guesses
-        rows, found = Levels(), []
-        at = torch.arange(places, device=windows.device).expand(len(windows), -1)
-        features = self.module.fuse([state[:, :places] for state in states])
-        for level in range(self.guesses):
-            tokens = windows[:, level + 1 : level + 1 + places]
-            with self.options.autocast():
-                features = self.module(self.embedded(tokens), features, at + level, rows)
-            found.append(output_logits(self.options, self.target, features))
-        return found
+    def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`UnrolledTraining.outputs`."""
+        return hidden, output_logits(self.options, self.target, hidden)
 
     def save(self, folder: Path) -> None:
         """Write the names of Qwen3-Next's heads, which are the commonest."""

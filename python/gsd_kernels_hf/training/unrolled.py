@@ -63,7 +63,13 @@ class Unrolled:
 
 
 class UnrolledTraining(DrafterTraining):
-    """A drafter that learns from its target level by level, each from the output of the one before."""
+    """A drafter that learns from its target level by level, each from the output of the one before.
+
+    Attributes:
+        attention: makes what the module's attention is given in place of a cache's rows.
+    """
+
+    attention: type[Unrolled] = Unrolled
 
     def levels(self, windows: Tensor, states: list[Tensor]) -> list[Tensor]:
         """Logits [B, places, draft vocabulary] of each level; at level k place t guesses token t + k + 2.
@@ -72,6 +78,20 @@ class UnrolledTraining(DrafterTraining):
             windows: int64 [B, N].
             states: the hidden states [B, N, D] that are fused.
         """
+        places = windows.shape[1] - 1 - self.guesses
+        rows, found = self.attention(), []
+        at = torch.arange(places, device=windows.device).expand(len(windows), -1)
+        with self.options.autocast():
+            vectors = self.module.fuse([state[:, :places] for state in states])
+            for level in range(self.guesses):
+                tokens = windows[:, level + 1 : level + 1 + places]
+                hidden = self.module(self.embedded(tokens), vectors, at + level, rows)
+                vectors, logits = self.outputs(hidden)
+                found.append(logits.to(self.options.weights))
+        return found
+
+    def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the module's outputs what the next level reads [B, places, D], and logits."""
         raise NotImplementedError
 
     def loss(self, windows: Tensor, counted: Tensor | None = None) -> Tensor:

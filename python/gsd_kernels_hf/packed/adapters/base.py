@@ -45,6 +45,11 @@ class Stored:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
+def scales_of_rows(scale: Tensor, outputs: int) -> Tensor:
+    """One scale, or one a row, in any shape: float32 [outputs, 1]."""
+    return scale.detach().float().reshape(-1, 1).expand(outputs, 1).contiguous()
+
+
 def unread(name: str, problem: str, *tensors: Tensor) -> Stored:
     """Weights of a library that are not read; ``problem`` completes a sentence that begins with the module's name."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, halves
 
-from .base import BY_BITS, Stored, unread
+from .base import BY_BITS, Stored, scales_of_rows, unread
 
 FORMAT = "pack-quantized"
 BYTES = ("int-quantized", "naive-quantized")
@@ -62,7 +62,7 @@ def _bytes(module: Any, scheme: Any) -> Stored | None:
     outputs, inputs = codes.shape
 
     def read() -> PackedMatrix:
-        scales = scale.detach().float().reshape(-1, 1).expand(outputs, 1).contiguous()
+        scales = scales_of_rows(scale, outputs)
         kind = "int8_rounded" if rounds_rows else "int8"
         return PackedMatrix(BY_NAME[kind], codes.detach().contiguous(), inputs, scales)
 

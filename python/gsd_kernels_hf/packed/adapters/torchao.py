@@ -11,7 +11,7 @@ from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
 from gsd_kernels.ops.packed.matrix import MOST_CODES
 
 from . import int4pack
-from .base import Stored, unread
+from .base import Stored, scales_of_rows, unread
 
 
 def stored(module: nn.Module) -> Stored | None:
@@ -49,7 +49,7 @@ def dynamic(weight: Any) -> Stored | str:
         return f"quantises its activations and has scales for blocks of {rows} × {width} weights"
 
     def read() -> PackedMatrix:
-        scales = weight.scale.detach().float().reshape(-1, 1).expand(outputs, 1).contiguous()
+        scales = scales_of_rows(weight.scale, outputs)
         return PackedMatrix(BY_NAME["int8_dynamic"], weight.qdata.contiguous(), inputs, scales)
 
     name = f"{type(weight).__name__}, activations of eight bits, of torchao"
