@@ -65,7 +65,6 @@ BENCHMARKS = {
     "Scale": {
         "scale-memory": scale.memory,
         "scale-messages": scale.messages,
-        "long-prompt-memory": scale.long_prompt_memory,
     },
     "GPU": {"gpu": gpu.stages, "tune-attention": gpu.tune_attention},
     "Results": {"readme": readme},

@@ -99,6 +99,7 @@ def commit(
 
 
 def step_overhead(
+    shape: Annotated[str, typer.Option("--shape", help="Of the target, named after a model: 250m, …")] = "250m",
     device: Annotated[str, typer.Option("--device", callback=values.device)] = "cpu",
     dtype: Annotated[Dtype, typer.Option("--dtype")] = Dtype.float32,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.")] = 1,
@@ -111,7 +112,7 @@ def step_overhead(
 
     from .step_overhead import run
 
-    row = run(device_of(device), getattr(torch, dtype.value), batch)
+    row = run(shape, device_of(device), getattr(torch, dtype.value), batch)
     typer.echo(json.dumps(row, indent=2))
     if file is not None:
         write_json(file, row, indent=2)

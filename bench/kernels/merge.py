@@ -32,21 +32,21 @@ CONFIGS = {
 class Step:
     """One step's graph ops on fixed random candidates."""
 
-    def __init__(self, config: GraphConfig, device: torch.device) -> None:
+    def __init__(self, config: GraphConfig, device: torch.device, batch: int = 1) -> None:
         gen = torch.Generator().manual_seed(0)
         self.config, self.device = config, device
-        self.graph = TokenGraph.empty(1, config, device)
-        self.root = torch.zeros(1, dtype=torch.int32, device=device)
-        self.tail = torch.full((1, MAX_CONTEXT), -1, dtype=torch.int32, device=device)
+        self.graph = TokenGraph.empty(batch, config, device)
+        self.root = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.tail = torch.full((batch, MAX_CONTEXT), -1, dtype=torch.int32, device=device)
         self.levels = []
         for width in [1] + [config.width] * (config.depth - 1):
-            scores = torch.randn(1, width, TOKENS, generator=gen).mul(2).log_softmax(-1)
+            scores = torch.randn(batch, width, TOKENS, generator=gen).mul(2).log_softmax(-1)
             log_probs, tokens = scores.topk(config.branch)
             self.levels.append((tokens.to(device, torch.int32), log_probs.to(device)))
-        self.picks = torch.randint(0, TOKENS, (1, config.max_rows), generator=gen).to(device, torch.int32)
+        self.picks = torch.randint(0, TOKENS, (batch, config.max_rows), generator=gen).to(device, torch.int32)
         self.eos = torch.zeros(0, dtype=torch.int32, device=device)
-        self.remaining = torch.full((1,), 1000, dtype=torch.int32, device=device)
-        self.done = torch.zeros(1, dtype=torch.bool, device=device)
+        self.remaining = torch.full((batch,), 1000, dtype=torch.int32, device=device)
+        self.done = torch.zeros(batch, dtype=torch.bool, device=device)
 
     def merge(self, backend: str) -> tuple[Tensor, ...]:
         """All levels, from an empty graph."""

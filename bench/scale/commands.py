@@ -1,8 +1,7 @@
-"""``gsd-kernels bench scale-memory | scale-messages | long-prompt-memory``."""
+"""``gsd-kernels bench scale-memory | scale-messages``."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -36,12 +35,3 @@ def messages(
         run_rank(settings, one_rank)
         return
     typer.echo(table(run(settings, ranks=[int(size) for size in sizes.split(",")], folder=out)))
-
-
-def long_prompt_memory(
-    case: Annotated[str | None, typer.Option("--case", help="One of them, in this process.")] = None,
-) -> None:
-    """Peak memory of an 8k-token prompt: transformers' plain decoding beside graph-speculative decoding. JSON."""
-    from .long_prompt import measure, run
-
-    typer.echo(json.dumps(run(), indent=1) if case is None else json.dumps(measure(case)))

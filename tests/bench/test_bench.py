@@ -18,7 +18,7 @@ from gsd_kernels_bench.cli import BENCHMARKS, DOCUMENTS, app
 from gsd_kernels_bench.generation import generate
 from gsd_kernels_bench.generation.competitors import DEFAULT, competitors
 from gsd_kernels_bench.generation.pairs import load_pair
-from gsd_kernels_bench.kernels import attention, commit, merge, rows, sample
+from gsd_kernels_bench.kernels import attention, commit, merge, rows, sample, step_overhead
 from gsd_kernels_bench.lib.intervals import paired_ratio
 from gsd_kernels_bench.lib.report import Report, Row
 from gsd_kernels_bench.lib.runner import Contestant, Entry, Settings, run
@@ -173,6 +173,32 @@ def test_rows_that_differ_from_the_modules_are_not_timed(off, dtype):
     with pytest.raises(RuntimeError, match=r"rows: 4 rows differ from the modules' by"):
         rows.check(calls, 4, dtype)
     rows.check({**calls, "operator": lambda: logits + 1e-6}, 4, dtype)
+
+
+@pytest.mark.parametrize("op", ["merge", "flatten", "verify", "commit"])
+def test_ops_of_a_step_that_are_wrong_are_not_timed(op, monkeypatch):
+    place = step_overhead if op == "commit" else merge
+    name = "commit_kv" if op == "commit" else op
+    right = getattr(place, name)
+
+    def wrong(*args, backend, **options):
+        out = right(*args, backend=backend, **options)
+        if backend != "reference":
+            {"merge": lambda: args[0].parents, "commit": lambda: args[-1]}.get(op, lambda: out.tensors()[0])().add_(1)
+        return out
+
+    monkeypatch.setattr(place, name, wrong)
+    monkeypatch.setattr(step_overhead, "time_call", lambda *_: pytest.fail("it was timed"))
+    with pytest.raises(RuntimeError, match=f"step-overhead: {op} differs from its reference in"):
+        step_overhead.run("tiny", CPU, torch.float32, batch=2)
+
+
+def test_step_overhead(monkeypatch, tmp_path):
+    monkeypatch.setattr(step_overhead, "time_call", lambda call, _: call() is None or Timing(2.0, 1.0, 3.0, 5, "wall"))
+    bench("step-overhead", "--shape", "tiny", "--batch", "2", "--json", str(tmp_path / "step.json"))
+    row = json.loads((tmp_path / "step.json").read_text())
+    assert row["graph_ops_seconds"] == 8.0 and row["fraction"] == 4.0
+    assert min(row["accepted"]) > 4, "the target agrees with a path"
 
 
 def test_timing():
