@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from .generation import commands as generation
+from .generation.drafters_command import drafters
 from .generation.real.command import command as real
 from .gpu import commands as gpu
 from .kernels import commands as kernels
@@ -58,7 +59,7 @@ BENCHMARKS = {
         "sources-table": generation.sources_table,
         "corpus": generation.corpus,
         "online": generation.online,
-        "drafters": generation.drafters,
+        "drafters": drafters,
         "typical-deviation": generation.typical_deviation,
         "ladder": generation.ladder,
     },

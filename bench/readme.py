@@ -226,18 +226,11 @@ def sources(results: Path) -> str:
     return _tables(results, [sources_table.NAME], "gsd-kernels bench sources-table", sources_table.table)
 
 
-def drafters(results: Path) -> str:
-    """Kinds of drafters at an equal budget."""
-    names = [f"{drafters_table.TABLE.case}-{dtype}" for dtype in ("bfloat16", "float32")]
-    return _tables(
-        results, names, "gsd-kernels bench drafters", partial(sources_table.table, spec=drafters_table.TABLE)
-    )
-
-
-def drafters_counts(results: Path) -> str:
-    """Kinds of drafters at an equal budget, without times."""
-    names, table = [drafters_table.COUNTS.case], partial(sources_table.table, spec=drafters_table.COUNTS)
-    return _tables(results, names, "gsd-kernels bench drafters --counts", table)
+def _drafters(spec: sources_table.Table, options: str = "", dtypes: Sequence[str] = ()) -> Callable[[Path], str]:
+    """Kinds of drafters at an equal budget, a result a dtype, or one."""
+    names = [f"{spec.case}-{dtype}" for dtype in dtypes] or [spec.case]
+    table, command = partial(sources_table.table, spec=spec), f"gsd-kernels bench drafters{options}"
+    return partial(_tables, names=names, command=command, table=table)
 
 
 def drafters_long(results: Path) -> str:
@@ -396,8 +389,11 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "speed": speed,
     "tree": tree,
     "sources": sources,
-    "drafters": drafters,
-    "drafters-counts": drafters_counts,
+    "drafters": _drafters(drafters_table.TABLE, dtypes=("bfloat16", "float32")),
+    "drafters-counts": _drafters(drafters_table.COUNTS, " --counts"),
+    "drafters-smollm2": _drafters(drafters_table.CHAT, " --target smollm2", ("bfloat16",)),
+    "drafters-smollm2-counts": _drafters(drafters_table.CHAT_COUNTS, " --target smollm2 --counts"),
+    "drafters-edges": _drafters(drafters_table.EDGES, " --drafter DIR"),
     "drafters-long": drafters_long,
     "rows": rows,
     "hybrid": partial(_tables, names=["hybrid"], command="gsd-kernels bench hybrid", table=hybrid_rows.table),

@@ -304,67 +304,6 @@ def online(
     typer.echo(run(settings, folder=out, name=f"{NAME}-quick" if quick else NAME))
 
 
-def drafters(
-    target_shape: TargetShape = "250m",
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of all models.")] = Dtype.bfloat16,
-    prompts: Prompts = 8,
-    new_tokens: NewTokens = 64,
-    names: Annotated[list[str] | None, typer.Option("--competitors", help="Some of the rows, comma-separated.")] = None,
-    texts: Annotated[
-        str, typer.Option("--texts", help="Of code, copy and prose, comma-separated.")
-    ] = "code,copy,prose",
-    temperatures: Annotated[str, typer.Option("--temperatures", help="Comma-separated; 0 is greedy.")] = "0,0.7",
-    positions: Annotated[
-        str | None,
-        typer.Option(
-            "--positions",
-            help="Instead: tokens a forward behind contexts of so many tokens of real text, 512,1024,2048,4096,8192; "
-            "rotary settings are stretched, models not inflated.",
-        ),
-    ] = None,
-    counts: Annotated[
-        bool,
-        typer.Option("--counts", help="Instead: tokens a forward alone, which no load changes; models not inflated."),
-    ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="One prompt of one text, 8 tokens, not inflated.")] = False,
-    out: Out = RESULTS,
-    name: Name = None,
-) -> None:
-    """Drafters at an equal budget, alone, with the history, and together. Resumes where it was stopped."""
-    from dataclasses import replace
-
-    import torch
-
-    from gsd_kernels_hf.console.pair import quiet_transformers
-
-    from . import long_table
-    from .drafters_table import COUNTS, TABLE, settings_of
-    from .generate import Settings
-    from .sources_table import run
-
-    quiet_transformers()
-    given = Settings(
-        device=torch.device("cpu"),
-        dtype=getattr(torch, dtype.value),
-        target_shape="none" if quick or counts else target_shape,
-        prompts=1 if quick else prompts,
-        new_tokens=8 if quick else new_tokens,
-        quick=quick,
-    )
-    chosen = listed(names) or None
-    if positions is not None:
-        lengths = [int(length) for length in positions.split(",")]
-        settings = settings_of(given, chosen, long_table.NAMES)
-        typer.echo(long_table.run(settings, lengths, folder=out, name=name or long_table.NAME))
-        return
-    asked = COUNTS if counts else TABLE
-    settings = settings_of(given, chosen, asked.names)
-    called = name or "-".join([asked.case, *([] if counts else [dtype.value]), *(["quick"] * quick)])
-    spec = replace(asked, temperatures=tuple(float(t) for t in temperatures.split(",")))
-    kinds = ("code",) if quick else tuple(texts.split(","))
-    typer.echo(run(settings, texts=kinds, folder=out, name=called, spec=spec))
-
-
 def typical_deviation(
     pair: Pair = PairName.demo,
     prompts: Annotated[int, typer.Option("--prompts", min=1)] = 8,

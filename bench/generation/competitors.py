@@ -14,6 +14,8 @@ from gsd_kernels import GraphConfig, LayerSkip
 from gsd_kernels_hf.report import comparison
 from gsd_kernels_hf.sources.load import source_of
 
+from .lattices import KIND as LATTICE
+from .lattices import Marginals
 from .pairs import Pair
 
 GREEDY, STATIC, PLAIN, AUTO, HISTORY_AUTO = "hf-greedy", "hf-static-compile", "plain", "auto", "history-auto"
@@ -37,6 +39,10 @@ DRAFTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "dflash-chain": (("dflash",), "block-chain"),
     "dflash-lattice": (("dflash",), "block"),
     "dflash-history": (("dflash", "history"), "block-history"),
+    "lattice-chain": ((LATTICE,), "block-chain"),
+    "lattice-marginals": ((Marginals.name,), "block"),
+    "lattice": ((LATTICE,), "block"),
+    "lattice-history": ((LATTICE, "history"), "block-history"),
     "every": (("model", "heads", "eagle3", "dflash", "history"), "graph"),
     "every-auto": (("model", "heads", "eagle3", "dflash", "history"), AUTO),
     "eagle3-auto": (("eagle3", "history"), AUTO),
@@ -50,7 +56,7 @@ DEFAULT = tuple(name for name in COMPETITORS if name not in SINGLE_SOURCES)
 #: With the draft model; ``auto`` drafts from the history where there is none.
 NEED_A_DRAFT = (*ASSISTED, "hf-dflash", "chain", "tree", "merged", "graph", "all")
 
-BLOCK_DEPTH = 7  # of the embedded DFlash drafter's block
+BLOCK_DEPTH = 7  # of the embedded DFlash drafter's block, and of what train-drafter makes by default
 PROMPT_LOOKUP_TOKENS = 10  # transformers' documentation's choice
 
 Decode = Callable[[Tensor, int, int], comparison.Decoded]
@@ -238,17 +244,14 @@ def layer_skip(pair: Pair) -> LayerSkip:
 def _drafters(name: str, pair: Pair, sampling: dict[str, Any], backend: str) -> Competitor:
     """Drafters of the pair, alone or mixed."""
     wanted, shape = DRAFTERS[name]
-    missing = [w for w in wanted if w in ("eagle3", "dflash") and w not in pair.drafters]
+    own = {kind: source_of(drafter) for kind, drafter in pair.drafters.items()}
+    own |= {Marginals.name: Marginals(pair.drafters[LATTICE])} if LATTICE in own else {}
+    missing = [w for w in wanted if w not in own and w not in ("model", "heads", "history")]
     missing += ["heads"] * ("heads" in wanted and pair.heads is None)
     if missing and not (name.startswith("every") and len(missing) < 3):
         return Competitor(name, missing=f"the pair has no trained {', '.join(missing)}")
     options: dict[str, Any] = {"graph_config": fixed_configs(pair.target.device).get(shape, shape)}
-    sources: list[Any] = []
-    for source in wanted:
-        if source in pair.drafters:
-            sources.append(source_of(pair.drafters[source]))
-        elif source not in ("eagle3", "dflash", *missing):
-            sources.append(source)
+    sources = [own.get(source, source) for source in wanted if source not in missing]
     options["draft_sources"] = tuple(sources)
     options |= {"assistant_model": pair.draft} if "model" in wanted else {}
     options |= {"draft_heads": pair.heads} if "heads" in sources else {}

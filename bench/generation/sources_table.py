@@ -74,6 +74,7 @@ class Table:
         questions: see :data:`QUESTIONS`.
         temperatures: of every text.
         counts: whether it has no times.
+        gated: whether all texts must be those of plain decoding, but for rounding, and the table says so.
     """
 
     case: str
@@ -82,18 +83,25 @@ class Table:
     questions: tuple[tuple[str, tuple[str, ...], str], ...]
     temperatures: tuple[float, ...]
     counts: bool = False
+    gated: bool = False
 
 
 SOURCES = Table(NAME, (*THEIRS, *OURS), LABELS, QUESTIONS, TEMPERATURES)
 TIMES = ("seconds", "place", "tokens_per_second", "median_seconds", "speedup")
+SAME = ("compared", "equal", "within_rounding")
 KEPT = ("prompt", "competitor", "place", "tokens", "seconds", "target_forwards", "mean_rows", "same", "divergence")
 
 
 def run(settings: Settings, *, texts: Sequence[str], folder: Path, name: str = NAME, spec: Table = SOURCES) -> str:
-    """Fill the cells, write ``name``.json and .md to ``folder``, and return the table."""
+    """Fill the cells, write ``name``.json and .md to ``folder``, and return the table.
+
+    Raises:
+        RuntimeError: a text differs where the table is gated.
+    """
     journal = folder / f"{name}.partial.json"
     left_out = ("device", "dtype", "text", "temperature", "seconds")
     head: dict[str, Any] = {key: value for key, value in asdict(settings).items() if key not in left_out}
+    head |= {"drafter": None if settings.drafter is None else settings.drafter.name}
     head = json.loads(json.dumps({**head, "dtype": str(settings.dtype).removeprefix("torch.")}))
     result: dict[str, Any] = {"schema": SCHEMA, "case": spec.case, "settings": head, "cells": []}
     if journal.exists() and (earlier := json.loads(journal.read_text(encoding="utf-8")))["settings"] == head:
@@ -105,6 +113,8 @@ def run(settings: Settings, *, texts: Sequence[str], folder: Path, name: str = N
                 continue
             print(f"{name}: {text}, temperature {temperature}", file=sys.stderr, flush=True)
             report = generate.run(replace(settings, text=text, temperature=temperature))
+            if spec.gated:
+                _check_texts(report)
             result["parameters"], result["configs"] = report.parameters, report.settings["configs"]
             result["cells"].append(
                 {
@@ -125,6 +135,28 @@ def run(settings: Settings, *, texts: Sequence[str], folder: Path, name: str = N
     (folder / f"{name}.md").write_text(written + "\n", encoding="utf-8")
     journal.unlink(missing_ok=True)
     return written
+
+
+def _check_texts(report: generate.GenerateReport) -> None:
+    """Raise unless all texts that were compared are the same, but for rounding."""
+    for row in report.summary:
+        if row["beyond_rounding"]:
+            texts = [run_ for run_ in report.runs if run_["competitor"] == row["competitor"]]
+            wrong = ", ".join(run_["prompt"] for run_ in texts if run_["same"] is False)
+            raise RuntimeError(f"{row['competitor']}: another text than plain decoding's, beyond rounding, in {wrong}")
+
+
+def _sameness(cells: Sequence[dict[str, Any]]) -> str:
+    """How many texts were compared and are the same."""
+    compared, equal, near = (sum(row[k] for c in cells for row in c["summary"]) for k in SAME)
+    rounded = f", {near} by rounding" if near else ""
+    return f" Texts equal to plain decoding's: {equal} of {compared}{rounded}." if compared else ""
+
+
+def _weights(settings: dict[str, Any]) -> str:
+    """Which drafters, by the beginning of their files' SHA-256."""
+    found = ", ".join(f"{kind} {digest}" for kind, digest in settings.get("drafter_weights", {}).items())
+    return f" Drafters, by the SHA-256 of their weights: {found}." if found else ""
 
 
 def _kept(row: dict[str, Any], keys: Sequence[str], spec: Table) -> dict[str, Any]:
@@ -167,7 +199,9 @@ def table(result: dict[str, Any], spec: Table = SOURCES) -> str:
             entries.append("–" if row is None else f"{row['tokens_per_second']:.1f}{forward}")
         rows.append([spec.labels.get(name, name), *entries])
     what = title({**result["settings"], "temperature": 0.0}, result["parameters"]).replace(", greedy", "")
-    prompts = max(len(cell["prompts"]) for cell in cells)
+    counts = [len(cell["prompts"]) for cell in cells]
+    prompts = " to ".join(f"{count}" for count in sorted({min(counts), max(counts)}))
+    said = (_sameness(cells) if spec.gated else "") + _weights(result["settings"])
     counted = (
         "Tokens per target forward, which no load changes"
         if spec.counts
@@ -177,7 +211,8 @@ def table(result: dict[str, Any], spec: Table = SOURCES) -> str:
     for ours, theirs, cost in spec.questions:
         entries = []
         for cell in cells:
-            answer = next((a for a in cell["questions"] if (a["ours"], a["by"]) == (ours, cost)), None)
+            asked = (a for a in cell["questions"] if (a["ours"], a["by"]) == (ours, cost) and a["against"] in theirs)
+            answer = next(asked, None)
             best = ""
             if answer is not None and len(theirs) > 1:
                 best = f" {spec.labels.get(answer['against'], answer['against'].removeprefix('hf-'))}"
@@ -190,7 +225,7 @@ def table(result: dict[str, Any], spec: Table = SOURCES) -> str:
         answers.append([f"{spec.labels.get(ours, ours)} against {against}, {by}", *entries])
     return "\n".join(
         [
-            f"{counted}; {what}, {prompts} prompts of each text:",
+            f"{counted}; {what}, {prompts} prompts of each text.{said}",
             "",
             markdown(["", *heads], rows),
             "",
