@@ -26,6 +26,7 @@ from .base import Level, Proposal, Text
 from .chain import Chain
 from .checkpoints import BadCheckpoint, Checkpoint
 from .dflash_config import DFlashConfig
+from .draft_vocabulary import DraftVocabulary
 from .edges import ConfidenceHead, ConvolvedLayer, MarkovHead, RecurrentHead, Selector
 from .expansion import NodeVectors
 from .lattice import Lattice, shares_of
@@ -207,7 +208,7 @@ class DFlashDrafts(Lattice):
         self.start(text, self.module.config.layers)
         config, device, batch = self.module.config, self.cached.device, len(self.cached)
         self.lm_head = self.module.lm_head or text.target.stepping.get_output_embeddings()
-        self.vocab_size, self.target_ids = text.target.vocab_size, self.module.target_ids()
+        self.vocabulary = DraftVocabulary.of(self.module, text.target.vocab_size)
         self.states = NodeVectors()
         row = torch.arange(config.block_size, device=device)
         every = torch.ones(len(row), len(row), dtype=torch.bool, device=device)

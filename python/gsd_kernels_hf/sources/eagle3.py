@@ -24,7 +24,7 @@ from ..records import Candidates
 from . import checkpoints
 from .base import Level, Text
 from .checkpoints import BadCheckpoint, Checkpoint
-from .features import in_target_ids
+from .draft_vocabulary import DraftVocabulary
 from .layers import Attention, Layer, Rotary, RowPass, Turns, mlp_of
 from .recursion import Reading, Recursion
 
@@ -376,8 +376,8 @@ class Eagle3Reading(Reading):
 
     def begin(self, text: Text) -> None:
         self.start(text, self.module.config.layers)
-        self.target_ids = self.module.target_ids()  # int64 [draft vocabulary]
         self.vocab_size = text.target.vocab_size
+        self.vocabulary = DraftVocabulary.of(self.module, self.vocab_size)
 
     def run(self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs) -> Tensor:
         return self.module(embedded, features, positions, RowPass(self.rows.cache, inputs))
@@ -392,12 +392,10 @@ class Eagle3Drafts(Eagle3Reading, Recursion):
     name = "eagle3"
 
     def no_logits(self, count: int) -> Tensor:
-        return self.rows.features.new_zeros(len(self.cached), count, self.module.config.layers.vocab_size)
+        return self.rows.features.new_zeros(len(self.cached), count, self.vocabulary.ranked_size(self.sampler))
 
     def candidates(self, level: Level, logits: Tensor) -> Candidates:
         """As :meth:`Expansion.candidates`, in the target's ids."""
-        if self.module.d2t is None:
-            return super().candidates(level, logits)
-        # Noise and filters go by the target's ids.
-        whole = in_target_ids(logits, self.target_ids, self.module.config.layers.vocab_size)
-        return super().candidates(level, whole)
+        if self.text.draws is not None:
+            return super().candidates(level, self.vocabulary.whole(logits))
+        return self.vocabulary.ranked(self.sampler, logits, level.positions, level.config.branch)

@@ -163,13 +163,3 @@ class FeatureSource(DraftSource):
     def enter(self, end: Tensor, width: int) -> None:
         """Make up to ``width`` entries before ``end`` [B]."""
         raise NotImplementedError
-
-
-def in_target_ids(logits: Tensor, target_ids: Tensor, vocab_size: int) -> Tensor:
-    """Logits over the target's vocabulary, which noise and filters go by: [..., draft] → [..., V]; −inf elsewhere.
-
-    target_ids int64 [draft]: the target's id of every draft token.
-    """
-    whole = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
-    whole[..., target_ids] = logits
-    return whole

@@ -8,7 +8,8 @@ from torch.nn.functional import pad
 
 from ..records import Candidates
 from .base import Level, Proposal
-from .features import FeatureSource, in_target_ids
+from .draft_vocabulary import DraftVocabulary
+from .features import FeatureSource
 
 SHARE = 0.1  # beside another source, before anything was learned; what is too large costs rows at once
 
@@ -21,16 +22,12 @@ def shares_of(drafted: int) -> tuple[float, ...]:
 class Lattice(FeatureSource):
     """A draft source that keeps what a forward says of later positions until the next step.
 
-    Its drafter has ``config.layers``, ``d2t`` and ``target_ids()``.
-
     Attributes:
-        target_ids: int64 [draft vocabulary], the target's ids.
-        vocab_size: V of the target.
+        vocabulary: of the drafter.
         row: int32 [B, n], 0 … n − 1.
     """
 
-    target_ids: Tensor
-    vocab_size: int
+    vocabulary: DraftVocabulary
     row: Tensor
 
     def keep_positions(self, logits: Tensor, level: Level) -> None:
@@ -49,8 +46,6 @@ class Lattice(FeatureSource):
 
     def ranked(self, logits: Tensor, positions: Tensor, branch: int) -> Candidates:
         """The best tokens by logits [B, W, draft vocabulary] for positions int [B, W] of the text: [B, W, K]."""
-        if self.module.d2t is not None:
-            logits = in_target_ids(logits, self.target_ids, self.module.config.layers.vocab_size)
-        tokens, log_probs = self.sampler.candidates(logits[..., : self.vocab_size], positions, branch)
+        tokens, log_probs = self.vocabulary.ranked(self.sampler, logits, positions, branch)
         device = self.state.tokens.device
         return tokens.to(device), log_probs.to(device)
