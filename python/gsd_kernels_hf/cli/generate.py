@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..console.groups import with_groups
 from ..console.output import err, only_first_rank_prints, progress
 from ..console.values import check_draft
 from . import options
-from .options import read_graph_config, read_prompts, sampling
+from .options import read_graph_config, read_prompts
 
 if TYPE_CHECKING:
     from gsd_kernels_hf import GenerationStats
@@ -29,20 +30,13 @@ class Stats(str, Enum):
     json = "json"
 
 
+@with_groups
 def command(
+    *,
     prompts: options.Prompts = None,
     model: options.Model = None,
-    draft: options.Draft = None,
-    draft_heads: options.DraftHeadsOption = None,
-    drafter: options.DrafterOption = None,
-    corpus: options.CorpusOption = None,
-    revision: options.Revision = None,
-    draft_revision: options.DraftRevision = None,
-    dtype: options.DtypeOption = options.Dtype.auto,
-    device: options.Device = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    tp: options.TensorParallel = False,
-    tp_timeout: options.TensorParallelTimeout = 600.0,
+    models: options.Models,
+    ranks: options.Ranks,
     prompt_files: options.PromptFiles = None,
     lines: options.Lines = False,
     chat: options.Chat = False,
@@ -51,11 +45,7 @@ def command(
     graph_config: options.GraphOption = None,
     criterion: options.CriterionOption = options.Criterion.exact,
     backend: options.Backend = "auto",
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    seed: options.Seed = None,
+    sampling: options.Sampling,
     stream: Annotated[
         bool, typer.Option("--stream/--no-stream", help="Print text as it is accepted (a single prompt).")
     ] = True,
@@ -68,29 +58,15 @@ def command(
     The prompt comes from the arguments, --prompt-file or stdin; the continuation goes to stdout. Sampling options that
     are not given keep the model's own generation config.
     """
-    if tp:
+    if ranks.tp:
         only_first_rank_prints()
-    check_draft(model, draft)
+    check_draft(model, models.draft)
     config = read_graph_config(graph_config)
-    texts = read_prompts(prompts, prompt_files, lines, several_processes=tp)
+    texts = read_prompts(prompts, prompt_files, lines, several_processes=ranks.tp)
     if not texts:
         raise ValueError("prompt: give one as an argument, by --prompt-file or on stdin")
     with progress("loading the models"):
-        from ..console.pair import load_pair
-
-        pair = load_pair(
-            model,
-            draft,
-            heads=draft_heads,
-            drafter=drafter,
-            corpus=corpus,
-            dtype=dtype.value,
-            device=device,
-            revision=revision,
-            draft_revision=draft_revision,
-            trust_remote_code=trust_remote_code,
-            tp_timeout=tp_timeout if tp else None,
-        )
+        pair = models.load(model, tp_timeout=ranks.timeout)
     inputs = pair.encode(texts, chat)
     if pair.tokenizer.chat_template and not chat:
         err.print("gsd-kernels: this model has a chat template: --chat answers, without it text is continued")
@@ -98,7 +74,7 @@ def command(
     if streams and echo:
         print(texts[0], end="", flush=True)
     arguments = {"graph_config": pair.shape(config), "criterion": criterion.value, "backend": backend}
-    arguments |= {"max_new_tokens": max_new_tokens, **sampling(temperature, top_k, top_p, min_p, seed)}
+    arguments |= {"max_new_tokens": max_new_tokens, **sampling.arguments()}
     result = _decode(pair, inputs, streams, arguments)
     if not streams:
         new = result.sequences[:, inputs["input_ids"].shape[1] :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +15,8 @@ from ..files import decode_utf8, read_utf8
 
 if TYPE_CHECKING:
     from gsd_kernels import GraphConfig
+
+    from ..console.pair import Pair
 
 _MODELS, _PROMPT, _DECODING = "Models", "Prompt", "Decoding"
 _SAMPLING = "Sampling (any of these turns it on; otherwise greedy)"
@@ -197,6 +199,58 @@ Seed = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class Models:
+    """What drafts for a command's model, and how both are loaded."""
+
+    draft: Draft = None
+    heads: DraftHeadsOption = None
+    drafter: DrafterOption = None
+    corpus: CorpusOption = None
+    revision: Revision = None
+    draft_revision: DraftRevision = None
+    dtype: DtypeOption = Dtype.auto
+    device: Device = None
+    trust_remote_code: TrustRemoteCode = False
+
+    def load(self, model: str | None, **more: Any) -> Pair:
+        """As :func:`~gsd_kernels_hf.console.pair.load_pair`, which takes ``more``."""
+        from ..console.pair import load_pair
+
+        return load_pair(model, **{**asdict(self), "dtype": self.dtype.value}, **more)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn."""
+
+    temperature: Temperature = None
+    top_k: TopK = None
+    top_p: TopP = None
+    min_p: MinP = None
+    seed: Seed = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Of ``generate``. Temperature 0 is greedy, as on most servers."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        if not given or self.temperature == 0:
+            return {"do_sample": False}
+        return {"do_sample": True, **given}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Whether and how the target is sharded over processes."""
+
+    tp: TensorParallel = False
+    tp_timeout: TensorParallelTimeout = 600.0
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds after which a silent rank is lost; ``None`` without ``--tp``."""
+        return self.tp_timeout if self.tp else None
+
+
 def read_graph_config(text: str | None) -> GraphConfig | str | None:
     """``--graph-config``: ``auto``, ``plain`` or a preset's name, ``key=value`` fields, or a preset followed by fields.
 
@@ -269,14 +323,3 @@ def read_prompts(
 def _stdin() -> str:
     raw = getattr(sys.stdin, "buffer", None)
     return sys.stdin.read() if raw is None else decode_utf8(raw.read(), "prompt", "stdin")
-
-
-def sampling(
-    temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None, seed: int | None
-) -> dict[str, Any]:
-    """Arguments of ``generate``. Temperature 0 is greedy, as on most servers."""
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-    given = {name: value for name, value in given.items() if value is not None}
-    if not given or temperature == 0:
-        return {"do_sample": False}
-    return {"do_sample": True, **given}

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..console.groups import with_groups
 from ..console.output import err, progress
 from ..console.values import check_draft
 from ..console.values import model as checked_model
@@ -15,7 +16,9 @@ from .options import read_graph_config
 _SERVER = "Server"
 
 
+@with_groups
 def command(
+    *,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -25,15 +28,7 @@ def command(
             help="Target: a local checkpoint folder, a hub id, or a GGUF file. Without it the embedded pair is used.",
         ),
     ] = None,
-    draft: options.Draft = None,
-    draft_heads: options.DraftHeadsOption = None,
-    drafter: options.DrafterOption = None,
-    corpus: options.CorpusOption = None,
-    revision: options.Revision = None,
-    draft_revision: options.DraftRevision = None,
-    dtype: options.DtypeOption = options.Dtype.auto,
-    device: options.Device = None,
-    trust_remote_code: options.TrustRemoteCode = False,
+    models: options.Models,
     graph_config: options.GraphOption = None,
     criterion: options.CriterionOption = options.Criterion.exact,
     backend: options.Backend = "auto",
@@ -53,7 +48,7 @@ def command(
     POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /health. Every response has the
     statistics of its decoding in the field gsd_kernels, a stream in its last event. Ctrl-C ends it.
     """
-    check_draft(model, draft)
+    check_draft(model, models.draft)
     from ..serving.listen import bind, is_loopback
 
     with bind(host, port) as where:
@@ -65,20 +60,7 @@ def command(
             from gsd_kernels.config import PLAIN
             from gsd_kernels_hf import patch
 
-            from ..console.pair import load_pair
-
-            pair = load_pair(
-                model,
-                draft,
-                heads=draft_heads,
-                drafter=drafter,
-                corpus=corpus,
-                dtype=dtype.value,
-                device=device,
-                revision=revision,
-                draft_revision=draft_revision,
-                trust_remote_code=trust_remote_code,
-            )
+            pair = models.load(model)
             decoding = {"graph_config": pair.shape(config), "criterion": criterion.value, "backend": backend}
             handle = patch(pair.target, **{"tokenizer": pair.tokenizer, **pair.speculation, **decoding})
         from ..serving import server

@@ -4,54 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..console import values
+from ..console.groups import with_groups
 from ..console.output import FAILURE, err, out, print_json, progress, table
-from .options import Device, Dtype
-from .training_options import (
-    MODELS,
-    OPTIMIZER,
-    Batch,
-    BlockSize,
-    Chats,
-    CheckpointEvery,
-    Decay,
-    Depth,
-    DraftVocabulary,
-    DtypeOption,
-    HeldOutChats,
-    HeldOutText,
-    HiddenLayers,
-    IntermediateSize,
-    Json,
-    Kind,
-    Length,
-    MarkovHead,
-    MarkovRank,
-    MaskTokenId,
-    MicroBatch,
-    Minutes,
-    MoreText,
-    Out,
-    OwnSequences,
-    Seed,
-    SequenceLevel,
-    Steps,
-    Target,
-    TargetHead,
-    TextOption,
-    TokenLevel,
-    Warmup,
-    WeightDecay,
-)
+from .training_options import MODELS, OPTIMIZER, Parts, Training
 
 
+@with_groups
 def distill_command(
-    target: Target,
+    *,
+    training: Training,
     draft: Annotated[
         str,
         typer.Option(
@@ -62,34 +30,12 @@ def distill_command(
             help="Of the same tokenizer. A folder of a config.json alone is initialised from the seed.",
         ),
     ],
-    out_folder: Out,
-    more_text: MoreText = None,
-    text: TextOption = None,
-    held_out_text: HeldOutText = None,
-    chats: Chats = None,
-    held_out_chats: HeldOutChats = None,
-    steps: Steps = None,
-    minutes: Minutes = None,
-    checkpoint_every: CheckpointEvery = "60s",
-    seed: Seed = 0,
-    dtype: DtypeOption = Dtype.auto,
-    device: Device = None,
-    sequence_level: SequenceLevel = 0.5,
-    token_level: TokenLevel = 1.0,
-    own_sequences: OwnSequences = None,
-    batch: Batch = 16,
-    length: Length = 256,
-    micro_batch: MicroBatch = None,
     lr: Annotated[
         float | None,
         typer.Option(
             "--lr", rich_help_panel=OPTIMIZER, help="Highest. Default: 3e-4; 4e-3 for a draft without weights."
         ),
     ] = None,
-    warmup: Warmup = 0.02,
-    decay: Decay = 0.6,
-    weight_decay: WeightDecay = 0.05,
-    as_json: Json = False,
 ) -> None:
     """Train a draft to predict the tokens of its target.
 
@@ -105,8 +51,8 @@ def distill_command(
     rate = lr if lr is not None else 3e-4 if has_weights(draft) else 4e-3
     _print(
         lambda options: distill(draft, options),
-        _options(locals() | {"lr": rate}, begun),
-        as_json,
+        _options(training, rate, begun),
+        training.as_json,
         {
             "agreement": "greedy agreement on held-out text",
             "divergence": "divergence from the target, nats a token",
@@ -116,37 +62,17 @@ def distill_command(
     )
 
 
+@with_groups
 def heads_command(
-    target: Target,
-    out_folder: Out,
-    more_text: MoreText = None,
-    text: TextOption = None,
+    *,
+    training: Training,
     heads: Annotated[
         int, typer.Option("--heads", min=1, rich_help_panel=MODELS, help="Tokens to guess after the next one.")
     ] = 4,
     layers: Annotated[
         int, typer.Option("--layers", min=1, rich_help_panel=MODELS, help="Residual blocks of each head.")
     ] = 1,
-    held_out_text: HeldOutText = None,
-    chats: Chats = None,
-    held_out_chats: HeldOutChats = None,
-    steps: Steps = None,
-    minutes: Minutes = None,
-    checkpoint_every: CheckpointEvery = "60s",
-    seed: Seed = 0,
-    dtype: DtypeOption = Dtype.auto,
-    device: Device = None,
-    sequence_level: SequenceLevel = 0.5,
-    token_level: TokenLevel = 1.0,
-    own_sequences: OwnSequences = None,
-    batch: Batch = 16,
-    length: Length = 256,
-    micro_batch: MicroBatch = None,
     lr: Annotated[float, typer.Option("--lr", rich_help_panel=OPTIMIZER, help="Highest.")] = 1e-3,
-    warmup: Warmup = 0.02,
-    decay: Decay = 0.6,
-    weight_decay: WeightDecay = 0.05,
-    as_json: Json = False,
 ) -> None:
     """Train heads by which a target drafts for itself.
 
@@ -159,8 +85,8 @@ def heads_command(
 
     _print(
         lambda options: train_heads(heads, layers, options),
-        _options(locals(), begun),
-        as_json,
+        _options(training, lr, begun),
+        training.as_json,
         {
             "accuracy": "accuracy on held-out text",
             "continuation_accuracy": "accuracy on the target's own text",
@@ -169,42 +95,12 @@ def heads_command(
     )
 
 
+@with_groups
 def drafter_command(
-    target: Target,
-    kind: Kind,
-    out_folder: Out,
-    more_text: MoreText = None,
-    text: TextOption = None,
-    layers: Annotated[int, typer.Option("--layers", rich_help_panel=MODELS, help="Its decoder layers.")] = 1,
-    intermediate_size: IntermediateSize = None,
-    hidden_layers: HiddenLayers = None,
-    draft_vocabulary: DraftVocabulary = None,
-    target_head: TargetHead = False,
-    depth: Depth = None,
-    block_size: BlockSize = None,
-    mask_token_id: MaskTokenId = None,
-    markov_rank: MarkovRank = None,
-    markov_head: MarkovHead = None,
-    held_out_text: HeldOutText = None,
-    chats: Chats = None,
-    held_out_chats: HeldOutChats = None,
-    steps: Steps = None,
-    minutes: Minutes = None,
-    checkpoint_every: CheckpointEvery = "60s",
-    seed: Seed = 0,
-    dtype: DtypeOption = Dtype.auto,
-    device: Device = None,
-    sequence_level: SequenceLevel = 0.5,
-    token_level: TokenLevel = 1.0,
-    own_sequences: OwnSequences = None,
-    batch: Batch = 16,
-    length: Length = 256,
-    micro_batch: MicroBatch = None,
+    *,
+    training: Training,
+    parts: Parts,
     lr: Annotated[float, typer.Option("--lr", rich_help_panel=OPTIMIZER, help="Highest.")] = 3e-3,
-    warmup: Warmup = 0.02,
-    decay: Decay = 0.6,
-    weight_decay: WeightDecay = 0.05,
-    as_json: Json = False,
 ) -> None:
     """Train an EAGLE-3, DFlash, JetSpec or DSpark drafter, or a multi-token-prediction head (mtp), for a target.
 
@@ -215,23 +111,12 @@ def drafter_command(
     with progress("loading"):
         from gsd_kernels_hf.training.drafters import DrafterOptions, train_drafter
 
-    drafter = DrafterOptions(
-        kind,
-        layers=layers,
-        intermediate_size=intermediate_size,
-        hidden_layers=_numbers("hidden_layers", hidden_layers),
-        draft_vocabulary=draft_vocabulary,
-        target_head=target_head or None,
-        depth=depth,
-        block_size=block_size,
-        mask_token_id=mask_token_id,
-        markov_rank=markov_rank,
-        markov_head=markov_head,
-    )
+    given = {**asdict(parts), "hidden_layers": _numbers("hidden_layers", parts.hidden_layers)}
+    drafter = DrafterOptions(**given | {"target_head": parts.target_head or None})
     _print(
         lambda options: train_drafter(drafter, options),
-        _options(locals(), begun),
-        as_json,
+        _options(training, lr, begun),
+        training.as_json,
         {
             "accuracy": "accuracy on held-out text",
             "continuation_accuracy": "accuracy on the target's own text",
@@ -254,7 +139,7 @@ def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
         raise ValueError(f"{name}: expected numbers between commas, as 2,16,29, got {text!r}") from error
 
 
-def _options(given: dict[str, Any], begun: float) -> Any:
+def _options(given: Training, lr: float, begun: float) -> Any:
     """:class:`TrainingOptions` from a command's arguments.
 
     Raises:
@@ -268,26 +153,21 @@ def _options(given: dict[str, Any], begun: float) -> Any:
     from ..console.pair import pick_device, quiet_transformers
 
     quiet_transformers()
-    device = pick_device(given["device"])
-    name = given["dtype"].value
-    if name == "auto":
-        name = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
-    names = "target batch length micro_batch lr warmup decay weight_decay sequence_level token_level own_sequences seed"
-    minutes = 10.0 if given["steps"] is None and given["minutes"] is None else given["minutes"]
-    return TrainingOptions(
-        **{option: given[option] for option in names.split()},
-        text=[*(given["text"] or []), *(given["more_text"] or [])],
-        held_out_text=list(given["held_out_text"] or []),
-        chats=list(given["chats"] or []),
-        held_out_chats=list(given["held_out_chats"] or []),
-        out=given["out_folder"],
-        steps=given["steps"],
-        minutes=minutes,
-        dtype=getattr(torch, name),
-        device=device,
-        checkpoint_every=Interval.parse(given["checkpoint_every"]),
-        begun=begun,
-    )
+    device = pick_device(given.device)
+    dtype = given.dtype.value
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    options = {name: value for name, value in asdict(given).items() if name not in ("more_text", "as_json")}
+    options |= {name: options[name] or [] for name in ("held_out_text", "chats", "held_out_chats")}
+    options |= {
+        "text": [*(given.text or []), *(given.more_text or [])],
+        "device": device,
+        "dtype": getattr(torch, dtype),
+    }
+    if given.steps is None and given.minutes is None:
+        options["minutes"] = 10.0
+    options["checkpoint_every"] = Interval.parse(given.checkpoint_every)
+    return TrainingOptions(**options, lr=lr, begun=begun)
 
 
 def _print(work: Callable[[Any], dict[str, Any]], options: Any, as_json: bool, rows: dict[str, str]) -> None:

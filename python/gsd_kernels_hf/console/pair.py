@@ -143,31 +143,20 @@ def load_pair(
     heads: str | None = None,
     drafter: str | None = None,
     corpus: str | None = None,
-    dtype: str = "auto",
-    device: str | None = None,
-    revision: str | None = None,
-    draft_revision: str | None = None,
-    trust_remote_code: bool = False,
-    tp_timeout: float | None = None,
+    **loading: Any,
 ) -> Pair:
     """The pair that the options name, with its heads, drafter and corpus; the embedded one without ``model``.
 
-    With ``tp_timeout`` (seconds) the target is sharded over the processes that torchrun started.
+    Args:
+        model, draft, heads, drafter, corpus: as the options have them.
+        loading: ``dtype``, ``device``, ``revision``, ``draft_revision``, ``trust_remote_code``; with ``tp_timeout``
+            (seconds) the target is sharded over the processes that torchrun started.
 
     Raises:
         ValueError: options that contradict each other, or a draft that cannot draft for the target.
         OSError: a checkpoint cannot be found.
     """
-    pair = _load_models(
-        model,
-        draft,
-        dtype=dtype,
-        device=device,
-        revision=revision,
-        draft_revision=draft_revision,
-        trust_remote_code=trust_remote_code,
-        tp_timeout=tp_timeout,
-    )
+    pair = _load_models(model, draft, **loading)
     if heads is not None:
         pair.heads = DraftHeads.from_pretrained(demo.path() / "heads" if heads == "demo" else heads, pair.target)
     if drafter is not None:
@@ -183,12 +172,12 @@ def _load_models(
     model: str | None,
     draft: str | None,
     *,
-    dtype: str,
-    device: str | None,
-    revision: str | None,
-    draft_revision: str | None,
-    trust_remote_code: bool,
-    tp_timeout: float | None,
+    dtype: str = "auto",
+    device: str | None = None,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    trust_remote_code: bool = False,
+    tp_timeout: float | None = None,
 ) -> Pair:
     values.check_draft(model, draft)
     sources = None if draft is None else WITHOUT_MODEL.get(draft)
