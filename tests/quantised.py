@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import logging
 import sys
 import tempfile
 from collections.abc import Callable
@@ -92,18 +93,25 @@ def times_identity(module: nn.Module, dtype: torch.dtype | None = None) -> Tenso
         module.bias = bias
 
 
-def bitsandbytes(kind: str, *, double: bool = False, **how) -> Scheme:
+def bitsandbytes(kind: str, *, double: bool = False) -> Scheme:
     def make(model: PreTrainedModel) -> PreTrainedModel:
-        with tempfile.TemporaryDirectory() as folder:
-            model.save_pretrained(folder)
-            config = transformers.BitsAndBytesConfig(
-                load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double, **how
-            )
-            return transformers.AutoModelForCausalLM.from_pretrained(
-                folder, quantization_config=config, device_map="cpu", dtype=model.dtype
-            )
+        how = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": double}
+        return by_bitsandbytes(model, **how)
 
     return Scheme("bitsandbytes", make, dequantised, {kind})
+
+
+def by_bitsandbytes(model: PreTrainedModel, **how) -> PreTrainedModel:
+    """``model`` as transformers loads it from a folder; ``how``: of BitsAndBytesConfig."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # every product of int8 says that it casts to float16
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            quantization_config=transformers.BitsAndBytesConfig(**how),
+            device_map="cpu",
+            dtype=model.dtype,
+        )
 
 
 def dequantised(module: nn.Module) -> Tensor:

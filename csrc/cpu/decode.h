@@ -217,6 +217,13 @@ struct CodesInt8 {
     for (int i = 0; i < n; i++) to[i] = static_cast<float>(static_cast<int8_t>(from[i])) * beside[0];
   }
 };
+// The same under the largest magnitude of a row, which 127 stands for.
+struct CodesVectorwise : CodesInt8 {
+  static constexpr float kOne = 7.874015718698502e-3f;  // as bitsandbytes' int8_vectorwise_dequant has it
+  GSD_TILE void widen(const uint8_t* from, int n, const float* beside, float* to) {
+    for (int i = 0; i < n; i++) to[i] = static_cast<float>(static_cast<int8_t>(from[i])) * beside[0] * kOne;
+  }
+};
 struct CodesUint8 {  // zero points are integers
   static constexpr int kBeside = 2, kWeightsOfByte = 1;
   GSD_TILE void widen(const uint8_t* from, int n, const float* beside, float* to) {
@@ -326,5 +333,5 @@ struct PlainHalf {
     GSD_BLOCKS(BlockQ4_1), GSD_BLOCKS(BlockQ5_0), GSD_BLOCKS(BlockQ5_1), GSD_BLOCKS(BlockQ8_0),                     \
     GSD_BLOCKS(BlockIQ4_NL), GSD_BLOCKS(BlockMXFP4), GSD_BLOCKS(BlockQ4_K), GSD_BLOCKS(BlockQ5_K),                  \
     GSD_BLOCKS(BlockQ6_K), GSD_GROUPS(CodesInt8), GSD_GROUPS(CodesUint8), GSD_GROUPS(CodesInt4),                    \
-    GSD_GROUPS(CodesInt4Offset), GSD_GROUPS(CodesNF4), GSD_GROUPS(CodesFP4), GSD_GROUPS(CodesInt8), \
-    GSD_GROUPS(CodesInt8)}}
+    GSD_GROUPS(CodesInt4Offset), GSD_GROUPS(CodesNF4), GSD_GROUPS(CodesFP4), GSD_GROUPS(CodesInt8),          \
+    GSD_GROUPS(CodesInt8), GSD_GROUPS(CodesVectorwise)}}

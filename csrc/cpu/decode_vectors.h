@@ -50,6 +50,12 @@ struct ValuesOf<CodesInt8> {  // of sixteen bytes
   GSD_TILE Sixteen of(__m128i codes, Sixteen d, Sixteen) { return times(wide_bytes(codes), d); }
 };
 template <>
+struct ValuesOf<CodesVectorwise> {
+  GSD_TILE Sixteen of(__m128i codes, Sixteen d, Sixteen) {
+    return times(times(wide_bytes(codes), d), same(CodesVectorwise::kOne));
+  }
+};
+template <>
 struct ValuesOf<CodesUint8> {
   GSD_TILE Sixteen of(__m128i codes, Sixteen d, Sixteen zero) { return times(minus(wide_codes(codes), zero), d); }
 };
@@ -194,18 +200,22 @@ struct GroupVectors<CodesLookup<Values>> {
     R::look_up(values, half_codes<Values::kHighFirst>(from), to);
   }
 };
-template <>
-struct GroupVectors<CodesInt8> {
+template <class Codes>
+struct SignedVectors {
   template <class R>
   GSD_TILE Sixteen held(const float* beside) {
     return same(beside[0]);
   }
   template <class R, class T>
   GSD_TILE void decode(const Sixteen& d, const uint8_t* from, T* to) {
-    R::put(R::rounded(ValuesOf<CodesInt8>::of(sixteen_at(from), d, d)),
-           R::rounded(ValuesOf<CodesInt8>::of(sixteen_at(from + 16), d, d)), to);
+    R::put(R::rounded(ValuesOf<Codes>::of(sixteen_at(from), d, d)),
+           R::rounded(ValuesOf<Codes>::of(sixteen_at(from + 16), d, d)), to);
   }
 };
+template <>
+struct GroupVectors<CodesInt8> : SignedVectors<CodesInt8> {};
+template <>
+struct GroupVectors<CodesVectorwise> : SignedVectors<CodesVectorwise> {};
 struct ScaleAndZero {
   Sixteen d, zero;
 };

@@ -31,6 +31,18 @@ GSD_INLINE float rounded_bfloat16(float x) {
   return float_from_bits(((bits & 0x7FFFFFFFu) > 0x7F800000u ? bits | 0x400000u : up) & 0xFFFF0000u);
 }
 
+// To float16: infinite from 65520 on, and below its normal numbers by a sum with ¾, whose last bit is 2⁻²⁴.
+GSD_INLINE float rounded_half(float x) {
+  const uint32_t bits = float_bits(x), magnitude = bits & 0x7FFFFFFFu;
+  const uint32_t even = bits + 0xFFFu + (bits >> 13 & 1u), infinity = (bits & 0x80000000u) | 0x7F800000u;
+  const uint32_t normal = magnitude >= 0x477FF000u ? infinity : even & 0xFFFFE000u;
+  const float rounded = magnitude < 0x38800000u ? (x + 0.75f) - 0.75f : float_from_bits(normal);
+  return magnitude > 0x7F800000u ? x : rounded;
+}
+GSD_CLONES void round_to_half(float* x, int64_t k) {
+  for (int64_t i = 0; i < k; i++) x[i] = rounded_half(x[i]);
+}
+
 GSD_CLONES void round_row(const float* x, float* to, int64_t k, Element element) {
   if (element == Element::kBfloat16) {
     for (int64_t i = 0; i < k; i++) to[i] = rounded_bfloat16(x[i]);
@@ -63,23 +75,34 @@ GSD_CLONES int32_t to_codes(const float* x, float by, int64_t k, int8_t* codes) 
   return sum;
 }
 
+// What a row is rounded by: the scale that its products have, and what its values are multiplied by.
+struct RowScale {
+  float scale, by;
+};
+
 // torchao's choose_qparams_affine and quantize_affine: the scale is rounded to the model's dtype, and has a least value.
-float dynamic_scale(float most, Element element) {
+RowScale dynamic_scale(float most, Element element) {
   constexpr float kLeast = 1.1920928955078125e-07f;  // float32's epsilon
   const float scale = rounded(most / 127.5f, element);
-  return scale < kLeast ? kLeast : scale;
+  const float used = scale < kLeast ? kLeast : scale;
+  return {used, 1.0f / used};
 }
 
-void pack_codes(const IsaKernels& level, Element element, const float* x, int64_t x_stride, int64_t first, int64_t last,
-                int64_t k, void* packed) {
+// bitsandbytes' int8_vectorwise_quant, of the row in float16: all codes are 0 where the largest magnitude is 0 or not finite.
+RowScale vectorwise_scale(float most) { return {most, most > 0.0f && most < INFINITY ? 1.0f / most * 127.0f : 0.0f}; }
+
+void pack_codes(const IsaKernels& level, Element element, RowForm form, const float* x, int64_t x_stride, int64_t first,
+                int64_t last, int64_t k, void* packed) {
   const int64_t bytes = level.integers->row_bytes(k);
   std::vector<float> row(static_cast<size_t>(k));
   for (int64_t r = first; r < last; r++) {
     int8_t* to = static_cast<int8_t*>(packed) + r * bytes;
     round_row(x + r * x_stride, row.data(), k, element);
-    Beside beside{dynamic_scale(largest_magnitude(row.data(), k), element), 0};
+    if (form == RowForm::kVectorwise) round_to_half(row.data(), k);
+    const float most = largest_magnitude(row.data(), k);
+    const RowScale by = form == RowForm::kVectorwise ? vectorwise_scale(most) : dynamic_scale(most, element);
     memset(to, 0, static_cast<size_t>(bytes));
-    beside.sum = to_codes(row.data(), 1.0f / beside.scale, k, to);
+    const Beside beside{by.scale, by.by == 0.0f ? 0 : to_codes(row.data(), by.by, k, to)};
     memcpy(to + bytes - kFree, &beside, sizeof beside);
   }
 }
@@ -118,28 +141,36 @@ void pack_rounded(const RowKernel& kernel, Element element, const float* x, int6
   kernel.pack(rows.data(), k, 0, last - first, k, static_cast<char*>(packed) + first * kernel.row_bytes(k));
 }
 
-// Words of integer sums → T(sum · the row's scale) · the output's, T: the model's dtype.
-template <class Round>
-GSD_INLINE void finish(float* out, int64_t n, int32_t taken, float by, const float* scales, const Round& round) {
+// Words of integer sums → of(sum, the output's scale).
+template <class Of>
+GSD_INLINE void finish(float* out, int64_t n, int32_t taken, const float* scales, const Of& of) {
   for (int64_t i = 0; i < n; i++) {
     const int32_t sum = static_cast<int32_t>(float_bits(out[i]) - static_cast<uint32_t>(taken));
-    out[i] = round(static_cast<float>(sum) * by) * scales[i];
+    out[i] = of(static_cast<float>(sum), scales[i]);
   }
 }
+
+// T(sum · the row's scale) · the output's, T: the model's dtype.
 GSD_CLONES void finish_float32(float* out, int64_t n, int32_t taken, float by, const float* scales) {
-  finish(out, n, taken, by, scales, [](float x) { return x; });
+  finish(out, n, taken, scales, [by](float sum, float scale) { return sum * by * scale; });
 }
 GSD_CLONES void finish_bfloat16(float* out, int64_t n, int32_t taken, float by, const float* scales) {
-  finish(out, n, taken, by, scales, [](float x) { return rounded_bfloat16(x); });
+  finish(out, n, taken, scales, [by](float sum, float scale) { return rounded_bfloat16(sum * by) * scale; });
 }
 GSD_CLONES void finish_float16(float* out, int64_t n, int32_t taken, float by, const float* scales) {
-  finish(out, n, taken, by, scales, [](float x) { return rounded(x, Element::kFloat16); });
+  finish(out, n, taken, scales, [by](float sum, float scale) { return rounded(sum * by, Element::kFloat16) * scale; });
+}
+
+// sum · (the row's scale · the output's) · 1/127², as bitsandbytes' int8_mm_dequant has it.
+GSD_CLONES void finish_vectorwise(float* out, int64_t n, int32_t taken, float by, const float* scales) {
+  constexpr float kOne = 6.200124e-05f;
+  finish(out, n, taken, scales, [by](float sum, float scale) { return sum * (by * scale) * kOne; });
 }
 
 }  // namespace
 
 int64_t packed_row_bytes(const IsaKernels& level, Element element, RowForm form, int64_t k) {
-  return form == RowForm::kDynamic ? level.integers->row_bytes(k) : level.large[static_cast<int>(element)].row_bytes(k);
+  return has_codes(form) ? level.integers->row_bytes(k) : level.large[static_cast<int>(element)].row_bytes(k);
 }
 
 void pack_rows(const IsaKernels& level, Element element, RowForm form, const float* x, int64_t x_stride, int64_t first,
@@ -147,7 +178,8 @@ void pack_rows(const IsaKernels& level, Element element, RowForm form, const flo
   const RowKernel& kernel = level.large[static_cast<int>(element)];
   switch (form) {
     case RowForm::kDynamic:
-      return pack_codes(level, element, x, x_stride, first, last, k, packed);
+    case RowForm::kVectorwise:
+      return pack_codes(level, element, form, x, x_stride, first, last, k, packed);
     case RowForm::kRounded:
       return pack_rounded(kernel, element, x, x_stride, first, last, k, packed);
     default:
@@ -158,6 +190,7 @@ void pack_rows(const IsaKernels& level, Element element, RowForm form, const flo
 void multiply_codes(const IsaKernels& level, Element element, const Weights& w, const void* packed, int64_t rows,
                     int64_t begin, int64_t end, float* out, int64_t out_stride) {
   constexpr decltype(&finish_float32) kFinish[] = {finish_float32, finish_bfloat16, finish_float16};
+  const auto of_row = form_of(w.kind) == RowForm::kVectorwise ? finish_vectorwise : kFinish[static_cast<int>(element)];
   const IntegerProducts& integers = *level.integers;
   const int64_t bytes = integers.row_bytes(w.inputs);
   integers.products(packed, rows, w.inputs, w.data + begin * w.row_bytes, w.row_bytes, 0, end - begin, out, out_stride,
@@ -165,8 +198,7 @@ void multiply_codes(const IsaKernels& level, Element element, const Weights& w, 
   for (int64_t r = 0; r < rows; r++) {
     Beside beside;
     memcpy(&beside, static_cast<const char*>(packed) + (r + 1) * bytes - kFree, sizeof beside);
-    kFinish[static_cast<int>(element)](out + r * out_stride, end - begin, beside.sum * integers.offset, beside.scale,
-                                       w.scales + begin);
+    of_row(out + r * out_stride, end - begin, beside.sum * integers.offset, beside.scale, w.scales + begin);
   }
 }
 

@@ -13,16 +13,18 @@ enum class RowForm : int {
   kFloats,
   kDynamic,  // codes of int8 under a scale of the row, as torchao's Int8DynamicActivationInt8WeightConfig has them
   kRounded,  // floats that such codes stand for, as compressed-tensors makes them for its dynamic int8 of tokens
+  kVectorwise,  // codes of int8 under the row's largest magnitude, as bitsandbytes' LLM.int8 has them without outliers
   kCount
 };
 constexpr int kRowForms = static_cast<int>(RowForm::kCount);
 
 constexpr RowForm form_of(Kind kind) {
-  return kind == Kind::kInt8Dynamic   ? RowForm::kDynamic
-         : kind == Kind::kInt8Rounded ? RowForm::kRounded
-                                      : RowForm::kFloats;
+  return kind == Kind::kInt8Dynamic      ? RowForm::kDynamic
+         : kind == Kind::kInt8Rounded    ? RowForm::kRounded
+         : kind == Kind::kInt8Vectorwise ? RowForm::kVectorwise
+                                         : RowForm::kFloats;
 }
-
+constexpr bool has_codes(RowForm form) { return form == RowForm::kDynamic || form == RowForm::kVectorwise; }
 
 // Inputs of a matrix whose products with codes fit into 32 bits.
 constexpr int64_t kMostCodes = (int64_t{1} << 31) / (128 * 128) - 1;

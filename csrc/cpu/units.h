@@ -345,4 +345,4 @@ bool are_normal(const Weights& w, int64_t begin, int64_t end) {
 #define GSD_BY_KIND(of)                                                                                             \
   {nullptr, nullptr, nullptr, of(BlockQ4_0), of(BlockQ4_1), of(BlockQ5_0), of(BlockQ5_1), of(BlockQ8_0),           \
    of(BlockIQ4_NL), of(BlockMXFP4), of(BlockQ4_K), of(BlockQ5_K), of(BlockQ6_K), of(CodesInt8), of(CodesUint8),    \
-   of(CodesInt4), of(CodesInt4Offset), of(CodesNF4), of(CodesFP4), nullptr, of(CodesInt8)}
+   of(CodesInt4), of(CodesInt4Offset), of(CodesNF4), of(CodesFP4), nullptr, of(CodesInt8), nullptr}

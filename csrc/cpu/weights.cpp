@@ -18,7 +18,7 @@ struct Block {
 constexpr Block kBlocks[kKinds] = {{1, 4},    {1, 2},    {1, 2},     {32, 18},   {32, 20},   {32, 22},  {32, 24},
                                    {32, 34},  {32, 18},  {32, 17},   {256, 144}, {256, 176}, {256, 210}, {1, 1},
                                    {1, 1},    {2, 1},    {2, 1},     {2, 1},     {2, 1},   {1, 1},
-                                   {1, 1}};
+                                   {1, 1},    {1, 1}};
 
 // Of the asking thread, on a cache line; it keeps its size.
 char* strip_of(int64_t bytes) {
@@ -39,7 +39,7 @@ int64_t block_bytes(Kind kind) { return kBlocks[static_cast<int>(kind)].bytes; }
 
 void multiply(const IsaKernels& level, Element element, const Weights& w, const void* packed, int64_t rows,
               int64_t begin, int64_t end, float* out, int64_t out_stride) {
-  if (form_of(w.kind) == RowForm::kDynamic) {
+  if (has_codes(form_of(w.kind))) {
     return multiply_codes(level, element, w, packed, rows, begin, end, out, out_stride);
   }
   const RowKernel& kernel = level.large[static_cast<int>(element)];

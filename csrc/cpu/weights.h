@@ -20,7 +20,7 @@ enum class Kind : int {
   kQ4_K, kQ5_K, kQ6_K,                                  // of 256
   kInt8, kUint8,                                        // a byte a weight; what scales it lies beside the rows
   kInt4, kInt4Offset, kNF4, kFP4,                       // half a byte
-  kInt8Dynamic, kInt8Rounded,                           // as kInt8, for rows that are rounded first: see row_forms.h
+  kInt8Dynamic, kInt8Rounded, kInt8Vectorwise,          // as kInt8, for rows that are rounded first: see row_forms.h
   kCount
 };
 constexpr int kKinds = static_cast<int>(Kind::kCount);

@@ -22,7 +22,7 @@ inline Weights weights_of(const char* name, const Tensor& data, int64_t kind, co
   const Kind of = kind != kDense ? static_cast<Kind>(kind)
                                  : static_cast<Kind>(static_cast<int>(Kind::kFloat32) + static_cast<int>(own));
   w.kind = of;
-  const bool is_signed = of == Kind::kInt8 || of == Kind::kInt8Dynamic || of == Kind::kInt8Rounded;
+  const bool is_signed = of == Kind::kInt8 || form_of(of) != RowForm::kFloats;
   const ScalarType bytes = is_signed ? ScalarType::Char : ScalarType::Byte;
   STD_TORCH_CHECK(kind == kDense || data.scalar_type() == bytes, name, ": expected ",
                   is_signed ? "int8" : "uint8", " for this kind of packed weights");
@@ -40,7 +40,7 @@ inline Weights weights_of(const char* name, const Tensor& data, int64_t kind, co
                     name, ": expected scales, float32 [", outputs, ", groups that divide ", inputs, pairs ? ", 2]" : "]");
     w.scales = read<float>(*scales), w.groups = scales->size(1);
   }
-  STD_TORCH_CHECK(form_of(of) != RowForm::kDynamic || (w.groups == 1 && inputs <= kMostCodes), name,
+  STD_TORCH_CHECK(!has_codes(form_of(of)) || (w.groups == 1 && inputs <= kMostCodes), name,
                   ": expected one scale a row and at most ", kMostCodes, " inputs, got ", w.groups, " and ", inputs);
   return w;
 }

@@ -92,9 +92,6 @@ def test_a_quantised_target_says_what_it_says_alone(quantised, batch):
     )
     assert torch.equal(out.sequences, expected)
     assert sum(out.stats.accepted[2:]) > 0 and out.stats.tokens_per_step < 1 + SHAPE.max_path
-    integers = type(quantised.model.layers[0].mlp.up_proj.weight).__name__ == "Int8Params"
-    reason = "q_proj multiplies integers, as Linear8bitLt of bitsandbytes does"
-    assert (reason in str(out.stats.why_modules)) == integers
     assert len(set(expected[:, 12:].flatten().tolist())) > 8
 
 

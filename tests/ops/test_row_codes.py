@@ -132,12 +132,16 @@ def test_what_is_not_finite_stays_so(kind):
 
 @pytest.mark.parametrize("kind", (*CODE_KINDS, *ROUNDED_KINDS), ids=lambda kind: kind.name)
 def test_they_stand_for_bytes_under_a_scale(kind):
-    matrix = matrix_of(kind, 5, 64)
-    plain = replace(matrix, kind=BY_NAME["int8"])
-    for backend in ("cpu", "reference"):
-        assert torch.equal(
-            unpack_rows(matrix, dtype=torch.bfloat16, backend=backend), unpack_rows(plain, dtype=torch.bfloat16)
-        )
+    matrix = matrix_of(kind, 5, 70)
+    weights = matrix.data * matrix.scales
+    if kind.name == "int8_vectorwise":  # which 127 stands for
+        weights *= 7.874015718698502e-3
+    for dtype in DTYPES:
+        for backend in ("cpu", "reference"):
+            assert torch.equal(unpack_rows(matrix, dtype=dtype, backend=backend), weights.to(dtype))
+    plain = codes.taking_floats(matrix)
+    assert plain.kind == BY_NAME["int8"]
+    torch.testing.assert_close(unpack_rows(plain, dtype=torch.float32), weights, rtol=1e-6, atol=0)
 
 
 @kinds

@@ -7,16 +7,17 @@ from typing import NamedTuple
 import pytest
 import torch
 from models import noised, prompts
-from quantised import original
+from quantised import by_bitsandbytes, original
 from torch import nn
 
 import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
+from gsd_kernels.ops.packed import codes, unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
 from gsd_kernels_hf.costs.pair import describe
 from gsd_kernels_hf.model.fused import why_not
 from gsd_kernels_hf.packed.adapters import stored_in
-from gsd_kernels_hf.packed.modules import matrix_of
+from gsd_kernels_hf.packed.modules import matrix_of, packed_in
 
 pytestmark = pytest.mark.skipif(
     unavailable_reason("cpu", torch.device("cpu")) is not None, reason="codes are for the operator"
@@ -44,7 +45,13 @@ class Scheme(NamedTuple):
     kind: str
 
 
-SCHEMES = {"torchao": Scheme(torchao, "int8_dynamic")}
+def bitsandbytes(model, threshold=0.0, **how):
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install -e '.[quantised]'")
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install -e '.[quantised]'")
+    return by_bitsandbytes(model, load_in_8bit=True, llm_int8_threshold=threshold, **how)
+
+
+SCHEMES = {"torchao": Scheme(torchao, "int8_dynamic"), "bitsandbytes": Scheme(bitsandbytes, "int8_vectorwise")}
 names = pytest.mark.parametrize("name", SCHEMES)
 
 
@@ -148,3 +155,81 @@ def test_layers_that_also_scale_their_activations_keep_the_modules(made):
     model = torchao(original())
     model.model.layers[1].mlp.up_proj.weight.act_pre_scale = torch.ones(64)
     assert "layers.1.mlp.up_proj scales its activations" in why_not(model, "auto")
+
+
+def first_of(model):
+    return model.model.layers[0].self_attn.q_proj
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bias_and_odd_sizes_have_the_bits_of_bitsandbytes(dtype):
+    bnb = pytest.importorskip("bitsandbytes")
+    gen = torch.Generator().manual_seed(0)
+    for inputs, outputs in ((1, 1), (33, 7), (250, 41), (1040, 130)):  # up to 1040 floats hold its sums too
+        made = bnb.nn.Linear8bitLt(inputs, outputs, has_fp16_weights=False, threshold=0.0)
+        nn.init.normal_(made.weight, generator=gen)
+        module = made.to("cpu").to(dtype).eval()
+        x = (torch.randn(20, inputs, generator=gen) * 10 ** (6 * torch.rand(20, 1, generator=gen) - 4)).to(dtype)
+        with torch.no_grad():
+            bias, module.bias = module.bias, None
+            without, found = module(x), row_linear(x, matrix_of(module))
+            assert torch.equal(found, without) and without.isfinite().all()
+            module.bias = bias
+            exact, dense = codes.linear(x, matrix_of(module), dtype), module.to("cpu")(x)
+        assert torch.equal((exact + bias.float()).to(dtype), dense)
+
+
+def test_weights_of_bitsandbytes_are_read_where_they_lie_before_and_after_the_first_forward():
+    model = bitsandbytes(original())
+    layer = first_of(model)
+    before = matrix_of(layer)
+    assert before.data.data_ptr() == layer.weight.data_ptr() and layer.weight.CB is not None
+    with torch.no_grad():
+        model(**prompts(1, 5, vocab=96))
+    after = matrix_of(layer)
+    assert layer.weight.CB is None and after.data.data_ptr() == before.data.data_ptr() == layer.state.CB.data_ptr()
+    assert after.scales.data_ptr() == before.scales.data_ptr() == layer.state.SCB.data_ptr()
+    functional = pytest.importorskip("bitsandbytes.functional")
+    dense = functional.int8_vectorwise_dequant(layer.state.CB, layer.state.SCB)
+    assert torch.equal(unpack_rows(after, dtype=torch.float32), dense)
+
+
+def test_outlier_columns_are_refused_by_name_until_there_are_none():
+    """A row's product depends on its neighbours then, which the library's own layer shows."""
+    model, inputs = bitsandbytes(original(), threshold=6.0), prompts(1, 9, vocab=96)
+    layer, x = first_of(model), 3 * torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        assert not torch.equal(layer(x)[:1], layer(x[:1]))
+    assert "q_proj takes columns with a value beyond 6 out of the product of all rows" in why_not(model, "auto")
+    with pytest.raises(ValueError, match=r"llm_int8_threshold=6\.0.*state\.threshold = 0\.0"):
+        gsd.generate(model, **inputs, max_new_tokens=4, draft_sources=("history",))
+    for module in layers(model):
+        module.state.threshold = 0.0
+    call = {**inputs, "max_new_tokens": 16, "eos_token_id": None, "do_sample": False, "graph_config": "plain"}
+    assert torch.equal(gsd.generate(model, **call), gsd.generate(bitsandbytes(original()), **call))
+    layer.state.threshold = 5.0  # whatever the config says
+    with pytest.raises(ValueError, match=r"llm_int8_threshold=5\.0"):
+        gsd.generate(model, **inputs, max_new_tokens=4, draft_sources=("history",))
+
+
+def test_layers_of_bitsandbytes_that_multiply_something_else_keep_the_modules():
+    bnb = pytest.importorskip("bitsandbytes")
+    model = bitsandbytes(original())
+    layer = first_of(model)
+    layer.train()
+    assert "q_proj is in training mode, in which bitsandbytes multiplies floats" in why_not(model, "auto")
+    layer.eval()
+    assert why_not(model, "auto") is None
+    fp16 = bnb.nn.Linear8bitLt(64, 64, bias=False).eval()
+    assert stored_in(fp16).problem == "has weights that are quantised at every forward"
+    assert stored_in(bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).eval()).problem == "is not quantised yet"
+    head = bitsandbytes(original(), llm_int8_skip_modules=["none"])
+    assert "output matrix" in why_not(head, "auto")
+
+
+def test_layers_of_bitsandbytes_can_be_kept_packed():
+    inputs = {**prompts(2, 9, vocab=96), "max_new_tokens": 16, "eos_token_id": None, "do_sample": False}
+    expected = gsd.generate(bitsandbytes(original()), **inputs, graph_config="plain")
+    kept = gsd.keep_packed(bitsandbytes(original()))
+    assert {module.like.dtype for module in packed_in(kept)} == {torch.bfloat16} and len(packed_in(kept)) == 14
+    assert torch.equal(gsd.generate(kept, **inputs, graph_config="chain"), expected)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .api import unpack_rows
+from .kinds import BY_NAME
 from .matrix import PackedMatrix
 
 EPSILON = 2.0**-23  # of float32: the least scale
@@ -39,6 +40,19 @@ def dynamic(x: Tensor, matrix: PackedMatrix) -> Tensor:
     return (sums * scale).to(x.dtype).float() * matrix.scales.view(-1)
 
 
+def vectorwise(x: Tensor, matrix: PackedMatrix) -> Tensor:
+    """bitsandbytes' LLM.int8 without outliers (a threshold of 0): codes of a row and of an output, 127 for the largest.
+
+    Of bitsandbytes 0.50: int8_vectorwise_quant of the row in float16, int8_scaled_mm, int8_mm_dequant.
+    """
+    assert matrix.scales is not None  # as of every matrix of codes
+    halves = x.half().float()
+    most = halves.abs().amax(-1, keepdim=True)  # [rows, 1]
+    codes = (halves * (most.reciprocal() * 127.0)).round().nan_to_num(0.0)  # a row of zeros, or not of finite ones
+    sums = (codes.double() @ matrix.data.double().T).float()  # exact in float64, rounded once
+    return sums * (most * matrix.scales.view(-1)) * 6.200124e-05
+
+
 def rounded_rows(x: Tensor) -> Tensor:
     """compressed-tensors' fake quantisation of a token, symmetric, eight bits: […, inputs] → the same, in its dtype.
 
@@ -55,5 +69,20 @@ def rounded(x: Tensor, matrix: PackedMatrix) -> Tensor:
     return rounded_rows(x).float() @ dense.float().T
 
 
-LINEARS: dict[str, Callable[[Tensor, PackedMatrix], Tensor]] = {"int8_dynamic": dynamic, "int8_rounded": rounded}
+def taking_floats(matrix: PackedMatrix) -> PackedMatrix:
+    """The same weights for rows that are multiplied as they are; of ``int8_vectorwise`` up to a last bit."""
+    if matrix.kind.name not in LINEARS:
+        return matrix
+    scales = matrix.scales
+    if matrix.kind.name == "int8_vectorwise":
+        assert scales is not None
+        scales = scales / 127
+    return PackedMatrix(BY_NAME["int8"], matrix.data, matrix.inputs, scales)
+
+
+LINEARS: dict[str, Callable[[Tensor, PackedMatrix], Tensor]] = {
+    "int8_dynamic": dynamic,
+    "int8_vectorwise": vectorwise,
+    "int8_rounded": rounded,
+}
 """By names of kinds: rows [n, inputs] in the model's dtype → float32 [n, outputs]."""

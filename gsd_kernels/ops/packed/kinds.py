@@ -60,9 +60,9 @@ KINDS = (
     Kind("fp4", 18, 2, 1, beside=1),
 )
 """Those that stand for a dense matrix: it is what rows are multiplied with, whatever the kind."""
-CODE_KINDS = (Kind("int8_dynamic", 19, 1, 1, beside=1),)
+CODE_KINDS = (Kind("int8_dynamic", 19, 1, 1, beside=1), Kind("int8_vectorwise", 21, 1, 1, beside=1))
 """Those that are multiplied with rows of codes, see :mod:`.codes`: as ``int8``, but a product is not that of the dense
-matrix."""
+matrix. The number beside a row of ``int8_vectorwise`` is the magnitude that a code of 127 stands for."""
 ROUNDED_KINDS = (Kind("int8_rounded", 20, 1, 1, beside=1),)
 """Those that stand for a dense matrix, and are multiplied with rows that are rounded first, see :mod:`.codes`."""
 ROUNDING_KINDS = (*CODE_KINDS, *ROUNDED_KINDS)

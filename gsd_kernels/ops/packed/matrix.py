@@ -22,8 +22,7 @@ class PackedMatrix:
 
     Attributes:
         kind: the format.
-        data: uint8 [outputs, bytes of a row], or int8 [outputs, inputs] for ``int8`` and those two;
-            contiguous.
+        data: uint8 [outputs, bytes of a row], or int8 [outputs, inputs] for ``int8`` and those; contiguous.
         inputs: weights of a row.
         scales: float32 [outputs, groups] where the kind has one number beside its rows for a group of inputs,
             [outputs, groups, 2] where it has two. Groups are of one size, an even one for codes of half a byte.

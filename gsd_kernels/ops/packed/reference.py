@@ -130,6 +130,11 @@ def int8(q: Tensor, beside: Tensor) -> Tensor:
     return q.float() * beside[..., 0]
 
 
+def int8_vectorwise(q: Tensor, beside: Tensor) -> Tensor:
+    """m q / 127; of bitsandbytes 0.50: int8_vectorwise_dequant"""
+    return q.float() * beside[..., 0] * 7.874015718698502e-3
+
+
 def int4(q: Tensor, beside: Tensor) -> Tensor:
     """d (q − z); with codes of a byte too"""
     return (q.float() - beside[..., 1]) * beside[..., 0]
@@ -154,6 +159,7 @@ GROUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "int8": int8,
     "int8_dynamic": int8,
     "int8_rounded": int8,
+    "int8_vectorwise": int8_vectorwise,
     "uint8": int4,
     "int4": int4,
     "int4_offset": int4_offset,

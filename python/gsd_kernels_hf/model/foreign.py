@@ -118,7 +118,7 @@ def _foreign_parameter(model: Any) -> str | None:
         if stored is None:
             continue
         read.add(id(module._parameters.get("weight")))
-        if stored.dtype != dtype or any(tensor.device != device for tensor in stored.tensors):
+        if not stored.is_for(dtype) or any(tensor.device != device for tensor in stored.tensors):
             return f"{name} stands for {stored.dtype}, the output matrix is {dtype} on {device}"
     for name, parameter in parameters_of(model):
         if id(parameter) in read:

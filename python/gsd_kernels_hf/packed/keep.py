@@ -37,12 +37,12 @@ def keep_packed(model: PreTrainedModel) -> PreTrainedModel:
             continue
         if stored.problem is not None:
             raise ValueError(f"model: {name} {stored.problem}, so it cannot be kept packed")
-        if stored.dtype != model.dtype or any(tensor.device.type != "cpu" for tensor in stored.tensors):
+        if not stored.is_for(model.dtype) or any(tensor.device.type != "cpu" for tensor in stored.tensors):
             place = stored.tensors[0].device
             raise ValueError(f"model: {name} stands for {stored.dtype} on {place}; expected {model.dtype} on a CPU")
         if module._forward_hooks or module._forward_pre_hooks:
             raise ValueError(f"model: {name} has a hook, which a packed layer would lose; remove it first")
-        found[name] = linear_over(module, stored.read(), stored.dtype)
+        found[name] = linear_over(module, stored.read(), model.dtype)
     if not found:
         raise ValueError(
             f"model: {type(model).__name__} has no layers that a library quantised; this comes before its first "

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gsd_kernels.ops.packed import BY_NAME, ROUNDING_KINDS, Kind, PackedMatrix, unpack_rows
+from gsd_kernels.ops.packed import ROUNDING_KINDS, Kind, PackedMatrix, codes, unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
 
 from . import copies
@@ -54,10 +54,9 @@ class Packed(nn.Module):
 
         It takes its input as it is, whatever this one rounds first.
         """
-        matrix = self.matrix
+        matrix = codes.taking_floats(self.matrix)
         scales = None if matrix.scales is None else matrix.scales[:rows]
-        kind = BY_NAME["int8"] if matrix.kind in ROUNDING_KINDS else matrix.kind
-        return self._over(PackedMatrix(kind, matrix.data[:rows], matrix.inputs, scales), dtype)
+        return self._over(PackedMatrix(matrix.kind, matrix.data[:rows], matrix.inputs, scales), dtype)
 
     def _over(self, matrix: PackedMatrix, dtype: torch.dtype) -> Packed:
         raise NotImplementedError

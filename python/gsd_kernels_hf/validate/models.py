@@ -13,9 +13,11 @@ from gsd_kernels.names import did_you_mean
 from gsd_kernels.ops.state_rows import BLOCK
 
 from ..model.fused import check_rows
+from ..model.once import modules_of
 from ..model.probe import kinds_of
 from ..model.properties import vocabulary
 from ..model.recurrent import mixers
+from ..packed.adapters import threshold_of
 from ..packed.modules import Packed
 from .modes import Unsupported
 
@@ -118,12 +120,12 @@ def check_weights(name: str, model: PreTrainedModel) -> None:
     bitsandbytes' int8 takes columns with an activation above ``llm_int8_threshold`` out of the product of all rows, so
     a drafted row may change the result of another. No forward of a few tokens shows that: it takes an outlier.
     """
-    quantised = getattr(model.config, "quantization_config", None)
-    threshold = getattr(quantised, "llm_int8_threshold", 0.0) if getattr(quantised, "load_in_8bit", False) else 0.0
-    if threshold > 0 and name == "model":
+    threshold = max((threshold_of(module) for _, module in modules_of(model)), default=0.0) if name == "model" else 0.0
+    if threshold > 0:
         raise Unsupported(
             f"{name}: int8 of bitsandbytes with llm_int8_threshold={threshold}, by which the rows of a forward depend "
-            "on each other; load it with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
+            "on each other; load it with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or set "
+            "state.threshold = 0.0 in its Linear8bitLt modules"
         )
     embedding: Any = model.get_input_embeddings()
     if not isinstance(embedding, Packed) and embedding.weight.is_meta and not hasattr(embedding, "_hf_hook"):

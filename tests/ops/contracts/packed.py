@@ -18,6 +18,8 @@ def packed_matrix(kind: Kind, outputs: int, inputs: int, seed: int = 0, *, group
         data = torch.randint(0, 256, (outputs, kind.row_bytes(inputs)), generator=gen, dtype=torch.uint8)
         groups = groups or next(n for n in (inputs // 64, 2, 1) if n and inputs % (n * kind.weights) == 0)
         scales = ((torch.rand(outputs, groups, generator=gen) + 0.1) / 100).bfloat16().float()
+        if kind.name == "int8_vectorwise":  # of a row, where others are of a code
+            scales *= 127
         if kind.beside == 2:
             second = torch.randint(0, 16, scales.shape, generator=gen) * (scales if kind.name == "int4_offset" else 1.0)
             scales = torch.stack([scales, second], -1)

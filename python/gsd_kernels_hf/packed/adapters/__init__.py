@@ -8,8 +8,9 @@ from torch import nn
 
 from . import bitsandbytes, compressed_tensors, gptqmodel, torchao
 from .base import Stored
+from .bitsandbytes import threshold_of
 
-__all__ = ["ADAPTERS", "Stored", "stored_in"]
+__all__ = ["ADAPTERS", "Stored", "stored_in", "threshold_of"]
 
 ADAPTERS: tuple[Callable[[nn.Module], Stored | None], ...] = (
     torchao.stored,

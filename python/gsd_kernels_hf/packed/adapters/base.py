@@ -29,6 +29,7 @@ class Stored:
         problem: why the weights are not read; completes a sentence that begins with the module's name. ``None``: they
             can be.
         rounds_rows: whether rows are rounded to eight bits before they are multiplied.
+        any_dtype: whether a model of any dtype has the layer: what is multiplied has that of the rows.
     """
 
     name: str
@@ -38,6 +39,11 @@ class Stored:
     read: Callable[[], PackedMatrix]
     problem: str | None = None
     rounds_rows: bool = False
+    any_dtype: bool = False
+
+    def is_for(self, dtype: torch.dtype) -> bool:
+        """Whether the layer belongs into a model of ``dtype``."""
+        return self.any_dtype or self.dtype == dtype
 
     @property
     def nbytes(self) -> int:

@@ -1,8 +1,12 @@
-"""bitsandbytes: linear layers of its own over nf4 or fp4. Read from bitsandbytes 0.50.
+"""bitsandbytes: linear layers of its own over nf4, fp4 or int8. Read from bitsandbytes 0.50.
 
-A byte has two codes, the first weight's in its high half; a block of 64 or so weights has a scale, which may be
-quantised itself. On a CPU with AVX512_BF16 the first forward in evaluation mode rewrites both in place, see
+Of four bits a byte has two codes, the first weight's in its high half; a block of 64 or so weights has a scale, which
+may be quantised itself. On a CPU with AVX512_BF16 the first forward in evaluation mode rewrites both in place, see
 :func:`in_rows`, and rounds the scales to bfloat16: the model is another one from there on, which the matrix follows.
+
+int8 is LLM.int8() (arXiv 2208.07339): rows are rounded to codes too, and integers are multiplied. Above a threshold of
+0 whole columns of activations are left out of that and multiplied as floats, wherever one row of a forward has a value
+beyond the threshold. A row's result then depends on the rows beside it, so there is no product of a row to be read.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix, halves
+from gsd_kernels.ops.packed.matrix import MOST_CODES
 
-from .base import Stored, unread
+from .base import Stored, scales_of_rows, unread
 
 ROWS = 32  # that are rewritten together
 
@@ -28,8 +33,10 @@ def stored(module: nn.Module) -> Stored | None:
     name = f"{type(weight).__name__} of bitsandbytes"
     if not type(weight).__module__.startswith("bitsandbytes."):
         return None
+    if type(module).__name__ == "Linear8bitLt":
+        return _int8(module, weight)
     if type(weight).__name__ != "Params4bit":
-        return unread(name, f"multiplies integers, as {type(module).__name__} of bitsandbytes does", weight)
+        return unread(name, f"is a {type(module).__name__} of bitsandbytes", weight)
     state = weight.quant_state or getattr(module, "quant_state", None)
     if state is None:
         return unread(name, "is not quantised yet", weight)
@@ -52,6 +59,39 @@ def stored(module: nn.Module) -> Stored | None:
         return PackedMatrix(BY_NAME[state.quant_type], data, inputs, scales)
 
     return Stored(f"{state.quant_type} of bitsandbytes", tensors, torch.Size(state.shape), state.dtype, read)
+
+
+def threshold_of(module: Any) -> float:
+    """Beyond which a value takes its column out of the integer product of all rows of a forward; 0: none does."""
+    if "bitsandbytes" not in sys.modules or type(module).__name__ != "Linear8bitLt":
+        return 0.0
+    return float(getattr(getattr(module, "state", None), "threshold", 0.0))
+
+
+def _int8(module: Any, weight: Any) -> Stored:
+    """LLM.int8(): codes [outputs, inputs], and the magnitude that 127 stands for in each row."""
+    holder = weight if weight.CB is not None else module.state  # the first forward moves them there
+    codes, most = holder.CB, holder.SCB
+    tensors = tuple(t for t in (weight, codes, most) if t is not None)
+    name = "int8 of bitsandbytes"
+    if module.state.has_fp16_weights:
+        return unread(name, "has weights that are quantised at every forward", *tensors)
+    if codes is None or most is None:
+        return unread(name, "is not quantised yet", *tensors)
+    if threshold_of(module) > 0:
+        problem = f"takes columns with a value beyond {threshold_of(module):g} out of the product of all rows"
+        return unread(name, problem, *tensors)
+    if module.training:
+        return unread(name, "is in training mode, in which bitsandbytes multiplies floats", *tensors)
+    if codes.shape[1] > MOST_CODES:
+        return unread(name, f"has rows of {codes.shape[1]} weights, whose sums do not fit into 32 bits", *tensors)
+
+    def read() -> PackedMatrix:
+        data = codes.detach().contiguous()
+        return PackedMatrix(BY_NAME["int8_vectorwise"], data, codes.shape[1], scales_of_rows(most, codes.shape[0]))
+
+    kept = (codes, most)
+    return Stored(name, kept, codes.shape, torch.float32, read, rounds_rows=True, any_dtype=True)
 
 
 def scales_of(state: Any) -> Tensor:
