@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .generation import corpus_table, drafters_table, hybrid_table, long_table, sources_table
+from .generation import corpus_table, drafters_table, hybrid_table, long_table, output_table, sources_table
 from .generation.competitors import ASSISTED, AUTO, GREEDY, PLAIN
 from .generation.generate import title
 from .generation.real import report as real_report
@@ -233,12 +233,6 @@ def _drafters(spec: sources_table.Table, options: str = "", dtypes: Sequence[str
     return partial(_tables, names=names, command=command, table=table)
 
 
-def drafters_long(results: Path) -> str:
-    """Drafters behind long contexts."""
-    command = "gsd-kernels bench drafters --positions 512,1024,2048,4096,8192"
-    return _tables(results, [long_table.NAME], command, long_table.table)
-
-
 def _tables(results: Path, names: Sequence[str], command: str, table: Callable[[dict[str, Any]], str]) -> str:
     """The tables of those results that there are, each behind the place where it was measured.
 
@@ -394,7 +388,18 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "drafters-smollm2": _drafters(drafters_table.CHAT, " --target smollm2", ("bfloat16",)),
     "drafters-smollm2-counts": _drafters(drafters_table.CHAT_COUNTS, " --target smollm2 --counts"),
     "drafters-edges": _drafters(drafters_table.EDGES, " --drafter DIR"),
-    "drafters-long": drafters_long,
+    "drafters-output": partial(
+        _tables,
+        names=["drafters-smollm2-output", "drafters-output"],
+        command="gsd-kernels bench drafters --target smollm2 --window 250 --new-tokens 2000",
+        table=output_table.table,
+    ),
+    "drafters-long": partial(
+        _tables,
+        names=[long_table.NAME],
+        command="gsd-kernels bench drafters --positions 512,1024,2048,4096,8192",
+        table=long_table.table,
+    ),
     "rows": rows,
     "hybrid": partial(_tables, names=["hybrid"], command="gsd-kernels bench hybrid", table=hybrid_rows.table),
     "hybrid-trained": partial(_tables, names=[hybrid_table.NAME], command=RECIPE, table=hybrid_table.table),

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from gsd_kernels import GraphConfig, LayerSkip
+from gsd_kernels_hf.records import Verified
 from gsd_kernels_hf.report import comparison
 from gsd_kernels_hf.sources.load import source_of
 
@@ -118,9 +119,15 @@ def check_names(names: Sequence[str], also: Sequence[str] = ()) -> None:
 
 
 def competitors(
-    pair: Pair, names: Sequence[str], *, temperature: float = 0.0, backend: str = "auto", quick: bool = False
+    pair: Pair,
+    names: Sequence[str],
+    *,
+    temperature: float = 0.0,
+    backend: str = "auto",
+    quick: bool = False,
+    observer: Callable[[Verified], None] | None = None,
 ) -> list[Competitor]:
-    """The named ones, in the given order.
+    """The named ones, in the given order; ``observer`` sees every step of ours.
 
     Raises:
         ValueError: an unknown name.
@@ -132,7 +139,7 @@ def competitors(
     return [
         Competitor(name, missing="no draft model was given")
         if name in undrafted
-        else _competitor(name, pair, sampling, backend, quick)
+        else _competitor(name, pair, sampling, backend, quick, observer)
         for name in wanted
     ]
 
@@ -141,16 +148,23 @@ def _needs_draft(name: str) -> bool:
     return name in NEED_A_DRAFT or "model" in DRAFTERS.get(name, ((), ""))[0]
 
 
-def _competitor(name: str, pair: Pair, sampling: dict[str, Any], backend: str, quick: bool) -> Competitor:
-    target, draft = pair.target, pair.draft
+def _competitor(
+    name: str,
+    pair: Pair,
+    sampling: dict[str, Any],
+    backend: str,
+    quick: bool,
+    observer: Callable[[Verified], None] | None,
+) -> Competitor:
+    target, draft, seen = pair.target, pair.draft, {**sampling, "observer": observer}
     if name in DRAFTERS:
-        return _drafters(name, pair, sampling, backend)
+        return _drafters(name, pair, seen, backend)
     if name in OURS:
         if name in ("heads", "all") and pair.heads is None:
             return Competitor(name, missing="the pair has no trained heads")
         if name == "layer-skip" and pair.source is None:
             return Competitor(name, missing="searched for the demo's pair alone, whole")
-        return Competitor(name, _ours(name, pair, sampling, backend))
+        return Competitor(name, _ours(name, pair, seen, backend))
 
     def theirs(**options: Any) -> Decode:
         return _seeded(comparison.plain(target, **sampling, **options))

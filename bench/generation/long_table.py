@@ -171,12 +171,13 @@ def table(result: dict[str, Any]) -> str:
     head = (
         f"Tokens a target forward, at place {longest:,} of {files} held-out files with so many tokens before it; demo "
         f"pair, {settings['dtype']}, greedy, {settings['new_tokens']} new tokens; rotary settings of all models: "
-        f"{_rope(settings['rope'])}. Texts of all ways equal: {same} of {len(bins)} lengths."
+        f"{rope_said(settings['rope'])}. Texts of all ways equal: {same} of {len(bins)} lengths."
     )
     return "\n\n".join([head, markdown(["context", *(f"{b['length']:,}" for b in bins)], rows)])
 
 
-def _rope(rope: dict[str, Any]) -> str:
+def rope_said(rope: dict[str, Any]) -> str:
+    """Rotary settings in words."""
     if rope["rope_type"] == "default":
         return "as trained"
     return f"YaRN, factor {rope['factor']:.2f} over {rope['original_max_position_embeddings']:,} positions"

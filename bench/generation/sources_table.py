@@ -153,7 +153,7 @@ def _sameness(cells: Sequence[dict[str, Any]]) -> str:
     return f" Texts equal to plain decoding's: {equal} of {compared}{rounded}." if compared else ""
 
 
-def _weights(settings: dict[str, Any]) -> str:
+def weights_said(settings: dict[str, Any]) -> str:
     """Which drafters, by the beginning of their files' SHA-256."""
     found = ", ".join(f"{kind} {digest}" for kind, digest in settings.get("drafter_weights", {}).items())
     return f" Drafters, by the SHA-256 of their weights: {found}." if found else ""
@@ -201,7 +201,7 @@ def table(result: dict[str, Any], spec: Table = SOURCES) -> str:
     what = title({**result["settings"], "temperature": 0.0}, result["parameters"]).replace(", greedy", "")
     counts = [len(cell["prompts"]) for cell in cells]
     prompts = " to ".join(f"{count}" for count in sorted({min(counts), max(counts)}))
-    said = (_sameness(cells) if spec.gated else "") + _weights(result["settings"])
+    said = (_sameness(cells) if spec.gated else "") + weights_said(result["settings"])
     counted = (
         "Tokens per target forward, which no load changes"
         if spec.counts

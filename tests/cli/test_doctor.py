@@ -7,9 +7,12 @@ import re
 
 import pytest
 import torch
+from models import tiny
+from sources.mtp_checkpoints import saved
 from terminal import one_line_error, run
 
 import gsd_kernels
+from gsd_kernels_hf.sources import shipped
 
 
 def test_doctor(monkeypatch):
@@ -51,6 +54,24 @@ def test_doctor_on_ops_without_a_triton_kernel(monkeypatch):
     table = " ".join(run("doctor").stdout.split())
     assert "small ops on cuda:0 the compiled ones, with Triton as well" in table
     assert "small ops on cuda:1 PyTorch's operators, hundreds of launches a step: not built" in table
+
+
+def test_doctor_on_drafters_of_a_model(tmp_path, monkeypatch):
+    """Heads in its checkpoint, and what this package brings; a model without either has none."""
+    folder = tmp_path / "mtp"
+    saved("glm", folder)
+    report = json.loads(run("doctor", "--model", folder, "--json").stdout)
+    assert list(report["drafters"]) == ["mtp"] and "layers.2.eh_proj.weight" in report["drafters"]["mtp"]
+    assert "drafters" not in json.loads(run("doctor", "--json").stdout)
+    model, name = tiny(num_hidden_layers=1, dtype=torch.float32), "tiny-instruct"
+    model.save_pretrained(tmp_path / "plain")
+    says = " ".join(run("doctor", "--model", tmp_path / "plain").stdout.split())
+    assert "drafters none comes with the model" in says
+    sizes = tuple(getattr(model.config, size) for size in shipped.SIZES)
+    monkeypatch.setattr(shipped, "SHIPPED", {name: shipped.Shipped(sizes, shipped.fingerprint(model))})
+    says = " ".join(run("doctor", "--model", tmp_path / "plain").stdout.split())
+    assert f'drafters drafter="{name}" drafts with the drafter that this package brings for it; used where' in says
+    assert "--model" in one_line_error(run("doctor", "--model", tmp_path / "missing"), 2)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ import pytest
 import torch
 from models import noised, prompts, tiny
 from sources.drafters import eagle3_config, fit_eagle3, random_eagle3
+from sources.mtp_checkpoints import fit, saved
+from sources.mtp_checkpoints import target_of as own_target
 
 import gsd_kernels as gsd
-from gsd_kernels import GraphConfig, LayerSkip
+from gsd_kernels import GraphConfig, LayerSkip, Mtp
 from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.sources.load import source_of
 
@@ -101,6 +103,25 @@ def test_automatic_shapes_use_a_source_object_that_forwards_a_model():
     ids = prompts(1, 9, vocab=VOCAB)["input_ids"]
     out = generate(ids, assistant_model=None, draft_sources=(source_of(eagle3()), "history"), max_new_tokens=8)
     assert out.stats.draft_rows > 0
+
+
+def test_a_second_drafter_is_refused_as_an_option_and_drafts_as_a_source(tmp_path):
+    """The target's own head and an EAGLE-3: both read the target's states, and each has a cache of its own."""
+    saved("glm", tmp_path)
+    target = own_target("glm")
+    head = fit(Mtp.from_pretrained(tmp_path, target), target, steps=20)
+    other = fit_eagle3(random_eagle3(eagle3_config(target)), target, steps=30)
+    options = {**prompts(2, 9, vocab=60), "max_new_tokens": 24, "eos_token_id": None, "return_dict_in_generate": True}
+    for given in ([head, other], (head, other)):
+        with pytest.raises(TypeError, match=f"drafter: expected .*, got {type(given).__name__}; of drafters one is"):
+            gsd.generate(target, **options, drafter=given)
+    sources = {"drafter": head, "draft_sources": ("drafter", source_of(other), "history"), "graph_config": GRAPH}
+    for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 3}):
+        plain = gsd.generate(target, **options, **sampling).sequences
+        both = gsd.generate(target, **options, **sampling, **sources)
+        assert torch.equal(both.sequences, plain)
+        assert all(both.stats.sources[name].proposed > 0 for name in ("mtp", "eagle3"))
+        assert sum(both.stats.sources[name].accepted for name in ("mtp", "eagle3")) > 0
 
 
 def test_what_is_no_list_of_models_is_refused_by_name():

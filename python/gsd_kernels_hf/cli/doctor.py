@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from ..console import values
 from ..console.output import FAILURE, err, out, print_json, progress, table
 from ..demo.smollm2 import NAME
 from ..extras import cure
@@ -28,11 +29,23 @@ def command(
     archs: Annotated[
         list[int] | None, typer.Option("--arch", help="Compute capability for --kernels, e.g. 90. Repeatable.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="DIR|ID",
+            callback=values.folder("--model"),
+            help="Load it, too, and say which drafters come with it or with this package.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Versions, devices, compilers, and every backend on every device with the reason why one is missing."""
     with progress("looking around"):
         report = examine()
+    if model is not None:
+        with progress("loading the model"):
+            report["drafters"] = drafters_of(model)
     if kernels:
         with progress("compiling the Triton kernels (about a minute the first time)"):
             report["kernels"], report["kernels_missing"] = _kernels(archs)
@@ -75,6 +88,29 @@ def examine() -> dict[str, Any]:
         "demo_model": smollm2.why_missing(),
         "plot": None if util.find_spec("matplotlib") else f"matplotlib is missing: {cure('plot')}",
     }
+
+
+def drafters_of(model: str) -> dict[str, str]:
+    """What ``drafter=`` takes for a model and comes with it or with this package, and what that is.
+
+    Raises:
+        OSError, ValueError: the model cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from ..console.pair import quiet_transformers
+    from ..files import model_place
+    from ..sources.mtp_files import own_heads
+    from ..sources.shipped import drafter_of
+
+    quiet_transformers()
+    target = AutoModelForCausalLM.from_pretrained(model_place(model, "--model", gguf=False), dtype="auto")
+    found, heads, name = {}, own_heads(target), drafter_of(target)
+    if heads is not None:
+        found["mtp"] = f"the multi-token-prediction heads in its checkpoint ({heads} …)"
+    if name is not None:
+        found[name] = "the drafter that this package brings for it"
+    return found
 
 
 def flash_attention(gpu: bool) -> dict[str, str | None]:
@@ -187,6 +223,14 @@ def _ways(report: dict[str, Any]) -> dict[str, str]:
     return ways
 
 
+def _drafters(report: dict[str, Any]) -> dict[str, str]:
+    """The line on what drafts for the model that was named, if one was."""
+    if "drafters" not in report:
+        return {}
+    named = [f'drafter="{name}" drafts with {what}' for name, what in report["drafters"].items()]
+    return {"drafters": "; ".join([*named, "used where it is named"]) if named else "none comes with the model"}
+
+
 def _print(report: dict[str, Any]) -> None:
     facts = table("installed", "<")
     for name, version in report["versions"].items():
@@ -196,7 +240,7 @@ def _print(report: dict[str, Any]) -> None:
         facts.add_row(name, escape(version or "none found"))
     flash = report["flash_attention"]
     facts.add_row("flash attention", escape(", ".join(filter(None, (flash["version"], flash["missing"])))))
-    for what, way in _ways(report).items():
+    for what, way in {**_ways(report), **_drafters(report)}.items():
         facts.add_row(what, escape(way))
     facts.add_row("server", escape(report["serving"] or "transformers' own"))
     facts.add_row("demo's model", escape(report["demo_model"] or NAME))

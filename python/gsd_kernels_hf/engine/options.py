@@ -129,7 +129,8 @@ class Options:
             raise TypeError(f"draft_heads: expected DraftHeads, their folder or hub id, got {got}")
         if self.drafter is not None and not isinstance(self.drafter, (str, os.PathLike, *KINDS)):
             kinds, got = ", ".join(kind.__name__ for kind in KINDS), type(self.drafter).__name__
-            raise TypeError(f'drafter: expected a folder, a hub id, "mtp", or one of {kinds}, got {got}')
+            one = "; of drafters one is taken" if isinstance(self.drafter, (list, tuple)) else ""
+            raise TypeError(f'drafter: expected a folder, a hub id, "mtp", or one of {kinds}, got {got}{one}')
         plain = shape == PLAIN
         shape = None if plain else shape
         self.named = () if plain else self._names()

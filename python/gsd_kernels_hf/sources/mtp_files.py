@@ -114,19 +114,25 @@ def names_in(where: str, revision: str | None) -> Iterable[str]:
     return found.files if index is None else index
 
 
-def mention_heads(target: PreTrainedModel) -> None:
-    """Say in a line of the log if the target's checkpoint, as far as it is on this machine, has heads to draft with."""
-    if not logger.isEnabledFor(logging.INFO):  # looking is reading the names of all tensors
-        return
+def own_heads(target: PreTrainedModel) -> str | None:
+    """A tensor of the heads in the target's checkpoint, as far as that is on this machine; ``None`` without any."""
     try:
         where, revision = place_of(target)
         layers = len(decoder_of(target)[0])
         heads = mtp_layouts.find(names_in(where, revision), layers)
     except ValueError:  # no checkpoint, or none that can be read: nothing to mention
+        return None
+    return None if heads is None else heads[0].recognised_by(layers)
+
+
+def mention_heads(target: PreTrainedModel) -> None:
+    """Say in a line of the log if the target's checkpoint, as far as it is on this machine, has heads to draft with."""
+    if not logger.isEnabledFor(logging.INFO):  # looking is reading the names of all tensors
         return
-    if heads is not None:
+    found = own_heads(target)
+    if found is not None:
         logger.info(
             "the checkpoint of this model has multi-token-prediction heads (%s …), which are not used; "
             'drafter="mtp" drafts with them',
-            heads[0].recognised_by(layers),
+            found,
         )
