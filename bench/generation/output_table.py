@@ -33,6 +33,7 @@ from .sources_table import weights_said
 
 NAME = "output"
 GRAM = 8  # tokens in a row that make a repeat
+FEWEST = 6  # prompts for an interval
 NAMES = ("history-16", "merged", "graph", "eagle3", "eagle3-history", "dflash-lattice", "dflash-history")
 CHAT_NAMES = ("history-16", "eagle3", "eagle3-history")
 BOTH = {"graph": ("history-16", "merged"), "eagle3-history": ("history-16", "eagle3")}
@@ -211,7 +212,7 @@ def _rows(runs: Sequence[dict[str, Any]], how: str, names: Sequence[str], begins
             ratios = []
             for at in places:
                 best = max(alone, key=lambda one, at=at: rate(one, at))
-                ratios.append(str(paired_ratio(totals(name, at), totals(best, at))))
+                ratios.append(str(paired_ratio(totals(name, at), totals(best, at), fewest=FEWEST)))
             rows.append([f"{TABLE.labels[name]} against the better of the two alone, {how}", *ratios])
     said = [sum(run_["repeats"][at] for run_ in runs) / len(runs) for at in places]
     rows.append([f"written before in rows of {GRAM} tokens, {how}", *(f"{x:.0%}" for x in said)])
