@@ -50,7 +50,7 @@ class Marginals(DFlashDrafts):
         edges, warmth = self.module.edges, 1.0 if self.sampler.greedy else float(self.sampler.warpers["temperature"])
         before = self.known_tokens(self.state.root_tokens())[:, None]  # [B, W], W the tokens that may come before
         weights = logits.new_zeros(before.shape, dtype=torch.float32)  # [B, W], log-probabilities of these
-        target_ids, found = self.target_ids.to(logits.device), []
+        target_ids, found = self.module.target_ids().to(logits.device), []
         for place in range(logits.shape[1]):
             at, width = slice(place, place + 1), before.shape[1]
             scored = edges(logits[:, at].expand(-1, width, -1), hidden[:, at].expand(-1, width, -1), before)
