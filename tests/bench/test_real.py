@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from gsd_kernels_bench import readme
 from gsd_kernels_bench.generation.peers.llama_cpp import LlamaCpp
@@ -19,6 +21,7 @@ from gsd_kernels_bench.generation.real.names import (
     HISTORY,
     KNOWN,
     LLAMA_CPP_WEIGHTS,
+    OPENVINO_FLOATS,
     OPENVINO_WEIGHTS,
     PACKED,
     PACKED_HISTORY,
@@ -28,7 +31,7 @@ from gsd_kernels_bench.generation.real.names import (
 )
 from gsd_kernels_bench.generation.real.prompts import first_of_each_kind, read_chats
 from gsd_kernels_bench.generation.real.report import RealReport, remarks, table, verdicts
-from gsd_kernels_bench.generation.real.ways import NAMED
+from gsd_kernels_bench.generation.real.ways import NAMED, engines_for
 
 KINDS = {"model": "M", "dtype": "bfloat16", "new_tokens": 8}
 
@@ -112,12 +115,21 @@ def test_few_prompts_give_no_interval_and_a_busy_machine_is_named():
 
 def test_known_ways_are_those_of_the_engines():
     engines = [*(OpenVino(weights) for weights in OPENVINO_WEIGHTS), LlamaCpp()]
+    engines += [OpenVino(weights, floats=True) for weights in OPENVINO_WEIGHTS if weights]
+    assert {f"openvino-{name}" for name in OPENVINO_FLOATS} == {engine.name for engine in engines[-2:]}
     own = [*NAMED.values(), "", *LLAMA_CPP_WEIGHTS]
     engines += [LlamaServer(Path(), weights, Path("file")) for weights in own]
     assert {name_of(engine, kind) for engine in engines for kind in names.KINDS} <= set(KNOWN)
     check_ways(KNOWN)
     with pytest.raises(ValueError, match="there is no 'openvino-int9'; did you mean 'openvino-int"):
         check_ways(["openvino-int9"])
+
+
+def test_activations_are_kept_as_floats_in_ways_of_their_own_where_they_are_rounded():
+    for dtype, expected in ((torch.float32, 2), (torch.bfloat16, 0)):
+        real = SimpleNamespace(model=SimpleNamespace(dtype=dtype), tokenizer_folder=None, gguf=None, ends=())
+        found = [engine for engine in engines_for(real, None) if isinstance(engine, OpenVino)]
+        assert len(found) == 3 + expected and sum(engine.floats for engine in found) == expected
 
 
 def test_a_packed_file_is_held_against_others_of_few_bits():
@@ -146,4 +158,5 @@ def test_the_readme_shows_a_stored_run(tmp_path):
 
 def test_labels():
     assert label("openvino-int8-lookup").way == "int8, prompt lookup"
+    assert label("openvino-int4-floats").way == "int4, activations unquantised, plain"
     assert label("llama-cpp-file").way == "the file itself, plain"

@@ -13,6 +13,7 @@ from .base import Place, Setting, usual_choices
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+FLOATS = "floats"
 LOOKUP_NGRAM = 3  # the longest that is looked for
 
 
@@ -24,14 +25,17 @@ class OpenVino:
         weights: of the target: the model's own, or ``int8`` or ``int4`` as nncf makes them.
         tokenizer: a checkpoint folder, by default the demo's. Target's and draft's are compared, and no text goes
             through it.
+        floats: whether activations are floats where weights are ``int8`` or ``int4``. In float32 OpenVINO rounds
+            them to eight bits by default, in groups of 32; in bfloat16 it never does.
     """
 
     weights: str = ""
     tokenizer: Path | None = None
+    floats: bool = False
 
     @property
     def name(self) -> str:
-        return "-".join(["openvino", *([self.weights] if self.weights else [])])
+        return "-".join(["openvino", *([self.weights] if self.weights else []), *([FLOATS] if self.floats else [])])
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -55,7 +59,7 @@ class OpenVino:
         return (folder / "target" / "openvino_model.bin").stat().st_size if self.weights else None
 
     def start(self, place: Place) -> _Pipelines:
-        return _Pipelines(place)
+        return _Pipelines(place, {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} if self.floats else {})
 
     def about(self) -> str:
         without = "" if has_bfloat16() else ", which multiplies bfloat16 weights in float32 on this CPU"
@@ -72,8 +76,8 @@ def has_bfloat16() -> bool:
 class _Pipelines:
     """One pipeline a kind; drafted tokens are a matter of the call."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, place: Place, properties: dict[str, Any]) -> None:
+        self.place, self.properties = place, properties
         self.opened: dict[str, Any] = {}
 
     def open(self, setting: Setting) -> None:
@@ -89,6 +93,7 @@ class _Pipelines:
             "INFERENCE_NUM_THREADS": self.place.threads,
             "PERFORMANCE_HINT": "LATENCY",
             "ENABLE_HYPER_THREADING": True,
+            **self.properties,
         }
         scheduler = genai.SchedulerConfig()
         scheduler.enable_prefix_caching = False

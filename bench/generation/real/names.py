@@ -13,9 +13,10 @@ PACKED, PACKED_HISTORY = "gsd-packed", "gsd-packed-history"
 OURS = (PLAIN, HISTORY, PACKED, PACKED_HISTORY, DRAFT, DRAFTER)
 KINDS = ("plain", "lookup", "draft")
 OPENVINO_WEIGHTS = ("", "int8", "int4")
+OPENVINO_FLOATS = ("int8-floats", "int4-floats")  # their activations rounded to eight bits no more
 LLAMA_CPP_WEIGHTS = ("q8_0", "q4_0")  # beside those of the race's dtype and of the file
 ENGINES = (
-    *("-".join(["openvino", *filter(None, [weights])]) for weights in OPENVINO_WEIGHTS),
+    *("-".join(["openvino", *filter(None, [weights])]) for weights in (*OPENVINO_WEIGHTS, *OPENVINO_FLOATS)),
     *("-".join(["llama-cpp", *filter(None, [weights])]) for weights in ("", "bf16", "f32", "file", *LLAMA_CPP_WEIGHTS)),
 )
 """Of other engines those of plain decoding; ``-lookup`` and ``-draft`` behind them are the other kinds."""
@@ -63,5 +64,5 @@ def label(name: str) -> Label:
         "lookup": "prompt lookup" if key == "openvino" else "n-gram drafts",
         "draft": "draft model",
     }
-    weights = ["the file itself" if part == "file" else part for part in rest]
+    weights = [{"file": "the file itself", "floats": "activations unquantised"}.get(part, part) for part in rest]
     return Label(engine, ", ".join([*weights, said[kind]]))

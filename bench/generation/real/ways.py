@@ -41,6 +41,8 @@ def engines_for(real: Real, binaries: Path | None) -> list[Engine]:
         binaries: where llama.cpp was built; see :func:`find_binaries`.
     """
     found: list[Engine] = [OpenVino(weights, real.tokenizer_folder) for weights in OPENVINO_WEIGHTS]
+    if real.model.dtype == torch.float32:  # elsewhere they are floats anyway
+        found += [OpenVino(weights, real.tokenizer_folder, floats=True) for weights in OPENVINO_WEIGHTS if weights]
     place = find_binaries(binaries)
     if place is None:
         return [*found, LlamaCpp(real.ends)]
