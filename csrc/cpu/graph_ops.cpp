@@ -4,17 +4,14 @@
 #include "../torch_ops/commit_kv.h"
 #include "../torch_ops/flatten.h"
 #include "../torch_ops/merge.h"
+#include "../torch_ops/op.h"
 #include "../torch_ops/verify.h"
 #include "sequences.h"
 
 namespace gsd {
 namespace {
 
-MergeOutputs merge(const std::vector<Tensor>& graph, const Tensor& frontier, const Tensor& cand_tokens,
-                   const Tensor& cand_log_probs, int64_t level, int64_t width, int64_t merge_context,
-                   double log_sibling_ratio, double log_min_prob) {
-  const MergeCall call = prepare_merge(GraphTensors::of(graph), frontier, cand_tokens, cand_log_probs, level, width,
-                                       merge_context, log_sibling_ratio, log_min_prob);
+void merge(const MergeCall& call) {
   for_each_sequence(call.batch, MergeArena::bytes(call.sizes), [&](int64_t b, char* arena) {
     SerialGroup group;
     merge_level(group, call.args.at(call.sizes, b), call.sizes, arena);
@@ -22,29 +19,20 @@ MergeOutputs merge(const std::vector<Tensor>& graph, const Tensor& frontier, con
   const int32_t needed = *std::max_element(call.args.num_nodes, call.args.num_nodes + call.batch);
   STD_TORCH_CHECK(needed <= call.sizes.capacity, "merge: the level needs ", needed, " nodes, the graph holds ",
                   call.sizes.capacity);
-  return call.outputs;
 }
 
-FlattenOutputs flatten(const Tensor& token_ids, const Tensor& edge_targets, const Tensor& edge_log_probs,
-                       int64_t max_rows, int64_t max_path) {
-  const FlattenCall call = prepare_flatten(token_ids, edge_targets, edge_log_probs, max_rows, max_path);
+void flatten(const FlattenCall& call) {
   for_each_sequence(call.batch, FlattenArena::bytes(call.sizes), [&](int64_t b, char* arena) {
     SerialGroup group;
     flatten_graph(group, call.args.at(call.sizes, b), call.sizes, arena);
   });
-  return call.outputs;
 }
 
-VerifyOutputs verify(const Tensor& token_ids, const Tensor& parent_rows, const Tensor& depths,
-                     const Tensor& ancestor_mask, const Tensor& num_rows, const Tensor& sampled, const Tensor& eos_ids,
-                     const Tensor& remaining, const Tensor& done, int64_t max_path) {
-  const VerifyCall call = prepare_verify(token_ids, parent_rows, depths, ancestor_mask, num_rows, sampled, eos_ids,
-                                         remaining, done, max_path);
+void verify(const VerifyCall& call) {
   for_each_sequence(call.batch, VerifyArena::bytes(call.sizes), [&](int64_t b, char* arena) {
     SerialGroup group;
     verify_rows(group, call.args.at(call.sizes, b), call.sizes, arena);
   });
-  return call.outputs;
 }
 
 void commit_kv(const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches, const Tensor& accepted_rows,
@@ -95,8 +83,8 @@ void commit_kv(const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v
 }  // namespace gsd
 
 STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
-  m.impl("merge", TORCH_BOX(&gsd::merge));
-  m.impl("flatten", TORCH_BOX(&gsd::flatten));
-  m.impl("verify", TORCH_BOX(&gsd::verify));
+  m.impl("merge", TORCH_BOX((&gsd::Op<gsd::prepare_merge, gsd::merge>::call)));
+  m.impl("flatten", TORCH_BOX((&gsd::Op<gsd::prepare_flatten, gsd::flatten>::call)));
+  m.impl("verify", TORCH_BOX((&gsd::Op<gsd::prepare_verify, gsd::verify>::call)));
   m.impl("commit_kv", TORCH_BOX(&gsd::commit_kv));
 }

@@ -2,12 +2,12 @@
 // group of one thread, one sequence after the other. There is too little to do to wake another thread.
 #include "../torch_ops/step.h"
 
+#include "../torch_ops/op.h"
+
 namespace gsd {
 namespace {
 
-Tensor start_graph(const std::vector<Tensor>& graph, const Tensor& tokens, const Tensor& out_len,
-                   const Tensor& kv_start) {
-  const StartCall call = prepare_start(GraphTensors::of(graph), tokens, out_len, kv_start);
+void start_graph(const StartCall& call) {
   SerialGroup group;
   for (int64_t b = 0; b < call.batch; b++) {
     const StartArgs args = call.args.at(call.sizes, b);
@@ -15,29 +15,24 @@ Tensor start_graph(const std::vector<Tensor>& graph, const Tensor& tokens, const
                     call.sizes.length, ", got ", *args.out_len);
     reset_to_root(group, args, call.sizes);
   }
-  return call.first_pick;
 }
 
 template <class Integer>
-FeedOutputs feed(const Tensor& token_ids, const Tensor& depths, const std::optional<Tensor>& slots,
-                 const Tensor& kv_len, const Tensor& kv_start, const std::optional<Tensor>& node_depths,
-                 int64_t first_slot, int64_t shift, int64_t vocab) {
-  const auto call =
-      prepare_feed<Integer>(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab);
+void feed(const FeedCall<Integer>& call) {
   SerialGroup group;
   for (int64_t b = 0; b < call.batch; b++) place_rows(group, call.args.at(call.sizes, b), call.sizes);
-  return call.outputs;
 }
 
 FeedOutputs feed_rows(const Tensor& token_ids, const Tensor& depths, const std::optional<Tensor>& slots,
                       const Tensor& kv_len, const Tensor& kv_start, const std::optional<Tensor>& node_depths,
                       int64_t first_slot, int64_t shift, int64_t vocab, bool wide) {
-  return wide ? feed<int64_t>(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab)
-              : feed<int32_t>(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab);
+  using Wide = Op<prepare_feed<int64_t>, feed<int64_t>>;
+  using Narrow = Op<prepare_feed<int32_t>, feed<int32_t>>;
+  return wide ? Wide::call(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab)
+              : Narrow::call(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab);
 }
 
-ChainOutputs feed_chain(const Tensor& tokens, const Tensor& end, const Tensor& cached, int64_t width) {
-  const ChainCall call = prepare_chain(tokens, end, cached, width);
+void feed_chain(const ChainCall& call) {
   SerialGroup group;
   for (int64_t b = 0; b < call.batch; b++) {
     const ChainArgs args = call.args.at(call.sizes, b);
@@ -45,24 +40,14 @@ ChainOutputs feed_chain(const Tensor& tokens, const Tensor& end, const Tensor& c
                     "end: expected ", *args.cached, " ... ", call.sizes.length, ", got ", *args.end);
     chain_rows(group, args, call.sizes);
   }
-  return call.outputs;
 }
 
-PathOutputs accepted_path(const Tensor& accepted_rows, const Tensor& num_accepted, const Tensor& next_token,
-                          const Tensor& token_ids, const Tensor& node_ids) {
-  const PathCall call = prepare_path(accepted_rows, num_accepted, next_token, token_ids, node_ids);
+void accepted_path(const PathCall& call) {
   SerialGroup group;
   for (int64_t b = 0; b < call.batch; b++) walk_path(group, call.args.at(call.sizes, b), call.sizes);
-  return call.outputs;
 }
 
-void commit_text(const Tensor& new_tokens, const Tensor& num_accepted, const Tensor& next_token,
-                 const Tensor& eos_ids, const Tensor& tokens, const Tensor& out_len, const Tensor& remaining,
-                 const Tensor& done, const Tensor& emitted, const Tensor& num_emitted, const Tensor& counts,
-                 const std::optional<Tensor>& nodes, const std::optional<Tensor>& parents,
-                 const std::optional<Tensor>& num_nodes, const std::optional<Tensor>& num_merges) {
-  const TextCall call = prepare_text(new_tokens, num_accepted, next_token, eos_ids, tokens, out_len, remaining, done,
-                                     emitted, num_emitted, counts, nodes, parents, num_nodes, num_merges);
+void commit_text(const TextCall& call) {
   for (int64_t b = 0; b < call.batch; b++) {
     const TextArgs args = call.args.at(call.sizes, b);
     const int32_t count = *args.num_accepted;
@@ -78,9 +63,9 @@ void commit_text(const Tensor& new_tokens, const Tensor& num_accepted, const Ten
 }  // namespace gsd
 
 STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
-  m.impl("start_graph", TORCH_BOX(&gsd::start_graph));
+  m.impl("start_graph", TORCH_BOX((&gsd::Op<gsd::prepare_start, gsd::start_graph>::call)));
   m.impl("feed_rows", TORCH_BOX(&gsd::feed_rows));
-  m.impl("feed_chain", TORCH_BOX(&gsd::feed_chain));
-  m.impl("accepted_path", TORCH_BOX(&gsd::accepted_path));
-  m.impl("commit_text", TORCH_BOX(&gsd::commit_text));
+  m.impl("feed_chain", TORCH_BOX((&gsd::Op<gsd::prepare_chain, gsd::feed_chain>::call)));
+  m.impl("accepted_path", TORCH_BOX((&gsd::Op<gsd::prepare_path, gsd::accepted_path>::call)));
+  m.impl("commit_text", TORCH_BOX((&gsd::Op<gsd::prepare_text, gsd::commit_text>::call)));
 }

@@ -56,4 +56,18 @@ inline void check_device(const Tensor& first, const std::vector<Tensor>& tensors
   for (const Tensor& t : tensors) check_device({&first, &t});
 }
 
+// The same of an op's arguments, whatever they are.
+inline void check_on(const Tensor& first, const Tensor& t) { check_device({&first, &t}); }
+inline void check_on(const Tensor& first, const std::optional<Tensor>& t) { check_device(first, {&t}); }
+inline void check_on(const Tensor& first, const std::vector<Tensor>& tensors) { check_device(first, tensors); }
+template <class Number>
+void check_on(const Tensor&, Number) {}
+
+// The first argument that is a tensor.
+inline void find_tensor(const Tensor& t, const Tensor** found) {
+  if (*found == nullptr) *found = &t;
+}
+template <class Other>
+void find_tensor(const Other&, const Tensor**) {}
+
 }  // namespace gsd

@@ -6,6 +6,7 @@
 #include "../torch_ops/learn.h"
 #include "../torch_ops/merge.h"
 #include "../torch_ops/ngram.h"
+#include "../torch_ops/op.h"
 #include "../torch_ops/step.h"
 #include "../torch_ops/verify.h"
 #include "glue.h"
@@ -14,37 +15,41 @@
 namespace gsd {
 namespace {
 
-MergeOutputs merge(const std::vector<Tensor>& graph, const Tensor& frontier, const Tensor& cand_tokens,
-                   const Tensor& cand_log_probs, int64_t level, int64_t width, int64_t merge_context,
-                   double log_sibling_ratio, double log_min_prob) {
-  check_device({&frontier, &cand_tokens, &cand_log_probs});
-  check_device(frontier, graph);
-  const DeviceGuard guard(frontier.get_device_index());
-  const MergeCall call = prepare_merge(GraphTensors::of(graph), frontier, cand_tokens, cand_log_probs, level, width,
-                                       merge_context, log_sibling_ratio, log_min_prob);
-  check_launch(launch_merge(call.args, call.sizes, call.batch, current_stream(frontier)));
-  return call.outputs;
+// An op from its halves (see torch_ops/op.h), the second one a launch on the current stream of its tensors' device.
+template <auto prepare, auto launch>
+struct LaunchedOp;
+
+template <class Call, class... Arguments, Call (*prepare)(Arguments...), auto launch>
+struct LaunchedOp<prepare, launch> {
+  static auto call(Arguments... arguments) {
+    const Tensor* on = nullptr;
+    (find_tensor(arguments, &on), ...);
+    (check_on(*on, arguments), ...);
+    const DeviceGuard guard(on->get_device_index());
+    const Call call = prepare(arguments...);
+    check_launch(launch(call, current_stream(*on)));
+    return outputs_of(call, 0);
+  }
+};
+
+// The launches of launch.h that take arguments, sizes and a number of sequences or rows.
+template <auto launch, class Call>
+int launch_batch(const Call& call, void* stream) {
+  return launch(call.args, call.sizes, call.batch, stream);
 }
 
-FlattenOutputs flatten(const Tensor& token_ids, const Tensor& edge_targets, const Tensor& edge_log_probs,
-                       int64_t max_rows, int64_t max_path) {
-  check_device({&token_ids, &edge_targets, &edge_log_probs});
-  const DeviceGuard guard(token_ids.get_device_index());
-  const FlattenCall call = prepare_flatten(token_ids, edge_targets, edge_log_probs, max_rows, max_path);
-  check_launch(launch_flatten(call.args, call.sizes, call.batch, current_stream(token_ids)));
-  return call.outputs;
+template <class Integer>
+int launch_feed_of(const FeedCall<Integer>& call, void* stream) {
+  return launch_feed(call.args, call.sizes, call.batch, stream);
 }
 
-VerifyOutputs verify(const Tensor& token_ids, const Tensor& parent_rows, const Tensor& depths,
-                     const Tensor& ancestor_mask, const Tensor& num_rows, const Tensor& sampled, const Tensor& eos_ids,
-                     const Tensor& remaining, const Tensor& done, int64_t max_path) {
-  check_device({&token_ids, &parent_rows, &depths, &ancestor_mask, &num_rows, &sampled, &eos_ids, &remaining, &done});
-  const DeviceGuard guard(token_ids.get_device_index());
-  const VerifyCall call = prepare_verify(token_ids, parent_rows, depths, ancestor_mask, num_rows, sampled, eos_ids,
-                                         remaining, done, max_path);
-  check_launch(launch_verify(call.args, call.sizes, call.batch, current_stream(token_ids)));
-  return call.outputs;
+int launch_calibration(const CalibrateCall& call, void* stream) {
+  return launch_calibrate(call.args, call.candidates, stream);
 }
+
+int launch_perturbation(const PerturbCall& call, void* stream) { return launch_perturb(call.args, call.rows, stream); }
+
+int launch_learning(const LearnCall& call, void* stream) { return launch_learn(call.args, call.sizes, stream); }
 
 bool same_geometry(const CacheTensor& a, const CacheTensor& b) {
   return a.batch_stride == b.batch_stride && a.head_stride == b.head_stride && a.slot_stride == b.slot_stride &&
@@ -195,162 +200,13 @@ Tensor warped_log_probs(const Tensor& logits, double temperature, int64_t top_k,
   return log_probs;
 }
 
-void ngram_insert(const Tensor& keys, const Tensor& table_tokens, const Tensor& table_log_probs,
-                  const Tensor& contexts, const Tensor& tokens, const Tensor& log_probs, const Tensor& valid,
-                  int64_t max_context, int64_t ways) {
-  check_device({&keys, &table_tokens, &table_log_probs, &contexts, &tokens, &log_probs, &valid});
-  const DeviceGuard guard(keys.get_device_index());
-  const NgramInsertCall call = prepare_ngram_insert(NgramTensors::of(keys, table_tokens, table_log_probs), contexts,
-                                                    tokens, log_probs, valid, max_context, ways);
-  check_launch(launch_ngram_insert(call.args, call.sizes, call.batch, current_stream(keys)));
-}
-
-NgramLookupOutputs ngram_lookup(const Tensor& keys, const Tensor& table_tokens, const Tensor& table_log_probs,
-                                const Tensor& contexts, int64_t max_context, int64_t ways) {
-  check_device({&keys, &table_tokens, &table_log_probs, &contexts});
-  const DeviceGuard guard(keys.get_device_index());
-  const NgramLookupCall call =
-      prepare_ngram_lookup(NgramTensors::of(keys, table_tokens, table_log_probs), contexts, max_context, ways);
-  check_launch(launch_ngram_lookup(call.args, call.sizes, call.batch, current_stream(keys)));
-  return call.outputs;
-}
-
-void ngram_remember(const Tensor& keys, const Tensor& table_tokens, const Tensor& table_log_probs,
-                    const Tensor& token_ids, const Tensor& parent_rows, const Tensor& depths, const Tensor& num_rows,
-                    const Tensor& tail, const Tensor& tokens, const Tensor& log_probs, int64_t max_context,
-                    int64_t ways) {
-  check_device({&keys, &table_tokens, &table_log_probs, &token_ids, &parent_rows, &depths, &num_rows, &tail, &tokens,
-                &log_probs});
-  const DeviceGuard guard(keys.get_device_index());
-  const NgramInsertCall call =
-      prepare_ngram_remember(NgramTensors::of(keys, table_tokens, table_log_probs), token_ids, parent_rows, depths,
-                             num_rows, tail, tokens, log_probs, max_context, ways);
-  check_launch(launch_ngram_insert(call.args, call.sizes, call.batch, current_stream(keys)));
-}
-
-NgramLookupOutputs ngram_recall(const Tensor& keys, const Tensor& table_tokens, const Tensor& table_log_probs,
-                                const Tensor& token_ids, const Tensor& contexts, const Tensor& depths,
-                                const Tensor& nodes, int64_t branch, int64_t max_context, int64_t ways,
-                                const std::optional<Tensor>& first_pick, const std::optional<Tensor>& seed,
-                                const std::optional<Tensor>& sequence_ids) {
-  check_device({&keys, &table_tokens, &table_log_probs, &token_ids, &contexts, &depths, &nodes});
-  check_device(keys, {&first_pick, &seed, &sequence_ids});
-  const DeviceGuard guard(keys.get_device_index());
-  const NgramTensors table = NgramTensors::of(keys, table_tokens, table_log_probs);
-  const NgramRecallCall call =
-      prepare_ngram_recall(table, NodeTensors::of(token_ids, contexts, depths, table.batch), nodes, branch, max_context,
-                           ways, first_pick, seed, sequence_ids);
-  check_launch(launch_ngram_recall(call.args, call.sizes, call.batch, current_stream(keys)));
-  return call.outputs;
-}
-
-Tensor calibrate_candidates(const Tensor& log_probs, const Tensor& log_ratio, const std::optional<Tensor>& index,
-                            const std::optional<Tensor>& edges) {
-  check_device({&log_probs, &log_ratio});
-  check_device(log_probs, {&index, &edges});
-  const DeviceGuard guard(log_probs.get_device_index());
-  const CalibrateCall call = prepare_calibrate(log_probs, log_ratio, index, edges);
-  check_launch(launch_calibrate(call.args, call.candidates, current_stream(log_probs)));
-  return call.output;
-}
-
-Tensor perturb_candidates(const Tensor& tokens, const Tensor& log_probs, const Tensor& positions, const Tensor& seed,
-                          const Tensor& sequence_ids) {
-  check_device({&tokens, &log_probs, &positions, &seed, &sequence_ids});
-  const DeviceGuard guard(tokens.get_device_index());
-  const PerturbCall call = prepare_perturb(tokens, log_probs, positions, seed, sequence_ids);
-  check_launch(launch_perturb(call.args, call.rows, current_stream(tokens)));
-  return call.output;
-}
-
-MixOutputs mix_candidates(const Tensor& tokens, const Tensor& log_probs, const Tensor& other_tokens,
-                          const Tensor& other_log_probs, const Tensor& weight, const std::optional<Tensor>& index) {
-  check_device({&tokens, &log_probs, &other_tokens, &other_log_probs, &weight});
-  check_device(tokens, {&index});
-  const DeviceGuard guard(tokens.get_device_index());
-  const MixCall call = prepare_mix(tokens, log_probs, other_tokens, other_log_probs, weight, index);
-  check_launch(launch_mix(call.args, call.sizes, call.rows, current_stream(tokens)));
-  return call.outputs;
-}
-
-Tensor start_graph(const std::vector<Tensor>& graph, const Tensor& tokens, const Tensor& out_len,
-                   const Tensor& kv_start) {
-  check_device({&tokens, &out_len, &kv_start});
-  check_device(tokens, graph);
-  const DeviceGuard guard(tokens.get_device_index());
-  const StartCall call = prepare_start(GraphTensors::of(graph), tokens, out_len, kv_start);
-  check_launch(launch_start(call.args, call.sizes, call.batch, current_stream(tokens)));
-  return call.first_pick;
-}
-
-template <class Integer>
-FeedOutputs feed(const Tensor& token_ids, const Tensor& depths, const std::optional<Tensor>& slots,
-                 const Tensor& kv_len, const Tensor& kv_start, const std::optional<Tensor>& node_depths,
-                 int64_t first_slot, int64_t shift, int64_t vocab) {
-  const auto call =
-      prepare_feed<Integer>(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab);
-  check_launch(launch_feed(call.args, call.sizes, call.batch, current_stream(token_ids)));
-  return call.outputs;
-}
-
 FeedOutputs feed_rows(const Tensor& token_ids, const Tensor& depths, const std::optional<Tensor>& slots,
                       const Tensor& kv_len, const Tensor& kv_start, const std::optional<Tensor>& node_depths,
                       int64_t first_slot, int64_t shift, int64_t vocab, bool wide) {
-  check_device({&token_ids, &depths, &kv_len, &kv_start});
-  check_device(token_ids, {&slots, &node_depths});
-  const DeviceGuard guard(token_ids.get_device_index());
-  return wide ? feed<int64_t>(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab)
-              : feed<int32_t>(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab);
-}
-
-ChainOutputs feed_chain(const Tensor& tokens, const Tensor& end, const Tensor& cached, int64_t width) {
-  check_device({&tokens, &end, &cached});
-  const DeviceGuard guard(tokens.get_device_index());
-  const ChainCall call = prepare_chain(tokens, end, cached, width);
-  check_launch(launch_chain(call.args, call.sizes, call.batch, current_stream(tokens)));
-  return call.outputs;
-}
-
-PathOutputs accepted_path(const Tensor& accepted_rows, const Tensor& num_accepted, const Tensor& next_token,
-                          const Tensor& token_ids, const Tensor& node_ids) {
-  check_device({&accepted_rows, &num_accepted, &next_token, &token_ids, &node_ids});
-  const DeviceGuard guard(accepted_rows.get_device_index());
-  const PathCall call = prepare_path(accepted_rows, num_accepted, next_token, token_ids, node_ids);
-  check_launch(launch_path(call.args, call.sizes, call.batch, current_stream(accepted_rows)));
-  return call.outputs;
-}
-
-void commit_text(const Tensor& new_tokens, const Tensor& num_accepted, const Tensor& next_token,
-                 const Tensor& eos_ids, const Tensor& tokens, const Tensor& out_len, const Tensor& remaining,
-                 const Tensor& done, const Tensor& emitted, const Tensor& num_emitted, const Tensor& counts,
-                 const std::optional<Tensor>& nodes, const std::optional<Tensor>& parents,
-                 const std::optional<Tensor>& num_nodes, const std::optional<Tensor>& num_merges) {
-  check_device({&new_tokens, &num_accepted, &next_token, &eos_ids, &tokens, &out_len, &remaining, &done, &emitted,
-                &num_emitted, &counts});
-  check_device(new_tokens, {&nodes, &parents, &num_nodes, &num_merges});
-  const DeviceGuard guard(new_tokens.get_device_index());
-  const TextCall call = prepare_text(new_tokens, num_accepted, next_token, eos_ids, tokens, out_len, remaining, done,
-                                     emitted, num_emitted, counts, nodes, parents, num_nodes, num_merges);
-  check_launch(launch_text(call.args, call.sizes, call.batch, current_stream(new_tokens)));
-}
-
-void learn_source(const Tensor& nodes, const Tensor& picked, const std::vector<Tensor>& node_ids,
-                  const std::vector<Tensor>& tokens, const std::vector<Tensor>& log_probs,
-                  const std::vector<Tensor>& index, const std::vector<Tensor>& first_tokens,
-                  const std::vector<Tensor>& first_log_probs, const Tensor& start, const Tensor& shares,
-                  const Tensor& counts, const Tensor& weights, const std::optional<Tensor>& prior,
-                  const std::optional<Tensor>& hits, const std::optional<Tensor>& claimed,
-                  const std::optional<Tensor>& log_ratio, double prior_count, double memory) {
-  check_device({&nodes, &picked, &start, &shares, &counts, &weights});
-  check_device(nodes, {&prior, &hits, &claimed, &log_ratio});
-  for (const auto* level : {&node_ids, &tokens, &log_probs, &index, &first_tokens, &first_log_probs}) {
-    check_device(nodes, *level);
-  }
-  const DeviceGuard guard(nodes.get_device_index());
-  const LearnCall call =
-      prepare_learn(nodes, picked, node_ids, tokens, log_probs, index, first_tokens, first_log_probs, start, shares,
-                    counts, weights, prior, hits, claimed, log_ratio, prior_count, memory);
-  check_launch(launch_learn(call.args, call.sizes, current_stream(nodes)));
+  using Wide = LaunchedOp<prepare_feed<int64_t>, launch_feed_of<int64_t>>;
+  using Narrow = LaunchedOp<prepare_feed<int32_t>, launch_feed_of<int32_t>>;
+  return wide ? Wide::call(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab)
+              : Narrow::call(token_ids, depths, slots, kv_len, kv_start, node_depths, first_slot, shift, vocab);
 }
 
 std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -380,25 +236,26 @@ std::tuple<Tensor, Tensor> dag_attention(const Tensor& q, const Tensor& k, const
 }  // namespace gsd
 
 STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CUDA, m) {
-  m.impl("merge", TORCH_BOX(&gsd::merge));
-  m.impl("flatten", TORCH_BOX(&gsd::flatten));
-  m.impl("verify", TORCH_BOX(&gsd::verify));
-  m.impl("commit_kv", TORCH_BOX(&gsd::commit_kv));
-  m.impl("sample_rows", TORCH_BOX(&gsd::sample_rows));
-  m.impl("draft_candidates", TORCH_BOX(&gsd::draft_candidates));
-  m.impl("warped_log_probs", TORCH_BOX(&gsd::warped_log_probs));
-  m.impl("ngram_insert", TORCH_BOX(&gsd::ngram_insert));
-  m.impl("ngram_lookup", TORCH_BOX(&gsd::ngram_lookup));
-  m.impl("ngram_remember", TORCH_BOX(&gsd::ngram_remember));
-  m.impl("ngram_recall", TORCH_BOX(&gsd::ngram_recall));
-  m.impl("calibrate_candidates", TORCH_BOX(&gsd::calibrate_candidates));
-  m.impl("perturb_candidates", TORCH_BOX(&gsd::perturb_candidates));
-  m.impl("mix_candidates", TORCH_BOX(&gsd::mix_candidates));
-  m.impl("learn_source", TORCH_BOX(&gsd::learn_source));
-  m.impl("start_graph", TORCH_BOX(&gsd::start_graph));
-  m.impl("feed_rows", TORCH_BOX(&gsd::feed_rows));
-  m.impl("feed_chain", TORCH_BOX(&gsd::feed_chain));
-  m.impl("accepted_path", TORCH_BOX(&gsd::accepted_path));
-  m.impl("commit_text", TORCH_BOX(&gsd::commit_text));
-  m.impl("dag_attention", TORCH_BOX(&gsd::dag_attention));
+  using namespace gsd;
+  m.impl("merge", TORCH_BOX((&LaunchedOp<prepare_merge, launch_batch<launch_merge, MergeCall>>::call)));
+  m.impl("flatten", TORCH_BOX((&LaunchedOp<prepare_flatten, launch_batch<launch_flatten, FlattenCall>>::call)));
+  m.impl("verify", TORCH_BOX((&LaunchedOp<prepare_verify, launch_batch<launch_verify, VerifyCall>>::call)));
+  m.impl("commit_kv", TORCH_BOX(&commit_kv));
+  m.impl("sample_rows", TORCH_BOX(&sample_rows));
+  m.impl("draft_candidates", TORCH_BOX(&draft_candidates));
+  m.impl("warped_log_probs", TORCH_BOX(&warped_log_probs));
+  m.impl("ngram_insert", TORCH_BOX((&LaunchedOp<prepare_ngram_insert, launch_batch<launch_ngram_insert, NgramInsertCall>>::call)));
+  m.impl("ngram_lookup", TORCH_BOX((&LaunchedOp<prepare_ngram_lookup, launch_batch<launch_ngram_lookup, NgramLookupCall>>::call)));
+  m.impl("ngram_remember", TORCH_BOX((&LaunchedOp<prepare_ngram_remember, launch_batch<launch_ngram_insert, NgramInsertCall>>::call)));
+  m.impl("ngram_recall", TORCH_BOX((&LaunchedOp<prepare_ngram_recall, launch_batch<launch_ngram_recall, NgramRecallCall>>::call)));
+  m.impl("calibrate_candidates", TORCH_BOX((&LaunchedOp<prepare_calibrate, launch_calibration>::call)));
+  m.impl("perturb_candidates", TORCH_BOX((&LaunchedOp<prepare_perturb, launch_perturbation>::call)));
+  m.impl("mix_candidates", TORCH_BOX((&LaunchedOp<prepare_mix, launch_batch<launch_mix, MixCall>>::call)));
+  m.impl("learn_source", TORCH_BOX((&LaunchedOp<prepare_learn, launch_learning>::call)));
+  m.impl("start_graph", TORCH_BOX((&LaunchedOp<prepare_start, launch_batch<launch_start, StartCall>>::call)));
+  m.impl("feed_rows", TORCH_BOX(&feed_rows));
+  m.impl("feed_chain", TORCH_BOX((&LaunchedOp<prepare_chain, launch_batch<launch_chain, ChainCall>>::call)));
+  m.impl("accepted_path", TORCH_BOX((&LaunchedOp<prepare_path, launch_batch<launch_path, PathCall>>::call)));
+  m.impl("commit_text", TORCH_BOX((&LaunchedOp<prepare_text, launch_batch<launch_text, TextCall>>::call)));
+  m.impl("dag_attention", TORCH_BOX(&dag_attention));
 }

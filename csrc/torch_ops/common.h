@@ -13,6 +13,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <initializer_list>
+#include <optional>
 
 namespace gsd {
 
@@ -55,6 +56,17 @@ template <class T>
 const T* read(const char* name, const Tensor& t, std::initializer_list<int64_t> shape) {
   check(name, t, torch::headeronly::CppTypeToScalarType<T>::value, shape);
   return read<T>(t);
+}
+
+// Null for one that is absent.
+template <class T>
+T* written(const char* name, const std::optional<Tensor>& t, std::initializer_list<int64_t> shape) {
+  return t ? written<T>(name, *t, shape) : nullptr;
+}
+
+template <class T>
+const T* read(const char* name, const std::optional<Tensor>& t, std::initializer_list<int64_t> shape) {
+  return t ? read<T>(name, *t, shape) : nullptr;
 }
 
 inline Tensor new_int32(const Tensor& like, std::initializer_list<int64_t> shape) {

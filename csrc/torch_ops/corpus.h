@@ -22,15 +22,9 @@ inline CorpusCall prepare_corpus(const Tensor& text, const Tensor& order, const 
                                  const Tensor& token_ids, const Tensor& parents, const Tensor& tokens,
                                  const Tensor& out_len, const Tensor& kv_start, const Tensor& frontier, int64_t branch,
                                  int64_t vocab) {
-  check("text", text, ScalarType::Int, {kAny});
   check("order", order, ScalarType::Int, {kAny});
-  check("following", following, ScalarType::Int, {order.size(0)});
   check("token_ids", token_ids, ScalarType::Int, {kAny, kAny});
   const int64_t batch = token_ids.size(0), nodes = token_ids.size(1);
-  check("parents", parents, ScalarType::Int, {batch, nodes});
-  check("tokens", tokens, ScalarType::Long, {batch, kAny});
-  check("out_len", out_len, ScalarType::Int, {batch});
-  check("kv_start", kv_start, ScalarType::Int, {batch});
   check("frontier", frontier, ScalarType::Int, {batch, kAny});
   constexpr int64_t kMost = 1 << 30;
   STD_TORCH_CHECK(branch >= 0 && branch <= kCorpusTokens, "branch: expected 0 ... ", kCorpusTokens, ", got ", branch);
@@ -39,13 +33,13 @@ inline CorpusCall prepare_corpus(const Tensor& text, const Tensor& order, const 
   CorpusOutputs outputs{new_int32(frontier, {batch, width, branch}),
                         torch::stable::new_empty(frontier, {batch, width, branch}, ScalarType::Float),
                         new_int32(frontier, {batch, width})};
-  const CorpusArgs args{{read<int32_t>(text), read<int32_t>(order), read<int32_t>(following), text.size(0),
-                         order.size(0)},
+  const CorpusArgs args{{read<int32_t>("text", text, {kAny}), read<int32_t>(order),
+                         read<int32_t>("following", following, {order.size(0)}), text.size(0), order.size(0)},
                         read<int32_t>(token_ids),
-                        read<int32_t>(parents),
-                        read<int64_t>(tokens),
-                        read<int32_t>(out_len),
-                        read<int32_t>(kv_start),
+                        read<int32_t>("parents", parents, {batch, nodes}),
+                        read<int64_t>("tokens", tokens, {batch, kAny}),
+                        read<int32_t>("out_len", out_len, {batch}),
+                        read<int32_t>("kv_start", kv_start, {batch}),
                         read<int32_t>(frontier),
                         written<int32_t>(std::get<0>(outputs)),
                         written<float>(std::get<1>(outputs)),

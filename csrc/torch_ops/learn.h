@@ -29,10 +29,7 @@ inline LearnCall prepare_learn(const Tensor& nodes, const Tensor& picked, const 
                       index.size() == levels && first_tokens.size() == levels && first_log_probs.size() == levels,
                   "node_ids: expected 1 ... ", kMostLevels, " levels, and as many of all that belongs to them, got ",
                   levels);
-  check("picked", picked, ScalarType::Int, {batch, path});
-  check("start", start, ScalarType::Float, {kAny});
   STD_TORCH_CHECK(entries >= 1, "start: expected at least one entry");
-  for (const Tensor* table : {&shares, &counts, &weights}) check("weights", *table, ScalarType::Float, {entries});
   check("tokens", tokens[0], ScalarType::Int, {batch, kAny, kAny});
   const int64_t branch = tokens[0].size(2);
   LearnCall call{{}, {}, new_int32(nodes, {batch, path}), torch::stable::new_empty(start, {batch, path})};
@@ -47,29 +44,22 @@ inline LearnCall prepare_learn(const Tensor& nodes, const Tensor& picked, const 
     check("node_ids", node_ids[i], ScalarType::Int, {batch, kAny});
     const int64_t width = node_ids[i].size(1);
     STD_TORCH_CHECK(width < kMostWidth, "node_ids: too many nodes, ", width);
-    check("tokens", tokens[i], ScalarType::Int, {batch, width, branch});
-    check("log_probs", log_probs[i], ScalarType::Float, {batch, width, branch});
     s.widths[i] = static_cast<int>(width);
     a.node_ids[i] = read<int32_t>(node_ids[i]);
-    a.tokens[i] = read<int32_t>(tokens[i]);
-    a.log_probs[i] = read<float>(log_probs[i]);
-    if (index[i].dim() == 2) {  // else there is none
-      check("index", index[i], ScalarType::Int, {batch, width});
-      a.index[i] = read<int32_t>(index[i]);
-    }
+    a.tokens[i] = read<int32_t>("tokens", tokens[i], {batch, width, branch});
+    a.log_probs[i] = read<float>("log_probs", log_probs[i], {batch, width, branch});
+    if (index[i].dim() == 2) a.index[i] = read<int32_t>("index", index[i], {batch, width});  // else there is none
     if (first_tokens[i].dim() == 3) {
-      check("first_tokens", first_tokens[i], ScalarType::Int, {batch, width, branch});
-      check("first_log_probs", first_log_probs[i], ScalarType::Float, {batch, width, branch});
-      a.first_tokens[i] = read<int32_t>(first_tokens[i]);
-      a.first_log_probs[i] = read<float>(first_log_probs[i]);
+      a.first_tokens[i] = read<int32_t>("first_tokens", first_tokens[i], {batch, width, branch});
+      a.first_log_probs[i] = read<float>("first_log_probs", first_log_probs[i], {batch, width, branch});
     }
   }
   a.nodes = read<int32_t>(nodes);
-  a.picked = read<int32_t>(picked);
-  a.start = read<float>(start);
-  a.shares = written<float>(shares);
-  a.counts = written<float>(counts);
-  a.weights = written<float>(weights);
+  a.picked = read<int32_t>("picked", picked, {batch, path});
+  a.start = read<float>("start", start, {kAny});
+  a.shares = written<float>("shares", shares, {entries});
+  a.counts = written<float>("counts", counts, {entries});
+  a.weights = written<float>("weights", weights, {entries});
   STD_TORCH_CHECK(prior.has_value() == hits.has_value() && prior.has_value() == claimed.has_value() &&
                       prior.has_value() == log_ratio.has_value(),
                   "prior, hits, claimed, log_ratio: expected all or none");
@@ -77,14 +67,11 @@ inline LearnCall prepare_learn(const Tensor& nodes, const Tensor& picked, const 
     check("prior", *prior, ScalarType::Float, {entries, kAny});
     const int64_t ranks = prior->size(1);
     STD_TORCH_CHECK(ranks >= branch, "prior: expected at least ", branch, " ranks, got ", ranks);
-    for (const auto* table : {&hits, &claimed, &log_ratio}) {
-      check("hits, claimed, log_ratio", **table, ScalarType::Float, {entries, ranks});
-    }
     s.ranks = static_cast<int>(ranks);
     a.prior = read<float>(*prior);
-    a.hits = written<float>(*hits);
-    a.claimed = written<float>(*claimed);
-    a.log_ratio = written<float>(*log_ratio);
+    a.hits = written<float>("hits", hits, {entries, ranks});
+    a.claimed = written<float>("claimed", claimed, {entries, ranks});
+    a.log_ratio = written<float>("log_ratio", log_ratio, {entries, ranks});
   }
   a.places = written<int32_t>(call.places);
   a.parts = written<float>(call.parts);

@@ -18,7 +18,7 @@ struct MergeCall {
   MergeOutputs outputs;
 };
 
-inline MergeCall prepare_merge(const GraphTensors& graph, const Tensor& frontier, const Tensor& cand_tokens,
+inline MergeCall prepare_level(const GraphTensors& graph, const Tensor& frontier, const Tensor& cand_tokens,
                                const Tensor& cand_log_probs, int64_t level, int64_t width, int64_t merge_context,
                                double log_sibling_ratio, double log_min_prob) {
   const auto [data, batch, nodes, branch, words] = graph;
@@ -50,6 +50,13 @@ inline MergeCall prepare_merge(const GraphTensors& graph, const Tensor& frontier
                        written<int32_t>(std::get<2>(outputs)),
                        written<int32_t>(std::get<3>(outputs))};
   return {sizes, args, batch, std::move(outputs)};
+}
+
+inline MergeCall prepare_merge(const std::vector<Tensor>& graph, const Tensor& frontier, const Tensor& cand_tokens,
+                               const Tensor& cand_log_probs, int64_t level, int64_t width, int64_t merge_context,
+                               double log_sibling_ratio, double log_min_prob) {
+  return prepare_level(GraphTensors::of(graph), frontier, cand_tokens, cand_log_probs, level, width, merge_context,
+                       log_sibling_ratio, log_min_prob);
 }
 
 }  // namespace gsd

@@ -49,9 +49,11 @@ struct NgramInsertCall {
   int64_t batch;
 };
 
-inline NgramInsertCall prepare_ngram_insert(const NgramTensors& table, const Tensor& contexts, const Tensor& tokens,
-                                            const Tensor& log_probs, const Tensor& valid, int64_t max_context,
-                                            int64_t ways) {
+inline NgramInsertCall prepare_ngram_insert(const Tensor& keys, const Tensor& table_tokens,
+                                            const Tensor& table_log_probs, const Tensor& contexts,
+                                            const Tensor& tokens, const Tensor& log_probs, const Tensor& valid,
+                                            int64_t max_context, int64_t ways) {
+  const NgramTensors table = NgramTensors::of(keys, table_tokens, table_log_probs);
   const int64_t batch = table.batch, branch = table.branch;
   check("contexts", contexts, ScalarType::Int, {batch, kAny, kAny});
   const int64_t rows = contexts.size(1);
@@ -66,10 +68,12 @@ inline NgramInsertCall prepare_ngram_insert(const NgramTensors& table, const Ten
 }
 
 // As above, with contexts of a tree's rows.
-inline NgramInsertCall prepare_ngram_remember(const NgramTensors& table, const Tensor& token_ids,
+inline NgramInsertCall prepare_ngram_remember(const Tensor& keys, const Tensor& table_tokens,
+                                              const Tensor& table_log_probs, const Tensor& token_ids,
                                               const Tensor& parent_rows, const Tensor& depths, const Tensor& num_rows,
                                               const Tensor& tail, const Tensor& tokens, const Tensor& log_probs,
                                               int64_t max_context, int64_t ways) {
+  const NgramTensors table = NgramTensors::of(keys, table_tokens, table_log_probs);
   const int64_t batch = table.batch, branch = table.branch;
   check("token_ids", token_ids, ScalarType::Int, {batch, kAny});
   const int64_t rows = token_ids.size(1);
@@ -95,8 +99,10 @@ struct NgramLookupCall {
   NgramLookupOutputs outputs;
 };
 
-inline NgramLookupCall prepare_ngram_lookup(const NgramTensors& table, const Tensor& contexts, int64_t max_context,
+inline NgramLookupCall prepare_ngram_lookup(const Tensor& keys, const Tensor& table_tokens,
+                                            const Tensor& table_log_probs, const Tensor& contexts, int64_t max_context,
                                             int64_t ways) {
+  const NgramTensors table = NgramTensors::of(keys, table_tokens, table_log_probs);
   const int64_t batch = table.batch;
   check("contexts", contexts, ScalarType::Int, {batch, kAny, kAny});
   const int64_t rows = contexts.size(1);
@@ -130,10 +136,10 @@ struct NodeTensors {
   }
 };
 
-inline NgramRecallCall prepare_ngram_recall(const NgramTensors& table, const NodeTensors& graph, const Tensor& nodes,
-                                            int64_t wanted, int64_t max_context, int64_t ways,
-                                            const std::optional<Tensor>& first_pick, const std::optional<Tensor>& seed,
-                                            const std::optional<Tensor>& sequence_ids) {
+inline NgramRecallCall prepare_recall(const NgramTensors& table, const NodeTensors& graph, const Tensor& nodes,
+                                      int64_t wanted, int64_t max_context, int64_t ways,
+                                      const std::optional<Tensor>& first_pick, const std::optional<Tensor>& seed,
+                                      const std::optional<Tensor>& sequence_ids) {
   const int64_t batch = table.batch;
   check("nodes", nodes, ScalarType::Int, {batch, kAny});
   STD_TORCH_CHECK(graph.nodes >= 1, "token_ids: expected at least one node");
@@ -149,9 +155,9 @@ inline NgramRecallCall prepare_ngram_recall(const NgramTensors& table, const Nod
                              graph.contexts,
                              graph.depths,
                              read<int32_t>(nodes),
-                             seed ? read<int32_t>("first_pick", *first_pick, {batch}) : nullptr,
-                             seed ? read<int64_t>("seed", *seed, {}) : nullptr,
-                             seed ? read<int32_t>("sequence_ids", *sequence_ids, {batch}) : nullptr,
+                             read<int32_t>("first_pick", first_pick, {batch}),
+                             read<int64_t>("seed", seed, {}),
+                             read<int32_t>("sequence_ids", sequence_ids, {batch}),
                              written<int32_t>(std::get<0>(outputs)),
                              written<float>(std::get<1>(outputs)),
                              written<int32_t>(std::get<2>(outputs)),
@@ -160,10 +166,21 @@ inline NgramRecallCall prepare_ngram_recall(const NgramTensors& table, const Nod
   return {sizes, args, batch, std::move(outputs)};
 }
 
+inline NgramRecallCall prepare_ngram_recall(const Tensor& keys, const Tensor& table_tokens,
+                                            const Tensor& table_log_probs, const Tensor& token_ids,
+                                            const Tensor& contexts, const Tensor& depths, const Tensor& nodes,
+                                            int64_t branch, int64_t max_context, int64_t ways,
+                                            const std::optional<Tensor>& first_pick, const std::optional<Tensor>& seed,
+                                            const std::optional<Tensor>& sequence_ids) {
+  const NgramTensors table = NgramTensors::of(keys, table_tokens, table_log_probs);
+  const NodeTensors graph = NodeTensors::of(token_ids, contexts, depths, table.batch);
+  return prepare_recall(table, graph, nodes, branch, max_context, ways, first_pick, seed, sequence_ids);
+}
+
 struct CalibrateCall {
   CalibrateArgs args;
   int64_t candidates;
-  Tensor output;
+  Tensor outputs;
 };
 
 inline CalibrateCall prepare_calibrate(const Tensor& log_probs, const Tensor& log_ratio,
@@ -172,15 +189,13 @@ inline CalibrateCall prepare_calibrate(const Tensor& log_probs, const Tensor& lo
   check("log_ratio", log_ratio, ScalarType::Float, {kAny, kAny});
   const int64_t batch = log_probs.size(0), rows = log_probs.size(1), branch = log_probs.size(2);
   const int64_t entries = log_ratio.size(0), columns = log_ratio.size(1), ranks = edges ? entries : columns;
-  if (index) check("index", *index, ScalarType::Int, {batch, rows});
-  if (edges) check("edges", *edges, ScalarType::Float, {columns - 1});
   STD_TORCH_CHECK(!(index && edges), "index, edges: expected at most one of them");
   STD_TORCH_CHECK(entries >= 1 && branch <= ranks, "log_ratio: expected at least ", branch, " ranks, got ", ranks);
   Tensor output = torch::stable::new_empty(log_probs, {batch, rows, branch});
   const CalibrateArgs args{read<float>(log_probs),
                            read<float>(log_ratio),
-                           index ? read<int32_t>(*index) : nullptr,
-                           edges ? read<float>(*edges) : nullptr,
+                           read<int32_t>("index", index, {batch, rows}),
+                           read<float>("edges", edges, {columns - 1}),
                            written<float>(output),
                            static_cast<int>(branch),
                            static_cast<int>(entries),
@@ -191,21 +206,22 @@ inline CalibrateCall prepare_calibrate(const Tensor& log_probs, const Tensor& lo
 struct PerturbCall {
   PerturbArgs args;
   int64_t rows;  // of all sequences
-  Tensor output;
+  Tensor outputs;
 };
 
 inline PerturbCall prepare_perturb(const Tensor& tokens, const Tensor& log_probs, const Tensor& positions,
                                    const Tensor& seed, const Tensor& sequence_ids) {
   check("tokens", tokens, ScalarType::Int, {kAny, kAny, kAny});
   const int64_t batch = tokens.size(0), rows = tokens.size(1), branch = tokens.size(2);
-  check("log_probs", log_probs, ScalarType::Float, {batch, rows, branch});
-  check("positions", positions, ScalarType::Int, {batch, rows});
-  check("seed", seed, ScalarType::Long, {});
-  check("sequence_ids", sequence_ids, ScalarType::Int, {batch});
   Tensor output = torch::stable::new_empty(log_probs, {batch, rows, branch});
-  const PerturbArgs args{read<int32_t>(tokens),       read<float>(log_probs),     read<int32_t>(positions),
-                         read<int64_t>(seed),         read<int32_t>(sequence_ids), written<float>(output),
-                         static_cast<int>(rows),      static_cast<int>(branch)};
+  const PerturbArgs args{read<int32_t>(tokens),
+                         read<float>("log_probs", log_probs, {batch, rows, branch}),
+                         read<int32_t>("positions", positions, {batch, rows}),
+                         read<int64_t>("seed", seed, {}),
+                         read<int32_t>("sequence_ids", sequence_ids, {batch}),
+                         written<float>(output),
+                         static_cast<int>(rows),
+                         static_cast<int>(branch)};
   return {args, batch * rows, std::move(output)};
 }
 
@@ -213,8 +229,8 @@ using MixOutputs = std::tuple<Tensor, Tensor>;
 
 struct MixCall {
   MixSizes sizes;
-  MixArgs args;  // of the first row
-  int64_t rows;
+  MixArgs args;   // of the first row
+  int64_t batch;  // rows of all sequences
   MixOutputs outputs;
 };
 
@@ -222,10 +238,8 @@ inline MixCall prepare_mix(const Tensor& tokens, const Tensor& log_probs, const 
                            const Tensor& other_log_probs, const Tensor& weight, const std::optional<Tensor>& index) {
   check("tokens", tokens, ScalarType::Int, {kAny, kAny, kAny});
   const int64_t batch = tokens.size(0), rows = tokens.size(1), branch = tokens.size(2);
-  check("log_probs", log_probs, ScalarType::Float, {batch, rows, branch});
   check("other_tokens", other_tokens, ScalarType::Int, {batch, rows, kAny});
   const int64_t others = other_tokens.size(2);
-  check("other_log_probs", other_log_probs, ScalarType::Float, {batch, rows, others});
   const bool table = weight.dim() == 1;
   if (table) {
     check("weight", weight, ScalarType::Float, {kAny});
@@ -234,18 +248,17 @@ inline MixCall prepare_mix(const Tensor& tokens, const Tensor& log_probs, const 
     check("weight", weight, ScalarType::Float, {batch, rows});
   }
   STD_TORCH_CHECK(table || !index, "index: expected a table of weights with it, got one for each row");
-  if (index) check("index", *index, ScalarType::Int, {batch, rows});
   constexpr int64_t kMost = 8192;  // their probabilities lie in shared memory
   STD_TORCH_CHECK(branch + others <= kMost, "other_tokens: expected at most ", kMost, " candidates in all, got ",
                   branch + others);
   MixOutputs outputs{new_int32(tokens, {batch, rows, branch}),
                      torch::stable::new_empty(log_probs, {batch, rows, branch})};
   const MixArgs args{read<int32_t>(tokens),
-                     read<float>(log_probs),
+                     read<float>("log_probs", log_probs, {batch, rows, branch}),
                      read<int32_t>(other_tokens),
-                     read<float>(other_log_probs),
+                     read<float>("other_log_probs", other_log_probs, {batch, rows, others}),
                      read<float>(weight),
-                     index ? read<int32_t>(*index) : nullptr,
+                     read<int32_t>("index", index, {batch, rows}),
                      written<int32_t>(std::get<0>(outputs)),
                      written<float>(std::get<1>(outputs))};
   const MixSizes sizes{static_cast<int>(branch), static_cast<int>(others),

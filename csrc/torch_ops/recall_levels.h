@@ -70,12 +70,15 @@ struct LevelsCall {
   MergeCall merge;         // of one level
 };
 
-inline LevelsCall prepare_levels(const NgramTensors& table, const GraphTensors& graph, const Tensor& frontier,
+inline LevelsCall prepare_levels(const Tensor& keys, const Tensor& table_tokens, const Tensor& table_log_probs,
+                                 const std::vector<Tensor>& tensors, const Tensor& frontier,
                                  const std::optional<Tensor>& log_ratio, int64_t max_context, int64_t ways,
                                  int64_t level, int64_t levels, int64_t width, int64_t merge_context,
                                  double log_sibling_ratio, double log_min_prob,
                                  const std::optional<Tensor>& first_pick, const std::optional<Tensor>& seed,
                                  const std::optional<Tensor>& sequence_ids) {
+  const NgramTensors table = NgramTensors::of(keys, table_tokens, table_log_probs);
+  const GraphTensors graph = GraphTensors::of(tensors);
   const int64_t batch = graph.batch;
   STD_TORCH_CHECK(batch == table.batch, "keys: expected ", batch, " sequences, got ", table.batch);
   check("frontier", frontier, ScalarType::Int, {batch, kAny});
@@ -111,9 +114,9 @@ inline LevelsCall prepare_levels(const NgramTensors& table, const GraphTensors& 
   const Tensor asked = new_int32(frontier, {batch, width});
   const GraphData& data = graph.data;
   NgramRecallCall recall =
-      prepare_ngram_recall(table, {data.token_ids, data.contexts, data.depths, graph.nodes, kContext}, asked, branch,
-                           max_context, ways, first_pick, seed, sequence_ids);
-  MergeCall merge = prepare_merge(graph, asked, std::get<0>(recall.outputs), std::get<1>(recall.outputs), level, width,
+      prepare_recall(table, {data.token_ids, data.contexts, data.depths, graph.nodes, kContext}, asked, branch,
+                     max_context, ways, first_pick, seed, sequence_ids);
+  MergeCall merge = prepare_level(graph, asked, std::get<0>(recall.outputs), std::get<1>(recall.outputs), level, width,
                                   merge_context, log_sibling_ratio, log_min_prob);
   return {sizes, args, batch, std::move(outputs), std::move(recall), std::move(merge)};
 }

@@ -15,14 +15,12 @@ inline EdgeCall prepare_edges(const Tensor& token_ids, const Tensor& depths, con
                              const Tensor& edge_log_probs, const Tensor& num_accepted) {
   check("token_ids", token_ids, ScalarType::Int, {kAny, kAny});
   const int64_t batch = token_ids.size(0), nodes = token_ids.size(1);
-  check("depths", depths, ScalarType::Int, {batch, nodes});
   check("edge_targets", edge_targets, ScalarType::Int, {batch, nodes, kAny});
   const int64_t branch = edge_targets.size(2);
-  check("edge_log_probs", edge_log_probs, ScalarType::Float, {batch, nodes, branch});
-  check("num_accepted", num_accepted, ScalarType::Int, {batch});
   return {{static_cast<int>(batch), static_cast<int>(nodes), static_cast<int>(branch), 0},
-          {read<int32_t>(token_ids), read<int32_t>(depths), read<int32_t>(edge_targets), read<float>(edge_log_probs),
-           read<int32_t>(num_accepted)}};
+          {read<int32_t>(token_ids), read<int32_t>("depths", depths, {batch, nodes}), read<int32_t>(edge_targets),
+           read<float>("edge_log_probs", edge_log_probs, {batch, nodes, branch}),
+           read<int32_t>("num_accepted", num_accepted, {batch})}};
 }
 
 }  // namespace gsd

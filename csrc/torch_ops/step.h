@@ -14,11 +14,12 @@ struct StartCall {
   StartSizes sizes;
   StartArgs args;  // of the first sequence, as below
   int64_t batch;
-  Tensor first_pick;
+  Tensor outputs;  // where the first pick goes
 };
 
-inline StartCall prepare_start(const GraphTensors& graph, const Tensor& tokens, const Tensor& out_len,
+inline StartCall prepare_start(const std::vector<Tensor>& tensors, const Tensor& tokens, const Tensor& out_len,
                                const Tensor& kv_start) {
+  const GraphTensors graph = GraphTensors::of(tensors);
   const int64_t batch = graph.batch;
   Tensor first_pick = new_int32(out_len, {batch});
   const StartArgs args{graph.data,
@@ -47,10 +48,6 @@ FeedCall<Integer> prepare_feed(const Tensor& token_ids, const Tensor& depths, co
                                int64_t first_slot, int64_t shift, int64_t vocab) {
   check("token_ids", token_ids, ScalarType::Int, {kAny, kAny});
   const int64_t batch = token_ids.size(0), rows = token_ids.size(1);
-  check("depths", depths, ScalarType::Int, {batch, rows});
-  if (slots) check("slots", *slots, ScalarType::Int, {batch, rows});
-  check("kv_len", kv_len, ScalarType::Int, {batch});
-  check("kv_start", kv_start, ScalarType::Int, {batch});
   int64_t nodes = 0;
   if (node_depths) {
     check("node_depths", *node_depths, ScalarType::Int, {batch, kAny});
@@ -65,10 +62,10 @@ FeedCall<Integer> prepare_feed(const Tensor& token_ids, const Tensor& depths, co
   FeedOutputs outputs{fresh(kInteger), fresh(kInteger), fresh(kInteger), fresh(ScalarType::Int),
                       fresh(ScalarType::Int)};
   const FeedArgs<Integer> args{read<int32_t>(token_ids),
-                               read<int32_t>(depths),
-                               slots ? read<int32_t>(*slots) : nullptr,
-                               read<int32_t>(kv_len),
-                               read<int32_t>(kv_start),
+                               read<int32_t>("depths", depths, {batch, rows}),
+                               read<int32_t>("slots", slots, {batch, rows}),
+                               read<int32_t>("kv_len", kv_len, {batch}),
+                               read<int32_t>("kv_start", kv_start, {batch}),
                                written<Integer>(std::get<0>(outputs)),
                                written<Integer>(std::get<1>(outputs)),
                                written<Integer>(std::get<2>(outputs)),
@@ -91,7 +88,6 @@ inline ChainCall prepare_chain(const Tensor& tokens, const Tensor& end, const Te
   check("tokens", tokens, ScalarType::Long, {kAny, kAny});
   const int64_t batch = tokens.size(0);
   check("end", end, ScalarType::Int, {batch});
-  check("cached", cached, ScalarType::Int, {batch});
   STD_TORCH_CHECK(width >= 1 && width < (1 << 20), "width: expected at least 1, got ", width);
   const ChainSizes sizes{static_cast<int>(width), static_cast<int>(tokens.size(1))};
   ChainOutputs outputs{new_int32(end, {batch}),        new_int32(end, {batch, width}),
@@ -99,7 +95,7 @@ inline ChainCall prepare_chain(const Tensor& tokens, const Tensor& end, const Te
                        new_int32(end, {batch, width, sizes.words()}), new_int32(end, {batch, width})};
   const ChainArgs args{read<int64_t>(tokens),
                        read<int32_t>(end),
-                       written<int32_t>(cached),
+                       written<int32_t>("cached", cached, {batch}),
                        written<int32_t>(std::get<0>(outputs)),
                        written<int32_t>(std::get<1>(outputs)),
                        written<int32_t>(std::get<2>(outputs)),
@@ -122,15 +118,16 @@ inline PathCall prepare_path(const Tensor& accepted_rows, const Tensor& num_acce
                              const Tensor& token_ids, const Tensor& node_ids) {
   check("accepted_rows", accepted_rows, ScalarType::Int, {kAny, kAny});
   const int64_t batch = accepted_rows.size(0), path = accepted_rows.size(1);
-  check("num_accepted", num_accepted, ScalarType::Int, {batch});
-  check("next_token", next_token, ScalarType::Int, {batch});
   check("token_ids", token_ids, ScalarType::Int, {batch, kAny});
-  check("node_ids", node_ids, ScalarType::Int, {batch, token_ids.size(1)});
   STD_TORCH_CHECK(token_ids.size(1) >= 1, "token_ids: expected at least one row");
   const PathSizes sizes{static_cast<int>(path), static_cast<int>(token_ids.size(1))};
   PathOutputs outputs{new_int32(accepted_rows, {batch, path}), new_int32(accepted_rows, {batch, path})};
-  const PathArgs args{read<int32_t>(accepted_rows), read<int32_t>(num_accepted), read<int32_t>(next_token),
-                      read<int32_t>(token_ids),     read<int32_t>(node_ids),     written<int32_t>(std::get<0>(outputs)),
+  const PathArgs args{read<int32_t>(accepted_rows),
+                      read<int32_t>("num_accepted", num_accepted, {batch}),
+                      read<int32_t>("next_token", next_token, {batch}),
+                      read<int32_t>(token_ids),
+                      read<int32_t>("node_ids", node_ids, {batch, token_ids.size(1)}),
+                      written<int32_t>(std::get<0>(outputs)),
                       written<int32_t>(std::get<1>(outputs))};
   return {sizes, args, batch, std::move(outputs)};
 }
@@ -149,45 +146,32 @@ inline TextCall prepare_text(const Tensor& new_tokens, const Tensor& num_accepte
                              const std::optional<Tensor>& num_merges) {
   check("new_tokens", new_tokens, ScalarType::Int, {kAny, kAny});
   const int64_t batch = new_tokens.size(0), path = new_tokens.size(1);
-  check("num_accepted", num_accepted, ScalarType::Int, {batch});
-  check("next_token", next_token, ScalarType::Int, {batch});
   check("eos_ids", eos_ids, ScalarType::Int, {kAny});
   check("tokens", tokens, ScalarType::Long, {batch, kAny});
-  check("out_len", out_len, ScalarType::Int, {batch});
-  check("remaining", remaining, ScalarType::Int, {batch});
-  check("done", done, ScalarType::Bool, {batch});
   check("emitted", emitted, ScalarType::Int, {batch, kAny});
-  check("num_emitted", num_emitted, ScalarType::Int, {batch});
-  check("counts", counts, ScalarType::Long, {3});
   STD_TORCH_CHECK(emitted.size(1) >= path, "emitted: expected at least ", path, " places, got ", emitted.size(1));
   STD_TORCH_CHECK(nodes.has_value() == parents.has_value() && nodes.has_value() == num_nodes.has_value() &&
                       nodes.has_value() == num_merges.has_value(),
                   "nodes, parents, num_nodes, num_merges: expected all or none");
-  int64_t capacity = 0;
-  if (nodes) {
-    check("nodes", *nodes, ScalarType::Int, {batch, path});
-    check("parents", *parents, ScalarType::Int, {batch, kAny});
-    check("num_nodes", *num_nodes, ScalarType::Int, {batch});
-    check("num_merges", *num_merges, ScalarType::Int, {batch});
-    capacity = parents->size(1);
-  }
+  if (parents) check("parents", *parents, ScalarType::Int, {batch, kAny});
+  const int64_t capacity = parents ? parents->size(1) : 0;
   const TextSizes sizes{static_cast<int>(path), static_cast<int>(emitted.size(1)), static_cast<int>(tokens.size(1)),
                         static_cast<int>(capacity), static_cast<int>(eos_ids.size(0))};
   const TextArgs args{read<int32_t>(new_tokens),
-                      read<int32_t>(num_accepted),
-                      read<int32_t>(next_token),
+                      read<int32_t>("num_accepted", num_accepted, {batch}),
+                      read<int32_t>("next_token", next_token, {batch}),
                       read<int32_t>(eos_ids),
                       written<int64_t>(tokens),
-                      written<int32_t>(out_len),
-                      written<int32_t>(remaining),
-                      written<bool>(done),
+                      written<int32_t>("out_len", out_len, {batch}),
+                      written<int32_t>("remaining", remaining, {batch}),
+                      written<bool>("done", done, {batch}),
                       written<int32_t>(emitted),
-                      written<int32_t>(num_emitted),
-                      written<int64_t>(counts),
-                      nodes ? read<int32_t>(*nodes) : nullptr,
-                      nodes ? read<int32_t>(*parents) : nullptr,
-                      nodes ? read<int32_t>(*num_nodes) : nullptr,
-                      nodes ? read<int32_t>(*num_merges) : nullptr};
+                      written<int32_t>("num_emitted", num_emitted, {batch}),
+                      written<int64_t>("counts", counts, {3}),
+                      read<int32_t>("nodes", nodes, {batch, path}),
+                      parents ? read<int32_t>(*parents) : nullptr,
+                      read<int32_t>("num_nodes", num_nodes, {batch}),
+                      read<int32_t>("num_merges", num_merges, {batch})};
   return {sizes, args, batch};
 }
 

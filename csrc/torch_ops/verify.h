@@ -25,28 +25,20 @@ inline VerifyCall prepare_verify(const Tensor& token_ids, const Tensor& parent_r
   check("token_ids", token_ids, ScalarType::Int, {kAny, kAny});
   const int64_t batch = token_ids.size(0), rows = token_ids.size(1);
   const VerifySizes sizes{static_cast<int>(rows), static_cast<int>(eos_ids.numel()), static_cast<int>(max_path)};
-  check("parent_rows", parent_rows, ScalarType::Int, {batch, rows});
-  check("depths", depths, ScalarType::Int, {batch, rows});
-  check("ancestor_mask", ancestor_mask, ScalarType::Int, {batch, rows, sizes.words()});
-  check("num_rows", num_rows, ScalarType::Int, {batch});
-  check("sampled", sampled, ScalarType::Int, {batch, rows});
-  check("eos_ids", eos_ids, ScalarType::Int, {kAny});
-  check("remaining", remaining, ScalarType::Int, {batch});
-  check("done", done, ScalarType::Bool, {batch});
   STD_TORCH_CHECK(rows >= 1 && max_path >= 0, "verify: expected at least one row and max_path >= 0, got ", rows,
                   " and ", max_path);
 
   VerifyOutputs outputs{new_int32(sampled, {batch, max_path + 1}), new_int32(sampled, {batch}),
                         new_int32(sampled, {batch})};
   const VerifyArgs args{read<int32_t>(token_ids),
-                        read<int32_t>(parent_rows),
-                        read<int32_t>(depths),
-                        read<int32_t>(ancestor_mask),
-                        read<int32_t>(num_rows),
-                        read<int32_t>(sampled),
-                        read<int32_t>(eos_ids),
-                        read<int32_t>(remaining),
-                        read<bool>(done),
+                        read<int32_t>("parent_rows", parent_rows, {batch, rows}),
+                        read<int32_t>("depths", depths, {batch, rows}),
+                        read<int32_t>("ancestor_mask", ancestor_mask, {batch, rows, sizes.words()}),
+                        read<int32_t>("num_rows", num_rows, {batch}),
+                        read<int32_t>("sampled", sampled, {batch, rows}),
+                        read<int32_t>("eos_ids", eos_ids, {kAny}),
+                        read<int32_t>("remaining", remaining, {batch}),
+                        read<bool>("done", done, {batch}),
                         written<int32_t>(std::get<0>(outputs)),
                         written<int32_t>(std::get<1>(outputs)),
                         written<int32_t>(std::get<2>(outputs))};

@@ -94,14 +94,22 @@ def test_tensors_elsewhere_switch_nothing(monkeypatch):
 def test_compiled_operators_switch_too():
     """Read in the source: the stable ABI has no dispatch key that would do it for them."""
     sources = [(Path(__file__).parents[2] / "csrc/cuda" / file).read_text() for file in ("ops.cpp", "decoder_rows.cpp")]
-    found = [
-        (name, text) for text in sources for name in re.findall(r'm\.impl\("\w+", TORCH_BOX\(&gsd::(\w+)\)\)', text)
+    made = re.findall(r'm\.impl\("\w+", TORCH_BOX\(\(&LaunchedOp<', sources[0])
+    named = [
+        (name, text)
+        for text in sources
+        for name in re.findall(r'm\.impl\("\w+", TORCH_BOX\(&(?:gsd::)?(\w+)\)\)', text)
     ]
-    assert len(found) > 10 and found[-1][0] == "decoder_rows"
-    for name, source in found:
-        body = source[re.search(rf" {name}\((const|Tensor|int64_t)", source).start() :].partition("\n}\n")[0]
-        launch = re.search(r"current_stream\(|\bpick\(|\blaunch_rows\(|\bfeed<", body)
-        assert launch and 0 < body.find("const DeviceGuard guard(") < launch.start(), name
+    assert len(made) > 10 and named[-1][0] == "decoder_rows"
+    assert sum(text.count("m.impl(") for text in sources) == len(made) + len(named)
+    bodies = {name: source[re.search(rf" {name}\((const|Tensor|int64_t)", source).start() :] for name, source in named}
+    bodies["LaunchedOp"] = sources[0][sources[0].index("struct LaunchedOp<") :]
+    for name, body in bodies.items():
+        body = body.partition("\n}")[0]
+        launch = re.search(r"current_stream\(|\bpick\(|\blaunch_rows\(|Wide::call", body)
+        assert launch and (
+            0 < body.find("const DeviceGuard guard(") < launch.start() or "Wide::call" in body
+        ), name
 
 
 class Zeros:
