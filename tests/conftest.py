@@ -10,6 +10,7 @@ import gc
 import importlib
 import os
 import pkgutil
+import sys
 from collections import Counter
 
 # All that is imported below stays: looking through it for garbage, again and again while it grows, takes 7 s a process.
@@ -119,6 +120,15 @@ def ops_stay_as_they_are(implementations):
     before = {op: list(known.items()) for op, known in implementations.items()}
     yield
     assert {op: list(known.items()) for op, known in implementations.items()} == before
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_learned_yet():
+    """Engines of a test begin as those of a new process do: what another test's learned is not theirs."""
+    yield
+    pairs = sys.modules.get("gsd_kernels_hf.costs.pair")
+    for pair in pairs._pairs.values() if pairs else ():
+        pair.sections.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

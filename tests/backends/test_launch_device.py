@@ -107,9 +107,7 @@ def test_compiled_operators_switch_too():
     for name, body in bodies.items():
         body = body.partition("\n}")[0]
         launch = re.search(r"current_stream\(|\bpick\(|\blaunch_rows\(|Wide::call", body)
-        assert launch and (
-            0 < body.find("const DeviceGuard guard(") < launch.start() or "Wide::call" in body
-        ), name
+        assert launch and (0 < body.find("const DeviceGuard guard(") < launch.start() or "Wide::call" in body), name
 
 
 class Zeros:

@@ -58,7 +58,6 @@ def test_switched_off_everything_is_read(options):
 
 def test_the_first_token_of_a_long_prompt_does_not_wait_for_the_draft(tmp_path, monkeypatch):
     """Under ``"auto"`` the draft reads the prompt after the first token was streamed; the text is the same."""
-    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))  # of which no choice is known, so the first step drafts
     settings = gsd.Automatic(shapes=gsd.ShapeSettings(long_prompt_tokens=40))
 
     class Streamer(BaseStreamer):
@@ -71,6 +70,9 @@ def test_the_first_token_of_a_long_prompt_does_not_wait_for_the_draft(tmp_path, 
         def end(self) -> None: ...
 
     for length in (39, 40):
+        monkeypatch.setenv(
+            "GSD_KERNELS_CACHE", str(tmp_path / str(length))
+        )  # no choice is known: the first step drafts
         target, draft = pair()
         reads, streamer, text = Reads(draft), Streamer(), words(1, length, seed=length)
         out = gsd.generate(

@@ -167,6 +167,34 @@ def test_the_plans_choice_of_rows_is_what_the_target_forwards(models, monkeypatc
     assert len(chosen) > 3 and forwarded == chosen
 
 
+def test_what_was_learned_serves_the_next_engine_of_the_process(models, monkeypatch):
+    """Of a pair that stays in memory, with what an engine that is gone has not yet written."""
+    begun, honest = [], decoder.automatic_policy
+
+    def kept(policy):
+        return {name: policy.experience.as_dict()[name] for name in ("acceptance", "last")}
+
+    def remember(*args):
+        policy = honest(*args)
+        begun.append((policy, kept(policy)))
+        return policy
+
+    monkeypatch.setattr(decoder, "automatic_policy", remember)
+    for _ in range(2):  # the second one ends too soon after the first one to be written at once
+        generate(models, tokens=60)
+    first, learned = begun[-1][0].experience, kept(begun[-1][0])
+    assert learned != begun[0][1]
+    begun.clear()
+    engine._unpatched.clear()
+    generate(models, tokens=1)
+    assert begun[0][1] == learned and begun[0][0].experience is not first
+    store._flush_all()
+    forget()
+    begun.clear()
+    generate(models, tokens=1)
+    assert begun[0][1]["acceptance"] == learned["acceptance"], "nor does an older figure take its place on disk"
+
+
 def test_without_a_draft_model_rows_are_chosen_and_the_next_process_knows_of_them(models, opened):
     """By a policy of their own, which wants no profiles."""
     options = {"draft_sources": ("history",), "max_new_tokens": 60, **OPTIONS}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gsd_kernels_bench.generation import ladder as bench
+from gsd_kernels_hf.policy.acceptance import AcceptanceModel, Pool, TreeForecast
 from gsd_kernels_hf.policy.shapes import BRANCH, ladder, row_shape, shape_name
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +27,20 @@ def test_at_most_eight_shapes(device, with_model):
         assert list(shapes.values()) == [row_shape()], "rows are chosen"
     alone = ladder(device, with_model=with_model, reuses=False)
     assert all(s.depth for s in alone.values()) or not with_model
-    assert set(alone.items()) <= set(shapes.items())
+    assert set(alone) <= set(shapes), "their costs are known by the same names"
+    if with_model:
+        assert all(alone[name] == shapes[name].replace(history_depth=0, history_width=8) for name in alone)
+
+
+def test_a_forecast_counts_no_level_that_is_not_drafted():
+    """Without a source that costs no forward: whatever the history's candidates would be worth."""
+    shapes = list(ladder("cpu", with_model=True, reuses=False).values())
+    forecast, model = TreeForecast(shapes, BRANCH), AcceptanceModel(BRANCH)
+    model.observe("model", np.full((64, 4), 0.25), np.eye(4)[np.arange(64) % 4])
+    easy, worthless = ({**model.pools, "lookup": Pool.prior((p,), BRANCH)} for p in (0.99, 0.0))
+    assert np.array_equal(forecast.predict(easy), forecast.predict(worthless))
+    drafted = TreeForecast([s.replace(history_depth=4) for s in shapes], BRANCH)
+    assert (drafted.predict(easy)[0] > drafted.predict(worthless)[0]).any()
 
 
 def test_every_shape_of_a_ladder_is_one_of_the_full_set():

@@ -70,7 +70,7 @@ class Pair:
         shapes: Mapping[str, GraphConfig],
     ) -> None:
         self.document = document
-        self.sections = document.read()
+        self.sections = document.read()  # and what this process learned since, where generations ended
         self.device = properties.device_of(model)
         view = draft.view if isinstance(draft, LayerSkip) else draft
         about = document.about

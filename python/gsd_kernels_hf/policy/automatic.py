@@ -91,7 +91,22 @@ def learned(situation: Situation) -> tuple[ShapeExperience | RowExperience, Save
         shapes = ladder(pair.device.type, with_model=situation.draft is not None, reuses=situation.reuses)
         found = ShapeExperience(pair.costs, shapes, situation.settings.shapes)
     pair.load(section, found)
-    return found, Saver(pair.document, lambda: {COSTS: pair.costs.as_dict(), section: found.as_dict()})
+    return found, Learned(pair, section, found)
+
+
+class Learned(Saver):
+    """Keeps what generations like one learned: for the next engine of the process, and on disk.
+
+    Of engines whose generations take turns the last one that ended a text is heard, as of processes.
+    """
+
+    def __init__(self, pair: Pair, section: str, experience: ShapeExperience | RowExperience) -> None:
+        super().__init__(pair.document, lambda: {COSTS: pair.costs.as_dict(), section: experience.as_dict()})
+        self.pair, self.section, self.experience = pair, section, experience
+
+    def save(self) -> None:
+        self.pair.sections[self.section] = self.experience.as_dict()
+        super().save()
 
 
 def own_pair(model: PreTrainedModel, draft: Draft, backend: str, others: Sequence[nn.Module] = ()) -> Pair:

@@ -12,7 +12,7 @@ from functools import cache
 
 from gsd_kernels import GraphConfig
 
-# Levels of sources without a forward behind those of a model, and their nodes; without such a source none is drafted.
+# Levels of sources without a forward behind those of a model, and their nodes.
 REUSE_DEPTH, REUSE_WIDTH = 4, 8
 LOOKUP_CONTEXT = 2  # tokens that nodes must share to be merged: the history tells longer contexts apart
 
@@ -49,17 +49,16 @@ def ladder(device: str, *, with_model: bool, reuses: bool = True) -> dict[str, G
     Args:
         device: ``"cuda"``, or anything else for a device where rows are expensive.
         with_model: whether a draft model (or the target without some layers) expands levels.
-        reuses: whether a source that costs no forward is there, the history or prediction heads; without one only
-            shapes with the model's levels make sense.
+        reuses: whether a source that costs no forward is there, the history or prediction heads; without one there
+            are the model's levels alone.
     """
     if not with_model:
         looked_up = WITHOUT_MODEL if device == "cuda" else (ROWS,)
         return {shape_name(shape): shape for shape in (_looked_up(*sizes) for sizes in looked_up)}
     drafted, looked_up = WITH_MODEL.get(device, WITH_MODEL["cpu"])
+    reuse = {"history_depth": REUSE_DEPTH, "history_width": REUSE_WIDTH} if reuses else {}
     shapes = [
-        GraphConfig(
-            depth=depth, width=width, branch=branch, max_rows=rows, history_depth=REUSE_DEPTH, history_width=REUSE_WIDTH
-        )
+        GraphConfig(depth=depth, width=width, branch=branch, max_rows=rows, **reuse)
         for width, branch, depth, rows in drafted
     ]
     shapes += [_looked_up(*sizes) for sizes in (looked_up if reuses else ())]
