@@ -42,6 +42,11 @@ SCHEMAS = (
     "Tensor final_norm, Tensor head, "
     "Tensor inv_freq, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int[] windows, int heads, float eps, "
     "float rope_scale, int[] states, int keep) -> (Tensor, Tensor, Tensor)",
+    "feature_rows(Tensor token_ids, Tensor features, Tensor positions, Tensor slots, Tensor ancestor_mask, "
+    "Tensor node_depths, Tensor kv_len, Tensor kv_start, Tensor embedding, Tensor[] layers, int[] kinds, "
+    "Tensor[] scales, Tensor feature_norm, bool normed_residual, Tensor final_norm, Tensor head, Tensor inv_freq, "
+    "Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, int[] windows, int heads, float eps, float rope_scale, int keep) "
+    "-> (Tensor, Tensor, Tensor)",
     "ngram_insert(Tensor(a!) keys, Tensor(b!) table_tokens, Tensor(c!) table_log_probs, Tensor contexts, "
     "Tensor tokens, Tensor log_probs, Tensor valid, int max_context, int ways) -> ()",
     "ngram_lookup(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor contexts, int max_context, "
@@ -293,6 +298,15 @@ def _decoder_rows(token_ids: Tensor, *args: object) -> tuple[Tensor, Tensor, Ten
     logits, hidden = ((token_ids.shape[0], keep, size) for size in (head.shape[0], hidden_size))
     read_by = (len(states), *token_ids.shape, hidden_size)
     return tuple(head.new_empty(shape, dtype=torch.float32) for shape in (logits, hidden, read_by))
+
+
+@torch.library.register_fake("gsd_kernels::feature_rows")
+def _feature_rows(token_ids: Tensor, *args: object) -> tuple[Tensor, Tensor, Tensor]:
+    head, hidden_size, keep = args[14], args[13].shape[0], args[-1]
+    assert isinstance(head, Tensor) and isinstance(keep, (int, torch.SymInt))
+    shapes = ((token_ids.shape[0], keep, size) for size in (head.shape[0], hidden_size, hidden_size))
+    logits, hidden, state = (head.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return logits, hidden, state
 
 
 UNAVAILABLE: dict[str, str | None] = {

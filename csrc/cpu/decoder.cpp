@@ -77,6 +77,16 @@ void Decoder::forward(const DecoderLayer& layer) { forward_last(layer, s_.rows);
 
 void Decoder::forward_last(const DecoderLayer& layer, int64_t keep) {
   norm_and_pack(layer.input_norm, {&layer.q, &layer.k, &layer.v});
+  forward_packed(layer, keep);
+}
+
+void Decoder::forward_paired(const DecoderLayer& layer, const Features& features, int64_t keep) {
+  pair_and_pack(layer.input_norm, features, {&layer.q, &layer.k, &layer.v});
+  forward_packed(layer, keep);
+}
+
+// From the rows that q, k and v read.
+void Decoder::forward_packed(const DecoderLayer& layer, int64_t keep) {
   project_heads(layer, keep > 0);
   turn_and_store(layer, keep > 0);
   keep_last(keep);
@@ -90,7 +100,7 @@ void Decoder::forward_last(const DecoderLayer& layer, int64_t keep) {
   project_and_add(layer.down);
 }
 
-void Decoder::copy_state(float* out) const { std::copy(x_.get(), x_.get() + s_.count() * s_.hidden, out); }
+void Decoder::copy_state(float* out) const { std::copy(x_.get(), x_.get() + count() * s_.hidden, out); }
 
 void Decoder::norm_state(const std::vector<float>& norm, float* out) {
   share_rows(team_, count(), s_.hidden, 1, [&](int64_t first, int64_t last) {
@@ -135,6 +145,22 @@ void Decoder::norm_and_pack(const std::vector<float>& norm, Readers readers) {
       rms_norm(x_.get() + m * s_.hidden, norm.data(), s_.eps, added_.get() + m * s_.hidden, s_.hidden);
     }
     pack_rows(added_.get(), first, last, s_.hidden, readers);
+  });
+}
+
+void Decoder::pair_and_pack(const std::vector<float>& norm, const Features& features, Readers readers) {
+  const int64_t hidden = s_.hidden, width = 2 * hidden;
+  make_room(count(), width, readers);
+  const std::unique_ptr<float[]> pairs = floats(count() * width);
+  share_rows(team_, count(), width, kernel_.group, [&](int64_t first, int64_t last) {
+    for (int64_t m = first; m < last; m++) {
+      float *x = x_.get() + m * hidden, *pair = pairs.get() + m * width;
+      rms_norm(x, norm.data(), s_.eps, pair, hidden);
+      read_row(features.rows, m, x, hidden);
+      rms_norm(x, features.norm.data(), s_.eps, pair + hidden, hidden);
+      if (features.normed_residual) std::copy_n(pair + hidden, hidden, x);
+    }
+    pack_rows(pairs.get(), first, last, width, readers);
   });
 }
 

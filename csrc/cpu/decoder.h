@@ -36,6 +36,14 @@ struct DecoderLayer {
   int64_t window;  // 0: none
 };
 
+// What the first layer of an EAGLE-3 drafter (arXiv 2503.01840) reads beside the embeddings: one vector a row, from which
+// the residual begins.
+struct Features {
+  Matrix rows;  // [batch · rows, hidden]
+  std::vector<float> norm;
+  bool normed_residual;  // or as they are
+};
+
 struct DecoderRows {
   const int32_t *tokens, *positions, *slots;  // [batch, rows]
   const int32_t *kv_len, *kv_start;           // [batch]
@@ -54,7 +62,10 @@ class Decoder {
   // The last layer: keys and values of all rows, and the state of no more than the last `keep` of every sequence.
   void forward_last(const DecoderLayer& layer, int64_t keep);
 
-  // What the next layer reads, [batch · rows, hidden].
+  // The first layer, whose queries, keys and values read [normed embedding, normed feature]; `keep` as of the last one.
+  void forward_paired(const DecoderLayer& layer, const Features& features, int64_t keep);
+
+  // What the next layer reads of the rows that are kept, [batch · rows, hidden].
   void copy_state(float* out) const;
 
   // The same through the norm behind the last layer.
@@ -72,6 +83,8 @@ class Decoder {
   int64_t count() const { return s_.batch * kept_; }
   int64_t strip() const;
   void norm_and_pack(const std::vector<float>& norm, Readers readers);
+  void pair_and_pack(const std::vector<float>& norm, const Features& features, Readers readers);
+  void forward_packed(const DecoderLayer& layer, int64_t keep);
   void pack(const float* x, int64_t rows, int64_t k, Readers readers);
   void make_room(int64_t rows, int64_t k, Readers readers);
   void pack_rows(const float* x, int64_t first, int64_t last, int64_t k, Readers readers);

@@ -1,7 +1,9 @@
-// A decoder's forward over graph rows in one call: embedding, layers, norm and output matrix.
+// A decoder's forward over graph rows in one call: embedding, layers, norm and output matrix; and that of a drafter whose
+// first layer reads a feature a row besides.
 //
 // Called module by module, a forward of few rows reads its weights far slower than memory gives them, and its rounding
-// depends on how many rows there are. gsd_kernels/ops/decoder_rows/reference.py is the specification.
+// depends on how many rows there are. gsd_kernels/ops/decoder_rows/reference.py is the specification, and that in
+// feature_rows.
 #include <algorithm>
 
 #include "../torch_ops/weights.h"
@@ -48,7 +50,7 @@ CacheTensor cache(const Tensor& t, const DecoderSizes& s, int64_t capacity, Scal
 }
 
 DecoderLayer layer_of(const Tensor* t, size_t number, const Tensor& keys, const Tensor& values, const DecoderSizes& s,
-                      const Packing& packing, int64_t capacity, int64_t window) {
+                      const Packing& packing, int64_t capacity, int64_t window, int64_t inputs) {
   const auto projection = [&](const char* name, int at, int64_t outputs, int64_t k) -> Projection {
     const int bias = at < 5 ? at + 8 : at + 7;  // q, k, v, o: 1 … 4; gate, up, down: 6 … 8
     const size_t matrix = kMatricesBefore + kMatricesPerLayer * number + static_cast<size_t>(at < 5 ? at - 1 : at - 2);
@@ -59,9 +61,9 @@ DecoderLayer layer_of(const Tensor* t, size_t number, const Tensor& keys, const 
   layer.second_norm = vector_of("second norm", t[5], s.hidden);
   layer.q_norm = vector_of("q norm", t[16], s.head_dim, true);
   layer.k_norm = vector_of("k norm", t[17], s.head_dim, true);
-  layer.q = projection("q", 1, s.q_size(), s.hidden);
-  layer.k = projection("k", 2, s.kv_size(), s.hidden);
-  layer.v = projection("v", 3, s.kv_size(), s.hidden);
+  layer.q = projection("q", 1, s.q_size(), inputs);
+  layer.k = projection("k", 2, s.kv_size(), inputs);
+  layer.v = projection("v", 3, s.kv_size(), inputs);
   layer.o = projection("o", 4, s.hidden, s.q_size());
   layer.gate = projection("gate", 6, s.inner, s.hidden);
   layer.up = projection("up", 7, s.inner, s.hidden);
@@ -86,91 +88,149 @@ void check_ranges(const DecoderRows& r, const DecoderSizes& s, int64_t capacity,
   }
 }
 
-// Done before other threads are awake.
-bool is_small(const DecoderSizes& s, size_t depth, int64_t vocab) {
-  const int64_t layer = s.hidden * (2 * s.q_size() + 2 * s.kv_size() + 3 * s.inner);
-  return (static_cast<int64_t>(depth) * layer + vocab * s.hidden) * s.count() < 1 << 20;
-}
-
-std::tuple<Tensor, Tensor, Tensor> decoder_rows(const Tensor& token_ids, const Tensor& positions, const Tensor& slots,
-                                        const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len,
-                                        const Tensor& kv_start, const Tensor& embedding,
-                                        const std::vector<Tensor>& layers, const std::vector<int64_t>& kinds,
-                                        const std::vector<Tensor>& scales, const Tensor& final_norm,
-                                        const Tensor& head, const Tensor& inv_freq,
-                                        const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
-                                        const std::vector<int64_t>& windows, int64_t heads, double eps,
-                                        double rope_scale, const std::vector<int64_t>& states, int64_t keep) {
-  check("token_ids", token_ids, ScalarType::Int, {kAny, kAny});
+// What both ops are given, checked and unpacked, and what both return.
+struct Call {
   DecoderSizes s{};
-  s.batch = token_ids.size(0), s.rows = token_ids.size(1);
-  check("positions", positions, ScalarType::Int, {s.batch, s.rows});
-  check("slots", slots, ScalarType::Int, {s.batch, s.rows});
-  check("ancestor_mask", ancestor_mask, ScalarType::Int, {s.batch, s.rows, kAny});
-  check("node_depths", node_depths, ScalarType::Int, {s.batch, kAny});
-  check("kv_len", kv_len, ScalarType::Int, {s.batch});
-  check("kv_start", kv_start, ScalarType::Int, {s.batch});
-  check("inv_freq", inv_freq, ScalarType::Float, {kAny});
-  STD_TORCH_CHECK(embedding.dim() == 2 && head.dim() == 2 && final_norm.dim() == 1,
-                  "embedding, head: expected matrices; final norm: a vector");
-  const size_t depth = k_caches.size();
-  STD_TORCH_CHECK(depth > 0 && layers.size() == kTensorsPerLayer * depth && v_caches.size() == depth &&
-                      windows.size() == depth,
-                  "layers: expected ", kTensorsPerLayer, " tensors a layer, two caches and a window for each");
-  STD_TORCH_CHECK(kinds.size() == scales.size() && (kinds.empty() || kinds.size() == kMatricesBefore + depth * kMatricesPerLayer),
-                  "kinds, scales: expected one for the embedding, the head and ", kMatricesPerLayer, " a layer, or none");
-  STD_TORCH_CHECK(k_caches[0].dim() == 4 && layers[6].dim() == 2, "k_caches, layers: wrong number of dimensions");
-  const int64_t vocab = embedding.size(0), out_vocab = head.size(0), capacity = k_caches[0].size(2);
-  s.hidden = final_norm.size(0), s.head_dim = 2 * inv_freq.size(0), s.inner = layers[6].size(0);
-  s.heads = heads, s.kv_heads = k_caches[0].size(1);
-  s.eps = static_cast<float>(eps), s.rope_scale = static_cast<float>(rope_scale);
-  STD_TORCH_CHECK(s.kv_heads > 0 && heads % s.kv_heads == 0, "heads: ", heads, " are not a multiple of the cache's ",
-                  s.kv_heads);
+  Packing packing;
+  DecoderRows rows{};
+  Weights embedding{};
+  std::vector<DecoderLayer> layers;
+  std::vector<float> norm;
+  Projection head;
+  std::unique_ptr<const Paths> paths;
+  Tensor logits, hidden;  // of the last `keep` rows
+
+  // `inputs`: of the first layer's queries, keys and values, in hidden sizes.
+  Call(const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& ancestor_mask,
+       const Tensor& node_depths, const Tensor& kv_len, const Tensor& kv_start, const Tensor& embedded,
+       const std::vector<Tensor>& tensors, const std::vector<int64_t>& kinds, const std::vector<Tensor>& scales,
+       const Tensor& final_norm, const Tensor& output, const Tensor& inv_freq, const std::vector<Tensor>& k_caches,
+       const std::vector<Tensor>& v_caches, const std::vector<int64_t>& windows, int64_t heads, double eps,
+       double rope_scale, int64_t keep, int64_t inputs)
+      : packing{kinds, scales, kinds.empty() ? element_of("embedding", embedded.scalar_type())
+                                             : element_of("final norm", final_norm.scalar_type())} {
+    check("token_ids", token_ids, ScalarType::Int, {kAny, kAny});
+    s.batch = token_ids.size(0), s.rows = token_ids.size(1);
+    check("positions", positions, ScalarType::Int, {s.batch, s.rows});
+    check("slots", slots, ScalarType::Int, {s.batch, s.rows});
+    check("ancestor_mask", ancestor_mask, ScalarType::Int, {s.batch, s.rows, kAny});
+    check("node_depths", node_depths, ScalarType::Int, {s.batch, kAny});
+    check("kv_len", kv_len, ScalarType::Int, {s.batch});
+    check("kv_start", kv_start, ScalarType::Int, {s.batch});
+    check("inv_freq", inv_freq, ScalarType::Float, {kAny});
+    STD_TORCH_CHECK(embedded.dim() == 2 && output.dim() == 2 && final_norm.dim() == 1,
+                    "embedding, head: expected matrices; final norm: a vector");
+    const size_t depth = k_caches.size();
+    STD_TORCH_CHECK(depth > 0 && tensors.size() == kTensorsPerLayer * depth && v_caches.size() == depth &&
+                        windows.size() == depth,
+                    "layers: expected ", kTensorsPerLayer, " tensors a layer, two caches and a window for each");
+    STD_TORCH_CHECK(
+        kinds.size() == scales.size() && (kinds.empty() || kinds.size() == kMatricesBefore + depth * kMatricesPerLayer),
+        "kinds, scales: expected one for the embedding, the head and ", kMatricesPerLayer, " a layer, or none");
+    STD_TORCH_CHECK(k_caches[0].dim() == 4 && tensors[6].dim() == 2, "k_caches, layers: wrong number of dimensions");
+    const int64_t vocab = embedded.size(0), out_vocab = output.size(0), capacity = k_caches[0].size(2);
+    s.hidden = final_norm.size(0), s.head_dim = 2 * inv_freq.size(0), s.inner = tensors[6].size(0);
+    s.heads = heads, s.kv_heads = k_caches[0].size(1);
+    s.eps = static_cast<float>(eps), s.rope_scale = static_cast<float>(rope_scale);
+    STD_TORCH_CHECK(s.kv_heads > 0 && heads % s.kv_heads == 0, "heads: ", heads, " are not a multiple of the cache's ",
+                    s.kv_heads);
+    STD_TORCH_CHECK(keep >= 0 && keep <= s.rows, "keep: expected 0 ... ", s.rows, ", got ", keep);
+
+    embedding = packing.of("embedding", 0, embedded, vocab, s.hidden);
+    rows = {read<int32_t>(token_ids), read<int32_t>(positions), read<int32_t>(slots),
+            read<int32_t>(kv_len),    read<int32_t>(kv_start),  read<float>(inv_freq)};
+    check_ranges(rows, s, capacity, vocab);
+    for (size_t l = 0; l < depth; l++) {
+      layers.push_back(layer_of(tensors.data() + l * kTensorsPerLayer, l, k_caches[l], v_caches[l], s, packing, capacity,
+                                windows[l], (l == 0 ? inputs : 1) * s.hidden));
+    }
+    norm = vector_of("final norm", final_norm, s.hidden);
+    head = {packing.of("head", 1, output, out_vocab, s.hidden), {}};
+    paths = std::make_unique<const Paths>(read<int32_t>(ancestor_mask), read<int32_t>(node_depths), s.batch, s.rows,
+                                          ancestor_mask.size(2), node_depths.size(1), rows.kv_len, rows.kv_start,
+                                          capacity);
+    logits = torch::stable::new_empty(final_norm, {s.batch, keep, out_vocab}, ScalarType::Float);
+    hidden = torch::stable::new_empty(final_norm, {s.batch, keep, s.hidden}, ScalarType::Float);
+  }
+
+  // Done before other threads are awake.
+  bool is_small() const {
+    const int64_t layer = s.hidden * (2 * s.q_size() + 2 * s.kv_size() + 3 * s.inner);
+    return (static_cast<int64_t>(layers.size()) * layer + head.outputs() * s.hidden) * s.count() < 1 << 20;
+  }
+
+  template <class Body>
+  void run(const Body& body) const {
+    Team::run(is_small(), [&](Team& team) {
+      Decoder decoder(team, s, rows, *paths, packing.element, embedding);
+      body(decoder);
+      decoder.finish(norm, head, written<float>(hidden), written<float>(logits));
+    });
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor> decoder_rows(
+    const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& ancestor_mask,
+    const Tensor& node_depths, const Tensor& kv_len, const Tensor& kv_start, const Tensor& embedding,
+    const std::vector<Tensor>& layers, const std::vector<int64_t>& kinds, const std::vector<Tensor>& scales,
+    const Tensor& final_norm, const Tensor& head, const Tensor& inv_freq, const std::vector<Tensor>& k_caches,
+    const std::vector<Tensor>& v_caches, const std::vector<int64_t>& windows, int64_t heads, double eps,
+    double rope_scale, const std::vector<int64_t>& states, int64_t keep) {
+  const Call call(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
+                  scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, keep, 1);
+  const DecoderSizes& s = call.s;
+  const size_t depth = call.layers.size();
   for (const int64_t state : states) {
     STD_TORCH_CHECK(state >= 0 && state <= static_cast<int64_t>(depth), "states: expected layers 0 ... ", depth,
                     ", got ", state);
   }
-  STD_TORCH_CHECK(keep >= 0 && keep <= s.rows, "keep: expected 0 ... ", s.rows, ", got ", keep);
-
-  const Packing packing{kinds, scales, kinds.empty() ? element_of("embedding", embedding.scalar_type())
-                                                     : element_of("final norm", final_norm.scalar_type())};
-  const Weights embedded = packing.of("embedding", 0, embedding, vocab, s.hidden);
-  const DecoderRows rows{read<int32_t>(token_ids), read<int32_t>(positions), read<int32_t>(slots),
-                         read<int32_t>(kv_len),    read<int32_t>(kv_start),  read<float>(inv_freq)};
-  check_ranges(rows, s, capacity, vocab);
-  std::vector<DecoderLayer> parts;
-  for (size_t l = 0; l < depth; l++) {
-    parts.push_back(layer_of(layers.data() + l * kTensorsPerLayer, l, k_caches[l], v_caches[l], s, packing, capacity,
-                             windows[l]));
-  }
   const bool every_row = std::count(states.begin(), states.end(), static_cast<int64_t>(depth)) > 0;
-  const std::vector<float> norm = vector_of("final norm", final_norm, s.hidden);
-  const Projection output{packing.of("head", 1, head, out_vocab, s.hidden), {}};
-
-  const Paths paths(read<int32_t>(ancestor_mask), read<int32_t>(node_depths), s.batch, s.rows, ancestor_mask.size(2),
-                    node_depths.size(1), rows.kv_len, rows.kv_start, capacity);
-  const Tensor logits = torch::stable::new_empty(final_norm, {s.batch, keep, out_vocab}, ScalarType::Float);
-  const Tensor hidden = torch::stable::new_empty(final_norm, {s.batch, keep, s.hidden}, ScalarType::Float);
   const Tensor read_by = torch::stable::new_empty(
       final_norm, {static_cast<int64_t>(states.size()), s.batch, s.rows, s.hidden}, ScalarType::Float);
-  Team::run(is_small(s, depth, out_vocab), [&](Team& team) {
-    Decoder decoder(team, s, rows, paths, packing.element, embedded);
+  call.run([&](Decoder& decoder) {
     for (size_t l = 0; l <= depth; l++) {
       for (size_t i = 0; i < states.size(); i++) {
         if (states[i] != static_cast<int64_t>(l)) continue;
         float* out = written<float>(read_by) + static_cast<int64_t>(i) * s.count() * s.hidden;
-        l < depth ? decoder.copy_state(out) : decoder.norm_state(norm, out);
+        l < depth ? decoder.copy_state(out) : decoder.norm_state(call.norm, out);
       }
-      if (l + 1 < depth) decoder.forward(parts[l]);
-      if (l + 1 == depth) decoder.forward_last(parts.back(), every_row ? s.rows : keep);
+      if (l + 1 < depth) decoder.forward(call.layers[l]);
+      if (l + 1 == depth) decoder.forward_last(call.layers.back(), every_row ? s.rows : keep);
     }
     decoder.keep_last(keep);
-    decoder.finish(norm, output, written<float>(hidden), written<float>(logits));
   });
-  return {logits, hidden, read_by};
+  return {call.logits, call.hidden, read_by};
+}
+
+std::tuple<Tensor, Tensor, Tensor> feature_rows(
+    const Tensor& token_ids, const Tensor& features, const Tensor& positions, const Tensor& slots,
+    const Tensor& ancestor_mask, const Tensor& node_depths, const Tensor& kv_len, const Tensor& kv_start,
+    const Tensor& embedding, const std::vector<Tensor>& layers, const std::vector<int64_t>& kinds,
+    const std::vector<Tensor>& scales, const Tensor& feature_norm, bool normed_residual, const Tensor& final_norm,
+    const Tensor& head, const Tensor& inv_freq, const std::vector<Tensor>& k_caches,
+    const std::vector<Tensor>& v_caches, const std::vector<int64_t>& windows, int64_t heads, double eps,
+    double rope_scale, int64_t keep) {
+  const Call call(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
+                  scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, keep, 2);
+  const DecoderSizes& s = call.s;
+  check("features", features, features.scalar_type(), {s.batch, s.rows, s.hidden});
+  const Features paired{{features.const_data_ptr(), s.hidden, element_of("features", features.scalar_type())},
+                        vector_of("feature norm", feature_norm, s.hidden),
+                        normed_residual};
+  const size_t depth = call.layers.size();
+  const Tensor state = torch::stable::new_empty(final_norm, {s.batch, keep, s.hidden}, ScalarType::Float);
+  call.run([&](Decoder& decoder) {
+    decoder.forward_paired(call.layers[0], paired, depth > 1 ? s.rows : keep);
+    for (size_t l = 1; l < depth; l++) decoder.forward_last(call.layers[l], l + 1 < depth ? s.rows : keep);
+    decoder.copy_state(written<float>(state));
+  });
+  return {call.logits, call.hidden, state};
 }
 
 }  // namespace
 }  // namespace gsd
 
-STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) { m.impl("decoder_rows", TORCH_BOX(&gsd::decoder_rows)); }
+STABLE_TORCH_LIBRARY_IMPL(gsd_kernels, CPU, m) {
+  m.impl("decoder_rows", TORCH_BOX(&gsd::decoder_rows));
+  m.impl("feature_rows", TORCH_BOX(&gsd::feature_rows));
+}

@@ -11,7 +11,7 @@ import torch
 from graphs import drafted, tails
 from ops.contracts.backends import backend_param
 from ops.contracts.corpus import arguments, indexed
-from ops.contracts.decoder import decoder_case
+from ops.contracts.decoder import decoder_case, feature_case
 from ops.contracts.learn import questions, tables
 from ops.contracts.ngram import Memory, remembered, tree_of, two_sources
 from ops.contracts.sampling import sampling_inputs
@@ -68,6 +68,7 @@ def op_inputs():
         "dag_attention": attention_inputs(),
         "write_kv": (*cache[:2], *torch.randn(2, 2, 1, 3, 4), torch.tensor([[0, 5, 2], [1, 2, 3]])),
         "decoder_rows": decoder_inputs(),
+        "feature_rows": feature_inputs(),
         "corpus_recall": corpus_inputs(),
         "row_linear": (torch.randn(3, 32), torch.randn(5, 32)),
         "state_rows": (*state_tensors()[0], *state_tensors()[1], 4),
@@ -165,6 +166,16 @@ def decoder_inputs():
     *rows, k_caches, v_caches = case.values()
     rest = (w.windows, w.heads, w.eps, w.rope_scale, [1, 0], 3)
     return *rows, w.embedding, w.flat_layers, *w.packing, w.final_norm, w.head, w.inv_freq, k_caches, v_caches, *rest
+
+
+def feature_inputs():
+    weights, case = feature_case()
+    w, k_caches, v_caches = weights.decoder, case.pop("k_caches"), case.pop("v_caches")
+    features = case.pop("features")
+    ids, *rows = case.values()
+    first = w.embedding, w.flat_layers, *w.packing, weights.feature_norm, weights.normed_residual
+    rest = w.final_norm, w.head, w.inv_freq, k_caches, v_caches, w.windows, w.heads, w.eps, w.rope_scale, 3
+    return ids, features, *rows, *first, *rest
 
 
 def ngram_tensors():

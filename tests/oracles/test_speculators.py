@@ -109,14 +109,15 @@ def test_eagle3_equals_speculators(name, tmp_path):
     source.restart()
     source.read(dict(enumerate(hidden.expand(length, -1, -1).chunk(3, -1))), 0)
     text.state.out_len.copy_(torch.arange(length) + 2)  # entries 0 … i
-    vectors, logits = ours.outputs(source.feed(text.state.out_len - 1, length))
+    assert source.operator is not None
+    vectors, logits = source.feed(text.state.out_len - 1, length, keep=1)
     torch.testing.assert_close(logits[:, 0], found[0][0], **TOLERANCE)
     zeros = torch.zeros(length, 1, dtype=torch.int32)
-    after = source.forward(
-        tokens[0, 2:, None], vectors, source.cached, zeros, torch.ones(length, 1, 1, dtype=torch.int32), zeros, zeros
-    )
+    graph = torch.ones(length, 1, 1, dtype=torch.int32), zeros, zeros
+    ids = tokens[0, 2:, None].to(torch.int32)
+    _, after = source.forward(ids, vectors, source.cached, 0, *graph, keep=1)
     # Theirs reads token 0 after the last position.
-    torch.testing.assert_close(ours.outputs(after)[1][:-1, 0], found[1][0, :-1], **TOLERANCE)
+    torch.testing.assert_close(after[:-1, 0], found[1][0, :-1], **TOLERANCE)
     assert (found[0] - found[1]).abs().max() > 0.1
 
 
@@ -174,7 +175,7 @@ def test_parallel_eagle_equals_speculators(name, tmp_path):
     source.restart()
     source.read(dict(enumerate(hidden.expand(length, -1, -1).chunk(3, -1))), 0)
     text.state.out_len.copy_(torch.arange(length) + 2)  # entries 0 … i
-    _, logits = ours.outputs(source.feed(text.state.out_len - 1, length, unknown=depths - 1))
+    _, logits = source.feed(text.state.out_len - 1, length, unknown=depths - 1, keep=depths)
     real = anchors >= 0  # it samples masks behind no position, too
     torch.testing.assert_close(logits[anchors[real], depth[real]], found[0][real], **TOLERANCE)
     assert (logits[:, 0] - logits[:, 1]).abs().max() > 0.1

@@ -137,11 +137,12 @@ def test_rows_of_a_cache_are_the_same_forward(name, tmp_path):
     with torch.no_grad():
         whole = mine(module, target, ids, states)
         for end in (2, 3, LENGTH):
-            entry = source.feed(torch.tensor([end]), 2)
+            entry, _ = source.feed(torch.tensor([end], dtype=torch.int32), 2, keep=1)
             torch.testing.assert_close(entry[:, 0], whole[:, end - 1], **TOLERANCE)
-        following = torch.tensor([[7]])
+        following = torch.tensor([[7]], dtype=torch.int32)
         zeros = torch.zeros(1, 1, dtype=torch.int32)
-        node = source.forward(following, entry, source.cached, zeros, zeros[..., None] + 1, zeros, zeros)
+        graph = zeros[..., None] + 1, zeros, zeros
+        node, _ = source.forward(following, entry, source.cached, zeros, *graph, keep=1)
         longer = module(
             target.get_input_embeddings()(torch.cat([ids[:, 1:], following], 1)),
             torch.cat([states, entry], 1),

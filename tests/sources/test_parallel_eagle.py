@@ -132,7 +132,7 @@ def test_one_forward_is_the_papers(variant):
     for length, width in ((9, 8), (12, 4)):
         source.state.out_len.fill_(length)
         with torch.no_grad():
-            _, logits = source.outputs(source.feed(source.state.out_len - 1, width, unknown=4))
+            _, logits = source.feed(source.state.out_len - 1, width, unknown=4, keep=5)
         assert int(source.cached) == length - 1
         expected = written_out(module, tokens[0, :length].tolist(), 5)
         torch.testing.assert_close(logits[0], expected, rtol=1e-4, atol=1e-4)
@@ -194,5 +194,5 @@ def test_layouts_are_the_same_drafter(layout, tmp_path):
     for drafter in (found, module):
         source = started(drafter, tokens)
         with torch.no_grad():
-            logits.append(source.outputs(source.feed(source.state.out_len - 1, 8, unknown=4))[1])
+            logits.append(source.feed(source.state.out_len - 1, 8, unknown=4, keep=5)[1])
     assert torch.equal(*logits)

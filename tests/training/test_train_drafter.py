@@ -146,16 +146,16 @@ def test_levels_are_what_drafting_computes(folder, windows, kind, layers):  # no
     places = levels[0].shape[1]
     text, source = source_on({"eagle3": Eagle3Drafts, "mtp": MtpDrafts}[kind], trained, target, window, states)
     text.state.out_len.copy_((torch.arange(13) + 2).clamp(max=13))  # entries 0 … i
-    vectors, logits = source.outputs(source.feed(text.state.out_len - 1, 13))
+    vectors, logits = source.feed(text.state.out_len - 1, 13, keep=1)
     torch.testing.assert_close(levels[0][0], logits[:places, 0])
     zeros = torch.zeros(13, 1, dtype=torch.int32)
     for level in (1, 2):
         slots = zeros + level - 1
-        tokens = window[0, torch.arange(1 + level, 14 + level).clamp(max=12), None]
+        tokens = window[0, torch.arange(1 + level, 14 + level).clamp(max=12), None].to(torch.int32)
         path = torch.full((13, 1, 1), 2**level - 1, dtype=torch.int32)
         depths = torch.arange(level, dtype=torch.int32).expand(13, -1)
-        after = source.forward(tokens, vectors, source.cached, slots, path, zeros + level - 1, depths)
-        vectors, logits = source.outputs(after)
+        graph = path, zeros + level - 1, depths
+        vectors, logits = source.forward(tokens, vectors, source.cached, slots, *graph, keep=1)
         torch.testing.assert_close(levels[level][0], logits[:places, 0])
 
 

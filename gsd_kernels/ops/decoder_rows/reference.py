@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from ..dag_attention import reference as attention
 from ..dag_attention.dense import visibility
@@ -27,52 +27,86 @@ def decoder_rows(
     states: Sequence[int],
     keep: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    w = weights if not weights.packing[0] else weights.dense()
-
-    def rounded(x: Tensor, factor: Tensor) -> Tensor:
-        """x as it is multiplied with ``factor``."""
-        return x.bfloat16().float() if factor.dtype == torch.bfloat16 else x
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight.shape, weight.float(), w.eps)
-
-    def project(x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None = None) -> Tensor:
-        if isinstance(weight, PackedMatrix):
-            out = codes.linear(x, weight, w.dtype)
-            return out if bias is None else out + bias.float()
-        return linear(rounded(x, weight), weight.float(), None if bias is None else bias.float())
-
-    def split(x: Tensor) -> Tensor:
-        """[B, R, H·D] → [B, H, R, D]"""
-        return x.unflatten(-1, (-1, 2 * w.inv_freq.shape[0])).transpose(1, 2)
-
-    angles = positions[..., None].float() * w.inv_freq  # [B, R, D/2]
-    cos, sin = (angles.cos() * w.rope_scale)[:, None], (angles.sin() * w.rope_scale)[:, None]  # [B, 1, R, D/2]
-
-    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
-        a, b = (x if weight is None else norm(x, weight)).chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-    row_depths, capacity = positions - (kv_len - kv_start)[:, None], k_caches[0].shape[2]
-    x = torch.nn.functional.embedding(token_ids, w.embedding).float()  # [B, R, hidden]
-    read_by = [x]
-    for layer, k_cache, v_cache in zip(w.layers, k_caches, v_caches, strict=True):
-        normed = norm(x, layer.input_norm)
-        query = turned(split(project(normed, layer.q, layer.q_bias)), layer.q_norm)
-        key = turned(split(project(normed, layer.k, layer.k_bias)), layer.k_norm)
-        value = split(project(normed, layer.v, layer.v_bias))
-        write_kv(k_cache, v_cache, key.to(k_cache.dtype), value.to(v_cache.dtype), slots.long())
-        visible = visibility(ancestor_mask, kv_len, kv_start, row_depths, node_depths, layer.window or None, capacity)
-        out, _ = attention.attend(rounded(query, k_cache), k_cache, v_cache, visible, query.shape[-1] ** -0.5, None)
-        x = x + project(out.transpose(1, 2).flatten(2), layer.o, layer.o_bias)
-        normed = norm(x, layer.second_norm)
-        gated = silu(project(normed, layer.gate, layer.gate_bias)) * project(normed, layer.up, layer.up_bias)
-        x = x + project(gated, layer.down, layer.down_bias)
-        read_by.append(x)
-    read_by[-1] = norm(x, w.final_norm)
+    arithmetic = Arithmetic(weights)
+    x = arithmetic.embedded(token_ids)
+    graph = positions, slots, ancestor_mask, node_depths, kv_len, kv_start
+    read_by = arithmetic.layers(x, arithmetic.norm(x, weights.layers[0].input_norm), *graph, k_caches, v_caches)
+    read_by[-1] = arithmetic.norm(read_by[-1], weights.final_norm)
     hidden = read_by[-1][:, x.shape[1] - keep :]
     return (
-        project(hidden, w.head),
+        arithmetic.project(hidden, arithmetic.weights.head),
         hidden,
         torch.stack([read_by[i] for i in states]) if states else x.new_empty(0, *x.shape),
     )
+
+
+class Arithmetic:
+    """What the layers of a decoder compute, in float32."""
+
+    def __init__(self, weights: DecoderWeights) -> None:
+        self.weights = weights if not weights.packing[0] else weights.dense()
+
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """int32 [B, R] → [B, R, hidden]"""
+        return embedding(token_ids, self.weights.embedding).float()
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight.shape, weight.float(), self.weights.eps)
+
+    def project(self, x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, PackedMatrix):
+            out = codes.linear(x, weight, self.weights.dtype)
+            return out if bias is None else out + bias.float()
+        return linear(rounded(x, weight), weight.float(), None if bias is None else bias.float())
+
+    def split(self, x: Tensor) -> Tensor:
+        """[B, R, H·D] → [B, H, R, D]"""
+        return x.unflatten(-1, (-1, 2 * self.weights.inv_freq.shape[0])).transpose(1, 2)
+
+    def layers(
+        self,
+        x: Tensor,  # [B, R, hidden], where the residual begins
+        normed: Tensor,  # [B, R, inputs], what queries, keys and values of the first layer read
+        positions: Tensor,
+        slots: Tensor,
+        ancestor_mask: Tensor,
+        node_depths: Tensor,
+        kv_len: Tensor,
+        kv_start: Tensor,
+        k_caches: list[Tensor],
+        v_caches: list[Tensor],
+    ) -> list[Tensor]:
+        """What every layer reads, and what leaves the last one, [B, R, hidden] each."""
+        w = self.weights
+        angles = positions[..., None].float() * w.inv_freq  # [B, R, D/2]
+        cos, sin = (angles.cos() * w.rope_scale)[:, None], (angles.sin() * w.rope_scale)[:, None]  # [B, 1, R, D/2]
+
+        def turned(x: Tensor, weight: Tensor | None) -> Tensor:
+            a, b = (x if weight is None else self.norm(x, weight)).chunk(2, -1)
+            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+        row_depths, capacity = positions - (kv_len - kv_start)[:, None], k_caches[0].shape[2]
+        read_by = [x]
+        for number, (layer, k_cache, v_cache) in enumerate(zip(w.layers, k_caches, v_caches, strict=True)):
+            if number:
+                normed = self.norm(x, layer.input_norm)
+            query = turned(self.split(self.project(normed, layer.q, layer.q_bias)), layer.q_norm)
+            key = turned(self.split(self.project(normed, layer.k, layer.k_bias)), layer.k_norm)
+            value = self.split(self.project(normed, layer.v, layer.v_bias))
+            write_kv(k_cache, v_cache, key.to(k_cache.dtype), value.to(v_cache.dtype), slots.long())
+            sight = ancestor_mask, kv_len, kv_start, row_depths, node_depths
+            visible = visibility(*sight, layer.window or None, capacity)
+            scale = query.shape[-1] ** -0.5
+            out, _ = attention.attend(rounded(query, k_cache), k_cache, v_cache, visible, scale, None)
+            x = x + self.project(out.transpose(1, 2).flatten(2), layer.o, layer.o_bias)
+            normed = self.norm(x, layer.second_norm)
+            gate = self.project(normed, layer.gate, layer.gate_bias)
+            gated = silu(gate) * self.project(normed, layer.up, layer.up_bias)
+            x = x + self.project(gated, layer.down, layer.down_bias)
+            read_by.append(x)
+        return read_by
+
+
+def rounded(x: Tensor, factor: Tensor) -> Tensor:
+    """x as it is multiplied with ``factor``."""
+    return x.bfloat16().float() if factor.dtype == torch.bfloat16 else x

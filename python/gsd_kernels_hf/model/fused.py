@@ -130,7 +130,8 @@ def _unserved_by_cuda(weights: DecoderWeights) -> str | None:
     return reason
 
 
-def _layer(layer: Any, kind: Kind) -> LayerWeights:
+def layer_weights(layer: Any, kind: Kind) -> LayerWeights:
+    """The parameters of a LLaMA-like layer; ``kind``: what its attention does."""
     a, m = layer.self_attn, layer.mlp
     projections = {
         "q": a.q_proj,
@@ -142,7 +143,8 @@ def _layer(layer: Any, kind: Kind) -> LayerWeights:
         "down": m.down_proj,
     }
     parts = {f"{name}_bias": part.bias for name, part in projections.items() if part.bias is not None}
-    parts |= {name: getattr(a, name).weight for name in ("q_norm", "k_norm") if hasattr(a, name)}
+    norms = {name: getattr(a, name, None) for name in ("q_norm", "k_norm")}
+    parts |= {name: norm.weight for name, norm in norms.items() if norm is not None}
     parts |= {"input_norm": layer.input_layernorm.weight, "second_norm": layer.post_attention_layernorm.weight}
     return LayerWeights(
         **{name: matrix_of(part) for name, part in projections.items()},
@@ -160,7 +162,7 @@ def weights_of(model: PreTrainedModel, kinds: Sequence[Kind]) -> DecoderWeights:
     layers, inv_freq = layers_of(model), decoder.rotary_emb.inv_freq.float()
     return DecoderWeights(
         embedding=matrix_of(decoder.embed_tokens),
-        layers=[_layer(*at) for at in zip(layers, kinds, strict=True)],
+        layers=[layer_weights(*at) for at in zip(layers, kinds, strict=True)],
         final_norm=decoder.norm.weight.detach(),
         head=matrix_of(model.lm_head),
         inv_freq=inv_freq,
@@ -168,6 +170,16 @@ def weights_of(model: PreTrainedModel, kinds: Sequence[Kind]) -> DecoderWeights:
         heads=shape_of(layers[0].self_attn.q_proj)[0] // (2 * inv_freq.numel()),
         eps=decoder.norm.variance_epsilon,
     )
+
+
+def storage_of(
+    layers: Sequence[Any], batch: int, kv_heads: int, head_dim: int, like: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values of layers of a cache, allocated in the dtype of ``like`` if nothing was read."""
+    for layer in layers:
+        if not layer.is_initialized:
+            layer.lazy_initialization(like.new_empty(batch, kv_heads, 0, head_dim))
+    return [layer.keys for layer in layers], [layer.values for layer in layers]
 
 
 def check_rows(model: PreTrainedModel, name: str) -> None:
@@ -268,12 +280,8 @@ class FusedRows(RowModel):
 
     def caches(self, batch: int) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of every layer that the model has, allocated if nothing was read."""
-        layers = self.cache.layers[: len(self.weights.layers)]
-        for layer in layers:
-            if not layer.is_initialized:
-                shape, dtype = (batch, self.kv_heads, 0, self.head_dim), self.weights.dtype
-                layer.lazy_initialization(self.weights.final_norm.new_empty(shape, dtype=dtype))
-        return [layer.keys for layer in layers], [layer.values for layer in layers]
+        layers, like = self.cache.layers[: len(self.weights.layers)], self.weights.final_norm.to(self.weights.dtype)
+        return storage_of(layers, batch, self.kv_heads, self.head_dim, like)
 
     def read(
         self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None, listener: Listener | None = None

@@ -17,7 +17,7 @@ class Chain:
     Attributes:
         place: int64 [B, E], position in the text of each row; of padding rows that of the first.
         real: bool [B, E], whether a row is no padding.
-        slots: int [B, E], cache position minus what is cached.
+        slots: int32 [B, E], cache position minus what is cached.
         ancestor_mask: int32 [B, E, words], what each row sees of the others.
         depths: int32 [B, E], position minus what is cached; 0 for padding.
         node_depths: int32 [B, E], of the slots.
@@ -50,7 +50,7 @@ class Chain:
         return cls(
             place=(cached[:, None] + link.clamp(min=0)).long(),
             real=real,
-            slots=slots,
+            slots=slots.to(torch.int32),
             ancestor_mask=pack_bits(before | (row == slots[:, :, None])),
             depths=link.clamp(min=0).to(torch.int32),
             node_depths=row.to(torch.int32).expand_as(slots),

@@ -25,6 +25,7 @@ from . import checkpoints
 from .base import Level, Text
 from .checkpoints import BadCheckpoint, Checkpoint
 from .draft_vocabulary import DraftVocabulary
+from .fused_features import FusedFeatures, why_not
 from .layers import Attention, Layer, Rotary, RowPass, Turns, mlp_of
 from .recursion import Reading, Recursion
 
@@ -378,6 +379,12 @@ class Eagle3Reading(Reading):
         self.start(text, self.module.config.layers)
         self.vocab_size = text.target.vocab_size
         self.vocabulary = DraftVocabulary.of(self.module, self.vocab_size)
+
+    def restart(self) -> None:
+        super().restart()
+        reason = why_not(self.module, self.embedding, self.rows.backend)
+        # Parameters as they lie now: a cast replaces them.
+        self.operator = FusedFeatures(self.module, self.embedding, self.rows) if reason is None else None
 
     def run(self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs) -> Tensor:
         return self.module(embedded, features, positions, RowPass(self.rows.cache, inputs))

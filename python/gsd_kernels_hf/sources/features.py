@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -143,10 +144,15 @@ class FeatureSource(DraftSource):
         like = self.rows.features
         return self.module.fuse([state.to(like.device, like.dtype) for state in states])
 
+    @property
+    def embedding(self) -> Any:
+        """The drafter's own, or the target's."""
+        own = self.module.embed_tokens
+        return self.embed if own is None else own
+
     def embedded(self, tokens: Tensor) -> Tensor:
         """Embeddings of target ids [B, R], in the drafter's dtype; one beyond a smaller vocabulary reads as token 0."""
-        own = self.module.embed_tokens
-        embed = self.embed if own is None else own
+        embed = self.embedding
         return embed(torch.where(tokens < embed.num_embeddings, tokens, 0)).to(self.rows.features.dtype)
 
     def prepare(self, config: GraphConfig) -> None:

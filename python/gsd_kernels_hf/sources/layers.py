@@ -35,9 +35,18 @@ class Rotary:
 
     def __call__(self, like: Tensor, positions: Tensor) -> Turns:
         """Of int positions [B, R], in the dtype and on the device of ``like``."""
-        if like.device not in self.by_device:
-            self.by_device[like.device] = LlamaRotaryEmbedding(self.config).to(like.device)
-        return self.by_device[like.device](like, positions)
+        return self.on(like.device)(like, positions)
+
+    def frequencies(self, device: torch.device) -> tuple[Tensor, float]:
+        """Those of the rotation, float32 [head_dim / 2], and what cosines and sines are multiplied with."""
+        rotary = self.on(device)
+        return rotary.inv_freq.float(), float(rotary.attention_scaling)
+
+    def on(self, device: torch.device) -> LlamaRotaryEmbedding:
+        """transformers' module, on a device."""
+        if device not in self.by_device:
+            self.by_device[device] = LlamaRotaryEmbedding(self.config).to(device)
+        return self.by_device[device]
 
 
 @dataclass

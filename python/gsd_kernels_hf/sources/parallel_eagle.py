@@ -45,7 +45,8 @@ class ParallelDrafts(Eagle3Reading, Lattice):
         if level.number >= config.depth:
             return None
         if level.number == 0:
-            _, logits = self.outputs(self.feed(self.state.out_len - 1, config.chain_rows, self.masks(config)))
+            masks = self.masks(config)
+            _, logits = self.feed(self.state.out_len - 1, config.chain_rows, unknown=masks, keep=1 + masks)
             self.keep_positions(self.known(logits), level)
         return self.at_depths(level)
 

@@ -13,12 +13,14 @@ from torch.nn.functional import pad
 from transformers import PretrainedConfig
 
 from gsd_kernels import GraphConfig
+from gsd_kernels.ops.step import feed_rows
 
 from ..model.attention import GraphInputs
 from .base import Level, Text
 from .chain import Chain
 from .expansion import Expansion, NodeVectors
 from .features import FeatureSource
+from .fused_features import FusedFeatures
 
 
 class Reading(FeatureSource):
@@ -27,10 +29,12 @@ class Reading(FeatureSource):
     A subclass says how its layers run.
 
     Attributes:
+        operator: the layers as one operator; ``None``: as modules.
         unknown: id and feature [D] that stand for a token behind the text, where rows of such are asked for.
     """
 
     ahead = 1
+    operator: FusedFeatures | None = None
     unknown: tuple[int, Tensor]
 
     def run(self, embedded: Tensor, features: Tensor, positions: Tensor, inputs: GraphInputs) -> Tensor:
@@ -49,13 +53,12 @@ class Reading(FeatureSource):
         raise NotImplementedError
 
     def enter(self, end: Tensor, width: int) -> None:
-        self.feed(end, width)
+        self.feed(end, width, keep=0)
 
-    def feed(self, end: Tensor, width: int, unknown: int = 0) -> Tensor:
-        """Make up to ``width`` entries before ``end`` [B]; the output of the last, [B, 1, D].
+    def feed(self, end: Tensor, width: int, *, unknown: int = 0, keep: int) -> tuple[Tensor, Tensor]:
+        """Make up to ``width`` entries before ``end`` [B]; vectors and logits of the last ``keep`` rows.
 
-        With rows of ``unknown`` tokens behind it, which see all before them and are not kept: theirs too,
-        [B, 1 + unknown, D].
+        With rows of ``unknown`` tokens behind them, which see all before them and stay no entries.
         """
         chain = Chain.of(self.cached, end + unknown, width + unknown, self.state.kv_start)
         place = chain.place[:, :width]
@@ -65,27 +68,57 @@ class Reading(FeatureSource):
             token, feature = self.unknown
             tokens = pad(tokens, (0, unknown), value=token)
             features = torch.cat([features, feature.expand(len(tokens), unknown, -1)], 1)
-        hidden = self.forward(
-            tokens, features, self.cached, chain.slots, chain.ancestor_mask, chain.depths, chain.node_depths
+        found = self.forward(
+            tokens.to(torch.int32),
+            features,
+            self.cached,
+            chain.slots,
+            chain.ancestor_mask,
+            chain.depths,
+            chain.node_depths,
+            keep=keep,
         )
         self.cached.add_(chain.count - unknown)
-        return hidden[:, -1 - unknown :]
+        return found
 
     def forward(
         self,
         tokens: Tensor,
         features: Tensor,
         kv_len: Tensor,
-        slots: Tensor,
+        slots: Tensor | int,
         ancestor_mask: Tensor,
         depths: Tensor,
         node_depths: Tensor,
-    ) -> Tensor:
-        """Outputs [B, R, D] of rows, as of :meth:`~gsd_kernels_hf.model.runner.RowModel.rows`."""
-        embedded = self.embedded(tokens.long())
-        inputs = self.rows.inputs(kv_len, ancestor_mask, depths, node_depths)
-        with self.rows.cache.writing((kv_len[:, None] + slots).long()):
-            return self.run(embedded, features, self.rows.positions(kv_len, depths), inputs)
+        *,
+        keep: int,
+        shift: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """Vectors that nodes hand on [B, keep, D] and logits [B, keep, V] of the last rows.
+
+        Arguments as of :meth:`~gsd_kernels_hf.model.runner.RowModel.rows`; features [B, R, D], as of :meth:`run`.
+        """
+        given = isinstance(slots, Tensor)
+        fed = feed_rows(
+            tokens,
+            depths,
+            kv_len,
+            self.rows.text_kv_start,
+            vocab=self.embedding.num_embeddings,
+            slots=slots if given else None,
+            first_slot=0 if given else slots,
+            shift=shift,
+            node_depths=None if given else node_depths,
+            dtype=torch.int64 if self.operator is None else torch.int32,
+            backend=self.rows.backend,
+        )
+        fed = fed._replace(positions=fed.positions.clamp(min=0))  # left padding is read too
+        if self.operator is not None:
+            return self.operator(fed, features, ancestor_mask, node_depths, kv_len, keep)
+        inputs = self.rows.inputs(kv_len, ancestor_mask, fed.depths, node_depths)
+        with self.rows.cache.writing(fed.places):
+            hidden = self.run(self.embedded(fed.ids), features, fed.positions, inputs)
+        return self.outputs(hidden[:, hidden.shape[1] - keep :])
 
     def known(self, logits: Tensor) -> Tensor:
         """Logits [B, n, V], all 0 where the text has no position with a feature yet, and nothing to go by."""
@@ -115,25 +148,24 @@ class Recursion(Reading, Expansion):
         FeatureSource.prepare(self, config)
 
     def root_logits(self, config: GraphConfig) -> Tensor:
-        vectors, logits = self.outputs(self.feed(self.state.out_len - 1, config.chain_rows))
+        vectors, logits = self.feed(self.state.out_len - 1, config.chain_rows, keep=1)
         self.vectors.keep_root(config, vectors)
         return self.known(logits)
 
     def frontier_logits(self, level: Level) -> Tensor:
         frontier = level.frontier
-        first, width = (level.number - 1) * level.config.width, level.config.width
-        slot_depths = self.slot_depths[level.config]
-        slot_depths[:, first : first + width] = frontier.depths - 1
-        hidden = self.forward(
+        width = level.config.width
+        found, logits = self.forward(
             frontier.token_ids,
             self.vectors.of_parents(level),
             self.state.out_len - 1,  # the root's entry lies in the prefix
-            first + torch.arange(width, device=slot_depths.device),
+            (level.number - 1) * width,
             frontier.ancestor_mask,
-            frontier.depths - 1,
-            slot_depths,
+            frontier.depths,
+            self.slot_depths[level.config],
+            keep=width,
+            shift=1,
         )
-        found, logits = self.outputs(hidden)
         self.vectors.keep(level, found)
         return logits
 

@@ -1,10 +1,13 @@
-"""A random decoder whose rows decoder_rows computes."""
+"""A random decoder whose rows decoder_rows computes, and a drafter for feature_rows."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
 from gsd_kernels.ops.decoder_rows import DecoderWeights, LayerWeights
+from gsd_kernels.ops.feature_rows import FeatureWeights
 
 
 def decoder_case(dtype=torch.float32, batch=2, rows=5):
@@ -47,3 +50,19 @@ def decoder_case(dtype=torch.float32, batch=2, rows=5):
         "k_caches": k_caches,
         "v_caches": v_caches,
     }
+
+
+def feature_case(dtype=torch.float32, layers=2, normed_residual=False):
+    """A drafter of random weights, and rows with features, of :func:`decoder_case`."""
+    decoder, case = decoder_case(dtype)
+    gen = torch.Generator().manual_seed(1)
+
+    def wide(matrix):
+        return torch.cat([matrix, torch.randn(matrix.shape, generator=gen).to(dtype) * matrix.shape[1] ** -0.5], 1)
+
+    first = replace(decoder.layers[0], **{name: wide(getattr(decoder.layers[0], name)) for name in "qkv"})
+    decoder = replace(decoder, layers=[first, *decoder.layers[1:layers]])
+    norm = (1 + 0.1 * torch.randn(32, generator=gen)).to(dtype)
+    case |= {name: case[name][:layers] for name in ("k_caches", "v_caches")}
+    case["features"] = torch.randn(2, 5, 32, generator=gen).to(dtype)
+    return FeatureWeights(decoder, norm, normed_residual), case

@@ -1,0 +1,66 @@
+"""feature_rows: the compiled drafter computes what the reference does, which is the drafter's own modules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ops.contracts.backends import backend_param
+from ops.contracts.decoder import decoder_case, feature_case
+
+from gsd_kernels.ops.feature_rows import feature_rows
+
+pytestmark = backend_param("cpu").marks
+
+
+# Relative, as of decoder_rows.
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
+@pytest.mark.parametrize("normed_residual", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_feature_rows_equal_the_reference(dtype, most, normed_residual, layers):
+    for keep in (0, 3, 5):
+        results = []
+        for backend in ("cpu", "reference"):
+            weights, case = feature_case(dtype, layers, normed_residual)
+            found = feature_rows(weights, **case, keep=keep, backend=backend)
+            results.append((*found, *case["k_caches"], *case["v_caches"]))
+        assert [tuple(t.shape) for t in results[0][:3]] == [(2, keep, 53), (2, keep, 32), (2, keep, 32)]
+        for ours, other in zip(*results, strict=True):
+            assert (ours.float() - other.float()).norm() <= most * other.float().norm()
+
+
+def test_a_row_has_the_same_bits_alone():
+    weights, case = feature_case(torch.bfloat16, 1)
+    together = feature_rows(weights, **case, keep=5, backend="cpu")
+    rows = {"token_ids", "features", "positions", "slots", "ancestor_mask"}
+    for row in range(5):  # behind its ancestors, which lie in the caches by now
+        one = {name: value[:, row : row + 1] if name in rows else value for name, value in case.items()}
+        for alone, among in zip(feature_rows(weights, **one, keep=1, backend="cpu"), together, strict=True):
+            assert torch.equal(alone[:, 0], among[:, row])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"features": torch.zeros(2, 5, 31)}, ValueError, "features: expected"),
+        ({"features": torch.zeros(2, 5, 32).double()}, TypeError, "features: "),
+        ({"keep": 6}, ValueError, "keep: expected 0 … 5"),
+        ({"k_caches": []}, ValueError, "k_caches: expected 1 layers, got 0"),
+        ({"token_ids": torch.full((2, 5), 50, dtype=torch.int32)}, RuntimeError, "token_ids: 50 is outside"),
+        ({"slots": torch.full((2, 5), 40, dtype=torch.int32)}, RuntimeError, "slots: 40 is outside"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong_arguments_are_refused(change, error, match):
+    weights, case = feature_case(layers=1)
+    with pytest.raises(error, match=match):
+        feature_rows(weights, **{"keep": 1, "backend": "cpu", **case, **change})
+
+
+def test_a_first_layer_that_reads_no_features_is_refused():
+    weights, case = feature_case(layers=1)
+    narrow, _ = decoder_case()
+    weights = replace(weights, decoder=replace(weights.decoder, layers=narrow.layers[:1]))
+    with pytest.raises(RuntimeError, match="q: expected rows of 64, got 32"):
+        feature_rows(weights, **case, keep=1, backend="cpu")
