@@ -104,19 +104,24 @@ GSD_TILE void make_tables(const float* d, const float* m, int first, int last, T
 template <class Kind>
 struct UnitOf;
 
-// Blocks of 32, whose numbers are `Minimum` or no halves before codes of half a byte.
-template <class Block, int Codes, bool Minimum>
-struct NibbleUnit {
+// Blocks of 32 that begin with their numbers, `Minimum` or no halves, by which a table is made of each.
+template <class Block, class Tables, bool Minimum>
+struct TableUnit {
   static constexpr int kHeld = kSteps * kStepInputs, kStepBytes = Block::kBytes, kBeside = 0;
   typedef Numbers Read;
-  typedef Tables16<kBlocksHeld> Held;
+  typedef Tables Held;
   GSD_TILE void read(const Four& c, int64_t i, int64_t k, Read& n) { half_numbers<Block::kBytes, Minimum>(c, i, k, n); }
   GSD_TILE void hold(const Four&, int64_t, int64_t, const Read& n, Held& held) {
     make_tables<ValuesOf<Block>, NormalWords>(n.d, Minimum ? n.m : n.d, 0, kBlocksHeld, held);
   }
-  GSD_TILE __m512i words(const uint8_t* row, int64_t i, const Held& held, int j) {
+};
+
+// Codes of half a byte behind the numbers.
+template <class Block, int Codes, bool Minimum>
+struct NibbleUnit : TableUnit<Block, Tables16<kBlocksHeld>, Minimum> {
+  GSD_TILE __m512i words(const uint8_t* row, int64_t i, const Tables16<kBlocksHeld>& held, int j) {
     const uint8_t* block = row + i / kStepInputs * Block::kBytes;
-    return Held::look_up(held, kSteps * j + step_of(i), shifted_nibbles(block + Codes));
+    return Tables16<kBlocksHeld>::look_up(held, kSteps * j + step_of(i), shifted_nibbles(block + Codes));
   }
 };
 template <>
@@ -139,17 +144,11 @@ struct UnitOf<BlockMXFP4> : NibbleUnit<BlockMXFP4, 1, false> {
 
 // The same with fifth bits before the codes.
 template <class Block, int Fifth, bool Minimum>
-struct FiveBitUnit {
-  static constexpr int kHeld = kSteps * kStepInputs, kStepBytes = Block::kBytes, kBeside = 0;
-  typedef Numbers Read;
-  typedef Tables32<kBlocksHeld> Held;
-  GSD_TILE void read(const Four& c, int64_t i, int64_t k, Read& n) { half_numbers<Block::kBytes, Minimum>(c, i, k, n); }
-  GSD_TILE void hold(const Four&, int64_t, int64_t, const Read& n, Held& held) {
-    make_tables<ValuesOf<Block>, NormalWords>(n.d, Minimum ? n.m : n.d, 0, kBlocksHeld, held);
-  }
-  GSD_TILE __m512i words(const uint8_t* row, int64_t i, const Held& held, int j) {
+struct FiveBitUnit : TableUnit<Block, Tables32<kBlocksHeld>, Minimum> {
+  GSD_TILE __m512i words(const uint8_t* row, int64_t i, const Tables32<kBlocksHeld>& held, int j) {
     const uint8_t* block = row + i / kStepInputs * Block::kBytes;
-    return Held::look_up(held, kSteps * j + step_of(i), with_fifth(nibble_codes(block + Fifth + 4), bits_at(block + Fifth)));
+    const Codes32 codes = with_fifth(nibble_codes(block + Fifth + 4), bits_at(block + Fifth));
+    return Tables32<kBlocksHeld>::look_up(held, kSteps * j + step_of(i), codes);
   }
 };
 template <>

@@ -15,7 +15,8 @@ from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.packed import codes, unpack_rows
 from gsd_kernels.ops.row_linear import row_linear
 from gsd_kernels_hf.costs.pair import describe
-from gsd_kernels_hf.model.fused import why_not
+from gsd_kernels_hf.model import proof
+from gsd_kernels_hf.model.fused import FusedRows, why_not
 from gsd_kernels_hf.packed.adapters import stored_in
 from gsd_kernels_hf.packed.modules import matrix_of, packed_in
 
@@ -132,6 +133,22 @@ def test_a_patched_model_notices_changed_scales(name, made):
             scale.div_(-1.5)
     gsd.unpatch(model)
     assert torch.equal(second, expected) and not torch.equal(second, first)
+
+
+@names
+def test_a_proof_is_as_close_as_float32_where_rows_are_taken_as_they_are(name, made):
+    """Of whole models it is not: a last bit that differs becomes a code there."""
+    model, gen = made(name, torch.float32), torch.Generator().manual_seed(0)
+
+    def why_not_off_by(part):
+        def forward(of):
+            found = proof.logits_of_rows(FusedRows(of, proof.capacity(), proof.kv_start(of), "auto"), of)
+            return found + part * found.std() * torch.randn(found.shape, generator=gen)
+
+        return proof.why_not_proved(model, f"off by {part}", forward, closely=True)
+
+    assert why_not_off_by(0.0) is None
+    assert "some layers in float32" in why_not_off_by(1e-3).what
 
 
 @names
