@@ -131,4 +131,4 @@ class NodeVectors:
         """Keep those of a level's frontier, [B, W, D]."""
         vectors, node = self.by_shape[level.config], level.frontier.node_ids.long()
         at = torch.where(node >= 0, node, vectors.shape[1] - 1).to(vectors.device)
-        vectors.scatter_(1, at[..., None].expand_as(found), found)
+        vectors[torch.arange(len(at), device=at.device)[:, None], at] = found  # a scatter of single numbers is slower
