@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 from typing import Any, Literal, get_args
 
 import torch
@@ -81,6 +82,11 @@ def compiled_first() -> bool:
     if value not in FIRST:
         raise ValueError(f"GSD_KERNELS_CUDA_FIRST: expected {' or '.join(FIRST)}, got {value!r}; or unset it")
     return value == "compiled"
+
+
+def implementations_of(op: str, **modules: ModuleType) -> dict[str, Callable[..., Any]]:
+    """The implementations of ``op`` by backend, fastest first: in each module the function of that name."""
+    return {backend: getattr(module, op) for backend, module in modules.items()}
 
 
 def preferred(implementations: dict[str, Callable[..., Any]]) -> list[str]:

@@ -134,9 +134,9 @@ def test_a_whole_model_can_name_it(monkeypatch):
     """The compiled ops have one name on both devices; only the attention has to be replaced to run a step here."""
     calls = []
 
-    def attention(*args):
-        calls.append(args[0].shape)
-        return reference.dag_attention(*args)
+    def attention(call):
+        calls.append(call.q.shape)
+        return reference.dag_attention(call)
 
     monkeypatch.setattr(backends, "unavailable_reason", lambda *_: None)
     monkeypatch.setitem(IMPLEMENTATIONS, "cuda", attention)

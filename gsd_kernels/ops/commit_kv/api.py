@@ -5,16 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...backends import resolve
+from ...backends import implementations_of, resolve
 from ...checks import check_tensor
 from . import compiled, reference, triton_op
 
-IMPLEMENTATIONS = {
-    "triton": triton_op.commit_kv,
-    "cpu": compiled.commit_kv,
-    "cuda": compiled.commit_kv,
-    "reference": reference.commit_kv,
-}
+IMPLEMENTATIONS = implementations_of("commit_kv", triton=triton_op, cpu=compiled, cuda=compiled, reference=reference)
 
 
 def commit_kv(

@@ -3,13 +3,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...backends import resolve
+from ...backends import implementations_of, resolve
 from ...checks import check_tensor
 from ...graph import TokenGraph
 from . import compiled, reference
 from .index import SortedCorpus
 
-IMPLEMENTATIONS = {"cpu": compiled.corpus_recall, "reference": reference.corpus_recall}
+IMPLEMENTATIONS = implementations_of("corpus_recall", cpu=compiled, reference=reference)
 
 
 def corpus_recall(

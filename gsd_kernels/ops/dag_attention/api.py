@@ -5,17 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...backends import resolve
+from ...backends import implementations_of, resolve
 from ...checks import check_tensor
 from . import compiled, cpu, reference, triton_op
 from .dense import DenseMask
+from .records import AttentionCall
 
-IMPLEMENTATIONS = {
-    "cpu": cpu.dag_attention,
-    "triton": triton_op.dag_attention,
-    "reference": reference.dag_attention,
-    "cuda": compiled.dag_attention,  # last: on request only, until measurements say where it wins
-}
+# last: on request only, until measurements say where it wins
+IMPLEMENTATIONS = implementations_of("dag_attention", cpu=cpu, triton=triton_op, reference=reference, cuda=compiled)
 DENSE = (cpu.dag_attention, reference.dag_attention)  # these work on a dense mask
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -86,8 +83,9 @@ def dag_attention(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     more: dict[str, Any] = {"dense": dense, "return_lse": return_lse} if function in DENSE else {}
     more |= {"row_invariant": row_invariant} if function is cpu.dag_attention else {}
-    rest = (row_depths, node_depths, scale, softcap, sliding_window, chunk, sinks)
-    out, lse = function(q, k, v, ancestor_mask, kv_len, kv_start, *rest, **more)
+    lengths = (kv_len, kv_start, row_depths, node_depths)
+    call = AttentionCall(q, k, v, ancestor_mask, *lengths, scale, softcap, sliding_window, chunk, sinks)
+    out, lse = function(call, **more)
     return (out, lse) if return_lse else out
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .records import AttentionCall
+
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128)
 MIN_CAPABILITY = (8, 0)
@@ -12,37 +14,16 @@ ALIGNMENT = 16  # bytes of one asynchronous copy
 OTHERWISE = "use backend='triton' or 'reference'"
 
 
-def dag_attention(
-    q: Tensor,  # [B, Hq, R, D]
-    k: Tensor,  # [B, Hkv, S, D]
-    v: Tensor,  # [B, Hkv, S, D]
-    ancestor_mask: Tensor,  # int32 [B, R, words]
-    kv_len: Tensor,  # int32 [B]
-    kv_start: Tensor | None,
-    row_depths: Tensor | None,
-    node_depths: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sliding_window: int | None,
-    chunk: int | None = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def dag_attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Two launches of static shape. The output's memory is [B, R, Hq, D]."""
-    check(q, k, v)
-    by_position = sliding_window is not None or chunk is not None
+    check(call.q, call.k, call.v)
+    mask, start, sinks = call.ancestor_mask, call.kv_start, call.sinks
+    by_position = call.sliding_window is not None or call.chunk is not None
+    depths = (t.contiguous() if by_position and t is not None else None for t in (call.row_depths, call.node_depths))
     return torch.ops.gsd_kernels.dag_attention(
-        q,
-        k,
-        v,
-        ancestor_mask if ancestor_mask.stride(-1) == 1 else ancestor_mask.contiguous(),
-        kv_len.contiguous(),
-        None if kv_start is None else kv_start.contiguous(),
-        row_depths.contiguous() if by_position and row_depths is not None else None,
-        node_depths.contiguous() if by_position and node_depths is not None else None,
-        scale,
-        softcap,
-        sliding_window,
-        chunk,
+        *(call.q, call.k, call.v, mask if mask.stride(-1) == 1 else mask.contiguous()),
+        *(call.kv_len.contiguous(), None if start is None else start.contiguous(), *depths),
+        *(call.scale, call.softcap, call.sliding_window, call.chunk),
         None if sinks is None else sinks.float().contiguous(),
     )
 

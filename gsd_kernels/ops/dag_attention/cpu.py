@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import sdpa
 from .dense import DenseMask
+from .records import AttentionCall
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FEW_ROWS = 8
@@ -17,31 +18,14 @@ FEW_ROWS = 8
 
 
 def dag_attention(
-    q: Tensor,  # [B, Hq, R, D]
-    k: Tensor,  # [B, Hkv, S, D]
-    v: Tensor,  # [B, Hkv, S, Dv]
-    ancestor_mask: Tensor,  # int32 [B, R, words]
-    kv_len: Tensor,  # int32 [B]
-    kv_start: Tensor | None,
-    row_depths: Tensor | None,
-    node_depths: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sliding_window: int | None,
-    chunk: int | None = None,
-    sinks: Tensor | None = None,
-    *,
-    dense: DenseMask | None = None,
-    return_lse: bool = False,
-    row_invariant: bool = False,
+    call: AttentionCall, *, dense: DenseMask | None = None, return_lse: bool = False, row_invariant: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """The output's memory is [B, R, Hq, Dv]."""
-    arguments = (q, k, v, ancestor_mask, kv_len, kv_start, row_depths, node_depths)
+    q, k, v, *lengths, scale, softcap, sliding_window, chunk, sinks = call
     packed = q.shape[1] // k.shape[1] * q.shape[2]
     if (packed > FEW_ROWS and not row_invariant) or q.dtype not in DTYPES:
-        rest = (scale, softcap, sliding_window, chunk, sinks)
-        return sdpa.dag_attention(*arguments, *rest, dense=dense, return_lse=return_lse)
+        return sdpa.dag_attention(call, dense=dense, return_lse=return_lse)
     tensors = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    lengths = (t if t is None else t.contiguous() for t in arguments[3:])
+    lengths = [t if t is None else t.contiguous() for t in lengths]
     sinks = None if sinks is None else sinks.float().contiguous()
     return torch.ops.gsd_kernels.dag_attention(*tensors, *lengths, scale, softcap, sliding_window, chunk, sinks)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...graph import WORD_BITS, unpack_bits
+from .records import AttentionCall
 
 
 @dataclass
@@ -48,6 +49,12 @@ def dense_mask(
     """The mask over ``capacity`` cache positions."""
     visible = visibility(ancestor_mask, kv_len, kv_start, row_depths, node_depths, sliding_window, capacity, chunk)
     return DenseMask(visible, kv_len, ancestor_mask.shape[-1] * WORD_BITS)
+
+
+def dense_mask_of(call: AttentionCall) -> DenseMask:
+    """That of a call, over its caches."""
+    lengths = (call.kv_len, call.kv_start, call.row_depths, call.node_depths)
+    return dense_mask(call.ancestor_mask, *lengths, call.sliding_window, call.k.shape[2], call.chunk)
 
 
 def visibility(

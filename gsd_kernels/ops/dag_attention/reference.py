@@ -3,34 +3,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dense import DenseMask, visibility
+from .dense import DenseMask, dense_mask_of
+from .records import AttentionCall
 
 
 def dag_attention(
-    q: Tensor,  # [B, Hq, R, D]
-    k: Tensor,  # [B, Hkv, S, D]
-    v: Tensor,  # [B, Hkv, S, Dv]
-    ancestor_mask: Tensor,  # int32 [B, R, words]
-    kv_len: Tensor,  # int32 [B]
-    kv_start: Tensor | None,
-    row_depths: Tensor | None,
-    node_depths: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sliding_window: int | None,
-    chunk: int | None = None,
-    sinks: Tensor | None = None,  # [Hq]
+    call: AttentionCall,
     *,
     dense: DenseMask | None = None,  # computed from the words if not given
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over the visible positions, in float32 (float64 for float64 inputs)."""
-    if dense is not None:
-        visible = dense.visible
-    else:
-        lengths = (kv_len, kv_start, row_depths, node_depths)
-        visible = visibility(ancestor_mask, *lengths, sliding_window, k.shape[2], chunk)
-    return attend(q, k, v, visible, scale, softcap, sinks)
+    visible = (dense_mask_of(call) if dense is None else dense).visible
+    return attend(call.q, call.k, call.v, visible, call.scale, call.softcap, call.sinks)
 
 
 def attend(

@@ -7,36 +7,21 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import reference
-from .dense import DenseMask, dense_mask
+from .dense import DenseMask, dense_mask_of
+from .records import AttentionCall
 from .reference import share
 
 
 def dag_attention(
-    q: Tensor,  # [B, Hq, R, D]
-    k: Tensor,  # [B, Hkv, S, D]
-    v: Tensor,  # [B, Hkv, S, Dv]
-    ancestor_mask: Tensor,  # int32 [B, R, words]
-    kv_len: Tensor,  # int32 [B]
-    kv_start: Tensor | None,
-    row_depths: Tensor | None,
-    node_depths: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sliding_window: int | None,
-    chunk: int | None = None,
-    sinks: Tensor | None = None,
-    *,
-    dense: DenseMask | None = None,
-    return_lse: bool = False,
+    call: AttentionCall, *, dense: DenseMask | None = None, return_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """As the reference; a soft cap, which the fused kernel lacks, and a log-sum-exp that it hides, are like it."""
+    (q, k, v), scale, sinks = call[:3], call.scale, call.sinks
     trusted = dense is not None
-    if dense is None:
-        lengths = (kv_len, kv_start, row_depths, node_depths)
-        dense = dense_mask(ancestor_mask, *lengths, sliding_window, k.shape[2], chunk)
+    dense = dense_mask_of(call) if dense is None else dense
     hidden = sinks is not None and q.shape[3] != v.shape[3]
-    if softcap is not None or return_lse or hidden:
-        return reference.attend(q, k, v, dense.visible, scale, softcap, sinks)
+    if call.softcap is not None or return_lse or hidden:
+        return reference.dag_attention(call, dense=dense)
     batch, heads, rows, _ = q.shape
     kv_heads = k.shape[1]
     groups = heads // kv_heads

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...compiled import empty_attention, schema_of
 from ..launching import launching_op
+from .records import AttentionCall
 
 HALF_OR_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
@@ -24,25 +25,10 @@ def _dag_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
 _dag_attention.register_fake(empty_attention)
 
 
-def dag_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ancestor_mask: Tensor,
-    kv_len: Tensor,
-    kv_start: Tensor | None,
-    row_depths: Tensor | None,
-    node_depths: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sliding_window: int | None,
-    chunk: int | None = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def dag_attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Tensor-core attention with float32 accumulation. The output's memory is [B, R, Hq, Dv]."""
-    if q.dtype not in HALF_OR_SINGLE:
+    if call.q.dtype not in HALF_OR_SINGLE:
         raise TypeError("q: backend 'triton' takes float32, float16 or bfloat16; use backend='reference' for float64")
-    if max(q.shape[3], v.shape[3]) > MAX_HEAD_DIM:
+    if max(call.q.shape[3], call.v.shape[3]) > MAX_HEAD_DIM:
         raise ValueError(f"q: backend 'triton' takes head sizes up to {MAX_HEAD_DIM}")
-    lengths = (kv_len, kv_start, row_depths, node_depths)
-    return _dag_attention(q, k, v, ancestor_mask, *lengths, scale, softcap, sliding_window, chunk, sinks)
+    return _dag_attention(*call)

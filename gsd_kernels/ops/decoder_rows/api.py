@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...backends import resolve
+from ...backends import implementations_of, resolve
 from ...checks import check_tensor
 from . import compiled, cuda, reference
 from .weights import DecoderWeights
 
 # The CUDA operator reads nothing back and so checks no token ids: by name only, behind the reference.
-IMPLEMENTATIONS = {"cpu": compiled.decoder_rows, "reference": reference.decoder_rows, "cuda": cuda.decoder_rows}
+IMPLEMENTATIONS = implementations_of("decoder_rows", cpu=compiled, reference=reference, cuda=cuda)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

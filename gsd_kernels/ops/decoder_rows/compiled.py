@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,30 +13,12 @@ def decoder_rows(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.ops.gsd_kernels.decoder_rows(*flat(*arguments))
 
 
-def flat(
-    weights: DecoderWeights,
-    token_ids: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    ancestor_mask: Tensor,
-    node_depths: Tensor,
-    kv_len: Tensor,
-    kv_start: Tensor,
-    k_caches: list[Tensor],
-    v_caches: list[Tensor],
-    states: Sequence[int],
-    keep: int,
-) -> tuple[Any, ...]:
-    """The operator's arguments."""
+def flat(weights: DecoderWeights, *rows: Any) -> tuple[Any, ...]:
+    """The operator's arguments, of those that the reference takes."""
+    *graph, k_caches, v_caches, states, keep = rows
     w = weights
     return (
-        token_ids.contiguous(),
-        positions.contiguous(),
-        slots.contiguous(),
-        ancestor_mask.contiguous(),
-        node_depths.contiguous(),
-        kv_len.contiguous(),
-        kv_start.contiguous(),
+        *(t.contiguous() for t in graph),
         stored(w.embedding),
         w.flat_layers,
         *w.packing,

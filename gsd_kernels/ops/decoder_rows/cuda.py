@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,21 +26,9 @@ OVERLAP = "GSD_KERNELS_ROWS_OVERLAP"
 OTHERWISE = "; use backend='reference'"
 
 
-def decoder_rows(
-    weights: DecoderWeights,
-    token_ids: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    ancestor_mask: Tensor,
-    node_depths: Tensor,
-    kv_len: Tensor,
-    kv_start: Tensor,
-    k_caches: list[Tensor],
-    v_caches: list[Tensor],
-    states: Sequence[int],
-    keep: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """csrc/cuda/decoder_rows.cpp"""
+def decoder_rows(weights: DecoderWeights, token_ids: Tensor, *rows: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """csrc/cuda/decoder_rows.cpp; arguments as the reference takes them."""
+    *graph, k_caches, v_caches, states, keep = rows
     check_device(token_ids.device)
     if "checked_for_cuda" not in vars(weights):  # hundreds of tensors, which stay as they are
         check(weights)
@@ -48,9 +37,8 @@ def decoder_rows(
     if len(weights.layers) in states:
         expected = f"layers 0 … {len(weights.layers) - 1}, got {list(states)}"
         raise ValueError(f"states: backend 'cuda' expects {expected}{OTHERWISE}")
-    graph = (token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start)
     distinct = sorted(set(states))
-    logits, hidden, read_by = compiled.decoder_rows(weights, *graph, k_caches, v_caches, distinct, keep)
+    logits, hidden, read_by = compiled.decoder_rows(weights, token_ids, *graph, k_caches, v_caches, distinct, keep)
     if distinct != list(states):  # a layer's input is where it was computed, and there once
         read_by = torch.stack([read_by[distinct.index(state)] for state in states])
     return logits, hidden, read_by

@@ -1,16 +1,11 @@
 from __future__ import annotations
 
-from ...backends import resolve
+from ...backends import implementations_of, resolve
 from ...config import MAX_ROWS
 from ...graph import Rows, TokenGraph
 from . import compiled, reference, triton_op
 
-IMPLEMENTATIONS = {
-    "triton": triton_op.flatten,
-    "cpu": compiled.flatten,
-    "cuda": compiled.flatten,
-    "reference": reference.flatten,
-}
+IMPLEMENTATIONS = implementations_of("flatten", triton=triton_op, cpu=compiled, cuda=compiled, reference=reference)
 
 
 def flatten(graph: TokenGraph, max_rows: int, max_path: int, *, backend: str = "auto") -> Rows:

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...backends import resolve_without_triton
+from ...backends import implementations_of, resolve_without_triton
 from ...checks import check_tensor
 from . import compiled, reference
 from .records import Asked, Mixture, Reliability
 
 __all__ = ["MAX_LEVELS", "Asked", "Mixture", "Reliability", "learn_source"]
 
-IMPLEMENTATIONS = {"cpu": compiled.learn_source, "cuda": compiled.learn_source, "reference": reference.learn_source}
+IMPLEMENTATIONS = implementations_of("learn_source", cpu=compiled, cuda=compiled, reference=reference)
 MAX_LEVELS = 64
 """That the compiled op takes; of more, those alike are joined."""
 

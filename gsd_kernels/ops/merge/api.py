@@ -3,18 +3,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...backends import resolve
+from ...backends import implementations_of, resolve
 from ...checks import check_tensor
 from ...config import MAX_CONTEXT
 from ...graph import Frontier, TokenGraph
 from . import compiled, reference, triton_op
 
-IMPLEMENTATIONS = {
-    "triton": triton_op.merge,
-    "cpu": compiled.merge,
-    "cuda": compiled.merge,
-    "reference": reference.merge,
-}
+IMPLEMENTATIONS = implementations_of("merge", triton=triton_op, cpu=compiled, cuda=compiled, reference=reference)
 
 
 def merge(

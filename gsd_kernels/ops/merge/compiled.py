@@ -7,27 +7,8 @@ from ...graph import Frontier, TokenGraph
 
 
 def merge(
-    graph: TokenGraph,
-    frontier: Tensor,
-    cand_tokens: Tensor,
-    cand_log_probs: Tensor,
-    level: int,
-    width: int,
-    merge_context: int,
-    log_sibling_ratio: float,
-    log_min_prob: float,
+    graph: TokenGraph, frontier: Tensor, cand_tokens: Tensor, cand_log_probs: Tensor, *level: int | float
 ) -> Frontier:
-    """csrc/algorithms/merge.h, on the CPU or the GPU."""
-    return Frontier(
-        *torch.ops.gsd_kernels.merge(
-            graph.tensors(),
-            frontier.contiguous(),
-            cand_tokens.contiguous(),
-            cand_log_probs.contiguous(),
-            level,
-            width,
-            merge_context,
-            log_sibling_ratio,
-            log_min_prob,
-        )
-    )
+    """csrc/algorithms/merge.h, on the CPU or the GPU; the numbers of a level as the reference takes them."""
+    candidates = (t.contiguous() for t in (frontier, cand_tokens, cand_log_probs))
+    return Frontier(*torch.ops.gsd_kernels.merge(graph.tensors(), *candidates, *level))

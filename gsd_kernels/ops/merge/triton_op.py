@@ -23,18 +23,7 @@ _merge.register_fake(empty_frontier)
 
 
 def merge(
-    graph: TokenGraph,
-    frontier: Tensor,
-    cand_tokens: Tensor,
-    cand_log_probs: Tensor,
-    level: int,
-    width: int,
-    merge_context: int,
-    log_sibling_ratio: float,
-    log_min_prob: float,
+    graph: TokenGraph, frontier: Tensor, cand_tokens: Tensor, cand_log_probs: Tensor, *level: int | float
 ) -> Frontier:
     """All candidates of the level in one launch. The graph's tensors must be dense, as TokenGraph.empty makes them."""
-    limits = (log_sibling_ratio, log_min_prob)
-    return Frontier(
-        *_merge(graph.tensors(), frontier, cand_tokens, cand_log_probs, level, width, merge_context, *limits)
-    )
+    return Frontier(*_merge(graph.tensors(), frontier, cand_tokens, cand_log_probs, *level))

@@ -3,55 +3,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...backends import resolve, resolve_without_triton
+from ...backends import implementations_of, resolve, resolve_without_triton
 from ...checks import check_tensor
 from ...config import MAX_CONTEXT
 from ...graph import Rows, TokenGraph
 from . import compiled, reference, triton_op
 from .table import NgramTable
 
-INSERT = {
-    "triton": triton_op.ngram_insert,
-    "cpu": compiled.ngram_insert,
-    "cuda": compiled.ngram_insert,
-    "reference": reference.ngram_insert,
-}
-LOOKUP = {
-    "triton": triton_op.ngram_lookup,
-    "cpu": compiled.ngram_lookup,
-    "cuda": compiled.ngram_lookup,
-    "reference": reference.ngram_lookup,
-}
-PERTURB = {
-    "triton": triton_op.perturb_candidates,
-    "cpu": compiled.perturb_candidates,
-    "cuda": compiled.perturb_candidates,
-    "reference": reference.perturb_candidates,
-}
+INSERT, LOOKUP, PERTURB = (
+    implementations_of(op, triton=triton_op, cpu=compiled, cuda=compiled, reference=reference)
+    for op in ("ngram_insert", "ngram_lookup", "perturb_candidates")
+)
 # These three are one launch compiled; Triton's kernels stand behind PyTorch's operators, 191 launches a step more.
-MIX = {
-    "cpu": compiled.mix_candidates,
-    "cuda": compiled.mix_candidates,
-    "triton": triton_op.mix_candidates,
-    "reference": reference.mix_candidates,
-}
-REMEMBER = {
-    "cpu": compiled.ngram_remember,
-    "cuda": compiled.ngram_remember,
-    "triton": triton_op.ngram_remember,
-    "reference": reference.ngram_remember,
-}
-RECALL = {
-    "cpu": compiled.ngram_recall,
-    "cuda": compiled.ngram_recall,
-    "triton": triton_op.ngram_recall,
-    "reference": reference.ngram_recall,
-}
-CALIBRATE = {
-    "cpu": compiled.calibrate_candidates,
-    "cuda": compiled.calibrate_candidates,
-    "reference": reference.calibrate_candidates,
-}
+MIX, REMEMBER, RECALL = (
+    implementations_of(op, cpu=compiled, cuda=compiled, triton=triton_op, reference=reference)
+    for op in ("mix_candidates", "ngram_remember", "ngram_recall")
+)
+CALIBRATE = implementations_of("calibrate_candidates", cpu=compiled, cuda=compiled, reference=reference)
 
 
 def ngram_insert(
@@ -160,14 +128,21 @@ def ngram_recall(
     check_tensor("graph.contexts", graph.contexts, (batch, None, MAX_CONTEXT), (torch.int32,), device)
     if graph.branch > table.tokens.shape[2]:
         raise ValueError(f"graph: expected a branch of at most {table.tokens.shape[2]}, got {graph.branch}")
+    check_noise(first_pick, seed, sequence_ids, batch, device)
+    function = resolve(backend, device, RECALL)
+    return function(table, graph, nodes, graph.branch, first_pick, seed, sequence_ids)
+
+
+def check_noise(
+    first_pick: Tensor | None, seed: Tensor | None, sequence_ids: Tensor | None, batch: int, device: torch.device
+) -> None:
+    """Raise unless what :func:`ngram_recall` draws noise by is what its docstring says."""
     if len({first_pick is None, seed is None, sequence_ids is None}) > 1:
         raise ValueError("first_pick, seed, sequence_ids: expected all or none")
     if seed is not None:
         check_tensor("first_pick", first_pick, (batch,), (torch.int32,), device)
         check_tensor("seed", seed, (), (torch.int64,), device)
         check_tensor("sequence_ids", sequence_ids, (batch,), (torch.int32,), device)
-    function = resolve(backend, device, RECALL)
-    return function(table, graph, nodes, graph.branch, first_pick, seed, sequence_ids)
 
 
 def calibrate_candidates(

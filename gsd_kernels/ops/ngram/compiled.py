@@ -26,17 +26,10 @@ def ngram_remember(table: NgramTable, rows: Rows, tail: Tensor, tokens: Tensor, 
 
 
 def ngram_recall(
-    table: NgramTable,
-    graph: TokenGraph,
-    nodes: Tensor,
-    branch: int,
-    first_pick: Tensor | None,
-    seed: Tensor | None,
-    sequence_ids: Tensor | None,
+    table: NgramTable, graph: TokenGraph, nodes: Tensor, branch: int, *noise: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     stored = (table.keys, table.tokens, table.log_probs)
     drafted = (graph.token_ids, graph.contexts, graph.depths, nodes.contiguous())
-    noise = (first_pick, seed, sequence_ids)
     return torch.ops.gsd_kernels.ngram_recall(*stored, *drafted, branch, table.max_context, table.ways, *noise)
 
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...backends import resolve
+from ...backends import implementations_of, resolve
 from ...checks import check_tensor
 from . import compiled, reference
 from .matrix import PackedMatrix
 
-IMPLEMENTATIONS = {"cpu": compiled.unpack_rows, "reference": reference.unpack_rows}
+IMPLEMENTATIONS = implementations_of("unpack_rows", cpu=compiled, reference=reference)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -3,15 +3,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...backends import resolve
+from ...backends import implementations_of, resolve
 from ...checks import check_tensor
 from ...config import MAX_CONTEXT
 from ...graph import TokenGraph
 from ..ngram import NgramTable
+from ..ngram.api import check_noise
 from . import compiled, reference
 from .records import RecalledLevels
 
-IMPLEMENTATIONS = {"cpu": compiled.recall_levels, "reference": reference.recall_levels}
+IMPLEMENTATIONS = implementations_of("recall_levels", cpu=compiled, reference=reference)
 
 
 def recall_levels(
@@ -72,12 +73,7 @@ def recall_levels(
             raise ValueError(f"log_ratio: expected [1 or more, {graph.branch} or more], got {list(log_ratio.shape)}")
     if not -1 <= merge_context <= MAX_CONTEXT:
         raise ValueError(f"merge_context: expected -1 … {MAX_CONTEXT}, got {merge_context}")
-    if len({first_pick is None, seed is None, sequence_ids is None}) > 1:
-        raise ValueError("first_pick, seed, sequence_ids: expected all or none")
-    if seed is not None:
-        check_tensor("first_pick", first_pick, (batch,), (torch.int32,), device)
-        check_tensor("seed", seed, (), (torch.int64,), device)
-        check_tensor("sequence_ids", sequence_ids, (batch,), (torch.int32,), device)
+    check_noise(first_pick, seed, sequence_ids, batch, device)
     return resolve(backend, device, IMPLEMENTATIONS)(
         table,
         graph,

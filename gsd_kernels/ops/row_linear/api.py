@@ -3,12 +3,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...backends import resolve
+from ...backends import implementations_of, resolve
 from ...checks import check_tensor
 from ..packed import PackedMatrix
 from . import compiled, reference
 
-IMPLEMENTATIONS = {"cpu": compiled.row_linear, "reference": reference.row_linear}
+IMPLEMENTATIONS = implementations_of("row_linear", cpu=compiled, reference=reference)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -3,29 +3,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...backends import resolve
+from ...backends import implementations_of, resolve
 from ...checks import check_tensor
 from . import compiled, reference, triton_op
 
-SAMPLE_ROWS = {
-    "cpu": compiled.sample_rows,
-    "triton": triton_op.sample_rows,
-    "cuda": compiled.sample_rows,
-    "reference": reference.sample_rows,
-}
-DRAFT_CANDIDATES = {
-    "cpu": compiled.draft_candidates,
-    "triton": triton_op.draft_candidates,
-    "cuda": compiled.draft_candidates,
-    "reference": reference.draft_candidates,
-}
+SAMPLE_ROWS, DRAFT_CANDIDATES, WARPED_LOG_PROBS = (
+    implementations_of(op, cpu=compiled, triton=triton_op, cuda=compiled, reference=reference)
+    for op in ("sample_rows", "draft_candidates", "warped_log_probs")
+)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-WARPED_LOG_PROBS = {
-    "cpu": compiled.warped_log_probs,
-    "triton": triton_op.warped_log_probs,
-    "cuda": compiled.warped_log_probs,
-    "reference": reference.warped_log_probs,
-}
 
 
 def sample_rows(

@@ -6,56 +6,22 @@ from torch import Tensor
 Parameter = float | Tensor  # one for all, or one a sequence: [] or [B]
 
 
-def sample_rows(
-    logits: Tensor,
-    positions: Tensor,
-    seed: Tensor,
-    sequence_ids: Tensor,
-    temperature: Parameter,
-    top_k: Parameter,
-    top_p: Parameter,
-    min_p: Parameter,
-) -> Tensor:
-    """csrc/cpu/sampling_ops.cpp or csrc/algorithms/sampling.h: one op on the CPU and the GPU."""
-    return torch.ops.gsd_kernels.sample_rows(
-        logits.contiguous(),
-        positions.contiguous(),
-        seed,
-        sequence_ids.contiguous(),
-        *_warpers(logits.shape[0], temperature, top_k, top_p, min_p),
-    )
+def sample_rows(logits: Tensor, positions: Tensor, seed: Tensor, sequence_ids: Tensor, *warpers: Parameter) -> Tensor:
+    """csrc/cpu/sampling_ops.cpp or csrc/algorithms/sampling.h: one op on the CPU and the GPU, as the others here."""
+    given = (logits.contiguous(), positions.contiguous(), seed, sequence_ids.contiguous())
+    return torch.ops.gsd_kernels.sample_rows(*given, *_warpers(logits.shape[0], *warpers))
 
 
 def draft_candidates(
-    logits: Tensor,
-    positions: Tensor,
-    branch: int,
-    seed: Tensor,
-    sequence_ids: Tensor,
-    temperature: Parameter,
-    top_k: Parameter,
-    top_p: Parameter,
-    min_p: Parameter,
-    noise: bool,
+    logits: Tensor, positions: Tensor, branch: int, seed: Tensor, sequence_ids: Tensor, *rest: Parameter
 ) -> tuple[Tensor, Tensor]:
-    """csrc/cpu/sampling_ops.cpp or csrc/algorithms/sampling.h: one op on the CPU and the GPU."""
-    return torch.ops.gsd_kernels.draft_candidates(
-        logits.contiguous(),
-        positions.contiguous(),
-        branch,
-        seed,
-        sequence_ids.contiguous(),
-        *_warpers(logits.shape[0], temperature, top_k, top_p, min_p),
-        noise,
-    )
+    *warpers, noise = rest
+    given = (logits.contiguous(), positions.contiguous(), branch, seed, sequence_ids.contiguous())
+    return torch.ops.gsd_kernels.draft_candidates(*given, *_warpers(logits.shape[0], *warpers), noise)
 
 
-def warped_log_probs(
-    logits: Tensor, temperature: Parameter, top_k: Parameter, top_p: Parameter, min_p: Parameter
-) -> Tensor:
-    """csrc/cpu/sampling_ops.cpp or csrc/algorithms/sampling.h: one op on the CPU and the GPU."""
-    warpers = _warpers(logits.shape[0], temperature, top_k, top_p, min_p)
-    return torch.ops.gsd_kernels.warped_log_probs(logits.contiguous(), *warpers)
+def warped_log_probs(logits: Tensor, *warpers: Parameter) -> Tensor:
+    return torch.ops.gsd_kernels.warped_log_probs(logits.contiguous(), *_warpers(logits.shape[0], *warpers))
 
 
 def _warpers(

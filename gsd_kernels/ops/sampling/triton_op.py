@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,42 +20,10 @@ from .reference import Parameter
         "Tensor? top_ps, float top_p, Tensor? min_ps, float min_p, bool noise, bool with_log_probs) -> (Tensor, Tensor)"
     ),
 )
-def _best_tokens(
-    logits: Tensor,
-    positions: Tensor,
-    count: int,
-    seed: Tensor,
-    sequence_ids: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    top_ks: Tensor | None,
-    top_k: float,
-    top_ps: Tensor | None,
-    top_p: float,
-    min_ps: Tensor | None,
-    min_p: float,
-    noise: bool,
-    with_log_probs: bool,
-) -> tuple[Tensor, Tensor]:
+def _best_tokens(*arguments: Any) -> tuple[Tensor, Tensor]:
     from .triton import best_tokens as launch
 
-    return launch(
-        logits,
-        positions,
-        count,
-        seed,
-        sequence_ids,
-        temperatures,
-        temperature,
-        top_ks,
-        top_k,
-        top_ps,
-        top_p,
-        min_ps,
-        min_p,
-        noise,
-        with_log_probs,
-    )
+    return launch(*arguments)
 
 
 @_best_tokens.register_fake
@@ -63,35 +33,18 @@ def _(logits: Tensor, positions: Tensor, count: int, *rest: object) -> tuple[Ten
     return tokens, logits.new_empty(batch, rows, count if rest[-1] else 0, dtype=torch.float32)
 
 
-def sample_rows(
-    logits: Tensor,
-    positions: Tensor,
-    seed: Tensor,
-    sequence_ids: Tensor,
-    temperature: Parameter,
-    top_k: Parameter,
-    top_p: Parameter,
-    min_p: Parameter,
-) -> Tensor:
+def sample_rows(logits: Tensor, positions: Tensor, seed: Tensor, sequence_ids: Tensor, *warpers: Parameter) -> Tensor:
     """One launch."""
-    parameters = _parameters(logits.shape[0], temperature, top_k, top_p, min_p)
+    parameters = _parameters(logits.shape[0], *warpers)
     return _best_tokens(logits, positions, 1, seed, sequence_ids, *parameters, True, False)[0].squeeze(-1)
 
 
 def draft_candidates(
-    logits: Tensor,
-    positions: Tensor,
-    branch: int,
-    seed: Tensor,
-    sequence_ids: Tensor,
-    temperature: Parameter,
-    top_k: Parameter,
-    top_p: Parameter,
-    min_p: Parameter,
-    noise: bool,
+    logits: Tensor, positions: Tensor, branch: int, seed: Tensor, sequence_ids: Tensor, *rest: Parameter
 ) -> tuple[Tensor, Tensor]:
     """As sample_rows, with ``branch`` tokens and the log-sum-exp; the warped distribution's own normaliser cancels."""
-    parameters = _parameters(logits.shape[0], temperature, top_k, top_p, min_p)
+    *warpers, noise = rest
+    parameters = _parameters(logits.shape[0], *warpers)
     return _best_tokens(logits, positions, branch, seed, sequence_ids, *parameters, noise, True)
 
 
@@ -103,20 +56,10 @@ def draft_candidates(
         "Tensor? top_ps, float top_p, Tensor? min_ps, float min_p) -> Tensor"
     ),
 )
-def _log_probs(
-    logits: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
-    top_ks: Tensor | None,
-    top_k: float,
-    top_ps: Tensor | None,
-    top_p: float,
-    min_ps: Tensor | None,
-    min_p: float,
-) -> Tensor:
+def _log_probs(*arguments: Any) -> Tensor:
     from .triton_cut import log_probs as launch
 
-    return launch(logits, temperatures, temperature, top_ks, top_k, top_ps, top_p, min_ps, min_p)
+    return launch(*arguments)
 
 
 @_log_probs.register_fake
@@ -124,11 +67,9 @@ def _(logits: Tensor, *_: object) -> Tensor:
     return logits.new_empty(logits.shape, dtype=torch.float32)
 
 
-def warped_log_probs(
-    logits: Tensor, temperature: Parameter, top_k: Parameter, top_p: Parameter, min_p: Parameter
-) -> Tensor:
+def warped_log_probs(logits: Tensor, *warpers: Parameter) -> Tensor:
     """One launch."""
-    return _log_probs(logits, *_parameters(logits.shape[0], temperature, top_k, top_p, min_p))
+    return _log_probs(logits, *_parameters(logits.shape[0], *warpers))
 
 
 def _parameters(batch: int, *values: Parameter) -> list[Tensor | float | None]:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...backends import resolve_without_triton
+from ...backends import implementations_of, resolve_without_triton
 from ...checks import check_tensor
 from ...graph import Rows, TokenGraph
 from ..flatten.api import check_limits
@@ -16,8 +16,8 @@ from .records import FEATURES, LogisticPosterior
 
 __all__ = ["FEATURES", "LogisticPosterior", "select_rows", "update_edge_model"]
 
-ROWS = {"cpu": compiled.select_rows, "reference": reference.select_rows}
-LEARN = {"cpu": compiled.update_edge_model, "reference": reference.update_edge_model}
+ROWS = implementations_of("select_rows", cpu=compiled, reference=reference)
+LEARN = implementations_of("update_edge_model", cpu=compiled, reference=reference)
 
 
 def select_rows(

@@ -3,13 +3,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...backends import resolve
+from ...backends import implementations_of, resolve
 from ...checks import check_tensor
 from . import compiled, reference
 from .window import StateWindow
 
-ROWS = {"cpu": compiled.state_rows, "reference": reference.state_rows}
-COMMIT = {"cpu": compiled.state_commit, "reference": reference.state_commit}
+ROWS = implementations_of("state_rows", cpu=compiled, reference=reference)
+COMMIT = implementations_of("state_commit", cpu=compiled, reference=reference)
 FLOAT, INT = (torch.float32,), (torch.int32,)
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ...backends import resolve_without_triton
+from ...backends import implementations_of, resolve_without_triton
 from ...checks import check_tensor
 from ...graph import Acceptance, Rows, TokenGraph
 from . import compiled, reference
@@ -19,13 +16,9 @@ __all__ = ["NO_NODE", "Chain", "FedRows", "accepted_path", "commit_text", "feed_
 INT32, INT64 = (torch.int32,), (torch.int64,)
 
 
-def _implementations(name: str) -> dict[str, Callable[..., Any]]:
-    fast = getattr(compiled, name)
-    return {"cpu": fast, "cuda": fast, "reference": getattr(reference, name)}
-
-
-START, FEED, CHAIN, PATH, TEXT = map(
-    _implementations, ("start_graph", "feed_rows", "feed_chain", "accepted_path", "commit_text")
+START, FEED, CHAIN, PATH, TEXT = (
+    implementations_of(name, cpu=compiled, cuda=compiled, reference=reference)
+    for name in ("start_graph", "feed_rows", "feed_chain", "accepted_path", "commit_text")
 )
 
 

@@ -3,17 +3,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...backends import resolve
+from ...backends import implementations_of, resolve
 from ...checks import check_tensor
 from ...graph import Acceptance, Rows
 from . import compiled, reference, triton_op
 
-IMPLEMENTATIONS = {
-    "triton": triton_op.verify,
-    "cpu": compiled.verify,
-    "cuda": compiled.verify,
-    "reference": reference.verify,
-}
+IMPLEMENTATIONS = implementations_of("verify", triton=triton_op, cpu=compiled, cuda=compiled, reference=reference)
 
 
 def verify(

@@ -8,17 +8,6 @@ from ...graph import Acceptance, Rows
 
 def verify(rows: Rows, sampled: Tensor, eos_ids: Tensor, remaining: Tensor, done: Tensor, max_path: int) -> Acceptance:
     """csrc/algorithms/verify.h, on the CPU or the GPU."""
-    return Acceptance(
-        *torch.ops.gsd_kernels.verify(
-            rows.token_ids.contiguous(),
-            rows.parent_rows.contiguous(),
-            rows.depths.contiguous(),
-            rows.ancestor_mask.contiguous(),
-            rows.num_rows.contiguous(),
-            sampled.contiguous(),
-            eos_ids.contiguous(),
-            remaining.contiguous(),
-            done.contiguous(),
-            max_path,
-        )
-    )
+    tree = (rows.token_ids, rows.parent_rows, rows.depths, rows.ancestor_mask, rows.num_rows)
+    given = (t.contiguous() for t in (*tree, sampled, eos_ids, remaining, done))
+    return Acceptance(*torch.ops.gsd_kernels.verify(*given, max_path))

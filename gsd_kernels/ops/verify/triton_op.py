@@ -23,17 +23,5 @@ _verify.register_fake(empty_acceptance)
 
 def verify(rows: Rows, sampled: Tensor, eos_ids: Tensor, remaining: Tensor, done: Tensor, max_path: int) -> Acceptance:
     """All rows at once, in one launch."""
-    return Acceptance(
-        *_verify(
-            rows.token_ids,
-            rows.parent_rows,
-            rows.depths,
-            rows.ancestor_mask,
-            rows.num_rows,
-            sampled,
-            eos_ids,
-            remaining,
-            done,
-            max_path,
-        )
-    )
+    tree = (rows.token_ids, rows.parent_rows, rows.depths, rows.ancestor_mask, rows.num_rows)
+    return Acceptance(*_verify(*tree, sampled, eos_ids, remaining, done, max_path))

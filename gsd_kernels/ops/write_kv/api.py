@@ -3,11 +3,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...backends import resolve
+from ...backends import implementations_of, resolve
 from ...checks import check_tensor
 from . import compiled, reference, triton_op
 
-IMPLEMENTATIONS = {"triton": triton_op.write_kv, "cpu": compiled.write_kv, "reference": reference.write_kv}
+IMPLEMENTATIONS = implementations_of("write_kv", triton=triton_op, cpu=compiled, reference=reference)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import gsd_kernels as gsd
 from gsd_kernels.graph import pack_bits
-from gsd_kernels.ops.dag_attention.reference import visibility
+from gsd_kernels.ops.dag_attention import visibility
 
 NAN = math.nan
 
