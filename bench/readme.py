@@ -187,10 +187,7 @@ def _missing(missing: dict[str, str]) -> str:
 
 def tree(results: Path) -> str:
     """Tokens per step of the graph, and how that compares with the tree, by text and rows."""
-    path = results / "tree.json"
-    if not path.exists():
-        raise MissingResultError("`gsd-kernels bench tree-table`")
-    data = _read(path)
+    data = _result(results, "tree", "tree-table")
     target_rows = data["settings"]["grid"]["target_rows"]
     lines: dict[tuple[str, float, int], dict[int, str]] = {}
     for cell in data["cells"]:
@@ -280,15 +277,6 @@ def _rows_table(data: dict[str, Any]) -> str:
     return f"{_place(data['environment'])}. {what}:\n\n{markdown(head, lines)}"
 
 
-def corpus(results: Path) -> str:
-    """The history across calls and a corpus, on four tasks."""
-    path = results / "corpus.json"
-    if not path.exists():
-        raise MissingResultError("`gsd-kernels bench corpus`")
-    data = _read(path)
-    return f"{_place(data['environment'])}. {corpus_table.table(data)}"
-
-
 def kernels(results: Path) -> str:
     """Each op at its largest size, beside the best peer of the same run; the GPU's results where there are any."""
     sections = []
@@ -332,7 +320,7 @@ def _kernel_table(reports: list[Report]) -> str:
 
 def messages(results: Path) -> str:
     """Messages between ranks for a token, plain decoding beside speculation."""
-    data = _messages(results)
+    data = _result(results, scale_messages.NAME, "scale-messages")
     settings, target = data["settings"], data["target"]
     names = settings["prompts"]
     head = (
@@ -352,10 +340,15 @@ def memory(results: Path) -> str:
     )
 
 
-def _messages(results: Path) -> dict[str, Any]:
-    path = results / f"{scale_messages.NAME}.json"
+def _result(results: Path, name: str, command: str) -> dict[str, Any]:
+    """A result.
+
+    Raises:
+        MissingResultError: it is not there; ``bench command`` makes it.
+    """
+    path = results / f"{name}.json"
     if not path.exists():
-        raise MissingResultError("`gsd-kernels bench scale-messages`")
+        raise MissingResultError(f"`gsd-kernels bench {command}`")
     return _read(path)
 
 
@@ -404,7 +397,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "hybrid": partial(_tables, names=["hybrid"], command="gsd-kernels bench hybrid", table=hybrid_rows.table),
     "hybrid-trained": partial(_tables, names=[hybrid_table.NAME], command=RECIPE, table=hybrid_table.table),
     "gpu": gpu,
-    "corpus": corpus,
+    "corpus": partial(_tables, names=["corpus"], command="gsd-kernels bench corpus", table=corpus_table.table),
     "kernels": kernels,
     "scale-messages": messages,
     "scale-memory": memory,

@@ -29,6 +29,7 @@ from ..lib.options import (
     dtype_of,
     join,
     listed,
+    quiet,
     show,
 )
 
@@ -86,8 +87,6 @@ def generate(
     compare: Compare = None,
 ) -> None:
     """Whole generations in one interleaved run: plain, chain, tree, graph, auto, and transformers' own modes."""
-    from gsd_kernels_hf.console.pair import quiet_transformers
-
     from .competitors import DEFAULT
     from .generate import Settings
     from .peers.race import PEERS
@@ -104,7 +103,7 @@ def generate(
         str(kind).removeprefix("torch."),
         *([f"tp{processes}"] * tp),
     ]
-    quiet_transformers()
+    quiet()
     settings = Settings(
         device=where,
         dtype=kind,
@@ -141,15 +140,13 @@ def first_token(
     name: Name = None,
 ) -> None:
     """Seconds until the first token of a long prompt, beside transformers and the peers, on a CPU."""
-    from gsd_kernels_hf.console.pair import quiet_transformers
-
     from .first_token import DEFAULT, run
 
     if quick:
         target_shape, tokens, prompts = "none", min(tokens, 64), min(prompts, 2)
     kind = dtype_of(dtype, "cpu")
     parts = ["first-token", target_shape, str(kind).removeprefix("torch."), *(["quick"] * quick)]
-    quiet_transformers()
+    quiet()
     report, table = run(pair.value, target_shape, kind, tokens=tokens, prompts=prompts, names=listed(names) or DEFAULT)
     show(report.write(out, name or "-".join(parts)), table, report.missing)
 
@@ -203,11 +200,9 @@ def tree_table(
     out: Out = RESULTS,
 ) -> None:
     """Tokens per step of chain, tree and graph over a grid of draft and target rows. Resumes where it was stopped."""
-    from gsd_kernels_hf.console.pair import quiet_transformers
-
     from .tree_table import QUICK, Grid, run
 
-    quiet_transformers()
+    quiet()
     grid = QUICK if quick else Grid()
     count = min(prompts, 2) if quick else prompts
     typer.echo(run(grid, pair=pair.value, prompts=count, new_tokens=new_tokens, folder=out))
@@ -225,12 +220,10 @@ def sources_table(
     """Every draft source, alone and together, on three kinds of text. Resumes where it was stopped."""
     import torch
 
-    from gsd_kernels_hf.console.pair import quiet_transformers
-
     from .generate import Settings
     from .sources_table import NAME, OURS, TEXTS, THEIRS, run
 
-    quiet_transformers()
+    quiet()
     settings = Settings(
         device=torch.device("cpu"),
         dtype=getattr(torch, dtype.value),
@@ -261,12 +254,11 @@ def corpus(
     """The history across calls and a corpus of the standard library on four tasks. Resumes where it was stopped."""
     import torch
 
-    from gsd_kernels_hf.console.pair import quiet_transformers
     from gsd_kernels_hf.costs.store import cache_dir
 
     from .corpus_table import NAME, Settings, run
 
-    quiet_transformers()
+    quiet()
     name = f"{NAME}-quick" if quick else NAME
     settings = Settings(
         target_shape="none" if quick else target_shape,
@@ -289,11 +281,9 @@ def online(
     out: Out = RESULTS,
 ) -> None:
     """What is accepted of a draft that learns while serving, by number of requests on one topic."""
-    from gsd_kernels_hf.console.pair import quiet_transformers
-
     from .online_table import NAME, Settings, run
 
-    quiet_transformers()
+    quiet()
     settings = Settings(
         requests=3 if quick else requests,
         prompt_tokens=prompt_tokens,
@@ -312,11 +302,9 @@ def typical_deviation(
     out: Out = RESULTS,
 ) -> None:
     """Deviation and gain of typical acceptance, beside the exact criterion and speculative sampling."""
-    from gsd_kernels_hf.console.pair import quiet_transformers
-
     from .typical_deviation import run
 
-    quiet_transformers()
+    quiet()
     typer.echo(run(pair=pair.value, prompts=prompts, samples=samples, new_tokens=new_tokens, folder=out))
 
 

@@ -10,7 +10,7 @@ import typer
 
 from gsd_kernels_hf.console import values
 
-from ..lib.options import RESULTS, Dtype, Name, NewTokens, Out, Prompts, listed
+from ..lib.options import RESULTS, Dtype, Name, NewTokens, Out, Prompts, listed, quiet
 from .commands import TargetShape
 
 
@@ -83,8 +83,6 @@ def drafters(
 
     import torch
 
-    from gsd_kernels_hf.console.pair import quiet_transformers
-
     from . import long_table, output_table
     from .drafters_table import CHAT, CHAT_COUNTS, COUNTS, EDGES, TABLE, settings_of, weights_of
     from .generate import Settings
@@ -95,7 +93,7 @@ def drafters(
         raise ValueError("--positions: measured for the demo target and its own drafters alone")
     if window is not None and (own is not None or positions is not None):
         raise ValueError("--window: takes neither --positions nor --drafter")
-    quiet_transformers()
+    quiet()
     inflated = target is Target.demo and not (quick or counts or own is not None or window is not None)
     given = Settings(
         device=torch.device("cpu"),

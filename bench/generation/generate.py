@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 import sys
 import time
@@ -17,11 +16,11 @@ from torch import Tensor
 from gsd_kernels_hf.console.ranks import from_first
 from gsd_kernels_hf.demo import smollm2
 from gsd_kernels_hf.files import write_json
-from gsd_kernels_hf.report.comparison import first_divergence, wait_for
+from gsd_kernels_hf.report.comparison import first_divergence, sameness, wait_for
 
 from ..lib.environment import environment
 from ..lib.intervals import Ratio, paired_ratio
-from ..lib.report import SCHEMA, caption, markdown
+from ..lib.report import SCHEMA, markdown
 from . import chat_pair
 from .competitors import (
     ASSISTED,
@@ -100,47 +99,8 @@ class GenerateReport:
         return paired_ratio(self.totals(ours), self.totals(theirs))
 
     def write(self, folder: Path, name: str) -> list[Path]:
-        """Write ``name`` as .json, .csv and (with matplotlib) .png; the files written."""
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = [write_json(folder / f"{name}.json", asdict(self)), folder / f"{name}.csv"]
-        shared = {key: self.environment[key] for key in ("device", "threads", "commit", "date")}
-        shared |= self.environment["versions"] | {k: self.settings[k] for k in ("dtype", "pair", "target_shape")}
-        scalars = [key for key in self.runs[0] if key not in ("stats", "divergence")] if self.runs else []
-        with paths[1].open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*shared, *scalars], extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows({**shared, **run} for run in self.runs)
-        if self.plot(folder / f"{name}.png"):
-            paths.append(folder / f"{name}.png")
-        return paths
-
-    def plot(self, path: Path) -> bool:
-        """Tokens per second of every competitor; ``False`` without matplotlib."""
-        try:
-            import matplotlib
-        except ImportError:
-            return False
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
-
-        rows = self.summary[::-1]
-        figure, axis = plt.subplots(figsize=(7.5, 0.36 * len(rows) + 1.5), layout="constrained")
-        colors = ["C0" if row["competitor"] in OURS else "C7" for row in rows]
-        rates = [row["tokens_per_second"] for row in rows]
-        axis.barh([row["competitor"] for row in rows], rates, color=colors)
-        for place, row in enumerate(rows):
-            label = f" {row['tokens_per_second']:.1f}"
-            if row["speedup"] is not None:
-                label += f"   {row['speedup']['value']:.2f}×"
-            axis.text(row["tokens_per_second"], place, label, va="center", fontsize=8)
-        axis.set_xlim(0, max(rates) * 1.22)
-        axis.set_xlabel(f"tokens per second (× is against {GREEDY}); blue is gsd_kernels", fontsize=9)
-        axis.tick_params(labelsize=9)
-        axis.spines[["top", "right"]].set_visible(False)
-        figure.suptitle(f"{title(self.settings, self.parameters)}\n{caption(self.environment)}", fontsize=9)
-        figure.savefig(path, dpi=120)
-        plt.close(figure)
-        return True
+        """Write ``name``.json; the files written."""
+        return [write_json(folder / f"{name}.json", asdict(self))]
 
     def table(self) -> str:
         """The summary in Markdown."""
@@ -152,7 +112,7 @@ class GenerateReport:
                     f"{row['tokens_per_second']:.1f}",
                     "–" if row["speedup"] is None else str(Ratio(**row["speedup"])),
                     "–" if row["tokens_per_forward"] is None else f"{row['tokens_per_forward']:.2f}",
-                    _sameness(row),
+                    sameness(row, row["compared"]) if row["compared"] else "–",
                 ]
                 for row in self.summary
             ],
@@ -174,17 +134,6 @@ def title(settings: dict[str, Any], parameters: dict[str, int]) -> str:
         f"{settings['pair']} pair{shape} ({parameters['target'] / 1e6:.0f}M with a {parameters['draft'] / 1e6:.1f}M "
         f"draft), {settings['dtype']}, {text}, {settings['new_tokens']} new tokens{shared}"
     )
-
-
-def _sameness(row: dict[str, Any]) -> str:
-    if row["compared"] == 0:
-        return "–"
-    text = f"{row['equal']} of {row['compared']}"
-    if row["within_rounding"]:
-        text += f", {row['within_rounding']} by rounding"
-    if row["beyond_rounding"]:
-        text += f", {row['beyond_rounding']} DIFFER"
-    return text
 
 
 def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> GenerateReport:

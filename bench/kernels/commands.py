@@ -12,7 +12,20 @@ import typer
 from gsd_kernels_hf.console import values
 from gsd_kernels_hf.console.groups import with_groups
 
-from ..lib.options import RESULTS, Compare, Device, Dtype, DtypeOption, Name, Out, Quick, device_of, dtype_of, show
+from ..lib.options import (
+    RESULTS,
+    Compare,
+    Device,
+    Dtype,
+    DtypeOption,
+    Name,
+    Out,
+    Quick,
+    device_of,
+    dtype_of,
+    quiet,
+    show,
+)
 
 if TYPE_CHECKING:
     from ..lib.report import Report
@@ -158,14 +171,13 @@ def hybrid(
     """A hybrid target of Qwen3.5's shape on a CPU: forwards of rows by window and by depth, and a race."""
     import torch
 
-    from gsd_kernels_hf.console.pair import quiet_transformers
     from gsd_kernels_hf.files import write_json
 
     from .hybrid import run, table
 
     if threads is not None:
         torch.set_num_threads(threads)
-    quiet_transformers()
+    quiet()
     report = run(
         getattr(torch, dtype.value),
         rows=tuple(counts or (1, 2, 4, 8, 16)),

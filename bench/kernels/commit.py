@@ -55,10 +55,7 @@ def entries(settings: Settings) -> Iterator[Entry]:
                 for cache in (*caches[0], *caches[1]):
                     cache[:, :, PREFIX : PREFIX + accepted] = cache.index_select(2, source_rows)
 
-            ours = [
-                Contestant(backend, None if reason else lambda b=backend, c=commit: c(b), reason)
-                for backend, reason in settings.backend_names(tuple(IMPLEMENTATIONS))
-            ]
+            ours = settings.ours(IMPLEMENTATIONS, commit)
             peers = [Contestant("torch_per_layer", layer_by_layer, peer=True)]
             yield Entry(
                 shape=name,

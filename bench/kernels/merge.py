@@ -104,10 +104,6 @@ def entries(settings: Settings) -> Iterator[Entry]:
             ("flatten", FLATTEN, lambda b, s=step: s.flatten(b).tensors(), rows.tensors(), edges + row_bytes),
             ("verify", VERIFY, lambda b, s=step, r=rows: s.verify(r, b), accepted, row_bytes + step.picks.nbytes),
         ):
-            contestants = [
-                Contestant(backend, None if reason else lambda c=call, b=backend: c(b), reason)
-                for backend, reason in settings.backend_names(tuple(implementations))
-            ]
             yield Entry(
                 shape="token graph",
                 parameters={"rows": rows_kept},
@@ -115,7 +111,7 @@ def entries(settings: Settings) -> Iterator[Entry]:
                 detail=f"depth {config.depth}, width {config.width}, branch {config.branch}, "
                 f"{config.node_capacity} nodes",
                 bytes_moved=size,
-                contestants=[*contestants, Contestant("others", missing=NO_PEER, peer=True)],
+                contestants=[*settings.ours(implementations, call), Contestant("others", missing=NO_PEER, peer=True)],
                 error=lambda output, right=right: different(output, right),
             )
 

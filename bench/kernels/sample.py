@@ -56,10 +56,7 @@ def entries(settings: Settings) -> Iterator[Entry]:
                         backend=backend,
                     )
 
-                ours = [
-                    Contestant(backend, None if reason else lambda b=backend, s=sample: s(b), reason)
-                    for backend, reason in settings.backend_names(tuple(SAMPLE_ROWS))
-                ]
+                ours = settings.ours(SAMPLE_ROWS, sample)
                 best = logits[0].argmax(-1)
                 yield Entry(
                     shape=name,
@@ -78,10 +75,7 @@ def entries(settings: Settings) -> Iterator[Entry]:
                     logits, positions, branch=BRANCH, seed=seed, sequence_ids=sequence_ids, backend=backend
                 )
 
-            ours = [
-                Contestant(backend, None if reason else lambda b=backend, c=candidates: c(b), reason)
-                for backend, reason in settings.backend_names(tuple(DRAFT_CANDIDATES))
-            ]
+            ours = settings.ours(DRAFT_CANDIDATES, candidates)
             peers = []
             if settings.wants_peer("torch_topk"):
                 peers.append(

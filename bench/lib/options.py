@@ -47,6 +47,13 @@ Prompts = Annotated[int, typer.Option("--prompts", min=1, help="Of every kind of
 NewTokens = Annotated[int, typer.Option("--new-tokens", min=1, help="Of every text.")]
 
 
+def quiet() -> None:
+    """Silence transformers: a benchmark reports its own progress."""
+    from gsd_kernels_hf.console.pair import quiet_transformers
+
+    quiet_transformers()
+
+
 def device_of(name: str | None) -> torch.device:
     """The device that ``--device`` names; by default the first GPU if there is one."""
     from gsd_kernels_hf.console.pair import pick_device

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -50,6 +51,17 @@ class Settings:
             if name not in implementations:
                 raise ValueError(f"--backend: {name!r} is none of {', '.join(implementations)}")
             yield name, unavailable_reason(name, self.device)
+
+    def ours(self, implementations: Sequence[str], call: Callable[[str], Any]) -> list[Contestant]:
+        """Our backends: ``call`` with the name of each, or the reason why it cannot run here.
+
+        Raises:
+            ValueError: a backend that the op does not have.
+        """
+        return [
+            Contestant(name, None if reason else partial(call, name), reason)
+            for name, reason in self.backend_names(tuple(implementations))
+        ]
 
     def wants_peer(self, name: str) -> bool:
         return self.peers is None or name in self.peers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import subprocess
@@ -88,11 +87,6 @@ def test_kernel_cases_write_their_files(name, tmp_path):
     present = {row.contestant for row in report.measured()}
     assert {"cpu", "reference"} <= present
     assert "triton" in report.missing()
-    with file.with_suffix(".csv").open(encoding="utf-8") as lines:
-        table = list(csv.DictReader(lines))
-    assert len(table) == len(report.rows)
-    assert {"device", "torch", "commit", "median", "p20", "p80", "bytes_moved", "bandwidth_fraction"} <= set(table[0])
-    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_attention_names_every_peer(tmp_path):
@@ -260,7 +254,6 @@ def test_generate_races_everyone(raced):
     assert all(run_["same"] for run_ in others), "float32 is equal"
     assert data["ratios"]["auto / plain"]["low"] <= data["ratios"]["auto / plain"]["value"]
     assert [(floor["against"], floor["floor"]) for floor in data["floors"]] == [("plain", 0.97)]
-    assert (folder / "generate.png").exists()
     assert "| auto |" in report.table()
 
 

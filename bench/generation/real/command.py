@@ -11,7 +11,7 @@ import typer
 from gsd_kernels_hf.console import values
 from gsd_kernels_hf.console.output import INTERRUPTED
 
-from ...lib.options import RESULTS, Dtype, Name, Out, listed, show
+from ...lib.options import RESULTS, Dtype, Name, Out, listed, quiet, show
 from .names import KNOWN, check_ways
 
 
@@ -69,12 +69,10 @@ def command(
     check_ways(listed(ways))
     import torch
 
-    from gsd_kernels_hf.console.pair import quiet_transformers
-
     from .report import kinds_table, remarks, table, verdicts
     from .run import Settings, name_of, run
 
-    quiet_transformers()
+    quiet()
     settings = Settings(
         model=model,
         draft=draft,
