@@ -307,7 +307,7 @@ def _inflated(pair: Pair, texts: list[str], config: GraphConfig, backend: str, s
 
 
 def _result(target: Any, name: str, rounds: list[dict[str, Run]], prompts: list[Any]) -> dict[str, Any]:
-    from gsd_kernels_hf.report.comparison import first_divergence
+    from gsd_kernels_hf.report.comparison import first_divergence, tally
 
     runs = [r[name] for r in rounds]
     found = [
@@ -323,13 +323,13 @@ def _result(target: Any, name: str, rounds: list[dict[str, Run]], prompts: list[
         "tokens_per_second": tokens / seconds,
         "target_forwards": forwards,
         "tokens_per_forward": tokens / forwards,
-        "equal": sum(d is None for d in found),
-        "within_rounding": sum(d is not None and d.within_rounding for d in found),
-        "beyond_rounding": sum(d is not None and not d.within_rounding for d in found),
+        **tally(found),
     }
 
 
 def _print_inflated(report: dict[str, Any]) -> None:
+    from gsd_kernels_hf.report.comparison import sameness
+
     title = (
         f"\nThe target inflated to {report['parameters'] / 1e6:.0f}M parameters (same function, larger cost): "
         f"{report['prompts']} × {report['max_new_tokens']} tokens, interleaved"
@@ -339,11 +339,7 @@ def _print_inflated(report: dict[str, Any]) -> None:
     busy = warned(report["others_share"])
     rows = table("", "tokens/s", "against plain", "tokens/forward", "<same tokens")
     for result in report["contenders"]:
-        same = f"{result['equal']} of {report['prompts']}"
-        if result["within_rounding"]:
-            same += f", {result['within_rounding']} by rounding"
-        if result["beyond_rounding"]:
-            same += f", {result['beyond_rounding']} DIFFER"
+        same = sameness(result, report["prompts"])
         ratio = result["speedup"]
         versus = f"{ratio:.2f}×" + (" slower" if ratio < 1 else "")
         versus = "" if result["name"] == PLAIN else "–" if busy else versus

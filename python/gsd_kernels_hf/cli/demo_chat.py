@@ -247,7 +247,7 @@ def _named(dtype: str, way: str) -> str:
 def _way(
     model: PreTrainedModel, dtype: str, way: str, rounds: list[dict[str, Run]], prompts: list[Any]
 ) -> dict[str, Any]:
-    from gsd_kernels_hf.report.comparison import first_divergence
+    from gsd_kernels_hf.report.comparison import first_divergence, tally
 
     runs = [runs[_named(dtype, way)] for runs in rounds]
     ours = way in (OURS, DRAFTED)
@@ -263,14 +263,14 @@ def _way(
         "tokens_per_second": tokens / seconds,
         "tokens_per_forward": tokens / sum(run.target_forwards or 0 for run in runs),
         "compared_with": against if found else None,
-        "equal": sum(d is None for d in found),
-        "within_rounding": sum(d is not None and d.within_rounding for d in found),
-        # transformers' own ways are no promise of ours
-        "beyond_rounding": sum(d is not None and not d.within_rounding for d in found) if ours or way == PLAIN else 0,
+        **tally(found),
+        **({} if ours or way == PLAIN else {"beyond_rounding": 0}),  # transformers' own ways are no promise of ours
     }
 
 
 def _print_race(report: dict[str, Any]) -> None:
+    from gsd_kernels_hf.report.comparison import sameness
+
     out.print(f"\n{_title(report)}", style="bold", soft_wrap=True)
     busy = warned(report["others_share"])
     rows = table("", "<", "tokens/s", "×", "tokens/step", "<same texts")
@@ -283,7 +283,7 @@ def _print_race(report: dict[str, Any]) -> None:
             f"{way['tokens_per_second']:.1f}",
             "" if way["way"] == HF else "–" if busy else f"{ratio:.2f}",
             f"{way['tokens_per_forward']:.2f}",
-            _same(way, report["prompts"]),
+            sameness(way, report["prompts"]) if way["compared_with"] else "",
         )
     out.print(rows)
     wrong = sum(way["beyond_rounding"] for way in report["ways"])
@@ -303,17 +303,6 @@ def _title(report: dict[str, Any]) -> str:
     prompts = f"The same {done} prompts" if done > 1 else "The same prompt"
     late = "" if done == asked else f" (time is up after {done} of {asked} prompts: --seconds {report['seconds']:.0f})"
     return f"{prompts}, {most} tokens at most, every way in turn{late}:"
-
-
-def _same(way: dict[str, Any], prompts: int) -> str:
-    if way["compared_with"] is None:
-        return ""
-    text = f"{way['equal']} of {prompts}"
-    if way["within_rounding"]:
-        text += f", {way['within_rounding']} by rounding"
-    if way["beyond_rounding"]:
-        text += f", {way['beyond_rounding']} DIFFER"
-    return text
 
 
 def _pictures(pair: Pair, settings: Settings) -> list[StepPicture]:

@@ -101,6 +101,22 @@ class Divergence:
         return {**vars(self), "within_rounding": self.within_rounding}
 
 
+def tally(found: Sequence[Divergence | None]) -> dict[str, int]:
+    """How many texts of a way are equal to those that they are held against, and of the others why."""
+    near = [divergence.within_rounding for divergence in found if divergence is not None]
+    return {"equal": len(found) - len(near), "within_rounding": sum(near), "beyond_rounding": len(near) - sum(near)}
+
+
+def sameness(row: Mapping[str, Any], texts: int) -> str:
+    """What :func:`tally` counted of so many texts, in words."""
+    text = f"{row['equal']} of {texts}"
+    if row["within_rounding"]:
+        text += f", {row['within_rounding']} by rounding"
+    if row["beyond_rounding"]:
+        text += f", {row['beyond_rounding']} DIFFER"
+    return text
+
+
 def plain(target: PreTrainedModel, *, counted: bool = True, **options: Any) -> Contender:
     """transformers' own ``generate`` with its ``options``; greedy by default.
 

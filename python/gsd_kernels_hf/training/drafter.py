@@ -21,8 +21,7 @@ from ..model.properties import vocabulary
 from ..sources.checkpoints import CONFIG, WEIGHTS
 from ..sources.dflash_config import MARKOV_HEADS
 from .job import TrainingOptions
-from .measure import measure_guesses
-from .text import HeldOut
+from .measure import Guessing
 
 __all__ = ["KINDS", "DrafterOptions", "DrafterTraining", "Labels", "layer_sizes", "spread", "write_checkpoint"]
 
@@ -162,23 +161,20 @@ class Labels:
         return Labels(self.expected[index], self.mass[index], self.negative_entropy[index])
 
 
-class DrafterTraining:
+class DrafterTraining(Guessing):
     """What the training of all kinds has in common.
 
     Attributes:
         config: of the checkpoint, as ``config.json`` holds it.
-        guesses: tokens that one use of the drafter guesses.
     """
 
     kind: str
     config: dict[str, Any]
-    module: nn.Module
-    guesses: int
 
     def __init__(
         self, options: TrainingOptions, target: PreTrainedModel, drafter: DrafterOptions, dtype: torch.dtype
     ) -> None:
-        self.options, self.target, self.dtype = options, target, dtype
+        self.options, self.target, self.dtype, self.device = options, target, dtype, options.device
         self.embedding = target.get_input_embeddings()
         self.identity = {name: value for name, value in asdict(drafter).items() if value is not None}
 
@@ -252,24 +248,6 @@ class DrafterTraining:
             nll = normaliser - logits.gather(-1, at[..., None])[..., 0]
             loss = loss + (1 - weight) * torch.where(ids[at] == tokens, nll, 0.0)
         return loss
-
-    @torch.no_grad()
-    def measure(self, held_out: HeldOut) -> dict[str, Any]:
-        """See :func:`~gsd_kernels_hf.training.measure.measure_guesses`."""
-        self.module.eval()
-        return measure_guesses(self.right, self.guesses, held_out)
-
-    def right(self, windows: Tensor, first: int) -> Tensor:
-        """As :func:`~gsd_kernels_hf.training.measure.measure_guesses` asks it."""
-        places = windows.shape[1] - 1 - self.guesses - first
-        if places < 1:
-            return torch.zeros(len(windows), 0, self.guesses, dtype=torch.bool)
-        guessed = self.guessed(windows.to(self.options.device), first, places).cpu()
-        return guessed == windows[:, first + 2 :].unfold(1, self.guesses, 1)
-
-    def guessed(self, windows: Tensor, first: int, places: int) -> Tensor:
-        """First guesses from each of ``places`` places: target ids [B, places, guesses]."""
-        raise NotImplementedError
 
     def save(self, folder: Path) -> None:
         """Write the checkpoint."""

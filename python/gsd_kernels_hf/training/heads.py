@@ -15,17 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..sources.heads import DraftHeads
-from .job import (
-    TrainingOptions,
-    check_output_matrix,
-    load_target,
-    output_logits,
-    run,
-    stored_dtype,
-)
-from .measure import measure_guesses
+from .job import TrainingOptions, check_output_matrix, load_target, output_logits, run, stored_dtype
+from .measure import Guessing
 from .streams import mean_of
-from .text import HeldOut
 
 __all__ = ["HeadTraining", "train_heads"]
 
@@ -33,7 +25,7 @@ HEAD_WEIGHT = 0.8
 """Weight of a head's loss, to the power of its number: later tokens are harder (arXiv 2401.10774, section 2.2.1)."""
 
 
-class HeadTraining:
+class HeadTraining(Guessing):
     """Heads that learn from their target.
 
     Raises:
@@ -45,7 +37,8 @@ class HeadTraining:
     def __init__(
         self, options: TrainingOptions, target: PreTrainedModel, num_heads: int, num_layers: int, dtype: torch.dtype
     ) -> None:
-        self.options, self.target, self.dtype = options, target, dtype
+        self.options, self.target, self.dtype, self.device = options, target, dtype, options.device
+        self.guesses = num_heads
         self.module = DraftHeads.for_model(target, num_heads, num_layers=num_layers).to(options.weights)
         if options.length <= num_heads:
             raise ValueError(f"length: expected more than the {num_heads} heads, got {options.length}")
@@ -89,22 +82,10 @@ class HeadTraining:
             total = total + HEAD_WEIGHT**k * mean_of(loss, None if counted is None else counted[:, there].flatten())
         return total
 
-    @torch.no_grad()
-    def measure(self, held_out: HeldOut) -> dict[str, Any]:
-        """See :func:`measure_guesses`: one guess a head."""
-        self.module.eval()
-        return measure_guesses(self._right, self.module.num_heads, held_out)
-
-    def _right(self, windows: Tensor, first: int) -> Tensor:
-        """Whether each head's first guess at positions from ``first`` on is the token of the window: [B, places, K]."""
-        heads = self.module.num_heads
-        places = windows.shape[1] - 1 - heads - first
-        if places < 1:
-            return torch.zeros(windows.shape[0], 0, heads, dtype=torch.bool)
-        hidden = self.hidden(windows.to(self.options.device))[:, first : first + places]
-        guesses = self.logits(self.module.states(hidden.flatten(0, 1))).argmax(-1).cpu()  # [rows, heads]
-        following = windows[:, first + 2 :].unfold(1, heads, 1)  # [B, places, heads]
-        return guesses.view(following.shape) == following
+    def guessed(self, windows: Tensor, first: int, places: int) -> Tensor:
+        """See :meth:`Guessing.guessed`: one guess a head."""
+        hidden = self.hidden(windows)[:, first : first + places]
+        return self.logits(self.module.states(hidden.flatten(0, 1))).argmax(-1).view(*hidden.shape[:2], -1)
 
     def save(self, folder: Path) -> None:
         self.module.to(self.dtype).save_pretrained(folder)

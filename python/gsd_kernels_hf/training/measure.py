@@ -6,12 +6,44 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..progress import tracked
 from .text import HeldOut
 
 MEASURED_AT_ONCE = 8  # windows
+
+
+class Guessing:
+    """A training of what guesses tokens after the next one.
+
+    Attributes:
+        module: what is trained.
+        device: where it lies.
+        guesses: tokens that one use of it guesses.
+    """
+
+    module: nn.Module
+    device: torch.device
+    guesses: int
+
+    @torch.no_grad()
+    def measure(self, held_out: HeldOut) -> dict[str, Any]:
+        """See :func:`measure_guesses`."""
+        self.module.eval()
+        return measure_guesses(self.right, self.guesses, held_out)
+
+    def right(self, windows: Tensor, first: int) -> Tensor:
+        """As :func:`measure_guesses` asks it."""
+        places = windows.shape[1] - 1 - self.guesses - first
+        if places < 1:
+            return torch.zeros(len(windows), 0, self.guesses, dtype=torch.bool)
+        guessed = self.guessed(windows.to(self.device), first, places).cpu()
+        return guessed == windows[:, first + 2 :].unfold(1, self.guesses, 1)
+
+    def guessed(self, windows: Tensor, first: int, places: int) -> Tensor:
+        """First guesses from each of ``places`` places: target ids [B, places, guesses]."""
+        raise NotImplementedError
 
 
 def measure_guesses(right: Callable[[Tensor, int], Tensor], depth: int, held_out: HeldOut) -> dict[str, Any]:

@@ -73,15 +73,10 @@ def _spaced(rows: Tensor, count: int) -> Tensor:
     return rows[torch.linspace(0, len(rows) - 1, count).round().long()]
 
 
-def _encode(name: str, files: list[Path], tokenizer: PreTrainedTokenizerBase, clock: Clock) -> tuple[np.ndarray, str]:
-    """All files in one stream, each with the tokenizer's own beginning and an end-of-text token; and one sum."""
-    with tracked(f"reading {name}", len(files), "files") as update:
-        return _encoded(name, files, tokenizer, clock, update)
-
-
 def _encoded(
     name: str, files: list[Path], tokenizer: PreTrainedTokenizerBase, clock: Clock, update: Update
 ) -> tuple[np.ndarray, str]:
+    """All files in one stream, each with the tokenizer's own beginning and an end-of-text token; and one sum."""
     rows, digest = [], hashlib.sha256()
     for number, file in enumerate(files):
         update(number)
@@ -110,6 +105,17 @@ def _encoded(
     return np.concatenate(rows), digest.hexdigest()
 
 
+def encode_text(
+    name: str, files: list[Path], tokenizer: PreTrainedTokenizerBase, length: int, clock: Clock, held_out: float = 0.0
+) -> tuple[Stream, Stream, str]:
+    """As :func:`~gsd_kernels_hf.training.chats.encode_chats`, of text: the share is of its tokens, a block at least."""
+    with tracked(f"reading {name}", len(files), "files") as update:
+        tokens, digest = _encoded(name, files, tokenizer, clock, update)
+    share = max(length + 1, round(held_out * len(tokens))) if held_out else 0
+    cut = max(0, len(tokens) - share)
+    return Stream(tokens[:cut]), Stream(tokens[cut:]), digest
+
+
 def read_text(
     files: list[Path],
     held_out_files: list[Path],
@@ -131,24 +137,13 @@ def read_text(
         RuntimeError: the clock's minutes are over.
     """
     name = "chats" if chats else "text"
-    block = length + 1
-    if chats:
-        last = 0.0 if held_out_files else HELD_OUT_SHARE
-        training, held_out, digest = encode_chats(name, files, tokenizer, length, clock, last)
-    else:
-        tokens, digest = _encode(name, files, tokenizer, clock)
-        cut = len(tokens)
-        if not held_out_files:
-            cut = max(0, cut - max(block, round(HELD_OUT_SHARE * cut)))
-        training, held_out = Stream(tokens[:cut]), Stream(tokens[cut:])
+    block, encode = length + 1, encode_chats if chats else encode_text
+    last = 0.0 if held_out_files else HELD_OUT_SHARE
+    training, held_out, digest = encode(name, files, tokenizer, length, clock, last)
     digests = {name: digest}
     if held_out_files:
         other = f"held_out_{name}"
-        if chats:
-            held_out, _, digests[other] = encode_chats(other, held_out_files, tokenizer, length, clock)
-        else:
-            tokens, digests[other] = _encode(other, held_out_files, tokenizer, clock)
-            held_out = Stream(tokens)
+        held_out, _, digests[other] = encode(other, held_out_files, tokenizer, length, clock)
     for which, stream in ((name, training), (f"held_out_{name}", held_out)):
         if not len(stream.places(block)):
             share = "" if held_out_files else " after the held-out part"
@@ -156,7 +151,7 @@ def read_text(
                 f"{which}: {len(stream)} tokens{share} are less than a block of {block}; give more text or a smaller "
                 "length"
             )
-    if chats and not len(held_out.before_answers(own := beginning(length)).places(own)):
+    if not len(held_out.before_answers(own := beginning(length)).places(own)):
         raise ValueError(f"held_out_{name}: no answer has {own} tokens before it; give more chats or a smaller length")
     return Text(training, held_out, digests)
 
