@@ -33,8 +33,8 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m gsd_kernels_bench.chat_drafter", description=description.split("\n")[0]
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the drafter, and of work in progress")
-    parser.add_argument("--batches", type=int, default=25, help="of 64 prompts (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=36, help="of training (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=29, help="of 64 prompts (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2600, help="of training (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     options = parser.parse_args(arguments)
     if options.threads:
@@ -50,11 +50,11 @@ def main(arguments: list[str] | None = None) -> None:
     for name, lines in parts.items():
         text = "".join(f"{line}\n" for line in lines)
         write_file(work / f"{name}.jsonl", lambda file, text=text: file.write_text(text, encoding="utf-8"))
-    train_drafter(DRAFTER, training(work, options.minutes))
+    train_drafter(DRAFTER, training(work, options.steps))
     write_shipped(work / "trained", options.out / "drafter")
 
 
-def training(work: Path, minutes: float) -> TrainingOptions:
+def training(work: Path, steps: int) -> TrainingOptions:
     """How it was trained."""
     return TrainingOptions(
         target=str(smollm2.folder()),
@@ -63,8 +63,8 @@ def training(work: Path, minutes: float) -> TrainingOptions:
         held_out_text=[],
         held_out_chats=[work / "held-out.jsonl"],
         out=work / "trained",
-        steps=None,
-        minutes=minutes,
+        steps=steps,
+        minutes=None,
         batch=2,
         length=384,
         micro_batch=None,
