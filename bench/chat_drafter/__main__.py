@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the drafter, and of work in progress")
     parser.add_argument("--batches", type=int, default=29, help="of 64 prompts (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=2600, help="of training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2000, help="of training (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     options = parser.parse_args(arguments)
     if options.threads:
