@@ -10,7 +10,7 @@ namespace gsd {
 namespace {
 
 constexpr int64_t kBlockPositions = 256;  // of the text, from its beginning
-constexpr int64_t kItemRows = 64;         // query vectors that share the reading of keys and values
+constexpr int64_t kItemRows = 64;         // query vectors that share the reading of keys and values, at most
 constexpr int64_t kSliceRows = 12;        // of them, that are added to as far as one of them sees
 
 // Query vectors of one cache head and sequence.
@@ -237,10 +237,27 @@ Paths::Paths(const int32_t* mask, const int32_t* depths, int64_t batch, int64_t 
   }
 }
 
+namespace {
+
+// Query vectors of an item, such that threads have about as many: three heads for two threads are cut into six pieces.
+// Which vectors are read together changes no bits.
+int64_t item_rows(int64_t threads, int64_t heads, int64_t vectors) {
+  const auto tall = [&](int64_t cuts) { return (vectors + cuts - 1) / cuts; };
+  const auto longest = [&](int64_t cuts) { return (heads * cuts + threads - 1) / threads * tall(cuts); };
+  const int64_t least = (vectors + kItemRows - 1) / kItemRows;
+  int64_t best = least;
+  for (int64_t cuts = least + 1; cuts < least + threads && tall(cuts) >= kSliceRows; cuts++) {
+    if (longest(cuts) < longest(best)) best = cuts;
+  }
+  return tall(best);
+}
+
+}  // namespace
+
 void attend_paths(Team& team, const PathAttention& a, const RowKernel& kernel) {
   if (a.batch == 0 || a.rows == 0) return;
   constexpr int64_t kPieceWork = 1 << 17;  // multiplications
-  const int64_t vectors = a.heads / a.kv_heads * a.rows, tall = std::min(kItemRows, vectors);
+  const int64_t vectors = a.heads / a.kv_heads * a.rows, tall = item_rows(team.size(), a.batch * a.kv_heads, vectors);
   const int64_t cuts = (vectors + tall - 1) / tall;
   const int64_t work = tall * (a.kv_len[0] + a.graph_rows) * (a.head_dim + a.value_dim);
   team.share(a.batch * a.kv_heads * cuts, std::max<int64_t>(1, kPieceWork / work),
