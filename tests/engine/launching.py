@@ -26,6 +26,8 @@ def described(value: Any) -> Any:
     """An argument without its content, as much as the compiler sees of it."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if hasattr(value, "_fields"):  # a record that is a tuple stays one
+        return type(value)(*map(described, value))
     if isinstance(value, (list, tuple)):
         return [described(element) for element in value]
     if dataclasses.is_dataclass(value):
