@@ -67,6 +67,32 @@ def decoder_rows(
     Raises:
         TypeError, ValueError, RuntimeError: an argument has the wrong type, shape or range.
     """
+    graph = token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start
+    check_rows(weights, *graph, k_caches, v_caches, keep)
+    if any(not 0 <= state <= len(weights.layers) for state in states):
+        raise ValueError(f"states: expected layers 0 … {len(weights.layers)}, got {list(states)}")
+    function = resolve(backend, token_ids.device, IMPLEMENTATIONS)
+    return function(weights, *graph, k_caches, v_caches, states, keep)
+
+
+def check_rows(
+    weights: DecoderWeights,
+    token_ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    ancestor_mask: Tensor,
+    node_depths: Tensor,
+    kv_len: Tensor,
+    kv_start: Tensor,
+    k_caches: list[Tensor],
+    v_caches: list[Tensor],
+    keep: int,
+) -> None:
+    """Check arguments of :func:`decoder_rows` and of ops like it.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, shape or range.
+    """
     int32, device, (batch, rows) = (torch.int32,), token_ids.device, token_ids.shape
     check_tensor("token_ids", token_ids, (None, None), int32, device)
     check_tensor("positions", positions, (batch, rows), int32, device)
@@ -79,19 +105,3 @@ def decoder_rows(
         raise ValueError(f"k_caches: expected {len(weights.layers)} layers, got {len(k_caches)} and {len(v_caches)}")
     if not 0 <= keep <= rows:
         raise ValueError(f"keep: expected 0 … {rows}, the number of rows, got {keep}")
-    if any(not 0 <= state <= len(weights.layers) for state in states):
-        raise ValueError(f"states: expected layers 0 … {len(weights.layers)}, got {list(states)}")
-    return resolve(backend, device, IMPLEMENTATIONS)(
-        weights,
-        token_ids,
-        positions,
-        slots,
-        ancestor_mask,
-        node_depths,
-        kv_len,
-        kv_start,
-        k_caches,
-        v_caches,
-        states,
-        keep,
-    )

@@ -16,21 +16,16 @@ def decoder_rows(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def flat(weights: DecoderWeights, *rows: Any) -> tuple[Any, ...]:
     """The operator's arguments, of those that the reference takes."""
     *graph, k_caches, v_caches, states, keep = rows
-    w = weights
-    return (
-        *(t.contiguous() for t in graph),
-        stored(w.embedding),
-        w.flat_layers,
-        *w.packing,
-        w.final_norm,
-        stored(w.head),
-        w.inv_freq,
-        k_caches,
-        v_caches,
-        w.windows,
-        w.heads,
-        w.eps,
-        w.rope_scale,
-        list(states),
-        keep,
-    )
+    rest = behind_layers(weights, k_caches, v_caches)
+    return (*(t.contiguous() for t in graph), *layers(weights), *rest, list(states), keep)
+
+
+def layers(w: DecoderWeights) -> tuple[Any, ...]:
+    """Of an operator's arguments the embedding, the layers, and how they are packed."""
+    return stored(w.embedding), w.flat_layers, *w.packing
+
+
+def behind_layers(w: DecoderWeights, k_caches: list[Tensor], v_caches: list[Tensor]) -> tuple[Any, ...]:
+    """Those from the norm behind the layers on, up to what only one operator has."""
+    output = w.final_norm, stored(w.head), w.inv_freq
+    return *output, k_caches, v_caches, w.windows, w.heads, w.eps, w.rope_scale

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...backends import resolve
 from ...checks import check_tensor
-from ..decoder_rows.api import FLOATS
+from ..decoder_rows.api import FLOATS, check_rows
 from . import compiled, reference
 from .weights import FeatureWeights
 
@@ -49,19 +48,8 @@ def feature_rows(
     Raises:
         TypeError, ValueError, RuntimeError: an argument has the wrong type, shape or range.
     """
-    int32, device, (batch, rows) = (torch.int32,), token_ids.device, token_ids.shape
-    check_tensor("token_ids", token_ids, (None, None), int32, device)
-    check_tensor("features", features, (batch, rows, len(weights.feature_norm)), FLOATS, device)
-    check_tensor("positions", positions, (batch, rows), int32, device)
-    check_tensor("slots", slots, (batch, rows), int32, device)
-    check_tensor("ancestor_mask", ancestor_mask, (batch, rows, None), int32, device)
-    check_tensor("node_depths", node_depths, (batch, None), int32, device)
-    check_tensor("kv_len", kv_len, (batch,), int32, device)
-    check_tensor("kv_start", kv_start, (batch,), int32, device)
-    layers = len(weights.decoder.layers)
-    if len(k_caches) != layers or len(v_caches) != layers:
-        raise ValueError(f"k_caches: expected {layers} layers, got {len(k_caches)} and {len(v_caches)}")
-    if not 0 <= keep <= rows:
-        raise ValueError(f"keep: expected 0 … {rows}, the number of rows, got {keep}")
     graph = positions, slots, ancestor_mask, node_depths, kv_len, kv_start
+    check_rows(weights.decoder, token_ids, *graph, k_caches, v_caches, keep)
+    device = token_ids.device
+    check_tensor("features", features, (*token_ids.shape, len(weights.feature_norm)), FLOATS, device)
     return resolve(backend, device, IMPLEMENTATIONS)(weights, token_ids, features, *graph, k_caches, v_caches, keep)

@@ -1,50 +1,22 @@
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..decoder_rows.weights import stored
+from ..decoder_rows.compiled import behind_layers, layers
 from .weights import FeatureWeights
 
 
-def feature_rows(
-    weights: FeatureWeights,
-    token_ids: Tensor,
-    features: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    ancestor_mask: Tensor,
-    node_depths: Tensor,
-    kv_len: Tensor,
-    kv_start: Tensor,
-    k_caches: list[Tensor],
-    v_caches: list[Tensor],
-    keep: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """csrc/cpu/decoder_rows.cpp"""
-    w = weights.decoder
+def feature_rows(weights: FeatureWeights, *rows: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """csrc/cpu/decoder_rows.cpp; arguments as the reference takes them."""
+    *graph, k_caches, v_caches, keep = rows
     return torch.ops.gsd_kernels.feature_rows(
-        token_ids.contiguous(),
-        features.contiguous(),
-        positions.contiguous(),
-        slots.contiguous(),
-        ancestor_mask.contiguous(),
-        node_depths.contiguous(),
-        kv_len.contiguous(),
-        kv_start.contiguous(),
-        stored(w.embedding),
-        w.flat_layers,
-        *w.packing,
+        *(t.contiguous() for t in graph),
+        *layers(weights.decoder),
         weights.feature_norm,
         weights.normed_residual,
-        w.final_norm,
-        stored(w.head),
-        w.inv_freq,
-        k_caches,
-        v_caches,
-        w.windows,
-        w.heads,
-        w.eps,
-        w.rope_scale,
+        *behind_layers(weights.decoder, k_caches, v_caches),
         keep,
     )
