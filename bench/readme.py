@@ -36,7 +36,7 @@ class MissingResultError(Exception):
 
 
 def real(results: Path) -> str:
-    """Everyday work on a real model: ours, and the fastest way of every other engine, by bits a weight."""
+    """Everyday work on a real model: ours, transformers, and the fastest other engines, by bits a weight."""
     runs = _real_runs(results)
     head = f"{real_report.what(runs[0])}; {_machine(runs[0]['environment'])}, {runs[0]['environment']['date']}:"
     gains = filter(None, map(real_report.gains, runs))

@@ -210,8 +210,8 @@ def remarks(data: dict[str, Any]) -> list[str]:
 
 
 def gains(data: dict[str, Any]) -> str | None:
-    """The verdicts as one sentence with the history's rate; ``None`` where it did not take part."""
-    if not (found := verdicts(data)):
+    """The first verdict as a sentence with the history's rate; ``None`` where the history did not take part."""
+    if not (found := verdicts(data)[:1]):
         return None
     rate = next(row["tokens_per_second"] for row in data["summary"] if row["way"] == HISTORY)
     return f"In {data['settings']['dtype']} the history alone gives {rate:.0f} tokens/s: {'; '.join(found)}."
@@ -235,21 +235,9 @@ def kinds_table(data: dict[str, Any]) -> str:
     return markdown(["", *kinds], lines)
 
 
-def chosen_rows(data: dict[str, Any]) -> list[str]:
-    """The ways that a short table shows: of every other engine plain decoding is left out where it has a faster way."""
-    groups: dict[tuple[str, bool], dict[str, Any]] = {}
-    for row in data["summary"]:
-        if row["way"] in (HF, *OURS):
-            continue
-        place = label(row["way"]).engine, row["bits"] >= NARROW
-        if place not in groups or row["tokens_per_second"] > groups[place]["tokens_per_second"]:
-            groups[place] = row
-    return [HF, *(row["way"] for row in groups.values()), *OURS]
-
-
 def short(data: dict[str, Any]) -> dict[str, Any]:
-    """``data`` with the rows of :func:`chosen_rows` alone."""
-    chosen = chosen_rows(data)
+    """``data`` with transformers, the fastest other from 8 bits a weight on and below, and our histories alone."""
+    chosen = {HF, HISTORY, PACKED_HISTORY, *data["strongest"].values()}
     return {**data, "summary": [row for row in data["summary"] if row["way"] in chosen]}
 
 
