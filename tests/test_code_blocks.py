@@ -28,7 +28,6 @@ NOT_RUN = {
 """Pages whose Python has its own tests."""
 OTHERS = {
     "make": "tested from a fresh clone by .ci/run",
-    "python3": "sets up an environment",
     "pip": "installs",
     "rm": "deletes the user's cache",
     "curl": "needs a server, tests/serving",
@@ -36,7 +35,6 @@ OTHERS = {
     "ray": "tests/machines",
     "torchrun": "tests/engine/test_tensor_parallel.py",
     "gsd-kernels serve": "tests/serving",
-    "gsd-kernels demo": "tests/real, tests/demo, tests/cli",
 }
 """Commands that have their own tests, or none for the reason given."""
 FILLED = {
