@@ -93,6 +93,12 @@ def cuda_libraries(nvcc: str) -> Path:
     raise SystemExit(f"no libcudart_static.a under {top}: the CUDA toolkit is incomplete")
 
 
+def smallest_code(nvcc: str) -> list[str]:
+    """nvcc's option for the smallest binaries, which 12.8 and newer have; drivers of CUDA 12.4 and newer read them."""
+    known = "--compress-mode" in subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout
+    return ["--compress-mode=size"] if known else []
+
+
 def local_archs() -> str | None:
     """The compute capabilities of this machine's GPUs."""
     smi = shutil.which("nvidia-smi")
@@ -178,7 +184,7 @@ class BuildOps(build_ext):
         if cuda:
             archs = os.environ.get("GSD_KERNELS_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST") or local_archs()
             nvcc = [tools.nvcc, "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-            nvcc += ["-Xptxas", "-v", *code_flags(archs or RELEASE_ARCHS)]
+            nvcc += ["-Xptxas", "-v", *smallest_code(tools.nvcc), *code_flags(archs or RELEASE_ARCHS)]
             link += [f"-L{cuda_libraries(tools.nvcc)}", "-lcudart_static", "-lrt", "-ldl", "-lpthread"]
 
         compiles = []
