@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from checkpoints import save_pair
 
-OWN_TESTS = {"ray_batch": "tests/machines"}  # starts Ray
+OWN_TESTS = {
+    "gsd_in_100_lines": "tests/test_hundred_lines.py",  # has no command line
+    "ray_batch": "tests/machines",  # starts Ray
+}
 EXAMPLES = sorted(
     path for path in Path(__file__).parents[1].joinpath("examples").glob("*.py") if path.stem not in OWN_TESTS
 )

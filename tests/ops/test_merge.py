@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-import oracle
+import hundred_lines
 import pytest
 import torch
 from graphs import STYLES, drafted
@@ -24,10 +24,12 @@ from ops.contracts.graph import (
 import gsd_kernels as gsd
 from gsd_kernels.graph import unpack_bits
 
+oracle = hundred_lines.load()
+
 
 def oracle_graphs(graph, config, frontiers):
     tails = graph.contexts[:, 0].tolist()
-    graphs = [oracle.OracleGraph([int(graph.token_ids[b, 0])], tails[b]) for b in range(graph.token_ids.shape[0])]
+    graphs = [oracle.Graph([int(graph.token_ids[b, 0])], tails[b]) for b in range(graph.token_ids.shape[0])]
     for frontier, tokens, log_probs, _ in frontiers:
         for b, g in enumerate(graphs):
             nxt = oracle.merge(
