@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import sizes
 import torch
 from models import noised, prompts, tiny
 
@@ -89,6 +90,22 @@ def test_files_and_functions_are_short():
                 if lines > LINES_OF_A_FUNCTION:
                     long.append(f"{name}: {node.name}: {lines}")
     assert not long
+
+
+@pytest.mark.slow
+def test_every_room_keeps_its_budget():
+    if not (ROOT / ".git").exists():
+        pytest.skip("which files are the project's says git")
+    found = sizes.rooms()
+    assert found.keys() == sizes.BUDGET.keys(), "tests/sizes.py: a row for each room"
+    too_large = {room: (size, sizes.BUDGET[room]) for room, size in found.items() if size > sizes.BUDGET[room]}
+    assert not too_large, "kB and budget (tests/sizes.py): take as much from the room, or raise its number and say why"
+
+
+def test_the_size_of_code_does_not_count_what_explains_it():
+    explained = '"""What."""\n\ndef f(a):\n    """Say.\n\n    More.\n    """\n    # why\n    return "text"  # here\n'
+    assert sizes.python_code(explained) == sizes.python_code('def f(a): return "text"') == len('deff(a):return"text"')
+    assert sizes.c_code("// why\nint f() {\n  /* so\n   */ return 1;  // here\n}\n") == len("intf(){return1;}")
 
 
 def test_every_verb_of_the_step_is_a_method():

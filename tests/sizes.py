@@ -1,0 +1,118 @@
+"""Size of the house by room, in kB of code: comments, docstrings, blank lines and indentation are not counted.
+
+A denser line gains nothing, therefore, and an explanation costs nothing. ``python tests/sizes.py`` prints the rooms.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+C_LIKE = (".h", ".cpp", ".cu", ".cuh", ".hpp")
+
+BUDGET = {
+    "bench": 19,
+    "bench/chat_drafter": 19,
+    "bench/demo_pair": 33,
+    "bench/generation": 184,
+    "bench/gpu": 69,
+    "bench/kernels": 41,
+    "bench/lib": 35,
+    "bench/scale": 18,
+    "csrc/algorithms": 112,
+    "csrc/cpu": 217,
+    "csrc/cuda": 70,
+    "csrc/torch_ops": 47,
+    "docs": 8,
+    "examples": 22,
+    "gsd_kernels": 37,
+    "gsd_kernels/ops": 222,
+    "python/gsd_kernels_hf": 32,
+    "python/gsd_kernels_hf/acceptance": 25,
+    "python/gsd_kernels_hf/cli": 79,
+    "python/gsd_kernels_hf/console": 21,
+    "python/gsd_kernels_hf/corpus": 9,
+    "python/gsd_kernels_hf/costs": 26,
+    "python/gsd_kernels_hf/demo": 20,
+    "python/gsd_kernels_hf/engine": 66,
+    "python/gsd_kernels_hf/model": 138,
+    "python/gsd_kernels_hf/packed": 42,
+    "python/gsd_kernels_hf/policy": 50,
+    "python/gsd_kernels_hf/report": 18,
+    "python/gsd_kernels_hf/serving": 77,
+    "python/gsd_kernels_hf/sources": 181,
+    "python/gsd_kernels_hf/training": 86,
+    "python/gsd_kernels_hf/validate": 22,
+    "python/gsd_kernels_sglang": 22,
+    "tests": 1751,
+    ".": 10,
+}
+"""kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.
+
+A commit that adds beyond it takes from the room as much, or raises the number and says why.
+"""
+
+
+def python_code(text: str) -> int:
+    """Bytes of code in a Python file."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        (node.body[0].lineno, node.body[0].col_offset)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None
+    }
+    return sum(
+        len(token.string.strip())
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type != tokenize.COMMENT and not (token.type == tokenize.STRING and token.start in docstrings)
+    )
+
+
+def c_code(text: str) -> int:
+    """Bytes of code in a C++ or CUDA file."""
+    return len(re.sub(r"\s+", "", re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)))
+
+
+def room_of(file: str) -> str:
+    """The innermost room of :data:`BUDGET` that a file lies in; without one, the folder that needs a row."""
+    rooms = [room for room in BUDGET if file.startswith(f"{room}/")]
+    return max(rooms, key=len) if rooms else str(Path(file).parent)
+
+
+def rooms() -> dict[str, float]:
+    """kB of code by room, of the files that git knows or would take."""
+    listed = subprocess.check_output(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True
+    )
+    found = dict.fromkeys(BUDGET, 0.0)
+    for name in sorted(set(listed.splitlines())):
+        path = ROOT / name
+        if path.suffix not in (".py", *C_LIKE) or not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8")
+        code = (python_code if path.suffix == ".py" else c_code)(text)
+        found[room_of(name)] = found.get(room_of(name), 0.0) + code / 1000
+    return found
+
+
+def main() -> None:
+    """Print every room with its budget, then the sums."""
+    found = rooms()
+    for room, size in sorted(found.items(), key=lambda item: -item[1]):
+        print(f"{room:36s} {size:8.1f} of {BUDGET.get(room, 0):6.0f} kB")
+    sums = {
+        "all without tests": [room for room in found if room != "tests"],
+        "the core": [room for room in found if room.startswith(("gsd_kernels", "csrc", "python/gsd_kernels_hf"))],
+    }
+    for name, members in sums.items():
+        size, budget = sum(found[room] for room in members), sum(BUDGET[room] for room in members)
+        print(f"{name:36s} {size:8.1f} of {budget:6.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
