@@ -25,10 +25,11 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 MAPPED = {
-    "gsd_kernels_hf": "python/gsd_kernels_hf",
-    "gsd_kernels_sglang": "python/gsd_kernels_sglang",
-    "gsd_kernels_bench": "bench",
+    name: f"python/{name}"
+    for name in ("gsd_kernels_hf", "gsd_kernels_train", "gsd_kernels_serve", "gsd_kernels_cli", "gsd_kernels_sglang")
 }
+if "editable_wheel" in sys.argv:  # the benchmarks run in a clone and are no part of the wheel
+    MAPPED["gsd_kernels_bench"] = "bench"
 OLDEST_TORCH = "0x020A000000000000"  # 2.10: the stable ABI that the libraries are built against
 RELEASE_ARCHS = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 CSRC = Path("csrc")
@@ -39,9 +40,8 @@ runpy.run_path("gsd_kernels/environment.py")["adopt_old_names"]()
 def packages() -> list[str]:
     names = find_packages(include=["gsd_kernels", "gsd_kernels.*"])
     for name, folder in MAPPED.items():
-        # Recipes of what is shipped are run once, by hand, from a clone.
-        recipes = ["demo_pair*", "chat_drafter*"]
-        names += [name, *(f"{name}.{sub}" for sub in find_packages(folder, exclude=recipes))]
+        # Recipes of models that are in the repository are run once, by hand, from a clone.
+        names += [name, *(f"{name}.{sub}" for sub in find_packages(folder, exclude=["recipes*"]))]
     return names
 
 

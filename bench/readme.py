@@ -27,7 +27,7 @@ from .scale import messages as scale_messages
 
 BLOCK = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- /bench:(?P=name) -->)", re.DOTALL)
 ENGINES = ("openvino", "llama-cpp")
-RECIPE = "python -m gsd_kernels_bench.demo_pair.hybrid"
+RECIPE = "python -m gsd_kernels_bench.generation.trained_hybrid"
 KERNEL_CASES = ("attention", "merge", "sample", "commit")
 
 

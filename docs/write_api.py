@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import gsd_kernels
-from gsd_kernels_hf.serving import fields
+from gsd_kernels_serve import fields
 
 LINE = 90
 PAGE = Path(__file__).with_name("api.md")

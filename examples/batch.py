@@ -13,7 +13,7 @@ try:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import gsd_kernels
-    from gsd_kernels_hf import demo
+    from gsd_kernels_cli import demo
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error.name} is missing; in this repository's folder: pip install .") from None
 

@@ -34,7 +34,7 @@ class Generator:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         import gsd_kernels
-        from gsd_kernels_hf import demo
+        from gsd_kernels_cli import demo
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cpu":
@@ -73,7 +73,7 @@ class Generator:
 def read_prompts(path: Path | None) -> list[Row]:
     """The rows of the input, or the embedded prompts."""
     if path is None:
-        from gsd_kernels_hf import demo
+        from gsd_kernels_cli import demo
 
         return [{"row": row, "prompt": prompt["text"]} for row, prompt in enumerate(demo.prompts("code")[:4])]
     rows = []

@@ -22,6 +22,21 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 EXAMPLE = ROOT / "examples" / "bigram_source.py"
 CONFIG = GraphConfig(depth=2, width=3, branch=2, max_rows=16, merge_context=0, history_depth=2, history_width=3)
 LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 450, 80
+CORE_OF_SATELLITES = {
+    "gsd_kernels_train": (
+        "api engine.resolved files model.hidden model.properties parallel progress records sources.checkpoints "
+        "sources.dflash sources.dflash_config sources.eagle3 sources.edges sources.heads sources.layers "
+        "sources.mtp sources.mtp_block validate"
+    ),
+    "gsd_kernels_serve": "api extras model.properties records validate.options",
+    "gsd_kernels_cli": (
+        "api corpus.build costs.store engine.decoder engine.options engine.resolved engine.stats extras files "
+        "model.fused model.hidden model.properties packed.dense packed.gguf parallel policy.automatic progress "
+        "records sources.base sources.corpus sources.dflash sources.eagle3 sources.heads sources.load "
+        "sources.mtp_files sources.shipped validate"
+    ),
+}
+"""Files of gsd_kernels_hf that satellites import beside the public names of its ``__init__``; recipes left out."""
 GREEDY = {"max_new_tokens": 40, "eos_token_id": [5, 7], "pad_token_id": 0, "do_sample": False}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.3, "seed": 3}
 
@@ -74,6 +89,22 @@ def test_the_layers_are_those_of_the_import_contracts():
     layers = next(c["layers"] for c in contracts["contracts"] if c.get("containers") == ["gsd_kernels_hf"])
     shown = re.search(r"```text\n(.*?)```", PAGE.partition("## Who imports whom")[2], re.DOTALL)[1].splitlines()
     assert [line.split("  ")[0].strip() for line in shown] == layers
+
+
+def test_satellites_import_what_is_declared():
+    for name, declared in CORE_OF_SATELLITES.items():
+        imported = set()
+        for file in (ROOT / "python" / name).rglob("*.py"):
+            if "recipes" in file.parts:
+                continue
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module.startswith("gsd_kernels_hf"):
+                    room = node.module.removeprefix("gsd_kernels_hf").lstrip(".")
+                    names = [f"{room}.{alias.name}".lstrip(".") for alias in node.names]
+                    files = [ROOT / "python/gsd_kernels_hf" / each.replace(".", "/") for each in names]
+                    found = zip(names, files, strict=True)
+                    imported |= {each if at.with_suffix(".py").exists() or at.is_dir() else room for each, at in found}
+        assert sorted(imported - {""}) == declared.split(), name
 
 
 def test_files_and_functions_are_short():

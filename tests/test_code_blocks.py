@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import gsd_kernels
-from gsd_kernels_hf import demo
-from gsd_kernels_hf.cli import app
+from gsd_kernels_cli import demo
+from gsd_kernels_cli.app import app
+from gsd_kernels_cli.demo.drafters import FOLDER
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != "api")]
@@ -71,7 +72,7 @@ def names(tmp_path, monkeypatch) -> dict[str, Any]:
     return {
         **{"gsd_kernels": gsd_kernels, "model": model, "draft": draft, "tokenizer": tokenizer, "inputs": inputs},
         "draft_tokenizer": tokenizer,
-        **{"input_ids": inputs["input_ids"], "eagle3": demo.path() / "eagle3", "folder": demo.path() / "target"},
+        **{"input_ids": inputs["input_ids"], "eagle3": FOLDER / "eagle3", "folder": demo.path() / "target"},
     }
 
 

@@ -18,6 +18,7 @@ from shared import once
 
 ROOT = Path(__file__).parent.parent
 CXX = shutil.which(os.environ.get("CXX", "g++"))
+SATELLITES = ("gsd_kernels_train", "gsd_kernels_serve", "gsd_kernels_cli", "gsd_kernels_sglang")
 TREES = ("csrc", "gsd_kernels", "python", "bench", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 pytestmark = [
@@ -134,7 +135,7 @@ def test_an_isolated_build_finds_the_installed_torch(source, quick_compiler):
     target, tags = installed(source)
     assert tags.startswith("cp310-abi3-linux_")
     assert answer(target, REASON) == "None"
-    for package in ("gsd_kernels", "gsd_kernels_hf", "gsd_kernels_sglang", "gsd_kernels_bench"):
+    for package in ("gsd_kernels", "gsd_kernels_hf", *SATELLITES):
         assert (target / package / "__init__.py").exists(), package
 
 
@@ -175,14 +176,40 @@ def test_both_off_is_pure_python(pure):
     target, tags = installed(pure / "source")
     assert tags == "py3-none-any"
     assert "would be ignored" not in (pure / "printed").read_text(), "setuptools takes folders of weights for packages"
-    assert (target / "gsd_kernels_bench/generation/real/prompts.json").is_file()
     (entry_points,) = target.glob("*.dist-info/entry_points.txt")
     assert "[sglang.srt.plugins]\ngsd = gsd_kernels_sglang.plugin:register" in entry_points.read_text()
-    pair = target / "gsd_kernels_hf/demo"
-    parts = {folder.name for folder in pair.iterdir() if folder.is_dir()}
-    assert parts == {"target", "draft", "heads", "eagle3", "dflash"}
-    (drafter,) = (target / "gsd_kernels_hf/shipped").iterdir()
-    assert {file.name for file in drafter.iterdir()} == {"README.md", "config.json", "model.safetensors"}
+    assert {folder.name for folder in target.iterdir() if not folder.name.endswith(".dist-info")} == {
+        *("gsd_kernels", "gsd_kernels_hf"),
+        *SATELLITES,
+    }, "without benchmarks"
+    assert not (target / "gsd_kernels_train/recipes").exists()
+    weights = {file.relative_to(target).as_posix() for file in target.rglob("*.safetensors")}
+    assert weights == {f"gsd_kernels_cli/demo/{member}/model.safetensors" for member in ("target", "draft")}
+
+
+def test_the_commands_of_the_wheel_are_those_of_a_clone_and_benchmarks_name_their_place(pure):
+    target, _ = installed(pure / "source")
+    program = """
+import sys, typer
+sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "__name__", "") != "_EditableFinder"]
+from gsd_kernels_cli.app import app
+"""
+    commands = "bench chat check demo distill doctor generate index serve train-drafter train-heads"
+    listed = answer(target, f"{program}print(*sorted(typer.main.get_command(app).list_commands(None)))")
+    assert listed == commands
+    for arguments, message in {
+        ("bench", "attention"): "bench: is in a clone of gsd_kernels, not in its wheel",
+        ("generate", "--draft-heads", "demo", "x"): "--draft-heads: those of the demo are in a clone",
+        ("generate", "--drafter", "smollm2-135m-instruct", "x"): "--drafter: no such folder: smollm2-135m-instruct",
+    }.items():
+        done = subprocess.run(
+            [sys.executable, "-c", f"{program}app({list(arguments)!r})"],
+            cwd=target.parent,
+            env={**os.environ, "PYTHONPATH": str(target)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode in (1, 2) and message in done.stderr, done.stderr
 
 
 def test_cuda_is_left_out_by_default_beside_a_cpu_torch(source):

@@ -13,8 +13,8 @@ import pytest
 from checkpoints import save_pair
 from typer.testing import CliRunner
 
+from gsd_kernels_cli.app import app
 from gsd_kernels_hf import progress
-from gsd_kernels_hf.cli import app
 from gsd_kernels_hf.progress import tracked
 
 

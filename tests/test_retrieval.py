@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("bm25s", reason="needs the extra [retrieval]")
 
 import gsd_kernels
-from gsd_kernels_hf import demo
+from gsd_kernels_cli import demo
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "retrieval.py"
 SAMPLED = {"do_sample": True, "temperature": 0.8, "seed": 11}

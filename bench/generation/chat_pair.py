@@ -10,7 +10,7 @@ from itertools import chain, zip_longest
 
 import torch
 
-from gsd_kernels_hf.demo import smollm2
+from gsd_kernels_cli.demo import smollm2
 from gsd_kernels_hf.files import SHIPPED
 from gsd_kernels_hf.sources.load import load_drafter
 

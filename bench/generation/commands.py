@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gsd_kernels_hf.console import values
+from gsd_kernels_cli import values
 
 from ..lib.options import (
     RESULTS,
@@ -153,7 +153,7 @@ def first_token(
 
 def _race(settings: Any, folder: Path, name: str, compare: Path | None) -> None:
     """Run it on every rank; the first one writes and prints."""
-    from gsd_kernels_hf.console.ranks import is_first
+    from gsd_kernels_cli.ranks import is_first
 
     from .generate import run
 

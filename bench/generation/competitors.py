@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from gsd_kernels import GraphConfig, LayerSkip
+from gsd_kernels_cli import comparison
 from gsd_kernels_hf.records import Verified
-from gsd_kernels_hf.report import comparison
 from gsd_kernels_hf.sources.load import source_of
 
 from .lattices import KIND as LATTICE

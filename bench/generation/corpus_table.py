@@ -21,13 +21,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gsd_kernels import Corpus, GraphConfig, Level, Proposal
-from gsd_kernels_hf import demo
+from gsd_kernels_cli import comparison, demo
 from gsd_kernels_hf.corpus.build import build_corpus, tokenized
 from gsd_kernels_hf.engine.decoder import GraphDecoder
 from gsd_kernels_hf.engine.engine import Engines
 from gsd_kernels_hf.files import write_json
 from gsd_kernels_hf.model.properties import vocabulary
-from gsd_kernels_hf.report import comparison
 from gsd_kernels_hf.sources.memory import HistoryMemory
 
 from ..lib.environment import environment

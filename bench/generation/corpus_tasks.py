@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from gsd_kernels_hf import demo
+from gsd_kernels_cli import demo
 
 from .prose import PASSAGES
 
@@ -56,7 +56,7 @@ def _pieces() -> list[tuple[str, list[str]]]:
 
 def demo_sources(*, held_out: bool = True) -> list[Any]:
     """Files of the standard library that the demo pair was not trained on, or all others."""
-    from ..lib.stdlib import split_sources, stdlib_sources
+    from gsd_kernels_train.recipes.stdlib import split_sources, stdlib_sources
 
     return split_sources(stdlib_sources())[held_out]
 

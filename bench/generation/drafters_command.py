@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gsd_kernels_hf.console import values
+from gsd_kernels_cli import values
 
 from ..lib.options import RESULTS, Dtype, Name, NewTokens, Out, Prompts, listed, quiet
 from .commands import TargetShape

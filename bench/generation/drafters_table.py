@@ -13,8 +13,7 @@ import hashlib
 from dataclasses import replace
 from pathlib import Path
 
-from gsd_kernels_hf import demo
-from gsd_kernels_hf.demo.drafters import KINDS
+from gsd_kernels_cli.demo.drafters import FOLDER, KINDS
 
 from . import chat_pair, lattices
 from .competitors import DRAFTERS
@@ -131,7 +130,7 @@ EDGES = Table(
 
 def weights_of(pair: str, drafter: Path | None = None) -> dict[str, str]:
     """The beginning of the SHA-256 of the weights of a pair's drafters, and of one's own, by kind."""
-    folders = chat_pair.DRAFTERS if pair == chat_pair.NAME else {kind: demo.path() / kind for kind in KINDS}
+    folders = chat_pair.DRAFTERS if pair == chat_pair.NAME else {kind: FOLDER / kind for kind in KINDS}
     folders = {**folders, **({} if drafter is None else {lattices.KIND: drafter})}
     files = {kind: folder / "model.safetensors" for kind, folder in folders.items()}
     return {kind: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for kind, file in files.items() if file.is_file()}

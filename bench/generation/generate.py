@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gsd_kernels_hf.console.ranks import from_first
-from gsd_kernels_hf.demo import smollm2
+from gsd_kernels_cli.comparison import first_divergence, sameness, wait_for
+from gsd_kernels_cli.demo import smollm2
+from gsd_kernels_cli.ranks import from_first
 from gsd_kernels_hf.files import write_json
-from gsd_kernels_hf.report.comparison import first_divergence, sameness, wait_for
 
 from ..lib.environment import environment
 from ..lib.intervals import Ratio, paired_ratio

@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import gsd_kernels as gsd
-from gsd_kernels_hf import DraftHeads, demo
+from gsd_kernels_cli import demo
+from gsd_kernels_hf import DraftHeads
 
 from ..lib.environment import environment
 from ..lib.intervals import paired_ratio

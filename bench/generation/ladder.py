@@ -154,7 +154,7 @@ class _Recorder(FixedPolicy):
 
 def texts(count: int) -> dict[str, list[str]]:
     """Prompts by kind of text."""
-    from gsd_kernels_hf import demo
+    from gsd_kernels_cli import demo
 
     from .prose import PASSAGES
 
@@ -164,7 +164,7 @@ def texts(count: int) -> dict[str, list[str]]:
 
 def record(file: Path = PROFILES) -> None:
     """Decode with the demo pair and keep what :meth:`Session.observed` says of every step."""
-    from gsd_kernels_hf import demo
+    from gsd_kernels_cli import demo
 
     target, draft, tokenizer = demo.load()
     prompts = texts(PROMPTS)

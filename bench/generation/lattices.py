@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gsd_kernels import DFlash
-from gsd_kernels_hf.demo.drafters import fitted_drafter
+from gsd_kernels_cli.demo.drafters import fitted_drafter
 from gsd_kernels_hf.sources.base import Level
 from gsd_kernels_hf.sources.dflash import DFlashDrafts
 from gsd_kernels_hf.sources.edges import MarkovHead, Selector

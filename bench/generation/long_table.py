@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from gsd_kernels_hf import demo
+from gsd_kernels_cli import demo
 from gsd_kernels_hf.files import write_json
 
 from ..lib.environment import environment

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import gsd_kernels
-from gsd_kernels_hf import demo
+from gsd_kernels_cli import demo
 from gsd_kernels_hf.files import write_json
 
 from ..lib.environment import environment

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from gsd_kernels_hf.demo import smollm2
+from gsd_kernels_cli.comparison import first_divergence
+from gsd_kernels_cli.demo import smollm2
 from gsd_kernels_hf.files import write_json
 from gsd_kernels_hf.records import Verified
-from gsd_kernels_hf.report.comparison import first_divergence
 
 from ..lib.environment import environment
 from ..lib.intervals import paired_ratio

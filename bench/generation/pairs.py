@@ -18,16 +18,15 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from gsd_kernels import DFlash, DraftHeads, Eagle3
-from gsd_kernels_hf import demo
-from gsd_kernels_hf.console import ranks
-from gsd_kernels_hf.demo.drafters import embedded
-from gsd_kernels_hf.demo.inflate import fitted_heads, inflate, inflated_config
+from gsd_kernels_cli import demo, ranks
+from gsd_kernels_cli.demo.drafters import embedded, heads_folder
+from gsd_kernels_cli.demo.inflate import fitted_heads, inflate, inflated_config
 from gsd_kernels_hf.model.properties import vocabulary
 from gsd_kernels_hf.parallel import check_heads
+from gsd_kernels_train.recipes.stdlib import split_sources, stdlib_sources
+from gsd_kernels_train.recipes.stdlib_prompts import copy_prompt
 
 from ..lib.shapes import shape_named
-from ..lib.stdlib import split_sources, stdlib_sources
-from ..lib.stdlib_prompts import copy_prompt
 from .prose import PASSAGES
 
 PAIRS = ("demo", "tiny")
@@ -124,7 +123,7 @@ def load_pair(
         model.generation_config.pad_token_id = 0
     extras: dict[str, Any] = {}
     if not tensor_parallel:
-        heads = DraftHeads.from_pretrained(demo.path() / "heads") if name == "demo" else None
+        heads = DraftHeads.from_pretrained(heads_folder()) if name == "demo" else None
         fits = name == "demo" and vocabulary(source) == vocabulary(target)
         drafters = embedded(source, target) if fits else {}
         extras = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gsd_kernels_hf.demo.inflate import ModelShape
+from gsd_kernels_cli.demo.inflate import ModelShape
 
 from ..lib.cold import copies_for, time_rotating
 from ..lib.shapes import shape_named

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gsd_kernels_hf.console import values
-from gsd_kernels_hf.console.groups import with_groups
+from gsd_kernels_cli import values
+from gsd_kernels_cli.groups import with_groups
 
 from ..lib.options import (
     RESULTS,

@@ -16,7 +16,7 @@ import torch
 
 from gsd_kernels import cpu_levels
 from gsd_kernels.backends import unavailable_reason
-from gsd_kernels_hf.console.versions import versions
+from gsd_kernels_cli.versions import versions
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gsd_kernels_hf.console import values
+from gsd_kernels_cli import values
 
 if TYPE_CHECKING:
     import torch
@@ -49,14 +49,14 @@ NewTokens = Annotated[int, typer.Option("--new-tokens", min=1, help="Of every te
 
 def quiet() -> None:
     """Silence transformers: a benchmark reports its own progress."""
-    from gsd_kernels_hf.console.pair import quiet_transformers
+    from gsd_kernels_cli.pair import quiet_transformers
 
     quiet_transformers()
 
 
 def device_of(name: str | None) -> torch.device:
     """The device that ``--device`` names; by default the first GPU if there is one."""
-    from gsd_kernels_hf.console.pair import pick_device
+    from gsd_kernels_cli.pair import pick_device
 
     return pick_device(name)
 
@@ -93,8 +93,8 @@ def join(device: str | None, timeout: float) -> tuple[torch.device, int]:
         raise ValueError("--tp: takes no --device: the GPUs, or the CPU of a machine without one")
     import torch.distributed as dist
 
-    from gsd_kernels_hf.console import ranks
-    from gsd_kernels_hf.console.output import only_first_rank_prints
+    from gsd_kernels_cli import ranks
+    from gsd_kernels_cli.output import only_first_rank_prints
 
     only_first_rank_prints()
     return ranks.join(timeout), dist.get_world_size()

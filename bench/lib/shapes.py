@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gsd_kernels_hf.demo.inflate import SHAPES as INFLATED
-from gsd_kernels_hf.demo.inflate import ModelShape
+from gsd_kernels_cli.demo.inflate import SHAPES as INFLATED
+from gsd_kernels_cli.demo.inflate import ModelShape
 
-#: Besides the shapes that :mod:`gsd_kernels_hf.demo.inflate` names: a draft for Llama 3, one that takes no time, and
+#: Besides the shapes that :mod:`gsd_kernels_cli.demo.inflate` names: a draft for Llama 3, one that takes no time, and
 #: the demo pair's target with each key/value head twice, so that its heads divide among four ranks.
 SHAPES: dict[str, ModelShape] = {
     **INFLATED,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gsd_kernels import GraphConfig
-from gsd_kernels_hf.demo.inflate import ModelShape
+from gsd_kernels_cli.demo.inflate import ModelShape
 
 from ..lib.report import markdown
 from ..lib.shapes import shape_named

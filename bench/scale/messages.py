@@ -27,12 +27,11 @@ from torch.utils._pytree import tree_leaves
 
 from gsd_kernels import GraphConfig
 from gsd_kernels.config import PRESETS
+from gsd_kernels_cli import comparison, ranks
+from gsd_kernels_cli.pair import quiet_transformers
 from gsd_kernels_hf import validate
-from gsd_kernels_hf.console import ranks
-from gsd_kernels_hf.console.pair import quiet_transformers
 from gsd_kernels_hf.files import write_json
 from gsd_kernels_hf.parallel import Agreement
-from gsd_kernels_hf.report import comparison
 
 from ..generation.pairs import load_pair
 from ..lib.environment import environment

@@ -6,6 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gsd_kernels_train.online import OnlineLearner
+
     from .acceptance.criteria import Typical
     from .api import generate, patch, unpatch
     from .engine.decoder import GraphDecoder
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from .sources.heads import DraftHeads
     from .sources.layer_skip import LayerSkip
     from .sources.mtp import Mtp
-    from .training.online import OnlineLearner
 
 __all__ = [
     "Automatic",
@@ -74,7 +75,7 @@ _HOMES = {
     "ShapeSettings": "policy.shape_policy",
     "Mtp": "sources.mtp",
     "StepCosts": "policy.tuning",
-    "OnlineLearner": "training.online",
+    "OnlineLearner": "gsd_kernels_train.online",
     "Typical": "acceptance.criteria",
     "Verified": "records",
     "DraftSource": "sources.base",
@@ -93,5 +94,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Names of the bindings, imported on first use: transformers takes seconds, which ``--help`` need not wait for."""
     if name in _HOMES:
-        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        home = _HOMES[name]
+        return getattr(import_module(home if home.startswith("gsd_kernels") else f".{home}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

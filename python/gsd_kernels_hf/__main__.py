@@ -1,5 +1,5 @@
-"""``python -m gsd_kernels_hf`` is ``gsd-kernels``."""
+"""``python -m gsd_kernels_hf`` is ``gsd-kernels``, whose package is not imported but looked up by name."""
 
-from .cli import main
+from pkgutil import resolve_name
 
-main()
+resolve_name("gsd_kernels_cli.app:main")()

@@ -11,7 +11,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import gsd_kernels as gsd
-from gsd_kernels_hf import demo
+from gsd_kernels_cli import demo
 
 TEXTS = ("def make(", "import json\nx = ", "# a kind of thing\n")
 SCHEMAS = [

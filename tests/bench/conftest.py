@@ -9,7 +9,7 @@ from sources.drafters import eagle3_config, fit_eagle3, random_eagle3
 from transformers import AutoTokenizer
 
 from gsd_kernels_bench.generation import chat_pair
-from gsd_kernels_hf import demo
+from gsd_kernels_cli import demo
 
 
 @pytest.fixture

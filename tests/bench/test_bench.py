@@ -23,7 +23,7 @@ from gsd_kernels_bench.lib.report import Report, Row
 from gsd_kernels_bench.lib.runner import Contestant, Entry, Settings, run
 from gsd_kernels_bench.lib.timing import Timing, time_call
 from gsd_kernels_bench.readme import BLOCKS
-from gsd_kernels_hf.report import comparison
+from gsd_kernels_cli import comparison
 
 CPU = torch.device("cpu")
 CASES = {case.NAME: case for case in (attention, merge, sample, commit)}
@@ -42,7 +42,7 @@ def test_the_registry_is_documented():
 
 
 def test_it_is_a_command_of_the_package():
-    from gsd_kernels_hf.cli import app as shell
+    from gsd_kernels_cli.app import app as shell
 
     asked = CliRunner().invoke(shell, ["bench", "attention", "--help"])
     assert asked.exit_code == 0 and "bench attention [OPTIONS]" in asked.output
@@ -262,7 +262,7 @@ def test_generate_races_ones_own_model_and_prompts(tmp_path):
     from models import tiny
     from transformers import AutoTokenizer
 
-    from gsd_kernels_hf import demo
+    from gsd_kernels_cli import demo
 
     tokenizer = AutoTokenizer.from_pretrained(demo.path() / "target")
     tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(tmp_path / "own")

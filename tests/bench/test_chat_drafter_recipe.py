@@ -8,12 +8,12 @@ import torch
 from models import tiny
 from transformers import AutoTokenizer
 
-import gsd_kernels_hf.demo as demo
-from gsd_kernels_bench.chat_drafter import answers
-from gsd_kernels_bench.chat_drafter.__main__ import DRAFTER, write_shipped
-from gsd_kernels_bench.chat_drafter.prompts import MEASURED_ON, Writer, overlapping, prompts
+import gsd_kernels_cli.demo as demo
 from gsd_kernels_hf.sources.checkpoints import read_json
 from gsd_kernels_hf.sources.shipped import FOLDER, SHIPPED
+from gsd_kernels_train.recipes.chat_drafter import answers
+from gsd_kernels_train.recipes.chat_drafter.__main__ import DRAFTER, write_shipped
+from gsd_kernels_train.recipes.chat_drafter.prompts import MEASURED_ON, Writer, overlapping, prompts
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}<assistant>"
 

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from gsd_kernels_bench.demo_pair import __main__ as recipe
-from gsd_kernels_bench.demo_pair import distillation, evaluation, hybrid, models, stages
 from gsd_kernels_bench.generation import hybrid_table
-from gsd_kernels_bench.lib import stdlib as sources
-from gsd_kernels_bench.lib import stdlib_prompts as prompts
+from gsd_kernels_bench.generation import trained_hybrid as hybrid
 from gsd_kernels_hf import DraftHeads, generate
 from gsd_kernels_hf.model.recurrent.mixers import FIRST, READABLE
-from gsd_kernels_hf.training import text
+from gsd_kernels_train import text
+from gsd_kernels_train.recipes import stdlib as sources
+from gsd_kernels_train.recipes import stdlib_prompts as prompts
+from gsd_kernels_train.recipes.demo_pair import __main__ as recipe
+from gsd_kernels_train.recipes.demo_pair import distillation, evaluation, models, stages
 
 SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 TARGET = SHAPE | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

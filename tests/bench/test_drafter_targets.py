@@ -23,7 +23,7 @@ from gsd_kernels_bench.generation.drafters_table import EDGES, weights_of
 from gsd_kernels_bench.generation.lattices import KIND, Marginals, with_lattice
 from gsd_kernels_bench.generation.pairs import load_pair
 from gsd_kernels_bench.generation.real.prompts import read_chats
-from gsd_kernels_hf import demo
+from gsd_kernels_cli.demo.drafters import FOLDER
 
 CPU = torch.device("cpu")
 VOCAB = 41
@@ -136,7 +136,7 @@ def test_a_lattice_of_ones_own_is_raced_with_edges_and_without(tmp_path):
     assert against >= {("lattice", "lattice-chain"), ("lattice", "lattice-marginals")}
     assert "Texts equal to plain decoding's: 10 of 10." in text
     with pytest.raises(ValueError, match=r"--drafter: expected a DSpark .* got <Eagle3"):
-        with_lattice(pair, demo.path() / "eagle3")
+        with_lattice(pair, FOLDER / "eagle3")
     with pytest.raises(ValueError, match="--positions: measured for the demo target"):
         bench("drafters", "--drafter", str(folder), "--positions", "600")
 

@@ -25,7 +25,7 @@ from gsd_kernels_bench.generation.real.names import HF, HF_LOOKUP, HISTORY, PLAI
 from gsd_kernels_bench.generation.real.prompts import encoded, read_chats
 from gsd_kernels_bench.generation.real.report import RealReport
 from gsd_kernels_bench.generation.real.run import Settings, name_of
-from gsd_kernels_hf import demo
+from gsd_kernels_cli import demo
 
 NEW = 8
 PROMPTS = ("for name in names:\n    print(name)\nfor name in", "import os\nimport sys\nimport")

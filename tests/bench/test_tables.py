@@ -170,7 +170,7 @@ def test_the_whole_grid_is_valid():
 def test_a_shape_of_a_larger_vocabulary_has_no_drafters(monkeypatch):
     """The Llama shapes that a GPU is measured with: the demo target's drafters do not fit them."""
     from gsd_kernels_bench.lib import shapes
-    from gsd_kernels_hf.demo.inflate import ModelShape
+    from gsd_kernels_cli.demo.inflate import ModelShape
 
     large = ModelShape(320, 704, 6, 5, 5, 64, 4096, tie_word_embeddings=False)
     monkeypatch.setitem(shapes.SHAPES, "large", large)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typer.testing import CliRunner
 
-from gsd_kernels_hf.cli import app
+from gsd_kernels_cli.app import app
 
 
 def run(*arguments, stdin=None):

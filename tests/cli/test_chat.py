@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import gsd_kernels
-from gsd_kernels_hf.cli import app
-from gsd_kernels_hf.cli.chat import Conversation
-from gsd_kernels_hf.console.pair import load_pair
+from gsd_kernels_cli.app import app
+from gsd_kernels_cli.chat import Conversation
+from gsd_kernels_cli.pair import load_pair
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
 TOKENS = 12
@@ -82,7 +82,7 @@ def conversation(model):
 
 
 def test_an_answer_that_is_stopped_stays_as_far_as_it_came(conversation, monkeypatch, capsys):
-    from gsd_kernels_hf.cli.streaming import StdoutStreamer
+    from gsd_kernels_cli.streaming import StdoutStreamer
 
     put, whole = StdoutStreamer.put, answers(conversation.pair.target.name_or_path, "import os")[0]
 

@@ -6,10 +6,9 @@ import os
 
 import pytest
 
-from gsd_kernels_hf.cli import check
-from gsd_kernels_hf.console import busy
+from gsd_kernels_cli import busy, check
+from gsd_kernels_cli.comparison import Run
 from gsd_kernels_hf.engine.stats import GenerationStats
-from gsd_kernels_hf.report.comparison import Run
 
 
 def rounds(**seconds):

@@ -13,8 +13,8 @@ from checkpoints import save_pair
 from terminal import one_line_error, run
 
 import gsd_kernels
-from gsd_kernels_hf.cli.options import read_graph_config
-from gsd_kernels_hf.report import comparison
+from gsd_kernels_cli import comparison
+from gsd_kernels_cli.options import read_graph_config
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
 SMALL = ["--graph-config", "graph,depth=3,width=2,branch=2,max_rows=8"]
@@ -44,7 +44,7 @@ def test_version_as_a_program():
 def test_help_needs_neither_torch_nor_transformers():
     code = (
         "import sys; sys.argv = ['gsd-kernels', '--help']\n"
-        "from gsd_kernels_hf.cli import main\n"
+        "from gsd_kernels_cli.app import main\n"
         "try: main()\n"
         "except SystemExit as leave: assert not leave.code\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
@@ -63,7 +63,7 @@ def test_nothing_to_do_is_a_usage_error():
 
 
 def test_error_exit_codes(monkeypatch):
-    from gsd_kernels_hf.console import pair as module
+    from gsd_kernels_cli import pair as module
 
     def failing(error):
         def load(*_, **__):
@@ -89,7 +89,7 @@ def test_error_exit_codes(monkeypatch):
 
 
 def expected(pair, prompts, new_tokens, **options):
-    from gsd_kernels_hf.console.pair import load_pair
+    from gsd_kernels_cli.pair import load_pair
 
     loaded = load_pair(pair[1], "none")
     inputs = loaded.encode(prompts)
@@ -328,10 +328,10 @@ def test_demo_of_ones_own_model(pair, tmp_path):
 @pytest.mark.slow
 def test_demo_inflated_table(tmp_path, monkeypatch):
     """The whole table, on a target that is not inflated."""
-    from gsd_kernels_hf.demo import inflate
+    from gsd_kernels_cli.demo import inflate
 
     monkeypatch.setattr(inflate, "inflate", lambda model, shape: model)
-    monkeypatch.setattr("gsd_kernels_hf.cli.demo.Others.share", lambda self: 0.0)  # tests run beside others
+    monkeypatch.setattr("gsd_kernels_cli.demo_command.Others.share", lambda self: 0.0)  # tests run beside others
     file = tmp_path / "numbers.json"
     result = run("demo", "--embedded", "--max-new-tokens", 8, "--seconds", 0, "--out", tmp_path, "--json", file)
     assert result.exit_code == 0, result.output

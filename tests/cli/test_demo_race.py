@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from gsd_kernels_hf.cli import demo_chat
-from gsd_kernels_hf.cli.demo_chat import HF, OURS
-from gsd_kernels_hf.cli.streaming import is_cut
+from gsd_kernels_cli import demo_chat
+from gsd_kernels_cli.demo_chat import HF, OURS
+from gsd_kernels_cli.streaming import is_cut
 
 
 def report(share, done=2, asked=2):

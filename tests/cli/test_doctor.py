@@ -45,7 +45,7 @@ def test_doctor(monkeypatch):
 
 
 def test_doctor_on_ops_without_a_triton_kernel(monkeypatch):
-    from gsd_kernels_hf.cli import doctor
+    from gsd_kernels_cli import doctor
 
     report = doctor.examine()
     assert report["small_ops"] == {} or torch.cuda.is_available()
@@ -69,6 +69,9 @@ def test_doctor_on_drafters_of_a_model(tmp_path, monkeypatch):
     assert "drafters none comes with the model" in says
     sizes = tuple(getattr(model.config, size) for size in shipped.SIZES)
     monkeypatch.setattr(shipped, "SHIPPED", {name: shipped.Shipped(sizes, shipped.fingerprint(model))})
+    assert shipped.drafter_of(model) is None, "an installed wheel has no drafter"
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    (tmp_path / name).mkdir()
     says = " ".join(run("doctor", "--model", tmp_path / "plain").stdout.split())
     assert f'drafters drafter="{name}" drafts with the drafter that this package brings for it; used where' in says
     assert "--model" in one_line_error(run("doctor", "--model", tmp_path / "missing"), 2)
@@ -85,7 +88,7 @@ def test_doctor_on_drafters_of_a_model(tmp_path, monkeypatch):
     ],
 )
 def test_doctor_on_flash_attention(monkeypatch, installed, loads, gpu, says):
-    from gsd_kernels_hf.cli import doctor
+    from gsd_kernels_cli import doctor
 
     def version(name):
         if not installed:

@@ -7,8 +7,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from gsd_kernels_hf.cli import app
-from gsd_kernels_hf.console.pair import load_pair
+from gsd_kernels_cli.app import app
+from gsd_kernels_cli.pair import load_pair
 from gsd_kernels_hf.sources.corpus import Corpus
 
 TEXT = "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + fibonacci(n - 2)\n"

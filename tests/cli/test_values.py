@@ -18,10 +18,10 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 import gsd_kernels
-from gsd_kernels_hf.cli import app
-from gsd_kernels_hf.cli.options import read_graph_config, read_prompts
-from gsd_kernels_hf.console import values
-from gsd_kernels_hf.console.commands import Commands
+from gsd_kernels_cli import values
+from gsd_kernels_cli.app import app
+from gsd_kernels_cli.commands import Commands
+from gsd_kernels_cli.options import read_graph_config, read_prompts
 from gsd_kernels_hf.files import checkpoint_place, model_place
 
 
@@ -74,7 +74,7 @@ def test_graph_config_names_what_is_wrong(text, says):
 
 
 def test_a_wrong_shape_is_refused_before_a_model_is_loaded(monkeypatch):
-    from gsd_kernels_hf.console import pair
+    from gsd_kernels_cli import pair
 
     monkeypatch.setattr(pair, "load_pair", None)
     assert error("generate", "--graph-config", "auto2", "x").startswith("--graph-config: unknown name 'auto2'")
@@ -204,7 +204,7 @@ def test_a_slip_is_refused_by_its_option(given, says):
 @pytest.mark.slow
 def test_slips_are_refused_before_torch_is_imported():
     code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom gsd_kernels_hf.cli import app\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom gsd_kernels_cli.app import app\n"
         f"for given in {[list(given) for given, _ in SLIPS]!r}:\n"
         "    assert CliRunner().invoke(app, given).exit_code == 2, given\n"
         "    assert not {'torch', 'transformers'} & set(sys.modules), given\n"

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +12,15 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from gsd_kernels_bench.lib.stdlib import HELD_OUT
-from gsd_kernels_hf import demo
+from gsd_kernels_cli import demo
+from gsd_kernels_cli.demo.drafters import FOLDER, heads_folder
 from gsd_kernels_hf.sources.heads import DraftHeads
+from gsd_kernels_train.recipes import demo_pair
+from gsd_kernels_train.recipes.stdlib import HELD_OUT
 
 MEMBERS = ("target", "draft")
+
+RECIPE = Path(demo_pair.__file__).parent
 
 
 @cache
@@ -79,7 +84,7 @@ def test_prompts_are_held_out_and_of_natural_length():
 
 
 def test_sources_name_what_was_held_out():
-    sources = json.loads((demo.path() / "sources.json").read_text(encoding="utf-8"))
+    sources = json.loads((RECIPE / "sources.json").read_text(encoding="utf-8"))
     assert set(sources["held_out"]) == set(HELD_OUT)
     assert not set(sources["held_out"]) & set(sources["training"])
     assert not set(sources["held_out"].values()) & set(sources["training"].values())
@@ -120,7 +125,7 @@ def test_the_draft_agrees_with_the_targets_greedy_text():
 @pytest.mark.slow
 def test_the_heads_guess_what_the_target_says_later():
     target, _, tokenizer = pair()
-    trained = DraftHeads.from_pretrained(demo.path() / "heads", target)
+    trained = DraftHeads.from_pretrained(heads_folder(), target)
     assert f"{sum(p.numel() for p in trained.parameters()):,} parameters" in card()
     untrained = DraftHeads.for_model(target, trained.num_heads)
     right = torch.zeros(2, trained.num_heads)
@@ -144,7 +149,7 @@ def test_nothing_tells_where_it_was_made():
     # Any absolute path; the slashes of URLs and of relative paths come after other characters.
     local = re.compile(r"(/(?:root|home|tmp|Users)/|file:|(?<![\w.:/])/\w+/|[A-Z]:\\Users)")
     assert all(map(local.search, ('"/build/x"', "in /srv/a/b", "file:///opt/x/y", "a/home/b")))
-    for file in demo.path().rglob("*"):
+    for file in (*demo.path().rglob("*"), *FOLDER.rglob("*"), RECIPE / "sources.json"):
         if file.suffix in (".json", ".md") and file.name not in ("prompts.json", "tokenizer.json"):
             text = file.read_text(encoding="utf-8")
             assert not local.search(text), file.name

@@ -11,9 +11,9 @@ from sources.drafters import dflash_config, eagle3_config, fit_dflash, fit_eagle
 
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
-from gsd_kernels_hf import demo
-from gsd_kernels_hf.demo.drafters import embedded, fitted_drafter
-from gsd_kernels_hf.demo.inflate import ModelShape, inflate
+from gsd_kernels_cli import demo
+from gsd_kernels_cli.demo.drafters import embedded, fitted_drafter
+from gsd_kernels_cli.demo.inflate import ModelShape, inflate
 
 GRAPH = GraphConfig(depth=3, width=2, branch=2, max_rows=12, merge_context=0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gsd_kernels_hf.cli import demo
+from gsd_kernels_cli import demo_command as demo
 
 
 def contenders(**rates):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gsd_kernels_hf import demo
-from gsd_kernels_hf.demo.inflate import SHAPES, ModelShape, inflate, inflated_config
+from gsd_kernels_cli import demo
+from gsd_kernels_cli.demo.inflate import SHAPES, ModelShape, inflate, inflated_config
 
 PUBLISHED_PARAMETERS = {
     "tinyllama-1.1b": 1_100_048_384,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from models import tiny
 
-from gsd_kernels_hf import demo
-from gsd_kernels_hf.demo import smollm2
+from gsd_kernels_cli import demo
+from gsd_kernels_cli.demo import smollm2
 from gsd_kernels_hf.extras import cure
 from gsd_kernels_hf.packed import dense
 

@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 
 from gsd_kernels_bench.scale import messages
 from gsd_kernels_bench.scale.memory import cache_bytes, memory, parameters_per_rank
-from gsd_kernels_hf.cli import app
-from gsd_kernels_hf.demo.inflate import ModelShape
+from gsd_kernels_cli.app import app
+from gsd_kernels_cli.demo.inflate import ModelShape
 from gsd_kernels_hf.parallel import check_heads, ranks_of, tensor_parallel_group
 
 pytest.importorskip("accelerate", reason="transformers shards models with accelerate")

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gsd_kernels_hf import demo, generate
+from gsd_kernels_cli import demo
+from gsd_kernels_hf import generate
 
 pytest.importorskip("ray.data", reason="needs the extra [ray]: make test-ray")
 pytestmark = pytest.mark.slow

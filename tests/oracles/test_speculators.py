@@ -28,9 +28,9 @@ from transformers import LlamaConfig, Qwen3Config
 from gsd_kernels_hf.sources.dflash import DFlash, DFlashDrafts
 from gsd_kernels_hf.sources.eagle3 import Eagle3, Eagle3Drafts
 from gsd_kernels_hf.sources.parallel_eagle import ParallelDrafts
-from gsd_kernels_hf.training.drafter import DrafterOptions
-from gsd_kernels_hf.training.eagle3 import Eagle3Training
-from gsd_kernels_hf.training.job import load_target
+from gsd_kernels_train.drafter import DrafterOptions
+from gsd_kernels_train.eagle3 import Eagle3Training
+from gsd_kernels_train.job import load_target
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 VOCAB = 97

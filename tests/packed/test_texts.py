@@ -15,8 +15,8 @@ from models import noised, prompts
 
 import gsd_kernels as gsd
 from gsd_kernels.ops.packed import unpack_rows
-from gsd_kernels_hf.console import pair as console
-from gsd_kernels_hf.console.pair import load_pair
+from gsd_kernels_cli import pair as console
+from gsd_kernels_cli.pair import load_pair
 from gsd_kernels_hf.costs.pair import describe
 from gsd_kernels_hf.costs.prior import weight_bytes
 from gsd_kernels_hf.model.fused import why_not

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from gsd_kernels_cli.demo import smollm2
 from gsd_kernels_hf.costs.store import cache_dir
-from gsd_kernels_hf.demo import smollm2
 
 USERS = cache_dir()  # before the tests have one of their own: what is converted there already is only read
 

@@ -7,9 +7,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from gsd_kernels_hf.cli import app
-from gsd_kernels_hf.cli.demo_chat import HF, HF_LOOKUP, OURS, PLAIN, QUESTIONS
-from gsd_kernels_hf.demo import smollm2
+from gsd_kernels_cli.app import app
+from gsd_kernels_cli.demo import smollm2
+from gsd_kernels_cli.demo_chat import HF, HF_LOOKUP, OURS, PLAIN, QUESTIONS
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 

@@ -13,7 +13,7 @@ from transformers import TextIteratorStreamer
 import gsd_kernels as gsd
 from gsd_kernels import Corpus, GraphConfig, LayerSkip
 from gsd_kernels.backends import unavailable_reason
-from gsd_kernels_hf.report import comparison
+from gsd_kernels_cli import comparison
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 compiled = pytest.mark.skipif(

@@ -11,7 +11,7 @@ from quantised import SCHEMES, dense_of
 import gsd_kernels as gsd
 from gsd_kernels import GraphConfig
 from gsd_kernels.backends import unavailable_reason
-from gsd_kernels_hf.demo import smollm2
+from gsd_kernels_cli.demo import smollm2
 
 pytestmark = [
     pytest.mark.real,

@@ -7,9 +7,9 @@ import torch
 from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
+from gsd_kernels_cli import comparison
+from gsd_kernels_cli.comparison import first_divergence
 from gsd_kernels_hf.model.fused import why_not
-from gsd_kernels_hf.report import comparison
-from gsd_kernels_hf.report.comparison import first_divergence
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

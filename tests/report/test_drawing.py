@@ -11,8 +11,8 @@ import torch
 from models import noised, prompts, tiny
 
 from gsd_kernels import GraphConfig
+from gsd_kernels_cli.drawing import ACCEPTED, REJECTED, ROOT, UNCHECKED, StepPicture, draw_step, visible
 from gsd_kernels_hf import generate
-from gsd_kernels_hf.report.drawing import ACCEPTED, REJECTED, ROOT, UNCHECKED, StepPicture, draw_step, visible
 
 CONFIG = GraphConfig(depth=4, width=4, branch=3, max_rows=12, merge_context=0)
 
@@ -86,7 +86,7 @@ def test_a_drawing_is_reproducible(steps, tmp_path):
 
 
 def test_boxes_do_not_overlap(steps):
-    from gsd_kernels_hf.report.drawing import _Layout
+    from gsd_kernels_cli.drawing import _Layout
 
     for picture in steps[0]:
         layout = _Layout.of(picture, {node.id: f"token{node.token_id}" for node in picture.nodes})

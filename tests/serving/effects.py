@@ -12,9 +12,9 @@ from served import LENGTH, PROMPT, SCHEMA, TOOL, TOOLS, Server, tokens
 from transformers import LogitsProcessorList
 
 from gsd_kernels_hf import generate
-from gsd_kernels_hf.serving import fields
-from gsd_kernels_hf.serving.fields import CHAT, COMPLETIONS, RESPONSES
-from gsd_kernels_hf.serving.processors import Grammar, Grammars, Penalties
+from gsd_kernels_serve import fields
+from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES
+from gsd_kernels_serve.processors import Grammar, Grammars, Penalties
 
 EFFECTS: dict[tuple[str, str], typing.Callable[[Server, str], None]] = {}
 """Of honoured fields by endpoint: what shows that they act."""

@@ -10,7 +10,7 @@ import torch
 from effects import effect
 from served import PROMPT
 
-from gsd_kernels_hf.serving.fields import CHAT, COMPLETIONS, RESPONSES
+from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES
 
 
 @effect("max_tokens", CHAT, COMPLETIONS)

@@ -12,8 +12,9 @@ import urllib.request
 
 import pytest
 
-from gsd_kernels_hf import demo, patch, unpatch
-from gsd_kernels_hf.serving.fields import CHAT, COMPLETIONS, RESPONSES
+from gsd_kernels_cli import demo
+from gsd_kernels_hf import patch, unpatch
+from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES
 
 openai = pytest.importorskip("openai", reason="the server needs the extra [serving]")
 pytest.importorskip("fastapi", reason="the server needs the extra [serving]")
@@ -53,7 +54,7 @@ class Server:
     def __init__(self, speculates: bool = True) -> None:
         import uvicorn
 
-        from gsd_kernels_hf.serving.server import make_app
+        from gsd_kernels_serve.server import make_app
 
         self.target, draft, self.tokenizer = demo.load()
         self.tokenizer.chat_template = TEMPLATE

@@ -10,7 +10,7 @@ import pytest
 from effects import EFFECTS
 from served import LENGTH, TOOL, known, row_id
 
-from gsd_kernels_hf.serving import fields
+from gsd_kernels_serve import fields
 
 pytestmark = pytest.mark.slow
 

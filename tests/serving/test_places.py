@@ -7,7 +7,7 @@ import json
 import pytest
 from served import PROMPT, TOOLS
 
-from gsd_kernels_hf.serving.fields import CHAT, COMPLETIONS, RESPONSES
+from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 from served import ASKED, LENGTH, PROMPT, SCHEMA, TOOL, TOOLS, Server, row_id, spoken
 
-from gsd_kernels_hf.serving import fields
-from gsd_kernels_hf.serving.fields import CHAT, COMPLETIONS, RESPONSES
+from gsd_kernels_serve import fields
+from gsd_kernels_serve.fields import CHAT, COMPLETIONS, RESPONSES
 
 pytestmark = pytest.mark.slow
 
@@ -118,7 +118,7 @@ def test_tokens_are_told_by_their_bytes(kind):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from gsd_kernels_hf.serving.logprobs import Pieces
+    from gsd_kernels_serve.logprobs import Pieces
 
     if kind == "bytes":
         vocabulary = {"\u0120a": 0, "\u00c3": 1, "\u00a9": 2, "<s>": 3}
@@ -136,7 +136,7 @@ def test_tokens_are_told_by_their_bytes(kind):
 
 @pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS], ids=row_id)
 def test_an_error_behind_the_first_token_is_the_last_event(endpoint, server, monkeypatch):
-    from gsd_kernels_hf.serving.calls import Writer
+    from gsd_kernels_serve.calls import Writer
 
     def put(self, value, whole=Writer.put):
         if len(self.entries) >= 3:

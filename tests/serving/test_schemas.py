@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from gsd_kernels_hf.serving.checks import Refused
-from gsd_kernels_hf.serving.processors import Grammars
-from gsd_kernels_hf.serving.schemas import check_schema, moved
-from gsd_kernels_hf.serving.tools import call_schema
+from gsd_kernels_serve.checks import Refused
+from gsd_kernels_serve.processors import Grammars
+from gsd_kernels_serve.schemas import check_schema, moved
+from gsd_kernels_serve.tools import call_schema
 
 INT = {"type": "integer"}
 TREE = {"type": "object", "properties": {"c": {"type": "array", "items": {"$ref": "#"}}}, "required": ["c"]}

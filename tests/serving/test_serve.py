@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from gsd_kernels_hf import demo, generate
+from gsd_kernels_cli import demo
+from gsd_kernels_hf import generate
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -308,7 +309,7 @@ def test_it_listens_on_the_loopback_address_alone(server):
 def test_a_port_in_use_is_named(tmp_path):
     from typer.testing import CliRunner
 
-    from gsd_kernels_hf.cli import app
+    from gsd_kernels_cli.app import app
 
     with socket.create_server(("127.0.0.1", 0)) as other:
         result = CliRunner().invoke(app, ["serve", "--port", str(other.getsockname()[1])])
@@ -319,7 +320,7 @@ def test_a_port_in_use_is_named(tmp_path):
 def test_a_bad_model_is_named(tmp_path):
     from typer.testing import CliRunner
 
-    from gsd_kernels_hf.cli import app
+    from gsd_kernels_cli.app import app
 
     result = CliRunner().invoke(app, ["serve", str(tmp_path / "none"), "--port", "0"])
     assert result.exit_code == 2 and "no such folder" in result.stderr
@@ -328,7 +329,7 @@ def test_a_bad_model_is_named(tmp_path):
 def test_other_transformers_are_refused_by_name(monkeypatch):
     import transformers
 
-    from gsd_kernels_hf.serving.installed import check_installed
+    from gsd_kernels_serve.installed import check_installed
 
     check_installed()
     monkeypatch.setattr(transformers, "__version__", "5.4.0")

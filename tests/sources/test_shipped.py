@@ -1,4 +1,4 @@
-"""Drafters that come with this package: which model one is for, the line that says so, and its name as an option."""
+"""Drafters that a clone has: which model one is for, the line that says so, and its name as an option."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from models import prompts, tiny
 from sources.drafters import eagle3_config, fit_eagle3, random_eagle3, safeailab, save
 
 import gsd_kernels as gsd
-from gsd_kernels_hf.console import values
+from gsd_kernels_cli import values
 from gsd_kernels_hf.sources import shipped
 from gsd_kernels_hf.sources.checkpoints import Checkpoint, read_json
 from gsd_kernels_hf.sources.eagle3 import Eagle3, Eagle3Config, weight_name
@@ -96,6 +96,13 @@ def test_a_folder_of_that_name_comes_first(target, tmp_path, monkeypatch):
     assert shipped.folder_of("else/where") == "else/where"
     monkeypatch.chdir(tmp_path)
     assert shipped.folder_of(NAME) == NAME
+
+
+def test_an_installed_wheel_says_where_a_drafter_is(target, monkeypatch):
+    monkeypatch.setattr(shipped, "FOLDER", shipped.FOLDER / "elsewhere")
+    assert shipped.drafter_of(target) is None
+    with pytest.raises(ValueError, match=f"drafter: {NAME} is in a clone of gsd_kernels, not in its wheel"):
+        gsd.generate(target, **CALL, drafter=NAME)
 
 
 @pytest.mark.parametrize("name", SHIPPED)

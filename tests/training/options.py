@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gsd_kernels_hf.training.job import TrainingOptions
-from gsd_kernels_hf.training.loop import Interval
+from gsd_kernels_train.job import TrainingOptions
+from gsd_kernels_train.loop import Interval
 
 
 def options_for(folder, **changed):

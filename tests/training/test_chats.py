@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import gsd_kernels as gsd
 from gsd_kernels_hf.sources.eagle3 import Eagle3, Eagle3Config
 from gsd_kernels_hf.sources.load import load_drafter
-from gsd_kernels_hf.training.chats import encode_chats
-from gsd_kernels_hf.training.clock import Clock
-from gsd_kernels_hf.training.drafters import frequent_tokens
-from gsd_kernels_hf.training.job import load_target, read
-from gsd_kernels_hf.training.streams import Stream, Streams, blocks
-from gsd_kernels_hf.training.text import own_text
+from gsd_kernels_train.chats import encode_chats
+from gsd_kernels_train.clock import Clock
+from gsd_kernels_train.drafters import frequent_tokens
+from gsd_kernels_train.job import load_target, read
+from gsd_kernels_train.streams import Stream, Streams, blocks
+from gsd_kernels_train.text import own_text
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ eos_token }}\n{% endfor %}"

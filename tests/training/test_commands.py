@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from gsd_kernels_hf.cli import app
+from gsd_kernels_cli.app import app
 from gsd_kernels_hf.sources.heads import DraftHeads
-from gsd_kernels_hf.training import job, loop
-from gsd_kernels_hf.training.loop import Checkpoints
-from gsd_kernels_hf.training.streams import Stream
-from gsd_kernels_hf.training.text import own_text
+from gsd_kernels_train import job, loop
+from gsd_kernels_train.loop import Checkpoints
+from gsd_kernels_train.streams import Stream
+from gsd_kernels_train.text import own_text
 
 QUICK = ["--steps", 12, "--batch", 4, "--length", 24, "--lr", 0.01, "--checkpoint-every", 5, "--device", "cpu"]
 

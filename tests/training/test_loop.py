@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gsd_kernels_hf.training import loop
-from gsd_kernels_hf.training.loop import Budget, Checkpoints, Interval, learning_rate_factor
+from gsd_kernels_train import loop
+from gsd_kernels_train.loop import Budget, Checkpoints, Interval, learning_rate_factor
 
 
 class Dropping(torch.nn.Module):

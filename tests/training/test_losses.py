@@ -10,12 +10,12 @@ from models import noised
 from training.options import options_for
 from transformers import AutoModelForCausalLM
 
-from gsd_kernels_hf.training.distill import Distillation
-from gsd_kernels_hf.training.heads import HeadTraining
-from gsd_kernels_hf.training.job import load_target
-from gsd_kernels_hf.training.measure import accepted_per_step
-from gsd_kernels_hf.training.streams import Streams
-from gsd_kernels_hf.training.text import HeldOut, read_text
+from gsd_kernels_train.distill import Distillation
+from gsd_kernels_train.heads import HeadTraining
+from gsd_kernels_train.job import load_target
+from gsd_kernels_train.measure import accepted_per_step
+from gsd_kernels_train.streams import Streams
+from gsd_kernels_train.text import HeldOut, read_text
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ import torch
 from options import options_for
 from typer.testing import CliRunner
 
-from gsd_kernels_hf.cli import app
-from gsd_kernels_hf.training.clock import NothingLearned
-from gsd_kernels_hf.training.distill import distill
-from gsd_kernels_hf.training.drafters import DrafterOptions, train_drafter
-from gsd_kernels_hf.training.heads import train_heads
-from gsd_kernels_hf.training.loop import RunFolder
-from gsd_kernels_hf.training.measure import is_better
+from gsd_kernels_cli.app import app
+from gsd_kernels_train.clock import NothingLearned
+from gsd_kernels_train.distill import distill
+from gsd_kernels_train.drafters import DrafterOptions, train_drafter
+from gsd_kernels_train.heads import train_heads
+from gsd_kernels_train.loop import RunFolder
+from gsd_kernels_train.measure import is_better
 
 TRAININGS = {
     "draft": lambda options, folder: distill(str(folder / "draft"), options),

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import gsd_kernels as gsd
 from gsd_kernels_hf import files
-from gsd_kernels_hf.training import online_files
-from gsd_kernels_hf.training.online import Gate
+from gsd_kernels_train import online_files
+from gsd_kernels_train.online import Gate
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.4, "seed": 3}

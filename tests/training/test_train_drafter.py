@@ -22,12 +22,12 @@ from gsd_kernels_hf.sources.eagle3 import Eagle3Drafts
 from gsd_kernels_hf.sources.edges import along
 from gsd_kernels_hf.sources.load import load_drafter
 from gsd_kernels_hf.sources.mtp import MtpDrafts
-from gsd_kernels_hf.training import loop
-from gsd_kernels_hf.training.dflash import DFlashTraining
-from gsd_kernels_hf.training.drafters import DrafterOptions, frequent_tokens
-from gsd_kernels_hf.training.eagle3 import Eagle3Training
-from gsd_kernels_hf.training.job import load_target
-from gsd_kernels_hf.training.mtp import MtpTraining
+from gsd_kernels_train import loop
+from gsd_kernels_train.dflash import DFlashTraining
+from gsd_kernels_train.drafters import DrafterOptions, frequent_tokens
+from gsd_kernels_train.eagle3 import Eagle3Training
+from gsd_kernels_train.job import load_target
+from gsd_kernels_train.mtp import MtpTraining
 
 QUICK = ["--batch", 4, "--length", 24, "--lr", 0.01, "--checkpoint-every", 5, "--device", "cpu", "--own-sequences", 64]
 KINDS = {
@@ -262,7 +262,7 @@ def test_an_interrupted_run_goes_on_to_equal_weights(folder, tmp_path, monkeypat
 def refused_or_stopped(given):
     from typer.testing import CliRunner
 
-    from gsd_kernels_hf.cli import app
+    from gsd_kernels_cli.app import app
 
     assert CliRunner().invoke(app, given).exit_code != 0
 
@@ -318,7 +318,7 @@ def test_a_target_with_a_scale_behind_its_output_matrix_gets_no_dflash(folder, t
 
 
 def test_rotary_settings_follow_the_target(folder, tmp_path):
-    from gsd_kernels_hf.training.drafter import layer_sizes
+    from gsd_kernels_train.drafter import layer_sizes
 
     scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     target = tiny(rope_parameters={"rope_theta": 5000.0, "original_max_position_embeddings": 64, **scaling})

@@ -42,7 +42,7 @@ class OpenVino:
         return ("openvino", "openvino_genai", "openvino_tokenizers", *(["nncf"] if self.weights else []))
 
     def prepare(self, target: PreTrainedModel, draft: PreTrainedModel | None, folder: Path) -> None:
-        from gsd_kernels_hf import demo
+        from gsd_kernels_cli import demo
 
         from .ir import write_ir, write_tokenizer
 

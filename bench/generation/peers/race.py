@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from gsd_kernels_cli.comparison import Decoded
 from gsd_kernels_hf.extras import cure
-from gsd_kernels_hf.report.comparison import Decoded
 
 from ..competitors import Competitor, Decode
 from ..pairs import Pair, Prompt

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from gsd_kernels_hf.console import values
-from gsd_kernels_hf.console.output import INTERRUPTED
+from gsd_kernels_cli import values
+from gsd_kernels_cli.output import INTERRUPTED
 
 from ...lib.options import RESULTS, Dtype, Name, Out, listed, quiet, show
 from .names import KNOWN, check_ways

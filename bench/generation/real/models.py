@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from gsd_kernels_hf.demo import smollm2
+from gsd_kernels_cli.demo import smollm2
 from gsd_kernels_hf.files import GGUF, model_place
 from gsd_kernels_hf.model.vocabulary import Translation
 from gsd_kernels_hf.packed.dense import load_model, load_tokenizer

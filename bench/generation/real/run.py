@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from gsd_kernels_hf.console.busy import Others, distrust
-from gsd_kernels_hf.report.comparison import first_divergence
+from gsd_kernels_cli.busy import Others, distrust
+from gsd_kernels_cli.comparison import first_divergence
 
 from ...lib.environment import environment
 from ..competitors import Competitor

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gsd_kernels_hf.report import comparison
+from gsd_kernels_cli import comparison
 
 from ..competitors import PROMPT_LOOKUP_TOKENS, Competitor, Decode
 from ..peers.base import Engine

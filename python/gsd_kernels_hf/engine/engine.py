@@ -178,7 +178,7 @@ class Engine:
 
 
 class Learner(Protocol):
-    """What learns from the calls of a patched model, see :mod:`gsd_kernels_hf.training.online`."""
+    """What learns from the calls of a patched model, see :mod:`gsd_kernels_train.online`."""
 
     def call(self, sources: Sources, prompt: Any, attention_mask: Any) -> AbstractContextManager[None]:
         """Hold a call that drafts with these: watch it, and learn when it is over."""

@@ -27,8 +27,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils.generic import GeneralInterface
 
 ENTRIES = ("forward", "__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "__getattribute__")
-OWN = __name__.partition(".")[0]
-SHIPPED = ({"torch", "transformers", "accelerate", "peft", OWN, "gsd_kernels"} | sys.stdlib_module_names) - {"unittest"}
+OWN = {"gsd_kernels", "gsd_kernels_hf", "gsd_kernels_train", "gsd_kernels_serve", "gsd_kernels_cli"}
+SHIPPED = ({"torch", "transformers", "accelerate", "peft", *OWN} | sys.stdlib_module_names) - {"unittest"}
 """Packages whose functions are at home in a modelling file."""
 CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
 """What a forward stores keys and values in."""

@@ -1,4 +1,4 @@
-"""Drafters that come with this package, each for the one model that it was trained for.
+"""Drafters for published models that a clone of this package has, each for the one model that it was trained for.
 
 A model is told by its sizes and by elements of every weight, rounded to bfloat16, so that it is the same in float32 and
 in bfloat16. Further training, merged adapters, another quantisation: all make another model. The output would be the
@@ -50,8 +50,19 @@ SHIPPED = {
 
 
 def folder_of(where: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """The folder of a drafter of ours by its name, unless a folder is called so; anything else as it is."""
-    return where if where not in SHIPPED or Path(where).exists() else FOLDER / where
+    """The folder of a drafter of ours by its name, unless a folder is called so; anything else as it is.
+
+    Raises:
+        ValueError: a name of ours, and the wheel is installed, which has none.
+    """
+    if where not in SHIPPED or Path(where).exists():
+        return where
+    if not (FOLDER / where).is_dir():
+        raise ValueError(
+            f"drafter: {where} is in a clone of gsd_kernels, not in its wheel; expected a folder, as a clone's "
+            f"bench/drafters/chat/{where}"
+        )
+    return FOLDER / where
 
 
 def warn_of_other_weights(where: str | os.PathLike[str], target: PreTrainedModel) -> None:
@@ -83,10 +94,14 @@ def fingerprint(target: PreTrainedModel) -> str | None:
 
 
 def drafter_of(target: PreTrainedModel) -> str | None:
-    """The name of the drafter that was trained for ``target``, if one comes with this package."""
+    """The name of the drafter that was trained for ``target``, if this installation has one."""
     config = target.config.get_text_config(decoder=True)
     sizes = tuple(getattr(config, name, None) for name in SIZES)
-    alike = {shipped.fingerprint: name for name, shipped in SHIPPED.items() if shipped.sizes == sizes}
+    alike = {
+        shipped.fingerprint: name
+        for name, shipped in SHIPPED.items()
+        if shipped.sizes == sizes and (FOLDER / name).is_dir()
+    }
     return alike.get(fingerprint(target) or "") if alike else None
 
 

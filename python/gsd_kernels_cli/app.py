@@ -1,0 +1,74 @@
+"""The command line: ``gsd-kernels demo | chat | generate | serve | check | index | distill | train-heads | …``.
+
+Nothing imports it. Commands of other packages (serving, training) are found by their entry points in the group
+``gsd_kernels.commands``; ``bench`` is an application, looked up by name when it is called. Commands import torch and
+transformers when they run, so ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import entry_points
+from typing import Annotated, ClassVar
+
+import typer
+
+from . import chat, check, demo_command, doctor, generate, index
+from .commands import Commands
+from .output import EXIT_CODES, show_progress
+
+__all__ = ["app", "main"]
+
+
+#: Loggers that warn while torchao is imported, before the first line of a command; ``--debug`` shows it.
+CHATTY = ("torchao", "torch.utils._pytree")
+
+
+class _Shell(Commands):
+    lazy: ClassVar = {"bench": ("gsd_kernels_bench.cli:app", "Measure the kernels and whole generations.")}
+
+
+app = typer.Typer(
+    name="gsd-kernels",
+    cls=_Shell,
+    help="Graph-structured speculative decoding for LLaMA-family models: the same output, sooner.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("demo")(demo_command.command)
+app.command("chat")(chat.command)
+app.command("generate")(generate.command)
+app.command("check")(check.command)
+app.command("index")(index.command)
+app.command("doctor")(doctor.command)
+for _entry in entry_points(group="gsd_kernels.commands"):
+    app.command(_entry.name)(_entry.load())
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        from gsd_kernels import __version__
+
+        typer.echo(f"gsd-kernels {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks instead of one-line errors.")] = False,
+) -> None:
+    """Options of every command; ``debug`` is read by :class:`~gsd_kernels_cli.commands.Commands` as well."""
+    show_progress()
+    for name in CHATTY if not debug else ():
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def main() -> None:
+    """Entry point of ``gsd-kernels`` and of ``python -m gsd_kernels_hf``."""
+    app()

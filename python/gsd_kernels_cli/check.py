@@ -1,0 +1,255 @@
+"""``gsd-kernels check``: proof on the user's own pair and prompts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from . import options
+from .busy import Others, distrust
+from .groups import with_groups
+from .options import describe_graph_config, read_graph_config, read_prompts
+from .output import DIFFERS, OK, only_first_rank_prints, out, print_json, progress, table
+from .values import check_draft
+
+if TYPE_CHECKING:
+    from gsd_kernels_cli.comparison import Divergence, Run
+
+    from .pair import Pair
+
+DEFAULT_PROMPTS = 4
+PLAIN, UNDRAFTED, GRAPH = "plain", "undrafted", "graph"
+"""Ways: transformers' own generate, this package's without a draft, and with drafts."""
+NOISE = 1.1
+"""Drafts cannot give more than their tokens per step; beyond this multiple of it the times are not believed."""
+
+
+@with_groups
+def command(
+    *,
+    prompts: options.Prompts = None,
+    model: options.Model = None,
+    models: options.Models,
+    ranks: options.Ranks,
+    prompt_files: options.PromptFiles = None,
+    lines: options.Lines = False,
+    chat: options.Chat = False,
+    max_new_tokens: options.MaxNewTokens = 64,
+    graph_config: options.GraphOption = None,
+    backend: options.Backend = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Compare transformers' own greedy generate with graph speculation, prompt by prompt.
+
+    Equality of the tokens, the first divergence with the target's logit gap there (judged by the dtype's rounding),
+    speed (by this package's forwards alone, and by drafts) and peak memory. Exit code 0: equal, or different only where
+    rounding decides; 3: different beyond that.
+    Without prompts, a few excerpts of Python source are continued.
+    """
+    if ranks.tp:
+        only_first_rank_prints()
+    check_draft(model, models.draft)
+    config = read_graph_config(graph_config)
+    given = prompts or prompt_files
+    texts = read_prompts(prompts, prompt_files, lines, several_processes=ranks.tp) if given else []
+    with progress("loading the models"):
+        import torch
+
+        from gsd_kernels_cli import demo
+
+        from .versions import versions
+
+        pair = models.load(model, tp_timeout=ranks.timeout)
+    texts = texts or [prompt["text"] for prompt in demo.prompts()[:DEFAULT_PROMPTS]]
+    inputs = [pair.encode([text], chat) for text in texts]
+    rounds, divergences, share = _compare(
+        pair, inputs, max_new_tokens, graph_config=pair.shape(config), backend=backend
+    )
+    report = {
+        "versions": versions(),
+        "device": str(pair.device),
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "backend": backend,
+        "graph_config": describe_graph_config(config),
+        "prompts": [
+            _row(text, i["input_ids"].shape[1], runs, divergence)
+            for text, i, runs, divergence in zip(texts, inputs, rounds, divergences, strict=True)
+        ],
+        "summary": _summary(rounds, divergences, share),
+    }
+    if as_json:
+        print_json(report)
+    else:
+        _print(report)
+    raise typer.Exit(DIFFERS if report["summary"]["beyond_rounding"] else OK)
+
+
+def _compare(
+    pair: Pair, inputs: list[Any], max_new_tokens: int, **speculation: Any
+) -> tuple[list[dict[str, Run]], list[Divergence | None], float | None]:
+    """Every prompt in all ways, where plain and graph first differ, and what others took of the machine meanwhile."""
+    from gsd_kernels_cli import comparison
+    from gsd_kernels_hf.progress import tracked
+
+    contenders = {
+        PLAIN: comparison.plain(pair.target, **pair.padding),
+        UNDRAFTED: comparison.undrafted(pair.target, backend=speculation["backend"], **pair.padding),
+        GRAPH: comparison.graph(pair.target, **speculation, **pair.speculation, **pair.padding),
+    }
+    others, total = Others(), len(contenders) * len(inputs)
+    with tracked(f"decoding {len(inputs)} prompts, {len(contenders)} times each", total, "runs") as update:
+        done = 0
+
+        def started(name: str, prompt: int) -> None:
+            nonlocal done
+            warming = prompt < 0
+            update(done, f"warming {name} up" if warming else f"{name} on prompt {prompt + 1}")
+            done += not warming
+
+        rounds = comparison.race(pair.target, contenders, inputs, max_new_tokens, started=started)
+    share = others.share()
+    with tracked("comparing", len(inputs), "prompts") as update:
+        divergences = []
+        for number, (i, runs) in enumerate(zip(inputs, rounds, strict=True)):
+            update(number)
+            texts = runs[PLAIN].tokens, runs[GRAPH].tokens
+            divergences.append(comparison.first_divergence(pair.target, i["input_ids"], *texts))
+    return rounds, divergences, share
+
+
+def _row(text: str, prompt_tokens: int, runs: dict[str, Run], divergence: Divergence | None) -> dict[str, Any]:
+    def side(run: Run) -> dict[str, Any]:
+        return {
+            "seconds": run.seconds,
+            "tokens_per_second": run.tokens_per_second,
+            "target_forwards": run.target_forwards,
+            "peak_bytes": run.peak_bytes,
+        }
+
+    stats = runs["graph"].stats
+    return {
+        "prompt": text,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": len(runs["plain"].tokens),
+        "equal": divergence is None,
+        "divergence": None if divergence is None else divergence.as_dict(),
+        "speedup": runs["plain"].seconds / runs["graph"].seconds,
+        PLAIN: side(runs[PLAIN]),
+        UNDRAFTED: side(runs[UNDRAFTED]),
+        GRAPH: {**side(runs[GRAPH]), "stats": None if stats is None else stats.as_dict()},
+    }
+
+
+def _summary(rounds: list[dict[str, Run]], divergences: list[Divergence | None], share: float | None) -> dict[str, Any]:
+    """Of all prompts; ``share``: of the machine's processor time, what others took."""
+
+    def total(name: str) -> tuple[float, int, int | None]:
+        peaks = [runs[name].peak_bytes for runs in rounds]
+        return (
+            sum(runs[name].seconds for runs in rounds),
+            sum(len(runs[name].tokens) for runs in rounds),
+            None if None in peaks else max(peaks),  # type: ignore[type-var]
+        )
+
+    (plain_seconds, plain_tokens, plain_peak), (seconds, tokens, peak) = total(PLAIN), total(GRAPH)
+    undrafted_seconds, undrafted_tokens, _ = total(UNDRAFTED)
+    plain_rate, rate = plain_tokens / plain_seconds, tokens / seconds
+    undrafted_rate = undrafted_tokens / undrafted_seconds
+    kept = [runs["graph"].stats for runs in rounds if runs["graph"].stats is not None]
+    found = [d for d in divergences if d is not None]
+    beyond = sum(not d.within_rounding for d in found)
+    per_step = sum(s.new_tokens for s in kept) / max(sum(s.sequence_steps for s in kept), 1)
+    return {
+        "verdict": "differs" if beyond else "rounding" if found else "equal",
+        "prompts": len(rounds),
+        "equal": len(rounds) - len(found),
+        "within_rounding": len(found) - beyond,
+        "beyond_rounding": beyond,
+        "plain_tokens_per_second": plain_rate,
+        "undrafted_tokens_per_second": undrafted_rate,
+        "graph_tokens_per_second": rate,
+        "speedup": rate / plain_rate,
+        "speedup_without_drafts": undrafted_rate / plain_rate,
+        "speedup_by_drafts": rate / undrafted_rate,
+        "tokens_per_step": per_step,
+        "others_share": share,
+        "why_not_believed": _doubt(rate / undrafted_rate, per_step, share),
+        "plain_peak_bytes": plain_peak,
+        "graph_peak_bytes": peak,
+    }
+
+
+def _doubt(by_drafts: float, tokens_per_step: float, share: float | None) -> str | None:
+    """Why the times of a run say nothing, or ``None``."""
+    if distrust(share) is not None:
+        return f"the machine was busy with other work, {share:.0%} of its processors"
+    if by_drafts > NOISE * tokens_per_step:
+        return (
+            f"drafts seem to make it {by_drafts:.2f}× as fast, more than {tokens_per_step:.2f} tokens a step can; "
+            "the runs are too short, or the machine was busy"
+        )
+    return None
+
+
+def _print(report: dict[str, Any]) -> None:
+    from .tables import size
+
+    doubt = report["summary"]["why_not_believed"]
+    rows = table("prompt", "tokens", "plain tok/s", "graph tok/s", "speed", "tok/step", "<output")
+    for row in report["prompts"]:
+        stats = row["graph"]["stats"]
+        rows.add_row(
+            escape(_short(row["prompt"])),
+            f"{row['new_tokens']}",
+            f"{row['plain']['tokens_per_second']:.1f}",
+            f"{row['graph']['tokens_per_second']:.1f}",
+            "–" if doubt else f"{row['speedup']:.2f}×",
+            f"{stats['tokens_per_step']:.2f}" if stats else "–",
+            _verdict(row["divergence"]),
+        )
+    out.print(rows)
+    summary = report["summary"]
+    memory = f"peak memory {size(summary['plain_peak_bytes'])} plain, {size(summary['graph_peak_bytes'])} graph"
+    out.print(f"\n{report['dtype']} on {report['device']}: {_speed(summary)}; {memory}", soft_wrap=True)
+    if doubt:
+        out.print(f"No speed is told: {doubt}.", style="bold yellow", soft_wrap=True)
+    count = f"{summary['equal']} of {summary['prompts']} prompts: the same tokens"
+    if summary["within_rounding"]:
+        count += f"; {summary['within_rounding']} differ where {report['dtype']} rounding decides"
+    if summary["beyond_rounding"]:
+        count += f"; {summary['beyond_rounding']} DIFFER BEYOND ROUNDING: a bug, please report it"
+    out.print(count, soft_wrap=True)
+    if summary["equal"] < summary["prompts"]:
+        out.print(
+            "(gap: how far apart the target's logits of the two tokens are; bound: how far rounding in this dtype "
+            "moves them. Within the bound either token is a right answer, and transformers may give either.)",
+            style="dim",
+            soft_wrap=True,
+        )
+
+
+def _speed(summary: dict[str, Any]) -> str:
+    from .tables import speed
+
+    steps = f"{summary['tokens_per_step']:.2f} tokens per step"
+    if summary["why_not_believed"]:
+        return steps
+    return (
+        f"{speed(summary['speedup'])} over all prompts, {summary['speedup_without_drafts']:.2f}× by forwards alone and "
+        f"{summary['speedup_by_drafts']:.2f}× by drafts; {steps}"
+    )
+
+
+def _verdict(divergence: dict[str, Any] | None) -> str:
+    if divergence is None:
+        return "same"
+    kind = "rounding" if divergence["within_rounding"] else "DIFFERS"
+    return f"{kind} at {divergence['index']}: gap {divergence['gap']:.2g}, bound {divergence['bound']:.2g}"
+
+
+def _short(text: str, width: int = 18) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 1] + "…"

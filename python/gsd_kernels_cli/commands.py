@@ -1,0 +1,117 @@
+"""Groups of commands: errors in one line, and commands whose code is imported when they are called."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from .output import FAILURE, INTERRUPTED, USAGE, err
+from .values import unknown
+
+OPTIONS = {
+    "assistant_model": "--draft",
+    "assistant_tokenizer": "--draft",
+    "drafter": "--drafter",
+    "draft_heads": "--draft-heads",
+    "heads": "--draft-heads",
+    "corpus": "--corpus",
+    "backend": "--backend",
+    "graph_config": "--graph-config",
+    "criterion": "--criterion",
+    "max_new_tokens": "--max-new-tokens",
+}
+"""Arguments that errors of the library begin with, and the options that they come from, where a command has them."""
+
+NO_CHOICE = re.compile(r"(?:Value error, )?'(?P<value>.*)' is not one of (?P<known>.*?)\.?")
+
+
+class LazyCommand(TyperCommand):
+    """A line of ``--help`` that stands for a Typer application until it is called.
+
+    Args:
+        name: of the command.
+        application: ``module:attribute`` of the :class:`typer.Typer`; imported by name, so that the command line of
+            this package does not depend on packages that depend on it.
+        summary: the line of help.
+    """
+
+    def __init__(self, name: str, application: str, summary: str) -> None:
+        super().__init__(name, help=summary)
+        self.application = application
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        try:
+            application = pkgutil.resolve_name(self.application)
+        except ModuleNotFoundError as error:
+            if error.name != self.application.partition(".")[0]:
+                raise
+            raise ImportError(
+                f"{self.name}: is in a clone of gsd_kernels, not in its wheel: git clone it and run make install there"
+            ) from error
+        command = typer.main.get_command(application)
+        return command.make_context(info_name, args, parent=parent, **extra)
+
+
+class Commands(TyperGroup):
+    """Commands whose errors are one line on stderr, unless ``--debug`` asks for the traceback.
+
+    The library refuses arguments by ``ValueError`` and ``TypeError``, which therefore mean bad usage.
+
+    Attributes:
+        lazy: name → (``module:attribute`` of a Typer application, its line of help).
+    """
+
+    lazy: ClassVar[Mapping[str, tuple[str, str]]] = {}
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *self.lazy]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in self.lazy:
+            return LazyCommand(cmd_name, *self.lazy[cmd_name])
+        return super().get_command(ctx, cmd_name)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
+        except typer.BadParameter as error:
+            if (found := NO_CHOICE.fullmatch(error.message)) is None or error.param is None:
+                raise
+            known = re.findall(r"'([^']*)'", found["known"])
+            _print_error(unknown(error.param.opts[0], found["value"], known))
+            raise typer.Exit(USAGE) from None
+        except KeyboardInterrupt:
+            err.print("gsd-kernels: interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            raise
+        except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
+            if ctx.params.get("debug"):
+                raise
+            _print_error(self._as_typed(ctx, " ".join(str(error).split()) or type(error).__name__))
+            raise typer.Exit(USAGE if isinstance(error, (ValueError, TypeError)) else FAILURE) from None
+
+    def _as_typed(self, ctx: Any, message: str) -> str:
+        """An error's text with the option in place of the argument that it begins with."""
+        argument, colon, rest = message.partition(":")
+        option = OPTIONS.get(argument)
+        if option is None or ctx.invoked_subcommand is None:
+            return message
+        command = self.get_command(ctx, ctx.invoked_subcommand)
+        group = isinstance(command, LazyCommand)  # whose commands have them
+        return f"{option}{colon}{rest}" if group or any(option in param.opts for param in command.params) else message
+
+
+def _print_error(message: str) -> None:
+    """One line on stderr, of every rank."""
+    whose = f"rank {os.environ['RANK']}: " if err.quiet else ""
+    err.quiet = False
+    err.print(f"gsd-kernels: error: {whose}{message}", markup=False, soft_wrap=True)

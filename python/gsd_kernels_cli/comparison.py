@@ -1,0 +1,340 @@
+"""Several ways of decoding the same prompts in one run: what each took, and where its text differs from plain."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from gsd_kernels.ops.sampling.philox import gumbel_of
+from gsd_kernels_hf.api import generate
+from gsd_kernels_hf.engine.stats import GenerationStats
+from gsd_kernels_hf.model.properties import cache_argument, device_of
+
+Inputs = Mapping[str, Tensor]
+"""``input_ids`` and ``attention_mask`` of one prompt, [1, P]."""
+
+WARM_UP_TOKENS = 4
+"""That every contender decodes of the first prompt before a race."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What a way of decoding gave.
+
+    Attributes:
+        sequences: int64 [1, L], prompt and new tokens.
+        target_forwards: those that gave tokens. transformers' forward of the prompt gives the first one; ours reads
+            the prompt but for its last token, gives none, and is not among them. ``None`` where they are not counted.
+        stats: of our own decoding.
+        seconds: of the decoding alone, where it ran in another process.
+    """
+
+    sequences: Tensor
+    target_forwards: int | None
+    stats: GenerationStats | None = None
+    seconds: float | None = None
+
+
+Contender = Callable[[Inputs, int], Decoded]
+"""A way of decoding: (inputs, new tokens) → what it gave."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prompt, decoded once.
+
+    Attributes:
+        tokens: the new ones.
+        seconds: of wall time.
+        cpu_seconds: of this process, all its threads together.
+        target_forwards: see :class:`Decoded`.
+        peak_bytes: see :func:`peak_memory`.
+        stats: of our own decoding.
+    """
+
+    tokens: list[int]
+    seconds: float
+    cpu_seconds: float
+    target_forwards: int | None
+    peak_bytes: int | None
+    stats: GenerationStats | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.tokens) / self.seconds
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first new token that differs.
+
+    Attributes:
+        index: its place among the new tokens.
+        plain, other: the two tokens; ``None`` where that text had ended.
+        gap: how far apart the target's logits of the two are, with the noise of sampling times the temperature;
+            infinite if one text had ended.
+        bound: how far rounding can move it in the target's dtype, estimated and measured.
+    """
+
+    index: int
+    plain: int | None
+    other: int | None
+    gap: float
+    bound: float
+
+    @property
+    def within_rounding(self) -> bool:
+        """Whether the two tokens are equal within rounding."""
+        return self.gap <= self.bound
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "within_rounding": self.within_rounding}
+
+
+def tally(found: Sequence[Divergence | None]) -> dict[str, int]:
+    """How many texts of a way are equal to those that they are held against, and of the others why."""
+    near = [divergence.within_rounding for divergence in found if divergence is not None]
+    return {"equal": len(found) - len(near), "within_rounding": sum(near), "beyond_rounding": len(near) - sum(near)}
+
+
+def sameness(row: Mapping[str, Any], texts: int) -> str:
+    """What :func:`tally` counted of so many texts, in words."""
+    text = f"{row['equal']} of {texts}"
+    if row["within_rounding"]:
+        text += f", {row['within_rounding']} by rounding"
+    if row["beyond_rounding"]:
+        text += f", {row['beyond_rounding']} DIFFER"
+    return text
+
+
+def plain(target: PreTrainedModel, *, counted: bool = True, **options: Any) -> Contender:
+    """transformers' own ``generate`` with its ``options``; greedy by default.
+
+    Args:
+        target: the model.
+        counted: whether to count its forwards by a hook: not of a compiled model, which a hook would compile anew, nor
+            of one that also drafts.
+        **options: of ``generate``.
+    """
+    options = {"do_sample": False, **options}
+
+    def decode(inputs: Inputs, max_new_tokens: int) -> Decoded:
+        if not counted:
+            return Decoded(target.generate(**inputs, **options, max_new_tokens=max_new_tokens), None)
+        with _forwards(target) as count:
+            sequences = target.generate(**inputs, **options, max_new_tokens=max_new_tokens)
+        return Decoded(sequences, count())
+
+    return decode
+
+
+@contextmanager
+def _forwards(target: PreTrainedModel) -> Iterator[Callable[[], int]]:
+    """Count forwards. Never of ours: rows of a model with a hook go through its modules, one by one."""
+    calls: list[None] = []
+    handle = target.register_forward_pre_hook(lambda *_: calls.append(None))
+    try:
+        yield lambda: len(calls)
+    finally:
+        handle.remove()
+
+
+def assisted(
+    target: PreTrainedModel, draft: PreTrainedModel, num_tokens: int | None = None, **options: Any
+) -> Contender:
+    """transformers' assisted generation; with ``num_tokens`` always that many drafted tokens, not its schedule."""
+    constant = {
+        "num_assistant_tokens": num_tokens,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
+    decode = plain(target, assistant_model=draft, **options)
+
+    def decode_with_settings(inputs: Inputs, max_new_tokens: int) -> Decoded:
+        with _generation_config(draft, constant if num_tokens is not None else {}):
+            return decode(inputs, max_new_tokens)
+
+    return decode_with_settings
+
+
+def graph(target: PreTrainedModel, **options: Any) -> Contender:
+    """:func:`gsd_kernels.generate` with its ``options``, greedy by default; chain and tree are graph configs."""
+    options = {"do_sample": False, **options}
+
+    def decode(inputs: Inputs, max_new_tokens: int) -> Decoded:
+        output = generate(target, **inputs, **options, max_new_tokens=max_new_tokens, return_dict_in_generate=True)
+        return Decoded(output.sequences, output.stats.steps, output.stats)
+
+    return decode
+
+
+def undrafted(target: PreTrainedModel, **options: Any) -> Contender:
+    """:func:`graph` without any source of drafts: a forward a token."""
+    return graph(target, graph_config="plain", **options)
+
+
+def measure(target: PreTrainedModel, contender: Contender, inputs: Inputs, max_new_tokens: int) -> Run:
+    """Decode one prompt: tokens, seconds, forwards of the target, peak memory."""
+    device = device_of(target)
+    with peak_memory(device) as peak:
+        wait_for(device)
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        decoded = contender(inputs, max_new_tokens)
+        wait_for(device)
+        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
+        peak_bytes = peak()
+    tokens = decoded.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    return Run(tokens, seconds, cpu_seconds, decoded.target_forwards, peak_bytes, decoded.stats)
+
+
+def race(
+    target: PreTrainedModel,
+    contenders: Mapping[str, Contender],
+    prompts: Sequence[Inputs],
+    max_new_tokens: int,
+    *,
+    seconds: float = math.inf,
+    started: Callable[[str, int], None] = lambda name, prompt: None,
+) -> list[dict[str, Run]]:
+    """Let the contenders decode each prompt in turn, so that whatever slows the machine down slows them all.
+
+    Args:
+        target: the model of all of them.
+        contenders: by name. Each round begins with another one.
+        prompts: one round each, after a warm-up of a few tokens.
+        max_new_tokens: for each run.
+        seconds: no further round is begun once this is spent; there is always one.
+        started: called before every run with the contender's name and the prompt's number.
+
+    Returns:
+        One dict of runs by name for each prompt that was decoded.
+    """
+    for name, contender in contenders.items():
+        started(name, -1)
+        contender(prompts[0], WARM_UP_TOKENS)
+    begin = time.perf_counter()
+    rounds: list[dict[str, Run]] = []
+    names = list(contenders)
+    for number, inputs in enumerate(prompts):
+        if rounds and (time.perf_counter() - begin) * (len(rounds) + 1) / len(rounds) > seconds:
+            break
+        turn = number % len(names)
+        runs = {}
+        for name in names[turn:] + names[:turn]:
+            started(name, number)
+            runs[name] = measure(target, contenders[name], inputs, max_new_tokens)
+        rounds.append({name: runs[name] for name in names})
+    return rounds
+
+
+@torch.no_grad()
+def first_divergence(
+    target: PreTrainedModel,
+    input_ids: Tensor,
+    plain: Sequence[int],
+    other: Sequence[int],
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Divergence | None:
+    """First difference of two continuations of one prompt [1, P], judged by the target's own logits there.
+
+    Sampled ones are ours, with one seed and no other warper than the temperature: the token picked is then the one of
+    the largest logit + temperature · noise.
+    """
+    index = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other)))
+    if index == len(plain) == len(other):
+        return None
+    mine, theirs = (tokens[index] if index < len(tokens) else None for tokens in (plain, other))
+    before = torch.tensor([list(plain[:index])], dtype=input_ids.dtype, device=input_ids.device)
+    logits, noise = _logits_and_noise(target, torch.cat([input_ids, before], 1))
+    gap = math.inf
+    if mine is not None and theirs is not None:
+        pair = torch.tensor([mine, theirs], device=logits.device)
+        scores = logits[pair]
+        if temperature > 0:
+            key = torch.tensor(seed, device=logits.device)
+            position = torch.tensor(input_ids.shape[1] + index, device=logits.device)
+            scores = scores + temperature * gumbel_of(key, position, torch.zeros_like(position), pair)
+        gap = float((scores[0] - scores[1]).abs())
+    return Divergence(index, mine, theirs, gap, max(rounding_bound(target, logits), 2 * noise))
+
+
+def rounding_bound(target: PreTrainedModel, logits: Tensor) -> float:
+    """Bound on the difference of two logits [V] between row shapes that round differently.
+
+    Each of the 2·layers additions to the residual stream rounds independently by half a unit in the last place, and so
+    do the final norm and the head; their effects add up like a random walk. Two logits, two standard deviations.
+    """
+    config = target.config.get_text_config(decoder=True)
+    half_unit = torch.finfo(_dtype(target)).eps / 2
+    return 2 * math.sqrt(2 * (2 * config.num_hidden_layers + 2)) * half_unit * float(logits.abs().max())
+
+
+def _logits_and_noise(target: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, float]:
+    """The last position's logits [V], and how much they move if that position is forwarded alone.
+
+    Only transformers' own forwards: it shows what the dtype does in this model's matrix products (TF32, quantised
+    weights), which :func:`rounding_bound` cannot know.
+    """
+    logits = target(input_ids, use_cache=False, logits_to_keep=1).logits[0, -1].double()
+    if input_ids.shape[1] == 1:
+        return logits, 0.0
+    name = cache_argument(target)
+    cache = {name: target(input_ids[:, :-1], use_cache=True, logits_to_keep=1)[name]}
+    alone = target(input_ids[:, -1:], **cache, use_cache=True, logits_to_keep=1).logits[0, -1].double()
+    return logits, float((logits - alone).abs().max())
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[Callable[[], int | None]]:
+    """Measure the peak of memory from here on: allocated on a GPU, resident in a Linux process, elsewhere ``None``."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield lambda: torch.cuda.max_memory_allocated(device)
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    except OSError:
+        yield lambda: None
+        return
+    yield _resident_peak
+
+
+def _resident_peak() -> int | None:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has done all that it was asked."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _generation_config(model: PreTrainedModel, values: Mapping[str, Any]) -> Iterator[None]:
+    config = model.generation_config
+    before = {name: getattr(config, name) for name in values}
+    for name, value in values.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)

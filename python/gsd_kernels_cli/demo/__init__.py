@@ -1,0 +1,60 @@
+"""The embedded demo pair: a small Llama target and a draft distilled from it, trained on Python source.
+
+``README.md`` beside this file is their model card; ``gsd_kernels_train.recipes.demo_pair`` trains them.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+
+__all__ = ["excerpt", "load", "path", "prompts"]
+
+
+def path() -> Path:
+    """Return the folder that holds ``target/`` and ``draft/``, two ordinary checkpoint folders."""
+    return Path(__file__).resolve().parent
+
+
+def load(
+    dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> tuple[LlamaForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase]:
+    """Return (target, draft, tokenizer), the models in evaluation mode.
+
+    Args:
+        dtype: of the weights, stored as float16; default: float32.
+        device: where the models go.
+    """
+    import torch
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    dtype = torch.float32 if dtype is None else dtype
+    target, draft = (
+        LlamaForCausalLM.from_pretrained(path() / name, dtype=dtype).to(device).eval() for name in ("target", "draft")
+    )
+    return target, draft, AutoTokenizer.from_pretrained(path() / "target")
+
+
+@cache
+def _prompt_file() -> dict[str, Any]:
+    return json.loads((path() / "prompts.json").read_text(encoding="utf-8"))
+
+
+def prompts(kind: str | None = None) -> list[dict[str, Any]]:
+    """Return the benchmark prompts, fixed before anything was measured on them, from files held out of training.
+
+    Each has ``name``, ``kind`` ("code", or "copy" for text that repeats), ``file``, ``lines`` (first and last) and
+    ``text``. ``kind`` restricts the list.
+    """
+    return [dict(prompt) for prompt in _prompt_file()["prompts"] if kind in (None, prompt["kind"])]
+
+
+def excerpt() -> dict[str, Any]:
+    """Return a short held-out text with the target's bits per byte on it, to check a loaded pair against."""
+    return dict(_prompt_file()["excerpt"])

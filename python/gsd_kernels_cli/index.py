@@ -1,0 +1,92 @@
+"""``gsd-kernels index``: texts as a corpus that drafts."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import options
+from .output import err, progress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gsd_kernels_hf.progress import Update
+
+
+def command(
+    files: Annotated[
+        list[str], typer.Argument(metavar="FILES...", help="UTF-8 texts; a folder stands for all files under it.")
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Folder of the index; must not exist.")],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            "--tokenizer", metavar="DIR|ID", help="The target's. Without it that of the embedded pair is used."
+        ),
+    ] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="Of the tokenizer on the hub.")] = None,
+    suffixes: Annotated[
+        list[str] | None,
+        typer.Option("--suffix", metavar=".EXT", help="Of a folder, only files that end so. Repeatable."),
+    ] = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+) -> None:
+    """Index texts, for --corpus of generate and check, and for gsd_kernels.Corpus.
+
+    Files in a folder that are not UTF-8 are left out. Interrupted, nothing is left but a folder .partial-NAME beside,
+    which the next run removes.
+    """
+    from gsd_kernels_hf.corpus.build import build_corpus, files_of, tokenized
+    from gsd_kernels_hf.files import checkpoint_place, read_utf8
+    from gsd_kernels_hf.progress import tracked
+
+    named = {Path(name) for name in files}
+    found, left_out = files_of(files, suffixes or ()), 0
+    megabytes = [0.0]  # read when so many texts were
+
+    def texts() -> Iterator[str]:
+        nonlocal left_out
+        read = 0.0
+        for file in found:
+            read += file.stat().st_size / 1e6 if file.exists() else 0.0
+            try:
+                text = read_utf8(file, "FILES")
+            except ValueError:
+                if file in named:
+                    raise
+                left_out += 1
+                continue
+            megabytes.append(read)
+            yield text
+
+    def documents(tokenizer: Any, update: Update) -> Iterator[Any]:
+        yield from tokenized(texts(), tokenizer, lambda done: update(megabytes[done]))
+        update(total, "sorting")
+
+    begin = time.perf_counter()
+    with progress("loading the tokenizer"):
+        from transformers import AutoTokenizer
+
+        from gsd_kernels_cli import demo
+
+        place = demo.path() / "target" if tokenizer is None else checkpoint_place(tokenizer, "--tokenizer")
+        by = {"revision": revision} if revision else {}
+        loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **by)
+    total = sum(file.stat().st_size for file in found) / 1e6
+    with tracked("indexing", total, "MB") as update:
+        header = build_corpus(out, documents(loaded, update), tokenizer=loaded)
+    size = sum(file.stat().st_size for file in out.iterdir())
+    if left_out:
+        err.print(f"gsd-kernels: {left_out} files are not UTF-8 and were left out")
+    seconds = time.perf_counter() - begin
+    if as_json:
+        print(json.dumps({**asdict(header), "bytes": size, "seconds": seconds}))
+    else:
+        print(f"{out}: {header.tokens:,} tokens of {header.documents:,} texts, {size / 1e6:.1f} MB, {seconds:.1f} s")

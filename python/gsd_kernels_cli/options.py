@@ -1,0 +1,326 @@
+"""Options that several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gsd_kernels_hf.files import decode_utf8, read_utf8
+
+from . import values
+
+if TYPE_CHECKING:
+    from gsd_kernels import GraphConfig
+
+    from .pair import Pair
+
+_MODELS, _PROMPT, _DECODING = "Models", "Prompt", "Decoding"
+_SAMPLING = "Sampling (any of these turns it on; otherwise greedy)"
+
+
+class Criterion(str, Enum):
+    """Which drafted tokens are accepted."""
+
+    exact = "exact"
+    speculative = "speculative"
+    typical = "typical"
+
+
+class Dtype(str, Enum):
+    """Dtype of the weights and of the computation."""
+
+    auto = "auto"
+    float64 = "float64"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def model_option(without: str) -> Any:
+    """``--model``; ``without`` it, says its help, what."""
+    return typer.Option(
+        "--model",
+        metavar="DIR|ID|FILE.gguf",
+        callback=values.model("--model"),
+        rich_help_panel=_MODELS,
+        help=f"Target: a local checkpoint folder, a hub id, or a GGUF file. Without it {without}.",
+    )
+
+
+Model = Annotated[str | None, model_option("the embedded pair is used")]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        metavar="DIR|ID|history|none",
+        callback=values.draft,
+        rich_help_panel=_MODELS,
+        help="Draft model; its tokenizer may be another. [bold]history[/bold], the default beside --model: no model, "
+        "the text itself and the target's earlier tokens. [bold]none[/bold]: plain decoding.",
+    ),
+]
+DraftHeadsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-heads",
+        metavar="DIR",
+        rich_help_panel=_MODELS,
+        help="Heads of the target, from [bold]gsd-kernels train-heads[/bold]: beside --draft and the history, or "
+        "without a draft. [bold]demo[/bold]: those of the embedded target.",
+    ),
+]
+DrafterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--drafter",
+        metavar="DIR|ID|mtp",
+        callback=values.drafter,
+        rich_help_panel=_MODELS,
+        help="Drafter that was trained for the target: EAGLE-3, P-EAGLE, DFlash, DSpark, JetSpec, Medusa or Gemma 4's. "
+        "'mtp': the multi-token-prediction heads in the target's own. Beside --draft and the history, or without one.",
+    ),
+]
+CorpusOption = Annotated[
+    str | None,
+    typer.Option(
+        "--corpus",
+        metavar="DIR",
+        rich_help_panel=_MODELS,
+        help="Texts indexed by [bold]gsd-kernels index[/bold] with the target's tokenizer: beside --draft and "
+        "the history, with [bold]--draft none[/bold] alone.",
+    ),
+]
+Revision = Annotated[
+    str | None, typer.Option("--revision", rich_help_panel=_MODELS, help="Branch, tag or commit of --model on the hub.")
+]
+DraftRevision = Annotated[
+    str | None, typer.Option("--draft-revision", rich_help_panel=_MODELS, help="The same for --draft.")
+]
+DtypeOption = Annotated[
+    Dtype,
+    typer.Option(
+        "--dtype", rich_help_panel=_MODELS, help="auto: as stored (the embedded pair: float32).", case_sensitive=False
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        callback=values.device,
+        rich_help_panel=_MODELS,
+        help="cpu, cuda, cuda:1, …; default: the first GPU if there is one.",
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", rich_help_panel=_MODELS, help="Run Python code that the checkpoint brings."),
+]
+TensorParallel = Annotated[
+    bool,
+    typer.Option(
+        "--tp",
+        rich_help_panel=_MODELS,
+        help="Shard the target over the processes of [bold]torchrun … -m gsd_kernels_hf[/bold]; the draft is whole on "
+        "each. The first process prints.",
+    ),
+]
+TensorParallelTimeout = Annotated[
+    float,
+    typer.Option(
+        "--tp-timeout", metavar="SECONDS", min=1.0, rich_help_panel=_MODELS, help="After which a silent rank is lost."
+    ),
+]
+Chat = Annotated[
+    bool,
+    typer.Option(
+        "--chat", rich_help_panel=_PROMPT, help="Each prompt is a user's message: apply the tokenizer's chat template."
+    ),
+]
+Prompts = Annotated[
+    list[str] | None,
+    typer.Argument(show_default=False, help="Prompts; several are one batch."),
+]
+PromptFiles = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--prompt-file",
+        metavar="FILE",
+        rich_help_panel=_PROMPT,
+        help="Read a prompt from a UTF-8 file; - is stdin. Repeatable.",
+    ),
+]
+Lines = Annotated[
+    bool,
+    typer.Option("--lines", rich_help_panel=_PROMPT, help="Every non-empty line of a file or of stdin is a prompt."),
+]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, rich_help_panel=_DECODING)]
+GraphOption = Annotated[
+    str | None,
+    typer.Option(
+        "--graph-config",
+        metavar="PRESET|KEY=VALUE,…",
+        rich_help_panel=_DECODING,
+        help="auto (default), chain, tree or graph, and fields of GraphConfig: [bold]tree,depth=6,max_rows=16[/bold].",
+    ),
+]
+CriterionOption = Annotated[
+    Criterion,
+    typer.Option(
+        "--criterion",
+        rich_help_panel=_DECODING,
+        help="Which drafted tokens are accepted when sampling. [bold]exact[/bold]: what the target itself draws. "
+        "[bold]speculative[/bold]: by probability ratio; exact too, but the draft decides which sample. "
+        "[bold]typical[/bold]: likely enough, which changes the output.",
+        case_sensitive=False,
+    ),
+]
+Backend = Annotated[
+    str,
+    typer.Option(
+        "--backend",
+        callback=values.backend,
+        rich_help_panel=_DECODING,
+        help=f"Of the ops: {', '.join(values.BACKENDS)}; see gsd-kernels doctor.",
+    ),
+]
+
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", min=0.0, rich_help_panel=_SAMPLING, help="0 is greedy.")
+]
+TopK = Annotated[int | None, typer.Option("--top-k", min=0, max=2**31 - 1, rich_help_panel=_SAMPLING)]
+TopP = Annotated[float | None, typer.Option("--top-p", min=0.0, max=1.0, rich_help_panel=_SAMPLING)]
+MinP = Annotated[float | None, typer.Option("--min-p", min=0.0, max=1.0, rich_help_panel=_SAMPLING)]
+Seed = Annotated[
+    int | None, typer.Option("--seed", rich_help_panel=_SAMPLING, help="Same seed, same text, whatever the draft.")
+]
+
+
+@dataclass(frozen=True)
+class Models:
+    """What drafts for a command's model, and how both are loaded."""
+
+    draft: Draft = None
+    heads: DraftHeadsOption = None
+    drafter: DrafterOption = None
+    corpus: CorpusOption = None
+    revision: Revision = None
+    draft_revision: DraftRevision = None
+    dtype: DtypeOption = Dtype.auto
+    device: Device = None
+    trust_remote_code: TrustRemoteCode = False
+
+    def load(self, model: str | None, **more: Any) -> Pair:
+        """As :func:`~gsd_kernels_cli.pair.load_pair`, which takes ``more``."""
+        from .pair import load_pair
+
+        return load_pair(model, **{**asdict(self), "dtype": self.dtype.value}, **more)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn."""
+
+    temperature: Temperature = None
+    top_k: TopK = None
+    top_p: TopP = None
+    min_p: MinP = None
+    seed: Seed = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Of ``generate``. Temperature 0 is greedy, as on most servers."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        if not given or self.temperature == 0:
+            return {"do_sample": False}
+        return {"do_sample": True, **given}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Whether and how the target is sharded over processes."""
+
+    tp: TensorParallel = False
+    tp_timeout: TensorParallelTimeout = 600.0
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds after which a silent rank is lost; ``None`` without ``--tp``."""
+        return self.tp_timeout if self.tp else None
+
+
+def read_graph_config(text: str | None) -> GraphConfig | str | None:
+    """``--graph-config``: ``auto``, ``plain`` or a preset's name, ``key=value`` fields, or a preset followed by fields.
+
+    Raises:
+        TypeError, ValueError: an unknown preset or field, or a value out of range.
+    """
+    if text is None:
+        return None
+    from gsd_kernels import GraphConfig
+    from gsd_kernels.config import AUTO, PLAIN
+
+    first, *rest = (part.strip() for part in text.split(","))
+    name, pairs = ("graph", [first, *rest]) if "=" in first else (first, rest)
+    if not pairs:
+        return name if name in (AUTO, PLAIN) else GraphConfig.preset(name) and name
+    changes: dict[str, object] = {}
+    for pair in pairs:
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not (key and equals):
+            raise ValueError(f"--graph-config: expected key=value, got {pair!r}")
+        if key in changes:
+            raise ValueError(f"--graph-config: {key} is given twice, in {text!r}; give it once")
+        changes[key] = _number(key, value)
+    return GraphConfig.preset(name, **changes)
+
+
+def _number(key: str, text: str) -> int | float | None:
+    if text.lower() == "none":
+        return None
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    raise ValueError(f"--graph-config: {key}: expected a number or none, got {text!r}")
+
+
+def describe_graph_config(config: GraphConfig | str | None) -> str | dict[str, object]:
+    """Graph configuration as plain data."""
+    if config is None or isinstance(config, str):
+        return config or "auto"
+    return asdict(config)
+
+
+def read_prompts(
+    arguments: list[str] | None, files: list[str] | None, lines: bool, *, several_processes: bool = False
+) -> list[str]:
+    """Prompts from the arguments, then from the files; with neither, from stdin unless it is a terminal.
+
+    Raises:
+        ValueError: a prompt is empty, or ``several_processes`` would have to share stdin.
+    """
+    texts = []
+    files = files or ([] if arguments or sys.stdin.isatty() else ["-"])
+    if several_processes and "-" in files:
+        raise ValueError("--tp: processes cannot share stdin; give the prompt as an argument or by --prompt-file")
+    for name in files:
+        text = _stdin() if name == "-" else read_utf8(Path(name), "--prompt-file")
+        found = [line for line in text.splitlines() if line.strip()] if lines else [text]
+        if not any(found):
+            whose = "stdin" if name == "-" else name
+            raise ValueError(f"prompt: {whose} is empty; give one as an argument, by --prompt-file or on stdin")
+        texts += found
+    texts = [*(arguments or []), *texts]
+    if any(not text for text in texts):
+        raise ValueError("prompt: empty")
+    return texts
+
+
+def _stdin() -> str:
+    raw = getattr(sys.stdin, "buffer", None)
+    return sys.stdin.read() if raw is None else decode_utf8(raw.read(), "prompt", "stdin")

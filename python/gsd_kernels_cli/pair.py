@@ -1,0 +1,256 @@
+"""Loading a target, its draft and their tokenizers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from gsd_kernels import GraphConfig
+from gsd_kernels.config import PLAIN
+from gsd_kernels_cli import demo
+from gsd_kernels_cli.demo.drafters import heads_folder
+from gsd_kernels_hf import validate
+from gsd_kernels_hf.engine.options import Options
+from gsd_kernels_hf.engine.resolved import Sources
+from gsd_kernels_hf.files import GGUF, model_place
+from gsd_kernels_hf.model import properties
+from gsd_kernels_hf.packed.dense import load_tokenizer
+from gsd_kernels_hf.packed.gguf import from_gguf
+from gsd_kernels_hf.parallel import check_heads
+from gsd_kernels_hf.sources.base import DraftSource
+from gsd_kernels_hf.sources.corpus import Corpus
+from gsd_kernels_hf.sources.heads import DraftHeads
+from gsd_kernels_hf.sources.load import Drafter, load_drafter
+
+from . import ranks, values
+from .values import NONE, WITHOUT_MODEL
+
+
+@dataclass
+class Pair:
+    """Models and tokenizer of a command.
+
+    Attributes:
+        tokenizer: of the target.
+        draft_tokenizer: of the draft, where its tokens are others.
+        none: whether ``--draft none`` was asked for: without other sources, plain decoding.
+    """
+
+    target: PreTrainedModel
+    draft: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase
+    sources: tuple[str | DraftSource, ...] | None = None
+    heads: DraftHeads | None = None
+    drafter: Drafter | None = None
+    corpus: Corpus | None = None
+    none: bool = False
+    draft_tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return properties.device_of(self.target)
+
+    @property
+    def described(self) -> str:
+        """The target, its dtype and device, and where drafts come from, in words."""
+        kind = f"{type(self.target).__name__} of {self.target.num_parameters() / 1e6:.0f}M parameters"
+        where = f"{str(self.target.dtype).removeprefix('torch.')} on {self.device}"
+        if self.draft is not None:
+            drafting = f"its draft model has {self.draft.num_parameters() / 1e6:.0f}M"
+        else:
+            drafting = "nothing drafts" if self.none else "drafts come from the text itself, there is no draft model"
+        return f"{kind}, {where}; {drafting}"
+
+    def encode(self, prompts: list[str], chat: bool = False) -> dict[str, Tensor]:
+        """Left-padded ``input_ids`` and ``attention_mask`` on the target's device.
+
+        Raises:
+            ValueError: ``chat`` without a chat template, or a prompt without a token.
+        """
+        if chat:
+            if not self.tokenizer.chat_template:
+                raise ValueError("--chat: the tokenizer has no chat template")
+            prompts = [
+                self.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+                )
+                for prompt in prompts
+            ]
+        encoded = self.tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=not chat)
+        return {name: encoded[name].to(self.device) for name in ("input_ids", "attention_mask")}
+
+    @property
+    def padding(self) -> dict[str, Any]:
+        """``pad_token_id`` for any ``generate`` where the model names none."""
+        config = self.target.generation_config
+        return {} if config.pad_token_id is not None else {"pad_token_id": self.tokenizer.pad_token_id}
+
+    def shape(self, config: GraphConfig | str | None) -> GraphConfig | str | None:
+        """What ``graph_config`` is for these models, ``config`` being ``--graph-config``: plain without any source."""
+        drafts = any(found is not None for found in (self.heads, self.drafter, self.corpus))
+        return PLAIN if self.none and not drafts else config
+
+    @property
+    def speculation(self) -> dict[str, Any]:
+        """Arguments of :func:`gsd_kernels.generate` that name the draft sources."""
+        alone = self.heads is None and self.drafter is None
+        sources = self.sources if alone else None  # all that there are, and the history
+        if self.corpus is not None:
+            given = {"model": self.draft, "drafter": self.drafter, "heads": self.heads}
+            named = [name for name, part in given.items() if part is not None]
+            sources = (*named, *(("history",) if named or self.sources else ()), self.corpus)
+        others = {"tokenizer": self.tokenizer, "assistant_tokenizer": self.draft_tokenizer}
+        return {
+            **({} if self.draft_tokenizer is None else others),
+            "assistant_model": self.draft,
+            "draft_sources": sources,
+            "draft_heads": self.heads,
+            "drafter": self.drafter,
+        }
+
+
+def quiet_transformers() -> None:
+    """Silence its progress bars and hints: a command reports its own progress."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def pick_device(name: str | None) -> torch.device:
+    """``--device``: by default the first GPU if there is one.
+
+    Raises:
+        ValueError: not a device, or not one of this machine's.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device: {name!r} cannot be used: {str(error).splitlines()[0]}; leave it out") from error
+    return device
+
+
+def load_pair(
+    model: str | None,
+    draft: str | None,
+    *,
+    heads: str | None = None,
+    drafter: str | None = None,
+    corpus: str | None = None,
+    **loading: Any,
+) -> Pair:
+    """The pair that the options name, with its heads, drafter and corpus; the embedded one without ``model``.
+
+    Args:
+        model, draft, heads, drafter, corpus: as the options have them.
+        loading: ``dtype``, ``device``, ``revision``, ``draft_revision``, ``trust_remote_code``; with ``tp_timeout``
+            (seconds) the target is sharded over the processes that torchrun started.
+
+    Raises:
+        ValueError: options that contradict each other, or a draft that cannot draft for the target.
+        OSError: a checkpoint cannot be found.
+    """
+    pair = _load_models(model, draft, **loading)
+    if heads is not None:
+        pair.heads = DraftHeads.from_pretrained(heads_folder() if heads == "demo" else heads, pair.target)
+    if drafter is not None:
+        pair.drafter = load_drafter(drafter, pair.target)
+    if corpus is not None:
+        pair.corpus = Corpus(corpus, tokenizer=pair.tokenizer)
+        if draft is None and model is not None:
+            pair.sources = ("history",)
+    return pair
+
+
+def _load_models(
+    model: str | None,
+    draft: str | None,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    trust_remote_code: bool = False,
+    tp_timeout: float | None = None,
+) -> Pair:
+    values.check_draft(model, draft)
+    sources = None if draft is None else WITHOUT_MODEL.get(draft)
+    quiet_transformers()
+    sharded = {}
+    if tp_timeout is None:
+        where = pick_device(device)
+    elif model is None or device is not None:
+        raise ValueError("--tp: needs --model, and takes no --device: the GPUs, or the CPU of a machine without one")
+    else:
+        where, sharded = ranks.join(tp_timeout), ranks.sharding()
+    if model is None:
+        weights = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+        target, small, tokenizer = demo.load(weights, where)
+        return Pair(target, small if draft is None else None, tokenizer, sources, none=draft == NONE)
+
+    model = _place(model, "--model", where)
+    if draft is not None and draft not in WITHOUT_MODEL:
+        draft = _place(draft, "--draft", where)
+    tokenizer = _load_tokenizer(model, revision, trust_remote_code)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if sharded and model.endswith(GGUF):
+        raise ValueError("--tp: the packed weights of a GGUF file are not divided among processes; leave it out")
+    if sharded:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **_revision(revision))
+        check_heads("--model", config, dist.get_world_size())  # before anything large is read
+    options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    target = _load_model(model, where, **options, **sharded, **_revision(revision))
+    if draft is None or draft in WITHOUT_MODEL:
+        return Pair(target, None, tokenizer, sources, none=draft == NONE)
+    small = _load_model(draft, where, **options, **_revision(draft_revision))
+    try:
+        draft_tokenizer = _load_tokenizer(draft, draft_revision, trust_remote_code)
+    except (OSError, ValueError):
+        # A folder of weights alone: the vocabulary sizes are compared.
+        validate.check_pair(target, small, "--draft", f"{draft} has no tokenizer that can be read; put its files there")
+        return Pair(target, small, tokenizer)
+    options = Options(small, tokenizer=tokenizer, assistant_tokenizer=draft_tokenizer)
+    Sources.of(options, target)
+    return Pair(target, small, tokenizer, draft_tokenizer=None if options.translations == [None] else draft_tokenizer)
+
+
+def _revision(commit: str | None) -> dict[str, str]:
+    return {"revision": commit} if commit else {}
+
+
+def _place(where: str, what: str, device: torch.device) -> str:
+    """As :func:`~gsd_kernels_hf.files.model_place`.
+
+    Raises:
+        ValueError: it is none; a file whose packed weights ``device`` cannot multiply.
+    """
+    place = model_place(where, what)
+    if place.endswith(GGUF) and device.type != "cpu":
+        raise ValueError(f"{what}: the packed weights of a GGUF file are multiplied on a CPU alone; --device cpu")
+    return place
+
+
+def _load_model(name: str, where: torch.device, **options: Any) -> PreTrainedModel:
+    """A model in evaluation mode on its device; one that is sharded is there already."""
+    if name.endswith(GGUF):
+        dtype = options["dtype"]
+        return from_gguf(name, dtype=torch.bfloat16 if dtype == "auto" else getattr(torch, dtype))
+    loaded = AutoModelForCausalLM.from_pretrained(name, **options)
+    on_device = any(option in options for option in ("tp_plan", "distributed_config")) and loaded.tp_size
+    return (loaded if on_device else loaded.to(where)).eval()
+
+
+def _load_tokenizer(name: str, commit: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    options = {"trust_remote_code": trust_remote_code, **_revision(commit)}
+    if name.endswith(GGUF):
+        return load_tokenizer(Path(name), padding_side="left")
+    return AutoTokenizer.from_pretrained(name, padding_side="left", **options)

@@ -1,0 +1,123 @@
+"""Values of options, checked as they are read: torch takes seconds to import, a checkpoint to load. Imports neither."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+import runpy
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+
+from gsd_kernels_hf.files import SHIPPED, checkpoint_place, model_place
+
+BACKENDS = ("auto", "cpu", "cuda", "triton", "reference")
+"""As :data:`gsd_kernels.BACKENDS`, whose package imports torch; a test holds them together."""
+
+DEVICE = re.compile(r"(cpu|cuda|xpu|mps)(:\d+)?")
+NICKNAMES = {"gpu": "cuda", "nvidia": "cuda", "gpu:0": "cuda:0"}
+NONE = "none"
+WITHOUT_MODEL: dict[str, tuple[str, ...] | None] = {"history": ("history",), NONE: None}
+"""Values of ``--draft`` that name no model, and the draft sources that they mean."""
+
+Check = Callable[[str | None], str | None]
+
+
+def unknown(option: str, value: str, known: Iterable[str]) -> str:
+    """An error's text: ``value`` is none of the ``known``, and which one is near."""
+    known = list(known)
+    near = get_close_matches(value.lower(), known, n=1, cutoff=0.5)
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    return f"{option}: there is no {value!r}; {meant}expected one of {', '.join(known)}"
+
+
+def backend(value: str | None) -> str | None:
+    """``--backend``.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if value is not None and value not in BACKENDS:
+        raise ValueError(unknown("--backend", value, BACKENDS))
+    return value
+
+
+def device(value: str | None) -> str | None:
+    """``--device``.
+
+    Raises:
+        ValueError: no device's name, or a GPU's where there is none.
+    """
+    if value is None:
+        return None
+    if not DEVICE.fullmatch(value):
+        near = NICKNAMES.get(value.lower(), value.lower())
+        meant = f"did you mean {near!r}? " if DEVICE.fullmatch(near) else ""
+        missing = no_gpu()
+        raise ValueError(
+            f"--device: {value!r} is no device; {meant}expected cpu, cuda or cuda:1"
+            + (f"; {missing}" if missing else "")
+        )
+    if value.startswith("cuda") and (missing := no_gpu()):
+        raise ValueError(f"--device: {value!r} cannot be used; {missing}")
+    return value
+
+
+def no_gpu() -> str | None:
+    """Why no NVIDIA GPU can be used here, with the cure, as far as that is seen without torch."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None  # whoever imports it says so
+    built = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    if built.get("hip") is not None:
+        return None
+    if built.get("cuda") is None:
+        return (
+            f"no GPU here: PyTorch {built.get('__version__')} is a build for the CPU; leave --device out, or install a "
+            "build with CUDA"
+        )
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no GPU here: there is no NVIDIA driver; leave --device out"
+    return None
+
+
+def model(option: str) -> Check:
+    """What checks an option that names a model: a folder with one, a GGUF file, or a hub id."""
+    return _place(option, model_place)
+
+
+def folder(option: str) -> Check:
+    """As :func:`model`, without files: a folder with a checkpoint, or a hub id."""
+    return _place(option, partial(model_place, gguf=False))
+
+
+def draft(value: str | None) -> str | None:
+    """``--draft``; see :func:`model`."""
+    return value if value in WITHOUT_MODEL else model("--draft")(value)
+
+
+def drafter(value: str | None) -> str | None:
+    """``--drafter``: a folder, a hub id, ``mtp``, or in a clone of the repository the name of one that is there."""
+    known = ("mtp", *(folder.name for folder in SHIPPED.glob("*")))
+    return value if value in known else _place("--drafter", checkpoint_place)(value)
+
+
+def check_draft(model: str | None, draft: str | None) -> None:
+    """Raise where a draft is named without its target.
+
+    Raises:
+        ValueError: it is.
+    """
+    if model is None and draft is not None and draft not in WITHOUT_MODEL:
+        raise ValueError("--draft: needs --model, the target that it drafts for; history and none go without one")
+
+
+def _place(option: str, place: Callable[[str, str], str]) -> Check:
+    def check(value: str | None) -> str | None:
+        return None if value is None else place(value, option)
+
+    return check

@@ -1,0 +1,211 @@
+"""What a checked request asks of the decoding: transformers' config, processors, and what to record."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
+
+from gsd_kernels_hf.model import properties
+from gsd_kernels_hf.validate.options import CONFIG_FIELDS
+from gsd_kernels_hf.validate.options import HONOURED as IN_CONFIG
+
+from .checks import Refused, is_whole, wrong
+from .processors import Grammar, Penalties
+
+LENGTH = 1024
+"""Tokens of a text whose request does not say how many."""
+
+LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+_BOOKKEEPING = ("transformers_version", "_from_model_config", "_commit_hash")
+_SERVER_SAYS = ("num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits")
+
+
+@dataclass
+class Asked:
+    """What all texts of a request have in common.
+
+    Attributes:
+        config: transformers' options.
+        length: what named the length; ``None``: nothing.
+        source: the field of the prompt.
+        positions: of the model; ``None``: it does not say.
+        seed: of the first text; ``None``: new ones.
+        top: likeliest tokens to record with their log-probabilities; ``None``: no log-probabilities.
+        penalties: of frequency and presence.
+        grammar: a compiled one, or ``None``.
+        reference: tokens that the texts may repeat, or ``None``.
+        named: what ``generation_config`` names: what ``generate`` then refuses is its.
+        ends: tokens that end a text.
+        forced: the function that a text calls; ``""``: one that it names; ``None``: it is no forced call.
+    """
+
+    config: GenerationConfig
+    length: str | None
+    source: str
+    positions: int | None
+    seed: int | None = None
+    top: int | None = None
+    penalties: tuple[float, float] = (0.0, 0.0)
+    grammar: Any = None
+    reference: list[int] | None = None
+    named: tuple[str, ...] = ()
+    ends: list[int] = field(default_factory=list)
+    forced: str | None = None
+
+    def fitted(self, prompt: int) -> GenerationConfig:
+        """The config of a text behind ``prompt`` tokens; where no length is named, it ends where the positions do.
+
+        A named length goes beyond them, as ``generate`` does.
+
+        Raises:
+            Refused: no length is named, and the prompt leaves no room.
+        """
+        config = deepcopy(self.config)
+        if self.positions is None or self.length is not None:
+            return config
+        if prompt >= self.positions:
+            reason = f"{prompt} tokens leave no room in the model's {self.positions} positions"
+            raise Refused(self.source, f"{reason}; shorten it, or name a length to go beyond them")
+        config.max_new_tokens = min(config.max_new_tokens, self.positions - prompt)
+        return config
+
+    def processors(self, prompt: int) -> list[LogitsProcessor]:
+        """New ones, for one text behind ``prompt`` tokens."""
+        found: list[LogitsProcessor] = [Penalties(prompt, *self.penalties)] if any(self.penalties) else []
+        return found if self.grammar is None else [*found, Grammar(self.grammar, prompt)]
+
+
+def asked_of(body: Mapping[str, Any], model: PreTrainedModel, source: str) -> Asked:
+    """What a checked request asks of the decoding, but for grammar, log-probabilities and reference.
+
+    Raises:
+        Refused: fields that contradict each other, or a token that the model does not have.
+    """
+    config = deepcopy(model.generation_config)
+    named = _arguments(body["generation_config"]) if "generation_config" in body else {}
+    for name, value in named.items():
+        setattr(config, name, value)
+    vocabulary = properties.vocabulary(model)
+    _sampling(config, body, named, vocabulary)
+    if "repetition_penalty" in body:
+        config.repetition_penalty = float(body["repetition_penalty"])
+    if body.get("logit_bias"):
+        if beyond := [token for token in body["logit_bias"] if int(token) >= vocabulary]:
+            raise Refused("logit_bias", f"the model's {vocabulary} tokens have no {', '.join(beyond)}")
+        config.sequence_bias = {(int(token),): float(much) for token, much in body["logit_bias"].items()}
+    if body.get("stop"):
+        config.stop_strings = [body["stop"]] if isinstance(body["stop"], str) else list(body["stop"])
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    length = _length(config, body, named)
+    for name, value in named.items():
+        unread = name == "temperature" and body.get("temperature", value) != value
+        if unread or getattr(config, name) != value:
+            raise Refused(f"generation_config.{name}", f"{value!r} contradicts another field; give one of them")
+    _check_named(named, bool(config.do_sample))
+    return Asked(
+        config,
+        length,
+        source,
+        properties.positions(model),
+        seed=body.get("seed"),
+        named=tuple(named),
+        penalties=(float(body.get("frequency_penalty", 0)), float(body.get("presence_penalty", 0))),
+        ends=[int(end) for end in ends if end is not None],
+    )
+
+
+def _sampling(config: GenerationConfig, body: Mapping[str, Any], named: Mapping[str, Any], vocabulary: int) -> None:
+    if body.get("temperature"):
+        config.temperature = float(body["temperature"])
+    for name in ("top_p", "min_p"):
+        if name in body:
+            setattr(config, name, float(body[name]))
+    if "top_k" in body:
+        config.top_k = min(max(0, body["top_k"]), vocabulary)  # which may be beyond C++'s integers
+    if "temperature" in body:
+        config.do_sample = body["temperature"] != 0
+    elif any(name in body for name in ("top_p", "top_k", "min_p")) and "do_sample" not in named:
+        config.do_sample = True
+
+
+def _length(config: GenerationConfig, body: Mapping[str, Any], named: Mapping[str, Any]) -> str | None:
+    """Set the length; the field that named it."""
+    fields = [name for name in LENGTHS if name in body]
+    if len({body[name] for name in fields}) > 1:
+        raise Refused(fields[1], f"{body[fields[1]]} contradicts {fields[0]}; give one of them")
+    if fields:
+        config.max_new_tokens = body[fields[0]]
+        return fields[0]
+    if "max_new_tokens" in named or "max_length" in named:
+        return "generation_config"
+    config.max_new_tokens = max(config.max_new_tokens or 0, LENGTH)
+    return None
+
+
+def _arguments(given: str) -> dict[str, Any]:
+    """What ``generation_config`` names, a JSON string as transformers writes it.
+
+    Raises:
+        Refused: no JSON, or arguments that would do nothing or are refused.
+    """
+    try:
+        arguments = json.loads(given, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise Refused("generation_config", f"no JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise Refused("generation_config", f"expected a JSON object, got {given[:60]!r}")
+    found = {}
+    defaults = GenerationConfig().to_dict()
+    for name, value in arguments.items():
+        treatment, why, neutral = CONFIG_FIELDS.get(name, ("unknown", f"transformers has no argument {name}", ()))
+        if treatment == IN_CONFIG and name not in _SERVER_SAYS:
+            found[name] = value
+        elif value is not None and value not in neutral and value != defaults.get(name) and name not in _BOOKKEEPING:
+            raise Refused(f"generation_config.{name}", f"not served: {why or 'it does nothing here'}; leave it out")
+    return found
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _check_named(named: Mapping[str, Any], samples: bool) -> None:
+    """Have transformers judge what ``generation_config`` names: it warns of what it leaves out, and goes on.
+
+    Raises:
+        Refused: out of bounds, of another type, or without an effect.
+    """
+    for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
+        ids = named.get(name) if isinstance(named.get(name), list) else [named.get(name)]
+        if not all(token is None or is_whole(token) for token in ids):
+            raise wrong(f"generation_config.{name}", "token ids", named[name])
+    try:
+        GenerationConfig(**{**named, "do_sample": samples}).validate(strict=True)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise refused_config(named, error) from error
+
+
+def refused_config(named: Iterable[str], error: Exception) -> Refused:
+    """The refusal of what ``generation_config`` names, by the argument that transformers' error speaks of."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    spoken = [name for name in named if re.search(rf"\b{name}\b", message)] or list(named)
+    at = f".{spoken[0]}" if len(spoken) == 1 or len(spoken) < len(list(named)) else ""
+    return Refused(f"generation_config{at}", message)
+
+
+def token_ids(given: list[Any], name: str, vocabulary: int) -> list[int]:
+    """A prompt of token ids, checked.
+
+    Raises:
+        Refused: not all are the model's.
+    """
+    if odd := [token for token in given if not is_whole(token) or not 0 <= token < vocabulary]:
+        raise Refused(name, f"expected token ids from 0 to {vocabulary - 1}, got {odd[0]!r}")
+    return given

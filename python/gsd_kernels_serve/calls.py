@@ -1,0 +1,279 @@
+"""One text on its way: from the handler that reads its request to the thread that decodes it, and back."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers.cli.serving.utils import response_events_to_chunks
+
+from gsd_kernels.config import AUTO
+from gsd_kernels_hf.api import Patch
+
+from .asked import Asked, refused_config
+from .checks import Refused
+from .logprobs import Entry, Recorder
+from .tools import forced_calls
+
+log = logging.getLogger(__name__)
+
+_BAD = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError)
+"""What transformers raises for values that it cannot use."""
+
+
+class ClientGoneError(Exception):
+    """Ends the decoding of a text that nobody waits for."""
+
+
+class StoppingError(RuntimeError):
+    """Ends the decoding of all texts, because the server stops."""
+
+
+@dataclass(eq=False)
+class Call:
+    """A text that is asked for and, once it is decoded, what became of it.
+
+    Attributes:
+        asked: what its request asks for.
+        number: of the text in its request, which is added to the seed.
+        gone: set once the client has closed its connection.
+        recorder: of log-probabilities, or ``None``.
+        written: the tokens of every piece of a stream that is text, for ``/v1/responses``; of a whole text all at once.
+        statistics: of the decoding, plain data.
+        ids: its tokens.
+        begun: done with the text's first token or with an error in its place; until then a stream can be refused.
+        finish: ``"stop"``, or ``"length"`` for a text that was cut.
+        since: when the request came, by ``time.perf_counter``.
+    """
+
+    asked: Asked
+    number: int = 0
+    gone: threading.Event = field(default_factory=threading.Event)
+    recorder: Recorder | None = None
+    written: list[list[Entry]] = field(default_factory=list)
+    statistics: dict[str, Any] | None = None
+    ids: list[int] = field(default_factory=list)
+    begun: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
+    finish: str | None = None
+    since: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        if self.asked.top is not None:
+            self.recorder = Recorder(self.asked.top)
+
+    @property
+    def seed(self) -> int:
+        """Of its noise; a new one where the request has none."""
+        # transformers' server seeds torch when a request comes; until its turn others may have drawn.
+        return secrets.randbits(63) if self.asked.seed is None else (self.asked.seed + self.number) % 2**64
+
+
+@dataclass
+class Piece:
+    """Part of a text: what a stream's next event says.
+
+    Attributes:
+        value: a string; transformers' ``ReasoningText`` or ``ToolCall`` where its parser found one.
+        entries: the tokens that it was made of.
+    """
+
+    value: Any
+    entries: list[Entry]
+
+
+class Writer:
+    """A streamer that keeps a text's tokens with their log-probabilities and, for a stream, makes pieces of them.
+
+    Args:
+        call: the text's.
+        tokenizer: the model's.
+        parser: transformers', of the model's answers, or ``None``.
+    """
+
+    def __init__(self, call: Call, tokenizer: PreTrainedTokenizerBase, parser: Any = None) -> None:
+        self.call, self.tokenizer, self.parser = call, tokenizer, parser
+        self.send: Callable[[Piece], None] | None = None
+        self.decoding = DecodeStream([], skip_special_tokens=parser is None)
+        self.prompt = True  # comes first
+        self.entries: list[Entry] = []
+        self.waiting: list[Entry] = []
+        self.sent = ""
+
+    def begin(self, send: Callable[[Piece], None]) -> None:
+        """Stream: every piece goes to ``send``."""
+        self.send = send
+        for value in response_events_to_chunks(self.parser.initial_events) if self.parser is not None else ():
+            self._piece(value)
+
+    def put(self, value: Tensor) -> None:
+        if self.prompt:
+            self.prompt = False
+            return
+        for token in value.tolist():
+            entry = Entry(token) if self.call.recorder is None else self.call.recorder.take(token)
+            self.entries.append(entry)
+            if self.send is not None:
+                self.waiting.append(entry)
+                self._write(self.decoding.step(self.tokenizer._tokenizer, token))
+
+    def _write(self, text: str | None) -> None:
+        if not text or self.call.asked.forced is not None:
+            return
+        self.sent += text
+        for value in [text] if self.parser is None else response_events_to_chunks(self.parser.feed(text)):
+            self._piece(value)
+
+    def _piece(self, value: Any) -> None:
+        if self.send is not None:
+            entries, self.waiting = self.waiting, []
+            self.send(Piece(value, entries))
+
+    def end(self) -> None:
+        """Send what is left: bytes that end within a character, the parser's rest, tokens without a text."""
+        if self.send is None:
+            return
+        whole = self.tokenizer.decode(self.call.ids, skip_special_tokens=True)
+        if (forced := self.call.asked.forced) is not None:
+            for value in forced_calls(whole, forced) or [whole]:
+                self._piece(value)
+        elif self.parser is None:
+            self._write(whole[len(self.sent) :] if whole.startswith(self.sent) else None)
+        else:
+            try:
+                events = self.parser.finalize()[1]
+            except (ValueError, RuntimeError) as error:  # it ended within a call, say
+                log.warning("the answer cannot be parsed to its end: %s", error)
+                events = []
+            for value in response_events_to_chunks(events):
+                self._piece(value)
+        if self.waiting and self.call.recorder is not None:
+            self._piece("")
+
+    def cancel(self) -> None:
+        """As transformers' server calls it where a client goes away."""
+        self.call.gone.set()
+
+    @property
+    def total_tokens(self) -> int:
+        """As transformers' server counts them."""
+        return len(self.entries)
+
+
+class Listener:
+    """A streamer between a decoding and the one of its request, if that has one.
+
+    Every token is an occasion to end the decoding. ``end`` is passed on once the statistics are there, as the last
+    event of a stream carries them.
+    """
+
+    def __init__(self, call: Call, stopping: threading.Event, inner: Any = None) -> None:
+        self.call, self.stopping, self.inner = call, stopping, inner
+        self.prompt = True  # comes first
+
+    def put(self, value: Tensor) -> None:
+        if self.call.gone.is_set():
+            raise ClientGoneError
+        if self.stopping.is_set():
+            raise StoppingError("the server is stopping")
+        if not self.prompt and not self.call.begun.done():
+            self.call.begun.set_result(None)
+        self.prompt = False
+        if self.inner is not None:
+            self.inner.put(value)
+
+    def end(self) -> None:
+        """Wait for :meth:`Decoding.generate`."""
+
+
+class Decoding:
+    """The ``model`` of one text, of which transformers' server calls ``generate`` alone.
+
+    Args:
+        handle: the patched model's.
+        call: the text.
+        name: of the request in the log.
+        stopping: set when the server stops.
+        speculates: whether the model drafts; where it decodes plainly, a text with a reference drafts all the same.
+    """
+
+    def __init__(self, handle: Patch, call: Call, name: str, stopping: threading.Event, speculates: bool) -> None:
+        self.handle, self.call, self.name, self.stopping = handle, call, name, stopping
+        self.speculates = speculates
+
+    def generate(self, input_ids: Tensor, tokenizer: PreTrainedTokenizerBase, **kwargs: Any) -> Tensor:
+        """Decode, on the thread of all decodings.
+
+        Args:
+            input_ids: int64 [1, P].
+            tokenizer: the model's.
+            **kwargs: mask, config and streamer of transformers' server.
+
+        Raises:
+            TypeError, ValueError: the request cannot be served.
+            ClientGoneError, StoppingError: nobody waits for the text.
+        """
+        call, begun, prompt = self.call, time.perf_counter(), input_ids.shape[1]
+        inner = kwargs.pop("streamer", None)
+        try:
+            config = call.asked.fitted(prompt)
+            kwargs |= {"generation_config": config, **self._speculation(input_ids)}
+            if processors := call.asked.processors(prompt):
+                kwargs["logits_processor"] = LogitsProcessorList(processors)
+            streamer = Listener(call, self.stopping, inner)
+            kwargs |= {"tokenizer": tokenizer, "seed": call.seed, "streamer": streamer, "observer": call.recorder}
+            output = self.handle.model.generate(input_ids=input_ids, **kwargs)
+        except Exception as error:
+            reason = (
+                "the client went away" if call.gone.is_set() else " ".join(str(error).split()) or type(error).__name__
+            )
+            log.warning("%s ended after %.2f s: %s", self.name, time.perf_counter() - begun, reason)
+            if call.asked.named and isinstance(error, _BAD) and not isinstance(error, Refused):
+                error = refused_config(call.asked.named, error)
+            if not call.begun.done():
+                call.begun.set_exception(error)
+            raise error
+        if not call.begun.done():  # it has no token
+            call.begun.set_result(None)
+        call.ids = output[0, prompt:].tolist()
+        call.finish = self._finish(config, tokenizer)
+        self._count(prompt, queued=begun - call.since)
+        if inner is not None:
+            inner.end()
+        return output
+
+    def _speculation(self, input_ids: Tensor) -> dict[str, Any]:
+        if not self.call.asked.reference:
+            return {}
+        reference = {"reference_ids": input_ids.new_tensor(self.call.asked.reference)}
+        return reference if self.speculates else {**reference, "graph_config": AUTO}
+
+    def _finish(self, config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+        ids, most = self.call.ids, config.max_new_tokens
+        ended = bool(ids) and ids[-1] in self.call.asked.ends
+        if not ended and config.stop_strings:
+            text = tokenizer.decode(ids)
+            ended = any(stop in text for stop in config.stop_strings)
+        return "length" if not ended and most is not None and len(ids) >= most else "stop"
+
+    def _count(self, prompt: int, queued: float) -> None:
+        stats = self.handle.stats  # of this thread
+        self.call.statistics = {**stats.as_dict(), "queued": queued}
+        log.info(
+            "%s: %d + %d tokens, %d steps, %.2f tokens a step, %.2f s, queued %.2f s",
+            self.name,
+            prompt,
+            stats.new_tokens,
+            stats.steps,
+            stats.tokens_per_step,
+            stats.seconds["total"],
+            queued,
+        )

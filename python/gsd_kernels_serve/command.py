@@ -1,0 +1,74 @@
+"""``gsd-kernels serve``: an OpenAI-compatible server on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gsd_kernels_cli import options
+from gsd_kernels_cli.groups import with_groups
+from gsd_kernels_cli.options import read_graph_config
+from gsd_kernels_cli.output import err, progress
+from gsd_kernels_cli.values import check_draft
+from gsd_kernels_cli.values import model as checked_model
+
+_SERVER = "Server"
+
+
+@with_groups
+def command(
+    *,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            callback=checked_model("MODEL"),
+            show_default=False,
+            help="Target: a local checkpoint folder, a hub id, or a GGUF file. Without it the embedded pair is used.",
+        ),
+    ] = None,
+    models: options.Models,
+    graph_config: options.GraphOption = None,
+    criterion: options.CriterionOption = options.Criterion.exact,
+    backend: options.Backend = "auto",
+    host: Annotated[
+        str, typer.Option("--host", rich_help_panel=_SERVER, help="Address to listen on; 0.0.0.0 is every network's.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, rich_help_panel=_SERVER, help="0 takes a free one.")
+    ] = 8000,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", rich_help_panel=_SERVER, help="By which clients ask for the model; default: MODEL."),
+    ] = None,
+) -> None:
+    """Serve a model to OpenAI clients, by transformers' own server; one request is decoded at a time.
+
+    POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /health. Every response has the
+    statistics of its decoding in the field gsd_kernels, a stream in its last event. Ctrl-C ends it.
+    """
+    check_draft(model, models.draft)
+    from .listen import bind, is_loopback
+
+    with bind(host, port) as where:
+        with progress("loading the models"):
+            from .installed import check_installed
+
+            check_installed()
+            config = read_graph_config(graph_config)
+            from gsd_kernels.config import PLAIN
+            from gsd_kernels_hf import patch
+
+            pair = models.load(model)
+            decoding = {"graph_config": pair.shape(config), "criterion": criterion.value, "backend": backend}
+            handle = patch(pair.target, **{"tokenizer": pair.tokenizer, **pair.speculation, **decoding})
+        from . import server
+
+        name = name or model or "demo"
+        app = server.make_app(name, handle, pair.tokenizer, speculates=decoding["graph_config"] != PLAIN)
+        if not is_loopback(host):
+            err.print(f"gsd-kernels: anyone who reaches {host} can use this server: it asks for no key", markup=False)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{where.getsockname()[1]}/v1"
+        err.print(f"gsd-kernels: serving {name} at {url}; Ctrl-C ends it", markup=False, soft_wrap=True)
+        server.run(app, where)

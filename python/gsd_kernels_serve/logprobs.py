@@ -1,0 +1,118 @@
+"""Log-probabilities of emitted tokens, taken from verified steps, and their formats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from gsd_kernels_hf.records import Verified
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A token of a text.
+
+    Attributes:
+        token: its id.
+        log_prob: of the model itself, before temperature, penalties, bias and grammar; ``None``: not asked for.
+        top: the likeliest tokens with theirs, best first.
+    """
+
+    token: int
+    log_prob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Recorder:
+    """Looks at every verified step for what its tokens' log-probabilities are; an ``observer`` of a decoding.
+
+    Args:
+        top: number of likeliest tokens a position.
+    """
+
+    def __init__(self, top: int) -> None:
+        self.top = top
+        self.step: list[Entry] = []
+
+    def __call__(self, verified: Verified) -> None:
+        rows = verified.accepted.accepted_rows[0].long()  # [P], −1 beyond the path
+        rows = rows[rows >= 0].to(verified.logits.device)
+        log_probs = torch.log_softmax(verified.logits[0, rows].float(), -1)  # [P, V]
+        picked = verified.tokens[0, : len(rows)].long().to(log_probs.device)  # [P]
+        own = log_probs.gather(1, picked[:, None])[:, 0].tolist()
+        best, tokens = log_probs.topk(min(self.top, log_probs.shape[1]), -1)  # [P, top]
+        tops = [tuple(zip(*pair, strict=True)) for pair in zip(tokens.tolist(), best.tolist(), strict=True)]
+        self.step = [Entry(*found) for found in zip(picked.tolist(), own, tops, strict=True)]
+
+    def take(self, token: int) -> Entry:
+        """The entry of the next token of the step."""
+        entry = self.step.pop(0)
+        assert entry.token == token
+        return entry
+
+
+class Pieces:
+    """What a tokenizer's tokens are as bytes: by themselves, where decoding looks at their neighbours.
+
+    Byte-level tokens, and those with ``▁`` for a space and ``<0x0A>`` for a byte; others are decoded.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.special = set(tokenizer.all_special_ids)
+        inner = getattr(tokenizer, "_tokenizer", None)
+        decoder = json.dumps(json.loads(inner.to_str()).get("decoder")) if inner is not None else ""
+        self.level = {char: byte for byte, char in bytes_to_unicode().items()} if "ByteLevel" in decoder else {}
+        self.spaced = "\u2581" in decoder or "\\u2581" in decoder
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that the token stands for."""
+        piece = self.tokenizer.convert_ids_to_tokens(token)
+        if piece is None:  # an id without a token, behind the vocabulary
+            return b""
+        if token in self.special:
+            return piece.encode()
+        if self.level and all(char in self.level for char in piece):
+            return bytes(self.level[char] for char in piece)
+        if self.spaced:
+            if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+                return bytes([int(piece[3:5], 16)])
+            return piece.replace("\u2581", " ").encode()
+        return self.tokenizer.decode([token]).encode()
+
+    def text_of(self, token: int) -> str:
+        """The token as a string, ``bytes:\\xe2\\x80`` for part of a character, as OpenAI writes it."""
+        found = self.bytes_of(token)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+    def chat(self, entries: Iterable[Entry]) -> dict[str, Any]:
+        """``logprobs`` of a choice of ``/v1/chat/completions``."""
+        found = []
+        for entry in entries:
+            top = [self._one(token, log_prob) for token, log_prob in entry.top]
+            found.append({**self._one(entry.token, entry.log_prob), "top_logprobs": top})
+        return {"content": found, "refusal": None}
+
+    def _one(self, token: int, log_prob: float | None) -> dict[str, Any]:
+        return {"token": self.text_of(token), "logprob": log_prob, "bytes": list(self.bytes_of(token))}
+
+    def completion(self, entries: Iterable[Entry], before: bytes) -> dict[str, Any]:
+        """``logprobs`` of a choice of ``/v1/completions``, behind the bytes of the text so far."""
+        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for entry in entries:
+            found["tokens"].append(self.text_of(entry.token))
+            found["token_logprobs"].append(entry.log_prob)
+            known = [(entry.token, entry.log_prob), *entry.top]
+            found["top_logprobs"].append({self.text_of(token): log_prob for token, log_prob in known if entry.top})
+            found["text_offset"].append(len(before.decode(errors="ignore")))
+            before += self.bytes_of(entry.token)
+        return found

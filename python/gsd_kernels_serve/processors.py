@@ -1,0 +1,127 @@
+"""Logits processors of requests: OpenAI's penalties, and grammars by xgrammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
+
+from gsd_kernels_hf.extras import cure
+
+from . import checks
+from .checks import Refused, entries, wrong
+from .schemas import check_schema
+
+
+class Penalties(LogitsProcessor):
+    """OpenAI's penalties: logits fall with the number of times that the answer has a token, and that it has it at all.
+
+    Args:
+        prompt: number of tokens before the answer.
+        frequency: times the count.
+        presence: once.
+    """
+
+    def __init__(self, prompt: int, frequency: float, presence: float) -> None:
+        self.prompt, self.frequency, self.presence = prompt, frequency, presence
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        answer = input_ids[:, self.prompt :].to(scores.device)
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+class Grammar(LogitsProcessor):
+    """Leaves the tokens with which a text can go on to what a grammar allows; for one text.
+
+    Args:
+        compiled: an ``xgrammar.CompiledGrammar``.
+        prompt: number of tokens before the answer.
+    """
+
+    def __init__(self, compiled: Any, prompt: int) -> None:
+        import xgrammar
+
+        self.matcher = xgrammar.GrammarMatcher(compiled)
+        self.bitmask = xgrammar.allocate_token_bitmask(1, compiled.tokenizer_info.vocab_size)
+        self.apply = xgrammar.apply_token_bitmask_inplace
+        self.read = prompt
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        for token in input_ids[0, self.read :].tolist():
+            if not self.matcher.is_terminated() and not self.matcher.accept_token(token):
+                raise ValueError(f"response_format: the grammar does not go on with token {token}")
+        self.read = input_ids.shape[1]
+        if not self.matcher.is_terminated():
+            self.matcher.fill_next_token_bitmask(self.bitmask)
+            self.apply(scores, self.bitmask.to(scores.device))
+        return scores
+
+
+class Grammars:
+    """Compiled grammars of one tokenizer; xgrammar keeps those that it has seen.
+
+    Args:
+        tokenizer: the model's.
+        vocabulary: columns of its logits.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
+        self.tokenizer, self.vocabulary = tokenizer, vocabulary
+        self.compilers: dict[tuple[int, ...], Any] = {}  # by the tokens that end a text
+
+    def of(self, schema: Mapping[str, Any] | bool, field: str, ends: list[int]) -> Any:
+        """The grammar of JSON by a schema, which ends with one of ``ends``.
+
+        Raises:
+            Refused: xgrammar is missing, or cannot serve the schema; named ``field``.
+        """
+        try:
+            import xgrammar
+        except ImportError:
+            raise Refused(field, f"needs xgrammar, which is missing: {cure('grammar')}") from None
+        if not ends:
+            raise Refused(field, "this model has no end-of-text token, which would end the JSON")
+        compiler = self.compilers.get(tuple(ends))
+        if compiler is None:
+            info = xgrammar.TokenizerInfo.from_huggingface(
+                self.tokenizer, vocab_size=self.vocabulary, stop_token_ids=ends
+            )
+            compiler = self.compilers[tuple(ends)] = xgrammar.GrammarCompiler(info, max_threads=1)
+        try:  # strict_mode would close every object that does not say whether it is open: {} alone
+            return compiler.compile_json_schema(
+                json.dumps(schema), any_whitespace=True, max_whitespace_cnt=2, strict_mode=False
+            )
+        except Exception as error:  # xgrammar's own, of several kinds, behind its time and place
+            raise Refused(field, re.sub(r"^\[[\d:]+\] \S+: ", "", " ".join(str(error).split()))) from error
+
+
+def schema_of(given: Any, field: str) -> Any:
+    """The JSON schema that ``response_format`` or ``text.format`` asks for; ``None`` for plain text.
+
+    Raises:
+        Refused: another format, or one without a schema.
+    """
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise Refused(f"{field}.type", f"expected 'text', 'json_object' or 'json_schema', got {kind!r}")
+    if kind != "json_schema":
+        entries(field, given, ("type",))
+        return None if kind == "text" else {"type": "object"}
+    at = field
+    if "json_schema" in given:
+        entries(field, given, ("type", "json_schema"))
+        at, given = f"{field}.json_schema", given["json_schema"]
+    found = entries(at, given, ("type", "name", "schema", "strict"), "schema")
+    checks.text(f"{at}.name", found.get("name", ""))
+    checks.flag(f"{at}.strict", found.get("strict", True))
+    schema = found["schema"]
+    if not isinstance(schema, (Mapping, bool)):
+        raise wrong(f"{at}.schema", "a JSON schema", schema)
+    check_schema(schema, f"{at}.schema")
+    return schema

@@ -1,0 +1,162 @@
+"""transformers' server around one patched model."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+from copy import deepcopy
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.server import build_server
+
+from gsd_kernels_hf.api import Patch
+
+from .responses import Responses
+from .service import ERRORS, OneQueue, Service, answer_of
+from .service import receive as connection
+from .texts import Chat, Completions
+
+PATIENCE = 2
+"""Seconds that running requests have after Ctrl-C; then they end with an error."""
+
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health", "/load_model")
+"""Of transformers' server; the others load or drop models, or are for other kinds of models."""
+
+
+class OneModel(ModelManager):
+    """transformers' manager of models with one, which is loaded already and stays.
+
+    Args:
+        name: by which clients ask for it.
+        model, tokenizer: it.
+        stopping: set when the server stops.
+    """
+
+    def __init__(
+        self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stopping: threading.Event
+    ) -> None:
+        self.model, self.tokenizer, self.stopping = model, tokenizer, stopping
+        self.since = int(time.time())
+        super().__init__(force_model=name)
+
+    def load_model_and_processor(
+        self, *_: Any, **__: Any
+    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:  # of the one name that handlers let through
+        return self.model, self.tokenizer
+
+    async def load_model_streaming(self, model_id_and_revision: str, **_: Any) -> AsyncIterator[str]:
+        own = self.process_model_name(self.force_model)
+        found: dict[str, Any] = {"status": "ready", "model": own, "cached": True}
+        if model_id_and_revision != own:
+            found = {"status": "error", "model": model_id_and_revision, "message": f"only {self.force_model} is served"}
+        yield f"data: {json.dumps(found)}\n\n"
+
+    def get_gen_models(self, *_: Any) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [{"id": self.force_model, "object": "model", "created": self.since, "owned_by": "gsd-kernels"}]
+
+    def shutdown(self) -> None:
+        """Called when the server ends: so do texts that nobody waits for any more."""
+        self.stopping.set()
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """An error as an answer."""
+    status, found = answer_of(error, request.url.path)
+    return JSONResponse(found, status_code=status)
+
+
+async def _no_object(request: Request, error: RequestValidationError) -> Response:
+    """The body is no JSON object, or an argument of another route is missing."""
+    reason = "; ".join(f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors())
+    return await _refused(request, HTTPException(400, reason))
+
+
+class _Connection:
+    """ASGI middleware: handlers of requests see the connection."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        connection.set(receive)
+        await self.app(scope, receive, send)
+
+
+def make_app(name: str, handle: Patch, tokenizer: PreTrainedTokenizerBase, *, speculates: bool = True) -> FastAPI:
+    """transformers' application for one patched model.
+
+    Args:
+        name: by which clients ask for the model.
+        handle: what :func:`gsd_kernels.patch` gave.
+        tokenizer: the model's.
+        speculates: whether the model drafts; where it decodes plainly, a text with ``prediction`` drafts all the same.
+
+    Raises:
+        ImportError: this transformers' server wants parts that are unknown here.
+    """
+    stopping = threading.Event()
+    service = Service(name, handle, tokenizer, stopping, speculates)
+    manager = OneModel(name, handle.model, tokenizer, stopping)
+    parts: dict[str, Any] = {
+        "model_manager": manager,
+        "chat_handler": Chat(service),
+        "completion_handler": Completions(service),
+        "response_handler": Responses(service, manager),
+        "transcription_handler": None,
+        "systemone_handler": None,
+        "generation_state": OneQueue(service.queue),
+    }
+    wanted = inspect.signature(build_server).parameters
+    unknown = [p.name for p in wanted.values() if p.default is p.empty and p.name not in parts]
+    if unknown:
+        raise ImportError(f"serve: this transformers' server wants {', '.join(unknown)}; 5.6 to 5.23 do not")
+    app = build_server(**{part: value for part, value in parts.items() if part in wanted})
+    app.router.routes[:] = [route for route in app.router.routes if route.path in ROUTES]
+    app.add_middleware(_Connection)
+    for error in (HTTPException, *ERRORS, Exception):
+        app.add_exception_handler(error, _refused)
+    app.add_exception_handler(RequestValidationError, _no_object)
+    app.state.queue, app.state.stopping = service.queue, stopping
+    return app
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server; after a signal, requests end by themselves before uvicorn cancels them."""
+
+    interrupted = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.interrupted |= sig == signal.SIGINT
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(PATIENCE, self.config.app.state.stopping.set)
+        await super().shutdown(sockets)
+
+
+def run(app: FastAPI, where: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM; running requests have :data:`PATIENCE` seconds then."""
+    config = deepcopy(uvicorn.config.LOGGING_CONFIG)
+    config["loggers"][__package__] = {"handlers": ["default"], "level": "INFO", "propagate": False}
+    server = _Server(uvicorn.Config(app, log_config=config, timeout_graceful_shutdown=5 * PATIENCE))
+    try:
+        server.run(sockets=[where])
+        if server.interrupted:  # uvicorn raises the signal again as its loop ends, which a task may then swallow
+            raise KeyboardInterrupt
+    finally:
+        app.state.stopping.set()
+        app.state.queue.wait(PATIENCE)

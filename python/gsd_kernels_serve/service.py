@@ -1,0 +1,268 @@
+"""The one model that is served: its queue, and what endpoints ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from starlette.exceptions import HTTPException
+from transformers import PreTrainedTokenizerBase
+from transformers.cli.serving.utils import GenerateManager, GenerationState, _StreamError
+
+from gsd_kernels_hf.api import Patch
+from gsd_kernels_hf.model import properties
+
+from . import fields
+from .calls import Call, ClientGoneError, Decoding, Piece, StoppingError, Writer
+from .checks import Refused
+from .logprobs import Pieces
+from .processors import Grammars
+
+call_of: ContextVar[Call] = ContextVar("call")
+"""The text of the request that transformers' own handler works on."""
+
+receive: ContextVar[Any] = ContextVar("receive")
+"""ASGI's function of the connection."""
+
+ERRORS = (ClientGoneError, StoppingError, ValueError, TypeError, KeyError, OverflowError, TemplateError)
+"""Of a request: they have an answer of their own, and no traceback in the log."""
+
+_FIELDS = {
+    "max_new_tokens": ("max_tokens", "max_output_tokens"),
+    "reference_ids": ("prediction",),
+    "sequence_bias": ("logit_bias",),
+    "stop_strings": ("stop",),
+    "input_ids": tuple(fields.NEEDED.values()),
+}
+"""What ``generate`` calls a field."""
+
+
+class Queue(GenerateManager):
+    """transformers' thread that decodes one text after another; each with its seed and its statistics."""
+
+    def __init__(self, handle: Patch, stopping: threading.Event, speculates: bool) -> None:
+        self.handle, self.stopping, self.speculates = handle, stopping, speculates
+        super().__init__()
+
+    def generate_streaming(
+        self,
+        model: Any,
+        processor: PreTrainedTokenizerBase,
+        inputs: dict[str, Any],
+        gen_config: Any,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> tuple[asyncio.Queue[Any], Writer]:
+        """As transformers' own, with a writer that keeps log-probabilities beside the pieces of the text."""
+        call = call_of.get()
+        loop, waiting = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        writer = Writer(call, processor, response_parser)
+
+        def send(value: Any) -> None:
+            loop.call_soon_threadsafe(waiting.put_nowait, value)
+
+        def take(piece: Piece) -> None:
+            if type(piece.value) is str:
+                call.written.append(piece.entries)
+            send(piece.value)
+
+        def run() -> None:
+            try:
+                self.decoding(call, request_id).generate(tokenizer=processor, streamer=writer, **inputs)
+                send(None)
+            except ClientGoneError:
+                send(None)
+            except Exception as error:
+                send(_StreamError(answer_of(error, fields.RESPONSES)[1]["error"]["message"]))
+
+        writer.begin(take)
+        self.submit(run)
+        return waiting, writer
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> tuple[str, int, list[int]]:
+        """As transformers' own, with a writer that keeps log-probabilities."""
+        call = call_of.get()
+        writer = Writer(call, processor)
+        decode = self.decoding(call, request_id).generate
+        await self.async_submit(decode, tokenizer=processor, streamer=writer, **inputs)
+        call.written = [writer.entries]
+        text = processor.decode(call.ids, skip_special_tokens=True)
+        return text, inputs["input_ids"].shape[-1], call.ids
+
+    def decoding(self, call: Call, name: str) -> Decoding:
+        """What decodes a text."""
+        return Decoding(self.handle, call, name, self.stopping, self.speculates)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the thread is idle."""
+        with contextlib.suppress(concurrent.futures.TimeoutError):  # TimeoutError itself from Python 3.11 on
+            self.submit(lambda: None).result(seconds)
+
+
+class OneQueue(GenerationState):
+    """transformers' table of queues, with one."""
+
+    def __init__(self, queue: Queue) -> None:
+        super().__init__()
+        self.queue = queue
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> Queue:
+        return self.queue
+
+
+class Service:
+    """A patched model, for endpoints.
+
+    Args:
+        name: by which clients ask for it.
+        handle: what :func:`gsd_kernels.patch` gave.
+        tokenizer: the model's.
+        stopping: set when the server stops.
+        speculates: whether the model drafts; a text with ``prediction`` does so all the same.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        handle: Patch,
+        tokenizer: PreTrainedTokenizerBase,
+        stopping: threading.Event,
+        speculates: bool,
+    ) -> None:
+        self.name, self.model, self.tokenizer = name, handle.model, tokenizer
+        self.queue = Queue(handle, stopping, speculates)
+        self.vocabulary = properties.vocabulary(handle.model)
+        self.grammars = Grammars(tokenizer, self.vocabulary)
+        self.pieces = Pieces(tokenizer)
+
+    def check_name(self, name: str | None) -> None:
+        """Refuse another model."""
+        if name not in (None, self.name):
+            raise Refused("model", f"Server is pinned to '{self.name}'; requested '{name}'.")
+
+    def templated(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], arguments: dict[str, Any]
+    ) -> list[int]:
+        """The tokens of a chat, to its answer's beginning.
+
+        Raises:
+            Refused: the template does not take it.
+        """
+        self.check_shown(messages, "messages")
+        try:
+            found = self.tokenizer.apply_chat_template(
+                messages, tools=tools or None, add_generation_prompt=True, tokenize=True, return_dict=True, **arguments
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise Refused("messages", f"the chat template: {' '.join(str(error).split())}") from error
+        return list(found["input_ids"])
+
+    def check_shown(self, messages: list[dict[str, Any]], field: str) -> None:
+        """Refuse what the chat template leaves out of messages: names of speakers, calls."""
+
+        def shown(given: list[dict[str, Any]]) -> Any:
+            try:
+                return self.tokenizer.apply_chat_template(given, tokenize=False)
+            except (TemplateError, ValueError, TypeError, KeyError):
+                return given
+
+        for i, message in enumerate(messages):
+            for key in ("tool_calls",) if message["role"] == "tool" else ("tool_calls", "name"):
+                without = {name: value for name, value in message.items() if name != key}
+                if message.get(key) and shown(messages) == shown([*messages[:i], without, *messages[i + 1 :]]):
+                    reason = "this model's chat template does not show it; leave it out"
+                    raise Refused(f"{field}[{i}].{key}", reason)
+
+    async def decode(self, call: Call, ids: list[int], name: str, writer: Writer) -> None:
+        """Wait for a text, which goes to ``writer``."""
+        await self.queue.async_submit(self._generate, call, ids, name, writer)
+
+    def begin(self, call: Call, ids: list[int], name: str, writer: Writer) -> asyncio.Queue[Piece | Exception | None]:
+        """Have a text decoded, whose pieces :meth:`pieces_of` takes from this queue."""
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+
+        def send(found: Piece | Exception | None) -> None:
+            loop.call_soon_threadsafe(waiting.put_nowait, found)
+
+        def run() -> None:
+            try:
+                self._generate(call, ids, name, writer)
+                send(None)
+            except Exception as error:
+                send(error)
+
+        writer.begin(send)
+        self.queue.submit(run)
+        return waiting
+
+    async def first_token(self, call: Call) -> None:
+        """Wait for it.
+
+        Raises:
+            TypeError, ValueError: the request cannot be served.
+            ClientGoneError, StoppingError: nobody waits for the text.
+        """
+        async with self.connected(call.gone):
+            await asyncio.shield(asyncio.wrap_future(call.begun))
+
+    @staticmethod
+    async def pieces_of(waiting: asyncio.Queue[Piece | Exception | None]) -> AsyncIterator[Piece]:
+        """The pieces of a text, as it is decoded; its error is raised."""
+        while (found := await waiting.get()) is not None:
+            if isinstance(found, Exception):
+                raise found
+            yield found
+
+    def _generate(self, call: Call, ids: list[int], name: str, writer: Writer) -> None:
+        inputs = torch.tensor([ids], device=properties.device_of(self.model))
+        self.queue.decoding(call, name).generate(inputs, self.tokenizer, streamer=writer)
+
+    @contextlib.asynccontextmanager
+    async def connected(self, gone: threading.Event) -> AsyncIterator[None]:
+        """Watch the connection of a request that is no stream meanwhile; what the client sent has been read."""
+
+        async def watch(ask: Any) -> None:
+            while (await ask())["type"] != "http.disconnect":
+                pass
+            gone.set()
+
+        watching = asyncio.create_task(watch(receive.get()))
+        try:
+            yield
+        finally:
+            watching.cancel()
+
+
+def answer_of(error: Exception, endpoint: str | None = None) -> tuple[int, dict[str, Any]]:
+    """The status and the body of an error, as OpenAI's clients read it and as FastAPI gives it."""
+    field = None
+    if isinstance(error, HTTPException):
+        status, message = error.status_code, str(error.detail)
+    elif isinstance(error, ClientGoneError):
+        status, message = 499, "the client went away"
+    elif isinstance(error, StoppingError):
+        status, message = 503, str(error)
+    elif isinstance(error, ERRORS):
+        status, message = 400, " ".join(str(error).split())
+        field = error.field if isinstance(error, Refused) else _field_of(message, endpoint)
+    else:
+        status, message = 500, " ".join(str(error).split()) or type(error).__name__
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return status, {"error": {"message": message, "type": kind, "param": field, "code": status}, "detail": message}
+
+
+def _field_of(message: str, endpoint: str | None) -> str | None:
+    """The field that an error of ``generate`` begins with."""
+    known = fields.rows(endpoint or "")
+    name = message.partition(":")[0]
+    return next((found for found in _FIELDS.get(name, (name,)) if found in known), None)

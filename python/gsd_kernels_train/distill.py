@@ -1,0 +1,180 @@
+"""Align a draft with its target by distillation: what ``gsd-kernels distill`` does.
+
+Sequence level (Kim and Rush, arXiv 1606.07947): the draft learns from text that the target wrote. Token level (Hinton,
+arXiv 1503.02531; DistillSpec, arXiv 2310.08461): at every position it learns the target's whole distribution.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from gsd_kernels_hf import validate
+from gsd_kernels_hf.model import properties
+from gsd_kernels_hf.parallel import digest
+from gsd_kernels_hf.progress import Update, tracked
+
+from .job import TrainingOptions, load_target, run, stored_dtype
+from .measure import MEASURED_AT_ONCE, accepted_per_step
+from .streams import mean_of
+from .text import HeldOut
+
+__all__ = ["CHAIN", "Distillation", "distill", "has_weights"]
+
+CHAIN = 5
+"""Tokens of the chain whose acceptance is reported."""
+
+WEIGHTS = ("*.safetensors", "*.bin")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+def has_weights(folder: str | Path) -> bool:
+    """Whether a checkpoint folder holds more than a config."""
+    return any(next(Path(folder).glob(pattern), None) is not None for pattern in WEIGHTS)
+
+
+def load_draft(folder: str, options: TrainingOptions) -> PreTrainedModel:
+    """The draft to train; one of a config alone is initialised from the seed.
+
+    Raises:
+        ValueError: no such folder, or one without a config.
+    """
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"draft: no config.json in {folder}; expected a checkpoint folder, or one of a config alone")
+    if has_weights(folder):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=options.weights)
+    torch.manual_seed(options.seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=options.weights)
+
+
+def load_tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
+    """The draft's own, or ``None``: then the vocabulary sizes are compared."""
+    if not any((Path(folder) / name).is_file() for name in TOKENIZERS):
+        return None
+    return AutoTokenizer.from_pretrained(folder)
+
+
+class Distillation:
+    """A draft that learns from a target.
+
+    Raises:
+        ValueError: they read different tokens, or the draft has too few positions.
+    """
+
+    kind = "draft"
+
+    def __init__(
+        self,
+        options: TrainingOptions,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        draft: PreTrainedModel,
+        draft_tokenizer: PreTrainedTokenizerBase | None,
+        dtype: torch.dtype,
+    ) -> None:
+        try:
+            validate.check_pair(target, draft)
+            validate.check_tokenizers(tokenizer, draft_tokenizer)
+        except ValueError as error:
+            reason = str(error).split("; ")[0].split(": ", 1)[1]
+            raise ValueError(f"draft: {reason}; a draft is trained for a target of the same tokenizer") from error
+        limit = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if limit is not None and options.length > limit:
+            raise ValueError(
+                f"length: expected at most {limit}, which the draft has positions for, got {options.length}"
+            )
+        self.options, self.target, self.tokenizer, self.dtype = options, target, tokenizer, dtype
+        self.module = draft.to(options.device)
+        self.vocabulary = min(properties.vocabulary(target), properties.vocabulary(draft))
+        self.identity = {"draft": f"{digest(draft):016x}"}
+
+    def logits(self, model: PreTrainedModel, tokens: Tensor) -> Tensor:
+        """int64 [B, N] → [B, N, V] of the vocabulary that both have."""
+        known = torch.where(tokens < properties.vocabulary(model), tokens, 0)
+        with self.options.autocast():
+            logits = model(known, use_cache=False).logits
+        return logits[..., : self.vocabulary].to(self.options.weights)
+
+    def loss(self, windows: Tensor, counted: Tensor | None = None) -> Tensor:
+        """Mean of ``token_level`` · KL(target ‖ draft) + (1 − ``token_level``) · −log draft(next).
+
+        Over the positions whose next token counts.
+        """
+        weight = self.options.token_level
+        inputs, following = windows[:, :-1], windows[:, 1:]
+        log_draft = self.logits(self.module, inputs).log_softmax(-1).flatten(0, 1)  # [rows, V]
+        loss = log_draft.new_zeros(len(log_draft))
+        if weight > 0:
+            with torch.no_grad():
+                log_target = self.logits(self.target, inputs).log_softmax(-1).flatten(0, 1)
+            loss = loss + weight * F.kl_div(log_draft, log_target, reduction="none", log_target=True).sum(-1)
+        if weight < 1:
+            known = following < self.vocabulary
+            likelihood = F.nll_loss(log_draft, torch.where(known, following, -100).flatten(), reduction="none")
+            # Tokens that the draft does not have are no part of the mean.
+            loss = loss + (1 - weight) * likelihood * (known.numel() / known.sum().clamp(min=1))
+        return mean_of(loss, None if counted is None else counted[:, 1:].flatten())
+
+    @torch.no_grad()
+    def measure(self, held_out: HeldOut) -> dict[str, Any]:
+        """Measure on held-out text and on the target's own greedy continuations of it.
+
+        Returns:
+            agreement: share of positions of the text where both have the same most likely token. divergence: KL(target
+            ‖ draft) there, nats a token. continuation_agreement: share of the target's own tokens that the draft would
+            have picked. accepted: of a chain of :data:`CHAIN` drafted tokens, per step of decoding them.
+        """
+        self.module.eval()
+        with tracked("measuring", len(held_out.windows) + len(held_out.picks), "windows") as update:
+            return self._measured(held_out, update)
+
+    def _measured(self, held_out: HeldOut, update: Update) -> dict[str, Any]:
+        same, divergence = [], []
+        for windows in held_out.windows.to(self.options.device).split(MEASURED_AT_ONCE):
+            ours, theirs = (self.logits(model, windows[:, :-1]) for model in (self.module, self.target))
+            same.append((ours.argmax(-1) == theirs.argmax(-1)).flatten())
+            ours, theirs = (logits.log_softmax(-1) for logits in (ours, theirs))
+            divergence.append((theirs.exp() * (theirs - ours)).sum(-1).flatten())
+            update(len(same) * MEASURED_AT_ONCE)
+        prefix, right = held_out.prefix, []
+        for picks in held_out.picks.to(self.options.device).split(MEASURED_AT_ONCE):
+            right.append(self.logits(self.module, picks[:, :-1])[:, prefix - 1 :].argmax(-1) == picks[:, prefix:])
+            update(len(held_out.windows) + len(right) * MEASURED_AT_ONCE)
+        hits, real = torch.cat(right).cpu(), held_out.picked
+        said = slice(None) if held_out.counted is None else held_out.counted[:, 1:].flatten().to(self.options.device)
+        depth = min(CHAIN, hits.shape[1] - 1)
+        chains = hits[:, 1:].unfold(1, depth, 1)  # [texts, places, depth]
+        return {
+            "agreement": torch.cat(same)[said].double().mean().item(),
+            "divergence": torch.cat(divergence)[said].double().mean().item(),
+            "continuation_agreement": hits[real].double().mean().item(),
+            "accepted": accepted_per_step(chains, (real.sum(1) - depth).clamp(min=0)) if depth else None,
+        }
+
+    def save(self, folder: Path) -> None:
+        self.module.config.name_or_path = ""
+        self.module.to(self.dtype).save_pretrained(folder)
+        self.module.to(self.options.weights)
+        self.tokenizer.save_pretrained(folder)
+
+
+def distill(draft: str, options: TrainingOptions) -> dict[str, Any]:
+    """Train ``draft`` (a folder) by ``options``; the report that ``training.json`` holds.
+
+    Raises:
+        ValueError: options, text or models that cannot be used, by name.
+        OSError: a file or checkpoint cannot be read.
+        RuntimeError: the loss is not finite, or the minutes were over before one step was done.
+    """
+    clock = options.clock()
+    target, tokenizer = load_target(options)
+    model = load_draft(draft, options)
+    dtype = stored_dtype(draft)
+    return run(
+        options, target, tokenizer, Distillation(options, target, tokenizer, model, load_tokenizer(draft), dtype), clock
+    )

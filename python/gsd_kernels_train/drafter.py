@@ -1,0 +1,267 @@
+"""What the trainings of drafters that read the target's hidden states have in common.
+
+The target is frozen; its hidden states and its own distributions are at hand at no further cost.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from gsd_kernels_hf.model.hidden import decoder_of, listening
+from gsd_kernels_hf.model.properties import vocabulary
+from gsd_kernels_hf.sources.checkpoints import CONFIG, WEIGHTS
+from gsd_kernels_hf.sources.dflash_config import MARKOV_HEADS
+
+from .job import TrainingOptions
+from .measure import Guessing
+
+__all__ = ["KINDS", "DrafterOptions", "DrafterTraining", "Labels", "layer_sizes", "spread", "write_checkpoint"]
+
+SETTINGS = {
+    "eagle3": ("draft_vocabulary", "target_head", "depth"),
+    "dflash": ("block_size", "mask_token_id"),
+    "jetspec": ("block_size", "mask_token_id"),
+    "dspark": ("block_size", "mask_token_id", "markov_rank", "markov_head"),
+    "mtp": ("depth",),
+}
+"""Options of each kind alone."""
+
+KINDS = tuple(SETTINGS)
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """What is trained.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        layers: decoder layers of the drafter; of mtp, which is one of the target's, 1.
+        intermediate_size: of their feed-forward parts; ``None``: the target's.
+        hidden_layers: the target's hidden states that are fused, as transformers' ``hidden_states[i]``; ``None``: as
+            published ones choose them, where the target has enough layers.
+        draft_vocabulary: tokens that EAGLE-3 can draft, those most frequent in the text; ``None``: 32,000 at most.
+        target_head: whether EAGLE-3 drafts by the target's output matrix, its rows of the draft vocabulary, which are
+            then neither trained nor stored; ``None``: it has its own.
+        depth: unrolled levels of EAGLE-3 and of mtp, of which each reads the last one's output (training-time test).
+        block_size: rows of a block, the root's included, of the kinds that have one; ``None``: for seven guesses.
+        mask_token_id: whose embedding stands for a token to be drafted by such a block; ``None``: the tokenizer's mask
+            token, else its padding, else its end of text.
+        markov_rank: of DSpark's head; ``None``: 256.
+        markov_head: its kind, ``vanilla``, ``gated`` or ``rnn``; ``None``: vanilla.
+
+    Raises:
+        ValueError: an option out of range, or of another kind, by name.
+    """
+
+    kind: str
+    layers: int = 1
+    intermediate_size: int | None = None
+    hidden_layers: tuple[int, ...] | None = None
+    draft_vocabulary: int | None = None
+    target_head: bool | None = None
+    depth: int | None = None
+    block_size: int | None = None
+    mask_token_id: int | None = None
+    markov_rank: int | None = None
+    markov_head: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {self.kind!r}")
+        least = {"layers": 1, "intermediate_size": 1, "draft_vocabulary": 1, "depth": 1, "block_size": 2}
+        for name, lowest in (least | {"mask_token_id": 0, "markov_rank": 1}).items():
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                raise ValueError(f"{name}: expected at least {lowest}, got {value}")
+        if self.kind == "mtp" and (self.layers > 1 or self.intermediate_size or self.hidden_layers):
+            name = "layers" if self.layers > 1 else "intermediate_size" if self.intermediate_size else "hidden_layers"
+            raise ValueError(f"{name}: not a setting of mtp, which is a layer as the target's own; leave it out")
+        for name in sorted({name for names in SETTINGS.values() for name in names} - set(SETTINGS[self.kind])):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: not a setting of {self.kind}; leave it out")
+        if self.markov_head not in (None, *MARKOV_HEADS):
+            raise ValueError(f"markov_head: expected one of {', '.join(MARKOV_HEADS)}, got {self.markov_head!r}")
+        chosen = self.hidden_layers
+        if chosen is not None and (not chosen or len(set(chosen)) < len(chosen)):
+            raise ValueError(f"hidden_layers: expected different numbers, got {list(chosen)}")
+
+    def layers_of(self, target: PreTrainedModel, default: tuple[int, ...]) -> tuple[int, ...]:
+        """The hidden states that are fused.
+
+        Raises:
+            ValueError: the target has no such layer.
+        """
+        count = len(decoder_of(target)[0])
+        for number in self.hidden_layers or ():
+            if not 0 <= number <= count:
+                raise ValueError(
+                    f"hidden_layers: expected numbers from 0 to {count}, the target's layers; got {number}"
+                )
+        return self.hidden_layers or default
+
+
+def spread(first: int, last: int, count: int) -> tuple[int, ...]:
+    """``count`` numbers from ``first`` to ``last``, evenly spaced; fewer where there are not so many."""
+    return tuple(dict.fromkeys(np.linspace(first, max(first, last), count).round().astype(int).tolist()))
+
+
+def layer_sizes(target: PreTrainedModel, options: DrafterOptions) -> dict[str, Any]:
+    """A config's sizes and rotary settings of decoder layers as wide as the target."""
+    theirs = target.config.get_text_config(decoder=True)
+    heads = theirs.num_attention_heads
+    rope = dict(getattr(theirs, "rope_parameters", None) or {})
+    sizes = {
+        "hidden_size": theirs.hidden_size,
+        "intermediate_size": options.intermediate_size or theirs.intermediate_size,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(theirs, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(theirs, "head_dim", None) or theirs.hidden_size // heads,
+        "vocab_size": vocabulary(target),
+        "hidden_act": "silu",
+        "rms_norm_eps": theirs.rms_norm_eps,
+        "rope_theta": rope.pop("rope_theta", 10000.0),
+        "max_position_embeddings": theirs.max_position_embeddings,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "bos_token_id": theirs.bos_token_id,
+        "eos_token_id": theirs.eos_token_id,
+    }
+    return sizes if rope.get("rope_type", "default") == "default" else sizes | {"rope_scaling": rope}
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The target's distribution over the draft vocabulary.
+
+    Attributes:
+        expected: [..., draft vocabulary], probabilities.
+        mass: [...], their sum.
+        negative_entropy: [...], sum of p log p.
+    """
+
+    expected: Tensor
+    mass: Tensor
+    negative_entropy: Tensor
+
+    def at(self, index: tuple[slice, ...] | Tensor) -> Labels:
+        """Those of some positions."""
+        return Labels(self.expected[index], self.mass[index], self.negative_entropy[index])
+
+
+class DrafterTraining(Guessing):
+    """What the training of all kinds has in common.
+
+    Attributes:
+        config: of the checkpoint, as ``config.json`` holds it.
+    """
+
+    kind: str
+    config: dict[str, Any]
+
+    def __init__(
+        self, options: TrainingOptions, target: PreTrainedModel, drafter: DrafterOptions, dtype: torch.dtype
+    ) -> None:
+        self.options, self.target, self.dtype, self.device = options, target, dtype, options.device
+        self.embedding = target.get_input_embeddings()
+        self.identity = {name: value for name, value in asdict(drafter).items() if value is not None}
+
+    def begin(self, module: nn.Module, hidden_layers: tuple[int, ...], guesses: int) -> None:
+        """Take a new drafter.
+
+        Raises:
+            ValueError: windows too short for so many guesses, or a target that the drafter does not fit.
+        """
+        if self.options.length <= guesses + 1:
+            raise ValueError(
+                f"length: expected more than {guesses + 1} for {guesses} guesses, got {self.options.length}"
+            )
+        module.check_target(self.target)
+        with torch.no_grad():
+            self.initialise(module)
+        self.module = module.to(self.options.device, self.options.weights)
+        self.hidden_layers, self.guesses = hidden_layers, guesses
+
+    def initialise(self, module: nn.Module) -> None:
+        """Fill a new drafter as transformers fills new models, but for residual branches, which begin at zero."""
+        generator = torch.Generator().manual_seed(self.options.seed)
+        for name, parameter in module.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(float(name.endswith("weight")))
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+            else:
+                parameter.normal_(0.0, 0.02, generator=generator)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Embeddings of tokens by the target's matrix, which the drafter shares."""
+        return self.embedding(tokens).to(self.options.weights)
+
+    @torch.no_grad()
+    def read(self, windows: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Hidden states [B, N, D] that are fused, and the target's log-probabilities [B, N, V]."""
+        with listening(self.target, self.hidden_layers) as found, self.options.autocast():
+            logits = self.target(windows, use_cache=False).logits
+        states = [found[number].to(self.options.weights) for number in self.hidden_layers]
+        return states, logits.to(self.options.weights).log_softmax(-1)
+
+    def labels(self, log_target: Tensor) -> Labels:
+        """What the loss asks of the target's log-probabilities [..., V]."""
+        log_target = log_target if self.module.d2t is None else log_target[..., self.module.target_ids()]
+        expected = log_target.exp()
+        return Labels(expected, expected.sum(-1), (expected * log_target).sum(-1))
+
+    def divergence(self, logits: Tensor, labels: Labels, tokens: Tensor) -> Tensor:
+        """Loss at every position: ``token_level`` · KL(target ‖ draft) + (1 − ``token_level``) · −log draft(token).
+
+        Of a reduced vocabulary, the divergence is the sum over its tokens, so that positions where the target expects
+        others count less; and a text's token outside it counts nothing.
+
+        Args:
+            logits: [..., draft vocabulary].
+            labels: of the same positions.
+            tokens: int64 [...], the text's.
+
+        Returns:
+            [...].
+        """
+        weight, normaliser = self.options.token_level, logits.logsumexp(-1)
+        loss = torch.zeros_like(normaliser)
+        if weight > 0:
+            cross_entropy = labels.mass * normaliser - (labels.expected * logits).sum(-1)
+            loss = loss + weight * (labels.negative_entropy + cross_entropy)
+        if weight < 1:
+            ids = self.module.target_ids()
+            at = torch.searchsorted(ids, tokens.contiguous()).clamp(max=len(ids) - 1)  # ids ascend
+            nll = normaliser - logits.gather(-1, at[..., None])[..., 0]
+            loss = loss + (1 - weight) * torch.where(ids[at] == tokens, nll, 0.0)
+        return loss
+
+    def save(self, folder: Path) -> None:
+        """Write the checkpoint."""
+        raise NotImplementedError
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Write ``config.json`` and ``model.safetensors``, weights in ``dtype``."""
+    whole = {
+        name: (value.to(dtype) if value.is_floating_point() else value).contiguous().cpu()
+        for name, value in tensors.items()
+    }
+    named = config | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    (folder / CONFIG).write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
+    save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod(0o644)

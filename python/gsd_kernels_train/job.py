@@ -1,0 +1,424 @@
+"""Frame of ``distill``, ``train-heads`` and ``train-drafter``: options, a run from text to result, its measurements."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from gsd_kernels_hf.parallel import digest
+
+from .clock import MEASURING_SHARE, WRITING_SHARE, Clock, NothingLearned, spoken
+from .loop import (
+    Budget,
+    Checkpoints,
+    Interval,
+    Record,
+    RunFolder,
+    build_optimizers,
+    learning_rate_factor,
+    train,
+)
+from .measure import is_better
+from .streams import Stream, Streams
+from .text import HeldOut, Text, own_text, read_text, target_picks
+
+logger = logging.getLogger("gsd_kernels")
+
+__all__ = [
+    "Trainee",
+    "TrainingOptions",
+    "check_output_matrix",
+    "load_target",
+    "output_logits",
+    "read",
+    "run",
+]
+
+KEPT_FOR_MEASURING = 1.25
+"""Times of the measurement before training that are kept for the one after it."""
+
+USES_OF_OWN_TEXT = 4
+"""Number of times that a token of it is trained on, in a run by ``steps``."""
+
+WRITTEN_AT_ONCE = 64  # sequences
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """Options of all trainings.
+
+    Attributes:
+        target: folder of the target.
+        text: UTF-8 files to train on; or
+        chats: files of chats, see :func:`~gsd_kernels_train.chats.encode_chats`: only answers count.
+        out: folder of the result; while training, of its checkpoints.
+        held_out_text, held_out_chats: files to measure on; without, the last twentieth of ``text`` or ``chats``.
+        steps, minutes: how long; one of them. In minutes everything counts, reading, measuring and writing too; the
+            learning rate follows the clock.
+        batch, length: windows of a step and their tokens.
+        micro_batch: windows that go through the models at once; less memory, the same step.
+        lr: the highest learning rate.
+        warmup, decay: shares of the run in which it rises to that, and falls to zero in the end.
+        weight_decay: of the layers' matrices.
+        sequence_level: share of the windows that the target wrote itself (arXiv 1606.07947).
+        token_level: weight of the target's distribution at every position (arXiv 1503.02531, 2310.08461); the rest of
+            the loss is the windows' own next token.
+        own_sequences: how many sequences the target writes; default: so many that each is used about four times, in a
+            run by minutes what it can write in a fifth of them.
+        dtype: float32, bfloat16 (weights that are trained stay float32) or float64.
+        checkpoint_every: does not change the result.
+        begun: from when on the minutes count, on ``time.monotonic``'s clock; ``None``: when the training is called.
+
+    Raises:
+        ValueError: an option out of range, by name.
+    """
+
+    target: str
+    text: list[Path]
+    out: Path
+    held_out_text: list[Path]
+    steps: int | None
+    minutes: float | None
+    batch: int
+    length: int
+    micro_batch: int | None
+    lr: float
+    warmup: float
+    decay: float
+    weight_decay: float
+    sequence_level: float
+    token_level: float
+    own_sequences: int | None
+    seed: int
+    dtype: torch.dtype
+    device: torch.device
+    checkpoint_every: Interval
+    begun: float | None = None
+    chats: list[Path] = field(default_factory=list)
+    held_out_chats: list[Path] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if bool(self.text) == bool(self.chats):
+            raise ValueError("text, chats: expected files of one of them")
+        for name in ("text", "chats"):
+            if getattr(self, f"held_out_{name}") and not getattr(self, name):
+                raise ValueError(f"held_out_{name}: is for {name}, of which no file is named")
+        if (self.steps is None) == (self.minutes is None):
+            raise ValueError("steps, minutes: expected one of them")
+        for name in ("steps", "minutes", "batch", "length", "micro_batch", "lr", "own_sequences"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name}: expected a positive number, got {value}")
+        for name in ("warmup", "decay", "sequence_level", "token_level"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name}: expected a share 0 … 1, got {getattr(self, name)}")
+        if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
+            raise ValueError(f"weight_decay: expected a number of at least 0, got {self.weight_decay}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed: expected an integer from 0 to 2⁶³ − 1, got {self.seed}")
+        if self.dtype not in (torch.float32, torch.bfloat16, torch.float64):
+            raise ValueError(f"dtype: expected float32, bfloat16 or float64, got {str(self.dtype).split('.')[-1]}")
+
+    def clock(self) -> Clock:
+        """Of a run that begins now, unless ``begun`` says earlier."""
+        return Clock(self.minutes, self.begun)
+
+    @property
+    def weights(self) -> torch.dtype:
+        """Dtype of the trained weights."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def identity(self) -> dict[str, Any]:
+        """Whatever decides the result but for models and text, as JSON values."""
+        values = asdict(self)
+        files = ("text", "held_out_text", "chats", "held_out_chats")
+        for name in ("target", *files, "out", "checkpoint_every", "begun"):
+            del values[name]
+        return values | {"dtype": str(self.dtype).split(".")[-1], "device": self.device.type}
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Matrix products in bfloat16, if that is the dtype; sums stay in float32."""
+        return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == torch.bfloat16 else nullcontext()
+
+
+class Trainee(Protocol):
+    """Protocol of a module in training.
+
+    Attributes:
+        kind: ``draft``, ``heads``, ``eagle3`` or ``dflash``.
+        module: its parameters.
+        identity: what decides the result beside :class:`TrainingOptions`, as JSON values.
+    """
+
+    kind: str
+    module: nn.Module
+    identity: dict[str, Any]
+
+    def loss(self, windows: Tensor, counted: Tensor | None = None) -> Tensor:
+        """Mean loss of int64 [windows, length + 1] on the device, of the guesses for tokens that count (bool alike)."""
+
+    def measure(self, held_out: HeldOut) -> dict[str, Any]:
+        """Quality of the guesses, as JSON values."""
+
+    def save(self, folder: Path) -> None:
+        """Write the result."""
+
+
+def load_target(options: TrainingOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target, frozen, and its tokenizer.
+
+    Raises:
+        ValueError: no such folder, or more positions asked for than it has.
+        OSError: a checkpoint cannot be read.
+    """
+    if not Path(options.target).is_dir():
+        raise ValueError(f"target: no such folder: {options.target}")
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype).to(options.device).eval()
+    limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is not None and options.length + 1 > limit:
+        raise ValueError(
+            f"length: expected at most {limit - 1}, which the target has positions for, got {options.length}"
+        )
+    return target.requires_grad_(False), tokenizer
+
+
+def read(options: TrainingOptions, tokenizer: PreTrainedTokenizerBase, clock: Clock) -> Text:
+    """The text, or the chats, that the options name; see :func:`read_text`."""
+    files, held_out = (options.chats or options.text, options.held_out_chats or options.held_out_text)
+    return read_text(files, held_out, tokenizer, options.length, clock, chats=bool(options.chats))
+
+
+def run(
+    options: TrainingOptions,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    trainee: Trainee,
+    clock: Clock,
+    text: Text | None = None,
+) -> dict[str, Any]:
+    """Train, on from where the same command was interrupted; what ``training.json`` holds.
+
+    ``text`` is what :func:`read_text` made of the options' files, where the caller has read them already. ``clock`` has
+    run since the caller began; all that is done here keeps to its minutes.
+
+    Raises:
+        ValueError: too little text, or ``out`` is of something else.
+        RuntimeError: the loss is not finite, or the minutes were over before one step was done; nothing is left then.
+    """
+    if text is None:
+        text = read(options, tokenizer, clock)
+    folder = RunFolder(
+        options.out,
+        {"target": f"{digest(target):016x}", **trainee.identity, **text.digests, **options.identity()},
+    )
+    if folder.report is not None:
+        return folder.report
+    try:
+        return _run(options, target, trainee, clock, text, folder)
+    except NothingLearned:
+        folder.discard()
+        raise
+
+
+def _run(
+    options: TrainingOptions,
+    target: PreTrainedModel,
+    trainee: Trainee,
+    clock: Clock,
+    text: Text,
+    folder: RunFolder,
+) -> dict[str, Any]:
+    clock.check("loading the models and reading the text")
+    held_out, pace = target_picks(target, text, options.length, folder, clock)
+    clock.check("while the target continued the held-out text")
+    held_out = _measurable(trainee, held_out, folder, clock)
+    before, measuring = folder.timed("before", lambda: trainee.measure(held_out), clock)
+    window = measuring / (len(held_out.windows) + len(held_out.picks))
+    streams, written = _streams(options, target, text, pace, folder, clock)
+    batches = Streams(streams, options.seed, options.batch * options.length)
+
+    def losses(step: int, _: float) -> Iterator[Tensor]:
+        batch = batches.batch(step, options.length)
+        # Nobody knows how long the first step takes: window by window it can be dropped on the way.
+        at_once = 1 if step == 0 and clock.limited else options.micro_batch or options.batch
+        for part in zip(*(tensor.split(at_once) for tensor in batch), strict=True):
+            share = len(part[0]) / len(batch[0])
+            yield trainee.loss(*(tensor.to(options.device) for tensor in part)) * share
+
+    torch.manual_seed(options.seed)
+    record = train(
+        trainee.kind,
+        trainee.module,
+        losses,
+        build_optimizers(trainee.module, matrix_lr=options.lr, lr=options.lr, weight_decay=options.weight_decay),
+        _budget(options, clock, folder.checkpoints, measuring, window),
+        folder.checkpoints,
+        tokens_per_step=batches.tokens,
+        every=options.checkpoint_every,
+        schedule=lambda progress: learning_rate_factor(progress, options.warmup, options.decay),
+    )
+    if record.steps == 0:
+        raise NothingLearned(_why_no_step(options, clock, record))
+    after = trainee.measure(held_out)
+    training = asdict(record)
+    del training["extended_at"], training["unfinished"]
+    return folder.finish(
+        trainee.save,
+        {
+            "before": before,
+            "after": after,
+            "learned": is_better(before, after),
+            "held_out": {"windows": len(held_out.windows), "continuations": len(held_out.picks)},
+            "training": training,
+            "own_text": written,
+            "seconds": clock.used,
+        },
+    )
+
+
+def _measurable(trainee: Trainee, held_out: HeldOut, folder: RunFolder, clock: Clock) -> HeldOut:
+    """As much held-out text as a share of the minutes is enough to measure on; all of it in a run by steps."""
+    if not clock.limited:
+        return held_out
+
+    def count() -> list[int]:
+        allowed, probe = clock.share(MEASURING_SHARE), held_out.first(1, 1)
+        took = math.inf
+        for _ in range(2):  # the first warms up
+            begin = time.monotonic()
+            trainee.measure(probe)
+            took = min(took, time.monotonic() - begin)
+            if took > allowed:
+                break
+        if 2 * took >= clock.left:  # before the training, and after it
+            raise NothingLearned(
+                f"measuring one window takes {spoken(took)}, and {spoken(max(clock.left, 0.0))} of "
+                f"{spoken(clock.seconds)} are left"
+            )
+        rows = max(2, int(2 * allowed / max(took, 1e-9)))
+        picks = min(len(held_out.picks), max(1, rows // 3))
+        return [min(len(held_out.windows), rows - picks), picks]
+
+    return held_out.first(*folder.timed("measured_on", count, clock)[0])
+
+
+def _streams(
+    options: TrainingOptions, target: PreTrainedModel, text: Text, pace: float, folder: RunFolder, clock: Clock
+) -> tuple[list[tuple[float, Stream]], dict[str, Any]]:
+    """What is trained on, with its shares, and a report of what the target wrote of it.
+
+    Args:
+        pace: seconds that a token of the target takes.
+    """
+    if not options.sequence_level:
+        return [(1.0, text.training)], {}
+    sequences = options.own_sequences
+    if sequences is None and options.steps is not None:
+        sequences = math.ceil(options.steps * options.batch * options.sequence_level / USES_OF_OWN_TEXT)
+    at_once, seconds = WRITTEN_AT_ONCE, None
+    if clock.limited:
+        seconds = clock.share(WRITING_SHARE)
+        fits = min(WRITTEN_AT_ONCE, int(seconds / max(pace * options.length, 1e-9)))
+        at_once = folder.remember("written_at_once", lambda: fits)
+        if not at_once:
+            logger.warning(
+                "the target writes too slowly for a window of %d in its share; the text alone is used", options.length
+            )
+            return [(1.0, text.training)], {"tokens": 0, "seconds": 0.0}
+    begin = time.monotonic()
+    own, took = own_text(
+        target,
+        text.training,
+        options.length,
+        options.seed,
+        folder.work,
+        at_once=at_once,
+        sequences=sequences,
+        seconds=seconds,
+        may_write=lambda: not folder.checkpoints.steps(),
+    )
+    clock.spent_earlier(max(0.0, took - (time.monotonic() - begin)))
+    written = {"tokens": len(own), "seconds": took}
+    if len(own) <= options.length:
+        logger.warning(
+            "the target wrote %d tokens in its share of the time, less than a window of %d; the text alone is used",
+            len(own),
+            options.length,
+        )
+        return [(1.0, text.training)], written
+    return [(1 - options.sequence_level, text.training), (options.sequence_level, own)], written
+
+
+def _budget(
+    options: TrainingOptions, clock: Clock, checkpoints: Checkpoints, measuring: float, window: float
+) -> Budget:
+    """The steps, or what is left of the minutes when as long as before is kept for measuring.
+
+    Args:
+        measuring: seconds that it took.
+        window: seconds of one window of it; a window takes longer to train on.
+    """
+    if not clock.limited:
+        return Budget(steps=options.steps)
+    state = checkpoints.load()
+    trained = 0.0 if state is None else float(state["record"]["seconds"])
+    clock.spent_earlier(trained)
+    left = clock.left - KEPT_FOR_MEASURING * measuring
+    if not trained and left <= window:
+        raise NothingLearned(
+            f"of {spoken(clock.seconds)}, {spoken(max(left, 0.0))} are left to train in, less than a window takes"
+        )
+    return Budget(minutes=max(trained + left, 1e-6) / 60)
+
+
+def _why_no_step(options: TrainingOptions, clock: Clock, record: Record) -> str:
+    if not record.unfinished:
+        return f"the {spoken(clock.seconds)} were over before the training began"
+    return (
+        f"the {spoken(clock.seconds)} were over when {record.unfinished} of the {options.batch} windows of the first "
+        f"step were done; a smaller --batch or --length makes more steps"
+    )
+
+
+def output_logits(options: TrainingOptions, target: PreTrainedModel, states: Tensor) -> Tensor:
+    """[..., D] → [..., V] by the target's own output matrix."""
+    head = target.get_output_embeddings()
+    with options.autocast():
+        return head(states.to(head.weight.dtype)).to(options.weights)
+
+
+@torch.no_grad()
+def check_output_matrix(what: str, options: TrainingOptions, target: PreTrainedModel) -> None:
+    """Raise unless the output matrix is all that is behind the target's last hidden state.
+
+    Raises:
+        ValueError: it is not, and ``what`` goes through that matrix alone.
+    """
+    tokens = torch.zeros(1, 4, dtype=torch.long, device=options.device)
+    with options.autocast():
+        states = target.base_model(tokens, use_cache=False).last_hidden_state
+    expected, got = target(tokens, use_cache=False).logits.float(), output_logits(options, target, states).float()
+    if not torch.allclose(got, expected, rtol=0.02, atol=0.02 * expected.abs().max().item()):
+        raise ValueError(
+            f"target: {type(target).__name__} changes its logits after the output matrix (a scale or a soft cap), "
+            f"which {what} do not"
+        )
+
+
+def stored_dtype(folder: str | Path, default: torch.dtype = torch.float32) -> torch.dtype:
+    """That of the weights in a checkpoint folder, by its config."""
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    name = config.get("dtype") or config.get("torch_dtype")
+    return getattr(torch, name) if isinstance(name, str) else default

@@ -1,0 +1,123 @@
+"""How good guesses are before and after a training, and whether anything was learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gsd_kernels_hf.progress import tracked
+
+from .text import HeldOut
+
+MEASURED_AT_ONCE = 8  # windows
+
+
+class Guessing:
+    """A training of what guesses tokens after the next one.
+
+    Attributes:
+        module: what is trained.
+        device: where it lies.
+        guesses: tokens that one use of it guesses.
+    """
+
+    module: nn.Module
+    device: torch.device
+    guesses: int
+
+    @torch.no_grad()
+    def measure(self, held_out: HeldOut) -> dict[str, Any]:
+        """See :func:`measure_guesses`."""
+        self.module.eval()
+        return measure_guesses(self.right, self.guesses, held_out)
+
+    def right(self, windows: Tensor, first: int) -> Tensor:
+        """As :func:`measure_guesses` asks it."""
+        places = windows.shape[1] - 1 - self.guesses - first
+        if places < 1:
+            return torch.zeros(len(windows), 0, self.guesses, dtype=torch.bool)
+        guessed = self.guessed(windows.to(self.device), first, places).cpu()
+        return guessed == windows[:, first + 2 :].unfold(1, self.guesses, 1)
+
+    def guessed(self, windows: Tensor, first: int, places: int) -> Tensor:
+        """First guesses from each of ``places`` places: target ids [B, places, guesses]."""
+        raise NotImplementedError
+
+
+def measure_guesses(right: Callable[[Tensor, int], Tensor], depth: int, held_out: HeldOut) -> dict[str, Any]:
+    """Measure first guesses on held-out text and on the target's own greedy continuations of it.
+
+    Args:
+        right: (windows [B, N], first place) → bool [B, places, depth]: whether the guess for token i + 2 + k, made once
+            the target has read token i of a window, is the window's, given that those before it were.
+        depth: guesses a place.
+
+    Returns:
+        accuracy: by guess, how often it is the token of the text, where that counts. continuation_accuracy: the same
+        where the target wrote the text (``None`` where it ended at once). accepted: guesses that a step of decoding
+        those would accept.
+    """
+    text, own = [], []
+    with tracked("measuring", len(held_out.windows) + len(held_out.picks), "windows") as update:
+        for part in held_out.windows.split(MEASURED_AT_ONCE):
+            text.append(right(part, 0))
+            update(len(text) * MEASURED_AT_ONCE)
+        for part in held_out.picks.split(MEASURED_AT_ONCE):
+            own.append(right(part, held_out.prefix - 1))
+            update(len(held_out.windows) + len(own) * MEASURED_AT_ONCE)
+    own = torch.cat(own)
+    lengths = (held_out.picked.sum(1) - depth).clamp(min=0)  # own: [texts, places, depth]
+    counted = torch.arange(own.shape[1]) < lengths[:, None]
+    read = torch.cat(text)  # [windows, places, depth]
+    said = torch.ones_like(read)
+    if held_out.counted is not None:
+        said = held_out.counted[:, 2:].unfold(1, depth, 1)[:, : read.shape[1]]
+    return {
+        "accuracy": [read[..., k][said[..., k]].double().mean().item() for k in range(depth)],
+        "continuation_accuracy": own[counted].double().mean(0).tolist() if counted.any() else [None] * depth,
+        "accepted": accepted_per_step(own, lengths),
+    }
+
+
+def accepted_per_step(right: Tensor, lengths: Tensor) -> float | None:
+    """Drafted tokens that greedy decoding of these texts accepts in a step, on average.
+
+    Args:
+        right: bool [texts, places, depth]; [:, i, k] whether the guess for token i + 1 + k, made when token i was
+            the newest, is the target's.
+        lengths: int [texts], places of each text that count.
+
+    Returns:
+        Between 0 and depth; ``None`` if no text has a place.
+    """
+    runs = right.long().cumprod(-1).sum(-1)
+    accepted = steps = 0
+    for row, length in zip(runs.tolist(), lengths.tolist(), strict=True):
+        place = 0
+        while place < length:
+            accepted += row[place]
+            steps += 1
+            place += row[place] + 1
+    return accepted / steps if steps else None
+
+
+def is_better(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Whether some measures are better after than before (a divergence lower, others higher), and no more are worse."""
+
+    def values(measures: dict[str, Any]) -> list[float | None]:
+        found: list[float | None] = []
+        for name, value in measures.items():
+            sign = -1 if name == "divergence" else 1
+            found += [None if v is None else sign * v for v in (value if isinstance(value, list) else [value])]
+        return found
+
+    pairs = [
+        (earlier, now)
+        for earlier, now in zip(values(before), values(after), strict=True)
+        if earlier is not None and now is not None
+    ]
+    better, worse = (sum(sign * (now - earlier) > 0 for earlier, now in pairs) for sign in (1, -1))
+    return better > 0 and better >= worse

@@ -1,0 +1,100 @@
+"""Training of a multi-token-prediction head for a target that came without one.
+
+DeepSeek-V3 (arXiv 2412.19437, section 2.2). The head is one decoder layer of the target's own class.
+It is unrolled as EAGLE-3 is, since it is used recursively.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from gsd_kernels_hf.model.hidden import decoder_of
+from gsd_kernels_hf.sources.mtp import Mtp
+from gsd_kernels_hf.sources.mtp_block import block_to_train
+
+from .drafter import DrafterOptions, write_checkpoint
+from .job import TrainingOptions, check_output_matrix, output_logits
+from .unrolled import DEPTH, Unrolled, UnrolledTraining
+
+__all__ = ["MtpTraining"]
+
+
+class Levels(Unrolled):
+    """What the attention of the head's decoder layer is given as ``graph=``."""
+
+    def attend(  # type: ignore[override]
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        scaling: float | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """See :class:`~gsd_kernels_hf.model.attention.Attends`.
+
+        Raises:
+            ValueError: the layer has a soft cap or sinks.
+        """
+        for name, what in (("softcap", "a soft cap"), ("s_aux", "sinks")):
+            if options.get(name) is not None:
+                raise ValueError(
+                    f"kind: mtp trains a decoder layer of the target, and the attention of its {type(module).__name__} "
+                    f"has {what}, which training does not know; train another kind"
+                )
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return self.next_level(0, query, key, value, scale, options.get("sliding_window"))
+
+
+class MtpTraining(UnrolledTraining):
+    """A multi-token-prediction head that learns from its target.
+
+    Raises:
+        ValueError: see :meth:`DrafterTraining.begin`; or a target whose layers cannot be made by themselves, or that
+            changes its logits after the output matrix, which the head shares.
+    """
+
+    kind = "mtp"
+    attention = Levels
+
+    def __init__(
+        self, options: TrainingOptions, target: PreTrainedModel, drafter: DrafterOptions, dtype: torch.dtype
+    ) -> None:
+        super().__init__(options, target, drafter, dtype)
+        check_output_matrix("multi-token-prediction heads", options, target)
+        block = block_to_train(target)
+        module = Mtp.new(block)
+        self.config = {
+            "architectures": [type(target).__name__.removesuffix("ForCausalLM") + "MTP"],
+            "model_type": target.config.model_type,
+            "hidden_size": block.config.hidden_size,
+            "vocab_size": block.config.vocab_size,
+            "num_nextn_predict_layers": 1,
+        }
+        if block.attention is not None:
+            self.config["mtp_layer_types"] = [block.attention]
+        self.begin(module, (len(decoder_of(target)[0]),), drafter.depth or DEPTH)
+
+    def initialise(self, module: Mtp) -> None:
+        """It begins as the target's own guess: its last state, and a copy of its layer that adds nothing yet."""
+        size = module.config.hidden_size
+        for name, parameter in module.block.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+                parameter.zero_()
+        module.projection.weight.zero_()[:, -size:].copy_(torch.eye(size))
+        module.output_norm.load_state_dict(decoder_of(self.target)[1].state_dict())
+
+    def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`UnrolledTraining.outputs`."""
+        return hidden, output_logits(self.options, self.target, hidden)
+
+    def save(self, folder: Path) -> None:
+        """Write the names of Qwen3-Next's heads, which are the commonest."""
+        tensors = {self.module.layout.published_name(name): value for name, value in self.module.state_dict().items()}
+        write_checkpoint(folder, self.config, tensors, self.dtype)

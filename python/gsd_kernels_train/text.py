@@ -1,0 +1,329 @@
+"""Data of drafts and heads: text files as token streams, and text that the target writes itself."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+
+from gsd_kernels_hf.files import decode_utf8, read_file, write_file
+from gsd_kernels_hf.progress import Update, tracked
+
+from .chats import encode_chats
+from .clock import PICKING_SHARE, Clock, NothingLearned, spoken
+from .loop import RunFolder
+from .streams import Stream, Streams, blocks
+
+__all__ = ["HeldOut", "Text", "own_text", "read_text", "target_picks"]
+
+HELD_OUT_SHARE = 0.05
+HELD_OUT_BLOCKS = 64  # at most, evenly spaced over the held-out text
+PICKED_TEXTS, PICKED_TOKENS = 32, 64  # greedy continuations that drafts are measured on, and their length
+SAMPLED_TEMPERATURE = 0.8  # of every other batch of the target's own text
+PROBED = 200_000  # characters of a longer text by which it is foretold how long all of it takes to tokenize
+PREFIX_SHARE = 4  # a quarter of a sequence is text, the rest is what the target makes of it
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token streams to train on and to measure on, and SHA-256 sums of the files they come from."""
+
+    training: Stream
+    held_out: Stream
+    digests: dict[str, str]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Text of the measurements before and after.
+
+    Attributes:
+        windows: int64 [n, length + 1], of the held-out text.
+        picks: int64 [m, prefix + new tokens], text and the target's own greedy continuation.
+        picked: bool [m, new tokens], not behind an end-of-text token.
+        counted: bool [n, length + 1], tokens of the windows that count; ``None``: all.
+    """
+
+    windows: Tensor
+    picks: Tensor
+    picked: Tensor
+    counted: Tensor | None = None
+
+    @property
+    def prefix(self) -> int:
+        """Tokens of text before each continuation."""
+        return self.picks.shape[1] - self.picked.shape[1]
+
+    def first(self, windows: int, picks: int) -> HeldOut:
+        """So many of both, evenly spaced."""
+        counted = None if self.counted is None else _spaced(self.counted, windows)
+        return HeldOut(_spaced(self.windows, windows), _spaced(self.picks, picks), _spaced(self.picked, picks), counted)
+
+
+def _spaced(rows: Tensor, count: int) -> Tensor:
+    if count >= len(rows):
+        return rows
+    return rows[torch.linspace(0, len(rows) - 1, count).round().long()]
+
+
+def _encoded(
+    name: str, files: list[Path], tokenizer: PreTrainedTokenizerBase, clock: Clock, update: Update
+) -> tuple[np.ndarray, str]:
+    """All files in one stream, each with the tokenizer's own beginning and an end-of-text token; and one sum."""
+    rows, digest = [], hashlib.sha256()
+    for number, file in enumerate(files):
+        update(number)
+        clock.check(f"reading {name}, {number} of {len(files)} files")
+        if file.is_dir():
+            raise ValueError(f"{name}: {file} is a folder; name its files (the shell expands {file}/*)")
+        data = read_file(file, name)
+        text = decode_utf8(data, name, file)
+        digest.update(hashlib.sha256(data).digest())
+        if not text.strip():
+            continue
+        if clock.limited and len(text) > 2 * PROBED:
+            begin = time.monotonic()
+            tokenizer(text[:PROBED], verbose=False)
+            if (needed := (time.monotonic() - begin) * len(text) / PROBED) > clock.left:
+                raise NothingLearned(
+                    f"{name}: {file} alone would take about {spoken(needed)} to tokenize, and {spoken(clock.left)} of "
+                    f"{spoken(clock.seconds)} are left"
+                )
+        ids = tokenizer(text, verbose=False)["input_ids"]
+        if tokenizer.eos_token_id is not None and ids[-1] != tokenizer.eos_token_id:
+            ids = [*ids, tokenizer.eos_token_id]
+        rows.append(np.asarray(ids, dtype=np.int32))
+    if not rows:
+        raise ValueError(f"{name}: no text in {', '.join(map(str, files[:3])) or 'no file'}")
+    return np.concatenate(rows), digest.hexdigest()
+
+
+def encode_text(
+    name: str, files: list[Path], tokenizer: PreTrainedTokenizerBase, length: int, clock: Clock, held_out: float = 0.0
+) -> tuple[Stream, Stream, str]:
+    """As :func:`~gsd_kernels_train.chats.encode_chats`, of text: the share is of its tokens, a block at least."""
+    with tracked(f"reading {name}", len(files), "files") as update:
+        tokens, digest = _encoded(name, files, tokenizer, clock, update)
+    share = max(length + 1, round(held_out * len(tokens))) if held_out else 0
+    cut = max(0, len(tokens) - share)
+    return Stream(tokens[:cut]), Stream(tokens[cut:]), digest
+
+
+def read_text(
+    files: list[Path],
+    held_out_files: list[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    clock: Clock = Clock(None),  # noqa: B008, without a limit there is nothing that changes
+    *,
+    chats: bool = False,
+) -> Text:
+    """Encode files; without ``held_out_files`` the last twentieth of the text is held out, one block at least.
+
+    Args:
+        chats: whether the files are chats, see :func:`~gsd_kernels_train.chats.encode_chats`; a twentieth is
+            one of the chats then.
+
+    Raises:
+        ValueError: no text, text that is not UTF-8, or too little for one block of ``length`` + 1 tokens on each side.
+        OSError: a file that cannot be read.
+        RuntimeError: the clock's minutes are over.
+    """
+    name = "chats" if chats else "text"
+    block, encode = length + 1, encode_chats if chats else encode_text
+    last = 0.0 if held_out_files else HELD_OUT_SHARE
+    training, held_out, digest = encode(name, files, tokenizer, length, clock, last)
+    digests = {name: digest}
+    if held_out_files:
+        other = f"held_out_{name}"
+        held_out, _, digests[other] = encode(other, held_out_files, tokenizer, length, clock)
+    for which, stream in ((name, training), (f"held_out_{name}", held_out)):
+        if not len(stream.places(block)):
+            share = "" if held_out_files else " after the held-out part"
+            raise ValueError(
+                f"{which}: {len(stream)} tokens{share} are less than a block of {block}; give more text or a smaller "
+                "length"
+            )
+    if not len(held_out.before_answers(own := beginning(length)).places(own)):
+        raise ValueError(f"held_out_{name}: no answer has {own} tokens before it; give more chats or a smaller length")
+    return Text(training, held_out, digests)
+
+
+def beginning(length: int) -> int:
+    """Tokens of a window that the target continues."""
+    return max(1, length // PREFIX_SHARE)
+
+
+class _Told(StoppingCriteria):
+    """Tells how many tokens there are, and stops when the time is over."""
+
+    def __init__(self, update: Update, prefix: int, before: int, each: int, until: float) -> None:
+        self.update, self.prefix, self.before, self.each, self.until = update, prefix, before, each, until
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
+        self.update(self.before + self.each * (input_ids.shape[1] - self.prefix))
+        return torch.full((len(input_ids),), time.monotonic() > self.until, device=input_ids.device)
+
+
+@torch.no_grad()
+def _continue(
+    target: PreTrainedModel,
+    prefix: Tensor,
+    new_tokens: int,
+    *,
+    update: Update,
+    before: int = 0,
+    seconds: float = math.inf,
+    **sampling: object,
+) -> Tensor:
+    """``prefix`` int64 [n, P] → [n, P + new_tokens] on the CPU; behind an end of text is padding.
+
+    ``update`` is told of n tokens more a step, from ``before`` on. Fewer new tokens only where ``seconds`` are over.
+    """
+    pad = target.generation_config.pad_token_id
+    until = time.monotonic() + seconds
+    prefix = prefix.to(target.device)
+    tokens = target.generate(
+        prefix,
+        attention_mask=torch.ones_like(prefix),
+        max_new_tokens=new_tokens,
+        pad_token_id=0 if pad is None else pad,
+        stopping_criteria=StoppingCriteriaList([_Told(update, prefix.shape[1], before, len(prefix), until)]),
+        **sampling,
+    ).cpu()
+    if time.monotonic() > until:
+        return tokens
+    return torch.nn.functional.pad(tokens, (0, prefix.shape[1] + new_tokens - tokens.shape[1]))
+
+
+def _real(target: PreTrainedModel, new: Tensor) -> Tensor:
+    """Mask of new tokens [n, N] up to the first end of text, itself included."""
+    ends = target.generation_config.eos_token_id
+    ends = torch.tensor([] if ends is None else ends, dtype=torch.long).reshape(-1)
+    return (torch.isin(new, ends).cumsum(1) - torch.isin(new, ends).long()) == 0
+
+
+def target_picks(
+    target: PreTrainedModel, text: Text, length: int, remember: RunFolder, clock: Clock
+) -> tuple[HeldOut, float]:
+    """Held-out windows, and what the target greedily makes of their beginnings (written once in a run).
+
+    Returns:
+        Both, fewer and shorter continuations where a share of the clock's minutes is not enough for all; and the
+        seconds that a token of them took.
+    """
+    windows, counted = blocks(text.held_out, length + 1, HELD_OUT_BLOCKS)
+    own = beginning(length)
+    answered = text.held_out.before_answers(own)
+    prefix = blocks(answered, length + 1 if answered is text.held_out else own, PICKED_TEXTS)[0][:, :own]
+
+    def pick() -> list[list[int]]:
+        return _picked(target, prefix, min(PICKED_TOKENS, length), clock).tolist()
+
+    found, seconds = remember.timed("picks", pick, clock)
+    picks = torch.tensor(found)
+    picked = _real(target, picks[:, prefix.shape[1] :])
+    return HeldOut(windows, picks, picked, counted), seconds / picked.numel()
+
+
+def _picked(target: PreTrainedModel, prefix: Tensor, new_tokens: int, clock: Clock) -> Tensor:
+    """Greedy continuations of the beginnings [n, P], all at once, or as many as the clock's share is enough for."""
+    with tracked("the target continues held-out text", len(prefix) * new_tokens, "tokens") as update:
+        if not clock.limited:
+            return _continue(target, prefix, new_tokens, update=update, do_sample=False)
+        begin, seconds = time.monotonic(), clock.share(PICKING_SHARE)
+        order = torch.randperm(len(prefix), generator=torch.Generator().manual_seed(0))  # from all of the text
+        rows = _continue(target, prefix[order[:1]], new_tokens, update=update, seconds=seconds, do_sample=False)
+        new_tokens = rows.shape[1] - prefix.shape[1]  # fewer where it took too long
+        took = time.monotonic() - begin
+        while len(rows) < len(prefix):
+            more = order[len(rows) : 3 * len(rows)]  # twice as many, which takes twice as long at most
+            started = time.monotonic()
+            if started - begin + 2 * took > seconds:
+                break
+            done = len(rows) * new_tokens
+            rows = torch.cat(
+                [rows, _continue(target, prefix[more], new_tokens, update=update, before=done, do_sample=False)]
+            )
+            took = time.monotonic() - started
+        return rows
+
+
+def own_text(
+    target: PreTrainedModel,
+    training: Stream,
+    length: int,
+    seed: int,
+    folder: Path,
+    *,
+    at_once: int,
+    sequences: int | None,
+    seconds: float | None,
+    may_write: Callable[[], bool],
+) -> tuple[Stream, float]:
+    """Let the target continue beginnings from the text: sequence-level distillation (arXiv 1606.07947, section 3.2).
+
+    Every other batch is greedy, the others are sampled at temperature 0.8. A batch is a file in ``folder`` and a
+    function of the seed and its number, so that a run that was killed goes on with the next.
+
+    Args:
+        training: where the beginnings are drawn from; of chats, they end where an answer begins.
+        length: of a sequence, the beginning (a quarter) included.
+        at_once: sequences of a batch.
+        sequences: how many; with ``seconds`` too, whichever comes first.
+        seconds: that it may take; the sequences of a first batch that takes longer are shorter.
+        may_write: false once training has begun: what was written is then all.
+
+    Returns:
+        The sequences one after another, of chats what is new counts; and the seconds that writing took.
+    """
+    prefix = beginning(length)
+    streams = Streams([(1.0, training.before_answers(prefix))], seed + 1, at_once * prefix)
+    files: list[Path] = []
+    used = 0.0
+    with tracked("the target writes", sequences, "sequences") as update:
+        while sequences is None or len(files) * at_once < sequences:
+            number = len(files)
+            file = folder / f"own-text-{number:05d}.npz"
+            if not file.exists():
+                if not may_write() or (seconds is not None and number and used * (number + 1) / number > seconds):
+                    break
+                begin = time.monotonic()
+                windows = streams.batch(number, prefix)[0]
+                sampling = {"do_sample": True, "temperature": SAMPLED_TEMPERATURE, "top_k": 0, "top_p": 1.0}
+                with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
+                    torch.manual_seed(seed + number)
+                    tokens = _continue(
+                        target,
+                        windows[:, :prefix],
+                        length - prefix,
+                        update=lambda _, number=number: update(number * at_once),
+                        seconds=math.inf if seconds is None else max(seconds - used, 0.0),
+                        **(sampling if number % 2 else {"do_sample": False}),
+                    )
+                real = torch.nn.functional.pad(_real(target, tokens[:, prefix:]), (prefix, 0), value=True)
+                new = (torch.arange(tokens.shape[1]) >= prefix).expand_as(tokens)[real]
+                content = {
+                    "tokens": tokens[real].numpy().astype(np.int32),
+                    "new": new.numpy(),
+                    "seconds": time.monotonic() - begin,
+                }
+                write_file(file, lambda partial, content=content: np.savez(partial, **content))
+            with np.load(file) as stored:
+                used += float(stored["seconds"])
+            files.append(file)
+            update(len(files) * at_once)
+    parts, new = [], []
+    for file in files:
+        with np.load(file) as stored:
+            parts.append(stored["tokens"])
+            new.append(stored["new"])
+    return Stream(np.concatenate(parts), None if training.counted is None else np.concatenate(new)), used
