@@ -17,7 +17,8 @@ pytest.importorskip("gguf")
 
 from gguf_files import tiny, write_gguf
 
-from gsd_kernels_hf.packed.gguf import config_of, from_gguf
+from gsd_kernels_hf.packed.fields import config_of
+from gsd_kernels_hf.packed.gguf import from_gguf
 from gsd_kernels_hf.packed.header import Header
 from gsd_kernels_hf.packed.modules import Packed, PackedEmbedding, PackedLinear
 

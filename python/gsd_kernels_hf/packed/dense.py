@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -15,8 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging
 
 from ..extras import cure
+from .fields import PACKED, architecture_of, check_foreign, end_by, read_whole
+from .frequencies import FREQUENCIES, divide_frequencies
+from .header import Header
 
-__all__ = ["NEEDED", "load_model", "load_tokenizer", "quiet"]
+__all__ = ["NEEDED", "load_model", "load_tokenizer", "quiet", "refusal_to_save"]
 
 NEEDED = ("gguf", "accelerate")
 """Packages that transformers reads such a file with."""
@@ -28,14 +31,24 @@ def load_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMode
     Raises:
         FileNotFoundError: there is no such file.
         ImportError: a package of :data:`NEEDED` is missing; the message has pip's line.
-        ValueError, NotImplementedError: transformers cannot read this architecture from GGUF.
+        ValueError: the file is damaged, transformers cannot read this architecture from GGUF, or would leave some of
+            the model or of the file out.
     """
-    _check(file)
+    header = _checked(file)
     dense: dict[str, Any] = {}
+    if architecture_of(header) in PACKED:
+        dense["config"] = read_whole(header)
+    else:
+        check_foreign(header)
+    _check_single(header)
     if hasattr(transformers, "GgufConfig"):  # from 5.24 on weights may stay in their blocks
         dense["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    with quiet():
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype, **dense)
+    model = _loaded(header, dtype=dtype, output_loading_info=True, **dense)
+    end_by(model, header)
+    if architecture_of(header) in PACKED and divide_frequencies(model, header):
+        model.save_pretrained = refusal_to_save(
+            f"no config says what divides the frequencies of {file}; copy that file instead"
+        )
     # Dense as it is, it still says that it is quantised, and could not be saved.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
@@ -43,23 +56,88 @@ def load_model(file: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMode
     return model.eval()
 
 
+def refusal_to_save(why: str) -> Callable[..., NoReturn]:
+    """What takes the place of a model's ``save_pretrained``."""
+
+    def save_pretrained(*args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError(f"save_pretrained: {why}")
+
+    return save_pretrained
+
+
 def load_tokenizer(file: Path, **options: Any) -> PreTrainedTokenizerBase:
     """The file's tokenizer; ``options`` are those of ``AutoTokenizer.from_pretrained``.
 
     Raises:
         FileNotFoundError, ImportError: as of :func:`load_model`.
+        ValueError: the file is damaged.
     """
-    _check(file)
+    _checked(file)
     with quiet():
         return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **options)
 
 
-def _check(file: Path) -> None:
+def _loaded(header: Header, **options: Any) -> PreTrainedModel:
+    """What transformers makes of a file, if it is all of it."""
+    file, architecture = header.path, architecture_of(header)
+    try:
+        with quiet():
+            model, report = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **options)
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # of a library that reads numbers as they come
+        raise ValueError(f"path: {file}: transformers cannot read this {architecture} file: {error}") from error
+    missing = [*report["missing_keys"], *report["mismatched_keys"]]
+    if missing:
+        raise ValueError(f"path: {file} has nothing for {_some(missing)} of the {architecture} model that it names")
+    unused = sorted({*report["unexpected_keys"], *_passed_over(model, header)})
+    if architecture in PACKED and FREQUENCIES in unused:  # read below
+        unused.remove(FREQUENCIES)
+    if unused:
+        raise ValueError(
+            f"path: {file} has {_some(unused)}, which transformers' loader passes over: the model would be another"
+        )
+    return model
+
+
+def _passed_over(model: PreTrainedModel, header: Header) -> list[str]:
+    """Tensors of the file that transformers' older loader, which reports none of them, has no place for."""
+    from transformers import modeling_gguf_pytorch_utils as loader
+
+    architecture = architecture_of(header)
+    if importlib.util.find_spec("transformers.integrations.gguf") is not None:
+        from transformers.integrations.gguf.utils import is_gguf_arch_supported
+
+        if is_gguf_arch_supported(architecture):
+            return []  # by the one that reports them
+    kind = loader.TENSOR_PROCESSORS.get(architecture, loader.TensorProcessor)
+    known = loader.get_gguf_hf_weights_map(model, kind(config=model.config.to_dict()))
+    return [name for name in header.tensors if name not in known and name.removesuffix(".weight") not in known]
+
+
+def _some(names: list[Any]) -> str:
+    """Some of them, and how many there are."""
+    return f"{', '.join(map(str, names[:3]))}{f' and {len(names) - 3} more' if names[3:] else ''}"
+
+
+def _checked(file: Path) -> Header:
+    """The head of a file that can be read."""
     if not file.is_file():
         raise FileNotFoundError(f"GGUF: no such file: {file}")
     for package in NEEDED:
         if importlib.util.find_spec(package) is None:
             raise ImportError(f"reading {file.name} needs the package {package}: {cure('gguf')}")
+    return Header.read(file)
+
+
+def _check_single(header: Header) -> None:
+    """Refuse a model in several files, of which transformers reads one."""
+    if len({tensor.path for tensor in header.tensors.values()} | {header.path}) > 1:
+        count = header.fields["split.count"]
+        raise ValueError(
+            f"path: {header.path} is part 1 of {count} (split.count is {count}), and transformers reads one file; "
+            "merge the parts by llama-gguf-split --merge"
+        )
 
 
 @contextmanager

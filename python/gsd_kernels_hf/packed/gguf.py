@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from gsd_kernels.ops.packed import BY_NAME, PackedMatrix
 
 from ..files import path_of
-from .dense import load_model
+from .dense import load_model, refusal_to_save
+from .fields import PACKED, PERMUTED, architecture_of, read_whole
+from .frequencies import FLOATS, FREQUENCIES, copied, divide_frequencies
 from .header import Header, Stored
 from .modules import PackedEmbedding, PackedLinear
 
 logger = logging.getLogger("gsd_kernels")
-PERMUTED = ("llama", "mistral")
-"""Architectures whose rows of q and k lie in the file as pairs of a head's halves."""
-PACKED = (*PERMUTED, "qwen2", "qwen3")
-"""Architectures whose matrices stay packed; transformers' loader unpacks the others."""
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -40,10 +36,6 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-FREQUENCIES = "rope_freqs.weight"
-"""Factors that divide the frequencies of the rotary embedding, float32 [head_dim / 2]."""
-FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def from_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
@@ -71,43 +63,17 @@ def from_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat
     if dtype not in FLOATS.values():
         raise TypeError(f"dtype: expected torch.float32, torch.bfloat16 or torch.float16, got {dtype!r}")
     header = Header.read(path)
-    architecture = str(header.fields.get("general.architecture"))
-    if architecture not in PACKED or not all(_place(name) for name in header.tensors if name != FREQUENCIES):
+    architecture = architecture_of(header)
+    if architecture not in PACKED:
         logger.warning("%s: transformers unpacks all weights of the architecture %s", path, architecture)
         return load_model(path, dtype)
-    config = config_of(header)
+    config = read_whole(header)
     config.dtype = dtype
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    _Filling(path, header, model, dtype, permuted=architecture in PERMUTED).fill()
-    model.save_pretrained = _refusal(path)
+    _Filling(header, model, dtype, permuted=architecture in PERMUTED).fill()
+    model.save_pretrained = refusal_to_save(f"the weights of this model stay packed in {path}; copy that file instead")
     return model.eval()
-
-
-def config_of(header: Header) -> PretrainedConfig:
-    """The config that transformers reads from a file's head, by its own table of names.
-
-    Raises:
-        ValueError: a number is missing.
-    """
-    from transformers.integrations import GGUF_CONFIG_MAPPING
-
-    architecture = header.fields["general.architecture"]
-    values: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in header.tensors}
-    for key, value in header.fields.items():
-        prefix, _, rest = key.partition(".")
-        name = GGUF_CONFIG_MAPPING.get(prefix, {}).get(rest)
-        if name is not None and name != -1:
-            values[name] = value
-    values.setdefault("vocab_size", header.fields.get("tokenizer.ggml.tokens"))
-    head_dim = header.fields.get(f"{architecture}.attention.key_length")
-    if head_dim is not None:  # which transformers leaves at its default
-        values.setdefault("head_dim", head_dim)
-    values.pop("_model_name_or_path", None)
-    missing = [name for name in NEEDED if values.get(name) is None]
-    if missing:
-        raise ValueError(f"path: the head of this {architecture} file has no {', '.join(missing)}")
-    return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
 def _place(name: str) -> str | None:
@@ -120,24 +86,14 @@ def _place(name: str) -> str | None:
     return f"{NAMES[parts[0]]}.{parts[1]}" if len(parts) == 2 and parts[0] in NAMES else None
 
 
-def _refusal(path: Path) -> Callable[..., NoReturn]:
-    def save_pretrained(*args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses: the model is its file."""
-        raise ValueError(f"save_pretrained: the weights of this model stay packed in {path}; copy that file instead")
-
-    return save_pretrained
-
-
 class _Filling:
     """Puts a file's tensors into a model without any."""
 
-    def __init__(
-        self, path: Path, header: Header, model: PreTrainedModel, dtype: torch.dtype, *, permuted: bool
-    ) -> None:
-        self.path, self.model, self.dtype, self.permuted = path, model, dtype, permuted
-        # Private pages of the file: nothing is read before it is used, nothing is ever written.
-        self.file = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    def __init__(self, header: Header, model: PreTrainedModel, dtype: torch.dtype, *, permuted: bool) -> None:
+        self.header, self.path, self.model, self.dtype, self.permuted = header, header.path, model, dtype, permuted
+        self.files: dict[Path, Tensor] = {}
         self.tensors = {_place(name) or name: tensor for name, tensor in header.tensors.items()}
+        self.used = {FREQUENCIES}
 
     def fill(self) -> None:
         """Replace every module that holds weights, then what is computed from the config.
@@ -154,12 +110,12 @@ class _Filling:
                     setattr(module, own, nn.Parameter(value, requires_grad=False))
         rotary = self.model.model.rotary_emb
         self._replace("model.rotary_emb", type(rotary)(config=self.model.config))
-        if FREQUENCIES in self.tensors:
-            rotary = self.model.model.rotary_emb
-            rotary.inv_freq /= self._vector(FREQUENCIES, rotary.inv_freq.shape, torch.float32)
+        divide_frequencies(self.model, self.header)
         left = [name for name, t in (*self.model.named_parameters(), *self.model.named_buffers()) if t.is_meta]
         if left:
             raise ValueError(f"path: {self.path} has nothing for {', '.join(left[:4])}")
+        if unused := self.tensors.keys() - self.used:
+            raise ValueError(f"path: {self.path} has {min(unused)}, which the model does not use")
 
     def _replace(self, name: str, module: nn.Module) -> None:
         parent, _, last = name.rpartition(".")
@@ -184,7 +140,7 @@ class _Filling:
         tensor = self._found(name, shape)
         kind = tensor.kind
         if self.permuted and name.endswith(("self_attn.q_proj.weight", "self_attn.k_proj.weight")):
-            raw = self._unpermuted(self._copied(tensor).view(shape[0], -1))
+            raw = self._unpermuted(copied(tensor).view(shape[0], -1))
         else:
             raw = self._bytes(tensor).view(shape[0], -1)
         if kind in FLOATS:
@@ -197,12 +153,12 @@ class _Filling:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return rows.view(-1, head_dim // 2, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
-    def _vector(self, name: str, shape: torch.Size, dtype: torch.dtype | None = None) -> Tensor:
+    def _vector(self, name: str, shape: torch.Size) -> Tensor:
         tensor = self._found(name, shape)
         kind = tensor.kind
         if kind not in FLOATS:
             raise ValueError(f"path: {name} of {self.path} is packed as {kind}; expected plain floats")
-        value = self._bytes(tensor).view(FLOATS[kind]).to(dtype or self.dtype, copy=True)
+        value = self._bytes(tensor).view(FLOATS[kind]).to(self.dtype, copy=True)
         if self.permuted and name.endswith(("q_proj.bias", "k_proj.bias")):
             value = self._unpermuted(value[:, None])[:, 0]
         return value
@@ -218,13 +174,12 @@ class _Filling:
                 f"path: {name} of {self.path} is packed as {tensor.kind}, which is none of {', '.join(BY_NAME)}; "
                 "convert it with llama-quantize"
             )
+        self.used.add(name)
         return tensor
 
-    def _copied(self, tensor: Stored) -> Tensor:
-        """Read, not mapped: pages that are looked at once would count as this process' memory for good."""
-        with self.path.open("rb") as file:
-            file.seek(tensor.offset)
-            return torch.frombuffer(bytearray(file.read(tensor.nbytes)), dtype=torch.uint8)
-
     def _bytes(self, tensor: Stored) -> Tensor:
-        return self.file[tensor.offset : tensor.offset + tensor.nbytes]
+        path = tensor.path
+        if path not in self.files:
+            # Private pages of the file: nothing is read before it is used, nothing is ever written.
+            self.files[path] = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        return self.files[path][tensor.offset : tensor.offset + tensor.nbytes]

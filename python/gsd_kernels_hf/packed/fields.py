@@ -1,0 +1,404 @@
+"""What a GGUF file's head says of a model, field by field: honoured, harmless, or a reason to refuse the file."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from .header import Header, Strings
+
+logger = logging.getLogger("gsd_kernels")
+
+ARCHITECTURE = "general.architecture"
+VOCABULARY = "token_embd.weight"
+LAYERS = "block_count"
+PERMUTED = ("llama", "mistral")
+"""Architectures whose rows of q and k lie in the file as pairs of a head's halves."""
+PACKED = (*PERMUTED, "qwen2", "qwen3")
+"""Architectures whose files are read whole here; transformers' loader reads the others."""
+BIASED = {"qwen2": ("attn_q", "attn_k", "attn_v")}
+"""Matrices that have a bias whatever the config says, by architecture."""
+CHOSEN = {
+    "attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"),
+    "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
+}
+"""Matrices that have a bias where the config says so; a file says it by having them."""
+CAN_CHOOSE = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}
+TOKENS = {
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "unknown_token_id": "unk_token_id",
+    "padding_token_id": "pad_token_id",
+}
+"""What configs call ids of ``tokenizer.ggml``."""
+ENDS = ("eot_token_id", "eom_token_id")
+"""Ids of ``tokenizer.ggml`` that end a text as the end token does: of a turn, of a message."""
+MAX_COUNT = (1 << 31) - 1
+DENSE = "since mixtures of experts are not read from files of this architecture; load the checkpoint it was made from"
+NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "attention.causal": ((True,), "true, since every token here sees those before it alone"),
+    "attention.clamp_kqv": ((0,), "0: keys, queries and values are not clamped"),
+    "attention.max_alibi_bias": ((0,), "0: positions are rotary"),
+    "attn_logit_softcapping": ((0,), "0: scores are not capped"),
+    "embedding_scale": ((0, 1), "0 or 1: embeddings are not scaled"),
+    "expert_count": ((0,), f"0, {DENSE}"),
+    "expert_shared_count": ((0,), f"0, {DENSE}"),
+    "expert_used_count": ((0,), f"0, {DENSE}"),
+    "final_logit_softcapping": ((0,), "0: logits are not capped"),
+    "leading_dense_block_count": ((0,), f"0, {DENSE}"),
+    "logit_scale": ((0, 1), "0 or 1: logits are not scaled"),
+    "nextn_predict_layers": ((0,), "0: layers that predict further tokens are not read"),
+    "residual_scale": ((0, 1), "0 or 1: residuals are not scaled"),
+    "rope.scaling.attn_factor": ((1,), "1: attention is scaled as yarn does, or not"),
+    "rope.scaling.yarn_attn_factor": ((1,), "1: attention is scaled as yarn does, or not"),
+    "rope.scaling.yarn_ext_factor": ((1, -1), "1 or -1: yarn extrapolates in full"),
+    "rope.scaling.yarn_log_multiplier": ((0,), "0: attention is scaled as yarn does, or not"),
+    "use_parallel_residual": ((False,), "false: attention and MLP follow each other"),
+}
+"""Fields of an architecture that change nothing as long as they have one of these values, and what is expected."""
+SCALINGS = ("none", "linear", "yarn")
+"""Ways of stretching the rotary embedding that llama.cpp and transformers compute alike."""
+SCALED_BY_TRANSFORMERS = ("gpt-oss",)
+"""Architectures whose scaling of the rotary embedding transformers' loader reads."""
+HARMLESS = ("classifier.output_labels", "pooling_type", "rope.scaling.finetuned", "tensor_data_layout")
+"""Fields of an architecture that change no logit whatever they say."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Numbers that the tensors' shapes follow from.
+
+    Attributes:
+        hidden, inner: width of the embedding, of an MLP.
+        heads, kv_heads, head_dim: of attention.
+    """
+
+    layers: int
+    vocabulary: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class Fields:
+    """The fields of a file's architecture, each asked for once: :meth:`close` refuses what nobody asked for."""
+
+    def __init__(self, header: Header) -> None:
+        self.header, self.architecture = header, architecture_of(header)
+        prefix = f"{self.architecture}."
+        self.left = {key.removeprefix(prefix): v for key, v in header.fields.items() if key.startswith(prefix)}
+
+    def refusal(self, name: str, value: object, expected: str) -> ValueError:
+        return self.header.refusal(f"{self.architecture}.{name}", value, expected)
+
+    def take(self, name: str, default: Any, fits: Callable[[Any], bool], expected: str) -> Any:
+        """A field's value.
+
+        Raises:
+            ValueError: it does not fit, or is missing and has no ``default``.
+        """
+        if name not in self.left:
+            if default is None:
+                raise self.header.missing(f"{self.architecture}.{name}", expected)
+            return default
+        value = self.left.pop(name)
+        if not fits(value):
+            raise self.refusal(name, value, expected)
+        return value
+
+    def count(self, name: str, default: int | None = None, least: int = 1) -> int:
+        expected = f"a whole number from {least} to {MAX_COUNT}"
+        return self.take(name, default, lambda v: type(v) is int and least <= v <= MAX_COUNT, expected)
+
+    def real(self, name: str, default: float | None = None, *, above: float = 0.0, below: float = math.inf) -> float:
+        expected = f"a number above {above:g}" + ("" if below == math.inf else f" and below {below:g}")
+        return self.take(name, default, lambda v: type(v) in (int, float) and above < v < below, expected)
+
+    def close(self) -> None:
+        """Refuse what was not asked for, unless it changes nothing."""
+        for name, (values, expected) in NEUTRAL.items():
+            self.take(name, values[0], lambda v, values=values: type(v) in (bool, int, float) and v in values, expected)
+        for name in self.left.keys() - set(HARMLESS):
+            raise self.refusal(name, self.left[name], "no such field: nothing here knows what it changes")
+
+
+def architecture_of(header: Header) -> str:
+    """What kind of model a file holds.
+
+    Raises:
+        ValueError: it does not say.
+    """
+    if ARCHITECTURE not in header.fields:
+        raise header.missing(ARCHITECTURE, "a name, such as 'llama'")
+    found = header.fields[ARCHITECTURE]
+    if not isinstance(found, str):
+        raise header.refusal(ARCHITECTURE, found, "a name, such as 'llama'")
+    return found
+
+
+def check_layers(header: Header) -> None:
+    """Compare the number of layers with the tensors', before a model of so many is made.
+
+    Raises:
+        ValueError: there are fewer in the file.
+    """
+    fields, found = Fields(header), {part[1] for name in header.tensors if (part := name.split("."))[0] == "blk"}
+    told = fields.count(LAYERS)
+    if told > len(found):
+        raise fields.refusal(LAYERS, told, f"at most {len(found)}, the layers that the file has tensors of")
+
+
+def check_foreign(header: Header) -> None:
+    """Refuse what transformers' loader would pass over in a head of another architecture, and layers without tensors.
+
+    Raises:
+        ValueError: there is such a field.
+    """
+    check_layers(header)
+    fields = Fields(header)
+    if fields.architecture in SCALED_BY_TRANSFORMERS:
+        return
+    rope = _rope(fields, 1)
+    if rope["rope_type"] != "default":
+        raise fields.refusal("rope.scaling.factor", rope["factor"], "1: transformers' loader does not read it")
+    values, expected = NEUTRAL["attention.causal"]
+    fields.take("attention.causal", True, lambda v: v in values, expected)
+
+
+def read_whole(header: Header) -> PretrainedConfig:
+    """The config of a file of :data:`PACKED`, whose fields and tensors are all read by the model.
+
+    Raises:
+        ValueError: see :func:`read_fields` and :func:`check_tensors`.
+    """
+    shape, values = read_fields(header)
+    check_tensors(header, shape)
+    return _config(header, shape, values)
+
+
+def read_fields(header: Header) -> tuple[Shape, dict[str, Any]]:
+    """The model's shape, and what its config says besides.
+
+    Raises:
+        ValueError: a field is missing, is none, contradicts another, or asks for what is not served.
+    """
+    check_layers(header)
+    fields = Fields(header)
+    heads, hidden = fields.count("attention.head_count"), fields.count("embedding_length")
+    rotated = fields.count("rope.dimension_count", default=0)
+    head_dim = fields.count("attention.key_length", default=rotated or hidden // heads)
+    shape = Shape(
+        layers=fields.count(LAYERS),
+        vocabulary=_vocabulary(fields),
+        hidden=hidden,
+        inner=fields.count("feed_forward_length"),
+        heads=heads,
+        kv_heads=fields.count("attention.head_count_kv", default=heads),
+        head_dim=head_dim,
+    )
+    if head_dim < 2 or head_dim % 2:
+        raise fields.refusal("attention.head_count", heads, f"heads of an even width, not {head_dim}")
+    if heads % shape.kv_heads:
+        raise fields.refusal("attention.head_count_kv", shape.kv_heads, f"a divisor of {heads}, the number of heads")
+    for name, found in (
+        ("rope.dimension_count", rotated or head_dim),
+        ("attention.value_length", fields.count("attention.value_length", default=head_dim)),
+    ):
+        if found != head_dim:
+            raise fields.refusal(name, found, f"{head_dim}, the width of a head")
+    context = fields.count("context_length")
+    values = {
+        "max_position_embeddings": context,
+        "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon", below=1.0),
+        "rope_parameters": _rope(fields, context),
+        **_window(fields, context),
+    }
+    scale = fields.real("attention.scale", default=0.0, above=-1.0)
+    if scale != 0 and not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
+        raise fields.refusal("attention.scale", scale, f"{head_dim**-0.5}, 1 over the root of a head's width")
+    fields.close()
+    return shape, values
+
+
+def config_of(header: Header) -> PretrainedConfig:
+    """The config of a file's model, as transformers reads it where it reads all of the head.
+
+    Raises:
+        ValueError: see :func:`read_fields`.
+    """
+    return _config(header, *read_fields(header))
+
+
+def _config(header: Header, shape: Shape, values: dict[str, Any]) -> PretrainedConfig:
+    architecture = architecture_of(header)
+    values = {
+        **values,
+        "num_hidden_layers": shape.layers,
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        **_tokens(header, shape.vocabulary),
+        **_biases(header),
+    }
+    if architecture != "qwen2" or shape.head_dim * shape.heads != shape.hidden:  # whose config has no such name
+        values["head_dim"] = shape.head_dim
+    try:
+        config = AutoConfig.for_model(architecture, **values)
+    except Exception as error:  # transformers checks configs in ways of its own
+        raise ValueError(f"path: {header.path}: no {architecture} model has such fields: {error}") from error
+    config.eos_token_id = _with_ends(config.eos_token_id, header, shape.vocabulary)
+    return config
+
+
+def end_by(model: PreTrainedModel, header: Header) -> None:
+    """Have a model that something else read from the file end its texts as the head says."""
+    for place in (model.config.get_text_config(decoder=True), model.generation_config):
+        if place is not None:
+            place.eos_token_id = _with_ends(place.eos_token_id, header, model.get_input_embeddings().num_embeddings)
+
+
+def _with_ends(ends: int | list[int] | None, header: Header, vocabulary: int) -> int | list[int] | None:
+    """Tokens that end a text, together with those of the head."""
+    more = [token for name in ENDS if (token := _token(header, name, vocabulary)) is not None]
+    found = list(dict.fromkeys([*(ends if isinstance(ends, list) else [] if ends is None else [ends]), *more]))
+    return ends if not more else found[0] if len(found) == 1 else found
+
+
+def _tokens(header: Header, vocabulary: int) -> dict[str, int]:
+    """Ids of special tokens, as configs name them."""
+    found = {}
+    for name, of in TOKENS.items():
+        token = _token(header, name, vocabulary)
+        if token is not None:
+            found[of] = token
+    return found
+
+
+def _token(header: Header, name: str, vocabulary: int) -> int | None:
+    """Id of a special token; those that no text depends on may lie outside the vocabulary, as llama.cpp has it."""
+    key = f"tokenizer.ggml.{name}"
+    value = header.fields.get(key)
+    if key not in header.fields:
+        return None
+    if type(value) is not int or not 0 <= value < vocabulary:
+        error = header.refusal(key, value, f"a token from 0 to {vocabulary - 1}")
+        if type(value) is not int or name not in ("padding_token_id", "unknown_token_id"):
+            raise error
+        logger.warning("%s; the file is read as without it", error)
+        return None
+    return value
+
+
+def _vocabulary(fields: Fields) -> int:
+    """Number of tokens."""
+    header = fields.header
+    if VOCABULARY not in header.tensors:
+        raise header.missing(VOCABULARY, "the embedding")
+    rows = header.tensors[VOCABULARY].shape[0]
+    found = fields.count("vocab_size", default=rows)
+    if found != rows:
+        raise fields.refusal("vocab_size", found, f"{rows}, the rows of {VOCABULARY}")
+    tokens = header.fields.get("tokenizer.ggml.tokens", Strings(0))
+    if not isinstance(tokens, Strings) or tokens.count > rows:
+        raise header.refusal("tokenizer.ggml.tokens", tokens, f"an array of {rows} strings, one a row of {VOCABULARY}")
+    return found
+
+
+def _rope(fields: Fields, context: int) -> dict[str, Any]:
+    """Parameters of the rotary embedding, as transformers has them."""
+    found: dict[str, Any] = {"rope_theta": fields.real("rope.freq_base", default=10000.0, above=1.0, below=1e15)}
+    old = fields.real("rope.scale_linear", default=1.0, above=1e-3, below=1e6)
+    factor = fields.real("rope.scaling.factor", default=old, above=1e-3, below=1e6)
+    kind = fields.take("rope.scaling.type", "linear", lambda v: v in SCALINGS, f"one of {', '.join(SCALINGS)}")
+    original = fields.count("rope.scaling.original_context_length", default=context)
+    fast = fields.real("rope.scaling.yarn_beta_fast", default=32.0)
+    slow = fields.real("rope.scaling.yarn_beta_slow", default=1.0)
+    if kind == "none" or factor == 1:
+        return {**found, "rope_type": "default"}
+    if kind == "linear":
+        return {**found, "rope_type": "linear", "factor": factor}
+    if factor < 1:
+        raise fields.refusal("rope.scaling.factor", factor, "at least 1, with yarn")
+    yarn = {"factor": factor, "original_max_position_embeddings": original, "beta_fast": fast, "beta_slow": slow}
+    return {**found, "rope_type": "yarn", **yarn}
+
+
+def _window(fields: Fields, context: int) -> dict[str, Any]:
+    """Sliding window of attention: Mistral's config has one, the others are refused where it would be noticed."""
+    window = fields.count("attention.sliding_window", default=-1, least=0)
+    if fields.architecture == "mistral" and window >= 0:
+        return {"sliding_window": window or None}
+    if 0 < window < context:
+        raise fields.refusal("attention.sliding_window", window, f"0, or at least the context's {context} tokens")
+    return {}
+
+
+def _biases(header: Header) -> dict[str, bool]:
+    """Which of a config's biases there are, where it leaves that open."""
+    names = CAN_CHOOSE.get(architecture_of(header), ())
+    return {name: any(f"blk.0.{matrix}.bias" in header.tensors for matrix in CHOSEN[name]) for name in names}
+
+
+def expected_tensors(header: Header, shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors that the model has, by their names in the file."""
+    architecture, heads = architecture_of(header), shape.heads * shape.head_dim
+    kv_heads = shape.kv_heads * shape.head_dim
+    matrices = {
+        "attn_q": (heads, shape.hidden),
+        "attn_k": (kv_heads, shape.hidden),
+        "attn_v": (kv_heads, shape.hidden),
+        "attn_output": (shape.hidden, heads),
+        "ffn_gate": (shape.inner, shape.hidden),
+        "ffn_up": (shape.inner, shape.hidden),
+        "ffn_down": (shape.hidden, shape.inner),
+    }
+    layer = {f"{name}.weight": size for name, size in matrices.items()}
+    layer |= {f"{name}.weight": (shape.hidden,) for name in ("attn_norm", "ffn_norm")}
+    if architecture == "qwen3":
+        layer |= {f"{name}.weight": (shape.head_dim,) for name in ("attn_q_norm", "attn_k_norm")}
+    biased = set(BIASED.get(architecture, ()))
+    for name in CAN_CHOOSE.get(architecture, ()):
+        if any(f"blk.0.{matrix}.bias" in header.tensors for matrix in CHOSEN[name]):
+            biased |= set(CHOSEN[name])
+    layer |= {f"{name}.bias": matrices[name][:1] for name in sorted(biased)}
+    found: dict[str, tuple[int, ...]] = {
+        VOCABULARY: (shape.vocabulary, shape.hidden),
+        "output_norm.weight": (shape.hidden,),
+    }
+    if "output.weight" in header.tensors:
+        found["output.weight"] = (shape.vocabulary, shape.hidden)
+    if architecture in PERMUTED and "rope_freqs.weight" in header.tensors:
+        found["rope_freqs.weight"] = (shape.head_dim // 2,)
+    for number in range(shape.layers):
+        found |= {f"blk.{number}.{name}": size for name, size in layer.items()}
+    return found
+
+
+def check_tensors(header: Header, shape: Shape) -> None:
+    """Compare a file's tensors with those that its model has: each is used once, none is missing.
+
+    Raises:
+        ValueError: one is missing, of another shape, or would not be used.
+    """
+    expected = expected_tensors(header, shape)
+    for name, size in expected.items():
+        if name not in header.tensors:
+            raise header.missing(name, f"a tensor {list(size)}, as the head says")
+        if (found := header.tensors[name].shape) != size:
+            raise header.refusal(name, list(found), f"{list(size)}, as the head says")
+    if left := [name for name in header.tensors if name not in expected]:
+        raise ValueError(
+            f"path: {header.path}: {left[0]} is {list(header.tensors[left[0]].shape)}; expected no such tensor"
+            f"{f' (nor {len(left) - 1} more)' if left[1:] else ''}: no {architecture_of(header)} model of "
+            f"{shape.layers} layers uses it"
+        )
