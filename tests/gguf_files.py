@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -14,19 +16,32 @@ from transformers import PreTrainedModel
 from gsd_kernels.ops.packed import BY_NAME
 from gsd_kernels_hf.packed.gguf import NAMES, PERMUTED
 
+FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+"""Matrices of Phi 3, whose files transformers unpacks."""
+
 
 def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
     """Rows of q or k in the order in which LLaMA's files have them: a head's two halves in turns."""
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def write_gguf(path: Path, model: PreTrainedModel, architecture: str, kinds: str | list[str], **fields: int) -> Path:
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    architecture: str,
+    kinds: str | list[str],
+    also: Callable[[gguf.GGUFWriter], object] = lambda writer: None,
+    *,
+    of_a_part: int = 0,
+    **fields: int,
+) -> Path:
     """``model`` as a file, its matrices packed as the ``kinds`` in turns ("f32", "bf16", "q4_0", …).
 
-    Kinds that the gguf package does not pack get random blocks.
+    Kinds that the gguf package does not pack get random blocks. ``also`` adds what else is to be in the file;
+    ``of_a_part``: split into parts of so many tensors, whose first part is returned.
     """
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    config, writer = model.config, gguf.GGUFWriter(path, architecture)
+    config, writer = model.config, gguf.GGUFWriter(path, architecture, split_max_tensors=of_a_part)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
@@ -45,7 +60,8 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, kinds: str
     writer.add_eos_token_id(2)
     for key, value in fields.items():
         writer.add_uint32(key, value)
-    back = {place: name for name, place in NAMES.items()}
+    also(writer)
+    back = {place: name for names in (NAMES, FUSED) for name, place in names.items()}
     number = 0
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -66,7 +82,7 @@ def write_gguf(path: Path, model: PreTrainedModel, architecture: str, kinds: str
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if of_a_part else path
 
 
 def _add(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
@@ -80,8 +96,10 @@ def _add(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> N
     writer.add_tensor(name, packed, raw_dtype=of)
 
 
-def tiny(architecture: str, hidden: int = 64, *, tied: bool = False, head_dim: int | None = None) -> PreTrainedModel:
-    """A random model of an architecture, float32."""
+def tiny(
+    architecture: str, hidden: int = 64, *, tied: bool = False, head_dim: int | None = None, **config: Any
+) -> PreTrainedModel:
+    """A random model of an architecture, float32; ``config`` says what is special."""
     import transformers as t
 
     torch.manual_seed(3)
@@ -99,8 +117,9 @@ def tiny(architecture: str, hidden: int = 64, *, tied: bool = False, head_dim: i
         "bos_token_id": None,
         "pad_token_id": None,
     }
-    kind = {"llama": t.LlamaForCausalLM, "qwen2": t.Qwen2ForCausalLM, "qwen3": t.Qwen3ForCausalLM}[architecture]
-    model = kind(kind.config_class(**shape)).eval()
+    kinds = {"llama": t.LlamaForCausalLM, "qwen2": t.Qwen2ForCausalLM, "qwen3": t.Qwen3ForCausalLM}
+    kind = {**kinds, "mistral": t.MistralForCausalLM, "phi3": t.Phi3ForCausalLM}[architecture]
+    model = kind(kind.config_class(**{**shape, **config})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -156,13 +156,17 @@ def check_layers(header: Header) -> None:
 
 
 def check_foreign(header: Header) -> None:
-    """Refuse what transformers' loader would pass over in a head of another architecture, and layers without tensors.
+    """Refuse what transformers' loader would pass over in a head of another architecture, and sizes without tensors.
 
     Raises:
-        ValueError: there is such a field.
+        ValueError: there is such a field, or a size is missing.
     """
     check_layers(header)
     fields = Fields(header)
+    _vocabulary(fields)
+    width, found = header.tensors[VOCABULARY].shape[-1], fields.count("embedding_length")
+    if found != width:
+        raise fields.refusal("embedding_length", found, f"{width}, the width of {VOCABULARY}")
     if fields.architecture in SCALED_BY_TRANSFORMERS:
         return
     rope = _rope(fields, 1)
