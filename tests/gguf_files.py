@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from gsd_kernels.ops.packed import BY_NAME
 from gsd_kernels_hf.packed.gguf import NAMES, PERMUTED
+from gsd_kernels_hf.packed.header import ALIGNMENT, _Reader
 
 FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 """Matrices of Phi 3, whose files transformers unpacks."""
@@ -125,3 +127,26 @@ def tiny(
             if parameter.dim() == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
     return model
+
+
+def with_field(raw: bytes, key: str, kind: int, content: bytes) -> bytes:
+    """A file's bytes with a field of this value, of a type of :mod:`gsd_kernels_hf.packed.header`, new or in place."""
+    reader = _Reader(Path("raw"), raw)
+    tensors, fields = struct.unpack_from("<QQ", raw, 8)
+    reader.at, kept, found = 24, [], False
+    field = struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", kind) + content
+    for _ in range(fields):
+        begin = reader.at
+        name = reader.string(1 << 16)
+        reader.value(reader.numbers("I")[0])
+        found |= name == key
+        kept.append(field if name == key else raw[begin : reader.at])
+    table = reader.at
+    for _ in range(tensors):
+        reader.string(1 << 16)
+        reader.tensor()
+        reader.numbers("Q")
+    count = fields + (not found)
+    head = raw[:16] + struct.pack("<Q", count) + b"".join([*kept, *([] if found else [field])]) + raw[table : reader.at]
+    begin = -(-reader.at // ALIGNMENT) * ALIGNMENT
+    return head + bytes(-len(head) % ALIGNMENT) + raw[begin:]

@@ -86,6 +86,12 @@ class Shape:
     kv_heads: int
     head_dim: int
 
+    def __str__(self) -> str:
+        return (
+            f"vocab_size {self.vocabulary}, embedding_length {self.hidden}, feed_forward_length {self.inner}, "
+            f"attention.head_count {self.heads}, attention.head_count_kv {self.kv_heads}, heads {self.head_dim} wide"
+        )
+
 
 class Fields:
     """The fields of a file's architecture, each asked for once: :meth:`close` refuses what nobody asked for."""
@@ -397,9 +403,9 @@ def check_tensors(header: Header, shape: Shape) -> None:
     expected = expected_tensors(header, shape)
     for name, size in expected.items():
         if name not in header.tensors:
-            raise header.missing(name, f"a tensor {list(size)}, as the head says")
+            raise header.missing(name, f"a tensor {list(size)}, as the head says: {shape}")
         if (found := header.tensors[name].shape) != size:
-            raise header.refusal(name, list(found), f"{list(size)}, as the head says")
+            raise header.refusal(name, list(found), f"{list(size)}, as the head says: {shape}")
     if left := [name for name in header.tensors if name not in expected]:
         raise ValueError(
             f"path: {header.path}: {left[0]} is {list(header.tensors[left[0]].shape)}; expected no such tensor"

@@ -23,7 +23,7 @@ BOOL, STRING, ARRAY = 7, 8, 9
 SMALLEST = {**{kind: struct.calcsize(form) for kind, form in NUMBERS.items()}, STRING: 8}
 """Bytes of an array's entry, at least."""
 ALIGNMENT = 32
-MAX_ENTRIES = 1 << 22  # of an array: vocabularies and their merges have some hundred thousand
+MAX_ENTRIES = 1 << 21  # of an array: vocabularies and their merges have some hundred thousand
 MAX_TEXT = 1 << 24  # bytes: chat templates have some thousand
 MAX_NAME = (1 << 16) - 1  # bytes, as the format says
 MAX_TABLE = 1 << 16  # fields, and tensors of a part

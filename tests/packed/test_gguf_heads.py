@@ -1,0 +1,163 @@
+"""Damaged GGUF heads: one ValueError that names the file, the field and its value, before anything is made of it."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+import torch
+
+pytest.importorskip("gguf")
+
+from gguf_files import tiny, with_field, write_gguf
+
+from gsd_kernels_hf.packed import dense
+from gsd_kernels_hf.packed.gguf import from_gguf
+from gsd_kernels_hf.packed.header import Header
+
+EDGES = (
+    0,
+    1,
+    2,
+    3,
+    8,
+    9,
+    12,
+    255,
+    1 << 16,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 62,
+    (1 << 63) - 1,
+    (1 << 64) - 1,
+)
+U32, I32, F32, BOOL, STRING, ARRAY, U64, F64 = 4, 5, 6, 7, 8, 9, 10, 12
+WHOLE = "block_count context_length embedding_length feed_forward_length attention.head_count vocab_size".split()
+LENGTHS = ("attention.head_count_kv", "rope.dimension_count", "attention.key_length", "attention.value_length")
+REAL = ("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor", "rope.scale_linear")
+TEXT = struct.pack("<Q4s", 4, b"four")
+LIST = struct.pack("<IQ2I", U32, 2, 2, 2)
+FOREIGN = {  # values that are no number of anything, by name: type and bytes
+    "a text": (STRING, TEXT),
+    "a list": (ARRAY, LIST),
+    "texts": (ARRAY, struct.pack("<IQ", STRING, 1) + TEXT),
+    "2^31": (U32, struct.pack("<I", 1 << 31)),
+    "2^64 - 1": (U64, struct.pack("<Q", (1 << 64) - 1)),
+    "below 0": (I32, struct.pack("<i", -1)),
+    "nan": (F32, struct.pack("<f", float("nan"))),
+    "infinite": (F64, struct.pack("<d", float("inf"))),
+    "0": (U32, struct.pack("<I", 0)),
+    "true": (BOOL, b"\1"),
+    "a boolean of 2": (BOOL, b"\2"),
+    "an unknown type": (77, b""),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The bytes of a file, and where its tensors begin."""
+    path = write_gguf(tmp_path_factory.mktemp("whole") / "m.gguf", tiny("llama"), "llama", ["q4_0", "q8_0"])
+    return path.read_bytes(), min(tensor.offset for tensor in Header.read(path).tensors.values())
+
+
+def refusal_of(path, raw: bytes) -> str:
+    """What a file of these bytes is refused with."""
+    path.write_bytes(raw)
+    with pytest.raises(ValueError) as caught:
+        from_gguf(path)
+    with pytest.raises(ValueError) as other:
+        dense.load_model(path)
+    assert str(caught.value).startswith(f"path: {path}") and str(other.value) == str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("value", FOREIGN)
+@pytest.mark.parametrize("name", [*WHOLE, *LENGTHS, *REAL])
+def test_a_field_that_is_no_number_is_named_with_its_value(whole, tmp_path, name, value):
+    if value == "2^31" and name == "rope.freq_base":
+        pytest.skip("frequencies of that base there may be")
+    kind, content = FOREIGN[value]
+    message = refusal_of(tmp_path / "m.gguf", with_field(whole[0], f"llama.{name}", kind, content))
+    assert f"llama.{name} " in message, message
+
+
+@pytest.mark.parametrize(("name", "value"), [("block_count", 3), ("attention.head_count", 2), ("vocab_size", 97)])
+def test_a_number_that_the_tensors_contradict_is_named(whole, tmp_path, name, value):
+    raw = with_field(whole[0], f"llama.{name}", U32, struct.pack("<I", value))
+    message = refusal_of(tmp_path / "m.gguf", raw)
+    assert name in message and f" {value}" in message, message
+
+
+@pytest.mark.parametrize("value", [0, 1, 3, 24, 1 << 31, (1 << 32) - 1])
+def test_an_alignment_that_is_none_is_named(whole, tmp_path, value):
+    message = refusal_of(tmp_path / "m.gguf", with_field(whole[0], "general.alignment", U32, struct.pack("<I", value)))
+    assert f"general.alignment is {value}; expected a power of two" in message
+
+
+@pytest.mark.parametrize("key", ["general.architecture", "general.alignment", "split.count", "tokenizer.ggml.tokens"])
+def test_a_general_field_of_another_type_is_named(whole, tmp_path, key):
+    message = refusal_of(tmp_path / "m.gguf", with_field(whole[0], key, F32, struct.pack("<f", 0.5)))
+    assert f"{key} is 0.5" in message
+
+
+def test_offsets_that_overlap_or_are_not_aligned_are_named(whole, tmp_path):
+    raw, name = whole[0], b"blk.0.attn_k.weight"
+    at = raw.index(name) + len(name) + 4 + 2 * 8 + 4
+    for offset in (0, 7, 1 << 63, (1 << 64) - 1):
+        message = refusal_of(tmp_path / "m.gguf", raw[:at] + struct.pack("<Q", offset) + raw[at + 8 :])
+        assert f"{name.decode()} has offset {offset}; expected " in message
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (1 << 62, 64), (1 << 32, 1 << 32), (33, 64), (64, 65)])
+def test_shapes_that_the_file_cannot_hold_are_named(whole, tmp_path, shape):
+    raw, name = whole[0], b"blk.0.attn_q.weight"
+    at = raw.index(name) + len(name) + 4
+    message = refusal_of(tmp_path / "m.gguf", raw[:at] + struct.pack("<2Q", *shape) + raw[at + 16 :])
+    assert "attn_q.weight" in message or "blk.0.attn_k.weight has offset" in message
+
+
+def test_one_name_twice_is_refused(whole, tmp_path):
+    raw = with_field(whole[0], "llama.block_c0unt", U32, struct.pack("<I", 2))
+    message = refusal_of(tmp_path / "m.gguf", raw.replace(b"llama.block_c0unt", b"llama.block_count"))
+    assert "is 'llama.block_count'; expected one that no other field has" in message
+    message = refusal_of(tmp_path / "m.gguf", whole[0].replace(b"blk.0.attn_q.weight", b"blk.0.attn_k.weight"))
+    assert "is 'blk.0.attn_k.weight'; expected one that no other tensor has" in message
+
+
+def damaged(raw: bytes, begin: int, choose: random.Random) -> bytes:
+    """The file with something else in its head."""
+    data = bytearray(raw)
+    for _ in range(choose.choice((1, 1, 1, 2, 4))):
+        at, kind = choose.randrange(begin), choose.randrange(6)
+        if kind == 0:
+            data[at] ^= 1 << choose.randrange(8)
+        elif kind == 1:
+            data[at : at + 4] = struct.pack("<I", choose.choice(EDGES) & 0xFFFFFFFF)
+        elif kind == 2:
+            data[at : at + 8] = struct.pack("<Q", choose.choice(EDGES))
+        elif kind == 3:
+            del data[at : at + choose.randrange(1, 40)]
+        elif kind == 4:
+            data[at:at] = choose.randbytes(choose.randrange(1, 40))
+        else:
+            other, length = choose.randrange(begin), choose.randrange(1, 64)
+            data[at : at + length] = data[other : other + length]
+    return bytes(data if choose.random() < 0.95 else data[: choose.randrange(len(data))])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_a_head_holds_is_read_or_refused_in_a_sentence(whole, tmp_path, seed):
+    choose, path, refused = random.Random(seed), tmp_path / "m.gguf", 0
+    for _ in range(100):
+        path.write_bytes(damaged(*whole, choose))
+        try:
+            model = from_gguf(path)
+        except ValueError as error:
+            refused += 1
+            assert str(error).startswith(f"path: {path}") and len(str(error)) < 1500, error
+        else:
+            with torch.no_grad():
+                model(torch.tensor([[1, 2, 3]]))
+    assert refused > 80
