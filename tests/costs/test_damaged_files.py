@@ -6,12 +6,12 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from json_damage import leaves, replaced
 from models import noised, prompts, tiny
 
 import gsd_kernels as gsd
@@ -66,12 +66,6 @@ def place(kept, tmp_path, monkeypatch) -> Path:
     return tmp_path / kept[0]
 
 
-def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The way to everything inside a JSON value."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(found for key, child in inner for found in leaves(child, (*path, key)))]
-
-
 @st.composite
 def damage(draw, whole: bytes) -> bytes:
     """The file with one thing wrong."""
@@ -81,14 +75,13 @@ def damage(draw, whole: bytes) -> bytes:
     if kind == "bytes":
         return draw(st.binary(max_size=40) | st.just(b"[" * 100_000) | st.just(b"\xff\xfe{}"))
     data = json.loads(whole)
-    *way, last = draw(st.sampled_from(leaves(data)[1:]))
+    way = draw(st.sampled_from(leaves(data)[1:]))
+    if kind != "missing":
+        return json.dumps(replaced(data, way, draw(JSON))).encode()
     inside = data
-    for key in way:
+    for key in way[:-1]:
         inside = inside[key]
-    if kind == "missing":
-        del inside[last]
-    else:
-        inside[last] = draw(JSON)
+    del inside[way[-1]]
     return json.dumps(data).encode()
 
 

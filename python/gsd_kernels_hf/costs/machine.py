@@ -45,8 +45,8 @@ def _once(device: torch.device, name: str, between: tuple[float, float], measure
     document = Document("machine", {**machine(device), "type": device.type})
     key = (document.path, str(device), name)
     if key not in _known:
-        found = document.read().get(name)
-        if not isinstance(found, float) or not between[0] < found < between[1]:
+        found = document.number(name, *between)
+        if found is None:
             found = measure()
             document.write({name: found})
         _known[key] = found

@@ -19,12 +19,14 @@ import numpy as np
 
 from gsd_kernels import GraphConfig
 
+from . import numbers
 from .prior import CostPrior
 
 # Row counts, of all sequences together, at which seconds are known: 1, 2, 3 … 16, 24, 32, 48 … 16384. Kernels take
 # several rows at a time, so 11 may cost what 8 do, and 12 more.
 ROW_COUNTS = np.union1d(np.arange(1.0, 17.0), np.append(2.0 ** np.arange(15), 3.0 * 2.0 ** np.arange(13)))
 LOG2_ROWS = np.log2(ROW_COUNTS)
+MAX_MEAN = 20.0  # of log seconds: further from its prior no machine is
 PLAIN = "plain"  # among the names of shapes: no speculation
 
 
@@ -117,14 +119,14 @@ class LogTimeFilter:
             excess = np.sqrt(np.maximum(diagonal / self.prior_variance, 1.0))
             covariance = covariance / (excess[:, None] * excess)
         cross = covariance @ weights
-        variance = float(weights @ cross)
+        variance = max(float(weights @ cross), 0.0)  # digits that a file left out may make it a little less
         innovation = residual - float(weights @ self.mean)
         innovation -= self._slowdown(innovation, math.sqrt(variance + noise * noise))
         if innovation < -settings.faster_stds * math.sqrt(variance + noise * noise):
             # The machine was busy and is no longer: all else was seen too slow as well.
             covariance = covariance + innovation**2 * np.outer(self.common, self.common)
             cross = covariance @ weights
-            variance = float(weights @ cross)
+            variance = max(float(weights @ cross), 0.0)
         variance += noise * noise + settings.slow_variance_share * max(innovation, 0.0) ** 2
         self.mean = self.mean + cross * (innovation / variance)
         part = cross / math.sqrt(variance)
@@ -153,13 +155,8 @@ class LogTimeFilter:
         Raises:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.
         """
-        mean, covariance = np.array(data["mean"], dtype=float), np.array(data["covariance"], dtype=float)
-        if mean.shape != self.mean.shape or covariance.shape != self.covariance.shape:
-            raise ValueError("costs: another number of values")
-        if not (np.isfinite(mean).all() and np.isfinite(covariance).all() and (abs(mean) < 20).all()):
-            raise ValueError("costs: values that no machine has")
-        if (covariance.diagonal() < 0).any() or (covariance.diagonal() > 2 * self.prior_variance + 1).any():
-            raise ValueError("costs: not a covariance")
+        mean = numbers.array("mean", data["mean"], self.mean.shape, -MAX_MEAN, MAX_MEAN)
+        covariance = numbers.covariance("covariance", data["covariance"], 2 * self.prior_variance + 1)
         self.mean, self.covariance = mean, covariance
 
 
@@ -311,9 +308,14 @@ class CostModel:
         Raises:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.
         """
-        if tuple(data["names"]) != self.names:
-            raise ValueError("costs: of other shapes")
-        steps, timed = int(data["steps"]), {str(name): int(n) for name, n in data["timed"].items()}
+        if data["names"] != list(self.names):
+            raise ValueError("names: of other shapes")
+        steps = numbers.count("steps", data["steps"])
+        timed = {
+            name: numbers.count(f"timed {name}", n) for name, n in numbers.table("timed", data["timed"], int).items()
+        }
+        if not timed.keys() <= self.index.keys() or sum(timed.values()) != steps:
+            raise ValueError("timed: of other shapes, or not as many as steps")
         before = self.target.mean, self.target.covariance
         self.target.load(data["target"])
         try:

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from ..files import write_text
+from . import numbers
 
 logger = logging.getLogger("gsd_kernels")
 
 VERSION = 8
+MAX_BYTES = 4 << 20  # of a file: of 24 sections some hundred thousand are written
 MAX_SECTIONS = 24  # of a file; the oldest ones go
 WRITE_INTERVAL_SECONDS = 5.0  # between two writes of a file, at least
 
@@ -58,16 +60,31 @@ class Document:
         try:
             if self.path.exists() and not self.path.is_file():  # a pipe would be waited for
                 raise ValueError("not a file")
-            data = json.loads(self.path.read_text(encoding="utf-8"))
+            with self.path.open("rb") as file:
+                raw = file.read(MAX_BYTES + 1)
+            if len(raw) > MAX_BYTES:
+                raise ValueError(f"more than {MAX_BYTES} bytes")
+            data = json.loads(raw.decode())
             if not isinstance(data, dict) or not isinstance(data.get("sections"), dict):
                 raise ValueError("no sections")
             # Another version's, or another pair's of the same digest: nothing is damaged.
             return data["sections"] if data.get("version") == VERSION and data.get("about") == self.about else {}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError, MemoryError) as error:
             self.ignore(error)
             return {}
+
+    def number(self, name: str, least: float, most: float) -> float | None:
+        """A section that is a number; ``None`` where there is none, or one that cannot be (one warning)."""
+        found = self.read().get(name)
+        if found is None:
+            return None
+        try:
+            return numbers.number(name, found, least, most)
+        except ValueError as error:
+            self.ignore(error)
+            return None
 
     def ignore(self, error: Exception) -> None:
         """Say once that what was kept cannot be used."""

@@ -16,8 +16,10 @@ import torch
 
 from gsd_kernels import GraphConfig
 
+from ..costs import numbers
 from ..sources.weights import Calibration
 
+MAX_HITS = 1e12  # a count beyond it is none
 MISS, UNKNOWN = -1, -2  # in the place of a rank
 
 
@@ -202,24 +204,29 @@ class AcceptanceModel:
         Raises:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.
         """
+        size = self.branch, len(Calibration.EDGES) + 1
         hits, expected = (
-            {name: np.array(data[part][name], dtype=float) for name in self.hits} for part in ("hits", "expected")
+            # A count begins with its prior's, and never falls below it.
+            {
+                name: numbers.array(part, data[part][name], size, 0.999 * prior.hits, MAX_HITS)
+                for name, prior in PRIORS.items()
+            }
+            for part in ("hits", "expected")
         )
         pools = {}
         for name in self.pools:
             profiles, picks = data["pools"][name]
-            pools[name] = Pool(np.array(profiles, dtype=float), np.array(picks, dtype=int))
-        accepted = {str(name): (float(a), float(b)) for name, (a, b) in data["accepted"].items()}
-        for table in (*hits.values(), *expected.values()):
-            if table.shape != (self.branch, len(Calibration.EDGES) + 1) or not (table > 0).all():
-                raise ValueError("acceptance: tables of another size")
-        for pool in pools.values():
-            rows, picks = pool.profiles, pool.picks
-            fits = rows.ndim == 2 and rows.shape[1] == self.branch and 0 < len(rows) <= SETTINGS.max_profiles
-            if not fits or not ((rows >= 0) & (rows <= 1)).all():
-                raise ValueError("acceptance: profiles of another size, or no probabilities")
-            if picks.shape != rows.shape[:1] or not ((picks >= UNKNOWN) & (picks < self.branch)).all():
-                raise ValueError("acceptance: picks of another number, or no ranks")
+            rows = numbers.array("profiles", profiles, (None, self.branch), 0.0, 1.0)
+            ranks = numbers.array("picks", picks, (len(rows),), UNKNOWN, self.branch - 1)
+            if not 0 < len(rows) <= SETTINGS.max_profiles or (ranks % 1).any():
+                raise ValueError("pools: of another size, or picks that are no ranks")
+            pools[name] = Pool(rows, ranks.astype(int))
+        found = numbers.table("accepted", data["accepted"], list)
+        if not found.keys() <= PRIORS.keys():
+            raise ValueError("accepted: of other kinds")
+        # Less than a token could cancel what a kind begins with.
+        pairs = {name: numbers.array("accepted", pair, (2,), -1.0, MAX_HITS) for name, pair in found.items()}
+        accepted = {name: (float(pair[0]), float(pair[1])) for name, pair in pairs.items()}
         self.hits, self.expected, self.pools, self.accepted = hits, expected, pools, accepted
         self.counted = object()
 

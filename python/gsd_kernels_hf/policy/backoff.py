@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..costs import numbers
+
 MAX_WAIT_STEPS = 1024
 
 
@@ -40,7 +42,5 @@ class Backoff:
         Raises:
             ValueError, KeyError, TypeError: it is not that.
         """
-        wait, next_wait = int(data["wait"]), int(data["next_wait"])
-        if not 1 <= next_wait <= MAX_WAIT_STEPS or wait < 0:
-            raise ValueError("experience: values out of range")
-        return wait, next_wait
+        wait = numbers.count("wait", data["wait"], most=MAX_WAIT_STEPS)
+        return wait, numbers.count("next_wait", data["next_wait"], least=1, most=MAX_WAIT_STEPS)

@@ -21,6 +21,7 @@ import torch
 from gsd_kernels import GraphConfig
 from gsd_kernels.names import fields_named
 
+from ..costs import numbers
 from ..costs.model import PLAIN, CostModel
 from .acceptance import AcceptanceModel
 from .backoff import Backoff
@@ -126,10 +127,9 @@ class RowExperience(Backoff):
         Raises:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.
         """
-        tokens, rows, off = float(data["tokens"]), float(data["rows"]), bool(data["off"])
-        wait, next_wait = self.from_dict(data)
-        if not 1.0 <= tokens <= 1.0 + (self.shape.max_path or 0) or not 1.0 <= rows <= self.shape.max_rows:
-            raise ValueError("experience: a step of which the shape is incapable")
+        tokens = numbers.number("tokens", data["tokens"], 1.0, 1.0 + (self.shape.max_path or 0))
+        rows = numbers.number("rows", data["rows"], 1.0, self.shape.max_rows)
+        off, (wait, next_wait) = numbers.flag("off", data["off"]), self.from_dict(data)
         self.edges.load(data["edges"])
         self.tokens, self.rows, self.off, self.wait, self.next_wait = tokens, rows, off, wait, next_wait
 

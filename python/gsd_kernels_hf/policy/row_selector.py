@@ -18,6 +18,7 @@ from torch import Tensor
 from gsd_kernels import GraphConfig, Rows, TokenGraph
 from gsd_kernels.ops.select_rows import FEATURES, LogisticPosterior, select_rows, update_edge_model
 
+from ..costs import numbers
 from ..records import Verified
 
 
@@ -64,19 +65,12 @@ class EdgeModel:
         Raises:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.
         """
-        weights, covariance = (torch.tensor(data[name], dtype=torch.float64) for name in ("weights", "covariance"))
-        if weights.shape != (FEATURES,) or covariance.shape != (FEATURES, FEATURES):
-            raise ValueError("edge model: another number of weights")
-        # Comparisons with NaN are false.
-        variances = covariance.diagonal()
-        most = 2 * self.posterior.prior
-        if not ((weights.abs() <= self.settings.max_weight).all() and (variances >= 0).all()):
-            raise ValueError("edge model: weights that none has")
-        if not (variances <= most).all():
-            raise ValueError("edge model: variances that none has")
-        if not torch.equal(covariance, covariance.T) or torch.linalg.eigvalsh(covariance)[0] < -1e-9:
-            raise ValueError("edge model: not a covariance")
-        self.posterior = self.posterior._replace(weights=weights, covariance=covariance)
+        most = self.settings.max_weight
+        weights = numbers.array("weights", data["weights"], (FEATURES,), -most, most)
+        covariance = numbers.covariance("covariance", data["covariance"], 2 * self.posterior.prior.numpy())
+        self.posterior = self.posterior._replace(
+            weights=torch.from_numpy(weights), covariance=torch.from_numpy(covariance)
+        )
 
 
 class RowSelector:

@@ -23,6 +23,7 @@ import numpy as np
 from gsd_kernels import GraphConfig
 from gsd_kernels.names import fields_named
 
+from ..costs import numbers
 from ..costs.model import PLAIN, CostModel
 from .acceptance import AcceptanceModel, TreeForecast, kind_of
 from .backoff import Backoff
@@ -123,10 +124,13 @@ class ShapeExperience(Backoff):
         Raises:
             ValueError, KeyError, TypeError: it is not that; nothing was taken over.
         """
-        last = {str(batch): str(name) for batch, name in data["last"].items()}
+        last = numbers.table("last", data["last"], str)
+        if not set(last.values()) <= self.costs.index.keys():
+            raise ValueError("last: of other shapes")
         wait, next_wait = self.from_dict(data)
         self.acceptance.load(data["acceptance"])
-        self.last, self.wait, self.next_wait = last, wait, next_wait
+        self.last = dict([*last.items()][-self.settings.remembered_batch_sizes :])
+        self.wait, self.next_wait = wait, next_wait
         self.predicted = None
 
     def keep(self, batch: int, name: str) -> None:

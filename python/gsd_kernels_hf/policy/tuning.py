@@ -18,7 +18,8 @@ from gsd_kernels import GraphConfig, flatten
 from gsd_kernels.graph import pack_bits
 
 from .. import validate
-from ..costs.model import PLAIN, CostModel
+from ..costs import numbers
+from ..costs.model import PLAIN, ROW_COUNTS, CostModel
 from ..costs.pair import COSTS, describe
 from ..model import properties
 from ..model.fused import rows_of
@@ -41,6 +42,7 @@ SLOW_SECONDS = 0.3  # twice this in a warm-up: one run is enough
 MAX_FORWARDS = 8.0  # row counts behind the first that costs this many plain forwards are not measured
 OTHER_FACTOR = 1.25  # all else in a step over its draft alone: verification, commit and the loop come on top
 CHOSEN_ROWS = (2, 4, 6, 12, 16)  # row counts measured as well, where rows are chosen one by one
+SECONDS = 1e-9, 1e5  # of a step's part, at least and at most
 WEIGHT_STEPS = 2  # a tuned measurement, which is a median, is weighted as this many observed steps
 
 
@@ -61,11 +63,15 @@ class StepCosts:
     @classmethod
     def of(cls, data: dict[str, Any]) -> StepCosts:
         """From JSON."""
-        target = {int(rows): float(seconds) for rows, seconds in data["target"].items()}
-        draft = {str(name): float(seconds) for name, seconds in data["draft"].items()}
-        if not target or min([*target.values(), *draft.values()]) <= 0:
-            raise ValueError("tuned: no seconds")
-        return cls(target, draft, dict(data["about"]))
+        target, draft = (
+            {name: numbers.number("seconds", n, *SECONDS) for name, n in numbers.table(part, data[part], float).items()}
+            for part in ("target", "draft")
+        )
+        if not target or not all(rows.isdecimal() and 0 < int(rows) <= ROW_COUNTS[-1] for rows in target):
+            raise ValueError("target: expected seconds by rows")
+        if type(data["about"]) is not dict:
+            raise ValueError("about: expected what was measured")
+        return cls({int(rows): seconds for rows, seconds in target.items()}, draft, data["about"])
 
     def teach(self, costs: CostModel, batch: int, prefix: int) -> None:
         """Let the cost model learn it, as if steps had taken this."""
