@@ -24,6 +24,9 @@ SHIPPED = Path(__file__).resolve().parents[2] / "bench/drafters/chat"
 GGUF = ".gguf"
 """How the name of a file with a packed model ends."""
 
+MAX_DIGITS = 18
+"""Of a number in a file's metadata; more is no count of anything."""
+
 CONFIGS = ("config.json", "adapter_config.json")
 """One of them makes a folder a model's: a checkpoint's, or an adapter's that names its base."""
 
@@ -214,7 +217,7 @@ def number_in(about: dict[str, str], name: str) -> int:
     Raises:
         KeyError: it is not there, or no number.
     """
-    if not about[name].isdecimal():
+    if not about[name].isdecimal() or len(about[name]) > MAX_DIGITS:
         raise KeyError(about[name])
     return int(about[name])
 

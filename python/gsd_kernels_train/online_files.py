@@ -13,7 +13,8 @@ from gsd_kernels_hf.files import damaged, number_in, open_saved, write_file
 
 FORMAT = "gsd_kernels online learner"
 VERSION = 1
-PARTS = ("weight", "exp_avg", "exp_avg_sq")
+SQUARES = "exp_avg_sq"
+PARTS = ("weight", "exp_avg", SQUARES)
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,16 @@ def read_learned(file: Path, parameters: dict[str, Tensor], base: str) -> Learne
                 "was saved for it"
             )
         taken = number_in(about, "taken")
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
-    expected = {f"{part}.{name}": p for name, p in parameters.items() for part in PARTS}
-    same = tensors.keys() == expected.keys() and all(
-        (t.shape, t.dtype) == (expected[name].shape, expected[name].dtype) and bool(t.isfinite().all())
+        expected = {f"{part}.{name}": p for name, p in parameters.items() for part in PARTS}
+        sizes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 (not a dict)
+        same = sizes == {name: list(p.shape) for name, p in expected.items()}
+        tensors = {name: opened.get_tensor(name) for name in expected} if same else {}
+    fine = same and all(
+        t.dtype == expected[name].dtype
+        and bool(t.isfinite().all())
+        and not (name.startswith(SQUARES) and bool((t < 0).any()))
         for name, t in tensors.items()
     )
-    if not same or taken < 1:
+    if not fine or taken < 1:
         raise damaged("learner", file, "its tensors are not the draft's")
     return Learned(tensors, taken)

@@ -109,6 +109,29 @@ def test_what_is_interrupted_leaves_no_folder(installed, readings, monkeypatch):
     assert (smollm2.folder(progress=False) / "config.json").is_file() and len(readings) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b""),
+        ("config.json", b"[]"),
+        ("config.json", None),
+        ("tokenizer.json", b"[" * 100_000),
+        ("tokenizer_config.json", b"\xff"),
+        ("model.safetensors", b"\xff" * 64),
+        ("model.safetensors", None),
+    ],
+)
+def test_a_folder_that_was_damaged_is_unpacked_anew_and_the_log_says_so(installed, readings, caplog, name, content):
+    file = smollm2.folder(progress=False) / name
+    whole = file.read_bytes()
+    file.unlink() if content is None else file.write_bytes(content)
+    assert (smollm2.folder(progress=False) / name).read_bytes() == whole and len(readings) == 2
+    assert len(caplog.records) == 1 and f"ignoring {file.parent}, which cannot be used" in caplog.text
+    file.write_bytes(whole[: len(whole) // 2])
+    smollm2.folder(progress=False)
+    assert len(readings) == 3
+
+
 def test_a_chat_goes_up_to_where_the_model_answers():
     tokenizer = demo.load()[2]
     tokenizer.chat_template = smollm2.TEMPLATE

@@ -222,12 +222,16 @@ def test_bad_files_are_refused_by_name(target, draft, expected, tmp_path):
             ({"version": "x"}, "damaged"),
             ({"base": "0"}, "of another draft"),
             ({"taken": "0"}, "damaged"),
+            ({"taken": "9" * 5000}, "damaged"),
         ):
             save_file(tensors, bad, metadata={**about, **change})
             refused(message)
         save_file({**tensors, name: tensors[name][:1].clone()}, bad, metadata=about)
         refused("its tensors are not the draft's")
         save_file({**tensors, name: tensors[name] * float("nan")}, bad, metadata=about)
+        refused("its tensors are not the draft's")
+        squares = next(name for name in tensors if name.startswith("exp_avg_sq"))
+        save_file({**tensors, squares: tensors[squares] - 1.0}, bad, metadata=about)
         refused("its tensors are not the draft's")
         bad.write_bytes(file.read_bytes()[:-7])
         refused("damaged")

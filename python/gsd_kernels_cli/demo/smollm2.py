@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
+import json
+import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -97,6 +99,9 @@ def folder(*, progress: bool = True) -> Path:
     with (made.parent / f"{made.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not _is_whole(made):
+            if made.exists():
+                logger.warning("ignoring %s, which cannot be used (%s): unpacking anew", made, _damage(made))
+                shutil.rmtree(made)
             _convert(gguf_path(), made, progress)
     return made
 
@@ -158,7 +163,21 @@ def folder_path() -> Path:
 
 
 def _is_whole(made: Path) -> bool:
-    return (made / "config.json").is_file()  # written as a whole or not at all
+    return made.is_dir() and _damage(made) is None  # written as a whole or not at all
+
+
+def _damage(made: Path) -> str | None:
+    """Why an unpacked folder cannot be used, by what its files begin with and how long they are; else ``None``."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            if not isinstance(json.loads((made / name).read_bytes()), dict):
+                return f"{name} is no table"
+        with safe_open(made / "model.safetensors", framework="pt"):
+            return None
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def _convert(file: Path, made: Path, progress: bool) -> None:

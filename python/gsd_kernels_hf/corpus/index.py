@@ -21,6 +21,7 @@ HEADER = "corpus.json"
 FORMAT = "gsd_kernels corpus"
 VERSION = 1
 ARRAYS = ("text", "order", "following")
+MAX_HEADER = 1 << 20  # bytes: it has some hundred
 BLOCK = 4096  # bytes
 BLOCKS = 16  # of every array that are compared when it is opened, the first and the last among them
 PROBE = "def f(x):\n    return {'a': [1.5, \"é\"]}  # 東京\n"
@@ -49,6 +50,17 @@ class Header:
     largest_token: int
     tokenizer: str
     arrays: dict[str, dict[str, Any]]
+
+    def whole(self) -> bool:
+        """Whether every value is of its type."""
+        counts = self.tokens, self.entries, self.documents, self.vocab_size, self.largest_token
+        arrays = self.arrays if isinstance(self.arrays, dict) else {}
+        return (
+            all(type(count) is int and count >= 0 for count in counts)
+            and isinstance(self.tokenizer, str)
+            and arrays.keys() == set(ARRAYS)
+            and all(isinstance(array, dict) and array.keys() == {"bytes", "sample"} for array in arrays.values())
+        )
 
 
 def fingerprint(tokenizer: Any) -> str:
@@ -101,9 +113,13 @@ def read_header(folder: Path) -> Header:
         raise ValueError(f"corpus: {folder} holds no index ({HEADER} is not there); write one with gsd-kernels index")
     damaged = f"corpus: {file} is damaged; index the files anew"
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        with file.open("rb") as opened:
+            raw = opened.read(MAX_HEADER + 1)
+        if len(raw) > MAX_HEADER:
+            raise ValueError(f"more than {MAX_HEADER} bytes")
+        values = json.loads(raw.decode())
         digest, kind, version = values.pop("sha256"), values.pop("format"), values.pop("version")
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(damaged) from error
     if kind != FORMAT or not isinstance(version, int):
         raise ValueError(f"corpus: {file} is no index of gsd_kernels; write one with gsd-kernels index")
@@ -113,7 +129,8 @@ def read_header(folder: Path) -> Header:
         header = Header(**values)
     except TypeError as error:
         raise ValueError(damaged) from error
-    if digest != _digest({"format": kind, "version": version, **values}) or header.max_match != MAX_MATCH:
+    same = digest == _digest({"format": kind, "version": version, **values}) and header.max_match == MAX_MATCH
+    if not same or not header.whole():
         raise ValueError(damaged)
     return header
 
