@@ -97,6 +97,37 @@ def test_a_damaged_file_changes_no_text_and_stops_nothing(data, pair, plain, kep
     assert len(messages) <= 1 and all(str(place) in message for message in messages), messages
 
 
+def section(whole: bytes, begin: str) -> tuple[dict, str]:
+    """The file, and the name of its section that begins so."""
+    data = json.loads(whole)
+    return data, next(name for name in data["sections"] if name.startswith(begin))
+
+
+@pytest.mark.parametrize(
+    ("begin", "way", "value"),
+    [
+        ("costs", ("target", "covariance", 0, 1), 1e3),
+        ("costs", ("other", "covariance", 0, 0), -1.0),
+        ("costs", ("steps",), -8),
+        ("learned", ("acceptance", "accepted"), {"model": [-10.0, -10.0], "lookup": [-16.0, -16.0]}),
+        ("learned", ("acceptance", "hits", "model", 0, 0), 0.0),
+        ("tuned", ("target", "1"), float("nan")),
+        ("tuned", ("target", "1"), -1.0),
+        ("costs", ("names", 0), "a" * store.MAX_BYTES),
+    ],
+)
+def test_numbers_that_none_has_are_ignored_with_one_line(begin, way, value, pair, plain, kept, place, caplog):
+    data, name = section(kept[1], begin)
+    place.write_text(json.dumps(replaced(data, ("sections", name, *way), value)))
+    with caplog.at_level(logging.WARNING, logger="gsd_kernels"):
+        assert torch.equal(decoded(pair), plain)
+        if begin == "tuned":
+            gsd.tune(*pair)
+    assert len(caplog.records) == 1 and str(place) in caplog.text
+    caplog.clear()
+    assert torch.equal(decoded(pair), plain) and not caplog.records  # what was written since is whole
+
+
 @pytest.mark.parametrize("what", ["directory", "full directory", "unreadable", "pipe", "dead link", "link in a ring"])
 def test_what_is_no_file_costs_at_most_one_warning(what, pair, plain, kept, place, caplog):
     if "directory" in what:

@@ -54,7 +54,10 @@ def test_the_oldest_sections_go():
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "null", '{"version": 2}', '{"sections": 3, "version": 2}', b"\xff\xfe\x00", "[" * 100_000, "NaN"],
+    [
+        *("", "{", "[]", "null", '{"version": 2}', '{"sections": 3, "version": 2}', b"\xff\xfe\x00", "[" * 100_000),
+        *("NaN", '{"sections": {"x": NaN}}', '{"sections": {"x": [-Infinity]}}', '{"sections": {"x": 1e999}}'),
+    ],
 )
 def test_a_damaged_file_is_ignored_with_one_warning_and_replaced(content, caplog):
     document = Document("pair", {"a": 1})

@@ -11,6 +11,7 @@ import atexit
 import hashlib
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -40,6 +41,14 @@ def cache_dir() -> Path:
     return platformdirs.user_cache_path("gsd_kernels", appauthor=False)
 
 
+def _finite(text: str) -> float:
+    """A number of a file; one that cannot be written again would keep its whole file from being written."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is no number")
+    return value
+
+
 class Document:
     """A JSON object on disk.
 
@@ -64,7 +73,7 @@ class Document:
                 raw = file.read(MAX_BYTES + 1)
             if len(raw) > MAX_BYTES:
                 raise ValueError(f"more than {MAX_BYTES} bytes")
-            data = json.loads(raw.decode())
+            data = json.loads(raw.decode(), parse_float=_finite, parse_constant=_finite)
             if not isinstance(data, dict) or not isinstance(data.get("sections"), dict):
                 raise ValueError("no sections")
             # Another version's, or another pair's of the same digest: nothing is damaged.

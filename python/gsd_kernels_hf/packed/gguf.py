@@ -45,8 +45,11 @@ def from_gguf(path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat
     tokenizer with the file's chat template. A matrix is multiplied as the dense one that its format defines, rounded to
     ``dtype``, bit for bit: nothing is quantised anew, activations are not quantised.
 
+    A file is read whole or refused: a tensor or a field of the head that the model would not use is an error that
+    names it. Tokens that end a turn or a message end a text, as in llama.cpp.
+
     Args:
-        path: of the file. It must stay there while the model is used.
+        path: of the file, of a split model's first one. It must stay there while the model is used.
         dtype: of activations, norms and what matrices stand for.
 
     Returns:
