@@ -72,7 +72,7 @@ const IsaKernels* avx2_kernels();
 const IsaKernels* avx512_kernels();
 const IsaKernels* avx512_bf16_kernels();
 const IsaKernels* amx_kernels();
-UnpackingProducts amx_unpacking();  // its products with packed weights, if there are tiles
+extern const UnpackingProducts kAmxUnpacking;  // its products with packed weights, if there are tiles
 const IsaKernels* soft_amx_kernels();  // never chosen, only asked for by name
 
 // Whether the system lets this process use tiles, asked for once; empty, or the reason.

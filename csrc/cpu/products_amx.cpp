@@ -18,9 +18,6 @@
 #define GSD_END_TARGET
 #endif
 
-// No compiler makes tile instructions of its own accord, so all of this may be compiled for them.
-GSD_BEGIN_TARGET("amx-tile,amx-bf16")
-
 namespace gsd {
 namespace {
 
@@ -53,6 +50,9 @@ void copy_part(const uint16_t* w, int64_t w_stride, int64_t outputs, int64_t inp
 }
 
 int64_t fewer(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// No compiler makes tile instructions of its own accord, so that tiles in software may be multiplied here too.
+GSD_BEGIN_TARGET("amx-tile,amx-bf16")
 
 // Tiles 0 … 3: sums of two tiles of outputs and two of rows; 4, 5: weights; 6, 7: rows.
 template <class Tiles>
@@ -105,6 +105,17 @@ void products(const void* packed, int64_t rows, int64_t k, const void* w, int64_
   }
 }
 
+#if GSD_X86 && defined(__linux__)
+#include "tiles.h"
+
+void hard_products(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin,
+                   int64_t end, float* out, int64_t out_stride, bool resident) {
+  products<HardTiles>(packed, rows, k, w, w_stride, begin, end, out, out_stride, resident);
+}
+#endif
+
+GSD_END_TARGET
+
 struct SoftTiles {
   char tile[8][1024];
 
@@ -148,17 +159,6 @@ const IsaKernels* soft_amx_kernels() {
 }
 
 #if GSD_X86 && defined(__linux__)
-namespace {
-
-#include "tiles.h"
-
-void hard_products(const void* packed, int64_t rows, int64_t k, const void* w, int64_t w_stride, int64_t begin,
-                   int64_t end, float* out, int64_t out_stride, bool resident) {
-  products<HardTiles>(packed, rows, k, w, w_stride, begin, end, out, out_stride, resident);
-}
-
-}  // namespace
-
 std::string amx_permission() {
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
   static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
@@ -171,7 +171,7 @@ const IsaKernels* amx_kernels() {
       "amx",
       {pairs->large[0], {kRowBlock, kWide, row_bytes, pack, hard_products, pairs->large[1].weighted}, pairs->large[2]},
       {pairs->small[0], pairs->small[1], pairs->small[2]},
-      pairs->decoders, amx_unpacking(), pairs->integers};
+      pairs->decoders, kAmxUnpacking, pairs->integers};
   return &kernels;
 }
 
@@ -181,5 +181,3 @@ const IsaKernels* amx_kernels() { return nullptr; }
 #endif
 
 }  // namespace gsd
-
-GSD_END_TARGET

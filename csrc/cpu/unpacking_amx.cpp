@@ -170,13 +170,14 @@ bool unpacking_of(const void* packed, int64_t rows, const Weights& w, int64_t be
 }
 
 #define GSD_OF(Kind) unpacking_of<UnitOf<Kind>>
+constexpr UnpackingProducts kUnpacking{GSD_BY_KIND(GSD_OF), 2 * kRowBlock};
 
 }  // namespace
-
-UnpackingProducts amx_unpacking() { return {GSD_BY_KIND(GSD_OF), 2 * kRowBlock}; }
 GSD_END_TARGET
+
+const UnpackingProducts kAmxUnpacking = kUnpacking;
 #else
-UnpackingProducts amx_unpacking() { return {}; }
+const UnpackingProducts kAmxUnpacking{};
 #endif
 
 }  // namespace gsd

@@ -1,0 +1,178 @@
+"""Processors without the levels' instructions: the library loads, and texts are exact.
+
+The first is read in the library as it was built. For the second QEMU stands in for older processors (Debian's
+qemu-user-static); it refuses instructions that they lack.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+import torch
+
+from gsd_kernels.backends import unavailable_reason
+from gsd_kernels.compiled import LIBRARIES
+
+MISSING = unavailable_reason("cpu", torch.device("cpu"))
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARY = ROOT / "gsd_kernels" / LIBRARIES["cpu"]
+QEMU = "qemu-x86_64-static"
+EXACT = (
+    "tests/engine/test_greedy_exactness.py::test_merge_edges_are_accepted_with_every_context[2]",
+    "tests/backends/test_decoder_levels.py::test_a_row_alone_and_among_others[avx2-qwen2-64-dtype1]",
+    "tests/ops/test_packed.py::test_products_have_the_bits_of_the_dense_matrix[avx2-q4_k-dtype1]",
+)
+"""One case each of texts, of rows and of packed weights: the emulator takes tens of seconds to import torch alone."""
+RUN = """
+import sys
+sys.modules["torchao"] = None  # which transformers would import, and nothing here needs
+from gsd_kernels import cpu_levels
+assert cpu_levels.active() == "avx2" and "AVX-512" in cpu_levels.levels()["avx512"]
+import pytest
+options = ("-o", "addopts=-q --strict-markers", "-p", "no:cacheprovider", "--assert=plain")
+sys.exit(pytest.main([*options, *sys.argv[1:]]))
+"""
+
+pytestmark = [
+    pytest.mark.skipif(MISSING is not None, reason=f"compiled CPU ops: {MISSING}"),
+    pytest.mark.skipif(os.uname().machine != "x86_64", reason="not an x86-64 machine"),
+]
+
+HARMLESS = ("endbr64", "tzcnt", "xgetbv")
+"""No-op on the baseline; ``bsf`` there, where the compiler knows of a bit; run after ``cpuid`` said that it may."""
+
+
+def output_of(*command: str | Path, stdin: str = "", status: int = 0) -> str:
+    done = subprocess.run([str(c) for c in command], input=stdin, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    return done.stdout + done.stderr
+
+
+def no_emulator() -> str | None:
+    """Why there is no processor to emulate, or ``None``."""
+    if shutil.which(QEMU) is None:
+        return f"no {QEMU} (Debian's package qemu-user-static)"
+    version = re.search(r"version (\d+)\.(\d+)", output_of(QEMU, "--version"))
+    if version is None or tuple(map(int, version.groups())) < (7, 2):
+        return f"{QEMU} is older than 7.2, which knows AVX2"
+    return None
+
+
+class Disassembly:
+    """Functions of a library without symbols, which its unwinding table delimits, and what leads where."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = library
+        frames = output_of("readelf", "--debug-dump=frames", library)
+        self.cuts = sorted({int(x, 16) for pair in re.findall(r"pc=(\w+)\.\.(\w+)", frames) for x in pair})
+        self.lines: dict[int, list[str]] = {}  # by the beginning of a function, what its instructions are
+        self.stubs: dict[int, str] = {}  # of the linkage table, by address: the symbol or address that they jump to
+        text = output_of("objdump", "--disassemble", "--no-show-raw-insn", library)
+        for section in text.split("Disassembly of section ")[1:]:
+            name, _, body = section.partition(":")
+            if name.startswith(".plt"):
+                stubs = re.findall(r"^0*(\w+) <(?:\*ABS\*\+0x)?(\S+)@plt>:", body, re.MULTILINE)
+                self.stubs |= {int(address, 16): symbol for address, symbol in stubs}
+                continue
+            for address, line in re.findall(r"^ +(\w+):\t(.*)", body, re.MULTILINE):
+                self.lines.setdefault(self.beginning(int(address, 16)), []).append(line)
+
+    def beginning(self, address: int) -> int:
+        """Of the function that ``address`` lies in; a few of the compiler's runtime have no entry in the table."""
+        place = bisect.bisect_right(self.cuts, address)
+        return self.cuts[place - 1] if place else 0
+
+    @cached_property
+    def symbols(self) -> dict[str, tuple[int, str]]:
+        """Addresses and types of the symbols that the library defines."""
+        listed = output_of("nm", "--dynamic", "--defined-only", self.library)
+        return {name: (int(address, 16), kind) for address, kind, name in map(str.split, listed.splitlines())}
+
+    @cached_property
+    def at_load(self) -> tuple[list[int], list[int]]:
+        """What runs while the library is loaded: static initialisers, and what chooses among clones of a function."""
+        sections = output_of("readelf", "--section-headers", "--wide", self.library)
+        start, size = (int(x, 16) for x in re.search(r"\.init_array +\w+ +(\w+) \w+ (\w+)", sections).groups())
+        relocations = output_of("objdump", "--dynamic-reloc", self.library)
+        listed = re.findall(r"^(\w+) +\w+_(RELATIVE|IRELATIVE) +\S*0x(\w+)$", relocations, re.MULTILINE)
+        initialisers = [value for place, _, value in listed if start <= int(place, 16) < start + size]
+        choosing = [int(value, 16) for _, kind, value in listed if kind == "IRELATIVE"]
+        choosing += [address for address, kind in self.symbols.values() if kind == "i"]
+        return [int(value, 16) for value in initialisers], choosing
+
+    def led_to(self, function: int, *, addresses: bool) -> set[int]:
+        """Functions that this one calls or jumps to, and with ``addresses`` those whose address it takes."""
+        found = set()
+        for line in self.lines[function]:
+            called = re.match(r"(?:\w+ )*(?:call|j\w+) +([0-9a-f]+) <", line)
+            taken = re.search(r"\blea .*# ([0-9a-f]+) <", line) if addresses else None
+            for match in filter(None, (called, taken)):
+                target = int(match[1], 16)
+                if target in self.stubs:
+                    target = self.symbols.get(self.stubs[target], (-1, ""))[0]
+                found.add(self.beginning(target))
+        return found & self.lines.keys()
+
+    def reached(self, roots: list[int], *, addresses: bool, known: frozenset[int] = frozenset()) -> frozenset[int]:
+        """All functions that lead on from ``roots`` but ``known`` ones."""
+        found, left = set(known), [self.beginning(root) for root in roots]
+        while left:
+            function = left.pop()
+            if function not in found:
+                found.add(function)
+                left += self.led_to(function, addresses=addresses)
+        return frozenset(found - known)
+
+    def beyond_the_baseline(self, functions: frozenset[int]) -> dict[str, str]:
+        """Instructions that the assembler refuses for x86-64 as it was in 2003: each, and the assembler's words."""
+        lines = {line for function in functions for line in self.lines[function]}
+        distinct = sorted({line.partition("#")[0].partition(" <")[0].strip() for line in lines})
+        distinct.append("vaddps %ymm0, %ymm0, %ymm0 ")
+        source = "\n".join([".arch generic64", *distinct, ""])
+        refused = output_of("as", "-o", os.devnull, "-", stdin=source, status=1)
+        complaints = re.findall(r":(\d+): Error: (.* is not supported on .*)", refused)
+        found = {distinct[int(line) - 2]: why for line, why in complaints}
+        assert found.pop(distinct[-1]), "the assembler looks at instruction sets"
+        return {line: why for line, why in found.items() if not line.startswith(HARMLESS)}
+
+
+@pytest.mark.skipif(None in map(shutil.which, ("objdump", "as")), reason="no binutils (objdump, as)")
+def test_what_runs_before_a_level_is_chosen_needs_the_baseline_alone():
+    found = Disassembly(LIBRARY)
+    initialisers, resolvers = found.at_load
+    listing = [address for name, (address, _) in found.symbols.items() if name.startswith("gsd_cpu_")]
+    # What chooses takes the addresses of what it chooses from; what registers the ops takes those of the ops.
+    choosing = found.reached(listing + resolvers, addresses=False)
+    others = found.reached(initialisers, addresses=True, known=choosing)
+    assert any("cpuid" in line for function in choosing for line in found.lines[function])
+    assert len(resolvers) > 5 and len(initialisers) > 10 and len(others) > 100
+    assert found.beyond_the_baseline(choosing) == {}
+    assert found.beyond_the_baseline(others) == {}
+    levels = found.lines.keys() - choosing - others
+    assert any("zmm" in line for function in levels for line in found.lines[function])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", ["Haswell", "EPYC-Rome"])
+def test_a_processor_without_avx_512_writes_exact_texts(processor):
+    missing = no_emulator()
+    if missing is not None:
+        pytest.skip(missing)
+    run = subprocess.run(
+        [QEMU, "-cpu", processor, sys.executable, "-c", RUN, *EXACT],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=ROOT,
+        # A level that this machine was told to use may not be there; plugins take as long to import as the tests.
+        env={**os.environ, "GSD_KERNELS_CPU_LEVEL": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )
+    assert run.returncode == 0 and f"{len(EXACT)} passed" in run.stdout, run.stdout + run.stderr[-2000:]
