@@ -194,6 +194,23 @@ def test_one_text_in_bfloat16_with_any_draft(batch, drafts):
         assert accepted[1] > 0 and sum(accepted[2:]) > 3, (name, accepted)
 
 
+@pytest.mark.parametrize(
+    ("name", "batch"), [("Qwen3_5ForCausalLM", 3), ("Zamba2ForCausalLM", 3), ("Qwen3_5ForCausalLM", 16)]
+)
+def test_texts_of_a_batch_in_bfloat16_do_not_depend_on_the_draft(name, batch):
+    """However many rows all sequences have together."""
+    target = tiny_configs.build(name, 4, vocab_size=VOCABULARY).to(torch.bfloat16)
+    assert block_of(target, "auto") > 0
+    given: dict = {**prompts(batch, 9, vocab=VOCABULARY), "max_new_tokens": 40, "do_sample": False}
+    given["eos_token_id"] = None
+    plain = gsd.generate(target, **given, graph_config="plain")
+    shape = gsd.GraphConfig(depth=4, width=3, branch=3, max_rows=48, merge_context=0, history_depth=4, history_width=3)
+    drafts = {"assistant_model": noised(target, 0.03), "draft_sources": ("model", "history")}
+    out = gsd.generate(target, **given, **drafts, graph_config=shape, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain)
+    assert sum(out.stats.accepted[1:]) > 40 and sum(out.stats.accepted[2:]) > 0
+
+
 class RowsOf:
     """A model behind 9 tokens of ``ids``, which takes rows step by step."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import tiny_configs
 import torch
 from models import noised, prompts, tiny
 from torch import nn
@@ -13,7 +14,7 @@ import gsd_kernels as gsd
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.ops.row_linear import row_linear
 from gsd_kernels_hf.model import linear
-from gsd_kernels_hf.model.linear import CpuLinear, widened_linear, with_cpu_linears
+from gsd_kernels_hf.model.linear import CpuLinear, RowLinear, widened_linear, with_cpu_linears
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,6 +55,18 @@ def test_models_that_keep_their_own_products():
     model.model.layers[0].forward = model.model.layers[0].forward  # as offloading does
     assert with_cpu_linears(model, "auto") is model
     assert not any(isinstance(m, CpuLinear) for m in with_cpu_linears(tiny(), "auto").modules()), "float64"
+
+
+@pytest.mark.parametrize("name", ["Zamba2ForCausalLM", "GemmaForCausalLM"])
+def test_functions_that_activations_keep_are_no_foreign_code(name):
+    """Their rows go through the operator, as it is said of them."""
+    model = tiny_configs.build(name, 4).float()
+    assert any("act" in vars(module) for module in model.modules())
+    kinds = {type(m) for m in with_cpu_linears(model, "auto", RowLinear).modules() if isinstance(m, nn.Linear)}
+    assert unavailable_reason("cpu", model.device) is not None or kinds == {RowLinear}
+    activation = next(module for module in model.modules() if "act" in vars(module))
+    activation.forward = activation.forward  # as offloading does
+    assert with_cpu_linears(model, "auto", RowLinear) is model
 
 
 def test_biases_adapters_and_hooks_still_count():

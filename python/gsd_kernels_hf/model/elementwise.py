@@ -44,6 +44,11 @@ def own_bits(wanted: bool, *, in_parts: bool = False) -> Iterator[None]:
         _here.now = before
 
 
+def are_own_bits_wanted() -> bool:
+    """Whether this thread is in an :func:`own_bits` that wants them."""
+    return _now()[0]
+
+
 def _now() -> tuple[bool, bool]:
     now: tuple[bool, bool] = getattr(_here, "now", (False, False))
     return now

@@ -45,7 +45,8 @@ def foreign(model: PreTrainedModel) -> str | None:
 def foreign_code(model: nn.Module, *, shipped: bool = True) -> str | None:
     """Code in a forward of ``model`` that neither transformers nor PyTorch brought, or that runs round all code.
 
-    ``shipped``: whether their own counts where it is a hook or lies on a module, as accelerate's does.
+    ``shipped``: whether their own counts where it is a hook or lies on a module, as accelerate's does. A function that a
+    module of theirs keeps under a name of its own, as activations do, is none that was put there.
     """
     cast, *modes = ambient(first_device(model))
     if cast is not None:
@@ -54,16 +55,22 @@ def foreign_code(model: nn.Module, *, shipped: bool = True) -> str | None:
         return f"a mode that PyTorch's operations go through, {modes[0].__qualname__}"
     for hook in foreign_global_hooks():
         return f"a hook of all modules, {described(hook)}"
-    for (name, _), put in zip(modules_of(model), put_on(model), strict=True):
+    for (name, module), put in zip(modules_of(model), put_on(model), strict=True):
         if not put.hooks and not put.functions:
             continue
         hooks = [*put.hooks.values(), *(put.functions[own] for own in put.functions if own == "forward")]
         if any(shipped or not is_shipped(hook) for hook in hooks):
             return f"{name or 'the model'} has a hook"
         for function, value in put.functions.items():
-            if shipped or not is_shipped(value):
+            if not is_shipped(value) or (shipped and not _is_kept(module, function, value)):
                 return f"{name or 'the model'} has a function of its own, {function}"
     return code_run_by(model).foreign
+
+
+def _is_kept(module: nn.Module, name: str, function: Any) -> bool:
+    """Whether a function stands in the place of none of the module's class, and reaches no other module."""
+    owner = getattr(function, "__self__", None)
+    return not hasattr(type(module), name) and not (isinstance(owner, nn.Module) and owner._modules)
 
 
 def layers_of(model: Any) -> list[Any]:

@@ -9,6 +9,7 @@ their time in conversions, and widening every weight once is several times faste
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from gsd_kernels.ops.row_linear import row_linear
 from gsd_kernels.ops.row_linear.api import FLOATS
 
 from . import proof
-from .elementwise import as_rows, plain
+from .elementwise import are_own_bits_wanted, as_rows, plain
 from .foreign import foreign_code
 from .view import with_children
 
@@ -54,9 +55,17 @@ class CpuLinear(nn.Linear):
 
 
 class RowLinear(CpuLinear):
-    """A :class:`CpuLinear` for one row too, and for all of a step: a row has the same bits alone and among them."""
+    """A :class:`CpuLinear` for one row too, and for all of a step: a row has the same bits alone and among them.
 
-    fewest, most = 1, MAX_ROWS
+    However many sequences have rows in a step; of a prompt, as many as one sequence's rows.
+    """
+
+    fewest = 1
+
+    @property
+    def most(self) -> int:  # type: ignore[override]
+        """Rows that the operator takes."""
+        return sys.maxsize if are_own_bits_wanted() else MAX_ROWS
 
     def forward(self, input: Tensor) -> Tensor:
         return as_rows(super().forward(plain(input)))
