@@ -22,7 +22,7 @@ from gsd_kernels.ops.step import FedRows
 from . import proof
 from .cache import GraphCache
 from .hidden import LAST, listening
-from .properties import CACHES, cache_argument, device_of
+from .properties import CACHES, cache_argument, device_of, logits_alone
 from .runner import Listener, RowModel
 
 BY_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -72,7 +72,7 @@ class PromptInputs:
         """The model's output of a prompt's forward, which fills ``cache``."""
         given = {**self.again(), cache_argument(model): cache}
         prepared = model.prepare_inputs_for_generation(self.input_ids, is_first_iteration=True, **given)
-        return model(**{**prepared, **kwargs}, return_dict=True)
+        return model(**{**prepared, **kwargs, **logits_alone(model)}, return_dict=True)
 
     def shorter(self) -> PromptInputs:
         """Without the last token, which is one of text."""
@@ -191,7 +191,7 @@ def _own(model: PreTrainedModel, inputs: PromptInputs) -> Tensor:
         kwargs = model._update_model_kwargs_for_generation(output, given, is_encoder_decoder=False)
         ids = torch.cat([ids, token[:, None]], 1)
         prepared = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
-        output = model(**prepared, return_dict=True)
+        output = model(**{**prepared, **logits_alone(model)}, return_dict=True)
         logits.append(output.logits[:, -1:])
     return torch.cat(logits, 1)
 

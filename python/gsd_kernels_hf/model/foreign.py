@@ -45,8 +45,8 @@ def foreign(model: PreTrainedModel) -> str | None:
 def foreign_code(model: nn.Module, *, shipped: bool = True) -> str | None:
     """Code in a forward of ``model`` that neither transformers nor PyTorch brought, or that runs round all code.
 
-    ``shipped``: whether their own counts where it is a hook or lies on a module, as accelerate's does. A function that a
-    module of theirs keeps under a name of its own, as activations do, is none that was put there.
+    ``shipped``: whether their own counts where it is a hook or lies on a module, as accelerate's does. A function that
+    a module of theirs keeps under a name of its own, as activations do, is none that was put there.
     """
     cast, *modes = ambient(first_device(model))
     if cast is not None:

@@ -23,7 +23,7 @@ from .cache import GraphCache
 from .identity import structure_of
 from .masks import Limits, Unserved, limits_of_mask
 from .once import modules_of, once
-from .properties import cache_argument, device_of, vocabulary
+from .properties import cache_argument, device_of, logits_alone, vocabulary
 from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import mixers_of, states_of, with_mixers
 from .recurrent.tree import RowTree
@@ -225,6 +225,8 @@ def _examine(model: PreTrainedModel) -> AttentionReport:
     except Exception as error:  # whatever it is: the model cannot be forwarded as graph rows are
         first = " ".join(str(error).split())[:200]
         problem = f"cannot be forwarded with graph rows ({type(error).__name__}: {first})"
+        if getattr(model.config, "return_dict", True) is False:
+            problem += ", nor by transformers while model.config.return_dict is False: set it to True"
         return AttentionReport(problem=problem, cause=error, passing=True)
 
 
@@ -285,6 +287,7 @@ def _forward(model: PreTrainedModel, *, poisoned: bool, length: int | Tensor | N
             **{cache_argument(model): cache},
             use_cache=True,
             graph=probe,
+            **logits_alone(model),
         )
     attends = bool(probe.calls or probe.without_graph)
     if cache.forms and not attends:

@@ -21,7 +21,7 @@ from gsd_kernels.graph import pack_bits
 
 from ..packed.modules import as_packed, rounds_rows, shape_of
 from .probe import examine, random_numbers_kept
-from .properties import cache_argument, device_of, vocabulary
+from .properties import cache_argument, device_of, logits_alone, vocabulary
 from .recurrent.by_depth import KINDS
 from .recurrent.mixers import mixers_of, states_of
 from .view import with_children
@@ -93,6 +93,7 @@ def _piece(model: PreTrainedModel, cache: DynamicCache, ids: Tensor, mask: Tenso
         **{cache_argument(model): cache},
         use_cache=True,
         return_dict=True,
+        **logits_alone(model),
     )
     logits: Tensor = output.logits
     return logits

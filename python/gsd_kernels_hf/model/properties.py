@@ -11,6 +11,7 @@ from transformers import LlamaModel, PretrainedConfig, PreTrainedModel
 
 from ..packed.modules import Packed
 
+OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")
 CACHES = ("cache", "past_key_values")  # arguments of a forward: from transformers 5.24 on, and before
 
 
@@ -56,6 +57,15 @@ def cache_argument(model: PreTrainedModel) -> str:
             if name in names:
                 return name
     raise AssertionError("transformers: LlamaModel.forward takes no cache")
+
+
+def logits_alone(model: PreTrainedModel) -> dict[str, bool]:
+    """Arguments of a forward that leave out what a config asks for beside logits.
+
+    Of a router's logits models make a loss, of all tokens that the mask has: a forward of rows has others.
+    """
+    configs = (model.config, model.config.get_text_config(decoder=True))
+    return {name: False for name in OUTPUTS if any(getattr(config, name, False) for config in configs)}
 
 
 def device_of(model: nn.Module) -> torch.device:

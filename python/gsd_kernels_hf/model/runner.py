@@ -20,7 +20,7 @@ from .hidden import LAST, listening
 from .launching import launch_attention
 from .linear import CpuLinear, RowLinear, with_cpu_linears
 from .probe import examine, kinds_of
-from .properties import cache_argument, device_of, vocabulary
+from .properties import cache_argument, device_of, logits_alone, vocabulary
 from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import Form, mixers_of, states_of, with_mixers
 from .recurrent.tree import RowTree
@@ -122,6 +122,7 @@ class RowModel(CachedText):
         super().__init__(model, cache, kv_start)
         self.configs = configs_of(model)  # switched for every forward by itself, and as they were in between
         self.cache_argument = cache_argument(model)
+        self.outputs = logits_alone(model)
         self.kinds = kinds_of(model)
         self.positions = examine(model).positions  # of a table that has an end
         cache.by_length |= examine(model).by_length
@@ -203,6 +204,7 @@ class RowModel(CachedText):
                     **{self.cache_argument: self.cache},
                     use_cache=True,
                     logits_to_keep=1,
+                    **self.outputs,
                 )
             self.cache.prompt_length = end
             if listener is not None:
@@ -253,6 +255,7 @@ class RowModel(CachedText):
                 use_cache=True,
                 logits_to_keep=keep,
                 graph=inputs,
+                **self.outputs,
             )
         inputs.check_complete()
         self.hidden = {layer: plain(states) for layer, states in hidden.items()}
