@@ -136,3 +136,41 @@ def test_what_is_taken_back_is_never_told():
     streaming.add([[], [7, 8]], [True, False], [2, 4])
     streaming.end()
     assert told.puts == [[1, 5], [2, 6], [9, 7], [9, 8]] and told.ended == 1
+
+
+class Leaving(Collector):
+    """Ends the call the ``at``-th time that it is asked while the prompt is read."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.asked = at, 0
+
+    def ask(self) -> None:
+        self.asked += 1
+        if self.asked == self.at:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["operator", "modules"])
+def test_a_streamer_is_asked_while_target_and_draft_read_the_prompt_and_may_end_the_call(dtype):
+    target = models.tiny("llama-gqa", dtype=dtype)
+    draft = models.noised(target)
+    ids = models.prompts(1, 40, seed=3)["input_ids"]
+    options = {"max_new_tokens": 6, "do_sample": False, "prefill_chunk_size": 8}
+    expected = target.generate(ids, **options)
+    handle = gsd.patch(target, assistant_model=draft, graph_config="chain")
+    try:
+        target.generate(ids, **options)  # which proves once how the models go
+        handle.clear()
+        every = Leaving(0)
+        torch.testing.assert_close(target.generate(ids, streamer=every, **options), expected)
+        assert every.asked >= 10, "five pieces of each model's prompt"
+        for at in (1, every.asked // 2, every.asked):
+            handle.clear()
+            leaving = Leaving(at)
+            with pytest.raises(KeyboardInterrupt):
+                target.generate(ids, streamer=leaving, **options)
+            assert leaving.puts == [ids[0].tolist()] and not leaving.ended
+            torch.testing.assert_close(target.generate(ids, **options), expected)
+    finally:
+        gsd.unpatch(target)

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from .. import validate
 from ..acceptance.criteria import warn_lossy
 from ..model import properties
+from ..model.asking import asking
 from ..model.once import getting_ready, ready
 from ..parallel import ranks_of
 from ..policy.automatic import Situation, automatic_policy
@@ -106,7 +107,7 @@ class GraphDecoder(Options):
         session, current = engine.session(request, policy, sources, alone=ranks.alone)
         if self.streamer is not None:
             self.streamer.put(request.input_ids.cpu())
-        with ranks.explained():
+        with ranks.explained(), asking(getattr(self.streamer, "ask", None)):  # a draft's prompt is read in a step
             memory = engines.memory if ranks.alone and self.reuse_history else None
             session.begin(request, statistics.weights, reuse_prefix=current and self.reuse_prefix, memory=memory)
             warn_lossy(session.rule.criterion)

@@ -84,7 +84,8 @@ class Options:
             bounded, in what :func:`gsd_kernels.patch` keeps only. One caller's texts then speed up another's, which
             somebody may time.
         streamer: gets the prompt [batch, length], then the batch's tokens position by position, [batch] each, as from
-            transformers; its own text streamers take one sequence only.
+            transformers; its own text streamers take one sequence only. A method ``ask()``, where it has one, is called
+            while the prompt is read, between pieces and layers: what it raises ends the call.
         observer: called with the :class:`~gsd_kernels_hf.records.Verified` of every step.
 
     Attributes:

@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from gsd_kernels import commit_kv, write_kv
 from gsd_kernels.ops.write_kv.api import IMPLEMENTATIONS
 
+from .asking import ask
 from .once import parameters_of
 from .recurrent.mixers import Form, LinearAttentionLayer, RowsCache
 from .recurrent.tree import RowTree
@@ -64,6 +65,7 @@ class GraphLayer(CacheLayerMixin):
             # Finite, because another row's overflow must not reach rows that do not see it: 0 · NaN would be NaN.
             write_kv(self.keys, self.values, key_states, value_states, positions, backend=self.parent.write_backend)
             return self.keys, self.values
+        ask()
         begin = self.parent.prompt_length
         end = begin + key_states.shape[2]
         if end > self.parent.capacity:

@@ -33,6 +33,7 @@ from gsd_kernels.ops.state_rows import BLOCK
 
 from ..packed.modules import matrix_of, shape_of
 from . import proof, replay
+from .asking import ask
 from .attention import Kind
 from .foreign import foreign, foreign_code, layers_of
 from .hidden import LAST
@@ -293,6 +294,7 @@ class FusedRows(RowModel):
         if length > self.cache.capacity:
             raise ValueError(f"cache: full, {length} positions needed and {self.cache.capacity} allocated")
         for begin in range(self.reused, length, most):
+            ask()
             end = min(begin + most, length)
             at = torch.arange(begin, end, dtype=torch.int32, device=device)
             pads = at < self.kv_start[:, None]  # [B, R]; they see themselves alone, and nobody sees them

@@ -13,6 +13,7 @@ from gsd_kernels.graph import num_words
 from gsd_kernels.ops.step import FedRows, feed_rows
 
 from ..packed.modules import dtype_of
+from .asking import ask
 from .attention import GraphInputs, configs_of, switched_configs
 from .cache import GraphCache, StateLayer, lies_in_a_block
 from .elementwise import own_bits, plain
@@ -194,6 +195,7 @@ class RowModel(CachedText):
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         chunk = max(1, length) if self.whole else chunk or max(1, length)
         for begin in range(self.reused, length, chunk):
+            ask()
             end = min(begin + chunk, length)
             self.cache.padding = None if attention_mask is None else attention_mask[:, begin:end]
             with switched_configs(self.configs), listening(self.stepping, self.hidden_layers) as hidden:
