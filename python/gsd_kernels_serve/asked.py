@@ -15,11 +15,16 @@ from gsd_kernels_hf.model import properties
 from gsd_kernels_hf.validate.options import CONFIG_FIELDS
 from gsd_kernels_hf.validate.options import HONOURED as IN_CONFIG
 
+from . import fields
 from .checks import Refused, is_whole, wrong
+from .limits import Limits
 from .processors import Grammar, Penalties
 
 LENGTH = 1024
 """Tokens of a text whose request does not say how many."""
+
+PIECE = 2048
+"""Tokens of a prompt that are read at once: memory, and how soon a text can end that nobody waits for."""
 
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
@@ -36,10 +41,12 @@ class Asked:
         length: what named the length; ``None``: nothing.
         source: the field of the prompt.
         positions: of the model; ``None``: it does not say.
+        most: tokens of a prompt.
         seed: of the first text; ``None``: new ones.
         top: likeliest tokens to record with their log-probabilities; ``None``: no log-probabilities.
         penalties: of frequency and presence.
-        grammar: a compiled one, or ``None``.
+        held: the JSON schema that a text is held to, and the field that asks for it; ``None``: it is free.
+        grammar: that schema, compiled.
         reference: tokens that the texts may repeat, or ``None``.
         named: what ``generation_config`` names: what ``generate`` then refuses is its.
         ends: tokens that end a text.
@@ -50,9 +57,11 @@ class Asked:
     length: str | None
     source: str
     positions: int | None
+    most: int
     seed: int | None = None
     top: int | None = None
     penalties: tuple[float, float] = (0.0, 0.0)
+    held: tuple[Any, str] | None = None
     grammar: Any = None
     reference: list[int] | None = None
     named: tuple[str, ...] = ()
@@ -65,14 +74,18 @@ class Asked:
         A named length goes beyond them, as ``generate`` does.
 
         Raises:
-            Refused: no length is named, and the prompt leaves no room.
+            Refused: no length is named, and the prompt leaves no room; or it is beyond the server's bound.
         """
         config = deepcopy(self.config)
-        if self.positions is None or self.length is not None:
-            return config
-        if prompt >= self.positions:
+        config.prefill_chunk_size = min(config.prefill_chunk_size or PIECE, PIECE)
+        unnamed = self.positions is not None and self.length is None
+        if unnamed and prompt >= self.positions:
             reason = f"{prompt} tokens leave no room in the model's {self.positions} positions"
             raise Refused(self.source, f"{reason}; shorten it, or name a length to go beyond them")
+        if prompt > self.most:
+            raise Refused(self.source, f"{prompt} tokens; this server reads {self.most} (--max-prompt): shorten it")
+        if not unnamed:
+            return config
         config.max_new_tokens = min(config.max_new_tokens, self.positions - prompt)
         return config
 
@@ -82,7 +95,7 @@ class Asked:
         return found if self.grammar is None else [*found, Grammar(self.grammar, prompt)]
 
 
-def asked_of(body: Mapping[str, Any], model: PreTrainedModel, source: str) -> Asked:
+def asked_of(body: Mapping[str, Any], model: PreTrainedModel, source: str, limits: Limits) -> Asked:
     """What a checked request asks of the decoding, but for grammar, log-probabilities and reference.
 
     Raises:
@@ -109,11 +122,13 @@ def asked_of(body: Mapping[str, Any], model: PreTrainedModel, source: str) -> As
         if unread or getattr(config, name) != value:
             raise Refused(f"generation_config.{name}", f"{value!r} contradicts another field; give one of them")
     _check_named(named, bool(config.do_sample))
+    positions = properties.positions(model)
     return Asked(
         config,
         length,
         source,
-        properties.positions(model),
+        positions,
+        limits.tokens(positions),
         seed=body.get("seed"),
         named=tuple(named),
         penalties=(float(body.get("frequency_penalty", 0)), float(body.get("presence_penalty", 0))),
@@ -137,12 +152,12 @@ def _sampling(config: GenerationConfig, body: Mapping[str, Any], named: Mapping[
 
 def _length(config: GenerationConfig, body: Mapping[str, Any], named: Mapping[str, Any]) -> str | None:
     """Set the length; the field that named it."""
-    fields = [name for name in LENGTHS if name in body]
-    if len({body[name] for name in fields}) > 1:
-        raise Refused(fields[1], f"{body[fields[1]]} contradicts {fields[0]}; give one of them")
-    if fields:
-        config.max_new_tokens = body[fields[0]]
-        return fields[0]
+    given = [name for name in LENGTHS if name in body]
+    if len({body[name] for name in given}) > 1:
+        raise Refused(given[1], f"{body[given[1]]} contradicts {given[0]}; give one of them")
+    if given:
+        config.max_new_tokens = body[given[0]]
+        return given[0]
     if "max_new_tokens" in named or "max_length" in named:
         return "generation_config"
     config.max_new_tokens = max(config.max_new_tokens or 0, LENGTH)
@@ -161,11 +176,14 @@ def _arguments(given: str) -> dict[str, Any]:
         raise Refused("generation_config", f"no JSON: {error}") from error
     if not isinstance(arguments, dict):
         raise Refused("generation_config", f"expected a JSON object, got {given[:60]!r}")
+    fields.ARGUMENT.check("generation_config", arguments)
     found = {}
     defaults = GenerationConfig().to_dict()
     for name, value in arguments.items():
         treatment, why, neutral = CONFIG_FIELDS.get(name, ("unknown", f"transformers has no argument {name}", ()))
         if treatment == IN_CONFIG and name not in _SERVER_SAYS:
+            if value is not None and name in fields.ARGUMENTS:
+                fields.ARGUMENTS[name](f"generation_config.{name}", value)
             found[name] = value
         elif value is not None and value not in neutral and value != defaults.get(name) and name not in _BOOKKEEPING:
             raise Refused(f"generation_config.{name}", f"not served: {why or 'it does nothing here'}; leave it out")

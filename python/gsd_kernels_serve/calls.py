@@ -53,6 +53,7 @@ class Call:
         begun: done with the text's first token or with an error in its place; until then a stream can be refused.
         finish: ``"stop"``, or ``"length"`` for a text that was cut.
         since: when the request came, by ``time.perf_counter``.
+        prompt: tokens of the chat, where transformers' handler asks for them.
     """
 
     asked: Asked
@@ -65,6 +66,7 @@ class Call:
     begun: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
     finish: str | None = None
     since: float = field(default_factory=time.perf_counter)
+    prompt: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.asked.top is not None:
@@ -171,19 +173,23 @@ class Writer:
 class Listener:
     """A streamer between a decoding and the one of its request, if that has one.
 
-    Every token is an occasion to end the decoding. ``end`` is passed on once the statistics are there, as the last
-    event of a stream carries them.
+    Every piece of the prompt and every token is an occasion to end the decoding. ``end`` is passed on once the
+    statistics are there, as the last event of a stream carries them.
     """
 
     def __init__(self, call: Call, stopping: threading.Event, inner: Any = None) -> None:
         self.call, self.stopping, self.inner = call, stopping, inner
         self.prompt = True  # comes first
 
-    def put(self, value: Tensor) -> None:
+    def ask(self) -> None:
+        """Called while the prompt is read, and with every token."""
         if self.call.gone.is_set():
             raise ClientGoneError
         if self.stopping.is_set():
             raise StoppingError("the server is stopping")
+
+    def put(self, value: Tensor) -> None:
+        self.ask()
         if not self.prompt and not self.call.begun.done():
             self.call.begun.set_result(None)
         self.prompt = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 Check = Callable[[str, Any], None]
@@ -21,6 +22,51 @@ class Refused(ValueError):
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
         self.field = field
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a value of JSON may be.
+
+    Attributes:
+        characters: of all strings and names in it; ``None``: as many as a request has.
+        values: in it, itself and those in lists and objects.
+        depth: of lists and objects in each other.
+    """
+
+    characters: int | None = 1_000
+    values: int = 100
+    depth: int = 4
+
+    def __str__(self) -> str:
+        letters = "" if self.characters is None else f"{self.characters:,} characters, "
+        return f"{letters}{self.values:,} values, {self.depth} deep"
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse a value that is larger, whatever it is; it is not shown.
+
+        Raises:
+            Refused: by how much.
+        """
+        characters = values = 0
+        waiting = [(value, 0)]
+        while waiting:
+            one, depth = waiting.pop()
+            values += 1
+            if isinstance(one, str):
+                characters += len(one)
+            elif isinstance(one, (list, Mapping)):
+                depth += 1
+                if depth > self.depth:
+                    raise Refused(name, f"is nested too deeply; at most {self}")
+                if isinstance(one, Mapping):
+                    characters += sum(map(len, one))
+                    one = one.values()
+                if values + len(waiting) + len(one) > self.values:
+                    raise Refused(name, f"holds too many values; at most {self}")
+                waiting += [(inner, depth) for inner in one]
+            if self.characters is not None and characters > self.characters:
+                raise Refused(name, f"is too long; at most {self}")
 
 
 def wrong(name: str, expected: str, value: Any) -> Refused:
@@ -122,6 +168,16 @@ def an_object(name: str, value: Any) -> None:
         raise wrong(name, "an object", value)
 
 
+def one_or_more(check: Check) -> Check:
+    """A value, or a list of such."""
+
+    def each(name: str, value: Any) -> None:
+        for one in value if isinstance(value, list) else [value]:
+            check(name, one)
+
+    return each
+
+
 def a_list(*known: str) -> Check:
     """A list of some of these strings."""
 
@@ -132,13 +188,15 @@ def a_list(*known: str) -> Check:
     return check
 
 
-def strings(most: int) -> Check:
-    """A string or a list of up to ``most``, none of them empty."""
+def strings(most: int, length: int) -> Check:
+    """A string or a list of up to ``most``, none of them empty or longer than ``length`` characters."""
 
     def check(name: str, value: Any) -> None:
         found = [value] if isinstance(value, str) else value
         if not isinstance(found, list) or len(found) > most or not all(isinstance(s, str) and s for s in found):
             raise wrong(name, f"a string or a list of up to {most} strings, none empty", value)
+        if long := [s for s in found if len(s) > length]:
+            raise Refused(name, f"{long[0][:20]!r} ... has {len(long[0])} characters, {length} at most")
 
     return check
 

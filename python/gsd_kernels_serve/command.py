@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -13,7 +14,36 @@ from gsd_kernels_cli.output import err, progress
 from gsd_kernels_cli.values import check_draft
 from gsd_kernels_cli.values import model as checked_model
 
-_SERVER = "Server"
+_SERVER, _LIMITS = "Server", "Limits of requests"
+
+
+@dataclass
+class LimitOptions:
+    """What one request may take."""
+
+    max_body: Annotated[
+        int, typer.Option("--max-body", min=1, metavar="BYTES", rich_help_panel=_LIMITS, help="Of a request.")
+    ] = 2_000_000
+    max_prompt: Annotated[
+        int | None,
+        typer.Option(
+            "--max-prompt",
+            min=1,
+            metavar="TOKENS",
+            rich_help_panel=_LIMITS,
+            show_default=False,
+            help="Of a prompt; default: twice the model's positions.",
+        ),
+    ] = None
+    max_seconds: Annotated[
+        float,
+        typer.Option(
+            "--max-seconds", min=0.1, rich_help_panel=_LIMITS, help="For its template, its tokens and its schema."
+        ),
+    ] = 10.0
+    max_requests: Annotated[
+        int, typer.Option("--max-requests", min=1, rich_help_panel=_LIMITS, help="Under way at a time.")
+    ] = 128
 
 
 @with_groups
@@ -42,6 +72,7 @@ def command(
         str | None,
         typer.Option("--name", rich_help_panel=_SERVER, help="By which clients ask for the model; default: MODEL."),
     ] = None,
+    limits: LimitOptions,
 ) -> None:
     """Serve a model to OpenAI clients, by transformers' own server; one request is decoded at a time.
 
@@ -64,9 +95,16 @@ def command(
             decoding = {"graph_config": pair.shape(config), "criterion": criterion.value, "backend": backend}
             handle = patch(pair.target, **{"tokenizer": pair.tokenizer, **pair.speculation, **decoding})
         from . import server
+        from .limits import Limits
 
         name = name or model or "demo"
-        app = server.make_app(name, handle, pair.tokenizer, speculates=decoding["graph_config"] != PLAIN)
+        app = server.make_app(
+            name,
+            handle,
+            pair.tokenizer,
+            speculates=decoding["graph_config"] != PLAIN,
+            limits=Limits(limits.max_body, limits.max_prompt, limits.max_seconds, limits.max_requests),
+        )
         if not is_loopback(host):
             err.print(f"gsd-kernels: anyone who reaches {host} can use this server: it asks for no key", markup=False)
         url = f"http://{f'[{host}]' if ':' in host else host}:{where.getsockname()[1]}/v1"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import checks
-from .checks import Check, Refused, flag, mapping, number, one_of, same, strings, text, whole
+from .checks import Check, Refused, Size, flag, mapping, number, one_of, same, strings, text, whole
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES)
@@ -19,6 +19,18 @@ BOTH = (CHAT, COMPLETIONS)
 TEMPLATED = (CHAT, RESPONSES)
 
 HONOURED, REFUSED, HARMLESS = "honoured", "refused", "harmless"
+
+SCALAR = Size()
+TALK = Size(None, 200_000, 32)
+WORDS = Size(None, 1, 0)
+TOKENS = Size(None, 1_000_000, 2)
+SCHEMAS = Size(200_000, 10_000, 32)
+PAIRS = Size(100_000, 10_000, 2)
+ARGUMENT = Size(20_000, 2_000, 4)
+NOTES = Size(10_000, 17, 1)
+
+TEXTS = 2_048
+"""Texts of a request: its prompts, times ``n``."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,7 @@ class Field:
         check: of its value, where it is not refused.
         default: values with which a field that is refused asks for nothing. Null is one of every field.
         own: whether it is no field of OpenAI's.
+        most: its size, beside the size of the request.
     """
 
     name: str
@@ -42,10 +55,13 @@ class Field:
     check: Check = checks.anything
     default: tuple[Any, ...] = ()
     own: bool = False
+    most: Size = SCALAR
 
 
-def _honoured(name: str, endpoints: tuple[str, ...], check: Check, what: str, own: bool = False) -> Field:
-    return Field(name, endpoints, HONOURED, what, check, own=own)
+def _honoured(
+    name: str, endpoints: tuple[str, ...], check: Check, what: str, own: bool = False, most: Size = SCALAR
+) -> Field:
+    return Field(name, endpoints, HONOURED, what, check, own=own, most=most)
 
 
 def _refused(name: str, endpoints: tuple[str, ...], what: str, *default: Any) -> Field:
@@ -61,15 +77,22 @@ _LOGPROBS = "message.output_text.logprobs"
 _NO_OTHER = "the model's text is all there is"
 _seed = whole(-(2**63), 2**64 - 1)
 _length = whole(1, 2**31 - 1)
+STOPS = strings(16, 64)
 
 FIELDS: tuple[Field, ...] = (
     # ---- what is asked
     _honoured("model", ENDPOINTS, text, "the one name that is served, or left out"),
-    _honoured("messages", (CHAT,), checks.anything, "text only, through the chat template"),
-    _honoured("prompt", (COMPLETIONS,), checks.anything, "a string, token ids, or a list of either"),
-    _honoured("input", (RESPONSES,), checks.anything, "a string or a list of text messages, calls and their results"),
-    _honoured("instructions", (RESPONSES,), text, "the first system message"),
-    _honoured("tools", TEMPLATED, checks.anything, "functions, where the chat template reads tools"),
+    _honoured("messages", (CHAT,), checks.anything, "text only, through the chat template", most=TALK),
+    _honoured("prompt", (COMPLETIONS,), checks.anything, "a string, token ids, or a list of either", most=TOKENS),
+    _honoured(
+        "input",
+        (RESPONSES,),
+        checks.anything,
+        "a string or a list of text messages, calls and their results",
+        most=TALK,
+    ),
+    _honoured("instructions", (RESPONSES,), text, "the first system message", most=WORDS),
+    _honoured("tools", TEMPLATED, checks.anything, "functions, where the chat template reads tools", most=SCHEMAS),
     _honoured(
         "tool_choice",
         TEMPLATED,
@@ -79,7 +102,14 @@ FIELDS: tuple[Field, ...] = (
     _honoured(
         "parallel_tool_calls", TEMPLATED, flag, "`false` where there is one call at most: no tools, or a forced one"
     ),
-    _honoured("chat_template_kwargs", TEMPLATED, checks.anything, "variables that the chat template reads", own=True),
+    _honoured(
+        "chat_template_kwargs",
+        TEMPLATED,
+        checks.anything,
+        "variables that the chat template reads",
+        own=True,
+        most=SCHEMAS,
+    ),
     _honoured("reasoning_effort", (CHAT,), text, "handed to the chat template; refused where that does not read it"),
     _honoured(
         "reasoning",
@@ -103,27 +133,43 @@ FIELDS: tuple[Field, ...] = (
         "transformers': divides logits of tokens in prompt and answer",
         own=True,
     ),
-    _honoured("logit_bias", BOTH, checks.bias, "added to the logits of tokens"),
-    _honoured("response_format", (CHAT,), checks.anything, "JSON by a grammar, which needs the package `xgrammar`"),
+    _honoured("logit_bias", BOTH, checks.bias, "added to the logits of tokens", most=PAIRS),
+    _honoured(
+        "response_format",
+        (CHAT,),
+        checks.anything,
+        "JSON by a grammar, which needs the package `xgrammar`",
+        most=SCHEMAS,
+    ),
     _honoured(
         "text",
         (RESPONSES,),
         mapping(format=checks.anything, verbosity=one_of("medium")),
         "`format`: JSON by a grammar, which needs the package `xgrammar`; `verbosity`: `medium` only",
+        most=SCHEMAS,
     ),
     _honoured(
-        "generation_config", ENDPOINTS, text, "a JSON string of other arguments of transformers' `generate`", own=True
+        "generation_config",
+        ENDPOINTS,
+        text,
+        "a JSON string of other arguments of transformers' `generate`",
+        own=True,
+        most=ARGUMENT,
     ),
     # ---- where it ends
     _honoured("max_tokens", BOTH, _length, "tokens of the answer; 1,024 without it"),
     _honoured("max_completion_tokens", (CHAT,), _length, "tokens of the answer; 1,024 without it"),
     _honoured("max_output_tokens", (RESPONSES,), _length, "tokens of the answer; 1,024 without it"),
-    _honoured("stop", BOTH, strings(16), "up to 16 strings; the text ends with the one that was found"),
+    _honoured("stop", BOTH, STOPS, "up to 16 strings; the text ends with the one that was found"),
     # ---- how many, how fast
     _honoured("n", BOTH, whole(1, 128), "texts one after another, the i-th by `seed` + i"),
     _honoured("best_of", (COMPLETIONS,), whole(1, 128), "as many as `n`; others are refused"),
     _honoured(
-        "prediction", (CHAT,), checks.anything, "a text that the answer may repeat, which drafts: it changes the speed"
+        "prediction",
+        (CHAT,),
+        checks.anything,
+        "a text that the answer may repeat, which drafts: it changes the speed",
+        most=TALK,
     ),
     # ---- what is told of it
     _honoured("stream", ENDPOINTS, flag, "events"),
@@ -143,7 +189,7 @@ FIELDS: tuple[Field, ...] = (
     ),
     _honoured("top_logprobs", (RESPONSES,), whole(0, 20), f'with `include: ["{_LOGPROBS}"]`'),
     _honoured("echo", (COMPLETIONS,), flag, "the prompt before its text; refused beside `logprobs`"),
-    _honoured("metadata", (RESPONSES,), checks.an_object, "in the response, as it came"),
+    _honoured("metadata", (RESPONSES,), checks.an_object, "in the response, as it came", most=NOTES),
     # ---- what asks for nothing here
     _harmless("user", ENDPOINTS, text, "who asks is not looked at"),
     _harmless("safety_identifier", TEMPLATED, text, "who asks is not looked at"),
@@ -177,6 +223,27 @@ FIELDS: tuple[Field, ...] = (
     ),
 )
 
+_count, _token, _share = whole(0, 2**31 - 1), whole(0, 2**31 - 1), number(0, 1)
+
+ARGUMENTS: dict[str, Check] = {
+    **dict.fromkeys(("max_length", "max_new_tokens", "min_length", "min_new_tokens", "top_k"), _count),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "no_repeat_ngram_size"), whole(0, 64)),
+    **dict.fromkeys(("forced_bos_token_id", "bos_token_id", "pad_token_id"), _token),
+    **dict.fromkeys(("eos_token_id", "forced_eos_token_id"), checks.one_or_more(_token)),
+    **dict.fromkeys(("begin_suppress_tokens", "suppress_tokens"), checks.one_or_more(_token)),
+    **dict.fromkeys(("do_sample", "remove_invalid_values", "renormalize_logits"), flag),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "min_p", "top_h", "top_p", "typical_p"), _share),
+    **dict.fromkeys(("encoder_repetition_penalty", "repetition_penalty"), number(0, beyond=True)),
+    **dict.fromkeys(("max_time", "temperature"), number(0)),
+    "bad_words_ids": checks.one_or_more(checks.one_or_more(_token)),
+    "exponential_decay_length_penalty": checks.one_or_more(number(0)),
+    "prefill_chunk_size": _length,
+    "sequence_bias": checks.anything,
+    "stop_strings": STOPS,
+    "watermarking_config": checks.an_object,
+}
+"""Arguments that ``generation_config`` may name, and bounds beside transformers' own and the field's size."""
+
 NEEDED = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
 
 _rows = {(endpoint, field.name): field for field in FIELDS for endpoint in field.endpoints}
@@ -204,6 +271,7 @@ def check(endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
         if field.treatment == REFUSED:
             instead = "".join(f", or say {value!r}" for value in field.default[-1:])
             raise Refused(name, f"not served: {field.what}; leave it out{instead}")
+        field.most.check(name, value)
         field.check(name, value)
         if field.treatment == HONOURED:
             kept[name] = value
@@ -216,11 +284,12 @@ def table() -> str:
     """The table as Markdown, an endpoint after another."""
     lines: list[str] = []
     for endpoint in ENDPOINTS:
-        lines += [f"### {endpoint}", "", "| field | | |", "|---|---|---|"]
+        lines += [f"### {endpoint}", "", "| field | | | at most |", "|---|---|---|---|"]
         for name, field in sorted(rows(endpoint).items()):
             default = ", ".join(f"`{json.dumps(value)}`" for value in field.default)
             what = field.what + (f"; accepted: {default}" if default else "")
             mark = "\\*" if field.own else ""
-            lines.append(f"| `{name}`{mark} | {field.treatment} | {what} |")
+            most = str(field.most) if field.treatment != REFUSED and field.most != SCALAR else ""
+            lines.append(f"| `{name}`{mark} | {field.treatment} | {what} | {most} |")
         lines.append("")
     return "\n".join(lines)

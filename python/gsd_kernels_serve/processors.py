@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,12 @@ from gsd_kernels_hf.extras import cure
 from . import checks
 from .checks import Refused, entries, wrong
 from .schemas import check_schema
+
+KEPT = 64 * 2**20
+"""Bytes of grammars that are kept for requests to come."""
+
+COMPILERS = 4
+"""Sets of end tokens that are remembered with their grammars; requests name them."""
 
 
 class Penalties(LogitsProcessor):
@@ -74,6 +81,7 @@ class Grammars:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
         self.compilers: dict[tuple[int, ...], Any] = {}  # by the tokens that end a text
+        self.making = threading.Lock()
 
     def of(self, schema: Mapping[str, Any] | bool, field: str, ends: list[int]) -> Any:
         """The grammar of JSON by a schema, which ends with one of ``ends``.
@@ -81,24 +89,31 @@ class Grammars:
         Raises:
             Refused: xgrammar is missing, or cannot serve the schema; named ``field``.
         """
-        try:
-            import xgrammar
-        except ImportError:
-            raise Refused(field, f"needs xgrammar, which is missing: {cure('grammar')}") from None
         if not ends:
             raise Refused(field, "this model has no end-of-text token, which would end the JSON")
-        compiler = self.compilers.get(tuple(ends))
-        if compiler is None:
-            info = xgrammar.TokenizerInfo.from_huggingface(
-                self.tokenizer, vocab_size=self.vocabulary, stop_token_ids=ends
-            )
-            compiler = self.compilers[tuple(ends)] = xgrammar.GrammarCompiler(info, max_threads=1)
+        try:
+            compiler = self._compiler(tuple(ends))
+        except ImportError:
+            raise Refused(field, f"needs xgrammar, which is missing: {cure('grammar')}") from None
         try:  # strict_mode would close every object that does not say whether it is open: {} alone
             return compiler.compile_json_schema(
                 json.dumps(schema), any_whitespace=True, max_whitespace_cnt=2, strict_mode=False
             )
         except Exception as error:  # xgrammar's own, of several kinds, behind its time and place
             raise Refused(field, re.sub(r"^\[[\d:]+\] \S+: ", "", " ".join(str(error).split()))) from error
+
+    def _compiler(self, ends: tuple[int, ...]) -> Any:
+        import xgrammar
+
+        with self.making:
+            if ends not in self.compilers:
+                if len(self.compilers) >= COMPILERS:
+                    self.compilers.pop(next(iter(self.compilers)))
+                info = xgrammar.TokenizerInfo.from_huggingface(
+                    self.tokenizer, vocab_size=self.vocabulary, stop_token_ids=list(ends)
+                )
+                self.compilers[ends] = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=KEPT)
+            return self.compilers[ends]
 
 
 def schema_of(given: Any, field: str) -> Any:

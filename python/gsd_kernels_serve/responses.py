@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator, Iterable
 from itertools import chain
 from typing import Any
 
+import torch
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from transformers import GenerationConfig
+from transformers import BatchEncoding, GenerationConfig, PreTrainedTokenizerBase
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 
 from . import fields
-from .asked import Asked, asked_of
+from .asked import Asked
 from .calls import Call
 from .checks import Refused
 from .logprobs import Entry
@@ -44,17 +45,9 @@ class Responses(ResponseHandler):
         """Answer a request; transformers' application calls it."""
         kept = fields.check(fields.RESPONSES, body)
         self.service.check_name(kept.get("model"))
-        check_input(kept["input"])
-        tools, forced = chosen(kept, self.service.tokenizer)
-        call = Call(self._asked(kept, tools, forced))
+        call, inner = await self.service.prepare("input", self._read, kept)
+        await self.service.hold(call.asked)
         call_of.set(call)
-        inner: dict[str, Any] = {"input": _items(kept["input"], kept.get("instructions"))}
-        inner |= {
-            "stream": kept.get("stream", False),
-            "chat_template_kwargs": template_arguments(kept, self.service.tokenizer),
-        }
-        inner |= {"tools": tools} if tools else {}
-        inner["parallel_tool_calls"] = kept.get("parallel_tool_calls", True)
         echo = {"model": self.service.name, **{name: kept[name] for name in _ECHOED if name in kept}}
         told = _Told(self.service, call, echo)
         if inner["stream"]:
@@ -67,8 +60,22 @@ class Responses(ResponseHandler):
             response = await super().handle_request(inner, request_id)
         return JSONResponse(told.whole(json.loads(response.body)))
 
+    def _read(self, body: dict[str, Any]) -> tuple[Call, dict[str, Any]]:
+        """A checked request: its text, and what transformers' handler is to know of it."""
+        tokenizer = self.service.tokenizer
+        check_input(body["input"])
+        tools, forced = chosen(body, tokenizer)
+        call = Call(self._asked(body, tools, forced))
+        inner = {"input": _items(body["input"], body.get("instructions")), "stream": body.get("stream", False)}
+        inner |= {"tools": tools} if tools else {}
+        inner["parallel_tool_calls"] = body.get("parallel_tool_calls", True)
+        messages = messages_of(self._normalize_input(inner), "input")
+        call.prompt = self.service.templated(messages, tools, template_arguments(body, tokenizer), "input")
+        call.asked.fitted(len(call.prompt))
+        return call, inner
+
     def _asked(self, body: dict[str, Any], tools: list[dict[str, Any]], forced: str | None) -> Asked:
-        asked = asked_of(body, self.service.model, "input")
+        asked = self.service.asked_of(body, "input")
         asked.forced = forced
         if body.get("include"):
             asked.top = body.get("top_logprobs", 0)
@@ -78,9 +85,9 @@ class Responses(ResponseHandler):
         if form is not None and (schema := schema_of(form, "text.format")) is not None:
             if tools:
                 raise Refused("text.format", 'tools are not served beside it; leave it out, or tool_choice "none"')
-            asked.grammar = self.service.grammars.of(schema, "text.format", asked.ends)
+            asked.held = schema, "text.format"
         elif forced is not None:
-            asked.grammar = self.service.grammars.of(call_schema(tools, forced), "tool_choice", asked.ends)
+            asked.held = call_schema(tools, forced), "tool_choice"
         return asked
 
     def _validate_request(self, body: dict[str, Any]) -> None:
@@ -89,13 +96,34 @@ class Responses(ResponseHandler):
     def _build_generation_config(self, *_: Any, **__: Any) -> GenerationConfig:
         return call_of.get().asked.config  # fitted to the prompt once that is known
 
-    def get_processor_inputs_from_messages(  # type: ignore[override]
-        self, messages: list[dict[str, Any]], *_: Any
-    ) -> list[dict[str, Any]]:
-        """Messages for the template; nothing in them is left out."""
-        found = messages_of(messages, "input")
-        self.service.check_shown(found, "input")
-        return found
+    def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
+        """As transformers' own, with a tokenizer that has written the chat already."""
+        name, model, tokenizer = super()._resolve_model(body)
+        return name, model, _Written(tokenizer, call_of.get().prompt)
+
+    def get_processor_inputs_from_messages(self, *_: Any) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Nothing: the chat is written."""
+        return []
+
+
+class _Written:
+    """A tokenizer whose template has written the tokens of a chat.
+
+    Args:
+        tokenizer: what does all else.
+        ids: of the chat.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> None:
+        self._inner, self._ids = tokenizer, ids
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> BatchEncoding:
+        """The chat, as tensors."""
+        ids = torch.tensor([self._ids])
+        return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
 
 def _items(given: Any, instructions: str | None) -> Any:

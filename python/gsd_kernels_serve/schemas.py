@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .checks import Refused, wrong
+from .checks import Check, Refused, number, whole, wrong
 
 _SAID = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
 _SAID += ("$comment", "$schema", "$id", "$defs", "definitions")
@@ -40,6 +41,18 @@ _KINDS: dict[str, Any] = {"string": str, "number": (int, float), "integer": int,
 _KINDS |= {"boolean": bool, "null": type(None)}
 
 
+_COUNTED = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_SIZES: dict[str, Check] = {
+    **dict.fromkeys(_COUNTED, whole(0, 10_000)),
+    **dict.fromkeys(_BOUNDS, number(-(2**63), 2**63)),
+    "multipleOf": whole(1, 1_000),
+}
+"""Bounds of numbers in a schema, whose grammar grows with them."""
+
+ENUM, STATES = 1_000, 300
+"""Values of one enum; letters of the longest text of a pattern without stars."""
+
+
 def check_schema(schema: Any, field: str) -> None:
     """Check a schema and those within it.
 
@@ -67,6 +80,7 @@ def _check(schema: Any, at: str) -> None:
             raise Refused(f"{at}.{keyword}", f"xgrammar does not hold a text to it; leave it out{cure}")
     _check_alone(schema, at)
     _check_bounds(schema, at)
+    _check_sizes(schema, at)
     for place, inner in _within(schema, at):
         _check(inner, place)
 
@@ -109,6 +123,43 @@ def _check_bounds(schema: Mapping[str, Any], at: str) -> None:
         raise Refused(f"{at}.required", f"properties has no {missing[0]!r}, which xgrammar needs there")
     if "propertyNames" in schema and ("properties" in schema or "patternProperties" in schema):
         raise Refused(f"{at}.propertyNames", "xgrammar does not read it beside properties; leave it out")
+
+
+def _check_sizes(schema: Mapping[str, Any], at: str) -> None:
+    for keyword, check in _SIZES.items():
+        if keyword in schema:
+            check(f"{at}.{keyword}", schema[keyword])
+    values = schema.get("enum", [])
+    if isinstance(values, list) and len(values) > ENUM:
+        raise Refused(f"{at}.enum", f"has {len(values)} values; {ENUM} at most")
+    patterns = {f"{at}.pattern": schema.get("pattern")}
+    patterns |= {f"{at}.patternProperties": pattern for pattern in schema.get("patternProperties", ())}
+    for place, pattern in patterns.items():
+        if isinstance(pattern, str) and (states := _states(pattern)) > STATES:
+            raise Refused(place, f"a pattern for texts of {states} letters; {STATES} at most: repeat less, or use *")
+
+
+def _states(pattern: str) -> int:
+    """How many letters a regular expression tells one by one: those of groups times their repetitions."""
+    parts = re.findall(r"\\.|\[(?:\\.|[^\]\\])*\]|\{\d+(?:,\d*)?\}|.", pattern, re.DOTALL)
+    groups, last = [0], 0
+    for part in parts:
+        if part == "(":
+            groups.append(0)
+            continue
+        if part == ")" and len(groups) > 1:
+            last = groups.pop()
+        elif len(part) > 2 and part[0] == "{":
+            times = max(int(number[-9:]) + 10**9 * (len(number) > 9) for number in re.findall(r"\d+", part))
+            groups[-1] += last * max(times - 1, 0)
+            last *= max(times, 1)
+            continue
+        elif part in "*+?|^$":
+            continue
+        else:
+            last = 1
+        groups[-1] += last
+    return sum(groups)
 
 
 def moved(schema: Any, place: str) -> Any:

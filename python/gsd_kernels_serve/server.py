@@ -25,9 +25,10 @@ from transformers.cli.serving.server import build_server
 
 from gsd_kernels_hf.api import Patch
 
+from .door import Door
+from .limits import Limits
 from .responses import Responses
 from .service import ERRORS, OneQueue, Service, answer_of
-from .service import receive as connection
 from .texts import Chat, Completions
 
 PATIENCE = 2
@@ -85,18 +86,14 @@ async def _no_object(request: Request, error: RequestValidationError) -> Respons
     return await _refused(request, HTTPException(400, reason))
 
 
-class _Connection:
-    """ASGI middleware: handlers of requests see the connection."""
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        connection.set(receive)
-        await self.app(scope, receive, send)
-
-
-def make_app(name: str, handle: Patch, tokenizer: PreTrainedTokenizerBase, *, speculates: bool = True) -> FastAPI:
+def make_app(
+    name: str,
+    handle: Patch,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    speculates: bool = True,
+    limits: Limits | None = None,
+) -> FastAPI:
     """transformers' application for one patched model.
 
     Args:
@@ -104,12 +101,13 @@ def make_app(name: str, handle: Patch, tokenizer: PreTrainedTokenizerBase, *, sp
         handle: what :func:`gsd_kernels.patch` gave.
         tokenizer: the model's.
         speculates: whether the model drafts; where it decodes plainly, a text with ``prediction`` drafts all the same.
+        limits: of requests.
 
     Raises:
         ImportError: this transformers' server wants parts that are unknown here.
     """
-    stopping = threading.Event()
-    service = Service(name, handle, tokenizer, stopping, speculates)
+    stopping, limits = threading.Event(), limits or Limits()
+    service = Service(name, handle, tokenizer, stopping, speculates, limits)
     manager = OneModel(name, handle.model, tokenizer, stopping)
     parts: dict[str, Any] = {
         "model_manager": manager,
@@ -126,7 +124,7 @@ def make_app(name: str, handle: Patch, tokenizer: PreTrainedTokenizerBase, *, sp
         raise ImportError(f"serve: this transformers' server wants {', '.join(unknown)}; 5.6 to 5.23 do not")
     app = build_server(**{part: value for part, value in parts.items() if part in wanted})
     app.router.routes[:] = [route for route in app.router.routes if route.path in ROUTES]
-    app.add_middleware(_Connection)
+    app.add_middleware(Door, limits=limits)
     for error in (HTTPException, *ERRORS, Exception):
         app.add_exception_handler(error, _refused)
     app.add_exception_handler(RequestValidationError, _no_object)

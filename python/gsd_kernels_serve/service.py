@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,10 +20,14 @@ from gsd_kernels_hf.api import Patch
 from gsd_kernels_hf.model import properties
 
 from . import fields
+from .asked import Asked, asked_of
 from .calls import Call, ClientGoneError, Decoding, Piece, StoppingError, Writer
 from .checks import Refused
+from .limits import Limits
 from .logprobs import Pieces
+from .preparing import BusyError, Preparing
 from .processors import Grammars
+from .shown import BAD_CHAT, check_shown
 
 call_of: ContextVar[Call] = ContextVar("call")
 """The text of the request that transformers' own handler works on."""
@@ -31,7 +35,7 @@ call_of: ContextVar[Call] = ContextVar("call")
 receive: ContextVar[Any] = ContextVar("receive")
 """ASGI's function of the connection."""
 
-ERRORS = (ClientGoneError, StoppingError, ValueError, TypeError, KeyError, OverflowError, TemplateError)
+ERRORS = (ClientGoneError, StoppingError, BusyError, ValueError, TypeError, KeyError, OverflowError, TemplateError)
 """Of a request: they have an answer of their own, and no traceback in the log."""
 
 _FIELDS = {
@@ -128,6 +132,7 @@ class Service:
         tokenizer: the model's.
         stopping: set when the server stops.
         speculates: whether the model drafts; a text with ``prediction`` does so all the same.
+        limits: of requests.
     """
 
     def __init__(
@@ -137,50 +142,62 @@ class Service:
         tokenizer: PreTrainedTokenizerBase,
         stopping: threading.Event,
         speculates: bool,
+        limits: Limits,
     ) -> None:
-        self.name, self.model, self.tokenizer = name, handle.model, tokenizer
+        self.name, self.model, self.tokenizer, self.limits = name, handle.model, tokenizer, limits
+        self.prepare, self.compile = Preparing(limits.seconds, 4), Preparing(limits.seconds, 2)
         self.queue = Queue(handle, stopping, speculates)
         self.vocabulary = properties.vocabulary(handle.model)
         self.grammars = Grammars(tokenizer, self.vocabulary)
         self.pieces = Pieces(tokenizer)
+        self.longest = max(map(len, tokenizer.get_vocab()))
 
     def check_name(self, name: str | None) -> None:
         """Refuse another model."""
         if name not in (None, self.name):
             raise Refused("model", f"Server is pinned to '{self.name}'; requested '{name}'.")
 
+    def asked_of(self, body: Mapping[str, Any], source: str) -> Asked:
+        """What a checked request asks of the decoding; ``source``: the field of its prompt."""
+        return asked_of(body, self.model, source, self.limits)
+
+    async def hold(self, asked: Asked) -> None:
+        """Compile the schema that the texts of a request are held to, if there is one.
+
+        Raises:
+            Refused: it cannot be, or takes too long.
+        """
+        if asked.held is not None:
+            schema, field = asked.held
+            asked.grammar = await self.compile(field, self.grammars.of, schema, field, asked.ends)
+
     def templated(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], arguments: dict[str, Any]
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], arguments: dict[str, Any], field: str
     ) -> list[int]:
         """The tokens of a chat, to its answer's beginning.
 
         Raises:
-            Refused: the template does not take it.
+            Refused: the template does not take it, or leaves something out; named ``field``.
         """
-        self.check_shown(messages, "messages")
+        check_shown(self.tokenizer, messages, field)
         try:
             found = self.tokenizer.apply_chat_template(
-                messages, tools=tools or None, add_generation_prompt=True, tokenize=True, return_dict=True, **arguments
+                messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **arguments
             )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise Refused("messages", f"the chat template: {' '.join(str(error).split())}") from error
-        return list(found["input_ids"])
+        except BAD_CHAT as error:
+            raise Refused(field, f"the chat template: {' '.join(str(error).split())}") from error
+        return self.tokens(found, field, add_special_tokens=False)
 
-    def check_shown(self, messages: list[dict[str, Any]], field: str) -> None:
-        """Refuse what the chat template leaves out of messages: names of speakers, calls."""
+    def tokens(self, text: str, field: str, **options: Any) -> list[int]:
+        """The tokens of a text that are not certainly too many.
 
-        def shown(given: list[dict[str, Any]]) -> Any:
-            try:
-                return self.tokenizer.apply_chat_template(given, tokenize=False)
-            except (TemplateError, ValueError, TypeError, KeyError):
-                return given
-
-        for i, message in enumerate(messages):
-            for key in ("tool_calls",) if message["role"] == "tool" else ("tool_calls", "name"):
-                without = {name: value for name, value in message.items() if name != key}
-                if message.get(key) and shown(messages) == shown([*messages[:i], without, *messages[i + 1 :]]):
-                    reason = "this model's chat template does not show it; leave it out"
-                    raise Refused(f"{field}[{i}].{key}", reason)
+        Raises:
+            Refused: even of the longest tokens there are; named ``field``.
+        """
+        most = self.limits.tokens(properties.positions(self.model))
+        if len(text) > min(most * self.longest, self.limits.body):
+            raise Refused(field, f"{len(text)} characters; this server reads {most} tokens (--max-prompt): shorten it")
+        return list(self.tokenizer(text, **options)["input_ids"])
 
     async def decode(self, call: Call, ids: list[int], name: str, writer: Writer) -> None:
         """Wait for a text, which goes to ``writer``."""
@@ -250,7 +267,7 @@ def answer_of(error: Exception, endpoint: str | None = None) -> tuple[int, dict[
         status, message = error.status_code, str(error.detail)
     elif isinstance(error, ClientGoneError):
         status, message = 499, "the client went away"
-    elif isinstance(error, StoppingError):
+    elif isinstance(error, (StoppingError, BusyError)):
         status, message = 503, str(error)
     elif isinstance(error, ERRORS):
         status, message = 400, " ".join(str(error).split())

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from transformers.cli.serving.utils import ReasoningText, ToolCall, build_response_parser, parse_assistant_message
 
 from . import fields
-from .asked import Asked, asked_of, token_ids
+from .asked import Asked, token_ids
 from .calls import Call, Piece, Writer
 from .checks import Refused, entries, one_of, text, wrong
 from .logprobs import Entry
@@ -66,6 +66,8 @@ class Order:
     since: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
+        if (texts := len(self.prompts) * self.copies) > fields.TEXTS:
+            raise Refused("n", f"{texts} texts of a request; {fields.TEXTS} at most")
         self.texts = [(p, Call(self.asked, i, self.gone)) for p in self.prompts for i in range(self.copies)]
         for prompt in self.prompts:
             self.asked.fitted(len(prompt.ids))
@@ -125,7 +127,8 @@ class Texts:
         """Answer a request; transformers' application calls it."""
         kept = fields.check(self.endpoint, body)
         self.service.check_name(kept.get("model"))
-        order = self.read(kept, request_id)
+        order = await self.service.prepare(fields.NEEDED[self.endpoint], self.read, kept, request_id)
+        await self.service.hold(order.asked)
         head = {"id": request_id, "created": order.since, "model": self.service.name}
         if order.stream:
             first = self._begin(order, 0)
@@ -190,7 +193,7 @@ class Completions(Texts):
     endpoint, whole, part = fields.COMPLETIONS, "text_completion", "text_completion"
 
     def read(self, body: dict[str, Any], request_id: str) -> Order:
-        asked = asked_of(body, self.service.model, "prompt")
+        asked = self.service.asked_of(body, "prompt")
         asked.top = body.get("logprobs")
         copies = body.get("n", 1)
         if body.get("best_of", copies) != copies:
@@ -211,6 +214,8 @@ class Completions(Texts):
             given = [given]
         if not isinstance(given, list) or not given:
             raise wrong("prompt", "a string, token ids, or a list of either", given)
+        if len(given) > fields.TEXTS:
+            raise Refused("prompt", f"{len(given)} texts of a request; {fields.TEXTS} at most")
         found = []
         for number, one in enumerate(given):
             name = "prompt" if len(given) == 1 else f"prompt[{number}]"
@@ -218,7 +223,7 @@ class Completions(Texts):
                 found.append(Prompt(token_ids(one, name, self.service.vocabulary)))
             else:
                 text(name, one)
-                found.append(Prompt(list(self.service.tokenizer(one)["input_ids"]), one))
+                found.append(Prompt(self.service.tokens(one, name), one))
             if not found[-1].ids:
                 raise Refused(name, "has no tokens")
         return found
@@ -243,7 +248,7 @@ class Chat(Texts):
     def read(self, body: dict[str, Any], request_id: str) -> Order:
         service = self.service
         messages = messages_of(body["messages"])
-        asked = asked_of(body, service.model, "messages")
+        asked = service.asked_of(body, "messages")
         if body.get("top_logprobs") and not body.get("logprobs"):
             raise Refused("top_logprobs", "needs logprobs: true")
         asked.top = body.get("top_logprobs", 0) if body.get("logprobs") else None
@@ -252,11 +257,11 @@ class Chat(Texts):
         if form is not None and (schema := schema_of(form, "response_format")) is not None:
             if tools:
                 raise Refused("response_format", 'tools are not served beside it; leave it out, or tool_choice "none"')
-            asked.grammar = service.grammars.of(schema, "response_format", asked.ends)
+            asked.held = schema, "response_format"
         elif asked.forced is not None:
-            asked.grammar = service.grammars.of(call_schema(tools, asked.forced), "tool_choice", asked.ends)
+            asked.held = call_schema(tools, asked.forced), "tool_choice"
         asked.reference = self._reference(body.get("prediction"))
-        ids = service.templated(messages, tools, template_arguments(body, service.tokenizer))
+        ids = service.templated(messages, tools, template_arguments(body, service.tokenizer), "messages")
         usage = _usage(body)
         stream = bool(body.get("stream"))
         return Order(request_id, [Prompt(ids)], asked, body.get("n", 1), stream, usage, tools)
@@ -277,7 +282,7 @@ class Chat(Texts):
             one_of("text")(f"{place}.type", known["type"])
             text(f"{place}.text", known["text"])
         whole = "".join(part["text"] for part in parts)
-        return list(self.service.tokenizer(whole, add_special_tokens=False)["input_ids"])
+        return self.service.tokens(whole, "prediction", add_special_tokens=False)
 
     def parser(self, order: Order, prompt: Prompt) -> Any:
         if order.asked.forced is not None:

@@ -51,16 +51,17 @@ SCHEMA = {
 class Server:
     """The demo pair, or its target alone without speculation, served from a thread of this process."""
 
-    def __init__(self, speculates: bool = True) -> None:
+    def __init__(self, speculates: bool = True, template: str = TEMPLATE, **limits: typing.Any) -> None:
         import uvicorn
 
+        from gsd_kernels_serve.limits import Limits
         from gsd_kernels_serve.server import make_app
 
         self.target, draft, self.tokenizer = demo.load()
-        self.tokenizer.chat_template = TEMPLATE
+        self.tokenizer.chat_template = template
         drafting = {"assistant_model": draft} if speculates else {"graph_config": "plain"}
         handle = patch(self.target, tokenizer=self.tokenizer, **drafting)
-        app = make_app("small", handle, self.tokenizer, speculates=speculates)
+        app = make_app("small", handle, self.tokenizer, speculates=speculates, limits=Limits(**limits))
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})

@@ -1,0 +1,77 @@
+"""The way in: a request's body is read whole, within bounds, before anything looks at it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from .limits import READ, Limits
+from .service import answer_of
+from .service import receive as connection
+
+
+class Door:
+    """ASGI middleware: bodies have a size and a time, requests a number; handlers see the connection.
+
+    Args:
+        app: the application.
+        limits: of all requests.
+    """
+
+    def __init__(self, app: Any, limits: Limits) -> None:
+        self.app, self.limits = app, limits
+        self.under_way = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        try:
+            body = await asyncio.wait_for(self._body(receive), READ)
+            if self.under_way >= self.limits.requests:
+                raise HTTPException(503, f"{self.under_way} requests are under way; try again later (--max-requests)")
+        except asyncio.TimeoutError:
+            await _refuse(HTTPException(408, f"the body was not sent within {READ:g} s"), scope, receive, send)
+            return
+        except HTTPException as error:
+            await _refuse(error, scope, receive, send)
+            return
+        if body is None:  # the client is gone
+            return
+        left: list[bytes] = [body]
+        del body
+
+        async def whole() -> Any:
+            return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
+
+        connection.set(receive)
+        self.under_way += 1
+        try:
+            await self.app(scope, whole, send)
+        finally:
+            self.under_way -= 1
+
+    async def _body(self, receive: Any) -> bytes | None:
+        """The body, or ``None`` where the client goes away. What is beyond the bound is read and dropped."""
+        found, size, more = bytearray(), 0, True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                return None
+            size += len(message.get("body", b""))
+            if size <= self.limits.body:
+                found += message.get("body", b"")
+            else:
+                found.clear()
+            more = message.get("more_body", False)
+        if size > self.limits.body:
+            raise HTTPException(413, f"{size:,} bytes; this server takes {self.limits.body:,} (--max-body): send fewer")
+        return bytes(found)
+
+
+async def _refuse(error: HTTPException, scope: Any, receive: Any, send: Any) -> None:
+    status, found = answer_of(error)
+    await JSONResponse(found, status_code=status, headers={"Connection": "close"})(scope, receive, send)
