@@ -50,6 +50,7 @@ class Asked:
         reference: tokens that the texts may repeat, or ``None``.
         named: what ``generation_config`` names: what ``generate`` then refuses is its.
         ends: tokens that end a text.
+        echoes: whether log-probabilities of the prompt are told as well.
         forced: the function that a text calls; ``""``: one that it names; ``None``: it is no forced call.
     """
 
@@ -66,6 +67,7 @@ class Asked:
     reference: list[int] | None = None
     named: tuple[str, ...] = ()
     ends: list[int] = field(default_factory=list)
+    echoes: bool = False
     forced: str | None = None
 
     def fitted(self, prompt: int) -> GenerationConfig:

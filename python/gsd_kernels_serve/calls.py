@@ -21,7 +21,7 @@ from gsd_kernels_hf.api import Patch
 
 from .asked import Asked, refused_config
 from .checks import Refused
-from .logprobs import Entry, Recorder
+from .logprobs import Entry, Recorder, of_prompt
 from .tools import forced_calls
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class Call:
         begun: done with the text's first token or with an error in its place; until then a stream can be refused.
         finish: ``"stop"``, or ``"length"`` for a text that was cut.
         since: when the request came, by ``time.perf_counter``.
+        echoed: tokens of the prompt with their log-probabilities, where they are asked for.
         prompt: tokens of the chat, where transformers' handler asks for them.
     """
 
@@ -66,6 +67,7 @@ class Call:
     begun: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
     finish: str | None = None
     since: float = field(default_factory=time.perf_counter)
+    echoed: list[Entry] = field(default_factory=list)
     prompt: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -235,8 +237,10 @@ class Decoding:
             if processors := call.asked.processors(prompt):
                 kwargs["logits_processor"] = LogitsProcessorList(processors)
             streamer = Listener(call, self.stopping, inner)
+            if call.asked.echoes and call.asked.top is not None:
+                call.echoed = of_prompt(self.handle.model, input_ids, call.asked.top, streamer.ask)
             kwargs |= {"tokenizer": tokenizer, "seed": call.seed, "streamer": streamer, "observer": call.recorder}
-            output = self.handle.model.generate(input_ids=input_ids, **kwargs)
+            output = input_ids if config.max_new_tokens == 0 else self.handle.model.generate(input_ids, **kwargs)
         except Exception as error:
             reason = (
                 "the client went away" if call.gone.is_set() else " ".join(str(error).split()) or type(error).__name__
@@ -271,6 +275,9 @@ class Decoding:
         return "length" if not ended and most is not None and len(ids) >= most else "stop"
 
     def _count(self, prompt: int, queued: float) -> None:
+        if self.call.finish == "length" and not self.call.ids:  # nothing was decoded
+            self.call.statistics = {"new_tokens": 0, "queued": queued}
+            return
         stats = self.handle.stats  # of this thread
         self.call.statistics = {**stats.as_dict(), "queued": queued}
         log.info(

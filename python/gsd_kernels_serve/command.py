@@ -72,12 +72,21 @@ def command(
         str | None,
         typer.Option("--name", rich_help_panel=_SERVER, help="By which clients ask for the model; default: MODEL."),
     ] = None,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cors",
+            metavar="ORIGIN",
+            rich_help_panel=_SERVER,
+            help="A web page's origin whose scripts may ask, as http://localhost:3000; * is any. May be repeated.",
+        ),
+    ] = None,
     limits: LimitOptions,
 ) -> None:
     """Serve a model to OpenAI clients, by transformers' own server; one request is decoded at a time.
 
-    POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /health. Every response has the
-    statistics of its decoding in the field gsd_kernels, a stream in its last event. Ctrl-C ends it.
+    POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /v1/models/ID, /health. Every response
+    has the statistics of its decoding in the field gsd_kernels, a stream in its last event. Ctrl-C ends it.
     """
     check_draft(model, models.draft)
     from .listen import bind, is_loopback
@@ -103,6 +112,7 @@ def command(
             handle,
             pair.tokenizer,
             speculates=decoding["graph_config"] != PLAIN,
+            origins=cors or (),
             limits=Limits(limits.max_body, limits.max_prompt, limits.max_seconds, limits.max_requests),
         )
         if not is_loopback(host):

@@ -157,7 +157,10 @@ FIELDS: tuple[Field, ...] = (
         most=ARGUMENT,
     ),
     # ---- where it ends
-    _honoured("max_tokens", BOTH, _length, "tokens of the answer; 1,024 without it"),
+    _honoured("max_tokens", (CHAT,), _length, "tokens of the answer; 1,024 without it"),
+    _honoured(
+        "max_tokens", (COMPLETIONS,), whole(0, 2**31 - 1), "tokens of the answer; 1,024 without it; 0 with `echo` alone"
+    ),
     _honoured("max_completion_tokens", (CHAT,), _length, "tokens of the answer; 1,024 without it"),
     _honoured("max_output_tokens", (RESPONSES,), _length, "tokens of the answer; 1,024 without it"),
     _honoured("stop", BOTH, STOPS, "up to 16 strings; the text ends with the one that was found"),
@@ -188,7 +191,7 @@ FIELDS: tuple[Field, ...] = (
         "include", (RESPONSES,), checks.a_list(_LOGPROBS), f"`{_LOGPROBS}`: of the model itself; others are refused"
     ),
     _honoured("top_logprobs", (RESPONSES,), whole(0, 20), f'with `include: ["{_LOGPROBS}"]`'),
-    _honoured("echo", (COMPLETIONS,), flag, "the prompt before its text; refused beside `logprobs`"),
+    _honoured("echo", (COMPLETIONS,), flag, "the prompt before its text, with its log-probabilities beside `logprobs`"),
     _honoured("metadata", (RESPONSES,), checks.an_object, "in the response, as it came", most=NOTES),
     # ---- what asks for nothing here
     _harmless("user", ENDPOINTS, text, "who asks is not looked at"),

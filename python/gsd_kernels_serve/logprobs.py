@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from gsd_kernels_hf.model.properties import cache_argument
 from gsd_kernels_hf.records import Verified
 
 
@@ -45,16 +47,46 @@ class Recorder:
         rows = rows[rows >= 0].to(verified.logits.device)
         log_probs = torch.log_softmax(verified.logits[0, rows].float(), -1)  # [P, V]
         picked = verified.tokens[0, : len(rows)].long().to(log_probs.device)  # [P]
-        own = log_probs.gather(1, picked[:, None])[:, 0].tolist()
-        best, tokens = log_probs.topk(min(self.top, log_probs.shape[1]), -1)  # [P, top]
-        tops = [tuple(zip(*pair, strict=True)) for pair in zip(tokens.tolist(), best.tolist(), strict=True)]
-        self.step = [Entry(*found) for found in zip(picked.tolist(), own, tops, strict=True)]
+        self.step = entries_of(log_probs, picked, self.top)
 
     def take(self, token: int) -> Entry:
         """The entry of the next token of the step."""
         entry = self.step.pop(0)
         assert entry.token == token
         return entry
+
+
+PIECE = 256
+"""Tokens of a prompt whose logits are there at once."""
+
+
+@torch.no_grad()
+def of_prompt(model: PreTrainedModel, input_ids: Tensor, top: int, ask: Callable[[], None]) -> list[Entry]:
+    """The entries of a prompt [1, P]: of every token but the first, behind those before it.
+
+    Args:
+        model: the target.
+        input_ids: the prompt.
+        top: number of likeliest tokens a position.
+        ask: called before every piece.
+    """
+    found, kept = [Entry(int(input_ids[0, 0]))], {}
+    for begin in range(0, input_ids.shape[1] - 1, PIECE):
+        ask()
+        picked = input_ids[0, begin + 1 : begin + 1 + PIECE]  # [n], behind the tokens of this piece
+        output = model(input_ids=input_ids[:, begin : begin + len(picked)], use_cache=True, **kept)
+        kept = {cache_argument(model): getattr(output, cache_argument(model))}
+        log_probs = torch.log_softmax(output.logits[0].float(), -1)  # [n, V]
+        found += entries_of(log_probs, picked.to(log_probs.device), top)
+    return found
+
+
+def entries_of(log_probs: Tensor, picked: Tensor, top: int) -> list[Entry]:
+    """The entries of tokens [n] by log-probabilities [n, V]."""
+    own = log_probs.gather(1, picked[:, None])[:, 0].tolist()
+    best, tokens = log_probs.topk(min(top, log_probs.shape[1]), -1)  # [n, top]
+    tops = [tuple(zip(*pair, strict=True)) for pair in zip(tokens.tolist(), best.tolist(), strict=True)]
+    return [Entry(*one) for one in zip(picked.tolist(), own, tops, strict=True)]
 
 
 class Pieces:
@@ -105,14 +137,22 @@ class Pieces:
     def _one(self, token: int, log_prob: float | None) -> dict[str, Any]:
         return {"token": self.text_of(token), "logprob": log_prob, "bytes": list(self.bytes_of(token))}
 
-    def completion(self, entries: Iterable[Entry], before: bytes) -> dict[str, Any]:
-        """``logprobs`` of a choice of ``/v1/completions``, behind the bytes of the text so far."""
+    def completion(self, entries: Iterable[Entry], before: bytes = b"", shown: bytes | None = None) -> dict[str, Any]:
+        """``logprobs`` of a choice of ``/v1/completions``, behind the bytes of the text so far.
+
+        ``shown``: the bytes of a prompt that the entries are of. Tokens that are not in it, as the first one of many
+        tokenizers, take no place there.
+        """
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in entries:
             found["tokens"].append(self.text_of(entry.token))
             found["token_logprobs"].append(entry.log_prob)
             known = [(entry.token, entry.log_prob), *entry.top]
-            found["top_logprobs"].append({self.text_of(token): log_prob for token, log_prob in known if entry.top})
+            tops = {self.text_of(token): log_prob for token, log_prob in known if entry.top}
+            found["top_logprobs"].append(None if entry.log_prob is None else tops)
             found["text_offset"].append(len(before.decode(errors="ignore")))
-            before += self.bytes_of(entry.token)
+            piece = self.bytes_of(entry.token)
+            if shown is not None and not shown.startswith(before + piece):
+                piece = piece.lstrip() if shown.startswith(before + piece.lstrip()) else b""
+            before += piece
         return found

@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,6 +71,13 @@ class Grammar(LogitsProcessor):
         return scores
 
 
+@dataclass(frozen=True)
+class Marked:
+    """A text with parts between marks that are held to schemas: xgrammar's structural tag."""
+
+    tag: dict[str, Any]
+
+
 class Grammars:
     """Compiled grammars of one tokenizer; xgrammar keeps those that it has seen.
 
@@ -83,8 +91,8 @@ class Grammars:
         self.compilers: dict[tuple[int, ...], Any] = {}  # by the tokens that end a text
         self.making = threading.Lock()
 
-    def of(self, schema: Mapping[str, Any] | bool, field: str, ends: list[int]) -> Any:
-        """The grammar of JSON by a schema, which ends with one of ``ends``.
+    def of(self, held: Mapping[str, Any] | bool | Marked, field: str, ends: list[int]) -> Any:
+        """The grammar of JSON by a schema, or of a text with such parts, which ends with one of ``ends``.
 
         Raises:
             Refused: xgrammar is missing, or cannot serve the schema; named ``field``.
@@ -95,9 +103,12 @@ class Grammars:
             compiler = self._compiler(tuple(ends))
         except ImportError:
             raise Refused(field, f"needs xgrammar, which is missing: {cure('grammar')}") from None
-        try:  # strict_mode would close every object that does not say whether it is open: {} alone
+        try:
+            if isinstance(held, Marked):
+                return compiler.compile_structural_tag(held.tag)
+            # strict_mode would close every object that does not say whether it is open: {} alone
             return compiler.compile_json_schema(
-                json.dumps(schema), any_whitespace=True, max_whitespace_cnt=2, strict_mode=False
+                json.dumps(held), any_whitespace=True, max_whitespace_cnt=2, strict_mode=False
             )
         except Exception as error:  # xgrammar's own, of several kinds, behind its time and place
             raise Refused(field, re.sub(r"^\[[\d:]+\] \S+: ", "", " ".join(str(error).split()))) from error
@@ -132,8 +143,9 @@ def schema_of(given: Any, field: str) -> Any:
     if "json_schema" in given:
         entries(field, given, ("type", "json_schema"))
         at, given = f"{field}.json_schema", given["json_schema"]
-    found = entries(at, given, ("type", "name", "schema", "strict"), "schema")
-    checks.text(f"{at}.name", found.get("name", ""))
+    found = entries(at, given, ("type", "name", "description", "schema", "strict"), "schema")
+    for said in ("name", "description"):
+        checks.text(f"{at}.{said}", found.get(said, ""))
     checks.flag(f"{at}.strict", found.get("strict", True))
     schema = found["schema"]
     if not isinstance(schema, (Mapping, bool)):

@@ -21,9 +21,8 @@ from .calls import Call
 from .checks import Refused
 from .logprobs import Entry
 from .messages import PARTS, check_input, messages_of, template_arguments
-from .processors import schema_of
 from .service import OneQueue, Service, call_of
-from .tools import call_schema, chosen, forced_calls
+from .tools import Offered, chosen, forced_calls, held_to
 
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "text", "tool_choice", "tools", "top_p")
 """Fields of a request that a response has as well."""
@@ -64,8 +63,9 @@ class Responses(ResponseHandler):
         """A checked request: its text, and what transformers' handler is to know of it."""
         tokenizer = self.service.tokenizer
         check_input(body["input"])
-        tools, forced = chosen(body, tokenizer)
-        call = Call(self._asked(body, tools, forced))
+        offered = chosen(body, tokenizer)
+        tools = offered.tools
+        call = Call(self._asked(body, offered))
         inner = {"input": _items(body["input"], body.get("instructions")), "stream": body.get("stream", False)}
         inner |= {"tools": tools} if tools else {}
         inner["parallel_tool_calls"] = body.get("parallel_tool_calls", True)
@@ -74,20 +74,15 @@ class Responses(ResponseHandler):
         call.asked.fitted(len(call.prompt))
         return call, inner
 
-    def _asked(self, body: dict[str, Any], tools: list[dict[str, Any]], forced: str | None) -> Asked:
+    def _asked(self, body: dict[str, Any], offered: Offered) -> Asked:
         asked = self.service.asked_of(body, "input")
-        asked.forced = forced
+        asked.forced = offered.forced
         if body.get("include"):
             asked.top = body.get("top_logprobs", 0)
         elif body.get("top_logprobs"):
             raise Refused("top_logprobs", 'needs include: ["message.output_text.logprobs"]')
         form = body.get("text", {}).get("format")
-        if form is not None and (schema := schema_of(form, "text.format")) is not None:
-            if tools:
-                raise Refused("text.format", 'tools are not served beside it; leave it out, or tool_choice "none"')
-            asked.held = schema, "text.format"
-        elif forced is not None:
-            asked.held = call_schema(tools, forced), "tool_choice"
+        asked.held = held_to(offered, form, "text.format", self.service.written)
         return asked
 
     def _validate_request(self, body: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from copy import deepcopy
 from types import FrameType
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -86,6 +87,17 @@ async def _no_object(request: Request, error: RequestValidationError) -> Respons
     return await _refused(request, HTTPException(400, reason))
 
 
+def _add_models(app: FastAPI, manager: OneModel) -> None:
+    """Of OpenAI's routes the one that transformers' application has not."""
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        (found,) = manager.list_models()
+        if name != found["id"]:
+            raise HTTPException(404, f"there is no model {name!r}; {found['id']!r} is served")
+        return JSONResponse(found)
+
+
 def make_app(
     name: str,
     handle: Patch,
@@ -93,6 +105,7 @@ def make_app(
     *,
     speculates: bool = True,
     limits: Limits | None = None,
+    origins: Sequence[str] = (),
 ) -> FastAPI:
     """transformers' application for one patched model.
 
@@ -102,6 +115,7 @@ def make_app(
         tokenizer: the model's.
         speculates: whether the model drafts; where it decodes plainly, a text with ``prediction`` drafts all the same.
         limits: of requests.
+        origins: of web pages whose scripts may ask: ``http://localhost:3000``, or ``*`` for all.
 
     Raises:
         ImportError: this transformers' server wants parts that are unknown here.
@@ -124,7 +138,10 @@ def make_app(
         raise ImportError(f"serve: this transformers' server wants {', '.join(unknown)}; 5.6 to 5.23 do not")
     app = build_server(**{part: value for part, value in parts.items() if part in wanted})
     app.router.routes[:] = [route for route in app.router.routes if route.path in ROUTES]
+    _add_models(app, manager)
     app.add_middleware(Door, limits=limits)
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     for error in (HTTPException, *ERRORS, Exception):
         app.add_exception_handler(error, _refused)
     app.add_exception_handler(RequestValidationError, _no_object)

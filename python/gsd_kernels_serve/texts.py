@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from transformers.cli.serving.utils import ReasoningText, ToolCall, build_response_parser, parse_assistant_message
+from transformers.cli.serving.utils import (
+    ReasoningText,
+    ToolCall,
+    build_response_parser,
+    parse_assistant_message,
+)
 
 from . import fields
 from .asked import Asked, token_ids
@@ -19,9 +24,8 @@ from .calls import Call, Piece, Writer
 from .checks import Refused, entries, one_of, text, wrong
 from .logprobs import Entry
 from .messages import messages_of, template_arguments
-from .processors import schema_of
 from .service import Service, answer_of
-from .tools import call_schema, chosen, forced_calls
+from .tools import chosen, forced_calls, held_to
 
 
 @dataclass
@@ -111,7 +115,7 @@ class Texts:
         """A text that is over."""
         raise NotImplementedError
 
-    def first(self, order: Order, prompt: Prompt) -> dict[str, Any] | None:
+    def first(self, order: Order, prompt: Prompt, call: Call) -> dict[str, Any] | None:
         """What a streamed text begins with, before it has a token."""
         raise NotImplementedError
 
@@ -160,10 +164,13 @@ class Texts:
                 def event(choice: dict[str, Any], index: int = index, **rest: Any) -> str:
                     return _event({**head, "choices": [{"index": index, **choice}], **rest})
 
-                if (begun := self.first(order, prompt)) is not None:
+                waiting = self._begin(order, index) if index else first
+                if order.asked.echoes:  # whose prompt is read before its text begins
+                    await asyncio.wrap_future(call.begun)
+                if (begun := self.first(order, prompt, call)) is not None:
                     yield event({**begun, "finish_reason": None})
                 sofar = Sofar(prompt.shown.encode())
-                async for piece in self.service.pieces_of(self._begin(order, index) if index else first):
+                async for piece in self.service.pieces_of(waiting):
                     delta = self.delta(piece.value, piece.entries, sofar, order)
                     yield event({**delta, "finish_reason": None})
                     sofar.calls += isinstance(piece.value, ToolCall)
@@ -198,8 +205,9 @@ class Completions(Texts):
         copies = body.get("n", 1)
         if body.get("best_of", copies) != copies:
             raise Refused("best_of", f"expected as many as n, {copies}, got {body['best_of']}")
-        if body.get("echo") and asked.top is not None:
-            raise Refused("echo", "log-probabilities of a prompt are not served; leave out echo or logprobs")
+        if asked.config.max_new_tokens == 0 and not body.get("echo"):
+            raise wrong("max_tokens", "an integer from 1 to 2147483647, 0 beside echo", 0)
+        asked.echoes = bool(body.get("echo")) and asked.top is not None
         prompts = self._prompts(body["prompt"])
         if body.get("echo"):
             prompts = [Prompt(p.ids, p.shown or self.service.tokenizer.decode(p.ids)) for p in prompts]
@@ -230,14 +238,20 @@ class Completions(Texts):
 
     def choice(self, order: Order, prompt: Prompt, call: Call, written: list[Entry]) -> dict[str, Any]:
         shown = prompt.shown + self.service.tokenizer.decode(call.ids, skip_special_tokens=True)
-        return {**self.delta(shown, written, Sofar(prompt.shown.encode()), order), "finish_reason": call.finish}
+        found = self.delta(shown, written, Sofar(prompt.shown.encode()), order)
+        if echoed := self._echoed(prompt, call):
+            found["logprobs"] = {key: [*echoed[key], *(found["logprobs"] or {}).get(key, ())] for key in echoed}
+        return {**found, "finish_reason": call.finish}
 
-    def first(self, order: Order, prompt: Prompt) -> dict[str, Any] | None:
-        return {"text": prompt.shown, "logprobs": None} if prompt.shown else None
+    def first(self, order: Order, prompt: Prompt, call: Call) -> dict[str, Any] | None:
+        return {"text": prompt.shown, "logprobs": self._echoed(prompt, call)} if prompt.shown else None
 
     def delta(self, value: Any, written: list[Entry], sofar: Sofar, order: Order) -> dict[str, Any]:
         found = self.service.pieces.completion(written, sofar.told) if order.asked.top is not None and written else None
         return {"text": str(value), "logprobs": found}
+
+    def _echoed(self, prompt: Prompt, call: Call) -> dict[str, Any] | None:
+        return self.service.pieces.completion(call.echoed, shown=prompt.shown.encode()) if call.echoed else None
 
 
 class Chat(Texts):
@@ -252,19 +266,14 @@ class Chat(Texts):
         if body.get("top_logprobs") and not body.get("logprobs"):
             raise Refused("top_logprobs", "needs logprobs: true")
         asked.top = body.get("top_logprobs", 0) if body.get("logprobs") else None
-        tools, asked.forced = chosen(body, service.tokenizer)
-        form = body.get("response_format")
-        if form is not None and (schema := schema_of(form, "response_format")) is not None:
-            if tools:
-                raise Refused("response_format", 'tools are not served beside it; leave it out, or tool_choice "none"')
-            asked.held = schema, "response_format"
-        elif asked.forced is not None:
-            asked.held = call_schema(tools, asked.forced), "tool_choice"
+        offered = chosen(body, service.tokenizer)
+        asked.forced = offered.forced
+        asked.held = held_to(offered, body.get("response_format"), "response_format", service.written)
         asked.reference = self._reference(body.get("prediction"))
-        ids = service.templated(messages, tools, template_arguments(body, service.tokenizer), "messages")
+        ids = service.templated(messages, offered.tools, template_arguments(body, service.tokenizer), "messages")
         usage = _usage(body)
         stream = bool(body.get("stream"))
-        return Order(request_id, [Prompt(ids)], asked, body.get("n", 1), stream, usage, tools)
+        return Order(request_id, [Prompt(ids)], asked, body.get("n", 1), stream, usage, offered.tools)
 
     def _reference(self, given: Any) -> list[int] | None:
         """The tokens of ``prediction``."""
@@ -310,7 +319,7 @@ class Chat(Texts):
             message["reasoning_content"] = reasoning
         return {"message": message, "logprobs": self._logprobs(written, order), "finish_reason": finish}
 
-    def first(self, order: Order, prompt: Prompt) -> dict[str, Any] | None:
+    def first(self, order: Order, prompt: Prompt, call: Call) -> dict[str, Any] | None:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
     def delta(self, value: Any, written: list[Entry], sofar: Sofar, order: Order) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -12,33 +14,119 @@ from transformers.cli.serving.utils import ToolCall
 from . import checks
 from .checks import Refused, entries, wrong
 from .messages import reads
+from .processors import Marked, schema_of
 from .schemas import check_schema, moved
 
+_QWEN_XML = r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>"
+"""How transformers knows the calls of Qwen 3.5 and its kind."""
 
-def chosen(body: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[list[dict[str, Any]], str | None]:
-    """The functions to show, and the one to call: its name, ``""`` for any of them, ``None`` for no forced call.
+_OPEN = {"type": "object", "additionalProperties": True}
+_GAP = {"type": "regex", "pattern": "[ \\n]{0,2}"}
+
+
+@dataclass
+class Offered:
+    """The functions of a request.
+
+    Attributes:
+        tools: to show, as templates take them.
+        forced: the one to call: its name, ``""`` for any of them, ``None`` for no forced call.
+        strict: places of those whose arguments are held to their schema, by name.
+    """
+
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    forced: str | None = None
+    strict: dict[str, str] = field(default_factory=dict)
+
+
+def chosen(body: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Offered:
+    """What a checked request of either endpoint offers.
 
     Args:
-        body: a checked request of either endpoint.
-        tokenizer: whose template has to show them.
+        body: the request.
+        tokenizer: whose template has to show the functions.
 
     Raises:
         Refused: of ``tools``, ``tool_choice`` or ``parallel_tool_calls``.
     """
     choice = body.get("tool_choice", "auto")
     if choice == "none":
-        return [], None
-    forced = choice != "auto"
-    tools = tools_of(body.get("tools", []), tokenizer, forced=forced)
-    if not forced:
-        if tools and body.get("parallel_tool_calls") is False:
+        return Offered()
+    offered = tools_of(body.get("tools", []), tokenizer)
+    if choice == "auto":
+        if offered.tools and body.get("parallel_tool_calls") is False:
             raise Refused("parallel_tool_calls", "how many calls a text has is the model's to say; leave it out")
-        return tools, None
-    name = "" if choice == "required" else _named(choice)
-    names = [tool["function"]["name"] for tool in tools]
-    if not tools or (name and name not in names):
-        raise Refused("tool_choice", f"tools has no {name or 'function'}; it has {', '.join(names) or 'none'}")
-    return tools, name
+        return offered
+    offered.forced = "" if choice == "required" else _named(choice)
+    names = [tool["function"]["name"] for tool in offered.tools]
+    if not names or (offered.forced and offered.forced not in names):
+        known = ", ".join(names) or "none"
+        raise Refused("tool_choice", f"tools has no {offered.forced or 'function'}; it has {known}")
+    for i, tool in enumerate(offered.tools):
+        check_schema(tool["function"].get("parameters", {}), f"tools[{i}].function.parameters")
+    return offered
+
+
+def held_to(offered: Offered, form: Any, field: str, template: Mapping[str, Any] | None) -> tuple[Any, str] | None:
+    """What a grammar holds texts to, a schema or :class:`Marked` calls, and the field that asks for it.
+
+    ``None`` where they are free.
+
+    Args:
+        offered: the functions.
+        form: what ``field`` holds, or ``None``.
+        field: ``response_format`` or ``text.format``.
+        template: how the model writes its answers, as transformers has it; ``None``: unknown, so that calls are text.
+
+    Raises:
+        Refused: it cannot be held.
+    """
+    if form is not None and (schema := schema_of(form, field)) is not None:
+        if offered.tools:
+            raise Refused(field, 'tools are not served beside it; leave it out, or tool_choice "none"')
+        return schema, field
+    if offered.forced is not None:
+        return call_schema(offered.tools, offered.forced), "tool_choice"
+    if not offered.strict or template is None:
+        return None
+    return Marked(_marked(offered, template.get("fields", {}).get("tool_calls", {}))), "tools"
+
+
+def _marked(offered: Offered, written: Mapping[str, Any]) -> dict[str, Any]:
+    """xgrammar's structural tag of a text with calls, as a model writes them; those of strict functions are held."""
+    functions = [tool["function"] for tool in offered.tools]
+    for function in functions:
+        if (place := offered.strict.get(function["name"])) is not None:
+            check_schema(function.get("parameters", {}), f"{place}.parameters")
+    held = [f if f["name"] in offered.strict else {**f, "parameters": _OPEN} for f in functions]
+    opening = str(written.get("open") or written.get("open_pattern", ""))
+    begins = opening if "open" in written else re.sub(r"^\\s\*", "", opening)
+    literal = "open" in written or re.fullmatch(r"[\w<>/ ]+", begins) is not None
+    as_json = written.get("content") == "json" and written.get("transform", {}).get("function") == "{content}"
+    if opening == _QWEN_XML:
+        parts = [_xml(function) for function in held]
+        return _tags("<tool_call>", {"type": "or", "elements": parts} if len(parts) > 1 else parts[0], "</tool_call>")
+    if as_json and literal and isinstance(written.get("close"), str):
+        schema = call_schema([{"function": function} for function in held], "")
+        content = {"type": "json_schema", "json_schema": schema}
+        return _tags(begins, {"type": "sequence", "elements": [_GAP, content, _GAP]}, written["close"])
+    place = next(iter(offered.strict.values()))
+    raise Refused(f"{place}.strict", "not held to in calls as this model writes them; leave it out, or force a call")
+
+
+def _xml(function: Mapping[str, Any]) -> dict[str, Any]:
+    schema = function.get("parameters") or _OPEN
+    parts = [
+        {"type": "const_string", "value": f"<function={function['name']}>"},
+        {"type": "json_schema", "json_schema": schema, "style": "qwen_xml"},
+        {"type": "const_string", "value": "</function>"},
+    ]
+    return {"type": "sequence", "elements": [_GAP, parts[0], _GAP, parts[1], _GAP, parts[2], _GAP]}
+
+
+def _tags(begins: str, content: Any, ends: str) -> dict[str, Any]:
+    tag = {"type": "tag", "begin": begins, "content": content, "end": ends}
+    return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": [begins], "tags": [tag]}}
 
 
 def _named(choice: Any) -> str:
@@ -55,20 +143,19 @@ def _named(choice: Any) -> str:
     return name
 
 
-def tools_of(given: Any, tokenizer: PreTrainedTokenizerBase, *, forced: bool = False) -> list[dict[str, Any]]:
+def tools_of(given: Any, tokenizer: PreTrainedTokenizerBase) -> Offered:
     """Functions as templates take them; none for an empty list.
 
     Args:
         given: ``tools``, of either endpoint.
         tokenizer: whose template has to show them.
-        forced: whether a grammar holds the call to its schema, as ``strict`` asks.
 
     Raises:
         Refused: of ``tools``.
     """
     if not isinstance(given, list):
         raise wrong("tools", "a list of functions", given)
-    tools = []
+    offered = Offered()
     for i, tool in enumerate(given):
         name = f"tools[{i}]"
         if not isinstance(tool, Mapping) or tool.get("type") != "function":
@@ -80,17 +167,17 @@ def tools_of(given: Any, tokenizer: PreTrainedTokenizerBase, *, forced: bool = F
             inner = {key: value for key, value in tool.items() if key != "type"}
         function = entries(f"{name}.function", inner, ("name", "description", "parameters", "strict"), "name")
         checks.text(f"{name}.function.name", function["name"])
+        checks.text(f"{name}.function.description", function.get("description", ""))
         checks.an_object(f"{name}.function.parameters", function.get("parameters", {}))
-        if function.pop("strict", False) and not forced:
-            raise Refused(f"{name}.function.strict", 'not held to where tool_choice is "auto"; leave it out')
-        if forced:
-            check_schema(function.get("parameters", {}), f"{name}.function.parameters")
-        if any(function["name"] == other["function"]["name"] for other in tools):
+        strict = function.pop("strict", False)
+        checks.flag(f"{name}.function.strict", strict)
+        if any(function["name"] == other["function"]["name"] for other in offered.tools):
             raise Refused(f"{name}.function.name", f"{function['name']!r} is the name of another as well")
-        tools.append({"type": "function", "function": function})
-    if tools and not reads(tokenizer, "tools"):
+        offered.tools.append({"type": "function", "function": function})
+        offered.strict |= {function["name"]: f"{name}.function"} if strict else {}
+    if offered.tools and not reads(tokenizer, "tools"):
         raise Refused("tools", "this model's chat template does not show them; leave them out")
-    return tools
+    return offered
 
 
 def call_schema(tools: list[dict[str, Any]], forced: str) -> dict[str, Any]:

@@ -171,7 +171,33 @@ def echo(server, endpoint):
     assert server.text(endpoint, echo=True) == whole
     events = server.got(endpoint, echo=True, stream=True)[:-1]
     assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == whole
-    assert server.refusal(endpoint, echo=True, logprobs=1)["param"] == "echo"
+    assert server.text(endpoint, echo=True, max_tokens=0) == PROMPT
+    choice = server.got(endpoint, echo=True, logprobs=2, max_tokens=3)["choices"][0]
+    found, ids = choice["logprobs"], server.tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        expected = server.target(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
+    length = ids.shape[1]
+    assert found["token_logprobs"][0] is None is found["top_logprobs"][0]
+    for got, log_prob, top in zip(found["token_logprobs"][1:length], expected, found["top_logprobs"][1:], strict=False):
+        assert math.isclose(got, log_prob, abs_tol=1e-4) and 2 <= len(top) <= 3
+    first, *others = found["tokens"]
+    assert len(others) == length + 2 and first == "<|bos|>" and "".join(others) == choice["text"]
+    places = zip(found["text_offset"][1:], others, strict=True)
+    assert all(choice["text"][at:].startswith(token) for at, token in places)
+    after = server.got(endpoint, logprobs=2, max_tokens=3)["choices"][0]["logprobs"]
+    assert found["token_logprobs"][length:] == after["token_logprobs"]
+    alone = server.got(endpoint, echo=True, logprobs=2, max_tokens=0, prompt=ids[0].tolist())
+    assert alone["choices"][0]["finish_reason"] == "length" and alone["usage"]["completion_tokens"] == 0
+    assert alone["choices"][0]["logprobs"]["token_logprobs"] == found["token_logprobs"][:length]
+    for most in (0, 3):
+        parts: dict[str, list] = {}
+        for event in server.got(endpoint, echo=True, logprobs=2, max_tokens=most, stream=True, n=2)[:-1]:
+            (told,) = json.loads(event)["choices"]
+            if told["index"] == 1:
+                for key, values in (told["logprobs"] or {}).items():
+                    parts[key] = parts.get(key, []) + values
+        assert parts["token_logprobs"] == found["token_logprobs"][: length + most]
+        assert parts["text_offset"] == found["text_offset"][: length + most]
 
 
 @effect("metadata", RESPONSES)

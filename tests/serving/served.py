@@ -51,7 +51,7 @@ SCHEMA = {
 class Server:
     """The demo pair, or its target alone without speculation, served from a thread of this process."""
 
-    def __init__(self, speculates: bool = True, template: str = TEMPLATE, **limits: typing.Any) -> None:
+    def __init__(self, speculates: bool = True, template: str = TEMPLATE, **named: typing.Any) -> None:
         import uvicorn
 
         from gsd_kernels_serve.limits import Limits
@@ -61,7 +61,8 @@ class Server:
         self.tokenizer.chat_template = template
         drafting = {"assistant_model": draft} if speculates else {"graph_config": "plain"}
         handle = patch(self.target, tokenizer=self.tokenizer, **drafting)
-        app = make_app("small", handle, self.tokenizer, speculates=speculates, limits=Limits(**limits))
+        own = {key: named.pop(key) for key in ("origins",) if key in named}
+        app = make_app("small", handle, self.tokenizer, speculates=speculates, limits=Limits(**named), **own)
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})

@@ -99,7 +99,7 @@ def test_an_answer_can_be_handed_back(server):
 def test_the_fields_of_a_message_are_named_where_they_would_be_dropped(server):
     one = {"role": "user", "content": PROMPT, "audio": {"id": "1"}}
     assert server.refusal(CHAT, messages=[one])["param"] == "messages[0].audio"
-    described = {"type": "json_schema", "json_schema": {"name": "one", "description": "x", "schema": SCHEMA}}
+    described = {"type": "json_schema", "json_schema": {"name": "one", "description": 5, "schema": SCHEMA}}
     refused = server.refusal(CHAT, response_format=described)
     assert refused["param"] == "response_format.json_schema.description"
     named = {"role": "user", "content": PROMPT, "name": "ann"}  # which the template does not show
@@ -109,7 +109,7 @@ def test_the_fields_of_a_message_are_named_where_they_would_be_dropped(server):
     assert server.refusal(CHAT, response_format=loose)["param"] == "response_format.schema"
     assert server.refusal(RESPONSES, text={"format": loose})["param"] == "text.format.schema"
     assert server.refusal(CHAT, tools=[{**TOOLS[0], "cached": 1}])["param"] == "tools[0].cached"
-    strict = [{"type": "function", "function": {**TOOL, "strict": True}}]
+    strict = [{"type": "function", "function": {**TOOL, "strict": "yes"}}]
     assert server.refusal(CHAT, tools=strict)["param"] == "tools[0].function.strict"
 
 
