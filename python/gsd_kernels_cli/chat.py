@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from gsd_kernels_hf.files import decode_utf8
 
 from . import options
 from .demo.smollm2 import NAME
@@ -138,31 +141,49 @@ class Conversation:
         return {**self.arguments, "max_new_tokens": min(self.arguments["max_new_tokens"], most - length)}
 
 
+def _is_typed() -> bool:
+    return sys.stdin.isatty()
+
+
 def _messages() -> Iterator[str]:
-    """Lines of a terminal behind a prompt, or of what is piped in."""
-    if not sys.stdin.isatty():
-        yield from (line.rstrip("\n") for line in sys.stdin)
+    """Lines of a terminal behind a prompt, or of what is piped in; those that are not UTF-8 are named and left out."""
+    if not _is_typed():
+        for number, line in enumerate(sys.stdin.buffer, 1):
+            yield from _decoded(line, f"line {number}")
         return
     import readline  # noqa: F401, lines can be edited and called back
 
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:
-            yield input("\n> ")
-        except (EOFError, KeyboardInterrupt):
+            line = input("\n> ")
+        except EOFError:
             out.print()
             return
+        except KeyboardInterrupt:  # of a line, or a second one of an answer
+            err.print("\n(/quit or Ctrl-D ends)", style="dim")
+            continue
+        yield from _decoded(line.encode(errors="surrogateescape"), "the line")
+
+
+def _decoded(line: bytes, which: str) -> Iterator[str]:
+    try:
+        yield decode_utf8(line, which, "stdin").rstrip("\r\n")
+    except ValueError as error:
+        err.print(f"gsd-kernels: {error}", markup=False, soft_wrap=True)
 
 
 def _converse(conversation: Conversation) -> None:
     """Answer messages until there are no more."""
-    typed, answered = sys.stdin.isatty(), False
+    typed, answered = _is_typed(), False
     if typed:
         err.print(HELP, style="dim", soft_wrap=True)
     for message in _messages():
         if message.startswith("/"):
-            if message in ("/quit", "/exit"):
+            if message.strip() in ("/quit", "/exit"):
                 return
-            _obey(conversation, message)
+            _obey(conversation, message.strip())
         elif message.strip():
             if answered and not typed:
                 print()  # an empty line between answers that follow each other
@@ -171,6 +192,10 @@ def _converse(conversation: Conversation) -> None:
                 conversation.answer(message)
             except ValueError as error:
                 err.print(f"gsd-kernels: {error}", markup=False, soft_wrap=True)
+            except KeyboardInterrupt:  # before the answer began, or a second one as it ended
+                if not typed:
+                    raise
+                err.print("(stopped)", style="dim")
 
 
 def _obey(conversation: Conversation, message: str) -> None:

@@ -81,6 +81,15 @@ def command(
             help="A web page's origin whose scripts may ask, as http://localhost:3000; * is any. May be repeated.",
         ),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-host",
+            metavar="NAME",
+            rich_help_panel=_SERVER,
+            help="A name of this machine that requests may ask for, beside localhost; * is any. May be repeated.",
+        ),
+    ] = None,
     limits: LimitOptions,
 ) -> None:
     """Serve a model to OpenAI clients, by transformers' own server; one request is decoded at a time.
@@ -89,7 +98,7 @@ def command(
     has the statistics of its decoding in the field gsd_kernels, a stream in its last event. Ctrl-C ends it.
     """
     check_draft(model, models.draft)
-    from .listen import bind, is_loopback
+    from .listen import bind, is_loopback, names_of
 
     with bind(host, port) as where:
         with progress("loading the models"):
@@ -113,6 +122,7 @@ def command(
             pair.tokenizer,
             speculates=decoding["graph_config"] != PLAIN,
             origins=cors or (),
+            hosts=names_of(host, allowed_host or ()),
             limits=Limits(limits.max_body, limits.max_prompt, limits.max_seconds, limits.max_requests),
         )
         if not is_loopback(host):

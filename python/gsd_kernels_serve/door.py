@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -19,13 +20,19 @@ class Door:
     Args:
         app: the application.
         limits: of all requests.
+        hosts: names of this machine; a page of another name, which its owner lets point here, is sent away.
     """
 
-    def __init__(self, app: Any, limits: Limits) -> None:
+    def __init__(self, app: Any, limits: Limits, hosts: Sequence[str] | None = None) -> None:
         self.app, self.limits = app, limits
+        self.hosts = None if hosts is None or "*" in hosts else {host.lower() for host in hosts}
         self.under_way = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and self.hosts is not None and (host := host_of(scope)) not in self.hosts:
+            error = HTTPException(400, f"Host: {host!r} is not this server's name; allow it by --allowed-host")
+            await _refuse(error, scope, receive, send)
+            return
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
@@ -70,6 +77,13 @@ class Door:
         if size > self.limits.body:
             raise HTTPException(413, f"{size:,} bytes; this server takes {self.limits.body:,} (--max-body): send fewer")
         return bytes(found)
+
+
+def host_of(scope: Any) -> str:
+    """The name or address that a request calls this machine by, without its port."""
+    found = dict(scope["headers"]).get(b"host", b"").decode("latin-1").lower()
+    name = found.partition("]")[0].removeprefix("[") if found.startswith("[") else found.partition(":")[0]
+    return name.removesuffix(".")
 
 
 async def _refuse(error: HTTPException, scope: Any, receive: Any, send: Any) -> None:

@@ -11,13 +11,16 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from . import checks
-from .checks import Refused, entries, wrong
+from .checks import Refused, Size, entries, wrong
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """What a request calls a speaker, and what templates call it."""
 
 _TAKEN = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 """Variables of chat templates, and arguments of the function, that the server sets."""
+
+ARGUMENTS = Size(None, 10_000, 32)
+"""Of a call, once they are read out of their string."""
 
 PARTS = ("text", "input_text", "output_text")
 _OF_INPUT = ("role", "content", "type", "id", "status")
@@ -77,8 +80,9 @@ def _call(name: str, given: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # which numbers of thousands of digits are as well
             raise Refused(f"{name}.function.arguments", f"no JSON: {error}") from error
+        ARGUMENTS.check(f"{name}.function.arguments", arguments)
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -13,6 +13,9 @@ from typing import Any, TypeVar
 
 from .checks import Refused
 
+THREAD = "gsd_kernels request"
+"""Name of the threads."""
+
 ASIDE = 19
 """Niceness of a thread for whose outcome nobody waits any more."""
 
@@ -70,7 +73,7 @@ class _Work:
         self.loop, self.function, self.release = loop, function, release
         self.outcome: asyncio.Future[Any] = loop.create_future()
         self.lock, self.over = threading.Lock(), False
-        self.thread = threading.Thread(target=self._run, daemon=True, name="gsd_kernels request")
+        self.thread = threading.Thread(target=self._run, daemon=True, name=THREAD)
         self.thread.start()
 
     def end(self) -> None:

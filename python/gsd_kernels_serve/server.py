@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import inspect
 import json
+import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -18,7 +21,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.model_manager import ModelManager
@@ -26,8 +29,10 @@ from transformers.cli.serving.server import build_server
 
 from gsd_kernels_hf.api import Patch
 
+from .checks import text
 from .door import Door
 from .limits import Limits
+from .preparing import THREAD
 from .responses import Responses
 from .service import ERRORS, OneQueue, Service, answer_of
 from .texts import Chat, Completions
@@ -35,7 +40,7 @@ from .texts import Chat, Completions
 PATIENCE = 2
 """Seconds that running requests have after Ctrl-C; then they end with an error."""
 
-ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health", "/load_model")
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health")
 """Of transformers' server; the others load or drop models, or are for other kinds of models."""
 
 
@@ -87,8 +92,14 @@ async def _no_object(request: Request, error: RequestValidationError) -> Respons
     return await _refused(request, HTTPException(400, reason))
 
 
-def _add_models(app: FastAPI, manager: OneModel) -> None:
-    """Of OpenAI's routes the one that transformers' application has not."""
+def _add_routes(app: FastAPI, manager: OneModel) -> None:
+    """Of OpenAI's routes the one that transformers' application has not, and the one that takes any name there."""
+
+    @app.post("/load_model")
+    async def load_model(body: dict[str, Any]) -> Response:
+        text("model", body.get("model"))
+        name = manager.process_model_name(body["model"])
+        return StreamingResponse(manager.load_model_streaming(name), media_type="text/event-stream")
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
@@ -106,6 +117,7 @@ def make_app(
     speculates: bool = True,
     limits: Limits | None = None,
     origins: Sequence[str] = (),
+    hosts: Sequence[str] | None = None,
 ) -> FastAPI:
     """transformers' application for one patched model.
 
@@ -116,6 +128,7 @@ def make_app(
         speculates: whether the model drafts; where it decodes plainly, a text with ``prediction`` drafts all the same.
         limits: of requests.
         origins: of web pages whose scripts may ask: ``http://localhost:3000``, or ``*`` for all.
+        hosts: names that requests call this machine by; ``None``: any.
 
     Raises:
         ImportError: this transformers' server wants parts that are unknown here.
@@ -138,8 +151,8 @@ def make_app(
         raise ImportError(f"serve: this transformers' server wants {', '.join(unknown)}; 5.6 to 5.23 do not")
     app = build_server(**{part: value for part, value in parts.items() if part in wanted})
     app.router.routes[:] = [route for route in app.router.routes if route.path in ROUTES]
-    _add_models(app, manager)
-    app.add_middleware(Door, limits=limits)
+    _add_routes(app, manager)
+    app.add_middleware(Door, limits=limits, hosts=hosts)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     for error in (HTTPException, *ERRORS, Exception):
@@ -174,4 +187,13 @@ def run(app: FastAPI, where: socket.socket) -> None:
             raise KeyboardInterrupt
     finally:
         app.state.stopping.set()
-        app.state.queue.wait(PATIENCE)
+        if not app.state.queue.wait(PATIENCE) or any(thread.name == THREAD for thread in threading.enumerate()):
+            # Compiled code that returns into an interpreter which is going down aborts the process.
+            atexit.register(_leave, 128 + signal.SIGINT if server.interrupted else 0)
+
+
+def _leave(code: int) -> None:
+    """End the process as it is, with threads that go on."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)

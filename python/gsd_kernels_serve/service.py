@@ -107,10 +107,13 @@ class Queue(GenerateManager):
         """What decodes a text."""
         return Decoding(self.handle, call, name, self.stopping, self.speculates)
 
-    def wait(self, seconds: float) -> None:
-        """Wait until the thread is idle."""
-        with contextlib.suppress(concurrent.futures.TimeoutError):  # TimeoutError itself from Python 3.11 on
+    def wait(self, seconds: float) -> bool:
+        """Wait until the thread is idle; whether it is."""
+        try:
             self.submit(lambda: None).result(seconds)
+        except concurrent.futures.TimeoutError:  # TimeoutError itself from Python 3.11 on
+            return False
+        return True
 
 
 class OneQueue(GenerationState):

@@ -112,3 +112,51 @@ def test_an_answer_ends_where_the_positions_do(conversation, monkeypatch):
     with pytest.raises(ValueError, match="/reset begins anew"):
         conversation.answer("more")
     assert conversation.turns == before and torch.is_tensor(next(conversation.pair.target.parameters()))
+
+
+def test_lines_end_as_windows_ends_them_and_one_that_is_not_utf8_ends_nothing(model):
+    asked = ["--model", model, "--max-new-tokens", TOKENS, "--dtype", "float32"]
+    stdin = b"\xef\xbb\xbfimport os\r\ncaf\xe9\r\n/reset \r\nimport os\r\n/quit\r\nimport sys\r\n"
+    result = chat(*asked, stdin=stdin)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == "\n".join(2 * [f"{answers(model, 'import os')[0]}\n"])
+    assert "(begun anew)" in result.stderr and "no command" not in result.stderr
+    assert "line 2: stdin is not UTF-8 text (byte 3" in result.stderr
+
+
+def test_interrupts_in_a_row_end_no_conversation(model, monkeypatch):
+    """Of an answer, again while it ends, and of a line."""
+    from gsd_kernels_cli import chat as command
+    from gsd_kernels_cli.streaming import StdoutStreamer
+
+    said = iter(["import os", KeyboardInterrupt, "caf\udce9", KeyboardInterrupt, "import os", EOFError])
+
+    def line(_: str) -> str:
+        found = next(said)
+        if isinstance(found, str):
+            return found
+        raise found
+
+    put, end, interrupted = StdoutStreamer.put, StdoutStreamer.end, []
+
+    def stop(self, value):
+        put(self, value)
+        if not interrupted and self.tokens:
+            interrupted.append(1)
+            raise KeyboardInterrupt
+
+    def stop_again(self):
+        end(self)
+        if len(interrupted) == 1:
+            interrupted.append(2)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(StdoutStreamer, "put", stop)
+    monkeypatch.setattr(StdoutStreamer, "end", stop_again)
+    monkeypatch.setattr("builtins.input", line)
+    monkeypatch.setattr(command, "_is_typed", lambda: True)
+    result = chat("--model", model, "--max-new-tokens", TOKENS, "--dtype", "float32", stdin="")
+    assert result.exit_code == 0, result.stderr
+    assert interrupted == [1, 2] and result.stderr.count("(stopped)") == 1
+    assert result.stderr.count("/quit or Ctrl-D ends") == 2 and "is not UTF-8" in result.stderr
+    assert result.stdout.endswith(f"{answers(model, 'import os')[0]}\n\n")

@@ -61,7 +61,7 @@ class Server:
         self.tokenizer.chat_template = template
         drafting = {"assistant_model": draft} if speculates else {"graph_config": "plain"}
         handle = patch(self.target, tokenizer=self.tokenizer, **drafting)
-        own = {key: named.pop(key) for key in ("origins",) if key in named}
+        own = {key: named.pop(key) for key in ("origins", "hosts") if key in named}
         app = make_app("small", handle, self.tokenizer, speculates=speculates, limits=Limits(**named), **own)
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
         self.socket = socket.create_server(("127.0.0.1", 0))

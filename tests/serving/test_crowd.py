@@ -161,7 +161,7 @@ def test_a_slow_template_holds_nobody_and_ends(hurried):
             refused = hurried.refusal(endpoint, chat_template_kwargs={"slow": True})
             assert refused["param"] == fields.NEEDED[endpoint] and "takes more than 1 s" in refused["message"]
             assert len(answers) > before, "others are answered meanwhile"
-    while threads := [t for t in threading.enumerate() if t.name == "gsd_kernels request"]:
+    while threads := [t for t in threading.enumerate() if t.name == preparing.THREAD]:
         threads[0].join(20)
         assert not threads[0].is_alive(), "it goes on though nobody waits"
 

@@ -15,12 +15,26 @@ CALLED = {"id": "1", "type": "function", "function": {"name": "paint", "argument
 NAMED = {"type": "function", "function": {"name": ["paint"]}}
 
 
+def called(arguments: str) -> dict[str, object]:
+    return {**CALLED, "function": {"name": "paint", "arguments": arguments}}
+
+
+def nested(levels: int) -> dict[str, object]:
+    inner: dict[str, object] = {}
+    for _ in range(levels):
+        inner = {"type": "object", "properties": {"a": inner}}
+    return inner
+
+
 def schema(given: object) -> dict[str, object]:
     return {"type": "json_schema", "json_schema": {"name": "one", "schema": given}}
 
 
 def calls(given: object) -> list[dict[str, object]]:
     return [{"role": "user", "content": PROMPT}, {"role": "assistant", "tool_calls": given}]
+
+
+DEEP = "[" * 5000 + "]" * 5000
 
 
 @pytest.mark.parametrize(
@@ -38,6 +52,20 @@ def calls(given: object) -> list[dict[str, object]]:
         (CHAT, {"messages": calls([{**CALLED, "type": "custom"}])}, "messages[1].tool_calls[0].type"),
         (CHAT, {"messages": calls([{**CALLED, "cached": 1}])}, "messages[1].tool_calls[0].cached"),
         (CHAT, {"messages": [{"role": "user", "content": "", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+        (CHAT, {"messages": calls([called(DEEP)])}, "messages[1].tool_calls[0].function.arguments"),
+        (
+            CHAT,
+            {"messages": calls([called(f'{{"a": {DEEP[4900:5100]}}}')])},
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        (CHAT, {"messages": calls([called("9" * 5000)])}, "messages[1].tool_calls[0].function.arguments"),
+        (
+            RESPONSES,
+            {"input": [{"type": "function_call", "call_id": "1", "name": "x", "arguments": DEEP}]},
+            "input[0].function.arguments",
+        ),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "x", "parameters": nested(200)}}]}, "tools"),
+        (RESPONSES, {"tools": [{"type": "function", "name": "x", "parameters": nested(200)}]}, "tools"),
         (CHAT, {"response_format": schema({"not": {}})}, "response_format.json_schema.schema.not"),
         (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format.schema.not"),
     ],
@@ -67,3 +95,9 @@ def test_errors_of_the_body_are_told_as_all_others(server):
     for body in (b'{"prompt":' + b"[" * 100_000 + b"}", b"\xff"):
         status, found = server.raw(COMPLETIONS, body)
         assert status == 400 and found["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("name", [5, ["small"], {"a": 1}, True, None, ...])
+def test_a_model_to_load_is_named_by_a_string(name, server):
+    status, found = server.raw("/load_model", {} if name is ... else {"model": name})
+    assert status == 400 and found["error"]["param"] == "model"

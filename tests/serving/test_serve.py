@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +43,7 @@ PROMPTS = [
     "try:\n    import ",
     "def __init__(self, ",
 ]
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 GREEDY = {"model": "small", "temperature": 0}
 
 
@@ -150,6 +152,18 @@ def test_without_a_length_a_text_ends_where_the_model_does(client):
     assert answer.choices[0].finish_reason == "length"
 
 
+def test_other_names_of_this_machine_are_refused(server):
+    for name, status in (("evil.example", 400), ("localhost", 200), ("127.0.0.1:1", 200)):
+        request = urllib.request.Request(server.url + "/models", headers={"Host": name})
+        try:
+            with urllib.request.urlopen(request) as answer:
+                found = answer.status
+        except urllib.error.HTTPError as error:
+            found = error.code
+            assert "--allowed-host" in json.loads(error.read())["error"]["message"]
+        assert found == status, name
+
+
 def test_the_model_is_loaded_as_transformers_client_asks(server):
     def load(name: str) -> dict:
         request = urllib.request.Request(
@@ -224,9 +238,8 @@ def request_and_leave(server, *, stream: bool) -> None:
     host, port = re.match(r"http://(\S+):(\d+)/", server.url).groups()
     data = json.dumps(body).encode()
     with socket.create_connection((host, int(port))) as connection:
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-        )
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(data)}"
         connection.sendall(head.encode() + b"\r\n\r\n" + data)
         if stream:
             assert b"200 OK" in connection.recv(4096)
@@ -294,9 +307,35 @@ def test_an_interrupt_ends_it_cleanly(server, openai):
     assert not re.search("torchao|_pytree", server.log), "packages that it does not use speak up when they are imported"
 
 
+def test_an_interrupt_while_a_prompt_is_read_ends_it_cleanly(tmp_path, openai):
+    server = Server(tmp_path, "--draft", "none", "--dtype", "float32", "--max-prompt", "400000")
+    prompt = {"prompt": [5] * 300_000, "max_tokens": 1, "model": "demo"}
+
+    def wait() -> None:
+        with pytest.raises(openai.APIError):
+            server.client.completions.create(**prompt)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(1.5)  # it is being read, for minutes
+    assert server.stop() == 130, server.log
+    waiting.join(10)
+    assert "Traceback" not in server.log and server.log.rstrip().endswith("gsd-kernels: interrupted")
+
+
 def request_and_wait(server, expected: type[Exception]) -> None:
     with pytest.raises(expected):
         server.client.completions.create(prompt=PROMPT, max_tokens=2000, model="small", temperature=1.0, seed=2)
+
+
+def test_a_page_that_points_its_own_name_here_is_sent_away():
+    from gsd_kernels_serve.door import host_of
+    from gsd_kernels_serve.listen import names_of
+
+    assert names_of("0.0.0.0", []) is None and names_of("0.0.0.0", ["box"]) == [*LOOPBACK, "0.0.0.0", "box"]
+    assert names_of("127.0.0.1", []) == [*LOOPBACK, "127.0.0.1"]
+    for given, name in (("LocalHost:80", "localhost"), ("[::1]:80", "::1"), ("a.b.", "a.b"), ("", "")):
+        assert host_of({"headers": [(b"host", given.encode())]}) == name
 
 
 def test_it_listens_on_the_loopback_address_alone(server):
