@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import pkgutil
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from .output import FAILURE, INTERRUPTED, USAGE, err
+from .output import FAILURE, INTERRUPTED, USAGE, err, show_replacements
 from .values import unknown
 
 OPTIONS = {
@@ -69,6 +70,15 @@ class Commands(TyperGroup):
 
     lazy: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
+    def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:
+        show_replacements()
+        try:
+            check_arguments(list(sys.argv[1:] if args is None else args))
+        except ValueError as error:
+            _print_error(str(error))
+            raise SystemExit(USAGE) from None
+        return super().main(args, **extra)
+
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *self.lazy]
 
@@ -108,6 +118,23 @@ class Commands(TyperGroup):
         command = self.get_command(ctx, ctx.invoked_subcommand)
         group = isinstance(command, LazyCommand)  # whose commands have them
         return f"{option}{colon}{rest}" if group or any(option in param.opts for param in command.params) else message
+
+
+def check_arguments(given: Sequence[str]) -> None:
+    """Raise for an argument that is neither UTF-8 nor the name of a file.
+
+    Raises:
+        ValueError: there is one; the error has its place and its bytes.
+    """
+    for place, argument in enumerate(given):
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            if os.path.exists(argument) or os.path.exists(argument.partition("=")[2]):
+                continue
+            behind = f", behind {given[place - 1]}" if place else ""
+            shown = argument.encode(errors="surrogateescape")
+            raise ValueError(f"argument {place + 1}{behind}: {shown!r} is not UTF-8 text; convert it") from None
 
 
 def _print_error(message: str) -> None:

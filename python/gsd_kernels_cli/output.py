@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -40,6 +41,13 @@ def only_first_rank_prints() -> None:
     if int(rank) > 0:
         out.quiet = err.quiet = True
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open as long as the process
+
+
+def show_replacements() -> None:
+    """Have standard output and error show a replacement for a character that their encoding has not."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 @contextmanager

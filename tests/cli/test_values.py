@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import gsd_kernels
 from gsd_kernels_cli import values
 from gsd_kernels_cli.app import app
-from gsd_kernels_cli.commands import Commands
+from gsd_kernels_cli.commands import Commands, check_arguments
 from gsd_kernels_cli.options import read_graph_config, read_prompts
 from gsd_kernels_hf.files import checkpoint_place, model_place
 
@@ -343,3 +343,25 @@ def test_a_prompt_in_brackets_is_shown(folder, tmp_path, monkeypatch):
     given = ["check", "--model", folder / "target", "--draft", "history", "--max-new-tokens", "2", "[INST] hi"]
     result = CliRunner().invoke(app, [str(a) for a in given])
     assert result.exit_code == 0 and "[INST] hi" in result.stdout
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii", "utf-8"])
+def test_a_terminal_shows_a_replacement_for_what_its_encoding_has_not(encoding):
+    prompt, options = "x = '\u2713\u00e9'", ["--max-new-tokens", "2", "--draft", "none", "--dtype", "float32"]
+    for stream in ("--stream", "--no-stream"):
+        result = CliRunner(charset=encoding).invoke(app, ["generate", prompt, "--echo", *options, stream])
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout_bytes.startswith(prompt.encode(encoding, errors="replace"))
+
+
+def test_an_argument_that_is_not_utf8_is_named(tmp_path):
+    says = error("generate", "caf\udce9", "--draft", "none")
+    assert says == "argument 2, behind generate: b'caf\\xe9' is not UTF-8 text; convert it"
+    with pytest.raises(ValueError, match="argument 3, behind --system"):
+        check_arguments(["chat", "--system", "caf\udce9"])
+    named = os.fsencode(tmp_path) + b"/caf\xe9"
+    Path(os.fsdecode(named)).touch()
+    check_arguments(["generate", "--prompt-file", os.fsdecode(named), "--prompt-file=" + os.fsdecode(named)])
