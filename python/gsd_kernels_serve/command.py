@@ -18,6 +18,30 @@ _SERVER, _LIMITS = "Server", "Limits of requests"
 
 
 @dataclass
+class AccessOptions:
+    """Who may ask."""
+
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cors",
+            metavar="ORIGIN",
+            rich_help_panel=_SERVER,
+            help="A web page's origin whose scripts may ask, as http://localhost:3000; * is any. May be repeated.",
+        ),
+    ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-host",
+            metavar="NAME",
+            rich_help_panel=_SERVER,
+            help="A name of this machine that requests may ask for, beside localhost; * is any. May be repeated.",
+        ),
+    ] = None
+
+
+@dataclass
 class LimitOptions:
     """What one request may take."""
 
@@ -72,24 +96,7 @@ def command(
         str | None,
         typer.Option("--name", rich_help_panel=_SERVER, help="By which clients ask for the model; default: MODEL."),
     ] = None,
-    cors: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--cors",
-            metavar="ORIGIN",
-            rich_help_panel=_SERVER,
-            help="A web page's origin whose scripts may ask, as http://localhost:3000; * is any. May be repeated.",
-        ),
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allowed-host",
-            metavar="NAME",
-            rich_help_panel=_SERVER,
-            help="A name of this machine that requests may ask for, beside localhost; * is any. May be repeated.",
-        ),
-    ] = None,
+    access: AccessOptions,
     limits: LimitOptions,
 ) -> None:
     """Serve a model to OpenAI clients, by transformers' own server; one request is decoded at a time.
@@ -121,8 +128,8 @@ def command(
             handle,
             pair.tokenizer,
             speculates=decoding["graph_config"] != PLAIN,
-            origins=cors or (),
-            hosts=names_of(host, allowed_host or ()),
+            origins=access.cors or (),
+            hosts=names_of(host, access.allowed_host or ()),
             limits=Limits(limits.max_body, limits.max_prompt, limits.max_seconds, limits.max_requests),
         )
         if not is_loopback(host):
