@@ -13,12 +13,15 @@ import torch
 import transformers
 from model_sweep import HEADING, REFUSED, SERVED, TABLE, Finding, cell, same, state_of
 from reciting import Reciting
-from tiny_vision import VOCAB, prompts
+from tiny_vision import IMAGE, VOCAB, prompts
 from transformers import PreTrainedModel
 
 import gsd_kernels as gsd
+from gsd_kernels_hf.model.probe import examine
 
 NEW = 16
+SHORT = 6  # tokens
+ENDINGS = ((0,), (0, 2))  # words behind the image, of the prompts of a call
 IMAGES = ((1,), (2, 3))  # of a call with one prompt, and of one with two
 
 HEAD = f"""{HEADING}
@@ -26,7 +29,8 @@ HEAD = f"""{HEADING}
 Classes that read images or sounds as well, with a tiny random model of each and transformers {{version}}:
 
 - **served** ({{served}}): behind an image or a sound, greedy text in float64 is token for token transformers' own, for
-  one prompt and for two left-padded ones, and another image gives another text.
+  one prompt and for two left-padded ones, and another image gives another text. A prompt that ends in a placeholder is
+  refused by name.
 - **refused** ({{refused}}): by name; a patched model leaves the call to transformers. Several prompts of unlike
   lengths may be refused where one is served.
 
@@ -53,12 +57,36 @@ def sweep(name: str) -> Finding:
     texts = [type(model).generate(model, **call, max_new_tokens=NEW, do_sample=False) for call in calls]
     assert not torch.equal(texts[0][0, -NEW:], texts[1][0, -NEW:]), f"{name}: the image must matter"
     before = state_of(model)
+    check_endings(name, model)
     findings = [behind(model, call, text) for call, text in zip(calls, texts, strict=True)]
+    check_endings(name, model)
+    apart = [way for way, *_ in examine(model).proofs if "no word" in way]
+    assert all(f"{IMAGE}]" in way for way in apart), f"{name}: a word at the end is taken for none: {apart}"
     assert same(before, state_of(model)), f"{name}: not as it was"
     alone, batch = findings
     if alone.verdict == SERVED and batch.verdict == REFUSED:
         return Finding(SERVED, f"one prompt; several: {batch.why}")
     return alone
+
+
+def check_endings(name: str, model: PreTrainedModel) -> None:
+    """Prompts whose last token stands for the image, alone and beside one that ends in a word.
+
+    Raises:
+        AssertionError: a wrong token, or an error that is no refusal by name.
+    """
+    for ends in ENDINGS:
+        call = tiny_vision.endings(name, *ends)
+        text = type(model).generate(model, **call, max_new_tokens=SHORT, do_sample=False)
+        source = Reciting(text, VOCAB)
+        try:
+            out = gsd.generate(
+                model, **call, graph_config="tree", draft_sources=(source,), max_new_tokens=SHORT, do_sample=False
+            )
+        except (ValueError, TypeError) as error:
+            assert re.search(rf"\b{name}\b", str(error)), f"{name}: refused without a name: {error}"
+        else:
+            assert torch.equal(out, text), f"{name}, {ends}: {out.tolist()} != {text.tolist()}"
 
 
 def behind(model: PreTrainedModel, call: tiny_vision.Inputs, text: torch.Tensor) -> Finding:

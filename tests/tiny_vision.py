@@ -222,3 +222,14 @@ def prompts(name: str, *seeds: int) -> Inputs:
         ids = torch.tensor([[0] * number + [1, OPEN, *[IMAGE] * family.count, CLOSE, *words[number:].tolist()]])
         rows.append({"input_ids": ids, "attention_mask": (ids != 0).long(), **family.inputs(ids, seed)})
     return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
+
+
+def endings(name: str, *behind: int) -> Inputs:
+    """Prompts of one length that end so many words behind their image: 0 are placeholders to the end."""
+    family, words = FAMILIES[name], torch.randint(3, CLOSE - 1, (WORDS,), generator=torch.Generator().manual_seed(9))
+    rows = []
+    for count in behind:
+        before, after = words[count:].tolist(), words[:count].tolist()
+        ids = torch.tensor([[*before, 1, OPEN, *[IMAGE] * family.count, *after]])
+        rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), **family.inputs(ids, 4)})
+    return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}

@@ -16,6 +16,7 @@ from tiny_vision import IMAGE, VOCAB, prompts
 
 import gsd_kernels as gsd
 from gsd_kernels_hf.model import beside
+from gsd_kernels_hf.model.probe import examine
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(
@@ -171,3 +172,24 @@ def test_what_the_rows_do_not_compute_is_handed_over_by_name(monkeypatch, caplog
         assert torch.equal(model.generate(**call, **GREEDY), text)
         assert "cannot be forwarded with graph rows behind it" in handle.stats.why
         assert "differ" in handle.stats.why
+
+
+@pytest.mark.parametrize("name", [LLAVA, "Qwen3_5ForConditionalGeneration"])
+def test_a_placeholder_at_the_end_is_left_to_transformers_whatever_came_before(name, caplog):
+    """Neither is a prompt that ends in words refused for one that did not, nor served like it."""
+    model, words, ends = tiny_vision.build(name), prompts(name, 1), tiny_vision.endings(name, 0)
+    calls = (ends, words, ends, tiny_vision.endings(name, 0, 2), words, tiny_vision.endings(name, 2))
+    served = (False, True, False, False, True, True)
+    with gsd.patch(model, graph_config="tree") as handle, caplog.at_level(logging.WARNING, "gsd_kernels"):
+        for number, call in enumerate(calls):
+            assert torch.equal(model.generate(**call, **SHORT), own(model, **call, **SHORT)), number
+            assert (handle.stats.why is None) == served[number], (number, handle.stats.why)
+            assert served[number] or f"{IMAGE}], which is no word" in handle.stats.why
+
+
+def test_the_end_of_a_prompt_is_known_without_a_proof_of_its_own():
+    model = tiny_vision.build(LLAVA)
+    for seed in (1, 2):
+        for words in (1, 2, 4):
+            gsd.generate(model, **tiny_vision.endings(LLAVA, words), **SHORT, seed=seed)
+    assert sum("rows behind" in way for way, *_ in examine(model).proofs) == 1

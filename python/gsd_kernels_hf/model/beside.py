@@ -9,19 +9,21 @@ prompt, its logits there have been compared with those of transformers' own step
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from gsd_kernels.ops.step import FedRows
 
 from . import proof
 from .cache import GraphCache
-from .hidden import LAST, listening
+from .hidden import LAST, decoder_of, listening
 from .properties import CACHES, cache_argument, device_of, logits_alone
 from .runner import Listener, RowModel
 
@@ -57,6 +59,12 @@ class PromptInputs:
         """What the model's positions have before [B, P]: nothing, or a number of axes."""
         positions = self.kwargs.get("position_ids")
         return () if positions is None else tuple(positions.shape[:-2])
+
+    @property
+    def names(self) -> str:
+        """Of what the prompt has beside text, and of its parts: images, videos, sounds."""
+        parts = {name: self.kwargs.get(name) for name in self.unread}
+        return ", ".join(f"{n} ({', '.join(sorted(v))})" if isinstance(v, dict) and v else n for n, v in parts.items())
 
     def ahead(self, kv_start: Tensor) -> Tensor:
         """How far the positions behind the prompt are ahead of those of tokens, int64 [*axes, B, 1].
@@ -154,7 +162,8 @@ def check_inputs(model: PreTrainedModel, inputs: PromptInputs, kv_start: Tensor)
     """Raise unless rows behind such a prompt are what the model computes there.
 
     The first prompt with these inputs is read twice, once by transformers' own steps with a few tokens behind it, once
-    here with the same tokens as rows of a tree. What is found holds until the model's structure is another one.
+    here with the same tokens as rows of a tree. What is found holds until the model's structure is another one. The
+    prompt's last token is read as a word by the first row: one that is none has a proof of its own.
 
     Args:
         model: the target.
@@ -165,14 +174,57 @@ def check_inputs(model: PreTrainedModel, inputs: PromptInputs, kv_start: Tensor)
         ValueError: the logits differ, or there are none.
     """
     padded = inputs.kwargs.get("attention_mask") is not None
-    way = f"rows behind {', '.join(inputs.unread)}, {inputs.axes}, {padded}"
     kv_start = kv_start.to(device_of(model))
+    way = f"rows behind {inputs.names}, {inputs.axes}, {padded}"
+    end = ""
+    if not ends_in_words(model, inputs, kv_start):
+        end = f" where prompts end in {sorted(set(inputs.input_ids[:, -1].tolist()))}, which is no word"
+        way += end
     found = proof.why_not_proved(model, way, lambda of: _ours(of, inputs, kv_start), own=lambda of: _own(of, inputs))
     if found is not None:
         raise ValueError(
-            f"{', '.join(inputs.unread)}: {type(model).__name__} cannot be forwarded with graph rows behind it, since "
-            f"{found.what}; not supported by graph-speculative generation"
+            f"{', '.join(inputs.unread)}: {type(model).__name__} cannot be forwarded with graph rows behind it{end}, "
+            f"since {found.what}; not supported by graph-speculative generation"
         ) from found.cause
+
+
+class _Read(Exception):
+    """The first layer was called: nothing else of a forward is needed."""
+
+
+def ends_in_words(model: PreTrainedModel, inputs: PromptInputs, kv_start: Tensor) -> bool:
+    """Whether the first layer reads the same of the prompts' last tokens there and where they stand alone.
+
+    It does not of a placeholder, which the prompt's forward puts something else in the place of. ``False`` as well
+    where that cannot be told.
+
+    kv_start: int32 [B], left padding, on the model's device.
+    """
+    thread, read = threading.get_ident(), list[Tensor]()
+
+    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() == thread:
+            read.append((args[0] if args else kwargs["hidden_states"])[..., -1:, :])
+            raise _Read
+
+    last = inputs.input_ids[:, -1:]
+    positions = (inputs.input_ids.shape[1] - 1 - kv_start.long())[:, None] + inputs.ahead(kv_start)
+    try:
+        layers, _ = decoder_of(model)
+        handle = layers[0].register_forward_pre_hook(keep, with_kwargs=True)
+    except (AttributeError, IndexError, ValueError):
+        return False
+    try:
+        with torch.no_grad(), proof.random_numbers_kept(model):
+            with suppress(_Read):
+                inputs.read(model, DynamicCache(config=model.config))
+            with suppress(_Read):
+                model(input_ids=last, position_ids=positions, use_cache=False, return_dict=True)
+    except Exception:  # whatever it is, a proof of these prompts names it
+        return False
+    finally:
+        handle.remove()
+    return len(read) == 2 and torch.equal(*read)
 
 
 def _tail(model: PreTrainedModel, inputs: PromptInputs) -> Tensor:
