@@ -37,8 +37,10 @@ from .asking import ask
 from .attention import Kind
 from .foreign import foreign, foreign_code, layers_of
 from .hidden import LAST
+from .pieces import SEVERAL, WHOLE
 from .probe import examine, kinds_of
 from .recurrent.mixers import mixers_of
+from .recurrent.step_limit import limit_of
 from .recurrent.windowed import is_windowed
 from .runner import Listener, RowModel
 
@@ -214,18 +216,25 @@ def check_rows(model: PreTrainedModel, name: str) -> None:
 
 def why_not_by_modules(model: PreTrainedModel, steps: int) -> proof.Difference | None:
     """What rows through the modules compute otherwise than the model, or ``None``."""
-    whole = reads_whole(model)
+    least = least_piece(model)
 
     def forward(of: PreTrainedModel) -> Tensor:
-        rows = RowModel(of, proof.capacity(steps), proof.kv_start(of), "auto", whole=whole)
+        rows = RowModel(of, proof.capacity(steps), proof.kv_start(of), "auto", least=least)
         return proof.logits_of_rows(rows, of, steps)
 
     return proof.why_not_proved(model, "modules", forward, singly=True, steps=steps)
 
 
 def reads_whole(model: PreTrainedModel) -> bool:
-    """Whether its prompts are read in one piece, see :class:`RowModel`."""
+    """Whether its prompts are read in one piece, since its layers begin with no state at every one."""
     return bool(mixers_of(model)) and proof.why_not_in_pieces(model) is not None
+
+
+def least_piece(model: PreTrainedModel) -> int:
+    """Fewest tokens of a piece of its prompts behind the first, see :mod:`.pieces`."""
+    if reads_whole(model):
+        return WHOLE
+    return SEVERAL if any(limit_of(module) is not None for _, module in mixers_of(model)) else 1
 
 
 def block_of(model: PreTrainedModel, backend: str) -> int:
@@ -238,7 +247,8 @@ def block_of(model: PreTrainedModel, backend: str) -> int:
         return 0
 
     def forward(of: PreTrainedModel) -> Tensor:
-        rows = RowModel(of, proof.capacity(STATE_STEPS), proof.kv_start(of), backend, block=PROVED_BLOCK)
+        capacity = proof.capacity(STATE_STEPS)
+        rows = RowModel(of, capacity, proof.kv_start(of), backend, block=PROVED_BLOCK, least=least_piece(of))
         return proof.logits_of_rows(rows, of, STATE_STEPS)
 
     found = proof.why_not_proved(model, f"windows, backend {backend}", forward, singly=True, steps=STATE_STEPS)
@@ -379,7 +389,7 @@ def rows_of(
         return FusedRows(model, capacity, kv_start, backend, hidden_layers)
     _log_once(type(model).__name__, reason)
     block = block_of(model, backend)
-    whole = reads_whole(model)
-    rows = RowModel(model, capacity, kv_start, backend, hidden_layers=hidden_layers, block=block, whole=whole)
+    least = least_piece(model)
+    rows = RowModel(model, capacity, kv_start, backend, hidden_layers=hidden_layers, block=block, least=least)
     rows.why_modules = reason
     return rows

@@ -233,7 +233,9 @@ def _difference(
                     continue
                 rounding = worst(own, shaken(found, own_steps))
                 if mixers_of(found):  # which have other code for prompts than for single tokens
-                    rounding = max(rounding, worst(own, own_prompt(found).double()))
+                    codes = worst(own, own_prompt(found).double())
+                    if codes <= max(TOLERANCE[precision_of(found)], SHAKEN * rounding):  # else it is another formula
+                        rounding = max(rounding, codes)
                 if difference > max(min(NEVER, SHAKEN * rounding), FREELY * rounding):
                     what = "some layers in float32" if found is not model else "a few tokens"
                     return Difference(

@@ -20,6 +20,7 @@ from .elementwise import own_bits, plain
 from .hidden import LAST, listening
 from .launching import launch_attention
 from .linear import CpuLinear, RowLinear, with_cpu_linears
+from .pieces import pieces
 from .probe import examine, kinds_of
 from .properties import cache_argument, device_of, logits_alone, vocabulary
 from .recurrent.by_depth import ByDepth
@@ -100,7 +101,7 @@ class RowModel(CachedText):
         cache: to read and write; ``None``: a new one.
         hidden_layers: whose hidden states are kept, see :mod:`gsd_kernels_hf.model.hidden`.
         block: tokens between two states of recurrent layers, which then keep a window of the text; 0: by depth.
-        whole: read prompts in one piece, since layers begin with no state at every piece, as Jamba's do.
+        least: tokens of a prompt's piece behind its beginning, see :mod:`.pieces`; above 1 no prefix is used again.
 
     Attributes:
         hidden: of the rows of the last forward, [B, R, D] by layer.
@@ -115,7 +116,7 @@ class RowModel(CachedText):
         cache: GraphCache | None = None,
         hidden_layers: tuple[int, ...] = (),
         block: int = 0,
-        whole: bool = False,
+        least: int = 1,
     ) -> None:
         if cache is None:
             recurrent = states_of(model)
@@ -127,7 +128,7 @@ class RowModel(CachedText):
         self.kinds = kinds_of(model)
         self.positions = examine(model).positions  # of a table that has an end
         cache.by_length |= examine(model).by_length
-        self.backend, self.block, self.whole = backend, block, whole
+        self.backend, self.block, self.least = backend, block, least
         self.device = device_of(model)
         self.vocab_size = vocabulary(model)
         self.kv_start = kv_start.to(self.device)
@@ -176,7 +177,7 @@ class RowModel(CachedText):
         if LAST in self.hidden_layers:  # nothing keeps it, so the last position is read in any case
             before = max(0, min(self.reused, input_ids.shape[1] - 1))
             self.reused = 0 if self.recurrent and before < self.reused else before
-        if self.whole and self.reused < input_ids.shape[1]:
+        if self.least > 1:
             self.reused = 0
         self.cache.restart(self.reused)
         self.stored = None
@@ -193,10 +194,8 @@ class RowModel(CachedText):
         else:
             attention_mask = attention_mask.to(self.device)
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        chunk = max(1, length) if self.whole else chunk or max(1, length)
-        for begin in range(self.reused, length, chunk):
+        for begin, end in pieces(self.reused, length, chunk, self.least):
             ask()
-            end = min(begin + chunk, length)
             self.cache.padding = None if attention_mask is None else attention_mask[:, begin:end]
             with switched_configs(self.configs), listening(self.stepping, self.hidden_layers) as hidden:
                 self.stepping(

@@ -13,7 +13,8 @@ from torch.utils import _pytree as nested
 from transformers.cache_utils import Cache
 
 from ...records import last_rows
-from .mixers import LinearAttentionLayer, RowsCache, hidden_in
+from .mixers import LinearAttentionLayer, RowsCache, hidden_in, masked
+from .step_limit import Limited, limit_of
 from .tree import RowTree
 
 KINDS = ("conv_states", "recurrent_states")
@@ -31,11 +32,15 @@ class ByDepth:
 
     def __init__(self, module: nn.Module, layer: LinearAttentionLayer) -> None:
         self.module, self.layer = module, layer
+        limit = limit_of(module)
+        self.limited = None if limit is None else Limited(module, limit)
+        self.code = module if self.limited is None else self.limited.module
+        self.behind_prompt = False  # whether no row was taken into the text yet
         self.after: dict[tuple[str, int], Tensor] = {}  # [B, T, …]: states after the rows since the text
 
     def begin(self) -> None:
         """Nothing: the states stay where the prompt left them."""
-        self.after = {}
+        self.after, self.behind_prompt = {}, True
 
     def end(self) -> None:
         """Nothing, for the same reason."""
@@ -51,8 +56,8 @@ class ByDepth:
         shape, tree = hidden.shape[:2], tree.on(hidden.device)
         kept = self.after if tree.first else {}
         self.after = {kind: grown(states[:, : tree.first], shape[1]) for kind, states in kept.items()}
-        # Rows are never padding.
-        options = {n: None if n == "attention_mask" else value for n, value in options.items() if n != "graph"}
+        args, options = masked(self.module, args, options, None)  # rows are never padding
+        options.pop("graph", None)
         outputs: list[Any] = []
         for sequence, row, parent in tree.levels:
             layer = self.layer_of(sequence, parent)
@@ -65,7 +70,9 @@ class ByDepth:
                 return value
 
             given, named = nested.tree_map(of_level, (args, options), is_leaf=lambda v: isinstance(v, RowsCache))
-            outputs.append(self.module(*given, **named))
+            if self.limited is not None:
+                self.limited.ends = parent < 0 if self.behind_prompt else None
+            outputs.append(self.code(*given, **named))
             self.keep(layer, sequence, row, tree)
         return gathered(outputs, tree, shape)
 
@@ -117,7 +124,7 @@ class ByDepth:
             if kind == "conv_states" and self.layer.conv_kernel_size[index] is None:
                 self.layer.conv_kernel_size[index] = new.shape[-1]
             self.layer.device, self.layer.dtype = self.layer.device or new.device, self.layer.dtype or new.dtype
-        self.after = {}
+        self.after, self.behind_prompt = {}, False
 
 
 def grown(states: Tensor, rows: int) -> Tensor:

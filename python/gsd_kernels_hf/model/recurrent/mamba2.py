@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -9,11 +10,12 @@ from torch.nn.functional import silu, softplus
 
 from ..elementwise import as_rows, plain
 from .recurrence import Recurrence
+from .step_limit import Limit
 from .tree import RowTree
 
 
 class Mamba2(Recurrence):
-    """``mamba2_chunk_scan`` over rows; as transformers' step for one token, it puts no limit on steps in time."""
+    """``mamba2_chunk_scan`` over rows; steps in time have their limit in what ends a prompt, as in transformers."""
 
     def laid_out(self, state: Tensor) -> Tensor:
         """transformers keeps [B, H, V, K]."""
@@ -31,6 +33,7 @@ class Mamba2(Recurrence):
         D: Tensor | None = None,  # [H] or [H, V]
         dt_bias: Tensor | None = None,
         dt_softplus: bool = False,
+        dt_limit: Limit = (0.0, math.inf),
         return_final_states: bool = False,
         z: Tensor | None = None,
         **_: Any,
@@ -40,6 +43,9 @@ class Mamba2(Recurrence):
             dt = dt + dt_bias.to(dt.dtype)
         if dt_softplus:
             dt = plain(softplus(as_rows(dt)))
+        if self.behind_prompt and dt_limit != (0.0, math.inf):
+            ends = tree.parents[:, tree.first :, None] < 0  # [B, R, 1]
+            dt = dt.clamp(*dt_limit).where(ends, dt)
         x, step = hidden_states.float(), dt.float()[..., None]
         out = self.rows(tree, C, B, x * step, A.float()[:, None] * step, None)
         if D is not None:

@@ -39,6 +39,10 @@ UPDATES = {"update_conv_state", "update_recurrent_state"}
 """What code calls that moves a state of transformers' cache on."""
 
 
+MASKS = ("attention_mask", "conv_mask")
+"""What mixers call the mask of tokens that are no padding."""
+
+
 class RowsCache(Cache):
     """A cache of graph rows, as mixers see it.
 
@@ -114,10 +118,24 @@ class Mixer(nn.Module):
             return self.module(*args, **options)
         if cache.tree is not None:
             return self.form.rows(cache.tree, args, options)
-        if cache.padding is not None and cache.padding.shape[1] == 1 and "attention_mask" in options:
+        if cache.padding is not None and cache.padding.shape[1] == 1:
             # transformers takes a piece of one token for a generated one, which is never padding.
-            options["attention_mask"] = cache.padding.to(hidden_in(args, options).device)
+            args, options = masked(self.module, args, options, cache.padding.to(hidden_in(args, options).device))
         return self.module(*args, **options)
+
+
+def masked(
+    module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], mask: Tensor | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a mixer is called with, but for another mask [B, n] of its tokens, where it takes one."""
+    forward = written(type(module).forward)
+    names = () if forward is None else forward.__code__.co_varnames[1 : forward.__code__.co_argcount]
+    for place, name in enumerate(names):
+        if name in MASKS:
+            if place < len(args):
+                return (*args[:place], mask, *args[place + 1 :]), options
+            return args, {**options, name: mask}
+    return args, options
 
 
 @functools.lru_cache(maxsize=1024)
@@ -141,6 +159,19 @@ def written(value: Any) -> types.FunctionType | None:
     while hasattr(value, "__wrapped__"):
         value = value.__wrapped__
     return value if isinstance(value, types.FunctionType) else None
+
+
+def calling(function: types.FunctionType, others: dict[str, Any]) -> types.FunctionType:
+    """The same code, which finds ``others`` under these names of its module."""
+    made = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **others},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 @once

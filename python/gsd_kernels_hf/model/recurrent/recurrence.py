@@ -25,6 +25,7 @@ class Recurrence:
         self.window: StateWindow | None = None
         self.state: Tensor | None = None  # [B, H, K, V], of the prompt, until the first rows
         self.fresh = True  # whether no rows came since the prompt
+        self.behind_prompt = False  # whether none was taken into the text
 
     def __call__(self, tree: RowTree, *args: Any, **options: Any) -> Any:
         """What the kernel returns of rows."""
@@ -37,6 +38,7 @@ class Recurrence:
     def begin(self, state: Tensor | None) -> None:
         """Go on behind a prompt that left ``state``."""
         self.state, self.fresh = None if state is None else self.laid_out(state), True
+        self.behind_prompt = True
 
     def end(self) -> Tensor | None:
         """The state at the end of the text, as transformers keeps it."""
@@ -77,7 +79,7 @@ class Recurrence:
         device = self.lengths.device
         accepted, count = accepted_rows.to(device, torch.int32), num_accepted.to(device, torch.int32)
         state_commit(accepted, count, self.lengths, self.window, backend=self.backend)
-        self.lengths = self.lengths + count
+        self.lengths, self.behind_prompt = self.lengths + count, False
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,6 @@ rolled back by dropping them.
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from ..code import code_names
 from ..elementwise import own_bits, plain
 from .gated_delta import GatedDelta
 from .mamba2 import Mamba2
-from .mixers import LinearAttentionLayer, RowsCache, hidden_in, written
+from .mixers import LinearAttentionLayer, RowsCache, calling, hidden_in, masked, written
 from .recurrence import Recurrence
 from .short_convolution import ShortConvolution
 from .tree import RowTree
@@ -51,24 +50,15 @@ class Windowed:
         names = set(code_names(forward.__code__))
         self.recurrence = next((kind(block, backend) for name, kind in RECURRENCES.items() if name in names), None)
         ours: dict[str, Any] = {CONVOLUTION: self.convolve, **dict.fromkeys(RECURRENCES, self.recur)}
-        # The same code, which finds these kernels under their names.
-        self.forward = types.FunctionType(
-            forward.__code__,
-            {**forward.__globals__, **ours},
-            forward.__name__,
-            forward.__defaults__,
-            forward.__closure__,
-        )
-        self.forward.__kwdefaults__ = forward.__kwdefaults__
+        self.forward = calling(forward, ours)
         self.tree: RowTree
 
     def rows(self, tree: RowTree, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """See :class:`~.mixers.Form`."""
         self.tree, self.beside = tree.on(hidden_in(args, options).device), Beside()
+        args, options = masked(self.module, args, options, None)  # rows are never padding
         given = [self.beside if isinstance(value, RowsCache) else value for value in args]
-        named = {n: self.beside if isinstance(value, RowsCache) else value for n, value in options.items()}
-        # Rows are never padding.
-        named = {n: None if n == "attention_mask" else value for n, value in named.items() if n != "graph"}
+        named = {n: self.beside if isinstance(v, RowsCache) else v for n, v in options.items() if n != "graph"}
         with own_bits(True, in_parts=True):
             out = self.forward(self.module, *given, **named)
         return tuple(map(plain, out)) if isinstance(out, tuple) else plain(out)

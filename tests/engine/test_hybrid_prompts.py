@@ -1,0 +1,100 @@
+"""Prompts of hybrids: behind padding of any length, in pieces of one token, in the next turn, with limits on steps."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import tiny_configs
+import torch
+
+import gsd_kernels as gsd
+from gsd_kernels_hf.model import fused, probe
+from gsd_kernels_hf.model.recurrent import by_depth, mamba2, mixers
+from gsd_kernels_hf.model.recurrent.step_limit import limit_of
+
+pytestmark = pytest.mark.skipif(not mixers.READABLE, reason=f"states are read from transformers {mixers.FIRST} on")
+
+LAYERS = {  # the fewest that have a recurrent layer and attention
+    **dict.fromkeys("Bamba FalconH1 GraniteMoeHybrid Jamba Zamba Zaya BailingHybrid".split(), 2),
+    **dict.fromkeys("Lfm2 Lfm2Moe Lfm3 NemotronH Qwen3Next Qwen3_5 Qwen3_5Moe Zamba2 OlmoHybrid LaraMini".split(), 4),
+    "KimiLinear": 3,
+}
+LIMITED = ("Zamba2", "NemotronH")  # of which transformers limits steps in prompts alone
+PADS = (0, 1, 2, 6)  # of the sequences of a batch
+LENGTHS = (7, 8)  # of their prompts: the last one has one word, or two
+CALL = {"max_new_tokens": 6, "do_sample": False}
+DRAFTS = {"draft_sources": ("history",), "graph_config": "tree"}
+
+
+@functools.cache
+def target_of(name: str):
+    """A tiny model; where there is a limit on steps, one that many of them reach."""
+    more = {"time_step_min": 0.3} if name in LIMITED else {}
+    model = tiny_configs.build(f"{name}ForCausalLM", LAYERS[name], **more)
+    for _, module in mixers.mixers_of(model):
+        assert (limit_of(module) is None) == (name not in LIMITED)
+        if name in LIMITED:
+            with torch.no_grad():
+                module.dt_bias.copy_(torch.linspace(-4.0, 0.0, module.dt_bias.numel()))
+    return model
+
+
+@functools.cache
+def prompts(length: int) -> dict[str, torch.Tensor]:
+    """A prompt behind each of :data:`PADS`."""
+    ids = torch.randint(6, tiny_configs.VOCAB - 4, (len(PADS), length), generator=torch.Generator().manual_seed(length))
+    mask = torch.ones_like(ids)
+    for row, pads in enumerate(PADS):
+        ids[row, :pads], mask[row, :pads] = 5, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@functools.cache
+def text_of(name: str, length: int) -> torch.Tensor:
+    return target_of(name).generate(**prompts(length), **CALL)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_padding_reaches_no_state(name):
+    for length, chunk in zip(LENGTHS, (1, None), strict=True):
+        out = gsd.generate(target_of(name), **prompts(length), **CALL, **DRAFTS, prefill_chunk_size=chunk)
+        assert torch.equal(out, text_of(name, length)), (length, chunk)
+
+
+@pytest.mark.parametrize("name", [*LIMITED, "Zaya"])
+@pytest.mark.parametrize(("backend", "chunk"), [("reference", None), ("reference", 1), ("auto", 3)])
+def test_limits_on_steps_are_those_of_transformers(name, backend, chunk):
+    """By window and by depth; the first row is the prompt's last token, and no piece of it a generated one."""
+    for length in LENGTHS:
+        options = {**DRAFTS, "prefill_chunk_size": chunk, "backend": backend}
+        assert torch.equal(gsd.generate(target_of(name), **prompts(length), **CALL, **options), text_of(name, length))
+
+
+@pytest.mark.parametrize("name", [*LIMITED, "Zaya", "Jamba", "FalconH1"])
+def test_the_next_turn_reads_what_was_generated_as_a_prompt(name):
+    target, ids = target_of(name), prompts(8)["input_ids"][:1]
+    turns = []
+    with gsd.patch(target, **DRAFTS):
+        for said in ([7], [9, 8, 7], []):
+            text = target.generate(ids, **CALL)
+            turns.append((ids, text))
+            ids = torch.cat([text, torch.tensor([said], dtype=torch.int64)], 1)
+    for ids, text in turns:
+        assert torch.equal(text, target.generate(ids, **CALL))
+
+
+def test_a_proof_in_float64_calls_no_other_formula_a_rounding(monkeypatch):
+    """Single tokens without the limit differ by hundredths from prompts with it; by so much no way may differ."""
+    target = target_of("Zamba2")
+    right = fused.block_of(target, "auto")
+    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(mamba2.Mamba2, "begin", lambda self, state: unlimited(self, state))
+    monkeypatch.setattr(by_depth, "limit_of", lambda module: None)
+    assert right and fused.block_of(target, "auto") == 0
+    assert "differ" in fused.why_not_by_modules(target, fused.STATE_STEPS).what
+
+
+def unlimited(kernel, state):
+    super(mamba2.Mamba2, kernel).begin(state)
+    kernel.behind_prompt = False
