@@ -23,7 +23,7 @@ from gsd_kernels.ops.step import FedRows
 
 from . import proof
 from .cache import GraphCache
-from .hidden import LAST, decoder_of, listening
+from .hidden import LAST, decoder_of, kept, listening
 from .properties import CACHES, cache_argument, device_of, logits_alone
 from .runner import Listener, RowModel
 
@@ -144,11 +144,11 @@ class RowsBehindInputs(RowModel):
             inputs, model, end = self.inputs.shorter(), self.stepping, None
         else:
             inputs, model, end = self.inputs, self.model, -1
-        keep = 2 if LAST in self.hidden_layers and end else 1
+        keep, length = 2 if LAST in self.hidden_layers and end else 1, inputs.input_ids.shape[1]
         self.cache.padding = inputs.kwargs.get("attention_mask")
         with listening(model, self.hidden_layers) as hidden:
-            inputs.read(model, self.cache, logits_to_keep=keep)
-        self.cache.prompt_length = inputs.input_ids.shape[1]
+            inputs.read(model, self.cache, logits_to_keep=kept(keep, length, self.hidden_layers, model))
+        self.cache.prompt_length = length
         if listener is not None:
             listener({layer: states[:, :end] for layer, states in hidden.items()}, 0)
 

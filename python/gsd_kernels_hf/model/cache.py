@@ -247,7 +247,8 @@ class GraphCache(RowsCache):
         """Tokens of the prompt that are stored; for rows of graphs in layers ``by_length``, −number of each row [R]."""
         if not self._positions or layer_idx not in self.by_length:
             return super().get_seq_length(layer_idx)
-        places = self.positions_on(self.layers[layer_idx].device)
+        device = getattr(self.layers[layer_idx], "device", None)  # none before anything was stored there
+        places = self.positions_on(next(iter(self._positions)) if device is None else device)
         assert places is not None
         return -torch.arange(places.shape[1], device=places.device)
 

@@ -12,8 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from .properties import device_of
 
 LAST = -1
 
@@ -35,6 +38,37 @@ def decoder_of(model: PreTrainedModel) -> tuple[list[nn.Module], nn.Module]:
             "followed by a norm"
         )
     return list(layers)[: model.config.get_text_config(decoder=True).num_hidden_layers], norm
+
+
+def kept(last: int, length: int, layers: Sequence[int], model: PreTrainedModel) -> int | Tensor:
+    """``logits_to_keep`` of a forward of ``length`` tokens whose hidden states are wanted: its ``last`` ones.
+
+    Where layers share keys and values, transformers leaves all other tokens out of them if this is a number.
+    """
+    states = any(layer != LAST for layer in layers)
+    return torch.arange(length - last, length, device=device_of(model)) if states and length >= last else last
+
+
+@torch.no_grad()
+def why_no_states(model: PreTrainedModel, layers: Sequence[int]) -> str | None:
+    """What keeps hidden states of these numbers from being read as [B, n, D], or ``None``: one token shows it."""
+    chosen = [layer for layer in layers if layer != LAST]
+    if not chosen:
+        return None
+    width = model.config.get_text_config(decoder=True).hidden_size
+    try:
+        with listening(model, chosen) as found:
+            model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)), use_cache=False)
+    except ValueError as error:
+        return str(error)
+    for layer in chosen:
+        shape = tuple(found[layer].shape) if layer in found else None
+        if shape != (1, 1, width):
+            what = (
+                "is not computed for a text" if shape is None else f"is {list(shape)} for a token, and not one vector"
+            )
+            return f"hidden state {layer} of {type(model).__name__} {what}"
+    return None
 
 
 @contextmanager

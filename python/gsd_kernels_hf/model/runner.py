@@ -17,7 +17,7 @@ from .asking import ask
 from .attention import GraphInputs, configs_of, switched_configs
 from .cache import GraphCache, StateLayer, lies_in_a_block
 from .elementwise import own_bits, plain
-from .hidden import LAST, listening
+from .hidden import LAST, kept, listening
 from .launching import launch_attention
 from .linear import CpuLinear, RowLinear, with_cpu_linears
 from .pieces import pieces
@@ -204,7 +204,7 @@ class RowModel(CachedText):
                     position_ids=positions[:, begin:end],
                     **{self.cache_argument: self.cache},
                     use_cache=True,
-                    logits_to_keep=1,
+                    logits_to_keep=kept(1, end - begin, self.hidden_layers, self.model),
                     **self.outputs,
                 )
             self.cache.prompt_length = end

@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 
 from gsd_kernels import Frontier, GraphConfig
 
+from ..model.hidden import why_no_states
+from ..model.probe import examine
 from .base import DraftSource, Level, Proposal
 from .layer_skip import LayerSkip
 
@@ -82,6 +84,11 @@ def check_hidden_layers(source: DraftSource, target: PreTrainedModel) -> None:
             f"draft_sources: {source.name}: hidden_layers: expected a tuple of numbers from −1 to {last}, since the "
             f"target has {last} layers, got {shown(layers)}"
         )
+    proofs, key = examine(target).proofs, ("hidden states", tuple(layers))
+    if key not in proofs:
+        proofs[key] = why_no_states(target, layers)
+    if proofs[key] is not None:
+        raise ValueError(f"draft_sources: {source.name} reads hidden states, and {proofs[key]}; not supported")
 
 
 def numbers_in(values: Any, *, most: float) -> bool:

@@ -45,12 +45,14 @@ class Sizes:
         vocab_size: likewise.
         types: of the assistant's layers.
         windows: sliding window of each, as the target's layers of that type would see it.
+        stored: heads of keys and values and their size, by type: :func:`stored_by`.
     """
 
     hidden_size: int
     vocab_size: int
     types: tuple[str, ...]
     windows: tuple[int | None, ...]
+    stored: dict[str, tuple[Any, ...]]
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Sizes:
@@ -60,7 +62,7 @@ class Sizes:
         # transformers' mask has both ends in it, and the root's own place is not stored.
         reach = text.sliding_window + 2 if "sliding_attention" in types else None
         windows = tuple(reach if kind == "sliding_attention" else None for kind in types)
-        return cls(config.backbone_hidden_size, text.vocab_size, types, windows)
+        return cls(config.backbone_hidden_size, text.vocab_size, types, windows, stored_by(text))
 
 
 class Gemma4Assistant(nn.Module):
@@ -166,6 +168,21 @@ def check_sizes(sizes: Sizes, target: PreTrainedModel) -> None:
             f"drafter: this Gemma 4 assistant reads keys and values of {missing[0]} layers, which "
             f"{type(target).__name__} does not have; an assistant belongs to the model that it was trained on"
         )
+    theirs = stored_by(target.config.get_text_config(decoder=True))
+    for kind, (heads, size) in sizes.stored.items():
+        if theirs[kind] != (heads, size):
+            raise BadCheckpoint(
+                f"drafter: this Gemma 4 assistant reads {heads} heads of {size} of {kind} layers, and those of "
+                f"{type(target).__name__} store {theirs[kind][0]} of {theirs[kind][1]}; an assistant belongs to the "
+                "model that it was trained on"
+            )
+
+
+def stored_by(config: PretrainedConfig) -> dict[str, tuple[Any, ...]]:
+    """Of every type of layer how many heads of keys and values there are, and their size."""
+    each = zip(config.layer_types, config.per_layer_config, strict=False)
+    names = ("num_key_value_heads", "head_dim")
+    return {kind: tuple(getattr(layer, name, None) for name in names) for kind, layer in each}
 
 
 def storing_layers(target: PreTrainedModel) -> dict[str, int]:
@@ -193,7 +210,8 @@ class AssistantDrafts(LastState, Expansion):
         self.start(text, self.module.sizes.hidden_size)
         self.text, self.sampler, self.vocab_size = text, text.sampler, text.target.vocab_size
         self.embed = text.target.stepping.get_input_embeddings()
-        self.layers = storing_layers(text.target.model)
+        stored = storing_layers(text.target.model)
+        self.layers = {kind: stored[kind] for kind in self.module.sizes.types}
         self.vectors, self.device = NodeVectors(), device_of(self.module.model)
         self.kinds = tuple(Kind(window) for window in self.module.sizes.windows)
 

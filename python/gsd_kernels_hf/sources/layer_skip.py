@@ -7,11 +7,12 @@ overwrites.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from gsd_kernels import GraphConfig
 from .. import validate
 from ..model import properties
 from ..model.linear import with_cpu_linears
+from ..model.probe import examine
 from ..model.recurrent.mixers import keeps_state
 from ..model.runner import RowModel
 from ..model.view import with_children
@@ -77,9 +79,14 @@ class LayerSkip:
             raise ValueError(
                 "attention: all that attends is skipped; leave a layer, of whose keys the cache has a length"
             )
-        _check_mlps(self.model, skipped["mlp"])
+        _check_blocks(self.model, **skipped)
         self.attention, self.mlp = skipped["attention"], skipped["mlp"]
         self.view = _without(self.model, self.attention, self.mlp)
+        problem = examine(self.view).problem
+        if problem is not None:  # where others read a layer's keys and values, as those of Gemma 4 do
+            raise ValueError(
+                f"attention, mlp: without these blocks {type(self.model).__name__} {problem}; name others"
+            ) from examine(self.view).cause
         left = getattr(self.view, self.view.base_model_prefix).layers
         whole, kept = _read(layers, self.model), _read(left, self.model)
         self.cost = kept / whole
@@ -148,7 +155,7 @@ class _Search:
         self.model = with_cpu_linears(model, "auto")
         layers = _layers(self.model)
         self.count = len(layers)
-        _check_mlps(model, range(self.count))
+        _check_blocks(model, attention=range(self.count), mlp=range(self.count))
         self.attending = {("attention", i) for i in _attending(layers)}
         self.total = 4 * self.count - 1
         self.input_ids = input_ids.to(properties.device_of(model))
@@ -298,20 +305,37 @@ def _block(layer: nn.Module, part: str) -> str:
     return next(found, "")
 
 
-def _check_mlps(model: PreTrainedModel, indices: Iterable[int]) -> None:
-    """Raise where an MLP says that it returns more than hidden states, as Zaya's do their router's for the next layer.
+@torch.no_grad()
+def _check_blocks(model: PreTrainedModel, *, attention: Iterable[int], mlp: Iterable[int]) -> None:
+    """Raise where a block returns something else than what takes its place: a forward of two tokens shows it.
+
+    MLPs of Zaya return their router's states for the next layer, those of gpt-oss their router's scores.
 
     Raises:
         ValueError: one of them does.
     """
-    layers = _layers(model)
-    for index in indices:
-        kind = type(getattr(layers[index], _block(layers[index], "mlp")))
-        if str(inspect.signature(kind.forward).return_annotation).startswith("tuple"):
+    layers, returned = _layers(model), {}
+    blocks = [(part, i) for part, indices in (("attention", attention), ("mlp", mlp)) for i in indices]
+    with ExitStack() as hooks:
+        for part, index in blocks:
+            module = getattr(layers[index], _block(layers[index], part))
+            keep = partial(returned.__setitem__, (part, index))
+            hooks.enter_context(module.register_forward_hook(lambda _, __, output, keep=keep: keep(output)))
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=properties.device_of(model))
+        model(input_ids=ids, use_cache=False)
+    for part, index in blocks:
+        module, output = getattr(layers[index], _block(layers[index], part)), returned.get((part, index))
+        states = isinstance(output, Tensor)
+        if not (states if _returns_states(module, part) else isinstance(output, tuple) and len(output) == 2):
             raise ValueError(
-                f"mlp: the blocks of {type(model).__name__} ({kind.__name__}) return more than hidden states, so they "
-                "cannot be skipped; name layers of attention alone"
+                f"{part}: the blocks of {type(model).__name__} ({type(module).__name__}) return more than hidden "
+                f"states, so they cannot be skipped; name layers of {'attention' if part == 'mlp' else 'mlp'} alone"
             )
+
+
+def _returns_states(module: nn.Module, part: str) -> bool:
+    """Whether a block returns hidden states alone, rather than with what attention weighs."""
+    return part == "mlp" or keeps_state(type(module))
 
 
 def _attending(layers: Iterable[nn.Module]) -> set[int]:
@@ -348,8 +372,7 @@ def _without(model: PreTrainedModel, attention: tuple[int, ...], mlp: tuple[int,
         for part, skipped in (("attention", attention), ("mlp", mlp)):
             if index in skipped:
                 name = _block(layer, part)
-                returns_states = part == "mlp" or keeps_state(type(getattr(layer, name)))
-                stubs[name] = _NoBlock() if returns_states else _NoAttention()
+                stubs[name] = _NoBlock() if _returns_states(getattr(layer, name), part) else _NoAttention()
         # Where layers are of several types, their numbers say which mask is theirs.
         if len(stubs) < len(PARTS) or len(kinds) > 1:
             kept.append(with_children(layer, stubs) if stubs else layer)

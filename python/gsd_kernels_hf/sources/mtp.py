@@ -55,13 +55,20 @@ class Mtp(nn.Module):
         size = block.config.hidden_size
         _, norm = decoder_of(block.target)
         eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-        norms = [type(norm)(size, eps=eps) for _ in range(3)]
+        try:
+            norms = [type(norm)(size, eps=eps) for _ in range(3)]
+        except TypeError as error:
+            raise BadCheckpoint(
+                f"drafter: the norm of {type(block.target).__name__} cannot be made by itself: {error}; its {KIND} "
+                "heads are not served"
+            ) from error
         self.embedding_norm, self.hidden_norm, self.output_norm = norms
         self.projection = nn.Linear(2 * size, size, bias=bias)
         self.block = block.module
         self.rotary = TargetRotary(block)
         self.cache_argument = cache_argument(block.target)
         self.configs = configs_of(self.block)
+        self.runs = False  # whether that is known
 
     @classmethod
     def new(cls, block: Block) -> Mtp:
@@ -70,9 +77,14 @@ class Mtp(nn.Module):
         module.block = module.block.to_empty(device="cpu").requires_grad_(True)
         shapes = block.shapes()
         alike = (layer.state_dict() for layer in reversed(decoder_of(block.target)[0]))
-        module.block.load_state_dict(
-            next(tensors for tensors in alike if {name: tuple(t.shape) for name, t in tensors.items()} == shapes)
+        like = next(
+            (tensors for tensors in alike if {name: tuple(t.shape) for name, t in tensors.items()} == shapes), None
         )
+        if like is None:
+            made, of = type(module.block).__name__, type(block.target).__name__
+            raise BadCheckpoint(f"target: no layer of {of} has the tensors of a new {made}; its heads are not served")
+        module.block.load_state_dict(like)
+        module.check_block()
         return module
 
     @classmethod
@@ -140,6 +152,36 @@ class Mtp(nn.Module):
                 "drafter belongs to the model that it was trained on"
             )
 
+    @torch.no_grad()
+    def check_block(self) -> None:
+        """Raise unless the layer is content with what a head has for it; a token shows it, once.
+
+        Layers may read more than hidden states and positions, as Gemma 3n's do, or attend twice, as DiffLlama's.
+
+        Raises:
+            BadCheckpoint: what it does instead.
+        """
+        if self.runs:
+            return
+        graph, size = OneToken(), self.config.hidden_size
+        one = torch.zeros(1, 1, size, dtype=self.projection.weight.dtype, device=self.projection.weight.device)
+        try:
+            self(one, one, torch.zeros(1, 1, dtype=torch.int64, device=one.device), graph, GraphCache(self.config, 1))
+            problem = None if graph.calls == 1 else f"it attends {graph.calls} times"
+        except Exception as error:  # whatever a layer's own code says
+            raise BadCheckpoint(
+                self._unserved(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            ) from error
+        if problem is not None:
+            raise BadCheckpoint(self._unserved(problem))
+        self.runs = True
+
+    def _unserved(self, why: str) -> str:
+        return (
+            f"drafter: a {type(self.block).__name__} cannot be forwarded as a {KIND} head, which has hidden states, "
+            f"positions and a cache for it ({why}); not supported"
+        )
+
     def target_ids(self) -> Tensor:
         """The target's id of every draft token, int64 [vocabulary]: all of them."""
         return torch.arange(self.config.vocab_size, device=self.projection.weight.device)
@@ -181,6 +223,21 @@ class Mtp(nn.Module):
         return normed
 
 
+class OneToken:
+    """Attention of one token, which sees itself alone.
+
+    Attributes:
+        calls: how often it was asked.
+    """
+
+    calls = 0
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+        """See :class:`~gsd_kernels_hf.model.attention.Attends`."""
+        self.calls += 1
+        return value[:, :, :1].repeat_interleave(query.shape[1] // value.shape[1], 1)
+
+
 def unscaled(found: Mapping[str, Tensor], scale: str, block: tuple[int, int]) -> Tensor:
     """A weight [N, K] in FP8 with a scale for every block of it, float32.
 
@@ -207,6 +264,7 @@ class MtpDrafts(Recursion):
         """Refuse a target that the head does not belong to."""
         self.module.check_target(target)
         checkpoints.check_device(KIND, self.module, target)
+        self.module.check_block()
         self.hidden_layers = (len(decoder_of(target)[0]),)
 
     def begin(self, text: Text) -> None:

@@ -95,9 +95,9 @@ def blocks_of(target: PreTrainedModel) -> Iterator[Block]:
         for attention in types:
             own = copy.deepcopy(config)
             own._attn_implementation_internal = implementation_of(config)
-            if attention is not None:
-                own.layer_types = [attention] * len(layers)
             try:
+                if attention is not None:
+                    own.layer_types = [attention] * len(layers)
                 with torch.device("meta"):
                     module = type(layer)(own, index)
             except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:

@@ -111,9 +111,19 @@ class Retokenised(DraftSource):
         """Let the draft's text and cache be the target's text; the shape of the draft's graph."""
         shape = own_shape(config)
         self.own.catch_up(self.draft.cached)
-        self.own.reserve(int(self.own.state.out_len.max()), shape.cache_slots)
-        self.drafts.prepare(shape)
+        if self.fits(shape.depth):
+            self.own.reserve(int(self.own.state.out_len.max()), shape.cache_slots)
+            self.drafts.prepare(shape)
         return shape
+
+    def fits(self, depth: int = 1) -> bool:
+        """Whether the draft has positions for ``depth`` tokens behind its text, whose tokens are not the target's."""
+        state = self.own.state
+        return self.max_length is None or int((state.out_len - state.kv_start).max()) + depth <= self.max_length
+
+    def reaches(self, length: int) -> bool:
+        """As its base, of the draft's own text once there is one."""
+        return self.fits() if hasattr(self, "own") else super().reaches(length)
 
     def propose(self, level: Level) -> Proposal | None:
         """What follows each frontier node in the re-tokenised paths; ``None`` beyond ``depth`` levels."""
@@ -154,7 +164,7 @@ class Retokenised(DraftSource):
     def look_ahead(self, config: GraphConfig) -> list[Trie]:
         """Draft, and read the best paths as the target's tokens: what may follow, by sequence."""
         shape = self._catch_up(config)
-        if self.max_length is not None and int(self.own.state.out_len.max()) + shape.depth > self.max_length:
+        if not self.fits(shape.depth):
             return [Trie() for _ in self.own.ids]
         self.own.branch = shape.branch
         rows = flatten(self.drafts.draft(shape), shape.max_rows, int(shape.max_path or 0), backend=self.sampler.backend)
