@@ -339,33 +339,42 @@ BAD = {
         lambda head: {name.replace("layers.2", "layers.61"): value for name, value in head.items()},
         "no multi-token-prediction heads",
     ),
-    "width": (lambda head: head | {f"{AT}eh_proj.weight": torch.ones(32, 32)}, r"projection\.weight .*is \[32, 32\]"),
+    "width": (
+        lambda head: head | {f"{AT}eh_proj.weight": torch.ones(32, 32)},
+        r"model\.layers\.2\.eh_proj\.weight .*is \[32, 32\]",
+    ),
     "inner": (
         lambda head: head | {f"{AT}self_attn.q_proj.weight": torch.ones(8, 32)},
-        r"block\.self_attn\.q_proj\.weight .*is \[8, 32\]",
+        r"model\.layers\.2\.self_attn\.q_proj\.weight .*is \[8, 32\]",
     ),
     "an expert less": (
         lambda head: head | {f"{AT}mlp.experts.3.up_proj.weight": None},
-        r"none of Glm4MoeForCausalLM's layers: it has no mlp\.experts\.3\.up_proj\.weight",
+        r"none of Glm4MoeForCausalLM's layers: it has no model\.layers\.2\.mlp\.experts\.3\.up_proj\.weight",
     ),
     "unknown": (
         lambda head: head | {f"{AT}self_attn.gate.weight": torch.ones(1)},
-        r"it has self_attn\.gate\.weight, which theirs have not",
+        r"it has model\.layers\.2\.self_attn\.gate\.weight, which theirs have not",
     ),
-    "no norm": (lambda head: head | {f"{AT}shared_head.norm.weight": None}, r"no tensor output_norm\.weight"),
+    "no norm": (
+        lambda head: head | {f"{AT}shared_head.norm.weight": None},
+        r"no tensor model\.layers\.2\.shared_head\.norm\.weight",
+    ),
     "quantised": (
         lambda head: head | {f"{AT}self_attn.q_proj.qweight": torch.ones(1)},
         r"are quantised \(model\.layers\.2\.self_attn\.q_proj\.qweight\); served are",
     ),
     "scales of other blocks": (
         lambda head: head | {f"{AT}self_attn.q_proj.weight_scale_inv": torch.ones(2, 2)},
-        r"block\.self_attn\.q_proj\.weight_scale_inv .*is \[2, 2\], and its config means \[1, 1\]",
+        r"model\.layers\.2\.self_attn\.q_proj\.weight_scale_inv .*is \[2, 2\], and its config means \[1, 1\]",
     ),
     "scales of nothing": (
         lambda head: head | {f"{AT}other.weight_scale_inv": torch.ones(1, 1)},
-        r"has a tensor block\.other\.weight_scale_inv, which this kind of drafter has no use for",
+        r"has a tensor model\.layers\.2\.other\.weight_scale_inv, which this kind of drafter has no use for",
     ),
-    "NaN": (lambda head: head | {f"{AT}enorm.weight": torch.ones(32) * torch.nan}, "holds NaN"),
+    "NaN": (
+        lambda head: head | {f"{AT}enorm.weight": torch.ones(32) * torch.nan},
+        r"model\.layers\.2\.enorm\.weight in .* holds NaN",
+    ),
 }
 
 

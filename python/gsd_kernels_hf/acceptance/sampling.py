@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -67,6 +68,7 @@ class SamplingPlan:
                 plan.temperature = float(warper.temperature)
                 if not 0.0 < plan.temperature < math.inf:
                     raise ValueError(f"temperature: expected a finite number above 0, got {plan.temperature}")
+                plan.temperature *= bool(np.float32(plan.temperature))  # in which it is applied; 0 is greedy
             elif isinstance(warper, TopKLogitsWarper):
                 plan.top_k = int(warper.top_k)
             elif isinstance(warper, TopPLogitsWarper):

@@ -118,11 +118,13 @@ class Checkpoint:
         folder: of the files.
         config: of ``config.json``.
         files: path and shape of every tensor by its name.
+        published: what a tensor that is not there would be called.
     """
 
     folder: Path
     config: dict[str, Any]
     files: dict[str, tuple[Path, tuple[int, ...]]] = field(default_factory=dict)
+    published: Callable[[str], str] = str
 
     @classmethod
     def open(cls, where: str | os.PathLike[str]) -> Checkpoint:
@@ -202,6 +204,10 @@ class Checkpoint:
             renamed[new], self.origin[new] = place, name
         self.files = renamed
 
+    def name_in_file(self, name: str) -> str:
+        """What a tensor is called there, whether it has it or not."""
+        return getattr(self, "origin", {}).get(name) or self.published(name)
+
     def load_into(self, module: nn.Module) -> None:
         """Give ``module``, whose weights are on the meta device, those of the files.
 
@@ -219,22 +225,24 @@ class Checkpoint:
         """
         for name, shape in expected.items():
             if name not in self.files:
-                raise BadCheckpoint(f"drafter: {self.folder} has no tensor {name}, which its config calls for")
+                called = self.name_in_file(name)
+                raise BadCheckpoint(f"drafter: {self.folder} has no tensor {called}, which its config calls for")
             if self.files[name][1] != shape:
                 raise BadCheckpoint(
-                    f"drafter: {name} in {self.folder} is {list(self.files[name][1])}, and its config means "
-                    f"{list(shape)}"
+                    f"drafter: {self.name_in_file(name)} in {self.folder} is {list(self.files[name][1])}, and its "
+                    f"config means {list(shape)}"
                 )
         unknown = sorted(set(self.files) - set(expected))
         if unknown:
             raise BadCheckpoint(
-                f"drafter: {self.folder} has a tensor {unknown[0]}, which this kind of drafter has no use for; it may "
-                "be of a variant that is not served"
+                f"drafter: {self.folder} has a tensor {self.name_in_file(unknown[0])}, which this kind of drafter has "
+                "no use for; it may be of a variant that is not served"
             )
         found = self._read()
         for name, value in found.items():
             if value.is_floating_point() and not bool(finite(value)):
-                raise BadCheckpoint(f"drafter: {name} in {self.folder} holds NaN or infinity")
+                called = self.name_in_file(name)
+                raise BadCheckpoint(f"drafter: {called} in {self.folder} holds NaN or infinity")
         return found
 
     def _read(self) -> dict[str, Tensor]:

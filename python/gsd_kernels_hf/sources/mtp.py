@@ -108,7 +108,8 @@ class Mtp(nn.Module):
         scales = {name for name in files if name.endswith(SCALE)}
         shapes = {name: shape for name, shape in files.items() if name not in scales}
         inner = {name.removeprefix("block."): shape for name, shape in shapes.items() if name.startswith("block.")}
-        block = block_for(inner, target, layout.attention, checkpoint.config.get("mtp_layer_types"))
+        types = checkpoint.config.get("mtp_layer_types")
+        block = block_for(inner, target, layout.attention, types, lambda name: checkpoint.name_in_file(f"block.{name}"))
         with torch.device("meta"):
             module = cls(layout, block, bias="projection.bias" in shapes)
         module.check_target(target)

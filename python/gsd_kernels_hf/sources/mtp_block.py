@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,7 +144,13 @@ def block_to_train(target: PreTrainedModel) -> Block:
     )
 
 
-def block_for(files: Shapes, target: PreTrainedModel, attention: str | None, named: object = None) -> Block:
+def block_for(
+    files: Shapes,
+    target: PreTrainedModel,
+    attention: str | None,
+    named: object = None,
+    name_in_file: Callable[[str], str] = str,
+) -> Block:
     """The target's decoder layer that has exactly these tensors.
 
     Args:
@@ -152,6 +158,7 @@ def block_for(files: Shapes, target: PreTrainedModel, attention: str | None, nam
         target: whose layers are looked at.
         attention: type of the layer where neither tensors nor the config tell; ``None``: no such layer is served.
         named: the checkpoint's ``mtp_layer_types``, for a target whose config has none.
+        name_in_file: of a tensor, for errors.
 
     Raises:
         BadCheckpoint: none has, or layers of several types have.
@@ -171,7 +178,11 @@ def block_for(files: Shapes, target: PreTrainedModel, attention: str | None, nam
     if not found:
         assert nearest is not None
         _, missing, unknown = nearest
-        what = f"it has no {missing[0]}" if missing else f"it has {unknown[0]}, which theirs have not"
+        what = (
+            f"it has no {name_in_file(missing[0])}"
+            if missing
+            else f"it has {name_in_file(unknown[0])}, which theirs have not"
+        )
         raise BadCheckpoint(
             f"drafter: the decoder layer of the multi-token-prediction head is none of {kind}'s layers: {what}"
         )

@@ -75,6 +75,7 @@ def open_heads(
         if lost is not None:
             raise BadCheckpoint(f"drafter: {folder / INDEX} says that {lost} is in {index[lost]}, and it is not")
     found.rename(own.get)
+    found.published = lambda name: layout.published_name(name, prefix)
     return found, layout
 
 

@@ -56,12 +56,20 @@ class Layout:
         """The name of the projection's weight in a checkpoint of a target with so many layers."""
         return f"{self.prefix}{self.projection}.weight".replace("{layers}", str(layers))
 
-    def published_name(self, name: str) -> str:
-        """What a tensor that is called ``name`` here is called in a file; the inverse of :meth:`own_name`."""
+    def published_name(self, name: str, prefix: str | None = None) -> str:
+        """What a tensor that is called ``name`` here is called in a file; the inverse of :meth:`own_name`.
+
+        prefix: as of :func:`find`; ``None``: the layout's own.
+        """
+        begin = self.prefix if prefix is None else prefix
         module, _, kind = name.rpartition(".")
         if module in PARTS:
-            return f"{self.prefix}{getattr(self, module)}.{kind}"
-        return f"{self.prefix}{self.block}{name.removeprefix('block.')}"
+            return f"{begin}{getattr(self, module)}.{kind}"
+        inner = name.removeprefix("block.")
+        for theirs, ours in self.renamed.items():
+            if inner == ours or inner.startswith(f"{ours}."):
+                inner = theirs + inner.removeprefix(ours)
+        return f"{begin}{self.block}{inner}"
 
     def own_name(self, name: str) -> str | None:
         """What a tensor, named behind the prefix, is called here; ``None``: it is not read."""
