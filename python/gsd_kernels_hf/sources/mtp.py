@@ -84,7 +84,6 @@ class Mtp(nn.Module):
             made, of = type(module.block).__name__, type(block.target).__name__
             raise BadCheckpoint(f"target: no layer of {of} has the tensors of a new {made}; its heads are not served")
         module.block.load_state_dict(like)
-        module.check_block()
         return module
 
     @classmethod
