@@ -129,6 +129,43 @@ def test_a_mask_of_another_dtype_is_exact(dtype):
         assert torch.equal(way(), expected)
 
 
+PADS = {  # where a prompt has the token 0
+    "second": (1,),
+    "behind the padding": (0, 1, 3),
+    "in the middle": (5,),
+    "last": (LENGTH - 1,),
+    "all": tuple(range(LENGTH)),
+    "padding": (0, 1, 2),
+    "none": (),
+    **{
+        f"seed {seed}": tuple(
+            torch.randperm(LENGTH, generator=torch.Generator().manual_seed(seed))[: 1 + seed].tolist()
+        )
+        for seed in range(4)
+    },
+}
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["pad is another token", "pad is the end token"])
+@pytest.mark.parametrize("way", range(3))
+@pytest.mark.parametrize("where", PADS)
+def test_a_mask_that_transformers_infers(where, way, ends):
+    """Without a mask, transformers takes pad tokens for padding wherever they are, unless they end a text."""
+    target, draft = pair()
+    call = prompt(pad_token_id=0, eos_token_id=0 if ends else None)
+    del call["attention_mask"]
+    call["input_ids"] = models.prompts(2, LENGTH, seed=4, ragged=False, vocab=VOCAB)["input_ids"]
+    call["input_ids"][1, list(PADS[where])] = 0
+    expected = target.generate(**call)
+    called = list(ways(target, draft, **call))[way]
+    padding = PADS[where] == tuple(range(len(PADS[where]))) and len(PADS[where]) < LENGTH
+    if ends or padding or way == PATCHED:
+        assert torch.equal(called(), expected)
+        return
+    with refused(target, ValueError, "^attention_mask: a prompt (has a hole|is right-padded or empty)"):
+        called()
+
+
 # Models that are fed in another way -----------------------------------------------------------------------------------
 
 

@@ -80,6 +80,7 @@ class Request:
             TypeError, ValueError: something cannot be served; nothing was changed.
         """
         prompt, attention_mask = input_ids.shape[1], model_kwargs.get("attention_mask")
+        validate.check_padding(attention_mask, inferred=True)  # the caller's own was screened
         options, unread = sources.options, validate.check_call(model, model_kwargs)
         if options.reference_ids is not None:
             copies, vocabulary = generation_config.num_return_sequences or 1, properties.vocabulary(model)

@@ -4,7 +4,7 @@ May import :mod:`gsd_kernels` and :mod:`gsd_kernels_hf.model`.
 """
 
 from .calls import check_call, check_inputs, check_listeners
-from .inputs import check_prompt, check_reference
+from .inputs import check_padding, check_prompt, check_reference
 from .models import check_backend, check_model, check_pair, check_paths, check_tokenizers
 from .modes import Unsupported
 from .options import check_arguments, check_generation_config
@@ -18,6 +18,7 @@ __all__ = [
     "check_inputs",
     "check_listeners",
     "check_model",
+    "check_padding",
     "check_pair",
     "check_paths",
     "check_prompt",

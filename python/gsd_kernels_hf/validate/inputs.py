@@ -52,9 +52,22 @@ def check_prompt(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: i
     if not bool((mask | (attention_mask == 0)).all()):
         wrong = attention_mask[~mask & (attention_mask != 0)][0].item()
         raise ValueError(f"attention_mask: expected 0 (padding) and 1 (a token), got {wrong}")
+    check_padding(attention_mask)
+
+
+def check_padding(attention_mask: Tensor | None, *, inferred: bool = False) -> None:
+    """Raise unless a mask [B, P] of zeros and ones has no zero behind a one, and a token in every sequence.
+
+    ``inferred``: nobody gave it; transformers takes every ``pad_token_id`` of a prompt for padding.
+    """
+    if attention_mask is None:
+        return
+    mask = attention_mask == 1
+    cure = ", as transformers infers it from pad_token_id in input_ids; pass attention_mask=" if inferred else ""
     if not bool(mask[:, -1].all()):
         raise Unsupported(
             "attention_mask: a prompt is right-padded or empty; decoder-only generation needs padding_side='left'"
+            + cure
         )
     if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
-        raise Unsupported("attention_mask: a prompt has a hole; only left padding is supported")
+        raise Unsupported("attention_mask: a prompt has a hole; only left padding is supported" + cure)
