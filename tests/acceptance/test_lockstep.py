@@ -8,7 +8,7 @@ import itertools
 import models
 import pytest
 import torch
-from acceptance.processors import KINDS, Apart, Guidance, Mean, Native, Recorded, closure
+from acceptance.processors import KINDS, Apart, Guidance, Mean, Native, Near, Recorded, closure
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList, WatermarkingConfig
 from transformers.generation import logits_process
 
@@ -384,3 +384,44 @@ def test_other_criteria_with_a_processor_of_ones_own():
         three = {**given, **models.prompts(3, LENGTH, seed=3, vocab=VOCAB)}
         out = gsd.generate(target(), logits_processor=[Mean()], return_dict_in_generate=True, **chain, **three)
         assert out.sequences.shape == (3, LENGTH + 24) and out.stats.criterion == criterion
+
+
+@pytest.mark.parametrize("criterion", ["exact", "speculative", "typical"])
+@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 0.3}, {"min_p": 1.0}, {"temperature": 1e-11}], ids=str)
+def test_scores_in_float64_are_cut_in_float64(cut, criterion):
+    """What leaves one token in float64 leaves that one, where float32 would leave a tie."""
+    best = target().generate(logits_processor=[Near()], **call(3))
+    plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    given = call(3, do_sample=True, seed=5, criterion=criterion, **{**plain, **cut})
+    chain = {"assistant_model": draft(), "graph_config": "chain"}
+    assert torch.equal(gsd.generate(target(), logits_processor=[Near()], **chain, **given), best)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "own"),
+    slow_but(lambda dtype, own: dtype == torch.float64, [torch.float64, torch.float16, torch.bfloat16], [True, False]),
+)
+def test_scores_of_another_dtype(own, dtype, monkeypatch):
+    """Greedy and kept for the output as transformers does; sampled, the same text with any draft."""
+    kind = logits_process.SuppressTokensLogitsProcessor
+    shipped = kind.__call__
+    near = Near().process
+
+    def narrowed(self, input_ids, scores):
+        return near(input_ids, shipped(self, input_ids, scores)).to(dtype)
+
+    narrowed.__module__ = shipped.__module__
+    if own:
+        given = {"logits_processor": [lambda ids, scores: near(ids, scores).to(dtype)]}
+    else:
+        monkeypatch.setattr(kind, "__call__", narrowed)
+        given = {"suppress_tokens": [5]}
+    kept = {"output_scores": True, "return_dict_in_generate": True}
+    expected, out = target().generate(**call(3), **given, **kept), ours("graph", output_scores=True, **call(3), **given)
+    assert torch.equal(out.sequences, expected.sequences)
+    assert [scores.dtype for scores in out.scores] == [scores.dtype for scores in expected.scores] == [dtype] * NEW
+    texts = [
+        ours(source, **call(3, do_sample=True, seed=2, top_k=4), **given).sequences
+        for source in ("plain", "history", "graph")
+    ]
+    assert all(torch.equal(text, texts[0]) for text in texts)

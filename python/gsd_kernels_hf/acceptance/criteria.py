@@ -8,12 +8,13 @@ With greedy decoding, the target's distribution is one token, and every criterio
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -117,6 +118,9 @@ def check_chain(
             raise ValueError(f"{name}: {alone}; {what}, {cure}")
 
 
+Criterion = TypeVar("Criterion", bound="ExactMatch")
+
+
 class ExactMatch:
     """The exact criterion: after every row comes the target's own pick, so a drafted token is accepted if it is that.
 
@@ -130,6 +134,12 @@ class ExactMatch:
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
+
+    def of_warped(self: Criterion) -> Criterion:
+        """The same criterion for logits that the warpers have seen."""
+        other = copy.copy(self)
+        other.sampler = replace(self.sampler, warpers=UNWARPED)
+        return other
 
     def picks(self, rows: Rows, logits: Tensor, positions: Tensor, at: At = EVERY) -> Tensor:
         """The token that the step picks after each row.

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..records import DecodeState
+from gsd_kernels import Rows
+
+from ..records import At, DecodeState
 from .criteria import ExactMatch
 from .sampling import SamplingPlan
 
@@ -47,11 +49,30 @@ class OnHost:
         keep_logits: bool,
     ) -> None:
         self.criterion, self.state, self.plan, self.eos, self.criteria = criterion, state, plan, eos_ids, criteria
+        self.warped_criterion = criterion.of_warped()
         self.batch = state.tokens.shape[0]
         self.pads_finished = pads_finished or self.batch == 1
         self.keep_scores, self.keep_logits = keep_scores, keep_logits
         self.done = [False] * self.batch
         self.stopped = [False] * self.batch  # without an eos id, a stopped sequence runs on until all have stopped
+
+    def pick(self, rows: Rows, history: Tensor, scores: Tensor, position: Tensor, at: At) -> Tensor:
+        """The token after one row, int32 []; −1 where nothing can be picked.
+
+        Args:
+            rows: all rows.
+            history: int64 [1, L], the row's text.
+            scores: [1, V], processed. Of another dtype than float32 they are compared and cut in their own, as
+                transformers does: in float32, scores of float64 would be tied.
+            position: int32 [1, 1], index of the token being picked.
+            at: the sequence and the row.
+        """
+        if scores.dtype == torch.float32:
+            return self.criterion.picks(rows, scores[None], position, at).view(())
+        if self.plan.temperature == 0.0:
+            return torch.where(scores.isnan().any(), -1, scores.argmax()).to(torch.int32)
+        log_probs = self.plan.warpers(history, scores).double().log_softmax(-1).float()
+        return self.warped_criterion.picks(rows, log_probs[None], position, at).view(())
 
     def settle(self) -> None:
         """Carry the verdicts to the device state, after the commit."""

@@ -75,7 +75,7 @@ class Lockstep(OnHost):
         for b, row in enumerate(at):
             if not self.done[b]:
                 only = (slice(b, b + 1), slice(row, row + 1))
-                picks.append(self.criterion.picks(rows, scores[b].view(1, 1, -1), positions[only], only).view(()))
+                picks.append(self.pick(rows, self.history[b : b + 1], scores[b : b + 1], positions[only], only))
         found = iter(torch.stack(picks).tolist())
         tokens = [self.pad if done else next(found) for done in self.done]
         if min(tokens) < 0:

@@ -83,14 +83,14 @@ class TokenByToken(OnHost):
     def _pick(self, rows: Rows, at: tuple[int, int], logits: Tensor, position: Tensor) -> int:
         b, row = at
         history = self.history[b : b + 1, : self.lengths[b]]  # [1, L]
-        scores = processed(self.plan.processors, b, self.batch, history, logits[None])[0]
+        scores = processed(self.plan.processors, b, self.batch, history, logits[None])  # [1, V]
         only = (slice(b, b + 1), slice(row, row + 1))
-        token = int(self.criterion.picks(rows, scores.view(1, 1, -1), position, only))
+        token = int(self.pick(rows, history, scores, position, only))
         check_pick(token)
         if self.keep_logits:
             self.logits[b].append(logits.clone())
         if self.keep_scores:
-            warped = self.plan.warpers(history, scores[None].clone())[0]
+            warped = self.plan.warpers(history, scores.clone())[0]
             self.scores[b].append(warped)
         self.history[b, self.lengths[b]] = token
         self.lengths[b] += 1
