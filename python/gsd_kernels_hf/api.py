@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gsd_kernels")
 
 _PATCH = "_gsd_patch"
+_PATCHED = (_PATCH, "generate", "__reduce_ex__")  # what a patch puts on a model
 _lock = threading.Lock()
 _OPTIONS = tuple(field.name for field in fields(Options))
 _THEIRS = ("assistant_model", "streamer", "tokenizer", "assistant_tokenizer")  # transformers' too
@@ -280,6 +281,13 @@ class _Accelerated:
         # A copied or pickled model has transformers' own, also where this package is not installed.
         return getattr, (self.model, "generate")
 
+    def reduce_model(self, protocol: Any) -> Any:
+        """The model's ``__reduce_ex__``: what copies and pickles of it are made of, which is nothing of the patch."""
+        made = type(self.model).__reduce_ex__(self.model, protocol)
+        if not isinstance(made, tuple) or len(made) < 3 or not isinstance(made[2], dict):
+            return made
+        return *made[:2], {name: value for name, value in made[2].items() if name not in _PATCHED}, *made[3:]
+
 
 @_takes_options
 def patch(
@@ -324,7 +332,7 @@ def patch(
                 f"model: already patched, this {type(inner).__name__}; use the handle that patch returned (a call may "
                 "give any option anew), or unpatch(model) first"
             )
-        vars(inner).update({_PATCH: handle, "generate": accelerated})
+        vars(inner).update(zip(_PATCHED, (handle, accelerated, accelerated.reduce_model), strict=True))
     return handle
 
 
@@ -338,7 +346,8 @@ def unpatch(model: PreTrainedModel) -> None:
     with _lock:
         if not isinstance(inner, torch.nn.Module) or vars(inner).get(_PATCH) is None:
             raise ValueError(
-                "model: not patched, so there is nothing to undo; patch(model) comes before unpatch(model)"
+                "model: not patched, as a copy of a patched model is not, so there is nothing to undo; patch(model) "
+                "comes before unpatch(model)"
             )
         _restore(inner)
 
@@ -346,5 +355,6 @@ def unpatch(model: PreTrainedModel) -> None:
 def _restore(model: PreTrainedModel) -> None:
     """Take the patch off a model that has one, under the lock."""
     handle: Patch = vars(model).pop(_PATCH)
-    del vars(model)["generate"]
+    for name in _PATCHED[1:]:
+        del vars(model)[name]
     handle.clear()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import io
 import threading
 
 import models
@@ -276,32 +274,6 @@ def test_arguments_go_before_the_patch_and_the_patch_before_defaults(patched):
     other = models.noised(target, 0.0)
     target.generate(**prompt(), max_new_tokens=16, do_sample=False, assistant_model=other)
     assert handle.stats.steps < 8, "another draft, this time a perfect one"
-
-
-def test_copies_of_a_patched_model(patched):
-    """Copies and pickles are of the model, not of the patch, and can be patched themselves."""
-    target, draft, handle = patched
-    buffer = io.BytesIO()
-    torch.save(target, buffer)
-    buffer.seek(0)
-    for clone in (copy.deepcopy(target), torch.load(buffer, weights_only=False)):
-        assert clone.generate.__func__ is transformers.GenerationMixin.generate and clone.generate.__self__ is clone
-        assert torch.equal(clone.generate(**prompt(), max_new_tokens=16, do_sample=False), plain())
-        assert handle.stats is None
-        own = gsd.patch(clone, assistant_model=draft, graph_config="tree")
-        assert torch.equal(clone.generate(**prompt(), max_new_tokens=16, do_sample=False), plain())
-        assert own.stats.steps > 0 and handle.stats is None
-        gsd.unpatch(clone)
-        assert clone.config._attn_implementation == "sdpa"
-
-
-def test_saving_a_patched_model(patched, tmp_path):
-    target, _, _ = patched
-    target.save_pretrained(tmp_path)
-    assert "gsd" not in (tmp_path / "config.json").read_text()
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    assert loaded.config._attn_implementation == "sdpa"
-    assert torch.equal(loaded.generate(**prompt(), max_new_tokens=16, do_sample=False), plain())
 
 
 @pytest.mark.slow

@@ -1,0 +1,100 @@
+"""Copies and pickles of a patched model are of the model, not of the patch."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import models
+import pytest
+import torch
+import transformers
+from validate.calls import VOCAB, prompt
+
+import gsd_kernels as gsd
+from gsd_kernels_hf.packed.modules import packed_in
+
+
+def fresh(**config):
+    model = models.tiny(**{"vocab_size": VOCAB, **config})
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def pickled(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+WAYS = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": pickled}
+
+
+@pytest.fixture
+def patched():
+    target = fresh()
+    draft = models.noised(target, 0.01)
+    with gsd.patch(target, assistant_model=draft, graph_config="tree") as handle:
+        yield target, draft, handle
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return fresh().generate(**prompt())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_is_not_patched_and_can_be(way, patched, plain):
+    target, draft, handle = patched
+    clone = WAYS[way](target)
+    assert vars(clone).keys() == vars(fresh()).keys()
+    assert clone.generate.__func__ is transformers.GenerationMixin.generate and clone.generate.__self__ is clone
+    assert torch.equal(clone.generate(**prompt()), plain)
+    assert handle.stats is None
+    with pytest.raises(ValueError, match="model: not patched, as a copy of a patched model is not"):
+        gsd.unpatch(clone)
+    own = gsd.patch(clone, assistant_model=draft, graph_config="tree")
+    assert torch.equal(clone.generate(**prompt()), plain)
+    assert own.stats.steps > 0 and handle.stats is None
+    gsd.unpatch(clone)
+    assert clone.config._attn_implementation == "sdpa" and handle.patched
+    assert torch.equal(target.generate(**prompt()), plain) and handle.stats.steps > 0
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_a_copy_can_be_packed(way):
+    target = fresh(hidden_size=64, intermediate_size=96, dtype=torch.float32)
+    with gsd.patch(target):
+        clone = gsd.pack(WAYS[way](target))
+        assert packed_in(clone) and not packed_in(target)
+        twin = WAYS[way](clone)
+        expected = clone.generate(**prompt())
+        with gsd.patch(clone):
+            assert torch.equal(clone.generate(**prompt()), expected)
+    assert torch.equal(twin.generate(**prompt()), expected)
+
+
+def test_a_shallow_copy_says_what_its_own_parts_say(patched, plain):
+    target, draft, handle = patched
+    clone, other = copy.copy(target), fresh(seed=5)
+    clone._modules = dict(other._modules)
+    clone.generation_config = copy.deepcopy(target.generation_config)
+    clone.generation_config.max_new_tokens = 11
+    call = prompt()
+    del call["max_new_tokens"]
+    expected = other.generate(**call, max_new_tokens=11)
+    assert torch.equal(clone.generate(**call), expected)
+    with gsd.patch(clone, assistant_model=draft, graph_config="tree"):
+        assert torch.equal(clone.generate(**call), expected)
+    assert torch.equal(target.generate(**prompt()), plain)
+    assert handle.patched and handle.stats.steps > 0
+
+
+def test_saving_a_patched_model(patched, plain, tmp_path):
+    target, _, _ = patched
+    target.save_pretrained(tmp_path)
+    assert "gsd" not in (tmp_path / "config.json").read_text()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert loaded.config._attn_implementation == "sdpa"
+    assert torch.equal(loaded.generate(**prompt()), plain)
