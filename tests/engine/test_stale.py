@@ -14,7 +14,9 @@ from models import noised, tiny
 from torch import nn
 
 import gsd_kernels as gsd
+from gsd_kernels.ops.packed import KINDS
 from gsd_kernels_hf.model.fused import FusedRows, why_not
+from gsd_kernels_hf.model.identity import ModelState
 from gsd_kernels_hf.validate import check_model
 
 
@@ -376,6 +378,26 @@ def test_a_config_that_attention_follows():
         want = expected(target, text)
         assert not torch.equal(before, want)
         assert torch.equal(ask(target, text), want)
+
+
+SETTINGS = {
+    "a list": ([16, 24], lambda held: held.value.reverse()),
+    "a list in a dict": ({"sections": [1, 2]}, lambda held: held.value["sections"].append(3)),
+    "a dict": ({"default": 0.5}, lambda held: held.value.update(default=0.6)),
+    "a tuple": ((1, 2), lambda held: setattr(held, "value", (1, 3))),
+    "a dtype": (torch.float32, lambda held: setattr(held, "value", torch.float64)),
+    "the kind of packed weights": (KINDS[0], lambda held: setattr(held, "value", KINDS[5])),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_that_is_no_number_is_noticed(name):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Module())
+    model[1].value, change = copy.deepcopy(SETTINGS[name][0]), SETTINGS[name][1]
+    before = ModelState.of(model)
+    assert ModelState.of(model) == before
+    change(model[1])
+    assert ModelState.of(model).structure != before.structure
 
 
 def test_what_is_not_noticed_is_forgotten_by_hand():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from models import noised, prompts, tiny
 from torch import nn
 
 import gsd_kernels as gsd
-from gsd_kernels.ops.packed import PACKERS, pack_matrix
+from gsd_kernels.ops.packed import KINDS, PACKERS, pack_matrix
 from gsd_kernels_hf.model.fused import why_not
 from gsd_kernels_hf.packed.modules import Packed, packed_in
 
@@ -47,6 +48,25 @@ def test_the_text_is_that_of_the_matrices_it_stands_for(kind, tied):
     assert tied_now is tied
     with pytest.raises(ValueError, match="save_pretrained: packed weights"):
         packed.save_pretrained("nowhere")
+
+
+@pytest.mark.parametrize("patched", [True, False])
+def test_a_kind_that_is_changed_in_place_is_noticed(patched):
+    """The same bytes stand for other weights then."""
+    model = gsd.pack(tiny(dtype=torch.float32, **SIZES), "q4_0")
+    call = prompts(1, 12) | {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+    other = copy.deepcopy(model)
+    for module in packed_in(other):
+        module.kind = next(kind for kind in KINDS if kind.name == "iq4_nl")
+    texts = [type(turn).generate(turn, **call) for turn in (model, other)]
+    assert not torch.equal(*texts)
+    if patched:
+        gsd.patch(model, graph_config="tree")
+    generate = model.generate if patched else functools.partial(gsd.generate, model)
+    assert torch.equal(generate(**call), texts[0])
+    for module, changed in zip(packed_in(model), packed_in(other), strict=True):
+        module.kind = changed.kind
+    assert torch.equal(generate(**call), texts[1])
 
 
 def test_what_cannot_be_packed_is_refused_and_stays():

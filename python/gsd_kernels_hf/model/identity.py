@@ -3,10 +3,11 @@
 What is noticed, before every call that could use something of an earlier one:
 
 - **structure**: modules, layers and parameters that were added, removed, replaced or tied; dtype, device and shape;
-  training mode; every number, string and flag on a module or in a config (attention implementation, epsilons, scales,
-  sliding windows); hooks that were added or removed, those of all modules included; adapters that were added, switched,
-  scaled, merged or disabled; functions: on a module, on its class, those that its forward names, attention functions
-  of that name (see :mod:`.code`); autocast, and modes that PyTorch's operations go through.
+  training mode; every number, string and flag on a module, in a list or dict on it or in a config (attention
+  implementation, epsilons, scales, sliding windows, the kind of packed weights); hooks that were added or removed,
+  those of all modules included; adapters that were added, switched, scaled, merged or disabled; functions: on a module,
+  on its class, those that its forward names, attention functions of that name (see :mod:`.code`); autocast, and modes
+  that PyTorch's operations go through.
 - **content**: changes in place that PyTorch counts (an optimizer's step, ``load_state_dict``, anything under
   ``no_grad``), of parameters, buffers, other tensors on modules, and the tensors that a hook holds in its closure or on
   its object. Of changes that PyTorch does not count (``.data``, memory shared with another process or with NumPy, all
@@ -20,8 +21,9 @@ After those, ``handle.clear()`` forgets everything.
 
 from __future__ import annotations
 
+import enum
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,17 +31,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from gsd_kernels.ops.packed import Kind
+
 from ..packed.adapters import stored_in
 from ..packed.samples import samples, versions
 from .attention import configs_of, implementation_of
-from .code import Code, ambient, code_of, global_hooks, own_callables
+from .code import MISSING, Code, ambient, code_of, global_hooks, own_callables
 from .once import modules_of, once, parameters_of
 
-ADAPTERS = ("_active_adapter", "active_adapters", "merged_adapters", "scaling")
-"""Lists and dicts on PEFT's layers that say what they compute; its flags are plain attributes."""
 LEFT = ("rope_deltas",)
 """What transformers' ``generate`` leaves on a module for its own steps; forwards of ours are given positions."""
-PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, Kind, enum.Enum)
+MOST_PARTS = 256  # of a list or a dict of settings
+HOLDERS = frozenset(vars(nn.Module()))
+"""What PyTorch keeps of every module: its parts and hooks, which are looked at by themselves, and ``training``."""
 OWN = __name__.partition(".")[0]
 
 
@@ -82,8 +87,7 @@ def structure_of(model: nn.Module) -> tuple[Any, ...]:
                 type(module),
                 tuple(put.hooks),
                 tuple((name, pinned(function)) for name, function in put.functions.items()),
-                tuple((k, v) for k, v in list(variables.items()) if isinstance(v, PLAIN) and k not in LEFT),
-                tuple(repr(variables[name]) for name in ADAPTERS if name in variables),
+                settings_of(variables),
                 tuple(type(parameter) for parameter in module._parameters.values()),
             )
         )
@@ -94,6 +98,22 @@ def structure_of(model: nn.Module) -> tuple[Any, ...]:
         configs.append((weakref.ref(config), fields))
     around = tuple(pinned(hook) for hook in foreign_global_hooks())
     return modules, configs, code_run_by(model), around, ambient(first_device(model))
+
+
+def settings_of(variables: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The numbers, strings and flags among a module's variables, and the lists, tuples and dicts of such."""
+    found = [(name, setting(value, name)) for name, value in list(variables.items()) if name not in LEFT]
+    return tuple((name, value) for name, value in found if value is not MISSING)
+
+
+def setting(value: Any, name: str = "") -> Any:
+    """A setting as it is now, or :data:`MISSING` for what is none."""
+    if isinstance(value, PLAIN):
+        return value
+    if not isinstance(value, (list, tuple, dict)) or name in HOLDERS or len(value) > MOST_PARTS:
+        return MISSING
+    parts = [setting(part) for part in (value.items() if isinstance(value, dict) else value)]
+    return MISSING if any(part is MISSING for part in parts) else (type(value), *parts)
 
 
 class Put(NamedTuple):
