@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 
 import pytest
 import torch
-from models import noised, prompts, tiny
+from models import FAMILIES, noised, prompts, tiny
 from torch import nn
 
 import gsd_kernels as gsd
@@ -16,6 +17,11 @@ from gsd_kernels_hf.model.fused import why_not
 from gsd_kernels_hf.packed.modules import Packed, packed_in
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
+
+
+@functools.cache
+def packed_once():
+    return gsd.pack(tiny(dtype=torch.float32, **SIZES))
 
 
 @pytest.mark.parametrize("kind", PACKERS)
@@ -67,6 +73,80 @@ def test_a_kind_that_is_changed_in_place_is_noticed(patched):
     for module, changed in zip(packed_in(model), packed_in(other), strict=True):
         module.kind = changed.kind
     assert torch.equal(generate(**call), texts[1])
+
+
+WRITES = {
+    "copy_": lambda layer: layer.weight.copy_(torch.zeros_like(layer.weight)),
+    ".data": lambda layer: layer.weight.data.add_(1),
+    "an element": lambda layer: layer.weight.__setitem__((0, 0), 1.0),
+    "a row": lambda layer: layer.weight[0].zero_(),
+    "a view": lambda layer: layer.weight.detach().view(-1)[3:].fill_(0),
+    "a part": lambda layer: layer.weight.chunk(2)[0].T.mul_(2),
+    "itself in another dtype that is its own": lambda layer: layer.weight.float().zero_(),
+    "init": lambda layer: nn.init.normal_(layer.weight),
+    "out": lambda layer: torch.add(layer.weight, 1, out=layer.weight),
+    "in place by name": lambda layer: nn.functional.relu(layer.weight, inplace=True),
+    "a list": lambda layer: torch._foreach_mul_([layer.weight], 2),
+    "NumPy": lambda layer: layer.weight.numpy().__setitem__(0, 1),
+    "+=": lambda layer: exec("layer.weight += 1", {"layer": layer}),
+    "another": lambda layer: setattr(layer, "weight", torch.zeros_like(layer.weight)),
+    "another parameter": lambda layer: setattr(layer, "weight", nn.Parameter(torch.zeros_like(layer.weight))),
+    "other data": lambda layer: setattr(layer.weight, "data", torch.zeros_like(layer.weight)),
+}
+
+
+@pytest.mark.parametrize("embeds", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+def test_writing_to_a_packed_weight_is_refused(write, embeds):
+    """It is unpacked at every access, so that nobody would read what was written."""
+    model = packed_once()
+    layer = model.get_input_embeddings() if embeds else model.model.layers[0].mlp.up_proj
+    before = layer.weight.clone()
+    with pytest.raises(ValueError, match="weight: |read-only"), torch.no_grad():
+        WRITES[write](layer)
+    assert torch.equal(layer.weight, before)
+
+
+def test_a_packed_weight_is_read_as_any_other():
+    layer = packed_once().model.layers[0].mlp.up_proj
+    weight, x = layer.weight, torch.randn(2, 64)
+    dense = nn.Linear(64, 96, bias=False)
+    with torch.no_grad():
+        dense.weight.copy_(weight)
+    for plain in (weight.clone(), copy.deepcopy(weight), pickle.loads(pickle.dumps(weight)), weight + 0, dense.weight):
+        assert type(plain) in (torch.Tensor, nn.Parameter) and torch.equal(plain, weight)
+    assert type(nn.functional.linear(x, weight)) is torch.Tensor
+    assert torch.equal(nn.functional.linear(x, weight), dense(x)) and torch.equal(x @ weight.T, dense(x))
+    parameter = nn.Parameter(layer.weight)
+    assert torch.equal(nn.functional.linear(x, parameter), dense(x)) and parameter.requires_grad
+    weight.clone().zero_()
+    assert torch.equal(layer.weight, dense.weight)
+
+
+WITHOUT_PARAMETERS = {
+    "OLMo": ("Olmo", {"num_key_value_heads": 2}),
+    "NanoChat": ("NanoChat", {"num_key_value_heads": 2}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", WITHOUT_PARAMETERS)
+def test_a_model_whose_norms_have_no_weights(name, dtype, monkeypatch):
+    """Every parameter is packed, and it still has a dtype and a device."""
+    monkeypatch.setitem(FAMILIES, name, WITHOUT_PARAMETERS[name])
+    model = tiny(name, dtype=dtype, **SIZES)
+    draft = noised(model, 0.01)
+    gsd.pack(model)
+    assert not sum(parameter.numel() for parameter in model.parameters())
+    assert model.dtype == dtype and model.device == torch.device("cpu") and model.float().dtype == torch.float32
+    assert model.to(dtype).dtype == dtype and not any(parameter.requires_grad for parameter in model.parameters())
+    call = prompts(2, 9) | {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    plain = gsd.generate(model, **call, graph_config="plain")
+    assert torch.equal(model.generate(**call), plain)
+    for options in ({}, {"assistant_model": draft, "graph_config": "graph"}):
+        with gsd.patch(model, **options) as handle:
+            assert torch.equal(model.generate(**call), plain) and handle.stats.steps > 0
+            assert torch.equal(gsd.generate(model, **call), plain)
 
 
 def test_what_cannot_be_packed_is_refused_and_stays():

@@ -170,7 +170,7 @@ def target_level(about: Mapping[str, Any]) -> str | None:
 def fingerprint(model: nn.Module) -> str:
     """Tells models of the same sizes apart by a few values of their first and last weights; it never fails."""
     digest = hashlib.sha256()
-    weights = list(model.parameters()) or list(model.buffers())
+    weights = [p for p in model.parameters() if p.numel()] or list(model.buffers())
     for weight in (weights[0], weights[len(weights) // 2], weights[-1]) if weights else ():
         digest.update(_print_of(weight))
     return digest.hexdigest()[:16]

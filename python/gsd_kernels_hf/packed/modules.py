@@ -12,6 +12,7 @@ from gsd_kernels.ops.row_linear import row_linear
 
 from . import copies
 from .adapters import Stored, stored_in
+from .readonly import ReadOnly
 
 
 class Packed(nn.Module):
@@ -29,7 +30,7 @@ class Packed(nn.Module):
 
     packed: Tensor
     scales: Tensor | None
-    like: Tensor
+    like: nn.Parameter
 
     def __init__(self, matrix: PackedMatrix, dtype: torch.dtype) -> None:
         super().__init__()
@@ -37,7 +38,8 @@ class Packed(nn.Module):
         self.inputs: int = matrix.inputs
         self.register_buffer("packed", matrix.data)
         self.register_buffer("scales", matrix.scales)
-        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)  # goes where the model goes
+        # Goes where the model goes. A parameter, though an empty one: a model asks its first for its dtype and device.
+        self.like = nn.Parameter(torch.empty(0, dtype=dtype, device=matrix.data.device), requires_grad=False)
 
     @property
     def matrix(self) -> PackedMatrix:
@@ -46,8 +48,19 @@ class Packed(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense matrix, [outputs, inputs], unpacked anew at every access; what asks for a size asks the matrix."""
-        return unpack_rows(self.matrix, dtype=self.like.dtype)
+        """The dense matrix, [outputs, inputs], unpacked anew at every access; what asks for a size asks the matrix.
+
+        It is to be read: what would write to it raises ValueError.
+        """
+        return unpack_rows(self.matrix, dtype=self.like.dtype).as_subclass(ReadOnly)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise ValueError(
+                f"weight: this layer's is packed ({self.kind.name}), so no other can be put in its place; change the "
+                "dense model and pack it, or put a dense layer in this one's place"
+            )
+        super().__setattr__(name, value)
 
     def part(self, rows: int | None, dtype: torch.dtype) -> Packed:
         """A module of the first ``rows`` (``None``: all) in another dtype; the packed rows stay where they are.

@@ -1,0 +1,70 @@
+"""A tensor that nothing can be written to: what is made anew at every access would lose it without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()}
+WRITES = {"__setitem__", "__set__", "__delete__", *IN_PLACE}
+
+
+class ReadOnly(Tensor):
+    """Refuses to be written to, itself and every view of it; what is computed from it is a tensor like any other."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func`` unless it writes to one of these."""
+        given = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        written = [given.get("out")]
+        in_place = (
+            name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        )  # which nn.Parameter calls
+        if in_place or name in WRITES or given.get("inplace"):
+            written += [*args, *given.values()][:1]
+        refuse(written, name)
+        held = [value for value in (*args, *given.values()) if isinstance(value, ReadOnly)]
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **given)
+        return kept(found, {tensor.as_subclass(Tensor).untyped_storage().data_ptr() for tensor in held})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+
+def refuse(written: Iterable[Any], name: str) -> None:
+    """Raise where one of these, or of the lists in them, is read only."""
+    for value in written:
+        if isinstance(value, (list, tuple)):
+            refuse(value, name)
+        if isinstance(value, ReadOnly):
+            raise ValueError(
+                f"weight: {name} would write to a packed layer's weight, which is unpacked anew at every access; "
+                "write to weight.clone(), or change the dense model and pack it"
+            )
+
+
+def kept(found: Any, storages: set[int]) -> Any:
+    """What a function returned, read only where it shares storage with what it was given."""
+    if type(found) in (list, tuple):
+        return type(found)(kept(value, storages) for value in found)
+    if isinstance(found, np.ndarray):
+        found.flags.writeable = False
+    if not isinstance(found, Tensor):
+        return found
+    plain = found.as_subclass(Tensor)
+    return plain.as_subclass(ReadOnly) if plain.untyped_storage().data_ptr() in storages else plain
