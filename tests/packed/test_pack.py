@@ -102,7 +102,7 @@ def test_writing_to_a_packed_weight_is_refused(write, embeds):
     model = packed_once()
     layer = model.get_input_embeddings() if embeds else model.model.layers[0].mlp.up_proj
     before = layer.weight.clone()
-    with pytest.raises(ValueError, match="weight: |read-only"), torch.no_grad():
+    with pytest.raises(ValueError, match=r"weight: |read-only"), torch.no_grad():
         WRITES[write](layer)
     assert torch.equal(layer.weight, before)
 
@@ -123,10 +123,7 @@ def test_a_packed_weight_is_read_as_any_other():
     assert torch.equal(layer.weight, dense.weight)
 
 
-WITHOUT_PARAMETERS = {
-    "OLMo": ("Olmo", {"num_key_value_heads": 2}),
-    "NanoChat": ("NanoChat", {"num_key_value_heads": 2}),
-}
+WITHOUT_PARAMETERS = {name: (name, {"num_key_value_heads": 2}) for name in ("Olmo", "NanoChat")}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -30,7 +30,7 @@ class Packed(nn.Module):
 
     packed: Tensor
     scales: Tensor | None
-    like: nn.Parameter
+    like: Tensor
 
     def __init__(self, matrix: PackedMatrix, dtype: torch.dtype) -> None:
         super().__init__()
@@ -38,8 +38,7 @@ class Packed(nn.Module):
         self.inputs: int = matrix.inputs
         self.register_buffer("packed", matrix.data)
         self.register_buffer("scales", matrix.scales)
-        # Goes where the model goes. A parameter, though an empty one: a model asks its first for its dtype and device.
-        self.like = nn.Parameter(torch.empty(0, dtype=dtype, device=matrix.data.device), requires_grad=False)
+        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)  # goes where the model goes
 
     @property
     def matrix(self) -> PackedMatrix:
@@ -61,6 +60,12 @@ class Packed(nn.Module):
                 "dense model and pack it, or put a dense layer in this one's place"
             )
         super().__setattr__(name, value)
+
+    def stand_in(self) -> None:
+        """Have a parameter, though an empty one: a model asks its first for its dtype and device."""
+        like = self.like
+        del self.like
+        self.like = nn.Parameter(like, requires_grad=False)
 
     def part(self, rows: int | None, dtype: torch.dtype) -> Packed:
         """A module of the first ``rows`` (``None``: all) in another dtype; the packed rows stay where they are.

@@ -61,6 +61,8 @@ def replace(model: PreTrainedModel, modules: Mapping[str, Packed]) -> PreTrained
     for name, module in modules.items():
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, module)
+    if modules and not any(parameter.is_floating_point() for parameter in model.parameters()):
+        next(iter(modules.values())).stand_in()
     vars(model)["save_pretrained"] = _refuse
     return model.eval()
 

@@ -28,9 +28,8 @@ class ReadOnly(Tensor):
         given = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         written = [given.get("out")]
-        in_place = (
-            name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-        )  # which nn.Parameter calls
+        # nn.Parameter calls requires_grad_.
+        in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
         if in_place or name in WRITES or given.get("inplace"):
             written += [*args, *given.values()][:1]
         refuse(written, name)
