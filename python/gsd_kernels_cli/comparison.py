@@ -259,11 +259,11 @@ def first_divergence(
     logits, noise = _logits_and_noise(target, torch.cat([input_ids, before], 1))
     gap = math.inf
     if mine is not None and theirs is not None:
-        pair = torch.tensor([mine, theirs], device=logits.device)
+        pair = torch.tensor([mine, theirs], device=logits.device, dtype=torch.int64)
         scores = logits[pair]
         if temperature > 0:
-            key = torch.tensor(seed, device=logits.device)
-            position = torch.tensor(input_ids.shape[1] + index, device=logits.device)
+            key = torch.tensor(seed, device=logits.device, dtype=torch.int64)
+            position = torch.tensor(input_ids.shape[1] + index, device=logits.device, dtype=torch.int64)
             scores = scores + temperature * gumbel_of(key, position, torch.zeros_like(position), pair)
         gap = float((scores[0] - scores[1]).abs())
     return Divergence(index, mine, theirs, gap, max(rounding_bound(target, logits), 2 * noise))

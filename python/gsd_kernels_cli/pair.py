@@ -132,7 +132,7 @@ def pick_device(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.empty(1, device=device, dtype=torch.float32)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device: {name!r} cannot be used: {str(error).splitlines()[0]}; leave it out") from error
     return device

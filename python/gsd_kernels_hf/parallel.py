@@ -143,7 +143,7 @@ class Agreement:
         """
         given = {**given, "versions": (gsd_kernels.__version__, torch.__version__, transformers.__version__)}
         given["GSD_KERNELS_DEBUG"] = self.every
-        mine = torch.tensor([*map(digest, given.values()), own_seed], dtype=torch.int64)
+        mine = torch.tensor([*map(digest, given.values()), own_seed], dtype=torch.int64, device="cpu")
         with self.explained():
             everyone = self._gather(mine)
         wrong = [
@@ -171,7 +171,7 @@ class Agreement:
         self.hash.mul_(MULTIPLIER).add_(((content + 2) * (place * MULTIPLIER | 1)).sum())
         self.steps += 1
         if timed:
-            finished = bool(self._gather(torch.tensor([int(finished)]))[0, 0])
+            finished = bool(self._gather(torch.tensor([int(finished)], dtype=torch.int64, device="cpu"))[0, 0])
         if finished or self.steps % self.every == 0 or self.steps & (self.steps - 1) == 0:
             hashes = self._gather(self.hash[None])[:, 0]
             if (hashes != hashes[0]).any():
@@ -187,7 +187,7 @@ class Agreement:
 
     def agree(self, yes: bool) -> bool:
         """Whether all ranks say yes; all must ask."""
-        return bool(self._gather(torch.tensor([int(yes)])).all())
+        return bool(self._gather(torch.tensor([int(yes)], dtype=torch.int64, device="cpu")).all())
 
     def _gather(self, mine: Tensor) -> Tensor:
         """int64 [n] of every rank: [ranks, n], on the CPU."""

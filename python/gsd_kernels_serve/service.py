@@ -251,7 +251,7 @@ class Service:
             yield found
 
     def _generate(self, call: Call, ids: list[int], name: str, writer: Writer) -> None:
-        inputs = torch.tensor([ids], device=properties.device_of(self.model))
+        inputs = torch.tensor([ids], device=properties.device_of(self.model), dtype=torch.int64)
         self.queue.decoding(call, name).generate(inputs, self.tokenizer, streamer=writer)
 
     @contextlib.asynccontextmanager

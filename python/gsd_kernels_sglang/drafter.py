@@ -90,10 +90,10 @@ class Drafter:
         Args:
             texts: B requests, each with at least one token.
         """
-        numbers = torch.tensor([self._number(text) for text in texts], dtype=torch.int32)
-        tails = torch.full((len(texts), TAIL), -1, dtype=torch.int32)
+        numbers = torch.tensor([self._number(text) for text in texts], dtype=torch.int32, device="cpu")
+        tails = torch.full((len(texts), TAIL), -1, dtype=torch.int32, device="cpu")
         for i, text in enumerate(texts):
-            tails[i, : len(text.tail)] = torch.tensor(text.tail[::-1], dtype=torch.int32)
+            tails[i, : len(text.tail)] = torch.tensor(text.tail[::-1], dtype=torch.int32, device="cpu")
         roots, tail = tails[:, 0], tails[:, 1:].contiguous()
         budget = self.policy.budget(len(texts))
         if budget == 1:
@@ -124,7 +124,7 @@ class Drafter:
         if number is None:
             number = self.numbers[text.key] = self.next_number
             self.next_number = (self.next_number + 1) % (1 << 31)
-            self.history.read(number, torch.tensor(text.whole(), dtype=torch.int32))
+            self.history.read(number, torch.tensor(text.whole(), dtype=torch.int32, device="cpu"))
         return number
 
     def _grown(self, roots: Tensor, tail: Tensor, numbers: Tensor, levels: int) -> TokenGraph:
@@ -163,6 +163,6 @@ def lone_roots(roots: Tensor) -> Rows:
         depths=0 * ones[:, None],
         ancestor_mask=ones[:, None, None].clone(),
         node_ids=0 * ones[:, None],
-        scores=torch.zeros(len(roots), 1),
+        scores=torch.zeros(len(roots), 1, dtype=torch.float32, device="cpu"),
         num_rows=ones,
     )

@@ -41,9 +41,16 @@ class History:
         if options.shared:
             self.shared = NgramTable.empty(1, branch, "cpu", capacity=options.capacity, max_context=options.context)
         reliability = [*RELIABILITY, *(RELIABILITY[-1] for _ in range(options.context))][: options.context + 1]
-        self.log_reliability = torch.tensor(reliability).log()[:, None].expand(-1, MAX_BRANCH).contiguous()
-        own, others = torch.meshgrid(*(torch.arange(options.context + 1) for _ in range(2)), indexing="ij")
-        weights = torch.full(own.shape, OTHERS["equal"])
+        self.log_reliability = (
+            torch.tensor(reliability, dtype=torch.float32, device="cpu")
+            .log()[:, None]
+            .expand(-1, MAX_BRANCH)
+            .contiguous()
+        )
+        own, others = torch.meshgrid(
+            *(torch.arange(options.context + 1, device="cpu") for _ in range(2)), indexing="ij"
+        )
+        weights = torch.full(own.shape, OTHERS["equal"], dtype=torch.float32, device="cpu")
         weights[others > own], weights[others < own] = OTHERS["longer"], OTHERS["shorter"]
         weights[own == 0], weights[others == 0] = 1.0, 0.0
         self.weights = weights.flatten()  # [(context + 1)²], by the lengths of both matches
@@ -66,9 +73,9 @@ class History:
             return
         before = pad(text, (self.context - 1, 0), value=-1).unfold(0, self.context, 1)[:-1].flip(-1)  # [P − 1, C]
         tokens = pad(text[1:, None], (0, self.branch - 1), value=-1)  # [P − 1, K]
-        log_probs = torch.full(tokens.shape, math.log(PROMPT_PROBABILITY))
-        numbers = torch.full((1, len(tokens)), number, dtype=torch.int32)
-        valid = torch.ones(1, len(tokens), dtype=torch.bool)
+        log_probs = torch.full(tokens.shape, math.log(PROMPT_PROBABILITY), dtype=torch.float32, device="cpu")
+        numbers = torch.full((1, len(tokens)), number, dtype=torch.int32, device="cpu")
+        valid = torch.ones(1, len(tokens), dtype=torch.bool, device="cpu")
         self._insert(self.own, numbered(before[None], numbers), tokens[None], log_probs[None], valid)
 
     def remember(self, numbers: Tensor, contexts: Tensor, tokens: Tensor, log_probs: Tensor, valid: Tensor) -> None:

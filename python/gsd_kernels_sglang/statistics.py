@@ -41,7 +41,10 @@ class Statistics:
             return
         self.nodes += int(graph.num_nodes.sum()) - batch
         self.merged += int(graph.num_merges.sum())
-        row, node = torch.zeros(batch, 1, dtype=torch.int64), torch.zeros(batch, 1, dtype=torch.int64)
+        row, node = (
+            torch.zeros(batch, 1, dtype=torch.int64, device="cpu"),
+            torch.zeros(batch, 1, dtype=torch.int64, device="cpu"),
+        )
         for place in range(int(counts.max()) - 1):
             child = (rows.parent_rows == row) & (rows.token_ids == tokens[:, place : place + 1])  # [B, R]
             taken = (counts[:, None] - 1 > place) & child.any(1, keepdim=True)

@@ -148,7 +148,9 @@ class DFlashTraining(DrafterTraining):
         batch, count = roots.shape
         size, places = self.module.config.block_size, windows.shape[1] - 1
         row = torch.arange(size, device=windows.device)
-        block = torch.full((batch, count, size), self.module.config.mask_token_id, device=windows.device)
+        block = torch.full(
+            (batch, count, size), self.module.config.mask_token_id, device=windows.device, dtype=torch.int64
+        )
         block[..., 0] = windows.gather(1, roots)
         text = torch.arange(places, device=windows.device)
         before = (text < roots[..., None])[:, :, None].expand(-1, -1, size, -1).flatten(1, 2)
@@ -188,7 +190,7 @@ class DFlashTraining(DrafterTraining):
         states, log_target = self.read(windows)
         last = windows.shape[1] - 1 - self.guesses
         count = max(1, min(last, self.options.length // (self.guesses + 1)))
-        order = torch.rand(len(windows), last)
+        order = torch.rand(len(windows), last, dtype=torch.float32, device="cpu")
         if counted is not None:
             order += counted[:, 2 : 2 + last].cpu()
         roots = order.topk(count).indices.to(windows.device) + 1  # [B, A]

@@ -58,12 +58,12 @@ class Eagle3Training(UnrolledTraining):
             check_output_matrix("drafters without an output matrix of their own", options, target)
         module = Eagle3(Eagle3Config.of(self.config, own_embedding=False))
         if module.d2t is not None:
-            module.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
+            module.d2t.copy_(draft_ids - torch.arange(len(draft_ids), device=draft_ids.device))
         self.begin(module, fused, drafter.depth or DEPTH)
         # It begins as the target's output matrix, and the norm before, on the deepest state that is fused.
         with torch.no_grad():
             size = sizes["hidden_size"]
-            module.fc.weight.zero_()[:, -size:].copy_(torch.eye(size))
+            module.fc.weight.zero_()[:, -size:].copy_(torch.eye(size, dtype=torch.float32, device="cpu"))
             module.norm.weight.copy_(decoder_of(target)[1].weight)
         trained = module.config.own_head
         module.share_head(target)
@@ -80,7 +80,7 @@ class Eagle3Training(UnrolledTraining):
         if not self.module.config.own_head:
             del tensors["lm_head.weight"]
         if self.module.d2t is not None:
-            known = torch.zeros(self.config["vocab_size"], dtype=torch.bool)
+            known = torch.zeros(self.config["vocab_size"], dtype=torch.bool, device="cpu")
             known[self.module.target_ids().cpu()] = True
             tensors["t2d"] = known
         write_checkpoint(folder, self.config, tensors, self.dtype)

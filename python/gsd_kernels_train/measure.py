@@ -38,7 +38,7 @@ class Guessing:
         """As :func:`measure_guesses` asks it."""
         places = windows.shape[1] - 1 - self.guesses - first
         if places < 1:
-            return torch.zeros(len(windows), 0, self.guesses, dtype=torch.bool)
+            return torch.zeros(len(windows), 0, self.guesses, dtype=torch.bool, device="cpu")
         guessed = self.guessed(windows.to(self.device), first, places).cpu()
         return guessed == windows[:, first + 2 :].unfold(1, self.guesses, 1)
 
@@ -70,7 +70,7 @@ def measure_guesses(right: Callable[[Tensor, int], Tensor], depth: int, held_out
             update(len(held_out.windows) + len(own) * MEASURED_AT_ONCE)
     own = torch.cat(own)
     lengths = (held_out.picked.sum(1) - depth).clamp(min=0)  # own: [texts, places, depth]
-    counted = torch.arange(own.shape[1]) < lengths[:, None]
+    counted = torch.arange(own.shape[1], device=lengths.device) < lengths[:, None]
     read = torch.cat(text)  # [windows, places, depth]
     said = torch.ones_like(read)
     if held_out.counted is not None:

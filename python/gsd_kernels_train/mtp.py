@@ -87,7 +87,7 @@ class MtpTraining(UnrolledTraining):
         for name, parameter in module.block.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
                 parameter.zero_()
-        module.projection.weight.zero_()[:, -size:].copy_(torch.eye(size))
+        module.projection.weight.zero_()[:, -size:].copy_(torch.eye(size, dtype=torch.float32, device="cpu"))
         module.output_norm.load_state_dict(decoder_of(self.target)[1].state_dict())
 
     def outputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

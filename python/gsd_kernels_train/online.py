@@ -230,7 +230,7 @@ class OnlineLearner:
         known = list(self._texts)
         if not known:
             return
-        order = torch.randperm(len(known) - 1, generator=self._random)[: self._batch - 1].tolist()
+        order = torch.randperm(len(known) - 1, generator=self._random, device="cpu")[: self._batch - 1].tolist()
         chosen = [known[-1], *(known[i] for i in order)]
         parameters = list(self._master.parameters())
         for parameter in parameters:

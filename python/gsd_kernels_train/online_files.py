@@ -38,7 +38,10 @@ class Learned:
         for name, parameter in module.named_parameters():
             parameter.copy_(self.tensors[f"weight.{name}"])
             state = {part: self.tensors[f"{part}.{name}"].to(parameter.device, copy=True) for part in PARTS[1:]}
-            optimizer.state[parameter] = {"step": torch.tensor(float(self.taken)), **state}
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(self.taken), dtype=torch.float32, device="cpu"),
+                **state,
+            }
 
 
 def write_learned(file: Path, learned: Learned, base: str) -> None:

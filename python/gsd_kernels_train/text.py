@@ -71,7 +71,7 @@ class HeldOut:
 def _spaced(rows: Tensor, count: int) -> Tensor:
     if count >= len(rows):
         return rows
-    return rows[torch.linspace(0, len(rows) - 1, count).round().long()]
+    return rows[torch.linspace(0, len(rows) - 1, count, dtype=torch.float32, device=rows.device).round().long()]
 
 
 def _encoded(
@@ -170,7 +170,7 @@ class _Told(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
         self.update(self.before + self.each * (input_ids.shape[1] - self.prefix))
-        return torch.full((len(input_ids),), time.monotonic() > self.until, device=input_ids.device)
+        return torch.full((len(input_ids),), time.monotonic() > self.until, device=input_ids.device, dtype=torch.bool)
 
 
 @torch.no_grad()
@@ -207,7 +207,7 @@ def _continue(
 def _real(target: PreTrainedModel, new: Tensor) -> Tensor:
     """Mask of new tokens [n, N] up to the first end of text, itself included."""
     ends = target.generation_config.eos_token_id
-    ends = torch.tensor([] if ends is None else ends, dtype=torch.long).reshape(-1)
+    ends = torch.tensor([] if ends is None else ends, dtype=torch.long, device=new.device).reshape(-1)
     return (torch.isin(new, ends).cumsum(1) - torch.isin(new, ends).long()) == 0
 
 
@@ -229,7 +229,7 @@ def target_picks(
         return _picked(target, prefix, min(PICKED_TOKENS, length), clock).tolist()
 
     found, seconds = remember.timed("picks", pick, clock)
-    picks = torch.tensor(found)
+    picks = torch.tensor(found, dtype=torch.int64, device="cpu")
     picked = _real(target, picks[:, prefix.shape[1] :])
     return HeldOut(windows, picks, picked, counted), seconds / picked.numel()
 
@@ -240,7 +240,9 @@ def _picked(target: PreTrainedModel, prefix: Tensor, new_tokens: int, clock: Clo
         if not clock.limited:
             return _continue(target, prefix, new_tokens, update=update, do_sample=False)
         begin, seconds = time.monotonic(), clock.share(PICKING_SHARE)
-        order = torch.randperm(len(prefix), generator=torch.Generator().manual_seed(0))  # from all of the text
+        order = torch.randperm(
+            len(prefix), generator=torch.Generator().manual_seed(0), device="cpu"
+        )  # from all of the text
         rows = _continue(target, prefix[order[:1]], new_tokens, update=update, seconds=seconds, do_sample=False)
         new_tokens = rows.shape[1] - prefix.shape[1]  # fewer where it took too long
         took = time.monotonic() - begin
@@ -310,7 +312,7 @@ def own_text(
                         **(sampling if number % 2 else {"do_sample": False}),
                     )
                 real = torch.nn.functional.pad(_real(target, tokens[:, prefix:]), (prefix, 0), value=True)
-                new = (torch.arange(tokens.shape[1]) >= prefix).expand_as(tokens)[real]
+                new = (torch.arange(tokens.shape[1], device=tokens.device) >= prefix).expand_as(tokens)[real]
                 content = {
                     "tokens": tokens[real].numpy().astype(np.int32),
                     "new": new.numpy(),

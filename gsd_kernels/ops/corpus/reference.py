@@ -75,7 +75,7 @@ def corpus_recall(
     matched = torch.maximum(before, after)
 
     listed, shares, n = [], [], matched
-    rest = torch.ones(len(n), device=device)
+    rest = torch.ones(len(n), device=device, dtype=torch.float32)
     enough = torch.zeros_like(n, dtype=torch.bool)
     for _ in range(ORDERS):
         low, high = (bound(corpus, context, n, behind=side) for side in (False, True))

@@ -31,7 +31,7 @@ class DenseMask:
         key = (groups, dtype)
         if key not in self._biases:
             visible = self.visible[:, :, : self.end]
-            bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
+            bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
             self._biases[key] = bias.repeat(1, groups, 1)[:, None]
         return self._biases[key]
 

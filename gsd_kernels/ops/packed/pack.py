@@ -92,7 +92,7 @@ def _nibbles(codes: Tensor) -> Tensor:
 
 
 def _fifth_bits(codes: Tensor) -> Tensor:
-    bits = (codes >> 4).unflatten(-1, (4, 8)) << torch.arange(8, dtype=torch.uint8)
+    bits = (codes >> 4).unflatten(-1, (4, 8)) << torch.arange(8, dtype=torch.uint8, device=codes.device)
     return bits.sum(-1, dtype=torch.uint8)
 
 

@@ -48,7 +48,7 @@ def _nibbles(blocks: Tensor, at: int) -> Tensor:
 
 def _fifth_bits(blocks: Tensor, at: int) -> Tensor:
     """32 bits of the four bytes from ``at``, as 0 or 16."""
-    shifts = torch.arange(8, dtype=torch.int32)
+    shifts = torch.arange(8, dtype=torch.int32, device=blocks.device)
     return ((blocks[..., at : at + 4, None].int() >> shifts) & 1).flatten(-2) << 4
 
 
@@ -79,13 +79,13 @@ def q8_0(blocks: Tensor) -> Tensor:
 
 def iq4_nl(blocks: Tensor) -> Tensor:
     """d values[q]"""
-    return torch.tensor(IQ4_NL, dtype=torch.float32)[_nibbles(blocks, 2)] * _half(blocks, 0)
+    return torch.tensor(IQ4_NL, dtype=torch.float32, device=blocks.device)[_nibbles(blocks, 2)] * _half(blocks, 0)
 
 
 def mxfp4(blocks: Tensor) -> Tensor:
     """2^(e − 127) values[q]"""
     scale = torch.ldexp(torch.ones_like(blocks[..., :1], dtype=torch.float32), blocks[..., :1].int() - 127)
-    return torch.tensor(MXFP4)[_nibbles(blocks, 1)] * scale
+    return torch.tensor(MXFP4, dtype=torch.float32, device=blocks.device)[_nibbles(blocks, 1)] * scale
 
 
 def _six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ def q4_k(blocks: Tensor) -> Tensor:
 def q5_k(blocks: Tensor) -> Tensor:
     """d q − m, where bit j of byte i is the fifth of part j's code i"""
     d, m = _six_bits(blocks)
-    fifth = blocks[..., None, 16:48].int() >> torch.arange(8, dtype=torch.int32)[:, None] & 1
+    fifth = blocks[..., None, 16:48].int() >> torch.arange(8, dtype=torch.int32, device=blocks.device)[:, None] & 1
     return ((_parts(blocks, 48) | fifth << 4) * d[..., None] - m[..., None]).flatten(-2)
 
 
@@ -120,7 +120,11 @@ def q6_k(blocks: Tensor) -> Tensor:
     """d (q − 32), a scale for sixteen weights; two halves of 128"""
     low = blocks[..., :128].int().unflatten(-1, (2, 2, 32))  # [n, blocks, half, 2, 32]
     low = torch.cat([low & 15, low >> 4], -2)  # [n, blocks, half, 4, 32]
-    high = blocks[..., 128:192].int().unflatten(-1, (2, 1, 32)) >> torch.arange(0, 8, 2, dtype=torch.int32)[:, None] & 3
+    high = (
+        blocks[..., 128:192].int().unflatten(-1, (2, 1, 32))
+        >> torch.arange(0, 8, 2, dtype=torch.int32, device=blocks.device)[:, None]
+        & 3
+    )
     d = blocks[..., 192:208].view(torch.int8) * _half(blocks, 208)  # [n, blocks, 16]
     return (((low | high << 4) - 32).flatten(-3).unflatten(-1, (16, 16)) * d[..., None]).flatten(-2)
 
@@ -147,12 +151,12 @@ def int4_offset(q: Tensor, beside: Tensor) -> Tensor:
 
 def nf4(q: Tensor, beside: Tensor) -> Tensor:
     """d values[q]"""
-    return torch.tensor(NF4)[q.int()] * beside[..., 0]
+    return torch.tensor(NF4, dtype=torch.float32, device=q.device)[q.int()] * beside[..., 0]
 
 
 def fp4(q: Tensor, beside: Tensor) -> Tensor:
     """d values[q]"""
-    return torch.tensor(FP4)[q.int()] * beside[..., 0]
+    return torch.tensor(FP4, dtype=torch.float32, device=q.device)[q.int()] * beside[..., 0]
 
 
 GROUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -189,19 +189,19 @@ class _HeadMap:
         for head in range(source.num_heads):
             key_value, member = divmod(head, old_group)
             query_heads.append((key_value * copies + member // new_group) * new_group + member % new_group)
-        key_value_heads = torch.arange(source.num_key_value_heads * copies)
+        key_value_heads = torch.arange(source.num_key_value_heads * copies, device="cpu")
 
         half = source.head_dim // 2
-        pairs = torch.arange(half) * (shape.head_dim // source.head_dim)
+        pairs = torch.arange(half, device="cpu") * (shape.head_dim // source.head_dim)
         rotary = torch.cat([pairs, pairs + shape.head_dim // 2])
-        plain = torch.arange(source.head_dim)
-        unused = torch.ones(shape.head_dim, dtype=torch.bool)
+        plain = torch.arange(source.head_dim, device="cpu")
+        unused = torch.ones(shape.head_dim, dtype=torch.bool, device="cpu")
         unused[rotary] = False
 
         def rows(heads: torch.Tensor, size: int, within: torch.Tensor) -> torch.Tensor:
             return (heads[:, None] * size + within).flatten()
 
-        queries = torch.tensor(query_heads)
+        queries = torch.tensor(query_heads, dtype=torch.int64, device="cpu")
         return cls(
             query=rows(queries, shape.head_dim, rotary),
             key=rows(key_value_heads, shape.head_dim, rotary),
@@ -312,13 +312,13 @@ def inflate(
 
     with torch.device("meta"):
         result = LlamaForCausalLM(config)
-    result.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
+    with torch.device("cpu"):
+        result.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)
     result.generation_config = copy.deepcopy(model.generation_config)
 
     fill = _Filler(dtype, device, seed)
     heads = _HeadMap.build(source, shape)
-    width = torch.arange(source.hidden_size)
-    inner = torch.arange(source.intermediate_size)
+    width, inner = (torch.arange(n, device="cpu") for n in (source.hidden_size, source.intermediate_size))
     norm_scale = math.sqrt(source.hidden_size / shape.hidden_size)
     query_scale = math.sqrt(shape.head_dim / source.head_dim)
     constant = _constant(source, shape, model.config.rms_norm_eps)
@@ -342,7 +342,7 @@ def inflate(
                 weight[source.hidden_size] = 0
 
     final = fill.norm(result.model.norm, model.model.norm, width, norm_scale)
-    old_tokens = torch.arange(source.vocab_size)
+    old_tokens = torch.arange(source.vocab_size, device="cpu")
     embedding = fill.allocate(result.model.embed_tokens, "weight", random=True)
     embedding[:, source.hidden_size :] = 0
     fill.put(embedding, (old_tokens, width), model.model.embed_tokens.weight.detach())

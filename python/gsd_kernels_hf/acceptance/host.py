@@ -77,7 +77,7 @@ class OnHost:
     def settle(self) -> None:
         """Carry the verdicts to the device state, after the commit."""
         state = self.state
-        state.done.logical_or_(torch.tensor(self.done, device=state.done.device))
+        state.done.logical_or_(torch.tensor(self.done, device=state.done.device, dtype=torch.bool))
 
     @property
     def final_length(self) -> int:

@@ -65,7 +65,10 @@ class Lockstep(OnHost):
 
     def _next(self, rows: Rows, logits: Tensor, positions: Tensor, at: list[int]) -> list[int]:
         """The token after the row of each sequence; the padding where it ended."""
-        index = torch.arange(self.batch, device=logits.device), torch.tensor(at, device=logits.device)
+        index = (
+            torch.arange(self.batch, device=logits.device),
+            torch.tensor(at, device=logits.device, dtype=torch.int64),
+        )
         raw = logits[index].float()  # [B, V]; a copy, which processors may write to and keep
         scores, after = raw, []
         for processor in self.plan.processors:

@@ -123,7 +123,7 @@ def _fused_rank(processor: LogitsProcessor) -> int:
 def draw_seed(seed: int | None) -> int:
     """The 64-bit seed; ``None`` draws one from torch's generator, so that ``set_seed`` reproduces."""
     if seed is None:
-        return int(torch.randint(0, 2**63 - 1, ()).item())
+        return int(torch.randint(0, 2**63 - 1, (), device="cpu").item())
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed: expected an int or None, got {seed!r}")
     if not -(2**63) <= seed < 2**64:

@@ -94,7 +94,7 @@ def _linear(dtype: torch.dtype) -> tuple[int, Callable[[int], Tensor]]:
     kind = CpuLinear if compiled else torch.nn.Linear
     linear = torch.nn.utils.skip_init(kind, HIDDEN, 4 * INNER, bias=False, dtype=dtype)  # which draws nothing
     torch.nn.init.constant_(linear.weight, 1.0 / HIDDEN)
-    x = torch.ones(MANY_ROWS, HIDDEN, dtype=dtype)
+    x = torch.ones(MANY_ROWS, HIDDEN, dtype=dtype, device="cpu")
     return linear.weight.numel(), lambda rows: linear(x[:rows])
 
 
@@ -102,9 +102,9 @@ def _layer(dtype: torch.dtype) -> tuple[int, Callable[[int], Tensor]]:
     """A decoder of one layer: its weights, and the forward of a number of rows that see themselves alone."""
 
     def matrix(outputs: int, inputs: int) -> Tensor:
-        return torch.full((outputs, inputs), 1.0 / inputs, dtype=dtype)
+        return torch.full((outputs, inputs), 1.0 / inputs, dtype=dtype, device="cpu")
 
-    size, norm = HIDDEN // HEADS, torch.ones(HIDDEN, dtype=dtype)
+    size, norm = HIDDEN // HEADS, torch.ones(HIDDEN, dtype=dtype, device="cpu")
     layer = LayerWeights(
         **{name: matrix(HIDDEN, HIDDEN) for name in ("q", "k", "v", "o")},
         **{name: matrix(INNER, HIDDEN) for name in ("gate", "up")},
@@ -113,13 +113,23 @@ def _layer(dtype: torch.dtype) -> tuple[int, Callable[[int], Tensor]]:
         second_norm=norm,
     )
     weights = DecoderWeights(
-        matrix(1, HIDDEN), [layer], norm, matrix(1, HIDDEN), torch.ones(size // 2), 1.0, HEADS, 1e-5
+        matrix(1, HIDDEN),
+        [layer],
+        norm,
+        matrix(1, HIDDEN),
+        torch.ones(size // 2, dtype=torch.float32, device="cpu"),
+        1.0,
+        HEADS,
+        1e-5,
     )
-    caches = [torch.zeros(1, HEADS, MANY_ROWS, size, dtype=dtype) for _ in range(2)]
-    none, place = torch.zeros(1, MANY_ROWS, dtype=torch.int32), torch.arange(MANY_ROWS, dtype=torch.int32)[None]
+    caches = [torch.zeros(1, HEADS, MANY_ROWS, size, dtype=dtype, device="cpu") for _ in range(2)]
+    none, place = (
+        torch.zeros(1, MANY_ROWS, dtype=torch.int32, device="cpu"),
+        torch.arange(MANY_ROWS, dtype=torch.int32, device="cpu")[None],
+    )
 
     def forward(rows: int) -> Tensor:
-        zeros, alone = none[:, :rows].contiguous(), pack_bits(torch.eye(rows, dtype=torch.bool))[None]
+        zeros, alone = none[:, :rows].contiguous(), pack_bits(torch.eye(rows, dtype=torch.bool, device="cpu"))[None]
         slots, start = place[:, :rows].contiguous(), none[:, 0].contiguous()
         text = zeros, zeros, slots, alone, zeros, start, start
         return decoder_rows(weights, *text, caches[:1], caches[1:], keep=rows)[0]

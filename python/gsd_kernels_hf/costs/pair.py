@@ -128,7 +128,7 @@ def describe(model: PreTrainedModel, draft: Draft, backend: str, others: Sequenc
 
     def identity(m: nn.Module) -> dict[str, Any]:
         if not isinstance(m, PreTrainedModel):
-            first = next(m.parameters(), torch.empty(0))
+            first = next(m.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
             size = {name: list(p.shape) for name, p in m.named_parameters()}
             return {"class": type(m).__name__, "dtype": str(first.dtype), "device": str(first.device), **size}
         config = m.config.get_text_config(decoder=True)

@@ -122,7 +122,8 @@ class Output:
             emitted = [tokens[:count] for _, count, *tokens in packed]
             self.streaming.add(emitted, [bool(done) for done, *_ in packed], lengths)
         self.finished = all(done for done, *_ in packed)
-        self.finished |= any(bool(torch.as_tensor(timer(state.tokens, None)).any()) for timer in self.request.timers)
+        verdicts = (timer(state.tokens, None) for timer in self.request.timers)
+        self.finished |= any(bool(torch.as_tensor(v, dtype=torch.bool, device="cpu").any()) for v in verdicts)
         self._warn_of_length()
         return [count for _, count, *_ in packed]
 

@@ -192,7 +192,7 @@ class Request:
 def padding_of(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Left padding of the sequences [B, P], int32 [B]."""
     if attention_mask is None:
-        return torch.zeros(input_ids.shape[0], dtype=torch.int32)
+        return torch.zeros(input_ids.shape[0], dtype=torch.int32, device="cpu")
     return (input_ids.shape[1] - attention_mask.long().sum(1)).to(torch.int32)
 
 

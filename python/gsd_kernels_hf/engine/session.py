@@ -425,6 +425,6 @@ def lone_root(batch: int, device: torch.device) -> Rows:
         depths=per_row(0),
         ancestor_mask=per_row(1, 1, 1),
         node_ids=per_row(0),
-        scores=torch.zeros(batch, 1, device=device),
+        scores=torch.zeros(batch, 1, device=device, dtype=torch.float32),
         num_rows=torch.ones(batch, dtype=torch.int32, device=device),
     )

@@ -39,7 +39,11 @@ class Streaming:
         growing = [len(text) for text, ended in zip(self.texts, done, strict=True) if not ended]
         known = min(growing) if growing else max(map(len, self.texts))
         for at in range(self.count, known):
-            self.streamer.put(torch.tensor([text[at] if at < len(text) else self.pad for text in self.texts]))
+            self.streamer.put(
+                torch.tensor(
+                    [text[at] if at < len(text) else self.pad for text in self.texts], dtype=torch.int64, device="cpu"
+                )
+            )
         self.count = max(self.count, known)
 
     def end(self) -> None:

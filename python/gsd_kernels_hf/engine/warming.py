@@ -50,7 +50,10 @@ def _warm_graph(session: Session, shape: GraphConfig) -> None:
     """Everything but the forwards: merge at every level, flatten, verify, commit, samplers, look-ups, mixing."""
     batch, device, backend = session.kind.batch, session.state.tokens.device, session.backend
     graph = TokenGraph.empty(batch, shape, device)
-    graph.reset(torch.zeros(batch, device=device), torch.full((batch, MAX_CONTEXT), -1, device=device))
+    graph.reset(
+        torch.zeros(batch, device=device, dtype=torch.float32),
+        torch.full((batch, MAX_CONTEXT), -1, device=device, dtype=torch.int64),
+    )
     node_ids = graph.root_frontier()
     looks_up = session.mixer is not None and bool(session.mixer.lookups)
     for level in range(shape.depth + (shape.history_depth if looks_up else 0)):
@@ -97,5 +100,5 @@ def _warm_candidates(session: Session, shape: GraphConfig, verified: Verified) -
         found = [proposal.candidates for proposal in proposals if proposal is not None]
         here = [tuple(tensor.to(device) for tensor in candidates) for candidates in found]
         for first, other in pairwise(here):
-            weight = torch.zeros(batch, width, device=device)
+            weight = torch.zeros(batch, width, device=device, dtype=torch.float32)
             mix_candidates(*first, *other, weight, backend=session.backend)

@@ -91,10 +91,17 @@ def limits_of(mask_function: Callable[..., Tensor], padding: Sequence[int] = (0,
 
     def sees(sequence: int, row: Tensor, back: Tensor) -> Tensor:
         zero, column = torch.zeros_like(row), row + padding[sequence]
-        return torch.as_tensor(mask_function(zero + sequence, zero, column, column - back)).expand_as(row)
+        seen = mask_function(zero + sequence, zero, column, column - back)
+        return torch.as_tensor(seen, dtype=torch.bool, device=row.device).expand_as(row)
 
     def one(row: int, back: int) -> bool:
-        return bool(sees(0, torch.tensor([row]), torch.tensor([back])))
+        return bool(
+            sees(
+                0,
+                torch.tensor([row], dtype=torch.int64, device="cpu"),
+                torch.tensor([back], dtype=torch.int64, device="cpu"),
+            )
+        )
 
     try:
         low, high = 0, FAR  # the first row that does not see the text's first token lies in (low, high]
@@ -105,7 +112,11 @@ def limits_of(mask_function: Callable[..., Tensor], padding: Sequence[int] = (0,
         edge = limits.most or 4096
         rows = {0, 1, 2, 7, 100, edge - 1, edge, edge + 1, 2 * edge - 1, 2 * edge, 3 * edge + 1, FAR}
         back = {-1, -2, -100, 0, 1, 2, 3, 7, *(1 << i for i in range(20)), edge - 1, edge, edge + 1}
-        row, distance = torch.meshgrid(torch.tensor(sorted(rows)), torch.tensor(sorted(back)), indexing="ij")
+        row, distance = torch.meshgrid(
+            torch.tensor(sorted(rows), dtype=torch.int64, device="cpu"),
+            torch.tensor(sorted(back), dtype=torch.int64, device="cpu"),
+            indexing="ij",
+        )
         row, distance = row[distance <= row], distance[distance <= row]
         expected = limits.seen(row, row - distance)
         exact = all(bool((sees(sequence, row, distance) == expected).all()) for sequence in range(len(padding)))

@@ -274,10 +274,10 @@ def _forward(model: PreTrainedModel, *, poisoned: bool, length: int | Tensor | N
     if mixers_of(model):  # whose rows see themselves alone as well; how they see others is proved apart
         cache.tree = RowTree.apart(2, ROWS, device)
         model = with_mixers(model, lambda module: cache.form_of(module, ByDepth))
-    tokens = torch.tensor([[5, 7, 9, 7, 8], [5, 7, 9, 7, 8]], device=device) % vocabulary(model)
+    tokens = torch.tensor([[5, 7, 9, 7, 8], [5, 7, 9, 7, 8]], device=device, dtype=torch.int64) % vocabulary(model)
     mask = torch.ones(2, CACHED + ROWS, dtype=torch.int64, device=device)
     mask[1, : CACHED + POISONED] = 0
-    positions = torch.tensor(POSITIONS, device=device)
+    positions = torch.tensor(POSITIONS, device=device, dtype=torch.int64)
     lookups = Lookups(model, positions)
     with switched_configs(configs_of(model)), watching(probe), _poison(model, poisoned), lookups:
         output = model(
@@ -319,7 +319,7 @@ def _forward(model: PreTrainedModel, *, poisoned: bool, length: int | Tensor | N
 
 def check_own_attention(model: PreTrainedModel, calls: list[AttentionCall], kinds: tuple[Kind, ...]) -> None:
     """Raise unless the model's own attention function computes what graph rows get."""
-    padding = torch.tensor(PADDING, device=device_of(model))[:, None, None]
+    padding = torch.tensor(PADDING, device=device_of(model), dtype=torch.int64)[:, None, None]
     position = torch.arange(CACHED + ROWS, device=device_of(model)) - padding  # [2, 1, S]
     for call, kind in zip(calls, kinds, strict=True):
         visible = Limits(kind.window, kind.chunk).seen(position[..., CACHED:].mT, position)  # [2, R, S]
@@ -396,7 +396,7 @@ def check_linears(model: PreTrainedModel) -> None:
         if not _is_special_linear(module):
             continue
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(2, module.in_features, generator=generator)
+        x = torch.randn(2, module.in_features, generator=generator, dtype=torch.float32, device="cpu")
         x = x.to(device_of_linear(module, model), dtype if dtype.is_floating_point else torch.float32)
         try:
             if model.training:

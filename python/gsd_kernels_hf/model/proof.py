@@ -137,7 +137,7 @@ def _unread_state(model: PreTrainedModel) -> Difference | None:
 def tree_of(parents: Sequence[int], batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Ancestor bits int32 [B, R, words] and depths int32 [B, R] of rows with these parents, in every sequence alike."""
     count = len(parents)
-    sees, depths = torch.eye(count, dtype=torch.bool), torch.zeros(count, dtype=torch.int32)
+    sees, depths = torch.eye(count, dtype=torch.bool, device="cpu"), torch.zeros(count, dtype=torch.int32, device="cpu")
     for row, parent in enumerate(parents[1:], 1):
         sees[row] |= sees[parent]
         depths[row] = depths[parent] + 1
@@ -269,7 +269,10 @@ def shaken(model: PreTrainedModel, own: Forward) -> Tensor:
     def shake(_: nn.Module, __: Any, output: Any) -> Any:
         if threading.get_ident() != thread:
             return None
-        noise = torch.rand(output.shape, generator=torch.Generator().manual_seed(0)) - 0.5
+        noise = (
+            torch.rand(output.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+            - 0.5
+        )
         return output + output * (noise * eps).to(output)
 
     handle = model.get_input_embeddings().register_forward_hook(shake)  # type: ignore[operator]

@@ -117,7 +117,9 @@ def _relative(call: AttentionCall, visible: Tensor, mask: Any, dtype: torch.dtyp
     length, device = visible.shape[-1], visible.device
 
     def values(batch: int, heads: int, rows: int, size: int) -> Tensor:
-        return torch.randn(batch, heads, rows, size, generator=generator).to(device, dtype)
+        return torch.randn(batch, heads, rows, size, generator=generator, dtype=torch.float32, device="cpu").to(
+            device, dtype
+        )
 
     scale = call.scaling if call.scaling is not None else call.query[-1] ** -0.5
     query = values(*call.query) * (SPREAD / math.sqrt(call.query[-1]) / scale)

@@ -68,7 +68,7 @@ class Vocabulary:
     @cached_property
     def ordered_ids(self) -> Tensor:
         """Their ids, int64 [tokens]."""
-        return torch.tensor([self.ids[spelled] for spelled in self.ordered])
+        return torch.tensor([self.ids[spelled] for spelled in self.ordered], dtype=torch.int64, device="cpu")
 
     def beginning(self, text: bytes, *, longer: bool = False) -> Tensor:
         """The tokens that begin with ``text``, or those that go on behind it, int64 [n]."""
@@ -195,7 +195,11 @@ class SharedTokens:
                 found = draft.last_of(target.spelled[token])
             reads[token] = reads[token] if found is None else found
         most = max(sum(len(spelled) > 1 for spelled in own.spelled.values()) for own in (target, draft))
-        return cls(torch.tensor(same), torch.tensor(reads), shared / max(1, most))
+        return cls(
+            torch.tensor(same, dtype=torch.int64, device="cpu"),
+            torch.tensor(reads, dtype=torch.int64, device="cpu"),
+            shared / max(1, most),
+        )
 
 
 @dataclass(frozen=True)

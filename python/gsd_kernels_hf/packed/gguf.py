@@ -112,7 +112,8 @@ class _Filling:
                     value = self._vector(f"{name}.{own}", parameter.shape)
                     setattr(module, own, nn.Parameter(value, requires_grad=False))
         rotary = self.model.model.rotary_emb
-        self._replace("model.rotary_emb", type(rotary)(config=self.model.config))
+        with torch.device("cpu"):
+            self._replace("model.rotary_emb", type(rotary)(config=self.model.config))
         divide_frequencies(self.model, self.header)
         left = [name for name, t in (*self.model.named_parameters(), *self.model.named_buffers()) if t.is_meta]
         if left:

@@ -38,7 +38,9 @@ class Packed(nn.Module):
         self.inputs: int = matrix.inputs
         self.register_buffer("packed", matrix.data)
         self.register_buffer("scales", matrix.scales)
-        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)  # goes where the model goes
+        self.register_buffer(
+            "like", torch.empty(0, dtype=dtype, device=matrix.data.device), persistent=False
+        )  # goes where the model goes
 
     @property
     def matrix(self) -> PackedMatrix:

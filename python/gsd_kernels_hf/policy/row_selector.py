@@ -50,9 +50,9 @@ class EdgeModel:
 
     def __init__(self, settings: EdgeSettings | None = None) -> None:
         self.settings = settings or EdgeSettings()
-        prior = torch.tensor(self.settings.prior_std, dtype=torch.float64) ** 2
+        prior = torch.tensor(self.settings.prior_std, dtype=torch.float64, device="cpu") ** 2
         self.posterior = LogisticPosterior(
-            torch.tensor(self.settings.prior_mean, dtype=torch.float64), prior.diag(), prior
+            torch.tensor(self.settings.prior_mean, dtype=torch.float64, device="cpu"), prior.diag(), prior
         )
 
     def as_dict(self) -> dict[str, Any]:

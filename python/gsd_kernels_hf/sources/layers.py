@@ -45,7 +45,8 @@ class Rotary:
     def on(self, device: torch.device) -> LlamaRotaryEmbedding:
         """transformers' module, on a device."""
         if device not in self.by_device:
-            self.by_device[device] = LlamaRotaryEmbedding(self.config).to(device)
+            with torch.device("cpu"):
+                self.by_device[device] = LlamaRotaryEmbedding(self.config).to(device)
         return self.by_device[device]
 
 

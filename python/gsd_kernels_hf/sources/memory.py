@@ -163,7 +163,7 @@ def _whole(kept: Kept, vocab_size: int) -> bool:
         return False
     keys = kept.keys.view(-1, kept.ways)
     free = keys == 0
-    own = torch.arange(len(keys))[:, None] == sets_of(keys, len(keys))
+    own = torch.arange(len(keys), device=keys.device)[:, None] == sets_of(keys, len(keys))
     twins = (keys[:, :, None] == keys[:, None, :]).sum(2) > 1
     ordered = (free[:, 1:] | ~free[:, :-1]).all() and (own | free).all() and not (twins & ~free).any()
     inside = (kept.tokens >= -1).all() and (kept.tokens < vocab_size).all()

@@ -115,8 +115,10 @@ class OwnText:
             self._extend(sequence, tokens)
             self._begin(self.ids[sequence])
         self.longest = max(map(len, self.ids))
-        starts = torch.tensor([self.longest - len(ids) for ids in self.ids], dtype=torch.int32)
-        padded = torch.tensor([[0] * (self.longest - len(ids)) + ids for ids in self.ids])
+        starts = torch.tensor([self.longest - len(ids) for ids in self.ids], dtype=torch.int32, device="cpu")
+        padded = torch.tensor(
+            [[0] * (self.longest - len(ids)) + ids for ids in self.ids], dtype=torch.int64, device="cpu"
+        )
         self.reserve(self.longest)
         self.state.restart(padded.to(self.device), starts.to(self.device), 0, 0)
 

@@ -151,7 +151,7 @@ class Retokenised(DraftSource):
         none = (-math.inf, -1)
         padded = [[after + [none] * (most - len(after)) for after in row] for row in found]
         device = self.state.tokens.device
-        both = torch.tensor(padded, dtype=torch.float64)  # [B, W, K, 2]; exact for ids
+        both = torch.tensor(padded, dtype=torch.float64, device="cpu")  # [B, W, K, 2]; exact for ids
         tokens = both[..., 1].to(device, torch.int32)
         log_probs = both[..., 0].to(device, torch.float32)
         if not self.sampler.greedy:

@@ -56,8 +56,8 @@ class Calibration:
     EDGES = (0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)  # between bins of draft probability
 
     def __init__(self, branch: int, device: torch.device) -> None:
-        self.edges = torch.tensor(self.EDGES, device=device)
-        self.log_ratio = torch.zeros(branch, len(self.EDGES) + 1, device=device)
+        self.edges = torch.tensor(self.EDGES, device=device, dtype=torch.float32)
+        self.log_ratio = torch.zeros(branch, len(self.EDGES) + 1, device=device, dtype=torch.float32)
         self.written: object = None  # what the table was made of, for whom writes it
 
     def __call__(self, log_probs: Tensor, backend: str = "auto") -> Tensor:

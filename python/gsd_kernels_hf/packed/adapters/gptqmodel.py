@@ -56,7 +56,7 @@ def problem_of(module: Any) -> str | None:
     if module.bits not in BY_BITS:
         return f"has codes of {module.bits} bits"
     order = getattr(module, "g_idx", None)
-    in_order = torch.arange(module.in_features, dtype=torch.int32) // (module.in_features // groups)
+    in_order = torch.arange(module.in_features, dtype=torch.int32, device="cpu") // (module.in_features // groups)
     if module.in_features % groups or (order is not None and not torch.equal(order.cpu().int(), in_order)):
         return "has groups of inputs that do not lie together"
     if numbers is not None:
@@ -92,7 +92,7 @@ def _codes(words: Tensor) -> Tensor:
 
 
 def _in_order(codes: Tensor) -> Tensor:
-    places = torch.tensor([AWQ.index(i) for i in range(8)])
+    places = torch.tensor([AWQ.index(i) for i in range(8)], dtype=torch.int64, device=codes.device)
     return codes.unflatten(1, (-1, 8))[..., places].flatten(1)
 
 

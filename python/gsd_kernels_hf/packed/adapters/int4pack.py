@@ -54,7 +54,7 @@ def rows_of(packed: Tensor, inputs: int, together: int) -> Tensor:
 @lru_cache(maxsize=1)
 def order_of_outputs() -> int | None:
     """How many outputs this PyTorch puts together, or ``None`` where it is none of :data:`TOGETHER`."""
-    codes = torch.randint(0, 16, (2 * TOGETHER[0] + 16, 32), generator=torch.Generator().manual_seed(0))
+    codes = torch.randint(0, 16, (2 * TOGETHER[0] + 16, 32), generator=torch.Generator().manual_seed(0), device="cpu")
     rows = halves.join(codes.to(torch.uint8))
     try:
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
