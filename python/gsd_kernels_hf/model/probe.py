@@ -20,6 +20,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from ..packed.modules import PackedLinear, dtype_of
 from .attention import Kind, configs_of, implementation_of, switched_configs, watching
 from .cache import GraphCache
+from .finite import with_finite_embeddings
 from .identity import structure_of
 from .masks import Limits, Unserved, limits_of_mask
 from .once import modules_of, once
@@ -275,6 +276,7 @@ def _forward(model: PreTrainedModel, *, poisoned: bool, length: int | Tensor | N
         cache.tree = RowTree.apart(2, ROWS, device)
         model = with_mixers(model, lambda module: cache.form_of(module, ByDepth))
     tokens = torch.tensor([[5, 7, 9, 7, 8], [5, 7, 9, 7, 8]], device=device, dtype=torch.int64) % vocabulary(model)
+    tokens = with_finite_embeddings(model, tokens)
     mask = torch.ones(2, CACHED + ROWS, dtype=torch.int64, device=device)
     mask[1, : CACHED + POISONED] = 0
     positions = torch.tensor(POSITIONS, device=device, dtype=torch.int64)

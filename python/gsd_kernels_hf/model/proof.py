@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from gsd_kernels.graph import pack_bits
 
 from ..packed.modules import as_packed, rounds_rows, shape_of
+from .finite import with_finite_embeddings
 from .probe import examine, random_numbers_kept
 from .properties import cache_argument, device_of, logits_alone, vocabulary
 from .recurrent.by_depth import KINDS
@@ -59,7 +60,8 @@ def text(model: PreTrainedModel, steps: int = 1) -> Tensor:
     """Tokens [2, PROMPT + steps · len(TEXT)], spread over the vocabulary."""
     length = PROMPT + steps * len(TEXT)
     ids = 11 + 7919 * torch.arange(2 * length, device=device_of(model)).view(2, length)
-    return ids % min(vocabulary(model), shape_of(model.get_input_embeddings())[0])  # type: ignore[operator]
+    ids %= min(vocabulary(model), shape_of(model.get_input_embeddings())[0])  # type: ignore[operator]
+    return with_finite_embeddings(model, ids)
 
 
 def padding(ids: Tensor) -> Tensor:

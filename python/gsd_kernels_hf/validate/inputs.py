@@ -6,8 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from .modes import Unsupported
+from ..model.finite import spoiled
+from .modes import OTHERWISE, Unsupported
+
+OFFSET = 2  # OPT's positions begin that far into their table
+NOT_FINITE = "holds NaN or infinite numbers, so that no logits behind it are to be had"
 
 
 def check_reference(reference_ids: Any, batch: int, vocab_size: int, copies: int = 1) -> None:
@@ -53,6 +58,21 @@ def check_prompt(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: i
         wrong = attention_mask[~mask & (attention_mask != 0)][0].item()
         raise ValueError(f"attention_mask: expected 0 (padding) and 1 (a token), got {wrong}")
     check_padding(attention_mask)
+
+
+def check_embeddings(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    """Raise where tokens [B, P] of a prompt have embeddings that are not finite, or positions whose table is not."""
+    for table in spoiled(model).tables:
+        rows = table.rows
+        if not table.by_token:
+            if int(rows[0]) < input_ids.shape[1] + OFFSET:
+                raise Unsupported(f"input_ids: row {int(rows[0])} of {table.name} {NOT_FINITE}{OTHERWISE}")
+            continue
+        tokens = input_ids.cpu()
+        used = torch.isin(tokens, rows) & (True if attention_mask is None else attention_mask.cpu() == 1)
+        if bool(used.any()):
+            token = int(tokens[used][0])
+            raise Unsupported(f"input_ids: token {token}, whose embedding in {table.name} {NOT_FINITE}{OTHERWISE}")
 
 
 def check_padding(attention_mask: Tensor | None, *, inferred: bool = False) -> None:

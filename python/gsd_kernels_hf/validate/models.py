@@ -12,6 +12,7 @@ from gsd_kernels import BACKENDS
 from gsd_kernels.names import did_you_mean
 from gsd_kernels.ops.state_rows import BLOCK
 
+from ..model.finite import spoiled
 from ..model.fused import check_rows
 from ..model.once import modules_of
 from ..model.probe import kinds_of
@@ -19,7 +20,7 @@ from ..model.properties import vocabulary
 from ..model.recurrent import mixers
 from ..packed.adapters import threshold_of
 from ..packed.modules import Packed
-from .modes import Unsupported
+from .modes import OTHERWISE, Unsupported
 
 SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp"}
@@ -75,6 +76,8 @@ def check_model(name: str, model: Any) -> None:
     if mesh is not None:
         check_heads(name, model.config, (mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh).size())
     check_weights(name, model)
+    if name == "model":
+        check_numbers(model)
     check_forwards(name, model)
 
 
@@ -130,6 +133,16 @@ def check_weights(name: str, model: PreTrainedModel) -> None:
     embedding: Any = model.get_input_embeddings()
     if not isinstance(embedding, Packed) and embedding.weight.is_meta and not hasattr(embedding, "_hf_hook"):
         raise ValueError(f"{name}: its weights are on the meta device, which holds no values; load them first")
+
+
+def check_numbers(model: PreTrainedModel) -> None:
+    """Raise where a weight that every token goes through holds numbers that are not finite."""
+    weight = spoiled(model).weight
+    if weight is not None:
+        raise Unsupported(
+            f"logits: nothing to go by, since {weight} of the model holds NaN or infinite numbers; check how it was "
+            f"loaded or trained{OTHERWISE}"
+        )
 
 
 def check_heads(name: str, config: PretrainedConfig, ranks: int) -> None:

@@ -1,0 +1,162 @@
+"""Weights that hold NaN or infinite numbers: named, or as transformers has it; never a text like any other."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import models
+import pytest
+import torch
+import transformers
+
+import gsd_kernels as gsd
+from gsd_kernels_hf.model import finite, proof
+from gsd_kernels_hf.packed.modules import packed_in
+
+IDS = torch.tensor([[5, 7, 9, 11]])
+UNUSED = 96
+CALL = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+GRAPH = {"graph_config": "tree", "draft_sources": ("history",)}
+
+
+def llama(dtype=torch.float32):
+    return models.tiny("qwen2", dtype=dtype)  # which has biases
+
+
+def gpt2(dtype=torch.float32):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=97, n_positions=64)
+    return transformers.GPT2LMHeadModel(config).eval().to(dtype)
+
+
+def packed():
+    return gsd.pack(models.tiny(dtype=torch.float32, hidden_size=64, intermediate_size=96), "q4_0")
+
+
+def spoil(model, path, index, value):
+    with torch.no_grad():
+        model.get_parameter(path)[index] = value
+    return model
+
+
+AT = "model.layers.1"
+WEIGHTS = {
+    "a key": (llama, f"{AT}.self_attn.k_proj.weight", (3, 5)),
+    "all keys": (llama, f"{AT}.self_attn.k_proj.weight", ...),
+    "a value": (llama, f"{AT}.self_attn.v_proj.weight", (0, 0)),
+    "a key's bias": (llama, f"{AT}.self_attn.k_proj.bias", 1),
+    "a norm": (llama, f"{AT}.input_layernorm.weight", 2),
+    "an MLP": (llama, f"{AT}.mlp.down_proj.weight", (3, 3)),
+    "GPT-2's values": (gpt2, "transformer.h.0.attn.c_attn.weight", (3, 80)),
+    "GPT-2's keys": (gpt2, "transformer.h.1.attn.c_attn.bias", 40),
+}
+
+
+def served_by_transformers(model, damage, ids):
+    """Damaged while it is patched, a model's text is transformers' own, which says why."""
+    with gsd.patch(model, **GRAPH) as handle:
+        damage(model)
+        assert torch.equal(model.generate(ids, **CALL), type(model).generate(model, ids, **CALL))
+        return handle.stats.why
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_weight_that_all_tokens_go_through_is_named(name, dtype, value):
+    make, path, index = WEIGHTS[name]
+    model = spoil(make(dtype), path, index, value)
+    for ids, options in ((IDS, GRAPH), (IDS, {}), (IDS[:, :1], GRAPH)):
+        with pytest.raises(ValueError, match=f"^logits: .* since {path} "):
+            gsd.generate(model, ids, **CALL, **options)
+    with pytest.raises(ValueError, match=f"^logits: .* since {path} "):
+        gsd.patch(model)
+    assert path in served_by_transformers(make(dtype), lambda model: spoil(model, path, index, value), IDS[:, :1])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_packed_weight_is_named(value):
+    model = packed()
+    layer = model.model.layers[1].self_attn.v_proj
+    layer.packed[3, :2] = torch.tensor([value], dtype=torch.float16).view(torch.uint8)
+    with pytest.raises(ValueError, match=r"^logits: .* model\.layers\.1\.self_attn\.v_proj\.packed "):
+        gsd.generate(model, IDS, **CALL)
+    other = packed()
+    other.get_input_embeddings().packed[7, :2] = layer.packed[3, :2]
+    with pytest.raises(ValueError, match=r"^input_ids: token 7, "):
+        gsd.generate(other, IDS, **CALL)
+    assert packed_in(other)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
+def test_an_embedding(make, dtype, value):
+    """A token that the text has is named; of one that it has not, nothing shows, and the operator goes on."""
+    plain = make(dtype)
+    plain.lm_head.weight = torch.nn.Parameter(plain.lm_head.weight.detach().clone())
+    path = next(name for name, p in plain.named_parameters() if p is plain.get_input_embeddings().weight)
+    out = gsd.generate(plain, IDS, **CALL, **GRAPH, return_dict_in_generate=True)
+    for token in (7, 11):
+        model = spoil(copy.deepcopy(plain), path, token, value)
+        with pytest.raises(ValueError, match=f"^input_ids: token {token}, whose embedding in {path} "):
+            gsd.generate(model, IDS, **CALL, **GRAPH)
+        with pytest.raises(ValueError, match=f"^input_ids: token {token}, "):
+            gsd.generate(model, torch.tensor([[token]]), **CALL)
+    assert "token 7" in served_by_transformers(copy.deepcopy(plain), lambda model: spoil(model, path, 7, value), IDS)
+    everything = set(range(97)) - set(out.sequences[0].tolist())
+    for unused in ([min(everything)], sorted(everything)):  # those of the proof's own text too
+        model = spoil(copy.deepcopy(plain), path, unused, value)
+        for _ in range(2):
+            found = gsd.generate(model, IDS, **CALL, **GRAPH, return_dict_in_generate=True)
+            assert torch.equal(found.sequences, out.sequences) and found.stats.why_modules == out.stats.why_modules
+        padded = torch.cat([torch.full((1, 3), unused[0]), IDS], 1)
+        mask = (torch.arange(7) >= 3)[None].long()
+        assert torch.equal(gsd.generate(model, padded, attention_mask=mask, **CALL)[:, 3:], out.sequences)
+
+
+def test_a_position_that_no_token_has():
+    model = gpt2()
+    expected = gsd.generate(model, IDS, **CALL)
+    spoil(model, "transformer.wpe.weight", 60, math.nan)
+    assert torch.equal(gsd.generate(model, IDS, **CALL), expected)
+    spoil(model, "transformer.wpe.weight", 1, math.nan)
+    with pytest.raises(ValueError, match=r"^input_ids: row 1 of transformer\.wpe\.weight "):
+        gsd.generate(model, IDS, **CALL)
+
+
+def test_weights_are_looked_through_once_and_after_a_change(monkeypatch):
+    model, looks = llama(), []
+    monkeypatch.setattr(finite, "_look", lambda *args, look=finite._look: looks.append(args[0]) or look(*args))
+    expected = gsd.generate(model, IDS, **CALL)
+    before = len(looks)
+    for _ in range(2):
+        assert torch.equal(gsd.generate(model, IDS, **CALL), expected)
+    assert sum(seen is model for seen in looks) == 1 and len(looks) == before
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[1, 1] = math.nan
+        with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.v_proj\.weight"):
+            gsd.generate(model, IDS, **CALL)
+        weight.copy_(kept)
+    assert torch.equal(gsd.generate(model, IDS, **CALL), expected)
+
+
+def test_large_numbers_are_numbers():
+    """Whose sum is none."""
+    model = llama()
+    weight = model.model.layers[1].mlp.up_proj.weight
+    with torch.no_grad():
+        weight[:2] = torch.finfo(torch.float32).max
+    assert finite.spoiled(model) == finite.Spoiled()
+
+
+def test_the_tokens_of_proofs_have_embeddings():
+    model = llama()
+    ids = proof.text(model)
+    spoil(model, "model.embed_tokens.weight", ids[0, :5], math.nan)
+    others = proof.text(model)
+    assert model.get_input_embeddings()(others).isfinite().all() and not torch.equal(ids, others)
+    assert (ids == others).any()
