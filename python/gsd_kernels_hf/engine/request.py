@@ -16,6 +16,7 @@ from ..acceptance.criteria import SPECULATIVE
 from ..acceptance.sampling import SamplingPlan, draw_seed
 from ..model import properties
 from ..model.beside import PromptInputs
+from ..model.finite import spoiled
 from ..parallel import honoured
 from .options import Options
 from .resolved import Sources
@@ -82,7 +83,8 @@ class Request:
         prompt, attention_mask = input_ids.shape[1], model_kwargs.get("attention_mask")
         validate.check_padding(attention_mask, inferred=True)  # the caller's own was screened
         options, unread = sources.options, validate.check_call(model, model_kwargs)
-        validate.check_embeddings(model, input_ids, attention_mask)
+        for table in spoiled(model).tables:
+            validate.check_table(table, input_ids, attention_mask)
         if options.reference_ids is not None:
             copies, vocabulary = generation_config.num_return_sequences or 1, properties.vocabulary(model)
             validate.check_reference(options.reference_ids, input_ids.shape[0], vocabulary, copies)

@@ -4,7 +4,7 @@ May import :mod:`gsd_kernels` and :mod:`gsd_kernels_hf.model`.
 """
 
 from .calls import check_call, check_inputs, check_listeners
-from .inputs import check_embeddings, check_padding, check_prompt, check_reference
+from .inputs import check_padding, check_prompt, check_reference, check_table
 from .models import check_backend, check_model, check_pair, check_paths, check_tokenizers
 from .modes import Unsupported
 from .options import check_arguments, check_generation_config
@@ -14,7 +14,6 @@ __all__ = [
     "check_arguments",
     "check_backend",
     "check_call",
-    "check_embeddings",
     "check_generation_config",
     "check_inputs",
     "check_listeners",
@@ -24,5 +23,6 @@ __all__ = [
     "check_paths",
     "check_prompt",
     "check_reference",
+    "check_table",
     "check_tokenizers",
 ]

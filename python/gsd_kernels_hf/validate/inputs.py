@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from ..model.finite import spoiled
+from ..model.finite import Table
 from .modes import OTHERWISE, Unsupported
 
 OFFSET = 2  # OPT's positions begin that far into their table
@@ -60,19 +59,18 @@ def check_prompt(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: i
     check_padding(attention_mask)
 
 
-def check_embeddings(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None) -> None:
-    """Raise where tokens [B, P] of a prompt have embeddings that are not finite, or positions whose table is not."""
-    for table in spoiled(model).tables:
-        rows = table.rows
-        if not table.by_token:
-            if int(rows[0]) < input_ids.shape[1] + OFFSET:
-                raise Unsupported(f"input_ids: row {int(rows[0])} of {table.name} {NOT_FINITE}{OTHERWISE}")
-            continue
-        tokens = input_ids.cpu()
-        used = torch.isin(tokens, rows) & (True if attention_mask is None else attention_mask.cpu() == 1)
-        if bool(used.any()):
-            token = int(tokens[used][0])
-            raise Unsupported(f"input_ids: token {token}, whose embedding in {table.name} {NOT_FINITE}{OTHERWISE}")
+def check_table(table: Table, input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    """Raise where tokens [B, P] of a prompt, or their positions, look up rows of a table that are not finite."""
+    if not table.by_token:
+        row = int(table.rows[0])
+        if row < input_ids.shape[1] + OFFSET:
+            raise Unsupported(f"input_ids: row {row} of {table.name} {NOT_FINITE}{OTHERWISE}")
+        return
+    tokens = input_ids.cpu()
+    used = torch.isin(tokens, table.rows) & (True if attention_mask is None else attention_mask.cpu() == 1)
+    if bool(used.any()):
+        token = int(tokens[used][0])
+        raise Unsupported(f"input_ids: token {token}, whose embedding in {table.name} {NOT_FINITE}{OTHERWISE}")
 
 
 def check_padding(attention_mask: Tensor | None, *, inferred: bool = False) -> None:

@@ -93,8 +93,8 @@ def _answers(
     rows = [_ids(tokenizer, chat) for chat in chats]
     longest = max(map(len, rows))
     pad = model.generation_config.pad_token_id
-    ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], dtype=torch.int64, device="cpu")
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], dtype=torch.int64, device="cpu")
     torch.manual_seed(seed)
     out = gsd_kernels.generate(
         model, ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, graph_config="plain", **sampling

@@ -46,7 +46,7 @@ def evaluate(
     count = size = agreed = 0
     target_nats = draft_nats = 0.0
     for source in tqdm(held_out, desc="held-out files", unit="file"):
-        tokens = torch.tensor(tokenizer(source.text)["input_ids"])
+        tokens = torch.tensor(tokenizer(source.text)["input_ids"], dtype=torch.int64, device="cpu")
         size += len(source.text.encode())
         scored = 1
         while scored < len(tokens):
