@@ -120,8 +120,8 @@ def test_what_is_made_under_another_default(default, empty_cache, tmp_path):
     with by_default(default):
         heads = gsd.DraftHeads.for_model(model, 2)
         assert heads.weight.dtype == torch.float32
-        heads.save_pretrained(tmp_path)
-        found = gsd.generate(model, draft_heads=tmp_path, **call)
+        heads.save_pretrained(tmp_path / "heads")
+        found = gsd.generate(model, draft_heads=tmp_path / "heads", **call)
         packed = gsd.pack(copy.deepcopy(model))
         assert packed.dtype == torch.float32 and packed.lm_head.weight.dtype == torch.float32
         assert torch.equal(gsd.generate(packed, **call), gsd.generate(packed, backend="reference", **call))
