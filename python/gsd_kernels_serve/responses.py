@@ -117,7 +117,7 @@ class _Written:
 
     def apply_chat_template(self, *_: Any, **__: Any) -> BatchEncoding:
         """The chat, as tensors."""
-        ids = torch.tensor([self._ids])
+        ids = torch.tensor([self._ids], dtype=torch.int64, device="cpu")
         return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
 
