@@ -30,6 +30,8 @@ SECTIONS = {
         "Patch",
         "HistoryMemory",
         "unpatch",
+        "custom_generate_folder",
+        "custom_generate",
         "from_gguf",
         "keep_packed",
         "pack",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from checkpoints import save_pair
+from exported.loading import keep_modules
 from sources.mtp_checkpoints import saved
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -35,6 +36,7 @@ OTHERS = {
     "python": "tests/machines, bench/scale",
     "ray": "tests/machines",
     "torchrun": "tests/engine/test_tensor_parallel.py",
+    "gsd-kernels export": "tests/exported",
     "gsd-kernels serve": "tests/serving",
 }
 """Commands that have their own tests, or none for the reason given."""
@@ -65,10 +67,12 @@ def names(tmp_path, monkeypatch) -> dict[str, Any]:
     """What a reader has at hand: a model, its draft and tokenizer, a prompt, an index of texts."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "cache"))
+    keep_modules(monkeypatch, tmp_path / "modules")
     model, draft, tokenizer = demo.load()
     inputs = tokenizer("def fibonacci(n):\n    ", return_tensors="pt")
     (tmp_path / "a.py").write_text("def fibonacci(n):\n    return n\n" * 20)
-    assert CliRunner().invoke(app, ["index", "a.py", "-o", "index"]).exit_code == 0
+    for command in (["index", "a.py", "-o", "index"], ["export", "my-model"]):
+        assert CliRunner().invoke(app, command).exit_code == 0
     return {
         **{"gsd_kernels": gsd_kernels, "model": model, "draft": draft, "tokenizer": tokenizer, "inputs": inputs},
         "draft_tokenizer": tokenizer,

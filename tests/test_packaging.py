@@ -182,6 +182,9 @@ def test_both_off_is_pure_python(pure):
         *("gsd_kernels", "gsd_kernels_hf"),
         *SATELLITES,
     }, "without benchmarks"
+    door = target / "gsd_kernels_hf/exported/hub"
+    files = {file.relative_to(door).as_posix() for file in door.rglob("*") if file.is_file()}
+    assert files == {"README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"}
     assert not (target / "gsd_kernels_train/recipes").exists()
     weights = {file.relative_to(target).as_posix() for file in target.rglob("*.safetensors")}
     assert weights == {f"gsd_kernels_cli/demo/{member}/model.safetensors" for member in ("target", "draft")}
@@ -194,7 +197,7 @@ import sys, typer
 sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "__name__", "") != "_EditableFinder"]
 from gsd_kernels_cli.app import app
 """
-    commands = "bench chat check demo distill doctor generate index serve train-drafter train-heads"
+    commands = "bench chat check demo distill doctor export generate index serve train-drafter train-heads"
     listed = answer(target, f"{program}print(*sorted(typer.main.get_command(app).list_commands(None)))")
     assert listed == commands
     for arguments, message in {

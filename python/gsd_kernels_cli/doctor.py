@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from gsd_kernels_hf.extras import cure
 
-from . import values
+from . import options
 from .demo.smollm2 import NAME
 from .output import FAILURE, err, out, print_json, progress, table
 
@@ -33,12 +33,7 @@ def command(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model",
-            metavar="DIR|ID",
-            callback=values.folder("--model"),
-            help="Load it, too, and say which drafters come with it or with this package.",
-        ),
+        options.checkpoint_option("Load it, too, and say which drafters come with it or with this package."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:

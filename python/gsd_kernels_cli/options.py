@@ -52,6 +52,11 @@ def model_option(without: str) -> Any:
     )
 
 
+def checkpoint_option(said: str) -> Any:
+    """``--model`` of commands that read a checkpoint's own files, which no GGUF file has; ``said`` by its help."""
+    return typer.Option("--model", metavar="DIR|ID", callback=values.folder("--model"), help=said)
+
+
 Model = Annotated[str | None, model_option("the embedded pair is used")]
 Draft = Annotated[
     str | None,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .engine.decoder import GraphDecoder
     from .engine.output import GraphGenerateOutput
     from .engine.stats import GenerationStats
+    from .exported.call import custom_generate, custom_generate_folder
     from .packed.gguf import from_gguf
     from .packed.keep import keep_packed
     from .packed.pack import pack
@@ -51,6 +52,8 @@ __all__ = [
     "StepCosts",
     "Typical",
     "Verified",
+    "custom_generate",
+    "custom_generate_folder",
     "from_gguf",
     "generate",
     "keep_packed",
@@ -81,6 +84,8 @@ _HOMES = {
     "DraftSource": "sources.base",
     "Level": "sources.base",
     "Proposal": "sources.base",
+    "custom_generate": "exported.call",
+    "custom_generate_folder": "exported.call",
     "from_gguf": "packed.gguf",
     "generate": "api",
     "keep_packed": "packed.keep",

@@ -111,7 +111,7 @@ def generate(
         own = StopStringCriteria(stop_strings=merged.stop_strings, tokenizer=decoder.tokenizer)
         stopping_criteria = StoppingCriteriaList([*(stopping_criteria or []), own])
         kwargs["stop_strings"] = None
-    handle: Patch | None = vars(model).get(_PATCH)
+    handle = handle_of(model)
     if handle is not None:
         decoder.engines = handle.engines
     learner = None if handle is None else handle.engines.learner
@@ -129,7 +129,12 @@ def generate(
     return output
 
 
-def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def handle_of(model: PreTrainedModel) -> Patch | None:
+    """What :func:`patch` returned for a model; ``None`` where it is not patched."""
+    return vars(model).get(_PATCH)
+
+
+def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of transformers' ``generate`` behind ``inputs``, those that came by position named."""
     names = [
         name
@@ -143,19 +148,26 @@ def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, **given}
 
 
-def _theirs(kwargs: dict[str, Any], reason: str, cause: BaseException | None) -> dict[str, Any]:
+def with_defaults(defaults: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a call over those that hold for all calls: ``None`` is none given, ``False`` leaves a draft out."""
+    given = {k: v for k, v in kwargs.items() if k != "custom_generate" and (k not in defaults or v is not None)}
+    merged = {**defaults, **given}
+    return {**merged, **{name: None for name in _WITHOUT if merged.get(name) is False}}
+
+
+def theirs(kwargs: dict[str, Any], reason: str, cause: BaseException | None) -> dict[str, Any]:
     """A call's arguments for transformers, which serves it for this ``reason``; ``cause``: the model's error, if any.
 
     Raises:
         ValueError: one of them is this package's own.
     """
-    theirs, ours = {}, []
+    kept, ours = {}, []
     for name, value in kwargs.items():
         own = name in ("assistant_model", "assistant_tokenizer") and isinstance(value, (list, tuple, LayerSkip))
         if name in _WITHOUT and value is False:
             continue  # the patch's is left out in any case
         if name not in _OURS and not own:
-            theirs[name] = value
+            kept[name] = value
         elif value is not None:
             ours.append(name)
     if ours:
@@ -163,7 +175,7 @@ def _theirs(kwargs: dict[str, Any], reason: str, cause: BaseException | None) ->
             f"{ours[0]}: this call goes to transformers' own generate, which does not take it; leave it out, or change "
             f"what sends the call there: {reason}"
         ) from cause
-    return theirs
+    return kept
 
 
 def _without_prompt(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -180,11 +192,11 @@ class Patch(threading.local):
             Where transformers' own ``generate`` served it, ``stats.why`` says why.
         engines: what is kept, see docs/engine.md; :meth:`clear` returns it.
         history: what is remembered of earlier calls' texts; it can be saved and loaded.
+        before: the ``generate`` that somebody else had set on the model; :func:`unpatch` puts it back.
     """
 
-    def __init__(self, model: PreTrainedModel, engines: Engines) -> None:
-        self.model = model
-        self.engines = engines
+    def __init__(self, model: PreTrainedModel, engines: Engines, before: Callable[..., Any] | None) -> None:
+        self.model, self.engines, self.before = model, engines, before
         self.stats: GenerationStats | None = None
         self.handed_over = False  # whether this thread is in transformers' own generate
         self.entered = False  # whether this thread is in a ``with`` block of it
@@ -203,7 +215,7 @@ class Patch(threading.local):
     @property
     def patched(self) -> bool:
         """Whether the model's ``generate`` is still this handle's."""
-        return vars(self.model).get(_PATCH) is self
+        return handle_of(self.model) is self
 
     def __enter__(self) -> Patch:
         if self.entered:
@@ -238,14 +250,20 @@ class Patch(threading.local):
 
 
 class _Accelerated:
-    """The patched model's own ``generate``: this package's, or transformers' for modes that only that serves."""
+    """The patched model's own ``generate``: this package's, or transformers' for modes that only that serves.
+
+    Attributes:
+        calls: the logger that gets a line a call, at level INFO.
+    """
+
+    calls = logging.getLogger("gsd_kernels.calls")
 
     def __init__(self, model: PreTrainedModel, handle: Patch, defaults: dict[str, Any]) -> None:
         self.model, self.handle, self.defaults = model, handle, defaults
         functools.update_wrapper(self, type(model).generate)
 
     def __call__(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        kwargs = _by_name(args, kwargs)
+        kwargs = by_name(args, kwargs)
         decoding = kwargs.get("custom_generate")
         # As another generation's assistant the model gives a few tokens at a time, from that one's cache.
         assists = getattr(kwargs.get("generation_config"), "is_assistant", False)
@@ -254,15 +272,15 @@ class _Accelerated:
         if decoding is not None:
             what = repr(decoding) if isinstance(decoding, str) else "a function"
             return self._hand_over(inputs, kwargs, f"custom_generate: {what} decodes in a way of its own")
-        call = {k: v for k, v in kwargs.items() if k != "custom_generate" and (k not in self.defaults or v is not None)}
-        merged = {**self.defaults, **call}
         try:
-            return generate(self.model, inputs, **{**merged, **{n: None for n in _WITHOUT if merged.get(n) is False}})
+            output = generate(self.model, inputs, **with_defaults(self.defaults, kwargs))
+            self.calls.info("generate: %r", self.handle.stats)
+            return output
         except validate.Unsupported as error:
             if error.begun:
                 raise
             reason, cause = error.reason, error.__cause__
-        return self._hand_over(inputs, _theirs(kwargs, reason, cause), reason)
+        return self._hand_over(inputs, theirs(kwargs, reason, cause), reason)
 
     def _hand_over(self, inputs: Tensor | None, kwargs: dict[str, Any], reason: str) -> Any:
         """Have transformers serve a call with its own arguments as they came, and nothing of the patch."""
@@ -324,10 +342,10 @@ def patch(
     if sources.every and sources.drafter is None:
         mention_drafter(inner)
     memory = HistoryMemory(properties.vocabulary(inner))
-    handle = Patch(inner, Engines(keeps_sessions=True, memory=memory))
+    handle = Patch(inner, Engines(keeps_sessions=True, memory=memory), vars(inner).get("generate"))
     accelerated = _Accelerated(inner, handle, {**options, **loaded})
     with _lock:  # of two threads one is refused
-        if vars(inner).get(_PATCH) is not None:
+        if handle_of(inner) is not None:
             raise ValueError(
                 f"model: already patched, this {type(inner).__name__}; use the handle that patch returned (a call may "
                 "give any option anew), or unpatch(model) first"
@@ -337,14 +355,14 @@ def patch(
 
 
 def unpatch(model: PreTrainedModel) -> None:
-    """Undo :func:`patch`: the model has transformers' own ``generate`` again.
+    """Undo :func:`patch`: the model has the ``generate`` again that it had before, most often transformers' own.
 
     Raises:
         ValueError: ``model`` is not patched.
     """
     inner = properties.unwrap(model)
     with _lock:
-        if not isinstance(inner, torch.nn.Module) or vars(inner).get(_PATCH) is None:
+        if not isinstance(inner, torch.nn.Module) or handle_of(inner) is None:
             raise ValueError(
                 "model: not patched, as a copy of a patched model is not, so there is nothing to undo; patch(model) "
                 "comes before unpatch(model)"
@@ -357,4 +375,6 @@ def _restore(model: PreTrainedModel) -> None:
     handle: Patch = vars(model).pop(_PATCH)
     for name in _PATCHED[1:]:
         del vars(model)[name]
+    if handle.before is not None:
+        vars(model)["generate"] = handle.before
     handle.clear()

@@ -1,0 +1,85 @@
+"""``gsd-kernels export``: a model folder that decodes by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import options, values
+from .output import out, print_json, progress
+
+NAMES = {"assistant_model": "draft", "drafter": "drafter", "draft_heads": "heads", "corpus": "corpus"}
+"""What commands call the options of :func:`gsd_kernels.patch` that are folders."""
+
+
+def command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="To be written; must not exist.")],
+    model: Annotated[
+        str | None,
+        options.checkpoint_option("Target: a checkpoint's folder, or a hub id. Without it the embedded pair is taken."),
+    ] = None,
+    draft: options.Draft = None,
+    heads: options.DraftHeadsOption = None,
+    drafter: options.DrafterOption = None,
+    corpus: options.CorpusOption = None,
+    revision: options.Revision = None,
+    draft_revision: options.DraftRevision = None,
+    device: options.Device = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    graph_config: options.GraphOption = None,
+    link: Annotated[
+        bool,
+        typer.Option(
+            "--link", help="Weights take no room: hard links. What writes to the one file in place changes the other."
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+) -> None:
+    """Write a model and what drafts for it to a folder that transformers itself loads and serves.
+
+    Loaded with trust_remote_code=True, in programs, pipelines or transformers serve, it decodes as after
+    gsd_kernels.patch. The pair is loaded once, to see that it fits.
+    """
+    values.check_draft(model, draft)
+    if draft == values.NONE:
+        raise ValueError("--draft: none drafts nothing, and the folder would be the model's own; leave it out")
+    with progress("loading the models"):
+        from gsd_kernels_hf.engine.options import Options
+        from gsd_kernels_hf.engine.resolved import Sources
+        from gsd_kernels_hf.sources.load import OWN
+
+        from . import demo
+        from . import model_folder as write
+        from .demo.drafters import heads_folder
+        from .pair import load_pair
+
+        write.check_new(folder)
+        name = "the embedded target" if model is None else model
+        if model is None:
+            model, draft = str(demo.path() / "target"), draft or str(demo.path() / "draft")
+        elif Path(model).is_dir():
+            name = Path(model).resolve().name  # the card may be published, where it lies is nobody's business
+        named = {"draft_heads": str(heads_folder()) if heads == "demo" else heads, "drafter": drafter}
+        named |= {"assistant_model": None if draft in values.WITHOUT_MODEL else draft, "corpus": corpus}
+        target = write.checkpoint_folder(model, "--model", revision)
+        parts = write.folders_of(named, draft_revision)
+        own = {"drafter": OWN} if drafter == OWN else {}
+        places = {NAMES[option]: str(place) for option, place in parts.items()} | own
+        pair = load_pair(
+            str(target), places.pop("draft", None), **places, device=device, trust_remote_code=trust_remote_code
+        )
+        shape = options.read_graph_config(graph_config)
+        Sources.of(Options(**pair.speculation, graph_config=shape), pair.target)
+    if pair.draft_tokenizer is not None:
+        parts["assistant_tokenizer"] = parts["assistant_model"]
+    write.write_model_folder(folder, target, name, parts, {**own, "graph_config": shape}, link=link)
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    drafts = [name for option, name in NAMES.items() if option in (*parts, *own)]
+    if as_json:
+        print_json({"folder": str(folder), "bytes": size, "drafts": drafts})
+        return
+    out.print(f"{folder}: {name}, {size / 1e6:.1f} MB; drafts: {', '.join([*drafts, 'history'])}", soft_wrap=True)
+    out.print(f'AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True).generate(…)', soft_wrap=True)
+    out.print(f"transformers serve {folder} --trust-remote-code", soft_wrap=True)

@@ -1,0 +1,107 @@
+"""transformers' ``custom_generate``: the function that a folder's ``generate.py`` stands for."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .. import validate
+from ..api import by_name, generate, handle_of, patch, theirs, with_defaults
+from ..model import properties
+from ..sources.checkpoints import fetch
+from .options import FILE, HUB, PLACES, load_options
+
+logger = logging.getLogger("gsd_kernels")
+
+CALLS = "transformers.gsd_kernels"
+"""The logger that gets a line a call of a model folder: below transformers', whose ``--log-level info`` shows it."""
+
+COMMIT = re.compile(r"[/\\]([0-9a-f]{40})[/\\]custom_generate[/\\]generate\.py$")
+"""In the path of the code of a folder on the Hub."""
+
+_lock = threading.RLock()
+_options: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""Of a model that was loaded from such a folder."""
+
+
+def custom_generate_folder() -> str:
+    """The folder that ``model.generate(…, custom_generate=FOLDER, trust_remote_code=True)`` takes.
+
+    Its content, a ``custom_generate/generate.py`` with a card, may be put on the Hub as it is.
+    """
+    return str(HUB)
+
+
+def custom_generate(
+    inputs: Tensor | None = None, *args: Any, model: PreTrainedModel, folder_code: str | None = None, **kwargs: Any
+) -> Any:
+    """``generate`` as a folder's ``custom_generate/generate.py`` has it; transformers calls it.
+
+    For ``model.generate(…, custom_generate=FOLDER, trust_remote_code=True)`` it is :func:`gsd_kernels.generate`. Of a
+    model that ``from_pretrained(FOLDER, trust_remote_code=True)`` loaded, the first call patches it, with what the
+    folder's ``gsd_kernels.json`` names: from then on it is as after :func:`gsd_kernels.patch`, and ``unpatch`` gives it
+    transformers' own ``generate``.
+
+    Args:
+        inputs: prompt ids int64 [batch, length].
+        *args: others of transformers' ``generate``, by position.
+        model: the target.
+        folder_code: the file of the folder's code as transformers keeps it, below the commit that it is of.
+        **kwargs: as in :func:`gsd_kernels.generate`.
+
+    Returns:
+        As transformers' ``generate``.
+
+    Raises:
+        TypeError, ValueError: something cannot be served; or the folder's files are damaged.
+    """
+    inner = properties.unwrap(model)
+    try:
+        with _lock:
+            if _overridden(inner, folder_code):
+                _take_over(inner, folder_code)
+    except validate.Unsupported as error:  # of the model, as it was loaded
+        logger.warning("transformers' own generate serves this model: %s", error.reason)
+        given = theirs(by_name(args, kwargs), error.reason, error)
+        return type(inner).generate(inner, inputs, **given)
+    handle = handle_of(inner)
+    if handle is not None and not handle.handed_over:
+        return inner.generate(inputs, *args, **kwargs)
+    place = Path(inner.config.name_or_path)
+    options = _loaded(inner, place) if (place / FILE).is_file() else {}
+    return generate(inner, inputs, **with_defaults(options, by_name(args, kwargs)))
+
+
+def _overridden(model: PreTrainedModel, folder_code: str | None) -> bool:
+    """Whether the model's ``generate`` is what transformers made of the folder's when it loaded the model."""
+    function = getattr(vars(model).get("generate"), "func", None)
+    return folder_code is not None and getattr(function, "__globals__", {}).get("__file__") == folder_code
+
+
+def _take_over(model: PreTrainedModel, folder_code: str | None) -> None:
+    """Patch a model with what its folder names."""
+    wanted = (FILE, *(f"{place}/*" for place in sorted(set(PLACES.values()))))
+    found = COMMIT.search(folder_code or "")  # transformers' configs do not tell it any more
+    commit = getattr(model.config, "_commit_hash", None) if found is None else found[1]
+    folder = fetch(model.config.name_or_path, "custom_generate", wanted=wanted, revision=commit)
+    options = _loaded(model, folder)
+    override = vars(model).pop("generate")
+    try:
+        patch(model, **options)
+    except BaseException:
+        vars(model)["generate"] = override
+        raise
+    vars(model)["generate"].calls = logging.getLogger(CALLS)
+
+
+def _loaded(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
+    if model not in _options:
+        _options[model] = load_options(folder, model)
+    return _options[model]

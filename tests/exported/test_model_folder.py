@@ -1,0 +1,269 @@
+"""A folder that ``gsd-kernels export`` wrote, in the hands of those who load model folders: nobody names us."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+import socket
+import threading
+import time
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from exported.loading import CALL, TEXT, loaded
+from transformers import AutoTokenizer
+
+import gsd_kernels as gsd
+from gsd_kernels_hf.api import handle_of
+from gsd_kernels_hf.exported.call import CALLS
+from gsd_kernels_hf.exported.options import FILE
+from gsd_kernels_hf.sources import checkpoints
+
+
+@pytest.fixture
+def model(exported):
+    return loaded(exported)
+
+
+class Lines(logging.Handler):
+    """Keeps what a logger says, whoever else it tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def told():
+    """Lines of the log of calls."""
+    logger, handler = logging.getLogger(CALLS), Lines()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler.lines
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+
+
+def copied(exported: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(exported, folder, copy_function=lambda here, there: Path(there).hardlink_to(here)))
+
+
+@pytest.mark.parametrize("positional", [False, True])
+def test_its_generate_is_ours_and_the_text_is_the_models_own(positional, model, prompt, plain, told):
+    ids = prompt["input_ids"]
+    for _ in range(2):
+        out = model.generate(ids, **CALL) if positional else model.generate(**prompt, **CALL)
+        assert torch.equal(out, plain)
+        stats = handle_of(model).stats
+        assert stats.tokens_per_step > 1.5 and {"model", "history"} <= set(stats.sources)
+    assert len(told) == 2 and all("40 tokens in" in line for line in told)
+    out = model.generate(**prompt, **CALL, assistant_model=False, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain) and set(out.stats.sources) == {"history"}
+
+
+def test_without_trust_it_is_transformers_own(exported, prompt, plain):
+    plainly = loaded(exported, None)
+    assert "generate" not in vars(plainly) and torch.equal(plainly.generate(**prompt, **CALL), plain)
+    door = {"custom_generate": str(exported), "trust_remote_code": True}
+    out = plainly.generate(**prompt, **CALL, **door, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain) and "model" in out.stats.sources, "its folder's draft, by the other door"
+
+
+def test_unpatch_and_a_patch_of_ones_own(model, exported, prompt, plain):
+    override = vars(model)["generate"]
+    with gsd.patch(model, graph_config="plain") as handle:
+        assert torch.equal(model.generate(**prompt, **CALL), plain) and handle.stats.tokens_per_step == 1
+    assert vars(model)["generate"] is override, "what was there before comes back"
+    assert torch.equal(override(prompt["input_ids"], **CALL), plain) and handle_of(model) is not None
+    assert torch.equal(override(prompt["input_ids"], **CALL), plain), "whoever kept it gets the patch"
+    with pytest.raises(ValueError, match="already patched"):
+        gsd.patch(model)
+    gsd.unpatch(model)
+    assert "generate" not in vars(model) and torch.equal(model.generate(**prompt, **CALL), plain)
+    assert torch.equal(override(prompt["input_ids"], **CALL), plain) and handle_of(model) is None
+
+
+def test_modes_that_only_transformers_serves_go_there(model, pair, prompt):
+    beams = {**CALL, "num_beams": 2}
+    expected = loaded(pair / "target", None).generate(**prompt, **beams)
+    assert torch.equal(model.generate(**prompt, **beams), expected)
+    assert handle_of(model).stats.why is not None
+
+
+def test_a_model_that_is_not_served_as_it_was_loaded_goes_there(model, prompt, plain, monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise gsd_unsupported("model: a kind that is not served; or let transformers serve it: model.generate")
+
+    from gsd_kernels_hf.exported import call
+    from gsd_kernels_hf.validate import Unsupported as gsd_unsupported
+
+    monkeypatch.setattr(call, "patch", refuse)
+    assert torch.equal(model.generate(prompt["input_ids"], **CALL), plain)
+    assert "transformers' own generate serves this model: model: a kind that is not served" in caplog.text
+    with pytest.raises(ValueError, match="graph_config: this call goes to transformers"):
+        model.generate(**prompt, **CALL, graph_config="tree")
+
+
+def test_two_threads_make_the_first_call(model, prompt, plain):
+    barrier, found = threading.Barrier(2), []
+
+    def work():
+        barrier.wait()
+        found.append(model.generate(**prompt, **CALL))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2 and all(torch.equal(out, plain) for out in found)
+
+
+def test_a_copy_of_the_model_is_its_own(model, prompt, plain):
+    other = copy.deepcopy(model)
+    assert torch.equal(other.generate(**prompt, **CALL), plain)
+    assert handle_of(other).model is other and handle_of(model) is None
+
+
+def test_a_pipeline(exported, plain, told):
+    pipe = transformers.pipeline("text-generation", model=str(exported), trust_remote_code=True, dtype=torch.float32)
+    (found,) = pipe(TEXT, **CALL)
+    assert found["generated_text"] == pipe.tokenizer.decode(plain[0], skip_special_tokens=True)
+    assert told and handle_of(pipe.model).stats.tokens_per_step > 1.5
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_transformers_own_server(stream, served, plain, told):
+    client, folder, tokenizer = served
+    messages = [{"role": "user", "content": TEXT}]
+    asked = {"model": folder, "messages": messages, "max_tokens": 40, "temperature": 0}
+    answer = client.chat.completions.create(**asked, stream=stream)
+    if stream:
+        text = "".join(event.choices[0].delta.content or "" for event in answer if event.choices)
+    else:
+        text = answer.choices[0].message.content
+    ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
+    expected = loaded(folder, None).generate(**ids, **CALL)[0, ids["input_ids"].shape[1] :]
+    assert text == tokenizer.decode(expected, skip_special_tokens=True)
+    (line,) = told
+    assert float(line.partition(" steps, ")[2].split()[0]) > 1.5, line
+
+
+@pytest.fixture
+def served(exported):
+    """The program ``transformers serve DIR --trust-remote-code``, in a thread of this process."""
+    openai = pytest.importorskip("openai", reason="the server needs the extra [serving]")
+    pytest.importorskip("transformers.cli.serving.completion", reason="the server needs transformers 5.6")
+    from transformers.cli import serve
+
+    level = transformers.utils.logging.get_verbosity()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = {"host": "127.0.0.1", "port": port, "log_level": "info", "non_blocking": True}
+    server = serve.Serve(str(exported), trust_remote_code=True, dtype="float32", **options)
+    while not server.server.started:
+        time.sleep(0.01)
+    url = f"http://127.0.0.1:{port}/v1"
+    yield (
+        openai.OpenAI(base_url=url, api_key="none", max_retries=0),
+        str(exported),
+        AutoTokenizer.from_pretrained(exported),
+    )
+    server.kill_server()
+    transformers.utils.logging.set_verbosity(level)
+
+
+def test_lm_eval(exported, pair, told):
+    pytest.importorskip("lm_eval", reason="pip install lm_eval; in no extra, its dependencies are large")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    asked = (TEXT, {"until": ["\nclass"], "max_gen_toks": 40, "do_sample": False})
+    texts = []
+    for folder in (pair / "target", exported):
+        lm = HFLM(pretrained=str(folder), dtype="float32", trust_remote_code=True, device="cpu")
+        texts += lm.generate_until([Instance("generate_until", {}, asked, 0)], disable_tqdm=True)
+    assert texts[0] == texts[1] and told
+
+
+def test_a_hub_id(exported, prompt, plain, tmp_path, monkeypatch):
+    """As the hub's cache has it, without a network."""
+    commit = "0" * 40
+    snapshot = tmp_path / "models--someone--model" / "snapshots" / commit
+    snapshot.parent.mkdir(parents=True)
+    copied(exported, snapshot)
+    (tmp_path / "models--someone--model" / "refs").mkdir()
+    (tmp_path / "models--someone--model" / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    asked = []
+    monkeypatch.setattr(
+        checkpoints, "snapshot_download", lambda name, **how: asked.append((name, how)) or str(snapshot)
+    )
+    model = loaded("someone/model")
+    assert torch.equal(model.generate(prompt["input_ids"], **CALL), plain)
+    assert "model" in handle_of(model).stats.sources
+    ((name, how),) = asked
+    assert (name, how["revision"]) == ("someone/model", commit), "of the commit that the weights are of"
+    assert {FILE, "draft/*"} <= set(how["allow_patterns"])
+
+
+DAMAGE = {
+    "no JSON": ("{", "is damaged"),
+    "another file": ('{"format": "x", "version": 1}', "is none of gsd_kernels"),
+    "newer": ('{"format": "gsd_kernels model folder", "version": 2}', "has version 2, unknown.*update the package"),
+    "unknown": ('{"format": "gsd_kernels model folder", "version": 1, "x": 1}', "the option 'x', unknown"),
+    "outside": (
+        '{"format": "gsd_kernels model folder", "version": 1, "drafter": "../x"}',
+        "expected 'drafter', a folder",
+    ),
+    "absent": (
+        '{"format": "gsd_kernels model folder", "version": 1, "draft_heads": "heads"}',
+        "expected 'heads', a folder",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_options_are_refused_by_name(text, message, exported, tmp_path, prompt):
+    folder = copied(exported, tmp_path / "damaged")
+    (folder / FILE).unlink()
+    (folder / FILE).write_text(text, encoding="utf-8")
+    model = loaded(folder)
+    override = vars(model)["generate"]
+    with pytest.raises(ValueError, match=message):
+        model.generate(**prompt, **CALL)
+    assert vars(model)["generate"] is override
+
+
+def test_a_folder_that_went_away_is_named(exported, tmp_path, prompt, monkeypatch):
+    copied(exported, tmp_path / "here")
+    monkeypatch.chdir(tmp_path)
+    model = loaded("./here")
+    monkeypatch.chdir("/")
+    with pytest.raises(ValueError, match=r"custom_generate: no such folder: \./here"):
+        model.generate(**prompt, **CALL)
+
+
+def test_a_folder_without_options_drafts_from_the_text(exported, tmp_path, prompt, plain):
+    """Somebody put ``custom_generate/`` into a model's repository."""
+    folder = copied(exported, tmp_path / "bare")
+    (folder / FILE).unlink()
+    model = loaded(folder)
+    assert torch.equal(model.generate(**prompt, **CALL), plain)
+    assert set(handle_of(model).stats.sources) == {"history"}
+
+
+def test_the_card_keeps_the_models_own(exported):
+    card = huggingface_hub.ModelCard.load(exported / "README.md")
+    assert card.data.license == "psf-2.0" and card.data.tags == ["code", "custom_generate"]
+    assert card.text.rstrip().endswith("## The model's own card\n\n# A small model\n\nOf Python.")
+    assert json.loads((exported / FILE).read_text())["assistant_model"] == "draft"
