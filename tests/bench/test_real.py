@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +30,8 @@ from gsd_kernels_bench.generation.real.names import (
     check_ways,
     label,
 )
-from gsd_kernels_bench.generation.real.prompts import first_of_each_kind, read_chats
-from gsd_kernels_bench.generation.real.report import RealReport, remarks, table, verdicts
+from gsd_kernels_bench.generation.real.prompts import NOT_FETCHED, first_of_each_kind, read_chats
+from gsd_kernels_bench.generation.real.report import RealReport, lengths_table, remarks, table, verdicts
 from gsd_kernels_bench.generation.real.ways import NAMED, engines_for
 
 KINDS = {"model": "M", "dtype": "bfloat16", "new_tokens": 8}
@@ -83,6 +84,98 @@ def test_prompts_that_are_none_are_refused_by_option_and_file(tmp_path, text):
     file.write_text(text)
     with pytest.raises(ValueError, match=r"--prompts: .*a\.json"):
         read_chats(file)
+
+
+SPEC_BENCH = [
+    {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
+    {"question_id": 82, "category": "coding", "turns": ["Code."], "reference": ["x"]},
+    {"question_id": 161, "category": "translation", "turns": ["Translate."]},
+]
+SPEED_BENCH = [
+    {
+        **{"question_id": "a1", "category": "coding", "sub_category": "humaneval", "turns": ["Code."], "source": "s"},
+        **{"src_id": "1", "difficulty": None, "multiturn": False},
+    },
+    {
+        **{"question_id": "b2", "category": "low_entropy", "sub_category": "x", "turns": ["Sort.", "On."]},
+        **{"source": "s", "src_id": "2", "difficulty": "hard", "multiturn": True},
+    },
+]
+
+
+def check_speed_bench(file):
+    chats, tuning = read_chats(file)
+    assert [(chat.name, chat.kind) for chat in chats] == [("a1", "coding"), ("b2", "low_entropy")]
+    assert chats[1].turns == ("On.",) and tuning == chats
+
+
+def test_the_questions_of_spec_bench(tmp_path):
+    file = tmp_path / "question.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in SPEC_BENCH))
+    chats, _ = read_chats(file)
+    assert [(chat.name, chat.kind) for chat in chats] == [
+        ("81", "mt_bench"),
+        ("82", "mt_bench"),
+        ("161", "translation"),
+    ]
+    assert [chat.name for chat in first_of_each_kind(chats, 1)] == ["81", "161"]
+    second = chats[0].answered("Once.")
+    assert (second.name, second.question, second.kind) == ("81/2", "81", "mt_bench")
+    assert [(turn["role"], turn["content"]) for turn in second.messages] == [
+        ("user", "Write."), ("assistant", "Once."), ("user", "Again."),
+    ]  # fmt: skip
+    assert second.answered("Twice.") is None and chats[1].answered("x") is None
+
+
+def test_the_files_of_speed_bench(tmp_path, monkeypatch):
+    """By a stand-in for the library that reads them, and without any."""
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SPEED_BENCH))
+    check_speed_bench(tmp_path / "test.jsonl")
+    file = tmp_path / "test.parquet"
+    file.write_bytes(b"PAR1")
+    table = SimpleNamespace(to_pylist=lambda: SPEED_BENCH)
+    parquet = SimpleNamespace(read_table=lambda place: table)
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=parquet))
+    check_speed_bench(file)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match="--prompts: a parquet file is read by pyarrow: pip install pyarrow"):
+        read_chats(file)
+
+
+def test_a_parquet_file_of_speed_bench(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="pip install pyarrow; in no extra, it is large")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(SPEED_BENCH), tmp_path / "test.parquet")
+    check_speed_bench(tmp_path / "test.parquet")
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ([], '"turns", a list of texts'),
+        (["a", 3], '"turns", a list of texts'),
+        ("a", '"turns", a list of texts, got str'),
+        ([f"{NOT_FETCHED} USING SPECDEC_BENCH\n\nMore"], "its text is not in the file.*prepare_data"),
+    ],
+)
+def test_questions_without_a_text_are_refused(turns, message, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"question_id": 1, "category": "c", "turns": turns}))
+    with pytest.raises(ValueError, match=rf"--prompts: .*a\.jsonl, prompt 1: .*{message}"):
+        read_chats(tmp_path / "a.jsonl")
+
+
+def test_means_of_accepted_tokens_are_over_steps_and_over_questions():
+    """A question of two turns counts once in the one, by its steps in the other."""
+    prompts = {name: {"kind": "k", "tokens": 5, "question": name[0]} for name in ("a", "a/2", "b")}
+    made = RealReport(settings=KINDS, environment={}, parameters=10, prompts=prompts)
+    for prompt, tokens, steps in (("a", 8, 4), ("a/2", 12, 1), ("b", 2, 2)):
+        made.runs.append(run(prompt, HISTORY, 1.0, tokens=tokens, steps=steps))
+    made.summarise([HISTORY])
+    (row,) = made.summary
+    assert row["tokens_per_step"] == row["by_kind"]["k"]["tokens_per_step"] == pytest.approx(22 / 7)
+    assert row["acceptance_length"] == row["by_kind"]["k"]["acceptance_length"] == pytest.approx((20 / 5 + 2 / 2) / 2)
+    lines = lengths_table(asdict(made)).splitlines()
+    assert "| accepted tokens | 3.14 | 3.14 |" in lines[-2] and "| acceptance length | 2.50 | 2.50 |" in lines[-1]
 
 
 def test_rates_ratios_and_texts_follow_from_the_runs():

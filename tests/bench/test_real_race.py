@@ -103,6 +103,30 @@ def test_the_command_prints_the_table_and_names_its_file(settings, tmp_path):
     assert (tmp_path / "real-float32-target-prompts.jsonl-part.json").is_file()
 
 
+def test_later_turns_go_on_with_the_first_ways_answer(settings, tmp_path):
+    """Spec-Bench's format: every way is asked the same, and the turns of a question are one in its means."""
+    questions = [
+        {"question_id": 1, "category": "qa", "turns": PROMPTS},
+        {"question_id": 2, "category": "rag", "turns": ["def"]},
+    ]
+    settings.prompts.write_text(
+        "".join(json.dumps(row) + "\n" for row in [*questions, {**questions[0], "question_id": 3}])
+    )
+    chosen = dataclasses.replace(settings, ways=(PLAIN, HISTORY), rounds=2, limit=1)
+    report = real_run.run(chosen, folder=tmp_path, name="out")
+    assert list(report.prompts) == ["1", "2", "1/2"] and report.prompts["1/2"]["question"] == "1"
+    real = load_real(settings.model, None, None, torch.float32)
+    first, *_ = read_chats(settings.prompts)[0]
+    (prompt,) = encoded([first], real.tokenizer)
+    answer = real.model.generate(prompt.input_ids, do_sample=False, max_new_tokens=NEW)[0, prompt.input_ids.shape[1] :]
+    (second,) = encoded([first.answered(real.tokenizer.decode(answer, skip_special_tokens=True))], real.tokenizer)
+    assert report.prompts["1/2"]["tokens"] == second.input_ids.shape[1]
+    rows = {row["way"]: row for row in report.summary}
+    assert rows[HISTORY]["same_as_plain"] == rows[HISTORY]["compared_with_plain"] == 3
+    assert rows[PLAIN]["acceptance_length"] == 1 and rows[HISTORY]["by_kind"]["qa"]["prompts"] == 2
+    assert len(report.runs) == 2 * 2 * 3
+
+
 def test_only_a_whole_run_of_its_own_model_and_prompts_is_the_readmes():
     assert name_of(Settings()) == "real-bfloat16" and name_of(Settings(dtype=torch.float32)) == "real-float32"
     for change in ({"model": "a/b"}, {"draft": "d"}, {"drafter": "d"}, {"ways": (HF,)}, {"limit": 1}):

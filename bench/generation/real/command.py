@@ -14,6 +14,16 @@ from gsd_kernels_cli.output import INTERRUPTED
 from ...lib.options import RESULTS, Dtype, Name, Out, listed, quiet, show
 from .names import KNOWN, check_ways
 
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="FILE",
+        help="Your own: .json, .jsonl with messages or prompt, or lines; Spec-Bench's question.jsonl; SPEED-Bench's "
+        ".parquet.",
+    ),
+]
+
 
 def command(
     model: Annotated[
@@ -38,9 +48,9 @@ def command(
             help="A drafter's checkpoint, raced too; mtp: the target's own heads.",
         ),
     ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option("--prompts", metavar="FILE", help="Your own: .json, .jsonl with messages or prompt, or lines."),
+    prompts: Prompts = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, metavar="N", help="The first N prompts of every kind.")
     ] = None,
     dtype: Annotated[Dtype, typer.Option("--dtype", help="Of the weights here.")] = Dtype.bfloat16,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="At most; a text may end before.")] = 160,
@@ -69,7 +79,7 @@ def command(
     check_ways(listed(ways))
     import torch
 
-    from .report import kinds_table, remarks, table, verdicts
+    from .report import kinds_table, lengths_table, remarks, table, verdicts
     from .run import Settings, name_of, run
 
     quiet()
@@ -83,12 +93,13 @@ def command(
         ways=listed(ways),
         prompts=prompts,
         llama_cpp=llama_cpp,
-        limit=1 if quick else None,
+        limit=1 if quick else limit,
     )
     called = name or name_of(settings)
     found = run(settings, folder=out, name=called)
     files, data = found.write(out, called), asdict(found)
     known, said = ("".join(f"{line}\n" for line in lines(data)) for lines in (remarks, verdicts))
-    show(files, f"{known}{table(data)}\n\n{said}\n{kinds_table(data)}", found.missing)
+    lengths = f"\n\n{lengths_table(data)}" if prompts is not None else ""
+    show(files, f"{known}{table(data)}\n\n{said}\n{kinds_table(data)}{lengths}", found.missing)
     if found.stopped:
         raise typer.Exit(INTERRUPTED)

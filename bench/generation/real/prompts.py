@@ -13,36 +13,62 @@ from transformers import PreTrainedTokenizerBase
 from ..pairs import Prompt
 
 FILE = Path(__file__).resolve().parent / "prompts.json"
+PARQUET = ".parquet"
 OWN = "own"  # kind of a user's prompts that name none
 TUNED_ON = 2  # of a user's prompts, where the file sets none aside
+
+MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
+"""Categories of Spec-Bench that it reports as one."""
+NOT_FETCHED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+"""How a turn of SPEED-Bench begins whose text its publisher may not give away."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat up to where the model answers."""
+    """A chat up to where the model answers.
+
+    Attributes:
+        turns: what the user says next, each behind an answer of the model.
+        question: the chat that it goes on with; of a first turn its own name.
+    """
 
     name: str
     kind: str
     messages: list[dict[str, str]]
+    turns: tuple[str, ...] = ()
+    question: str = ""
+
+    def answered(self, answer: str) -> Chat | None:
+        """The chat up to the next answer; ``None`` where nothing more is asked."""
+        if not self.turns:
+            return None
+        said = [{"role": "assistant", "content": answer}, {"role": "user", "content": self.turns[0]}]
+        question = self.question or self.name
+        number = sum(message["role"] == "user" for message in self.messages) + 1
+        return Chat(f"{question}/{number}", self.kind, [*self.messages, *said], self.turns[1:], question)
 
 
 def read_chats(file: Path | None = None) -> tuple[list[Chat], list[Chat]]:
     """The chats that are reported, and those on which other engines' settings are chosen.
 
     Args:
-        file: ``.json`` as ``prompts.json`` beside this file, or a list; ``.jsonl``, a chat a line; otherwise text, of
-            which every line that is not empty is a user's message. A chat is an object with ``messages`` (role,
-            content) or ``prompt``, and may have ``name`` and ``kind``.
+        file: ``.json`` as ``prompts.json`` beside this file, or a list; ``.jsonl``, a chat a line; ``.parquet``, as
+            SPEED-Bench has it; otherwise text, of which every line that is not empty is a user's message. A chat is an
+            object with ``messages`` (role, content) or ``prompt``, and may have ``name`` and ``kind``; or a question of
+            Spec-Bench or SPEED-Bench with ``question_id``, ``category`` and ``turns``, what the user says.
 
     Raises:
         ValueError: no chat is there, or one is not as said above.
+        ImportError: a parquet file, and nothing here that reads it.
         OSError: the file cannot be read.
     """
     place = FILE if file is None else file
-    text = place.read_text(encoding="utf-8")
+    text = "" if place.suffix == PARQUET else place.read_text(encoding="utf-8")
     tuning: list[Any] = []
     try:
-        if place.suffix == ".json":
+        if place.suffix == PARQUET:
+            found = _rows(place)
+        elif place.suffix == ".json":
             found = json.loads(text)
             if isinstance(found, dict):
                 found, tuning = found.get("prompts"), found.get("tuning", [])
@@ -64,12 +90,28 @@ def read_chats(file: Path | None = None) -> tuple[list[Chat], list[Chat]]:
     return chats, others
 
 
+def _rows(place: Path) -> list[Any]:
+    """The rows of a parquet file.
+
+    Raises:
+        ImportError, OSError, ValueError: see :func:`read_chats`.
+    """
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ImportError("--prompts: a parquet file is read by pyarrow: pip install pyarrow") from error
+    rows: list[Any] = parquet.read_table(place).to_pylist()
+    return rows
+
+
 def _chat(place: Path, number: int, given: Any) -> Chat:
     fault = f"--prompts: {place}, prompt {number}"
     if isinstance(given, str):
         given = {"prompt": given}
     if not isinstance(given, dict):
         raise ValueError(f"{fault}: expected a text or an object, got {type(given).__name__}")
+    if "turns" in given:
+        return _question(fault, number, given)
     messages = given.get("messages")
     if messages is None and isinstance(given.get("prompt"), str):
         messages = [{"role": "user", "content": given["prompt"]}]
@@ -84,6 +126,23 @@ def _chat(place: Path, number: int, given: Any) -> Chat:
     if not right:
         raise ValueError(f'{fault}: expected "messages", a list of objects with "role" and "content", or "prompt"')
     return Chat(str(given.get("name", f"prompt-{number}")), str(given.get("kind", OWN)), messages)
+
+
+def _question(fault: str, number: int, given: dict[str, Any]) -> Chat:
+    """A question of Spec-Bench or SPEED-Bench."""
+    turns = given["turns"]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise ValueError(f'{fault}: expected "turns", a list of texts, got {type(turns).__name__}')
+    if any(turn.startswith(NOT_FETCHED) for turn in turns):
+        raise ValueError(
+            f"{fault}: its text is not in the file; SPEED-Bench's prepare_data.py (examples/specdec_bench of NVIDIA's "
+            "Model-Optimizer) fetches it from its source and writes a test.parquet, which is read here"
+        )
+    kind = str(given.get("category", OWN))
+    if kind in MT_BENCH and "source" not in given:  # which SPEED-Bench names, whose categories are called the same
+        kind = "mt_bench"
+    name = str(given.get("question_id", f"prompt-{number}"))
+    return Chat(name, kind, [{"role": "user", "content": turns[0]}], tuple(turns[1:]), name)
 
 
 def first_of_each_kind(chats: list[Chat], count: int) -> list[Chat]:

@@ -23,7 +23,7 @@ class RealReport:
     """Every decoding of the run, and what follows.
 
     Attributes:
-        prompts: by name their kind and length in tokens.
+        prompts: by name their kind, length in tokens, and the question that they are a turn of.
         peers: per engine version and bits a weight, per way the chosen setting.
         runs: one decoding each; ``tokens`` are new ones, ``seconds`` those of prompt and text.
         ratios: our history's rate over every other's, over the prompts that both decoded.
@@ -114,6 +114,7 @@ class RealReport:
             "bits": self.bits(name),
             "tokens_per_second": _rate(self.totals(name)),
             "tokens_per_step": _per_step(runs),
+            "acceptance_length": self._acceptance_length(runs),
             "rounds": 1 + max(run["round"] for run in runs),
             "texts": len(first),
             "tokens": sum(run["tokens"] for run in first),
@@ -125,13 +126,22 @@ class RealReport:
             "by_kind": {
                 kind: {
                     "tokens_per_second": _rate(totals),
-                    "tokens_per_step": _per_step([r for r in runs if self.prompts[r["prompt"]]["kind"] == kind]),
+                    "tokens_per_step": _per_step(of := [r for r in runs if self.prompts[r["prompt"]]["kind"] == kind]),
+                    "acceptance_length": self._acceptance_length(of),
                     "prompts": len(totals),
                 }
                 for kind, totals in by_kind.items()
                 if totals
             },
         }
+
+    def _acceptance_length(self, runs: Sequence[dict[str, Any]]) -> float | None:
+        """Tokens a forward by question, all turns of it together, and the mean of these."""
+        questions: dict[str, list[dict[str, Any]]] = {}
+        for run in runs:
+            questions.setdefault(self.prompts[run["prompt"]].get("question", run["prompt"]), []).append(run)
+        found = [_per_step(each) for each in questions.values()]
+        return None if not found or None in found else statistics.fmean(length for length in found if length)
 
 
 def _rate(totals: dict[str, tuple[float, float]]) -> float:
@@ -233,6 +243,20 @@ def kinds_table(data: dict[str, Any]) -> str:
             cells.append("–" if not found else f"{found['tokens_per_second']:.0f}{per_step}")
         lines.append([f"{shown.engine}, {shown.way}", *cells])
     return markdown(["", *kinds], lines)
+
+
+def lengths_table(data: dict[str, Any]) -> str:
+    """Tokens a forward by kind as Spec-Bench and SPEED-Bench define their means, of all ways that count forwards."""
+    kinds = list(dict.fromkeys(prompt["kind"] for prompt in data["prompts"].values()))
+    lines = []
+    for row in data["summary"]:
+        shown = label(row["way"])
+        for measure, said in (("tokens_per_step", "accepted tokens"), ("acceptance_length", "acceptance length")):
+            found = [row["by_kind"].get(kind, {}).get(measure) for kind in kinds]
+            if row[measure] is not None:
+                cells = ["–" if value is None else f"{value:.2f}" for value in [*found, row[measure]]]
+                lines.append([f"{shown.engine}, {shown.way}", said, *cells])
+    return markdown(["", "mean", *kinds, "all"], lines)
 
 
 def short(data: dict[str, Any]) -> dict[str, Any]:

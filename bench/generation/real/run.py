@@ -27,12 +27,13 @@ from ..pairs import Pair, Prompt
 from ..peers.race import Peers
 from .models import Real, bits_of, load_real
 from .names import HF, OURS, PACKED, PLAIN, check_ways, label
-from .prompts import encoded, first_of_each_kind, read_chats
+from .prompts import Chat, encoded, first_of_each_kind, read_chats
 from .report import RealReport
 from .ways import engines_for, names_of, own_ways
 
 NAME = "real"
 WARM_UP_TOKENS = 8
+TEMPLATE_TOKENS = 32  # that a chat template may write round an answer
 SLOW = 0.6  # of the fastest peer's rate: who is below sits out later rounds
 
 
@@ -68,7 +69,7 @@ def name_of(settings: Settings) -> str:
     given = (settings.model, settings.draft, settings.drafter, settings.prompts)
     own = [re.sub(r"[^\w.]+", "-", Path(part).name or str(part)).lower() for part in given if part is not None]
     part = ["part"] if settings.ways else []
-    quick = ["quick"] if settings.limit is not None else []
+    quick = [] if settings.limit is None else ["quick" if settings.limit == 1 else f"first-{settings.limit}"]
     return "-".join([NAME, str(settings.dtype).removeprefix("torch."), *own, *part, *quick])
 
 
@@ -95,7 +96,8 @@ def _run(settings: Settings, folder: Path | None, name: str) -> RealReport:
     engines = engines_for(real, settings.llama_cpp)
     names = _named(settings.ways, names_of(real, engines))
     prompts, others = encoded(chats, real.tokenizer), encoded(tuning, real.tokenizer)
-    pair = Pair(real.name, real.model, real.shared_draft, prompts, source=real.model)  # type: ignore[arg-type]
+    longest = [_to_the_end(real, chat, settings.new_tokens) for chat in chats if chat.turns]
+    pair = Pair(real.name, real.model, real.shared_draft, [*prompts, *longest], source=real.model)  # type: ignore[arg-type]
     report = RealReport(
         settings={
             "model": real.name,
@@ -109,7 +111,7 @@ def _run(settings: Settings, folder: Path | None, name: str) -> RealReport:
         },
         environment=environment(torch.device("cpu")),
         parameters=real.model.num_parameters(),
-        prompts={prompt.name: {"kind": prompt.kind, "tokens": prompt.input_ids.shape[1]} for prompt in prompts},
+        prompts={prompt.name: _about(prompt, chat) for prompt, chat in zip(prompts, chats, strict=True)},
     )
     with (
         _cold_cache(),
@@ -120,12 +122,24 @@ def _run(settings: Settings, folder: Path | None, name: str) -> RealReport:
             report.peers |= {PACKED: {"bits": bits_of(real.packed)}}
         racing = _warm(real, names, [*own_ways(real, names), *peers.competitors], others, report)
         try:
-            _rounds(settings, real, prompts, racing, report, folder, name)
+            _rounds(settings, real, chats, racing, report, folder, name)
         except KeyboardInterrupt:
             if not report.runs:
                 raise
             report.stopped = True
     return report
+
+
+def _about(prompt: Prompt, chat: Chat) -> dict[str, Any]:
+    return {"kind": prompt.kind, "tokens": prompt.input_ids.shape[1], "question": chat.question or chat.name}
+
+
+def _to_the_end(real: Real, chat: Chat, new_tokens: int) -> Prompt:
+    """A prompt as long as a chat's last turn can be, for engines that ask for the length before."""
+    said = [*chat.messages, *({"role": "user", "content": turn} for turn in chat.turns)]
+    (prompt,) = encoded([Chat(chat.name, chat.kind, said)], real.tokenizer)
+    room = len(chat.turns) * (new_tokens + TEMPLATE_TOKENS)
+    return Prompt(prompt.name, prompt.kind, torch.nn.functional.pad(prompt.input_ids, (0, room)))
 
 
 @contextmanager
@@ -194,33 +208,43 @@ def _warm(
 def _rounds(
     settings: Settings,
     real: Real,
-    prompts: Sequence[Prompt],
+    chats: Sequence[Chat],
     racing: list[Competitor],
     report: RealReport,
     folder: Path | None,
     name: str,
 ) -> None:
-    """Every prompt's ways decode one after the other, beginning with another one each time."""
+    """Every prompt's ways decode one after the other, beginning with another one each time.
+
+    A chat of several turns goes on with the first way's answers, the same for all ways and rounds.
+    """
     begin, others = time.perf_counter(), Others()
+    answers: dict[str, str] = {}
     for round_ in range(settings.rounds):
         if round_:
             racing = _still(racing, report)
-        for number, prompt in enumerate(prompts):
+        for number, first in enumerate(chats):
             turn = (number + round_) % len(racing)
-            texts: dict[str, list[int]] = {}
-            runs: list[dict[str, Any]] = []
-            for way in racing[turn:] + racing[:turn]:
-                _say(f"round {round_ + 1}/{settings.rounds}, prompt {number + 1}/{len(prompts)}, {way.name}")
-                texts[way.name], measured = _decode(real, way, prompt, settings.new_tokens, round_)
-                runs.append({"prompt": prompt.name, "way": way.name, "round": round_, **measured})
-            for run_ in runs:
-                run_.update(_compared(real.model, prompt, texts, run_["way"]))
-            report.runs += runs  # at once: a prompt counts that everyone has decoded
+            chat: Chat | None = first
+            while chat is not None:
+                (prompt,) = encoded([chat], real.tokenizer)
+                report.prompts[prompt.name] = _about(prompt, chat)
+                texts: dict[str, list[int]] = {}
+                runs: list[dict[str, Any]] = []
+                for way in racing[turn:] + racing[:turn]:
+                    _say(f"round {round_ + 1}/{settings.rounds}, prompt {number + 1}/{len(chats)}, {way.name}")
+                    texts[way.name], measured = _decode(real, way, prompt, settings.new_tokens, round_)
+                    runs.append({"prompt": prompt.name, "way": way.name, "round": round_, **measured})
+                for run_ in runs:
+                    run_.update(_compared(real.model, prompt, texts, run_["way"]))
+                report.runs += runs  # at once: a prompt counts that everyone has decoded
+                answer = real.tokenizer.decode(texts[racing[0].name], skip_special_tokens=True)
+                chat = chat.answered(answers.setdefault(chat.name, answer))
             report.summarise([way.name for way in racing] if not round_ else None)
             report.seconds = time.perf_counter() - begin
             report.others_share = others.share()
             report.busy = distrust(report.others_share)
-            left = len(prompts) * settings.rounds - 1
+            left = len(chats) * settings.rounds - 1
             if number == round_ == 0 and left:
                 _say(_estimate(report.seconds, left))
             if folder is not None:
