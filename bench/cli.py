@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from .generation import commands as generation
-from .generation.drafters_command import drafters
 from .generation.real.command import command as real
 from .gpu import commands as gpu
 from .kernels import commands as kernels
@@ -49,19 +48,11 @@ BENCHMARKS = {
         "commit": kernels.commit,
         "step-overhead": kernels.step_overhead,
         "rows": kernels.rows,
-        "hybrid": kernels.hybrid,
     },
     "Generation": {
         "real": real,
         "generate": generation.generate,
         "first-token": generation.first_token,
-        "tree-table": generation.tree_table,
-        "sources-table": generation.sources_table,
-        "corpus": generation.corpus,
-        "online": generation.online,
-        "drafters": drafters,
-        "typical-deviation": generation.typical_deviation,
-        "ladder": generation.ladder,
     },
     "Scale": {
         "scale-memory": scale.memory,

@@ -10,16 +10,13 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .generation import corpus_table, drafters_table, hybrid_table, long_table, output_table, sources_table
 from .generation.competitors import ASSISTED, AUTO, GREEDY, PLAIN
 from .generation.generate import title
 from .generation.real import report as real_report
 from .gpu import table as gpu_table
-from .kernels import hybrid as hybrid_rows
 from .lib.intervals import Ratio
 from .lib.report import Report, caption, markdown, micros, speedups
 from .scale import memory as scale_memory
@@ -27,7 +24,6 @@ from .scale import messages as scale_messages
 
 BLOCK = re.compile(r"(<!-- bench:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- /bench:(?P=name) -->)", re.DOTALL)
 ENGINES = ("openvino", "llama-cpp")
-RECIPE = "python -m gsd_kernels_bench.generation.trained_hybrid"
 KERNEL_CASES = ("attention", "merge", "sample", "commit")
 
 
@@ -185,64 +181,6 @@ def _missing(missing: dict[str, str]) -> str:
     return "Missing: " + "; ".join(f"{name} ({reason})" for name, reason in missing.items()) + "." if missing else ""
 
 
-def tree(results: Path) -> str:
-    """Tokens per step of the graph, and how that compares with the tree, by text and rows."""
-    data = _result(results, "tree", "tree-table")
-    target_rows = data["settings"]["grid"]["target_rows"]
-    lines: dict[tuple[str, float, int], dict[int, str]] = {}
-    for cell in data["cells"]:
-        ratio = cell["graph / tree"]
-        sure = "*" if ratio["low"] > 1 or ratio["high"] < 1 else ""
-        text = f"{cell['tokens_per_step']['graph']:.2f} ({ratio['value']:.2f}{sure})"
-        lines.setdefault((cell["text"], cell["temperature"], cell["draft_rows"]), {})[cell["target_rows"]] = text
-    rows = [
-        [
-            f"{text}, {'greedy' if temperature == 0 else f'T = {temperature}'}",
-            str(draft_rows),
-            *(cells[rows_] for rows_ in target_rows),
-        ]
-        for (text, temperature, draft_rows), cells in lines.items()
-    ]
-    total, settings = data["summary"], data["settings"]
-    prompts = max(len(names) for names in settings["prompts"].values())
-    head = (
-        f"Tokens per step of the graph (and its ratio to the tree's; * where the 95% interval excludes 1), by target "
-        f"rows; {prompts} prompts of each text, {settings['new_tokens']} new tokens:"
-    )
-    foot = (
-        f"The graph is ahead of the tree in {total['ahead']} of {total['cells']} cells, in {total['surely_ahead']} of "
-        f"them beyond doubt; at worst its tokens per step are {total['worst']:.2f} times the tree's, at best "
-        f"{total['best']:.2f}. Chain, tree, in-step merging and intervals of every cell: "
-        "[bench/results/tree.md](../bench/results/tree.md)."
-    )
-    return "\n\n".join([head, markdown(["text", "draft rows", *map(str, target_rows)], rows), foot])
-
-
-def sources(results: Path) -> str:
-    """Every draft source, alone and together, on three kinds of text."""
-    return _tables(results, [sources_table.NAME], "gsd-kernels bench sources-table", sources_table.table)
-
-
-def _drafters(spec: sources_table.Table, options: str = "", dtypes: Sequence[str] = ()) -> Callable[[Path], str]:
-    """Kinds of drafters at an equal budget, a result a dtype, or one."""
-    names = [f"{spec.case}-{dtype}" for dtype in dtypes] or [spec.case]
-    table, command = partial(sources_table.table, spec=spec), f"gsd-kernels bench drafters{options}"
-    return partial(_tables, names=names, command=command, table=table)
-
-
-def _tables(results: Path, names: Sequence[str], command: str, table: Callable[[dict[str, Any]], str]) -> str:
-    """The tables of those results that there are, each behind the place where it was measured.
-
-    Raises:
-        MissingResultError: there is none; ``command`` makes them.
-    """
-    paths = [results / f"{name}.json" for name in names]
-    found = [_read(path) for path in paths if path.exists()]
-    if not found:
-        raise MissingResultError(f"`{command}`")
-    return "\n\n".join(f"{_place(data['environment'])}. {table(data)}" for data in found)
-
-
 def rows(results: Path) -> str:
     """Forwards of rows as one operator and by modules, beside the time that reading the weights takes."""
     found = [_rows_table(_read(path)) for path in sorted(results.glob("rows*.json"), key=lambda path: path.stem)]
@@ -374,30 +312,8 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "real-file": lambda results: real_all(results, "bfloat16-file"),
     "headline": headline,
     "speed": speed,
-    "tree": tree,
-    "sources": sources,
-    "drafters": _drafters(drafters_table.TABLE, dtypes=("bfloat16", "float32")),
-    "drafters-counts": _drafters(drafters_table.COUNTS, " --counts"),
-    "drafters-smollm2": _drafters(drafters_table.CHAT, " --target smollm2", ("bfloat16",)),
-    "drafters-smollm2-counts": _drafters(drafters_table.CHAT_COUNTS, " --target smollm2 --counts"),
-    "drafters-edges": _drafters(drafters_table.EDGES, " --drafter DIR"),
-    "drafters-output": partial(
-        _tables,
-        names=["drafters-smollm2-output", "drafters-output"],
-        command="gsd-kernels bench drafters --target smollm2 --window 250 --new-tokens 2000",
-        table=output_table.table,
-    ),
-    "drafters-long": partial(
-        _tables,
-        names=[long_table.NAME],
-        command="gsd-kernels bench drafters --positions 512,1024,2048,4096,8192",
-        table=long_table.table,
-    ),
     "rows": rows,
-    "hybrid": partial(_tables, names=["hybrid"], command="gsd-kernels bench hybrid", table=hybrid_rows.table),
-    "hybrid-trained": partial(_tables, names=[hybrid_table.NAME], command=RECIPE, table=hybrid_table.table),
     "gpu": gpu,
-    "corpus": partial(_tables, names=["corpus"], command="gsd-kernels bench corpus", table=corpus_table.table),
     "kernels": kernels,
     "scale-messages": messages,
     "scale-memory": memory,

@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parents[1]
 C_LIKE = (".h", ".cpp", ".cu", ".cuh", ".hpp")
 
 BUDGET = {
-    "bench": 19,
-    "bench/generation": 188,
+    "bench": 15,
+    "bench/generation": 100,
     "bench/gpu": 69,
-    "bench/kernels": 41,
+    "bench/kernels": 33,
     "bench/lib": 31,
     "bench/scale": 18,
     "csrc/algorithms": 112,
@@ -46,7 +46,7 @@ BUDGET = {
     "python/gsd_kernels_sglang": 22,
     "python/gsd_kernels_train": 98,
     "python/gsd_kernels_train/recipes": 50,
-    "tests": 1759,
+    "tests": 1740,
     ".": 10,
 }
 """kB of code that a room may have. A room has its folder's files, but for those of rooms inside it.

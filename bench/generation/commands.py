@@ -1,4 +1,4 @@
-"""``gsd-kernels bench generate | first-token | tree-table | sources-table | corpus | online | …``."""
+"""``gsd-kernels bench generate | first-token``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from ..lib.options import (
     RESULTS,
     Compare,
     Device,
-    Dtype,
     DtypeOption,
     Name,
     NewTokens,
     Out,
     Pair,
     PairName,
-    Prompts,
     Quick,
     device_of,
     dtype_of,
@@ -64,6 +62,7 @@ def generate(
     text: Annotated[str, typer.Option("--text", help="Kind of prompts: code, copy, table or prose.")] = "code",
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="The first so many of that kind.")] = 20,
     new_tokens: NewTokens = 128,
+    fresh: Annotated[bool, typer.Option("--fresh", help="The last ones, on which no setting was chosen.")] = False,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
     names: Annotated[
         list[str] | None, typer.Option("--competitors", help="Comma-separated. Default: all but single sources.")
@@ -114,6 +113,7 @@ def generate(
         prompts=prompts,
         new_tokens=new_tokens,
         temperature=temperature,
+        fresh=fresh,
         competitors=(*(listed(names) or DEFAULT), *(PEERS if peers else ())),
         backend=backend,
         quick=quick,
@@ -190,130 +190,3 @@ def _show_changes(report: GenerateReport, path: Path) -> None:
     for row in report.summary:
         if row["competitor"] in before:
             typer.echo(f"{row['tokens_per_second'] / before[row['competitor']]:.2f}  {row['competitor']}")
-
-
-def tree_table(
-    pair: Pair = PairName.demo,
-    prompts: Prompts = 10,
-    new_tokens: NewTokens = 64,
-    quick: Quick = False,
-    out: Out = RESULTS,
-) -> None:
-    """Tokens per step of chain, tree and graph over a grid of draft and target rows. Resumes where it was stopped."""
-    from .tree_table import QUICK, Grid, run
-
-    quiet()
-    grid = QUICK if quick else Grid()
-    count = min(prompts, 2) if quick else prompts
-    typer.echo(run(grid, pair=pair.value, prompts=count, new_tokens=new_tokens, folder=out))
-
-
-def sources_table(
-    pair: Pair = PairName.demo,
-    target_shape: TargetShape = "250m",
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of both models.")] = Dtype.bfloat16,
-    prompts: Prompts = 8,
-    new_tokens: NewTokens = 64,
-    quick: Annotated[bool, typer.Option("--quick", help="Two prompts of one text, 16 tokens, not inflated.")] = False,
-    out: Out = RESULTS,
-) -> None:
-    """Every draft source, alone and together, on three kinds of text. Resumes where it was stopped."""
-    import torch
-
-    from .generate import Settings
-    from .sources_table import NAME, OURS, TEXTS, THEIRS, run
-
-    quiet()
-    settings = Settings(
-        device=torch.device("cpu"),
-        dtype=getattr(torch, dtype.value),
-        pair=pair.value,
-        target_shape="none" if quick else target_shape,
-        prompts=2 if quick else prompts,
-        new_tokens=16 if quick else new_tokens,
-        competitors=(*THEIRS, *OURS),
-        quick=quick,
-    )
-    texts, name = (("copy",), f"{NAME}-quick") if quick else (TEXTS, NAME)
-    typer.echo(run(settings, texts=texts, folder=out, name=name))
-
-
-def corpus(
-    target_shape: TargetShape = "250m",
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of the target.")] = Dtype.bfloat16,
-    index: Annotated[
-        Path | None,
-        typer.Option("--corpus", help="Folder of the index; made where it is not there. Default: in the user's cache."),
-    ] = None,
-    prompts: Prompts = 5,
-    turns: Annotated[int, typer.Option("--turns", min=2, help="Of the agent's loop.")] = 20,
-    new_tokens: NewTokens = 40,
-    quick: Annotated[bool, typer.Option("--quick", help="Few prompts and files, 16 tokens, not inflated.")] = False,
-    out: Out = RESULTS,
-) -> None:
-    """The history across calls and a corpus of the standard library on four tasks. Resumes where it was stopped."""
-    import torch
-
-    from gsd_kernels_hf.costs.store import cache_dir
-
-    from .corpus_table import NAME, Settings, run
-
-    quiet()
-    name = f"{NAME}-quick" if quick else NAME
-    settings = Settings(
-        target_shape="none" if quick else target_shape,
-        dtype=getattr(torch, dtype.value),
-        prompts=min(prompts, 2) if quick else prompts,
-        turns=min(turns, 6) if quick else turns,
-        new_tokens=min(new_tokens, 16) if quick else new_tokens,
-        quick=quick,
-    )
-    typer.echo(run(settings, corpus=index or cache_dir() / f"bench-{name}", folder=out, name=name))
-
-
-def online(
-    requests: Annotated[int, typer.Option("--requests", min=1, help="Pieces of one held-out file.")] = 40,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Of every prompt.")] = 64,
-    new_tokens: NewTokens = 48,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Of learning after a request.")] = 2,
-    lr: Annotated[float, typer.Option("--lr", help="Learning rate.")] = 1e-4,
-    quick: Annotated[bool, typer.Option("--quick", help="Three requests of eight tokens.")] = False,
-    out: Out = RESULTS,
-) -> None:
-    """What is accepted of a draft that learns while serving, by number of requests on one topic."""
-    from .online_table import NAME, Settings, run
-
-    quiet()
-    settings = Settings(
-        requests=3 if quick else requests,
-        prompt_tokens=prompt_tokens,
-        new_tokens=8 if quick else new_tokens,
-        steps=steps,
-        lr=lr,
-    )
-    typer.echo(run(settings, folder=out, name=f"{NAME}-quick" if quick else NAME))
-
-
-def typical_deviation(
-    pair: Pair = PairName.demo,
-    prompts: Annotated[int, typer.Option("--prompts", min=1)] = 8,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Of every prompt.")] = 4,
-    new_tokens: NewTokens = 64,
-    out: Out = RESULTS,
-) -> None:
-    """Deviation and gain of typical acceptance, beside the exact criterion and speculative sampling."""
-    from .typical_deviation import run
-
-    quiet()
-    typer.echo(run(pair=pair.value, prompts=prompts, samples=samples, new_tokens=new_tokens, folder=out))
-
-
-def ladder(
-    record: Annotated[bool, typer.Option("--record", help="Record the profiles of acceptance anew.")] = False,
-    choose: Annotated[bool, typer.Option("--choose", help="Look for ladders.")] = False,
-    out: Out = RESULTS,
-) -> None:
-    """What the automatic policy's few shapes lose against 576, simulated over recorded acceptance."""
-    from .ladder import run
-
-    run(out, record_anew=record, look_for_ladders=choose, show=typer.echo)

@@ -15,8 +15,6 @@ from gsd_kernels_cli import comparison
 from gsd_kernels_hf.records import Verified
 from gsd_kernels_hf.sources.load import source_of
 
-from .lattices import KIND as LATTICE
-from .lattices import Marginals
 from .pairs import Pair
 
 GREEDY, STATIC, PLAIN, AUTO, HISTORY_AUTO = "hf-greedy", "hf-static-compile", "plain", "auto", "history-auto"
@@ -40,17 +38,13 @@ DRAFTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "dflash-chain": (("dflash",), "block-chain"),
     "dflash-lattice": (("dflash",), "block"),
     "dflash-history": (("dflash", "history"), "block-history"),
-    "lattice-chain": ((LATTICE,), "block-chain"),
-    "lattice-marginals": ((Marginals.name,), "block"),
-    "lattice": ((LATTICE,), "block"),
-    "lattice-history": ((LATTICE, "history"), "block-history"),
     "every": (("model", "heads", "eagle3", "dflash", "history"), "graph"),
     "every-auto": (("model", "heads", "eagle3", "dflash", "history"), AUTO),
     "eagle3-auto": (("eagle3", "history"), AUTO),
 }
 OURS = (*BASIC, *DRAFTERS)
 COMPETITORS = (GREEDY, STATIC, *ASSISTED, *OTHER_SPECULATION, *OURS)
-#: Of sources_table and docs/policy.md; raced where they are asked for.
+#: Raced where they are asked for.
 SINGLE_SOURCES = ("merged", *HISTORY_ROWS, HISTORY_AUTO, "layer-skip", "heads", "all", *DRAFTERS)
 DEFAULT = tuple(name for name in COMPETITORS if name not in SINGLE_SOURCES)
 
@@ -259,7 +253,6 @@ def _drafters(name: str, pair: Pair, sampling: dict[str, Any], backend: str) -> 
     """Drafters of the pair, alone or mixed."""
     wanted, shape = DRAFTERS[name]
     own = {kind: source_of(drafter) for kind, drafter in pair.drafters.items()}
-    own |= {Marginals.name: Marginals(pair.drafters[LATTICE])} if LATTICE in own else {}
     missing = [w for w in wanted if w not in own and w not in ("model", "heads", "history")]
     missing += ["heads"] * ("heads" in wanted and pair.heads is None)
     if missing and not (name.startswith("every") and len(missing) < 3):

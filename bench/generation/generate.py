@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from gsd_kernels_cli.comparison import first_divergence, sameness, wait_for
-from gsd_kernels_cli.demo import smollm2
 from gsd_kernels_cli.ranks import from_first
 from gsd_kernels_hf.files import write_json
 
 from ..lib.environment import environment
 from ..lib.intervals import Ratio, paired_ratio
 from ..lib.report import SCHEMA, markdown
-from . import chat_pair
 from .competitors import (
     ASSISTED,
     AUTO,
@@ -34,7 +32,6 @@ from .competitors import (
     competitors,
     fixed_configs,
 )
-from .lattices import with_lattice
 from .pairs import Pair, Prompt, load_pair, of_length
 from .peers.race import PEERS, TUNING_PROMPTS, Peers
 from .real.own import own_pair
@@ -70,8 +67,6 @@ class Settings:
     model: str | None = None  # one's own, with its draft and prompts, in place of the pair
     draft: str | None = None
     prompt_file: Path | None = None
-    drafter: Path | None = None  # one's own for the pair's target, with edges
-    drafter_weights: Mapping[str, str] = field(default_factory=dict)  # by kind; of a result with drafters
 
 
 @dataclass
@@ -124,11 +119,10 @@ def title(settings: dict[str, Any], parameters: dict[str, int]) -> str:
     shape = "" if settings["target_shape"] == "none" else f" inflated to {settings['target_shape']}"
     text = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']}"
     ranks = settings.get("ranks", 1)
-    if settings.get("model") or settings["pair"] == chat_pair.NAME:
+    if settings.get("model"):
         draft = f" with a {parameters['draft'] / 1e6:.0f}M draft" if parameters["draft"] else ""
         size = f"{parameters['target'] / 1e6:.0f}M{draft}"
-        name, most = (settings["pair"], "") if settings.get("model") else (smollm2.NAME, "at most ")
-        return f"{name} ({size}), {settings['dtype']}, {text}, {most}{settings['new_tokens']} new tokens"
+        return f"{settings['pair']} ({size}), {settings['dtype']}, {text}, {settings['new_tokens']} new tokens"
     shared = f", {ranks} tensor-parallel ranks (auto is the preset graph)" if ranks > 1 else ""
     return (
         f"{settings['pair']} pair{shape} ({parameters['target'] / 1e6:.0f}M with a {parameters['draft'] / 1e6:.1f}M "
@@ -144,14 +138,11 @@ def run(settings: Settings, *, folder: Path | None = None, name: str = NAME) -> 
     if settings.model is not None and any(name in PEERS for name in settings.competitors):
         raise ValueError("--peers: not raced over --model here; gsd-kernels bench real races them")
     pair, tuning = _pair_and_tuning(settings)
-    if settings.drafter is not None:
-        pair = with_lattice(pair, settings.drafter)
     report = GenerateReport(
         settings={
             **{k: v for k, v in asdict(settings).items() if k not in ("device", "dtype", "competitors", "seconds")},
             "pair": pair.name,
             "prompt_file": None if settings.prompt_file is None else settings.prompt_file.name,
-            "drafter": None if settings.drafter is None else settings.drafter.name,
             "dtype": str(settings.dtype).removeprefix("torch."),
             "competitors": list(settings.competitors),
             "configs": {key: asdict(config) for key, config in fixed_configs(settings.device).items()},
@@ -178,9 +169,6 @@ def _pair_and_tuning(settings: Settings) -> tuple[Pair, list[Prompt]]:
     if settings.model is not None:
         options = {"device": settings.device, "dtype": settings.dtype, "count": settings.prompts}
         return own_pair(settings.model, settings.draft, settings.prompt_file, **options), []
-    if settings.pair == chat_pair.NAME:
-        options = {"device": settings.device, "dtype": settings.dtype, "prompts": settings.prompts}
-        return chat_pair.chat_pair(texts=[settings.text], **options), []
     pair = load_pair(
         settings.pair,
         device=settings.device,

@@ -58,14 +58,6 @@ class Pair:
     sample: Tensor | None = None  # int64 [1, L]; text that is neither prompt nor held out, to search layers on
 
 
-def left_padded(prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
-    """One batch of prompts: ids and attention mask, int64 [B, P]."""
-    width = max(prompt.input_ids.shape[1] for prompt in prompts)
-    ids = torch.cat([torch.nn.functional.pad(p.input_ids, (width - p.input_ids.shape[1], 0)) for p in prompts])
-    lengths = torch.tensor([prompt.input_ids.shape[1] for prompt in prompts])
-    return ids, (torch.arange(width) >= width - lengths[:, None]).long()
-
-
 def of_length(prompts: Sequence[Prompt], tokens: int, limit: int) -> list[Prompt]:
     """The prompts, each with the next ones behind it, and again from the first, cut to exactly ``tokens`` tokens.
 

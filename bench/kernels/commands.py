@@ -23,7 +23,6 @@ from ..lib.options import (
     Quick,
     device_of,
     dtype_of,
-    quiet,
     show,
 )
 
@@ -145,50 +144,6 @@ def rows(
     usual = (Dtype.bfloat16, Dtype.float32) if place.type == "cpu" else (Dtype.bfloat16,)
     named = [getattr(torch, dtype.value) for dtype in dtypes or usual]
     report = run(shape, named, tuple(counts or (1, 4, 8, 16, 32, 64)), prefix, prompt, seconds, place, busy)
-    typer.echo(table(report))
-    if file is not None:
-        write_json(file, report, indent=1)
-
-
-def hybrid(
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of weights and cache.")] = Dtype.bfloat16,
-    counts: Annotated[
-        list[int] | None, typer.Option("--rows", min=1, max=32, help="Repeatable. Default: 1, 2, 4, 8 and 16.")
-    ] = None,
-    branch: Annotated[int, typer.Option("--branch", min=1, help="Children of a row; 1: the rows are a path.")] = 4,
-    prefix: Annotated[int, typer.Option("--prefix", min=0, help="Cached tokens.")] = 256,
-    prefixes: Annotated[
-        list[int] | None,
-        typer.Option("--prefixes", min=0, help="Repeatable; by window only. Default: 0, 512, 2048 and 8192."),
-    ] = None,
-    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Default: torch's.")] = None,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.0, help="For each number of rows and prefix.")] = 5.0,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", min=0, help="Of the raced texts; 0: no race.")] = 64,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Of the race.")] = 3,
-    quick: Quick = False,
-    file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the result here.")] = None,
-) -> None:
-    """A hybrid target of Qwen3.5's shape on a CPU: forwards of rows by window and by depth, and a race."""
-    import torch
-
-    from gsd_kernels_hf.files import write_json
-
-    from .hybrid import run, table
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    quiet()
-    report = run(
-        getattr(torch, dtype.value),
-        rows=tuple(counts or (1, 2, 4, 8, 16)),
-        branch=branch,
-        prefix=prefix,
-        prefixes=tuple(prefixes or (0, 512, 2048, 8192)),
-        seconds=min(seconds, 0.05) if quick else seconds,
-        new_tokens=min(new_tokens, 40) if quick else new_tokens,
-        repeats=1 if quick else repeats,
-        quick=quick,
-    )
     typer.echo(table(report))
     if file is not None:
         write_json(file, report, indent=1)

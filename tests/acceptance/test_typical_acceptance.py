@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 
 import models
 import numpy as np
-import pytest
 import torch
 from acceptance.chains import VOCAB, chain_rows, generate, pair, sampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gsd_kernels as gsd
-from gsd_kernels_bench.generation import typical_deviation
 from gsd_kernels_hf.acceptance import criteria
 
 
@@ -97,33 +94,3 @@ def test_typical_with_the_automatic_shape_learns_apart():
     for criterion in ("exact", "typical"):
         generate(target, draft, criterion, prompt, graph_config="auto", max_new_tokens=8)
     assert {engine.criterion for engine in engines_of(target)} == {"exact", gsd.Typical()}
-
-
-def test_the_deviation_of_one_text_has_no_error():
-    text = {"tokens": 8, "steps": 4, "not_own": 1, "differing": 2, "log_likelihood": -1.5, "entropy": 1.25}
-    record = {"temperature": 0.0, "shape": "chain", "criterion": "exact", "lossless": True, "texts": [text]}
-    (row,) = rows = typical_deviation.summary([record])
-    assert row["excess"] == -0.25 and row["excess_error"] is None
-    settings = {"pair": "tiny", "prompts": ["one"], "samples": 1, "new_tokens": 8}
-    assert "| -0.250 |" in typical_deviation.table({"summary": rows, "settings": settings})
-    (row,) = rows = typical_deviation.summary([record | {"texts": [text, text | {"entropy": 1.0}]}])
-    assert row["excess_error"] == pytest.approx(0.125)
-    assert "| -0.375 ± 0.125 |" in typical_deviation.table({"summary": rows, "settings": settings})
-
-
-@pytest.mark.slow
-def test_the_deviation_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(typical_deviation, "TEMPERATURES", (0.0, 0.7))
-    monkeypatch.setattr(typical_deviation, "EPSILONS", (0.03,))
-    text = typical_deviation.run(pair="tiny", prompts=2, samples=2, new_tokens=8, folder=tmp_path)
-    data = json.loads((tmp_path / "typical.json").read_text())
-    assert (tmp_path / "typical.md").read_text() == text + "\n"
-    rows = {(row["temperature"], row["shape"], row["criterion"]): row for row in data["summary"]}
-    assert len(rows) == len(data["records"]) == 2 * 2 * 2 + 1 and len(text.splitlines()) == len(rows) + 6
-    for (temperature, _, criterion), row in rows.items():
-        if criterion == "exact" or not temperature:
-            assert row["not_own_share"] == row["differing_share"] == 0 and row["lossless"]
-        else:
-            assert row["lossless"] == (criterion == "speculative") and row["texts"] == 4
-    lossy = [row for row in rows.values() if not row["lossless"]]
-    assert any(row["not_own_share"] > 0 for row in lossy) and any(row["gain"]["value"] > 1 for row in lossy)

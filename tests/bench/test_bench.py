@@ -122,19 +122,6 @@ def test_rows_are_measured_beside_the_modules(tmp_path):
         bench("rows", "--shape", "tiny", "--dtype", "float64")
 
 
-def test_a_hybrid_target_is_measured_by_window_and_by_depth(tmp_path):
-    file = tmp_path / "hybrid.json"
-    options = ["--rows", "1", "--rows", "4", "--prefixes", "512", "--new-tokens", "40"]
-    output = bench("hybrid", "--quick", "--dtype", "float32", *options, "--json", str(file))
-    report = json.loads(file.read_text())
-    assert [line["rows"] for line in report["rows"]] == [1, 4]
-    assert all(line[way] > 0 for line in report["rows"] for way in ("window", "depth"))
-    assert report["prefixes"][0].keys() == {"prefix", "1", "8"}
-    assert [line["way"] for line in report["race"]] == ["transformers", "plain", "history"]
-    assert all(line["same_text"] and line["distinct_tokens"] == 16 for line in report["race"])
-    assert "by depth, ms" in output and "× transformers" in output
-
-
 def test_unknown_names_are_refused():
     settings = Settings(CPU, torch.float32, quick=True, seconds=0.0)
     with pytest.raises(ValueError, match=r"--backend: 'gpu' is none of"):

@@ -1,42 +1,29 @@
 """What the ladder of shapes loses against the full set, simulated over recorded acceptance.
 
-    gsd-kernels bench ladder [--record] [--choose] [--out DIR]
-
-Profiles (what the sources thought of the candidates after every accepted node, and which one the target picked) are
-recorded once with the demo pair on three kinds of text, greedy and sampled, and kept in ``results/profiles.npz``. The
-simulation takes windows of them, predicts the tokens of a step of all 576 shapes as the automatic policy does, divides
-by the seconds of a cost curve, and compares the best shape of all with the best of the ladder. ``--choose`` looks for a
-ladder, as those of :mod:`gsd_kernels_hf.policy.shapes` were found.
+Profiles (what the sources thought of the candidates after every accepted node, and which one the target picked) were
+recorded with the demo pair on three kinds of text, greedy and sampled. The simulation takes windows of them, predicts
+the tokens of a step of all 576 shapes as the automatic policy does, divides by the seconds of a cost curve, and
+compares the best shape of all with the best of the ladder. Recording, and the search for a ladder, are in commit
+b32da8d, ``bench/generation/ladder.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-import gsd_kernels
 from gsd_kernels import GraphConfig
-from gsd_kernels_hf.files import write_json, write_text
 from gsd_kernels_hf.policy.acceptance import MISS, SETTINGS, AcceptanceModel, Pool, TreeForecast
-from gsd_kernels_hf.policy.base import Observation, Profiles
-from gsd_kernels_hf.policy.fixed import FixedPolicy
-from gsd_kernels_hf.policy.shapes import LOOKUP_CONTEXT, ladder, shape_name
+from gsd_kernels_hf.policy.shapes import LOOKUP_CONTEXT, ladder
 
-from ..lib.environment import environment
-from ..lib.report import markdown
-
-NAME = "ladder"
-PROFILES = Path(__file__).parents[1] / "results" / "profiles.npz"
-PROMPTS, NEW_TOKENS = 6, 160
-TEMPERATURES = (0.0, 0.8)
+PROFILES = Path(__file__).parents[2] / "bench" / "results" / "profiles.npz"
+PROMPTS = 6
 KINDS = tuple(f"{text}, {how}" for text in ("code", "copy", "prose") for how in ("greedy", "sampled"))
 WINDOWS = (0.25, 1.0)  # where in a text the windows of profiles end
-WEAK = 0.4  # of the history, in a text that repeats itself less than a small model's does
 
 ROWS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10)
@@ -137,60 +124,6 @@ CURVES = {
     "H200, batch 8": Curve(H200, 0.0020, 0.002, 0.001, 0.00005, "cuda", 8),
 }
 ASKED = tuple(name for name, curve in CURVES.items() if curve.weight == 1.0)
-ENOUGH = 0.018  # a loss that the curves asked for may have, so that the others are served as well
-
-
-class _Recorder(FixedPolicy):
-    """One large shape, whose profiles are kept."""
-
-    def __init__(self) -> None:
-        super().__init__(GraphConfig(depth=10, width=8, branch=4, max_rows=128, history_depth=4, history_width=8))
-        self.acceptance = AcceptanceModel(4)
-        self.seen: list[Profiles] = []
-
-    def observe(self, seen: Observation) -> None:
-        self.seen.append(seen.profiles)
-
-
-def texts(count: int) -> dict[str, list[str]]:
-    """Prompts by kind of text."""
-    from gsd_kernels_cli import demo
-
-    from .prose import PASSAGES
-
-    found = {kind: [p["text"] for p in demo.prompts(kind)[:count]] for kind in ("code", "copy")}
-    return {**found, "prose": list(PASSAGES.values())[:count]}
-
-
-def record(file: Path = PROFILES) -> None:
-    """Decode with the demo pair and keep what :meth:`Session.observed` says of every step."""
-    from gsd_kernels_cli import demo
-
-    target, draft, tokenizer = demo.load()
-    prompts = texts(PROMPTS)
-    arrays: dict[str, np.ndarray] = {}
-    for kind in KINDS:
-        text, how = kind.split(", ")
-        parts: dict[str, list[np.ndarray]] = {}
-        for number, prompt in enumerate(prompts[text]):
-            recorder = _Recorder()
-            decoder = gsd_kernels.GraphDecoder(draft)
-            decoder.policy = lambda *_, recorder=recorder, **__: recorder
-            options: dict[str, Any] = {"do_sample": False}
-            if how == "sampled":
-                options = {"do_sample": True, "temperature": TEMPERATURES[1]}
-                decoder.seed = number
-            ids = tokenizer(prompt, return_tensors="pt").input_ids
-            with torch.no_grad():
-                target.generate(ids, custom_generate=decoder, max_new_tokens=NEW_TOKENS, eos_token_id=None, **options)
-            for step in recorder.seen:
-                for name, (probs, hits) in step.items():
-                    parts.setdefault(f"{name}/probs", []).append(probs.astype(np.float16))
-                    parts.setdefault(f"{name}/hits", []).append(hits)
-                    parts.setdefault(f"{name}/prompt", []).append(np.full(len(probs), number, np.int8))
-        arrays |= {f"{kind}/{name}": np.concatenate(found) for name, found in parts.items()}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(file, **arrays)
 
 
 def windows(file: Path = PROFILES) -> dict[str, list[dict[str, Pool]]]:
@@ -217,19 +150,12 @@ def windows(file: Path = PROFILES) -> dict[str, list[dict[str, Pool]]]:
     return found
 
 
-def weakened(pool: Pool) -> Pool:
-    """The same text, less alike to itself: the history's candidates are less likely, and fewer of them picked."""
-    picked = np.random.default_rng(0).random(len(pool.picks)) < WEAK
-    return Pool(WEAK * pool.profiles, np.where(picked, pool.picks, MISS))
-
-
 @dataclass(frozen=True)
 class Simulation:
-    """Tokens and rows of a step by kind of text, [windows, S] each; with the history recorded, and a weaker one."""
+    """Tokens and rows of a step by kind of text, [windows, S] each."""
 
     shapes: list[GraphConfig]
-    usual: dict[str, tuple[np.ndarray, np.ndarray]]
-    weak: dict[str, tuple[np.ndarray, np.ndarray]]
+    steps: dict[str, tuple[np.ndarray, np.ndarray]]
 
     @classmethod
     def of(cls, shapes: list[GraphConfig], pools: dict[str, list[dict[str, Pool]]]) -> Simulation:
@@ -239,16 +165,11 @@ class Simulation:
             parts = [[plan.predict(window) for plan in plans] for window in found]
             return tuple(np.stack([np.concatenate([p[i] for p in part]) for part in parts]) for i in (0, 1))
 
-        usual = {kind: predict(found) for kind, found in pools.items()}
-        weak = {
-            kind: predict([{**window, "lookup": weakened(window["lookup"])} for window in found])
-            for kind, found in pools.items()
-        }
-        return cls(shapes, usual, weak)
+        return cls(shapes, {kind: predict(found) for kind, found in pools.items()})
 
-    def rates(self, curve: Curve, kind: str, *, weak: bool = False) -> np.ndarray:
+    def rates(self, curve: Curve, kind: str) -> np.ndarray:
         """Tokens a second by window and shape, plain decoding last: [windows, S + 1]."""
-        tokens, rows = (self.weak if weak else self.usual)[kind]
+        tokens, rows = self.steps[kind]
         return np.concatenate([tokens, np.ones((len(tokens), 1))], 1) / curve.seconds(self.shapes, rows)
 
 
@@ -270,53 +191,3 @@ def table(simulation: Simulation) -> list[dict[str, Any]]:
             row |= {k: round(100 * loss(simulation.rates(curve, k), some, among), 2) for k in KINDS}
             rows.append(row)
     return rows
-
-
-def choose(simulation: Simulation, device: str, *, with_model: bool, count: int = 8) -> list[GraphConfig]:
-    """Greedy forward selection with exchanges, for the mean loss over curves and texts, and the worst."""
-    among = [i for i, s in enumerate(simulation.shapes) if with_model or not s.depth]
-    cells: list[tuple[float, np.ndarray]] = []
-    for curve in CURVES.values():
-        if curve.device == device:
-            for kind in KINDS:
-                cells.append((curve.weight, simulation.rates(curve, kind)))
-                cells.append((0.25 * curve.weight, simulation.rates(curve, kind, weak=True)))
-    pool = sorted({among[i] for _, rates in cells for i in rates[:, among].argmax(1)})
-    best = [rates[:, [*among, -1]].max(1).sum() for _, rates in cells]
-    weights = np.array([weight for weight, _ in cells])
-
-    def score(some: list[int]) -> float:
-        own = [rates[:, [*some, -1]].max(1).sum() for _, rates in cells]
-        lost = 1.0 - np.array(own) / np.array(best)
-        asked, elsewhere = lost[weights == 1.0].max(), (weights * lost).max()
-        return float(weights @ lost / weights.sum() + max(asked, ENOUGH) + elsewhere)
-
-    chosen: list[int] = []
-    while len(chosen) < count:
-        chosen.append(min((i for i in pool if i not in chosen), key=lambda i: score([*chosen, i])))
-    before = np.inf
-    while score(chosen) < before - 1e-6:
-        before = score(chosen)
-        for place in range(count):
-            rest = chosen[:place] + chosen[place + 1 :]
-            chosen = [*rest, min((i for i in pool if i not in rest), key=lambda i, r=rest: score([*r, i]))]
-    return [simulation.shapes[i] for i in sorted(chosen)]
-
-
-def run(out: Path, *, record_anew: bool, look_for_ladders: bool, show: Callable[[str], object] = print) -> None:
-    """Simulate and write ``ladder.json`` and ``ladder.md`` into ``out``."""
-    if record_anew:
-        record()
-    simulation = Simulation.of(full_set(), windows())
-    if look_for_ladders:
-        for device, with_model in (("cpu", True), ("cuda", True), ("cuda", False)):
-            show(f"{device}, {'with' if with_model else 'without'} a model:")
-            for shape in choose(simulation, device, with_model=with_model):
-                show(f"  {shape_name(shape)}")
-    rows = table(simulation)
-    header = ["curve", "sources", *KINDS]
-    text = markdown(header, [[str(row[key]) for key in header] for row in rows])
-    about = environment(torch.device("cpu"))
-    write_json(out / f"{NAME}.json", {"case": NAME, "environment": about, "percent_lost": rows})
-    write_text(out / f"{NAME}.md", text + "\n")
-    show(text)

@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from gsd_kernels_bench.generation import hybrid_table
-from gsd_kernels_bench.generation import trained_hybrid as hybrid
 from gsd_kernels_hf import DraftHeads, generate
-from gsd_kernels_hf.model.recurrent.mixers import FIRST, READABLE
 from gsd_kernels_train import text
 from gsd_kernels_train.recipes import stdlib as sources
 from gsd_kernels_train.recipes import stdlib_prompts as prompts
@@ -92,23 +89,3 @@ def test_every_stage_runs_and_the_pair_decodes(small, tmp_path):
     plain = target.generate(ids, max_new_tokens=12, do_sample=False)
     for drafts in ({"assistant_model": draft}, {"draft_heads": DraftHeads.from_pretrained(folder / "heads", target)}):
         assert generate(target, ids, max_new_tokens=12, do_sample=False, **drafts).equal(plain)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not READABLE, reason=f"states are read from transformers {FIRST} on")
-def test_a_small_hybrid_is_trained_and_counted(small, tmp_path, monkeypatch):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
-    sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-    for name, size in sizes.items():
-        monkeypatch.setitem(hybrid.SHAPE, name, size)
-    monkeypatch.setattr(hybrid, "BATCH", 512)
-    command = ["--out", str(tmp_path), "--steps", "2", "2", "--prompts", "1", "--new-tokens", "6"]
-    hybrid.main(command)
-    weights = tmp_path / "target" / "model.safetensors"
-    before = weights.stat().st_mtime_ns
-    hybrid.main(command)
-    assert weights.stat().st_mtime_ns == before, "nothing is trained again"
-    found = json.loads((tmp_path / "hybrid-trained.json").read_text())
-    assert all(run["own_text"] for run in found["runs"])
-    assert {run["way"] for run in found["runs"]} == set(hybrid_table.WAYS) and found["target"]["steps"] == 2
-    assert "| heads and history |" in hybrid_table.table(found)
