@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..lib.kernel_report import SHARED_LIMIT, kernel_table
+from gsd_kernels_cli.kernel_report import SHARED_LIMIT, kernel_table
+
 from .work import Work
 
 

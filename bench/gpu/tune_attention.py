@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from gsd_kernels.attention_config import TABLE, AttentionConfig
-
-from ..lib.kernel_report import SHARED_LIMIT, compile_launches, facts, gate
+from gsd_kernels_cli.kernel_report import SHARED_LIMIT, compile_launches, facts, gate
 
 HEAD_DIMS = (64, 128, 256)
 SIZES_M = (16, 32, 64, 128, 512)  # upper ends of the table's ranges; the last stands for all larger ones
@@ -33,7 +32,7 @@ def run(prefix: int, *, dry_run: bool = False) -> None:
     major, minor = torch.cuda.get_device_capability()
     arch = 10 * major + minor
     if arch not in SHARED_LIMIT:
-        raise RuntimeError(f"compute capability {major}.{minor} is not known to gsd_kernels_bench.lib.kernel_report")
+        raise RuntimeError(f"compute capability {major}.{minor} is not known to gsd_kernels_cli.kernel_report")
     entries = [
         best_entry(arch, dtype, head_dim, size_m, prefix, extras)
         for dtype in (torch.bfloat16, torch.float32)

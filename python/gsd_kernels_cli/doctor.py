@@ -197,12 +197,12 @@ def _compiler(command: str | None, last: bool = False) -> str | None:
 def _kernels(archs: list[int] | None) -> tuple[list[dict[str, Any]] | None, str | None]:
     """The table of compiled kernels, or why there is none."""
     try:
-        kernel_report = pkgutil.resolve_name("gsd_kernels_bench.lib.kernel_report")
-        unknown = set(archs or ()) - set(kernel_report.SHARED_LIMIT)
+        from .kernel_report import ARCHS, SHARED_LIMIT, kernel_table
+
+        unknown = set(archs or ()) - set(SHARED_LIMIT)
         if unknown:
-            known = ", ".join(map(str, kernel_report.SHARED_LIMIT))
-            raise ValueError(f"--arch: expected one of {known}, got {min(unknown)}")
-        return kernel_report.kernel_table(archs or kernel_report.ARCHS), None
+            raise ValueError(f"--arch: expected one of {', '.join(map(str, SHARED_LIMIT))}, got {min(unknown)}")
+        return kernel_table(archs or ARCHS), None
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         return None, " ".join(str(error).split())
 

@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
 from gsd_kernels.attention_config import attention_config, load_table
-from gsd_kernels_bench.lib import kernel_report
+from gsd_kernels_cli import kernel_report
 
 KERNELS = {
     *("split", "combine", "merge", "flatten", "verify", "cut", "score", "log_probs", "commit", "write"),

@@ -184,7 +184,7 @@ def test_kernels_by_time():
 def test_compilations_are_counted(tmp_path, monkeypatch):
     from triton import knobs
 
-    from gsd_kernels_bench.lib.kernel_report import compile_launches, shipped_cases
+    from gsd_kernels_cli.kernel_report import compile_launches, shipped_cases
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     before = knobs.compilation.listener

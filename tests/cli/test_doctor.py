@@ -107,7 +107,7 @@ def test_doctor_on_flash_attention(monkeypatch, installed, loads, gpu, says):
 
 
 def test_doctor_kernels(monkeypatch):
-    from gsd_kernels_bench.lib import kernel_report
+    from gsd_kernels_cli import kernel_report
 
     row = {
         "op": "merge", "case": "64 nodes", "kernel": "merge", "arch": 90, "registers": 96, "stack_bytes": 0,

@@ -28,7 +28,7 @@ from gsd_kernels.ops.ngram import api as ngram
 from gsd_kernels.ops.sampling import api as sampling
 from gsd_kernels.ops.verify import api as verify
 from gsd_kernels.ops.write_kv import api as write_kv
-from gsd_kernels_bench.lib import kernel_report
+from gsd_kernels_cli import kernel_report
 from gsd_kernels_hf.engine import capture, loop, warming
 from gsd_kernels_hf.model import fused
 from gsd_kernels_hf.policy import shape_policy
