@@ -13,7 +13,7 @@ from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.dag_attention import compiled
 from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
 
-from ..lib.runner import Contestant, Entry, Settings
+from ..lib.runner import Entry, Op, Settings
 from ..lib.shapes import SHAPES
 from .peers import attention_peers
 
@@ -40,35 +40,33 @@ def entries(settings: Settings) -> Iterator[Entry]:
                 tree = random_tree(rows, gen).to(device)
                 visible = torch.cat([torch.ones(rows, prefix, dtype=torch.bool, device=device), tree], 1)
                 mask, kv_len = pack_bits(tree)[None], torch.tensor([prefix], dtype=torch.int32, device=device)
-                contestants = [
-                    Contestant(
-                        backend,
-                        None if reason else functools.partial(dag_attention, q, k, v, mask, kv_len, backend=backend),
-                        reason,
-                    )
-                    for backend, reason in backends_for(settings, q, k, v)
-                ]
-                exact = dag_attention(q.float(), k.float(), v.float(), mask, kv_len, backend="reference")
-                yield Entry(
+                attend = functools.partial(dag_attention, q, k, v, mask, kv_len)
+                op = Op(
+                    "dag_attention",
+                    IMPLEMENTATIONS,
+                    lambda backend, attend=attend: attend(backend=backend),
+                    right=dag_attention(q.float(), k.float(), v.float(), mask, kv_len, backend="reference"),
+                    tolerance=8 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-4,
+                    refused=functools.partial(refused, q, k, v),
+                )
+                yield settings.entry(
+                    op,
+                    attention_peers(settings, q, k, v, visible),
                     shape=name,
                     parameters={"rows": rows, "prefix": prefix},
                     operation="dag_attention",
                     bytes_moved=2 * q.nbytes + k.nbytes + v.nbytes + mask.nbytes,
-                    contestants=[*contestants, *attention_peers(settings, q, k, v, visible)],
-                    error=lambda out, exact=exact: float((out.float() - exact).abs().max()),
-                    tolerance=8 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-4,
                 )
 
 
-def backends_for(settings: Settings, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str | None]]:
-    """Backends, each with the reason why it does not run here or not with these tensors."""
-    for backend, reason in settings.backend_names(tuple(IMPLEMENTATIONS)):
-        if backend == "cuda" and reason is None:
-            try:
-                compiled.check(q, k, v)
-            except (TypeError, ValueError) as error:
-                reason = str(error)
-        yield backend, reason
+def refused(q: Tensor, k: Tensor, v: Tensor, backend: str) -> str | None:
+    """Why a backend does not run here, or not with these tensors."""
+    if backend == "cuda":
+        try:
+            compiled.check(q, k, v)
+        except (TypeError, ValueError) as error:
+            return str(error)
+    return None
 
 
 def random_tree(rows: int, gen: torch.Generator) -> Tensor:

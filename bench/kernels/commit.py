@@ -9,12 +9,43 @@ from torch import Tensor
 
 from gsd_kernels import commit_kv
 from gsd_kernels.ops.commit_kv.api import IMPLEMENTATIONS
+from gsd_kernels_cli.demo.inflate import ModelShape
 
-from ..lib.runner import Contestant, Entry, Settings
+from ..lib.runner import Contestant, Entry, Op, Settings
 from ..lib.shapes import SHAPES
 
 NAME, X = "commit", "accepted"
 ROWS, PREFIX = 64, 256
+
+
+Caches = list[list[Tensor]]
+"""Keys, then values, [B, Hkv, S, D] a layer."""
+
+
+def random_caches(
+    shape: ModelShape, device: torch.device, dtype: torch.dtype, gen: torch.Generator, rows: int, batch: int = 1
+) -> Caches:
+    """Of all layers, the prefix and ``rows`` rows of a step, the same in every layer."""
+    size = (batch, shape.num_key_value_heads, PREFIX + rows, shape.head_dim)
+    source = torch.randn(size, generator=gen).to(device, dtype)
+    return [[source.clone() for _ in range(shape.num_layers)] for _ in range(2)]
+
+
+def copied(caches: Caches) -> Caches:
+    """The same in other storage."""
+    return [[tensor.clone() for tensor in part] for part in caches]
+
+
+def commit_op(caches: Caches, rows: Tensor, count: Tensor) -> Op:
+    """The accepted rows [B, P] behind the prefix of every layer; what is compared are copies of the caches."""
+
+    def commit(backend: str, caches: Caches = caches) -> tuple[Tensor, ...]:
+        kv_len = torch.full_like(count, PREFIX)
+        commit_kv(*caches, rows, count, kv_len, backend=backend)
+        return (kv_len, *caches[0], *caches[1])
+
+    before = copied(caches)
+    return Op("commit", IMPLEMENTATIONS, commit, lambda backend: commit(backend, copied(before)))
 
 
 def entries(settings: Settings) -> Iterator[Entry]:
@@ -24,46 +55,24 @@ def entries(settings: Settings) -> Iterator[Entry]:
     for name in settings.shape_names():
         shape = SHAPES[name]
         gen = torch.Generator().manual_seed(0)
-        size = (1, shape.num_key_value_heads, PREFIX + ROWS, shape.head_dim)
-        source = torch.randn(size, generator=gen).to(device, settings.dtype)
-        caches = [[source.clone() for _ in range(shape.num_layers)] for _ in range(2)]
+        caches = random_caches(shape, device, settings.dtype, gen, ROWS)
         for accepted in grid:
             if not 1 <= accepted <= ROWS:
                 raise ValueError(f"--rows: commit accepts 1 … {ROWS} rows, not {accepted}")
             path = torch.cat([torch.zeros(1), 1 + torch.randperm(ROWS - 1, generator=gen)[: accepted - 1].sort()[0]])
             rows = path.to(device, torch.int32)[None]
             count = torch.full((1,), accepted, dtype=torch.int32, device=device)
-            start = torch.full((1,), PREFIX, dtype=torch.int32, device=device)
-            kv_len = start.clone()
 
-            def commit(
-                backend: str,
-                caches: list[list[Tensor]] = caches,
-                rows: Tensor = rows,
-                count: Tensor = count,
-                start: Tensor = start,
-                kv_len: Tensor = kv_len,
-            ) -> Tensor:
-                kv_len.copy_(start)
-                commit_kv(*caches, rows, count, kv_len, backend=backend)
-                return kv_len
-
-            def layer_by_layer(
-                caches: list[list[Tensor]] = caches, rows: Tensor = rows, accepted: int = accepted
-            ) -> None:
+            def layer_by_layer(caches: Caches = caches, rows: Tensor = rows, accepted: int = accepted) -> None:
                 source_rows = rows[0].long() + PREFIX
                 for cache in (*caches[0], *caches[1]):
                     cache[:, :, PREFIX : PREFIX + accepted] = cache.index_select(2, source_rows)
 
-            ours = settings.ours(IMPLEMENTATIONS, commit)
-            peers = [Contestant("torch_per_layer", layer_by_layer, peer=True)]
-            yield Entry(
+            yield settings.entry(
+                commit_op(caches, rows, count),
+                [Contestant("torch_per_layer", layer_by_layer, peer=True, alike=False)],
                 shape=name,
                 parameters={"accepted": accepted, "layers": shape.num_layers},
                 operation="commit_kv",
-                bytes_moved=2 * 2 * shape.num_layers * accepted * source[0, :, 0].nbytes,
-                contestants=[*ours, *(p for p in peers if settings.wants_peer(p.name))],
-                error=lambda output, accepted=accepted: (
-                    0.0 if output is None else float((output - PREFIX - accepted).abs().max())
-                ),
+                bytes_moved=2 * 2 * shape.num_layers * accepted * caches[0][0][0, :, 0].nbytes,
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from gsd_kernels.ops.flatten.api import IMPLEMENTATIONS as FLATTEN
 from gsd_kernels.ops.merge.api import IMPLEMENTATIONS as MERGE
 from gsd_kernels.ops.verify.api import IMPLEMENTATIONS as VERIFY
 
-from ..lib.runner import Contestant, Entry, Settings
+from ..lib.runner import Contestant, Entry, Op, Settings
 
 NAME, X = "merge", "rows"
 TOKENS = 200  # candidates come from this many tokens, so that some merge
@@ -83,39 +82,34 @@ class Step:
     def max_path(self) -> int:
         return int(self.config.max_path or 0)
 
+    def ops(self) -> dict[str, tuple[Op, int]]:
+        """The ops of a step after one another, each with the bytes that it moves at least."""
+        self.merge("reference")
+        rows = self.flatten("reference")
+        graph, row_bytes = self.graph, sum(t.nbytes for t in rows.tensors())
+        candidates = sum(t.nbytes for level in self.levels for t in level)
+        edges = graph.edge_targets.nbytes + graph.edge_log_probs.nbytes + graph.token_ids.nbytes
+        return {
+            "merge, all levels": (Op("merge", MERGE, self.merge), sum(t.nbytes for t in graph.tensors()) + candidates),
+            "flatten": (Op("flatten", FLATTEN, lambda backend: self.flatten(backend).tensors()), edges + row_bytes),
+            "verify": (Op("verify", VERIFY, lambda backend: self.verify(rows, backend)), row_bytes + self.picks.nbytes),
+        }
+
 
 def entries(settings: Settings) -> Iterator[Entry]:
     """Merging of a whole draft, unrolling and verification, by the rows that are kept."""
-    grid = settings.pick(settings.rows, (16, 64), tuple(CONFIGS), tuple(CONFIGS))
-    for rows_kept in grid:
+    for rows_kept in settings.pick(settings.rows, (16, 64), tuple(CONFIGS), tuple(CONFIGS)):
         if rows_kept not in CONFIGS:
             raise ValueError(f"--rows: merge has graphs for {', '.join(map(str, CONFIGS))} rows, not {rows_kept}")
         config = CONFIGS[rows_kept]
-        step = Step(config, settings.device)
-        merged = tuple(t.clone() for t in step.merge("reference"))
-        rows = step.flatten("reference")
-        accepted = step.verify(rows, "reference")
-        graph_bytes = sum(t.nbytes for t in step.graph.tensors())
-        candidates = sum(t.nbytes for level in step.levels for t in level)
-        row_bytes = sum(t.nbytes for t in rows.tensors())
-        edges = step.graph.edge_targets.nbytes + step.graph.edge_log_probs.nbytes + step.graph.token_ids.nbytes
-        for operation, implementations, call, right, size in (
-            ("merge, all levels", MERGE, step.merge, merged, graph_bytes + candidates),
-            ("flatten", FLATTEN, lambda b, s=step: s.flatten(b).tensors(), rows.tensors(), edges + row_bytes),
-            ("verify", VERIFY, lambda b, s=step, r=rows: s.verify(r, b), accepted, row_bytes + step.picks.nbytes),
-        ):
-            yield Entry(
+        for operation, (op, size) in Step(config, settings.device).ops().items():
+            yield settings.entry(
+                op,
+                [Contestant("others", missing=NO_PEER, peer=True)],
                 shape="token graph",
                 parameters={"rows": rows_kept},
                 operation=operation,
                 detail=f"depth {config.depth}, width {config.width}, branch {config.branch}, "
                 f"{config.node_capacity} nodes",
                 bytes_moved=size,
-                contestants=[*settings.ours(implementations, call), Contestant("others", missing=NO_PEER, peer=True)],
-                error=lambda output, right=right: different(output, right),
             )
-
-
-def different(output: Any, right: tuple[Tensor, ...]) -> float:
-    """Number of entries that differ: these ops are equal to the bit."""
-    return float(sum(int((a != b).sum()) for a, b in zip(output, right, strict=True)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,15 +12,18 @@ from torch import Tensor
 from gsd_kernels import draft_candidates, sample_rows
 from gsd_kernels.ops.sampling.api import DRAFT_CANDIDATES, SAMPLE_ROWS
 
-from ..lib.runner import Contestant, Entry, Settings
+from ..lib.runner import Contestant, Entry, Op, Settings
 from ..lib.shapes import SHAPES
 from .peers import sampling_peers
 
 NAME, X = "sample", "rows"
 BRANCH = 4
 
-#: operation → temperature, top_k, top_p
-MODES = {"greedy": (0.0, 0, 1.0), "T=0.7": (0.7, 0, 1.0), "T=0.7, top-k 50, top-p 0.9": (0.7, 50, 0.9)}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0, "top_k": 0, "top_p": 1.0},
+    "T=0.7": {"temperature": 0.7, "top_k": 0, "top_p": 1.0},
+    "T=0.7, top-k 50, top-p 0.9": {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
+}
 
 
 def entries(settings: Settings) -> Iterator[Entry]:
@@ -37,56 +42,35 @@ def entries(settings: Settings) -> Iterator[Entry]:
             gen = torch.Generator().manual_seed(0)
             logits = (3 * torch.randn(1, rows, vocabulary, generator=gen)).to(device, settings.dtype)
             positions = torch.arange(rows, dtype=torch.int32, device=device)[None]
-            for operation, (temperature, top_k, top_p) in MODES.items():
-
-                def sample(
-                    backend: str,
-                    logits: Tensor = logits,
-                    positions: Tensor = positions,
-                    warpers: tuple[float, int, float] = (temperature, top_k, top_p),
-                ) -> Tensor:
-                    return sample_rows(
-                        logits,
-                        positions,
-                        seed=seed,
-                        sequence_ids=sequence_ids,
-                        temperature=warpers[0],
-                        top_k=warpers[1],
-                        top_p=warpers[2],
-                        backend=backend,
-                    )
-
-                ours = settings.ours(SAMPLE_ROWS, sample)
-                best = logits[0].argmax(-1)
-                yield Entry(
-                    shape=name,
-                    parameters={"rows": rows, "vocabulary": vocabulary},
+            options = {"seed": seed, "sequence_ids": sequence_ids}
+            about = {
+                "shape": name,
+                "parameters": {"rows": rows, "vocabulary": vocabulary},
+                "bytes_moved": logits.nbytes,
+            }
+            for operation, warpers in MODES.items():
+                sample = partial(sample_rows, logits, positions, **options, **warpers)
+                yield settings.entry(
+                    Op("sample_rows", SAMPLE_ROWS, lambda backend, sample=sample: sample(backend=backend)),
+                    sampling_peers(settings, logits[0], *warpers.values()),
                     operation=f"sample_rows {operation}",
-                    bytes_moved=logits.nbytes,
-                    contestants=[*ours, *sampling_peers(settings, logits[0], temperature, top_k, top_p)],
-                    # Random picks have no right answer here; their distribution is a matter for the tests.
-                    error=(lambda picked, best=best: float((picked.flatten() != best).sum()))
-                    if temperature == 0.0
-                    else None,
+                    **about,
                 )
+            draft = partial(draft_candidates, logits, positions, branch=BRANCH, **options)
+            candidates = Op(
+                "draft_candidates",
+                DRAFT_CANDIDATES,
+                lambda backend, draft=draft: draft(backend=backend),
+                checked=lambda backend, draft=draft: draft(backend=backend)[1],  # log-probabilities: of ties either
+                tolerance=1e-3,
+            )
 
-            def candidates(backend: str, logits: Tensor = logits, positions: Tensor = positions) -> tuple[Tensor, ...]:
-                return draft_candidates(
-                    logits, positions, branch=BRANCH, seed=seed, sequence_ids=sequence_ids, backend=backend
-                )
+            def topk(logits: Tensor = logits) -> tuple[Tensor, Tensor]:
+                return logits.float().log_softmax(-1).topk(BRANCH)
 
-            ours = settings.ours(DRAFT_CANDIDATES, candidates)
-            peers = []
-            if settings.wants_peer("torch_topk"):
-                peers.append(
-                    Contestant(
-                        "torch_topk", lambda scores=logits: scores.float().log_softmax(-1).topk(BRANCH), peer=True
-                    )
-                )
-            yield Entry(
-                shape=name,
-                parameters={"rows": rows, "vocabulary": vocabulary},
+            yield settings.entry(
+                candidates,
+                [Contestant("torch_topk", topk, peer=True, alike=False)],
                 operation=f"draft_candidates, branch {BRANCH}",
-                bytes_moved=logits.nbytes,
-                contestants=[*ours, *peers],
+                **about,
             )

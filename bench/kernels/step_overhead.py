@@ -7,27 +7,24 @@ against picks that agree with most of them. Every op is compared with its refere
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gsd_kernels import Acceptance, GraphConfig, Rows, commit_kv
+from gsd_kernels import Acceptance, GraphConfig, Rows
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels_hf.model.runner import RowModel
 
 from ..lib.environment import environment
 from ..lib.shapes import shape_named
 from ..lib.timing import time_call
-from .merge import Step, different
+from .commit import PREFIX, commit_op, random_caches
+from .merge import Step
 from .rows import random_model, row_inputs
 
-PREFIX = 256
 GRAPH = GraphConfig(depth=6, width=8, branch=4, max_rows=64, merge_context=1)
-
-Caches = list[list[Tensor]]
-"""Keys, then values, [B, Hkv, S, D] a layer."""
 
 
 def agreeing(rows: Rows) -> Tensor:
@@ -40,32 +37,6 @@ def agreeing(rows: Rows) -> Tensor:
         picks.scatter_(1, parents, pick)
         at = parents
     return picks
-
-
-def random_caches(shape: str, batch: int, device: torch.device, dtype: torch.dtype) -> Caches:
-    """Of all layers, the prefix and as many rows as a step has."""
-    sizes, gen = shape_named(shape), torch.Generator().manual_seed(0)
-    size = (batch, sizes.num_key_value_heads, PREFIX + GRAPH.cache_slots, sizes.head_dim)
-    source = torch.randn(size, generator=gen).to(device, dtype)
-    return [[source.clone() for _ in range(sizes.num_layers)] for _ in range(2)]
-
-
-def committed(caches: Caches, accepted: Acceptance, backend: str) -> tuple[Tensor, ...]:
-    """The caches, and their length, once the accepted rows are kept."""
-    kv_len = torch.full_like(accepted.num_accepted, PREFIX)
-    commit_kv(*caches, accepted.accepted_rows, accepted.num_accepted, kv_len, backend=backend)
-    return (kv_len, *caches[0], *caches[1])
-
-
-def check(name: str, call: Callable[[str], tuple[Tensor, ...]]) -> None:
-    """Nothing that is wrong is timed: these ops equal their references to the bit.
-
-    Raises:
-        RuntimeError: one does not.
-    """
-    right = tuple(t.clone() for t in call("reference"))
-    if wrong := different(call("auto"), right):
-        raise RuntimeError(f"step-overhead: {name} differs from its reference in {wrong:.0f} places")
 
 
 @torch.inference_mode()
@@ -81,21 +52,16 @@ def run(shape: str, device: torch.device, dtype: torch.dtype, batch: int = 1) ->
     rows = step.flatten("reference")
     step.picks = agreeing(rows)
     accepted = Acceptance(*step.verify(rows, "reference"))
-    caches = random_caches(shape, batch, device, dtype)
-    ops: dict[str, Callable[[str], tuple[Tensor, ...]]] = {
-        "merge": step.merge,
-        "flatten": lambda backend: step.flatten(backend).tensors(),
-        "verify": lambda backend: step.verify(rows, backend),
-    }
-    for name, call in ops.items():
-        check(name, call)
-    check("commit", lambda backend: committed([[t.clone() for t in part] for part in caches], accepted, backend))
-    ops["commit"] = lambda backend: committed(caches, accepted, backend)  # in place, so not the same twice
-
+    gen = torch.Generator().manual_seed(0)
+    caches = random_caches(shape_named(shape), device, dtype, gen, GRAPH.cache_slots, batch)
+    ops = {op.name: op for op, _ in step.ops().values()}
+    ops["commit"] = commit_op(caches, accepted.accepted_rows, accepted.num_accepted)
+    for op in ops.values():
+        op.check("auto")
     model = random_model(shape, dtype, device)
     forwards = RowModel(model, PREFIX + 1, torch.zeros(1, dtype=torch.int32, device=device), "auto")
     inputs = row_inputs(1, PREFIX, device)
-    parts = {name: vars(time_call(lambda call=call: call("auto"), device)) for name, call in ops.items()}
+    parts = {name: vars(time_call(partial(op.call, "auto"), device)) for name, op in ops.items()}
     forward = time_call(lambda: forwards.rows(*inputs, keep=1), device)
     whole = sum(part["median"] for part in parts.values())
     return {

@@ -1,16 +1,17 @@
-"""Runs the kernel cases: every contestant of every entry, checked before it is timed."""
+"""Runs the kernel cases: every contestant of every entry, found equal to the op's reference before it is timed."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gsd_kernels.backends import unavailable_reason
 
@@ -52,19 +53,75 @@ class Settings:
                 raise ValueError(f"--backend: {name!r} is none of {', '.join(implementations)}")
             yield name, unavailable_reason(name, self.device)
 
-    def ours(self, implementations: Sequence[str], call: Callable[[str], Any]) -> list[Contestant]:
-        """Our backends: ``call`` with the name of each, or the reason why it cannot run here.
+    def ours(self, op: Op) -> list[Contestant]:
+        """Our backends of an op, each with the reason why it cannot run here.
 
         Raises:
             ValueError: a backend that the op does not have.
         """
-        return [
-            Contestant(name, None if reason else partial(call, name), reason)
-            for name, reason in self.backend_names(tuple(implementations))
-        ]
+        found = []
+        for name, reason in self.backend_names(tuple(op.implementations)):
+            reason = reason or op.refused(name)
+            check = None if reason or op.checked is None else partial(op.checked, name)
+            found.append(Contestant(name, None if reason else partial(op.call, name), reason, check=check))
+        return found
+
+    def entry(self, op: Op, peers: Sequence[Contestant] = (), **about: Any) -> Entry:
+        """An op's :class:`Entry`: our backends and those peers that are wanted, held against its reference."""
+        wanted = [peer for peer in peers if self.wants_peer(peer.name)]
+        return Entry(contestants=[*self.ours(op), *wanted], error=op.error, tolerance=op.tolerance, **about)
 
     def wants_peer(self, name: str) -> bool:
         return self.peers is None or name in self.peers
+
+
+@dataclass
+class Op:
+    """What is measured, by backend.
+
+    Attributes:
+        name: also of errors.
+        implementations: its backends, the reference among them.
+        call: the op with a backend: what it computed, a tensor or several.
+        checked: the same on copies, where ``call`` works in place; or the part of it that can be compared.
+        right: what it should compute; by default what the reference does.
+        tolerance: by how much floats may differ; of other numbers none may.
+        refused: why a backend does not take these tensors, if so.
+    """
+
+    name: str
+    implementations: Iterable[str]
+    call: Callable[[str], Any]
+    checked: Callable[[str], Any] | None = None
+    right: Any = None
+    tolerance: float = 0.0
+    refused: Callable[[str], str | None] = lambda backend: None
+
+    def __post_init__(self) -> None:
+        if self.right is None:  # before any other backend: ops may write into one storage
+            self.right = [tensor.clone() for tensor in _tensors((self.checked or self.call)("reference"))]
+
+    def error(self, output: Any) -> float:
+        """How far an output is from the right one: the largest difference of floats, of other numbers the places."""
+        return sum(_difference(a, b) for a, b in zip(_tensors(output), _tensors(self.right), strict=True))
+
+    def check(self, backend: str) -> None:
+        """Nothing that is wrong is timed.
+
+        Raises:
+            RuntimeError: a backend's result is not the reference's.
+        """
+        wrong = self.error((self.checked or self.call)(backend))
+        if not wrong <= self.tolerance:
+            raise RuntimeError(f"{self.name} differs from its reference by {wrong:.3g}")
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    return float((a.float() - b.float()).abs().max() if a.is_floating_point() else (a != b).sum())
+
+
+def _tensors(output: Any) -> Sequence[Tensor]:
+    return [output] if isinstance(output, Tensor) else output
 
 
 @dataclass
@@ -77,6 +134,8 @@ class Contestant:
         missing: why.
         peer: whether it is someone else's.
         setup_seconds: what had to be compiled or planned first.
+        check: the same on copies, to be compared, where ``call`` works in place.
+        alike: whether it computes what ours do.
     """
 
     name: str
@@ -84,6 +143,8 @@ class Contestant:
     missing: str | None = None
     peer: bool = False
     setup_seconds: float | None = None
+    check: Callable[[], Any] | None = None
+    alike: bool = True
 
 
 @dataclass
@@ -163,8 +224,8 @@ def _measure(entry: Entry, contestant: Contestant, settings: Settings, report: R
             if settings.device.type == "cuda":
                 torch.cuda.synchronize(settings.device)
             row.setup_seconds = contestant.setup_seconds + time.perf_counter() - begin
-        if entry.error is not None:
-            row.max_error = entry.error(output)
+        if entry.error is not None and contestant.alike:
+            row.max_error = entry.error(output if contestant.check is None else contestant.check())
             if not row.max_error <= entry.tolerance:
                 raise RuntimeError(f"wrong result: error {row.max_error:.3g}, allowed {entry.tolerance:.3g}")
         timing = time_call(contestant.call, settings.device, seconds=settings.seconds)
