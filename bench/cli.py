@@ -52,7 +52,6 @@ BENCHMARKS = {
     "Generation": {
         "real": real,
         "generate": generation.generate,
-        "first-token": generation.first_token,
     },
     "Scale": {
         "scale-memory": scale.memory,

@@ -1,4 +1,4 @@
-"""``gsd-kernels bench generate | first-token``."""
+"""``gsd-kernels bench generate``."""
 
 from __future__ import annotations
 
@@ -61,6 +61,9 @@ def generate(
     draft_shape: Annotated[str, typer.Option("--draft-shape", help="The same for the draft.")] = "none",
     text: Annotated[str, typer.Option("--text", help="Kind of prompts: code, copy, table or prose.")] = "code",
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="The first so many of that kind.")] = 20,
+    prompt_tokens: Annotated[
+        int | None, typer.Option("--prompt-tokens", min=2, help="Of every prompt, others behind it. Default: its own.")
+    ] = None,
     new_tokens: NewTokens = 128,
     fresh: Annotated[bool, typer.Option("--fresh", help="The last ones, on which no setting was chosen.")] = False,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
@@ -114,6 +117,7 @@ def generate(
         new_tokens=new_tokens,
         temperature=temperature,
         fresh=fresh,
+        prompt_tokens=prompt_tokens,
         competitors=(*(listed(names) or DEFAULT), *(PEERS if peers else ())),
         backend=backend,
         quick=quick,
@@ -124,31 +128,6 @@ def generate(
         prompt_file=prompt_file,
     )
     _race(settings, out, name or "-".join([*parts, *(["quick"] * quick)]), compare)
-
-
-def first_token(
-    pair: Pair = PairName.demo,
-    target_shape: TargetShape = "250m",
-    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Of every prompt.")] = 1000,
-    prompts: Annotated[int, typer.Option("--prompts", min=1, help="How many.")] = 5,
-    names: Annotated[
-        list[str] | None, typer.Option("--competitors", help="Comma-separated. Default: plain decoding of everyone.")
-    ] = None,
-    dtype: DtypeOption = None,
-    quick: Quick = False,
-    out: Out = RESULTS,
-    name: Name = None,
-) -> None:
-    """Seconds until the first token of a long prompt, beside transformers and the peers, on a CPU."""
-    from .first_token import DEFAULT, run
-
-    if quick:
-        target_shape, tokens, prompts = "none", min(tokens, 64), min(prompts, 2)
-    kind = dtype_of(dtype, "cpu")
-    parts = ["first-token", target_shape, str(kind).removeprefix("torch."), *(["quick"] * quick)]
-    quiet()
-    report, table = run(pair.value, target_shape, kind, tokens=tokens, prompts=prompts, names=listed(names) or DEFAULT)
-    show(report.write(out, name or "-".join(parts)), table, report.missing)
 
 
 def _race(settings: Any, folder: Path, name: str, compare: Path | None) -> None:

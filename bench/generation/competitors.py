@@ -12,7 +12,6 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from gsd_kernels import GraphConfig, LayerSkip
 from gsd_kernels_cli import comparison
-from gsd_kernels_hf.records import Verified
 from gsd_kernels_hf.sources.load import source_of
 
 from .pairs import Pair
@@ -119,9 +118,8 @@ def competitors(
     temperature: float = 0.0,
     backend: str = "auto",
     quick: bool = False,
-    observer: Callable[[Verified], None] | None = None,
 ) -> list[Competitor]:
-    """The named ones, in the given order; ``observer`` sees every step of ours.
+    """The named ones, in the given order.
 
     Raises:
         ValueError: an unknown name.
@@ -133,7 +131,7 @@ def competitors(
     return [
         Competitor(name, missing="no draft model was given")
         if name in undrafted
-        else _competitor(name, pair, sampling, backend, quick, observer)
+        else _competitor(name, pair, sampling, backend, quick)
         for name in wanted
     ]
 
@@ -148,17 +146,16 @@ def _competitor(
     sampling: dict[str, Any],
     backend: str,
     quick: bool,
-    observer: Callable[[Verified], None] | None,
 ) -> Competitor:
-    target, draft, seen = pair.target, pair.draft, {**sampling, "observer": observer}
+    target, draft = pair.target, pair.draft
     if name in DRAFTERS:
-        return _drafters(name, pair, seen, backend)
+        return _drafters(name, pair, sampling, backend)
     if name in OURS:
         if name in ("heads", "all") and pair.heads is None:
             return Competitor(name, missing="the pair has no trained heads")
         if name == "layer-skip" and pair.source is None:
             return Competitor(name, missing="searched for the demo's pair alone, whole")
-        return Competitor(name, _ours(name, pair, seen, backend))
+        return Competitor(name, _ours(name, pair, sampling, backend))
 
     def theirs(**options: Any) -> Decode:
         return _seeded(comparison.plain(target, **sampling, **options))

@@ -158,14 +158,13 @@ def own_start(pair, count):
     return pair.prompts[0].input_ids[0, :count].tolist()
 
 
-def test_first_token(tmp_path):
-    options = "--pair tiny --quick --competitors hf-greedy,plain --out".split()
-    result = CliRunner().invoke(app, ["first-token", *options, str(tmp_path)], catch_exceptions=False)
-    assert result.exit_code == 0 and "| × hf-greedy (95%) |" in result.output
-    assert "| plain |" in result.output and "2 of 2 |" in result.output
-    data = json.loads((tmp_path / "first-token-none-float32-quick.json").read_text())
-    assert data["case"] == "first-token" and data["settings"]["prompt_tokens"] == 64
-    assert {run["tokens"] for run in data["runs"]} == {1}
+def test_the_time_until_the_first_token(tmp_path):
+    options = "--pair tiny --quick --device cpu --competitors hf-greedy,plain --prompt-tokens 64 --new-tokens 1 --out"
+    result = CliRunner().invoke(app, ["generate", *options.split(), str(tmp_path)], catch_exceptions=False)
+    assert result.exit_code == 0 and "| plain |" in result.output and "2 of 2 |" in result.output
+    data = json.loads((tmp_path / "generate-none-float32-quick.json").read_text())
+    assert data["settings"]["prompt_tokens"] == 64 and {run["tokens"] for run in data["runs"]} == {1}
+    assert all(row["median_seconds"] > 0 for row in data["summary"])
 
 
 def test_zero_matrices_differ_between_layers():
