@@ -1,7 +1,7 @@
 """The compiled ops: their schemas under ``torch.ops.gsd_kernels``, shape functions, and the libraries behind them.
 
-One schema an op serves the CPU and the CUDA library; corpus_recall, recall_levels, row_linear, select_rows,
-state_commit, state_rows, update_edge_model and write_kv exist on the CPU only.
+One schema an op serves the CPU and the CUDA library; corpus_recall, history_append, history_recall, recall_levels,
+row_linear, select_rows, state_commit, state_rows, update_edge_model and write_kv exist on the CPU only.
 Importing this loads what setup.py built beside this file and costs about a millisecond; nothing is compiled here.
 """
 
@@ -71,10 +71,13 @@ SCHEMAS = (
     "update_edge_model(Tensor token_ids, Tensor depths, Tensor edge_targets, Tensor edge_log_probs, "
     "Tensor num_accepted, Tensor nodes, Tensor picked, Tensor weights, Tensor covariance, Tensor prior, "
     "float process_noise) -> (Tensor, Tensor)",
-    "recall_levels(Tensor keys, Tensor table_tokens, Tensor table_log_probs, Tensor(a!)[] graph, Tensor frontier, "
-    "Tensor? log_ratio, int max_context, int ways, int level, int levels, int width, int merge_context, "
-    "float log_sibling_ratio, float log_min_prob, Tensor? first_pick, Tensor? seed, Tensor? sequence_ids) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "history_recall(Tensor[] history, Tensor token_ids, Tensor parents, Tensor contexts, Tensor depths, Tensor nodes, "
+    "int branch, int[] sizes, Tensor? first_pick, Tensor? seed, Tensor? sequence_ids) -> (Tensor, Tensor, Tensor)",
+    "history_append(Tensor(a!) text, Tensor(b!) length, Tensor(c!) heads, Tensor(d!) previous, Tensor tokens, "
+    "Tensor counts) -> ()",
+    "recall_levels(Tensor[] history, Tensor(a!)[] graph, Tensor frontier, Tensor? log_ratio, int[] sizes, int level, "
+    "int levels, int width, int merge_context, float log_sibling_ratio, float log_min_prob, Tensor? first_pick, "
+    "Tensor? seed, Tensor? sequence_ids) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "row_linear(Tensor x, Tensor weight, int kind=-1, Tensor? scales=None) -> Tensor",
     "unpack_rows(Tensor weight, int kind, Tensor? scales, int inputs, Tensor? rows, Tensor like) -> Tensor",
     "start_graph(Tensor(a!)[] graph, Tensor tokens, Tensor out_len, Tensor kv_start) -> Tensor",
@@ -225,15 +228,26 @@ def _corpus_recall(*args: object) -> tuple[Tensor, Tensor, Tensor]:
     return frontier.new_empty(shape), frontier.new_empty(shape, dtype=torch.float32), torch.empty_like(frontier)
 
 
+@torch.library.register_fake("gsd_kernels::history_recall")
+def _history_recall(
+    history: list[Tensor], token_ids: Tensor, parents: Tensor, contexts: Tensor, depths: Tensor, *args: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    nodes, branch = args[0], args[1]
+    assert isinstance(nodes, Tensor) and isinstance(branch, (int, torch.SymInt))
+    shape = (*nodes.shape, branch)
+    return nodes.new_empty(shape), nodes.new_empty(shape, dtype=torch.float32), torch.empty_like(nodes)
+
+
 @torch.library.register_fake("gsd_kernels::recall_levels")
 def _recall_levels(
-    keys: Tensor, table_tokens: Tensor, table_log_probs: Tensor, graph: list[Tensor], frontier: Tensor, *args: Any
+    history: list[Tensor], graph: list[Tensor], frontier: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    levels, width = args[4:6]
+    levels, width = args[3:5]
     places = (frontier.shape[0], levels * width)
     candidates = (*places, TokenGraph(*graph).branch)
     nodes, tokens, matched = (frontier.new_empty(shape) for shape in (places, candidates, places))
-    return nodes, tokens, table_log_probs.new_empty(candidates), matched, table_log_probs.new_empty(candidates)
+    log_probs, calibrated = (frontier.new_empty(candidates, dtype=torch.float32) for _ in range(2))
+    return nodes, tokens, log_probs, matched, calibrated
 
 
 @torch.library.register_fake("gsd_kernels::state_rows")

@@ -1,4 +1,5 @@
-// recall_levels on CPU tensors: recall, calibrate and merge of csrc/algorithms, level after level of each sequence.
+// recall_levels on CPU tensors: the history's candidates, calibrate and merge of csrc/algorithms, level after level of
+// each sequence.
 #include <algorithm>
 
 #include "../torch_ops/op.h"
@@ -10,7 +11,7 @@ namespace {
 
 void grow_sequence(const LevelsCall& call, int64_t b, char* arena) {
   SerialGroup group;
-  NgramRecallArgs recall = call.recall.args.at(call.recall.sizes, b);
+  NgramRecallArgs recall = call.history.recall.args.at(call.history.recall.sizes, b);
   MergeArgs merge = call.merge.args.at(call.merge.sizes, b);
   MergeSizes sizes = call.merge.sizes;
   for (int64_t l = 0; l < call.sizes.levels; l++, sizes.level++) {
@@ -19,7 +20,7 @@ void grow_sequence(const LevelsCall& call, int64_t b, char* arena) {
     recall.nodes = level.nodes, recall.tokens = level.tokens, recall.log_probs = level.log_probs;
     recall.matched = level.matched;
     const bool empty = std::all_of(level.nodes, level.nodes + sizes.frontier, [](int32_t node) { return node < 0; });
-    if (!empty) recall_nodes(group, recall, call.recall.sizes);
+    if (!empty) call.history.answer(group, recall, b);
     level.clear_absent(call.sizes);
     level.calibrate(call.sizes);
     merge.frontier = level.nodes, merge.tokens = level.tokens, merge.log_probs = level.calibrated;

@@ -4,8 +4,8 @@
 #include <tuple>
 #include <utility>
 
+#include "history.h"
 #include "merge.h"
-#include "ngram.h"
 
 namespace gsd {
 
@@ -66,21 +66,20 @@ struct LevelsCall {
   LevelArgs args;  // of the first level of the first sequence
   int64_t batch;
   RecalledLevels outputs;
-  NgramRecallCall recall;  // of one level
-  MergeCall merge;         // of one level
+  HistoryAsked history;  // of one level
+  MergeCall merge;       // of one level
 };
 
-inline LevelsCall prepare_levels(const Tensor& keys, const Tensor& table_tokens, const Tensor& table_log_probs,
-                                 const std::vector<Tensor>& tensors, const Tensor& frontier,
-                                 const std::optional<Tensor>& log_ratio, int64_t max_context, int64_t ways,
-                                 int64_t level, int64_t levels, int64_t width, int64_t merge_context,
-                                 double log_sibling_ratio, double log_min_prob,
+inline LevelsCall prepare_levels(const std::vector<Tensor>& history, const std::vector<Tensor>& tensors,
+                                 const Tensor& frontier, const std::optional<Tensor>& log_ratio,
+                                 const std::vector<int64_t>& table_sizes, int64_t level, int64_t levels, int64_t width,
+                                 int64_t merge_context, double log_sibling_ratio, double log_min_prob,
                                  const std::optional<Tensor>& first_pick, const std::optional<Tensor>& seed,
                                  const std::optional<Tensor>& sequence_ids) {
-  const NgramTensors table = NgramTensors::of(keys, table_tokens, table_log_probs);
+  HistoryTensors known = HistoryTensors::of(history, table_sizes);
   const GraphTensors graph = GraphTensors::of(tensors);
   const int64_t batch = graph.batch;
-  STD_TORCH_CHECK(batch == table.batch, "keys: expected ", batch, " sequences, got ", table.batch);
+  STD_TORCH_CHECK(batch == known.table.batch, "keys: expected ", batch, " sequences, got ", known.table.batch);
   check("frontier", frontier, ScalarType::Int, {batch, kAny});
   const int64_t branch = graph.branch, given = frontier.size(1);
   constexpr int64_t kMost = 1 << 15;
@@ -113,12 +112,13 @@ inline LevelsCall prepare_levels(const Tensor& keys, const Tensor& table_tokens,
   // Of one level, at places that the levels replace by their own.
   const Tensor asked = new_int32(frontier, {batch, width});
   const GraphData& data = graph.data;
+  known.args.parents = data.parents;
   NgramRecallCall recall =
-      prepare_recall(table, {data.token_ids, data.contexts, data.depths, graph.nodes, kContext}, asked, branch,
-                     max_context, ways, first_pick, seed, sequence_ids);
+      prepare_recall(known.table, {data.token_ids, data.contexts, data.depths, graph.nodes, kContext}, asked, branch,
+                     table_sizes[0], table_sizes[1], first_pick, seed, sequence_ids);
   MergeCall merge = prepare_level(graph, asked, std::get<0>(recall.outputs), std::get<1>(recall.outputs), level, width,
                                   merge_context, log_sibling_ratio, log_min_prob);
-  return {sizes, args, batch, std::move(outputs), std::move(recall), std::move(merge)};
+  return {sizes, args, batch, std::move(outputs), {std::move(recall), known.args}, std::move(merge)};
 }
 
 }  // namespace gsd

@@ -12,6 +12,7 @@ from graphs import drafted, tails
 from ops.contracts.backends import backend_param
 from ops.contracts.corpus import arguments, indexed
 from ops.contracts.decoder import decoder_case, feature_case
+from ops.contracts.history import KNOWN, tail_of
 from ops.contracts.learn import questions, tables
 from ops.contracts.ngram import Memory, remembered, tree_of, two_sources
 from ops.contracts.sampling import sampling_inputs
@@ -124,19 +125,29 @@ def tree_inputs(stream):
     return {
         "ngram_remember": (*ngram_tensors(), *tree, tokens, tokens.float(), 3, 4),
         "ngram_recall": (*ngram_tensors(), *drafted_nodes, 2, 3, 4, first, *stream),
-        "recall_levels": levels_inputs(first, stream),
+        **history_inputs(first, stream),
     }
 
 
-def levels_inputs(first, stream):
+def history_inputs(first, stream):
+    case = KNOWN["with what was learned"]
+    known, text = case.build()
+    graph = case.graph(text)
+    nodes = torch.zeros(2, 3, dtype=torch.int32)
+    drafted = (graph.token_ids, graph.parents, graph.contexts, graph.depths, nodes, 2, known.sizes)
     config = gsd.GraphConfig(depth=0, width=3, branch=2, max_rows=8, merge_context=0, history_depth=2)
-    graph = gsd.TokenGraph.empty(2, config, "cpu")
-    graph.reset(torch.tensor([1, 2], dtype=torch.int32), tails(2, 4, torch.Generator().manual_seed(0)))
-    table = Memory().empty()
-    gsd.ngram_insert(table, *Memory().calls()[0], backend="reference")
-    level = (0, 2, 3, 0, -1.0, float("-inf"))
-    tensors = (table.keys, table.tokens, table.log_probs, [*graph.tensors()], graph.root_frontier(), torch.rand(4, 2))
-    return *tensors, 3, 4, *level, first, *stream
+    fresh = gsd.TokenGraph.empty(2, config, "cpu")
+    fresh.reset(text[:, -1].contiguous(), tail_of(text))
+    level = (known.sizes, 0, 2, 3, 0, -1.0, float("-inf"))
+    index = (known.text, known.length, known.heads, known.previous)
+    return {
+        "history_recall": (known.tensors(), *drafted, first, *stream),
+        "history_append": (*index, torch.tensor([[3, -1], [4, 5]]).int(), torch.tensor([1, 2]).int()),
+        "recall_levels": (
+            *(known.tensors(), [*fresh.tensors()], fresh.root_frontier(), torch.rand(7, 2)),
+            *(*level, first, *stream),
+        ),
+    }
 
 
 def step_inputs():
@@ -261,14 +272,19 @@ def graph_of_one():
         ("ngram_remember", 4, torch.zeros(2, 3, dtype=torch.int32), "parent_rows: expected size"),
         ("ngram_recall", 7, 3, "branch: expected at most 2, got 3"),
         ("ngram_recall", 10, None, "expected all or none"),
-        ("recall_levels", 3, graph_of_one(), "keys: expected 1 sequences, got 2"),
-        ("recall_levels", 4, torch.full((2, 1), 99, dtype=torch.int32), "frontier: node 99 of"),
-        ("recall_levels", 5, torch.rand(4, 1), "log_ratio: expected at least 2 ranks, got 1"),
-        ("recall_levels", 9, 0, "levels: expected at least 1"),
-        ("recall_levels", 10, 0, "width: expected at least the frontier's 1"),
-        ("recall_levels", 11, 9, "merge_context"),
-        ("recall_levels", 15, None, "expected all or none"),
-        ("recall_levels", 2, torch.rand(2, 32, 1), "table_log_probs: expected size"),
+        ("history_recall", 0, KNOWN["usual"].build()[0].tensors()[:10], "history: expected 11 tensors, or 14"),
+        ("history_recall", 2, torch.zeros(2, 1, dtype=torch.int32), "parents: expected size"),
+        ("history_recall", 7, [4, 8, 3], "sizes: expected 4, got 3"),
+        ("history_recall", 8, None, "expected all or none"),
+        ("history_append", 2, torch.zeros(2, 6, dtype=torch.int32), "heads: expected a power of two"),
+        ("history_append", 5, torch.zeros(3, dtype=torch.int32), "counts: expected size"),
+        ("recall_levels", 1, graph_of_one(), "keys: expected 1 sequences, got 2"),
+        ("recall_levels", 2, torch.full((2, 1), 99, dtype=torch.int32), "frontier: node 99 of"),
+        ("recall_levels", 3, torch.rand(4, 1), "log_ratio: expected at least 2 ranks, got 1"),
+        ("recall_levels", 6, 0, "levels: expected at least 1"),
+        ("recall_levels", 7, 0, "width: expected at least the frontier's 1"),
+        ("recall_levels", 8, 9, "merge_context"),
+        ("recall_levels", 12, None, "expected all or none"),
         ("calibrate_candidates", 1, torch.zeros(3, 2), "log_ratio: expected at least 4 ranks, got 2"),
         ("corpus_recall", 2, torch.zeros(2, dtype=torch.int32), "following: expected size"),
         ("corpus_recall", 9, 193, "branch: expected 0 ... 192, got 193"),
@@ -304,7 +320,7 @@ def with_gaps(t):
 def test_an_error_of_a_graph_names_the_field(name, change, match):
     """The operator takes the graph as a list: its order is the fields'."""
     arguments = list(op_inputs()[name])
-    at = next(i for i, value in enumerate(arguments) if isinstance(value, list))
+    at = next(i for i, value in enumerate(arguments) if isinstance(value, list) and len(value) == 11)
     free = {"token_ids", "ancestor_mask", "edge_targets"}  # whose last size says that of others
     for place, field in enumerate(fields(gsd.TokenGraph)):
         if change is too_large and field.name in free:

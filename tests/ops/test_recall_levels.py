@@ -1,4 +1,4 @@
-"""Levels that the n-gram table drafts in one call: what recall, calibration and merge make of them one by one."""
+"""Levels that the history drafts in one call: what recall, calibration and merge make of them one by one."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from dataclasses import dataclass
 import pytest
 import torch
 from ops.contracts.backends import assert_bit_equal, backends
+from ops.contracts.history import Known, noise, tail_of
 from ops.contracts.ngram import poisoned
 from torch import Tensor
 from torch.nn.functional import pad
 
 import gsd_kernels as gsd
-from gsd_kernels.ops.ngram import calibrate_candidates, ngram_recall
+from gsd_kernels.ops.history import Recollection, history_recall
+from gsd_kernels.ops.ngram import calibrate_candidates
 from gsd_kernels.ops.recall_levels import RecalledLevels, recall_levels
 
 
 @dataclass(frozen=True)
 class Case:
-    """A table that has read random texts of few tokens, so that look-ups go on for several levels, and a graph."""
+    """A history that has read random texts of few tokens, so that look-ups go on for several levels, and a graph."""
 
     batch: int = 2
     vocab: int = 4
     text: int = 60  # tokens read
     branch: int = 3
-    table_branch: int = 3
+    remembered: int = 3
     width: int = 4
     levels: int = 5
     merge_context: int = 2
@@ -34,20 +36,10 @@ class Case:
     min_prob: float = float("-inf")
     sibling_ratio: float = float("-inf")
 
-    def build(self) -> tuple[gsd.NgramTable, gsd.TokenGraph, Tensor, Tensor | None]:
-        """Table, graph, frontier and calibration."""
-        gen = torch.Generator().manual_seed(self.vocab + self.text)
-        table = gsd.NgramTable.empty(self.batch, self.table_branch, "cpu", capacity=256, max_context=4, ways=8)
-        text = torch.randint(0, self.vocab, (self.batch, self.text + 5), generator=gen).int()
-        contexts = text.unfold(1, 5, 1)[:, :-1].flip(-1).contiguous()  # [B, M, max_context + 1], the nearest first
-        entries = contexts.shape[1]
-        others = torch.randint(-1, self.vocab, (self.batch, entries, self.table_branch - 1), generator=gen).int()
-        following = torch.cat((text[:, 5:, None], others), -1).contiguous()  # the same token twice, too
-        log_probs = torch.rand(following.shape, generator=gen).sort(-1, descending=True)[0].log()
-        log_probs = torch.where(following < 0, -torch.inf, log_probs).contiguous()
-        known = torch.ones(self.batch, entries, dtype=torch.bool)
-        if entries:
-            gsd.ngram_insert(table, contexts, following, log_probs, known, backend="reference")
+    def build(self) -> tuple[Recollection, gsd.TokenGraph, Tensor, Tensor | None]:
+        """History, graph, frontier and calibration."""
+        given = {name: getattr(self, name) for name in ("batch", "vocab", "text", "branch", "remembered")}
+        known, text = Known(**given, runners=min(self.text, 8)).build()
         config = gsd.GraphConfig(
             depth=int(self.opened),
             width=self.width,
@@ -57,8 +49,7 @@ class Case:
             history_depth=self.levels,
         )
         graph = gsd.TokenGraph.empty(self.batch, config, "cpu")
-        tail = pad(text[:, -9:-1].flip(-1), (0, 8), value=-1)[:, :8].contiguous()
-        graph.reset(text[:, -1].contiguous(), tail)
+        graph.reset(text[:, -1].contiguous(), tail_of(text))
         frontier = graph.root_frontier()
         if self.opened:
             first = torch.arange(self.branch, dtype=torch.int32).expand(self.batch, 1, -1).contiguous()
@@ -68,8 +59,9 @@ class Case:
         if self.padded:
             frontier = frontier.clone()
             frontier[0, -self.padded :] = -1
-        log_ratio = torch.rand(5, self.table_branch + 2, generator=gen).log() if self.calibrated else None
-        return table, graph, frontier, log_ratio
+        gen = torch.Generator().manual_seed(self.vocab)
+        log_ratio = torch.rand(7, self.branch + 2, generator=gen).log() if self.calibrated else None
+        return known, graph, frontier, log_ratio
 
     def options(self, sampled: bool) -> dict[str, object]:
         options = {
@@ -83,11 +75,6 @@ class Case:
         return options | (noise(self.batch) if sampled else {})
 
 
-def noise(batch: int) -> dict[str, Tensor]:
-    sequences = torch.arange(batch, dtype=torch.int32)
-    return {"first_pick": sequences + 7, "seed": torch.tensor(-3), "sequence_ids": sequences + 2}
-
-
 CASES = {
     "from the root": Case(),
     "behind a level": Case(opened=True),
@@ -99,22 +86,22 @@ CASES = {
     "as remembered": Case(calibrated=False, opened=True),
     "no merging": Case(merge_context=-1),
     "merged by token": Case(merge_context=0, levels=8),
-    "few candidates": Case(branch=2, table_branch=4),
-    "one of each": Case(branch=1, table_branch=1, width=1, levels=1, batch=1),
+    "few candidates": Case(branch=2, remembered=4),
+    "one of each": Case(branch=1, remembered=1, width=1, levels=1, batch=1),
     "many sequences": Case(batch=19, opened=True),  # several threads
-    "trimmed": Case(min_prob=-9.0, sibling_ratio=-0.7),
+    "trimmed": Case(min_prob=-20.0, sibling_ratio=-0.7),
 }
 
 
 def one_by_one(case: Case, sampled: bool, backend: str) -> tuple[gsd.TokenGraph, RecalledLevels]:
     """The levels by the ops that they are made of."""
-    table, graph, frontier, log_ratio = case.build()
+    known, graph, frontier, log_ratio = case.build()
     options = case.options(sampled)
     asked = {name: options[name] for name in noise(1)} if sampled else {}
     merged = {name: options[name] for name in ("width", "merge_context", "log_sibling_ratio", "log_min_prob")}
     nodes, found = pad(frontier, (0, case.width - frontier.shape[1]), value=-1), []
     for number in range(options["level"], options["level"] + case.levels):
-        tokens, log_probs, matched = ngram_recall(table, graph, nodes, **asked, backend=backend)
+        tokens, log_probs, matched = history_recall(known, graph, nodes, **asked, backend=backend)
         absent = nodes < 0
         tokens = tokens.masked_fill(absent[..., None], -1)
         log_probs = log_probs.masked_fill(absent[..., None], -torch.inf)
@@ -133,9 +120,9 @@ def one_by_one(case: Case, sampled: bool, backend: str) -> tuple[gsd.TokenGraph,
 def test_levels_are_those_of_recall_calibrate_and_merge(on, name, sampled):
     case = CASES[name]
     expected_graph, expected = one_by_one(case, sampled, on.name)
-    table, graph, frontier, log_ratio = case.build()
+    known, graph, frontier, log_ratio = case.build()
     with poisoned():
-        found = recall_levels(table, graph, frontier, log_ratio, **case.options(sampled), backend=on.name)
+        found = recall_levels(known, graph, frontier, log_ratio, **case.options(sampled), backend=on.name)
     assert_bit_equal(found, expected)
     assert_bit_equal(graph, expected_graph)
     first = int(case.opened)
@@ -153,10 +140,12 @@ def test_levels_are_those_of_recall_calibrate_and_merge(on, name, sampled):
 def test_without_noise_the_compiled_levels_are_the_references(on, name):
     case, found = CASES[name], []
     for backend in (on.name, "reference"):
-        table, graph, frontier, log_ratio = case.build()
-        levels = recall_levels(table, graph, frontier, log_ratio, **case.options(False), backend=backend)
-        found.append((*levels, *graph.tensors()))
+        known, graph, frontier, log_ratio = case.build()
+        levels = recall_levels(known, graph, frontier, log_ratio, **case.options(False), backend=backend)
+        found.append((levels.node_ids, levels.tokens, levels.matched, graph.token_ids, graph.edge_targets))
+        chances = levels.log_probs
     assert_bit_equal(*found)
+    torch.testing.assert_close(levels.log_probs, chances, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -177,25 +166,24 @@ def test_without_noise_the_compiled_levels_are_the_references(on, name):
 )
 def test_wrong_arguments_are_named_and_nothing_is_changed(wrong, match):
     case = CASES["from the root"]
-    table, graph, frontier, log_ratio = case.build()
+    known, graph, frontier, log_ratio = case.build()
     before = graph.clone()
     given = {"frontier": frontier, "log_ratio": log_ratio} | case.options(False) | wrong
     with pytest.raises((TypeError, ValueError), match=match):
-        recall_levels(table, graph, **given)
+        recall_levels(known, graph, **given)
     assert_bit_equal(graph, before)
 
 
 def test_a_table_of_fewer_candidates_is_refused():
-    case = Case(branch=3, table_branch=3)
-    _, graph, frontier, _ = case.build()
-    table = gsd.NgramTable.empty(2, 2, "cpu", capacity=256, max_context=4, ways=8)
+    case = Case(branch=3, remembered=2)
+    known, graph, frontier, _ = case.build()
     with pytest.raises(ValueError, match="graph: expected a branch of at most 2, got 3"):
-        recall_levels(table, graph, frontier, **case.options(False))
+        recall_levels(known, graph, frontier, **case.options(False))
 
 
 @backends("cpu")
 def test_levels_beyond_the_graph_are_refused(on):
     case = CASES["no merging"]
-    table, graph, frontier, log_ratio = case.build()
+    known, graph, frontier, log_ratio = case.build()
     with pytest.raises(RuntimeError, match=r"the levels need .* nodes, the graph holds 100"):
-        recall_levels(table, graph, frontier, log_ratio, **case.options(False) | {"levels": 40}, backend=on.name)
+        recall_levels(known, graph, frontier, log_ratio, **case.options(False) | {"levels": 40}, backend=on.name)

@@ -1,4 +1,4 @@
-"""Grow the token graph by levels that the n-gram table alone drafts."""
+"""Grow the token graph by levels that the history alone drafts."""
 
 from .api import recall_levels
 from .records import RecalledLevels

@@ -7,7 +7,8 @@ from ...backends import implementations_of, resolve
 from ...checks import check_tensor
 from ...config import MAX_CONTEXT
 from ...graph import TokenGraph
-from ..ngram import NgramTable
+from ..history import Recollection
+from ..history.api import check_recall
 from ..ngram.api import check_noise
 from . import compiled, reference
 from .records import RecalledLevels
@@ -16,7 +17,7 @@ IMPLEMENTATIONS = implementations_of("recall_levels", cpu=compiled, reference=re
 
 
 def recall_levels(
-    table: NgramTable,
+    known: Recollection,
     graph: TokenGraph,
     frontier: Tensor,
     log_ratio: Tensor | None = None,
@@ -32,41 +33,40 @@ def recall_levels(
     sequence_ids: Tensor | None = None,
     backend: str = "auto",
 ) -> RecalledLevels:
-    """Grow ``graph``, in place, by levels that the n-gram table alone drafts.
+    """Grow ``graph``, in place, by levels that the history alone drafts.
 
-    At each level: :func:`~gsd_kernels.ops.ngram.ngram_recall` after every frontier node,
-    :func:`~gsd_kernels.ops.ngram.calibrate_candidates` by the length of the matched context,
-    :func:`~gsd_kernels.merge`. One call, since a level's look-ups take microseconds where its calls take a hundred of
-    them. A GPU has no kernel for it: there a step is captured, and its calls cost no host time.
+    At each level: :func:`~gsd_kernels.ops.history.history_recall` after every frontier node,
+    :func:`~gsd_kernels.ops.ngram.calibrate_candidates` by what it says was matched, :func:`~gsd_kernels.merge`. One
+    call, since a level's look-ups take microseconds where its calls take a hundred of them. A GPU has no kernel for it:
+    there a step is captured, and its calls cost no host time.
 
     Args:
-        table: of at least the graph's branch.
+        known: of at least the graph's branch.
         graph: the graphs so far.
         frontier: int32 [B, F], F ≤ width, ids of the nodes to expand first, −1 for padding.
-        log_ratio: float32 [entries, K or more], calibration by length and rank; ``None``: as remembered.
+        log_ratio: float32 [entries, K or more], calibration by what was matched and by rank;
+            ``None``: as they are.
         level: number of the first level.
         levels: how many, at least 1. After one that leaves nothing to expand the others find nothing.
         width: most nodes W of each level.
         merge_context, log_sibling_ratio, log_min_prob: as :func:`~gsd_kernels.merge` takes them.
-        first_pick, seed, sequence_ids: as ``ngram_recall`` takes them, all or none.
+        first_pick, seed, sequence_ids: as ``history_recall`` takes them, all or none.
         backend: ``"auto"``, ``"cpu"`` or ``"reference"``, see :mod:`gsd_kernels.backends`.
 
     Returns:
-        Of every level's nodes what the table held.
+        Of every level's nodes what is known.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or shape.
     """
-    device, batch = table.keys.device, table.keys.shape[0]
-    check_tensor("graph.contexts", graph.contexts, (batch, None, MAX_CONTEXT), (torch.int32,), device)
+    check_recall(known, graph)
+    device, batch = known.table.keys.device, known.table.keys.shape[0]
     check_tensor("frontier", frontier, (batch, None), (torch.int32,), device)
     if not 1 <= frontier.shape[1] <= width or level < 0 or levels < 1:
         raise ValueError(
             "frontier, width, level, levels: expected 1 … width nodes, a level of at least 0 and at least 1 more, got "
             f"{frontier.shape[1]} nodes, {width}, {level} and {levels}"
         )
-    if graph.branch > table.tokens.shape[2]:
-        raise ValueError(f"graph: expected a branch of at most {table.tokens.shape[2]}, got {graph.branch}")
     if log_ratio is not None:
         check_tensor("log_ratio", log_ratio, (None, None), (torch.float32,), device)
         if log_ratio.shape[0] < 1 or log_ratio.shape[1] < graph.branch:
@@ -75,7 +75,7 @@ def recall_levels(
         raise ValueError(f"merge_context: expected -1 … {MAX_CONTEXT}, got {merge_context}")
     check_noise(first_pick, seed, sequence_ids, batch, device)
     return resolve(backend, device, IMPLEMENTATIONS)(
-        table,
+        known,
         graph,
         frontier,
         log_ratio,

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from ...graph import TokenGraph
-from ..ngram import NgramTable
+from ..history import Recollection
 from .records import RecalledLevels
 
 
 def recall_levels(
-    table: NgramTable,
+    known: Recollection,
     graph: TokenGraph,
     frontier: Tensor,
     log_ratio: Tensor | None,
@@ -27,8 +27,7 @@ def recall_levels(
     """csrc/cpu/recall_levels.cpp."""
     return RecalledLevels(
         *torch.ops.gsd_kernels.recall_levels(
-            *(table.keys, table.tokens, table.log_probs),
-            *(graph.tensors(), frontier.contiguous(), log_ratio, table.max_context, table.ways),
+            *(known.tensors(), graph.tensors(), frontier.contiguous(), log_ratio, known.sizes),
             *(level, levels, width, merge_context, log_sibling_ratio, log_min_prob),
             *(first_pick, seed, sequence_ids),
         )

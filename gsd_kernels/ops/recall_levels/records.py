@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 class RecalledLevels(NamedTuple):
-    """The W nodes expanded at each of L levels, E = L·W places, and what the table held of each."""
+    """The W nodes expanded at each of L levels, E = L·W places, and what is known of each."""
 
     node_ids: Tensor  # int32 [B, E], level by level, −1 for padding
     tokens: Tensor  # int32 [B, E, K], −1 for none
-    log_probs: Tensor  # float32 [B, E, K], as remembered; −inf for none
-    matched: Tensor  # int32 [B, E], length of the matched context, 0 for none
+    log_probs: Tensor  # float32 [B, E, K]; −inf for none
+    matched: Tensor  # int32 [B, E], as history_recall says it
     calibrated: Tensor  # float32 [B, E, K], what was merged

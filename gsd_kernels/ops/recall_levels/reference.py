@@ -5,13 +5,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...graph import TokenGraph
+from ..history import Recollection, history_recall
 from ..merge import merge
-from ..ngram import NgramTable, calibrate_candidates, ngram_recall
+from ..ngram import calibrate_candidates
 from .records import RecalledLevels
 
 
 def recall_levels(
-    table: NgramTable,
+    known: Recollection,
     graph: TokenGraph,
     frontier: Tensor,
     log_ratio: Tensor | None,
@@ -30,7 +31,7 @@ def recall_levels(
     found = []
     for number in range(level, level + levels):
         noise = {"first_pick": first_pick, "seed": seed, "sequence_ids": sequence_ids}
-        tokens, log_probs, matched = ngram_recall(table, graph, nodes, **noise, backend="reference")
+        tokens, log_probs, matched = history_recall(known, graph, nodes, **noise, backend="reference")
         absent = nodes < 0
         tokens = torch.where(absent[..., None], -1, tokens)
         log_probs = torch.where(absent[..., None], -torch.inf, log_probs)

@@ -6,35 +6,56 @@ import math
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from gsd_kernels import GraphConfig, NgramTable, ngram_insert
 from gsd_kernels.backends import unavailable_reason
 from gsd_kernels.config import MAX_CONTEXT
+from gsd_kernels.ops.history import Recollection, history_append, history_recall
+from gsd_kernels.ops.history.records import ELSEWHERE, REMEMBERED
 from gsd_kernels.ops.learn import Asked
 from gsd_kernels.ops.ngram import ngram_recall, ngram_remember
 from gsd_kernels.ops.recall_levels import recall_levels
 
+from ..model.properties import device_of
 from ..records import Verified
 from .base import DraftSource, Level, Proposal, Text
+from .priors import PRIOR, weights_of
 
 PROMPT_PROBABILITY = 0.6  # of a continuation that was read in the prompt
 
 
 class History(DraftSource):
-    """The target's most likely tokens after every context that it was given, by the last 1 … 4 tokens.
+    """The target's most likely tokens after every context that it was given, and what the text itself goes on with.
 
     Filled from the prompt and from every verified row, accepted or not. Looked up for every expanded node: at the
     levels of a draft model, with whose candidates it is mixed, and at ``history_depth`` levels beyond.
+
+    On a CPU all that is remembered of a node is weighed by one mixture, see
+    :func:`~gsd_kernels.ops.history.history_recall`. On a GPU, where steps are captured, it is the table alone and of a
+    node the longest context that it knows; so it is where no compiled ops are. :meth:`check` decides that, and nothing
+    else does. Texts are the same either way.
     """
 
     name = "history"
     # Priors by the length of the matched context: 0, 1, 2, … tokens.
     shares = (0.0, 0.3, 0.5, 0.7, 0.85)
     reliability = (0.0, 0.5, 0.7, 0.85, 0.95)
+    mixes = False
+
+    def check(self, target: PreTrainedModel) -> None:
+        """Decide whether it is a mixture, see above; no target is refused."""
+        self.mixes = unavailable_reason("cpu", device_of(target)) is None
+        if self.mixes:  # behind the lengths of contexts: a match of the text itself, what is known from elsewhere
+            self.shares = (*type(self).shares, 0.9, 0.15)
+            self.reliability = (0.0, *(1.0,) * ELSEWHERE)  # chances of a mixture are calibrated
 
     def begin(self, text: Text) -> None:
         self.text, self.state, self.sampler = text, text.state, text.sampler
-        self.table = NgramTable.empty(self.state.tokens.shape[0], text.branch, self.state.tokens.device)
+        batch, device = self.state.tokens.shape[0], self.state.tokens.device
+        branch = max(text.branch, REMEMBERED) if self.mixes else text.branch
+        self.table = NgramTable.empty(batch, branch, device)
+        self.known = Recollection.empty(self.table, weights_of(PRIOR)) if self.mixes else None
 
     def restart(self) -> None:
         self.unread = True  # the text so far is read when it is first needed
@@ -42,10 +63,13 @@ class History(DraftSource):
             self.table.clear()
             if self.text.memory is not None:
                 self.text.memory.restore(self.table)
+        if self.known is not None:
+            self.known.clear()
         reference = self.text.reference_ids
         if reference is not None:
             texts = per_sequence(reference.to(self.state.tokens.device), self.state.tokens.shape[0])
-            self.read(texts, torch.zeros_like(self.state.kv_start))
+            lengths = torch.full_like(self.state.kv_start, texts.shape[1])
+            self.read(texts, torch.zeros_like(self.state.kv_start), lengths)
 
     def prepare(self, config: GraphConfig) -> None:
         """Read the text so far."""
@@ -53,7 +77,8 @@ class History(DraftSource):
 
     def _read_text(self) -> None:
         if self.unread:
-            self.read(self.state.tokens[:, : int(self.state.out_len.min())], self.state.kv_start)
+            lengths = self.state.out_len
+            self.read(self.state.tokens[:, : int(lengths.max())], self.state.kv_start, lengths)
             self.unread = False
 
     def end(self) -> None:
@@ -62,32 +87,50 @@ class History(DraftSource):
             self._read_text()
             self.text.memory.add(self.table)
 
-    def read(self, tokens: Tensor, kv_start: Tensor) -> None:
+    def read(self, tokens: Tensor, kv_start: Tensor, lengths: Tensor) -> None:
         """Remember the continuations in a text that was not verified here.
 
         Args:
             tokens: int64 [B, P], left-padded.
             kv_start: int32 [B], padding.
+            lengths: int32 [B], padding included.
         """
-        length = tokens.shape[1]
-        if length < 2:
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        inside = (place >= kv_start[:, None]) & (place < lengths[:, None])
+        real = torch.where(inside, tokens, -1).to(torch.int32)
+        if self.known is not None:
+            apart = torch.full_like(lengths, -1)[:, None]  # no match goes on from one text to the next
+            history_append(self.known, torch.cat([apart, real], 1), lengths + 1, backend=self.sampler.backend)
+        if tokens.shape[1] < 2:
             return
-        place = torch.arange(length, device=tokens.device)
-        real = torch.where(place >= kv_start[:, None], tokens, -1).to(torch.int32)
         padded = torch.nn.functional.pad(real, (MAX_CONTEXT - 1, 0), value=-1)
         contexts = padded.unfold(1, MAX_CONTEXT, 1)[:, :-1].flip(-1)  # [B, P − 1, C], nearest first
         k = self.table.tokens.shape[2]
         following = torch.nn.functional.pad(real[:, 1:, None], (0, k - 1), value=-1)
         log_probs = torch.full_like(following, math.log(PROMPT_PROBABILITY), dtype=torch.float32)
-        self._insert(contexts.contiguous(), following, log_probs, contexts[..., 0] >= 0)
+        known = (contexts[..., 0] >= 0) & (following[..., 0] >= 0)
+        self._insert(contexts.contiguous(), following, log_probs, known)
 
     def observe(self, verified: Verified) -> None:
-        """Remember the target's best tokens at every verified row."""
+        """Remember the target's best tokens at every verified row, and what was emitted."""
+        rows, backend = verified.rows, self.sampler.backend
+        if self.known is not None and not self.unread:
+            self._follow(self.known, verified)
         if verified.graph is None:
             return
-        rows, k = verified.rows, self.table.tokens.shape[2]
-        best = self.sampler.candidates(verified.logits, rows.depths, k, noise=False)
-        ngram_remember(self.table, rows, verified.tail, *best, backend=self.sampler.backend)
+        best = self.sampler.candidates(verified.logits, rows.depths, self.table.tokens.shape[2], noise=False)
+        ngram_remember(self.table, rows, verified.tail, *best, backend=backend)
+        if self.known is not None:
+            at = verified.last_rows()[:, None, None].expand(-1, 1, REMEMBERED)
+            self.known.runners, self.known.runner_log_probs = (
+                part[..., :REMEMBERED].gather(1, at).squeeze(1).contiguous() for part in best
+            )
+
+    def _follow(self, known: Recollection, verified: Verified) -> None:
+        """Append what a step emitted; what nearly was its last token is not known yet."""
+        history_append(known, verified.tokens, verified.accepted.num_accepted, backend=self.sampler.backend)
+        torch.clamp(verified.accepted.num_accepted, min=1, out=known.emitted)
+        known.runners.fill_(-1)
 
     def _insert(self, contexts: Tensor, tokens: Tensor, log_probs: Tensor, valid: Tensor) -> None:
         ngram_insert(self.table, contexts, tokens, log_probs, valid, backend=self.sampler.backend)
@@ -98,17 +141,19 @@ class History(DraftSource):
         return self.propose(level)
 
     def propose(self, level: Level) -> Proposal:
-        """Continuations of the longest context of each frontier node that is known; its length is the index."""
-        nodes, backend = level.frontier.node_ids, self.sampler.backend
-        return Proposal(*ngram_recall(self.table, level.graph, nodes, **self._noise(level), backend=backend))
+        """Continuations of each frontier node; what they were found by is the index."""
+        nodes, noise = level.frontier.node_ids, self._noise(level)
+        if self.known is not None:
+            return Proposal(*history_recall(self.known, level.graph, nodes, **noise, backend=self.sampler.backend))
+        return Proposal(*ngram_recall(self.table, level.graph, nodes, **noise, backend=self.sampler.backend))
 
     def propose_rest(self, level: Level, log_ratio: Tensor | None) -> tuple[Asked, Tensor] | None:
         """Look up level after level in one call, where there is one."""
         config, backend = level.config, self.sampler.backend
-        if backend not in ("auto", "cpu") or unavailable_reason("cpu", self.table.keys.device) is not None:
+        if self.known is None or backend not in ("auto", "cpu"):
             return None
         found = recall_levels(
-            self.table,
+            self.known,
             level.graph,
             level.frontier.node_ids,
             log_ratio,
