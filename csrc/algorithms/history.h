@@ -239,22 +239,14 @@ struct HistoryNode {
     const double* w = h.weights;
     Evidence text[kHistoryOrders], learned[kLearnedOrders], runners;
     const int longest = look_up(h.table, s, min_int(s.lengths, kHistoryOrders), text);
-    const int known_before =
-        h.learned.keys == nullptr
-            ? 0
-            : look_up(h.learned, h.learned_sizes, min_int(h.learned_sizes.lengths, kLearnedOrders), learned);
     const double pace = std::log(static_cast<double>(max_int(*h.emitted, 1)));
     const int deeper = depth > 0 ? 1 : 0;
-    double none = w[kNoneWeights] + w[kNoneText + longest] + w[kNoneLearned + known_before] +
-                  w[kNoneDepth + depth_bucket(depth)] + w[kNonePace + deeper] * pace;
+    double none = w[kNoneWeights] + w[kNoneText + longest] + w[kNoneDepth + depth_bucket(depth)] +
+                  w[kNonePace + deeper] * pace;
     for (int i = 0; i < kHistoryOrders; i++) {
       text[i].vote(w + i * kListFeatures, i + 1 == longest, w[kPaceWeights + 2 + deeper] * pace, -1, found);
     }
     if (longest > 0) none += w[kNoneRest + longest - 1] * text[longest - 1].log_rest();
-    for (int i = 0; i < kLearnedOrders; i++) {
-      learned[i].vote(w + (kHistoryOrders + i) * kListFeatures, i + 1 == known_before, 0.0, -1, found);
-    }
-    if (known_before > 0) none += w[kNoneRest + kHistoryOrders] * learned[known_before - 1].log_rest();
     if (depth == 0 && h.num_runners > 0 && h.runners[0] >= 0) {
       runners.read(h.runners, h.runner_log_probs, h.num_runners);
       runners.vote(w + (kLists - 1) * kListFeatures, false, 0.0, a.token_ids[node], found);
@@ -268,6 +260,13 @@ struct HistoryNode {
       const double more = i == 0 ? w[kPaceWeights + deeper] * pace : 0.0;
       found->add(tokens[i], w[kCopyWeights + i * kCopyBuckets + copy_bucket(lengths[i])] + more);
     }
+    const int lengths_learned = h.learned.keys == nullptr ? 0 : min_int(h.learned_sizes.lengths, kLearnedOrders);
+    const int elsewhere = look_up(h.learned, h.learned_sizes, lengths_learned, learned);
+    for (int i = 0; i < kLearnedOrders; i++) {
+      learned[i].vote(w + (kHistoryOrders + i) * kListFeatures, i + 1 == elsewhere, 0.0, -1, found);
+    }
+    none += w[kNoneLearned + elsewhere];
+    if (elsewhere > 0) none += w[kNoneRest + kHistoryOrders] * learned[elsewhere - 1].log_rest();
     *matched = copies > 0 ? kHistoryOrders + 1 : longest > 0 ? longest : found->size > 0 ? kHistoryOrders + 2 : 0;
     return none;
   }

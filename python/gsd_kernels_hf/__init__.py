@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .engine.output import GraphGenerateOutput
     from .engine.stats import GenerationStats
     from .exported.call import custom_generate, custom_generate_folder
+    from .learning import learn
     from .packed.gguf import from_gguf
     from .packed.keep import keep_packed
     from .packed.pack import pack
@@ -57,6 +58,7 @@ __all__ = [
     "from_gguf",
     "generate",
     "keep_packed",
+    "learn",
     "pack",
     "patch",
     "tune",
@@ -89,6 +91,7 @@ _HOMES = {
     "from_gguf": "packed.gguf",
     "generate": "api",
     "keep_packed": "packed.keep",
+    "learn": "learning",
     "pack": "packed.pack",
     "patch": "api",
     "tune": "policy.tuning",

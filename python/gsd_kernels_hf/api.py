@@ -21,6 +21,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from . import validate
 from .engine.decoder import GraphDecoder
 from .engine.engine import Engines
+from .engine.known import learned_of
 from .engine.options import Options
 from .engine.output import GraphGenerateOutput
 from .engine.resolved import Sources
@@ -341,6 +342,8 @@ def patch(
         mention_heads(inner)
     if sources.every and sources.drafter is None:
         mention_drafter(inner)
+    if "history" in sources.options.named and sources.options.learned:
+        learned_of(inner)  # says what it found
     memory = HistoryMemory(properties.vocabulary(inner))
     handle = Patch(inner, Engines(keeps_sessions=True, memory=memory), vars(inner).get("generate"))
     accelerated = _Accelerated(inner, handle, {**options, **loaded})

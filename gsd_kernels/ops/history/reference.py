@@ -74,6 +74,9 @@ def history_recall(
                 position = first_pick[b] + graph.depths[b, node]
                 noise = {"positions": position[None, None], "seed": seed, "sequence_ids": sequence_ids[b : b + 1]}
             found = evidence(known, graph, b, node, noise)
+            recent = [int(graph.token_ids[b, node]), *graph.contexts[b, node].tolist()]
+            learned = known.learned
+            hear_learned(found, [] if learned is None else _lists(learned, 0, recent, r.LEARNED_ORDERS, noise))
             scores, none = found.scores(weights)
             total = torch.tensor([none, *scores], dtype=torch.float64).logsumexp(0)
             order = sorted(range(len(scores)), key=lambda i: -scores[i])[:branch]
@@ -88,22 +91,18 @@ def history_recall(
 def evidence(
     known: Recollection, graph: TokenGraph, b: int, node: int, noise: dict[str, Tensor] | None = None
 ) -> Evidence:
-    """What every source says of sequence ``b``'s node, with the noise that it will be drawn with."""
+    """What sequence ``b``'s own text says of a node, with the noise that it will be drawn with."""
     depth, token = int(graph.depths[b, node]), int(graph.token_ids[b, node])
     context = _context(known, graph, b, node)
     recent = [token, *graph.contexts[b, node].tolist()]
     text = _lists(known.table, b, recent, r.ORDERS, noise)
-    learned = [] if known.learned is None else _lists(known.learned, 0, recent, r.LEARNED_ORDERS, noise)
-    longest, longest_learned = (
-        max((o for o in lists if lists[o]), default=0) for lists in map(_numbered, (text, learned))
-    )
+    longest = _longest(text)
     pace, behind = math.log(max(int(known.emitted[b]), 1)), int(depth > 0)
 
     found = Evidence()
     found.none = [
         (r.NONE_WEIGHTS, 1.0),
         (r.NONE_TEXT + longest, 1.0),
-        (r.NONE_LEARNED + longest_learned, 1.0),
         (r.NONE_DEPTH + bisect_right(r.DEPTHS, max(depth, 0)) - 1, 1.0),
         (r.NONE_PACE + behind, pace),
     ]
@@ -112,11 +111,6 @@ def evidence(
         found.hear(entry, (order - 1) * r.LIST_FEATURES, longest=order == longest, pace=more)
     if longest:
         found.none.append((r.NONE_REST + longest - 1, _log_rest(text[longest - 1])))
-    for order, entry in _numbered(learned).items():
-        begin = (r.ORDERS + order - 1) * r.LIST_FEATURES
-        found.hear(entry, begin, longest=order == longest_learned, pace=[])
-    if longest_learned:
-        found.none.append((r.NONE_REST + r.ORDERS, _log_rest(learned[longest_learned - 1])))
     if depth == 0 and known.runners.shape[1] and int(known.runners[b, 0]) >= 0:
         entry = _clipped(known.runners[b], known.runner_log_probs[b])
         found.hear(entry, (r.LISTS - 1) * r.LIST_FEATURES, longest=False, pace=[], skipped=token)
@@ -128,8 +122,19 @@ def evidence(
         vote = [(r.COPY_WEIGHTS + i * len(r.COPY_LENGTHS) + bucket[i], 1.0)]
         vote += [(r.PACE_WEIGHTS + behind, pace)] if i == 0 else []
         found.votes.setdefault(following, []).append(vote)
-    found.matched = r.COPIED if copies else longest or (r.ELSEWHERE if found.votes else 0)
+    found.matched = r.COPIED if copies else longest
     return found
+
+
+def hear_learned(found: Evidence, lists: list[list[tuple[int, float]]]) -> None:
+    """Add what was learned before of every length of the node's context to what its own text says."""
+    longest = _longest(lists)
+    for order, entry in _numbered(lists).items():
+        found.hear(entry, (r.ORDERS + order - 1) * r.LIST_FEATURES, longest=order == longest, pace=[])
+    found.none.append((r.NONE_LEARNED + longest, 1.0))
+    if longest:
+        found.none.append((r.NONE_REST + r.ORDERS, _log_rest(lists[longest - 1])))
+    found.matched = found.matched or (r.ELSEWHERE if found.votes else 0)
 
 
 def _longest(lists: list[list[tuple[int, float]]]) -> int:

@@ -45,6 +45,7 @@ class OptionArguments(TypedDict, total=False):
     criterion: CriterionName | Typical
     reuse_prefix: bool
     reuse_history: bool
+    learned: bool
     streamer: BaseStreamer | None
     observer: Callable[[Verified], None] | None
 

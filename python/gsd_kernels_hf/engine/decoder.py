@@ -23,6 +23,7 @@ from ..policy.fixed import FixedPolicy
 from ..sources.base import DraftSource
 from .engine import Engines, Statistics, engines_of
 from .gain import estimate_plain_step
+from .known import learned_of
 from .loop import decode
 from .options import Options
 from .output import GraphGenerateOutput, Output
@@ -109,7 +110,9 @@ class GraphDecoder(Options):
             self.streamer.put(request.input_ids.cpu())
         with ranks.explained(), asking(getattr(self.streamer, "ask", None)):  # a draft's prompt is read in a step
             memory = engines.memory if ranks.alone and self.reuse_history else None
-            session.begin(request, statistics.weights, reuse_prefix=current and self.reuse_prefix, memory=memory)
+            learned = learned_of(request.model) if ranks.alone and self.learned and "history" in self.named else None
+            reuse = current and self.reuse_prefix
+            session.begin(request, statistics.weights, reuse_prefix=reuse, memory=memory, learned=learned)
             warn_lossy(session.rule.criterion)
             out = Output(request, session)
             out.stats.left_out = [source.name for source in given if source not in sources]

@@ -83,6 +83,8 @@ class Options:
         reuse_history: whether the history begins with what earlier calls' histories held, and leaves them its own;
             bounded, in what :func:`gsd_kernels.patch` keeps only. One caller's texts then speed up another's, which
             somebody may time.
+        learned: whether the history drafts with what :func:`gsd_kernels.learn` left of the model in the cache folder,
+            where it did. On a CPU only.
         streamer: gets the prompt [batch, length], then the batch's tokens position by position, [batch] each, as from
             transformers; its own text streamers take one sequence only. A method ``ask()``, where it has one, is called
             while the prompt is read, between pieces and layers: what it raises ends the call.
@@ -113,6 +115,7 @@ class Options:
     criterion: CriterionName | Typical = "exact"
     reuse_prefix: bool = True
     reuse_history: bool = True
+    learned: bool = True
     streamer: BaseStreamer | None = None
     observer: Callable[[Verified], None] | None = None
 

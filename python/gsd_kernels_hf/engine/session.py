@@ -28,6 +28,7 @@ from ..model.runner import CachedText, Listener, RowModel
 from ..policy.base import Observation, Plan, Profiles
 from ..records import DecodeState, Sampler, Unverified, Verified
 from ..sources.base import DraftSource
+from ..sources.learned import Known
 from ..sources.memory import HistoryMemory
 from ..sources.mixer import Mixer
 from ..sources.weights import Calibration, SourceWeights
@@ -69,8 +70,8 @@ class Session:
         sources: in the order in which they are mixed, of this session alone.
 
     Attributes:
-        state, sampler, target, branch, draws, reference_ids, memory: see :class:`~gsd_kernels_hf.sources.base.Text`.
-        kv_len: see :class:`~gsd_kernels_hf.sources.base.Text`.
+        state, sampler, target, branch, draws, reference_ids, memory, learned, kv_len: see
+            :class:`~gsd_kernels_hf.sources.base.Text`.
         plan: of the next step.
         rule: accepts rows; of the call.
         trims: draft only levels that have a node to expand, and forward only rows that hold a token; else shapes are
@@ -115,6 +116,7 @@ class Session:
                 self.mixer.calibration = Calibration(kind.branch, device)
         self.begun = self.continues = False
         self.memory: HistoryMemory | None = None
+        self.learned: Known | None = None
         self.models: dict[str, ModelState] = {}  # what the models were when the text was begun, see engine.engine
         self.captured: Captured | None = None
         self.warmed: tuple[int, int] | None = None  # the sizes for which kernels were compiled, see engine.warming
@@ -130,6 +132,7 @@ class Session:
         *,
         reuse_prefix: bool,
         memory: HistoryMemory | None = None,
+        learned: Known | None = None,
     ) -> None:
         """Start a batch of texts: read what the caches do not hold of the prompt.
 
@@ -138,8 +141,10 @@ class Session:
             weights: statistics of the sources, by name.
             reuse_prefix: whether keys and values of the last text may serve as the beginning of this one.
             memory: of earlier calls' histories; ``None``: they are not used, and this one's is not kept.
+            learned: of the target; ``None`` for nothing.
         """
         self.request, self.clock, self.plan, self.memory = request, Clock(request.device), Plan(None), memory
+        self.learned = learned
         self.most = request.prompt_length + request.room + self.kind.slots
         pad = request.generation_config._pad_token_tensor
         self.state.restart(request.input_ids, request.kv_start, request.room, 0 if pad is None else int(pad))

@@ -21,6 +21,7 @@ from gsd_kernels.ops.learn import Asked
 
 from ..model.runner import CachedText, RowModel
 from ..records import Candidates, DecodeState, Sampler, Verified
+from .learned import Known
 from .memory import HistoryMemory
 
 
@@ -39,6 +40,7 @@ class Text(Protocol):
             (level, logits [B, W, V], positions int32 [B, W]) → candidates; else ``None``.
         reference_ids: int64 [length] or [batch, length], a text that the output may repeat; ``None`` for none.
         memory: what earlier calls' histories left, and where this one's goes; ``None`` where nothing is kept.
+        learned: what ``gsd_kernels.learn`` left of the target; ``None`` for nothing.
     """
 
     state: DecodeState
@@ -49,6 +51,7 @@ class Text(Protocol):
     continues: bool
     draws: Callable[[int, Tensor, Tensor], Candidates] | None
     memory: HistoryMemory | None
+    learned: Known | None
 
     @property
     def reference_ids(self) -> Tensor | None: ...

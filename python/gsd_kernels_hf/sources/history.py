@@ -17,6 +17,7 @@ from gsd_kernels.ops.learn import Asked
 from gsd_kernels.ops.ngram import ngram_recall, ngram_remember
 from gsd_kernels.ops.recall_levels import recall_levels
 
+from ..model import replay
 from ..model.properties import device_of
 from ..records import Verified
 from .base import DraftSource, Level, Proposal, Text
@@ -38,16 +39,17 @@ class History(DraftSource):
     """
 
     name = "history"
-    # Priors by the length of the matched context: 0, 1, 2, … tokens.
-    shares = (0.0, 0.3, 0.5, 0.7, 0.85)
-    reliability = (0.0, 0.5, 0.7, 0.85, 0.95)
+    # Priors by the length of the matched context: 0, 1, 2, … tokens; of a mixture behind them by a match of the text
+    # itself, and by what is known from elsewhere.
+    shares = (0.0, 0.3, 0.5, 0.7, 0.85, 0.9, 0.15)
+    reliability = (0.0, 0.5, 0.7, 0.85, 0.95, 0.95, 0.5)
     mixes = False
 
     def check(self, target: PreTrainedModel) -> None:
         """Decide whether it is a mixture, see above; no target is refused."""
-        self.mixes = unavailable_reason("cpu", device_of(target)) is None
-        if self.mixes:  # behind the lengths of contexts: a match of the text itself, what is known from elsewhere
-            self.shares = (*type(self).shares, 0.9, 0.15)
+        device = device_of(target)
+        self.mixes = not replay.is_gpu(device) and unavailable_reason("cpu", device) is None
+        if self.mixes:
             self.reliability = (0.0, *(1.0,) * ELSEWHERE)  # chances of a mixture are calibrated
 
     def begin(self, text: Text) -> None:
@@ -65,6 +67,9 @@ class History(DraftSource):
                 self.text.memory.restore(self.table)
         if self.known is not None:
             self.known.clear()
+            learned = self.text.learned
+            self.known.learned = None if learned is None else learned.table
+            self.known.weights = weights_of(PRIOR) if learned is None else learned.weights
         reference = self.text.reference_ids
         if reference is not None:
             texts = per_sequence(reference.to(self.state.tokens.device), self.state.tokens.shape[0])

@@ -1,0 +1,65 @@
+"""What ``gsd_kernels.learn`` left of a model in the cache folder: found by the model's fingerprint, read once."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..costs.pair import fingerprint
+from ..costs.store import cache_dir
+from ..model import properties
+from ..sources.learned import Known, read_learned
+
+logger = logging.getLogger("gsd_kernels")
+
+__all__ = ["learned_file", "learned_of"]
+
+
+class _Read(NamedTuple):
+    """A file as it was when it was read, and what it holds; ``None`` where that cannot be used."""
+
+    file: Path
+    written: tuple[int, int]
+    known: Known | None
+
+
+_read: weakref.WeakKeyDictionary[Any, _Read] = weakref.WeakKeyDictionary()
+
+
+def learned_file(model: nn.Module) -> Path:
+    """Where what is learned of a model lies, whether it is there or not."""
+    return cache_dir() / f"learned-{fingerprint(model)}.safetensors"
+
+
+def learned_of(model: Any) -> Known | None:
+    """What was learned of a model; ``None`` where nothing was, or its file cannot be used, which is said once.
+
+    And on a GPU, where the history is the table of its text alone.
+    """
+    if properties.device_of(model).type != "cpu":
+        return None
+    file = learned_file(model)
+    try:
+        written = file.stat()
+    except OSError:
+        _read.pop(model, None)
+        return None
+    seen, before = (written.st_mtime_ns, written.st_size), _read.get(model)
+    if before is None or before[:2] != (file, seen):
+        before = _read[model] = _Read(file, seen, _known(file, model))
+    return before.known
+
+
+def _known(file: Path, model: Any) -> Known | None:
+    vocabulary = properties.vocabulary(model)
+    try:
+        found = read_learned(file, fingerprint=fingerprint(model), vocab_size=vocabulary)
+    except (OSError, ValueError) as error:
+        logger.warning("ignoring %s, which cannot be used: %s", file, error)
+        return None
+    logger.info("drafting with what was learned of the model: %s (%s contexts)", file, f"{len(found.keys):,}")
+    return Known(found.table(), found.weights)

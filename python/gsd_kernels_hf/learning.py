@@ -1,0 +1,312 @@
+"""``gsd_kernels.learn``: what a model's own answers teach its history, in one small file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from gsd_kernels import GraphConfig
+from gsd_kernels.ops.history import WEIGHTS
+from gsd_kernels.ops.history.records import LEARNED_ORDERS, REMEMBERED
+from gsd_kernels.ops.history.reference import Evidence, evidence, hear_learned
+from gsd_kernels.ops.ngram.reference import context_keys
+
+from . import validate
+from .api import generate
+from .costs.pair import fingerprint
+from .engine.known import learned_file
+from .files import path_of
+from .model import properties
+from .progress import tracked
+from .records import Verified
+from .sources.history import History
+from .sources.learned import MOST_CONTEXTS, Learned
+from .sources.priors import PRIOR, weights_of
+
+logger = logging.getLogger("gsd_kernels")
+
+__all__ = ["everyday_prompts", "learn"]
+
+Prompt = str | Sequence[dict[str, str]] | Tensor
+
+SHAPE = GraphConfig(depth=0, branch=4, max_rows=16, merge_context=2, history_depth=12, history_width=6)
+LEAST = (1, 2, 3)  # times that a context of 1, 2, 3 tokens was seen, to be kept
+NODES = 12_000  # that the mixture is fitted to, at most
+FEWEST_NODES = 2_000  # below, the weights stay those that ship
+DECAY = 1e-4  # of the weights' squares
+ITERATIONS = 80
+
+Counts = tuple[dict[tuple[int, ...], Counter[int]], ...]
+"""By length of a context: what followed it, how often."""
+
+
+@dataclass
+class Lesson:
+    """What was known of an accepted node, and which token the model picked there."""
+
+    found: Evidence
+    recent: list[int]  # the last tokens, the nearest first
+    picked: int
+    text: int  # number of the answer
+
+
+class Student(History):
+    """The history, which notes what it knew of every accepted node."""
+
+    name = "student"
+
+    def __init__(self) -> None:
+        self.lessons: list[Lesson] = []  # of all sessions: copies share it
+        self.text_number = [0]
+
+    def observe(self, verified: Verified) -> None:
+        if self.known is not None and verified.graph is not None:
+            count = int(verified.accepted.num_accepted[0])
+            nodes, picked = (t[0, :count].tolist() for t in (verified.nodes, verified.tokens))
+            for node, token in zip(nodes, picked, strict=True):
+                graph = verified.graph
+                recent = [int(graph.token_ids[0, node]), *graph.contexts[0, node, : LEARNED_ORDERS - 1].tolist()]
+                found = evidence(self.known, graph, 0, node)
+                self.lessons.append(Lesson(found, recent, token, self.text_number[0]))
+        super().observe(verified)
+
+
+@dataclass
+class Answers:
+    """What a model wrote.
+
+    Attributes:
+        tokens: of every answer.
+        read: of texts that it did not write.
+        lessons: of the answers.
+    """
+
+    tokens: list[list[int]] = field(default_factory=list)
+    read: list[list[int]] = field(default_factory=list)
+    lessons: list[Lesson] = field(default_factory=list)
+
+    @property
+    def seen(self) -> int:
+        """Tokens of all texts."""
+        return sum(map(len, (*self.tokens, *self.read)))
+
+
+def everyday_prompts() -> list[str]:
+    """The prompts that ship with the package: everyday requests of many kinds."""
+    parts = json.loads((Path(__file__).parent / "everyday.json").read_text(encoding="utf-8"))
+    asked = [
+        (ask, parts["topics"][(7 * i + 3 * j) % len(parts["topics"])])
+        for j in range(6)
+        for i, ask in enumerate(parts["asks"])
+    ]
+    texts = [(ask, text) for ask in parts["on_texts"] for text in parts["texts"]]
+    return [ask.format(topic) for ask, topic in asked] + [f"{ask}\n\n{text}" for ask, text in texts] + parts["others"]
+
+
+def learn(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    prompts: Iterable[Prompt] | None = None,
+    texts: Iterable[str | Tensor] = (),
+    new_tokens: int = 128,
+    file: str | Path | None = None,
+    progress: bool = True,
+) -> Path:
+    """Have a model answer prompts, and keep how its answers go on, for the history of later calls.
+
+    The file holds a table of contexts of 1 … 3 tokens of the answers with what followed them, and weights of the
+    history's mixture fitted to them: less than 1 MB for 100,000 tokens. It lies in the cache folder under the model's
+    fingerprint, where :func:`~gsd_kernels.generate` and :func:`~gsd_kernels.patch` find it on a CPU. It changes how
+    fast a text comes, never the text. Interrupted (Ctrl-C), what was answered so far is kept.
+
+    Args:
+        model: as of :func:`~gsd_kernels.generate`.
+        tokenizer: of the model; needed unless all prompts and texts are ids.
+        prompts: texts, chats (lists of ``role`` and ``content``) or ids int64 [length]; ``None``: those that ship with
+            the package.
+        texts: to be read beside the answers, as texts or ids: what the model will write may repeat them. Whoever has
+            the file can find their short phrases in it.
+        new_tokens: of every answer, at most.
+        file: to write instead of that in the cache folder, which alone is found by itself.
+        progress: whether to show it.
+
+    Returns:
+        Where the file is.
+
+    Raises:
+        TypeError, ValueError: the model cannot be served, nothing was answered, or an argument makes no sense.
+    """
+    model = properties.unwrap(model)
+    validate.check_model("model", model)
+    if not isinstance(new_tokens, int) or isinstance(new_tokens, bool) or new_tokens < 1:
+        raise ValueError(f"new_tokens: expected an int of at least 1, got {new_tokens!r}")
+    device = properties.device_of(model)
+    asked = [_ids(p, tokenizer, device) for p in (everyday_prompts() if prompts is None else prompts)]
+    read = [_ids(text, tokenizer, device, chat=False) for text in texts]
+    if not asked and not read:
+        raise ValueError("prompts: expected at least one, or texts; leave prompts out to take those of the package")
+    answers = Answers(read=[ids[0].tolist() for ids in read])
+    _answer(model, asked, answers, new_tokens, progress)
+    if not answers.seen:
+        raise ValueError("prompts: the model answered none of them")
+    found = learned_from(answers, properties.vocabulary(model), fingerprint(model))
+    place = learned_file(model) if file is None else path_of(file)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    found.save(place)
+    logger.info("learned %s contexts of %s tokens: %s", f"{len(found.keys):,}", f"{found.seen:,}", place)
+    return place
+
+
+def _ids(given: Prompt, tokenizer: Any, device: torch.device, *, chat: bool = True) -> Tensor:
+    """A prompt's ids int64 [1, P]."""
+    if isinstance(given, Tensor):
+        return given.reshape(1, -1).to(device)
+    if tokenizer is None:
+        raise ValueError("tokenizer: prompts and texts that are no ids need the model's; pass it")
+    if chat and getattr(tokenizer, "chat_template", None):
+        turns = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        found = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    else:
+        text = given if isinstance(given, str) else "\n".join(turn["content"] for turn in given)
+        found = tokenizer(text, return_tensors="pt")
+    return found["input_ids"].to(device)
+
+
+def _answer(model: PreTrainedModel, asked: list[Tensor], answers: Answers, new_tokens: int, progress: bool) -> None:
+    """Have the model answer greedily; Ctrl-C ends it with what is there."""
+    student = Student()
+    shown = tracked("learning", len(asked), "prompts") if progress else nullcontext(lambda done, note="": None)
+    options: dict[str, Any] = {"draft_sources": (student,), "graph_config": SHAPE, "learned": False, "do_sample": False}
+    try:
+        with shown as update:
+            for number, ids in enumerate(asked):
+                student.text_number[0] = number
+                whole = generate(model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **options)
+                answers.tokens.append(whole[0, ids.shape[1] :].tolist())
+                update(number + 1, f"{answers.seen:,} tokens")
+    except KeyboardInterrupt:
+        if not answers.tokens:
+            raise
+        logger.warning(
+            "learning: interrupted after %d of %d prompts; what is there is kept", len(answers.tokens), len(asked)
+        )
+    answers.lessons = [lesson for lesson in student.lessons if lesson.text < len(answers.tokens)]
+
+
+def learned_from(answers: Answers, vocab_size: int, print_: str) -> Learned:
+    """The table of all texts, and a mixture fitted to the answers with tables of the others."""
+    weights = weights_of(PRIOR)
+    if len(answers.lessons) >= FEWEST_NODES:
+        # What an answer teaches of the table's worth must come from a table that has not seen it.
+        halves = [counted(answers.tokens[1 - half :: 2]) for half in (0, 1)]
+        weights = fitted(answers.lessons, halves, weights)
+    return Learned(*tabled(counted([*answers.tokens, *answers.read])), weights, vocab_size, print_, answers.seen)
+
+
+def counted(texts: Sequence[Sequence[int]]) -> Counts:
+    """What followed every context of 1 … 3 tokens, the nearest first."""
+    found: Counts = tuple(defaultdict(Counter) for _ in range(LEARNED_ORDERS))
+    for text in texts:
+        for place in range(1, len(text)):
+            for order in range(1, min(LEARNED_ORDERS, place) + 1):
+                context = tuple(text[place - order : place][::-1])
+                found[order - 1][context][text[place]] += 1
+    return tuple(
+        {context: after for context, after in contexts.items() if after.total() >= least}
+        for contexts, least in zip(found, LEAST, strict=True)
+    )
+
+
+def continuations(after: Counter[int]) -> list[tuple[int, float]]:
+    """The likeliest tokens after a context and their probabilities; some is left for those never seen (Witten-Bell)."""
+    total = after.total() + len(after)
+    return [(token, count / total) for token, count in after.most_common(REMEMBERED)]
+
+
+def tabled(counts: Counts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys, counts, tokens and log-probabilities as the file has them, the contexts seen most first."""
+    entries: dict[int, Counter[int]] = {}
+    for order, contexts in enumerate(counts, 1):
+        if contexts:
+            ids = torch.tensor(list(contexts), dtype=torch.int32)[None]
+            entries.update(zip(context_keys(ids, order)[0, :, -1].tolist(), contexts.values(), strict=True))
+    best = sorted(entries.items(), key=lambda entry: -entry[1].total())[:MOST_CONTEXTS]
+    lists = [continuations(after) for _, after in best]
+    pairs = [pair for listed in lists for pair in listed]
+    return (
+        torch.tensor([key for key, _ in best], dtype=torch.int64),
+        torch.tensor([len(listed) for listed in lists], dtype=torch.uint8),
+        torch.tensor([token for token, _ in pairs], dtype=torch.int32),
+        torch.tensor([chance for _, chance in pairs], dtype=torch.float64).log().to(torch.float16),
+    )
+
+
+def fitted(lessons: Sequence[Lesson], halves: Sequence[Counts], start: Tensor) -> Tensor:
+    """The weights under which the picks are likeliest, near those that ship where little says otherwise."""
+    rows: list[int] = []
+    columns: list[int] = []
+    values: list[float] = []
+    owners: list[int] = []
+    targets: list[int] = []
+    step = max(1, len(lessons) // NODES)
+    for number, lesson in enumerate(lessons[::step]):
+        found = _with_learned(lesson, halves[lesson.text % 2])
+        target = len(owners)
+        for token, votes in ((-1, [found.none]), *found.votes.items()):
+            if token == lesson.picked:
+                target = len(owners)
+            for weight, value in (pair for vote in votes for pair in vote):
+                rows.append(len(owners))
+                columns.append(weight)
+                values.append(value)
+            owners.append(number)
+        targets.append(target)
+    at, given = torch.tensor([rows, columns]), torch.tensor(values, dtype=torch.float64)
+    size = (len(owners), WEIGHTS)
+    features = torch.sparse_coo_tensor(at, given, size).coalesce().to_sparse_csr()
+    turned = torch.sparse_coo_tensor(at.flip(0), given, size[::-1]).coalesce().to_sparse_csr()
+    return _most_likely(features, turned, torch.tensor(owners), torch.tensor(targets), start)
+
+
+def _with_learned(lesson: Lesson, counts: Counts) -> Evidence:
+    """What would have been known with a table of other answers."""
+    lists = []
+    for order, contexts in enumerate(counts, 1):
+        after = contexts.get(tuple(lesson.recent[:order]), Counter())
+        lists.append([(token, float(torch.tensor(chance).log())) for token, chance in continuations(after)])
+    found = Evidence({token: list(votes) for token, votes in lesson.found.votes.items()}, list(lesson.found.none))
+    hear_learned(found, lists)
+    return found
+
+
+def _most_likely(features: Tensor, turned: Tensor, owners: Tensor, targets: Tensor, start: Tensor) -> Tensor:
+    """Weights of a softmax over each owner's rows, by L-BFGS: features [rows, F], turned their transpose."""
+    weights, nodes = start.clone().requires_grad_(), len(targets)
+    search = torch.optim.LBFGS([weights], max_iter=ITERATIONS, history_size=20, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        with torch.no_grad():
+            away = weights - start
+            scores = features @ weights
+            top = torch.full((nodes,), -torch.inf, dtype=scores.dtype).scatter_reduce(0, owners, scores, "amax")
+            chances = (scores - top[owners]).exp()
+            total = torch.zeros(nodes, dtype=scores.dtype).index_add(0, owners, chances)
+            chances /= total[owners]
+            chances[targets] -= 1.0
+            weights.grad = turned @ chances / nodes + 2 * DECAY * away
+            return (total.log() + top - scores[targets]).mean() + DECAY * away.square().sum()
+
+    search.step(loss)
+    return weights.detach()

@@ -1,0 +1,261 @@
+"""What ``learn`` leaves of a model: found by itself, faster, never another text, and refused where it is damaged."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from gguf_files import tiny as packed_tiny
+from gguf_files import write_gguf
+from models import prompts, tiny, tokenizer
+from safetensors.torch import load_file, save_file
+
+import gsd_kernels as gsd
+from gsd_kernels import GraphConfig
+from gsd_kernels_hf import learning
+from gsd_kernels_hf.engine.known import learned_file, learned_of
+from gsd_kernels_hf.packed.gguf import from_gguf
+from gsd_kernels_hf.sources.learned import FORMAT, read_learned
+
+SHAPE = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=6, history_width=4)
+GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.4, "seed": 3}
+ASKED = [prompts(1, 9, seed=seed)["input_ids"][0] for seed in range(6)]
+
+
+@pytest.fixture
+def target(monkeypatch, tmp_path):
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path))
+    return tiny()
+
+
+def learned(model, **options):
+    return gsd.learn(model, prompts=ASKED, new_tokens=24, progress=False, **options)
+
+
+def run(model, inputs, decoding, **options):
+    options = {"draft_sources": ("history",), "graph_config": SHAPE, "return_dict_in_generate": True} | options
+    return gsd.generate(model, **inputs, **decoding, **options)
+
+
+@pytest.mark.parametrize("decoding", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_it_is_found_makes_texts_faster_and_changes_none(target, decoding, batch, caplog):
+    inputs = {"input_ids": torch.stack(ASKED[:batch]), "attention_mask": torch.ones(batch, 9, dtype=torch.int64)}
+    before = run(target, inputs, decoding)
+    plain = gsd.generate(target, **inputs, **decoding, graph_config="plain")
+    with caplog.at_level(logging.INFO, "gsd_kernels"):
+        file = learned(target)
+        after = run(target, inputs, decoding)
+        again = run(target, inputs, decoding)
+        without = run(target, inputs, decoding, learned=False)
+    assert file == learned_file(target) and file.is_file()
+    assert sum("drafting with what was learned" in message for message in caplog.messages) == 1
+    for out in (before, after, again, without):
+        assert torch.equal(out.sequences, plain)
+    assert after.stats.steps < (0.8 if decoding is GREEDY else 1.05) * before.stats.steps  # its answers were greedy
+    assert without.stats.steps == before.stats.steps
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_patched_model_says_what_it_found_and_goes_on_with_it_from_text_to_text(target, sampled, caplog):
+    decoding = SAMPLED if sampled else GREEDY
+    texts = [torch.cat([ASKED[0], ASKED[1]])[None], torch.cat([ASKED[0], ASKED[2]])[None], ASKED[3][None]]
+    plain = [gsd.generate(target, ids, **decoding, graph_config="plain") for ids in texts]
+    learned(target)
+    for options in ({}, {"learned": False}, {"reuse_history": False}, {"reuse_prefix": False}):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "gsd_kernels"), gsd.patch(tiny_twin(target), **options) as handle:
+            found = [m for m in caplog.messages if "drafting with what was learned" in m]
+            assert bool(found) == options.get("learned", True)
+            for ids, expected in zip(texts, plain, strict=True):
+                assert torch.equal(handle.model.generate(ids, **decoding), expected)
+
+
+def tiny_twin(model):
+    """The same weights in another model, of which nothing was read yet."""
+    twin = tiny()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+@pytest.mark.parametrize("family", ["qwen2", "packed"])
+def test_other_families_dense_and_packed(family, monkeypatch, tmp_path):
+    monkeypatch.setenv("GSD_KERNELS_CACHE", str(tmp_path / "cache"))
+    if family == "packed":
+        (tmp_path / "model").mkdir()
+        file = tmp_path / "model" / "tiny.gguf"
+        model = from_gguf(write_gguf(file, packed_tiny("llama"), "llama", ["q8_0"]), dtype=torch.float32)
+    else:
+        model = tiny(family)
+    ids = ASKED[0][None]
+    plain = gsd.generate(model, ids, **GREEDY, graph_config="plain")
+    before = run(model, {"input_ids": ids}, GREEDY).stats.steps
+    learned(model)
+    after = run(model, {"input_ids": ids}, GREEDY)
+    assert torch.equal(after.sequences, plain) and after.stats.steps < before
+
+
+def test_prompts_are_texts_chats_and_ids_and_texts_are_read_beside(target, tmp_path):
+    given = ["first words", [{"role": "user", "content": "second words"}], ASKED[0]]
+    file = tmp_path / "own.safetensors"
+    words = tokenizer(target.config.vocab_size)
+    assert gsd.learn(target, words, prompts=given, new_tokens=6, file=file, progress=False) == file
+    found = read_learned(file, fingerprint=learning.fingerprint(target), vocab_size=target.config.vocab_size)
+    assert found.seen <= 18 and learned_of(target) is None, "another file is not found by itself"
+    gsd.learn(target, prompts=[], texts=[torch.arange(20)], file=file, progress=False)
+    read = read_learned(file, fingerprint=found.fingerprint, vocab_size=found.vocab_size)
+    assert read.seen == 20 and read.table().keys.ne(0).sum() == len(read.keys) == 19
+    assert sorted(read.tokens.tolist()) == list(range(1, 20))
+
+
+def test_interrupted_it_keeps_what_is_there(target, monkeypatch, caplog):
+    generate, calls = learning.generate, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(learning, "generate", interrupted)
+    file = learned(target)
+    assert "interrupted after 2 of 6 prompts" in caplog.text
+    assert read_learned(file, fingerprint=learning.fingerprint(target), vocab_size=97).seen == 48
+    calls[:] = [1, 1]
+    file.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        learned(target)
+    assert not file.exists(), "nothing was answered"
+
+
+def test_a_mixture_is_fitted_to_many_nodes_and_predicts_them_better(target, monkeypatch):
+    monkeypatch.setattr(learning, "FEWEST_NODES", 60)
+    kept = []
+    monkeypatch.setattr(learning, "fitted", lambda *args: kept.append((args, fit(*args))) or kept[-1][1])
+    found = read_learned(learned(target), fingerprint=learning.fingerprint(target), vocab_size=97)
+    ((lessons, halves, start), weights) = kept[0]
+    assert torch.equal(found.weights, weights) and not torch.equal(weights, start)
+
+    def surprise(values):
+        total = 0.0
+        for lesson in lessons:
+            known = learning._with_learned(lesson, halves[lesson.text % 2])
+            scores, none = known.scores(values.tolist())
+            named = dict(zip(known.votes, scores, strict=True))
+            total += float(torch.tensor([none, *scores]).logsumexp(0)) - named.get(lesson.picked, none)
+        return total / len(lessons)
+
+    assert surprise(weights) < surprise(start)
+
+
+fit = learning.fitted
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"new_tokens": 0}, "new_tokens: expected an int of at least 1, got 0"),
+        ({"prompts": ["words"]}, "tokenizer: prompts and texts that are no ids need the model's"),
+        ({"prompts": []}, "prompts: expected at least one, or texts"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(target, wrong, match):
+    with pytest.raises(ValueError, match=match):
+        gsd.learn(target, **{"prompts": ASKED, "progress": False} | wrong)
+
+
+HOSTILE = {
+    "fewer weights": ("weights", lambda t: t[:-1], r"weights: float64 \[114\]"),
+    "weights of another dtype": ("weights", lambda t: t.float(), "weights: float32"),
+    "NaN weights": ("weights", lambda t: t * torch.nan, "weights that none has"),
+    "infinite weights": ("weights", lambda t: t + torch.inf, "weights that none has"),
+    "NaN probabilities": ("log_probs", lambda t: t * torch.nan, "probabilities that none has"),
+    "probabilities above 1": ("log_probs", lambda t: t * 0 + 1, "probabilities that none has"),
+    "tokens beyond the vocabulary": ("tokens", lambda t: t + 1000, "tokens outside the vocabulary"),
+    "negative tokens": ("tokens", lambda t: t - 1000, "tokens outside the vocabulary"),
+    "tokens of another dtype": ("tokens", lambda t: t.long(), "tokens: int64"),
+    "tokens of another shape": ("tokens", lambda t: t[:, None], "tokens: int32"),
+    "counts of zero": ("counts", lambda t: t * 0, "counts that do not add up"),
+    "counts too large": ("counts", lambda t: t * 0 + 200, "counts that do not add up"),
+    "a context twice": ("keys", lambda t: t * 0 + 5, "a context twice"),
+    "an empty key": ("keys", lambda t: t * 0, "a context twice"),
+    "too many dimensions": ("keys", lambda t: t[None], "keys: int64"),
+    "nothing of a tensor": ("counts", None, "KeyError|SafetensorError|counts"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused_by_name_and_ignored_with_one_line(target, name, caplog):
+    part, change, match = HOSTILE[name]
+    file = learned(target)
+    plain = gsd.generate(target, ASKED[0][None], **GREEDY, graph_config="plain")
+    tensors, about = load_file(file), metadata(file)
+    if change is None:
+        del tensors[part]
+    else:
+        tensors[part] = change(tensors[part])
+    save_file({name: t.contiguous() for name, t in tensors.items()}, file, metadata=about)
+    check_ignored(target, file, plain, match, caplog)
+
+
+ELSEWHERE = {
+    "another model": ({"fingerprint": "0" * 16}, "is of another model"),
+    "another vocabulary": ({"vocab_size": "31"}, "a vocabulary of 31 tokens, not 97"),
+    "a newer version": ({"version": "99"}, "newer than"),
+    "no number": ({"seen": "many"}, "damaged"),
+    "another format": ({"format": "else"}, "was not written by gsd-kernels learn"),
+}
+
+
+@pytest.mark.parametrize("name", [*ELSEWHERE, "noise", "empty", "folder", "too large"])
+def test_a_file_of_something_else_is_ignored_with_one_line(target, name, caplog, monkeypatch):
+    file, match = learned(target), "."
+    plain = gsd.generate(target, ASKED[0][None], **GREEDY, graph_config="plain")
+    if name in ELSEWHERE:
+        changes, match = ELSEWHERE[name]
+        save_file(load_file(file), file, metadata=metadata(file) | changes)
+    elif name == "too large":
+        monkeypatch.setattr("gsd_kernels_hf.sources.learned.MOST_BYTES", 100)
+    else:
+        file.unlink()
+        if name == "folder":
+            file.mkdir()
+        else:
+            file.write_bytes(b"\xff" * 300 if name == "noise" else b"")
+    check_ignored(target, file, plain, match, caplog)
+
+
+def metadata(file):
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata()["format"] == FORMAT
+        return opened.metadata()
+
+
+def check_ignored(target, file, plain, match, caplog):
+    with pytest.raises((ValueError, OSError), match=match):
+        read_learned(file, fingerprint=learning.fingerprint(target), vocab_size=97)
+    with caplog.at_level(logging.INFO, "gsd_kernels"):
+        for _ in range(2):
+            assert torch.equal(gsd.generate(target, ASKED[0][None], **GREEDY, draft_sources=("history",)), plain)
+    assert sum("which cannot be used" in message for message in caplog.messages) == 1
+    assert not any("drafting with" in message for message in caplog.messages)
+
+
+def test_full_sets_leave_contexts_out_and_nothing_else(target):
+    file = learned(target)
+    found = read_learned(file, fingerprint=learning.fingerprint(target), vocab_size=97)
+    keys = (torch.arange(1, 301) << 40) | 1  # all of one set
+    one = torch.ones(300)
+    crowded = replace(found, keys=keys, counts=one.to(torch.uint8), tokens=one.int(), log_probs=(-one).half())
+    table = crowded.table()
+    assert table.keys.ne(0).sum() == table.ways and torch.equal(table.keys[table.keys != 0], keys[: table.ways])
+
+
+def test_prompts_of_the_package_are_many_and_different():
+    found = learning.everyday_prompts()
+    assert len(found) == len(set(found)) > 150 and all("{" not in text or "def" in text for text in found)
