@@ -27,6 +27,7 @@ SECTIONS = {
         "generate",
         "Options",
         "patch",
+        "learn",
         "Patch",
         "HistoryMemory",
         "unpatch",

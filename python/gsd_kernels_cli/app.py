@@ -1,4 +1,4 @@
-"""The command line: ``gsd-kernels demo | chat | generate | serve | check | index | export | distill | …``.
+"""The command line: ``gsd-kernels demo | chat | generate | serve | check | index | learn | export | distill | …``.
 
 Nothing imports it. Commands of other packages (serving, training) are found by their entry points in the group
 ``gsd_kernels.commands``; ``bench`` is an application, looked up by name when it is called. Commands import torch and
@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from . import chat, check, demo_command, doctor, export, generate, index
+from . import chat, check, demo_command, doctor, export, generate, index, learn
 from .commands import Commands
 from .output import EXIT_CODES, show_progress
 
@@ -44,6 +44,7 @@ app.command("generate")(generate.command)
 app.command("check")(check.command)
 app.command("index")(index.command)
 app.command("export")(export.command)
+app.command("learn")(learn.command)
 app.command("doctor")(doctor.command)
 for _entry in entry_points(group="gsd_kernels.commands"):
     app.command(_entry.name)(_entry.load())

@@ -1,0 +1,62 @@
+"""``gsd-kernels learn``: what a model's own answers teach its history."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import options, values
+from .output import print_json, progress
+
+
+def command(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="DIR|ID|FILE.gguf", callback=values.model("MODEL"), help="The model that is to answer."),
+    ],
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", metavar="FILE", help="UTF-8, a prompt a line. Without it those of the package."),
+    ] = None,
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option("--texts", metavar="FILE", help="UTF-8, read beside the answers; it leaves phrases. Repeatable."),
+    ] = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", metavar="FILE", help="Instead of the cache folder, where it is found by itself."),
+    ] = None,
+    dtype: options.DtypeOption = "auto",
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+) -> None:
+    """Let a model answer everyday prompts, and keep how its answers go on: later calls draft with it.
+
+    The texts stay what they are. What comes out is a file of less than a megabyte in the cache folder, found by the
+    model's fingerprint. Interrupted (Ctrl-C), what was answered so far is kept.
+    """
+    from gsd_kernels_hf.files import read_utf8
+
+    begin = time.perf_counter()
+    asked = None
+    if prompts is not None:
+        asked = [line for line in read_utf8(prompts, "--prompts").splitlines() if line.strip()]
+    read = [read_utf8(file, "--texts") for file in texts or ()]
+    with progress("loading the model"):
+        from gsd_kernels_hf.learning import learn
+
+        from .pair import load_pair
+
+        loading = {"dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
+        pair = load_pair(model, None, device="cpu", **loading)
+    place = learn(pair.target, pair.tokenizer, prompts=asked, texts=read, new_tokens=max_new_tokens, file=out)
+    seconds, size = time.perf_counter() - begin, place.stat().st_size
+    if as_json:
+        print_json({"file": str(place), "bytes": size, "seconds": seconds})
+    else:
+        print(f"{place}: {size / 1e6:.2f} MB, {seconds:.0f} s")
