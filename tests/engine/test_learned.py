@@ -10,6 +10,7 @@ import torch
 from gguf_files import tiny as packed_tiny
 from gguf_files import write_gguf
 from models import prompts, tiny, tokenizer
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import gsd_kernels as gsd
@@ -22,7 +23,7 @@ from gsd_kernels_hf.sources.learned import FORMAT, read_learned
 SHAPE = GraphConfig(depth=0, branch=3, max_rows=16, history_depth=6, history_width=4)
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.4, "seed": 3}
-ASKED = [prompts(1, 9, seed=seed)["input_ids"][0] for seed in range(6)]
+ASKED = [prompts(1, 9, seed=seed)["input_ids"][0] for seed in range(4)]
 
 
 @pytest.fixture
@@ -56,16 +57,16 @@ def test_it_is_found_makes_texts_faster_and_changes_none(target, decoding, batch
     for out in (before, after, again, without):
         assert torch.equal(out.sequences, plain)
     assert after.stats.steps < (0.8 if decoding is GREEDY else 1.05) * before.stats.steps  # its answers were greedy
-    assert without.stats.steps == before.stats.steps
+    assert without.stats.steps == pytest.approx(before.stats.steps, abs=2)  # weights of sources are learned too
 
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_patched_model_says_what_it_found_and_goes_on_with_it_from_text_to_text(target, sampled, caplog):
     decoding = SAMPLED if sampled else GREEDY
-    texts = [torch.cat([ASKED[0], ASKED[1]])[None], torch.cat([ASKED[0], ASKED[2]])[None], ASKED[3][None]]
+    texts = [torch.cat([ASKED[0], ASKED[1]])[None], torch.cat([ASKED[0], ASKED[2]])[None]]
     plain = [gsd.generate(target, ids, **decoding, graph_config="plain") for ids in texts]
     learned(target)
-    for options in ({}, {"learned": False}, {"reuse_history": False}, {"reuse_prefix": False}):
+    for options in ({}, {"learned": False, "reuse_history": False}, {"reuse_prefix": False}):
         caplog.clear()
         with caplog.at_level(logging.INFO, "gsd_kernels"), gsd.patch(tiny_twin(target), **options) as handle:
             found = [m for m in caplog.messages if "drafting with what was learned" in m]
@@ -122,7 +123,7 @@ def test_interrupted_it_keeps_what_is_there(target, monkeypatch, caplog):
 
     monkeypatch.setattr(learning, "generate", interrupted)
     file = learned(target)
-    assert "interrupted after 2 of 6 prompts" in caplog.text
+    assert "interrupted after 2 of 4 prompts" in caplog.text
     assert read_learned(file, fingerprint=learning.fingerprint(target), vocab_size=97).seen == 48
     calls[:] = [1, 1]
     file.unlink()
@@ -187,18 +188,26 @@ HOSTILE = {
 }
 
 
+@pytest.fixture(scope="module")
+def once(tmp_path_factory):
+    """A model's file, and the model's fingerprint, by which it is read."""
+    file, model = tmp_path_factory.mktemp("once") / "learned.safetensors", tiny()
+    gsd.learn(model, prompts=ASKED[:2], new_tokens=12, progress=False, file=file)
+    return file, learning.fingerprint(model)
+
+
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_is_refused_by_name_and_ignored_with_one_line(target, name, caplog):
-    part, change, match = HOSTILE[name]
-    file = learned(target)
-    plain = gsd.generate(target, ASKED[0][None], **GREEDY, graph_config="plain")
-    tensors, about = load_file(file), metadata(file)
+def test_a_hostile_file_is_refused_by_name(once, tmp_path, name):
+    (file, print_), (part, change, match) = once, HOSTILE[name]
+    tensors = load_file(file)
     if change is None:
         del tensors[part]
     else:
         tensors[part] = change(tensors[part])
-    save_file({name: t.contiguous() for name, t in tensors.items()}, file, metadata=about)
-    check_ignored(target, file, plain, match, caplog)
+    tensors = {name: t.contiguous() for name, t in tensors.items()}
+    save_file(tensors, tmp_path / "hostile.safetensors", metadata=metadata(file))
+    with pytest.raises(ValueError, match=match):
+        read_learned(tmp_path / "hostile.safetensors", fingerprint=print_, vocab_size=97)
 
 
 ELSEWHERE = {
@@ -211,34 +220,31 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("name", [*ELSEWHERE, "noise", "empty", "folder", "too large"])
-def test_a_file_of_something_else_is_ignored_with_one_line(target, name, caplog, monkeypatch):
-    file, match = learned(target), "."
-    plain = gsd.generate(target, ASKED[0][None], **GREEDY, graph_config="plain")
+def test_a_file_of_something_else_is_refused(once, tmp_path, name, monkeypatch):
+    (file, print_), place, match = once, tmp_path / "else.safetensors", "."
     if name in ELSEWHERE:
         changes, match = ELSEWHERE[name]
-        save_file(load_file(file), file, metadata=metadata(file) | changes)
+        save_file(load_file(file), place, metadata=metadata(file) | changes)
     elif name == "too large":
+        place.write_bytes(file.read_bytes())
         monkeypatch.setattr("gsd_kernels_hf.sources.learned.MOST_BYTES", 100)
+    elif name == "folder":
+        place.mkdir()
     else:
-        file.unlink()
-        if name == "folder":
-            file.mkdir()
-        else:
-            file.write_bytes(b"\xff" * 300 if name == "noise" else b"")
-    check_ignored(target, file, plain, match, caplog)
+        place.write_bytes(b"\xff" * 300 if name == "noise" else b"")
+    with pytest.raises(ValueError, match=match):
+        read_learned(place, fingerprint=print_, vocab_size=97)
 
 
-def metadata(file):
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:
-        assert opened.metadata()["format"] == FORMAT
-        return opened.metadata()
-
-
-def check_ignored(target, file, plain, match, caplog):
-    with pytest.raises((ValueError, OSError), match=match):
-        read_learned(file, fingerprint=learning.fingerprint(target), vocab_size=97)
+@pytest.mark.parametrize("name", ["NaN weights", "noise", "another model"])
+def test_what_cannot_be_used_is_ignored_with_one_line(once, target, name, caplog):
+    place, tensors, about = learned_file(target), load_file(once[0]), metadata(once[0])
+    if name == "noise":
+        place.write_bytes(b"\xff" * 300)
+    else:
+        tensors["weights"] = tensors["weights"] * torch.nan
+        save_file(tensors, place, metadata=about | ({} if name == "NaN weights" else {"fingerprint": "0" * 16}))
+    plain = gsd.generate(target, ASKED[0][None], **GREEDY, graph_config="plain")
     with caplog.at_level(logging.INFO, "gsd_kernels"):
         for _ in range(2):
             assert torch.equal(gsd.generate(target, ASKED[0][None], **GREEDY, draft_sources=("history",)), plain)
@@ -246,9 +252,14 @@ def check_ignored(target, file, plain, match, caplog):
     assert not any("drafting with" in message for message in caplog.messages)
 
 
-def test_full_sets_leave_contexts_out_and_nothing_else(target):
-    file = learned(target)
-    found = read_learned(file, fingerprint=learning.fingerprint(target), vocab_size=97)
+def metadata(file):
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata()["format"] == FORMAT
+        return opened.metadata()
+
+
+def test_full_sets_leave_contexts_out_and_nothing_else(once):
+    found = read_learned(once[0], fingerprint=once[1], vocab_size=97)
     keys = (torch.arange(1, 301) << 40) | 1  # all of one set
     one = torch.ones(300)
     crowded = replace(found, keys=keys, counts=one.to(torch.uint8), tokens=one.int(), log_probs=(-one).half())
