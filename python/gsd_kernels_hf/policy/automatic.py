@@ -81,7 +81,7 @@ def learned(situation: Situation) -> tuple[ShapeExperience | RowExperience, Save
     pair = own_pair(situation.model, situation.draft, situation.backend, situation.others)
     alone = situation.draft is None or isinstance(situation.draft, LayerSkip)
     models = [situation.model, *([] if alone else [situation.draft]), *situation.others]
-    rows = ["rows"] if situation.by_rows else []
+    rows = ["rows by chances"] if situation.by_rows else []
     about = " ".join([*rows, situation.about, *situation.sources, *(fingerprint(m) for m in models)])
     section = f"learned {hashlib.sha256(about.encode()).hexdigest()[:16]}"
     found: ShapeExperience | RowExperience
