@@ -197,7 +197,7 @@ import sys, typer
 sys.meta_path[:] = [finder for finder in sys.meta_path if getattr(finder, "__name__", "") != "_EditableFinder"]
 from gsd_kernels_cli.app import app
 """
-    commands = "bench chat check demo distill doctor export generate index serve train-drafter train-heads"
+    commands = "bench chat check demo distill doctor export generate index learn serve train-drafter train-heads"
     listed = answer(target, f"{program}print(*sorted(typer.main.get_command(app).list_commands(None)))")
     assert listed == commands
     for arguments, message in {
