@@ -184,7 +184,7 @@ def _convert(file: Path, made: Path, progress: bool) -> None:
     from gsd_kernels_hf.packed.dense import load_model, load_tokenizer, quiet
 
     if progress:
-        logger.info("unpacking %s once, some 20 seconds: %d MB in %s", NAME, FOLDER_MB, made)
+        logger.info("unpacking %s once, some 20 seconds on idle cores: %d MB in %s", NAME, FOLDER_MB, made)
     shown = tracked(f"unpacking {NAME}", 3, "parts") if progress else nullcontext(lambda done, note: None)
     with shown as update, write_folder(made) as new:
         update(0, "weights")
