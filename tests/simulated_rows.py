@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +26,7 @@ MACHINES = {"flat": FLAT, "steep": STEEP, "float32": FLOAT32, "bfloat16": BFLOAT
 USUAL = ((0.2, 0.0, 0.0), (0.5, 0.6, 0.5), (0.3, 0.9, 0.93))
 EASY = ((1.0, 0.95, 0.95),)
 HOPELESS = ((1.0, 0.3, 0.0),)
+MEAGRE = ((0.5, 0.0, 0.0), (0.3, 0.5, 0.45), (0.2, 0.9, 0.9))
 CONFIG = row_shape()
 DEPTH = 10
 
@@ -44,6 +46,9 @@ class World:
         self.target, self.text, self.batch, self.drafting, self.seed = target, text, batch, drafting, seed
         self.noise = np.random.default_rng(seed)
         self.now, self.tokens, self.steps = 0.0, 0, 0
+        self.idle = 0.0  # what the same steps take on an undisturbed machine
+        self.slow: Callable[[int], float] = lambda step: 1.0  # factor of all seconds, by number of the step
+        self.taken = 0  # steps, also those without speculation
 
     def takes(self, rows: int) -> float:
         seconds = np.interp(self.batch * rows, list(self.target), list(self.target.values()))
@@ -83,7 +88,9 @@ class World:
         assert plan.rows is not None
         verified, counts, rows = (None, [1] * self.batch, 1) if off else self._speculate(plan.rows)
         noise = np.exp(0.03 * self.noise.standard_normal(2))
-        target, other = self.takes(rows) * noise[0], (0.0003 if off else self.drafting) * noise[1]
+        alone = self.takes(rows) * noise[0], (0.0003 if off else self.drafting) * noise[1]
+        target, other = (seconds * self.slow(self.taken) for seconds in alone)
+        self.taken, self.idle = self.taken + 1, self.idle + sum(alone)
         self.now, self.tokens = self.now + target + other, self.tokens + sum(counts)
         policy.observe(Observation(verified, counts, rows, {}, target, other))
         return 0 if off else rows

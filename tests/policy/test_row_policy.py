@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from simulated import BFLOAT16, NO_AMX
-from simulated_rows import EASY, FLAT, HOPELESS, MACHINES, STEEP, USUAL, World, experience
+from simulated_rows import EASY, FLAT, HOPELESS, MACHINES, MEAGRE, STEEP, USUAL, World, experience
 
 from gsd_kernels_hf.costs.model import PLAIN
 from gsd_kernels_hf.policy.base import Observation
@@ -30,6 +32,47 @@ def test_as_fast_as_the_best_fixed_number_of_rows(machine, bandwidth, free_rows)
         world.run(policy, 60)
         found.append(world.share(policy, 300))
     assert np.mean(found) >= 0.97 and min(found) >= 0.92, found
+
+
+def at_random(share: float, factor: float) -> Callable[[int], float]:
+    """A share of the steps is slower by a factor."""
+    slow = np.random.default_rng(7).random(1000) < share
+    return lambda step: factor if slow[step] else 1.0
+
+
+DISTURBANCES: dict[str, Callable[[int], float]] = {
+    "spikes": at_random(0.1, 8.0),
+    "many spikes": at_random(0.35, 4.0),
+    "half of the steps": at_random(0.5, 3.0),
+    "a slow period": lambda step: 3.0 if 40 <= step < 90 else 1.0,
+    "half speed": lambda step: 2.0,
+    "every other step": lambda step: 2.5 if step % 2 else 1.0,
+    "by eight steps": lambda step: 2.5 if step // 8 % 2 else 1.0,
+}
+
+
+@functools.cache
+def undisturbed_rate(machine: str, disturbance: str | None) -> float:
+    """Tokens a second that the choices of three generations would have on an undisturbed machine."""
+    tokens = seconds = 0.0
+    for seed in range(4):
+        world, pair = World(MACHINES[machine], MEAGRE, seed=seed), experience()
+        if disturbance is not None:
+            world.slow = DISTURBANCES[disturbance]
+        for _ in range(3):
+            policy = RowPolicy(pair, prefix=200)
+            world.run(policy, 100)
+            policy.end()
+        tokens, seconds = tokens + world.tokens, seconds + world.idle
+    return tokens / seconds
+
+
+@pytest.mark.parametrize("disturbance", DISTURBANCES)
+@pytest.mark.parametrize("machine", ["steep", "no AMX"])
+def test_other_programs_do_not_change_the_choices(machine, disturbance):
+    """They slow steps down whatever those forward, which is no cost of speculation nor of a number of rows."""
+    rate, alone = undisturbed_rate(machine, disturbance), undisturbed_rate(machine, None)
+    assert rate > (0.88 if disturbance == "by eight steps" else 0.92) * alone
 
 
 def test_rows_follow_the_machine():

@@ -20,6 +20,7 @@ import numpy as np
 from gsd_kernels import GraphConfig
 
 from . import numbers
+from .disturbance import Period, Spread
 from .prior import CostPrior
 
 # Row counts, of all sequences together, at which seconds are known: 1, 2, 3 … 16, 24, 32, 48 … 16384. Kernels take
@@ -50,6 +51,7 @@ class CostSettings:
         min_other_std: noise of all else in one step, at least.
         slow_variance_share: share of the squared innovation that a slower step adds to its noise variance, so that a
             hiccup hardly counts.
+        calm_std: forwards of as many rows that differ by more say that the machine is disturbed.
         drift_std: process noise per step, shared by all row counts and by all shapes.
         row_count_drift_std: process noise per step of one row count, of one shape.
         varying_rows_drift_std: process noise per step of the forward where row counts vary, correlated over one octave:
@@ -75,6 +77,7 @@ class CostSettings:
     first_observation_std: float = 0.7
     min_other_std: float = 0.2
     slow_variance_share: float = 0.5
+    calm_std: float = 0.2
     drift_std: float = 0.01
     row_count_drift_std: float = 0.004
     varying_rows_drift_std: float = 0.02
@@ -103,13 +106,14 @@ class LogTimeFilter:
         self.covariance, self.process_noise = covariance, process_noise
         self.prior_variance = covariance.diagonal()
 
-    def observe(self, weights: np.ndarray, residual: float, noise: float) -> None:
+    def observe(self, weights: np.ndarray, residual: float, noise: float, slow_share: float | None = None) -> None:
         """Update by one step.
 
         Args:
             weights: which values its time consists of, [n].
             residual: log(observed / prior seconds).
             noise: standard deviation of the observation, log seconds.
+            slow_share: in place of ``settings.slow_variance_share``.
         """
         settings = self.settings
         covariance = self.covariance + self.process_noise
@@ -127,10 +131,20 @@ class LogTimeFilter:
             covariance = covariance + innovation**2 * np.outer(self.common, self.common)
             cross = covariance @ weights
             variance = max(float(weights @ cross), 0.0)
-        variance += noise * noise + settings.slow_variance_share * max(innovation, 0.0) ** 2
+        share = settings.slow_variance_share if slow_share is None else slow_share
+        variance += noise * noise + share * max(innovation, 0.0) ** 2
         self.mean = self.mean + cross * (innovation / variance)
         part = cross / math.sqrt(variance)
         self.covariance = covariance - part[:, None] * part
+
+    @property
+    def state(self) -> tuple[np.ndarray, np.ndarray, list[float]]:
+        """All that an observation changes."""
+        return self.mean, self.covariance, self.slow
+
+    @state.setter
+    def state(self, state: tuple[np.ndarray, np.ndarray, list[float]]) -> None:
+        self.mean, self.covariance, self.slow = state
 
     def _slowdown(self, innovation: float, std: float) -> float:
         """Log seconds by which the whole machine became slower: the least of several slow steps in a row, else 0."""
@@ -193,6 +207,7 @@ class CostModel:
         drift = s.drift_std**2 + s.row_count_drift_std**2 * each
         self.other = LogTimeFilter(_with_slope(covariance, s.batch_slope_std), _with_slope(drift, 0.0), s)
         self.latest: tuple[Any, ...] = None, None, -1.0, None  # mean, covariance, cached tokens, and what they give
+        self.spread = Spread()
         self.steps = 0  # number of timed steps
         self.timed: dict[str, int] = {}  # of them, by name of the shape
 
@@ -256,7 +271,7 @@ class CostModel:
         """
         noise = self.settings.observation_std if noise is None else noise
         if target > 0:
-            self.observe_forwards(name, [rows], cached, [target], [noise], steps=1)
+            self.observe_forwards(name, [rows], [target], [noise], cached=cached, steps=1)
         if other > 0:
             place = self.index[name]
             weights = np.zeros(len(self.names) + 1)
@@ -264,14 +279,45 @@ class CostModel:
             residual = math.log(self._clamped(other) / self.prior_other[place])
             self.other.observe(weights, residual, max(noise, self.settings.min_other_std))
 
+    def observe_period(self, name: str, steps: Sequence[tuple[int, float]], cached: float, noise: float) -> None:
+        """Learn from the forwards of successive steps of one shape.
+
+        Forwards of as many rows are one observation, their median: an observation of each costs a decoder time. Where
+        forwards of as many rows differ as they do not on an undisturbed machine, all are learned anew: from the quick
+        ones, if there are some that agree.
+
+        Args:
+            name: of the steps' shape.
+            steps: rows of all sequences together, and seconds of the target's forward.
+            cached: tokens in the target's cache, of all sequences together.
+            noise: standard deviation of one forward's log seconds, on an undisturbed machine.
+        """
+        if not steps:
+            return
+        period = Period(steps)
+        before = self.target.state
+        self.observe_forwards(name, *period.medians(noise), cached=cached, steps=len(steps))
+        self.spread.observe(period)
+        if self.spread.std <= max(self.settings.calm_std, noise):
+            return
+        beyond = np.log(period.seconds / self.target_seconds(period.rows, cached))
+        quick = period.quick(beyond)
+        self.target.state = before
+        # The whole machine may be slower or faster than it was: steps say how row counts compare.
+        self.target.covariance = self.target.covariance + self.spread.std**2 * np.outer(*[self.target.common] * 2)
+        if quick is None:
+            self._update(*period.means(self.spread.std), cached=cached, slow_share=0.0)
+        else:
+            self._update(*period.fastest(quick, noise, self.spread.std), cached=cached)
+
     def observe_forwards(
         self,
         name: str,
         rows: Sequence[int],
-        cached: float,
         seconds: Sequence[float],
         noises: Sequence[float],
         *,
+        cached: float,
         steps: int,
     ) -> None:
         """Learn from several forwards of the target behind about as many tokens, which is cheaper than one by one.
@@ -279,18 +325,30 @@ class CostModel:
         Args:
             name: of the steps' shape.
             rows: of all sequences together, by forward.
-            cached: tokens in the target's cache, of all sequences together.
             seconds, noises: by forward; noises are standard deviations of log seconds.
+            cached: tokens in the target's cache, of all sequences together.
             steps: number of steps that they stand for.
         """
+        self._update(rows, seconds, noises, cached=cached)
+        self.steps += steps
+        self.timed[name] = self.timed.get(name, 0) + steps
+
+    def _update(
+        self,
+        rows: Sequence[int],
+        seconds: Sequence[float],
+        noises: Sequence[float],
+        *,
+        cached: float,
+        slow_share: float | None = None,
+    ) -> None:
+        """Correct the target's seconds by those of several forwards."""
         weights = self.target_weights(np.array(rows, dtype=float), cached)
         # Between row counts the prior is interpolated as it is when asked for.
         near = weights[:, :-1].any(0).nonzero()[0]
         expected = weights[:, near] @ np.log(self.prior.target_seconds(ROW_COUNTS[near], cached))
         for part, prior, taken, noise in zip(weights, expected.tolist(), seconds, noises, strict=True):
-            self.target.observe(part, math.log(self._clamped(taken)) - prior, noise)
-        self.steps += steps
-        self.timed[name] = self.timed.get(name, 0) + steps
+            self.target.observe(part, math.log(self._clamped(taken)) - prior, noise, slow_share)
 
     def as_dict(self) -> dict[str, Any]:
         """All that was learned, for the disk."""

@@ -55,6 +55,7 @@ class RowSettings:
         decay_per_step: weight of all earlier steps in running means, after one step more.
         prior_steps: number of steps that the means known before a text count for.
         outlier_cap: a step slower than this multiple of the running mean is counted as this multiple.
+        min_disturbance: steps that are slower by this factor than they are predicted to be are taken to be disturbed.
         min_noise_std, max_noise_std: noise of one forward, log seconds: in a pair's first steps, and later. Machines
             change within minutes, so that one step says little of the next.
     """
@@ -76,6 +77,7 @@ class RowSettings:
     decay_per_step: float = 0.97
     prior_steps: float = 4.0
     outlier_cap: float = 2.0
+    min_disturbance: float = 1.1
     min_noise_std: float = 0.05
     max_noise_std: float = 0.2
 
@@ -175,7 +177,9 @@ class RowPolicy:
     def _restart_means(self) -> None:
         """Expect steps as they were lately, until some were taken."""
         tokens, rows = (1.0, 1.0) if self.off else (self.experience.tokens, self.experience.rows)
-        self.weight = self.settings.prior_steps  # of the sums of tokens and of seconds
+        self.weight = self.settings.prior_steps  # of the sums of tokens, of seconds, and of steps by row count
+        self.taken = self.weight * np.clip(1.0 - abs(self.counts - rows), 0.0, None)  # [R]
+        self.forwards = float(self.taken @ self.forward)
         self.tokens, self.seconds = self.weight * tokens, self.weight * self._seconds(rows, self._name)
 
     @property
@@ -191,6 +195,14 @@ class RowPolicy:
         """Predicted seconds of a step."""
         forward = np.interp(rows, self.counts, self.forward)
         return float(forward + self.other[self.experience.costs.index[name]])
+
+    def _disturbance(self) -> float:
+        """Factor by which the forwards of late were slower than they are predicted to be; 1 where they are as ever.
+
+        Predictions are those of undisturbed steps, so steps that were taken are not compared with them before.
+        """
+        factor = self.forwards / float(self.taken @ self.forward)
+        return factor if factor > self.settings.min_disturbance else 1.0
 
     def _predict(self) -> None:
         """Predict seconds: of forwards of 1, 2, … rows, and of all else by name of the shape."""
@@ -256,20 +268,20 @@ class RowPolicy:
         """Take a step into the running means of tokens, rows and seconds."""
         experience, decay = self.experience, self.settings.decay_per_step
         if target_seconds > 0:
-            mean = self.seconds / self.weight
+            seconds = target_seconds + other_seconds
+            counted = min(1.0, self.settings.outlier_cap * self.seconds / self.weight / seconds)
             self.weight = decay * self.weight + 1.0
             self.tokens = decay * self.tokens + tokens
-            seconds = min(target_seconds + other_seconds, self.settings.outlier_cap * mean)
-            self.seconds = decay * self.seconds + seconds
+            self.seconds = decay * self.seconds + counted * seconds
+            self.forwards = decay * self.forwards + counted * target_seconds
+            self.taken *= decay
+            self.taken[rows - 1] += 1.0
         if not self.off:
             experience.tokens += (1.0 - decay) * (tokens - experience.tokens)
             experience.rows += (1.0 - decay) * (rows - experience.rows)
 
     def _learn(self) -> None:
-        """Learn the seconds of the steps since the last choice, all with speculation or all without.
-
-        Steps of as many rows are one observation, their median: an observation of each costs a decoder time.
-        """
+        """Learn the seconds of the steps since the last choice, all with speculation or all without."""
         experience, settings, name = self.experience, self.settings, self._name
         if not self.log:
             return
@@ -279,17 +291,10 @@ class RowPolicy:
             seconds = first.target_seconds, first.other_seconds
             noise = experience.costs.settings.first_observation_std
             experience.costs.observe(name, first.rows, self.cached, self.batch, *seconds, noise=noise)
-        alike: dict[int, list[float]] = {}
-        for step in self.log:
-            if step.target_seconds > 0:
-                alike.setdefault(step.rows, []).append(step.target_seconds)
-        if alike:
-            medians = [statistics.median(some) for some in alike.values()]
-            growth = math.sqrt(1.0 + experience.costs.steps / settings.explore_steps)
-            noise = min(settings.min_noise_std * growth, settings.max_noise_std)
-            noises = [noise / len(some) ** 0.5 for some in alike.values()]
-            steps = sum(map(len, alike.values()))
-            experience.costs.observe_forwards(name, list(alike), self.cached, medians, noises, steps=steps)
+        growth = math.sqrt(1.0 + experience.costs.steps / settings.explore_steps)
+        noise = min(settings.min_noise_std * growth, settings.max_noise_std)
+        timed = [(step.rows, step.target_seconds) for step in self.log if step.target_seconds > 0]
+        experience.costs.observe_period(name, timed, self.cached, noise)
         others = [step.other_seconds for step in self.log if step.other_seconds > 0]
         if others:
             experience.costs.observe(name, self.batch, self.cached, self.batch, 0.0, statistics.median(others))
@@ -305,7 +310,7 @@ class RowPolicy:
             return
         if self.since > settings.first_wait_steps:
             experience.next_wait = settings.first_wait_steps  # speculation pays
-        plain = self._seconds(1.0, PLAIN)
+        plain = self._disturbance() * self._seconds(1.0, PLAIN)
         if self.since >= self.settles and self.seconds > settings.min_gain * plain * self.tokens:
             # Never by a prior alone, unless steps emit one token anyhow.
             useless = self.tokens <= settings.min_tokens_per_step * self.weight
@@ -323,7 +328,7 @@ class RowPolicy:
             self.steps,
             self.tokens / self.seconds,
             self.tokens / self.weight,
-            1.0 / self._seconds(1.0, PLAIN),
+            1.0 / (self._disturbance() * self._seconds(1.0, PLAIN)),
         )
         self.off, self.since, self.settles = off, 0, settings.retry_steps
         steps = self.experience.wait if off else settings.retry_steps

@@ -1,0 +1,93 @@
+"""Disturbed steps: other programs slow a step down whatever it forwards, and its seconds are no cost of its rows.
+
+Forwards of as many rows cost the same, so what they differ by is disturbance, whatever is believed of costs. Where a
+machine is busy half of the time, some steps are quick and agree with what rows cost, relative to each other; where all
+steps are disturbed, more or less, only means compare.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+
+QUICK_SHARE = 0.25  # of a period's steps, at least, that are held for quick ones
+QUICK_LOG_SECONDS = 0.3  # beyond the slowest of them another step is as quick
+AGREE_STD = 0.1  # log seconds: quick steps that differ by more were disturbed too
+MAX_DEVIATION = 1.0  # log seconds that one step counts for
+REMEMBERED_STEPS = 32
+
+Observations = tuple[list[int], list[float], list[float]]
+"""Rows, seconds, and standard deviations of log seconds."""
+
+
+class Period:
+    """Forwards of successive steps.
+
+    Args:
+        steps: rows of all sequences together, and seconds.
+    """
+
+    def __init__(self, steps: Sequence[tuple[int, float]]) -> None:
+        self.rows, self.seconds = np.array(steps).T  # [n] each
+        self.alike = list(dict.fromkeys(rows for rows, _ in steps))
+        self.parts = [self.rows == rows for rows in self.alike]  # [n] each, by row count
+        self.sizes = [int(part.sum()) for part in self.parts]
+
+    def medians(self, noise: float) -> Observations:
+        """Of forwards of as many rows, for ``noise`` of each."""
+        medians = [statistics.median(self.seconds[part].tolist()) for part in self.parts]
+        return self.alike, medians, [noise / size**0.5 for size in self.sizes]
+
+    def means(self, noise: float) -> Observations:
+        """Geometric means of forwards of as many rows, for ``noise`` of each."""
+        means = [_mean(self.seconds[part]) for part in self.parts]
+        return self.alike, means, [noise / size**0.5 for size in self.sizes]
+
+    def quick(self, beyond: np.ndarray) -> np.ndarray | None:
+        """Which forwards were not disturbed, bool [n]; ``None``: perhaps none.
+
+        Args:
+            beyond: log seconds beyond those that a forward of as many rows is predicted to take, [n].
+        """
+        quick = beyond <= np.quantile(beyond, QUICK_SHARE) + QUICK_LOG_SECONDS
+        return quick if beyond[quick].std() < AGREE_STD else None
+
+    def fastest(self, quick: np.ndarray, noise: float, disturbed: float) -> Observations:
+        """Geometric means of the quick forwards of as many rows; where none was quick, the fastest forward.
+
+        Args:
+            quick: which were, bool [n].
+            noise, disturbed: of a quick forward, and of another.
+        """
+        some = [self.seconds[part & quick] for part in self.parts]
+        means = [
+            _mean(s) if s.size else float(self.seconds[part].min()) for s, part in zip(some, self.parts, strict=True)
+        ]
+        return self.alike, means, [noise / s.size**0.5 if s.size else disturbed for s in some]
+
+
+class Spread:
+    """What forwards of as many rows differed by of late.
+
+    Attributes:
+        std: of their log seconds, as the mean deviation has it.
+    """
+
+    def __init__(self) -> None:
+        self.deviations: list[float] = []
+        self.std = 0.0
+
+    def observe(self, period: Period) -> None:
+        """Take in the steps of a period that have others of as many rows."""
+        for part, size in zip(period.parts, period.sizes, strict=True):
+            if size > 1:
+                logs = np.log(period.seconds[part])
+                self.deviations += np.minimum(abs(logs - np.median(logs)), MAX_DEVIATION).tolist()
+        del self.deviations[:-REMEMBERED_STEPS]
+        self.std = float(np.mean(self.deviations)) * (np.pi / 2) ** 0.5 if self.deviations else 0.0
+
+
+def _mean(seconds: np.ndarray) -> float:
+    return float(np.exp(np.log(seconds).mean()))
