@@ -34,7 +34,7 @@ BUDGET = {
     "python/gsd_kernels_hf": 42,
     "python/gsd_kernels_hf/acceptance": 25,
     "python/gsd_kernels_hf/corpus": 10,
-    "python/gsd_kernels_hf/costs": 28,
+    "python/gsd_kernels_hf/costs": 30,
     "python/gsd_kernels_hf/engine": 66,
     "python/gsd_kernels_hf/exported": 7,
     "python/gsd_kernels_hf/model": 148,
