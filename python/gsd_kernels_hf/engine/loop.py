@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..policy.base import Policy
+from ..policy.base import Plan, Policy
 from ..records import Verified
 from .capture import Capturers, stepping
+from .crossing import cross
 from .output import Output
 from .session import Session
 from .stats import GenerationStats
 from .warming import warm
+
+PLAIN_PLAN = Plan(None)
 
 
 class Ranks(Capturers, Protocol):
@@ -37,12 +40,14 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> Gener
     while not out.finished:
         session.reserve(out.longest)
         policy = without_left(session, policy, out)
-        session.use(policy.plan())
+        between = cross(session, out.lengths, out.done)
+        session.use(PLAIN_PLAN if between else policy.plan())
         warm(session, policy.largest_shapes())
         verified = step()
         tokens = out.emit(verified)
         out.finished = ranks.check(verified, out.finished, timed=out.timed)
-        policy.observe(session.observed(verified, tokens))
+        if not between:
+            policy.observe(session.observed(verified, tokens))
     policy.end()
     return out.stats
 

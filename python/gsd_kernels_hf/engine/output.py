@@ -49,6 +49,7 @@ class Output:
     Attributes:
         finished: whether every sequence is done, or the time is over.
         lengths: tokens of every sequence so far, padding and what is taken back included.
+        done: which sequences ended.
         timed: whether that may depend on a clock.
         stats: counts so far.
     """
@@ -60,6 +61,7 @@ class Output:
         self.plain_seconds: list[float] = []  # of every plain step
         self.finished, self.timed = False, bool(request.timers)
         self.lengths = [request.prompt_length] * request.batch
+        self.done = [False] * request.batch
         self.pads = request.kv_start.tolist()
         self.positions = properties.positions(request.model)
         criterion = session.rule.criterion
@@ -113,6 +115,7 @@ class Output:
             self.stats.count_accepted(count)
             for token in tokens[:count]:
                 check_pick(token)
+        self.done = [bool(done) for done, *_ in packed]
         # The last token of a text that goes on is read next.
         texts = zip(self.lengths, self.pads, packed, strict=True)
         session.target.check_length("max_new_tokens", max(length - pad - row[0] for length, pad, row in texts))
@@ -120,8 +123,8 @@ class Output:
             rule, prompt = session.rule, self.request.prompt_length
             lengths = [length - prompt for length in rule.lengths] if isinstance(rule, TokenByToken) else None
             emitted = [tokens[:count] for _, count, *tokens in packed]
-            self.streaming.add(emitted, [bool(done) for done, *_ in packed], lengths)
-        self.finished = all(done for done, *_ in packed)
+            self.streaming.add(emitted, self.done, lengths)
+        self.finished = all(self.done)
         verdicts = (timer(state.tokens, None) for timer in self.request.timers)
         self.finished |= any(bool(torch.as_tensor(v, dtype=torch.bool, device="cpu").any()) for v in verdicts)
         self._warn_of_length()

@@ -158,7 +158,7 @@ class Session:
         if not reuse_prefix:
             for rows in self.row_models:
                 rows.forget()
-        self.target.restart(self.state.tokens[:, : request.prompt_length - 1])
+        self.target.restart(*self._prompt())
         self.continues = self.target.reused > 0
         if self.mixer is not None:
             # No cycle: caches go with their session, at once.
@@ -249,7 +249,7 @@ class Session:
     def read_prompt(self, rows: RowModel) -> None:
         """Store all of the prompt but its last token in the cache of ``rows``, as far as it is not there."""
         with self.reading():
-            rows.restart(self.state.tokens[:, : self.request.prompt_length - 1])
+            rows.restart(*self._prompt())
             self._read(rows)
 
     @contextmanager
@@ -261,9 +261,13 @@ class Session:
 
     def _read(self, rows: RowModel, listener: Listener | None = None) -> None:
         """Store what the cache of ``rows`` lacks; ``listener`` gets the hidden states."""
-        last, mask = self.request.prompt_length - 1, self.request.attention_mask
+        (tokens, chunk), mask = self._prompt(), self.request.attention_mask
+        rows.read(tokens, None if mask is None else mask[:, :-1], chunk, listener)
+
+    def _prompt(self) -> tuple[Tensor, int | None]:
+        """The prompt without its last token, which is the first root, and the size of the pieces it is read in."""
         chunk = self.request.generation_config.prefill_chunk_size
-        rows.read(self.state.tokens[:, :last], None if mask is None else mask[:, :-1], chunk, listener)
+        return self.state.tokens[:, : self.request.prompt_length - 1], chunk
 
     def use(self, plan: Plan) -> None:
         """Get ready for steps of a plan."""

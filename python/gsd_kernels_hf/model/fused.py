@@ -282,12 +282,12 @@ class FusedRows(RowModel):
             self.weights = replace(self.weights, inv_freq=before.inv_freq)
         return before.places != self.weights.places
 
-    def restart(self, input_ids: Tensor) -> None:
+    def restart(self, input_ids: Tensor, chunk: int | None = None) -> None:
         """As :meth:`RowModel.restart`. Frequencies that are a copy of the model's follow them."""
         inv_freq = self.model.model.rotary_emb.inv_freq
         if inv_freq.data_ptr() != self.weights.inv_freq.data_ptr():
             self.weights.inv_freq.copy_(inv_freq)
-        super().restart(input_ids)
+        super().restart(input_ids, chunk)
 
     def caches(self, batch: int) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of every layer that the model has, allocated if nothing was read."""

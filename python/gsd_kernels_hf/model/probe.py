@@ -29,6 +29,7 @@ from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import mixers_of, states_of, with_mixers
 from .recurrent.tree import RowTree
 from .same_attention import AttentionCall, check_attention
+from .sides import check_sides
 from .tables import Lookups
 from .temperature import Temperature
 
@@ -207,6 +208,7 @@ def _examine(model: PreTrainedModel) -> AttentionReport:
     try:
         with random_numbers_kept(model):
             check_linears(model)
+            check_sides(model)
             probe, clean = _forward(model, poisoned=True)
             if not clean:
                 # Weights that hold NaN show nothing; they are found out by their logits.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -27,6 +27,7 @@ from .recurrent.by_depth import ByDepth
 from .recurrent.mixers import Form, mixers_of, states_of, with_mixers
 from .recurrent.tree import RowTree
 from .recurrent.windowed import Windowed, is_windowed
+from .sides import Sides, sides_of
 
 Listener = Callable[[Mapping[int, Tensor], int], None]
 """Takes the hidden states of a piece of the prompt, [B, n, D] by layer, and the position of its first token."""
@@ -102,9 +103,11 @@ class RowModel(CachedText):
         hidden_layers: whose hidden states are kept, see :mod:`gsd_kernels_hf.model.hidden`.
         block: tokens between two states of recurrent layers, which then keep a window of the text; 0: by depth.
         least: tokens of a prompt's piece behind its beginning, see :mod:`.pieces`; above 1 no prefix is used again.
+        sides: of the texts' rotary embedding, where another model's are shared.
 
     Attributes:
         hidden: of the rows of the last forward, [B, R, D] by layer.
+        sides: of the texts' rotary embedding, ``None`` where it has no two, see :mod:`.sides`.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class RowModel(CachedText):
         hidden_layers: tuple[int, ...] = (),
         block: int = 0,
         least: int = 1,
+        sides: Sides | None = None,
     ) -> None:
         if cache is None:
             recurrent = states_of(model)
@@ -132,6 +136,7 @@ class RowModel(CachedText):
         self.device = device_of(model)
         self.vocab_size = vocabulary(model)
         self.kv_start = kv_start.to(self.device)
+        self.sides = sides or sides_of(model, len(kv_start))
         # Any 4D mask reaches the attention function untouched and keeps the model from building one.
         self.no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         self.hidden_layers = hidden_layers
@@ -147,7 +152,7 @@ class RowModel(CachedText):
         model = with_cpu_linears(self.model, self.backend, RowLinear if self.block else CpuLinear)
         if self.recurrent:
             model = with_mixers(model, lambda module: self.cache.form_of(module, self.new_form))
-        return model
+        return model if self.sides is None else self.sides.view(model)
 
     def new_form(self, module: nn.Module, layer: StateLayer) -> Form:
         """How the rows of a module with a recurrent state are computed."""
@@ -158,22 +163,28 @@ class RowModel(CachedText):
     def sharing_cache(self, view: PreTrainedModel) -> RowModel:
         """``view``, this model without some blocks, in this model's own cache."""
         _ = self.stepping  # all of the cache's forms, before a prompt is read
-        return RowModel(view, self.cache.capacity, self.kv_start, self.backend, self.cache, block=self.block)
+        block, sides = self.block, self.sides
+        return RowModel(view, self.cache.capacity, self.kv_start, self.backend, self.cache, block=block, sides=sides)
 
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None, chunk: int | None) -> None:
         """Cache the prompt [B, P] in chunks of ``chunk`` tokens, with the attention that the model had before.
 
         What the cache holds of its beginning is not read again, see :meth:`holds`.
         """
-        self.restart(input_ids)
+        self.restart(input_ids, chunk)
         self.read(input_ids, attention_mask, chunk)
 
-    def restart(self, input_ids: Tensor) -> None:
-        """Begin a text with this prompt [B, P]: ``reused`` positions of it need not be read."""
+    def restart(self, input_ids: Tensor, chunk: int | None = None) -> None:
+        """Begin a text with this prompt [B, P], without its last token: ``reused`` positions need not be read."""
         self.hidden = {}
         if self.kv_start is not self.text_kv_start:
             self.kv_start.copy_(self.text_kv_start)
+        before = None if self.sides is None else self.sides.columns
+        if self.sides is not None:
+            self.sides.begin(input_ids.shape[1] + 1, self.text_kv_start, chunk)
         self.reused = self.common(input_ids, self.text_kv_start)
+        if self.sides is not None and before is not None and (alike := self.sides.alike(before)) is not None:
+            self.reused = 0 if self.recurrent else min(self.reused, alike)
         if LAST in self.hidden_layers:  # nothing keeps it, so the last position is read in any case
             before = max(0, min(self.reused, input_ids.shape[1] - 1))
             self.reused = 0 if self.recurrent and before < self.reused else before
@@ -210,6 +221,14 @@ class RowModel(CachedText):
             self.cache.prompt_length = end
             if listener is not None:
                 listener(hidden, begin)
+
+    def cross(self, crossed: Sequence[bool], input_ids: Tensor, attention_mask: Tensor | None) -> None:
+        """Read the texts [B, n] anew, those that ``crossed`` to the long side of their rotary embedding on that one."""
+        assert self.sides is not None
+        self.sides.cross(crossed, self.text_kv_start)
+        self.reused = 0
+        self.cache.restart(0)
+        self.read(input_ids, attention_mask, None)
 
     def rows(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import transformers
@@ -18,6 +18,7 @@ from ..model.once import modules_of
 from ..model.probe import kinds_of
 from ..model.properties import vocabulary
 from ..model.recurrent import mixers
+from ..model.sides import rope_types
 from ..packed.adapters import threshold_of
 from ..packed.modules import Packed
 from .modes import OTHERWISE, Unsupported
@@ -51,9 +52,8 @@ def check_model(name: str, model: Any) -> None:
     if model.config.is_encoder_decoder:
         raise Unsupported(f"{name}: {kind} is an encoder-decoder; only decoder-only models are supported")
     recurrent = keeps_state(name, model)
-    for rope in _rope_types(config):
-        if rope in ("dynamic", "longrope"):
-            raise Unsupported(f"{name}: rope type {rope!r} changes with the length; not supported")
+    if "dynamic" in rope_types(config):
+        raise Unsupported(f"{name}: rope type 'dynamic' changes with the length; not supported")
     types = set(getattr(config, "layer_types", None) or ())
     if not mixers.READABLE and (recurrent or types & RECURRENT_LAYERS):
         raise Unsupported(
@@ -152,12 +152,6 @@ def check_heads(name: str, config: PretrainedConfig, ranks: int) -> None:
         heads = getattr(text, field, None)
         if heads is not None and heads % ranks:
             raise ValueError(f"{name}: {field}={heads} does not divide among {ranks} tensor-parallel ranks")
-
-
-def _rope_types(config: Any) -> set[str]:
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [p for p in parameters.values() if isinstance(p, Mapping)] or [parameters]
-    return {str(p.get("rope_type", p.get("type", "default"))) for p in nested}
 
 
 BOTH = "pass both, tokenizer= the target's and assistant_tokenizer= the draft's, and tokens are mapped"

@@ -1,0 +1,196 @@
+"""Rotary embeddings with two sets of frequencies, as ``longrope`` has: one for short texts, one for long ones.
+
+transformers takes one set for a whole forward, by the largest position in it. Its batches grow by one token a step, so
+the place of a token alone says by which it was turned: from the border on by the long factors. Rows of a graph lie on
+both sides of the border, and sequences of a batch grow by different numbers of tokens, so here every row is turned by
+the side of its place.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .masks import Unserved
+from .once import modules_of
+from .properties import device_of
+from .view import with_children
+
+LONGROPE = "longrope"
+ORIGINAL = "original_max_position_embeddings"
+
+
+def rope_types(config: PretrainedConfig) -> set[str]:
+    """The kinds of rotary embedding in a text model's config."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, Mapping)] or [parameters]
+    return {str(p.get("rope_type", p.get("type", "default"))) for p in nested}
+
+
+def longropes_of(model: nn.Module) -> list[Any]:
+    """The rotary embeddings of ``model`` that have two sides."""
+    return [module for _, module in modules_of(model) if is_longrope(module)]
+
+
+def is_longrope(module: nn.Module) -> bool:
+    """Whether a module is a rotary embedding with two sides."""
+    return getattr(module, "rope_type", None) == LONGROPE
+
+
+def original_of(module: Any) -> int:
+    """Tokens of the longest text that is turned by the short factors."""
+    return int(module.config.rope_parameters[ORIGINAL])
+
+
+def rereads(model: PreTrainedModel) -> bool:
+    """Whether transformers reads a text of ``model`` anew once it crosses the border, as Phi 3's classes ask for."""
+    prepare = inspect.unwrap(type(model).prepare_inputs_for_generation)
+    return ORIGINAL in prepare.__code__.co_names and hasattr(model.config, ORIGINAL)
+
+
+def frequencies(module: Any, *, long: bool) -> Tensor:
+    """What a forward on one side has in ``inv_freq``."""
+    found = module.original_inv_freq
+    if long:
+        found = getattr(module, "long_inv_freq", None)
+        if found is None:
+            device = module.inv_freq.device
+            found, _ = ROPE_INIT_FUNCTIONS[LONGROPE](module.config, device, seq_len=original_of(module) + 1)
+    return torch.empty_like(module.inv_freq).copy_(found)
+
+
+def frozen(module: Any, *, long: bool) -> Any:
+    """The rotary embedding on one side for all positions."""
+    view = copy.copy(module)
+    view.__dict__["_buffers"] = {**module._buffers, "inv_freq": frequencies(module, long=long)}
+    view.__dict__["rope_type"] = "default"
+    return view
+
+
+class TwoSided(nn.Module):
+    """A rotary embedding that turns every row by the side of its place.
+
+    Args:
+        module: the model's own.
+        border: int64 [B, 1], first position of each sequence on the long side; changed in place.
+    """
+
+    def __init__(self, module: nn.Module, border: Tensor) -> None:
+        super().__init__()
+        self.short, self.long = frozen(module, long=False), frozen(module, long=True)
+        self.__dict__.update(own=module, border=border)
+        self.train(module.training)
+
+    def refresh(self) -> None:
+        """Follow the model's own, whose numbers may have changed in place."""
+        for side, long in ((self.short, False), (self.long, True)):
+            side.inv_freq.copy_(frequencies(self.own, long=long))
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+        """Cosines and sines [B, n, D] at ``position_ids``, int64 [B, n]."""
+        beyond = (position_ids >= self.border.to(position_ids.device))[..., None]
+        both = zip(self.long(x, position_ids), self.short(x, position_ids), strict=True)
+        return tuple(torch.where(beyond, long, short) for long, short in both)
+
+
+class Sides:
+    """On which side of the border the positions of a batch of texts are.
+
+    Args:
+        model: with ``longrope``.
+        batch: B, sequences.
+
+    Attributes:
+        columns: of every sequence, the first place of the batch's on the long side, padding included.
+        border: int64 [B, 1], the same as positions of the sequences; changed in place.
+        pending: whether the text is read anew where it crosses the border.
+    """
+
+    def __init__(self, model: PreTrainedModel, batch: int) -> None:
+        self.original, self.rereads = original_of(longropes_of(model)[0]), rereads(model)
+        self.columns, self.pending = [0] * batch, False
+        self.border = torch.zeros(batch, 1, dtype=torch.int64, device=device_of(model))
+        self.made: list[TwoSided] = []
+
+    def view(self, model: PreTrainedModel) -> PreTrainedModel:
+        """``model`` seen with rotary embeddings of which each row has its side."""
+
+        def seen(module: Any) -> Any:
+            if is_longrope(module):
+                self.made.append(TwoSided(module, self.border))
+                return self.made[-1]
+            children = {name: child and seen(child) for name, child in module._modules.items()}
+            if all(child is module._modules[name] for name, child in children.items()):
+                return module
+            return with_children(module, children)
+
+        view: PreTrainedModel = seen(model)
+        return view
+
+    def begin(self, length: int, padding: Tensor, chunk: int | None) -> None:
+        """Begin a text with a prompt of ``length`` tokens behind ``padding`` [B], read in pieces of ``chunk``."""
+        for rotary in self.made:
+            rotary.refresh()
+        starts = padding.tolist()
+        last = self.original + min(starts)  # places on the short side, where no forward reaches beyond
+        column = last
+        if length > last:  # the piece that reaches beyond is turned by the long factors from its beginning on
+            column = last // chunk * chunk if chunk and chunk < length else 0
+        self.pending = self.rereads and length <= last and not min(starts)
+        self.columns = [column] * len(starts)
+        self._place(starts)
+
+    def cross(self, crossed: Sequence[bool], padding: Tensor) -> None:
+        """From here on turn all places of the sequences that crossed the border by the long factors."""
+        self.columns = [0 if long else column for long, column in zip(crossed, self.columns, strict=True)]
+        self._place(padding.tolist())
+
+    def _place(self, starts: Sequence[int]) -> None:
+        places = [[column - start] for column, start in zip(self.columns, starts, strict=True)]
+        self.border.copy_(torch.tensor(places, dtype=torch.int64, device="cpu"))
+
+    def alike(self, columns: Sequence[int]) -> int | None:
+        """The place up to which a text with borders at ``columns`` was turned as this one is; ``None``: all of it."""
+        pairs = zip(self.columns, columns, strict=True)
+        return min((min(mine, other) for mine, other in pairs if mine != other), default=None)
+
+
+def sides_of(model: PreTrainedModel, batch: int) -> Sides | None:
+    """The sides of a batch of texts; ``None`` where a model turns all by the same frequencies."""
+    return Sides(model, batch) if longropes_of(model) else None
+
+
+def check_sides(model: PreTrainedModel) -> None:
+    """Raise where ``longrope`` is asked for and what the model makes of it is not what the view here does.
+
+    Raises:
+        Unserved: the sides differ in more than their frequencies, or there is no module known to have them.
+    """
+    found = longropes_of(model)
+    if not found and LONGROPE in rope_types(model.config.get_text_config(decoder=True)):
+        raise Unserved("has longrope in modules of a form that is not known, or for some types of layers alone")
+    for name, module in modules_of(model) if found else ():
+        if "forward" in vars(module) and longropes_of(module):
+            raise Unserved(
+                f"has longrope inside {name or 'the model'}, whose forward was replaced, as accelerate does where "
+                "layers lie on several devices"
+            )
+    for module in found:
+        own = copy.copy(module)  # what a forward writes is its own
+        own.__dict__["_buffers"] = {**module._buffers, "inv_freq": module.inv_freq.clone()}
+        last = original_of(module)
+        x = torch.zeros(1, 1, dtype=model.dtype, device=module.inv_freq.device)
+        places = torch.tensor([[0, 1, last - 1, last]], dtype=torch.int64, device=x.device)
+        for long, reach in ((False, 3), (True, 4)):
+            side, want = frozen(module, long=long), own(x, places[:, :reach])
+            for given in (places, places[:, :3]):
+                both = zip(side(x, given), want, strict=True)
+                if not all(torch.equal(ours[:, :3], theirs[:, :3]) for ours, theirs in both):
+                    raise Unserved("has longrope of which the sides differ in more than their frequencies")
