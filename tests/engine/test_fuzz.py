@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gsd_kernels as gsd
+from gsd_kernels_hf.validate.options import OF_DICTS
 
 COMBINATIONS, WRONG, INTERRUPTS = 300, 110, 120
 MODES = (contextlib.nullcontext, torch.no_grad, torch.inference_mode)
@@ -140,6 +141,8 @@ def test_a_wrong_argument_is_named_and_changes_nothing(seed):
         bad.pop(other, None)
     if argument in ("temperature", "top_p", "top_k", "min_p", "seed"):
         bad["do_sample"] = True
+    if argument in OF_DICTS:  # without effect on token ids
+        bad["return_dict_in_generate"] = True
     expected = sequences(plain(name, shared, own))
     models = fuzzing.models_of(name, own)
     stay_patched = rng.random() < 0.3

@@ -175,7 +175,7 @@ def test_the_nearest_thing_that_works_is_named():
         ({"force_words_ids": [[3]]}, "prefix_allowed_tokens_fn"),
         ({"past_key_values": DynamicCache()}, "whole prompt"),
         ({"inputs_embeds": torch.zeros(2, 3, 32)}, "input_ids"),
-        ({"output_hidden_states": True}, "model.sequences"),
+        ({"output_hidden_states": True} | DICT, "model.sequences"),
     ):
         with pytest.raises(validate.Unsupported, match=f"^{next(iter(call))}.*{cure}.*model.generate"):
             gsd.generate(target, **prompt(), **call)

@@ -80,7 +80,7 @@ def test_every_refused_field_is_refused_by_name():
     refused = {name for name, (treatment, *_) in options.CONFIG_FIELDS.items() if treatment == options.REFUSED}
     assert refused == set(REFUSED_VALUES)
     for name, value in REFUSED_VALUES.items():
-        config = GenerationConfig()
+        config = GenerationConfig(return_dict_in_generate=True)
         setattr(config, name, value)
         with pytest.raises(ValueError, match=name):
             validate.check_generation_config(config)
@@ -150,6 +150,7 @@ def filled_cache():
     return cache
 
 
+HIDDEN_STATES = {"output_hidden_states": True, "return_dict_in_generate": True}
 # name, what the message names, error, arguments of gsd_kernels.generate beside a good prompt
 BAD_INPUT = [
     ("NaN in the target's weights", "logits", ValueError, lambda: {"model": with_nan()}),
@@ -190,7 +191,7 @@ BAD_INPUT = [
     ("classifier-free guidance", "guidance_scale", ValueError, lambda: {"guidance_scale": 2.0}),
     ("a quantised cache", "cache_implementation", ValueError, lambda: {"cache_implementation": "quantized"}),
     ("prompt lookup", "prompt_lookup_num_tokens", ValueError, lambda: {"prompt_lookup_num_tokens": 3}),
-    ("hidden states", "output_hidden_states", ValueError, lambda: {"output_hidden_states": True}),
+    ("hidden states", "output_hidden_states", ValueError, lambda: HIDDEN_STATES),
     ("no new tokens", "max_new_tokens|max_length", ValueError, lambda: {"max_new_tokens": 0}),
     ("max_length below the prompt", "max_length", ValueError, lambda: {"max_length": 5, "max_new_tokens": None}),
     ("a word for a seed", "seed", TypeError, lambda: {"seed": "7", "do_sample": True}),

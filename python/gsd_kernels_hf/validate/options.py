@@ -106,6 +106,8 @@ INSTEAD = {
 """The nearest thing that works, by argument."""
 
 
+OF_DICTS = ("output_attentions", "output_hidden_states")
+"""Fields of transformers' output object: without it they change nothing, and a checkpoint's config may ask for them."""
 COUNTS = (
     "max_new_tokens max_length min_new_tokens min_length num_return_sequences prefill_chunk_size num_beams"
 ).split()
@@ -126,12 +128,13 @@ def check_counts(options: Mapping[str, Any]) -> None:
 def check_generation_config(config: GenerationConfig) -> None:
     """Raise :class:`Unsupported` for an option that is set and is not served; report one that is unknown."""
     check_counts(vars(config))
+    unread = () if config.return_dict_in_generate else OF_DICTS
     for name, value in vars(config).items():
         if name not in CONFIG_FIELDS and value is not None and not name.startswith("_"):
             # Checkpoints carry options of their own code, so an unknown one is no reason to refuse the model.
             logger.warning("generation option %s=%r is not known to gsd_kernels and may have no effect", name, value)
         treatment, why, neutral = CONFIG_FIELDS.get(name, (IRRELEVANT, "", ()))
-        if treatment == REFUSED and value is not None and value not in neutral:
+        if treatment == REFUSED and value is not None and value not in neutral and name not in unread:
             raise Unsupported(f"{name}={value!r}: not supported by graph-speculative generation: {why}{OTHERWISE}")
 
 
