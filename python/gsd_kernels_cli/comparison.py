@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from gsd_kernels.ops.sampling.philox import gumbel_of
 from gsd_kernels_hf.api import generate
 from gsd_kernels_hf.engine.stats import GenerationStats
-from gsd_kernels_hf.model.properties import cache_argument, device_of
+from gsd_kernels_hf.model.properties import cache_argument, device_of, logits_alone
 
 Inputs = Mapping[str, Tensor]
 """``input_ids`` and ``attention_mask`` of one prompt, [1, P]."""
@@ -286,12 +286,13 @@ def _logits_and_noise(target: PreTrainedModel, input_ids: Tensor) -> tuple[Tenso
     Only transformers' own forwards: it shows what the dtype does in this model's matrix products (TF32, quantised
     weights), which :func:`rounding_bound` cannot know.
     """
-    logits = target(input_ids, use_cache=False, logits_to_keep=1).logits[0, -1].double()
+    kept: dict[str, Any] = {"logits_to_keep": 1, **logits_alone(target)}
+    logits = target(input_ids, use_cache=False, **kept).logits[0, -1].double()
     if input_ids.shape[1] == 1:
         return logits, 0.0
     name = cache_argument(target)
-    cache = {name: target(input_ids[:, :-1], use_cache=True, logits_to_keep=1)[name]}
-    alone = target(input_ids[:, -1:], **cache, use_cache=True, logits_to_keep=1).logits[0, -1].double()
+    cache = {name: target(input_ids[:, :-1], use_cache=True, **kept)[name]}
+    alone = target(input_ids[:, -1:], **cache, use_cache=True, **kept).logits[0, -1].double()
     return logits, float((logits - alone).abs().max())
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from gsd_kernels_hf.model import properties
+from gsd_kernels_hf.model.sides import longropes_of
 from gsd_kernels_hf.validate.options import CONFIG_FIELDS
 from gsd_kernels_hf.validate.options import HONOURED as IN_CONFIG
 
@@ -51,6 +52,7 @@ class Asked:
         named: what ``generation_config`` names: what ``generate`` then refuses is its.
         ends: tokens that end a text.
         echoes: whether log-probabilities of the prompt are told as well.
+        pieces: whether a prompt may be read in pieces: with ``longrope`` they would change the text.
         forced: the function that a text calls; ``""``: one that it names; ``None``: it is no forced call.
     """
 
@@ -68,6 +70,7 @@ class Asked:
     named: tuple[str, ...] = ()
     ends: list[int] = field(default_factory=list)
     echoes: bool = False
+    pieces: bool = True
     forced: str | None = None
 
     def fitted(self, prompt: int) -> GenerationConfig:
@@ -79,7 +82,8 @@ class Asked:
             Refused: no length is named, and the prompt leaves no room; or it is beyond the server's bound.
         """
         config = deepcopy(self.config)
-        config.prefill_chunk_size = min(config.prefill_chunk_size or PIECE, PIECE)
+        if self.pieces:
+            config.prefill_chunk_size = min(config.prefill_chunk_size or PIECE, PIECE)
         unnamed = self.positions is not None and self.length is None
         if unnamed and prompt >= self.positions:
             reason = f"{prompt} tokens leave no room in the model's {self.positions} positions"
@@ -133,6 +137,7 @@ def asked_of(body: Mapping[str, Any], model: PreTrainedModel, source: str, limit
         limits.tokens(positions),
         seed=body.get("seed"),
         named=tuple(named),
+        pieces=not longropes_of(model),
         penalties=(float(body.get("frequency_penalty", 0)), float(body.get("presence_penalty", 0))),
         ends=[int(end) for end in ends if end is not None],
     )

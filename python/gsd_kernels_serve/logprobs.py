@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from gsd_kernels_hf.model.properties import cache_argument
+from gsd_kernels_hf.model.properties import cache_argument, logits_alone
+from gsd_kernels_hf.model.sides import longropes_of
 from gsd_kernels_hf.records import Verified
 
 
@@ -70,11 +71,12 @@ def of_prompt(model: PreTrainedModel, input_ids: Tensor, top: int, ask: Callable
         top: number of likeliest tokens a position.
         ask: called before every piece.
     """
-    found, kept = [Entry(int(input_ids[0, 0]))], {}
-    for begin in range(0, input_ids.shape[1] - 1, PIECE):
+    found, kept, alone = [Entry(int(input_ids[0, 0]))], {}, logits_alone(model)
+    most = input_ids.shape[1] if longropes_of(model) else PIECE  # by whose length transformers turns all of it
+    for begin in range(0, input_ids.shape[1] - 1, most):
         ask()
-        picked = input_ids[0, begin + 1 : begin + 1 + PIECE]  # [n], behind the tokens of this piece
-        output = model(input_ids=input_ids[:, begin : begin + len(picked)], use_cache=True, **kept)
+        picked = input_ids[0, begin + 1 : begin + 1 + most]  # [n], behind the tokens of this piece
+        output = model(input_ids=input_ids[:, begin : begin + len(picked)], use_cache=True, **kept, **alone)
         kept = {cache_argument(model): getattr(output, cache_argument(model))}
         log_probs = torch.log_softmax(output.logits[0].float(), -1)  # [n, V]
         found += entries_of(log_probs, picked.to(log_probs.device), top)
