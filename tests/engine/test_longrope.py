@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
+import chats
 import models
 import pytest
+import tiny_configs
 import torch
 import transformers
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import gsd_kernels as gsd
+from gsd_kernels_hf import validate
+from gsd_kernels_hf.validate.calls import check_inputs
+from gsd_kernels_serve import asked, logprobs
+from gsd_kernels_serve.limits import Limits
 
-VOCAB, ORIGINAL, HEAD = 40, 24, 8
+VOCAB, ORIGINAL = 40, 24
+FAMILIES = ("llama", "phi3")
 ROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -49,6 +58,15 @@ def target_of(family: str):
     return model
 
 
+def padded(length: int, pads: list[int]):
+    """Prompts behind these numbers of pad tokens."""
+    found = prompt(length, len(pads))
+    found["attention_mask"] = torch.ones_like(found["input_ids"])
+    for row, pad in enumerate(pads):
+        found["input_ids"][row, :pad], found["attention_mask"][row, :pad] = 0, 0
+    return found
+
+
 def prompt(length: int, batch: int = 1, *, seed: int = 3):
     return models.prompts(batch, length, seed=seed, vocab=VOCAB)
 
@@ -56,9 +74,134 @@ def prompt(length: int, batch: int = 1, *, seed: int = 3):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_text_is_transformers_own(family, lengths, batch, way):
     target, (length, new) = target_of(family), LENGTHS[lengths]
     call = {**prompt(length, batch), "max_new_tokens": new, "do_sample": False}
     want = target.generate(**call)
     assert torch.equal(gsd.generate(target, **call, **WAYS[way](target)), want)
+
+
+@pytest.mark.parametrize("pads", [[3, 6], [0, 9], [30, 33, 31]], ids=str)
+@pytest.mark.parametrize("length", [22, 34])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_border_counts_from_the_longest_text(family, length, pads):
+    if max(pads) >= length:
+        pads = [pad - 12 for pad in pads]
+    target = target_of(family)
+    call = {**padded(length, pads), "max_new_tokens": 16, "do_sample": False}
+    want = target.generate(**call)
+    assert torch.equal(gsd.generate(target, **call, **WAYS["draft"](target)), want)
+
+
+@pytest.mark.parametrize("chunk", [5, 8, 24, 100])
+@pytest.mark.parametrize("length", [20, 25, 29, 31])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_in_pieces(family, length, chunk):
+    """transformers turns the pieces before the border by the short factors."""
+    target = target_of(family)
+    call = {**prompt(length), "max_new_tokens": 8, "do_sample": False, "prefill_chunk_size": chunk}
+    want = target.generate(**call)
+    assert torch.equal(gsd.generate(target, **call, **WAYS["draft"](target)), want)
+
+
+def crossing(model, length: int, **options):
+    """Texts of three prompts, by transformers and by ours."""
+    call = {**prompt(length, 3), "max_new_tokens": 18, "do_sample": False, **options}
+    return model.generate(**call), gsd.generate(model, **call, **WAYS["draft"](model))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_that_end_on_different_sides(family):
+    target = target_of(family)
+    text, _ = crossing(target, 16)
+    for ends in ([int(text[0, 21])], [int(text[1, 24]), int(text[2, 25])], [int(text[0, 26])]):
+        want, found = crossing(target, 16, eos_token_id=ends, pad_token_id=0)
+        assert torch.equal(found, want)
+
+
+class Seen(LogitsProcessor):
+    """Looks at the whole batch, and changes it."""
+
+    def __call__(self, input_ids, scores):
+        return scores - scores.roll(1, 0) * 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_processors_that_see_all_sequences(family):
+    target = target_of(family)
+    processors = LogitsProcessorList([Seen()])
+    text, _ = crossing(target, 16, logits_processor=processors)
+    ends = {"eos_token_id": int(text[1, 20]), "pad_token_id": 0}
+    for options in ({}, ends):
+        want, found = crossing(target, 16, logits_processor=processors, **options)
+        assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sample_is_the_same_with_any_draft_and_none(family):
+    target = target_of(family)
+    call = {**prompt(16, 2), "max_new_tokens": 18, "do_sample": True, "seed": 7, "top_k": 0}
+    want = gsd.generate(target, **call, graph_config="plain")
+    for way in ("draft", "history", "layer_skip"):
+        assert torch.equal(gsd.generate(target, **call, **WAYS[way](target)), want)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_later_turns_of_a_chat(family, batch):
+    """What is kept of a text serves the next one as far as both are on one side."""
+    target = copy.deepcopy(target_of(family))
+    fresh, reads = copy.deepcopy(target), chats.Reads(target)
+    text, seen = prompt(6, batch, seed=1)["input_ids"], []
+    with chats.patched(target, **WAYS["draft"](fresh)):
+        for turn in range(6):
+            want = chats.ask(fresh, text, tokens=4)
+            reads.since()
+            assert torch.equal(chats.ask(target, text, tokens=4), want), turn
+            seen.append(reads.since() // batch)
+            text = torch.cat([want, chats.words(batch, 2, seed=turn) % VOCAB], 1)
+        assert seen[:3] == [5, 2, 2] and seen[-1] == 2
+        short = prompt(8, batch, seed=9)["input_ids"]  # and back to the short side
+        assert torch.equal(chats.ask(target, short), chats.ask(fresh, short))
+        type(target).generate(target, text, max_new_tokens=3)  # which leaves the long factors on the module
+        assert torch.equal(chats.ask(target, short), chats.ask(fresh, short))
+
+
+def test_factors_that_change_between_calls():
+    target = copy.deepcopy(target_of("llama"))
+    with chats.patched(target, draft_sources=("history",)):
+        for _ in range(2):
+            text = prompt(10)["input_ids"]
+            assert torch.equal(chats.ask(target, text), chats.ask(copy.deepcopy(target), text))
+            target.model.rotary_emb.original_inv_freq.mul_(0.5)
+
+
+def test_what_has_other_sides_is_refused_by_name():
+    """PhiMoE scales by the side as well, and takes the short frequencies on both."""
+    target = tiny_configs.build("PhimoeForCausalLM", 2)
+    rope = {**ROPE, "short_mscale": 1.1, "long_mscale": 1.3, "original_max_position_embeddings": ORIGINAL}
+    factors = {name: [1.5] * (target.model.rotary_emb.inv_freq.numel()) for name in ("short_factor", "long_factor")}
+    config = copy.deepcopy(target.config)
+    config.rope_parameters = {**rope, **factors}
+    target = type(target)(config).eval()
+    with pytest.raises(validate.Unsupported, match="longrope of which the sides differ in more than"):
+        gsd.generate(target, **prompt(6), max_new_tokens=4)
+
+
+def test_images_are_refused_by_name():
+    class Inputs:
+        unread = ("pixel_values",)
+
+    with pytest.raises(validate.Unsupported, match=r"pixel_values: .*longrope"):
+        check_inputs(target_of("phi3"), Inputs(), torch.zeros(1))
+
+
+def test_the_server_reads_such_prompts_in_one_piece(monkeypatch):
+    target, ids = target_of("phi3"), prompt(31)["input_ids"]
+    monkeypatch.setattr(logprobs, "PIECE", 8)
+    found = [entry.log_prob for entry in logprobs.of_prompt(target, ids, 1, lambda: None)[1:]]
+    want = target(ids[:, :-1]).logits[0].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(found), want)
+    for model, piece in ((target, None), (models.tiny(), asked.PIECE)):
+        assert asked.asked_of({}, model, "prompt", Limits()).fitted(31).prefill_chunk_size == piece

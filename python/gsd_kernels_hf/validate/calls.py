@@ -13,7 +13,9 @@ from ..model import beside
 from ..model.beside import PromptInputs
 from ..model.once import modules_of
 from ..model.properties import CACHES
+from ..model.sides import longropes_of
 from .modes import OTHERWISE, Unsupported
+from .options import OF_DICTS
 
 # How transformers feeds a model while it generates, which the decode loop does itself.
 FEEDING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample")
@@ -58,6 +60,8 @@ def check_inputs(model: PreTrainedModel, inputs: PromptInputs, kv_start: Tensor)
     """
     if getattr(model, "_device_mesh", None) is not None:
         raise Unsupported(f"{inputs.unread[0]}: not supported of a model that is sharded among ranks; {LEAVE_OUT}")
+    if longropes_of(model):
+        raise Unsupported(f"{inputs.unread[0]}: not supported of a model with longrope; {LEAVE_OUT}")
     try:
         beside.check_inputs(model, inputs, kv_start)
     except ValueError as error:
@@ -78,7 +82,7 @@ def _unread(model_kwargs: Mapping[str, Any]) -> list[str]:
 
 def _is_read(name: str, value: Any, mask: Tensor | None) -> bool:
     """Whether ignoring the model input changes nothing: it is used, empty, or what the decode loop says anyway."""
-    if value is None or name in ("attention_mask", "use_cache"):
+    if value is None or name in ("attention_mask", "use_cache", *OF_DICTS):  # the last were screened
         return True
     if name in ("position_ids", "cache_position"):
         return isinstance(value, Tensor) and _is_counted(value, mask if name == "position_ids" else None)
