@@ -37,7 +37,7 @@ BUDGET = {
     "python/gsd_kernels_hf/costs": 30,
     "python/gsd_kernels_hf/engine": 66,
     "python/gsd_kernels_hf/exported": 7,
-    "python/gsd_kernels_hf/model": 148,
+    "python/gsd_kernels_hf/model": 152,
     "python/gsd_kernels_hf/packed": 65,
     "python/gsd_kernels_hf/policy": 50,
     "python/gsd_kernels_hf/sources": 187,
