@@ -6,14 +6,17 @@ import copy
 import functools
 
 import chats
+import fake_cuda
 import models
 import pytest
 import tiny_configs
 import torch
 import transformers
+from engine.host_data import watch_steps
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import gsd_kernels as gsd
+from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
 from gsd_kernels_hf import validate
 from gsd_kernels_hf.validate.calls import check_inputs
 from gsd_kernels_serve import asked, logprobs
@@ -71,9 +74,11 @@ def prompt(length: int, batch: int = 1, *, seed: int = 3):
     return models.prompts(batch, length, seed=seed, vocab=VOCAB)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("lengths", LENGTHS)
+CASES = [(lengths, 3, "draft") for lengths in LENGTHS] + [("crosses", 3, way) for way in WAYS if way != "draft"]
+CASES += [("crosses", 1, "draft")]
+
+
+@pytest.mark.parametrize(("lengths", "batch", "way"), CASES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_text_is_transformers_own(family, lengths, batch, way):
     target, (length, new) = target_of(family), LENGTHS[lengths]
@@ -94,8 +99,7 @@ def test_the_border_counts_from_the_longest_text(family, length, pads):
     assert torch.equal(gsd.generate(target, **call, **WAYS["draft"](target)), want)
 
 
-@pytest.mark.parametrize("chunk", [5, 8, 24, 100])
-@pytest.mark.parametrize("length", [20, 25, 29, 31])
+@pytest.mark.parametrize(("length", "chunk"), [(20, 8), (25, 8), (29, 5), (31, 8), (31, 24), (31, 100)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_in_pieces(family, length, chunk):
     """transformers turns the pieces before the border by the short factors."""
@@ -205,3 +209,25 @@ def test_the_server_reads_such_prompts_in_one_piece(monkeypatch):
     torch.testing.assert_close(torch.tensor(found), want)
     for model, piece in ((target, None), (models.tiny(), asked.PIECE)):
         assert asked.asked_of({}, model, "prompt", Limits()).fitted(31).prefill_chunk_size == piece
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_steps_read_the_border_where_it_is(family, monkeypatch):
+    """Between replays texts cross it, and the next text begins on the other side."""
+    cuda = fake_cuda.install(monkeypatch)
+    target = copy.deepcopy(target_of(family))
+    fresh = copy.deepcopy(target)
+    with chats.patched(target, **WAYS["draft"](fresh)):
+        for length in (16, 30, 10):
+            text = prompt(length, 2)["input_ids"]
+            assert torch.equal(chats.ask(target, text, tokens=20), chats.ask(fresh, text, tokens=20)), length
+        assert cuda.counts["replays"] > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_copies_nothing_from_the_host(family, monkeypatch):
+    target = target_of(family)
+    watched = watch_steps(monkeypatch)
+    monkeypatch.setitem(IMPLEMENTATIONS, "cpu", IMPLEMENTATIONS["reference"])
+    gsd.generate(target, **prompt(16, 2), max_new_tokens=20, pad_token_id=0, **WAYS["draft"](target))
+    assert sum(watched) >= 3
