@@ -28,7 +28,7 @@ CORE_OF_SATELLITES = {
         "sources.dflash sources.dflash_config sources.eagle3 sources.edges sources.heads sources.layers "
         "sources.mtp sources.mtp_block validate"
     ),
-    "gsd_kernels_serve": "api extras model.properties records validate.options",
+    "gsd_kernels_serve": "api extras model.properties model.sides records validate.options",
     "gsd_kernels_cli": (
         "api corpus.build costs.store engine.decoder engine.options engine.resolved engine.stats exported.options "
         "extras files learning model.fused model.hidden model.properties packed.dense packed.gguf parallel "
