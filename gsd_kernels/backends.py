@@ -84,6 +84,14 @@ def compiled_first() -> bool:
     return value == "compiled"
 
 
+def compiles(backend: str, device: torch.device) -> bool:
+    """Whether ops that ``backend`` names on ``device`` may be compiled when they are first used, as Triton's are."""
+    own = "cuda" if device.type == "cuda" else "cpu"
+    if COMPILED_UNAVAILABLE[own] is not None or backend not in ("auto", own):
+        return True
+    return (backend, own) == ("auto", "cuda") and not compiled_first()
+
+
 def implementations_of(op: str, **modules: ModuleType) -> dict[str, Callable[..., Any]]:
     """The implementations of ``op`` by backend, fastest first: in each module the function of that name."""
     return {backend: getattr(module, op) for backend, module in modules.items()}

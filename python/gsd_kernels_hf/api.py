@@ -20,7 +20,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from . import validate
 from .engine.decoder import GraphDecoder
-from .engine.engine import Engines
+from .engine.engine import Engines, let_go_of_unpatched
 from .engine.known import learned_of
 from .engine.options import Options
 from .engine.output import GraphGenerateOutput
@@ -239,7 +239,7 @@ class Patch(threading.local):
         kind, idle = type(self.model).__name__, self.engines.idle
         if not self.patched:
             return f"<Patch of {kind}: unpatched>"
-        count = 0 if idle is None else len(idle.sessions)
+        count = len(idle.sessions)
         texts = "1 text" if count == 1 else f"{count} texts"
         memory = "" if self.engines.memory is None else f", history of {len(self.engines.memory):,} contexts"
         copied = copies.nbytes(self.model)
@@ -354,6 +354,7 @@ def patch(
                 "give any option anew), or unpatch(model) first"
             )
         vars(inner).update(zip(_PATCHED, (handle, accelerated, accelerated.reduce_model), strict=True))
+    let_go_of_unpatched(inner)
     return handle
 
 

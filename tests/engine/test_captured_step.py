@@ -14,39 +14,23 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from engine.capturing import CONFIGS, SAMPLED, sources, text
 from engine.host_data import NoHostData, Placed, watch_steps
 from models import noised, prompts, tiny
 from transformers import StoppingCriteria
 
-from gsd_kernels import DraftHeads, GraphConfig, LayerSkip, generate, patch, unpatch
+from gsd_kernels import generate, patch, unpatch
 from gsd_kernels.compiled import UNAVAILABLE as COMPILED_UNAVAILABLE
 from gsd_kernels.ops.dag_attention.api import IMPLEMENTATIONS
 from gsd_kernels_hf.costs import machine
 from gsd_kernels_hf.engine import capture, decoder, session, stats
 from gsd_kernels_hf.engine.capture import WARM_STEPS, can_capture
+from gsd_kernels_hf.engine.engine import engines_of
 from gsd_kernels_hf.model import replay
 from gsd_kernels_hf.model.replay import lane_of
 from gsd_kernels_hf.parallel import Agreement, Alone, can_be_captured
 from gsd_kernels_hf.policy import shape_policy
 from gsd_kernels_hf.policy.shapes import ladder
-
-CONFIGS = {
-    "plain": None,
-    "chain": GraphConfig.preset("chain", depth=3),
-    "tree": GraphConfig(depth=3, width=2, branch=2, max_rows=8, merge_context=-1),
-    "graph": GraphConfig(depth=3, width=2, branch=2, max_rows=8, history_depth=2),
-    "layer_skip": GraphConfig(depth=3, width=2, branch=2, max_rows=8, history_depth=2),
-    "heads": GraphConfig(depth=0, branch=2, max_rows=8, history_depth=3),
-}
-
-
-def sources(name, target, draft):
-    """Arguments of ``generate`` for one of :data:`CONFIGS`."""
-    if name == "plain":
-        return {"graph_config": "plain"}
-    drafts = {"layer_skip": {"assistant_model": LayerSkip(target, mlp=[1])}}
-    drafts["heads"] = {"draft_heads": DraftHeads.for_model(target, 2)}
-    return {**drafts.get(name, {"assistant_model": draft}), "graph_config": CONFIGS[name]}
 
 
 @pytest.fixture
@@ -79,15 +63,6 @@ def test_the_watch_notices():
         torch.tensor([1.0, 2.0])
     with pytest.raises(AssertionError, match="arange without a device"), Placed():
         torch.arange(3)
-
-
-SAMPLED = {"do_sample": True, "temperature": 0.8, "seed": 3}
-
-
-def text(pair, name, rows=2, **options):
-    """A text of one of :data:`CONFIGS`."""
-    options = {"max_new_tokens": 24, "pad_token_id": 0, **sources(name, *pair), **options}
-    return generate(pair[0], **prompts(rows, 9), **options)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +99,7 @@ def test_failing_to_capture_is_said_and_harmless(pair, cuda, monkeypatch, caplog
 
     expected, own = text(pair, "graph"), session.Session.step
     assert cuda.counts["captures"] == 1
+    engines_of(pair[0]).clear()
     monkeypatch.setattr(session.Session, "step", step)
     with caplog.at_level("WARNING", logger="gsd_kernels"):
         assert torch.equal(text(pair, "graph"), expected)
@@ -361,6 +337,7 @@ def both(work):
 @pytest.mark.slow
 def test_threads_capture_on_one_gpu_one_after_the_other(pair, cuda, caplog):
     expected = [text(pair, "graph", rows=1 + i) for i in range(2)]
+    engines_of(pair[0]).clear()
     meet = threading.Barrier(2)
 
     def wait():

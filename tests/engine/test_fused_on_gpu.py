@@ -19,6 +19,7 @@ import gsd_kernels as gsd
 from gsd_kernels.graph import pack_bits
 from gsd_kernels.ops.decoder_rows import cuda
 from gsd_kernels_hf.costs.pair import forwards
+from gsd_kernels_hf.engine import capture
 from gsd_kernels_hf.model import fused, proof, replay
 from gsd_kernels_hf.model.fused import FusedRows, missing, rows_of, why_not
 from gsd_kernels_hf.model.hidden import LAST
@@ -173,8 +174,10 @@ def test_a_packed_model_is_proved_against_its_own_modules(device):
 
 @pytest.mark.parametrize(("sampled", "dtype"), [(False, torch.bfloat16), (True, torch.float16)], ids=str)
 def test_a_prompt_has_one_text_in_captured_steps(device, sampled, dtype, monkeypatch):
-    graphs = []
+    graphs, ordinary = [], []
     monkeypatch.setattr(replay.CaptureLane, "capture", noting(replay.CaptureLane.capture, graphs))
+    warm = capture.warm_steps
+    monkeypatch.setattr(capture, "warm_steps", lambda session: ordinary.append(warm(session)) or ordinary[-1])
     # Heads are most of its work, and two for one of keys and values show what four show.
     target = family("mistral", num_attention_heads=2, num_key_value_heads=1).to(device, dtype)
     count, shapes = (14, ("chain", "graph")) if device == "cpu" else (100, ("chain", "tree", "graph", "auto"))
@@ -184,6 +187,7 @@ def test_a_prompt_has_one_text_in_captured_steps(device, sampled, dtype, monkeyp
     assert alone.stats.why_modules is None
     assert len(set(alone.sequences[:, 9:].flatten().tolist())) >= 15
     assert len(graphs) == 1, "plain decoding is captured"
+    assert device != "cpu" or not any(ordinary), "where nothing compiles no step comes before"
     for shape in shapes:
         config = shape if shape == "auto" else gsd.GraphConfig.preset(shape, depth=3)
         out = gsd.generate(

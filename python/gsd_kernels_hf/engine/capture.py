@@ -12,15 +12,19 @@ import torch
 from torch import nn
 
 from gsd_kernels import Acceptance, GraphConfig
+from gsd_kernels.backends import compiles
 
 from ..model import replay
+from ..model.fused import FusedRows
 from ..records import Verified
+from ..sources.draft_model import DraftModel
+from ..sources.history import History
 from .session import Session
 
 logger = logging.getLogger("gsd_kernels")
 
 WARM_STEPS = 2
-"""Steps of a shape before it is captured: kernels are compiled and its storage is made in them."""
+"""Steps of a shape before it is captured, where kernels may be compiled or storage made in them."""
 
 
 class Capturers(Protocol):
@@ -59,11 +63,25 @@ def can_capture(session: Session) -> bool:
     return len(devices) == 1 and replay.is_gpu(next(iter(devices)))
 
 
+def warm_steps(session: Session) -> int:
+    """Ordinary steps before a shape is captured: none where all that it launches was compiled ahead.
+
+    So where all models are one operator, which kernels of Triton or cuBLAS' own start are no part of, and their storage
+    is there.
+    """
+    if compiles(session.backend, session.kv_len.device):
+        return WARM_STEPS
+    sources = session.mixer.sources if session.mixer is not None else ()
+    known = all(type(source) in (DraftModel, History) for source in sources)
+    ahead = all(isinstance(rows, FusedRows) and rows.cache.layers[0].is_initialized for rows in session.row_models)
+    return 0 if known and ahead else WARM_STEPS
+
+
 class CapturedStep:
     """``session.step``, replayed from CUDA graphs.
 
     Every shape (:class:`~gsd_kernels.GraphConfig`, or ``None`` for plain decoding) has its own. Its first
-    :data:`WARM_STEPS` steps are ordinary ones; then it is captured, which computes nothing, and replayed from there on.
+    :func:`warm_steps` are ordinary ones; then it is captured, which computes nothing, and replayed from there on.
     All state of a session is updated in place and nothing on the device waits for the host, so a replay is a step. Its
     record is the same tensors every time.
 
@@ -85,7 +103,9 @@ class CapturedStep:
     def __call__(self) -> Verified:
         """Take a step; its record."""
         kind = self.session.config, self.session.rule.on_device
-        if kind not in self.steps and (self.failed or self.warm[kind] < WARM_STEPS or not self._add(kind)):
+        if kind not in self.steps and (
+            self.failed or self.warm[kind] < warm_steps(self.session) or not self._add(kind)
+        ):
             self.warm[kind] += 1
             self.typical = self.failed
             return self.session.step()

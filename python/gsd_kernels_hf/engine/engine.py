@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from ..model import replay
 from ..model.identity import ModelState
 from ..packed import copies
 from ..policy.base import Policy
@@ -21,6 +22,7 @@ from ..sources.retention import Retention
 from ..sources.weights import SourceWeights
 from . import room
 from .kind import Kind
+from .parked import Parked
 from .request import Request
 from .resolved import Sources
 from .session import Session
@@ -45,34 +47,42 @@ class Statistics:
 
 
 class Idle:
-    """Sessions that wait for a call: of all engines of a target, at most :data:`MOST_SESSIONS`."""
+    """Sessions that wait for a call: of all engines of a target, at most :data:`MOST_SESSIONS`.
 
-    def __init__(self) -> None:
-        self._kept: list[tuple[Engine, Session]] = []  # the most recently used last
+    Args:
+        weakly: outside a patch. Sessions are kept for their captured steps, one an engine, and keep no model alive.
+    """
+
+    def __init__(self, *, weakly: bool = False) -> None:
+        self.weakly = weakly
+        self._kept: list[tuple[Engine, Parked]] = []  # the most recently used last
         self._lock = threading.Lock()
 
     def take(self, engine: Engine, kind: Kind, request: Request, states: Mapping[str, ModelState]) -> Session | None:
         """One of this engine and kind whose models have the structure they had, of several that which holds most of
         the prompt. The engine's sessions of another structure go."""
         structure = {name: state.structure for name, state in states.items()}
-        with self._lock:
-            self._kept = [
-                (owner, session)
-                for owner, session in self._kept
-                if owner is not engine or {n: state.structure for n, state in session.models.items()} == structure
-            ]
-            fitting = [entry for entry in self._kept if entry[0] is engine and entry[1].kind == kind]
-            if not fitting:
-                return None
-            best = max(fitting, key=lambda entry: entry[1].holds(request))
-            self._kept = [entry for entry in self._kept if entry is not best]
-            return best[1]
 
-    def add(self, engine: Engine, session: Session) -> None:
-        """Keep a session, unless its engine was forgotten meanwhile."""
+        def fits(session: Session) -> bool:
+            return {name: state.structure for name, state in session.models.items()} == structure
+
+        with self._lock:
+            waiting = [(owner, parked, parked.session) for owner, parked in self._kept]
+            here = [found for found in waiting if found[2] is not None and (found[0] is not engine or fits(found[2]))]
+            fitting = [(p, s) for owner, p, s in here if owner is engine and s is not None and s.kind == kind]
+            best = max(fitting, key=lambda found: found[1].holds(request))[0] if fitting else None
+            self._kept = [(owner, parked) for owner, parked, _ in here if parked is not best]
+            return None if best is None else best.resume()
+
+    def add(self, engine: Engine, session: Session, objects: Sequence[Any]) -> None:
+        """Keep a session, unless its engine was forgotten meanwhile; ``objects``: what it was made for."""
+        if self.weakly and session.captured is None:
+            return  # there is nothing in it that a new one would not have
         with self._lock:
             if not engine.ended:
-                self._kept = [*self._kept, (engine, session)][-MOST_SESSIONS:]
+                others = [found for found in self._kept if not (self.weakly and found[0] is engine)]
+                parked = Parked(session, objects if self.weakly else ())
+                self._kept = [*others, (engine, parked)][-MOST_SESSIONS:]
 
     def keep_only(self, engines: Sequence[Engine]) -> None:
         """Let go of the sessions of all other engines."""
@@ -82,7 +92,7 @@ class Idle:
     @property
     def sessions(self) -> list[Session]:
         """The sessions, the most recently used last."""
-        return [session for _, session in self._kept]
+        return [session for session in (parked.session for _, parked in self._kept) if session is not None]
 
 
 class Engine:
@@ -95,10 +105,10 @@ class Engine:
     Args:
         parts: the objects that the sources are made of, held weakly: an engine ends with them.
         criterion: which drafted tokens are accepted.
-        idle: where sessions wait for later calls; ``None``: they end with their call.
+        idle: where sessions wait for later calls.
     """
 
-    def __init__(self, parts: Sequence[Any], criterion: object, idle: Idle | None) -> None:
+    def __init__(self, parts: Sequence[Any], criterion: object, idle: Idle) -> None:
         self.parts = [weakref.ref(part) for part in parts]
         self.criterion, self.idle = criterion, idle
         self.ended = False  # forgotten, by a thread that may be another one than a call's
@@ -136,7 +146,7 @@ class Engine:
         kind = Kind.of(request, policy, sources, alone=alone)
         prompt, most = request.prompt_length, request.prompt_length + request.room + kind.slots
         capacity = room.to_begin(prompt, kind.slots, request.room, request.device)
-        if self.idle is None:
+        if self.idle.weakly and not replay.is_gpu(request.device):
             return Session(kind, request.model, request.device, capacity, [copy.copy(s) for s in sources]), False
         capacity = room.rounded(capacity)
         # As they are now: what is changed while a text is written is a change to the next call.
@@ -151,7 +161,7 @@ class Engine:
             changed = [modules[name] for name, state in states.items() if session.models[name] != state]
             # A draft model's cache is all that depends on it: of one that learns, nothing else is read anew.
             drafts = request.options.drafts
-            current = all(any(module is draft for draft in drafts) for module in changed)
+            current = not self.idle.weakly and all(any(module is draft for draft in drafts) for module in changed)
             session.forget(changed)
         session.models = states
         return session, current
@@ -172,9 +182,11 @@ class Engine:
                 statistics.retention.observe(session.mixer.every, statistics.weights, steps)
         if self.ended:
             session.memory = None  # what was forgotten meanwhile stays so
+        request = session.request
+        parts = [part() for part in self.parts]
+        objects = [found for found in (*request.models.values(), request.sources.drafter, *parts) if found is not None]
         session.end()
-        if self.idle is not None:
-            self.idle.add(self, session)
+        self.idle.add(self, session, objects)
 
 
 class Learner(Protocol):
@@ -189,8 +201,8 @@ class Engines:
     """The engines of one target, by sources and criterion; at most :data:`MOST_ENGINES`.
 
     Args:
-        keeps_sessions: whether caches, captured steps and drafts are kept for later calls: the memory of up to
-            :data:`MOST_SESSIONS` sessions.
+        keeps_sessions: whether caches, with all that a text left there, and drafts are kept for later calls; else
+            captured steps alone, with the storage that they write, as long as the models live.
         memory: what histories leave from call to call; ``None``: nothing.
 
     Attributes:
@@ -198,7 +210,7 @@ class Engines:
     """
 
     def __init__(self, *, keeps_sessions: bool = False, memory: HistoryMemory | None = None) -> None:
-        self.idle = Idle() if keeps_sessions else None
+        self.idle = Idle(weakly=not keeps_sessions)
         self.memory = memory
         self.learner: Learner | None = None
         self._engines: list[Engine] = []
@@ -229,8 +241,7 @@ class Engines:
         for engine in self._engines:
             engine.ended = not any(engine is kept for kept in engines)
         self._engines = engines
-        if self.idle is not None:
-            self.idle.keep_only(engines)
+        self.idle.keep_only(engines)
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(self._engines)
@@ -238,7 +249,7 @@ class Engines:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the caches of sessions that wait for a call."""
-        return 0 if self.idle is None else sum(session.cache_bytes for session in self.idle.sessions)
+        return sum(session.cache_bytes for session in self.idle.sessions)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Engines, ()  # a copied or pickled model starts anew
@@ -249,6 +260,14 @@ _lock = threading.Lock()
 
 
 def engines_of(model: Any) -> Engines:
-    """The engines of calls outside a patch: they keep statistics and no sessions, which would keep drafts alive."""
+    """The engines of calls outside a patch: they keep statistics, and captured steps on a GPU."""
     with _lock:
         return _unpatched.setdefault(model, Engines())
+
+
+def let_go_of_unpatched(model: Any) -> None:
+    """Return the memory of captured steps that calls outside a patch left."""
+    with _lock:
+        engines = _unpatched.get(model)
+    if engines is not None:
+        engines.idle.keep_only([])
