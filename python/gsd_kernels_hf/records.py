@@ -37,6 +37,8 @@ class DecodeState:
     done: Tensor  # bool [B]
     emitted: Tensor  # int32 [B, E]; what the last step emitted, first token first
     num_emitted: Tensor  # int32 [B]
+    faults: Tensor  # int32 [B]; of what sources proposed, 0 for none
+    told: Tensor  # int32 [n]; the last four, one behind the other, which the host reads once a step
     pad: int = 0  # what lies behind a text's end
 
     @classmethod
@@ -46,14 +48,18 @@ class DecodeState:
         def per_sequence(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
 
+        told = torch.zeros(sum(told_sizes(batch, width)), dtype=torch.int32, device=device)
+        done, num_emitted, emitted, faults = told.split(told_sizes(batch, width))
         return cls(
             tokens=per_sequence(length, dtype=torch.int64),
             out_len=per_sequence(),
             kv_start=per_sequence(),
             remaining=per_sequence(),
-            done=per_sequence(dtype=torch.bool),
-            emitted=per_sequence(width),
-            num_emitted=per_sequence(),
+            done=done.view(torch.bool)[:batch],
+            emitted=emitted.view(batch, width),
+            num_emitted=num_emitted,
+            faults=faults,
+            told=told,
         )
 
     def restart(self, input_ids: Tensor, kv_start: Tensor, room: int, pad: int) -> None:
@@ -71,8 +77,7 @@ class DecodeState:
         self.out_len.fill_(prompt)
         self.kv_start.copy_(kv_start)
         self.remaining.fill_(room)
-        for tensor in (self.done, self.emitted, self.num_emitted):
-            tensor.zero_()
+        self.told.zero_()
 
     def grow(self, length: int) -> None:
         """Make room for ``length`` tokens a sequence; what is there stays, in the same tensor at another address."""
@@ -89,6 +94,11 @@ class DecodeState:
         place = self.out_len[:, None].long() - 2 - torch.arange(MAX_CONTEXT, device=self.tokens.device)
         tail = self.tokens.gather(1, place.clamp(min=0))
         return torch.where(place >= self.kv_start[:, None], tail, -1).to(torch.int32)
+
+
+def told_sizes(batch: int, width: int) -> list[int]:
+    """Numbers of elements of ``done`` (four flags each), ``num_emitted``, ``emitted`` and ``faults`` in ``DecodeState.told``."""
+    return [-(-batch // 4), batch, batch * width, batch]
 
 
 @dataclass(frozen=True)

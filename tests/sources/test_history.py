@@ -114,7 +114,7 @@ def test_all_levels_at_once_are_the_levels_one_by_one(monkeypatch, depth, batch,
         return graph
 
     def observed(self, verified):
-        seen.extend(torch.from_numpy(part) for kind in self.profile(verified).values() for part in kind)
+        seen.extend(torch.from_numpy(part) for kind in self.figures(verified).profiles().values() for part in kind)
         observe(self, verified)
         for weights in self.weights.values():
             seen.extend(t.clone() for t in (*weights.mixture, *(weights.reliability or ())) if t is not None)

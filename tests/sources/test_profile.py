@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gsd_kernels.ops.learn import Asked
-from gsd_kernels_hf.sources.mixer import in_one_copy, picks, side_by_side
+from gsd_kernels_hf.sources.figures import Figures, as_one, picks, side_by_side
 
 
 def levels_of(rng, batch: int, widths: list[int], branch: int):
@@ -50,11 +50,20 @@ def test_accepted_nodes_are_found_in_their_levels(seed, batch, widths, branch):
         np.testing.assert_array_equal(got_h, h)
 
 
-def test_one_copy_brings_tensors_of_all_kinds_and_shapes():
-    tensors = [torch.tensor([[-2, 3]], dtype=torch.int32), torch.randn(2, 3, 4)[:, ::2], torch.full((1, 0), 1.0)]
-    tensors.append(torch.tensor([[float("-inf"), 0.0]]))
-    for got, want in zip(in_one_copy(tensors), tensors, strict=True):
+def test_figures_come_back_out_of_one_tensor():
+    level = (
+        torch.tensor([[1]], dtype=torch.int32),
+        torch.tensor([[[5, -1]]], dtype=torch.int32),
+        torch.randn(1, 1, 4)[..., ::2],
+    )
+    none = (torch.ones(1, 0, dtype=torch.int32), *(torch.zeros(1, 0, 2, dtype=t) for t in (torch.int32, torch.float32)))
+    path = torch.tensor([[0, 1, -2]], dtype=torch.int32)
+    figures = Figures(path, path + 4, {"model": [level, none], "lookup": [level]})
+    back = figures.read_from(as_one(figures.tensors()))
+    for got, want in zip(back.tensors(), figures.tensors(), strict=True):
         assert got.dtype == want.dtype and torch.equal(got, want)
+    probs, hits = back.profiles()["model"]
+    assert hits.tolist() == [[True, False]] and torch.equal(torch.from_numpy(probs), level[2][0].exp())
 
 
 def test_levels_of_a_source_side_by_side_keep_their_index():

@@ -18,10 +18,12 @@ class AcceptanceRule(Protocol):
     Attributes:
         criterion: which token follows a row.
         on_device: whether nothing in :meth:`accept` and :meth:`settle` waits for the device.
+        done: the sequences that :meth:`settle` marks; ``None``: it marks none.
     """
 
     criterion: ExactMatch
     on_device: bool
+    done: list[bool] | None
 
     def accept(self, rows: Rows, logits: Tensor, positions: Tensor, max_path: int) -> Acceptance:
         """Accept a path of rows in every sequence.
@@ -53,6 +55,7 @@ class OnDevice:
     """
 
     on_device = True
+    done = None
 
     def __init__(self, criterion: ExactMatch, state: DecodeState, eos_ids: Tensor, backend: str) -> None:
         self.criterion, self.state, self.eos_ids, self.backend = criterion, state, eos_ids, backend

@@ -181,10 +181,11 @@ class CapturedStep:
         session = self.session
         with session.clock.capture() as parts:
             graph, result = replay.lane_of(session.state.tokens.device).capture(function, self.pool)
-        self.pool = graph.pool
+        self.pool, told = graph.pool, session.told
 
         def run() -> None:
             graph()
+            session.told = told
             session.clock.replayed(parts)
 
         return run, result

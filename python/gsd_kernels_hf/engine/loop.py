@@ -44,10 +44,11 @@ def decode(session: Session, policy: Policy, ranks: Ranks, out: Output) -> Gener
         session.use(PLAIN_PLAN if between else policy.plan())
         warm(session, policy.largest_shapes())
         verified = step()
-        tokens = out.emit(verified)
+        heard = session.hear()
+        out.emit(verified, heard)
         out.finished = ranks.check(verified, out.finished, timed=out.timed)
         if not between:
-            policy.observe(session.observed(verified, tokens))
+            policy.observe(session.observed(verified, heard))
     policy.end()
     return out.stats
 

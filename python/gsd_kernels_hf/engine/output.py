@@ -21,6 +21,7 @@ from .request import Request
 from .session import Session
 from .stats import GenerationStats, SourceStats
 from .streaming import Streaming
+from .told import Heard
 
 logger = logging.getLogger("gsd_kernels")
 
@@ -83,11 +84,12 @@ class Output:
         """Tokens of the longest sequence, at least, without padding."""
         return max(length - pad for length, pad in zip(self.lengths, self.pads, strict=True))
 
-    def emit(self, verified: Verified) -> list[int]:
-        """Hand a step's tokens to the streamer: the step's one host read.
+    def emit(self, verified: Verified, heard: Heard) -> None:
+        """Hand a step's tokens to the streamer.
 
-        Returns:
-            Number of tokens that every sequence gained, [B].
+        Args:
+            verified: its record.
+            heard: what it told the host.
 
         Raises:
             ValueError: the target's logits held NaN, its table of positions ends before the text, or a source proposed
@@ -99,36 +101,28 @@ class Output:
         self.stats.count_step(verified.rows.token_ids.shape[1], session.drafted_rows, shape=shape)
         if self.observer is not None:
             self.observer(verified)
-        border = None if session.mixer is None else session.mixer.border
-        columns = [state.done[:, None].int(), state.num_emitted[:, None], state.emitted]
-        if border is not None and border.faults is not None:
-            columns.append(border.faults[:, None])
-        packed = torch.cat(columns, 1).tolist()
         if plain:
             self.plain_seconds.append(session.clock.since_step())
-        if len(columns) > 3:
-            border.check([row[-1] for row in packed])
         if session.mixer is not None:
+            session.mixer.border.check(heard.faults)
             session.mixer.tally.count(session.mixer.asked(), verified)
-        for sequence, (_, count, *tokens) in enumerate(packed):
-            self.lengths[sequence] += count
-            self.stats.count_accepted(count)
-            for token in tokens[:count]:
+        for sequence, tokens in enumerate(heard.tokens):
+            self.lengths[sequence] += len(tokens)
+            self.stats.count_accepted(len(tokens))
+            for token in tokens:
                 check_pick(token)
-        self.done = [bool(done) for done, *_ in packed]
+        self.done = heard.done
         # The last token of a text that goes on is read next.
-        texts = zip(self.lengths, self.pads, packed, strict=True)
-        session.target.check_length("max_new_tokens", max(length - pad - row[0] for length, pad, row in texts))
+        texts = zip(self.lengths, self.pads, heard.done, strict=True)
+        session.target.check_length("max_new_tokens", max(length - pad - done for length, pad, done in texts))
         if self.streaming is not None:
             rule, prompt = session.rule, self.request.prompt_length
             lengths = [length - prompt for length in rule.lengths] if isinstance(rule, TokenByToken) else None
-            emitted = [tokens[:count] for _, count, *tokens in packed]
-            self.streaming.add(emitted, self.done, lengths)
+            self.streaming.add(heard.tokens, self.done, lengths)
         self.finished = all(self.done)
         verdicts = (timer(state.tokens, None) for timer in self.request.timers)
         self.finished |= any(bool(torch.as_tensor(v, dtype=torch.bool, device="cpu").any()) for v in verdicts)
         self._warn_of_length()
-        return [count for _, count, *_ in packed]
 
     def _warn_of_length(self) -> None:
         """Say once that the text goes on beyond the model's positions, as transformers does."""

@@ -25,7 +25,7 @@ from ..model.fused import rows_of
 from ..model.identity import ModelState
 from ..model.replay import hold
 from ..model.runner import CachedText, Listener, RowModel
-from ..policy.base import Observation, Plan, Profiles
+from ..policy.base import Observation, Plan
 from ..records import DecodeState, Sampler, Unverified, Verified
 from ..sources.base import DraftSource
 from ..sources.learned import Known
@@ -36,6 +36,7 @@ from . import room
 from .kind import Kind
 from .request import Request
 from .stats import Clock
+from .told import Heard, Told
 
 
 class Captured(Protocol):
@@ -74,6 +75,7 @@ class Session:
             :class:`~gsd_kernels_hf.sources.base.Text`.
         plan: of the next step.
         rule: accepts rows; of the call.
+        told: what the last step tells the host.
         trims: draft only levels that have a node to expand, and forward only rows that hold a token; else shapes are
             static and nothing waits for the device.
         continues: whether the text goes on from what the target's cache held.
@@ -93,6 +95,7 @@ class Session:
             dict(kind.warpers),
             self.backend,
         )
+        self.told = Told.of(self.state)
         self.proposal = ChainProposal(self.sampler) if kind.draws else None
         self.draws = None if self.proposal is None else self.proposal.draw
         for source in sources:
@@ -326,9 +329,13 @@ class Session:
         """The step once it is known what is accepted, all of it on the device: commit, and let sources observe it."""
         verified = Verified.of(unverified, accepted, self.backend)
         self.commit(verified)
+        figures = None
         if self.mixer is not None:
             with self.clock.part("draft"):
                 self.mixer.observe(verified)
+            if self.mixer.calibration is not None and verified.graph is not None:
+                figures = self.mixer.figures(verified)
+        self.told = Told.of(self.state, figures)
         return verified
 
     @property
@@ -365,19 +372,23 @@ class Session:
             rows = flatten(graph, self.config.max_rows, self.max_path, backend=self.backend)
             return rows.first(int(rows.num_rows.max())) if self.trims else rows
 
-    def observed(self, verified: Verified, tokens: Sequence[int]) -> Observation:
-        """What a policy learns from the last step (waits for the device where it wants profiles).
+    def hear(self) -> Heard:
+        """What the last step tells the host: its one read, which waits for it."""
+        heard = self.told.read()
+        # What a rule on the host has marked behind the step, it knows.
+        done = [a or b for a, b in zip(heard.done, self.rule.done or heard.done, strict=True)]
+        return heard._replace(done=done)
+
+    def observed(self, verified: Verified, heard: Heard) -> Observation:
+        """What a policy learns from the last step.
 
         Seconds are 0 where they are not known, or say nothing about later steps, which will be captured.
         """
-        profiles: Profiles = {}
-        if self.mixer is not None and self.mixer.calibration is not None and verified.graph is not None:
-            profiles = self.mixer.profile(verified)
         self.clock.read()
         typical = self.captured is None or self.captured.typical
         target = self.clock.last("target") if typical else 0.0
         other = self.clock.since_step() - target if target > 0 else 0.0
-        return Observation(verified, tokens, verified.rows.token_ids.shape[1], profiles, target, other)
+        return Observation(verified, heard.counts, verified.rows.token_ids.shape[1], heard.profiles, target, other)
 
     def attend(self, rows: Rows) -> Tensor:
         """Forward the rows through the target; logits float [B, R, V], on the state's device."""

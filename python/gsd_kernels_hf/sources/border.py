@@ -125,22 +125,13 @@ class Border:
     Args:
         sources: of a session.
         vocab_size: of the target.
-        batch: sequences.
-        device: of the text.
-        waits: whether the host may wait for it.
-
-    Attributes:
-        faults: int32 [B], the first fault of every sequence, 0 for none; ``None`` where faults raise at once.
+        faults: int32 [B], for the first fault of every sequence, 0 for none; ``None``: faults raise at once.
     """
 
-    def __init__(
-        self, sources: Sequence[DraftSource], vocab_size: int, batch: int, device: torch.device, *, waits: bool
-    ) -> None:
+    def __init__(self, sources: Sequence[DraftSource], vocab_size: int, faults: Tensor | None) -> None:
         self.foreign = [source.name for source in sources if not is_own(source)]
         self.vocab_size = vocab_size
-        self.faults: Tensor | None = None
-        if self.foreign and not waits:
-            self.faults = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.faults = faults if self.foreign else None
 
     def restart(self) -> None:
         """Forget the faults of the last text."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -18,6 +17,7 @@ from ..model import replay
 from ..records import Candidates, DecodeState, Verified
 from .base import DraftSource, GrowsLevels, Level, Proposal, Text
 from .border import Border, is_own, rows_of
+from .figures import Figures, Held, side_by_side
 from .tally import Tally
 from .weights import Calibration, SourceWeights
 
@@ -72,7 +72,7 @@ class Mixer:
     ) -> None:
         self.every, self.weights, self.state, self.backend = tuple(sources), weights, state, backend
         device = state.tokens.device
-        self.border = Border(sources, vocab_size, len(state.tokens), device, waits=not replay.is_gpu(device))
+        self.border = Border(sources, vocab_size, state.faults if replay.is_gpu(device) else None)
         self.tally = Tally([source.name for source in sources], counts=not replay.is_gpu(device))
         self._take(self.every)
         self.calibration: Calibration | None = None  # of this text
@@ -228,18 +228,13 @@ class Mixer:
         levels = [] if self.current is None else [drafted.asked for drafted in self.current.levels]
         return {s.name: [asked[s.name] for asked in levels if s.name in asked] for s in self.sources}
 
-    def profile(self, verified: Verified) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """How probable the sources held the candidates of each accepted node, and which of them the target picked.
+    def figures(self, verified: Verified) -> Figures:
+        """What the sources held of the step's candidates, for a policy; on the device, waits for nothing.
 
         ``"model"``: of levels where a model was forwarded, all sources together, before calibration; ``"lookup"``: of
-        these levels the last source that costs no forward, and of other levels all sources. Waits for the device, on a
-        GPU once.
-
-        Returns:
-            By name: probabilities float32 [n, K] and hits bool [n, K] of the n accepted nodes that were expanded, one
-            sequence after the other.
+        these levels the last source that costs no forward, and of other levels all sources.
         """
-        groups: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {"model": [], "lookup": []}
+        groups: dict[str, list[Held]] = {"model": [], "lookup": []}
         looked_up: dict[str, list[Asked]] = {}  # by source, beside a model
         for drafted in self.current.levels if self.current is not None else []:
             assert drafted.candidates is not None
@@ -249,69 +244,7 @@ class Mixer:
         for name, asked in looked_up.items():
             level = side_by_side(asked)
             groups["lookup"].append((level.node_ids, *self.alone(name, level)))
-        found = {name: group for name, group in groups.items() if group}
-        parts = [part for group in found.values() for level in group for part in level]
-        paths, picked, *parts = on_host([verified.nodes, verified.tokens, *parts])
-        profiles, begin = {}, 0
-        for name, group in found.items():
-            end = begin + 3 * len(group)
-            levels = list(zip(*(parts[begin + i : end : 3] for i in range(3)), strict=True))
-            profiles[name] = picks(levels, paths.tolist(), picked.tolist())
-            begin = end
-        return profiles
-
-
-def picks(
-    levels: Sequence[Sequence[Tensor]], paths: Sequence[Sequence[int]], picked: Sequence[Sequence[int]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """What levels (node_ids [B, W], tokens and log_probs [B, W, K]) held of the nodes [B, P] of accepted paths.
-
-    Returns:
-        Probabilities float32 [n, K] and which candidates were ``picked`` [B, P], bool [n, K], by sequence and place.
-    """
-    places = [{node: place for place, node in enumerate(path) if node >= 0} for path in paths]
-    order: list[tuple[int, int]] = []  # sequence and place of what is found
-    probs, hits = [], []
-    for node_ids, tokens, log_probs in levels:
-        found = [
-            (b, places[b][node], w)
-            for b, row in enumerate(node_ids.tolist())  # a list: of many nodes a few are on the path
-            for w, node in enumerate(row)
-            if node in places[b]
-        ]
-        if found:
-            sequences, where, nodes = (list(column) for column in zip(*found, strict=True))
-            target = np.array([picked[b][place] for b, place, _ in found])
-            probs.append(log_probs.numpy()[sequences, nodes])
-            hits.append(tokens.numpy()[sequences, nodes] == target[:, None])
-            order += zip(sequences, where, strict=True)
-    if not order:
-        none = np.zeros((0, levels[0][1].shape[2]))
-        return none.astype(np.float32), none.astype(bool)
-    ascending = sorted(range(len(order)), key=order.__getitem__)
-    return np.exp(np.concatenate(probs)[ascending]), np.concatenate(hits)[ascending]
-
-
-def side_by_side(asked: Sequence[Asked]) -> Asked:
-    """What one source proposed at several levels as one level."""
-    if len(asked) == 1:
-        return asked[0]
-    parts = (
-        (a.node_ids, a.tokens, a.log_probs, torch.zeros_like(a.node_ids) if a.index is None else a.index) for a in asked
-    )
-    return Asked(*(torch.cat(part, 1) for part in zip(*parts, strict=True)))
-
-
-def on_host(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Values of tensors of four bytes an element on the CPU."""
-    return tensors if tensors[0].device.type == "cpu" else in_one_copy(tensors)
-
-
-def in_one_copy(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors on the CPU, with one copy from their device for all of them."""
-    whole = torch.cat([tensor.contiguous().view(torch.int32).flatten() for tensor in tensors]).cpu()
-    pieces = whole.split([tensor.numel() for tensor in tensors])
-    return [piece.view(tensor.dtype).view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+        return Figures(verified.nodes, verified.tokens, {name: group for name, group in groups.items() if group})
 
 
 def fitted(proposal: Proposal, level: Level) -> Proposal:

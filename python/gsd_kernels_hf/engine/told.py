@@ -1,0 +1,72 @@
+"""What a step tells the host: one tensor, read once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..model import replay
+from ..policy.base import Profiles
+from ..records import DecodeState, told_sizes
+from ..sources.figures import Figures, as_one
+
+
+class Heard(NamedTuple):
+    """A step in the host's memory.
+
+    Attributes:
+        done: of every sequence.
+        tokens: that each emitted.
+        faults: of what sources proposed, 0 for none.
+        profiles: for a policy that wants them.
+    """
+
+    done: Sequence[bool]
+    tokens: Sequence[list[int]]
+    faults: Sequence[int]
+    profiles: Profiles
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens that every sequence gained."""
+        return [len(tokens) for tokens in self.tokens]
+
+
+@dataclass(frozen=True)
+class Told:
+    """A step on the device, for the host.
+
+    Attributes:
+        whole: int32 [n]: ``DecodeState.told``, and on a GPU the figures behind it.
+        batch, width: sequences, and places for emitted tokens.
+        figures: for a policy; ``None``: it wants none.
+    """
+
+    whole: Tensor
+    batch: int
+    width: int
+    figures: Figures | None = None
+
+    @classmethod
+    def of(cls, state: DecodeState, figures: Figures | None = None) -> Told:
+        """What the state says, in its own storage, and where figures are wanted on a GPU beside a copy of them."""
+        whole = state.told
+        if figures is not None and replay.is_gpu(whole.device):
+            whole = as_one([whole, *figures.tensors()])
+        return cls(whole, *state.emitted.shape, figures)
+
+    def read(self) -> Heard:
+        """Wait for the step, and bring it to the host in one copy."""
+        whole, figures = self.whole.cpu(), self.figures
+        sizes = told_sizes(self.batch, self.width)
+        flags, counts, emitted, faults, behind = whole.split([*sizes, len(whole) - sum(sizes)])
+        done = flags.view(torch.bool)[: self.batch].tolist()
+        rows = emitted.view(self.batch, self.width).tolist()
+        tokens = [row[:count] for row, count in zip(rows, counts.tolist(), strict=True)]
+        if figures is not None and len(behind):
+            figures = figures.read_from(behind)
+        return Heard(done, tokens, faults.tolist(), {} if figures is None else figures.profiles())
