@@ -307,11 +307,14 @@ def _update_edge_model(*args: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.register_fake("gsd_kernels::decoder_rows")
 def _decoder_rows(token_ids: Tensor, *args: object) -> tuple[Tensor, Tensor, Tensor]:
-    head, hidden_size, states, keep = args[11], args[10].shape[0], args[-2], args[-1]
-    assert isinstance(head, Tensor) and isinstance(states, list) and isinstance(keep, (int, torch.SymInt))
+    final_norm, head, states, keep = args[10], args[11], args[-2], args[-1]
+    assert isinstance(final_norm, Tensor) and isinstance(head, Tensor)
+    assert isinstance(states, list) and isinstance(keep, (int, torch.SymInt))
+    hidden_size = final_norm.shape[0]
     logits, hidden = ((token_ids.shape[0], keep, size) for size in (head.shape[0], hidden_size))
     read_by = (len(states), *token_ids.shape, hidden_size)
-    return tuple(head.new_empty(shape, dtype=torch.float32) for shape in (logits, hidden, read_by))
+    exact = tuple(head.new_empty(shape, dtype=torch.float32) for shape in (hidden, read_by))
+    return head.new_empty(logits, dtype=torch.float32 if head.device.type == "cpu" else final_norm.dtype), *exact
 
 
 @torch.library.register_fake("gsd_kernels::feature_rows")

@@ -238,6 +238,7 @@ struct PathPrefix {
   template <class Machine>
   static GSD_HD void run(Machine& machine, const PathAttentionArgs& a, const PathAttentionSizes& s, int m_block,
                          int batch_head, int split) {
+    machine.await_previous("prefix");  // all blocks: a launch is over when they are, with what came before it
     const int batch = batch_head / s.kv_heads, head = batch_head % s.kv_heads;
     const PathText text(a, s, batch);
     const int64_t split_begin = path_split_begin(split), split_end = path_split_begin(split + 1);
@@ -264,6 +265,7 @@ struct PathEnd {
   template <class Machine>
   static GSD_HD void run(Machine& machine, const PathAttentionArgs& a, const PathAttentionSizes& s, int row,
                          int batch_head, int m_block) {
+    machine.await_previous("end");
     const int batch = batch_head / s.kv_heads, head = batch_head % s.kv_heads, m_first = m_block * Tiles::kRows;
     const PathText text(a, s, batch);
     const EndRows rows(a, s, m_first, batch, head, row, text);

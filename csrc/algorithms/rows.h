@@ -20,6 +20,7 @@ constexpr int kSmallestSplit = 4;     // stages: a shorter one costs more to add
 constexpr int kMostSplits = 16;
 constexpr int kFillingBlocks = 256;   // about two a multiprocessor of 132; not asked of the device, see above
 constexpr int kMostTileRows = 64;     // of a block
+constexpr int kMostEarlyRows = 32;    // from compute capability 9.0 on launches begin early; with more they lose by it
 
 // How a matrix lies. The numbers of packed kinds are those of gsd_kernels/ops/packed/kinds.py.
 enum class RowsKind : int { kDense = -1, kQ8_0 = 7, kInt8 = 13, kUint8 = 14, kInt4 = 15, kInt4Offset = 16 };
@@ -37,7 +38,8 @@ struct RowsMatrix {
 enum class RowsEnd {
   kStore,  // out = x · weightᵀ + bias
   kAdd,    // out += x · weightᵀ + bias
-  kGate,   // matrices 0 and 1 are gate and up: gated = silu(gate) · up, rounded
+  kGate,   // matrices 0 and 1 are gate and up: rounded = silu(gate) · up
+  kRound,  // one matrix: rounded = x · weightᵀ + bias
 };
 
 struct RowsProduct {
@@ -48,7 +50,7 @@ struct RowsProduct {
   int inputs;    // a multiple of 8: copies are 16 bytes
   RowsEnd end;
   int64_t out_stride;  // from row to row of what is written
-  uint16_t* gated;     // [rows, out_stride]; kGate
+  uint16_t* rounded;   // [rows, out_stride], to the weights' type; kGate and kRound
   float* partials;     // rows_product_scratch says how much of both, at a multiple of 16 bytes; null if nothing
   int32_t* counters;   // zero before the first launch; every launch leaves them so
 

@@ -276,6 +276,16 @@ struct ProductBlock {
       const int n = output + m * kHalf;
       if (n >= w.outputs) continue;
       const float bias = biases != nullptr ? Element::widen(biases[n]) : 0.0f;
+      if (a.end == RowsEnd::kRound) {
+        GSD_UNROLL
+        for (int j = 0; j < 2 * kRowTiles; j++) {
+          const int later = 8 * (j / 2) + j % 2;
+          if (row + later >= a.rows) continue;
+          a.rounded[(row + later) * a.out_stride + n] =
+              static_cast<uint16_t>(Element::pack(own[j / 2][2 * m + j % 2] + bias, 0.0f));
+        }
+        continue;
+      }
       float* to = out + row * a.out_stride + n;
       float values[kRowTiles][2] = {};
       if (a.end == RowsEnd::kAdd) {  // all of them before the first is written, or each would wait for the one before
@@ -307,7 +317,7 @@ struct ProductBlock {
       const float decay = machine.exp2((g < 0.0f ? g : -g) * kLog2E);  // at most 1, so nothing overflows
       const float value = g * machine.divide(g < 0.0f ? decay : 1.0f, 1.0f + decay) * up;
       if (row + later >= a.rows) continue;
-      a.gated[(row + later) * a.out_stride + output] =
+      a.rounded[(row + later) * a.out_stride + output] =
           static_cast<uint16_t>(Element::pack(value, 0.0f));
     }
   }

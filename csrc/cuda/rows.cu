@@ -5,6 +5,7 @@
 
 #include "../algorithms/rows_product.h"
 #include "../algorithms/rows_turn.h"
+#include "kernel_facts.h"
 #include "warp_machine.h"
 
 namespace gsd {
@@ -89,19 +90,33 @@ __global__ void __launch_bounds__(kRowThreads) rows_embed_kernel(const __grid_co
 #endif
 }
 
+// Makes a kernel ready on a device: the shared memory that it needs is allowed. `waits`: whether it was compiled with
+// its wait. That is of the code, not of the GPU: what was compiled for an older one, and translated when it was loaded,
+// does not wait.
+int make_ready(int device, const void* kernel, int arena, bool& waits) {
+  static KernelFacts<bool> facts;
+  return facts.find(device, kernel, waits, [&](bool& found) -> int {
+    int major = 0;
+    cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (error != cudaSuccess) return error;
+    if (major < kOldestMajor) return cudaErrorNoKernelImageForDevice;
+    if (arena > 0) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, arena);
+    cudaFuncAttributes code{};
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, kernel);
+    found = code.ptxVersion >= kOverlappingCode;
+    return error;
+  });
+}
+
 template <class... Args>
 int launch_with(int arena, void (*kernel)(Args...), dim3 blocks, int threads, const RowsLaunch& how,
                 const Args&... args) {
-  int device = 0, major = 0;
+  int device = 0;
+  bool waits = false;
   cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error != cudaSuccess) return error;
-  if (major < kOldestMajor) return cudaErrorNoKernelImageForDevice;
-  if (arena > 0) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, arena);
-  // Of the code, not of the GPU: what was compiled for an older one and translated when it was loaded does not wait.
-  cudaFuncAttributes code{};
-  if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, kernel);
-  if (error != cudaSuccess) return error;
+  const int ready = make_ready(device, reinterpret_cast<const void*>(kernel), arena, waits);
+  if (ready != 0) return ready;
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -109,7 +124,7 @@ int launch_with(int arena, void (*kernel)(Args...), dim3 blocks, int threads, co
   config.gridDim = blocks, config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(arena);
   config.stream = static_cast<cudaStream_t>(how.stream);
-  config.attrs = &overlap, config.numAttrs = how.overlap && code.ptxVersion >= kOverlappingCode ? 1 : 0;
+  config.attrs = &overlap, config.numAttrs = how.overlap && waits ? 1 : 0;
   error = cudaLaunchKernelEx(&config, kernel, args...);
   return error == cudaSuccess ? cudaGetLastError() : error;
 }

@@ -34,8 +34,8 @@ struct RowsDecoder {
   std::vector<RowsLayer> layers;
   const uint16_t* final_norm;  // [hidden]
   RowsMatrix head;
-  float* last;    // [B · keep, hidden]: what the output matrix reads
-  float* logits;  // [B · keep, outputs of the head]
+  float* last;       // [B · keep, hidden]: what the output matrix reads
+  uint16_t* logits;  // [B · keep, outputs of the head], of the weights' type
 };
 
 class RowsForward {
@@ -166,15 +166,15 @@ class RowsForward {
     made.count = 2;
     made.matrices[0] = layer.gate;
     made.matrices[1] = layer.up;
-    made.gated = at<uint16_t>(memory, products);
+    made.rounded = at<uint16_t>(memory, products);
     return made;
   }
 
   RowsProduct output(char* memory) const {
-    RowsProduct made = product(memory, normed, d.hidden, RowsEnd::kStore, d.head.outputs);
+    RowsProduct made = product(memory, normed, d.hidden, RowsEnd::kRound, d.head.outputs);
     made.rows = d.batch * d.keep;
     made.matrices[0] = d.head;
-    made.matrices[0].out = d.logits;
+    made.rounded = d.logits;
     return made;
   }
 

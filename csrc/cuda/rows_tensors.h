@@ -202,7 +202,8 @@ inline RowsCall prepare_rows(const Tensor& token_ids, const Tensor& positions, c
                   " heads are more than a launch takes");
   STD_TORCH_CHECK(d.hidden % 8 == 0 && d.inner % 8 == 0,
                   "embedding, gate: expected sizes that are multiples of 8, got ", d.hidden, " and ", d.inner);
-  d.overlap = rows_overlap();
+  const bool early = rows_overlap();  // asked in any case, so that a wrong value is refused
+  d.overlap = early && batch * rows <= kMostEarlyRows;
   d.eps = static_cast<float>(eps), d.rope_scale = static_cast<float>(rope_scale);
   d.tokens = read<int32_t>(token_ids), d.positions = read<int32_t>(positions), d.slots = read<int32_t>(slots);
   d.mask = read<int32_t>(ancestor_mask), d.depths = read<int32_t>(node_depths);
@@ -223,11 +224,11 @@ inline RowsCall prepare_rows(const Tensor& token_ids, const Tensor& positions, c
   const int outputs = rows_size("head", head.size(0));
   d.head = of.matrix("head", 1, head, outputs, d.hidden);
 
-  const Tensor logits = torch::stable::new_empty(embedding, {batch, keep, outputs}, ScalarType::Float);
+  const Tensor logits = torch::stable::new_empty(embedding, {batch, keep, outputs}, final_norm.scalar_type());
   const Tensor last = torch::stable::new_empty(embedding, {batch, keep, d.hidden}, ScalarType::Float);
   const Tensor read_by = torch::stable::new_empty(
       embedding, {static_cast<int64_t>(states.size()), batch, rows, d.hidden}, ScalarType::Float);
-  d.logits = written<float>(logits), d.last = written<float>(last);
+  d.logits = static_cast<uint16_t*>(logits.mutable_data_ptr()), d.last = written<float>(last);
   for (size_t i = 0; i < states.size(); i++) {
     STD_TORCH_CHECK(states[i] >= 0 && states[i] < static_cast<int64_t>(depth) &&
                         d.layers[static_cast<size_t>(states[i])].state == nullptr,

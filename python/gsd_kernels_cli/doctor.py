@@ -60,6 +60,7 @@ def examine() -> dict[str, Any]:
 
     from gsd_kernels import cpu_levels
     from gsd_kernels.backends import BACKENDS, unavailable_reason
+    from gsd_kernels.ops.decoder_rows import cuda
     from gsd_kernels_hf.model import fused
 
     from .demo import smollm2
@@ -79,6 +80,7 @@ def examine() -> dict[str, Any]:
         "small_ops": {str(device): unavailable_reason("cuda", device) for device in devices if device.type == "cuda"},
         "flash_attention": flash_attention(gpu=len(devices) > 1),
         "fused_rows": {str(device): fused.missing(device) for device in devices},
+        "products": {str(d): cuda.products(torch.cuda.get_device_capability(d)) for d in devices if d.type == "cuda"},
         "cpu_levels": {} if unavailable_reason("cpu", torch.device("cpu")) else cpu_levels.levels(),
         "cpu_level": None if unavailable_reason("cpu", torch.device("cpu")) else _level(),
         "serving": serving(),
@@ -213,6 +215,8 @@ def _ways(report: dict[str, Any]) -> dict[str, str]:
         f"rows on {device}": "one operator" if reason is None else f"the model's modules: {reason}"
         for device, reason in report["fused_rows"].items()
     }
+    for device, kernels in report["products"].items():
+        ways[f"products on {device}"] = kernels or "none: it is too old"
     for device, reason in report["small_ops"].items():  # no Triton kernel: backend="triton" takes them too
         slow = f"PyTorch's operators, hundreds of launches a step: {reason}"
         ways[f"small ops on {device}"] = "the compiled ones, with Triton as well" if reason is None else slow

@@ -97,7 +97,7 @@ class DecodeState:
 
 
 def told_sizes(batch: int, width: int) -> list[int]:
-    """Numbers of elements of ``done`` (four flags each), ``num_emitted``, ``emitted`` and ``faults`` in ``DecodeState.told``."""
+    """Elements of ``DecodeState.told``: of ``done`` (four flags each), ``num_emitted``, ``emitted``, ``faults``."""
     return [-(-batch // 4), batch, batch * width, batch]
 
 

@@ -191,6 +191,8 @@ def test_the_attention_uses_tensor_cores_and_asynchronous_copies(machine_code):
     for code in split:
         for instruction in ("LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "LDSM.16.MT88.4", "HMMA.16816.F32", "MUFU.EX2"):
             assert instruction in code, (instruction, code.split("\n")[0])
+    for code in (code for name in tiles[1:] for code in machine_code(name, "sm_90")):
+        assert "ACQBULK" in code, "it waits for the launch before"
 
 
 def test_the_products_use_tensor_cores_asynchronous_copies_and_dependent_launches(machine_code):

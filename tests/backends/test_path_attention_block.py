@@ -25,6 +25,7 @@ pytestmark = [
 
 TEXT = HEADER.read_text() if HEADER.exists() else ""
 BARRIERS = re.findall(r'machine\.sync\("([^"]+)"', TEXT)
+AWAITS = re.findall(r'machine\.await_previous\("([^"]+)"\)', TEXT)
 WAITS = re.findall(r'machine\.template wait<[^>]+>\("([^"]+)"\)', TILES.read_text() if TILES.exists() else "")
 
 
@@ -58,7 +59,7 @@ def test_ancestors_are_listed_by_depth(programs):
 
 
 def test_barriers_and_waits_are_listed():
-    assert BARRIERS == ["tiles read", "states written"] and len(WAITS) == 2
+    assert BARRIERS == ["tiles read", "states written"] and len(WAITS) == 2 and AWAITS == ["prefix", "end"]
     assert not re.search(r"machine\.(?:any|copy|template)", TEXT)
 
 
@@ -70,6 +71,11 @@ def test_a_dropped_barrier_is_caught(programs, barrier):
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_dropped_wait_is_caught(programs, wait):
     assert run(programs["address"], 2, 2, "--hurry", wait)[0] == DIFFERENT
+
+
+@pytest.mark.parametrize("name", AWAITS)
+def test_a_kernel_that_does_not_wait_for_the_launch_before_is_caught(programs, name):
+    assert run(programs["address"], 2, 2, "--no-await", name)[0] == DIFFERENT
 
 
 def tiles_at_kv_len(text: str) -> str:
@@ -94,7 +100,14 @@ def sums_of_lanes(text: str) -> str:
     return text.replace(old, old.replace("= ", f"= mutation() == NUMBER ? ({changed}) : "))
 
 
-MUTATIONS = (tiles_at_kv_len, splits_by_rows, sums_of_lanes)
+def waits_behind_an_early_return(text: str) -> str:
+    """Blocks of splits that a text does not reach end before the launch before them may have."""
+    wait = 'machine.await_previous("prefix");'
+    return text.replace(wait, f"if (mutation() != NUMBER || path_split_begin(split) < a.kv_len[0]) {wait}")
+
+
+MUTATIONS = (tiles_at_kv_len, splits_by_rows, sums_of_lanes, waits_behind_an_early_return)
+NOT_AWAITED = 7
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +123,15 @@ def mutated(tmp_path_factory):
     return once(tmp_path_factory, "path_attention_mutated", make) / "mutated"
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize("mutation", MUTATIONS[:-1])
 def test_what_depends_on_more_than_the_text_is_caught(mutated, mutation):
     status, output = run(mutated, 3, 1, mutation=MUTATIONS.index(mutation) + 1)
     assert status == DIFFERENT and "other bits" in output, output
+
+
+def test_a_block_that_ends_without_waiting_is_caught(mutated):
+    status, output = run(mutated, 3, 1, mutation=len(MUTATIONS))
+    assert status == NOT_AWAITED, output
 
 
 def test_the_unchanged_source_is_not(mutated):

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
-from block_code.programs import BUILDS, CXX, DIFFERENT, ONE_TYPE, RACE, ROOT, build_all, build_mutated, run
+from block_code.programs import BUILDS, CXX, DIFFERENT, ONE_TYPE, RACE, ROOT, build, build_all, build_mutated, run
 from shared import once
 
 SOURCE = ROOT / "tests/block_code/rows.cpp"
@@ -118,6 +118,11 @@ def test_a_changed_source_is_caught(mutated, mutation):
     status, output = run(mutated, part, 1, 1, mutation=list(MUTATIONS).index(mutation) + 1)
     assert status == expected, (status, output)
     assert run(mutated, part, 1, 1)[0] == 0
+
+
+def test_the_runtime_is_asked_once_about_a_kernel(tmp_path):
+    program = build(SOURCE.with_name("kernel_facts.cpp"), tmp_path / "kernel_facts", BUILDS["thread"])
+    assert run(program) == (0, "")
 
 
 def test_everything_with_a_name_is_listed():

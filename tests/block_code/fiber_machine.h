@@ -56,7 +56,7 @@ struct MachineFaults {
   const char* not_awaited = "";      // a name passed to await_previous(): it does not wait
 };
 
-constexpr int kDivergent = 4, kBankConflict = 5, kChangedSource = 6;
+constexpr int kDivergent = 4, kBankConflict = 5, kChangedSource = 6, kNotAwaited = 7;
 
 // The launch before: writes when a block first waits for it.
 struct Previous {
@@ -85,6 +85,7 @@ struct FiberMachineBlock {
   FiberBlock group;
   MachineFaults faults;
   Previous* previous = nullptr;
+  std::atomic<bool> awaited = false;  // by the block that runs
   std::vector<FiberWarp> warps;
   std::vector<char> arena;
   std::vector<char> votes[2];
@@ -149,6 +150,7 @@ class FiberMachine {
 
   void await_previous(const char* name) const {
     Previous* const previous = block->previous;
+    block->awaited.store(true, std::memory_order_relaxed);
     if (previous == nullptr || same(name, block->faults.not_awaited)) return;
     if (!previous->done.exchange(true, std::memory_order_relaxed)) previous->write(), release(previous);
     acquire(previous);
@@ -324,6 +326,10 @@ void run_grid(int warps, int blocks, size_t arena_bytes, const Faults& faults, c
       body(machine, b);
       machine.sync("block done");
       if (thread == 0) block.poison();
+      // Where blocks end that did not wait, the launch after may begin before the one before is over.
+      if (thread == 0 && previous != nullptr && !block.awaited.exchange(false, std::memory_order_relaxed)) {
+        stop(kNotAwaited, "a block ended without waiting for the launch before", "the end");
+      }
       machine.sync("next block");
     }
   });

@@ -1,7 +1,8 @@
 // The rows' path attention on the machine of fibers: random texts against double precision, and every
 // row bit for bit in other company and in other places.
 //
-//     path_attention ROUNDS SEED [--drop BARRIER | --hurry WAIT | --misplace-copy NAME | --misplace-load NAME]
+//     path_attention ROUNDS SEED [--drop BARRIER | --hurry WAIT | --misplace-copy NAME | --misplace-load NAME |
+//                                 --no-await NAME]
 //     path_attention --cuts | --lists
 //
 // Exit status: 0 right, 3 wrong, 4 divergent lanes or barriers, 5 bank conflict; sanitizers have their own.
@@ -81,7 +82,7 @@ Place place(const Text& text, std::vector<int> rows, int committed, int start, b
 template <class Element>
 struct Call {
   Shape shape;
-  std::vector<uint16_t> q, k, v, out;
+  std::vector<uint16_t> q, k, v, out, written;  // written: the queries, once the launch before is over
   std::vector<int32_t> mask, node_depths, kv_len, kv_start, positions, slots, lengths;
   std::vector<float> scratch;
   AncestorListArgs list{};
@@ -147,6 +148,7 @@ struct Call {
             batch, rows, words, static_cast<int>(width), capacity};
     slots.assign(static_cast<size_t>(batch) * rows * list.width(), -1), lengths.assign(batch * rows, -1);
     list.slots = slots.data(), list.lengths = lengths.data();
+    written = q, q.assign(q.size(), Element::round(NAN));
     scratch.assign(path_scratch_floats(sizes), NAN);
     args.q = q.data(), args.k = k.data(), args.v = v.data(), args.out = out.data(), args.scratch = scratch.data();
     args.slots = slots.data(), args.lengths = lengths.data(), args.path = list.width();
@@ -161,10 +163,13 @@ struct Call {
     using Prefix = PathPrefix<Element, kHeadDim, kWarps>;
     const int heads = sizes.batch * sizes.kv_heads, rows = Prefix::Tiles::kRows;
     const int m_blocks = (sizes.query_rows() + rows - 1) / rows;
+    Previous previous;
+    previous.write = [&] { q = written; };
     run_grid(kWarps, m_blocks * heads * sizes.splits(), Prefix::Tiles::kArenaBytes, faults, machine_faults,
              [&](FiberMachine& machine, int block) {
                Prefix::run(machine, args, sizes, block % m_blocks, block / m_blocks % heads, block / m_blocks / heads);
-             });
+             },
+             1, &previous);
   }
 
   template <int kHeadDim>
@@ -180,11 +185,16 @@ struct Call {
       attend_prefix<kHeadDim, 4>(faults, machine_faults);
     }
     const int heads = sizes.batch * sizes.kv_heads, rows = End::Tiles::kRows, m_blocks = (sizes.group + rows - 1) / rows;
+    Previous previous;  // the prefix' states
+    const std::vector<float> states = scratch;
+    std::fill(scratch.begin(), scratch.end(), NAN);
+    previous.write = [&] { scratch = states; };
     run_grid(End::kWarps, sizes.rows * heads * m_blocks, End::Tiles::kArenaBytes, faults, machine_faults,
              [&](FiberMachine& machine, int block) {
                End::run(machine, args, sizes, block % sizes.rows, block / sizes.rows % heads,
                         block / sizes.rows / heads);
-             });
+             },
+             1, &previous);
   }
 
   void attend(const Faults& faults = {}, const MachineFaults& machine_faults = {}) {

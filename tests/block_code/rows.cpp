@@ -171,12 +171,13 @@ Result multiplied(const Problem<Element>& p, RowsProduct a, int outputs, bool ba
   const RowsScratch scratch = rows_product_scratch(a);
   std::vector<float> partials(static_cast<size_t>(scratch.partials), NAN);
   std::vector<int32_t> counters(static_cast<size_t>(scratch.counters), 0);
-  std::vector<uint16_t> gated(a.end == RowsEnd::kGate ? size : 0, 0xFFFF);
+  const bool rounds = a.end == RowsEnd::kGate || a.end == RowsEnd::kRound;
+  std::vector<uint16_t> gated(rounds ? size : 0, 0xFFFF);
   Awaited<uint16_t> x(p.x);
   Awaited<float> out(a.end == RowsEnd::kAdd ? p.before : std::vector<float>(size, NAN));
   Previous previous;
   previous.write = [&] { x.arrive(), out.arrive(); };
-  a.x = x.there.data(), a.partials = partials.data(), a.counters = counters.data(), a.gated = gated.data();
+  a.x = x.there.data(), a.partials = partials.data(), a.counters = counters.data(), a.rounded = gated.data();
   a.out_stride = p.width();
   int column = 0;
   for (int i = 0; i < a.count; i++) {
@@ -197,7 +198,7 @@ Result multiplied(const Problem<Element>& p, RowsProduct a, int outputs, bool ba
   for (const int32_t counter : counters) {
     if (counter != 0) stop(kWrong, "a counter is not set back", "the end");
   }
-  if (a.end != RowsEnd::kGate) return out.there;
+  if (!rounds) return out.there;
   Result result;
   for (const uint16_t value : gated) result.push_back(Element::widen(value));
   return result;
@@ -254,6 +255,8 @@ bool right(const Problem<Element>& p, const Result& got) {
           expected = gate * open * up;
           allowed = unit<Element>() * std::abs(expected) + 0x1p-20 * (size * std::abs(up) + up_size * std::abs(gate)) +
                     0x1p-24;  // of subnormal numbers
+        } else if (s.end == RowsEnd::kRound) {
+          allowed += unit<Element>() * std::abs(expected) + 0x1p-24;
         } else if (s.end == RowsEnd::kAdd) {
           expected += p.before[at], allowed += 0x1p-23 * std::abs(expected);
         }
@@ -276,9 +279,9 @@ Shape shape_of(int round, std::mt19937& random) {
   constexpr int kRows[] = {3, 20, 40, 66};
   Shape s{};
   s.rows = kRows[round / 2 % 4] + between(random, -2, 2);
-  s.end = static_cast<RowsEnd>(round / 2 % 3);
+  s.end = static_cast<RowsEnd>((round / 2 + round / 8) % 4);
   s.inputs = 8 * (round % 3 == 2 ? between(random, 65, 90) : between(random, 1, 60));  // up to 3 splits
-  const int count = s.end == RowsEnd::kGate ? 2 : round % 4 == 1 ? 1 : 3;
+  const int count = s.end == RowsEnd::kGate ? 2 : s.end == RowsEnd::kRound || round % 4 == 1 ? 1 : 3;
   for (int i = 0; i < count; i++) {
     s.outputs.push_back(s.end == RowsEnd::kGate && i > 0 ? s.outputs[0] : between(random, 1, count == 1 ? 150 : 70));
   }

@@ -55,7 +55,12 @@ def operators(factory: pytest.TempPathFactory) -> Any:
 def launches(factory: pytest.TempPathFactory, *arguments: Any) -> list[str]:
     """Names of the kernels that a call launches, in order; arguments as of an implementation of decoder_rows."""
     found = operators(factory).launches(*compiled.flat(*arguments))
-    return [KERNELS[kernel] for kernel in found.tolist()]
+    return [KERNELS[kernel] for kernel in found[1:].tolist()]
+
+
+def begins_early(factory: pytest.TempPathFactory, *arguments: Any) -> bool:
+    """Whether the launches of a call begin while the one before ends, on a GPU that can."""
+    return bool(operators(factory).launches(*compiled.flat(*arguments))[0])
 
 
 def take_for_gpus(monkeypatch: pytest.MonkeyPatch, factory: pytest.TempPathFactory) -> None:

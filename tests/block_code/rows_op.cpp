@@ -1,7 +1,8 @@
 // decoder_rows of the CUDA library with its kernels run on the CPU, as an operator of tensors there:
 //
 //     gsd_block_code::decoder_rows   as gsd_kernels::decoder_rows; blocks in any order
-//     gsd_block_code::launches       the same arguments; what is launched, as numbers of Kernel, in order
+//     gsd_block_code::launches       the same arguments; whether launches begin early, and what is launched, as numbers
+//                                    of Kernel, in order
 //
 // The tensors go through the glue's own checks, and the launches through its own sequence.
 #include <algorithm>
@@ -149,7 +150,7 @@ Tensor launches(const Tensor& token_ids, const Tensor& positions, const Tensor& 
   const RowsCall call =
       prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
                    scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep);
-  Recorder recorder;
+  Recorder recorder{{call.decoder.overlap}};
   RowsForward(call.decoder).run(nullptr, recorder);
   const Tensor found = new_int32(token_ids, {static_cast<int64_t>(recorder.launched.size())});
   std::copy(recorder.launched.begin(), recorder.launched.end(), written<int32_t>(found));

@@ -22,7 +22,8 @@ void fill(std::vector<uint16_t>& values, size_t size, std::mt19937& random) {
   for (uint16_t& value : values) value = Element::round(normal(random));
 }
 
-// Of PROGRAM ROUNDS SEED [--drop BARRIER | --hurry WAIT | --misplace-copy NAME | --misplace-load NAME].
+// Of PROGRAM ROUNDS SEED [--drop BARRIER | --hurry WAIT | --misplace-copy NAME | --misplace-load NAME |
+// --no-await NAME].
 inline std::pair<Faults, MachineFaults> faults_of(int argc, char** argv) {
   std::pair<Faults, MachineFaults> found;
   if (argc < 5) return found;
@@ -31,6 +32,7 @@ inline std::pair<Faults, MachineFaults> faults_of(int argc, char** argv) {
   if (strcmp(argv[3], "--hurry") == 0) machine_faults.hurried_wait = argv[4];
   if (strcmp(argv[3], "--misplace-copy") == 0) machine_faults.misplaced_copy = argv[4];
   if (strcmp(argv[3], "--misplace-load") == 0) machine_faults.misplaced_load = argv[4];
+  if (strcmp(argv[3], "--no-await") == 0) machine_faults.not_awaited = argv[4];
   return found;
 }
 

@@ -45,15 +45,20 @@ def test_doctor(monkeypatch):
 
 
 def test_doctor_on_ops_without_a_triton_kernel(monkeypatch):
+    from gsd_kernels.ops.decoder_rows.cuda import products
     from gsd_kernels_cli import doctor
 
     report = doctor.examine()
     assert report["small_ops"] == {} or torch.cuda.is_available()
     report["small_ops"] = {"cuda:0": None, "cuda:1": "not built"}
+    report["products"] = {f"cuda:{i}": products(capability) for i, capability in enumerate([(9, 0), (8, 6), (7, 5)])}
     monkeypatch.setattr(doctor, "examine", lambda: report)
     table = " ".join(run("doctor").stdout.split())
     assert "small ops on cuda:0 the compiled ones, with Triton as well" in table
     assert "small ops on cuda:1 PyTorch's operators, hundreds of launches a step: not built" in table
+    assert "products on cuda:0 mma.sync: tiles of 16 or 32 rows, launched early; of 64 for more rows" in table
+    assert "products on cuda:1 mma.sync: tiles of 16 or 32 rows; of 64 for more rows" in table
+    assert "products on cuda:2 none: it is too old" in table
 
 
 def test_doctor_on_drafters_of_a_model(tmp_path, monkeypatch):

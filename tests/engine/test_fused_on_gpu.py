@@ -172,6 +172,24 @@ def test_a_packed_model_is_proved_against_its_own_modules(device):
     assert type(rows_of(model, 8, NO_PADS.to(device), "auto")) is FusedRows
 
 
+def test_a_prompt_has_memory_for_what_it_has_read(monkeypatch):
+    """Attention keeps partial sums for every split of the positions that it is given, whatever the cache may hold."""
+    given = []
+
+    def decoder_rows(weights, ids, *arguments, keep, states, backend):
+        *_, keys, values = arguments
+        given.append((ids.shape[1], {cache.shape[2] for cache in (*keys, *values)}, keys[0].untyped_storage().nbytes()))
+        return torch.zeros(1, keep, 8), torch.zeros(1, keep, 8), torch.zeros(0, 1, 1, 8)
+
+    fake_cuda.install(monkeypatch)
+    monkeypatch.setattr(fused, "decoder_rows", decoder_rows)
+    rows = FusedRows(family("llama").half(), 1024, NO_PADS, "auto")
+    rows.prefill(torch.zeros(1, 300, dtype=torch.int64), None, None)
+    counts, seen, sizes = zip(*given, strict=True)
+    assert counts == (128, 128, 44) and seen == ({128}, {256}, {300})
+    assert len(set(sizes)) == 1, "the cache itself, not copies"
+
+
 @pytest.mark.parametrize(("sampled", "dtype"), [(False, torch.bfloat16), (True, torch.float16)], ids=str)
 def test_a_prompt_has_one_text_in_captured_steps(device, sampled, dtype, monkeypatch):
     graphs, ordinary = [], []

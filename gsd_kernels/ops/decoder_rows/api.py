@@ -61,8 +61,8 @@ def decoder_rows(
         backend: see :mod:`gsd_kernels.backends`.
 
     Returns:
-        Logits, float32 [B, keep, V], what the output matrix read, float32 [B, keep, hidden], and what the layers of
-        ``states`` read, float32 [len(states), B, R, hidden].
+        Logits [B, keep, V], float32, and by the CUDA operator rounded to the weights' dtype; what the output matrix
+        read, float32 [B, keep, hidden]; and what the layers of ``states`` read, float32 [len(states), B, R, hidden].
 
     Raises:
         TypeError, ValueError, RuntimeError: an argument has the wrong type, shape or range.

@@ -17,6 +17,8 @@ PACKED = ("q8_0", "int8", "uint8", "int4", "int4_offset")
 """Kinds of packed matrices that are decoded on the way into a product's tile; they never ran on a GPU."""
 HEAD_DIMS = (64, 128)
 MIN_CAPABILITY = (8, 0)
+EARLY_CAPABILITY = (9, 0)
+"""From which on the launches of up to 32 rows begin while the one before ends (csrc/algorithms/rows.h)."""
 MEASURED = ((9, 0),)
 """Compute capabilities on which it was found right, and faster than modules up to 64 rows (bench/results/gpu)."""
 ALIGNMENT = 16  # bytes of one asynchronous copy
@@ -59,6 +61,17 @@ def check_device(device: torch.device) -> None:
 def is_measured(device: torch.device) -> bool:
     """Whether it was run on such a GPU; of other devices nothing is said."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) in MEASURED
+
+
+def products(capability: tuple[int, int]) -> str | None:
+    """The kernels that multiply on GPUs of a compute capability, in words; ``None``: there are none."""
+    if capability < MIN_CAPABILITY:
+        return None
+    early = ", launched early" if capability >= EARLY_CAPABILITY else ""
+    return (
+        f"mma.sync: tiles of 16 or 32 rows{early}; of 64 for more rows, on 9.0 as fast as a model's modules at 128 and "
+        "slower beyond"
+    )
 
 
 def check(weights: DecoderWeights) -> None:

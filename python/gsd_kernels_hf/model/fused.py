@@ -318,6 +318,8 @@ class FusedRows(RowModel):
                 (at - begin).expand(batch, -1),
                 torch.full((batch,), begin, dtype=torch.int32, device=device),
                 keep=int(end == length and LAST in self.hidden_layers),
+                # Of what lies behind, a GPU would have memory for attention's partial sums, and blocks without work.
+                seen=end if self.operator == "cuda" else None,
             )
             self.cache.prompt_length = end
             if listener is not None:
@@ -352,8 +354,12 @@ class FusedRows(RowModel):
         node_depths: Tensor,
         kv_len: Tensor,
         keep: int,
+        seen: int | None = None,
     ) -> Tensor:
+        """Logits of the last ``keep`` rows; ``seen``: positions of the cache that any row reads or writes, at most."""
         keys, values = self.caches(token_ids.shape[0])
+        if seen is not None:
+            keys, values = ([cache[:, :, :seen] for cache in caches] for caches in (keys, values))
         logits, hidden, read_by = decoder_rows(
             self.weights,
             token_ids,
