@@ -20,6 +20,9 @@ constexpr int kSmallestSplit = 4;     // stages: a shorter one costs more to add
 constexpr int kMostSplits = 16;
 constexpr int kFillingBlocks = 256;   // about two a multiprocessor of 132; not asked of the device, see above
 constexpr int kMostTileRows = 64;     // of a block
+constexpr int64_t kAheadBytes = 24 << 20;  // of weights that are asked for ahead: half of the smallest second-level
+                                           // cache of 9.0, never measured
+constexpr int kLine = 128;            // bytes of the second-level cache
 constexpr int kMostEarlyRows = 32;    // from compute capability 9.0 on launches begin early; with more they lose by it
 
 // How a matrix lies. The numbers of packed kinds are those of gsd_kernels/ops/packed/kinds.py.
@@ -42,6 +45,29 @@ enum class RowsEnd {
   kRound,  // one matrix: rounded = x · weightᵀ + bias
 };
 
+// What the launches behind a product read first of the next one's weights, in pieces: of every row the beginning of each
+// split, for the second-level cache while memory would idle. It changes no bit.
+struct RowsAhead {
+  const char* matrices[kMaxMatrices];
+  int rows[kMaxMatrices];  // of each; 0: none
+  int row_bytes, splits, split_bytes, bytes;  // bytes: of a piece, at most; all of them multiples of 16
+
+  GSD_HD int pieces() const { return bytes == 0 ? 0 : (rows[0] + rows[1] + rows[2]) * splits; }
+  // Where a piece begins, and its size.
+  GSD_HD const char* piece(int number, int& size) const {
+    const int begin = number % splits * split_bytes;
+    int row = number / splits;
+    const char* matrix = matrices[0];
+    GSD_UNROLL
+    for (int i = 1; i < kMaxMatrices; i++) {  // no index into the arguments: that would be a copy on the stack
+      if (row < rows[i - 1] || matrix != matrices[i - 1]) continue;
+      row -= rows[i - 1], matrix = matrices[i];
+    }
+    size = min_int(bytes, row_bytes - begin);
+    return matrix + static_cast<int64_t>(row) * row_bytes + begin;
+  }
+};
+
 struct RowsProduct {
   const uint16_t* x;  // [rows, inputs], at a multiple of 16 bytes
   RowsMatrix matrices[kMaxMatrices];
@@ -53,6 +79,7 @@ struct RowsProduct {
   uint16_t* rounded;   // [rows, out_stride], to the weights' type; kGate and kRound
   float* partials;     // rows_product_scratch says how much of both, at a multiple of 16 bytes; null if nothing
   int32_t* counters;   // zero before the first launch; every launch leaves them so
+  RowsAhead ahead;     // of the product that follows; all zeros: nothing
 
   // Blocks that lie side by side over the outputs.
   GSD_HD int output_blocks(int tile = kTileOutputs) const {
@@ -92,6 +119,21 @@ struct RowsCut {
   GSD_HD explicit RowsCut(const RowsProduct& a, int tile_outputs = kTileOutputs)
       : output_blocks(a.output_blocks(tile_outputs)), stages(a.stages()), split_stages(a.split_stages()), splits(a.splits()) {}
 };
+
+// The beginning of a product's weights, kAheadBytes in all; nothing where some are packed.
+GSD_HD RowsAhead rows_ahead(const RowsProduct& next) {
+  RowsAhead made{};
+  if (next.packed()) return made;
+  int64_t rows = 0;
+  for (int i = 0; i < next.count; i++) {
+    made.matrices[i] = reinterpret_cast<const char*>(next.matrices[i].weight);
+    rows += made.rows[i] = next.matrices[i].outputs;
+  }
+  made.splits = next.splits(), made.row_bytes = 2 * next.inputs, made.split_bytes = 2 * kTileInputs * next.split_stages();
+  const int64_t pieces = rows * made.splits, most = pieces == 0 ? 0 : kAheadBytes / pieces / kLine * kLine;
+  made.bytes = most < made.split_bytes ? static_cast<int>(most) : made.split_bytes;
+  return made;
+}
 
 struct RowsScratch {
   int64_t partials;  // floats

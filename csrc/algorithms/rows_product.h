@@ -10,7 +10,8 @@
 // Of packed matrices, with kPacked, the stage's weights are decoded on the way into the same tile (rows_packed.h).
 //
 // Written over the warp machine of attention.h, of which it uses more: await_previous (from here on, what the launches
-// before wrote may be read) and release_next (the launch after may begin, up to its own await_previous); publish and
+// before wrote may be read) and release_next (the launch after may begin, up to its own await_previous); prefetch (memory
+// into the second-level cache); publish and
 // collect (numbers for another block), and arrive (the last of so many blocks to do so is told, and sees what the
 // others published before).
 #pragma once
@@ -68,6 +69,10 @@ struct ProductBlock {
         copy_rows(machine, a, first_row, first + next, next % kStages);
       }
       machine.commit();
+      if (next == max_int(stages, kStages - 1)) {  // all that this block reads is on its way
+        fetch_ahead(machine, a, (split * cut.output_blocks + output_block) * a.row_blocks() + row_block,
+                    cut.splits * cut.output_blocks * a.row_blocks());
+      }
       multiply(machine, sums, i % kStages);
     }
 
@@ -120,6 +125,18 @@ struct ProductBlock {
   template <class Machine>
   static GSD_HD void fetch_weights(Machine& machine, const RowsProduct& a, const Weights& w, int stage, int to) {
     kPacked ? decode_weights(machine, a, w, stage, to) : copy_weights(machine, a, w, stage, to);
+  }
+
+  // This block's share of the next product's weights.
+  template <class Machine>
+  static GSD_HD void fetch_ahead(Machine& machine, const RowsProduct& a, int block, int blocks) {
+    const int pieces = a.ahead.pieces();
+    GSD_ROLLED
+    for (int i = block * kThreads + machine.thread(); i < pieces; i += blocks * kThreads) {
+      int size;
+      const char* from = a.ahead.piece(i, size);
+      machine.prefetch(from, size);
+    }
   }
 
   // Outputs and inputs beyond the matrix become zeros, and are not read.

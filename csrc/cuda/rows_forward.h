@@ -76,8 +76,10 @@ class RowsForward {
     if (error == 0) error = launch.ancestors(ancestor_lists(memory));
     for (size_t l = 0; l < d.layers.size() && error == 0; l++) {
       const RowsLayer& layer = d.layers[l];
-      error = store_keys(layer, memory, launch);
-      if (error == 0 && (d.keep > 0 || l + 1 < d.layers.size())) error = finish_layer(layer, memory, launch);
+      const bool last = l + 1 == d.layers.size(), ends = last && d.keep == 0;
+      error = store_keys(layer, ends, memory, launch);
+      if (error != 0 || ends) continue;
+      error = finish_layer(layer, last ? output(nullptr) : qkv(d.layers[l + 1], nullptr), memory, launch);
     }
     if (error != 0 || d.keep == 0) return error;
     RowsNorm norm = norm_of(d.final_norm, memory);
@@ -89,21 +91,27 @@ class RowsForward {
 
  private:
   template <class Launch>
-  int store_keys(const RowsLayer& layer, char* memory, Launch& launch) const {
+  int store_keys(const RowsLayer& layer, bool ends, char* memory, Launch& launch) const {
     RowsNorm norm = norm_of(layer.input_norm, memory);
     norm.copy = layer.state;
     int error = launch.norm(norm);
-    if (error == 0) error = launch.product(qkv(layer, memory));
+    if (error == 0) error = launch.product(before(qkv(layer, memory), ends ? RowsProduct{} : o(layer, nullptr)));
     return error != 0 ? error : launch.turn(turn(layer, memory));
   }
 
   template <class Launch>
-  int finish_layer(const RowsLayer& layer, char* memory, Launch& launch) const {
+  int finish_layer(const RowsLayer& layer, const RowsProduct& next, char* memory, Launch& launch) const {
     int error = launch.attention(attention(layer, memory), attention_sizes());
-    if (error == 0) error = launch.product(o(layer, memory));
+    if (error == 0) error = launch.product(before(o(layer, memory), gated(layer, nullptr)));
     if (error == 0) error = launch.norm(norm_of(layer.second_norm, memory));
-    if (error == 0) error = launch.product(gated(layer, memory));
-    return error != 0 ? error : launch.product(down(layer, memory));
+    if (error == 0) error = launch.product(before(gated(layer, memory), down(layer, nullptr)));
+    return error != 0 ? error : launch.product(before(down(layer, memory), next));
+  }
+
+  // A product that asks for the weights of the next one, where launches begin early.
+  RowsProduct before(RowsProduct made, const RowsProduct& next) const {
+    if (d.overlap) made.ahead = rows_ahead(next);
+    return made;
   }
 
   int q_size() const { return d.heads * d.head_dim; }

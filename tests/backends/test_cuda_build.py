@@ -196,14 +196,14 @@ def test_the_attention_uses_tensor_cores_and_asynchronous_copies(machine_code):
 
 
 def test_the_products_use_tensor_cores_asynchronous_copies_and_dependent_launches(machine_code):
-    """128-bit copies past the first-level cache, ldmatrix; from 9.0 on both halves of a dependent launch."""
+    """128-bit copies past the first-level cache, ldmatrix; from 9.0 on dependent launches and prefetched weights."""
     for arch in ("sm_80", "sm_90"):
         products = machine_code("product_kernel", arch)
         assert len(products) == len(ELEMENTS) * (2 * len(TILE_ROWS) + 1)
         for code in products:
             for instruction in ("LDGSTS.E.BYPASS.128", "LDSM.16.M88.4", "HMMA.16816.F32"):
                 assert instruction in code, (instruction, code.split("\n")[0])
-            assert [name in code for name in ("ACQBULK", "PREEXIT")] == 2 * [arch == "sm_90"]
+            assert [name in code for name in ("ACQBULK", "PREEXIT", "UBLKPF.L2")] == 3 * [arch == "sm_90"]
 
 
 def test_the_rows_attention_rounds_as_it_is_written(dump):

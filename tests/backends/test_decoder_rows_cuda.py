@@ -206,6 +206,40 @@ def test_launches_begin_early_where_they_gain_by_it(tmp_path_factory, batch, cou
     assert not block_code.begins_early(tmp_path_factory, *call, (), 1)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(block_code.MISSING is not None, reason=str(block_code.MISSING))
+@pytest.mark.parametrize(("inner", "count", "keep"), [(104, 5, 5), (104, 5, 0), (104, 33, 1), (48_000, 1, 1)])
+def test_products_ask_for_the_weights_of_the_next_one(tmp_path_factory, inner, count, keep):
+    """Pieces lie inside its matrices and apart; together they are all of them, or of every split as much as may be."""
+    sizes = dataclasses.replace(SMALL, inner=inner, hidden=512 if inner > 1000 else 64)
+    weights, ids = decoder(sizes, HALF), torch.zeros(1, count, dtype=torch.int32)
+    caches = [torch.zeros(1, sizes.kv_heads, 64, sizes.head_dim, dtype=HALF)] * len(weights.layers)
+    call = (weights, ids, ids, ids, ids[..., None], ids, ids[:, 0], ids[:, 0], caches, caches, (), keep)
+    products = [product for layer in weights.layers for product in products_of(layer)] + [[weights.head]]
+    if not keep:
+        products = products[:-4]  # the last layer ends with its keys and values
+    pieces = block_code.asked_ahead(tmp_path_factory, *call)
+    if count > 32:
+        assert not pieces
+        return
+    for number, next_one in enumerate(products[1:]):
+        asked = sorted((address, address + size) for product, address, size in pieces if product == number)
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(asked))
+        places = [(matrix.data_ptr(), matrix.data_ptr() + matrix.nbytes) for matrix in next_one]
+        assert all(any(first <= begin and end <= last for first, last in places) for begin, end in asked)
+        assert all(begin % 16 == end % 16 == 0 for begin, end in asked)
+        total, whole = sum(end - begin for begin, end in asked), sum(matrix.nbytes for matrix in next_one)
+        assert total == whole if whole < MOST_AHEAD else MOST_AHEAD / 2 < total <= MOST_AHEAD
+    assert max(product for product, *_ in pieces) == len(products) - 2, "nothing comes behind the last one"
+
+
+MOST_AHEAD = 24 << 20  # bytes, kAheadBytes
+
+
+def products_of(layer) -> list[list[Tensor]]:
+    return [[layer.q, layer.k, layer.v], [layer.o], [layer.gate, layer.up], [layer.down]]
+
+
 def graph_rows(case: Text, count: int) -> tuple[Tensor, ...]:
     """Arguments of ``count`` rows of a tree behind what was read."""
     sees, depths = (t.to(case.device) for t in tree(random_parents(count)))

@@ -86,6 +86,7 @@ struct FiberMachineBlock {
   MachineFaults faults;
   Previous* previous = nullptr;
   std::atomic<bool> awaited = false;  // by the block that runs
+  std::function<void(const void*, int)> prefetched;
   std::vector<FiberWarp> warps;
   std::vector<char> arena;
   std::vector<char> votes[2];
@@ -156,6 +157,10 @@ class FiberMachine {
     acquire(previous);
   }
   void release_next() const {}
+  void prefetch(const void* from, int size) const {
+    Hidden hidden;
+    if (block->prefetched) block->prefetched(from, size);
+  }
 
   void publish(float* at, const float (&values)[4]) const { memcpy(at, values, sizeof values); }
   void collect(const float* at, float (&values)[4]) const { memcpy(values, at, sizeof values); }
@@ -312,10 +317,12 @@ class FiberMachine {
 // Runs body(machine, b) for the blocks 0 … blocks − 1, so many at a time: one of every `together`, one after the other.
 template <class Body>
 void run_grid(int warps, int blocks, size_t arena_bytes, const Faults& faults, const MachineFaults& machine_faults,
-              const Body& body, int together = 1, Previous* previous = nullptr) {
+              const Body& body, int together = 1, Previous* previous = nullptr,
+              const std::function<void(const void*, int)>& prefetched = nullptr) {
   std::deque<FiberMachineBlock> places;
   for (int i = 0; i < together; i++) {
     places.emplace_back(warps, arena_bytes, faults, machine_faults).previous = previous;
+    places.back().prefetched = prefetched;
   }
   const int threads = kLanes * warps;
   Fibers::here().run(together * threads, [&](int i) {

@@ -48,6 +48,7 @@ def operators(factory: pytest.TempPathFactory) -> Any:
         arguments, _, results = schema_of("decoder_rows").partition(" -> ")
         torch.library.define("gsd_block_code::decoder_rows", f"{arguments} -> {results}")
         torch.library.define("gsd_block_code::launches", f"{arguments} -> Tensor")
+        torch.library.define("gsd_block_code::ahead", f"{arguments} -> Tensor")
         torch.ops.load_library(str(folder / "rows_op.so"))
     return torch.ops.gsd_block_code
 
@@ -61,6 +62,11 @@ def launches(factory: pytest.TempPathFactory, *arguments: Any) -> list[str]:
 def begins_early(factory: pytest.TempPathFactory, *arguments: Any) -> bool:
     """Whether the launches of a call begin while the one before ends, on a GPU that can."""
     return bool(operators(factory).launches(*compiled.flat(*arguments))[0])
+
+
+def asked_ahead(factory: pytest.TempPathFactory, *arguments: Any) -> list[list[int]]:
+    """What products ask for of the next one's weights: number of the product, address and bytes, a piece each."""
+    return operators(factory).ahead(*compiled.flat(*arguments)).view(-1, 3).tolist()
 
 
 def take_for_gpus(monkeypatch: pytest.MonkeyPatch, factory: pytest.TempPathFactory) -> None:

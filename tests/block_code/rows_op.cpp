@@ -3,6 +3,8 @@
 //     gsd_block_code::decoder_rows   as gsd_kernels::decoder_rows; blocks in any order
 //     gsd_block_code::launches       the same arguments; whether launches begin early, and what is launched, as numbers
 //                                    of Kernel, in order
+//     gsd_block_code::ahead          the same arguments; what products ask for ahead: number of the product, address and
+//                                    size of a piece, three numbers each
 //
 // The tensors go through the glue's own checks, and the launches through its own sequence.
 #include <algorithm>
@@ -22,6 +24,8 @@ enum Kernel : int32_t { kEmbed, kAncestors, kNorm, kProduct, kTurn, kAttend, kCo
 
 struct Recorder {
   std::vector<int32_t> launched;
+  std::vector<int64_t> ahead;
+  int64_t products = 0;
 
   int add(std::initializer_list<int32_t> kernels) {
     launched.insert(launched.end(), kernels);
@@ -30,7 +34,14 @@ struct Recorder {
   int embed(const RowsEmbed&) { return add({kEmbed}); }
   int ancestors(const AncestorListArgs&) { return add({kAncestors}); }
   int norm(const RowsNorm&) { return add({kNorm}); }
-  int product(const RowsProduct&) { return add({kProduct}); }
+  int product(const RowsProduct& a) {
+    for (int i = 0, size; i < a.ahead.pieces(); i++) {
+      const auto from = static_cast<int64_t>(reinterpret_cast<uintptr_t>(a.ahead.piece(i, size)));
+      ahead.insert(ahead.end(), {products, from, size});
+    }
+    products++;
+    return add({kProduct});
+  }
   int turn(const RowsTurn&) { return add({kTurn}); }
   int attention(const PathAttentionArgs&, const PathAttentionSizes&) { return add({kAttend, kCombine}); }
 };
@@ -140,6 +151,14 @@ RowsOutputs decoder_rows(const Tensor& token_ids, const Tensor& positions, const
   return call.outputs;
 }
 
+template <class... Args>
+Recorder recorded(const Args&... args) {
+  const RowsCall call = prepare_rows(args...);
+  Recorder recorder{{call.decoder.overlap}, {}};
+  RowsForward(call.decoder).run(nullptr, recorder);
+  return recorder;
+}
+
 Tensor launches(const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& ancestor_mask,
                 const Tensor& node_depths, const Tensor& kv_len, const Tensor& kv_start, const Tensor& embedding,
                 const std::vector<Tensor>& layers, const std::vector<int64_t>& kinds,
@@ -147,13 +166,26 @@ Tensor launches(const Tensor& token_ids, const Tensor& positions, const Tensor& 
                 const Tensor& inv_freq, const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
                 const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
                 const std::vector<int64_t>& states, int64_t keep) {
-  const RowsCall call =
-      prepare_rows(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
+  const Recorder recorder =
+      recorded(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
                    scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep);
-  Recorder recorder{{call.decoder.overlap}};
-  RowsForward(call.decoder).run(nullptr, recorder);
   const Tensor found = new_int32(token_ids, {static_cast<int64_t>(recorder.launched.size())});
   std::copy(recorder.launched.begin(), recorder.launched.end(), written<int32_t>(found));
+  return found;
+}
+
+Tensor ahead(const Tensor& token_ids, const Tensor& positions, const Tensor& slots, const Tensor& ancestor_mask,
+                const Tensor& node_depths, const Tensor& kv_len, const Tensor& kv_start, const Tensor& embedding,
+                const std::vector<Tensor>& layers, const std::vector<int64_t>& kinds,
+                const std::vector<Tensor>& scales, const Tensor& final_norm, const Tensor& head,
+                const Tensor& inv_freq, const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
+                const std::vector<int64_t>& windows, int64_t heads, double eps, double rope_scale,
+                const std::vector<int64_t>& states, int64_t keep) {
+  const Recorder recorder =
+      recorded(token_ids, positions, slots, ancestor_mask, node_depths, kv_len, kv_start, embedding, layers, kinds,
+                   scales, final_norm, head, inv_freq, k_caches, v_caches, windows, heads, eps, rope_scale, states, keep);
+  const Tensor found = torch::stable::new_empty(token_ids, {static_cast<int64_t>(recorder.ahead.size())}, ScalarType::Long);
+  std::copy(recorder.ahead.begin(), recorder.ahead.end(), written<int64_t>(found));
   return found;
 }
 
@@ -163,4 +195,5 @@ Tensor launches(const Tensor& token_ids, const Tensor& positions, const Tensor& 
 STABLE_TORCH_LIBRARY_IMPL(gsd_block_code, CPU, m) {
   m.impl("decoder_rows", TORCH_BOX(&gsd::decoder_rows));
   m.impl("launches", TORCH_BOX(&gsd::launches));
+  m.impl("ahead", TORCH_BOX(&gsd::ahead));
 }
