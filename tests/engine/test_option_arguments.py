@@ -35,5 +35,5 @@ def test_what_is_honoured_of_transformers_own_arguments_is_known_to_type_checker
 def test_names_are_written_once():
     assert set(get_args(GraphName)) == {AUTO, PLAIN, *PRESETS}
     assert gsd_kernels.BACKENDS == ("auto", "cpu", "cuda", "triton", "reference")
-    assert NAMES == ("model", "layer_skip", "drafter", "heads", "history")
+    assert NAMES == ("model", "layer_skip", "drafter", "heads", "history", "grammar")
     assert CRITERIA == ("exact", "speculative", "typical")

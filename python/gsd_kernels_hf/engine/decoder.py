@@ -21,6 +21,7 @@ from ..policy.automatic import Situation, automatic_policy
 from ..policy.base import Policy
 from ..policy.fixed import FixedPolicy
 from ..sources.base import DraftSource
+from ..sources.grammar import Grammar
 from .engine import Engines, Statistics, engines_of
 from .gain import estimate_plain_step
 from .known import learned_of
@@ -102,6 +103,7 @@ class GraphDecoder(Options):
         statistics = engine.statistics(sampled=request.plan.temperature > 0) if ranks.alone else Statistics()
         automatic = self.automatic and ranks.alone and not torch.are_deterministic_algorithms_enabled()
         given = request.sources.used(automatic=automatic)
+        given += [Grammar()] if request.drafts_by_grammar else []
         sources = statistics.retention.staying(given) if automatic else given
         sources = [source for source in sources if source.reaches(request.reach)]
         policy = self.policy(request, sources, statistics, automatic=automatic)

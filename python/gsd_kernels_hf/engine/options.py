@@ -30,7 +30,7 @@ from ..sources.heads import DraftHeads
 from ..sources.layer_skip import LayerSkip
 from ..sources.load import KINDS, Drafter
 
-SourceName = Literal["model", "layer_skip", "drafter", "heads", "history"]
+SourceName = Literal["model", "layer_skip", "drafter", "heads", "history", "grammar"]
 """What ``draft_sources`` may name."""
 
 NAMES: tuple[SourceName, ...] = get_args(SourceName)
@@ -63,9 +63,10 @@ class Options:
         seed: 64-bit seed of the sampling noise; ``None`` draws one from torch's generator.
         backend: of all ops, see :mod:`gsd_kernels.backends`.
         draft_sources: of ``"model"`` (the draft), ``"layer_skip"``, ``"drafter"``, ``"heads"``, ``"history"`` (the
-            prompt, and what the target picked and nearly picked before), and :class:`~gsd_kernels.DraftSource` objects.
-            ``None``: all that are given and the history, the latter beside a model only where ``graph_config`` has
-            levels for it, as ``"auto"`` has. Nothing given is the history alone.
+            prompt, and what the target picked and nearly picked before), ``"grammar"`` (what a grammar among the logits
+            processors forces), and :class:`~gsd_kernels.DraftSource` objects. ``None``: all that are given and the
+            history, the latter beside a model only where ``graph_config`` has levels for it, as ``"auto"`` has, and on
+            a CPU the grammar where a call has one of xgrammar or llguidance. Nothing given is the history alone.
         draft_heads: :class:`~gsd_kernels.DraftHeads` that were trained for the target, or their folder or hub id.
         drafter: a drafter that was trained for the target, from a checkpoint: its folder or hub id, whose config says
             which kind it is, or a loaded one (:class:`~gsd_kernels.Eagle3`, :class:`~gsd_kernels.DFlash`,

@@ -18,6 +18,7 @@ from ..model import properties
 from ..model.beside import PromptInputs
 from ..model.finite import spoiled
 from ..parallel import honoured
+from ..sources.matchers import holds_grammar
 from .options import Options
 from .resolved import Sources
 
@@ -174,6 +175,14 @@ class Request:
     def draws_from_draft(self) -> bool:
         """Whether the draft's own samples are verified, as speculative sampling does."""
         return self.options.criterion == SPECULATIVE and self.plan.temperature > 0 and bool(self.options.named)
+
+    @property
+    def drafts_by_grammar(self) -> bool:
+        """Whether a grammar among the processors drafts: where it is named, or by default on a CPU."""
+        options = self.options
+        if not options.named or options.criterion == SPECULATIVE or not holds_grammar(self.plan.processors):
+            return False
+        return "grammar" in options.named or (options.draft_sources is None and self.device.type == "cpu")
 
     @property
     def models(self) -> dict[str, PreTrainedModel]:

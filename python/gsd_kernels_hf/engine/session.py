@@ -239,6 +239,16 @@ class Session:
         """A text that the output may repeat, int64 [length] or [batch, length]; ``None`` for none."""
         return self.request.options.reference_ids
 
+    @property
+    def processors(self) -> Sequence[Any]:
+        """Logits processors of the call."""
+        return self.request.plan.processors
+
+    @property
+    def tokenizer(self) -> Any:
+        """The call's tokenizer; ``None`` for none."""
+        return self.request.options.tokenizer
+
     def rows_of(self, model: PreTrainedModel) -> RowModel:
         """``model`` with a cache of its own, which grows with the session."""
         rows = rows_of(model, self.capacity, self.state.kv_start, self.backend)

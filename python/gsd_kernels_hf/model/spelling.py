@@ -52,9 +52,9 @@ class Speller:
         spelled = []
         for (_, text), whole in zip(jobs, wholes, strict=True):
             if whole is None:
-                spelled.append(self._longest(text))
+                spelled.append(self.longest(text))
             else:
-                spelled.append(self._behind(next(found), *whole) or self._longest(whole[0][whole[1] :]))
+                spelled.append(self._behind(next(found), *whole) or self.longest(whole[0][whole[1] :]))
         return spelled
 
     def _behind(self, tokens: list[int], whole: bytes, border: int) -> Spelled | None:
@@ -72,10 +72,10 @@ class Speller:
         length = len(whole) - border
         if begin == start:
             return Spelled(tokens[first:], ends[first:], length)
-        cut = self._longest(joined[start : ends[first] + border + space])
+        cut = self.longest(joined[start : ends[first] + border + space])
         return Spelled(cut.tokens + tokens[first + 1 :], cut.ends + ends[first + 1 :], length)
 
-    def _longest(self, text: bytes) -> Spelled:
+    def longest(self, text: bytes) -> Spelled:
         """The longest tokens one after the other."""
         tokens, ends, at, ids = [], [], 0, self.vocabulary.ids
         while at < len(text):

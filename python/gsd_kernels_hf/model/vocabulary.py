@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -18,6 +19,7 @@ from .properties import vocabulary
 
 SPACE = "▁"  # in the pieces of SentencePiece
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte among them
+NO_TEXT = 256  # in the place of a byte
 ROLES = ("eos", "bos", "pad", "unk")
 
 
@@ -59,6 +61,14 @@ class Vocabulary:
     def longest(self) -> int:
         """Bytes of the longest token."""
         return max(map(len, self.ids), default=0)
+
+    @cached_property
+    def first_bytes(self) -> np.ndarray:
+        """The byte that each token begins with, int64 [size]; :data:`NO_TEXT` for those that are none."""
+        found = np.full(self.size, NO_TEXT, dtype=np.int64)
+        for token, spelled in self.spelled.items():
+            found[token] = spelled[0] if spelled else NO_TEXT
+        return found
 
     @cached_property
     def ordered(self) -> list[bytes]:

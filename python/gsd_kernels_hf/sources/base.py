@@ -41,6 +41,8 @@ class Text(Protocol):
         reference_ids: int64 [length] or [batch, length], a text that the output may repeat; ``None`` for none.
         memory: what earlier calls' histories left, and where this one's goes; ``None`` where nothing is kept.
         learned: what ``gsd_kernels.learn`` left of the target; ``None`` for nothing.
+        processors: logits processors of the call, which are to be read only.
+        tokenizer: of the target; ``None`` where the call has none.
     """
 
     state: DecodeState
@@ -55,6 +57,12 @@ class Text(Protocol):
 
     @property
     def reference_ids(self) -> Tensor | None: ...
+
+    @property
+    def processors(self) -> Sequence[Any]: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
 
     def rows_of(self, model: PreTrainedModel) -> RowModel:
         """``model`` with a cache of its own."""
