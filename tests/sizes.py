@@ -40,7 +40,7 @@ BUDGET = {
     "python/gsd_kernels_hf/model": 152,
     "python/gsd_kernels_hf/packed": 65,
     "python/gsd_kernels_hf/policy": 50,
-    "python/gsd_kernels_hf/sources": 187,
+    "python/gsd_kernels_hf/sources": 199,  # 187 before a grammar drafted
     "python/gsd_kernels_hf/validate": 22,
     "python/gsd_kernels_serve": 98,  # 79 before fields had bounds, strict calls a grammar and prompts scores
     "python/gsd_kernels_sglang": 22,

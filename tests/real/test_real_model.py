@@ -161,6 +161,13 @@ def test_json_by_a_grammar(half):
     found = json.loads(texts[0])
     assert set(found) == {"name", "age"} and isinstance(found["age"], int)
     assert texts[0] == texts[1]
+    options |= {"graph_config": GraphConfig(depth=0, history_depth=12, width=3, branch=3, history_width=3, max_rows=16)}
+    history, both = (
+        text_of(half, inputs, max_new_tokens=40, **{**options, "logits_processor": [LogitsProcessor(grammar)], **more})
+        for more in ({}, {"draft_sources": None, "tokenizer": half.tokenizer})
+    )
+    assert torch.equal(both.sequences, history.sequences) and torch.equal(both.sequences, drafted)
+    assert both.stats.steps < 0.75 * history.stats.steps, "what the grammar forces is drafted"
 
 
 @compiled

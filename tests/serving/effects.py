@@ -271,6 +271,8 @@ def check_json(server, endpoint, **form) -> None:
         text = server.text(endpoint, **{LENGTH[endpoint]: 64}, **sampled, **form)
         found = json.loads(text)
         assert set(found) == {"kind", "full"} and found["kind"] in ("list", "dict") and isinstance(found["full"], bool)
+    statistics = server.got(endpoint, **{LENGTH[endpoint]: 64}, temperature=0, **form)["gsd_kernels"]
+    assert "grammar" in statistics["sources"]
     ids = server.tokenizer(PROMPT + "\n", return_tensors="pt")["input_ids"]
     compiled = Grammars(server.tokenizer, server.target.config.vocab_size).of(SCHEMA, "schema", [2])
     bare = LogitsProcessorList([Grammar(compiled, ids.shape[1])])
