@@ -52,8 +52,11 @@ _FIELDS = {
 class Queue(GenerateManager):
     """transformers' thread that decodes one text after another; each with its seed and its statistics."""
 
-    def __init__(self, handle: Patch, stopping: threading.Event, speculates: bool) -> None:
-        self.handle, self.stopping, self.speculates = handle, stopping, speculates
+    def __init__(
+        self, handle: Patch, tokenizer: PreTrainedTokenizerBase, stopping: threading.Event, speculates: bool
+    ) -> None:
+        self.handle, self.tokenizer = handle, tokenizer  # the same in every text, whose tokens are read once
+        self.stopping, self.speculates = stopping, speculates
         super().__init__()
 
     def generate_streaming(
@@ -80,7 +83,7 @@ class Queue(GenerateManager):
 
         def run() -> None:
             try:
-                self.decoding(call, request_id).generate(tokenizer=processor, streamer=writer, **inputs)
+                self.decoding(call, request_id).generate(tokenizer=self.tokenizer, streamer=writer, **inputs)
                 send(None)
             except ClientGoneError:
                 send(None)
@@ -98,7 +101,7 @@ class Queue(GenerateManager):
         call = call_of.get()
         writer = Writer(call, processor)
         decode = self.decoding(call, request_id).generate
-        await self.async_submit(decode, tokenizer=processor, streamer=writer, **inputs)
+        await self.async_submit(decode, tokenizer=self.tokenizer, streamer=writer, **inputs)
         call.written = [writer.entries]
         text = processor.decode(call.ids, skip_special_tokens=True)
         return text, inputs["input_ids"].shape[-1], call.ids
@@ -150,7 +153,7 @@ class Service:
     ) -> None:
         self.name, self.model, self.tokenizer, self.limits = name, handle.model, tokenizer, limits
         self.prepare, self.compile = Preparing(limits.seconds, 4), Preparing(limits.seconds, 2)
-        self.queue = Queue(handle, stopping, speculates)
+        self.queue = Queue(handle, tokenizer, stopping, speculates)
         self.vocabulary = properties.vocabulary(handle.model)
         self.grammars = Grammars(tokenizer, self.vocabulary)
         self.pieces = Pieces(tokenizer)

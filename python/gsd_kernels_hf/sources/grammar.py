@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -19,15 +20,13 @@ BEFORE = 8  # tokens before the root, which decide how what follows is cut
 CUT_BEHIND = 32  # bytes before a text, behind which it is cut
 LONGEST = 96  # bytes that are looked ahead
 CHOICES = 4  # ways to go on that are all followed; with more of them the text is free
-VALUE = 32  # bytes by which a number or another value of a few letters may go on
 EXPANDED = 6  # nodes of a step behind other sources' tokens that are looked ahead from
 SPACE = b" \n\t\r"
-ENDS = b'"}],:'  # what ends a value that is free
-MARKS = ENDS + b"{["
+MARKS = b'"{}[],:'  # behind which a grammar may know what follows
 SPACED = b":,"  # behind which a space is likelier than none, where the text has not shown it
-LAID_OUT, ENDING, LAST, SECOND = 0.9, 0.25, 0.6, 0.15
-"""Probabilities: of the guess where space is free, of the end of a free value, of a token that may merge with free
-text behind it, of the longest tokens where the tokenizer has others."""
+LAID_OUT, LAST, SECOND = 0.9, 0.6, 0.15
+"""Probabilities: of the guess where space is free, of a token that may merge with free text behind it, of the longest
+tokens where the tokenizer has others."""
 
 LIKELY = (0.3, 0.8)  # between the indices
 
@@ -53,9 +52,9 @@ class Grammar(DraftSource):
 
     The grammar's state is a copy that follows the text; the processors' own are not touched. From the root, and from
     nodes of other sources behind punctuation, it is walked on as long as one text can follow, or a few: where space
-    alone is free it is laid out as the text has been, at the end of a free value each end is tried. A text is cut as
-    the tokenizer does behind what was written, and into the longest tokens: both are in the graph. The last token of a
-    text may merge with what is free behind it, and is held less likely.
+    alone is free it is laid out as the text has been. A text is cut as the tokenizer does behind what was written, and
+    into the longest tokens: both are in the graph. The last token of a text may merge with what is free behind it, and
+    is held less likely.
     """
 
     name = "grammar"
@@ -68,8 +67,12 @@ class Grammar(DraftSource):
 
     def restart(self) -> None:
         text, batch = self.text, len(self.state.tokens)
-        tokenizer = text.tokenizer
-        found = vocabulary_in(text.processors) if tokenizer is None else Vocabulary.of(tokenizer, "tokenizer")
+        tokenizer, found = text.tokenizer, None
+        if tokenizer is not None:
+            with suppress(TypeError, ValueError):  # one for stop strings alone, or of bytes that are not known
+                found = Vocabulary.of(tokenizer, "tokenizer")
+        if found is None:
+            tokenizer, found = None, vocabulary_in(text.processors)
         self.taken = self.state.out_len.tolist()
         self.walks: list[Walk | None] = [None] * batch
         if found is None:
@@ -123,7 +126,7 @@ class Grammar(DraftSource):
             for node, token in zip(nodes[b], tokens[b], strict=True):
                 if walk is not None and node >= 0:
                     if parents is None:
-                        places[node] = self._ahead(b, walk, self.before[b], begins=True)
+                        places[node] = self._ahead(b, walk, self.before[b])
                     else:
                         self._place(b, walk, level, node, token, parents[b])
                 after.append(places[node].best() if node in places else [])
@@ -151,12 +154,12 @@ class Grammar(DraftSource):
                 break
             steps += 1
         if steps == len(behind):
-            places[node] = self._ahead(b, walk, self.before[b] + self._spelled(behind), begins=False)
+            places[node] = self._ahead(b, walk, self.before[b] + self._spelled(behind))
         walk.back(steps)
 
-    def _ahead(self, b: int, walk: Walk, before: bytes, *, begins: bool) -> Trie:
+    def _ahead(self, b: int, walk: Walk, before: bytes) -> Trie:
         """The tokens of all texts that may follow ``before``."""
-        trie, texts = Trie(), list(self._texts(walk, before, b"", [], begins=begins))
+        trie, texts = Trie(), list(self._texts(walk, before, b"", []))
         if not texts:
             return trie
         jobs = [(before[-CUT_BEHIND:], one.text) for one in texts]
@@ -166,6 +169,8 @@ class Grammar(DraftSource):
             longest = self.speller.longest(one.text)
             ways = [spelled] if spelled.tokens == longest.tokens else [spelled, longest]
             for second, way in enumerate(ways):
+                if max(way.tokens, default=0) >= len(self.first):  # of a tokenizer with more tokens than the target
+                    continue
                 share = 1.0 if len(ways) == 1 else (1 - SECOND, SECOND)[second]
                 path, probs = [], {}
                 for token, end in zip(way.tokens, way.ends, strict=True):
@@ -182,26 +187,18 @@ class Grammar(DraftSource):
                     trie.add(path, probs)
         return trie
 
-    def _texts(
-        self, walk: Walk, before: bytes, text: bytes, log_probs: list[float], *, begins: bool
-    ) -> Iterator[Ahead]:
+    def _texts(self, walk: Walk, before: bytes, text: bytes, log_probs: list[float]) -> Iterator[Ahead]:
         """What may follow ``before + text``, where the walk is, as far as it can be told; the walk comes back there."""
         steps, gone = 0, log_probs[-1] if log_probs else 0.0
         while len(text) < LONGEST and (forced := walk.forced()) and (took := walk.text(forced)):
             steps, text, log_probs = steps + took, text + forced, log_probs + [gone] * len(forced)
         options, ends, spaces = self._options(walk) if len(text) < LONGEST else ([], [], False)
         ways = len(options) + bool(ends)
-        closes = ways > CHOICES and begins and not text  # a free value, which may end here
-        if closes:
-            ends = ends if len(options) <= VALUE else []  # of a text that is free to go on, the end is the model's
-            options, chance = [byte for byte in ENDS if byte in options], ENDING
-        elif ways > CHOICES:
-            options, ends, chance = [], [], 0.0
-        else:
-            chance = 1.0 / max(1, ways)
+        if ways > CHOICES:  # what follows is the model's to say
+            options, ends = [], []
         found = bool(ends)
         if ends:
-            yield Ahead(text, log_probs, ends, gone + math.log(chance))
+            yield Ahead(text, log_probs, ends, gone - math.log(ways))
         glue = self._layout(before, text) if spaces else b""
         for byte in options:
             piece = glue + bytes([byte])
@@ -211,14 +208,11 @@ class Grammar(DraftSource):
                 took = walk.text(piece)
             if not took:
                 continue
-            likely = gone + math.log(chance * (LAID_OUT if spaces else 1.0))
+            likely = gone + math.log((LAID_OUT if spaces else 1.0) / ways)
             known = log_probs + [likely] * len(piece)
-            on = list(self._texts(walk, before, text + piece, known, begins=False))
+            yield from self._texts(walk, before, text + piece, known)
             walk.back(took)
-            if closes and all(one.text == text + piece and not one.ends for one in on):
-                continue  # it is a part of the value
             found = True
-            yield from on
         if not found and text:
             yield Ahead(text, log_probs, [])
         walk.back(steps)

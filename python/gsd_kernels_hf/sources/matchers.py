@@ -62,7 +62,10 @@ class XGrammarWalk:
             return b""
 
     def allowed(self) -> np.ndarray:
-        self.matcher.fill_next_token_bitmask(self.mask)
+        try:
+            self.matcher.fill_next_token_bitmask(self.mask)
+        except RuntimeError:  # it was compiled for another number of tokens: nothing is known
+            self.mask.fill_(-1)
         return np.unpackbits(self.mask.numpy().view(np.uint8)[0], bitorder="little").view(bool)
 
 
