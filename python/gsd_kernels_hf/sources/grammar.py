@@ -22,10 +22,12 @@ LONGEST = 96  # bytes that are looked ahead
 CHOICES = 4  # ways to go on that are all followed; with more of them the text is free
 EXPANDED = 6  # nodes of a step behind other sources' tokens that are looked ahead from
 SPACE = b" \n\t\r"
+ENDS = b'"}],:'  # what may end a value that is free
 MARKS = b'"{}[],:'  # behind which a grammar may know what follows
 SPACED = b":,"  # behind which a space is likelier than none, where the text has not shown it
-LAID_OUT, LAST, SECOND = 0.9, 0.6, 0.15
-"""Probabilities: of the guess where space is free, of a token that may merge with free text behind it, of the longest
+LAID_OUT, ENDING, LAST, SECOND = 0.9, 1e-6, 0.6, 0.15
+"""Probabilities: of the guess where space is free; of the end of a free value, which takes no row by itself and goes on
+behind that end where another source proposes it; of a token that may merge with free text behind it; of the longest
 tokens where the tokenizer has others."""
 
 LIKELY = (0.3, 0.8)  # between the indices
@@ -126,7 +128,7 @@ class Grammar(DraftSource):
             for node, token in zip(nodes[b], tokens[b], strict=True):
                 if walk is not None and node >= 0:
                     if parents is None:
-                        places[node] = self._ahead(b, walk, self.before[b])
+                        places[node] = self._ahead(b, walk, self.before[b], begins=True)
                     else:
                         self._place(b, walk, level, node, token, parents[b])
                 after.append(places[node].best() if node in places else [])
@@ -154,12 +156,12 @@ class Grammar(DraftSource):
                 break
             steps += 1
         if steps == len(behind):
-            places[node] = self._ahead(b, walk, self.before[b] + self._spelled(behind))
+            places[node] = self._ahead(b, walk, self.before[b] + self._spelled(behind), begins=False)
         walk.back(steps)
 
-    def _ahead(self, b: int, walk: Walk, before: bytes) -> Trie:
+    def _ahead(self, b: int, walk: Walk, before: bytes, *, begins: bool) -> Trie:
         """The tokens of all texts that may follow ``before``."""
-        trie, texts = Trie(), list(self._texts(walk, before, b"", []))
+        trie, texts = Trie(), list(self._texts(walk, before, b"", [], begins=begins))
         if not texts:
             return trie
         jobs = [(before[-CUT_BEHIND:], one.text) for one in texts]
@@ -187,18 +189,25 @@ class Grammar(DraftSource):
                     trie.add(path, probs)
         return trie
 
-    def _texts(self, walk: Walk, before: bytes, text: bytes, log_probs: list[float]) -> Iterator[Ahead]:
+    def _texts(
+        self, walk: Walk, before: bytes, text: bytes, log_probs: list[float], *, begins: bool
+    ) -> Iterator[Ahead]:
         """What may follow ``before + text``, where the walk is, as far as it can be told; the walk comes back there."""
         steps, gone = 0, log_probs[-1] if log_probs else 0.0
         while len(text) < LONGEST and (forced := walk.forced()) and (took := walk.text(forced)):
             steps, text, log_probs = steps + took, text + forced, log_probs + [gone] * len(forced)
         options, ends, spaces = self._options(walk) if len(text) < LONGEST else ([], [], False)
         ways = len(options) + bool(ends)
-        if ways > CHOICES:  # what follows is the model's to say
-            options, ends = [], []
+        ending = ways > CHOICES and begins and not text  # a free value, which may end here
+        if ending:
+            options, ends, chance = [byte for byte in ENDS if byte in options], [], ENDING
+        elif ways > CHOICES:  # what follows is the model's to say
+            options, ends, chance = [], [], 0.0
+        else:
+            chance = 1.0 / max(1, ways)
         found = bool(ends)
         if ends:
-            yield Ahead(text, log_probs, ends, gone - math.log(ways))
+            yield Ahead(text, log_probs, ends, gone + math.log(chance))
         glue = self._layout(before, text) if spaces else b""
         for byte in options:
             piece = glue + bytes([byte])
@@ -208,11 +217,14 @@ class Grammar(DraftSource):
                 took = walk.text(piece)
             if not took:
                 continue
-            likely = gone + math.log((LAID_OUT if spaces else 1.0) / ways)
+            likely = gone + math.log(chance * (LAID_OUT if spaces else 1.0))
             known = log_probs + [likely] * len(piece)
-            yield from self._texts(walk, before, text + piece, known)
+            on = list(self._texts(walk, before, text + piece, known, begins=False))
             walk.back(took)
+            if ending and all(one.text == piece and not one.ends for one in on):
+                continue  # it is a part of the value
             found = True
+            yield from on
         if not found and text:
             yield Ahead(text, log_probs, [])
         walk.back(steps)
