@@ -250,3 +250,20 @@ def last_rows(accepted_rows: Tensor, num_accepted: Tensor) -> Tensor:
     """Of accepted rows int32 [B, P] and their number int32 [B], the last of each sequence: int64 [B]; 0 for none."""
     last = (num_accepted.long() - 1).clamp(min=0)[:, None]
     return accepted_rows.gather(1, last).clamp(min=0)[:, 0].long()
+
+
+def lone_root(batch: int, device: torch.device) -> Rows:
+    """The rows of plain decoding: the root of every sequence."""
+
+    def per_row(value: int, *shape: int) -> Tensor:
+        return torch.full((batch, *(shape or (1,))), value, dtype=torch.int32, device=device)
+
+    return Rows(
+        token_ids=per_row(0),
+        parent_rows=per_row(-1),
+        depths=per_row(0),
+        ancestor_mask=per_row(1, 1, 1),
+        node_ids=per_row(0),
+        scores=torch.zeros(batch, 1, device=device, dtype=torch.float32),
+        num_rows=torch.ones(batch, dtype=torch.int32, device=device),
+    )

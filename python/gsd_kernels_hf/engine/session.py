@@ -26,7 +26,7 @@ from ..model.identity import ModelState
 from ..model.replay import hold
 from ..model.runner import CachedText, Listener, RowModel
 from ..policy.base import Observation, Plan
-from ..records import DecodeState, Sampler, Unverified, Verified
+from ..records import DecodeState, Sampler, Unverified, Verified, lone_root
 from ..sources.base import DraftSource
 from ..sources.learned import Known
 from ..sources.memory import HistoryMemory
@@ -441,20 +441,3 @@ class Session:
             graph=graph,
             backend=self.backend,
         )
-
-
-def lone_root(batch: int, device: torch.device) -> Rows:
-    """The rows of plain decoding: the root of every sequence."""
-
-    def per_row(value: int, *shape: int) -> Tensor:
-        return torch.full((batch, *(shape or (1,))), value, dtype=torch.int32, device=device)
-
-    return Rows(
-        token_ids=per_row(0),
-        parent_rows=per_row(-1),
-        depths=per_row(0),
-        ancestor_mask=per_row(1, 1, 1),
-        node_ids=per_row(0),
-        scores=torch.zeros(batch, 1, device=device, dtype=torch.float32),
-        num_rows=torch.ones(batch, dtype=torch.int32, device=device),
-    )
